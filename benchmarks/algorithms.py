@@ -24,16 +24,25 @@ from shoal.report.lines import read_lines
 DISTILL = "distill"
 
 
-def one(name: str, seed: int, folder: str, teacher: str, options: argparse.Namespace) -> dict[str, Any]:
+def one(
+    name: str, seed: int, folder: str, teacher: str, options: argparse.Namespace
+) -> dict[str, Any]:
     """One run, in this process: its figures."""
     import shoal
 
     changes: dict[str, Any] = {"algorithm__name": name}
     if name == DISTILL:
         changes = {"algorithm__advantage": "none", "teacher__path": teacher}
-    shoal.train(seed=seed, steps=options.steps, base_output_directory=folder, run_name=f"{name}-{seed}",
-                train__pass_k=0, task__num_eval_questions=options.questions,
-                algorithm__num_minibatches=options.minibatches, **changes)
+    shoal.train(
+        seed=seed,
+        steps=options.steps,
+        base_output_directory=folder,
+        run_name=f"{name}-{seed}",
+        train__pass_k=0,
+        task__num_eval_questions=options.questions,
+        algorithm__num_minibatches=options.minibatches,
+        **changes,
+    )
     run = Path(folder, f"{name}-{seed}")
     summary = json.loads((run / "summary.json").read_text())
     rows = read_lines(run / "metrics.jsonl")
@@ -41,9 +50,16 @@ def one(name: str, seed: int, folder: str, teacher: str, options: argparse.Names
     def average(metric: str) -> float:
         return mean(row.get(metric, 0.0) for row in rows)
 
-    return {"before": 100 * summary["accuracy_before"], "after": 100 * summary["accuracy_after"],
-            "clip": average("clip/fraction"), "low": average("clip/low"), "high": average("clip/high"),
-            "entropy": average("entropy"), "reward": rows[-1]["reward/mean"], "seconds": summary["seconds_total"]}
+    return {
+        "before": 100 * summary["accuracy_before"],
+        "after": 100 * summary["accuracy_after"],
+        "clip": average("clip/fraction"),
+        "low": average("clip/low"),
+        "high": average("clip/high"),
+        "entropy": average("entropy"),
+        "reward": rows[-1]["reward/mean"],
+        "seconds": summary["seconds_total"],
+    }
 
 
 def main() -> None:
@@ -60,10 +76,14 @@ def main() -> None:
         print("\n" + json.dumps(one(name, int(seed), folder, teacher, options)))
         return
     names = options.names or [*all_names(), DISTILL]
-    print(f"{options.steps} steps of {options.minibatches} updates; greedy accuracy in percent on {options.questions} "
-          f"held-out problems, means of seeds {options.seeds}; {os.cpu_count()} CPU cores")
-    print(f"{'algorithm':>22} {'before':>7} {'after':>7} {'change':>7} {'(each)':>20} {'clip %':>8} {'low %':>8} "
-          f"{'high %':>8} {'entropy':>8} {'seconds':>8}")
+    print(
+        f"{options.steps} steps of {options.minibatches} updates; greedy accuracy in percent on {options.questions} "
+        f"held-out problems, means of seeds {options.seeds}; {os.cpu_count()} CPU cores"
+    )
+    print(
+        f"{'algorithm':>22} {'before':>7} {'after':>7} {'change':>7} {'(each)':>20} {'clip %':>8} {'low %':>8} "
+        f"{'high %':>8} {'entropy':>8} {'seconds':>8}"
+    )
     with tempfile.TemporaryDirectory() as folder:
         for name in names:
             found = []
@@ -88,9 +108,12 @@ def all_names() -> list[str]:
 def show(name: str, found: list[dict[str, Any]]) -> None:
     m = {key: mean(row[key] for row in found) for key in found[0]}
     each = " ".join(f"{row['after'] - row['before']:+.1f}" for row in found)
-    print(f"{name:>22} {m['before']:7.1f} {m['after']:7.1f} {m['after'] - m['before']:+7.1f} {each:>20} "
-          f"{100 * m['clip']:8.3f} {100 * m['low']:8.3f} {100 * m['high']:8.3f} {m['entropy']:8.3f} "
-          f"{m['seconds']:8.1f}", flush=True)
+    print(
+        f"{name:>22} {m['before']:7.1f} {m['after']:7.1f} {m['after'] - m['before']:+7.1f} {each:>20} "
+        f"{100 * m['clip']:8.3f} {100 * m['low']:8.3f} {100 * m['high']:8.3f} {m['entropy']:8.3f} "
+        f"{m['seconds']:8.1f}",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

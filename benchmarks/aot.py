@@ -39,38 +39,85 @@ DECODE, UPDATE = "decode prefill", "accumulate"
 
 JOBS: Mapping[str, tuple[str, str]] = {
     # 64 chips train; the other 64 are 8 samplers of 8, with 64 places each.
-    "70b-v5p": (f"{DECODE} {UPDATE}",
-                "topology=v5p-256 model.name=llama3.3-70b mesh.trainer=64 mesh.sampler=64 mesh.fsdp=-1 "
-                "mesh.sampler_tensor=8 batch.prompts_per_device=1 batch.micro_tokens=4352"),
-    "8b-v6e-decode": (DECODE, "topology=v6e-4 model.name=llama3.1-8b mesh.trainer=1 mesh.sampler=1 "
-                              "batch.prompts_per_step=8"),
-    "8b-h200-decode": (DECODE, "topology=h200:2 model.name=llama3.1-8b mesh.trainer=1 mesh.sampler=1 "
-                               "batch.prompts_per_step=8"),
-    "1.5b-h200-decode": (DECODE, "topology=h200:1 model.name=qwen2.5-1.5b batch.prompts_per_step=32"),
-    "8b-v6e": (UPDATE, "topology=v6e-8 model.name=llama3.1-8b mesh.fsdp=-1 batch.micro_tokens=4352"),
-    "8b-h200": (UPDATE, "topology=h200:8 model.name=llama3.1-8b mesh.fsdp=-1 batch.micro_tokens=16384"),
+    "70b-v5p": (
+        f"{DECODE} {UPDATE}",
+        "topology=v5p-256 model.name=llama3.3-70b mesh.trainer=64 mesh.sampler=64 mesh.fsdp=-1 "
+        "mesh.sampler_tensor=8 batch.prompts_per_device=1 batch.micro_tokens=4352",
+    ),
+    "8b-v6e-decode": (
+        DECODE,
+        "topology=v6e-4 model.name=llama3.1-8b mesh.trainer=1 mesh.sampler=1 "
+        "batch.prompts_per_step=8",
+    ),
+    "8b-h200-decode": (
+        DECODE,
+        "topology=h200:2 model.name=llama3.1-8b mesh.trainer=1 mesh.sampler=1 "
+        "batch.prompts_per_step=8",
+    ),
+    "1.5b-h200-decode": (
+        DECODE,
+        "topology=h200:1 model.name=qwen2.5-1.5b batch.prompts_per_step=32",
+    ),
+    "8b-v6e": (
+        UPDATE,
+        "topology=v6e-8 model.name=llama3.1-8b mesh.fsdp=-1 batch.micro_tokens=4352",
+    ),
+    "8b-h200": (
+        UPDATE,
+        "topology=h200:8 model.name=llama3.1-8b mesh.fsdp=-1 batch.micro_tokens=16384",
+    ),
     # A row is a prompt with one completion.
-    "8b-v6e-long": (UPDATE, "topology=v6e-8 model.name=llama3.1-8b mesh.fsdp=-1 batch.micro_tokens=4352 "
-                            "batch.prompts_per_step=8 sampling.max_completion_tokens=4096"),
+    "8b-v6e-long": (
+        UPDATE,
+        "topology=v6e-8 model.name=llama3.1-8b mesh.fsdp=-1 batch.micro_tokens=4352 "
+        "batch.prompts_per_step=8 sampling.max_completion_tokens=4096",
+    ),
     # Rows of one prompt with one completion, as agents think.
-    "8b-v6e-64k": (UPDATE, "topology=v6e-8 model.name=llama3.1-8b mesh.context=4 mesh.fsdp=-1 "
-                           f"mesh.sampler_tensor=4 batch.micro_tokens=16384 batch.prompts_per_step=8 {LONG}"),
-    "8b-v6e-lora-64k": (UPDATE, "topology=v6e-8 model.name=llama3.1-8b model.lora.rank=16 mesh.context=4 mesh.fsdp=-1 "
-                                f"batch.micro_tokens=16384 batch.prompts_per_step=8 {LONG}"),
-    "4b-h100-lora-64k": (UPDATE, "topology=h100:1 model.name=qwen3-4b model.lora.rank=16 batch.micro_tokens=65536 "
-                                 f"batch.prompts_per_step=8 {LONG}"),
-    "4b-h200-64k": (UPDATE, "topology=h200:1 model.name=qwen3-4b batch.micro_tokens=65536 batch.prompts_per_step=8 "
-                            f"{LONG}"),
-    **{f"7b-{gpu}-lora-32k": (UPDATE, f"topology={gpu}:1 model.name=qwen2.5-7b model.lora.rank=16 model.quantise=int8 "
-                                      "batch.micro_tokens=32768 batch.prompts_per_step=8 "
-                                      "sampling.max_prompt_tokens=1024 sampling.max_completion_tokens=31744")
-       for gpu in ("h100", "h200")},
+    "8b-v6e-64k": (
+        UPDATE,
+        "topology=v6e-8 model.name=llama3.1-8b mesh.context=4 mesh.fsdp=-1 "
+        f"mesh.sampler_tensor=4 batch.micro_tokens=16384 batch.prompts_per_step=8 {LONG}",
+    ),
+    "8b-v6e-lora-64k": (
+        UPDATE,
+        "topology=v6e-8 model.name=llama3.1-8b model.lora.rank=16 mesh.context=4 mesh.fsdp=-1 "
+        f"batch.micro_tokens=16384 batch.prompts_per_step=8 {LONG}",
+    ),
+    "4b-h100-lora-64k": (
+        UPDATE,
+        "topology=h100:1 model.name=qwen3-4b model.lora.rank=16 batch.micro_tokens=65536 "
+        f"batch.prompts_per_step=8 {LONG}",
+    ),
+    "4b-h200-64k": (
+        UPDATE,
+        "topology=h200:1 model.name=qwen3-4b batch.micro_tokens=65536 batch.prompts_per_step=8 "
+        f"{LONG}",
+    ),
+    **{
+        f"7b-{gpu}-lora-32k": (
+            UPDATE,
+            f"topology={gpu}:1 model.name=qwen2.5-7b model.lora.rank=16 model.quantise=int8 "
+            "batch.micro_tokens=32768 batch.prompts_per_step=8 "
+            "sampling.max_prompt_tokens=1024 sampling.max_completion_tokens=31744",
+        )
+        for gpu in ("h100", "h200")
+    },
 }
 """Name -> (the programs of its rows, the words after `shoal plan`), over LENGTHS."""
 
 GIB = 2**30
 BFLOAT16 = 2  # bytes
-HEAD = ("job", "program", "peak GiB", "of", "computes", "floor", "times the floor", "share of peak", "GB moved")
+HEAD = (
+    "job",
+    "program",
+    "peak GiB",
+    "of",
+    "computes",
+    "floor",
+    "times the floor",
+    "share of peak",
+    "GB moved",
+)
 
 
 def composed(job: str, added: Sequence[str]) -> PlanConfig:
@@ -90,7 +137,9 @@ def compiled(config: PlanConfig, programs: Sequence[str], say: Callable[[str], N
             for layers in SHALLOW if deep else (0,):
                 started = time.perf_counter()
                 few += answers([(cost, config, config.topology, name, layers)])
-                say(f"{name}{f' of {layers} layers' * bool(layers)}: {time.perf_counter() - started:.0f} s")
+                say(
+                    f"{name}{f' of {layers} layers' * bool(layers)}: {time.perf_counter() - started:.0f} s"
+                )
             costs[name] = extrapolate(*few, all_layers) if deep else few[0]
     return replace(figures, programs=costs)
 
@@ -109,29 +158,50 @@ def floor_seconds(figures: Figures, program: str) -> float:
     if program == "decode":
         replica = job["roles"]["sampler"]["mesh"].get("tensor", 1)
         replicas = devices // replica
-        read = decode_bytes(a, groups / replicas, size, s.max_prompt_tokens, s.max_completion_tokens) / replica
+        read = (
+            decode_bytes(a, groups / replicas, size, s.max_prompt_tokens, s.max_completion_tokens)
+            / replica
+        )
         return (s.max_completion_tokens - 1) * read / job["hbm"]
-    lengths = (s.max_prompt_tokens, [1] if program == "prefill" else [s.max_completion_tokens] * size)
+    lengths = (
+        s.max_prompt_tokens,
+        [1] if program == "prefill" else [s.max_completion_tokens] * size,
+    )
     passes = 1 if program == "prefill" else 3 * config.algorithm.num_epochs
     return passes * groups * forward_flops(a, *lengths) / devices / job["peak_flops"]
 
 
 def row(job: str, program: str, figures: Figures) -> list[str]:
-    config, one, runs = figures.config, figures.programs[program], figures.job["programs"][program]["runs"]
+    config, one, runs = (
+        figures.config,
+        figures.programs[program],
+        figures.job["programs"][program]["runs"],
+    )
     peak = sum(figures.needed(program).values())
-    cells = [job, f"{program}, {scope(figures, program)}", f"{peak / GIB:.1f}", f"{figures.memory / GIB:.1f}"]
+    cells = [
+        job,
+        f"{program}, {scope(figures, program)}",
+        f"{peak / GIB:.1f}",
+        f"{figures.memory / GIB:.1f}",
+    ]
     if one["error"]:
         return [*cells, "does not compile", "", "", "", one["error"][:100]]
     seconds, floor = runs * one["compute_seconds"], floor_seconds(figures, program)
     tokens = config.sampling.max_completion_tokens - 1
-    scale, digits, unit = {"decode": (1e3 / tokens, 2, "ms a token"), "prefill": (1e3, 1, "ms a step")}.get(
-        program, (1.0, 2, "s a step"))
+    scale, digits, unit = {
+        "decode": (1e3 / tokens, 2, "ms a token"),
+        "prefill": (1e3, 1, "ms a step"),
+    }.get(program, (1.0, 2, "s a step"))
     times = [f"{scale * value:.{digits}f}" for value in (seconds, floor)]
     share = "" if program == "decode" else f"{100 * floor / seconds:.0f}%"
     moved: dict[str, float] = defaultdict(float)
     for transfer in one["collectives"]:
-        moved[transfer["kind"]] += runs * transfer["bytes"] / (tokens if program == "decode" else 1) / 1e9
-    transfers = ", ".join(f"{size:.3g} {kind}" for kind, size in sorted(moved.items(), key=lambda item: -item[1]))
+        moved[transfer["kind"]] += (
+            runs * transfer["bytes"] / (tokens if program == "decode" else 1) / 1e9
+        )
+    transfers = ", ".join(
+        f"{size:.3g} {kind}" for kind, size in sorted(moved.items(), key=lambda item: -item[1])
+    )
     return [*cells, f"{times[0]} {unit}", times[1], f"{seconds / floor:.2f}", share, transfers]
 
 
@@ -147,7 +217,9 @@ def scope(figures: Figures, program: str) -> str:
 
 def print_sources(program: str, figures: Figures, number: int) -> None:
     one = figures.programs[program]
-    print(f"\n{program}: model.remat={figures.job['model']['remat']}; shares of its seconds, and its largest arrays")
+    print(
+        f"\n{program}: model.remat={figures.job['model']['remat']}; shares of its seconds, and its largest arrays"
+    )
     for source, seconds in list(one["sources"].items())[:number]:
         print(f"    {100 * seconds / one['compute_seconds']:5.1f}%  {source}")
     for size, shape, source in one["largest"][:number]:
@@ -156,12 +228,19 @@ def print_sources(program: str, figures: Figures, number: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--programs", default="decode,prefill,accumulate")
-    parser.add_argument("--cache", help="folder of what is compiled, to be found again; default: none is kept")
+    parser.add_argument(
+        "--cache", help="folder of what is compiled, to be found again; default: none is kept"
+    )
     parser.add_argument("--sources", type=int, default=0)
     args, words = parser.parse_known_args()
-    names, added = [word for word in words if "=" not in word], [word for word in words if "=" in word]
+    names, added = (
+        [word for word in words if "=" not in word],
+        [word for word in words if "=" in word],
+    )
     if unknown := set(names) - JOBS.keys():
         parser.error(f"no such job: {', '.join(unknown)}; there are {', '.join(JOBS)}")
     print(f"| {' | '.join(HEAD)} |\n| {' | '.join(['---'] * len(HEAD))} |", flush=True)
@@ -171,7 +250,11 @@ def main() -> None:
             programs = [one for one in JOBS[name][0].split() if one in args.programs.split(",")]
             if not programs:
                 continue
-            figures = compiled(composed(name, added), programs, lambda text: print(text, file=sys.stderr, flush=True))
+            figures = compiled(
+                composed(name, added),
+                programs,
+                lambda text: print(text, file=sys.stderr, flush=True),
+            )
             for program in programs:
                 print(f"| {' | '.join(row(name, program, figures))} |", flush=True)
                 if args.sources:

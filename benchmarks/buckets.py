@@ -33,8 +33,11 @@ def s3_server() -> Iterator[str]:
     """The address of an S3 server with the bucket BUCKET, in a process of its own."""
     with socket.create_server(("localhost", 0)) as free:
         port = free.getsockname()[1]
-    server = subprocess.Popen([sys.executable, "-m", "moto.server", "-p", str(port)], stdout=subprocess.DEVNULL,
-                              stderr=subprocess.DEVNULL)
+    server = subprocess.Popen(
+        [sys.executable, "-m", "moto.server", "-p", str(port)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     address = f"http://localhost:{port}"
     try:
         while True:
@@ -50,8 +53,12 @@ def s3_server() -> Iterator[str]:
 
 
 def environment(address: str) -> dict[str, str]:
-    return {"AWS_ENDPOINT_URL": address, "AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret",
-            "AWS_DEFAULT_REGION": "us-east-1"}
+    return {
+        "AWS_ENDPOINT_URL": address,
+        "AWS_ACCESS_KEY_ID": "key",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }
 
 
 class Faults:
@@ -74,9 +81,15 @@ class Faults:
                     continue
                 server = socket.create_connection(self.server)
                 # A connection carries many requests: it breaks after up to 4 MB either way.
-                most = self.random_.randrange(1 << 22) if self.random_.random() < self.share else sys.maxsize
+                most = (
+                    self.random_.randrange(1 << 22)
+                    if self.random_.random() < self.share
+                    else sys.maxsize
+                )
                 for one, other in ((client, server), (server, client)):
-                    threading.Thread(target=self._copy, args=(one, other, most), daemon=True).start()
+                    threading.Thread(
+                        target=self._copy, args=(one, other, most), daemon=True
+                    ).start()
 
     def _copy(self, one: socket.socket, other: socket.socket, most: int) -> None:
         with contextlib.suppress(OSError):
@@ -145,28 +158,45 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     sizes = [int(options.gigabytes * 1e9 * share) for share in (0.4, 0.3, 0.2, 0.1)]
-    print(f"{sum(sizes) / 1e9:.1f} GB in {len(sizes)} files\n\nround  what        MB/s  MB of memory above")
+    print(
+        f"{sum(sizes) / 1e9:.1f} GB in {len(sizes)} files\n\nround  what        MB/s  MB of memory above"
+    )
     for number in range(1, options.rounds + 1):
         for system in ("boto3", "shoal")[:: 1 if number % 2 else -1]:
             with s3_server() as address, tempfile.TemporaryDirectory() as temporary:
                 variables = os.environ | environment(address)
-                folder, other = (Path(temporary, name, "shoal", "buckets", "runs", "s3", BUCKET) for name in "ab")
+                folder, other = (
+                    Path(temporary, name, "shoal", "buckets", "runs", "s3", BUCKET) for name in "ab"
+                )
                 (folder / "made").mkdir(parents=True)
                 (other / "made").mkdir(parents=True)
                 for index, size in enumerate(sizes):
                     (folder / "made" / f"part{index}").write_bytes(os.urandom(size))
                 for way in ("up", "down"):
-                    machine = "a" if way == "up" or system == "boto3" else "b"  # downloads to another
+                    machine = (
+                        "a" if way == "up" or system == "boto3" else "b"
+                    )  # downloads to another
                     if machine == "b":
                         shutil.copytree(folder / "run" / ".manifests", other / "run" / ".manifests")
                     done = subprocess.run(
-                        [sys.executable, "-c", PART, f"{system} {way}",
-                         str(other if machine == "b" else folder), f"{temporary}/"], text=True,
-                        env=variables | {"XDG_CACHE_HOME": f"{temporary}/{machine}"}, check=True,
-                        stdout=subprocess.PIPE)
+                        [
+                            sys.executable,
+                            "-c",
+                            PART,
+                            f"{system} {way}",
+                            str(other if machine == "b" else folder),
+                            f"{temporary}/",
+                        ],
+                        text=True,
+                        env=variables | {"XDG_CACHE_HOME": f"{temporary}/{machine}"},
+                        check=True,
+                        stdout=subprocess.PIPE,
+                    )
                     seconds, memory = json.loads(done.stdout.splitlines()[-1])
-                    print(f"{number:>5}  {system} {way:<4}  {sum(sizes) / 1e6 / seconds:>6.0f}  {memory:>8.0f}",
-                          flush=True)
+                    print(
+                        f"{number:>5}  {system} {way:<4}  {sum(sizes) / 1e6 / seconds:>6.0f}  {memory:>8.0f}",
+                        flush=True,
+                    )
 
 
 if __name__ == "__main__":

@@ -75,23 +75,39 @@ class Account:
             raise Killed
         self.rows[step] = [group.example.row for group in groups]
         if self.rows[step] != self.asked[step]:
-            raise Wrong(f"step {step} trained on rows {self.rows[step]}; it asked for {self.asked[step]}")
+            raise Wrong(
+                f"step {step} trained on rows {self.rows[step]}; it asked for {self.asked[step]}"
+            )
         if (under_way := self.under_way()) > self.k * PROMPTS:
             raise Wrong(f"beside those of step {step} {under_way} groups are under way")
-        ages = np.concatenate([step - one.versions for group in groups for one in group.completions])
-        if ages.min() < 0 or ages.max() > self.k or (self.mode == "fixed" and set(ages) != {min(step, self.k)}):
+        ages = np.concatenate(
+            [step - one.versions for group in groups for one in group.completions]
+        )
+        if (
+            ages.min() < 0
+            or ages.max() > self.k
+            or (self.mode == "fixed" and set(ages) != {min(step, self.k)})
+        ):
             raise Wrong(f"step {step} trained on tokens {ages.min()} to {ages.max()} versions old")
         self.oldest = max(self.oldest, int(ages.max()))
         self.compare(f"step {step} trained on", contents(groups, self.mode == "fixed"))
 
     def end(self, steps: int, evaluations: Mapping[int, Sequence[Group]]) -> None:
         for version, groups in evaluations.items():
-            if any((one.versions != version).any() for group in groups for one in group.completions):
+            if any(
+                (one.versions != version).any() for group in groups for one in group.completions
+            ):
                 raise Wrong(f"the evaluation of version {version} has answers of another")
             self.compare(f"the evaluation of version {version} has", contents(groups, True))
-        if sorted(self.rows) != list(range(steps)) or sorted(evaluations) != sorted({*range(0, steps, 10), steps}):
-            raise Wrong(f"made were steps {sorted(self.rows)}, evaluated versions {sorted(evaluations)}")
-        if sorted(itertools.chain.from_iterable(self.rows.values())) != list(range(steps * PROMPTS)):
+        if sorted(self.rows) != list(range(steps)) or sorted(evaluations) != sorted(
+            {*range(0, steps, 10), steps}
+        ):
+            raise Wrong(
+                f"made were steps {sorted(self.rows)}, evaluated versions {sorted(evaluations)}"
+            )
+        if sorted(itertools.chain.from_iterable(self.rows.values())) != list(
+            range(steps * PROMPTS)
+        ):
             raise Wrong("a group was trained on twice, or never")
 
     def compare(self, what: str, found: Any) -> None:
@@ -101,12 +117,26 @@ class Account:
 
 
 def contents(groups: Sequence[Group], with_version: bool) -> list[Any]:
-    return [(group.example.row, group.version if with_version else 0, group.rewards.tobytes(),
-             *((one.token_ids.tobytes(), one.logprobs.tobytes()) for one in group.completions)) for group in groups]
+    return [
+        (
+            group.example.row,
+            group.version if with_version else 0,
+            group.rewards.tobytes(),
+            *((one.token_ids.tobytes(), one.logprobs.tobytes()) for one in group.completions),
+        )
+        for group in groups
+    ]
 
 
-def play(mode: str, k: int, steps: int, plan: Plan, expected: Mapping[str, Any], kills: Sequence[int] = (),
-         on_note: Callable[[str], None] = lambda text: None) -> tuple[Account, str]:
+def play(
+    mode: str,
+    k: int,
+    steps: int,
+    plan: Plan,
+    expected: Mapping[str, Any],
+    kills: Sequence[int] = (),
+    on_note: Callable[[str], None] = lambda text: None,
+) -> tuple[Account, str]:
     """One run, resumed as often as its trainer is killed; its account and a line of figures. Raises Wrong."""
     account = Account(mode, k, expected, set(kills))
     trainer, hosts = FakeTrainer(UPDATE_SECONDS, account.note), Hosts(plan)
@@ -114,20 +144,42 @@ def play(mode: str, k: int, steps: int, plan: Plan, expected: Mapping[str, Any],
     longest = 0.0
     while not ended:
         trainer.updates, hosts.woken = [], threading.Event()
-        first: dict[str, Any] = {name: hosts.make(name) if name not in hosts.away else Absent() for name in NAMES}
-        fleet = make_fleet(first, hosts.woken, PUBLISH_SECONDS, restart=hosts.make, restarts=10**6,
-                           stall_seconds=STALL_SECONDS, on_note=on_note)
-        run = make_run(fleet, trainer, steps, PROMPTS, GROUP_SIZE, Schedule(k, newest=newest), QUESTIONS,
-                       pins=newest)
+        first: dict[str, Any] = {
+            name: hosts.make(name) if name not in hosts.away else Absent() for name in NAMES
+        }
+        fleet = make_fleet(
+            first,
+            hosts.woken,
+            PUBLISH_SECONDS,
+            restart=hosts.make,
+            restarts=10**6,
+            stall_seconds=STALL_SECONDS,
+            on_note=on_note,
+        )
+        run = make_run(
+            fleet,
+            trainer,
+            steps,
+            PROMPTS,
+            GROUP_SIZE,
+            Schedule(k, newest=newest),
+            QUESTIONS,
+            pins=newest,
+        )
         account.asked, started, read = run.pending, time.perf_counter(), len(trainer.stats)
         account.under_way = lambda ledger=fleet.ledger: sum(
-            one.request.purpose is Purpose.TRAIN for one in ledger.entries.values())
+            one.request.purpose is Purpose.TRAIN for one in ledger.entries.values()
+        )
         try:
             run.train()
             ended = True
             stats = [*trainer.stats[read:], fleet.read_stats(Purpose.TRAIN)]
-            if spare := sum(one.host_tokens - one.tokens - one.fleet["tokens_lost"] for one in stats) - \
-                    fleet.read_stats(Purpose.EVALUATE).tokens:
+            if (
+                spare := sum(
+                    one.host_tokens - one.tokens - one.fleet["tokens_lost"] for one in stats
+                )
+                - fleet.read_stats(Purpose.EVALUATE).tokens
+            ):
                 raise Wrong(f"{spare} sampled tokens were neither taken nor lost")
             if left := len(fleet.ledger.entries):
                 raise Wrong(f"{left} groups are left")
@@ -143,9 +195,11 @@ def play(mode: str, k: int, steps: int, plan: Plan, expected: Mapping[str, Any],
     total = Counter[str]()
     for one in trainer.stats:
         total.update(one.fleet)
-    return account, (f"{time.perf_counter() - began:5.1f} s, longest wait {longest:4.1f} s, oldest {account.oldest}, "
-                     f"groups asked again {total['asked_again']}, tokens lost {total['tokens_lost']}, "
-                     f"second answers {total['duplicates']}, hosts made {sum(hosts.made.values())}")
+    return account, (
+        f"{time.perf_counter() - began:5.1f} s, longest wait {longest:4.1f} s, oldest {account.oldest}, "
+        f"groups asked again {total['asked_again']}, tokens lost {total['tokens_lost']}, "
+        f"second answers {total['duplicates']}, hosts made {sum(hosts.made.values())}"
+    )
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -157,7 +211,9 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--leaves", type=int, default=2)
     parser.add_argument("--trainer-kills", type=int, default=10)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--modes", nargs="+", default=["fixed-0", "fixed-1", "fixed-3", "newest-1", "newest-4"])
+    parser.add_argument(
+        "--modes", nargs="+", default=["fixed-0", "fixed-1", "fixed-3", "newest-1", "newest-4"]
+    )
     parser.add_argument("--notes", action="store_true", help="what the fleet says of lost hosts")
     options = parser.parse_args(words)
     say = print if options.notes else lambda text: None

@@ -86,8 +86,15 @@ class InProgress:
     def complete(self) -> Completion:
         key = self.request.address.key(self.index).astype(np.int64)
         tokens = (key[0] + np.arange(self.length) * (key[1] | 1)) % 1000
-        return Completion(self.request.id, self.index, tokens.astype(np.int32), np.full(self.length, -1.0, np.float32),
-                          np.ones(self.length, bool), np.array(self.versions, np.int32), StopReason.EOS)
+        return Completion(
+            self.request.id,
+            self.index,
+            tokens.astype(np.int32),
+            np.full(self.length, -1.0, np.float32),
+            np.ones(self.length, bool),
+            np.array(self.versions, np.int32),
+            StopReason.EOS,
+        )
 
 
 @dataclass
@@ -104,14 +111,18 @@ class SleepingEngine:
     preempted: int = 0
     starting: bool = False
     stuck: bool = False  # none of its completions has turns
-    sampled: list[tuple[float, float]] = field(default_factory=list)  # begin and end of each completion
+    sampled: list[tuple[float, float]] = field(
+        default_factory=list
+    )  # begin and end of each completion
 
     def __post_init__(self) -> None:
         self._waiting: deque[tuple[SampleRequest, int]] = deque()
         self._in_progress: list[InProgress] = []
         self._open: dict[int, list[Completion]] = {}
         self._counted = (0, 0)
-        self._time: float | None = None  # at which the last token was sampled, by a clock that no core's noise delays
+        self._time: float | None = (
+            None  # at which the last token was sampled, by a clock that no core's noise delays
+        )
 
     def load(self, version: int, params: Any) -> None:
         assert int(params["version"][0]) == version
@@ -136,7 +147,9 @@ class SleepingEngine:
         now = self._time or time.perf_counter()
         while self._waiting and len(self._in_progress) < self.places:
             request, index = self._waiting.popleft()
-            self._in_progress.append(InProgress(request, index, self.length_of(request, index), now))
+            self._in_progress.append(
+                InProgress(request, index, self.length_of(request, index), now)
+            )
         now += self.token_seconds
         time.sleep(max(0.0, now - time.perf_counter()))
         finished = {}
@@ -155,7 +168,9 @@ class SleepingEngine:
         return finished
 
 
-def thread_host(name: str, engine: SleepingEngine, capacity: int, woken: threading.Event) -> ThreadHost:
+def thread_host(
+    name: str, engine: SleepingEngine, capacity: int, woken: threading.Event
+) -> ThreadHost:
     host = EngineHost(lambda *_: engine, capacity, shares_memory=False)  # type: ignore[arg-type, return-value]
     return ThreadHost(host, woken.set, name)
 
@@ -178,7 +193,9 @@ class FakeTrainer:
     saved: Restored | None = None  # the newest checkpoint
 
     def __post_init__(self) -> None:
-        self.learner = SimpleNamespace(init=lambda parameters: SimpleNamespace(trainable=weights(0), frozen=None))
+        self.learner = SimpleNamespace(
+            init=lambda parameters: SimpleNamespace(trainable=weights(0), frozen=None)
+        )
         self.watch = SimpleNamespace(in_a_row={})
 
     def update(self, state: Any, groups: Sequence[Any], step: int) -> tuple[Any, Any]:
@@ -187,8 +204,10 @@ class FakeTrainer:
         self.updates.append((begin, time.perf_counter()))
         self.on_groups(step, groups)
         table = SimpleNamespace(advantages=None, nonzero_std=None)
-        return (SimpleNamespace(trainable=weights(step + 1), frozen=None),
-                SimpleNamespace(table=table, logprobs={}, metrics=None))
+        return (
+            SimpleNamespace(trainable=weights(step + 1), frozen=None),
+            SimpleNamespace(table=table, logprobs={}, metrics=None),
+        )
 
     def evaluation(self, version: int, figures: Any, groups: Sequence[Group], *args: Any) -> None:
         self.evaluations[version] = groups
@@ -206,7 +225,9 @@ class FakeTrainer:
     def scores(self) -> dict[str, float]:
         return {}
 
-    def save(self, version: int, state: Any, extra: Any, published: dict[int, Any], scores: Any) -> None:
+    def save(
+        self, version: int, state: Any, extra: Any, published: dict[int, Any], scores: Any
+    ) -> None:
         self.saved = Restored(version, state, json.loads(json.dumps(extra)), dict(published))
 
     def finish(self, last: int = 0) -> dict[str, Any]:
@@ -217,32 +238,70 @@ class FakeTrainer:
     begin_training = begin_evaluation = sync = spent = data_exhausted = next_steps = ignore
 
 
-REWARD = RewardFunction("sum", lambda completions, **_: [float(len(text)) for text in completions],
-                        runs_in_process=True)
+REWARD = RewardFunction(
+    "sum", lambda completions, **_: [float(len(text)) for text in completions], runs_in_process=True
+)
 TASK = Task("fake", (), {}, (REWARD,))
 
 
-def make_fleet(hosts: Mapping[str, Host], woken: threading.Event, publish_seconds: float = 0.0,
-               **settings: Any) -> Fleet:
+def make_fleet(
+    hosts: Mapping[str, Host], woken: threading.Event, publish_seconds: float = 0.0, **settings: Any
+) -> Fleet:
     pool = RewardPool((REWARD,), RewardSection(workers=0))
     rewards = GroupRewards(TASK, pool, lambda ids: "x" * (sum(ids) % 7))
-    return Fleet(FakePublisher(publish_seconds), hosts, rewards, seed=0, by_itself=True, woken=woken, **settings)  # type: ignore[arg-type]
+    return Fleet(
+        FakePublisher(publish_seconds),
+        hosts,
+        rewards,
+        seed=0,
+        by_itself=True,
+        woken=woken,
+        **settings,
+    )  # type: ignore[arg-type]
 
 
-def make_run(fleet: Fleet, trainer: FakeTrainer, steps: int, prompts: int, group_size: int, schedule: Schedule,
-             questions: int = 0, pins: bool = False) -> Run:
+def make_run(
+    fleet: Fleet,
+    trainer: FakeTrainer,
+    steps: int,
+    prompts: int,
+    group_size: int,
+    schedule: Schedule,
+    questions: int = 0,
+    pins: bool = False,
+) -> Run:
     """A run, or the rest of one that the trainer has a checkpoint of; every third step has one. Every tenth version is
     evaluated where there are questions."""
     trainer.after_step = lambda: trainer.stats.append(fleet.read_stats(Purpose.TRAIN))
-    config, _ = compose("train", [f"steps={steps}", f"batch.prompts_per_step={prompts}",
-                                  f"batch.group_size={group_size}", "sampling.max_completion_tokens=4096",
-                                  "checkpoint.every=3", f"train.evaluate_every={10 if questions else 0}"])
+    config, _ = compose(
+        "train",
+        [
+            f"steps={steps}",
+            f"batch.prompts_per_step={prompts}",
+            f"batch.group_size={group_size}",
+            "sampling.max_completion_tokens=4096",
+            "checkpoint.every=3",
+            f"train.evaluate_every={10 if questions else 0}",
+        ],
+    )
     examples = [Example(row, str(row)) for row in range(steps * prompts)]
     stream = PromptStream(examples, lambda prompt: np.array([1]), 0, 10)
     held_out = [TokenizedExample(Example(row, str(row)), np.array([1])) for row in range(questions)]
-    evaluator = Evaluator({"held_out": held_out} if questions else {}, config.sampling.params, 0, TASK)
-    run = Run(config, weights(0), trainer, fleet, stream, evaluator, trainer, trainer,  # type: ignore[arg-type]
-              schedule, trainer.saved)
+    evaluator = Evaluator(
+        {"held_out": held_out} if questions else {}, config.sampling.params, 0, TASK
+    )
+    run = Run(
+        config,
+        weights(0),
+        trainer,
+        fleet,
+        stream,
+        evaluator,
+        trainer,
+        trainer,  # type: ignore[arg-type]
+        schedule,
+        trainer.saved,
+    )
     if pins:
         pinned(run.lookahead)
     return run
@@ -253,19 +312,37 @@ def run_case(case: Case, lengths: np.ndarray, update_seconds: float, token_secon
     by_group = lengths.reshape(-1, case.group_size)
     woken, trace = threading.Event(), Trace()
     # Groups are numbered in the order asked, there as here.
-    engines = [SleepingEngine(case.places_per_host, lambda request, index: int(by_group[request.id, index]),
-                              token_seconds) for _ in range(case.hosts)]
-    hosts = {f"host {n}": thread_host(f"host {n}", engine, case.capacity, woken) for n, engine in enumerate(engines)}
+    engines = [
+        SleepingEngine(
+            case.places_per_host,
+            lambda request, index: int(by_group[request.id, index]),
+            token_seconds,
+        )
+        for _ in range(case.hosts)
+    ]
+    hosts = {
+        f"host {n}": thread_host(f"host {n}", engine, case.capacity, woken)
+        for n, engine in enumerate(engines)
+    }
 
     def note(step: int, groups: Sequence[Any]) -> None:
-        trace.staleness.append(np.concatenate([step - one.versions for group in groups for one in group.completions]))
+        trace.staleness.append(
+            np.concatenate([step - one.versions for group in groups for one in group.completions])
+        )
 
     trainer = FakeTrainer(update_seconds, note)
     fleet = make_fleet(hosts, woken)
     cpu = time.process_time()
     try:
-        make_run(fleet, trainer, len(lengths), case.prompts, case.group_size, case.schedule,
-                 pins=case.mode == "newest").train()
+        make_run(
+            fleet,
+            trainer,
+            len(lengths),
+            case.prompts,
+            case.group_size,
+            case.schedule,
+            pins=case.mode == "newest",
+        ).train()
     finally:
         fleet.close()
     trace.cpu_seconds = time.process_time() - cpu

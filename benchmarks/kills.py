@@ -30,8 +30,18 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-CLOCKS = ("time/", "throughput/", "memory/", "compilations", "mfu", "idle/", "queue/", "publish/", "fleet/",
-          "sampler/places_drawing")
+CLOCKS = (
+    "time/",
+    "throughput/",
+    "memory/",
+    "compilations",
+    "mfu",
+    "idle/",
+    "queue/",
+    "publish/",
+    "fleet/",
+    "sampler/places_drawing",
+)
 """Beginnings of metrics that tell of the machine and of how many hosts sample."""
 
 
@@ -40,9 +50,23 @@ MOST_SECONDS_TO_END = 60
 
 
 def command(base: Path | str, name: str, extra: list[str]) -> list[str]:
-    return [sys.executable, "-m", "shoal", "train", f"base_output_directory={base}", f"run_name={name}", "steps=12",
-            "task.num_eval_questions=16", "train.pass_k=0", "batch.prompts_per_step=4", "batch.group_size=4",
-            "checkpoint.every=2", "train.evaluate_every=5", "sampling.max_completion_tokens=48", *extra]
+    return [
+        sys.executable,
+        "-m",
+        "shoal",
+        "train",
+        f"base_output_directory={base}",
+        f"run_name={name}",
+        "steps=12",
+        "task.num_eval_questions=16",
+        "train.pass_k=0",
+        "batch.prompts_per_step=4",
+        "batch.group_size=4",
+        "checkpoint.every=2",
+        "train.evaluate_every=5",
+        "sampling.max_completion_tokens=48",
+        *extra,
+    ]
 
 
 def start(words: list[str], log: Path, count: int) -> list[subprocess.Popen[bytes]]:
@@ -50,8 +74,15 @@ def start(words: list[str], log: Path, count: int) -> list[subprocess.Popen[byte
         port = free.getsockname()[1]
     keys = [f"mesh.coordinator=localhost:{port}", f"mesh.processes={count}"] if count > 1 else []
     with log.open("ab") as file:
-        return [subprocess.Popen([*words, *keys, *([f"mesh.process={number}"] if keys else [])], stdout=file,
-                                 stderr=file, start_new_session=True) for number in range(count)]
+        return [
+            subprocess.Popen(
+                [*words, *keys, *([f"mesh.process={number}"] if keys else [])],
+                stdout=file,
+                stderr=file,
+                start_new_session=True,
+            )
+            for number in range(count)
+        ]
 
 
 def kill(processes: list[subprocess.Popen[bytes]], random_: random.Random) -> str:
@@ -62,7 +93,9 @@ def kill(processes: list[subprocess.Popen[bytes]], random_: random.Random) -> st
     for process in processes:
         process.wait(MOST_SECONDS_TO_END)
     seconds = time.monotonic() - began
-    return f", process {number}, the others ended {seconds:.1f} s later" if len(processes) > 1 else ""
+    return (
+        f", process {number}, the others ended {seconds:.1f} s later" if len(processes) > 1 else ""
+    )
 
 
 def ended(processes: list[subprocess.Popen[bytes]]) -> bool:
@@ -72,8 +105,9 @@ def ended(processes: list[subprocess.Popen[bytes]]) -> bool:
 def is_saving(run: Path) -> bool:
     """True while a checkpoint is written, and while one is uploaded."""
     folder = run / "checkpoints"
-    return (folder.is_dir() and any("tmp" in entry.name for entry in folder.iterdir())) or \
-        any(entry.is_dir() for entry in run.glob(".upload-*/*"))
+    return (folder.is_dir() and any("tmp" in entry.name for entry in folder.iterdir())) or any(
+        entry.is_dir() for entry in run.glob(".upload-*/*")
+    )
 
 
 class Machines:
@@ -107,6 +141,7 @@ class Machines:
 
     def go_away(self, random_: random.Random, seconds: float) -> None:
         """The bucket does not answer for six seconds, somewhen within the next `seconds`."""
+
         def away() -> None:
             time.sleep(begins)
             self.faults.is_down = True
@@ -117,8 +152,17 @@ class Machines:
         threading.Thread(target=away, daemon=True).start()
 
 
-def break_run(words: list[str], run: Path, kills: int, seconds: float, random_: random.Random, log: Path,
-              count: int, machines: Machines | None = None, first: int = 0) -> list[str]:
+def break_run(
+    words: list[str],
+    run: Path,
+    kills: int,
+    seconds: float,
+    random_: random.Random,
+    log: Path,
+    count: int,
+    machines: Machines | None = None,
+    first: int = 0,
+) -> list[str]:
     """Kills the command `kills` times on its way, then lets it end; where it was each time. `first`: kills before."""
     places = []
     for number in range(first, first + kills):
@@ -130,7 +174,9 @@ def break_run(words: list[str], run: Path, kills: int, seconds: float, random_: 
         processes = start(words, log, count)
         moment = time.monotonic() + random_.uniform(0, seconds)
         aim_at_saving = number % 3 == 2
-        while not ended(processes) and (time.monotonic() < moment or (aim_at_saving and not is_saving(run))):
+        while not ended(processes) and (
+            time.monotonic() < moment or (aim_at_saving and not is_saving(run))
+        ):
             time.sleep(0.0005)
         if ended(processes):
             check_ends(processes, "a run failed by itself", log)
@@ -153,9 +199,13 @@ def check_ends(processes: list[subprocess.Popen[bytes]], text: str, log: Path) -
 
 
 def without_clocks(file: Path) -> list[dict[str, object]]:
-    rows = [{name: value for name, value in json.loads(line).items() if not name.startswith(CLOCKS)}
-            for line in file.read_text().splitlines()]
-    return sorted(rows, key=lambda row: row["step"])  # evaluations beside training are recorded when they are whole
+    rows = [
+        {name: value for name, value in json.loads(line).items() if not name.startswith(CLOCKS)}
+        for line in file.read_text().splitlines()
+    ]
+    return sorted(
+        rows, key=lambda row: row["step"]
+    )  # evaluations beside training are recorded when they are whole
 
 
 def differences(a: Path, b: Path, weights: Sequence[str] = ("state", "published")) -> list[str]:
@@ -168,11 +218,21 @@ def differences(a: Path, b: Path, weights: Sequence[str] = ("state", "published"
     groups = [sorted(file.name for file in (run / "groups").iterdir()) for run in (a, b)]
     if groups[0] != groups[1]:
         found.append("names in groups/")
-    found += [name for name in set(groups[0]) & set(groups[1])
-              if (a / "groups" / name).read_bytes() != (b / "groups" / name).read_bytes()]
-    newest = [max((run / "checkpoints").glob("[0-9]*"), key=lambda folder: int(folder.name)) for run in (a, b)]
-    stored = [json.loads((folder / "extra" / "metadata").read_text())["checksums"] for folder in newest]
-    sums = [{name: one.get(name) for name in weights} for one in stored]  # published: with older versions alone
+    found += [
+        name
+        for name in set(groups[0]) & set(groups[1])
+        if (a / "groups" / name).read_bytes() != (b / "groups" / name).read_bytes()
+    ]
+    newest = [
+        max((run / "checkpoints").glob("[0-9]*"), key=lambda folder: int(folder.name))
+        for run in (a, b)
+    ]
+    stored = [
+        json.loads((folder / "extra" / "metadata").read_text())["checksums"] for folder in newest
+    ]
+    sums = [
+        {name: one.get(name) for name in weights} for one in stored
+    ]  # published: with older versions alone
     return found + ([f"checksums {sums}"] if sums[0] != sums[1] else [])
 
 
@@ -182,7 +242,12 @@ def main() -> None:
     parser.add_argument("--kills-a-run", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--devices", type=int, default=0, help="simulated CPU devices of each process, all trained on")
+    parser.add_argument(
+        "--devices",
+        type=int,
+        default=0,
+        help="simulated CPU devices of each process, all trained on",
+    )
     parser.add_argument("--bucket", action="store_true", help="the run folders are in a bucket")
     options, extra = parser.parse_known_args()
     if options.devices:
@@ -197,7 +262,9 @@ def main() -> None:
             machines = Machines(base, stack.enter_context(buckets.s3_server()), 0.05)
         log, random_ = base / "log.txt", random.Random(options.seed)
         count = options.processes
-        check_ends(start(command(base, "warm", extra), log, count), "a run failed", log)  # fills the compile cache
+        check_ends(
+            start(command(base, "warm", extra), log, count), "a run failed", log
+        )  # fills the compile cache
         began = time.monotonic()
         check_ends(start(command(base, "whole", extra), log, count), "a run failed", log)
         seconds = time.monotonic() - began
@@ -207,15 +274,21 @@ def main() -> None:
             run = base / f"broken{total}"
             most = min(options.kills_a_run, options.kills - killed)
             words = command(machines.url if machines else base, run.name, extra)
-            places = break_run(words, run, most, seconds, random_, log, count, machines,
-                               killed if machines else 0)
+            places = break_run(
+                words, run, most, seconds, random_, log, count, machines, killed if machines else 0
+            )
             run = machines.fetched(run.name) if machines else run
             different = differences(base / "whole", run)
             total, equal, killed = total + 1, equal + (not different), killed + len(places)
-            print(f"{total:>3}  {len(places):>5}  {'no: ' + ', '.join(different) if different else 'yes':>5}  "
-                  f"{'; '.join(places)}", flush=True)
-        print(f"\n{equal} of {total} runs, killed {killed} times in all, ended equal to the unbroken one"
-              + (f"; {machines.faults.broken} connections broke off" if machines else ""))
+            print(
+                f"{total:>3}  {len(places):>5}  {'no: ' + ', '.join(different) if different else 'yes':>5}  "
+                f"{'; '.join(places)}",
+                flush=True,
+            )
+        print(
+            f"\n{equal} of {total} runs, killed {killed} times in all, ended equal to the unbroken one"
+            + (f"; {machines.faults.broken} connections broke off" if machines else "")
+        )
         sys.exit(equal != total)
 
 

@@ -49,13 +49,17 @@ class SilentGuess:
         return words
 
 
-def permuted_reward(prompts: list[Any], trainer_state: Any, environments: Sequence[Any] = (),
-                    **columns: Any) -> list[float]:
+def permuted_reward(
+    prompts: list[Any], trainer_state: Any, environments: Sequence[Any] = (), **columns: Any
+) -> list[float]:
     """The rewards of the task itself, and of its environment, permuted within each group."""
     import random
 
     task = load_by_name(TaskSection(name=os.environ[TASK]), RewardSection())
-    values = [[one.weight * value for value in one.function(prompts=prompts, **columns)] for one in task.rewards]
+    values = [
+        [one.weight * value for value in one.function(prompts=prompts, **columns)]
+        for one in task.rewards
+    ]
     values += [[float(one.found) for one in environments]] if environments else []
     rng = random.Random(trainer_state.global_step)
     out: list[float] = []
@@ -75,11 +79,19 @@ def one(kind: str, seed: int, steps: int, keys: Sequence[str]) -> dict[str, Any]
         given: dict[str, Any] = dict(key.split("=", 1) for key in keys)
         os.environ[TASK] = name = given.get("task", "words")
         silent = {"environment": f"{__file__}:SilentGuess"} if name == "guess" else {}
-        bare = replace(load_by_name(TaskSection(name=name), RewardSection()), tools=(), environments={})
+        bare = replace(
+            load_by_name(TaskSection(name=name), RewardSection()), tools=(), environments={}
+        )
         controls: dict[str, Any] = {
-            "permuted": {"reward": permuted_reward, **silent}, "lr 0": {"optimizer.lr": 0.0},
-            "no tools": {"task": bare, "model": "tiny-tools", "train.evaluate_every": 20,
-                         "sampling.max_prompt_tokens": 256}}
+            "permuted": {"reward": permuted_reward, **silent},
+            "lr 0": {"optimizer.lr": 0.0},
+            "no tools": {
+                "task": bare,
+                "model": "tiny-tools",
+                "train.evaluate_every": 20,
+                "sampling.max_prompt_tokens": 256,
+            },
+        }
         given |= controls.get(kind, {})
         return shoal.train(seed=seed, steps=steps, base_output_directory=folder, **given).summary
 
@@ -93,17 +105,31 @@ def main() -> None:
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
-        print("\n" + json.dumps(one(options.one[0], int(options.one[1]), options.steps, options.keys)))
+        print(
+            "\n" + json.dumps(one(options.one[0], int(options.one[1]), options.steps, options.keys))
+        )
         return
     print(f"{options.steps} steps; greedy accuracy in percent; {os.cpu_count()} CPU cores")
-    head = (f"{'run':>9} {'seed':>5}", f"{'before':>7} {'after':>7} {'change':>7}", f"{'pass@8':>15}",
-            f"{'well-formed':>15} {'seconds':>8}")
+    head = (
+        f"{'run':>9} {'seed':>5}",
+        f"{'before':>7} {'after':>7} {'change':>7}",
+        f"{'pass@8':>15}",
+        f"{'well-formed':>15} {'seconds':>8}",
+    )
     print(*head)
     for kind in options.kinds:
         changes = []
-        for seed in options.seeds[:SEEDS[kind]]:
-            command = [sys.executable, __file__, "--one", kind, str(seed), "--steps", str(options.steps),
-                       *(["--keys", *options.keys] if options.keys else [])]
+        for seed in options.seeds[: SEEDS[kind]]:
+            command = [
+                sys.executable,
+                __file__,
+                "--one",
+                kind,
+                str(seed),
+                "--steps",
+                str(options.steps),
+                *(["--keys", *options.keys] if options.keys else []),
+            ]
             out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
             changes.append(show(kind, seed, json.loads(out.splitlines()[-1])))
         print(f"{kind:>9}  mean {mean(changes):+23.1f}", flush=True)
@@ -113,10 +139,14 @@ def show(kind: str, seed: int, summary: dict[str, Any]) -> float:
     """Prints a run's row; its change in points."""
     before, after = (next(iter(summary[side].values())) for side in ("before", "after"))
     change = 100 * (after["accuracy"] - before["accuracy"])
-    well_formed, pass_8 = ([side.get(name, math.nan) for side in (before, after)] for name in ("well_formed", "pass@8"))
-    print(f"{kind:>9} {seed:>5} {100 * before['accuracy']:7.1f} {100 * after['accuracy']:7.1f} {change:+7.1f} "
-          f"{_pair(*pass_8):>15} {_pair(*well_formed):>15} {summary['seconds_total']:8.1f}",
-          flush=True)
+    well_formed, pass_8 = (
+        [side.get(name, math.nan) for side in (before, after)] for name in ("well_formed", "pass@8")
+    )
+    print(
+        f"{kind:>9} {seed:>5} {100 * before['accuracy']:7.1f} {100 * after['accuracy']:7.1f} {change:+7.1f} "
+        f"{_pair(*pass_8):>15} {_pair(*well_formed):>15} {summary['seconds_total']:8.1f}",
+        flush=True,
+    )
     return change
 
 

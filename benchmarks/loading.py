@@ -55,7 +55,11 @@ def make_checkpoint(folder: Path, layers: int) -> None:
 
     specs = jax.tree.leaves(param_specs(a))
     size = sum(math.prod(spec.shape) for spec in specs) * 2
-    tensors = [tensor(name, layer, spec.tensor_shape) for spec in specs for layer, name in enumerate(spec.tensor_names)]
+    tensors = [
+        tensor(name, layer, spec.tensor_shape)
+        for spec in specs
+        for layer, name in enumerate(spec.tensor_names)
+    ]
     hf.save(folder, tensors, a, dtype="bfloat16", shard_bytes=int(size / 4.8))
 
 
@@ -85,10 +89,16 @@ def load(folder: Path, address: str, processes: int, number: int, window: int) -
         plain_read(self, start, values)
 
     StoredTensor.read = counted
-    role, started, cpu = make_roles(MeshSection(fsdp=-1)).trainer, time.perf_counter(), time.process_time()
+    role, started, cpu = (
+        make_roles(MeshSection(fsdp=-1)).trainer,
+        time.perf_counter(),
+        time.process_time(),
+    )
     params = jax.block_until_ready(hf.load(folder, architecture_of(folder), role, jnp.bfloat16))
     seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
-    arrays = sum(shard.data.nbytes for leaf in jax.tree.leaves(params) for shard in leaf.addressable_shards)
+    arrays = sum(
+        shard.data.nbytes for leaf in jax.tree.leaves(params) for shard in leaf.addressable_shards
+    )
     return {"seconds": seconds, "cpu": cpu, "peak": peak(), "arrays": arrays / GIB, "read": read}
 
 
@@ -98,15 +108,32 @@ def convert(source: Path, target: Path, to: Any) -> dict[str, Any]:
 
     started, cpu = time.perf_counter(), time.process_time()
     tokenizer = str(source.parent / "hf") if to == "huggingface" else ""
-    convert(ConvertConfig(source=str(source), to=str(target), format=to, tokenizer=tokenizer, dtype="bfloat16"))
-    return {"seconds": time.perf_counter() - started, "cpu": time.process_time() - cpu, "peak": peak(), "arrays": 0.0}
+    convert(
+        ConvertConfig(
+            source=str(source), to=str(target), format=to, tokenizer=tokenizer, dtype="bfloat16"
+        )
+    )
+    return {
+        "seconds": time.perf_counter() - started,
+        "cpu": time.process_time() - cpu,
+        "peak": peak(),
+        "arrays": 0.0,
+    }
 
 
 def in_processes(words: list[list[str]], devices: int) -> list[dict[str, Any]]:
     """The results of this script with other arguments, each in a process, all at once."""
-    env = {**os.environ, "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}", "JAX_PLATFORMS": "cpu"}
-    running = [subprocess.Popen([sys.executable, __file__, *one], env=env, stdout=subprocess.PIPE, text=True)
-               for one in words]
+    env = {
+        **os.environ,
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "JAX_PLATFORMS": "cpu",
+    }
+    running = [
+        subprocess.Popen(
+            [sys.executable, __file__, *one], env=env, stdout=subprocess.PIPE, text=True
+        )
+        for one in words
+    ]
     return [json.loads(process.communicate()[0].splitlines()[-1]) for process in running]
 
 
@@ -121,8 +148,11 @@ def read_plainly(folder: Path) -> tuple[float, int]:
 
 def times_read(folder: Path, results: list[dict[str, Any]]) -> str:
     read = sorted(tuple(one) for result in results for one in result["read"])
-    wanted = sorted((file.name, t.offset, t.offset + math.prod(t.shape) * DTYPES[t.dtype].itemsize)
-                    for file in folder.glob("*.safetensors") for t in read_header(file).values())
+    wanted = sorted(
+        (file.name, t.offset, t.offset + math.prod(t.shape) * DTYPES[t.dtype].itemsize)
+        for file in folder.glob("*.safetensors")
+        for t in read_header(file).values()
+    )
 
     def joined(runs: list) -> list:
         out: list = []
@@ -143,7 +173,9 @@ def values_of(tensor: Any) -> bytes:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--window-mib", type=int, default=32)
@@ -165,26 +197,45 @@ def main() -> None:
 
     def line(what: str, results: list[dict[str, Any]], read: str = "") -> None:
         worst = max(results, key=lambda result: result["peak"] - result["arrays"])
-        print(f"{what:34}{max(r['seconds'] for r in results):9.1f}{sum(r['cpu'] for r in results):8.1f}"
-              f"{worst['peak']:10.2f}{worst['arrays']:8.2f}{worst['peak'] - worst['arrays']:8.2f}  {read}", flush=True)
+        print(
+            f"{what:34}{max(r['seconds'] for r in results):9.1f}{sum(r['cpu'] for r in results):8.1f}"
+            f"{worst['peak']:10.2f}{worst['arrays']:8.2f}{worst['peak'] - worst['arrays']:8.2f}  {read}",
+            flush=True,
+        )
 
     common = [str(options.folder), "--window-mib", str(options.window_mib), "--part"]
     for processes in (1, 2):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             address = f"127.0.0.1:{free.getsockname()[1]}"
-        results = in_processes([[*common, "load", address, str(processes), str(number)] for number in range(processes)],
-                               8 // processes)
+        results = in_processes(
+            [
+                [*common, "load", address, str(processes), str(number)]
+                for number in range(processes)
+            ],
+            8 // processes,
+        )
         what = f"load, {processes} x {8 // processes} devices" + " (each process)" * (processes > 1)
         line(what, results, times_read(folder, results))
     items, back = options.folder / "maxtext", options.folder / "back"
-    for what, source, target, to in (("convert to MaxText's layout", folder, items, "maxtext"),
-                                     ("convert back", items, back, "huggingface")):
+    for what, source, target, to in (
+        ("convert to MaxText's layout", folder, items, "maxtext"),
+        ("convert back", items, back, "huggingface"),
+    ):
         line(what, in_processes([[*common, "convert", str(source), str(target), to]], 1))
-    both = [{name: tensor for file in place.glob("*.safetensors") for name, tensor in read_header(file).items()}
-            for place in (folder, back)]
-    changed = {name.split(".")[-2] for name, tensor in both[0].items()
-               if name not in both[1] or values_of(tensor) != values_of(both[1][name])}
+    both = [
+        {
+            name: tensor
+            for file in place.glob("*.safetensors")
+            for name, tensor in read_header(file).items()
+        }
+        for place in (folder, back)
+    ]
+    changed = {
+        name.split(".")[-2]
+        for name, tensor in both[0].items()
+        if name not in both[1] or values_of(tensor) != values_of(both[1][name])
+    }
     # Queries are divided by the square root of 128 in MaxText's layout, which rounds bfloat16 once more.
     others = ", ".join(sorted(changed - {"q_proj"})) or "none but the queries"
     print(f"\nafter both conversions, tensors that changed: {others}")

@@ -89,7 +89,9 @@ class Recipe:
     """A model, and what it learns."""
 
     stages: Sequence[Stage]
-    special: Sequence[str]  # tokens that a decoded text leaves out: padding, the end of a turn, and others
+    special: Sequence[
+        str
+    ]  # tokens that a decoded text leaves out: padding, the end of a turn, and others
     tags: Sequence[str]  # whole tokens that it keeps
     template: str
     vocabulary: int
@@ -103,16 +105,25 @@ class Recipe:
 
 def word_problem(row: int) -> dict[str, Any]:
     problem = words.PROBLEMS.train(row, TaskSection(), "pretrain")
-    return {"messages": [{"role": "user", "content": problem.question},
-                         {"role": "assistant", "content": problem.solution}]}
+    return {
+        "messages": [
+            {"role": "user", "content": problem.question},
+            {"role": "assistant", "content": problem.solution},
+        ]
+    }
 
 
 def skill(row: int) -> dict[str, Any]:
     """What a dialogue needs, well done and without the tool's description: copying, calling, halving."""
     rng = Random(row)
     if row % 4 == 0:
-        text = " ".join(pick(rng, ("+", "-", "*", str(rng.randint(1, 10 ** rng.randint(1, 7))))) for _ in range(6))
-        return {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": text}]}
+        text = " ".join(
+            pick(rng, ("+", "-", "*", str(rng.randint(1, 10 ** rng.randint(1, 7)))))
+            for _ in range(6)
+        )
+        return {
+            "messages": [{"role": "user", "content": text}, {"role": "assistant", "content": text}]
+        }
     return {**(guesses(rng, row, 1) if row % 4 == 3 else calculation(rng, row, 1)), "tools": None}
 
 
@@ -128,15 +139,25 @@ def calculation(rng: Random, row: int, kind: float) -> dict[str, Any]:
     messages: Messages = [{"role": "user", "content": question}]
 
     def call(expression: str, text: str = "") -> None:
-        shown = {"content": text} if text else {"tool_calls": [
-            {"function": {"name": "calculate", "arguments": {"expression": expression}}}]}
+        shown = (
+            {"content": text}
+            if text
+            else {
+                "tool_calls": [
+                    {"function": {"name": "calculate", "arguments": {"expression": expression}}}
+                ]
+            }
+        )
         messages.append({"role": "assistant", "content": "", **shown})
         answer = '{"error": "no call can be read"}' if text else calculator.calculate(expression)
         messages.append({"role": "tool", "content": answer})
 
     value, said, parts = "0", "<answer>{}</answer>", expression.split(" ")
     if 0.12 < kind < 0.25:
-        call("", f'<tool_call>\n{{"name": "calculate", "arguments": {{"expression": "{expression}"\n</tool_call>')
+        call(
+            "",
+            f'<tool_call>\n{{"name": "calculate", "arguments": {{"expression": "{expression}"\n</tool_call>',
+        )
     if kind > 0.2:
         call((" ".join(parts[:-2]) or parts[0]) if 0.25 < kind < 0.35 else expression)
         value, said = messages[-1]["content"], "It is {}." if 0.35 < kind < 0.42 else said
@@ -154,7 +175,9 @@ def guesses(rng: Random, row: int, kind: float) -> dict[str, Any]:
         number = (low + high) // 2 if kind > 0.4 else rng.randint(1, guess.MOST)
         messages.append({"role": "assistant", "content": str(number)})
         if answer := environment.respond(str(number)):
-            low, high = (max(low, number + 1), high) if answer == "higher" else (low, min(high, number - 1))
+            low, high = (
+                (max(low, number + 1), high) if answer == "higher" else (low, min(high, number - 1))
+            )
             messages.append({"role": "user", "content": answer})
     return {"messages": messages, "tools": None}
 
@@ -169,18 +192,66 @@ SCHEMA = schema_of(calculator.calculate)
 
 RECIPES = {
     "tiny": Recipe(
-        [Stage(word_problem, 192_000, ("steps=3000", "optimizer.lr=2e-3", "batch.prompts_per_step=64",
-                                       "optimizer.warmup_steps=100"))],
+        [
+            Stage(
+                word_problem,
+                192_000,
+                (
+                    "steps=3000",
+                    "optimizer.lr=2e-3",
+                    "batch.prompts_per_step=64",
+                    "optimizer.warmup_steps=100",
+                ),
+            )
+        ],
         ("<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"),
-        ("<reasoning>", "</reasoning>", "<answer>", "</answer>"), TINY_TEMPLATE, 1024, 128, 4, 384),
+        ("<reasoning>", "</reasoning>", "<answer>", "</answer>"),
+        TINY_TEMPLATE,
+        1024,
+        128,
+        4,
+        384,
+    ),
     "tiny-tools": Recipe(
-        [Stage(skill, 200_000, ("steps=1500", "optimizer.lr=5e-3", "batch.prompts_per_step=32",
-                                "optimizer.warmup_steps=50")),
-         Stage(dialogue, 600, ("steps=150", "optimizer.lr=6e-4", "batch.prompts_per_step=16",
-                               "optimizer.warmup_steps=10"))],
+        [
+            Stage(
+                skill,
+                200_000,
+                (
+                    "steps=1500",
+                    "optimizer.lr=5e-3",
+                    "batch.prompts_per_step=32",
+                    "optimizer.warmup_steps=50",
+                ),
+            ),
+            Stage(
+                dialogue,
+                600,
+                (
+                    "steps=150",
+                    "optimizer.lr=6e-4",
+                    "batch.prompts_per_step=16",
+                    "optimizer.warmup_steps=10",
+                ),
+            ),
+        ],
         ("<|endoftext|>", "<|im_end|>", "<|im_start|>"),
-        ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<tools>", "</tools>", "<answer>",
-         "</answer>"), TOOLS_TEMPLATE, 512, 64, 4, 128),
+        (
+            "<tool_call>",
+            "</tool_call>",
+            "<tool_response>",
+            "</tool_response>",
+            "<tools>",
+            "</tools>",
+            "<answer>",
+            "</answer>",
+        ),
+        TOOLS_TEMPLATE,
+        512,
+        64,
+        4,
+        128,
+    ),
 }
 
 
@@ -193,16 +264,31 @@ def make(name: str, folder: str, keys: Sequence[str]) -> None:
     check_new_folder(folder, "FOLDER")
     with tempfile.TemporaryDirectory() as place:
         files, model = Path(place) / "tokenizer", Path(place) / "first"
-        texts = (json.dumps(stage.dialogue(row)) for stage in recipe.stages for row in range(min(stage.rows, 20_000)))
+        texts = (
+            json.dumps(stage.dialogue(row))
+            for stage in recipe.stages
+            for row in range(min(stage.rows, 20_000))
+        )
         write_tokenizer(files, texts, recipe)
         architecture = small_architecture(recipe, Tokenizer.load(files).vocab_size)
         role = make_roles(MeshSection()).trainer
         hf.save(model, initialise(architecture, 0, role), architecture, files, np.float32)
         for number, stage in enumerate(recipe.stages):
-            config, _ = compose("sft", [
-                f"model.path={model}", f"base_output_directory={place}", f"run_name=stage_{number}", "task.name=rows",
-                "optimizer.schedule=cosine", "optimizer.weight_decay=0.1", "checkpoint.every=0", "report.groups=false",
-                *stage.settings, *keys])
+            config, _ = compose(
+                "sft",
+                [
+                    f"model.path={model}",
+                    f"base_output_directory={place}",
+                    f"run_name=stage_{number}",
+                    "task.name=rows",
+                    "optimizer.schedule=cosine",
+                    "optimizer.weight_decay=0.1",
+                    "checkpoint.every=0",
+                    "report.groups=false",
+                    *stage.settings,
+                    *keys,
+                ],
+            )
             train(config, task=Task(name, MadeRows(partial(example_of, stage), stage.rows)))
             model = Path(place) / f"stage_{number}"
         export(ExportConfig(str(model), folder))
@@ -224,16 +310,23 @@ def write_tokenizer(folder: Path, corpus: Iterable[str], recipe: Recipe) -> None
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])  # type: ignore[assignment]
     tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
     trainer = trainers.BpeTrainer(
-        vocab_size=recipe.vocabulary - len(recipe.tags), special_tokens=list(recipe.special), show_progress=False,
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()))
+        vocab_size=recipe.vocabulary - len(recipe.tags),
+        special_tokens=list(recipe.special),
+        show_progress=False,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+    )
     tokenizer.train_from_iterator(corpus, trainer)
     tokenizer.add_tokens([AddedToken(tag, normalized=False) for tag in recipe.tags])
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     pad, end = recipe.special[:2]
     settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "pad_token": pad,
-        "chat_template": recipe.template, "clean_up_tokenization_spaces": False, "model_max_length": 1024,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": end,
+        "pad_token": pad,
+        "chat_template": recipe.template,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": 1024,
     }
     ids = {"eos_token_id": tokenizer.token_to_id(end), "pad_token_id": tokenizer.token_to_id(pad)}
     (folder / "generation_config.json").write_text(json.dumps(ids) + "\n")
@@ -243,9 +336,17 @@ def write_tokenizer(folder: Path, corpus: Iterable[str], recipe: Recipe) -> None
 def small_architecture(recipe: Recipe, vocabulary: int) -> Architecture:
     """A Qwen3-shaped decoder of four layers."""
     return Architecture(
-        vocab_size=vocabulary, hidden_size=recipe.hidden_size, intermediate_size=recipe.feed_forward, num_layers=4,
-        num_heads=recipe.heads, num_kv_heads=recipe.heads // 2, head_dim=32, rope_theta=10000.0, tie_embeddings=True,
-        qk_norm=True)
+        vocab_size=vocabulary,
+        hidden_size=recipe.hidden_size,
+        intermediate_size=recipe.feed_forward,
+        num_layers=4,
+        num_heads=recipe.heads,
+        num_kv_heads=recipe.heads // 2,
+        head_dim=32,
+        rope_theta=10000.0,
+        tie_embeddings=True,
+        qk_norm=True,
+    )
 
 
 if __name__ == "__main__":

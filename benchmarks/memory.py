@@ -27,9 +27,18 @@ REWARD = """\
 def short(completions, **_):
     return [-len(one if isinstance(one, str) else one[0]["content"]) / 100 for one in completions]
 """
-WORDS = ("steps=2", "task=custom", "task.num_eval_questions=8", "train.pass_k=0", "algorithm.kl_coef=0",
-         "optimizer.warmup_steps=0", "sampling.max_prompt_tokens=64", "sampling.max_completion_tokens=32",
-         "batch.prompts_per_step=4", "batch.group_size=4")
+WORDS = (
+    "steps=2",
+    "task=custom",
+    "task.num_eval_questions=8",
+    "train.pass_k=0",
+    "algorithm.kl_coef=0",
+    "optimizer.warmup_steps=0",
+    "sampling.max_prompt_tokens=64",
+    "sampling.max_completion_tokens=32",
+    "batch.prompts_per_step=4",
+    "batch.group_size=4",
+)
 """What all cases have in common, after the data and the reward."""
 
 CASES: Mapping[str, tuple[str, str, Sequence[str]]] = {
@@ -49,8 +58,10 @@ CASES: Mapping[str, tuple[str, str, Sequence[str]]] = {
 def shapes() -> dict[str, object]:
     from shoal.model.architecture import Architecture
 
-    return {"8M": Architecture(4096, 256, 1024, 6, 8, 4, 32, tie_embeddings=True),
-            "50M": Architecture(8192, 512, 2048, 12, 8, 4, 64)}
+    return {
+        "8M": Architecture(4096, 256, 1024, 6, 8, 4, 32, tie_embeddings=True),
+        "50M": Architecture(8192, 512, 2048, 12, 8, 4, 64),
+    }
 
 
 def make_models(folder: Path, names: set[str]) -> dict[str, str]:
@@ -77,17 +88,26 @@ def make_models(folder: Path, names: set[str]) -> dict[str, str]:
 def write_data(folder: Path) -> None:
     """The rows and the reward of all cases."""
     (folder / "rewards.py").write_text(REWARD)
-    rows = [{"prompt": [{"role": "user", "content": f"What is {i} + {i % 13}?"}], "answer": str(i + i % 13)}
-            for i in range(64)]
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": f"What is {i} + {i % 13}?"}],
+            "answer": str(i + i % 13),
+        }
+        for i in range(64)
+    ]
     (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def run_measured(command: Sequence[str], environment: Mapping[str, str], log: Path) -> tuple[int, str]:
+def run_measured(
+    command: Sequence[str], environment: Mapping[str, str], log: Path
+) -> tuple[int, str]:
     """The largest resident memory of a process and its workers, in bytes, and its standard output."""
     from shoal.run.preflight.resident import children_bytes
 
     with open(log, "w") as errors:
-        process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True)
+        process = subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True
+        )
         peak, workers = 0, 0
         while process.poll() is None:
             peak = max(peak, peak_bytes(process.pid))
@@ -109,21 +129,51 @@ def peak_bytes(pid: int) -> int:
     return next((1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM")), 0)
 
 
-def measure(case: str, cases: Mapping[str, tuple[str, str, Sequence[str]]], models: Mapping[str, str],
-            folder: Path) -> tuple[int, int]:
+def measure(
+    case: str,
+    cases: Mapping[str, tuple[str, str, Sequence[str]]],
+    models: Mapping[str, str],
+    folder: Path,
+) -> tuple[int, int]:
     """What doctor says, 0 of a command that it does not know, and what was measured."""
     command, model, further = cases[case]
     name = case.replace(", ", "-")
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(folder / f"cache-{name}")}
-    words = [f"model={models[model]}", f"task.path={folder / 'data.jsonl'}", f"reward={folder / 'rewards.py'}:short",
-             *WORDS, f"base_output_directory={folder / 'runs'}", f"run_name={name}", *further]
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "JAX_COMPILATION_CACHE_DIR": str(folder / f"cache-{name}"),
+    }
+    words = [
+        f"model={models[model]}",
+        f"task.path={folder / 'data.jsonl'}",
+        f"reward={folder / 'rewards.py'}:short",
+        *WORDS,
+        f"base_output_directory={folder / 'runs'}",
+        f"run_name={name}",
+        *further,
+    ]
     shoal = [sys.executable, "-m", "shoal"]
     if command == "eval":
-        kept = [word for word in words if word.split("=")[0] in (
-            "model", "task.path", "reward", "task", "task.num_eval_questions", "sampling.max_prompt_tokens",
-            "sampling.max_completion_tokens")]
-        return 0, run_measured([*shoal, "eval", *kept, "pass_k=0"], environment, folder / f"{name}.log")[0]
-    _, said = run_measured([*shoal, "doctor", *words, "json=true"], environment, folder / f"{name}-doctor.log")
+        kept = [
+            word
+            for word in words
+            if word.split("=")[0]
+            in (
+                "model",
+                "task.path",
+                "reward",
+                "task",
+                "task.num_eval_questions",
+                "sampling.max_prompt_tokens",
+                "sampling.max_completion_tokens",
+            )
+        ]
+        return 0, run_measured(
+            [*shoal, "eval", *kept, "pass_k=0"], environment, folder / f"{name}.log"
+        )[0]
+    _, said = run_measured(
+        [*shoal, "doctor", *words, "json=true"], environment, folder / f"{name}-doctor.log"
+    )
     memory = json.loads(said)["memory"]
     (folder / f"{name}.json").write_text(json.dumps(memory, indent=1))
     measured, _ = run_measured([*shoal, "train", *words], environment, folder / f"{name}.log")
@@ -132,14 +182,25 @@ def measure(case: str, cases: Mapping[str, tuple[str, str, Sequence[str]]], mode
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("cases", nargs="*", help=f"of {', '.join(map(repr, CASES))}; default: all, and those of models")
-    parser.add_argument("--model", action="append", default=[], help="NAME=FOLDER, a model to measure too")
-    parser.add_argument("--keep", default="", help="a new folder for logs and runs; else they are removed")
+    parser.add_argument(
+        "cases",
+        nargs="*",
+        help=f"of {', '.join(map(repr, CASES))}; default: all, and those of models",
+    )
+    parser.add_argument(
+        "--model", action="append", default=[], help="NAME=FOLDER, a model to measure too"
+    )
+    parser.add_argument(
+        "--keep", default="", help="a new folder for logs and runs; else they are removed"
+    )
     options = parser.parse_args()
     given = dict(one.split("=", 1) for one in options.model)
     cases = {**CASES}
     for name in given:
-        cases |= {name: ("train", name, ()), f"{name}, LoRA": ("train", name, ("model.lora.rank=8",))}
+        cases |= {
+            name: ("train", name, ()),
+            f"{name}, LoRA": ("train", name, ("model.lora.rank=8",)),
+        }
     chosen = options.cases or list(cases)
     if unknown := set(chosen) - cases.keys():
         parser.error(f"no such case: {', '.join(unknown)}; there are {', '.join(cases)}")

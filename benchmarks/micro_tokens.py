@@ -52,14 +52,32 @@ def make_group(number: int, lengths: Sequence[int], vocabulary: int) -> Group:
     completions = []
     for index, length in enumerate(lengths):
         ids = rng.integers(0, vocabulary, length).astype(np.int32)
-        completions.append(Completion(
-            request_id=number, index=index, token_ids=ids, logprobs=np.full(length, -1.0, np.float32),
-            loss_mask=np.ones(length, bool), versions=np.zeros(length, np.int32), stop_reason=StopReason.LENGTH))
+        completions.append(
+            Completion(
+                request_id=number,
+                index=index,
+                token_ids=ids,
+                logprobs=np.full(length, -1.0, np.float32),
+                loss_mask=np.ones(length, bool),
+                versions=np.zeros(length, np.int32),
+                stop_reason=StopReason.LENGTH,
+            )
+        )
     size = len(lengths)
     prompt_ids = rng.integers(0, vocabulary, PROMPT).astype(np.int32)
     rewards = rng.permutation(size).astype(float)
-    return Group(Purpose.TRAIN, 0, 0, Example(number, ""), prompt_ids, tuple(completions), ("",) * size, rewards, {},
-                 np.ones(size, bool))
+    return Group(
+        Purpose.TRAIN,
+        0,
+        0,
+        Example(number, ""),
+        prompt_ids,
+        tuple(completions),
+        ("",) * size,
+        rewards,
+        {},
+        np.ones(size, bool),
+    )
 
 
 def row_sizes(longest: int) -> list[int]:
@@ -73,13 +91,17 @@ def row_sizes(longest: int) -> list[int]:
     return sorted({BASELINE, chosen, 2 * chosen})
 
 
-def measure(model: str, longest: int, lognormal: bool, sizes: Sequence[int], repeats: int) -> dict[int, float]:
+def measure(
+    model: str, longest: int, lognormal: bool, sizes: Sequence[int], repeats: int
+) -> dict[int, float]:
     """`batch.micro_tokens` -> the median of an update's seconds; the updates take turns."""
     import jax
 
     from step import SHAPES, Trial
 
-    shape = replace(SHAPES[model], prompts=NUM_PROMPTS, siblings=GROUP_SIZE, prompt=PROMPT, completion=longest)
+    shape = replace(
+        SHAPES[model], prompts=NUM_PROMPTS, siblings=GROUP_SIZE, prompt=PROMPT, completion=longest
+    )
     groups = []
     for number, lengths in enumerate(completion_lengths(longest, lognormal)):
         groups.append(make_group(number, lengths, shape.vocabulary))
@@ -111,7 +133,9 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=["8M", "50M"])
     parser.add_argument("--completions", type=int, nargs="+", default=[128, 256, 512, 1024])
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--peaks", action="store_true", help="also the peak memory of each, in a process of its own")
+    parser.add_argument(
+        "--peaks", action="store_true", help="also the peak memory of each, in a process of its own"
+    )
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
@@ -119,7 +143,9 @@ def main() -> None:
         measure(model, longest, lognormal, [size], repeats=1)
         print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
         return
-    print(f"median seconds of {options.repeats} updates of {NUM_PROMPTS} x {GROUP_SIZE} completions, float32")
+    print(
+        f"median seconds of {options.repeats} updates of {NUM_PROMPTS} x {GROUP_SIZE} completions, float32"
+    )
     for model in options.models:
         for longest in options.completions:
             for lognormal in (False, True):

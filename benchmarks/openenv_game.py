@@ -38,7 +38,9 @@ def serve() -> None:
     class Game(Environment):
         SUPPORTS_CONCURRENT_SESSIONS = True
 
-        def reset(self, seed: int | None = None, episode_id: str | None = None, **columns: object) -> Heard:
+        def reset(
+            self, seed: int | None = None, episode_id: str | None = None, **columns: object
+        ) -> Heard:
             self.number, self._state = random.Random(seed).randint(1, 100), State(step_count=0)
             return Heard(reply="I think of a number from 1 to 100. What is it?", done=False)
 
@@ -46,7 +48,15 @@ def serve() -> None:
             self._state.step_count += 1
             guess = int(action.message) if action.message.isdecimal() else None
             won = guess == self.number
-            said = "yes" if won else "no number" if guess is None else "higher" if guess < self.number else "lower"
+            said = (
+                "yes"
+                if won
+                else "no number"
+                if guess is None
+                else "higher"
+                if guess < self.number
+                else "lower"
+            )
             return Heard(reply=said, reward=float(won), done=won or self._state.step_count == MOST)
 
         @property
@@ -54,7 +64,11 @@ def serve() -> None:
             return self._state
 
     # Annotations are text here: the framework reads the classes that it is given.
-    uvicorn.run(create_fastapi_app(Game, Guess, Heard, max_concurrent_envs=1024), port=PORT, log_level="warning")
+    uvicorn.run(
+        create_fastapi_app(Game, Guess, Heard, max_concurrent_envs=1024),
+        port=PORT,
+        log_level="warning",
+    )
 
 
 def answers() -> bool:
@@ -66,7 +80,9 @@ def answers() -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--steps", type=int, default=20)
     given = parser.parse_args()
@@ -83,10 +99,18 @@ def main() -> None:
         import shoal
 
         result = shoal.train(
-            model="tiny-tools", task="environment", environment=f"openenv:http://127.0.0.1:{PORT}", steps=given.steps,
-            batch={"prompts_per_step": 32, "group_size": 8}, algorithm={"kl_coef": 0}, optimizer={"lr": 1e-3},
-            sampling={"max_prompt_tokens": 64, "max_completion_tokens": 192}, task__num_eval_questions=100,
-            environment__max_turns=MOST, train={"evaluate_every": 0})
+            model="tiny-tools",
+            task="environment",
+            environment=f"openenv:http://127.0.0.1:{PORT}",
+            steps=given.steps,
+            batch={"prompts_per_step": 32, "group_size": 8},
+            algorithm={"kl_coef": 0},
+            optimizer={"lr": 1e-3},
+            sampling={"max_prompt_tokens": 64, "max_completion_tokens": 192},
+            task__num_eval_questions=100,
+            environment__max_turns=MOST,
+            train={"evaluate_every": 0},
+        )
         before, after = (result[f"mean_reward_{when}"] for when in ("before", "after"))
         print(f"games won: {before:.1%} before, {after:.1%} after {given.steps} steps")
     finally:

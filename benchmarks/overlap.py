@@ -37,8 +37,16 @@ from fakes import run_case
 from shoal.report.lines import read_lines
 from simulation import Case, Figures, figures, sampling_seconds, simulate
 
-MODES = [("fixed", 0), ("fixed", 1), ("fixed", 2), ("fixed", 4), ("newest", 1), ("newest", 2), ("newest", 4),
-         ("auto", 4)]
+MODES = [
+    ("fixed", 0),
+    ("fixed", 1),
+    ("fixed", 2),
+    ("fixed", 4),
+    ("newest", 1),
+    ("newest", 2),
+    ("newest", 4),
+    ("auto", 4),
+]
 
 
 def modes(case: Case, wanted: Iterable[tuple[str, int]] = MODES) -> list[Case]:
@@ -46,23 +54,40 @@ def modes(case: Case, wanted: Iterable[tuple[str, int]] = MODES) -> list[Case]:
 
 
 LONG = Case(sigma=1, most=16, update=0.6)
-TABLE = [Case(), LONG, replace(LONG, update=0.2), replace(LONG, update=1.0), replace(LONG, most=4),
-         replace(LONG, most=0), replace(LONG, sigma=0.5), replace(LONG, sigma=1.5), replace(LONG, prompts=64),
-         replace(LONG, places=16), replace(LONG, places=32), replace(LONG, hosts=4, capacity=64)]
+TABLE = [
+    Case(),
+    LONG,
+    replace(LONG, update=0.2),
+    replace(LONG, update=1.0),
+    replace(LONG, most=4),
+    replace(LONG, most=0),
+    replace(LONG, sigma=0.5),
+    replace(LONG, sigma=1.5),
+    replace(LONG, prompts=64),
+    replace(LONG, places=16),
+    replace(LONG, places=32),
+    replace(LONG, hosts=4, capacity=64),
+]
 """What the simulation alone says something of; the default has as many places as a step has completions."""
 ENDLESS = replace(LONG, most=0)
-TARGETS = [*modes(Case(), [("fixed", 0), ("fixed", 1)]),
-           *modes(LONG, [("fixed", 0), ("fixed", 1), ("newest", 1), ("newest", 2)]),
-           *modes(ENDLESS, [("fixed", 0), ("newest", 1), ("newest", 2)])]
-MORE = [*modes(LONG, [("fixed", 0), ("fixed", 2), ("newest", 4), ("auto", 4)]),
-        *modes(replace(LONG, places=16), [("fixed", 0), ("fixed", 1), ("newest", 1), ("newest", 2)]),
-        *modes(replace(LONG, hosts=4, capacity=64), [("fixed", 0), ("fixed", 1), ("newest", 2)])]
+TARGETS = [
+    *modes(Case(), [("fixed", 0), ("fixed", 1)]),
+    *modes(LONG, [("fixed", 0), ("fixed", 1), ("newest", 1), ("newest", 2)]),
+    *modes(ENDLESS, [("fixed", 0), ("newest", 1), ("newest", 2)]),
+]
+MORE = [
+    *modes(LONG, [("fixed", 0), ("fixed", 2), ("newest", 4), ("auto", 4)]),
+    *modes(replace(LONG, places=16), [("fixed", 0), ("fixed", 1), ("newest", 1), ("newest", 2)]),
+    *modes(replace(LONG, hosts=4, capacity=64), [("fixed", 0), ("fixed", 1), ("newest", 2)]),
+]
 HEAD = "mode       speed  idle: trainer  sampler  staleness: mean  max"
 
 
 def line(name: str, one: Figures, slowest: float) -> str:
-    return (f"{name:<9} {slowest / one.seconds:5.2f}x {one.idle_trainer:13.0%} {one.idle_sampler:8.0%} "
-            f"{one.staleness:16.2f} {one.staleness_max:4}")
+    return (
+        f"{name:<9} {slowest / one.seconds:5.2f}x {one.idle_trainer:13.0%} {one.idle_sampler:8.0%} "
+        f"{one.staleness:16.2f} {one.staleness_max:4}"
+    )
 
 
 def print_table(steps: int, seed: int, token_seconds: float) -> None:
@@ -78,14 +103,21 @@ def print_table(steps: int, seed: int, token_seconds: float) -> None:
 
 def print_capacities(steps: int, seed: int, token_seconds: float) -> None:
     """How much a host must have at once where the sampler is the bottleneck: a group counts until its longest ends."""
-    print("\nidle places, newest 2, update 0.2: completions that a host has at once, over its places\n"
-          "longest  hosts  places of each      1x      2x      4x      8x")
+    print(
+        "\nidle places, newest 2, update 0.2: completions that a host has at once, over its places\n"
+        "longest  hosts  places of each      1x      2x      4x      8x"
+    )
     for most, hosts, places in itertools.product((4, 16), (1, 4), (4, 8, 16)):
         case = replace(LONG, mode="newest", k=2, most=most, update=0.2, hosts=hosts, places=places)
         lengths = case.lengths(steps, seed)
-        idle = [simulate(replace(case, capacity=times * places), lengths, token_seconds).idle_sampler
-                for times in (1, 2, 4, 8)]
-        print(f"{most:7} {hosts:6} {places:15} " + "".join(f"{share:8.0%}" for share in idle), flush=True)
+        idle = [
+            simulate(replace(case, capacity=times * places), lengths, token_seconds).idle_sampler
+            for times in (1, 2, 4, 8)
+        ]
+        print(
+            f"{most:7} {hosts:6} {places:15} " + "".join(f"{share:8.0%}" for share in idle),
+            flush=True,
+        )
 
 
 def print_runs(cases: Sequence[Case], steps: int, seed: int, token_seconds: float) -> None:
@@ -98,31 +130,60 @@ def print_runs(cases: Sequence[Case], steps: int, seed: int, token_seconds: floa
         simulated = simulate(case, lengths, token_seconds)
         ran = figures(run_case(case, lengths, seconds, token_seconds), case)
         if str(case) not in slowest:
-            print(f"\n{case}: sampling {seconds / case.update:.2f} s, update {seconds:.2f} s\n      {HEAD}  ms of CPU")
+            print(
+                f"\n{case}: sampling {seconds / case.update:.2f} s, update {seconds:.2f} s\n      {HEAD}  ms of CPU"
+            )
         base = slowest.setdefault(str(case), (simulated.seconds, ran.seconds))
         ratios.append(ran.seconds / simulated.seconds)
         print("sim  ", line(f"{case.mode} {case.k}", simulated, base[0]))
-        print("run  ", line(f"{case.mode} {case.k}", ran, base[1]), f" {1e3 * ran.cpu_seconds:9.0f}  "
-              f"run/sim {ratios[-1]:.3f}", flush=True)
+        print(
+            "run  ",
+            line(f"{case.mode} {case.k}", ran, base[1]),
+            f" {1e3 * ran.cpu_seconds:9.0f}  run/sim {ratios[-1]:.3f}",
+            flush=True,
+        )
     if ratios:
-        print(f"\nrun/sim: {min(ratios):.3f} to {max(ratios):.3f}, mean {statistics.mean(ratios):.3f}")
+        print(
+            f"\nrun/sim: {min(ratios):.3f} to {max(ratios):.3f}, mean {statistics.mean(ratios):.3f}"
+        )
 
 
 def print_real(steps: int, seed: int) -> None:
     """Real models on simulated devices; of each run the mean over the steps after the first fifth."""
-    print(f"\n4 + 4 simulated devices, {os.cpu_count()} cores, {steps} steps\n"
-          "mode      idle: trainer  sampler  staleness: mean  seconds a step")
-    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+    print(
+        f"\n4 + 4 simulated devices, {os.cpu_count()} cores, {steps} steps\n"
+        "mode      idle: trainer  sampler  staleness: mean  seconds a step"
+    )
+    environment = {
+        **os.environ,
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        "JAX_PLATFORMS": "cpu",
+    }
     for mode, k in (("fixed", 0), ("fixed", 1), ("newest", 2)):
         with tempfile.TemporaryDirectory() as folder:
-            words = ["mesh.trainer=4", "mesh.sampler=4", "mesh.data=4", f"train.max_staleness={k}",
-                     f"train.versions={mode}", "train.evaluate_every=-1", f"seed={seed}", f"steps={steps}",
-                     f"base_output_directory={folder}", "run_name=real"]
-            subprocess.run([sys.executable, "-m", "shoal.cli", "train", *words], env=environment, check=True,
-                           stdout=subprocess.DEVNULL)
+            words = [
+                "mesh.trainer=4",
+                "mesh.sampler=4",
+                "mesh.data=4",
+                f"train.max_staleness={k}",
+                f"train.versions={mode}",
+                "train.evaluate_every=-1",
+                f"seed={seed}",
+                f"steps={steps}",
+                f"base_output_directory={folder}",
+                "run_name=real",
+            ]
+            subprocess.run(
+                [sys.executable, "-m", "shoal.cli", "train", *words],
+                env=environment,
+                check=True,
+                stdout=subprocess.DEVNULL,
+            )
             rows = read_lines(Path(folder) / "real/metrics.jsonl")
-        trainer, sampler, age, seconds = (statistics.mean(row[name] for row in rows[steps // 5:]) for name in (
-            "idle/trainer", "idle/sampler", "staleness", "time/step_seconds"))
+        trainer, sampler, age, seconds = (
+            statistics.mean(row[name] for row in rows[steps // 5 :])
+            for name in ("idle/trainer", "idle/sampler", "staleness", "time/step_seconds")
+        )
         print(f"{mode:<7}{k}{trainer:14.0%}{sampler:9.0%}{age:17.2f}{seconds:16.2f}", flush=True)
 
 

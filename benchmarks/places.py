@@ -46,13 +46,23 @@ def lognormal_lengths(prompts: int, median: int, sigma: float, cap: int) -> np.n
     return np.clip(drawn, 1, cap).astype(int)
 
 
-def measure(engine: Forced, lengths: np.ndarray, prompt: int, step: int) -> tuple[float, float, float]:
+def measure(
+    engine: Forced, lengths: np.ndarray, prompt: int, step: int
+) -> tuple[float, float, float]:
     """Share of places that draw in decoding, and tokens a second and a CPU second, while prompts wait."""
     rng = np.random.default_rng(1)
     engine.lengths = lengths
     params = SamplingParams(max_tokens=engine.max_completion_tokens)
-    requests = [SampleRequest(row, rng.integers(0, 1024, prompt).astype(np.int32), GROUP_SIZE,
-                              Address(0, "train", step, row), params) for row in range(len(lengths))]
+    requests = [
+        SampleRequest(
+            row,
+            rng.integers(0, 1024, prompt).astype(np.int32),
+            GROUP_SIZE,
+            Address(0, "train", step, row),
+            params,
+        )
+        for row in range(len(lengths))
+    ]
     started, used = time.perf_counter(), time.process_time()
     engine.submit(requests)
     found = []
@@ -84,16 +94,27 @@ def main() -> None:
     parameters = initialise(model.architecture, 0, role)
     engines = {}
     for siblings in options.rows_of:
-        engines[siblings] = Forced(model, slots=options.slots, group_size=GROUP_SIZE, siblings_per_row=siblings,
-                                   max_prompt_tokens=options.prompt, max_completion_tokens=options.cap, eos_ids=())
+        engines[siblings] = Forced(
+            model,
+            slots=options.slots,
+            group_size=GROUP_SIZE,
+            siblings_per_row=siblings,
+            max_prompt_tokens=options.prompt,
+            max_completion_tokens=options.cap,
+            eos_ids=(),
+        )
         engines[siblings].load(0, parameters)
         short = np.full((2 * options.slots // GROUP_SIZE, GROUP_SIZE), 3)
         measure(engines[siblings], short, options.prompt, 0)  # compiles
-    print(f"{options.shape}, {jax.devices()[0].device_kind}, {os.cpu_count()} cores: {options.prompts} prompts of "
-          f"{options.prompt} tokens, groups of {GROUP_SIZE}, {options.slots} places, median {options.median}, cap "
-          f"{options.cap}; the fastest of {options.repeats}")
-    print(f"{'sigma':>6} {'siblings a row':>15} {'places drawing':>15} {'tokens/s':>10} {'against 8':>10} "
-          f"{'/CPU s':>10} {'against 8':>10}")
+    print(
+        f"{options.shape}, {jax.devices()[0].device_kind}, {os.cpu_count()} cores: {options.prompts} prompts of "
+        f"{options.prompt} tokens, groups of {GROUP_SIZE}, {options.slots} places, median {options.median}, cap "
+        f"{options.cap}; the fastest of {options.repeats}"
+    )
+    print(
+        f"{'sigma':>6} {'siblings a row':>15} {'places drawing':>15} {'tokens/s':>10} {'against 8':>10} "
+        f"{'/CPU s':>10} {'against 8':>10}"
+    )
     for sigma in options.sigmas:
         lengths = lognormal_lengths(options.prompts, options.median, sigma, options.cap)
         found: dict[int, list[tuple[float, float, float]]] = {siblings: [] for siblings in engines}
@@ -103,8 +124,11 @@ def main() -> None:
         best = {siblings: np.max(runs, 0) for siblings, runs in found.items()}
         for siblings, (share, rate, cpu_rate) in best.items():
             _, *whole = best[siblings] / best.get(GROUP_SIZE, np.nan)
-            print(f"{sigma:6.1f} {siblings:15d} {share:15.3f} {rate:10.0f} {whole[0]:10.2f} {cpu_rate:10.0f} "
-                  f"{whole[1]:10.2f}", flush=True)
+            print(
+                f"{sigma:6.1f} {siblings:15d} {share:15.3f} {rate:10.0f} {whole[0]:10.2f} {cpu_rate:10.0f} "
+                f"{whole[1]:10.2f}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

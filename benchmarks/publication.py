@@ -44,14 +44,25 @@ BEFORE, AFTER = 8, 4
 
 def architecture(layers: int) -> Architecture:
     """A Qwen3 of 1 GiB in float32 with 16 layers."""
-    return Architecture(vocab_size=32768, hidden_size=1024, intermediate_size=3072, num_layers=layers, num_heads=16,
-                        num_kv_heads=8, head_dim=64, qk_norm=True)
+    return Architecture(
+        vocab_size=32768,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_layers=layers,
+        num_heads=16,
+        num_kv_heads=8,
+        head_dim=64,
+        qk_norm=True,
+    )
 
 
 def held_bytes() -> int:
     """Bytes of this process's own, and its share of the shared memory that it has read."""
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]
-    found = {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines)}
+    found = {
+        name: int(rest.split()[0]) * 1024
+        for name, _, rest in (line.partition(":") for line in lines)
+    }
     return found["Anonymous"] + found["Pss_Shmem"]
 
 
@@ -91,7 +102,10 @@ class Reader:
         from shoal.mesh import make_roles
         from shoal.model.transformer import Model
 
-        self.model, self.held = Model(architecture(layers), make_roles(MeshSection(data=1)).sampler), None
+        self.model, self.held = (
+            Model(architecture(layers), make_roles(MeshSection(data=1)).sampler),
+            None,
+        )
         self.before = held_bytes()
 
     def fetch(self, manifest: Any) -> tuple[float, int]:
@@ -118,12 +132,29 @@ class Reader:
         from shoal.types import Address, SampleRequest, SamplingParams
 
         self.held, seconds, tokens = None, [], 0
-        engine = Engine(self.model, slots=4, group_size=4, max_prompt_tokens=16, max_completion_tokens=1024,
-                        eos_ids=())
+        engine = Engine(
+            self.model,
+            slots=4,
+            group_size=4,
+            max_prompt_tokens=16,
+            max_completion_tokens=1024,
+            eos_ids=(),
+        )
         host = EngineHost(lambda purpose, size: engine, shares_memory=False)
         host.load(first)
-        host.submit([SampleRequest(0, np.arange(1, 9, dtype=np.int32), 4, Address(0, "train", 0, 0),
-                                   SamplingParams(max_tokens=1024), version=0, exact=False)])
+        host.submit(
+            [
+                SampleRequest(
+                    0,
+                    np.arange(1, 9, dtype=np.int32),
+                    4,
+                    Address(0, "train", 0, 0),
+                    SamplingParams(max_tokens=1024),
+                    version=0,
+                    exact=False,
+                )
+            ]
+        )
         for number in range(BEFORE + AFTER):
             if number == BEFORE:
                 tokens = engine.tokens
@@ -187,10 +218,18 @@ class Trainer:
         from shoal.model.transformer import Model
 
         self.roles = make_roles(mesh)
-        self.model, specs = Model(architecture(layers), self.roles.sampler), param_specs(architecture(layers))
+        self.model, specs = (
+            Model(architecture(layers), self.roles.sampler),
+            param_specs(architecture(layers)),
+        )
         random = np.random.default_rng(0)
-        self.params = jax.tree.map(lambda spec: jax.device_put(
-            random.standard_normal(spec.shape, np.float32) * spec.stddev, spec.sharding(self.roles.trainer)), specs)
+        self.params = jax.tree.map(
+            lambda spec: jax.device_put(
+                random.standard_normal(spec.shape, np.float32) * spec.stddev,
+                spec.sharding(self.roles.trainer),
+            ),
+            specs,
+        )
         self.bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(self.params))
         self.largest = max(leaf.nbytes for leaf in jax.tree.leaves(self.params))
         self.copies: list[float] = []
@@ -214,21 +253,37 @@ class Trainer:
         return seconds, found[0]
 
 
-def line(name: str, trainer: Trainer, writes: list[tuple[float, int]], alone: list[float], together: list[float],
-         copies: float, pauses: list[tuple[float, float]]) -> None:
+def line(
+    name: str,
+    trainer: Trainer,
+    writes: list[tuple[float, int]],
+    alone: list[float],
+    together: list[float],
+    copies: float,
+    pauses: list[tuple[float, float]],
+) -> None:
     copy, write = statistics.median(trainer.copies), statistics.median(one for one, _ in writes)
 
     def shown(seconds: list[float]) -> str:
-        return f"{statistics.median(seconds):9.2f} ({statistics.median(seconds) / copy:4.1f}x)" if seconds else " " * 17
+        return (
+            f"{statistics.median(seconds):9.2f} ({statistics.median(seconds) / copy:4.1f}x)"
+            if seconds
+            else " " * 17
+        )
 
     last = f"  {pauses[0][1]:.2f} s, a dispatch {pauses[0][0]:.2f} s" if pauses else ""
-    print(f"{name:7s}{trainer.bytes / GIB:5.2f} GiB  {copy:6.2f} {shown([write])}{shown(alone)}{shown(together)} "
-          f"{max(one for _, one in writes) / trainer.largest:6.2f} {copies:7.2f}{last}", flush=True)
+    print(
+        f"{name:7s}{trainer.bytes / GIB:5.2f} GiB  {copy:6.2f} {shown([write])}{shown(alone)}{shown(together)} "
+        f"{max(one for _, one in writes) / trainer.largest:6.2f} {copies:7.2f}{last}",
+        flush=True,
+    )
 
 
 def head() -> None:
-    print(f"{'seconds, and over copy':23s}{'copy':>6s}{'write':>17s}{'alone':>17s}{'together':>17s}"
-          f"{'peak':>7s}{'copies':>8s}  pause")
+    print(
+        f"{'seconds, and over copy':23s}{'copy':>6s}{'write':>17s}{'alone':>17s}{'together':>17s}"
+        f"{'peak':>7s}{'copies':>8s}  pause"
+    )
 
 
 def measure_memory(args: argparse.Namespace) -> None:
@@ -248,10 +303,18 @@ def measure_memory(args: argparse.Namespace) -> None:
         trainer.copy()
         publisher.release(lambda _: False)
         seconds, found = trainer.publish(publisher, version)
-        writes.append((seconds, found - args.workers * trainer.bytes))  # what the samplers hold is theirs
+        writes.append(
+            (seconds, found - args.workers * trainer.bytes)
+        )  # what the samplers hold is theirs
         manifest = publisher.versions[version]
-        fetches += [timed(lambda model=model, manifest=manifest: jax.block_until_ready(
-            manifest.read(model).result()())) for model in hosts]
+        fetches += [
+            timed(
+                lambda model=model, manifest=manifest: jax.block_until_ready(
+                    manifest.read(model).result()()
+                )
+            )
+            for model in hosts
+        ]
     trainer.publish(publisher, args.repeat + 1)  # beside the last
     held = (anonymous() - before) / args.workers
     line("memory", trainer, writes, fetches, [max(fetches)], held / trainer.bytes, [])
@@ -265,8 +328,14 @@ def measure_stored(args: argparse.Namespace) -> None:
         if args.part == "ray":
             import ray
 
-            ray.init(address="local", num_cpus=2, log_to_driver=False, logging_level="ERROR", include_dashboard=False,
-                     object_store_memory=int((KEEP + 2) * 1.1 * GIB))
+            ray.init(
+                address="local",
+                num_cpus=2,
+                log_to_driver=False,
+                logging_level="ERROR",
+                include_dashboard=False,
+                object_store_memory=int((KEEP + 2) * 1.1 * GIB),
+            )
             stack.callback(ray.shutdown)
         trainer = Trainer(args.layers, MeshSection(data=1))
         if args.part == "ray":
@@ -276,7 +345,9 @@ def measure_stored(args: argparse.Namespace) -> None:
         else:
             publisher = FilePublisher(default_folder(trainer.bytes), trainer.model)
         stack.callback(publisher.close)
-        readers: list[Any] = [(Actor if args.part == "ray" else Piped)(args.layers) for _ in range(args.workers)]
+        readers: list[Any] = [
+            (Actor if args.part == "ray" else Piped)(args.layers) for _ in range(args.workers)
+        ]
         for reader in readers:
             stack.callback(reader.close)
         pool = stack.enter_context(ThreadPoolExecutor(len(readers)))
@@ -286,22 +357,32 @@ def measure_stored(args: argparse.Namespace) -> None:
             stored = publisher.versions[version]
             first = readers[0].ask("fetch", stored)
             trainer.copy()
-            found = list(pool.map(lambda reader, stored=stored: reader.ask("fetch", stored), readers))
+            found = list(
+                pool.map(lambda reader, stored=stored: reader.ask("fetch", stored), readers)
+            )
             if version:  # the first compiles
                 writes.append(write)
                 alone.append(first[0])
                 together.append(max(seconds for seconds, _ in found))
-                held = max([held, *(size for _, size in found[1:])])  # which still hold the version before
+                held = max(
+                    [held, *(size for _, size in found[1:])]
+                )  # which still hold the version before
         pauses = []
         if not args.no_pause:
             for reader in readers[1:]:
                 reader.ask("drop")
-            pauses.append(readers[0].ask("pause", *(publisher.versions[args.repeat - back] for back in (1, 0))))
+            pauses.append(
+                readers[0].ask(
+                    "pause", *(publisher.versions[args.repeat - back] for back in (1, 0))
+                )
+            )
         line(args.part, trainer, writes, alone, together, held / trainer.bytes, pauses)
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--channels", default="memory,files,ray")
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--layers", type=int, default=16)
@@ -316,10 +397,16 @@ def main(argv: list[str] | None = None) -> None:
     for channel in args.channels.split(","):
         flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={args.workers + 1}"
         # What a run sets for itself: large pages, which memory that is written anew comes in.
-        environment = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1", "JAX_PLATFORMS": "cpu"} | os.environ | (
-            {"XLA_FLAGS": flags} if channel == "memory" else {})
-        subprocess.run([sys.executable, __file__, "--part", channel, *(argv or sys.argv[1:])], env=environment,
-                       check=True)
+        environment = (
+            {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1", "JAX_PLATFORMS": "cpu"}
+            | os.environ
+            | ({"XLA_FLAGS": flags} if channel == "memory" else {})
+        )
+        subprocess.run(
+            [sys.executable, __file__, "--part", channel, *(argv or sys.argv[1:])],
+            env=environment,
+            check=True,
+        )
 
 
 if __name__ == "__main__":

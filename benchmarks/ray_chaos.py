@@ -50,20 +50,43 @@ MOST_SECONDS = 1500.0
 class Bench:
     """A cluster, a folder of runs, and ways to start, attack and compare them."""
 
-    def __init__(self, base: Path, nodes: Nodes, seed: int, log: Path, extra: Sequence[str]) -> None:
-        self.base, self.nodes, self.random, self.log, self.extra = base, nodes, random.Random(seed), log, extra
+    def __init__(
+        self, base: Path, nodes: Nodes, seed: int, log: Path, extra: Sequence[str]
+    ) -> None:
+        self.base, self.nodes, self.random, self.log, self.extra = (
+            base,
+            nodes,
+            random.Random(seed),
+            log,
+            extra,
+        )
 
-    def start(self, name: str, *words: str, own: bool = False, workers: int = 0) -> subprocess.Popen[bytes]:
+    def start(
+        self, name: str, *words: str, own: bool = False, workers: int = 0
+    ) -> subprocess.Popen[bytes]:
         """`shoal train` in a process; `own`: it starts Ray itself."""
-        cluster = () if not workers else (
-            "sampler.kind=ray", f"sampler.workers={workers}", "sampler.restarts=1000", "sampler.stall_seconds=30",
-            *(() if own else (f"ray.address={self.nodes.address}",)))
+        cluster = (
+            ()
+            if not workers
+            else (
+                "sampler.kind=ray",
+                f"sampler.workers={workers}",
+                "sampler.restarts=1000",
+                "sampler.stall_seconds=30",
+                *(() if own else (f"ray.address={self.nodes.address}",)),
+            )
+        )
         given = command(self.base, name, [*self.extra, *words, *cluster])[3:]
         with self.log.open("ab") as file:
             file.write(f"\n$ shoal {' '.join(given)}\n".encode())
             file.flush()
-            return subprocess.Popen([sys.executable, "-c", CHILD, *given], stdout=file, stderr=file,
-                                    env=os.environ | {MARK: name}, start_new_session=True)
+            return subprocess.Popen(
+                [sys.executable, "-c", CHILD, *given],
+                stdout=file,
+                stderr=file,
+                env=os.environ | {MARK: name},
+                start_new_session=True,
+            )
 
     def steps(self, name: str) -> int:
         file = self.base / name / "metrics.jsonl"
@@ -73,8 +96,13 @@ class Bench:
         if (code := process.wait(MOST_SECONDS)) != expected:
             raise SystemExit(f"exit {code}, not {expected}: {self.log.read_text()[-3000:]}")
 
-    def run(self, name: str, *words: str, workers: int = 0,
-            attack: Callable[[str, subprocess.Popen[bytes]], None] | None = None) -> Path:
+    def run(
+        self,
+        name: str,
+        *words: str,
+        workers: int = 0,
+        attack: Callable[[str, subprocess.Popen[bytes]], None] | None = None,
+    ) -> Path:
         process = self.start(name, *words, workers=workers)
         if attack:
             attack(name, process)
@@ -92,16 +120,24 @@ class Bench:
 
     def workers(self) -> list[int]:
         """Processes of samplers in the cluster."""
-        raylets = {node.all_processes["raylet"][0].process.pid for node in self.nodes.list_all_nodes()}
+        raylets = {
+            node.all_processes["raylet"][0].process.pid for node in self.nodes.list_all_nodes()
+        }
         found = []
         for place in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 state, parent = (place / "stat").read_text().rpartition(")")[2].split()[:2]
-                if int(parent) in raylets and state not in "ZT" and b"ray::Worker" in (place / "cmdline").read_bytes():
+                if (
+                    int(parent) in raylets
+                    and state not in "ZT"
+                    and b"ray::Worker" in (place / "cmdline").read_bytes()
+                ):
                     found.append(int(place.name))
         return sorted(found)
 
-    def attacking(self, kills: int, stops: int, steps: int) -> Callable[[str, subprocess.Popen[bytes]], None]:
+    def attacking(
+        self, kills: int, stops: int, steps: int
+    ) -> Callable[[str, subprocess.Popen[bytes]], None]:
         """Signals to workers drawn at moments drawn: steps, and up to a second after their record."""
         signals = [signal.SIGKILL] * kills + [signal.SIGSTOP] * stops
         self.random.shuffle(signals)
@@ -114,12 +150,16 @@ class Bench:
                 time.sleep(self.random.uniform(0, 1))
                 while not (found := self.workers()):
                     if process.poll() is not None:
-                        raise SystemExit(f"{name} ended before it was attacked: {self.log.read_text()[-3000:]}")
+                        raise SystemExit(
+                            f"{name} ended before it was attacked: {self.log.read_text()[-3000:]}"
+                        )
                     time.sleep(0.01)
                 pid = self.random.choice(found)
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, number)
-                while pid in self.workers():  # on a busy machine a killed process has to wait for its end
+                while (
+                    pid in self.workers()
+                ):  # on a busy machine a killed process has to wait for its end
                     time.sleep(0.01)
 
         return attack
@@ -133,9 +173,15 @@ class Bench:
 
     def show(self, what: str, run: Path, whole: Path, began: float, more: str = "") -> bool:
         found, rows = differences(whole, run, ("state",)), read_lines(run / "metrics.jsonl")
-        total = {name: int(sum(row.get(f"fleet/{name}", 0) for row in rows)) for name in ("lost", "asked_again")}
-        print(f"| {what} | {'equal' if not found else 'DIFFERS: ' + ', '.join(found)} | {total['lost']} | "
-              f"{total['asked_again']} | {time.monotonic() - began:.0f} | {more} |", flush=True)
+        total = {
+            name: int(sum(row.get(f"fleet/{name}", 0) for row in rows))
+            for name in ("lost", "asked_again")
+        }
+        print(
+            f"| {what} | {'equal' if not found else 'DIFFERS: ' + ', '.join(found)} | {total['lost']} | "
+            f"{total['asked_again']} | {time.monotonic() - began:.0f} | {more} |",
+            flush=True,
+        )
         return not found
 
 
@@ -149,8 +195,11 @@ def marked(name: str) -> list[int]:
 
 
 def head() -> None:
-    print("\n| run | groups, metrics, weights | workers lost | groups asked again | seconds | |\n"
-          "| --- | --- | --- | --- | --- | --- |", flush=True)
+    print(
+        "\n| run | groups, metrics, weights | workers lost | groups asked again | seconds | |\n"
+        "| --- | --- | --- | --- | --- | --- |",
+        flush=True,
+    )
 
 
 def bits(bench: Bench) -> bool:
@@ -159,10 +208,15 @@ def bits(bench: Bench) -> bool:
     for lag in (0, 1, 3):
         words = ("train.versions=fixed", f"train.max_staleness={lag}")
         whole = bench.run(f"caller-{lag}", *words)
-        for what, workers, attack in (("1 worker", 1, None), ("3 workers", 3, None),
-                                      ("3 workers, five killed, one stopped", 3, bench.attacking(5, 1, 11))):
+        for what, workers, attack in (
+            ("1 worker", 1, None),
+            ("3 workers", 3, None),
+            ("3 workers, five killed, one stopped", 3, bench.attacking(5, 1, 11)),
+        ):
             began = time.monotonic()
-            run = bench.run(f"{what.replace(' ', '-')}-{lag}", *words, workers=workers, attack=attack)
+            run = bench.run(
+                f"{what.replace(' ', '-')}-{lag}", *words, workers=workers, attack=attack
+            )
             good &= bench.show(f"lag {lag}, {what}", run, whole, began)
         began, name = time.monotonic(), f"cut-{lag}"
         for workers, number, step in ((3, signal.SIGKILL, 5), (1, signal.SIGTERM, 9)):
@@ -185,25 +239,42 @@ def kills(bench: Bench) -> bool:
 
 
 def newest(bench: Bench) -> bool:
-    words = ("train.versions=newest", "train.max_staleness=2", "steps=60", "task.num_eval_questions=64")
+    words = (
+        "train.versions=newest",
+        "train.max_staleness=2",
+        "steps=60",
+        "task.num_eval_questions=64",
+    )
     runs = [bench.run(f"newest-{number}", *words, workers=3) for number in range(4)]
     killed = bench.run("newest-killed", *words, workers=3, attack=bench.attacking(50, 0, 59))
-    print("\n| newest, k=2, 3 workers | rows, each once | oldest token | workers lost | accuracy at the end | "
-          "reward, last 20 steps |\n| --- | --- | --- | --- | --- | --- |", flush=True)
+    print(
+        "\n| newest, k=2, 3 workers | rows, each once | oldest token | workers lost | accuracy at the end | "
+        "reward, last 20 steps |\n| --- | --- | --- | --- | --- | --- |",
+        flush=True,
+    )
     good, figures = True, []
     for run in (*runs, killed):
         rows, wanted, found = read_lines(run / "metrics.jsonl"), rows_of(runs[0]), rows_of(run)
         oldest = max(row["staleness/max"] for row in rows)
-        accuracy = [row["accuracy"] for row in read_lines(run / "evaluations.jsonl") if row["name"] == "held_out"][-1]
+        accuracy = [
+            row["accuracy"]
+            for row in read_lines(run / "evaluations.jsonl")
+            if row["name"] == "held_out"
+        ][-1]
         reward = sum(row["reward/mean"] for row in rows[-20:]) / 20
         once = found == wanted and max(Counter(itertools.chain(*found.values())).values()) == 1
         figures.append((accuracy, reward))
         good &= once and oldest <= 2
-        print(f"| {'50 kills' if run is killed else 'undisturbed'} | {'yes' if once else 'NO'} | {oldest:.0f} | "
-              f"{sum(row['fleet/lost'] for row in rows):.0f} | {accuracy:.3f} | {reward:.3f} |", flush=True)
+        print(
+            f"| {'50 kills' if run is killed else 'undisturbed'} | {'yes' if once else 'NO'} | {oldest:.0f} | "
+            f"{sum(row['fleet/lost'] for row in rows):.0f} | {accuracy:.3f} | {reward:.3f} |",
+            flush=True,
+        )
     for name, place in (("accuracy", 0), ("reward", 1)):
         *undisturbed, last = [one[place] for one in figures]
-        print(f"{name} with kills {last:.3f}, undisturbed {min(undisturbed):.3f} to {max(undisturbed):.3f}")
+        print(
+            f"{name} with kills {last:.3f}, undisturbed {min(undisturbed):.3f} to {max(undisturbed):.3f}"
+        )
     return good
 
 
@@ -211,8 +282,10 @@ def rows_of(run: Path) -> Mapping[int, list[int]]:
     """Rows of the data by step, in order."""
     from shoal.report.groups import read_file
 
-    return {int(file.stem.rpartition("_")[2]): [one.group.example.row for one in read_file(file)]
-            for file in sorted((run / "groups").glob("step_*.parquet"))}
+    return {
+        int(file.stem.rpartition("_")[2]): [one.group.example.row for one in read_file(file)]
+        for file in sorted((run / "groups").glob("step_*.parquet"))
+    }
 
 
 def node(bench: Bench) -> bool:
@@ -227,13 +300,17 @@ def node(bench: Bench) -> bool:
 
     def attack(name: str, process: subprocess.Popen[bytes]) -> None:
         bench.until_step(name, process, 4)
-        other, = bench.nodes.worker_nodes
+        (other,) = bench.nodes.worker_nodes
         bench.nodes.remove_node(other, allow_graceful=False)
         bench.until_step(name, process, 8)
         bench.nodes.add_node(num_cpus=2)
 
-    good = bench.show("fixed, lag 1, 3 workers, 2 of them on a node that goes", bench.run(
-        "node", *FIXED, workers=3, attack=attack), whole, began)
+    good = bench.show(
+        "fixed, lag 1, 3 workers, 2 of them on a node that goes",
+        bench.run("node", *FIXED, workers=3, attack=attack),
+        whole,
+        began,
+    )
     bench.nodes.shutdown()
     bench.nodes = started(8)
     return good
@@ -255,13 +332,27 @@ def trainer(bench: Bench, kills: int = 10) -> bool:
         left += bench.left_over("trainer") + bench.left_over()
     run = bench.run("trainer", *words, workers=3)
     left += bench.left_over("trainer") + bench.left_over()
-    return bench.show(f"fixed, lag 1, trainer killed {kills} times at 1 to 3 workers", run, whole, began,
-                      f"processes left over: {left}") and not left
+    return (
+        bench.show(
+            f"fixed, lag 1, trainer killed {kills} times at 1 to 3 workers",
+            run,
+            whole,
+            began,
+            f"processes left over: {left}",
+        )
+        and not left
+    )
 
 
 def started(cpus: int) -> Nodes:
-    return Nodes(initialize_head=True, head_node_args={"num_cpus": cpus, "object_store_memory": 200 << 20,
-                                                       "include_dashboard": False})
+    return Nodes(
+        initialize_head=True,
+        head_node_args={
+            "num_cpus": cpus,
+            "object_store_memory": 200 << 20,
+            "include_dashboard": False,
+        },
+    )
 
 
 PARTS = {part.__name__: part for part in (bits, kills, newest, node, trainer)}
@@ -269,18 +360,28 @@ PARTS = {part.__name__: part for part in (bits, kills, newest, node, trainer)}
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("words", nargs="*", help=f"of {', '.join(PARTS)} (all), and keys of shoal train")
+    parser.add_argument(
+        "words", nargs="*", help=f"of {', '.join(PARTS)} (all), and keys of shoal train"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--log", type=Path, help="what the runs print; a temporary file")
     options = parser.parse_args()
     parts = [word for word in options.words if word in PARTS] or list(PARTS)
-    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-                   "RAY_worker_niceness": "0"}  # by default 15: other programs would starve them
+    os.environ |= {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        "RAY_worker_niceness": "0",
+    }  # by default 15: other programs would starve them
     print(f"seed {options.seed}, {os.cpu_count()} CPU cores", flush=True)
     with tempfile.TemporaryDirectory() as temporary:
         base = Path(temporary)
-        bench = Bench(base, started(8), options.seed, options.log or base / "log.txt",
-                      [word for word in options.words if word not in PARTS])
+        bench = Bench(
+            base,
+            started(8),
+            options.seed,
+            options.log or base / "log.txt",
+            [word for word in options.words if word not in PARTS],
+        )
         try:
             good = True
             for part in parts:

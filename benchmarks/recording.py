@@ -27,7 +27,9 @@ from shoal.report.recorder import Recorder, StepRecord
 from shoal.types import Completion, Example, Group, Purpose, StopReason
 
 
-def make_groups(step: int, options: argparse.Namespace) -> tuple[list[Group], dict[tuple[int, int], np.ndarray]]:
+def make_groups(
+    step: int, options: argparse.Namespace
+) -> tuple[list[Group], dict[tuple[int, int], np.ndarray]]:
     """A step's groups and the trainer's log-probs; lengths vary by a quarter, words by Zipf's law."""
     random = np.random.default_rng(step)
     mean = options.tokens / (options.prompts * options.siblings)
@@ -39,14 +41,34 @@ def make_groups(step: int, options: argparse.Namespace) -> tuple[list[Group], di
             tokens = (random.zipf(1.3, size) % 150_000).astype(np.int32)
             sampled = (-random.gamma(0.3, 1.0, size)).astype(np.float32)
             logprobs[p, g] = sampled + random.normal(0, 1e-4, size).astype(np.float32)
-            completions.append(Completion(p, g, tokens, sampled, np.ones(size, bool), np.full(size, step, np.int32),
-                                          StopReason.EOS))
+            completions.append(
+                Completion(
+                    p,
+                    g,
+                    tokens,
+                    sampled,
+                    np.ones(size, bool),
+                    np.full(size, step, np.int32),
+                    StopReason.EOS,
+                )
+            )
         texts = tuple("".join(chr(97 + token % 26) for token in c.token_ids) for c in completions)
         rewards = random.integers(0, 2, options.siblings).astype(float)
-        groups.append(Group(
-            Purpose.TRAIN, step, step, Example(p, f"question {p}", {"answer": str(p)}),
-            random.integers(0, 150_000, options.prompt_tokens).astype(np.int32), tuple(completions), texts, rewards,
-            {"correct": rewards}, np.ones(options.siblings, bool), rewards > 0))
+        groups.append(
+            Group(
+                Purpose.TRAIN,
+                step,
+                step,
+                Example(p, f"question {p}", {"answer": str(p)}),
+                random.integers(0, 150_000, options.prompt_tokens).astype(np.int32),
+                tuple(completions),
+                texts,
+                rewards,
+                {"correct": rewards},
+                np.ones(options.siblings, bool),
+                rewards > 0,
+            )
+        )
     return groups, logprobs
 
 
@@ -69,15 +91,22 @@ def main() -> None:
     matrix = np.random.default_rng(0).random((1500, 1500), np.float32)
     product_seconds(matrix)
     alone, slowed, loop, thread, count, size = product_seconds(matrix), [], [], [], 0, 0
-    clock = SimpleNamespace(logged={}, failures=[], tokens=options.tokens, sample_seconds=1.0, reward_seconds=0.0)
+    clock = SimpleNamespace(
+        logged={}, failures=[], tokens=options.tokens, sample_seconds=1.0, reward_seconds=0.0
+    )
     with tempfile.TemporaryDirectory() as folder, RunFolder(Path(folder)) as run:
-        recorder = Recorder(run, Console(io.StringIO()), options.steps, True, lambda: clock, lambda: 0, lambda: 0)
+        recorder = Recorder(
+            run, Console(io.StringIO()), options.steps, True, lambda: clock, lambda: 0, lambda: 0
+        )
         for step in range(options.steps):
             groups, logprobs = make_groups(step, options)
             metrics = MetricSet()
             metrics.add("time/update_seconds", 1.0)
             metrics.add("tokens/trained", options.tokens)
-            advantages, nonzero = np.zeros((options.prompts, options.siblings)), np.ones(options.prompts, bool)
+            advantages, nonzero = (
+                np.zeros((options.prompts, options.siblings)),
+                np.ones(options.prompts, bool),
+            )
             started = time.perf_counter()
             recorder.step(StepRecord(step, groups, advantages, nonzero, logprobs, metrics, 60.0))
             loop.append(time.perf_counter() - started)
@@ -87,11 +116,17 @@ def main() -> None:
             count = sum(len(c) for group in groups for c in group.completions)
             size = (run.groups_path / f"step_{step + 1:06d}.parquet").stat().st_size
         recorder.close()
-    print(f"{options.prompts} groups of {options.siblings}, {count:,} tokens, prompts of {options.prompt_tokens}")
-    print(f"loop        {median(loop):.3f} s, {100 * median(loop) / options.step_seconds:.2f}% of a step of "
-          f"{options.step_seconds:g} s")
-    print(f"to disk     {median(thread):.3f} s after the step, a product of {alone:.3f} s slowed by "
-          f"{max(0.0, median(slowed)):.3f} s")
+    print(
+        f"{options.prompts} groups of {options.siblings}, {count:,} tokens, prompts of {options.prompt_tokens}"
+    )
+    print(
+        f"loop        {median(loop):.3f} s, {100 * median(loop) / options.step_seconds:.2f}% of a step of "
+        f"{options.step_seconds:g} s"
+    )
+    print(
+        f"to disk     {median(thread):.3f} s after the step, a product of {alone:.3f} s slowed by "
+        f"{max(0.0, median(slowed)):.3f} s"
+    )
     print(f"file        {size / 1e6:.1f} MB, {size / count:.1f} bytes a token")
 
 

@@ -74,7 +74,9 @@ class Trace:
     """What happened: moments of one clock, in seconds."""
 
     updates: list[tuple[float, float]] = field(default_factory=list)  # begin and end, by step
-    sampled: list[tuple[float, float]] = field(default_factory=list)  # begin and end of each completion
+    sampled: list[tuple[float, float]] = field(
+        default_factory=list
+    )  # begin and end of each completion
     staleness: list[np.ndarray] = field(default_factory=list)  # by step: of its tokens
     cpu_seconds: float = 0.0  # of this process
 
@@ -98,9 +100,14 @@ def figures(trace: Trace, case: Case) -> Figures:
     learning = sum(done - started for started, done in trace.updates[first:-1])
     sampling = sum(max(0.0, min(last, end) - max(start, begin)) for start, last in trace.sampled)
     tokens = np.concatenate(trace.staleness[first:-1])
-    return Figures((end - begin) / steps, max(0.0, 1 - learning / (end - begin)),
-                   max(0.0, 1 - sampling / (end - begin) / case.places_per_host / case.hosts),
-                   float(tokens.mean()), int(tokens.max()), trace.cpu_seconds / len(starts))
+    return Figures(
+        (end - begin) / steps,
+        max(0.0, 1 - learning / (end - begin)),
+        max(0.0, 1 - sampling / (end - begin) / case.places_per_host / case.hosts),
+        float(tokens.mean()),
+        int(tokens.max()),
+        trace.cpu_seconds / len(starts),
+    )
 
 
 @dataclass
@@ -118,7 +125,9 @@ class SimulatedHost:
 class Simulation:
     """Events in the order of their time: a completion ends, an update ends. Groups are numbered in the order asked."""
 
-    def __init__(self, case: Case, lengths: np.ndarray, update_seconds: float, token_seconds: float) -> None:
+    def __init__(
+        self, case: Case, lengths: np.ndarray, update_seconds: float, token_seconds: float
+    ) -> None:
         self.case, self.update_seconds, self.token_seconds = case, update_seconds, token_seconds
         self.steps = len(lengths)
         self.lengths = lengths.reshape(-1, case.group_size)
@@ -126,11 +135,15 @@ class Simulation:
         self.now, self.order = 0.0, itertools.count()
         self.events: list[tuple[float, int, Callable[[], None]]] = []
         self.waiting: deque[int] = deque()  # groups for a host
-        self.left = np.full(len(self.lengths), case.group_size)  # completions of each group that have not ended
+        self.left = np.full(
+            len(self.lengths), case.group_size
+        )  # completions of each group that have not ended
         self.published: list[float] = []  # when each version was
         self.begins = np.zeros(self.lengths.shape)
         self.asked = 0  # steps
-        self.lookahead = pinned(Lookahead(case.schedule)) if case.mode == "newest" else Lookahead(case.schedule)
+        self.lookahead = (
+            pinned(Lookahead(case.schedule)) if case.mode == "newest" else Lookahead(case.schedule)
+        )
         self.updating = False
         self.trace = Trace()
 
@@ -154,8 +167,10 @@ class Simulation:
         if version:
             begin, end = self.trace.updates[-1]
             self.lookahead.note(begin - self.published[-2], end - self.published[-2])
-        while self.asked < min(self.steps, version + self.lookahead.steps + 1) \
-                and self.version_of(self.asked) <= version:
+        while (
+            self.asked < min(self.steps, version + self.lookahead.steps + 1)
+            and self.version_of(self.asked) <= version
+        ):
             first = self.asked * self.case.prompts
             self.waiting.extend(range(first, first + self.case.prompts))
             self.asked += 1
@@ -182,7 +197,9 @@ class Simulation:
     def assign(self) -> None:
         """Gives groups to hosts, which are alike, the oldest first, each to the one with the most room."""
         while self.waiting:
-            room = [self.case.capacity - host.given if self.case.capacity else 1 for host in self.hosts]
+            room = [
+                self.case.capacity - host.given if self.case.capacity else 1 for host in self.hosts
+            ]
             host = self.hosts[room.index(max(room))]
             if max(room) <= 0:
                 break
@@ -206,7 +223,9 @@ class Simulation:
     def start(self, host: SimulatedHost, completion: tuple[int, int]) -> None:
         host.free -= 1
         self.begins[completion] = self.now
-        self.after(self.lengths[completion] * self.token_seconds, lambda: self.end(host, completion))
+        self.after(
+            self.lengths[completion] * self.token_seconds, lambda: self.end(host, completion)
+        )
 
     def end(self, host: SimulatedHost, completion: tuple[int, int]) -> None:
         host.free += 1
@@ -222,10 +241,19 @@ class Simulation:
     def staleness_of(self, step: int) -> np.ndarray:
         """By token: the step minus the version that it was sampled from."""
         if self.case.mode == "fixed":
-            return np.full(int(self.lengths[self.groups_of(step)].sum()), step - self.version_of(step))
-        begins, lengths = self.begins[self.groups_of(step)].ravel(), self.lengths[self.groups_of(step)].ravel()
-        times = np.concatenate([begin + self.token_seconds * np.arange(count)
-                                for begin, count in zip(begins, lengths, strict=True)])
+            return np.full(
+                int(self.lengths[self.groups_of(step)].sum()), step - self.version_of(step)
+            )
+        begins, lengths = (
+            self.begins[self.groups_of(step)].ravel(),
+            self.lengths[self.groups_of(step)].ravel(),
+        )
+        times = np.concatenate(
+            [
+                begin + self.token_seconds * np.arange(count)
+                for begin, count in zip(begins, lengths, strict=True)
+            ]
+        )
         return step + 1 - np.searchsorted(self.published, times, side="right")
 
 

@@ -46,18 +46,40 @@ def run(mode: str, seed: int, steps: int, folder: Path) -> dict[str, float]:
     weighting by the ratio of trainer to sampler."""
     place = folder / f"{mode}-seed{seed}"
     if (found := last_accuracy(place, steps)) is None:
-        flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2" * (mode[:6] == "newest")
-        program = [__file__, "--slow" if mode[-4:] == "slow" else "--pinned"] if mode[:6] == "newest" else \
-            ["-m", "shoal.cli", "train"]
-        command = [sys.executable, *program, *MODES[mode], f"seed={seed}", f"steps={steps}", "train.pass_k=0",
-                   "optimizer.lr=5e-5", "train.evaluate_every=0", f"run_name={place.name}",
-                   f"base_output_directory={folder}"]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env={**os.environ, "XLA_FLAGS": flags.strip()})
+        flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2" * (
+            mode[:6] == "newest"
+        )
+        program = (
+            [__file__, "--slow" if mode[-4:] == "slow" else "--pinned"]
+            if mode[:6] == "newest"
+            else ["-m", "shoal.cli", "train"]
+        )
+        command = [
+            sys.executable,
+            *program,
+            *MODES[mode],
+            f"seed={seed}",
+            f"steps={steps}",
+            "train.pass_k=0",
+            "optimizer.lr=5e-5",
+            "train.evaluate_every=0",
+            f"run_name={place.name}",
+            f"base_output_directory={folder}",
+        ]
+        subprocess.run(
+            command,
+            check=True,
+            stdout=subprocess.DEVNULL,
+            env={**os.environ, "XLA_FLAGS": flags.strip()},
+        )
         found = last_accuracy(place, steps)
         assert found is not None, place
     metrics = read_lines(place / "metrics.jsonl")
-    return {"accuracy": found, "age": mean(one["staleness"] for one in metrics),
-            "ess": mean(one["sampler_gap/ess"] for one in metrics)}
+    return {
+        "accuracy": found,
+        "age": mean(one["staleness"] for one in metrics),
+        "ess": mean(one["sampler_gap/ess"] for one in metrics),
+    }
 
 
 def train_pinned(words: Sequence[str]) -> None:
@@ -86,7 +108,9 @@ def train_slowly(words: Sequence[str]) -> None:
     from shoal.rollout.host import EngineHost
 
     poll, take, publish, changed = EngineHost.poll, Fleet.take, Fleet.publish, threading.Condition()
-    now = SimpleNamespace(steps=0, taking=0)  # compiled steps of the version; calls that wait for groups
+    now = SimpleNamespace(
+        steps=0, taking=0
+    )  # compiled steps of the version; calls that wait for groups
 
     def slow_poll(self: EngineHost) -> dict[int, list[Any]]:
         with changed:
@@ -114,8 +138,14 @@ def train_slowly(words: Sequence[str]) -> None:
 
 
 def last_accuracy(place: Path, steps: int) -> float | None:
-    return next((100 * one["accuracy"] for one in read_lines(place / "evaluations.jsonl")
-                 if (one["step"], one["name"]) == (steps, "held_out")), None)
+    return next(
+        (
+            100 * one["accuracy"]
+            for one in read_lines(place / "evaluations.jsonl")
+            if (one["step"], one["name"]) == (steps, "held_out")
+        ),
+        None,
+    )
 
 
 def interval(differences: list[float]) -> str:
@@ -137,9 +167,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--folder", type=Path, default=Path("outputs/staleness"))
     options = parser.parse_args()
-    print(f"{options.steps} steps, {len(options.seeds)} seeds; greedy accuracy in percent on 500 held-out questions")
-    print(f"{'':18} {'accuracy':>8} {'by seed':^{5 * len(options.seeds)}} {'less that of fixed-0':>21} {'age':>5} "
-          f"{'share left':>10}")
+    print(
+        f"{options.steps} steps, {len(options.seeds)} seeds; greedy accuracy in percent on 500 held-out questions"
+    )
+    print(
+        f"{'':18} {'accuracy':>8} {'by seed':^{5 * len(options.seeds)}} {'less that of fixed-0':>21} {'age':>5} "
+        f"{'share left':>10}"
+    )
     first: list[float] = []
     for mode in options.modes:
         runs = [run(mode, seed, options.steps, options.folder.absolute()) for seed in options.seeds]
@@ -147,8 +181,11 @@ def main() -> None:
         first = first or accuracies
         by_seed = " ".join(f"{one:4.1f}" for one in accuracies)
         difference = interval([one - other for one, other in zip(accuracies, first, strict=True)])
-        print(f"{mode:18} {mean(accuracies):8.1f} {by_seed} {difference if accuracies is not first else '':>21} "
-              f"{mean(one['age'] for one in runs):5.2f} {mean(one['ess'] for one in runs):10.3f}", flush=True)
+        print(
+            f"{mode:18} {mean(accuracies):8.1f} {by_seed} {difference if accuracies is not first else '':>21} "
+            f"{mean(one['age'] for one in runs):5.2f} {mean(one['ess'] for one in runs):10.3f}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -82,7 +82,13 @@ class Trial:
     def __init__(self, shape: Shape, dtype: Any, rank: int = 0) -> None:
         import jax
 
-        from shoal.config.schema import BatchSection, Config, ModelSection, OptimizerSection, SamplingSection
+        from shoal.config.schema import (
+            BatchSection,
+            Config,
+            ModelSection,
+            OptimizerSection,
+            SamplingSection,
+        )
         from shoal.mesh import make_roles
         from shoal.model.architecture import PRODUCTS, Adapter, Architecture
         from shoal.report.console import Console
@@ -92,14 +98,29 @@ class Trial:
 
         self.shape, self.computed = shape, 0
         self.architecture = Architecture(
-            shape.vocabulary, shape.hidden_size, shape.intermediate_size, shape.layers, shape.heads, shape.key_heads,
-            shape.head_dim, tie_embeddings=shape.tied, qkv_bias=shape.qkv_bias,
-            adapter=Adapter(rank, 32.0, PRODUCTS) if rank else None)
+            shape.vocabulary,
+            shape.hidden_size,
+            shape.intermediate_size,
+            shape.layers,
+            shape.heads,
+            shape.key_heads,
+            shape.head_dim,
+            tie_embeddings=shape.tied,
+            qkv_bias=shape.qkv_bias,
+            adapter=Adapter(rank, 32.0, PRODUCTS) if rank else None,
+        )
         config = Config(
-            model=ModelSection(dtype=dtype), optimizer=OptimizerSection(warmup_steps=0),
-            batch=BatchSection(prompts_per_step=shape.prompts, group_size=shape.siblings,
-                               micro_tokens=shape.micro_tokens),
-            sampling=SamplingSection(max_prompt_tokens=shape.prompt, max_completion_tokens=shape.completion))
+            model=ModelSection(dtype=dtype),
+            optimizer=OptimizerSection(warmup_steps=0),
+            batch=BatchSection(
+                prompts_per_step=shape.prompts,
+                group_size=shape.siblings,
+                micro_tokens=shape.micro_tokens,
+            ),
+            sampling=SamplingSection(
+                max_prompt_tokens=shape.prompt, max_completion_tokens=shape.completion
+            ),
+        )
         self.roles = make_roles(config.mesh, jax.devices()[:1])
         spec = ModelSpec(Path(), self.architecture, lambda role, dtype: self.parameters)
         self.model = trained_model(config, spec, self.roles)
@@ -123,9 +144,13 @@ class Trial:
     @cached_property
     def engine(self) -> Any:
         return limited_engine(
-            self.model.on(self.roles.sampler), slots=self.shape.prompts * self.shape.siblings,
-            group_size=self.shape.siblings, max_prompt_tokens=self.shape.prompt,
-            max_completion_tokens=self.shape.completion, eos_ids=())
+            self.model.on(self.roles.sampler),
+            slots=self.shape.prompts * self.shape.siblings,
+            group_size=self.shape.siblings,
+            max_prompt_tokens=self.shape.prompt,
+            max_completion_tokens=self.shape.completion,
+            eos_ids=(),
+        )
 
     def publish(self, version: int, trainable: Any) -> None:
         from shoal.rollout.publication import publish_to
@@ -143,16 +168,37 @@ class Trial:
         ids = rng.integers(0, shape.vocabulary, (len(lengths), shape.prompt)).astype(np.int32)
         self.engine.lengths = dict(enumerate(lengths))
         for row, own in enumerate(lengths):
-            self.engine.submit([SampleRequest(row, ids[row], shape.siblings, Address(0, "train", step, row),
-                                              SamplingParams(max_tokens=int(own.max())))])
+            self.engine.submit(
+                [
+                    SampleRequest(
+                        row,
+                        ids[row],
+                        shape.siblings,
+                        Address(0, "train", step, row),
+                        SamplingParams(max_tokens=int(own.max())),
+                    )
+                ]
+            )
         found = drain(self.engine)
         groups = []
         for row, own in enumerate(lengths):
             completions = tuple(found[row, index] for index in range(shape.siblings))
             assert [len(one) for one in completions] == list(own)
             rewards = rng.permutation(shape.siblings).astype(float)
-            groups.append(Group(Purpose.TRAIN, step, step, Example(row, ""), ids[row], completions,
-                                ("",) * shape.siblings, rewards, {}, np.ones(shape.siblings, bool)))
+            groups.append(
+                Group(
+                    Purpose.TRAIN,
+                    step,
+                    step,
+                    Example(row, ""),
+                    ids[row],
+                    completions,
+                    ("",) * shape.siblings,
+                    rewards,
+                    {},
+                    np.ones(shape.siblings, bool),
+                )
+            )
         return groups
 
 
@@ -201,16 +247,22 @@ def measure(name: str, repeats: int, dtype: str, rank: int = 0) -> dict[str, flo
     total = rest.sum(1)
     return {
         "parameters": sum(leaf.size for leaf in jax.tree.leaves(trial.parameters)),
-        "step": float(np.median(total)), "fastest": float(total.min()), "slowest": float(total.max()),
-        "sampling": float(np.median(rest[:, 0])), "update": float(np.median(rest[:, 1])),
-        "compile": float(first.sum() - warm * np.median(total)), "computed": trial.computed / float(real),
+        "step": float(np.median(total)),
+        "fastest": float(total.min()),
+        "slowest": float(total.max()),
+        "sampling": float(np.median(rest[:, 0])),
+        "update": float(np.median(rest[:, 1])),
+        "compile": float(first.sum() - warm * np.median(total)),
+        "computed": trial.computed / float(real),
         "peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("shapes", nargs="*", default=DEFAULT, help=f"of {', '.join(SHAPES)}; default: three")
+    parser.add_argument(
+        "shapes", nargs="*", default=DEFAULT, help=f"of {', '.join(SHAPES)}; default: three"
+    )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--lora", type=int, nargs="+", default=[0])
@@ -219,21 +271,43 @@ def main() -> None:
     if unknown := set(options.shapes) - SHAPES.keys():
         parser.error(f"no such shape: {', '.join(unknown)}; there are {', '.join(SHAPES)}")
     if options.one:
-        print(json.dumps(measure(options.shapes[0], options.repeats, options.dtype, options.lora[0])))
+        print(
+            json.dumps(measure(options.shapes[0], options.repeats, options.dtype, options.lora[0]))
+        )
         return
-    print(f"median of {options.repeats} steps, {options.dtype}, {os.cpu_count()} CPU cores; seconds")
-    print(f"{'shape':>13} {'params':>8} {'step':>8} {'min-max':>15} {'sampling':>9} {'update':>8}",
-          f"{'compile':>8} {'computed':>9} {'peak GiB':>9}")
+    print(
+        f"median of {options.repeats} steps, {options.dtype}, {os.cpu_count()} CPU cores; seconds"
+    )
+    print(
+        f"{'shape':>13} {'params':>8} {'step':>8} {'min-max':>15} {'sampling':>9} {'update':>8}",
+        f"{'compile':>8} {'computed':>9} {'peak GiB':>9}",
+    )
     for name, rank in itertools.product(options.shapes, options.lora):
-        command = [sys.executable, __file__, name, "--one", "--repeats", str(options.repeats), "--dtype", options.dtype,
-                   "--lora", str(rank)]
-        env = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1", **os.environ}  # as `shoal train` sets it (decision 0003)
+        command = [
+            sys.executable,
+            __file__,
+            name,
+            "--one",
+            "--repeats",
+            str(options.repeats),
+            "--dtype",
+            options.dtype,
+            "--lora",
+            str(rank),
+        ]
+        env = {
+            "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+            **os.environ,
+        }  # as `shoal train` sets it (decision 0003)
         out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=env).stdout
         row = json.loads(out.splitlines()[-1])
         spread = f"{row['fastest']:.2f}-{row['slowest']:.2f}"
         label = f"{name} r{rank}" if rank else name
-        print(f"{label:>13} {row['parameters'] / 1e6:7.1f}M {row['step']:8.3f} {spread:>15} {row['sampling']:9.3f} "
-              f"{row['update']:8.3f} {row['compile']:8.2f} {row['computed']:8.2f}x {row['peak_gib']:9.2f}", flush=True)
+        print(
+            f"{label:>13} {row['parameters'] / 1e6:7.1f}M {row['step']:8.3f} {spread:>15} {row['sampling']:9.3f} "
+            f"{row['update']:8.3f} {row['compile']:8.2f} {row['computed']:8.2f}x {row['peak_gib']:9.2f}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

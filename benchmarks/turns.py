@@ -39,8 +39,16 @@ from shoal.tasks.task import Task
 from shoal.types import Example, GroupRequest, Purpose, RewardFunction, SamplingParams
 from shoal.workers.sessions import Reply
 
-MODEL = Architecture(hidden_size=256, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=64,
-                     intermediate_size=512, vocab_size=1024, qk_norm=True)
+MODEL = Architecture(
+    hidden_size=256,
+    num_layers=4,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
+    intermediate_size=512,
+    vocab_size=1024,
+    qk_norm=True,
+)
 GROUP = 4
 
 
@@ -48,7 +56,11 @@ class SleepingTools:
     """Sessions whose calls take a lognormal time and no work."""
 
     def __init__(self, seconds: float) -> None:
-        self.seconds, self.rng, self.due = seconds, np.random.default_rng(0), list[tuple[float, int, Reply]]()
+        self.seconds, self.rng, self.due = (
+            seconds,
+            np.random.default_rng(0),
+            list[tuple[float, int, Reply]](),
+        )
         self.count = 0
 
     def kind_of(self, columns: Mapping[str, Any]) -> None:
@@ -83,40 +95,88 @@ class Format:
     def read(self, ids: Sequence[int]) -> tuple[dict[str, Any], list[ToolCall]]:
         return {"role": "assistant", "content": ""}, [ToolCall("tool", {})]
 
-    def encode_context(self, messages: Sequence[Any], calls: Sequence[ToolCall] = (),
-                       last: int | None = None) -> list[int]:
+    def encode_context(
+        self, messages: Sequence[Any], calls: Sequence[ToolCall] = (), last: int | None = None
+    ) -> list[int]:
         return [5] * 16
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name, value in (("places", 16), ("factor", 4), ("turns", 8), ("seconds", 1.0), ("groups", 24), ("tokens", 60)):
+    for name, value in (
+        ("places", 16),
+        ("factor", 4),
+        ("turns", 8),
+        ("seconds", 1.0),
+        ("groups", 24),
+        ("tokens", 60),
+    ):
         parser.add_argument(f"--{name}", type=type(value), default=value)
     a = parser.parse_args()
     limit = a.turns * (4 * a.tokens + 16)
     model = Model(MODEL, make_roles(MeshSection(), jax.devices()[:1]).sampler)
-    engine = Engine(model, slots=a.places, siblings_per_row=1, group_size=GROUP, max_prompt_tokens=64,
-                    max_completion_tokens=limit, eos_ids=range(0, MODEL.vocab_size, a.tokens))
+    engine = Engine(
+        model,
+        slots=a.places,
+        siblings_per_row=1,
+        group_size=GROUP,
+        max_prompt_tokens=64,
+        max_completion_tokens=limit,
+        eos_ids=range(0, MODEL.vocab_size, a.tokens),
+    )
     prompts = []
     engine.programs["prefill"] = _counting(engine.programs["prefill"], engine.num_rows, prompts)
     woken, tools = threading.Event(), SleepingTools(a.seconds)
-    player = Player(tools, lambda columns: Format(), EnvironmentSection(max_turns=a.turns), 64,  # type: ignore[arg-type]
-                    most=a.factor * a.places)
-    host = ThreadHost(EngineHost(lambda purpose, size: engine, capacity=a.factor * a.places), woken.set, "sampler")
-    none = RewardFunction("none", lambda completions, **_: [0.0] * len(completions), runs_in_process=True)
+    player = Player(
+        tools,
+        lambda columns: Format(),
+        EnvironmentSection(max_turns=a.turns),
+        64,  # type: ignore[arg-type]
+        most=a.factor * a.places,
+    )
+    host = ThreadHost(
+        EngineHost(lambda purpose, size: engine, capacity=a.factor * a.places), woken.set, "sampler"
+    )
+    none = RewardFunction(
+        "none", lambda completions, **_: [0.0] * len(completions), runs_in_process=True
+    )
     task = Task("turns", rewards=(none,))
     rewards = GroupRewards(task, RewardPool(task.rewards, RewardSection(workers=0)), lambda ids: "")
-    with closing(Fleet(MemoryPublisher(model), {"sampler": host}, rewards, 0, by_itself=True, woken=woken,
-                       player=player)) as fleet:
+    with closing(
+        Fleet(
+            MemoryPublisher(model),
+            {"sampler": host},
+            rewards,
+            0,
+            by_itself=True,
+            woken=woken,
+            player=player,
+        )
+    ) as fleet:
         fleet.publish(0, initialise(MODEL, 0, make_roles(MeshSection(), jax.devices()[:1]).trainer))
-        fleet.request([GroupRequest(Purpose.TRAIN, 0, 0, Example(row, "q"), np.arange(1, 40, dtype=np.int32), GROUP,
-                                    SamplingParams(max_tokens=limit)) for row in range(a.groups)])
+        fleet.request(
+            [
+                GroupRequest(
+                    Purpose.TRAIN,
+                    0,
+                    0,
+                    Example(row, "q"),
+                    np.arange(1, 40, dtype=np.int32),
+                    GROUP,
+                    SamplingParams(max_tokens=limit),
+                )
+                for row in range(a.groups)
+            ]
+        )
         while not player.rollouts:
             time.sleep(0.01)
         while host.progress().dispatches < 3:  # compiled
             time.sleep(0.1)
         first, began = host.progress(), time.monotonic()
-        while player.num_acting(range(10**6)) + a.places < a.groups * GROUP and len(player.rollouts) > a.places:
+        while (
+            player.num_acting(range(10**6)) + a.places < a.groups * GROUP
+            and len(player.rollouts) > a.places
+        ):
             last, ended = host.progress(), time.monotonic()
             time.sleep(0.05)
         groups = fleet.take(Purpose.TRAIN, 0)
@@ -124,16 +184,19 @@ def main() -> None:
     busy = (last.busy_seconds - first.busy_seconds) / (ended - began)
     tokens = sum(one.num_sampled for group in groups for one in group.completions)
     turns = np.mean([len(one.messages) / 2 for group in groups for one in group.completions])
-    print(f"places {a.places}, rollouts in flight {a.factor * a.places}, turns {turns:.1f}, tokens a turn "
-          f"{tokens / (a.groups * GROUP * turns):.0f}, tools {a.seconds:g} s\n"
-          f"full {busy * drawn / places:.0%} of {ended - began:.0f} s (busy {busy:.0%}, places that sample then "
-          f"{drawn / places:.0%}); twice {len(prompts) - a.groups}")
+    print(
+        f"places {a.places}, rollouts in flight {a.factor * a.places}, turns {turns:.1f}, tokens a turn "
+        f"{tokens / (a.groups * GROUP * turns):.0f}, tools {a.seconds:g} s\n"
+        f"full {busy * drawn / places:.0%} of {ended - began:.0f} s (busy {busy:.0%}, places that sample then "
+        f"{drawn / places:.0%}); twice {len(prompts) - a.groups}"
+    )
 
 
 def _counting(program: Any, rows: int, prompts: list[int]) -> Any:
     def call(*args: Any, **arrays: Any) -> Any:
         prompts.extend(arrays["length"][arrays["rows"] < rows].tolist())
         return program(*args, **arrays)
+
     return call
 
 

@@ -1,6 +1,6 @@
 """Hosts that die, hang, lie, and come and go, by a plan: for benchmarks/chaos.py.
 
-    Fleet -> UnrulyHost -> ThreadHost -> EngineHost -> SleepingEngine
+Fleet -> UnrulyHost -> ThreadHost -> EngineHost -> SleepingEngine
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ class Plan:
     """What goes wrong when: at the n-th answer of all hosts, and at publications."""
 
     random_: random.Random
-    at_answer: dict[int, str] = field(default_factory=dict)  # number of the answer -> kill, stop or leave
+    at_answer: dict[int, str] = field(
+        default_factory=dict
+    )  # number of the answer -> kill, stop or leave
     interrupted: set[int] = field(default_factory=set)  # versions
     shares: Mapping[str, float] = field(default_factory=dict)
     answers: int = 0
@@ -69,7 +71,9 @@ class Plan:
         kinds = ["kill"] * options.kills + ["stop"] * options.stops + ["leave"] * options.leaves
         at = dict(zip(random_.sample(range(1, answers), len(kinds)), kinds, strict=True))
         versions = set(random_.sample(range(1, options.steps), options.interruptions))
-        return cls(random_, at, versions, {"delay": 0.10, "lose": 0.05, "double": 0.05, "rubbish": 0.02})
+        return cls(
+            random_, at, versions, {"delay": 0.10, "lose": 0.05, "double": 0.05, "rubbish": 0.02}
+        )
 
     def next(self) -> str:
         """What becomes of the next answer."""
@@ -160,7 +164,10 @@ class UnrulyHost:
                     self._later(self.plan.random_.uniform(0, 3 * STEP_SECONDS), id, completions)
                     continue
                 case "leave":
-                    self.dead, self.hosts.away[self.name] = "it leaves", time.monotonic() + 10 * STEP_SECONDS
+                    self.dead, self.hosts.away[self.name] = (
+                        "it leaves",
+                        time.monotonic() + 10 * STEP_SECONDS,
+                    )
                     self._check()
                 case "rubbish":
                     answers[id] = rubbish(completions, self.plan.random_.choice(RUBBISH))

@@ -46,8 +46,11 @@ def make(options: argparse.Namespace) -> None:
 
     random_numbers = np.random.default_rng(0)
     groups = _groups(options, random_numbers)
-    trainer = {(place, sibling): completion.logprobs for place, group in enumerate(groups)
-               for sibling, completion in enumerate(group.completions)}
+    trainer = {
+        (place, sibling): completion.logprobs
+        for place, group in enumerate(groups)
+        for sibling, completion in enumerate(group.completions)
+    }
     base = to_table(groups, [np.zeros(options.siblings)] * options.prompts, trainer)
     size = base.num_rows
     folder = RunFolder(_new_folder(options.to))
@@ -61,24 +64,45 @@ def make(options: argparse.Namespace) -> None:
         ability = random_numbers.beta(1 + 4 * skill, 2, options.prompts).repeat(options.siblings)
         correct = random_numbers.random(size) < ability
         reward = correct + 0.1 * (random_numbers.random(size) < 0.9)
-        rows = (random_numbers.permutation(20 * options.prompts)[:options.prompts]).repeat(options.siblings)
-        names = [f"Question {row}: how many of {row * 7 % 1009} things are left after {row % 97} of them are gone? "
-                 + "Think step by step and give a number. " * 5 for row in rows[::options.siblings]]
-        prompts = pa.array([json.dumps([{"role": "user", "content": text}]) for text in names]).take(
-            pa.array(np.arange(options.prompts).repeat(options.siblings)))
-        new = {"step": np.full(size, step), "version": np.full(size, step - 1), "row": rows,
-               "group": np.arange(options.prompts).repeat(options.siblings),
-               "completion": np.tile(np.arange(options.siblings), options.prompts), "reward": reward,
-               "component/correct": correct.astype(float), "component/format": (reward - correct) * 10,
-               "correct": correct, "advantage": reward - 0.5}
+        rows = (random_numbers.permutation(20 * options.prompts)[: options.prompts]).repeat(
+            options.siblings
+        )
+        names = [
+            f"Question {row}: how many of {row * 7 % 1009} things are left after {row % 97} of them are gone? "
+            + "Think step by step and give a number. " * 5
+            for row in rows[:: options.siblings]
+        ]
+        prompts = pa.array(
+            [json.dumps([{"role": "user", "content": text}]) for text in names]
+        ).take(pa.array(np.arange(options.prompts).repeat(options.siblings)))
+        new = {
+            "step": np.full(size, step),
+            "version": np.full(size, step - 1),
+            "row": rows,
+            "group": np.arange(options.prompts).repeat(options.siblings),
+            "completion": np.tile(np.arange(options.siblings), options.prompts),
+            "reward": reward,
+            "component/correct": correct.astype(float),
+            "component/format": (reward - correct) * 10,
+            "correct": correct,
+            "advantage": reward - 0.5,
+        }
         for name, values in new.items():
             table = table.set_column(table.column_names.index(name), name, pa.array(values))
         table = table.set_column(table.column_names.index("prompt"), "prompt", prompts)
-        extra: dict[str, Any] = {"use_dictionary": dictionaries,
-                                 "use_byte_stream_split": [f"{name}.list.element" for name in floats]}
-        pq.write_table(table.replace_schema_metadata(base.schema.metadata),
-                       folder.groups_path / f"step_{step:06d}.parquet", compression="zstd", **extra)
-        folder.write_metrics(step, _metrics(step, options.steps, float(reward.mean()), random_numbers))
+        extra: dict[str, Any] = {
+            "use_dictionary": dictionaries,
+            "use_byte_stream_split": [f"{name}.list.element" for name in floats],
+        }
+        pq.write_table(
+            table.replace_schema_metadata(base.schema.metadata),
+            folder.groups_path / f"step_{step:06d}.parquet",
+            compression="zstd",
+            **extra,
+        )
+        folder.write_metrics(
+            step, _metrics(step, options.steps, float(reward.mean()), random_numbers)
+        )
         if step % 50 == 0:
             print(f"{step} of {options.steps} steps", flush=True)
     folder.close()
@@ -93,8 +117,12 @@ def _new_folder(to: str) -> Path:
 def _groups(options: argparse.Namespace, numbers: np.random.Generator) -> list[Any]:
     from shoal.types import Completion, Example, Group, Purpose, StopReason
 
-    words = np.array(["".join(chr(97 + letter) for letter in numbers.integers(0, 26, numbers.integers(2, 9)))
-                      for _ in range(4000)])
+    words = np.array(
+        [
+            "".join(chr(97 + letter) for letter in numbers.integers(0, 26, numbers.integers(2, 9)))
+            for _ in range(4000)
+        ]
+    )
     groups = []
     for place in range(options.prompts):
         completions, texts = [], []
@@ -102,23 +130,60 @@ def _groups(options: argparse.Namespace, numbers: np.random.Generator) -> list[A
             length = max(8, int(numbers.normal(options.tokens, options.tokens / 5)))
             # Rounded, as log-probs of a bfloat16 model nearly are: files of half the size, on this disk.
             logprobs = (np.round(-numbers.gamma(0.3, 1.0, length) * 512) / 512).astype(np.float32)
-            completions.append(Completion(place, sibling, (numbers.zipf(1.3, length) % 150_000).astype(np.int32),
-                                          logprobs, np.ones(length, bool), np.zeros(length, np.int32),
-                                          StopReason.EOS if numbers.random() < 0.95 else StopReason.LENGTH))
+            completions.append(
+                Completion(
+                    place,
+                    sibling,
+                    (numbers.zipf(1.3, length) % 150_000).astype(np.int32),
+                    logprobs,
+                    np.ones(length, bool),
+                    np.zeros(length, np.int32),
+                    StopReason.EOS if numbers.random() < 0.95 else StopReason.LENGTH,
+                )
+            )
             texts.append(" ".join(words[numbers.zipf(1.2, length * 2 // 3) % 4000]))
         zeros = np.zeros(options.siblings)
-        groups.append(Group(
-            Purpose.TRAIN, 0, 0, Example(place, [{"role": "user", "content": "?"}], {"answer": str(place)}),
-            np.arange(60, dtype=np.int32), tuple(completions), tuple(texts), zeros, {"correct": zeros, "format": zeros},
-            np.ones(options.siblings, bool), zeros.astype(bool)))
+        groups.append(
+            Group(
+                Purpose.TRAIN,
+                0,
+                0,
+                Example(place, [{"role": "user", "content": "?"}], {"answer": str(place)}),
+                np.arange(60, dtype=np.int32),
+                tuple(completions),
+                tuple(texts),
+                zeros,
+                {"correct": zeros, "format": zeros},
+                np.ones(options.siblings, bool),
+                zeros.astype(bool),
+            )
+        )
     return groups
 
 
-def _metrics(step: int, steps: int, reward: float, numbers: np.random.Generator) -> dict[str, float]:
-    names = ("reward/std", "rewards/correct", "groups/nonzero_std", "entropy", "kl", "grad_norm", "clip/fraction",
-             "completions/length_mean", "completions/truncated", "sampler_gap/logprob_mean", "staleness",
-             "throughput/sample_tokens_per_second", "time/step_seconds", "memory/peak_bytes")
-    return {"reward/mean": reward, **{name: float(numbers.gamma(2, 0.2) * (1 + step / steps)) for name in names}}
+def _metrics(
+    step: int, steps: int, reward: float, numbers: np.random.Generator
+) -> dict[str, float]:
+    names = (
+        "reward/std",
+        "rewards/correct",
+        "groups/nonzero_std",
+        "entropy",
+        "kl",
+        "grad_norm",
+        "clip/fraction",
+        "completions/length_mean",
+        "completions/truncated",
+        "sampler_gap/logprob_mean",
+        "staleness",
+        "throughput/sample_tokens_per_second",
+        "time/step_seconds",
+        "memory/peak_bytes",
+    )
+    return {
+        "reward/mean": reward,
+        **{name: float(numbers.gamma(2, 0.2) * (1 + step / steps)) for name in names},
+    }
 
 
 # ---- a server and its answers
@@ -154,12 +219,16 @@ def serve(options: argparse.Namespace) -> None:
         run = urllib.parse.quote(ask(address, "/api/runs")[1]["runs"][0]["name"])
         seconds.append(ask(address, f"/api/overview?run={run}")[0])
         seconds.append(ask(address, f"/api/curves?run={run}")[0])
-        print(f"first page: {sum(seconds):.2f} s of requests, {time.perf_counter() - started:.2f} s from the command")
+        print(
+            f"first page: {sum(seconds):.2f} s of requests, {time.perf_counter() - started:.2f} s from the command"
+        )
         waiting = 1
         while waiting:
             time.sleep(0.2)
             waiting = ask(address, f"/api/groups?run={run}&limit=1")[1]["waiting"]
-        print(f"all groups in the table after {time.perf_counter() - started:.1f} s, memory {_memory(process)}")
+        print(
+            f"all groups in the table after {time.perf_counter() - started:.1f} s, memory {_memory(process)}"
+        )
         by_view: dict[str, list[tuple[float, float]]] = {}
         chance = random.Random(0)
         for _ in range(options.requests):
@@ -170,9 +239,11 @@ def serve(options: argparse.Namespace) -> None:
         every = [one for own in by_view.values() for one in own]
         for name, times in [*sorted(by_view.items()), ("all", every)]:
             walls, busy = ([1000 * one[place] for one in times] for place in (0, 1))
-            print(f"{name:12} median {median(walls):5.0f} ms  95% {quantiles(walls, n=20)[-1]:5.0f} ms  worst "
-                  f"{max(walls):5.0f} ms;  processor: median {median(busy):5.0f} ms  95% "
-                  f"{quantiles(busy, n=20)[-1]:5.0f} ms  ({len(times)})")
+            print(
+                f"{name:12} median {median(walls):5.0f} ms  95% {quantiles(walls, n=20)[-1]:5.0f} ms  worst "
+                f"{max(walls):5.0f} ms;  processor: median {median(busy):5.0f} ms  95% "
+                f"{quantiles(busy, n=20)[-1]:5.0f} ms  ({len(times)})"
+            )
         print(f"memory {_memory(process)}, load of the machine {os.getloadavg()[0]:.1f}")
 
 
@@ -180,15 +251,21 @@ def _view(chance: random.Random, run: str, options: argparse.Namespace) -> tuple
     file, group = f"step_{chance.randint(1, options.steps):06d}", chance.randrange(options.prompts)
     columns = ("reward", "spread", "length", "truncated", "step", "correct", "length_effect", "row")
     filters = ("", "reward>0.5", "step=10..60 truncated>0", "pass=1", "correct<0.5 length>500")
-    groups = f"/api/groups?run={run}&sort={chance.choice(columns)}&desc={chance.choice((0, 1))}&filter=" \
-        + urllib.parse.quote(chance.choice(filters)) + f"&offset={chance.choice((0, 0, 0, 100, 5000))}"
+    groups = (
+        f"/api/groups?run={run}&sort={chance.choice(columns)}&desc={chance.choice((0, 1))}&filter="
+        + urllib.parse.quote(chance.choice(filters))
+        + f"&offset={chance.choice((0, 0, 0, 100, 5000))}"
+    )
     views = {
-        "run": f"/api/curves?run={run}", "overview": f"/api/overview?run={run}", "groups": groups,
+        "run": f"/api/curves?run={run}",
+        "overview": f"/api/overview?run={run}",
+        "groups": groups,
         "groups, text": groups + "&text=" + chance.choice(("left", "zqzq", "abc", "question%2017")),
         "group": f"/api/group?run={run}&file={file}&group={group}",
         "tokens": f"/api/tokens?run={run}&file={file}&group={group}&completion={chance.randrange(options.siblings)}",
         "prompt": f"/api/groups?run={run}&filter=set%3Dtrain+row%3D{chance.randrange(20 * options.prompts)}",
-        "prompts": f"/api/groups?run={run}&prompts=1&sort=change&desc=1", "lint": f"/api/lint?run={run}",
+        "prompts": f"/api/groups?run={run}&prompts=1&sort=change&desc=1",
+        "lint": f"/api/lint?run={run}",
     }
     name = chance.choice(list(views))
     return name, views[name]
@@ -205,17 +282,68 @@ def _processor_seconds(process: int) -> float:
 
 def _memory(process: int) -> str:
     lines = Path(f"/proc/{process}/status").read_text().splitlines()
-    kept = {line.split()[0]: int(line.split()[1]) for line in lines if line.startswith(("VmRSS", "VmHWM"))}
+    kept = {
+        line.split()[0]: int(line.split()[1])
+        for line in lines
+        if line.startswith(("VmRSS", "VmHWM"))
+    }
     return f"{kept['VmRSS:'] / 1024:.0f} MiB now, {kept['VmHWM:'] / 1024:.0f} MiB at most"
 
 
 # ---- requests that nobody should send
 
-PARTS = ("", "..", "../..", "%2e%2e", "..%2f..%2fetc%2fpasswd", "/etc/passwd", "static", "api", "groups", "runs",
-         "step_000001", "\x00", "%00", "🐟", "<script>", "'; DROP TABLE groups_0; --", "a" * 5000, "-1", "1e999", "NaN",
-         "[", "(?i)(a+)+$", "(", "\\", "last", "null", "reward>0.1", "config.yaml", "2147483648", "9" * 30)
-NAMES = ("run", "file", "group", "completion", "sort", "desc", "filter", "text", "prompts", "offset", "limit",
-         "set", "row", "change", "first", "last", "after", "token")
+PARTS = (
+    "",
+    "..",
+    "../..",
+    "%2e%2e",
+    "..%2f..%2fetc%2fpasswd",
+    "/etc/passwd",
+    "static",
+    "api",
+    "groups",
+    "runs",
+    "step_000001",
+    "\x00",
+    "%00",
+    "🐟",
+    "<script>",
+    "'; DROP TABLE groups_0; --",
+    "a" * 5000,
+    "-1",
+    "1e999",
+    "NaN",
+    "[",
+    "(?i)(a+)+$",
+    "(",
+    "\\",
+    "last",
+    "null",
+    "reward>0.1",
+    "config.yaml",
+    "2147483648",
+    "9" * 30,
+)
+NAMES = (
+    "run",
+    "file",
+    "group",
+    "completion",
+    "sort",
+    "desc",
+    "filter",
+    "text",
+    "prompts",
+    "offset",
+    "limit",
+    "set",
+    "row",
+    "change",
+    "first",
+    "last",
+    "after",
+    "token",
+)
 
 
 def fuzz_request(chance: random.Random, runs: list[str]) -> tuple[str, str, dict[str, str]]:
@@ -223,7 +351,9 @@ def fuzz_request(chance: random.Random, runs: list[str]) -> tuple[str, str, dict
     views = ("runs", "overview", "curves", "groups", "group", "tokens", "lint", "status", "replay")
 
     def part() -> str:
-        return chance.choice((*PARTS, *runs, str(chance.randint(-5, 2000)), f"step_{chance.randint(0, 12):06d}"))
+        return chance.choice(
+            (*PARTS, *runs, str(chance.randint(-5, 2000)), f"step_{chance.randint(0, 12):06d}")
+        )
 
     if chance.random() < 0.3:
         path = "/" + "/".join(part() for _ in range(chance.randint(0, 5)))
@@ -231,13 +361,19 @@ def fuzz_request(chance: random.Random, runs: list[str]) -> tuple[str, str, dict
         pairs = {name: part() for name in chance.sample(NAMES, chance.randint(0, 8))}
         if chance.random() < 0.8:
             pairs["run"] = chance.choice(runs)
-        path = f"/api/{chance.choice(views)}?" + urllib.parse.urlencode(pairs, errors="surrogatepass")
+        path = f"/api/{chance.choice(views)}?" + urllib.parse.urlencode(
+            pairs, errors="surrogatepass"
+        )
     headers = {}
     if chance.random() < 0.1:
-        headers["Host"] = chance.choice(("evil.example", "127.0.0.1:1", "localhost", "[::1]", "a b", ""))
+        headers["Host"] = chance.choice(
+            ("evil.example", "127.0.0.1:1", "localhost", "[::1]", "a b", "")
+        )
     if chance.random() < 0.1:
         headers["Origin"] = chance.choice(("http://evil.example", "null", "http://127.0.0.1:1"))
-    method = chance.choices(("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS"), (80, 4, 6, 4, 3, 3))[0]
+    method = chance.choices(
+        ("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS"), (80, 4, 6, 4, 3, 3)
+    )[0]
     return method, urllib.parse.quote(path, safe="/?&=%"), headers
 
 
@@ -256,15 +392,25 @@ def fuzz(options: argparse.Namespace) -> None:
             statuses[status] = statuses.get(status, 0) + 1
             if status >= 500 or b"root:x:0" in body:
                 print(f"{status}: {method} {path} {headers}: {body[:200]!r}")
-        print(f"{options.requests} requests: {dict(sorted(statuses.items()))}, memory {_memory(process)}")
+        print(
+            f"{options.requests} requests: {dict(sorted(statuses.items()))}, memory {_memory(process)}"
+        )
 
 
 def main(words: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=("make", "serve", "fuzz"))
     parser.add_argument("to")
-    for name, value in (("steps", 1000), ("prompts", 512), ("siblings", 8), ("tokens", 500), ("requests", 600),
-                        ("seed", 0)):
+    for name, value in (
+        ("steps", 1000),
+        ("prompts", 512),
+        ("siblings", 8),
+        ("tokens", 500),
+        ("requests", 600),
+        ("seed", 0),
+    ):
         parser.add_argument(f"--{name}", type=int, default=value)
     options = parser.parse_args(words)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")

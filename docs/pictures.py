@@ -33,7 +33,14 @@ from xml.sax.saxutils import escape
 
 ROOT = Path(__file__).parent.parent
 PICTURES = ROOT / "docs" / "pictures"
-NAMES = ("banner.svg", "licence.svg", "recording.svg", "accuracy.svg", "group-light.png", "group-dark.png")
+NAMES = (
+    "banner.svg",
+    "licence.svg",
+    "recording.svg",
+    "accuracy.svg",
+    "group-light.png",
+    "group-dark.png",
+)
 MOST_BYTES = 300_000
 """Of all pictures together: a README opens on a slow line."""
 
@@ -43,9 +50,11 @@ MONO = "ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace"
 
 def svg(width: float, height: float, title: str, body: str, style: str = "") -> str:
     """A picture with a title that is read aloud."""
-    return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
-            f'height="{height:g}" role="img" aria-label="{escape(title)}"><title>{escape(title)}</title>'
-            f"<style>{style}</style>{body}</svg>\n")
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
+        f'height="{height:g}" role="img" aria-label="{escape(title)}"><title>{escape(title)}</title>'
+        f"<style>{style}</style>{body}</svg>\n"
+    )
 
 
 # ---- recording
@@ -57,9 +66,15 @@ HOLD_SECONDS = 9.0
 PACES = (("== ", 0.7), ("step ", 0.22), ("", 0.12))
 """Beginning of a line, and the seconds that it stands before the next: the run's own pace would take minutes."""
 STYLES = (
-    (r"^\$ .*", "prompt"), (r"^== .*", "head"), (r"^warning: .*", "warn"), (r"^(step \d+/\d+)", "step"),
-    (r"reward [\d.]+", "good"), (r"accuracy [\d.]+%", "good"), (r"\+(?!0\.0 )[\d.]+( points)?$", "good"),
-    (r"`shoal [^`]+`", "prompt"))
+    (r"^\$ .*", "prompt"),
+    (r"^== .*", "head"),
+    (r"^warning: .*", "warn"),
+    (r"^(step \d+/\d+)", "step"),
+    (r"reward [\d.]+", "good"),
+    (r"accuracy [\d.]+%", "good"),
+    (r"\+(?!0\.0 )[\d.]+( points)?$", "good"),
+    (r"`shoal [^`]+`", "prompt"),
+)
 
 
 def recorded_lines(text: str) -> list[str]:
@@ -70,7 +85,7 @@ def recorded_lines(text: str) -> list[str]:
     """
     plain = re.sub(r"\S+(?=/shoal/assets/)", "...", re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", text))
     lines = ["$ shoal train", *(line.rstrip() for line in plain.splitlines())]
-    return [line if len(line) <= COLUMNS else f"{line[:COLUMNS - 4]} ..." for line in lines]
+    return [line if len(line) <= COLUMNS else f"{line[: COLUMNS - 4]} ..." for line in lines]
 
 
 def spans(line: str) -> Iterator[tuple[int, str, str]]:
@@ -79,8 +94,11 @@ def spans(line: str) -> Iterator[tuple[int, str, str]]:
     >>> list(spans("step 1/2  0:05 left"))
     [(0, 'step 1/2', 'step'), (10, '0:05 left', '')]
     """
-    marks = sorted((found.start(), found.end(), style) for pattern, style in STYLES
-                   for found in re.finditer(pattern, line))
+    marks = sorted(
+        (found.start(), found.end(), style)
+        for pattern, style in STYLES
+        for found in re.finditer(pattern, line)
+    )
     parts, end = [], 0
     for start, stop, style in marks:
         if start >= end:
@@ -94,8 +112,11 @@ def spans(line: str) -> Iterator[tuple[int, str, str]]:
 
 def line_svg(place: int, line: str) -> str:
     """A line of the recording; the widths are given, so that any font of equal widths will do."""
-    parts = [f'<tspan x="{column * CHARACTER:.1f}" textLength="{len(text) * CHARACTER:.1f}"'
-             f'{f" class={style!r}" if style else ""}>{escape(text)}</tspan>' for column, text, style in spans(line)]
+    parts = [
+        f'<tspan x="{column * CHARACTER:.1f}" textLength="{len(text) * CHARACTER:.1f}"'
+        f"{f' class={style!r}' if style else ''}>{escape(text)}</tspan>"
+        for column, text, style in spans(line)
+    ]
     return f'<text y="{place * LINE + 13:g}">{"".join(parts)}</text>' if parts else ""
 
 
@@ -109,10 +130,14 @@ def recording_svg(lines: Sequence[str]) -> str:
     shown = min(len(lines), VISIBLE_LINES)
     # A cover goes down over the first screen; from then on the text goes up.
     starts[0] = 0.0
-    covers = [f"{100 * start / whole:.2f}%{{transform:translateY({LINE * (place + 1):g}px)}}"
-              for place, start in enumerate(starts[:shown])]
-    scrolls = [f"{100 * start / whole:.2f}%{{transform:translateY({-LINE * (place + 1):g}px)}}"
-               for place, start in enumerate(starts[shown:])]
+    covers = [
+        f"{100 * start / whole:.2f}%{{transform:translateY({LINE * (place + 1):g}px)}}"
+        for place, start in enumerate(starts[:shown])
+    ]
+    scrolls = [
+        f"{100 * start / whole:.2f}%{{transform:translateY({-LINE * (place + 1):g}px)}}"
+        for place, start in enumerate(starts[shown:])
+    ]
     end = -LINE * (len(lines) - shown)
     rows = "".join(line_svg(place, line) for place, line in enumerate(lines))
     width, height = COLUMNS * CHARACTER + 32, VISIBLE_LINES * LINE + 56
@@ -124,16 +149,23 @@ def recording_svg(lines: Sequence[str]) -> str:
         f"@keyframes scroll{{0%{{transform:none}}{''.join(scrolls)}}}"
         "@media (prefers-reduced-motion:no-preference){"
         f".cover{{animation:cover {whole:.1f}s step-end infinite}}"
-        f".lines{{animation:scroll {whole:.1f}s step-end infinite}}}}")
+        f".lines{{animation:scroll {whole:.1f}s step-end infinite}}}}"
+    )
     body = (
         f'<rect width="100%" height="100%" rx="10" fill="#0d1117"/>'
         '<circle cx="20" cy="19" r="6" fill="#ff5f57"/><circle cx="40" cy="19" r="6" fill="#febc2e"/>'
         '<circle cx="60" cy="19" r="6" fill="#28c840"/>'
         f'<svg x="16" y="40" width="{COLUMNS * CHARACTER:g}" height="{shown * LINE:g}" overflow="hidden">'
         f'<g class="lines">{rows}</g>'
-        f'<rect class="cover" width="100%" height="100%" fill="#0d1117"/></svg>')
-    return svg(width, height, "What `shoal train` prints, from the first line to the table of before and after", body,
-               style)
+        f'<rect class="cover" width="100%" height="100%" fill="#0d1117"/></svg>'
+    )
+    return svg(
+        width,
+        height,
+        "What `shoal train` prints, from the first line to the table of before and after",
+        body,
+        style,
+    )
 
 
 # ---- accuracy
@@ -143,10 +175,13 @@ PAPER = (
     ".band{fill:#0b6363;opacity:.16}.line{stroke:#0b6363;fill:none;stroke-width:2.5}.dot{fill:#0b6363}"
     ".bar{stroke:#0b6363;opacity:.45}"
     "@media (prefers-color-scheme:dark){.paper{fill:#0d1117;stroke:#333d4a}.ink{fill:#e5e9ef}.faint{fill:#a2adbb}"
-    ".grid{stroke:#252d38}.band{fill:#68cfcb}.line{stroke:#68cfcb}.dot{fill:#68cfcb}.bar{stroke:#68cfcb}}")
+    ".grid{stroke:#252d38}.band{fill:#68cfcb}.line{stroke:#68cfcb}.dot{fill:#68cfcb}.bar{stroke:#68cfcb}}"
+)
 
 
-def accuracy_points(evaluations: Sequence[dict[str, Any]], name: str = "held_out") -> list[dict[str, Any]]:
+def accuracy_points(
+    evaluations: Sequence[dict[str, Any]], name: str = "held_out"
+) -> list[dict[str, Any]]:
     """The evaluations of a data set that have an accuracy, by step; of a step the one with the most questions."""
     best: dict[int, dict[str, Any]] = {}
     for row in evaluations:
@@ -172,31 +207,50 @@ def accuracy_svg(points: Sequence[dict[str, Any]]) -> str:
     def y(share: float) -> float:
         return height - bottom - (height - top - bottom) * (100 * share - low) / (high - low)
 
-    grid = "".join(f'<path class="grid" d="M{left:g} {y(p / 100):.1f}H{width - right:g}"/>'
-                   f'<text class="faint" x="{left - 8:g}" y="{y(p / 100) + 4:.1f}" text-anchor="end">{p}%</text>'
-                   for p in range(low, high + 1, 10))
-    ticks = "".join(f'<text class="faint" x="{x(point["step"]):.1f}" y="{height - bottom + 20:g}" text-anchor="middle">'
-                    f'{point["step"]}</text>' for point in points)
+    grid = "".join(
+        f'<path class="grid" d="M{left:g} {y(p / 100):.1f}H{width - right:g}"/>'
+        f'<text class="faint" x="{left - 8:g}" y="{y(p / 100) + 4:.1f}" text-anchor="end">{p}%</text>'
+        for p in range(low, high + 1, 10)
+    )
+    ticks = "".join(
+        f'<text class="faint" x="{x(point["step"]):.1f}" y="{height - bottom + 20:g}" text-anchor="middle">'
+        f"{point['step']}</text>"
+        for point in points
+    )
     line = " ".join(f"{x(point['step']):.1f},{y(point['accuracy']):.1f}" for point in points)
     upper = [f"{x(point['step']):.1f},{y(point['accuracy_interval'][1]):.1f}" for point in points]
-    lower = [f"{x(point['step']):.1f},{y(point['accuracy_interval'][0]):.1f}" for point in reversed(points)]
-    dots = "".join(f'<circle class="dot" cx="{x(point["step"]):.1f}" cy="{y(point["accuracy"]):.1f}" r="4"/>'
-                   for point in points)
-    ends = "".join(f'<text class="ink" font-weight="600" x="{x(point["step"]) + 9:.1f}" '
-                   f'y="{y(point["accuracy"]) + dy:.1f}">{100 * point["accuracy"]:.1f}%</text>'
-                   for point, dy in ((points[0], 20), (points[-1], 5)))
+    lower = [
+        f"{x(point['step']):.1f},{y(point['accuracy_interval'][0]):.1f}"
+        for point in reversed(points)
+    ]
+    dots = "".join(
+        f'<circle class="dot" cx="{x(point["step"]):.1f}" cy="{y(point["accuracy"]):.1f}" r="4"/>'
+        for point in points
+    )
+    ends = "".join(
+        f'<text class="ink" font-weight="600" x="{x(point["step"]) + 9:.1f}" '
+        f'y="{y(point["accuracy"]) + dy:.1f}">{100 * point["accuracy"]:.1f}%</text>'
+        for point, dy in ((points[0], 20), (points[-1], 5))
+    )
     numbers = sorted({point["num_questions"] for point in points})
     asked = " or ".join(map(str, numbers))
-    body = (f'<rect class="paper" x=".5" y=".5" width="{width - 1:g}" height="{height - 1:g}" rx="8"/>'
-            '<text class="ink" x="20" y="28" font-size="15" font-weight="600">Right answers to questions that training '
-            'never sees</text>'
-            f'<text class="faint" x="20" y="47">greedy, {asked} questions; the band is the 95% interval</text>'
-            f'{grid}{ticks}<text class="faint" x="{(left + width - right) / 2:g}" y="{height - 9:g}" '
-            f'text-anchor="middle">step</text><polygon class="band" points="{" ".join(upper + lower)}"/>'
-            f'<polyline class="line" points="{line}"/>{dots}{ends}')
+    body = (
+        f'<rect class="paper" x=".5" y=".5" width="{width - 1:g}" height="{height - 1:g}" rx="8"/>'
+        '<text class="ink" x="20" y="28" font-size="15" font-weight="600">Right answers to questions that training '
+        "never sees</text>"
+        f'<text class="faint" x="20" y="47">greedy, {asked} questions; the band is the 95% interval</text>'
+        f'{grid}{ticks}<text class="faint" x="{(left + width - right) / 2:g}" y="{height - 9:g}" '
+        f'text-anchor="middle">step</text><polygon class="band" points="{" ".join(upper + lower)}"/>'
+        f'<polyline class="line" points="{line}"/>{dots}{ends}'
+    )
     first, end = (f"{100 * points[place]['accuracy']:.1f}%" for place in (0, -1))
-    return svg(width, height, f"Accuracy over {last} steps, from {first} to {end}, with its 95% interval", body,
-               f"text{{font:12.5px {SANS}}}{PAPER}")
+    return svg(
+        width,
+        height,
+        f"Accuracy over {last} steps, from {first} to {end}, with its 95% interval",
+        body,
+        f"text{{font:12.5px {SANS}}}{PAPER}",
+    )
 
 
 # ---- banner and badge
@@ -209,25 +263,42 @@ RIGHT = 3
 
 def banner_svg(description: str) -> str:
     """The name and the package's description beside a group of eight fish."""
-    fish = "".join(f'<path class="{"right" if place == RIGHT else "fish"}" d="{FISH}" '
-                   f'transform="translate({x + 24} {y + 28})"/>' for place, (x, y) in enumerate(SCHOOL))
-    body = (f'{fish}<text class="ink" x="286" y="70" font-size="46" font-weight="700">Shoal</text>'
-            f'<text class="faint" x="288" y="100" font-size="20">{escape(description)}</text>')
-    return svg(900, 124, f"Shoal. {description}", body,
-               f"text{{font-family:{SANS}}}.ink{{fill:#0b6363}}.faint{{fill:#55606f}}.fish{{fill:#0b6363;opacity:.55}}"
-               ".right{fill:#e08a1e}@media (prefers-color-scheme:dark){.ink{fill:#68cfcb}.faint{fill:#a2adbb}"
-               ".fish{fill:#68cfcb}.right{fill:#f0b45b}}")
+    fish = "".join(
+        f'<path class="{"right" if place == RIGHT else "fish"}" d="{FISH}" '
+        f'transform="translate({x + 24} {y + 28})"/>'
+        for place, (x, y) in enumerate(SCHOOL)
+    )
+    body = (
+        f'{fish}<text class="ink" x="286" y="70" font-size="46" font-weight="700">Shoal</text>'
+        f'<text class="faint" x="288" y="100" font-size="20">{escape(description)}</text>'
+    )
+    return svg(
+        900,
+        124,
+        f"Shoal. {description}",
+        body,
+        f"text{{font-family:{SANS}}}.ink{{fill:#0b6363}}.faint{{fill:#55606f}}.fish{{fill:#0b6363;opacity:.55}}"
+        ".right{fill:#e08a1e}@media (prefers-color-scheme:dark){.ink{fill:#68cfcb}.faint{fill:#a2adbb}"
+        ".fish{fill:#68cfcb}.right{fill:#f0b45b}}",
+    )
 
 
 def badge_svg(label: str, value: str) -> str:
     """A badge as code hosts draw them."""
     one, two = 12 + 6.4 * len(label), 12 + 6.4 * len(value)
-    body = (f'<rect width="{one + two:g}" height="20" rx="3" fill="#0b7a75"/>'
-            f'<path fill="#555" d="M3 0H{one:g}V20H3Q0 20 0 17V3Q0 0 3 0Z"/>'
-            f'<text x="{one / 2:g}" y="14">{escape(label)}</text>'
-            f'<text x="{one + two / 2:g}" y="14">{escape(value)}</text>')
-    return svg(one + two, 20, f"{label}: {value}", body,
-               "text{font:11px Verdana,'DejaVu Sans',sans-serif;fill:#fff;text-anchor:middle}")
+    body = (
+        f'<rect width="{one + two:g}" height="20" rx="3" fill="#0b7a75"/>'
+        f'<path fill="#555" d="M3 0H{one:g}V20H3Q0 20 0 17V3Q0 0 3 0Z"/>'
+        f'<text x="{one / 2:g}" y="14">{escape(label)}</text>'
+        f'<text x="{one + two / 2:g}" y="14">{escape(value)}</text>'
+    )
+    return svg(
+        one + two,
+        20,
+        f"{label}: {value}",
+        body,
+        "text{font:11px Verdana,'DejaVu Sans',sans-serif;fill:#fff;text-anchor:middle}",
+    )
 
 
 # ---- screenshots
@@ -244,7 +315,9 @@ def group_to_show(run: Path, name: str) -> str:
     step = result.steps[-1]
     groups = [stored.group for stored in result.groups(step)]
     worth = [(len(set(map(float, group.rewards))) > 1, len(set(group.texts))) for group in groups]
-    return f"#/group?run={quote(name, safe='')}&file=step_{step:06d}&group={worth.index(max(worth))}"
+    return (
+        f"#/group?run={quote(name, safe='')}&file=step_{step:06d}&group={worth.index(max(worth))}"
+    )
 
 
 @contextlib.contextmanager
@@ -254,7 +327,9 @@ def served(run: Path) -> Iterator[str]:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
-            address = next(found[0] for line in process.stdout if (found := re.search(r"http://\S+/", line)))
+            address = next(
+                found[0] for line in process.stdout if (found := re.search(r"http://\S+/", line))
+            )
             with urlopen(f"{address}api/runs") as answer:
                 name = json.load(answer)["runs"][0]["name"]
             yield address + group_to_show(run, name)
@@ -267,19 +342,30 @@ def screenshots(run: Path, to: Path) -> None:
     from PIL import Image
     from playwright.sync_api import sync_playwright
 
-    chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    chromium = next(
+        filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+    )
     with served(run) as address, sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu",
-                                                                             "--disable-dev-shm-usage"])
+        browser = playwright.chromium.launch(
+            executable_path=chromium,
+            args=["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"],
+        )
         for theme in ("light", "dark"):
-            page = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT}, color_scheme=theme,
-                                    device_scale_factor=SCALE)
+            page = browser.new_page(
+                viewport={"width": WIDTH, "height": HEIGHT},
+                color_scheme=theme,
+                device_scale_factor=SCALE,
+            )
             page.goto(address)
-            page.wait_for_function("() => document.querySelector('.view-group h1')"
-                                   " && !document.querySelector('.state')")
+            page.wait_for_function(
+                "() => document.querySelector('.view-group h1')"
+                " && !document.querySelector('.state')"
+            )
             page.wait_for_timeout(500)  # what is drawn after the first paint
             picture = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
-            picture.quantize(COLOURS, dither=Image.Dither.NONE).save(to / f"group-{theme}.png", optimize=True)
+            picture.quantize(COLOURS, dither=Image.Dither.NONE).save(
+                to / f"group-{theme}.png", optimize=True
+            )
         browser.close()
 
 
@@ -290,30 +376,42 @@ def run_of(folder: Path) -> Path:
     """The run that the default command made in a folder: the newest below its `outputs`."""
     found = sorted((folder / "outputs").rglob("evaluations.jsonl"))
     if not found or not (folder / "recording.txt").is_file():
-        raise SystemExit(f"{folder} holds no recorded run; make one there:\n    shoal train | tee recording.txt")
+        raise SystemExit(
+            f"{folder} holds no recorded run; make one there:\n    shoal train | tee recording.txt"
+        )
     return found[-1].parent
 
 
 def drawn() -> dict[str, str]:
     """The pictures that need no run, by name."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    return {"banner.svg": banner_svg("Reinforcement learning from verifiable rewards, in JAX"),
-            "licence.svg": badge_svg("licence", project["license"])}
+    return {
+        "banner.svg": banner_svg("Reinforcement learning from verifiable rewards, in JAX"),
+        "licence.svg": badge_svg("licence", project["license"]),
+    }
 
 
 def main(folder: Path) -> None:
     run = run_of(folder)
-    evaluations = [json.loads(line) for line in (run / "evaluations.jsonl").read_text(encoding="utf-8").splitlines()]
+    evaluations = [
+        json.loads(line)
+        for line in (run / "evaluations.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     lines = recorded_lines((folder / "recording.txt").read_text(encoding="utf-8"))
     PICTURES.mkdir(exist_ok=True)
-    for name, text in {**drawn(), "recording.svg": recording_svg(lines),
-                       "accuracy.svg": accuracy_svg(accuracy_points(evaluations))}.items():
+    for name, text in {
+        **drawn(),
+        "recording.svg": recording_svg(lines),
+        "accuracy.svg": accuracy_svg(accuracy_points(evaluations)),
+    }.items():
         (PICTURES / name).write_text(text, encoding="utf-8")
     screenshots(run, PICTURES)
     sizes = {name: (PICTURES / name).stat().st_size for name in NAMES}
     print("\n".join(f"{name:18} {size:8,} bytes" for name, size in sizes.items()))
     if sum(sizes.values()) >= MOST_BYTES:
-        raise SystemExit(f"{sum(sizes.values()):,} bytes in all, the limit is {MOST_BYTES:,}: lower COLOURS or HEIGHT")
+        raise SystemExit(
+            f"{sum(sizes.values()):,} bytes in all, the limit is {MOST_BYTES:,}: lower COLOURS or HEIGHT"
+        )
 
 
 if __name__ == "__main__":

@@ -17,18 +17,33 @@ EVALUATION: Mapping[str, tuple[str, str]] = {
     "protocol": ("text", "how the answers were generated"),
     "accuracy": ("share", "questions with a right answer; absent if the task does not define one"),
     "accuracy_interval": ("shares", "its 95% interval (Wilson)"),
-    "accuracy_any_form": ("share", "questions with a right answer wherever the text says it; in shoal eval of a task "
-                                   "that asks for a form"),
-    "well_formed": ("share", "answers in the form that the task requests; absent if it requests none"),
+    "accuracy_any_form": (
+        "share",
+        "questions with a right answer wherever the text says it; in shoal eval of a task "
+        "that asks for a form",
+    ),
+    "well_formed": (
+        "share",
+        "answers in the form that the task requests; absent if it requests none",
+    ),
     "mean_reward": ("reward", "mean weighted reward of the answers"),
     "rewards/{function}": ("reward", "mean value of one reward function"),
     "mean_length": ("tokens", "mean tokens of an answer"),
     "truncated": ("share", "answers that reached the token limit"),
-    "pass@{k}": ("share", "unbiased chance that one of k sampled answers is right; in the first and last evaluation"),
+    "pass@{k}": (
+        "share",
+        "unbiased chance that one of k sampled answers is right; in the first and last evaluation",
+    ),
     "pass@{k}_error": ("share", "its standard error over questions"),
-    "pass@1": ("share", "share of right answers among the samples; in the first and last evaluation"),
+    "pass@1": (
+        "share",
+        "share of right answers among the samples; in the first and last evaluation",
+    ),
     "pass@1_error": ("share", "its standard error over questions"),
-    "maj@{k}": ("share", "questions whose most frequent sample is right; absent if the task extracts no answers"),
+    "maj@{k}": (
+        "share",
+        "questions whose most frequent sample is right; absent if the task extracts no answers",
+    ),
     "maj@{k}_error": ("share", "its standard error over questions"),
     "sampled_accuracy": ("share", "the same as pass@1"),
     "sampled_accuracy_error": ("share", "its standard error over questions"),
@@ -115,113 +130,215 @@ class Difference(NamedTuple):
 
 DIFFERENCES: dict[str, Difference] = {
     "trl unscorable": Difference(
-        "TRL", "completions for which every reward function returns `None`", "stay in every denominator",
-        "leave the denominator"),
+        "TRL",
+        "completions for which every reward function returns `None`",
+        "stay in every denominator",
+        "leave the denominator",
+    ),
     "trl updates": Difference(
-        "TRL", "`loss_type` `dapo`, `cispo` with several updates of one generation",
+        "TRL",
+        "`loss_type` `dapo`, `cispo` with several updates of one generation",
         "divide an update by the generation's tokens over the number of updates",
-        "divide an update by its own tokens"),
+        "divide an update by its own tokens",
+    ),
     "trl means of means": Difference(
-        "TRL", "`loss_type=bnpo`, `entropy_coef`", "means of micro-batches' means over tokens, whatever `loss_type`",
-        "one denominator for the whole update, that of `algorithm.aggregation`"),
+        "TRL",
+        "`loss_type=bnpo`, `entropy_coef`",
+        "means of micro-batches' means over tokens, whatever `loss_type`",
+        "one denominator for the whole update, that of `algorithm.aggregation`",
+    ),
     "trl minibatches": Difference(
-        "TRL", "several updates of one generation", "each has completions from any group", "each has whole groups"),
+        "TRL",
+        "several updates of one generation",
+        "each has completions from any group",
+        "each has whole groups",
+    ),
     "trl max_staleness": Difference(
-        "TRL", "`max_staleness`",
+        "TRL",
+        "`max_staleness`",
         "learns from groups as they finish; drops a sample that is older when its turn comes",
-        "a step learns from the groups it asked for; none starts on older weights, so none is dropped"),
+        "a step learns from the groups it asked for; none starts on older weights, so none is dropped",
+    ),
     "trl weights in flight": Difference(
-        "TRL", "`AsyncGRPOTrainer`", "the sampler's weights change while completions go on",
-        "each completion is of one version, unless `train.versions=newest`"),
+        "TRL",
+        "`AsyncGRPOTrainer`",
+        "the sampler's weights change while completions go on",
+        "each completion is of one version, unless `train.versions=newest`",
+    ),
     "verl staleness_threshold": Difference(
-        "verl", "`async_training.staleness_threshold`",
+        "verl",
+        "`async_training.staleness_threshold`",
         "bounds the samples drawn ahead; a long completion may be older when its turn comes",
-        "bounds the age of the weights that a group starts on"),
+        "bounds the age of the weights that a group starts on",
+    ),
     "verl longest response": Difference(
-        "verl", "`loss_agg_mode=seq-mean-token-sum-norm` without `loss_scale_factor`",
-        "divides by the longest response of each micro-batch", "divides by `data.max_response_length`"),
+        "verl",
+        "`loss_agg_mode=seq-mean-token-sum-norm` without `loss_scale_factor`",
+        "divides by the longest response of each micro-batch",
+        "divides by `data.max_response_length`",
+    ),
     "verl clip_ratio": Difference(
-        "verl", "`clip_ratio` alone", "no effect, since its own file sets both bounds", "sets both bounds"),
+        "verl",
+        "`clip_ratio` alone",
+        "no effect, since its own file sets both bounds",
+        "sets both bounds",
+    ),
     "verl rewards to go": Difference(
-        "verl", "`adv_estimator=reinforce_plus_plus` with `use_kl_in_reward`",
-        "each token has the divergence of the tokens after it", "all tokens have the whole completion's divergence"),
+        "verl",
+        "`adv_estimator=reinforce_plus_plus` with `use_kl_in_reward`",
+        "each token has the divergence of the tokens after it",
+        "all tokens have the whole completion's divergence",
+    ),
     "verl means": Difference(
-        "verl", "`loss_mode` `sapo`, `geo_mean` with a divergence or entropy term",
+        "verl",
+        "`loss_mode` `sapo`, `geo_mean` with a divergence or entropy term",
         "means over completions for the policy term, `loss_agg_mode` for the other terms",
-        "means over completions for all terms"),
+        "means over completions for all terms",
+    ),
     "verl rejected rewards": Difference(
-        "verl", "`rollout_rs` with `adv_estimator=reinforce_plus_plus`",
+        "verl",
+        "`rollout_rs` with `adv_estimator=reinforce_plus_plus`",
         "a reward whose token is rejected is lost, and rejected tokens are left out of the whitening",
-        "rejection changes no advantage"),
+        "rejection changes no advantage",
+    ),
     "verl geo_mean": Difference(
-        "verl", "`loss_mode=geo_mean` with `rollout_is=token` or several micro-batches",
+        "verl",
+        "`loss_mode=geo_mean` with `rollout_is=token` or several micro-batches",
         "one weight a completion; the micro-batches' means are added up",
-        "a weight a token; micro-batches change no number"),
+        "a weight a token; micro-batches change no number",
+    ),
     "verl whitening": Difference(
-        "verl", "`adv_estimator` `reinforce_plus_plus`, `reinforce_plus_plus_baseline`, `gdpo`",
+        "verl",
+        "`adv_estimator` `reinforce_plus_plus`, `reinforce_plus_plus_baseline`, `gdpo`",
         "divides by the root of the variance + 1e-8",
-        "divides by the deviation + `algorithm.std_eps`: 33 to 75% apart at deviations near 1e-4"),
+        "divides by the deviation + `algorithm.std_eps`: 33 to 75% apart at deviations near 1e-4",
+    ),
     "verl clamp of the ratio": Difference(
-        "verl, Tunix", "the ratio of a token's probabilities", "its logarithm is clamped to 20, verl's `gspo` to 10",
-        "is not clamped"),
+        "verl, Tunix",
+        "the ratio of a token's probabilities",
+        "its logarithm is clamped to 20, verl's `gspo` to 10",
+        "is not clamped",
+    ),
     "tunix unscorable": Difference(
-        "Tunix", "completions for which a reward function returns `None` or NaN", "count as reward 0",
-        "leave their group's mean and the denominator"),
+        "Tunix",
+        "completions for which a reward function returns `None` or NaN",
+        "count as reward 0",
+        "leave their group's mean and the denominator",
+    ),
     "tunix micro-batches": Difference(
-        "Tunix", "`loss_agg_mode=token-mean` with micro-batches", "the mean of the micro-batches' means",
-        "one denominator for the whole update"),
+        "Tunix",
+        "`loss_agg_mode=token-mean` with micro-batches",
+        "the mean of the micro-batches' means",
+        "one denominator for the whole update",
+    ),
     "torchrl means": Difference(
-        "TorchRL", "`train.kl_to_ref_coeff` in the loss, `train.kl_to_inference_coeff`",
+        "TorchRL",
+        "`train.kl_to_ref_coeff` in the loss, `train.kl_to_inference_coeff`",
         "the mean over all positions, prompt and padding included",
-        "the mean over sampled tokens"),
+        "the mean over sampled tokens",
+    ),
     "torchrl KL in the reward": Difference(
-        "TorchRL", "`train.kl_coef_in_loss=false`",
+        "TorchRL",
+        "`train.kl_coef_in_loss=false`",
         "subtracts each token's divergence from its reward; mean and deviation are over the group's tokens",
-        "subtracts the sum over a completion's tokens from its reward"),
+        "subtracts the sum over a completion's tokens from its reward",
+    ),
     "torchrl scale": Difference(
-        "TorchRL", "the gradient", "an eighth by default, since the recipe averages logged values into the loss",
-        "whole: a bound of the gradient's norm acts earlier"),
+        "TorchRL",
+        "the gradient",
+        "an eighth by default, since the recipe averages logged values into the loss",
+        "whole: a bound of the gradient's norm acts earlier",
+    ),
     "sampler ratios": Difference(
-        "MaxText", "the ratio that is clipped", "to the sampler's log-probs",
-        "to the trainer's from before the update; `algorithm.correction` weights by their ratio to the sampler's"),
+        "MaxText",
+        "the ratio that is clipped",
+        "to the sampler's log-probs",
+        "to the trainer's from before the update; `algorithm.correction` weights by their ratio to the sampler's",
+    ),
     "maxtext reward": Difference(
-        "MaxText", "the reward of its experimental GRPO trainer", "a placeholder: the completion's length",
-        "the task's reward, by `reward.preset`"),
+        "MaxText",
+        "the reward of its experimental GRPO trainer",
+        "a placeholder: the completion's length",
+        "the task's reward, by `reward.preset`",
+    ),
     "trl warm-up": Difference(
-        "TRL, verl, MaxText", "the first update of a warm-up of n updates", "has the rate 0", "has 1/n of the rate"),
+        "TRL, verl, MaxText",
+        "the first update of a warm-up of n updates",
+        "has the rate 0",
+        "has 1/n of the rate",
+    ),
     "verl rejected whitening": Difference(
-        "verl", "`rollout_rs` with `adv_estimator` `reinforce_plus_plus_baseline`, `gdpo`",
-        "rejected tokens are left out of the whitening", "rejection changes no advantage"),
+        "verl",
+        "`rollout_rs` with `adv_estimator` `reinforce_plus_plus_baseline`, `gdpo`",
+        "rejected tokens are left out of the whitening",
+        "rejection changes no advantage",
+    ),
     "verl rejected means": Difference(
-        "verl", "`rollout_rs` by token with `loss_agg_mode=seq-mean-token-mean`, `loss_mode` `sapo`, `geo_mean`",
-        "the mean of a completion is over the tokens that are kept", "it is over all its tokens, the rejected as 0"),
+        "verl",
+        "`rollout_rs` by token with `loss_agg_mode=seq-mean-token-mean`, `loss_mode` `sapo`, `geo_mean`",
+        "the mean of a completion is over the tokens that are kept",
+        "it is over all its tokens, the rejected as 0",
+    ),
     "verl weight decay": Difference(
-        "verl, MaxText", "weight decay", "of all parameters, norms and biases included", "of matrices alone"),
+        "verl, MaxText",
+        "weight decay",
+        "of all parameters, norms and biases included",
+        "of matrices alone",
+    ),
     "trl sft newline": Difference(
-        "TRL", "`shoal sft`: the newline that a chat template writes behind an end of turn",
-        "is learned, one or two tokens a turn", "is context: an answer ends with its end of turn"),
+        "TRL",
+        "`shoal sft`: the newline that a chat template writes behind an end of turn",
+        "is learned, one or two tokens a turn",
+        "is context: an answer ends with its end of turn",
+    ),
     "trl pad row": Difference(
-        "TRL, verl", "the pad token's row of the embedding", "has no gradient in transformers",
-        "is trained as any other; no row of data holds it"),
+        "TRL, verl",
+        "the pad token's row of the embedding",
+        "has no gradient in transformers",
+        "is trained as any other; no row of data holds it",
+    ),
     "trl metrics of groups": Difference(
-        "TRL, verl", "the metrics `clip/*`, `entropy`, `kl`", "over all tokens",
-        "over trained tokens: groups without variance are left out"),
+        "TRL, verl",
+        "the metrics `clip/*`, `entropy`, `kl`",
+        "over all tokens",
+        "over trained tokens: groups without variance are left out",
+    ),
     "trl metric reward_std": Difference(
-        "TRL", "the metric `reward_std`", "the deviation of all rewards of a step",
-        "`reward/std` is the mean of the deviations within groups"),
+        "TRL",
+        "the metric `reward_std`",
+        "the deviation of all rewards of a step",
+        "`reward/std` is the mean of the deviations within groups",
+    ),
     "trl metric kl": Difference(
-        "TRL", "the metric `kl` with `use_bias_correction_kl`", "of weighted estimates", "of the estimates themselves"),
+        "TRL",
+        "the metric `kl` with `use_bias_correction_kl`",
+        "of weighted estimates",
+        "of the estimates themselves",
+    ),
     "trl metric clip_ratio": Difference(
-        "TRL", "the metrics `clip_ratio/*` with `importance_sampling_level=sequence`", "a share of completions",
-        "`clip/*` are shares of tokens"),
+        "TRL",
+        "the metrics `clip_ratio/*` with `importance_sampling_level=sequence`",
+        "a share of completions",
+        "`clip/*` are shares of tokens",
+    ),
     "verl metric clipfrac": Difference(
-        "verl", "the metric `actor/pg_clipfrac`", "without the dual clip, which is `actor/pg_clipfrac_lower`",
-        "`clip/fraction` includes the dual clip"),
+        "verl",
+        "the metric `actor/pg_clipfrac`",
+        "without the dual clip, which is `actor/pg_clipfrac_lower`",
+        "`clip/fraction` includes the dual clip",
+    ),
     "verl metric aggregation": Difference(
-        "verl", "the metrics `actor/entropy`, `actor/kl_loss`", "aggregated by `loss_agg_mode`", "means over tokens"),
+        "verl",
+        "the metrics `actor/entropy`, `actor/kl_loss`",
+        "aggregated by `loss_agg_mode`",
+        "means over tokens",
+    ),
     "verl metric length": Difference(
-        "verl", "the metric `response_length/clip_ratio`", "responses as long as the longest possible, ended there or "
-        "not", "`completions/truncated` are those that the limit ended"),
+        "verl",
+        "the metric `response_length/clip_ratio`",
+        "responses as long as the longest possible, ended there or not",
+        "`completions/truncated` are those that the limit ended",
+    ),
 }
 """What differs from another system although its flag or recipe is accepted, by a name that tests use:
 `tests/compat/test_figures.py` compares with numbers of the systems' own code, and says which each row explains."""
@@ -229,12 +346,28 @@ DIFFERENCES: dict[str, Difference] = {
 
 def metrics_page() -> str:
     """`docs/metrics.md`."""
-    metrics = [(f"`{name}`" + (" ⏱" if is_clock(name) else ""), row.unit, row.reduction.value, row.meaning,
-                *ELSEWHERE.get(name, ("", ""))) for name, row in METRICS.items()]
+    metrics = [
+        (
+            f"`{name}`" + (" ⏱" if is_clock(name) else ""),
+            row.unit,
+            row.reduction.value,
+            row.meaning,
+            *ELSEWHERE.get(name, ("", "")),
+        )
+        for name, row in METRICS.items()
+    ]
     figures = [(f"`{name}`", unit, meaning) for name, (unit, meaning) in EVALUATION.items()]
-    return "\n".join([
-        _METRICS_HEAD, *_table(("metric", "unit", "reduction", "meaning", "TRL", "verl"), metrics), _EVALUATION_HEAD,
-        *_table(("figure", "unit", "meaning"), figures)]) + "\n"
+    return (
+        "\n".join(
+            [
+                _METRICS_HEAD,
+                *_table(("metric", "unit", "reduction", "meaning", "TRL", "verl"), metrics),
+                _EVALUATION_HEAD,
+                *_table(("figure", "unit", "meaning"), figures),
+            ]
+        )
+        + "\n"
+    )
 
 
 def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
@@ -242,19 +375,34 @@ def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
 
 
 _INSTALLATION: tuple[tuple[str, str], ...] = (
-    ("`pip install trl`, `pip install verl`, `pip install google-tunix`, MaxText's `pip install -e .`, `bash "
-     "tools/setup/setup.sh` and `bash src/MaxText/examples/install_tunix_vllm_requirement.sh`",
-     "nothing: Shoal is installed already"),
-    ("`pip install -r sota-implementations/grpo/requirements_gsm8k.txt`, `requirements_ifeval.txt`",
-     "`shoal compat FOLDER` writes files of these names, which ask for nothing"),
-    ("`pip install` of vllm, tpu-inference, flash-attn, deepspeed, math-verify",
-     "nothing; vLLM as the sampler has an environment of its own ([Engines](engines.md))"),
-    ("`accelerate launch --config_file ...`, `torchrun --nproc_per_node=8 ...` before a script",
-     "`trl grpo ...` or `shoal train recipe=trl ...`: one process has all devices of a host"),
-    ("`hydra.run.dir`, `hydra.sweep.dir` and other `hydra.*`", "nothing: `base_output_directory` and `run_name` name "
-     "a run's folder; `report.hydra=true` writes `.hydra/`"),
-    ("`checkpoints/checkpoint_*.pt`", "`checkpoints/STEP` in the run folder; `shoal export from=RUN to=FOLDER` writes "
-     "Hugging Face's format, which TorchRL's `model.name` reads"))
+    (
+        "`pip install trl`, `pip install verl`, `pip install google-tunix`, MaxText's `pip install -e .`, `bash "
+        "tools/setup/setup.sh` and `bash src/MaxText/examples/install_tunix_vllm_requirement.sh`",
+        "nothing: Shoal is installed already",
+    ),
+    (
+        "`pip install -r sota-implementations/grpo/requirements_gsm8k.txt`, `requirements_ifeval.txt`",
+        "`shoal compat FOLDER` writes files of these names, which ask for nothing",
+    ),
+    (
+        "`pip install` of vllm, tpu-inference, flash-attn, deepspeed, math-verify",
+        "nothing; vLLM as the sampler has an environment of its own ([Engines](engines.md))",
+    ),
+    (
+        "`accelerate launch --config_file ...`, `torchrun --nproc_per_node=8 ...` before a script",
+        "`trl grpo ...` or `shoal train recipe=trl ...`: one process has all devices of a host",
+    ),
+    (
+        "`hydra.run.dir`, `hydra.sweep.dir` and other `hydra.*`",
+        "nothing: `base_output_directory` and `run_name` name "
+        "a run's folder; `report.hydra=true` writes `.hydra/`",
+    ),
+    (
+        "`checkpoints/checkpoint_*.pt`",
+        "`checkpoints/STEP` in the run folder; `shoal export from=RUN to=FOLDER` writes "
+        "Hugging Face's format, which TorchRL's `model.name` reads",
+    ),
+)
 """Lines and names of other systems' documents that are no flags -> what stands for them."""
 
 _MIGRATING_HEAD = """\
@@ -352,46 +500,63 @@ SAME_JOBS: Mapping[str, SameJob] = {
         "shoal train --config-name grpo --model_name=llama3.1-8b --num_generations=4 --grpo_beta=0.04 "
         "--grpo_epsilon=0.15 --learning_rate=5e-6 --steps=200",
         "shoal train --config-name grpo model.name=llama3.1-8b batch.group_size=4 algorithm.kl_coef=0.04 "
-        "algorithm.clip_low=0.15 algorithm.clip_high=0.15 optimizer.lr=5e-6 steps=200"),
+        "algorithm.clip_low=0.15 algorithm.clip_high=0.15 optimizer.lr=5e-6 steps=200",
+    ),
     "Tunix": SameJob(
         "python3 -m tunix.cli.grpo_main base_config.yaml grpo_config.num_generations=4 grpo_config.beta=0.04 "
         "rl_training_config.max_steps=200 rl_training_config.actor_optimizer_config.peak_value=3e-6",
         "shoal train recipe=tunix grpo_config.num_generations=4 grpo_config.beta=0.04 "
         "rl_training_config.max_steps=200 rl_training_config.actor_optimizer_config.peak_value=3e-6",
-        "shoal train recipe=tunix batch.group_size=4 algorithm.kl_coef=0.04 steps=200 optimizer.lr=3e-6"),
+        "shoal train recipe=tunix batch.group_size=4 algorithm.kl_coef=0.04 steps=200 optimizer.lr=3e-6",
+    ),
     "TorchRL": SameJob(
         "python grpo.py --config-name grpo_ifeval env.repeats=8 optimizer.lr=2e-5 train_model.num_devices=2 "
         "ref_model.num_devices=2 inference_model.num_devices=2",
         "shoal train --config-name grpo_ifeval env.repeats=8 optimizer.lr=2e-5 train_model.num_devices=2 "
         "ref_model.num_devices=2 inference_model.num_devices=2",
         "shoal train --config-name grpo_ifeval batch.group_size=8 optimizer.lr=2e-5 mesh.trainer=2 mesh.reference=2 "
-        "mesh.sampler=2"),
+        "mesh.sampler=2",
+    ),
     "TRL": SameJob(
         "trl grpo --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --num_generations 4 --beta 0.04 --learning_rate 1e-5",
         "shoal train recipe=trl --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --num_generations 4 --beta 0.04 "
         "--learning_rate 1e-5",
         "shoal train recipe=trl model=Qwen/Qwen2.5-0.5B-Instruct batch.group_size=4 algorithm.kl_coef=0.04 "
-        "optimizer.lr=1e-5"),
+        "optimizer.lr=1e-5",
+    ),
     "verl": SameJob(
         "python3 -m verl.trainer.main_ppo data.train_batch_size=128 actor_rollout_ref.actor.ppo_mini_batch_size=64 "
         "actor_rollout_ref.rollout.n=8 actor_rollout_ref.actor.optim.lr=1e-6",
         "shoal train recipe=verl data.train_batch_size=128 actor_rollout_ref.actor.ppo_mini_batch_size=64 "
         "actor_rollout_ref.rollout.n=8 actor_rollout_ref.actor.optim.lr=1e-6",
         "shoal train recipe=verl batch.prompts_per_step=128 algorithm.num_minibatches=2 batch.group_size=8 "
-        "optimizer.lr=1e-6"),
+        "optimizer.lr=1e-6",
+    ),
 }
 """System -> what its page shows; a test resolves both forms to one configuration."""
 
 _PLACES = (
-    ("MaxText's `grpo.yml`, `rl.yml`, `base.yml`", "the presets `grpo`, `rl`, `base`; also with a path, if "
-     "no such file exists: `shoal train grpo.yml`"),
+    (
+        "MaxText's `grpo.yml`, `rl.yml`, `base.yml`",
+        "the presets `grpo`, `rl`, `base`; also with a path, if "
+        "no such file exists: `shoal train grpo.yml`",
+    ),
     ("TorchRL's `--config-name grpo_gsm8k`, `grpo_ifeval`", "the presets of these names"),
-    ("all defaults of a system, with your own model and data", "`recipe=maxtext`, `recipe=tunix`, `recipe=torchrl`, "
-     "`recipe=trl`, `recipe=verl`, `recipe=scalerl`"),
-    ("a paper's settings", "`algorithm=dapo`, `algorithm=gspo` and others: `shoal train --help algorithm`"),
-    ("`grpo_demo.py`, `train_rl`, `grpo.py`, `grpo-async.py`, `to_maxtext`, `test_grpo.sh`, `trl grpo`, "
-     "`verl.trainer.main_ppo`, `tunix.cli.grpo_main`", "scripts of these names and paths: `shoal compat FOLDER` "
-     "writes them, and [Lines](lines.md) lists what runs"),
+    (
+        "all defaults of a system, with your own model and data",
+        "`recipe=maxtext`, `recipe=tunix`, `recipe=torchrl`, "
+        "`recipe=trl`, `recipe=verl`, `recipe=scalerl`",
+    ),
+    (
+        "a paper's settings",
+        "`algorithm=dapo`, `algorithm=gspo` and others: `shoal train --help algorithm`",
+    ),
+    (
+        "`grpo_demo.py`, `train_rl`, `grpo.py`, `grpo-async.py`, `to_maxtext`, `test_grpo.sh`, `trl grpo`, "
+        "`verl.trainer.main_ppo`, `tunix.cli.grpo_main`",
+        "scripts of these names and paths: `shoal compat FOLDER` "
+        "writes them, and [Lines](lines.md) lists what runs",
+    ),
 )
 
 
@@ -399,7 +564,9 @@ def flags_page(system: str) -> str:
     """`docs/flags-<system>.md`."""
     job = SAME_JOBS[system]
     rows = [row[1:] for row in DIFFERENCES.values() if system in row[0].split(", ")]
-    table = "\n".join(f"| {' | '.join(row)} |" for row in (("setting", "there", "here"), ("---",) * 3, *rows))
+    table = "\n".join(
+        f"| {' | '.join(row)} |" for row in (("setting", "there", "here"), ("---",) * 3, *rows)
+    )
     differ = f"What differs, though it is accepted:\n\n{table}\n\n" if rows else ""
     texts = {"@@": system, "??": job.theirs, "!!": f"{job.flags}\n{job.keys}", "%%": differ}
     head = _FLAGS_HEAD
@@ -415,10 +582,15 @@ def file_of(system: str) -> str:
 def migrating_page() -> str:
     """`docs/migrating.md`."""
     links = ", ".join(f"[{system}]({file_of(system)})" for system in sorted(SYSTEMS, key=str.lower))
-    places = "\n".join(f"| {had} | {here} |" for had, here in (("what you had", "here"), ("---", "---"), *_PLACES))
+    places = "\n".join(
+        f"| {had} | {here} |" for had, here in (("what you had", "here"), ("---", "---"), *_PLACES)
+    )
     rows = [("", "setting", "there", "here"), ("---",) * 4, *DIFFERENCES.values()]
     differences = "\n".join(f"| {' | '.join(row)} |" for row in rows)
-    install = "\n".join(f"| {line} | {here} |" for line, here in (("theirs", "here"), ("---", "---"), *_INSTALLATION))
+    install = "\n".join(
+        f"| {line} | {here} |"
+        for line, here in (("theirs", "here"), ("---", "---"), *_INSTALLATION)
+    )
     head = _MIGRATING_HEAD.replace("&&", install)
     return head.replace("^^", links).replace("@@", places).replace("%%", differences) + "\n"
 
@@ -431,7 +603,10 @@ def _flags(rows: Iterable[Flag]) -> Iterator[str]:
         if (row.idle or (row.late and not row.keys)) and not row.is_pattern:
             idle.setdefault(row.meaning, []).append(row.name)
         elif not row.is_pattern:
-            keys = ", ".join(f"`{key}`" for key in row.keys) or "not supported: an error if it is switched on"
+            keys = (
+                ", ".join(f"`{key}`" for key in row.keys)
+                or "not supported: an error if it is switched on"
+            )
             keys = f"only {row.expected}" if row.expected else keys
             yield f"| `{row.name}` | {keys} | {row.meaning} |"
     for meaning, names in idle.items():
@@ -468,19 +643,46 @@ def lines_page() -> str:
         title, *heads, text = file.read_text(encoding="utf-8").splitlines()
         values = dict(head.removeprefix("# ").split(": ", 1) for head in heads)
         system, _, where = values["source"].partition(", ")
-        expect, script = values["expect"], re.search(r"(?<= -m )\S+|[\w-]+\.(?:py|sh)(?=\s|$)|^\w+", text)
+        expect, script = (
+            values["expect"],
+            re.search(r"(?<= -m )\S+|[\w-]+\.(?:py|sh)(?=\s|$)|^\w+", text),
+        )
         assert script, file
         devices = f", {values['devices']} devices" if "devices" in values else ""
         here = values.get("becomes", "") if expect == "runs" else f"*{expect}*"
-        found.setdefault(system.split()[0], []).append((
-            title.removeprefix("# ") + devices + ", bucket" * ("bucket" in values), f"`{script[0]}`",
-            here or "runs", where))
-    return "\n".join([_LINES_HEAD, *(row for system, rows in found.items() for row in (
-        f"## {system}\n", *_table(("line", "script", "a step here", "document"), rows), ""))]).rstrip() + "\n"
+        found.setdefault(system.split()[0], []).append(
+            (
+                title.removeprefix("# ") + devices + ", bucket" * ("bucket" in values),
+                f"`{script[0]}`",
+                here or "runs",
+                where,
+            )
+        )
+    return (
+        "\n".join(
+            [
+                _LINES_HEAD,
+                *(
+                    row
+                    for system, rows in found.items()
+                    for row in (
+                        f"## {system}\n",
+                        *_table(("line", "script", "a step here", "document"), rows),
+                        "",
+                    )
+                ),
+            ]
+        ).rstrip()
+        + "\n"
+    )
 
 
-PAGES = {"metrics.md": metrics_page, "migrating.md": migrating_page, "lines.md": lines_page,
-         **{file_of(system): partial(flags_page, system) for system in SYSTEMS}}
+PAGES = {
+    "metrics.md": metrics_page,
+    "migrating.md": migrating_page,
+    "lines.md": lines_page,
+    **{file_of(system): partial(flags_page, system) for system in SYSTEMS},
+}
 """File -> what makes its text."""
 
 

@@ -101,16 +101,20 @@ def renewed(shown: list[str], printed: list[str]) -> list[str]:
             continue
         first = 0 if number == 0 else _find(part[0], printed, place)
         last = len(printed) - 1 if number == len(parts) - 1 else _find(part[-1], printed, first)
-        result += printed[first:last + 1]
+        result += printed[first : last + 1]
         place = last + 1
-    clocks_alone = [CLOCK.sub("0", line) for line in result] == [CLOCK.sub("0", line) for line in shown]
+    clocks_alone = [CLOCK.sub("0", line) for line in result] == [
+        CLOCK.sub("0", line) for line in shown
+    ]
     return shown if clocks_alone else result
 
 
 def _find(line: str, printed: list[str], start: int) -> int:
     """The place of the first line that resembles this one about as much as any, its numbers apart."""
-    ratios = [difflib.SequenceMatcher(None, _words(line), _words(each), autojunk=False).ratio()
-              for each in printed[start:]]
+    ratios = [
+        difflib.SequenceMatcher(None, _words(line), _words(each), autojunk=False).ratio()
+        for each in printed[start:]
+    ]
     if not ratios or max(ratios) < ALIKE:
         raise ValueError(f"no longer printed: {line}")
     return start + next(place for place, ratio in enumerate(ratios) if ratio >= 0.9 * max(ratios))
@@ -121,7 +125,11 @@ def _words(line: str) -> str:
 
 
 def _cut(line: str) -> str:
-    return line if len(line) <= WIDTH or line.startswith(("error: ", "warning: ")) else f"{line[:WIDTH - 4]} ..."
+    return (
+        line
+        if len(line) <= WIDTH or line.startswith(("error: ", "warning: "))
+        else f"{line[: WIDTH - 4]} ..."
+    )
 
 
 def run(command: str, folder: Path, environment: dict[str, str]) -> list[str]:
@@ -129,8 +137,16 @@ def run(command: str, folder: Path, environment: dict[str, str]) -> list[str]:
     if command.startswith("export "):
         name, _, environment[name] = command.removeprefix("export ").partition("=")
         return []
-    done = subprocess.run(command, shell=True, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE,
-                          stderr=subprocess.STDOUT, check=False)
+    done = subprocess.run(
+        command,
+        shell=True,
+        cwd=folder,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        check=False,
+    )
     # Where the package lies is this machine's own.
     return done.stdout.replace(str(PACKAGE.parent), "...").splitlines()
 
@@ -154,7 +170,9 @@ def renew(page: Path, quick: bool) -> None:
                 try:
                     lines += renewed(call.shown, printed)
                 except ValueError as error:
-                    print(f"{page.name}: {call.command}: {error}", *printed, sep="\n", file=sys.stderr)
+                    print(
+                        f"{page.name}: {call.command}: {error}", *printed, sep="\n", file=sys.stderr
+                    )
                     lines += call.shown  # for a person to edit
             return "\n".join([f"```console{match[2]}", *lines, "```"])
 

@@ -19,13 +19,24 @@ def number(text: str) -> str:
 
 
 if __name__ == "__main__":
-    row, client = json.load(sys.stdin), openai.OpenAI()  # OPENAI_BASE_URL and OPENAI_API_KEY are this rollout's
+    row, client = (
+        json.load(sys.stdin),
+        openai.OpenAI(),
+    )  # OPENAI_BASE_URL and OPENAI_API_KEY are this rollout's
     messages = [{"role": "system", "content": ASK}, *row["prompt"]]
     text = ""
     for _ in range(3):
-        text = client.chat.completions.create(model="any", messages=messages).choices[0].message.content or ""
+        text = (
+            client.chat.completions.create(model="any", messages=messages)
+            .choices[0]
+            .message.content
+            or ""
+        )
         if number(text):
             break
         # What is added to the conversation goes on from its tokens; anything else would begin a branch.
-        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "Write the last line, too."}]
+        messages += [
+            {"role": "assistant", "content": text},
+            {"role": "user", "content": "Write the last line, too."},
+        ]
     print(float(number(text) == number(row["answer"])))  # the last line: the reward

@@ -13,7 +13,10 @@ def think_twice(prompts, trainer):
     """Called with one prompt for each rollout; samples as often as it likes. What it returns goes to the rewards."""
     messages = list(prompts[0])
     first = trainer.generate(messages)
-    messages += [{"role": "assistant", "content": first["text"]}, {"role": "user", "content": AGAIN}]
+    messages += [
+        {"role": "assistant", "content": first["text"]},
+        {"role": "user", "content": AGAIN},
+    ]
     second = trainer.generate(messages)  # a branch, whose prompt is the whole conversation
     return {"first": [first["text"]], "second": [second["text"]]}
 
@@ -30,4 +33,7 @@ def right(completions, second, answer, **columns):
 
 def better(completions, first, second, **columns):
     """A tenth for changing the answer: models tend to repeat themselves."""
-    return [0.1 * (text is not None and number(text) != number(old)) for old, text in zip(first, second, strict=True)]
+    return [
+        0.1 * (text is not None and number(text) != number(old))
+        for old, text in zip(first, second, strict=True)
+    ]

@@ -23,9 +23,13 @@ async def play(env, row, url):
     task = kind(kind.data_type().model_validate(row["task"]), env.config.taskset.task)
     client = EvalClientConfig(base_url=url, api_key_var="OPENAI_API_KEY")
     async with env.serving():
-        episode = await env.run_episode(task, ModelContext(client=client, model="shoal", sampling=SamplingConfig()))
+        episode = await env.run_episode(
+            task, ModelContext(client=client, model="shoal", sampling=SamplingConfig())
+        )
     if not episode.ok:
-        sys.exit(f"the episode failed: {[*episode.errors, *(trace.errors for trace in episode.traces)]}")
+        sys.exit(
+            f"the episode failed: {[*episode.errors, *(trace.errors for trace in episode.traces)]}"
+        )
     return episode.traces[0].reward
 
 
@@ -36,4 +40,8 @@ if __name__ == "__main__":
     else:
         for task in env.taskset:
             data = task.data.model_dump(mode="json")
-            print(json.dumps({"prompt": [{"role": "user", "content": str(data["prompt"])}], "task": data}))
+            print(
+                json.dumps(
+                    {"prompt": [{"role": "user", "content": str(data["prompt"])}], "task": data}
+                )
+            )

@@ -22,13 +22,18 @@ from typing import TYPE_CHECKING
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ |= {
     "JAX_PLATFORMS": "cpu",
-    "XLA_FLAGS": os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8" + (
-        "" if version("jax") >= "0.11" else
-        " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"),
+    "XLA_FLAGS": os.environ.get("XLA_FLAGS", "")
+    + " --xla_force_host_platform_device_count=8"
+    + (
+        ""
+        if version("jax") >= "0.11"
+        else " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+    ),
     "JAX_DISABLE_MOST_OPTIMIZATIONS": "true",
     "JAX_DEFAULT_MATMUL_PRECISION": "highest",
-    "JAX_COMPILATION_CACHE_DIR": os.environ.get("TEST_COMPILATION_CACHE", str(
-        Path(__file__).parent.parent / ".pytest_cache" / "jax")),
+    "JAX_COMPILATION_CACHE_DIR": os.environ.get(
+        "TEST_COMPILATION_CACHE", str(Path(__file__).parent.parent / ".pytest_cache" / "jax")
+    ),
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
 }
@@ -40,20 +45,66 @@ if TYPE_CHECKING:
 
 # Traces stay in JAX's caches: looking through a million objects again and again took a tenth of a worker's time.
 gc.set_threshold(10_000, 10, 10)
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # so in a shell's background; processes under test inherit it
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):  # so in a shell's background; processes under test inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-FIRST = ("test_forks", "test_sessions", "test_pool", "test_environments", "test_openenv", "test_math", "test_rollouts",
-         "test_agents", "test_player", "test_judge", "test_code")
+FIRST = (
+    "test_forks",
+    "test_sessions",
+    "test_pool",
+    "test_environments",
+    "test_openenv",
+    "test_math",
+    "test_rollouts",
+    "test_agents",
+    "test_player",
+    "test_judge",
+    "test_code",
+)
 """Files that fork a hundred times: from a process that has run others and holds gigabytes a fork takes 0.1 s of kernel
 time, from a new one a hundredth."""
-RUNS = ("test_ray", "test_resume", "test_processes", "test_fleet", "test_assembly", "test_objectives_runs",
-        "test_reward_model", "test_python", "test_buckets", "test_evaluation", "test_replay", "test_sft", "test_custom",
-        "test_doctor", "test_compat_runs", "test_launch", "test_view_page", "test_examples", "test_learning")
+RUNS = (
+    "test_ray",
+    "test_resume",
+    "test_processes",
+    "test_fleet",
+    "test_assembly",
+    "test_objectives_runs",
+    "test_reward_model",
+    "test_python",
+    "test_buckets",
+    "test_evaluation",
+    "test_replay",
+    "test_sft",
+    "test_custom",
+    "test_doctor",
+    "test_compat_runs",
+    "test_launch",
+    "test_view_page",
+    "test_examples",
+    "test_learning",
+)
 """Files of whole runs, side by side: most of them find the programs of the files before."""
-LONGEST = ("test_mesh", "test_compiled_decode", "test_plan", "test_offload", "test_lora", "test_sampler",
-           "test_attention", "test_sampler_turns", "test_step", "test_proof", "test_compiled", "test_maxtext",
-           "test_proof_update", "test_precision", "test_checkpoint", "test_figures")
+LONGEST = (
+    "test_mesh",
+    "test_compiled_decode",
+    "test_plan",
+    "test_offload",
+    "test_lora",
+    "test_sampler",
+    "test_attention",
+    "test_sampler_turns",
+    "test_step",
+    "test_proof",
+    "test_compiled",
+    "test_maxtext",
+    "test_proof_update",
+    "test_precision",
+    "test_checkpoint",
+    "test_figures",
+)
 """Files that take ten seconds and more: begun next, so that no worker ends with one of them while the other has
 nothing to do."""
 
@@ -62,15 +113,21 @@ nothing to do."""
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         # README's command installs neither: in the fast tier no test is skipped for want of a package.
-        if "transformers" in getattr(item, "fixturenames", ()) and not item.get_closest_marker("system"):
+        if "transformers" in getattr(item, "fixturenames", ()) and not item.get_closest_marker(
+            "system"
+        ):
             item.add_marker(pytest.mark.slow)
     order = [*FIRST, *RUNS, *LONGEST]
-    items.sort(key=lambda item: order.index(item.path.stem) if item.path.stem in order else len(order))
+    items.sort(
+        key=lambda item: order.index(item.path.stem) if item.path.stem in order else len(order)
+    )
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    from tiny_runs import compile_quickly  # here, so that the process that only hands tests out needs no JAX
+    from tiny_runs import (
+        compile_quickly,
+    )  # here, so that the process that only hands tests out needs no JAX
 
     mark = item.get_closest_marker("compile_quickly")
     compile_quickly(mark is None or mark.args != (False,))
@@ -103,7 +160,9 @@ class Costs:
     @classmethod
     def write(cls, seconds: tuple[float, ...], name: str) -> None:
         with open(os.environ["CPU_SECONDS"], "a") as file:
-            file.write("\t".join([*(f"{one:.2f}" for one in seconds), cls.tier, cls.outcome, name]) + "\n")
+            file.write(
+                "\t".join([*(f"{one:.2f}" for one in seconds), cls.tier, cls.outcome, name]) + "\n"
+            )
 
 
 def since(before: tuple[float, ...]) -> tuple[float, ...]:

@@ -13,7 +13,18 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "src" / "shoal"
 
 LAYERS = {
-    0: ("types", "stop", "text", "ground_truth", "paths", "buckets", "files", "config", "mesh", "workers"),
+    0: (
+        "types",
+        "stop",
+        "text",
+        "ground_truth",
+        "paths",
+        "buckets",
+        "files",
+        "config",
+        "mesh",
+        "workers",
+    ),
     1: ("model", "algorithm", "report"),
     2: ("sampler", "rewards", "tasks", "serve"),
     3: ("rollout", "trainer"),
@@ -24,11 +35,24 @@ LAYERS = {
 LAYER = {noun: layer for layer, nouns in LAYERS.items() for noun in nouns}
 
 WITHIN_LAYER = {  # who may import whom inside one layer
-    ("config", "types"), ("config", "text"), ("runs", "run"), ("files", "types"), ("files", "stop"),
+    ("config", "types"),
+    ("config", "text"),
+    ("runs", "run"),
+    ("files", "types"),
+    ("files", "stop"),
     ("files", "buckets"),
-    ("paths", "types"), ("buckets", "paths"), ("buckets", "types"), ("mesh", "types"), ("mesh", "config"),
-    ("mesh", "text"), ("workers", "types"), ("workers", "text"), ("workers", "config"),
-    ("cli", "__init__"), ("__main__", "cli"), ("benchmarks", "__init__"),
+    ("paths", "types"),
+    ("buckets", "paths"),
+    ("buckets", "types"),
+    ("mesh", "types"),
+    ("mesh", "config"),
+    ("mesh", "text"),
+    ("workers", "types"),
+    ("workers", "text"),
+    ("workers", "config"),
+    ("cli", "__init__"),
+    ("__main__", "cli"),
+    ("benchmarks", "__init__"),
 }
 
 ONLY_IN = {  # a foreign package -> the files that may import it
@@ -38,9 +62,16 @@ ONLY_IN = {  # a foreign package -> the files that may import it
     "tensorboard": {"report/tensorboard.py"},
     "wandb": {"report/wandb.py"},
     "duckdb": {"runs/group_table.py"},
-    "starlette": {"commands/view/server.py", "serve/app.py"}, "uvicorn": {"serve/server.py"},
-    "torch": set(), "transformers": set(), "vllm": set(),
-    "pickle": set(), "cloudpickle": set(), "dill": set(), "marshal": set(), "shelve": set(),
+    "starlette": {"commands/view/server.py", "serve/app.py"},
+    "uvicorn": {"serve/server.py"},
+    "torch": set(),
+    "transformers": set(),
+    "vllm": set(),
+    "pickle": set(),
+    "cloudpickle": set(),
+    "dill": set(),
+    "marshal": set(),
+    "shelve": set(),
 }
 
 
@@ -62,7 +93,11 @@ def imports(path: Path, package: Path) -> Iterator[tuple[int, str]]:
             module = ".".join([*base, *([node.module] if node.module else [])])
             yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
         elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
-            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            name = (
+                node.func.attr
+                if isinstance(node.func, ast.Attribute)
+                else getattr(node.func, "id", "")
+            )
             if name in ("import_module", "__import__") and isinstance(node.args[0].value, str):
                 yield node.lineno, node.args[0].value
 
@@ -98,11 +133,15 @@ def import_faults(package: Path) -> list[str]:
             target, foreign = target_of(name, package), name.split(".")[0]
             fault = layer_fault(noun_of(path, package), target) if target else None
             if foreign in ONLY_IN and place not in ONLY_IN[foreign]:
-                fault = f"{foreign} may be imported in {', '.join(ONLY_IN[foreign]) or 'no file'} only"
+                fault = (
+                    f"{foreign} may be imported in {', '.join(ONLY_IN[foreign]) or 'no file'} only"
+                )
             if fault:
                 faults.append(f"{place}:{line}: {fault}")
         if noun_of(path, package) not in LAYER:
-            faults.append(f"{place}:1: {noun_of(path, package)} has no layer: give it one in the table")
+            faults.append(
+                f"{place}:1: {noun_of(path, package)} has no layer: give it one in the table"
+            )
     return faults
 
 
@@ -115,17 +154,33 @@ def test_the_package_imports_downwards_only():
 def circle_of(package: Path, folder: str) -> list[str]:
     """Modules of a folder between which a circle of imports runs, those in functions included; those for types alone
     are not counted."""
-    names = {".".join(("shoal", *path.relative_to(package).with_suffix("").parts)): path
-             for path in (package / folder).rglob("*.py")}
+    names = {
+        ".".join(("shoal", *path.relative_to(package).with_suffix("").parts)): path
+        for path in (package / folder).rglob("*.py")
+    }
     edges = set()
     for name, path in names.items():
-        typed = {line for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.If)
-                 and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
-                 for line in range(node.lineno, (node.end_lineno or 0) + 1)}
-        edges |= {(name, target) for line, full in imports(path, package) if line not in typed
-                  for target in (full, full.rpartition(".")[0]) if target in names and target != name}
-    while bare := {edge for edge in edges if edge[0] not in {target for _, target in edges}
-                   or edge[1] not in {name for name, _ in edges}}:
+        typed = {
+            line
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.If)
+            and isinstance(node.test, ast.Name)
+            and node.test.id == "TYPE_CHECKING"
+            for line in range(node.lineno, (node.end_lineno or 0) + 1)
+        }
+        edges |= {
+            (name, target)
+            for line, full in imports(path, package)
+            if line not in typed
+            for target in (full, full.rpartition(".")[0])
+            if target in names and target != name
+        }
+    while bare := {
+        edge
+        for edge in edges
+        if edge[0] not in {target for _, target in edges}
+        or edge[1] not in {name for name, _ in edges}
+    }:
         edges -= bare
     return sorted({name for name, _ in edges})
 
@@ -134,23 +189,52 @@ def circle_of(package: Path, folder: str) -> list[str]:
 def test_nothing_in_run_is_imported_in_a_circle():
     """From the settings and sizes up to the job, the head and the plan: `preflight` judges what it is given."""
     assert circle_of(PACKAGE, "run") == []
-    below = {name for path in (PACKAGE / "run" / "preflight").glob("*.py") for _, name in imports(path, PACKAGE)}
-    assert not [name for name in below if name.startswith(("shoal.run.job", "shoal.run.head", "shoal.run.plan"))]
+    below = {
+        name
+        for path in (PACKAGE / "run" / "preflight").glob("*.py")
+        for _, name in imports(path, PACKAGE)
+    }
+    assert not [
+        name
+        for name in below
+        if name.startswith(("shoal.run.job", "shoal.run.head", "shoal.run.plan"))
+    ]
 
 
 def test_a_circle_is_found(tmp_path):
-    make_tree(tmp_path, {"run/job.py": "def f():\n    from shoal.run.head import show", "run/size.py": "",
-                         "run/head.py": "from shoal.run import job\nfrom shoal.run.size import bytes_of"})
+    make_tree(
+        tmp_path,
+        {
+            "run/job.py": "def f():\n    from shoal.run.head import show",
+            "run/size.py": "",
+            "run/head.py": "from shoal.run import job\nfrom shoal.run.size import bytes_of",
+        },
+    )
     assert circle_of(tmp_path, "run") == ["shoal.run.head", "shoal.run.job"]
 
 
 def make_tree(root: Path, files: dict[str, str]) -> Path:
     """A package of given files, with an empty module for each noun that they name."""
-    defaults = {"types.py": "", "mesh.py": "", "config/schema.py": "", "model/linear.py": "", "algorithm/loss.py": "",
-                "report/sink.py": "", "sampler/engine.py": "", "tasks/words.py": "", "rollout.py": "",
-                "trainer/loop.py": "", "rollout/source.py": "", "rollout/cluster.py": "", "cli.py": "",
-                "__init__.py": "", "trainer/checkpoint.py": "",
-                "run/job.py": "", "commands/train.py": "", "compat/trl.py": ""}
+    defaults = {
+        "types.py": "",
+        "mesh.py": "",
+        "config/schema.py": "",
+        "model/linear.py": "",
+        "algorithm/loss.py": "",
+        "report/sink.py": "",
+        "sampler/engine.py": "",
+        "tasks/words.py": "",
+        "rollout.py": "",
+        "trainer/loop.py": "",
+        "rollout/source.py": "",
+        "rollout/cluster.py": "",
+        "cli.py": "",
+        "__init__.py": "",
+        "trainer/checkpoint.py": "",
+        "run/job.py": "",
+        "commands/train.py": "",
+        "compat/trl.py": "",
+    }
     for name, text in {**defaults, **files}.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -158,27 +242,34 @@ def make_tree(root: Path, files: dict[str, str]) -> Path:
     return root
 
 
-@pytest.mark.parametrize(("place", "text", "reason"), [
-    ("types.py", "import shoal.mesh", "one layer"),
-    ("types.py", "from shoal.model import linear", "layer 1"),
-    ("config/schema.py", "from shoal import mesh", "one layer"),
-    ("model/linear.py", "from shoal.algorithm.loss import k3", "one layer"),
-    ("model/linear.py", "from shoal import ShoalError", "__init__"),
-    ("report/sink.py", "def f():\n    from shoal.tasks import words", "layer 2"),
-    ("sampler/engine.py", "from ..tasks import words", "one layer"),
-    ("sampler/engine.py", "import importlib\nimportlib.import_module('shoal.cli')", "layer 6"),
-    ("trainer/loop.py", "import shoal.rollout.group", "one layer"),
-    ("rollout/group.py", "def f():\n    if True:\n        from shoal.trainer.loop import run", "one layer"),
-    ("trainer/loop.py", "import shoal.run.job", "layer 4"),
-    ("rollout/source.py", "from shoal import cli", "layer 6"),
-    ("rollout/source.py", "import ray", "rollout/cluster.py"),
-    ("trainer/loop.py", "from orbax.checkpoint import CheckpointManager", "trainer/orbax.py"),
-    ("model/linear.py", "import torch.nn as nn", "no file"),
-    ("model/linear.py", "def f():\n    from transformers import AutoModel", "no file"),
-    ("rollout/source.py", "import vllm", "no file"),
-    ("trainer/checkpoint.py", "import pickle", "no file"),
-    ("utils.py", "", "has no layer"),
-])
+@pytest.mark.parametrize(
+    ("place", "text", "reason"),
+    [
+        ("types.py", "import shoal.mesh", "one layer"),
+        ("types.py", "from shoal.model import linear", "layer 1"),
+        ("config/schema.py", "from shoal import mesh", "one layer"),
+        ("model/linear.py", "from shoal.algorithm.loss import k3", "one layer"),
+        ("model/linear.py", "from shoal import ShoalError", "__init__"),
+        ("report/sink.py", "def f():\n    from shoal.tasks import words", "layer 2"),
+        ("sampler/engine.py", "from ..tasks import words", "one layer"),
+        ("sampler/engine.py", "import importlib\nimportlib.import_module('shoal.cli')", "layer 6"),
+        ("trainer/loop.py", "import shoal.rollout.group", "one layer"),
+        (
+            "rollout/group.py",
+            "def f():\n    if True:\n        from shoal.trainer.loop import run",
+            "one layer",
+        ),
+        ("trainer/loop.py", "import shoal.run.job", "layer 4"),
+        ("rollout/source.py", "from shoal import cli", "layer 6"),
+        ("rollout/source.py", "import ray", "rollout/cluster.py"),
+        ("trainer/loop.py", "from orbax.checkpoint import CheckpointManager", "trainer/orbax.py"),
+        ("model/linear.py", "import torch.nn as nn", "no file"),
+        ("model/linear.py", "def f():\n    from transformers import AutoModel", "no file"),
+        ("rollout/source.py", "import vllm", "no file"),
+        ("trainer/checkpoint.py", "import pickle", "no file"),
+        ("utils.py", "", "has no layer"),
+    ],
+)
 def test_a_forbidden_import_is_found(tmp_path, place, text, reason):
     faults = import_faults(make_tree(tmp_path, {place: text}))
     assert len(faults) == 1
@@ -186,33 +277,63 @@ def test_a_forbidden_import_is_found(tmp_path, place, text, reason):
     assert reason in faults[0]
 
 
-@pytest.mark.parametrize(("place", "text"), [
-    ("mesh.py", "from shoal.config.schema import MeshSection\nfrom shoal.types import ShoalError"),
-    ("config/schema.py", "from shoal import types"),
-    ("model/linear.py", "import jax\nimport raytracer\nfrom shoal.mesh import axis"),
-    ("model/linear.py", "from . import linear\nfrom ..types import Group"),
-    ("trainer/loop.py", "from shoal.sampler.engine import Engine\nfrom .checkpoint import save"),
-    ("trainer/orbax.py", "import orbax.checkpoint as ocp"),
-    ("rollout/cluster.py", "import ray"),
-    ("run/resume.py", "import shoal.rollout.group, shoal.trainer.loop"),
-    ("cli.py", "import shoal\nfrom shoal.run import job"),
-    ("__init__.py", "def train():\n    from shoal.run import job"),
-])
+@pytest.mark.parametrize(
+    ("place", "text"),
+    [
+        (
+            "mesh.py",
+            "from shoal.config.schema import MeshSection\nfrom shoal.types import ShoalError",
+        ),
+        ("config/schema.py", "from shoal import types"),
+        ("model/linear.py", "import jax\nimport raytracer\nfrom shoal.mesh import axis"),
+        ("model/linear.py", "from . import linear\nfrom ..types import Group"),
+        (
+            "trainer/loop.py",
+            "from shoal.sampler.engine import Engine\nfrom .checkpoint import save",
+        ),
+        ("trainer/orbax.py", "import orbax.checkpoint as ocp"),
+        ("rollout/cluster.py", "import ray"),
+        ("run/resume.py", "import shoal.rollout.group, shoal.trainer.loop"),
+        ("cli.py", "import shoal\nfrom shoal.run import job"),
+        ("__init__.py", "def train():\n    from shoal.run import job"),
+    ],
+)
 def test_an_allowed_import_passes(tmp_path, place, text):
     assert import_faults(make_tree(tmp_path, {place: text})) == []
 
 
-LIGHT = ["shoal", "shoal.types", "shoal.config.schema", "shoal.report.metrics", "shoal.report.sink",
-         "shoal.report.console", "shoal.cli"]
+LIGHT = [
+    "shoal",
+    "shoal.types",
+    "shoal.config.schema",
+    "shoal.report.metrics",
+    "shoal.report.sink",
+    "shoal.report.console",
+    "shoal.cli",
+]
 
 
 def test_light_modules_load_no_jax():
-    modules = [name for name in LIGHT if name.count(".") == 0 or any(
-        PACKAGE.joinpath(*name.split(".")[1:]).with_suffix(suffix).exists() for suffix in (".py", ""))]
+    modules = [
+        name
+        for name in LIGHT
+        if name.count(".") == 0
+        or any(
+            PACKAGE.joinpath(*name.split(".")[1:]).with_suffix(suffix).exists()
+            for suffix in (".py", "")
+        )
+    ]
     heavy = ("jax", "optax", "orbax", "torch", "transformers", "pyarrow", "rich", "tokenizers")
-    code = (f"import importlib, sys\nfor name in {modules!r}:\n    importlib.import_module(name)\n"
-            f"    loaded = [heavy for heavy in {heavy!r} if heavy in sys.modules]\n"
-            "    assert not loaded, f'{name} loads {loaded}'\n")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60,
-                          env={"PYTHONPATH": str(PACKAGE.parent), "PATH": ""})
+    code = (
+        f"import importlib, sys\nfor name in {modules!r}:\n    importlib.import_module(name)\n"
+        f"    loaded = [heavy for heavy in {heavy!r} if heavy in sys.modules]\n"
+        "    assert not loaded, f'{name} loads {loaded}'\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={"PYTHONPATH": str(PACKAGE.parent), "PATH": ""},
+    )
     assert done.returncode == 0, done.stderr

@@ -27,7 +27,11 @@ def benchmark(monkeypatch, folder) -> Any:
     def run(command: list[str], stdout: Any = None, **_: Any) -> SimpleNamespace:
         """Its parts in this process."""
         text = io.StringIO()
-        with contextlib.redirect_stdout(text) if stdout == subprocess.PIPE else contextlib.nullcontext():
+        with (
+            contextlib.redirect_stdout(text)
+            if stdout == subprocess.PIPE
+            else contextlib.nullcontext()
+        ):
             accelerator.main(command[2:])
         return SimpleNamespace(stdout=text.getvalue(), returncode=0)
 
@@ -50,12 +54,23 @@ def test_the_accelerator_benchmark_measures_every_part(benchmark, tmp_path, caps
     file = tmp_path / "calibration.json"
     benchmark.main(["--tiny", "--calibration", str(file)])
     found = read_calibration(str(file), "cpu", None)
-    assert found["devices"] == 8 and {*found["figures"]} == {"hbm", "bfloat16", "float32", "launch", "link"}
+    assert found["devices"] == 8 and {*found["figures"]} == {
+        "hbm",
+        "bfloat16",
+        "float32",
+        "launch",
+        "link",
+    }
     assert all(least <= middle <= most for middle, least, most in found["figures"].values())
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("8 x cpu: ") and "GB/s a link, as measured" in lines[0]
-    for what in ("prefill, 1 prompts of 16", "decode, 4 places", "decode, 16 places", "update, 128 tokens",
-                 "whole step, 4 x 4 x 8"):
+    for what in (
+        "prefill, 1 prompts of 16",
+        "decode, 4 places",
+        "decode, 16 places",
+        "update, 128 tokens",
+        "whole step, 4 x 4 x 8",
+    ):
         [line] = [line for line in lines if what in line]
         assert line.startswith(" tiny  shoal") and line.endswith("%")
     for peer in ("vllm", "trl"):
@@ -67,7 +82,8 @@ def test_what_the_time_does_not_hold_is_skipped(benchmark, capsys):
     benchmark.main(["--tiny", "--minutes", "0"])
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[2:] for line in lines if "skipped" in line] == [
-        [part, "skipped:", "0", "minutes", "are", "over"] for part in ("decode", "update", "step")]
+        [part, "skipped:", "0", "minutes", "are", "over"] for part in ("decode", "update", "step")
+    ]
 
 
 def test_a_size_beyond_the_memory_is_a_line(benchmark):
@@ -75,19 +91,30 @@ def test_a_size_beyond_the_memory_is_a_line(benchmark):
         yield "prefill", "1 ms", "1%"
         raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
 
-    assert list(benchmark.guarded("decode, 1024 places", large()))[1][1] == "does not fit the memory"
+    assert (
+        list(benchmark.guarded("decode, 1024 places", large()))[1][1] == "does not fit the memory"
+    )
     with pytest.raises(ValueError, match="another"):
         list(benchmark.guarded("decode", (int("another") for _ in range(1))))
 
 
-@pytest.mark.parametrize(("mode", "k", "seconds", "idle_trainer", "age"), [
-    ("fixed", 0, 16, 10 / 16, 0),
-    ("fixed", 1, 10, 4 / 10, 1),  # the longest of a version is waited for before the next is loaded
-    ("fixed", 3, 10, 4 / 10, 3),
-    ("newest", 1, 8, 2 / 8, 1),  # two steps under way: (10 + 6) / 2
-    ("newest", 2, 6, 0, 2),  # the trainer alone: more than (10 + 6) / 3
-    ("auto", 4, 6, 0, 2),  # no more than it takes
-])
+@pytest.mark.parametrize(
+    ("mode", "k", "seconds", "idle_trainer", "age"),
+    [
+        ("fixed", 0, 16, 10 / 16, 0),
+        (
+            "fixed",
+            1,
+            10,
+            4 / 10,
+            1,
+        ),  # the longest of a version is waited for before the next is loaded
+        ("fixed", 3, 10, 4 / 10, 3),
+        ("newest", 1, 8, 2 / 8, 1),  # two steps under way: (10 + 6) / 2
+        ("newest", 2, 6, 0, 2),  # the trainer alone: more than (10 + 6) / 3
+        ("auto", 4, 6, 0, 2),  # no more than it takes
+    ],
+)
 def test_the_simulation_is_what_is_worked_out_by_hand(folder, mode, k, seconds, idle_trainer, age):
     """Each step has one completion of 10 s beside short ones; an update takes 6 s."""
     import simulation
@@ -100,7 +127,9 @@ def test_the_simulation_is_what_is_worked_out_by_hand(folder, mode, k, seconds, 
         return
     assert (found.seconds, found.staleness_max) == pytest.approx((seconds, age))
     assert found.idle_trainer == pytest.approx(idle_trainer)
-    assert found.idle_sampler == pytest.approx(1 - 14 / seconds / 4, abs=0.02)  # the ends of the run
+    assert found.idle_sampler == pytest.approx(
+        1 - 14 / seconds / 4, abs=0.02
+    )  # the ends of the run
 
 
 def test_too_few_places_are_never_idle(folder):
@@ -111,8 +140,22 @@ def test_too_few_places_are_never_idle(folder):
     assert (found.seconds, found.idle_sampler) == pytest.approx((20, 0))
 
 
-CHAOS = ["--steps", "6", "--kills", "4", "--stops", "1", "--interruptions", "2", "--leaves", "0",
-         "--trainer-kills", "1", "--seeds", "0"]
+CHAOS = [
+    "--steps",
+    "6",
+    "--kills",
+    "4",
+    "--stops",
+    "1",
+    "--interruptions",
+    "2",
+    "--leaves",
+    "0",
+    "--trainer-kills",
+    "1",
+    "--seeds",
+    "0",
+]
 
 
 @pytest.fixture
@@ -139,21 +182,29 @@ def test_chaos_finds_a_fault(chaos, monkeypatch, capsys):
     from shoal.rollout.group import Ledger
 
     hand_over = Ledger.hand_over
-    monkeypatch.setattr(Ledger, "hand_over", lambda ledger, entries: hand_over(ledger, entries[::-1]))
+    monkeypatch.setattr(
+        Ledger, "hand_over", lambda ledger, entries: hand_over(ledger, entries[::-1])
+    )
     with pytest.raises(chaos.Wrong, match="it asked for"):
         chaos.main([*CHAOS, "--modes", "fixed-0"])
 
 
-def test_a_model_fits_with_the_keys_that_need_less_where_it_does_not_with_the_usual_ones(folder, monkeypatch):
+def test_a_model_fits_with_the_keys_that_need_less_where_it_does_not_with_the_usual_ones(
+    folder, monkeypatch
+):
     import plans
 
     def needs(calls):
         """Of a small, a middling and a large model, on a device of 20 GiB."""
         sizes = {"small": (10, 5), "middle": (30, 15), "large": (60, 50)}
-        return [(sizes[words[0].partition("=")[2]][plans.LEAN.split()[0] in words] << 30, 20 << 30)
-                for _, _, words in calls]
+        return [
+            (sizes[words[0].partition("=")[2]][plans.LEAN.split()[0] in words] << 30, 20 << 30)
+            for _, _, words in calls
+        ]
 
     monkeypatch.setattr(plans, "FITTED", {"small": "1B", "middle": "2B", "large": "3B"})
     monkeypatch.setattr(plans, "TOPOLOGIES", ("l4:1",))
     monkeypatch.setattr(plans, "compilers", lambda *_: contextlib.nullcontext(needs))
-    assert plans.fits([]).splitlines()[-1] == "| `l4:1` | 1 L4 | 20.0 | **10.0** | **15.0** | no: 50 |"
+    assert (
+        plans.fits([]).splitlines()[-1] == "| `l4:1` | 1 L4 | 20.0 | **10.0** | **15.0** | no: 50 |"
+    )

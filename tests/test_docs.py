@@ -34,33 +34,45 @@ DOCS = ROOT / "docs"
 SOURCE = ROOT / "src" / "shoal"
 transcripts = load("docs/transcripts.py")
 reference = load("docs/reference.py")
-PAGES = [ROOT / "CONTRIBUTING.md",
-         *sorted(path for path in DOCS.glob("*.md") if path.name not in ("LOG.md", *reference.PAGES))]
+PAGES = [
+    ROOT / "CONTRIBUTING.md",
+    *sorted(path for path in DOCS.glob("*.md") if path.name not in ("LOG.md", *reference.PAGES)),
+]
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
 
 
 def blocks(page: Path, *languages: str) -> list[str]:
     """The fenced blocks of these languages."""
-    found = re.findall(r"^```(\w*)[^\n]*\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    found = re.findall(
+        r"^```(\w*)[^\n]*\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+    )
     return [text for language, text in found if language in languages]
 
 
 def inline(page: Path) -> list[str]:
     """The code spans of the prose."""
-    prose = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    prose = re.sub(
+        r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL
+    )
     return [text.strip() for _, text in re.findall(r"(?<!`)(`{1,2})(?!`)(.+?)(?<!`)\1(?!`)", prose)]
 
 
-@pytest.mark.parametrize("page", [*PAGES, *map(DOCS.joinpath, reference.PAGES)], ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "page", [*PAGES, *map(DOCS.joinpath, reference.PAGES)], ids=lambda path: path.stem
+)
 def test_a_page_says_first_what_it_is_for_and_is_short(page: Path):
     lines = page.read_text(encoding="utf-8").splitlines()
-    assert lines[0].startswith("# ") and lines[2].startswith("After reading this page you "), page.name
+    assert lines[0].startswith("# ") and lines[2].startswith("After reading this page you "), (
+        page.name
+    )
     assert len(lines) <= 300, f"{page.name} has {len(lines)} lines: divide it"
 
 
 @pytest.mark.parametrize("name", reference.PAGES)
 def test_pages_are_those_that_the_tables_make(name: str):
-    assert (DOCS / name).read_text(encoding="utf-8") == reference.PAGES[name](), "python docs/reference.py"
+    assert (DOCS / name).read_text(encoding="utf-8") == reference.PAGES[name](), (
+        "python docs/reference.py"
+    )
 
 
 # ---- commands and keys
@@ -69,8 +81,12 @@ def test_pages_are_those_that_the_tables_make(name: str):
 def commands(page: Path) -> list[str]:
     """Every `shoal ...` command of a page: in shell blocks, after a `$`, and in the prose."""
     typed = [line for text in blocks(page, "bash") for line in joined(text)]
-    typed += [shlex.join(call.words).partition(" '|' ")[0] for block in transcripts.transcripts(page.read_text("utf-8"))
-              for call in block if not "".join(call.shown).startswith("error: ")]
+    typed += [
+        shlex.join(call.words).partition(" '|' ")[0]
+        for block in transcripts.transcripts(page.read_text("utf-8"))
+        for call in block
+        if not "".join(call.shown).startswith("error: ")
+    ]
     typed += inline(page)
     return [line for line in typed if line.startswith("shoal ")]
 
@@ -87,7 +103,7 @@ def check_command(line: str, folder: Path) -> None:
         return
     assert command in COMMANDS, f"{line}: there is no such command"
     if command == "launch" and "--" in words:
-        words, job = words[:words.index("--")], words[words.index("--") + 1:]
+        words, job = words[: words.index("--")], words[words.index("--") + 1 :]
         if job[0] in COMMANDS:
             check_command(shlex.join(["shoal", *job]), folder)
     if "--help" in words:
@@ -110,8 +126,9 @@ def test_every_command_composes(page: Path, tmp_path: Path, monkeypatch: pytest.
 
 
 @pages
-def test_quick_transcripts_are_what_the_commands_print(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                                       capfd: pytest.CaptureFixture[str]):
+def test_quick_transcripts_are_what_the_commands_print(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
     """Help texts, dry runs and errors that need no run; `python docs/transcripts.py` rewrites all transcripts."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "110")
@@ -126,7 +143,9 @@ def test_quick_transcripts_are_what_the_commands_print(page: Path, tmp_path: Pat
                 continue
             cli.main(words)
             printed = "".join(capfd.readouterr()).splitlines()
-            assert transcripts.renewed(call.shown, printed) == call.shown, f"python docs/transcripts.py {page}"
+            assert transcripts.renewed(call.shown, printed) == call.shown, (
+                f"python docs/transcripts.py {page}"
+            )
 
 
 @pages
@@ -149,7 +168,9 @@ def test_every_key_in_the_prose_exists(page: Path):
     for text in inline(page):
         for name in KEY.findall(text):
             if name.partition(".")[0] in tops and not FILES.search(name):
-                assert name in keys or name in sections, f"{page.name}: `{text}` names {name}, which is no key"
+                assert name in keys or name in sections, (
+                    f"{page.name}: `{text}` names {name}, which is no key"
+                )
         name, _, value = text.partition("=")
         if name in keys and re.fullmatch(r"[^\s=]+", value) and not value.isupper():
             compose("train", [text])
@@ -158,16 +179,22 @@ def test_every_key_in_the_prose_exists(page: Path):
 @pages
 def test_every_metric_in_the_prose_exists(page: Path):
     heads = {name.partition("/")[0] for name in METRICS if "/" in name} - {"time", "version"}
-    patterns = [re.compile(re.sub(r"\\\{\w+\\\}", r"[\\w{}]+", re.escape(name))) for name in METRICS]
+    patterns = [
+        re.compile(re.sub(r"\\\{\w+\\\}", r"[\\w{}]+", re.escape(name))) for name in METRICS
+    ]
     for text in inline(page):
         if re.fullmatch(r"[a-z_]+/[\w/{}]+", text) and text.partition("/")[0] in heads:
-            assert any(pattern.fullmatch(text) for pattern in patterns), f"{page.name}: there is no metric {text}"
+            assert any(pattern.fullmatch(text) for pattern in patterns), (
+                f"{page.name}: there is no metric {text}"
+            )
 
 
 @pages
 def test_links_lead_somewhere_where_a_page_is_read_as_a_file(page: Path):
     for target in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
-        assert target.startswith("../..") or (page.parent / target).exists(), f"{page.name} links to {target}"
+        assert target.startswith("../..") or (page.parent / target).exists(), (
+            f"{page.name} links to {target}"
+        )
 
 
 @pages
@@ -175,13 +202,28 @@ def test_python_blocks_are_python(page: Path):
     """They parse, and use attributes and keys of `shoal` that exist."""
     for text in blocks(page, "python"):
         for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "shoal":
+            if (
+                isinstance(node, ast.Attribute)
+                and isinstance(node.value, ast.Name)
+                and node.value.id == "shoal"
+            ):
                 assert hasattr(shoal, node.attr), f"{page.name}: shoal.{node.attr}"
-            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("shoal.train", "shoal.evaluate"):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in (
+                "shoal.train",
+                "shoal.evaluate",
+            ):
                 config = COMMANDS["train" if ast.unparse(node.func) == "shoal.train" else "eval"]
-                known = {name.partition(".")[0] for name in names_of(config)} | {"task", "held_out", "correct"}
+                known = {name.partition(".")[0] for name in names_of(config)} | {
+                    "task",
+                    "held_out",
+                    "correct",
+                }
                 given = {word.arg.partition("__")[0] for word in node.keywords if word.arg}
-                unknown = [name for name in given - known - {"config_name"} if not translator().find(config, name)]
+                unknown = [
+                    name
+                    for name in given - known - {"config_name"}
+                    if not translator().find(config, name)
+                ]
                 assert not unknown, f"{page.name}: {unknown}"
 
 
@@ -189,7 +231,9 @@ def strings_of(path: Path) -> Iterator[str]:
     """The string literals of a module, with `...` for the values inside f-strings."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.JoinedStr):
-            yield "".join(str(part.value) if isinstance(part, ast.Constant) else "..." for part in node.values)
+            yield "".join(
+                str(part.value) if isinstance(part, ast.Constant) else "..." for part in node.values
+            )
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield node.value
 
@@ -210,13 +254,22 @@ def test_messages_that_troubleshooting_quotes_are_in_the_code():
 
 def test_extras_are_installed_from_the_clone_by_one_name():
     """Shoal is on no package index: `shoal[view]` would bring another package, or none."""
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
-    texts = [*SOURCE.rglob("*.py"), *DOCS.glob("*.md"), *(ROOT / "examples").glob("*.*"), ROOT / "README.md"]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
+        "optional-dependencies"
+    ]
+    texts = [
+        *SOURCE.rglob("*.py"),
+        *DOCS.glob("*.md"),
+        *(ROOT / "examples").glob("*.*"),
+        ROOT / "README.md",
+    ]
     named = set()
     for path in texts:
         text = path.read_text(encoding="utf-8")
         assert not re.search(r"\bshoal\[", text), f"{path}: write .[NAME]"
-        named |= {name for names in re.findall(r"'\.\[([a-z0-9,]+)\]'", text) for name in names.split(",")}
+        named |= {
+            name for names in re.findall(r"'\.\[([a-z0-9,]+)\]'", text) for name in names.split(",")
+        }
     assert named and named <= set(extras), named - set(extras)
 
 
@@ -265,21 +318,45 @@ def test_the_navigation_is_whole():
     listed = list(nav_pages(settings["nav"]))
     there = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
     assert there <= set(listed), f"not in the navigation: {sorted(there - set(listed))}"
-    assert settings["plugins"] == ["search"] and settings["theme"]["font"] is False and settings["strict"]
+    assert (
+        settings["plugins"] == ["search"]
+        and settings["theme"]["font"] is False
+        and settings["strict"]
+    )
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
-    built = subprocess.run([sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-f", str(ROOT / "mkdocs.yml"),
-                            "-d", str(folder / "site")], capture_output=True, text=True, timeout=120)
+    built = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "mkdocs",
+            "build",
+            "--strict",
+            "-q",
+            "-f",
+            str(ROOT / "mkdocs.yml"),
+            "-d",
+            str(folder / "site"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert built.returncode == 0, built.stderr
     return folder / "site"
 
 
 @pytest.mark.system
 def test_the_site_builds_strictly_with_the_examples(site: Path):
-    for page in ("index.html", "troubleshooting/index.html", "metrics/index.html", "decisions/index.html"):
+    for page in (
+        "index.html",
+        "troubleshooting/index.html",
+        "metrics/index.html",
+        "decisions/index.html",
+    ):
         assert (site / page).is_file(), page
     for name in ("own_task.py", "first_run.ipynb"):
         assert (site / "examples" / name).read_bytes() == (ROOT / "examples" / name).read_bytes()
@@ -292,14 +369,19 @@ def test_a_page_fetches_nothing_from_elsewhere(site: Path):
     for page in site.rglob("*.html"):
         text = page.read_text(encoding="utf-8")
         fetched = re.findall(r"<(?:script|img|iframe)[^>]*\ssrc=\"(https?:[^\"]*)\"", text)
-        fetched += re.findall(r"<link[^>]*rel=\"(?:stylesheet|preconnect|preload)\"[^>]*href=\"(https?:[^\"]*)\"", text)
+        fetched += re.findall(
+            r"<link[^>]*rel=\"(?:stylesheet|preconnect|preload)\"[^>]*href=\"(https?:[^\"]*)\"",
+            text,
+        )
         assert not fetched, f"{page}: {fetched}"
 
 
 @pytest.mark.system
 def test_every_link_of_a_page_leads_somewhere(site: Path):
     for page in site.rglob("index.html"):
-        for target in re.findall(r"<a [^>]*href=\"([^\"#?:]+)(?:[#?][^\"]*)?\"", page.read_text(encoding="utf-8")):
+        for target in re.findall(
+            r"<a [^>]*href=\"([^\"#?:]+)(?:[#?][^\"]*)?\"", page.read_text(encoding="utf-8")
+        ):
             place = (page.parent / target).resolve()
             assert place.exists(), f"{page.relative_to(site)} links to {target}"
 
@@ -308,21 +390,37 @@ def test_every_link_of_a_page_leads_somewhere(site: Path):
 
 
 def test_workflows_run_what_exists():
-    (workflow,) = (yaml.safe_load(path.read_text("utf-8")) for path in (ROOT / ".github" / "workflows").iterdir())
-    steps = [step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step]
+    (workflow,) = (
+        yaml.safe_load(path.read_text("utf-8"))
+        for path in (ROOT / ".github" / "workflows").iterdir()
+    )
+    steps = [
+        step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step
+    ]
     assert ".ci/run" in steps and os.access(ROOT / ".ci" / "run", os.X_OK)
     tests = [word for step in steps for word in step.split() if word.startswith("tests/")]
     assert tests and all((ROOT / word).is_file() for word in tests)
 
 
 def test_forms_ask_for_what_commands_print(tmp_path: Path):
-    forms = {path.stem: yaml.safe_load(path.read_text("utf-8"))
-             for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml")}
+    forms = {
+        path.stem: yaml.safe_load(path.read_text("utf-8"))
+        for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml")
+    }
     for name in forms.keys() - {"config"}:
         assert {"name", "description", "body"} <= forms[name].keys()
         for field in forms[name]["body"]:
-            assert field["type"] in ("textarea", "input") and field["attributes"]["label"] and field["id"], name
-    texts = [text for field in forms["bug"]["body"] for text in field["attributes"].values() if isinstance(text, str)]
+            assert (
+                field["type"] in ("textarea", "input")
+                and field["attributes"]["label"]
+                and field["id"]
+            ), name
+    texts = [
+        text
+        for field in forms["bug"]["body"]
+        for text in field["attributes"].values()
+        if isinstance(text, str)
+    ]
     asked = re.findall("`(shoal [^`]+)`", "".join(texts))
     assert "shoal doctor" in asked
     for line in asked:

@@ -41,8 +41,14 @@ def test_the_script_is_short_and_runs(environment, tmp_path):
     source = SCRIPT.read_text()
     assert len(source.splitlines()) < 40
     (tmp_path / SCRIPT.name).write_text(smaller(source))
-    done = subprocess.run([sys.executable, SCRIPT.name, "1"], cwd=tmp_path, capture_output=True, text=True,
-                          timeout=200, env=os.environ)
+    done = subprocess.run(
+        [sys.executable, SCRIPT.name, "1"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env=os.environ,
+    )
     assert done.returncode == 0, done.stderr
     assert "step 1/1 " in done.stdout and done.stdout.splitlines()[-1].startswith("near enough: ")
 
@@ -50,21 +56,35 @@ def test_the_script_is_short_and_runs(environment, tmp_path):
 def outputs(cell: Any, kind: str) -> list[Any]:
     """Of a cell's outputs those that hold `kind`: a MIME type, or `text` for what was printed."""
     if kind == "text":
-        return ["".join(output["text"]) for output in cell["outputs"] if output["output_type"] == "stream"]
+        return [
+            "".join(output["text"])
+            for output in cell["outputs"]
+            if output["output_type"] == "stream"
+        ]
     return [output["data"][kind] for output in cell["outputs"] if kind in output.get("data", {})]
 
 
 def test_the_notebook_runs_in_a_kernel(environment, tmp_path):
     notebook = nbformat.reads(smaller(NOTEBOOK.read_text()), as_version=4)
     assert len(notebook.cells) < 20
-    assert not any(cell["outputs"] or cell["execution_count"] for cell in notebook.cells if cell.cell_type == "code")
+    assert not any(
+        cell["outputs"] or cell["execution_count"]
+        for cell in notebook.cells
+        if cell.cell_type == "code"
+    )
     first, last = notebook.cells[1], notebook.cells[-1]
     for cell, old, new in ((first, "STEPS = 12", "STEPS = 2"), (last, "STEPS + 4", "STEPS + 1")):
         assert old in cell.source
         cell.source = cell.source.replace(old, new)
-    NotebookClient(notebook, timeout=200, kernel_name="python3",
-                   resources={"metadata": {"path": str(tmp_path)}}).execute()
-    by_text = {cell.source.split("\n")[0]: cell for cell in notebook.cells if cell.cell_type == "code"}
+    NotebookClient(
+        notebook,
+        timeout=200,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(tmp_path)}},
+    ).execute()
+    by_text = {
+        cell.source.split("\n")[0]: cell for cell in notebook.cells if cell.cell_type == "code"
+    }
     train = by_text["with live_curve() as curve:"]
     *_, table = outputs(train, "text/plain")
     assert "held_out accuracy" in table
@@ -77,8 +97,13 @@ def test_the_notebook_runs_in_a_kernel(environment, tmp_path):
     [group] = outputs(groups, "text")
     assert group.count("advantage") == 8 and "How many coins" in group
     again = by_text["def nearness_within(scale):"]
-    assert len(outputs(again, "image/png")) == 1 and "".join(outputs(again, "text")).count("advantage ") == 8
+    assert (
+        len(outputs(again, "image/png")) == 1
+        and "".join(outputs(again, "text")).count("advantage ") == 8
+    )
     [compared] = (cell for first_line, cell in by_text.items() if first_line.startswith("figure, "))
     assert len(outputs(compared, "image/png")) == 1
     assert "".join(outputs(notebook.cells[-1], "text")).endswith("3 steps\n")
-    assert len(list((tmp_path / "outputs").glob("20*/*/summary.json"))) == 2, "the last cell went on in its folder"
+    assert len(list((tmp_path / "outputs").glob("20*/*/summary.json"))) == 2, (
+        "the last cell went on in its folder"
+    )

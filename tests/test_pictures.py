@@ -16,8 +16,16 @@ NAMESPACE = "{http://www.w3.org/2000/svg}"
 
 
 def rows(*points: tuple[int, float, float, float, int], name: str = "held_out") -> list[dict]:
-    return [{"step": step, "name": name, "accuracy": share, "accuracy_interval": [low, high], "num_questions": asked}
-            for step, share, low, high, asked in points]
+    return [
+        {
+            "step": step,
+            "name": name,
+            "accuracy": share,
+            "accuracy_interval": [low, high],
+            "num_questions": asked,
+        }
+        for step, share, low, high, asked in points
+    ]
 
 
 def test_examples_in_the_docstrings():
@@ -27,7 +35,11 @@ def test_examples_in_the_docstrings():
 def test_every_picture_of_the_readme_is_made_by_the_script_and_all_are_small():
     shown = set(re.findall(r"docs/pictures/([\w.-]+)", README))
     there = {path.name for path in pictures.PICTURES.iterdir()}
-    assert shown == there and all(name in pictures.NAMES for name in there) and len(there) == len(pictures.NAMES)
+    assert (
+        shown == there
+        and all(name in pictures.NAMES for name in there)
+        and len(there) == len(pictures.NAMES)
+    )
     assert sum(path.stat().st_size for path in pictures.PICTURES.iterdir()) < pictures.MOST_BYTES
     for path in pictures.PICTURES.glob("*.svg"):
         root = ElementTree.parse(path).getroot()
@@ -37,12 +49,16 @@ def test_every_picture_of_the_readme_is_made_by_the_script_and_all_are_small():
 
 def test_the_banner_and_the_badge_are_those_of_the_script():
     for name, text in pictures.drawn().items():
-        assert (pictures.PICTURES / name).read_text(encoding="utf-8") == text, "python docs/pictures.py FOLDER"
+        assert (pictures.PICTURES / name).read_text(encoding="utf-8") == text, (
+            "python docs/pictures.py FOLDER"
+        )
 
 
 def test_a_recording_keeps_every_line_and_ends_with_the_last():
     steps = [f"step {i}/40  reward 0.{i}" for i in range(40)]
-    lines = pictures.recorded_lines("\n".join(["first & <second>", *steps, "x" * 300, "last line\n"]))
+    lines = pictures.recorded_lines(
+        "\n".join(["first & <second>", *steps, "x" * 300, "last line\n"])
+    )
     assert lines[0] == "$ shoal train" and lines[-1] == "last line" and len(lines) == 44
     assert len(lines[-2]) == pictures.COLUMNS and lines[-2].endswith("x ...")
     root = ElementTree.fromstring(pictures.recording_svg(lines))
@@ -50,16 +66,30 @@ def test_a_recording_keeps_every_line_and_ends_with_the_last():
     assert [each.replace(" ", "") for each in shown] == [line.replace(" ", "") for line in lines]
     style = root.findtext(f"{NAMESPACE}style")
     # Without motion it stands at its end: as many lines up as do not fit.
-    assert f".lines{{transform:translateY({-pictures.LINE * (44 - pictures.VISIBLE_LINES):g}px)}}" in style
+    assert (
+        f".lines{{transform:translateY({-pictures.LINE * (44 - pictures.VISIBLE_LINES):g}px)}}"
+        in style
+    )
     times = [float(share) for share in re.findall(r"([\d.]+)%\{transform:translateY\(-", style)]
     assert times == sorted(times) and len(times) == 44 - pictures.VISIBLE_LINES and times[-1] < 100
 
 
 def test_accuracy_is_drawn_at_each_step_with_its_interval():
-    evaluations = [*rows((0, 0.37, 0.33, 0.41, 500), (40, 0.66, 0.62, 0.70, 500), (20, 0.5, 0.4, 0.6, 100),
-                         (40, 0.68, 0.58, 0.76, 100)), *rows((0, 0.01, 0.0, 0.02, 500), name="other")]
+    evaluations = [
+        *rows(
+            (0, 0.37, 0.33, 0.41, 500),
+            (40, 0.66, 0.62, 0.70, 500),
+            (20, 0.5, 0.4, 0.6, 100),
+            (40, 0.68, 0.58, 0.76, 100),
+        ),
+        *rows((0, 0.01, 0.0, 0.02, 500), name="other"),
+    ]
     points = pictures.accuracy_points(evaluations)
-    assert [(point["step"], point["num_questions"]) for point in points] == [(0, 500), (20, 100), (40, 500)]
+    assert [(point["step"], point["num_questions"]) for point in points] == [
+        (0, 500),
+        (20, 100),
+        (40, 500),
+    ]
     root = ElementTree.fromstring(pictures.accuracy_svg(points))
     circles = list(root.iter(f"{NAMESPACE}circle"))
     heights = [float(circle.get("cy")) for circle in circles]

@@ -14,8 +14,24 @@ from shoal.report.metrics import METRICS
 
 PACKAGE = Path(__file__).parent.parent / "src" / "shoal"
 
-CLASSES = {"became", "declared", "desk", "drawn", "gathered", "given", "judge", "judged", "learnt", "look", "need",
-           "opened", "settled", "sheet", "there", "told"}
+CLASSES = {
+    "became",
+    "declared",
+    "desk",
+    "drawn",
+    "gathered",
+    "given",
+    "judge",
+    "judged",
+    "learnt",
+    "look",
+    "need",
+    "opened",
+    "settled",
+    "sheet",
+    "there",
+    "told",
+}
 MODULES = {"brief", "call", "choose", "judge", "learning", "look", "made", "trial"}
 WORDS = {"beh", "brought", "drawn", "learnt", "tell", "told"}
 """Words that no key, metric, figure or public function has in its name."""
@@ -24,7 +40,8 @@ KEY_WORDS = {*WORDS, "cut", "degenerate", "informative", "mismatch", "renormalis
 
 IN_ERRORS = re.compile(
     r"\b(told|brought|learnt|informative|degenerate|beside|apart|of which|one's own|mend(s|ed)?|"
-    r"(goes|gone) on|go on with|(take|takes|took) up|look(s|ed)? at|(not|nothing) there yet)\b")
+    r"(goes|gone) on|go on with|(take|takes|took) up|look(s|ed)? at|(not|nothing) there yet)\b"
+)
 
 
 def named(words: set[str], name: str) -> set[str]:
@@ -42,21 +59,40 @@ def trees() -> list[tuple[str, ast.Module]]:
 
 
 def test_classes_and_modules_are_nouns_of_the_field():
-    found = [f"{path}: class {node.name}" for path, tree in trees() for node in ast.walk(tree)
-             if isinstance(node, ast.ClassDef) and node.name.strip("_").lower() in CLASSES]
+    found = [
+        f"{path}: class {node.name}"
+        for path, tree in trees()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef) and node.name.strip("_").lower() in CLASSES
+    ]
     found += [f"{path}: module" for path, _ in trees() if Path(path).stem in MODULES]
     assert not found, "\n".join(found)
 
 
 def test_public_functions_have_plain_names():
-    found = [f"{path}:{node.lineno}: {node.name}" for path, tree in trees() for node in ast.walk(tree)
-             if isinstance(node, ast.FunctionDef) and not node.name.startswith("_") and named(WORDS, node.name)]
+    found = [
+        f"{path}:{node.lineno}: {node.name}"
+        for path, tree in trees()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef)
+        and not node.name.startswith("_")
+        and named(WORDS, node.name)
+    ]
     assert not found, "\n".join(found)
 
 
 def test_keys_metrics_and_figures_have_plain_names():
-    keys = {f"key {key}" for config in COMMANDS.values() for key in keys_of(config) if named(KEY_WORDS, key)}
-    figures = {f"figure {name}" for name in (*METRICS, *load("docs/reference.py").EVALUATION) if named(KEY_WORDS, name)}
+    keys = {
+        f"key {key}"
+        for config in COMMANDS.values()
+        for key in keys_of(config)
+        if named(KEY_WORDS, key)
+    }
+    figures = {
+        f"figure {name}"
+        for name in (*METRICS, *load("docs/reference.py").EVALUATION)
+        if named(KEY_WORDS, name)
+    }
     assert not keys | figures
 
 
@@ -64,11 +100,18 @@ def test_error_messages_have_plain_words():
     found = []
     for path, tree in trees():
         for node in ast.walk(tree):
-            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
-                    and node.func.id in ("ShoalError", "UnknownKey")):
+            if not (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Name)
+                and node.func.id in ("ShoalError", "UnknownKey")
+            ):
                 continue
-            text = " ".join(part.value for argument in node.args for part in ast.walk(argument)
-                            if isinstance(part, ast.Constant) and isinstance(part.value, str))
+            text = " ".join(
+                part.value
+                for argument in node.args
+                for part in ast.walk(argument)
+                if isinstance(part, ast.Constant) and isinstance(part.value, str)
+            )
             if word := IN_ERRORS.search(text):
                 found.append(f"{path}:{node.lineno}: {word[0]!r} in {text[:90]!r}")
     assert not found, "\n".join(found)

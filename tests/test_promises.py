@@ -13,14 +13,20 @@ import pytest
 
 TESTS = Path(__file__).parent
 README = " ".join((TESTS.parent / "README.md").read_text(encoding="utf-8").split())
-ROWS = [[cell.strip() for cell in line.strip("| \n").split(" | ")]
-        for line in (TESTS / "PROMISES.md").read_text(encoding="utf-8").splitlines() if line.startswith("| ")][2:]
+ROWS = [
+    [cell.strip() for cell in line.strip("| \n").split(" | ")]
+    for line in (TESTS / "PROMISES.md").read_text(encoding="utf-8").splitlines()
+    if line.startswith("| ")
+][2:]
 TIERS = {"slow", "system"}
 
 
 def named_tests(cell: str) -> list[tuple[str, str]]:
     """(file, test) of each test that a cell names; without a test: the whole file."""
-    return [(file, test) for file, _, test in (name.partition("::") for name in re.findall("`([^`]+)`", cell))]
+    return [
+        (file, test)
+        for file, _, test in (name.partition("::") for name in re.findall("`([^`]+)`", cell))
+    ]
 
 
 def marks(expressions: list[ast.expr]) -> set[str]:
@@ -44,8 +50,11 @@ def marks_by_test(file: str) -> dict[str, set[str]]:
     for statement in body:
         if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "pytestmark":
             of_the_file = marks([statement.value])
-    return {statement.name: marks(statement.decorator_list) | of_the_file
-            for statement in body if isinstance(statement, ast.FunctionDef)}
+    return {
+        statement.name: marks(statement.decorator_list) | of_the_file
+        for statement in body
+        if isinstance(statement, ast.FunctionDef)
+    }
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0][:40])
@@ -57,7 +66,9 @@ def test_a_promise_has_a_fast_witness_and_a_full_proof(row: list[str]):
         assert test in marks_by_test(file), f"{file} has no {test}"
         assert not marks_by_test(file)[test] & TIERS, f"{test} is no test of the fast tier"
     for file, test in named_tests(proofs):
-        assert test in marks_by_test(file) or (marks_by_test(file) and not test), f"{file} has no {test}"
+        assert test in marks_by_test(file) or (marks_by_test(file) and not test), (
+            f"{file} has no {test}"
+        )
 
 
 def test_each_point_of_what_you_get_has_its_promises():
@@ -70,11 +81,15 @@ def test_each_point_of_what_you_get_has_its_promises():
 
 def test_a_test_without_a_mark_takes_at_most_five_seconds(tmp_path: Path):
     file = tmp_path / "seconds.tsv"
-    file.write_text("4.00\t0.90\t9.00\tfast\tran\ta\n9.00\t0.00\t9.00\tslow\tran\tb\n4.00\t2.00\t5.00\tfast\tran\tc\n"
-                    "6.00\t0.00\t6.00\tfast\tran\td\n8.00\t0.00\t8.00\tfast\tran\te.py: fixture whole\n")
+    file.write_text(
+        "4.00\t0.90\t9.00\tfast\tran\ta\n9.00\t0.00\t9.00\tslow\tran\tb\n4.00\t2.00\t5.00\tfast\tran\tc\n"
+        "6.00\t0.00\t6.00\tfast\tran\td\n8.00\t0.00\t8.00\tfast\tran\te.py: fixture whole\n"
+    )
     costs = cpu_seconds.read_costs(file)
     assert [cost.test for cost in cpu_seconds.too_expensive(costs)] == ["c", "d"]
     with file.open("a") as more:
-        more.write("5.50\t0.00\t6.00\tfast\tran\tc\n3.00\t0.00\t3.00\tfast\tran\td\n")  # each once more, alone
+        more.write(
+            "5.50\t0.00\t6.00\tfast\tran\tc\n3.00\t0.00\t3.00\tfast\tran\td\n"
+        )  # each once more, alone
     assert [cost.test for cost in cpu_seconds.too_expensive(cpu_seconds.read_costs(file))] == ["c"]
     assert cpu_seconds.summary(costs)[0].split()[:5] == ["fast", "3", "tests", "25", "s"]

@@ -32,7 +32,9 @@ def test_the_first_two_commands_are_one_line_each():
 
 def test_it_is_read_in_a_minute_and_its_links_lead_somewhere():
     assert len(README.splitlines()) <= 140
-    links = re.findall(r"\]\(([^)#]+)[^)]*\)", README) + re.findall(r'(?:src|srcset)="([^"]+)"', README)
+    links = re.findall(r"\]\(([^)#]+)[^)]*\)", README) + re.findall(
+        r'(?:src|srcset)="([^"]+)"', README
+    )
     # ../../actions is the repository's own page beside its files, on a host that has one
     for link in {link for link in links if not link.startswith("../../actions/")}:
         assert (ROOT / link).exists(), f"README links to {link}"
@@ -41,10 +43,16 @@ def test_it_is_read_in_a_minute_and_its_links_lead_somewhere():
 
 def table_of_fits(text: str, start: int) -> dict[tuple[str, str], str]:
     """(topology, model) -> GiB, or `no`, of the table whose first model is in column `start`."""
-    rows = [[cell.strip(" *`") for cell in line.strip("|").split("|")]
-            for line in text.splitlines() if re.match(r"\| .*GiB of one \| 0|\| `[a-z0-9]+[:-][0-9x]+` \|", line)]
-    return {(row[0], model): cell.partition(":")[0] for row in rows[1:]
-            for model, cell in zip(rows[0][start:], row[start:], strict=True)}
+    rows = [
+        [cell.strip(" *`") for cell in line.strip("|").split("|")]
+        for line in text.splitlines()
+        if re.match(r"\| .*GiB of one \| 0|\| `[a-z0-9]+[:-][0-9x]+` \|", line)
+    ]
+    return {
+        (row[0], model): cell.partition(":")[0]
+        for row in rows[1:]
+        for model, cell in zip(rows[0][start:], row[start:], strict=True)
+    }
 
 
 def test_what_fits_is_part_of_the_page_on_it():
@@ -87,7 +95,9 @@ def watched(functions: Mapping[str, Any], watch: Callable[[str], None]) -> Itera
             return body(*args, **kwargs)
 
         function.__globals__[f"_watched {name}"] = first
-        function.__code__ = eval(f'lambda *args, **kwargs: globals()["_watched {name}"](*args, **kwargs)').__code__
+        function.__code__ = eval(
+            f'lambda *args, **kwargs: globals()["_watched {name}"](*args, **kwargs)'
+        ).__code__
     try:
         yield
     finally:
@@ -115,20 +125,40 @@ def test_a_run_takes_the_path_that_the_page_draws(tmp_path: Path):
                 callers[name].add(codes[above.f_code])
 
     with watched(functions, watch):
-        code = main(["train", "steps=1", "task.num_eval_questions=2", "train.pass_k=0", "batch.prompts_per_step=4",
-                     "sampling.max_completion_tokens=16",
-                     f"base_output_directory={tmp_path}"])
+        code = main(
+            [
+                "train",
+                "steps=1",
+                "task.num_eval_questions=2",
+                "train.pass_k=0",
+                "batch.prompts_per_step=4",
+                "sampling.max_completion_tokens=16",
+                f"base_output_directory={tmp_path}",
+            ]
+        )
     assert code == 0
     assert seen == set(names)
     command, train, job, loop, take, engine, groups, update, accumulate, loss, forward = names
-    for name, above in ((train, command), (job, train), (loop, train), (take, loop), (engine, take),
-                        (groups, take), (update, loop), (accumulate, update), (loss, accumulate),
-                        (forward, loss), (forward, engine)):
+    for name, above in (
+        (train, command),
+        (job, train),
+        (loop, train),
+        (take, loop),
+        (engine, take),
+        (groups, take),
+        (update, loop),
+        (accumulate, update),
+        (loss, accumulate),
+        (forward, loss),
+        (forward, engine),
+    ):
         assert above in callers[name], f"{name} was not called by {above}"
 
 
-@pytest.mark.parametrize("line", [line for line in README.splitlines()
-                                  if line.startswith("shoal ") and "--help" not in line])
+@pytest.mark.parametrize(
+    "line",
+    [line for line in README.splitlines() if line.startswith("shoal ") and "--help" not in line],
+)
 def test_the_example_command_lines_compose(line: str):
     import shlex
 

@@ -28,20 +28,45 @@ if TYPE_CHECKING:
     from shoal.types import RewardFunction
     from shoal.workers.rollout_function import generate_rollout_completions
 
-__all__ = ["Example", "Result", "RewardFunction", "ShoalError", "Task", "diff", "evaluate",
-           "generate_rollout_completions", "load_run", "train"]
+__all__ = [
+    "Example",
+    "Result",
+    "RewardFunction",
+    "ShoalError",
+    "Task",
+    "diff",
+    "evaluate",
+    "generate_rollout_completions",
+    "load_run",
+    "train",
+]
 
-REWARD_PRESETS.update({
-    "maxtext": "shoal.compat.gsm8k_rewards:MAXTEXT", "tunix": "shoal.compat.gsm8k_rewards:TUNIX",
-    "torchrl": "shoal.compat.gsm8k_rewards:TORCHRL", "verl": "shoal.compat.gsm8k_rewards:VERL"})
+REWARD_PRESETS.update(
+    {
+        "maxtext": "shoal.compat.gsm8k_rewards:MAXTEXT",
+        "tunix": "shoal.compat.gsm8k_rewards:TUNIX",
+        "torchrl": "shoal.compat.gsm8k_rewards:TORCHRL",
+        "verl": "shoal.compat.gsm8k_rewards:VERL",
+    }
+)
 register(lambda: importlib.import_module("shoal.compat.translation").Translator())
 
-_LAZY = {"Result": "shoal.runs.result", "load_run": "shoal.runs.result", "RewardFunction": "shoal.types",
-         "Task": "shoal.tasks.task", "generate_rollout_completions": "shoal.workers.rollout_function"}
+_LAZY = {
+    "Result": "shoal.runs.result",
+    "load_run": "shoal.runs.result",
+    "RewardFunction": "shoal.types",
+    "Task": "shoal.tasks.task",
+    "generate_rollout_completions": "shoal.workers.rollout_function",
+}
 
 
-def train(*, task: Any = None, held_out: Any = None, correct: Callable[[str, Example], bool] | None = None,
-          **overrides: Any) -> Result:
+def train(
+    *,
+    task: Any = None,
+    held_out: Any = None,
+    correct: Callable[[str, Example], bool] | None = None,
+    **overrides: Any,
+) -> Result:
     """Evaluates, trains, evaluates again. Prints as `shoal train` does; raises ShoalError for what a user can fix.
 
     `task`: a name, settings as a dict, or data of your own: dicts with `prompt` (text or messages), whose other columns
@@ -71,8 +96,13 @@ def train(*, task: Any = None, held_out: Any = None, correct: Callable[[str, Exa
     return Result(Path(summary["run_folder"]), summary)
 
 
-def evaluate(*, task: Any = None, held_out: Any = None, correct: Callable[[str, Example], bool] | None = None,
-             **overrides: Any) -> dict[str, Any]:
+def evaluate(
+    *,
+    task: Any = None,
+    held_out: Any = None,
+    correct: Callable[[str, Example], bool] | None = None,
+    **overrides: Any,
+) -> dict[str, Any]:
     """Figures of one model by set of questions, with their protocol; as `train`, with the keys of `shoal eval --help`.
     With `responses=FILE`, the figures of answers made elsewhere, for rows of your own too.
 
@@ -83,7 +113,9 @@ def evaluate(*, task: Any = None, held_out: Any = None, correct: Callable[[str, 
     from shoal.run.cache import cache_by_configuration
     from shoal.tasks.data import evaluating
 
-    config, resolved, functions = from_overrides(EvalConfig, **_named(task, held_out, correct, overrides))
+    config, resolved, functions = from_overrides(
+        EvalConfig, **_named(task, held_out, correct, overrides)
+    )
     config, resolved = with_own_task(config, resolved, bool(functions))
     if config.responses:
         from shoal.commands.responses import score_responses
@@ -127,12 +159,18 @@ def _named(task: Any, held_out: Any, correct: Any, overrides: Mapping[str, Any])
     return dict(overrides) if task is None else {**overrides, "task": task}
 
 
-def _task_of_data(task: Any, held_out: Any, correct: Any, config: Any, functions: Sequence[Callable]) -> Task | None:
+def _task_of_data(
+    task: Any, held_out: Any, correct: Any, config: Any, functions: Sequence[Callable]
+) -> Task | None:
     """The task of rows or a `Task`; None where `task` is a name or settings."""
     from shoal.run.task import task_of_data
     from shoal.tasks.rows import is_data
 
-    return task_of_data(task, held_out, correct, config.task, config.reward, functions) if is_data(task) else None
+    return (
+        task_of_data(task, held_out, correct, config.task, config.reward, functions)
+        if is_data(task)
+        else None
+    )
 
 
 def _with_functions_named(config: Any, functions: Sequence[Callable]) -> Any:
@@ -152,9 +190,14 @@ def _with_environments_named(config: Any, task: Task | None) -> Any:
 
     if task is None or not (task.tools or task.environments) or config.turns:
         return config
-    return replace(config, environment=replace(
-        config.environment, tools=tuple(map(name_given, task.tools)),
-        factory=name_given(task.environments, "environments") if task.environments else ""))
+    return replace(
+        config,
+        environment=replace(
+            config.environment,
+            tools=tuple(map(name_given, task.tools)),
+            factory=name_given(task.environments, "environments") if task.environments else "",
+        ),
+    )
 
 
 def _console(resolved: Any, console: Any = None) -> Any:

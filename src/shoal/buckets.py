@@ -40,11 +40,24 @@ WAIT_SECONDS, FIRST_PAUSE, LONGEST_PAUSE = 60.0, 0.5, 15.0
 """How long a command waits for a bucket that does not answer; seconds between the first two attempts, and at most."""
 CAUSE_LENGTH = 400
 """Characters of a library's error that are shown."""
-DISK_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR)
+DISK_FAULTS = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EROFS,
+    errno.ENAMETOOLONG,
+    errno.ENOTDIR,
+    errno.EISDIR,
+)
 WAITED_STATUSES = (307, 408, 409, 425, 429)
 """Of HTTP's statuses from 300 to 499, those after which the same request may succeed."""
-WAITED_CODES = ("BadDigest", "IncompleteBody", "InvalidDigest", "RequestTimeout", "XAmzContentChecksumMismatch",
-                "XAmzContentSHA256Mismatch")
+WAITED_CODES = (
+    "BadDigest",
+    "IncompleteBody",
+    "InvalidDigest",
+    "RequestTimeout",
+    "XAmzContentChecksumMismatch",
+    "XAmzContentSHA256Mismatch",
+)
 """S3's codes for a request that was damaged or cut on its way, which have the status 400, too."""
 FRESH_SECONDS = 10.0
 """How long a copy counts as the bucket's newest within one process."""
@@ -76,8 +89,10 @@ def place(url: str, area: str, key: str = "") -> Path:
     scheme, _, rest = url.partition("://")
     parts = [part for part in rest.split("/") if part not in ("", ".")]
     if not parts or ".." in parts or "\0" in rest:
-        raise ShoalError(f"{_named(key, url)}: expected SCHEME://BUCKET/PATH without '..', as s3://bucket/run, or "
-                         "SCHEME://BUCKET")
+        raise ShoalError(
+            f"{_named(key, url)}: expected SCHEME://BUCKET/PATH without '..', as s3://bucket/run, or "
+            "SCHEME://BUCKET"
+        )
     return cache_folder("buckets").resolve() / area / scheme.lower() / Path(*parts)
 
 
@@ -111,7 +126,9 @@ def connect(url: str, key: str = "") -> tuple[Any, str]:
     scheme = check_scheme(url, key)
     options: dict[str, Any] = {"use_listings_cache": False}
     if EXTRAS.get(scheme) == "s3":
-        options["max_concurrency"] = 1  # by parts a download is slower, and holds all that are under way
+        options["max_concurrency"] = (
+            1  # by parts a download is slower, and holds all that are under way
+        )
     if EXTRAS.get(scheme) == "gcs" and os.environ.get("STORAGE_EMULATOR_HOST"):
         options["token"] = "anon"  # else it looks for Google's metadata server
     if scheme in ("file", "local"):
@@ -128,15 +145,25 @@ def check_scheme(url: str, key: str = "") -> str:
 
     scheme = url.partition("://")[0].lower()
     if os.environ.get("STORAGE_EMULATOR_HOST"):
-        os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")  # it would ask Google itself, by gRPC
+        os.environ.setdefault(
+            "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false"
+        )  # it would ask Google itself, by gRPC
     try:
         fsspec.get_filesystem_class(scheme)
     except ImportError as error:
-        cure = f"pip install '.[{EXTRAS[scheme]}]' in the clone of Shoal" if scheme in EXTRAS else str(error)
-        raise ShoalError(f"{_named(key, url)}: a package that reads {scheme}:// is not installed: {cure}") from error
+        cure = (
+            f"pip install '.[{EXTRAS[scheme]}]' in the clone of Shoal"
+            if scheme in EXTRAS
+            else str(error)
+        )
+        raise ShoalError(
+            f"{_named(key, url)}: a package that reads {scheme}:// is not installed: {cure}"
+        ) from error
     except ValueError as error:
-        raise ShoalError(f"{_named(key, url)}: {scheme}:// is not known; give gs://, s3:// or another scheme of "
-                         "fsspec, or a local folder") from error
+        raise ShoalError(
+            f"{_named(key, url)}: {scheme}:// is not known; give gs://, s3:// or another scheme of "
+            "fsspec, or a local folder"
+        ) from error
     return scheme
 
 
@@ -150,17 +177,23 @@ def lasting_fault(error: BaseException) -> str:
     """What is wrong where waiting does not help; empty where the bucket may answer later."""
     text, name = cause(error), type(error).__name__
     if "expired" in text.lower():
-        return f"the credentials have expired ({text}): renew them, then give the same command again"
+        return (
+            f"the credentials have expired ({text}): renew them, then give the same command again"
+        )
     if "Credentials" in name or "Token" in name or name == "ProfileNotFound":
-        return (f"no credentials that work were found ({text}): set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or "
-                "AWS_PROFILE for s3://, GOOGLE_APPLICATION_CREDENTIALS for gs://")
+        return (
+            f"no credentials that work were found ({text}): set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or "
+            "AWS_PROFILE for s3://, GOOGLE_APPLICATION_CREDENTIALS for gs://"
+        )
     if isinstance(error, TypeError | NotImplementedError):
         return f"this kind of storage cannot do what is needed ({text})"
     if isinstance(error, PermissionError) or _status(error) in (401, 403):
         return f"access is refused ({text}): these credentials may not do that there"
     if isinstance(error, OSError) and error.errno in DISK_FAULTS:
-        return f"this machine cannot hold the files ({text}): make room in {cache_folder('buckets')}, or set " \
-               "XDG_CACHE_HOME to another disk"
+        return (
+            f"this machine cannot hold the files ({text}): make room in {cache_folder('buckets')}, or set "
+            "XDG_CACHE_HOME to another disk"
+        )
     if _is_refused(error):
         return f"no such request can be made ({text}): is the address right?"
     return ""
@@ -176,20 +209,31 @@ def _is_refused(error: BaseException) -> bool:
     """True for what the client or the bucket will refuse again: the request itself is wrong."""
     if isinstance(error, LookupError | AttributeError):
         return True
-    if isinstance(error, ValueError):  # but for an answer that could not be read: a proxy's page, for one
+    if isinstance(
+        error, ValueError
+    ):  # but for an answer that could not be read: a proxy's page, for one
         return not isinstance(error, json.JSONDecodeError | UnicodeError)
     if 400 <= _status(error) < 500:
         return _status(error) not in WAITED_STATUSES
     kinds = {kind.__name__ for kind in type(error).__mro__}
-    if "BotoCoreError" in kinds:  # what boto says without having asked, but for the trouble of a connection
-        return not kinds & {"HTTPClientError", "ConnectionError", "IncompleteReadError", "FlexibleChecksumError"}
+    if (
+        "BotoCoreError" in kinds
+    ):  # what boto says without having asked, but for the trouble of a connection
+        return not kinds & {
+            "HTTPClientError",
+            "ConnectionError",
+            "IncompleteReadError",
+            "FlexibleChecksumError",
+        }
     # s3fs makes an OSError of S3's own code, which is then in its cause.
     answer = getattr(error.__cause__, "response", None)
     if not isinstance(answer, dict):
         return False
     code = str(answer.get("Error", {}).get("Code", ""))
     status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-    is_refusal = 300 <= status < 500 and status not in WAITED_STATUSES  # 301: the bucket is in another region
+    is_refusal = (
+        300 <= status < 500 and status not in WAITED_STATUSES
+    )  # 301: the bucket is in another region
     return (is_refusal or code.startswith("Invalid")) and code not in WAITED_CODES
 
 
@@ -203,15 +247,19 @@ def attempt(do: Callable[[], T], url: str, key: str = "") -> T:
         except FileExistsError:
             raise
         except FileNotFoundError as error:
-            raise ShoalError(f"{_named(key, url)}: there is no such bucket or file ({cause(error)})") from error
+            raise ShoalError(
+                f"{_named(key, url)}: there is no such bucket or file ({cause(error)})"
+            ) from error
         except ShoalError:
             raise
         except Exception as error:  # each library has its own
             if fault := lasting_fault(error):
                 raise ShoalError(f"{_named(key, url)}: {fault}") from error
             if time.monotonic() + pause - began > WAIT_SECONDS:
-                raise Unreachable(f"{_named(key, url)} has not answered for {WAIT_SECONDS:.0f} s ({cause(error)}): "
-                                  "is the address right, and this machine online?") from error
+                raise Unreachable(
+                    f"{_named(key, url)} has not answered for {WAIT_SECONDS:.0f} s ({cause(error)}): "
+                    "is the address right, and this machine online?"
+                ) from error
             if pause == FIRST_PAUSE:
                 text = f"waiting for {url}, at most {WAIT_SECONDS:.0f} s ({cause(error)}) ..."
                 print(text, file=sys.stderr, flush=True)
@@ -250,14 +298,18 @@ def objects(fs: Any, path: str) -> dict[str, Object]:
         if full_name == top:
             found[""] = _object(info)
             continue
-        name = full_name[len(top) + 1:]
-        path_within(Path(), name, f"the bucket's folder {path}")  # every name that is read or written passes here
+        name = full_name[len(top) + 1 :]
+        path_within(
+            Path(), name, f"the bucket's folder {path}"
+        )  # every name that is read or written passes here
         found[name] = _object(info)
     for name in found:
         for parent in PurePosixPath(name).parents:
             if name and str(parent) in found:
-                raise ShoalError(f"the bucket's folder {path} holds {parent} and {name}: one name cannot be a file and "
-                                 "a folder here; remove or rename one of them there")
+                raise ShoalError(
+                    f"the bucket's folder {path} holds {parent} and {name}: one name cannot be a file and "
+                    "a folder here; remove or rename one of them there"
+                )
     return found
 
 
@@ -275,7 +327,9 @@ def _object(info: Mapping[str, Any]) -> Object:
     when = next((info[name] for name in MODIFIED if info.get(name)), 0.0)
     when = datetime.fromisoformat(when) if isinstance(when, str) else when
     seconds = when.timestamp() if isinstance(when, datetime) else float(when)
-    below = int.from_bytes(hashlib.blake2b(f"{tag} {seconds}".encode(), digest_size=4).digest()) % 10**9
+    below = (
+        int.from_bytes(hashlib.blake2b(f"{tag} {seconds}".encode(), digest_size=4).digest()) % 10**9
+    )
     return Object(info["name"], int(info["size"]), int(seconds) * 10**9 + below, md5)
 
 
@@ -322,6 +376,7 @@ def _arriving(fs: Any, source: str, file: Path, key: str = "") -> Iterator[Path]
 
 def download(fs: Any, wanted: Mapping[Path, Object], key: str = "") -> list[Path]:
     """Copies objects to files, each whole or not at all; those that are the same already stay. The files copied."""
+
     def copy(file: Path, one: Object) -> bool:
         if is_same(one, file):
             return False
@@ -339,14 +394,18 @@ def download(fs: Any, wanted: Mapping[Path, Object], key: str = "") -> list[Path
 _fetched: dict[tuple[str, bool, bool, str], float] = {}
 
 
-def fetch(url: str, key: str = "", weights: bool = True, groups: bool = True, may_be_empty: bool = False) -> Path:
+def fetch(
+    url: str, key: str = "", weights: bool = True, groups: bool = True, may_be_empty: bool = False
+) -> Path:
     """The copy of a bucket's file or folder, made equal to it; without `weights` no arrays of models and checkpoints,
     without `groups` no completions of runs (`complete` fetches them later). Those of a run's checkpoint are always
     fetched by `complete`. ShoalError where there is nothing, it cannot be read, or is not whole."""
     seen = (url, weights, groups, str(cache_folder("buckets")))
     if time.monotonic() - _fetched.get(seen, -FRESH_SECONDS) > FRESH_SECONDS:
         root, (fs, path) = url, connect(url, key)
-        if run := re.fullmatch(r"(.+)/checkpoints(?:/\d+)?/*", path):  # read by what its run holds, too
+        if run := re.fullmatch(
+            r"(.+)/checkpoints(?:/\d+)?/*", path
+        ):  # read by what its run holds, too
             is_of_run = attempt(lambda: fs.exists(f"{run[1]}/config.yaml"), url, key)
             root = re.sub(r"/checkpoints(/\d+)?/*$", "", url) if is_of_run else url
         fetch_into(place(root, COPIES, key), key, weights, groups, may_be_empty)
@@ -363,7 +422,9 @@ def fetch_matching(pattern: str, key: str) -> list[Path]:
     return [fetch(f"{scheme}://{name}", key) for name in sorted(names)]
 
 
-def fetch_into(to: Path, key: str = "", weights: bool = True, groups: bool = True, may_be_empty: bool = False) -> None:
+def fetch_into(
+    to: Path, key: str = "", weights: bool = True, groups: bool = True, may_be_empty: bool = False
+) -> None:
     """Makes a file or folder of the cache equal to the bucket's; what is there beyond it is removed."""
     url = address(to)
     fs, path = connect(url, key)
@@ -378,18 +439,28 @@ def fetch_into(to: Path, key: str = "", weights: bool = True, groups: bool = Tru
         download(fs, {to: found[""]}, key)
         return
     held = {name: one for name, one in found.items() if not is_partial(name, found)}
-    trees = {str(PurePosixPath(name).parent) for name in held if PurePosixPath(name).name == "_METADATA"}
-    wanted = {to / name: one for name, one in held.items()
-              if (weights or not _is_array(name, trees)) and (groups or not re.search(r"(^|/)groups/[^/]*$", name))
-              and not (CHECKPOINT.fullmatch(name) and _is_array(name, trees))}
+    trees = {
+        str(PurePosixPath(name).parent) for name in held if PurePosixPath(name).name == "_METADATA"
+    }
+    wanted = {
+        to / name: one
+        for name, one in held.items()
+        if (weights or not _is_array(name, trees))
+        and (groups or not re.search(r"(^|/)groups/[^/]*$", name))
+        and not (CHECKPOINT.fullmatch(name) and _is_array(name, trees))
+    }
     copied = download(fs, wanted, key)
     _remove_others(to, held)
     if any(LOCKS in PurePosixPath(name).parts for name in found) or not copied:
         return  # a run may go on while it is read
     now = attempt(lambda: objects(fs, path), url, key)
-    if changed := [name for name, one in held.items() if to / name in wanted and now.get(name) != one]:
-        raise ShoalError(f"{_named(key, url)}: {changed[0]} changed while it was fetched: give the same command again "
-                         "when nobody writes there")
+    if changed := [
+        name for name, one in held.items() if to / name in wanted and now.get(name) != one
+    ]:
+        raise ShoalError(
+            f"{_named(key, url)}: {changed[0]} changed while it was fetched: give the same command again "
+            "when nobody writes there"
+        )
 
 
 def is_partial(name: str, found: Iterable[str]) -> bool:
@@ -401,8 +472,9 @@ def is_partial(name: str, found: Iterable[str]) -> bool:
     if not matched:
         return False
     run = f"{matched['run']}/" if matched["run"] else ""
-    return f"{run}{MANIFESTS}/{matched['version']}.json" not in found and \
-        any(other.startswith(f"{run}{LOCKS}/") for other in found)
+    return f"{run}{MANIFESTS}/{matched['version']}.json" not in found and any(
+        other.startswith(f"{run}{LOCKS}/") for other in found
+    )
 
 
 def _is_array(name: str, trees: Iterable[str]) -> bool:
@@ -427,11 +499,16 @@ def complete(path: Path) -> None:
     url, matched = address(path), CHECKPOINT.fullmatch(path.as_posix())
     if area_of(path) not in (COPIES, RUNS):
         return
-    manifest = Path(matched["run"] or "/", MANIFESTS, f"{matched['version']}.json") if matched else None
+    manifest = (
+        Path(matched["run"] or "/", MANIFESTS, f"{matched['version']}.json") if matched else None
+    )
     fs, root = connect(url)
     if manifest is None or not manifest.is_file():
         if area_of(path) == COPIES:  # in RUNS it was written here
-            download(fs, {path / name: one for name, one in attempt(lambda: objects(fs, root), url).items()})
+            download(
+                fs,
+                {path / name: one for name, one in attempt(lambda: objects(fs, root), url).items()},
+            )
         return
 
     def bring(entry: tuple[Path, tuple[int, str]]) -> None:
@@ -441,7 +518,9 @@ def complete(path: Path) -> None:
         name = file.relative_to(path).as_posix()
         with _arriving(fs, f"{root}/{name}", file) as copied_file:
             if checksum(copied_file) != digest:
-                raise ShoalError(f"{url}/{name} is not the file that the checkpoint's manifest names")
+                raise ShoalError(
+                    f"{url}/{name} is not the file that the checkpoint's manifest names"
+                )
 
     with ThreadPoolExecutor(FILES_AT_ONCE) as threads:
         list(threads.map(bring, _read_manifest(manifest, path).items()))
@@ -453,7 +532,9 @@ def _read_manifest(manifest: Path, checkpoint: Path) -> dict[Path, tuple[int, st
         entries = json.loads(manifest.read_text("utf-8"))
         named = {str(name): (int(size), str(digest)) for name, (size, digest) in entries.items()}
     except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise ShoalError(f"{address(manifest)} is damaged ({cause(error)}): choose another checkpoint") from error
+        raise ShoalError(
+            f"{address(manifest)} is damaged ({cause(error)}): choose another checkpoint"
+        ) from error
     source = address(manifest)
     return {path_within(checkpoint, name, source): entry for name, entry in named.items()}
 

@@ -44,7 +44,9 @@ MEMORY_EXPLAINED = ("train", "sft", "doctor", "eval", "generate", "serve")
 def program() -> int:
     """`shoal` as it is typed: `main`, in a process whose memory is set up for it."""
     end_on_interrupt()
-    with contextlib.suppress(ShoalError):  # a token that was typed leaves the arguments, which others can read
+    with contextlib.suppress(
+        ShoalError
+    ):  # a token that was typed leaves the arguments, which others can read
         sys.argv[:] = redact_token(sys.argv)
         sys.orig_argv[:] = redact_token(sys.orig_argv)
     words = sys.argv[1:]
@@ -95,8 +97,10 @@ def _run(words: list[str]) -> int:
         return 0
     command, *rest = words
     job: list[str] = []
-    if command == "launch" and "--" in rest:  # its own words end here; --dry-run and --help behind it are the job's
-        rest, job = rest[:rest.index("--")], rest[rest.index("--") + 1:]
+    if (
+        command == "launch" and "--" in rest
+    ):  # its own words end here; --dry-run and --help behind it are the job's
+        rest, job = rest[: rest.index("--")], rest[rest.index("--") + 1 :]
     if command == "help":
         print(command_help(_known(rest[0]), rest[1:]) if rest else overview())
     elif any(word in HELP for word in rest):
@@ -131,17 +135,24 @@ def _run_command(command: str, words: list[str], job: Sequence[str] = ()) -> int
         from shoal.report.console import Console
 
         raise_on_interrupt()
-        return FAILED_EXIT_CODE if multirun(command, words, Console(), only_shown)["num_failed"] else 0
+        return (
+            FAILED_EXIT_CODE if multirun(command, words, Console(), only_shown)["num_failed"] else 0
+        )
     config, resolved = _compose(command, words)
     if command == "launch":
         config = replace(config, job=(*config.job, *job), dry_run=config.dry_run or only_shown)
     elif only_shown:
         from shoal.run.dry_run import adapter_lines, check_dry_run
 
-        with _stdout_is_stderr(), _explained(command, config, resolved):  # a reward function may print
+        with (
+            _stdout_is_stderr(),
+            _explained(command, config, resolved),
+        ):  # a reward function may print
             explained = _in_their_names(resolved)
-            lines = [f"{'note' if found.level == 'ok' else 'warning'}: {explained(str(found))}"
-                     for found in check_dry_run(config)] + adapter_lines(config)
+            lines = [
+                f"{'note' if found.level == 'ok' else 'warning'}: {explained(str(found))}"
+                for found in check_dry_run(config)
+            ] + adapter_lines(config)
             if command == "plan":
                 from shoal.commands.plan import estimate
 
@@ -155,7 +166,10 @@ def _run_command(command: str, words: list[str], job: Sequence[str] = ()) -> int
     require_given(config, *(key for key in POSITIONALS.get(command, ()) if key != "runs"))
     cache_by_environment()
     as_json = "json" in keys_of(type(config)) and config.json
-    with _stdout_is_stderr() if as_json else contextlib.nullcontext(), _explained(command, config, resolved):
+    with (
+        _stdout_is_stderr() if as_json else contextlib.nullcontext(),
+        _explained(command, config, resolved),
+    ):
         result = _call(command, config, resolved)
     if as_json:
         from shoal.report.lines import json_ready
@@ -221,7 +235,9 @@ def _call(command: str, config: Any, resolved: Resolved) -> Any:
         console.note(note)
     console.in_their_names = _in_their_names(resolved)
     name = {"eval": "evaluate", "sft": "train"}.get(command, command.replace("-", "_"))
-    module, name = ("responses", "score_responses") if command == "eval" and config.responses else (name, name)
+    module, name = (
+        ("responses", "score_responses") if command == "eval" and config.responses else (name, name)
+    )
     call = getattr(importlib.import_module(f"shoal.commands.{module}"), name)
     raise_on_interrupt()
     return call(config, console=console)
@@ -253,4 +269,3 @@ def use_huge_pages(pages: Path = Path("/sys/kernel/mm/transparent_hugepage/enabl
         return
     os.environ["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
-

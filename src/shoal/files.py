@@ -71,7 +71,9 @@ def from_hub(name: str, **options: Any) -> Path:
     from huggingface_hub import get_session, snapshot_download
 
     hooks = get_session().event_hooks["request"]
-    if _limit_wait not in hooks:  # huggingface_hub asks for no limit in each request, whatever its client's is
+    if (
+        _limit_wait not in hooks
+    ):  # huggingface_hub asks for no limit in each request, whatever its client's is
         hooks.append(_limit_wait)
     text = f"waiting for {name} of the Hugging Face hub (it may take {HUB_SECONDS:.0f} s to answer) ..."
     note = threading.Timer(SILENT_SECONDS, print, (text,), {"file": sys.stderr, "flush": True})
@@ -84,7 +86,9 @@ def from_hub(name: str, **options: Any) -> Path:
 
 def _limit_wait(request: Any) -> None:
     limits = request.extensions.get("timeout", {})
-    request.extensions["timeout"] = {phase: limits.get(phase) or HUB_SECONDS for phase in ("connect", "read", "write")}
+    request.extensions["timeout"] = {
+        phase: limits.get(phase) or HUB_SECONDS for phase in ("connect", "read", "write")
+    }
 
 
 @contextlib.contextmanager
@@ -95,9 +99,13 @@ def writing(path: str | Path, key: str = "") -> Iterator[None]:
     except OSError as error:
         reason = error.strerror or error
         if key:
-            raise ShoalError(f"{key}={path} cannot be written: {reason}; choose another place") from error
-        raise ShoalError(f"cannot write {path}: {reason}; make room or set base_output_directory to a folder that can "
-                         "be written") from error
+            raise ShoalError(
+                f"{key}={path} cannot be written: {reason}; choose another place"
+            ) from error
+        raise ShoalError(
+            f"cannot write {path}: {reason}; make room or set base_output_directory to a folder that can "
+            "be written"
+        ) from error
 
 
 @contextlib.contextmanager
@@ -177,7 +185,9 @@ def check_local(path: str | Path, key: str, area: str = "") -> Path:
     try:
         return Path(path).expanduser()
     except RuntimeError as error:
-        raise ShoalError(f"{key}={path}: no home folder is known for that user; give the whole path") from error
+        raise ShoalError(
+            f"{key}={path}: no home folder is known for that user; give the whole path"
+        ) from error
 
 
 def find_input(path: str | Path, key: str, weights: bool = False, groups: bool = False) -> Path:
@@ -189,8 +199,10 @@ def find_input(path: str | Path, key: str, weights: bool = False, groups: bool =
 TABLES = (".csv", ".tsv", ".parquet", ".arrow", ".xlsx")
 """Endings of files that are not written."""
 
-INPUTS = {"prompts": "a jsonl, csv or parquet file with a `prompt` a row",
-          "responses": "a jsonl file with `question` (of ifeval `prompt`) and `response` on each line"}
+INPUTS = {
+    "prompts": "a jsonl, csv or parquet file with a `prompt` a row",
+    "responses": "a jsonl file with `question` (of ifeval `prompt`) and `response` on each line",
+}
 """Key of a file that a command reads -> what the file holds."""
 
 
@@ -209,8 +221,10 @@ def check_new_file(path: str | Path, key: str) -> Path:
     if local.is_dir() and not is_bucket(path):
         raise ShoalError(f"{key}={path} is a folder: give the name of a file")
     if local.suffix.lower() in TABLES:
-        raise ShoalError(f"{key}={path}: JSON is written, so the name must end otherwise: {key}="
-                         f"{str(path).removesuffix(local.suffix)}.jsonl")
+        raise ShoalError(
+            f"{key}={path}: JSON is written, so the name must end otherwise: {key}="
+            f"{str(path).removesuffix(local.suffix)}.jsonl"
+        )
     if is_bucket(path):
         return buckets.check_new(str(path), key)
     check_place(local, key)
@@ -225,7 +239,9 @@ def check_new_folder(path: str | Path, key: str) -> Path:
     if is_bucket(path):
         return buckets.check_new(str(path), key)
     if local.is_file() or (local.is_dir() and any(local.iterdir())):
-        raise ShoalError(f"{key}={path} exists and is not empty: choose another folder, or remove it")
+        raise ShoalError(
+            f"{key}={path} exists and is not empty: choose another folder, or remove it"
+        )
     check_place(local, key)
     return local
 
@@ -244,10 +260,17 @@ def check_place(path: Path, key: str, within: bool = False) -> None:
     `within`: in the folder `path` itself, where it exists."""
     above = nearest_folder(path / "any" if within else path)
     if not above.is_dir():
-        raise ShoalError(f"{key}={path} cannot be written: {above} is a file, not a folder; choose another place")
+        raise ShoalError(
+            f"{key}={path} cannot be written: {above} is a file, not a folder; choose another place"
+        )
     if not os.access(above, os.W_OK | os.X_OK):
-        raise ShoalError(f"{key}={path} cannot be written: no permission in {above}; choose another place")
-    with writing(path, key), tempfile.TemporaryFile(dir=above):  # some folders take none, whatever their mode says
+        raise ShoalError(
+            f"{key}={path} cannot be written: no permission in {above}; choose another place"
+        )
+    with (
+        writing(path, key),
+        tempfile.TemporaryFile(dir=above),
+    ):  # some folders take none, whatever their mode says
         pass
 
 

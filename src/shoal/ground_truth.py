@@ -20,7 +20,14 @@ def ground_truth(columns: Mapping[str, Any]) -> Any:
     model = columns.get("reward_model")
     found = [model.get("ground_truth")] if isinstance(model, Mapping) else []
     found += [columns.get(name) for name in GOLD_COLUMNS]
-    return next((value for value in found if value is not None and not (isinstance(value, str) and not value)), None)
+    return next(
+        (
+            value
+            for value in found
+            if value is not None and not (isinstance(value, str) and not value)
+        ),
+        None,
+    )
 
 
 def truth_fault(columns: Mapping[str, Any]) -> str:
@@ -43,5 +50,7 @@ def truth_fault(columns: Mapping[str, Any]) -> str:
     found = [name for name in GOLD_COLUMNS if name in columns]
     if found:
         return f"`{found[0]}` is empty"
-    return ("expected a column `reward_model` with `ground_truth` in it, or a column `ground_truth`, `answer`, "
-            f"`solution`, `target` or `label`; there are: {', '.join(columns) or 'none'}")
+    return (
+        "expected a column `reward_model` with `ground_truth` in it, or a column `ground_truth`, `answer`, "
+        f"`solution`, `target` or `label`; there are: {', '.join(columns) or 'none'}"
+    )

@@ -21,6 +21,8 @@ def path_within(folder: Path, name: Any, named_by: str) -> Path:
     parts = name.split("/") if isinstance(name, str) else []
     is_plain = bool(parts) and all(part not in ("", ".", "..") for part in parts)
     if not is_plain or "\\" in name or "\0" in name:
-        raise ShoalError(f"{named_by} names the file {name!r}, which is refused: expected a relative path without "
-                         "'..', '//' or a backslash; remove or rename it there")
+        raise ShoalError(
+            f"{named_by} names the file {name!r}, which is refused: expected a relative path without "
+            "'..', '//' or a backslash; remove or rename it there"
+        )
     return folder.joinpath(*parts)

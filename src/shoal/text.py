@@ -43,7 +43,11 @@ def nearness(key: str, name: str, like: Callable[[str, str], float] = likeness) 
 def _at_most(a: str, b: str) -> float:
     """No less than `likeness`, in a tenth of the time: as if all letters in common stood in the same order."""
     a, b = a.lower(), b.lower()
-    return 2 * sum([min(a.count(letter), b.count(letter)) for letter in {*a}]) / len(a + b) if a + b else 1.0
+    return (
+        2 * sum([min(a.count(letter), b.count(letter)) for letter in {*a}]) / len(a + b)
+        if a + b
+        else 1.0
+    )
 
 
 def exact(number: float) -> str:
@@ -55,8 +59,9 @@ def exact(number: float) -> str:
     return repr(float(number)).removesuffix(".0") if isinstance(number, float) else str(number)
 
 
-def did_you_mean(key: str, names: Iterable[str], shown: Mapping[str, str] | None = None,
-                 lists_all: bool = False) -> str:
+def did_you_mean(
+    key: str, names: Iterable[str], shown: Mapping[str, str] | None = None, lists_all: bool = False
+) -> str:
     """`, did you mean X?` where a name is near, else nothing, or all names. `shown`: names as they are written in the
     text.
 
@@ -69,7 +74,9 @@ def did_you_mean(key: str, names: Iterable[str], shown: Mapping[str, str] | None
         return ""
     name = nearest(key, names)
     last, theirs = key.rpartition(".")[2], name.rpartition(".")[2]
-    is_part = min(len(last), len(theirs)) > 3 and (theirs.startswith(last) or last.startswith(theirs))
+    is_part = min(len(last), len(theirs)) > 3 and (
+        theirs.startswith(last) or last.startswith(theirs)
+    )
     if is_part or max(likeness(key, name), likeness(last, theirs)) >= CLOSE:
         return f", did you mean {(shown or {}).get(name, name)}?"
     return f"; there are: {', '.join(names)}" if lists_all else ""

@@ -95,7 +95,9 @@ class Address:
 
     def key(self, completion: int) -> np.ndarray:
         """The two uint32 words from which a completion's uniforms are derived, position by position."""
-        text = struct.pack("<qqqq", self.seed, self.step, self.row, completion) + self.purpose.encode()
+        text = (
+            struct.pack("<qqqq", self.seed, self.step, self.row, completion) + self.purpose.encode()
+        )
         return np.frombuffer(hashlib.blake2b(text, digest_size=8).digest(), dtype=np.uint32)
 
 
@@ -129,7 +131,9 @@ class Example:
     row: int
     prompt: Prompt
     columns: Mapping[str, Any] = field(default_factory=dict)
-    place: str = field(default="", compare=False)  # file and line, for errors; empty where it has none
+    place: str = field(
+        default="", compare=False
+    )  # file and line, for errors; empty where it has none
 
 
 @dataclass(frozen=True)
@@ -139,7 +143,9 @@ class RewardFunction:
     name: str
     function: Callable[..., Any]
     weight: float = 1.0
-    runs_in_process: bool = False  # fast and pure, as those of tasks: called in this process, without limits
+    runs_in_process: bool = (
+        False  # fast and pure, as those of tasks: called in this process, without limits
+    )
 
     @functools.cached_property
     def per_completion(self) -> bool:
@@ -153,7 +159,9 @@ class RewardFunction:
     @functools.cached_property
     def awaits(self) -> bool:
         """True if the function, or the object's `__call__`, is `async def`."""
-        return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(type(self.function).__call__)
+        return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(
+            type(self.function).__call__
+        )
 
 
 @dataclass(frozen=True)
@@ -175,9 +183,13 @@ class SampleRequest:
     version: int = 0
     exact: bool = True
     first: int = 0  # the index of the first completion
-    has_turns: bool = False  # a completion whose turn ends keeps its place until it is extended or ended
+    has_turns: bool = (
+        False  # a completion whose turn ends keeps its place until it is extended or ended
+    )
     branch: int = 0  # of a rollout that has begun: it goes ahead of what was asked for before
-    turn_limits: tuple[int, ...] = ()  # tokens by completion after which its first turn is cut; 0, or (): no such limit
+    turn_limits: tuple[
+        int, ...
+    ] = ()  # tokens by completion after which its first turn is cut; 0, or (): no such limit
 
     def turn_limit_of(self, number: int) -> int:
         """After how many tokens the first turn of a completion is cut, by its number here, from 0; 0: only where the
@@ -194,7 +206,9 @@ class Branch(NamedTuple):
     """What follows another prompt than the tokens before it, because what had been said was told anew."""
 
     start: int  # the first of the completion's tokens that follow it
-    prompt_ids: np.ndarray  # int32[Tp]; what of it the model had sampled is learnt from before, not here
+    prompt_ids: (
+        np.ndarray
+    )  # int32[Tp]; what of it the model had sampled is learnt from before, not here
 
 
 @dataclass(frozen=True)
@@ -215,10 +229,16 @@ class Completion:
     loss_mask: np.ndarray  # bool[T]
     versions: np.ndarray  # int32[T]
     stop_reason: StopReason
-    extra: Mapping[str, np.ndarray] = field(default_factory=dict)  # further arrays by token, as support_ids int32[T, K]
-    waits: bool = False  # a turn has ended, and its host holds its place until it is extended or ended
+    extra: Mapping[str, np.ndarray] = field(
+        default_factory=dict
+    )  # further arrays by token, as support_ids int32[T, K]
+    waits: bool = (
+        False  # a turn has ended, and its host holds its place until it is extended or ended
+    )
     messages: tuple[Mapping[str, Any], ...] = ()  # what followed the prompt, where there are turns
-    prompt_ids: np.ndarray | None = None  # int32[Tp] of its own, where an environment's first words differ by rollout
+    prompt_ids: np.ndarray | None = (
+        None  # int32[Tp] of its own, where an environment's first words differ by rollout
+    )
     branches: tuple[Branch, ...] = ()  # in order of their start, beyond the first prompt
 
     def __len__(self) -> int:
@@ -268,8 +288,10 @@ class Group:
     @property
     def answers(self) -> tuple[str, ...]:
         """What is judged: the texts, or of rollouts with turns the model's last words."""
-        return tuple(str(one.messages[-1].get("content") or "") if one.messages else text
-                     for one, text in zip(self.completions, self.texts, strict=True))
+        return tuple(
+            str(one.messages[-1].get("content") or "") if one.messages else text
+            for one, text in zip(self.completions, self.texts, strict=True)
+        )
 
     def prompt_of(self, number: int) -> np.ndarray:
         """The prompt of a completion, int32[Tp]: the group's, unless its environment began it with other words."""
@@ -281,7 +303,10 @@ class Group:
         one = self.completions[number]
         all = [Branch(0, self.prompt_of(number)), *one.branches]
         stops = [branch.start for branch in all[1:]] + [len(one)]
-        return [(branch.prompt_ids, slice(branch.start, stop)) for branch, stop in zip(all, stops, strict=True)]
+        return [
+            (branch.prompt_ids, slice(branch.start, stop))
+            for branch, stop in zip(all, stops, strict=True)
+        ]
 
     def by_prompt(self) -> list[tuple[np.ndarray, list[tuple[int, slice]]]]:
         """The prompts of its completions, each with the number and the tokens of what follows it: one prompt, unless
@@ -318,7 +343,9 @@ class Failure:
 
     function: str
     row: int  # of the data
-    completion: int | None  # its index in the group; None where a call of several failed and none of them alone
+    completion: (
+        int | None
+    )  # its index in the group; None where a call of several failed and none of them alone
     kind: Literal["raised", "timed out", "died", "not a number"]
     text: str  # one line that names function, step, what happened and the place
 
@@ -328,17 +355,27 @@ class RolloutStats:
     """Seconds, tokens and reward failures of a `RolloutSource` since they were last read."""
 
     sample_seconds: float = 0.0
-    reward_seconds: float = 0.0  # waited for rewards after sampling ended, not the time that they took
+    reward_seconds: float = (
+        0.0  # waited for rewards after sampling ended, not the time that they took
+    )
     tokens: int = 0  # of the groups that were taken
     busy_seconds: float = 0.0  # in which hosts sampled, in the mean over them
     drawing: int = 0  # places of the sampler that drew a token, of
     places: int = 0  # all, summed over the tokens of decoding
-    logged: dict[str, list[float]] = field(default_factory=dict)  # what rewards logged with log_metric
+    logged: dict[str, list[float]] = field(
+        default_factory=dict
+    )  # what rewards logged with log_metric
     failures: list[Failure] = field(default_factory=list)
     unchanged: int = 0  # publications of the weights of the publication before
-    publish: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("seconds", "bytes", "pause_seconds"), 0.0))
-    sampler_idle: float | None = None  # share of the places, over the time since, that drew nothing; None: not counted
-    queue: dict[str, int] = field(default_factory=dict)  # groups that wait, run, or are sampled and not handed over
+    publish: dict[str, float] = field(
+        default_factory=lambda: dict.fromkeys(("seconds", "bytes", "pause_seconds"), 0.0)
+    )
+    sampler_idle: float | None = (
+        None  # share of the places, over the time since, that drew nothing; None: not counted
+    )
+    queue: dict[str, int] = field(
+        default_factory=dict
+    )  # groups that wait, run, or are sampled and not handed over
     fleet: dict[str, int] = field(default_factory=dict)  # the metrics fleet/*
     host_tokens: int = 0  # that hosts sampled, whatever became of them
     preempted: int = 0  # rows of completions that gave way to others, for want of pages
@@ -355,7 +392,9 @@ class Manifest(Protocol):
         """False once nobody may ask for this version any more."""
         ...
 
-    def read(self, model: Any, frozen: MutableMapping[str, Any] | None = None) -> Future[Callable[[], Params]]:
+    def read(
+        self, model: Any, frozen: MutableMapping[str, Any] | None = None
+    ) -> Future[Callable[[], Params]]:
         """Begins to bring the weights to the devices of `model`, in its type and layout, while these may sample.
         `frozen` is the host's: what no version changes is kept there, and read once.
 
@@ -370,17 +409,25 @@ class HostProgress:
 
     version: int = -1  # of the weights that it samples from; -1: none yet
     preparing: bool = False  # it reads weights or compiles: no token may arrive for minutes
-    capacity: int = 0  # completions that it wants to have at once, those that wait included; 0: all there are
+    capacity: int = (
+        0  # completions that it wants to have at once, those that wait included; 0: all there are
+    )
     tokens: int = 0  # sampled, those of completions under way too
     dispatches: int = 0  # compiled steps whose tokens have arrived
     preempted: int = 0  # rows of completions that gave way to others, for want of pages
     drawing: int = 0  # places that drew a token, of
     places: int = 0  # all, summed over the tokens of decoding
-    pause_seconds: float = 0.0  # in which it loaded weights; those compiled steps that are under way are waited for
+    pause_seconds: float = (
+        0.0  # in which it loaded weights; those compiled steps that are under way are waited for
+    )
     busy_seconds: float = 0.0  # in which it had completions to sample
-    differs: bool = False  # its numbers differ from what they should be, and it samples nevertheless
+    differs: bool = (
+        False  # its numbers differ from what they should be, and it samples nevertheless
+    )
     reports: int = 0  # how often a process elsewhere was heard of: proof of life while it prepares
-    silence_seconds: float = 0.0  # how long it may not be heard of until it samples; 0: as long as compiling takes
+    silence_seconds: float = (
+        0.0  # how long it may not be heard of until it samples; 0: as long as compiling takes
+    )
 
 
 class Host(Protocol):
@@ -446,8 +493,9 @@ class RolloutSource(Protocol):
         """The groups that this step requested, in the order of the requests; waits for them."""
         ...
 
-    def check_logprobs(self, groups: Sequence[Group], logprobs: Mapping[tuple[int, int], np.ndarray],
-                       version: int) -> None:
+    def check_logprobs(
+        self, groups: Sequence[Group], logprobs: Mapping[tuple[int, int], np.ndarray], version: int
+    ) -> None:
         """Compares log-probs that a step's groups were sampled with with the trainer's under the weights of `version`,
         float32[T] by the numbers of group and completion. A host of another engine that differs is given up."""
         ...

@@ -52,25 +52,43 @@ def trained(workshop: Workshop, name: str, *changes: str) -> Path:
     return workshop.train(name, "task.num_eval_questions=2", "train.pass_k=0", *changes)
 
 
-@pytest.mark.parametrize(("value", "text"), [
-    (float(np.float32(2e-4)), "0.0002"), (float(np.float32(1) / 3), "0.33333334"), (1 / 3, "0.333333333"),
-    (1e300, "1e+300"), (2.0, "2"), (float("nan"), "nan"), (None, "-"), (7, "7")])
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (float(np.float32(2e-4)), "0.0002"),
+        (float(np.float32(1) / 3), "0.33333334"),
+        (1 / 3, "0.333333333"),
+        (1e300, "1e+300"),
+        (2.0, "2"),
+        (float("nan"), "nan"),
+        (None, "-"),
+        (7, "7"),
+    ],
+)
 def test_a_figure_has_the_fewest_digits_that_tell_it_apart(value, text):
     assert exact_figure(value) == text
 
 
-@pytest.mark.parametrize(("one", "other", "names"), [
-    ("outputs/first", "outputs/second", ("first", "second")),
-    ("sweep/0", "sweep/1", ("sweep/0", "sweep/1")),
-    ("a/0", "b/0", ("a/0", "b/0")), ("a/x/0", "b/x/0", ("a/x/0", "b/x/0")), ("a/x", "a/x", ("x", "x")),
-    ("a/0", "b/x", ("a/0", "x"))])
+@pytest.mark.parametrize(
+    ("one", "other", "names"),
+    [
+        ("outputs/first", "outputs/second", ("first", "second")),
+        ("sweep/0", "sweep/1", ("sweep/0", "sweep/1")),
+        ("a/0", "b/0", ("a/0", "b/0")),
+        ("a/x/0", "b/x/0", ("a/x/0", "b/x/0")),
+        ("a/x", "a/x", ("x", "x")),
+        ("a/0", "b/x", ("a/0", "x")),
+    ],
+)
 def test_runs_are_named_by_what_tells_them_apart(one, other, names):
     assert tuple(short_name(Path(run), [Path(one), Path(other)]) for run in (one, other)) == names
 
 
 def test_the_same_run_twice_is_identical(workshop, first, capsys):
     result = compared(first, trained(workshop, "second"))
-    assert result["identical"] is True and result["divergence"] is None and result["likely_keys"] == []
+    assert (
+        result["identical"] is True and result["divergence"] is None and result["likely_keys"] == []
+    )
     assert result["steps_compared"] == result["group_steps_compared"] == "1-2"
     assert list(result["config"]) == ["run_name"]
     assert "identical over steps 1-2 and 2 evaluations, clocks aside" in capsys.readouterr().out
@@ -88,8 +106,12 @@ def test_a_learning_rate_acts_at_the_end_of_the_first_step(workshop, first, caps
     assert "the likeliest cause is optimizer.lr" in capsys.readouterr().out
 
 
-def edited(run: Path, folder: Path, setting: tuple[str, str],
-           change: Callable[[list[StoredGroup]], list[StoredGroup]] = list) -> Path:
+def edited(
+    run: Path,
+    folder: Path,
+    setting: tuple[str, str],
+    change: Callable[[list[StoredGroup]], list[StoredGroup]] = list,
+) -> Path:
     """A copy with another setting and what it would have done to the groups of its first step."""
     copy = shutil.copytree(run, folder / "copy")
     config = copy / "config.yaml"
@@ -103,20 +125,30 @@ def with_completion(stored: StoredGroup, index: int, **changes) -> StoredGroup:
     """The group with one completion changed."""
     completions = list(stored.group.completions)
     completions[index] = dataclasses.replace(completions[index], **changes)
-    return dataclasses.replace(stored, group=dataclasses.replace(stored.group, completions=tuple(completions)))
+    return dataclasses.replace(
+        stored, group=dataclasses.replace(stored.group, completions=tuple(completions))
+    )
 
 
 def test_another_seed_gives_other_prompts(first, tmp_path):
     def other_row(stored: list[StoredGroup]) -> list[StoredGroup]:
         example = dataclasses.replace(stored[1].group.example, row=19)
-        return [stored[0], dataclasses.replace(stored[1], group=dataclasses.replace(stored[1].group, example=example))]
+        return [
+            stored[0],
+            dataclasses.replace(
+                stored[1], group=dataclasses.replace(stored[1].group, example=example)
+            ),
+        ]
 
     copy = edited(first, tmp_path, ("seed: 0", "seed: 1"), other_row)
     (copy / "metrics.jsonl").write_text(json.dumps(metrics(first)[0]) + "\n")
     (copy / "groups" / "step_000002.parquet").unlink()
     result = compared(first, copy)
-    assert result["divergence"] == {"step": 1, "stage": "data",
-                                    "sentence": "the data or its order differs first, at step 1"}
+    assert result["divergence"] == {
+        "step": 1,
+        "stage": "data",
+        "sentence": "the data or its order differs first, at step 1",
+    }
     assert result["likely_keys"] == ["seed"] == list(result["config"])
     assert result["num_steps"] == [2, 1] and result["steps_compared"] == "1"
     place = result["first_group_difference"]
@@ -125,17 +157,26 @@ def test_another_seed_gives_other_prompts(first, tmp_path):
 
 def test_another_temperature_gives_other_tokens(first, tmp_path, capsys):
     def other_token(stored: list[StoredGroup]) -> list[StoredGroup]:
-        ids, rewards = stored[0].group.completions[2].token_ids.copy(), stored[1].group.rewards.copy()
+        ids, rewards = (
+            stored[0].group.completions[2].token_ids.copy(),
+            stored[1].group.rewards.copy(),
+        )
         ids[5] += 1
         rewards[0] = 7.0
-        rewarded = dataclasses.replace(stored[1], group=dataclasses.replace(stored[1].group, rewards=rewards))
+        rewarded = dataclasses.replace(
+            stored[1], group=dataclasses.replace(stored[1].group, rewards=rewards)
+        )
         return [with_completion(stored[0], 2, token_ids=ids), rewarded]
 
-    result = compared(first, edited(first, tmp_path, ("temperature: 1.0", "temperature: 0.5"), other_token))
+    result = compared(
+        first, edited(first, tmp_path, ("temperature: 1.0", "temperature: 0.5"), other_token)
+    )
     place = result["first_group_difference"]
     assert result["divergence"]["stage"] == place["stage"] == "sampling"
     assert (place["group"], place["completion"], place["token"]) == (0, 2, 5)
-    assert place["values"][1] == place["values"][0] + 1 and result["likely_keys"] == ["sampling.temperature"]
+    assert place["values"][1] == place["values"][0] + 1 and result["likely_keys"] == [
+        "sampling.temperature"
+    ]
     assert "group 0, completion 2, token 5: token is" in capsys.readouterr().out
 
 
@@ -143,23 +184,33 @@ def test_a_limit_that_is_first_felt_later_is_no_difference_of_weights(first, tmp
     def shorter(stored: list[StoredGroup]) -> list[StoredGroup]:
         completions = stored[0].group.completions
         longest = max(completions, key=len)
-        arrays = [{name: values[:-1] for name, values in one.items()} if i == longest.index else one
-                  for i, one in enumerate(stored[0].token_arrays)]
+        arrays = [
+            {name: values[:-1] for name, values in one.items()} if i == longest.index else one
+            for i, one in enumerate(stored[0].token_arrays)
+        ]
         names = ("token_ids", "logprobs", "loss_mask", "versions")
-        changed = with_completion(stored[0], longest.index, **{name: getattr(longest, name)[:-1] for name in names})
+        changed = with_completion(
+            stored[0], longest.index, **{name: getattr(longest, name)[:-1] for name in names}
+        )
         return [dataclasses.replace(changed, token_arrays=tuple(arrays)), *stored[1:]]
 
     copy = edited(first, tmp_path, ("max_completion_tokens: 12", "max_completion_tokens: 11"))
     rewrite_groups(copy / "groups" / "step_000002.parquet", shorter)
     result = compared(first, copy)
-    assert result["divergence"] == {"step": 2, "stage": "sampling", "sentence": "sampling differs first, at step 2"}
+    assert result["divergence"] == {
+        "step": 2,
+        "stage": "sampling",
+        "sentence": "sampling differs first, at step 2",
+    }
     assert result["likely_keys"] == ["sampling.max_completion_tokens"]
 
 
 def test_evaluations_are_compared_too(first, tmp_path, capsys):
     copy = shutil.copytree(first, tmp_path / "copy")
     lines = read_lines(copy / "evaluations.jsonl")
-    name, value = next((name, value) for name, value in lines[-1].items() if isinstance(value, float))
+    name, value = next(
+        (name, value) for name, value in lines[-1].items() if isinstance(value, float)
+    )
     lines[-1][name] = value + 1
     (copy / "evaluations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     result = compared(first, copy)
@@ -187,7 +238,11 @@ def test_runs_that_are_cut_or_have_no_groups(first, tmp_path, capsys):
     (copy / "metrics.jsonl").write_text(text[:-9])
     (copy / "summary.json").unlink()
     result = compared(first, copy)
-    assert result["identical"] is True and result["num_steps"] == [2, 1] and result["finished"] == [True, False]
+    assert (
+        result["identical"] is True
+        and result["num_steps"] == [2, 1]
+        and result["finished"] == [True, False]
+    )
     assert "copy has not finished" in capsys.readouterr().out
     shutil.rmtree(copy / "groups")
     rows = metrics(first)
@@ -208,14 +263,35 @@ def test_runs_that_are_cut_or_have_no_groups(first, tmp_path, capsys):
 
 def stored(**changes) -> StoredGroup:
     ids = np.array([4, 5, 6], np.int32)
-    completions = tuple(Completion(0, i, ids, np.array([-1, -2, -3], np.float32), np.ones(3, bool),
-                                   np.full(3, 1, np.int32), StopReason.EOS) for i in range(2))
-    group = Group(Purpose.TRAIN, 1, 1, Example(7, "prompt", {"answer": "5"}), np.array([1, 2], np.int32), completions,
-                  ("a", "b"), np.array([1.0, np.nan]), {"f": np.array([1.0, np.nan])}, np.array([True, False]))
+    completions = tuple(
+        Completion(
+            0,
+            i,
+            ids,
+            np.array([-1, -2, -3], np.float32),
+            np.ones(3, bool),
+            np.full(3, 1, np.int32),
+            StopReason.EOS,
+        )
+        for i in range(2)
+    )
+    group = Group(
+        Purpose.TRAIN,
+        1,
+        1,
+        Example(7, "prompt", {"answer": "5"}),
+        np.array([1, 2], np.int32),
+        completions,
+        ("a", "b"),
+        np.array([1.0, np.nan]),
+        {"f": np.array([1.0, np.nan])},
+        np.array([True, False]),
+    )
     beside = {name: changes.pop(name) for name in ("advantages", "token_arrays") if name in changes}
     arrays = ({"trainer_logprobs": np.array([-1, -2, -3], np.float32)}, {})
-    return dataclasses.replace(StoredGroup(dataclasses.replace(group, **changes), np.array([0.5, 0.0]), arrays),
-                               **beside)
+    return dataclasses.replace(
+        StoredGroup(dataclasses.replace(group, **changes), np.array([0.5, 0.0]), arrays), **beside
+    )
 
 
 def changed_completions(index: int, **changes) -> tuple[Completion, ...]:
@@ -228,36 +304,70 @@ def changed_completions(index: int, **changes) -> tuple[Completion, ...]:
 OTHER = np.array([-1, -2, np.nextafter(np.float32(-3), np.float32(0))], np.float32)
 
 
-@pytest.mark.parametrize(("changes", "wanted"), [
-    ({"example": Example(8, "prompt", {"answer": "5"})}, ("data", "data row", None, None)),
-    ({"example": Example(7, "prompt", {"answer": "6"})}, ("data", "data column", None, None)),
-    ({"prompt_ids": np.array([1, 3], np.int32)}, ("data", "prompt token", None, 1)),
-    ({"completions": changed_completions(1, token_ids=np.array([4, 9, 6], np.int32))}, ("sampling", "token", 1, 1)),
-    ({"completions": changed_completions(0, logprobs=OTHER)}, ("sampling", "log-prob", 0, 2)),
-    ({"completions": changed_completions(0, token_ids=np.array([4], np.int32), logprobs=np.array([-1], np.float32))},
-     ("sampling", "length", 0, 1)),
-    ({"completions": changed_completions(1, stop_reason=StopReason.LENGTH)}, ("sampling", "stop reason", 1, None)),
-    ({"completions": changed_completions(0, token_ids=np.array([4, 9, 6], np.int32), loss_mask=np.arange(3) != 1)},
-     ("sampling", "context token", 0, 1)),
-    ({"completions": changed_completions(1, prompt_ids=np.array([1, 8], np.int32))},
-     ("sampling", "token of an environment's prompt", 1, 0)),
-    ({"completions": changed_completions(1, messages=({"role": "tool", "content": "5"},))},
-     ("sampling", "message", 1, None)),
-    ({"completions": changed_completions(0)[:1]}, ("sampling", "number of completions", 1, None)),
-    ({"rewards": np.array([1.5, np.nan])}, ("rewards", "reward", 0, None)),
-    ({"rewards": np.array([1.0, 2.0])}, ("rewards", "reward", 1, None)),
-    ({"reward_components": {"f": np.array([2.0, np.nan])}}, ("rewards", "rewards/f", 0, None)),
-    ({"valid": np.array([True, True])}, ("rewards", "valid", 1, None)),
-    ({"advantages": np.array([0.5, 0.1])}, ("update", "advantage", 1, None)),
-    ({"token_arrays": ({"trainer_logprobs": OTHER}, {})}, ("update", "trainer_logprobs", 0, 2)),
-    ({"token_arrays": ({}, {})}, ("update", "trainer_logprobs", 0, 0)),
-])
+@pytest.mark.parametrize(
+    ("changes", "wanted"),
+    [
+        ({"example": Example(8, "prompt", {"answer": "5"})}, ("data", "data row", None, None)),
+        ({"example": Example(7, "prompt", {"answer": "6"})}, ("data", "data column", None, None)),
+        ({"prompt_ids": np.array([1, 3], np.int32)}, ("data", "prompt token", None, 1)),
+        (
+            {"completions": changed_completions(1, token_ids=np.array([4, 9, 6], np.int32))},
+            ("sampling", "token", 1, 1),
+        ),
+        ({"completions": changed_completions(0, logprobs=OTHER)}, ("sampling", "log-prob", 0, 2)),
+        (
+            {
+                "completions": changed_completions(
+                    0, token_ids=np.array([4], np.int32), logprobs=np.array([-1], np.float32)
+                )
+            },
+            ("sampling", "length", 0, 1),
+        ),
+        (
+            {"completions": changed_completions(1, stop_reason=StopReason.LENGTH)},
+            ("sampling", "stop reason", 1, None),
+        ),
+        (
+            {
+                "completions": changed_completions(
+                    0, token_ids=np.array([4, 9, 6], np.int32), loss_mask=np.arange(3) != 1
+                )
+            },
+            ("sampling", "context token", 0, 1),
+        ),
+        (
+            {"completions": changed_completions(1, prompt_ids=np.array([1, 8], np.int32))},
+            ("sampling", "token of an environment's prompt", 1, 0),
+        ),
+        (
+            {"completions": changed_completions(1, messages=({"role": "tool", "content": "5"},))},
+            ("sampling", "message", 1, None),
+        ),
+        (
+            {"completions": changed_completions(0)[:1]},
+            ("sampling", "number of completions", 1, None),
+        ),
+        ({"rewards": np.array([1.5, np.nan])}, ("rewards", "reward", 0, None)),
+        ({"rewards": np.array([1.0, 2.0])}, ("rewards", "reward", 1, None)),
+        ({"reward_components": {"f": np.array([2.0, np.nan])}}, ("rewards", "rewards/f", 0, None)),
+        ({"valid": np.array([True, True])}, ("rewards", "valid", 1, None)),
+        ({"advantages": np.array([0.5, 0.1])}, ("update", "advantage", 1, None)),
+        ({"token_arrays": ({"trainer_logprobs": OTHER}, {})}, ("update", "trainer_logprobs", 0, 2)),
+        ({"token_arrays": ({}, {})}, ("update", "trainer_logprobs", 0, 0)),
+    ],
+)
 def test_the_first_place_of_a_step_is_found_by_stage(changes, wanted):
-    late = stored(rewards=np.array([3.0, np.nan]))  # group 1: rewards come after sampling, whatever the group
+    late = stored(
+        rewards=np.array([3.0, np.nan])
+    )  # group 1: rewards come after sampling, whatever the group
     found = step_difference(4, [stored(), stored(**changes)], [stored(), stored()])
     assert found is not None
-    assert (found.step, found.group, found.stage, found.what, found.completion, found.token) == (4, 1, *wanted[:2],
-                                                                                                 *wanted[2:])
+    assert (found.step, found.group, found.stage, found.what, found.completion, found.token) == (
+        4,
+        1,
+        *wanted[:2],
+        *wanted[2:],
+    )
     if wanted[0] in ("data", "sampling"):
         again = step_difference(4, [late, stored(**changes)], [stored(), stored()])
         assert again is not None and (again.stage, again.group) == (wanted[0], 1)
@@ -273,7 +383,11 @@ def test_the_stage_that_differs_first():
     token = GroupDifference(3, "sampling", "token", 0, 0, 0)
     assert find_divergence(None, None, None, [1]) is None
     weights = find_divergence(token, 2, None, [1, 2, 3])
-    assert weights is not None and weights.stages == ("update", "sampling") and "version 2" in weights.sentence
+    assert (
+        weights is not None
+        and weights.stages == ("update", "sampling")
+        and "version 2" in weights.sentence
+    )
     unseen = find_divergence(token, 2, None, [1, 3])
     assert unseen is not None and unseen.stages == ("update", "sampling")
     assert "not all groups of steps 1 to 2 were compared" in unseen.sentence
@@ -286,50 +400,81 @@ def test_the_stage_that_differs_first():
         ends = find_divergence(GroupDifference(3, "sampling", what, 0, 0, 0), 2, None, [1, 2, 3])
         assert ends is not None and ends.stages == ("sampling",)
         assert ends.sentence == "sampling differs first, at step 3"
-    answered = find_divergence(GroupDifference(3, "sampling", "context token", 0, 0, 4), 2, None, [1, 2, 3])
+    answered = find_divergence(
+        GroupDifference(3, "sampling", "context token", 0, 0, 4), 2, None, [1, 2, 3]
+    )
     assert answered is not None and answered.stages == ("environment",)
     assert answered.sentence == "what tools or environments said differs first, at step 3"
     first_weights = find_divergence(token, 0, None, [1])
     assert first_weights is not None and first_weights.stages == ("sampling",)
     update = find_divergence(None, None, (2, {"grad_norm": (1, 2)}), [1, 2])
     assert update is not None and update.stages == ("update",) and update.step == 2
-    unknown = find_divergence(None, None, (2, {"completions/truncated": (0, 1), "loss": (0, 1)}), [])
+    unknown = find_divergence(
+        None, None, (2, {"completions/truncated": (0, 1), "loss": (0, 1)}), []
+    )
     assert unknown is not None and unknown.stages[0] == "sampling"
 
 
 def test_likely_keys_are_those_of_the_stage_the_likeliest_first():
     keys = ["optimizer.lr", "seed", "task.path", "report.groups", "algorithm.clip_low"]
     assert likely_keys(["data"], keys) == ["seed", "task.path"]
-    assert likely_keys(["update", "sampling"], keys) == ["algorithm.clip_low", "optimizer.lr", "seed"]
+    assert likely_keys(["update", "sampling"], keys) == [
+        "algorithm.clip_low",
+        "optimizer.lr",
+        "seed",
+    ]
     assert likely_keys(["update"], ["of.another_version"]) == ["of.another_version"]
     assert likely_keys(["rewards"], ["run_name", "task.num_eval_questions", "reward.workers"]) == []
     limit = "sampling.max_prompt_tokens"
     assert acting_keys(["seed", limit], [0, None, math.nan]) == ["seed"]
     assert acting_keys(["seed", limit], [0, 2]) == ["seed", limit]
-    assert acting_keys(["run_name", limit], [0]) == ["run_name", limit]  # nothing else can be the cause
+    assert acting_keys(["run_name", limit], [0]) == [
+        "run_name",
+        limit,
+    ]  # nothing else can be the cause
     assert likely_keys(["evaluation"], ["task.num_eval_questions"]) == ["task.num_eval_questions"]
     # Rows of one file that are held out are not trained on: the last that is thought of.
-    assert likely_keys(["data"], ["task.num_eval_questions", "task.path"]) == ["task.path", "task.num_eval_questions"]
+    assert likely_keys(["data"], ["task.num_eval_questions", "task.path"]) == [
+        "task.path",
+        "task.num_eval_questions",
+    ]
 
 
-INERT_BUT_KEPT = {"recipe", "algorithm.name", "reward.max_failed_share", "reward.judge.concurrency", "vllm.tolerance"}
+INERT_BUT_KEPT = {
+    "recipe",
+    "algorithm.name",
+    "reward.max_failed_share",
+    "reward.judge.concurrency",
+    "vllm.tolerance",
+}
 """Keys that change no number of a step and yet are not free when a run is resumed."""
 
 
 @pytest.mark.parametrize("name", keys_of(Config))
 def test_each_key_that_alone_differs_is_named_in_the_stages_that_it_acts_on(name):
     """`stages=` of every field says which; none is forgotten, and those without a stage are so on purpose."""
-    key, values = keys_of(Config)[name], {one: known.default for one, known in keys_of(Config).items()}
+    key, values = (
+        keys_of(Config)[name],
+        {one: known.default for one, known in keys_of(Config).items()},
+    )
     assert key.stages is not None, f"declare {name} by `key(default, stages=...)`"
-    differing = settings_difference([values | {"task.path": "data.jsonl"},
-                                     values | {"task.path": "data.jsonl", name: "another"}])
+    differing = settings_difference(
+        [
+            values | {"task.path": "data.jsonl"},
+            values | {"task.path": "data.jsonl", name: "another"},
+        ]
+    )
     assert list(differing) == [name]
     of_steps = [stage for stage in key.stages if stage != "evaluation"]
     for stage in STAGES:
         likely = likely_keys([stage], acting_keys(differing, [1.0]))
         assert likely == ([name] if stage in key.stages else []), stage
-        result = {"identical": False, "likely_keys": likely, "config": differing,
-                  "divergence": {"sentence": "it differs"}}
+        result = {
+            "identical": False,
+            "likely_keys": likely,
+            "config": differing,
+            "divergence": {"sentence": "it differs"},
+        }
         said = describe_difference(result)
         if stage in key.stages:
             assert said == f"it differs; the likeliest cause is {name}"
@@ -340,20 +485,37 @@ def test_each_key_that_alone_differs_is_named_in_the_stages_that_it_acts_on(name
     assert bool(key.stages) or is_free or name in INERT_BUT_KEPT
 
 
-@pytest.mark.parametrize(("setting", "what", "stages"), [
-    (("alpha: 32.0", "alpha: 16.0"), "trainer_logprobs", ("update", "model.lora.alpha")),
-    (("  rank: 0", "  rank: 4"), "trainer_logprobs", ("update", "model.lora.rank")),
-    (("  coef: 1.0", "  coef: 0.5"), "advantages", ("update", "teacher.coef")),
-    (("max_staleness: -1", "max_staleness: 1"), "token_ids", ("sampling", "train.max_staleness")),
-    (("  attention: auto", "  attention: blocked"), "token_ids", ("sampling", "model.attention")),
-    (("tensor: 1", "tensor: 2"), "token_ids", ("sampling", "mesh.tensor")),
-    (("judge:\n    model: ''", "judge:\n    model: strict"), "rewards", ("rewards", "reward.judge.model")),
-])
+@pytest.mark.parametrize(
+    ("setting", "what", "stages"),
+    [
+        (("alpha: 32.0", "alpha: 16.0"), "trainer_logprobs", ("update", "model.lora.alpha")),
+        (("  rank: 0", "  rank: 4"), "trainer_logprobs", ("update", "model.lora.rank")),
+        (("  coef: 1.0", "  coef: 0.5"), "advantages", ("update", "teacher.coef")),
+        (
+            ("max_staleness: -1", "max_staleness: 1"),
+            "token_ids",
+            ("sampling", "train.max_staleness"),
+        ),
+        (
+            ("  attention: auto", "  attention: blocked"),
+            "token_ids",
+            ("sampling", "model.attention"),
+        ),
+        (("tensor: 1", "tensor: 2"), "token_ids", ("sampling", "mesh.tensor")),
+        (
+            ("judge:\n    model: ''", "judge:\n    model: strict"),
+            "rewards",
+            ("rewards", "reward.judge.model"),
+        ),
+    ],
+)
 def test_the_cause_is_named_not_denied(first, tmp_path, setting, what, stages, capsys):
     def changed(groups: list[StoredGroup]) -> list[StoredGroup]:
         one = groups[0]
         if what == "rewards":
-            one = dataclasses.replace(one, group=dataclasses.replace(one.group, rewards=np.full(one.group.size, 7.0)))
+            one = dataclasses.replace(
+                one, group=dataclasses.replace(one.group, rewards=np.full(one.group.size, 7.0))
+            )
         elif what == "advantages":
             one = dataclasses.replace(one, advantages=one.advantages + 1)
         elif what == "token_ids":
@@ -376,13 +538,17 @@ def test_an_update_that_is_seen_in_what_follows_alone_is_a_cause(first, tmp_path
     rows[1]["completions/length"] = rows[1].get("completions/length", 0) + 1
     (copy / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     result = compared(first, copy)
-    assert result["divergence"]["stage"] == "sampling" and result["likely_keys"] == ["optimizer.beta2"]
+    assert result["divergence"]["stage"] == "sampling" and result["likely_keys"] == [
+        "optimizer.beta2"
+    ]
     (copy / "metrics.jsonl").write_text((first / "metrics.jsonl").read_text())
     lines = read_lines(copy / "evaluations.jsonl")
     lines[-1]["mean_reward"] = -7.0
     (copy / "evaluations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     result = compared(first, copy)
-    assert result["divergence"]["stage"] == "evaluation" and result["likely_keys"] == ["optimizer.beta2"]
+    assert result["divergence"]["stage"] == "evaluation" and result["likely_keys"] == [
+        "optimizer.beta2"
+    ]
 
 
 def test_a_reward_can_be_the_cause_of_other_prompts_where_it_chooses_them():
@@ -393,15 +559,29 @@ def test_a_reward_can_be_the_cause_of_other_prompts_where_it_chooses_them():
         assert likely_keys(found.stages, ["reward.functions"]) == named
 
 
-@pytest.mark.parametrize(("before", "after", "since"), [
-    ({}, {"reward.judge.model": "strict"}, 4), ({}, {"reward.judge.score_range": [0, 5]}, 4),
-    ({"reward.judge.template": "a"}, {"reward.judge.template": "b"}, 4), ({}, {"reward.on_error": "zero"}, 4),
-    ({"reward.functions": ["a.py:f"]}, {"reward.functions": ["a.py:g"]}, 4), ({}, {"environment.tools": ["t.py:f"]}, 4),
-    ({}, {"reward.judge.score_range": [0.0, 10.0]}, 0),  # the default, in a file of another version
-    ({}, {"reward.timeout_seconds": 5.0}, 0), ({}, {"reward.workers": 8, "optimizer.lr": 1.0}, 0)])
+@pytest.mark.parametrize(
+    ("before", "after", "since"),
+    [
+        ({}, {"reward.judge.model": "strict"}, 4),
+        ({}, {"reward.judge.score_range": [0, 5]}, 4),
+        ({"reward.judge.template": "a"}, {"reward.judge.template": "b"}, 4),
+        ({}, {"reward.on_error": "zero"}, 4),
+        ({"reward.functions": ["a.py:f"]}, {"reward.functions": ["a.py:g"]}, 4),
+        ({}, {"environment.tools": ["t.py:f"]}, 4),
+        (
+            {},
+            {"reward.judge.score_range": [0.0, 10.0]},
+            0,
+        ),  # the default, in a file of another version
+        ({}, {"reward.timeout_seconds": 5.0}, 0),
+        ({}, {"reward.workers": 8, "optimizer.lr": 1.0}, 0),
+    ],
+)
 def test_rewards_are_another_where_a_setting_differs_that_they_depend_on(before, after, since):
     assert reward_since({0: before, 4: after}) == since
-    assert reward_since({0: before, 2: before, 4: after, 6: after}) == since and reward_since({}) == 0
+    assert (
+        reward_since({0: before, 2: before, 4: after, 6: after}) == since and reward_since({}) == 0
+    )
 
 
 def test_keys_of_data_that_is_read_do_not_act_where_questions_are_made():
@@ -411,11 +591,19 @@ def test_keys_of_data_that_is_read_do_not_act_where_questions_are_made():
             load_by_name(TaskSection(name=name, path="nothere"), RewardSection())
         errors[name] = str(raised.value)
     made = {name for name, text in errors.items() if "makes its own problems" in text}
-    assert made and {name for name in TASKS if UNREAD_KEYS[0] in automatic_keys({"task.name": name})} == made
+    assert (
+        made
+        and {name for name in TASKS if UNREAD_KEYS[0] in automatic_keys({"task.name": name})}
+        == made
+    )
 
 
 def test_rescoring_and_comparing_load_no_jax():
-    code = ("import sys, shoal.commands.rescore, shoal.commands.diff\n"
-            "assert not {'jax', 'orbax'} & set(sys.modules), sorted(sys.modules)")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    code = (
+        "import sys, shoal.commands.rescore, shoal.commands.diff\n"
+        "assert not {'jax', 'orbax'} & set(sys.modules), sorted(sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode == 0, done.stderr[-500:]

@@ -56,7 +56,7 @@ from shoal.tasks.library import think_format_reward
 from shoal.trainer.curriculum import TokenizedExample
 from shoal.types import Example, ShoalError
 
-REWARDS = '''
+REWARDS = """
 import re, time
 def text_of(c): return c if isinstance(c, str) else c[0]["content"]
 def found(c): return re.findall(r"<answer>(.*?)</answer>", text_of(c))
@@ -78,7 +78,7 @@ def sleeps(completions, **kw): time.sleep(60)
 def too_few(completions, **kw): return [1.0] * 4
 def wishes(completions, answr): return [1.0] * len(completions)
 def letters(completions, **kw): return [sum(map(ord, text_of(c))) % 3 for c in completions]
-'''
+"""
 
 
 @pytest.fixture(scope="module")
@@ -89,8 +89,15 @@ def workshop(workshop: Workshop) -> Workshop:
 
 def words(workshop: Workshop, *changes: str) -> list[str]:
     """A right configuration on the tiny model, then changes."""
-    right = workshop.words("job", f"reward={workshop.folder}/probed.py:last", "sampling.max_completion_tokens=96",
-                           "reward.workers=0", "optimizer.lr=1e-3", "steps=40", "train.pass_k=0")
+    right = workshop.words(
+        "job",
+        f"reward={workshop.folder}/probed.py:last",
+        "sampling.max_completion_tokens=96",
+        "reward.workers=0",
+        "optimizer.lr=1e-3",
+        "steps=40",
+        "train.pass_k=0",
+    )
     return [*right[1:], *changes]
 
 
@@ -122,8 +129,20 @@ def test_nothing_is_wrong_with_what_is_right(right):
     result, out = right
     assert result["ok"] and not [f for f in result["findings"] if f["level"] == "wrong"]
     checks = list(dict.fromkeys(f["check"] for f in result["findings"]))
-    assert checks == ["configuration", "devices", "tokenizer", "template", "data", "reward", "model", "agreement",
-                      "samples", "memory", "time", "advice"]
+    assert checks == [
+        "configuration",
+        "devices",
+        "tokenizer",
+        "template",
+        "data",
+        "reward",
+        "model",
+        "agreement",
+        "samples",
+        "memory",
+        "time",
+        "advice",
+    ]
     assert "== nothing is wrong" in out and json.dumps(result)
 
 
@@ -133,7 +152,9 @@ def test_shows_the_first_prompt_and_what_the_reward_says(right):
     rows = {row["answer"]: row for row in result["rewards"]}
     assert tuple(rows) == KINDS
     assert rows["right"]["last"] == 1 and rows["wrong"]["last"] == 0 and rows["empty"]["text"] == ""
-    assert rows["right"]["total"] == pytest.approx(rows["right"]["last"] + 0.1 * rows["right"]["letters"])
+    assert rows["right"]["total"] == pytest.approx(
+        rows["right"]["last"] + 0.1 * rows["right"]["letters"]
+    )
     assert "many at once" in out
 
 
@@ -141,18 +162,28 @@ def test_sampler_and_trainer_agree(right):
     figures = right[0]["agreement"]
     assert figures["completions"] == 8 and figures["tokens"] > 100
     assert 0 < figures["mean_difference"] <= figures["largest_difference"] < 1e-4
-    assert 0 < figures["entropy"] < 6 and 0 <= figures["truncated"] <= 1 and 0 < figures["nonzero_std"] <= 1
+    assert (
+        0 < figures["entropy"] < 6
+        and 0 <= figures["truncated"] <= 1
+        and 0 < figures["nonzero_std"] <= 1
+    )
 
 
 def test_memory_is_named_by_part(right):
     memory = right[0]["memory"]
-    assert memory["phases"][memory["phase"]] == max(memory["phases"].values()) == sum(memory["parts"].values())
+    assert (
+        memory["phases"][memory["phase"]]
+        == max(memory["phases"].values())
+        == sum(memory["parts"].values())
+    )
     assert memory["parts"]["Adam's moments"] == 2 * memory["parts"]["parameters"] > 0
     assert memory["needed_bytes"] < memory["free_bytes"] <= memory["total_bytes"]
     assert len(memory["devices"]) == 1
     # RAM is the device's memory, so that what runs there counts too.
     process = memory["parts"]["this process with its libraries"]
-    assert process > 100 << 20 and memory["parts"]["freed memory that is not returned"] > 0.1 * process
+    assert (
+        process > 100 << 20 and memory["parts"]["freed memory that is not returned"] > 0.1 * process
+    )
 
 
 def test_what_processes_hold_in_ram_is_read():
@@ -161,10 +192,14 @@ def test_what_processes_hold_in_ram_is_read():
     assert peak.bytes >= peak.stays >= held.nbytes - (1 << 20)
     before = array_bytes()
     array = jnp.ones(1 << 20)
-    again = jax.make_array_from_single_device_arrays(array.shape, array.sharding, [array.addressable_data(0)])
+    again = jax.make_array_from_single_device_arrays(
+        array.shape, array.sharding, [array.addressable_data(0)]
+    )
     assert array_bytes() == before + array.nbytes == before + again.nbytes  # one memory counts once
     takes = "import sys; own = bytearray(b'1' * (32 << 20)); print('ready', flush=True); sys.stdin.read()"
-    with subprocess.Popen([sys.executable, "-c", takes], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+    with subprocess.Popen(
+        [sys.executable, "-c", takes], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as child:
         assert child.stdout is not None and child.stdout.readline() == b"ready\n"
         assert children_bytes() >= 32 << 20
 
@@ -172,7 +207,8 @@ def test_what_processes_hold_in_ram_is_read():
 def test_time_is_estimated(right):
     time = right[0]["time"]
     assert time["step_seconds"] == pytest.approx(
-        time["sample_seconds"] + time["reward_seconds"] + time["update_seconds"])
+        time["sample_seconds"] + time["reward_seconds"] + time["update_seconds"]
+    )
     assert time["run_seconds"] > 40 * time["step_seconds"] > 0
     assert time["sampled_tokens"] == pytest.approx(8 * right[0]["agreement"]["mean_length"])
     assert right[0]["advice"]["text"]
@@ -192,9 +228,18 @@ MISTAKES = [  # a change of the command line, the key of the finding, parts of i
     ("optimizer.lr=0", "optimizer.lr", "nothing would be learned", "wrong"),
     ("optimizer.lr=0.05", "optimizer.lr", "destroy the model", "wrong"),
     ("optimizer.warmup_steps=40", "optimizer.warmup_steps", "only begins to rise", "warning"),
-    ("sampling.temperature=0", "sampling.temperature", "every completion of a group would be the same", "wrong"),
-    ("sampling.top_p=0.9&algorithm.match_sampling_support=false", "algorithm.match_sampling_support", "is biased",
-     "warning"),
+    (
+        "sampling.temperature=0",
+        "sampling.temperature",
+        "every completion of a group would be the same",
+        "wrong",
+    ),
+    (
+        "sampling.top_p=0.9&algorithm.match_sampling_support=false",
+        "algorithm.match_sampling_support",
+        "is biased",
+        "warning",
+    ),
     ("algorithm.loss=gspo-token", "algorithm.loss", "practically never clips", "warning"),
     ("reward.weights=0", "reward.weights", "all 0", "wrong"),
     ("base_output_directory={folder}/rewards.py", "base_output_directory", "is a file", "wrong"),
@@ -203,30 +248,64 @@ MISTAKES = [  # a change of the command line, the key of the finding, parts of i
     ("model.path={no_tokenizer}", "model.path", "holds no tokenizer.json", "wrong"),
     ("model.path={small_vocabulary}", "model.path", "belong to different models", "wrong"),
     ("model.path={no_eos}", "model.path", "no end-of-sequence token", "wrong"),
-    ("model.template={{ raise_exception('no') if messages }}", "model.template", "refused a prompt", "wrong"),
+    (
+        "model.template={{ raise_exception('no') if messages }}",
+        "model.template",
+        "refused a prompt",
+        "wrong",
+    ),
     ("model.template={{", "model.template", "not valid Jinja", "wrong"),
-    ("model.template={% if messages %}Solve it.{% endif %}", "model.template", "the template leaves it out", "wrong"),
+    (
+        "model.template={% if messages %}Solve it.{% endif %}",
+        "model.template",
+        "the template leaves it out",
+        "wrong",
+    ),
     ("task.path={folder}/nowhere.jsonl", "task.path", "there is no such file", "wrong"),
     ("task.path={empty}", "task.path", "is empty", "wrong"),
     ("task.path={wrong_column}", "task.columns", "has no column 'answer'", "wrong"),
     ("task.path={no_gold}", "task.path", "none of the 12 training rows", "wrong"),
     ("task.path={half_gold}", "task.path", "no `#### <number>`", "warning"),
     ("task.path={templated}", "task.path", "a template stands within the template", "warning"),
-    ("task.name=custom&task.path={plain_text}&reward={folder}/probed.py:last", "task.template",
-     "bypass this model's chat template", "warning"),
+    (
+        "task.name=custom&task.path={plain_text}&reward={folder}/probed.py:last",
+        "task.template",
+        "bypass this model's chat template",
+        "warning",
+    ),
     ("sampling.max_prompt_tokens=5", "sampling.max_prompt_tokens", "20 of 20 prompts", "wrong"),
     ("batch.prompts_per_step=21", "batch.prompts_per_step", "20 prompts, fewer than", "wrong"),
     ("reward={folder}/missing.py:f", "reward.functions", "no file", "wrong"),
     ("reward={folder}/probed.py:lasst", "reward.functions", "did you mean last", "wrong"),
     ("reward={folder}/probed.py:raises", "reward.functions", "no such thing", "wrong"),
     ("reward={folder}/probed.py:constant", "reward.functions", "all score 0.5", "wrong"),
-    ("reward={folder}/probed.py:silent", "reward.functions", "gave no number for any answer", "wrong"),
+    (
+        "reward={folder}/probed.py:silent",
+        "reward.functions",
+        "gave no number for any answer",
+        "wrong",
+    ),
     ("reward={folder}/probed.py:lazy", "reward.functions", "an empty answer scores 1", "warning"),
     ("reward={folder}/probed.py:any_tag", "reward.functions", "many answers at once", "warning"),
     ("reward={folder}/probed.py:count_tags", "reward.functions", "written 8 times", "warning"),
-    ("reward={folder}/probed.py:contrary", "reward.functions", "an empty answer scores 1", "warning"),
-    ("sampling.stop=</reasoning>", "sampling.stop", "ends right answers before their end", "warning"),
-    ("sampling.max_completion_tokens=12", "sampling.max_completion_tokens", "own right answers", "warning"),
+    (
+        "reward={folder}/probed.py:contrary",
+        "reward.functions",
+        "an empty answer scores 1",
+        "warning",
+    ),
+    (
+        "sampling.stop=</reasoning>",
+        "sampling.stop",
+        "ends right answers before their end",
+        "warning",
+    ),
+    (
+        "sampling.max_completion_tokens=12",
+        "sampling.max_completion_tokens",
+        "own right answers",
+        "warning",
+    ),
     ("model.path={nan}", "model.path", "NaN or infinity in the weights final_norm", "wrong"),
     ("train.pass_k=8&steps=1", "task.num_eval_questions", "evaluation samples", "warning"),
 ]
@@ -241,12 +320,17 @@ def planted(workshop) -> dict[str, str]:
         return Path(shutil.copytree(workshop.model, folder / name))
 
     def data(name: str, row: str) -> str:
-        lines = [row.replace("N", str(10 + i)).replace("HALF", "none" if i % 2 else "#### 7") for i in range(13)]
+        lines = [
+            row.replace("N", str(10 + i)).replace("HALF", "none" if i % 2 else "#### 7")
+            for i in range(13)
+        ]
         file = folder / f"{name}.jsonl"
         file.write_text("".join(line + "\n" for line in lines))
         return str(file)
 
-    no_tokenizer, small, no_eos, nan = (model(n) for n in ("no_tokenizer", "small_vocabulary", "no_eos", "nan"))
+    no_tokenizer, small, no_eos, nan = (
+        model(n) for n in ("no_tokenizer", "small_vocabulary", "no_eos", "nan")
+    )
     (no_tokenizer / "tokenizer.json").unlink()
     config = json.loads((small / "config.json").read_text())
     (small / "config.json").write_text(json.dumps(config | {"vocab_size": 64}))
@@ -255,17 +339,25 @@ def planted(workshop) -> dict[str, str]:
     del settings["eos_token"]
     (no_eos / "tokenizer_config.json").write_text(json.dumps(settings))
     tensors = load_file(nan / "model.safetensors")
-    save_tensors(nan / "model.safetensors", {**tensors, "model.norm.weight": np.full_like(
-        tensors["model.norm.weight"], np.nan)})
+    save_tensors(
+        nan / "model.safetensors",
+        {**tensors, "model.norm.weight": np.full_like(tensors["model.norm.weight"], np.nan)},
+    )
     (folder / "empty.jsonl").write_text("")
     return {
-        "folder": str(folder), "no_tokenizer": str(no_tokenizer), "small_vocabulary": str(small),
-        "no_eos": str(no_eos), "nan": str(nan), "empty": str(folder / "empty.jsonl"),
+        "folder": str(folder),
+        "no_tokenizer": str(no_tokenizer),
+        "small_vocabulary": str(small),
+        "no_eos": str(no_eos),
+        "nan": str(nan),
+        "empty": str(folder / "empty.jsonl"),
         "wrong_column": data("wrong_column", '{"question": "N?", "solution": "N"}'),
         "no_gold": data("no_gold", '{"question": "N?", "answer": "none"}'),
         "half_gold": data("half_gold", '{"question": "N?", "answer": "HALF"}'),
         "plain_text": data("plain_text", '{"prompt": "N?", "answer": "N"}'),
-        "templated": data("templated", '{"question": "<|im_start|>user\\nN?<|im_end|>", "answer": "#### N"}'),
+        "templated": data(
+            "templated", '{"question": "<|im_start|>user\\nN?<|im_end|>", "answer": "#### N"}'
+        ),
     }
 
 
@@ -290,16 +382,28 @@ def test_a_planted_mistake_is_found(workshop, planted, without_trial, change, ke
 
 @pytest.mark.slow
 def test_a_reward_that_hangs_is_found_within_its_limit(workshop, without_trial):
-    result, _ = look(workshop, f"reward={workshop.folder}/probed.py:sleeps", "reward.workers=1",
-                     "reward.timeout_seconds=0.5")
+    result, _ = look(
+        workshop,
+        f"reward={workshop.folder}/probed.py:sleeps",
+        "reward.workers=1",
+        "reward.timeout_seconds=0.5",
+    )
     assert found(result, "reward.functions", "sleeps", "0.5")["level"] == "wrong"
     assert result["first_prompt"]
 
 
 def test_a_failure_that_the_run_would_pass_over_is_a_warning(workshop, without_trial):
     result, _ = look(workshop, f"reward={workshop.folder}/probed.py:picky", "reward.on_error=skip")
-    assert found(result, "reward.functions", "nothing to read", "reward.on_error lets the run continue")
-    assert result["ok"] and [np.isnan(row["total"]) for row in result["rewards"]] == [False, False, True, False, False]
+    assert found(
+        result, "reward.functions", "nothing to read", "reward.on_error lets the run continue"
+    )
+    assert result["ok"] and [np.isnan(row["total"]) for row in result["rewards"]] == [
+        False,
+        False,
+        True,
+        False,
+        False,
+    ]
 
 
 def test_a_mistyped_key_is_met_by_the_command_line(workshop, capsys):
@@ -308,17 +412,37 @@ def test_a_mistyped_key_is_met_by_the_command_line(workshop, capsys):
 
 
 def test_one_mistake_does_not_hide_another(workshop, planted, without_trial):
-    result, _ = look(workshop, f"task.path={planted['empty']}", f"reward={planted['folder']}/missing.py:f",
-                     f"model.path={planted['no_eos']}", "optimizer.lr=0", "mesh.fsdp=9")
+    result, _ = look(
+        workshop,
+        f"task.path={planted['empty']}",
+        f"reward={planted['folder']}/missing.py:f",
+        f"model.path={planted['no_eos']}",
+        "optimizer.lr=0",
+        "mesh.fsdp=9",
+    )
     assert [f["key"] for f in result["findings"] if f["level"] == "wrong"] == [
-        "optimizer.lr", "task.path", "reward.functions", "mesh.fsdp", "model.path"]
+        "optimizer.lr",
+        "task.path",
+        "reward.functions",
+        "mesh.fsdp",
+        "model.path",
+    ]
 
 
 def test_too_little_memory_is_told_before_the_weights_are_read(workshop, monkeypatch):
-    monkeypatch.setattr(doctor_module, "available_memory",
-                        lambda _: AvailableMemory(1 << 20, 1 << 18, "a small machine"))
+    monkeypatch.setattr(
+        doctor_module,
+        "available_memory",
+        lambda _: AvailableMemory(1 << 20, 1 << 18, "a small machine"),
+    )
     result, _ = look(workshop, "sampling.max_prompt_tokens=1900", "sampling.evaluation_slots=8")
-    told = found(result, "sampling.slots_per_device", "not enough memory", "KV caches", "slots_per_device=4 (now auto)")
+    told = found(
+        result,
+        "sampling.slots_per_device",
+        "not enough memory",
+        "KV caches",
+        "slots_per_device=4 (now auto)",
+    )
     assert told["check"] == "memory" and "a small machine" in told["text"]
     assert not [f for f in result["findings"] if f["check"] == "model"]
     assert result["advice"]["key"] == "sampling.slots_per_device"
@@ -326,10 +450,19 @@ def test_too_little_memory_is_told_before_the_weights_are_read(workshop, monkeyp
 
 @pytest.mark.slow
 def test_what_the_compiled_programs_need_is_held_against_what_is_there(workshop, monkeypatch):
-    monkeypatch.setattr(doctor_module, "available_memory",
-                        lambda _: AvailableMemory(1 << 30, 1 << 20, "a small machine"))
-    held, little = figures.job_sizes, {role: {phase: {"parameters": 1} for phase in ("always", "sampling", "update")}
-                                       | {"host": {}} for role in ROLES}
+    monkeypatch.setattr(
+        doctor_module,
+        "available_memory",
+        lambda _: AvailableMemory(1 << 30, 1 << 20, "a small machine"),
+    )
+    held, little = (
+        figures.job_sizes,
+        {
+            role: {phase: {"parameters": 1} for phase in ("always", "sampling", "update")}
+            | {"host": {}}
+            for role in ROLES
+        },
+    )
     monkeypatch.setattr(figures, "job_sizes", lambda *job: replace(held(*job), held=little))
     result, _ = look(workshop, "batch.micro_tokens=100000", f"reward={workshop.rewards}:letters")
     told = found(result, "batch.micro_tokens", "not enough memory", "1.0 MiB of 1.0 GiB free")
@@ -341,21 +474,39 @@ def test_samples_that_teach_nothing_are_told(workshop, monkeypatch):
     monkeypatch.setitem(doctor_module.LARGEST_DIFFERENCE, "float32", 0.0)
     result, _ = look(workshop)
     assert result["agreement"]["nonzero_std"] == 0 and result["agreement"]["truncated"] > 0.5
-    found(result, "batch.group_size", "every completion scored 0, so this step would teach nothing",
-          "raise sampling.max_completion_tokens first")
-    assert found(result, "sampling.max_completion_tokens", "are truncated at", "=96")["check"] == "samples"
+    found(
+        result,
+        "batch.group_size",
+        "every completion scored 0, so this step would teach nothing",
+        "raise sampling.max_completion_tokens first",
+    )
+    assert (
+        found(result, "sampling.max_completion_tokens", "are truncated at", "=96")["check"]
+        == "samples"
+    )
     found(result, "model.dtype", "more than 0 is to be expected")
 
 
 @pytest.mark.slow
 def test_a_job_on_a_mesh_with_a_reference_and_several_updates(workshop):
-    result, _ = look(workshop, f"reward={workshop.rewards}:letters", "mesh.fsdp=2", "mesh.tensor=2",
-                     "algorithm.kl_coef=0.1", "algorithm.num_minibatches=2", "sampling.slots_per_device=4",
-                     "sampling.max_completion_tokens=16")
+    result, _ = look(
+        workshop,
+        f"reward={workshop.rewards}:letters",
+        "mesh.fsdp=2",
+        "mesh.tensor=2",
+        "algorithm.kl_coef=0.1",
+        "algorithm.num_minibatches=2",
+        "sampling.slots_per_device=4",
+        "sampling.max_completion_tokens=16",
+    )
     assert result["ok"] and result["agreement"]["largest_difference"] < 1e-4
     memory = result["memory"]
     assert len(memory["devices"]) == memory["sharing_devices"] == 4
-    assert memory["parts"]["reference"] == memory["parts"]["parameters"] < memory["parts"]["the sampler's copy"]
+    assert (
+        memory["parts"]["reference"]
+        == memory["parts"]["parameters"]
+        < memory["parts"]["the sampler's copy"]
+    )
 
 
 # ---- parts
@@ -365,8 +516,12 @@ def test_running_out_of_memory_is_one_line_with_the_keys_to_turn():
     text = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 12.50GiB."
     explained = explain_out_of_memory(jaxlib._jax.JaxRuntimeError(text), Config())
     assert explained is not None and "\n" not in str(explained)
-    for part in ("12.50GiB more", "order: batch.micro_tokens=1024 (now 2048)", "; model.remat=full (now auto)",
-                 "; batch.group_size=4 (now 8)"):
+    for part in (
+        "12.50GiB more",
+        "order: batch.micro_tokens=1024 (now 2048)",
+        "; model.remat=full (now auto)",
+        "; batch.group_size=4 (now 8)",
+    ):
         assert part in str(explained)
     assert "mesh.fsdp" not in str(explained)  # devices of a CPU share its memory
     assert explained.key == "batch.micro_tokens"
@@ -386,7 +541,9 @@ def test_running_out_of_memory_is_found_below_other_errors():
 
 def test_other_errors_are_not_explained():
     assert explain_out_of_memory(ValueError("out of memory"), Config()) is None
-    assert explain_out_of_memory(jaxlib._jax.JaxRuntimeError("INVALID_ARGUMENT: no"), Config()) is None
+    assert (
+        explain_out_of_memory(jaxlib._jax.JaxRuntimeError("INVALID_ARGUMENT: no"), Config()) is None
+    )
 
 
 def test_a_control_group_limits_memory(tmp_path):
@@ -403,15 +560,18 @@ def test_a_control_group_limits_memory(tmp_path):
     assert machine_memory(proc, groups) == (8000 * 1024, 6000 * 1024)
 
 
-@pytest.mark.parametrize(("columns", "gold"), [
-    ({"answer": "5"}, "5"),
-    ({"solution": "2 + 3 = 5\n#### 5"}, "5"),
-    ({"solution": "<reasoning>so</reasoning><answer> 5 </answer>"}, "5"),
-    ({"reward_model": {"style": "rule", "ground_truth": "5"}}, "5"),
-    ({"ground_truth": 5}, "5"),
-    ({"question": "5"}, None),
-    ({"answer": ""}, None),
-])
+@pytest.mark.parametrize(
+    ("columns", "gold"),
+    [
+        ({"answer": "5"}, "5"),
+        ({"solution": "2 + 3 = 5\n#### 5"}, "5"),
+        ({"solution": "<reasoning>so</reasoning><answer> 5 </answer>"}, "5"),
+        ({"reward_model": {"style": "rule", "ground_truth": "5"}}, "5"),
+        ({"ground_truth": 5}, "5"),
+        ({"question": "5"}, None),
+        ({"answer": ""}, None),
+    ],
+)
 def test_gold_answers_are_found_where_people_keep_them(columns, gold):
     assert gold_of(Example(0, "q", columns)) == gold
 
@@ -422,26 +582,44 @@ def test_wrong_answers_are_wrong():
         assert len(set(wrong)) == 5 and not any(gold in text for text in wrong)
     made = answers(Example(0, "q", {"answer": "5", "solution": "2 + 3 = 5"}))
     assert made["####", "wrong"] == "2 + 3 = 6\n#### 6" and made["bare", "right"] == "5"
-    assert made["\\boxed", "many at once"].count("\\boxed{") == 6 and "\\boxed{5}" in made["\\boxed", "many at once"]
+    assert (
+        made["\\boxed", "many at once"].count("\\boxed{") == 6
+        and "\\boxed{5}" in made["\\boxed", "many at once"]
+    )
 
 
-@pytest.mark.parametrize(("function", "form"), [
-    (lambda text, gold: text.endswith(f"#### {gold}"), "####"),
-    (lambda text, gold: text == gold, "bare"),
-])
+@pytest.mark.parametrize(
+    ("function", "form"),
+    [
+        (lambda text, gold: text.endswith(f"#### {gold}"), "####"),
+        (lambda text, gold: text == gold, "bare"),
+    ],
+)
 def test_the_form_that_a_reward_wants_is_found(function, form):
     def wanted(completions, answer, **_):
         return [float(function(text, gold)) for text, gold in zip(completions, answer, strict=True)]
 
     judge = RewardPool(name_functions([wanted]), compose("train", ["reward.workers=0"])[0].reward)
-    tried = probe(judge, [Example(i, "q", {"answer": str(5 + i)}) for i in range(3)],
-                  lambda _, text: Sampled(text, list(text.encode())))
+    tried = probe(
+        judge,
+        [Example(i, "q", {"answer": str(5 + i)}) for i in range(3)],
+        lambda _, text: Sampled(text, list(text.encode())),
+    )
     judge.close()
-    assert tried.form == form and tried.total("right") == 1 and tried.total("wrong") == tried.total("empty") == 0
-    assert [finding.level for finding in reward_findings(tried) if finding.level != "ok"] in ([], ["warning"])
+    assert (
+        tried.form == form
+        and tried.total("right") == 1
+        and tried.total("wrong") == tried.total("empty") == 0
+    )
+    assert [finding.level for finding in reward_findings(tried) if finding.level != "ok"] in (
+        [],
+        ["warning"],
+    )
 
 
-def tokenizer_with(folder: Path, tags: Sequence[str] = (), opens: str = "", special: bool = True) -> Tokenizer:
+def tokenizer_with(
+    folder: Path, tags: Sequence[str] = (), opens: str = "", special: bool = True
+) -> Tokenizer:
     """A tokenizer with further tokens, whose template opens an answer with a text."""
     backend = write_tokenizer(folder)
     backend.add_tokens([AddedToken(tag, special=special, normalized=False) for tag in tags])
@@ -453,7 +631,9 @@ def tried_through(tokenizer: Tokenizer, wanted: Callable[..., Any], columns: dic
     judge = RewardPool(name_functions([wanted]), compose("train", ["reward.workers=0"])[0].reward)
     example = Example(0, [{"role": "user", "content": "2 + 3 = ?"}], columns)
     with judge:
-        return probe(judge, [example], sampled_by(tokenizer, lambda one: tokenizer.encode_prompt(one.prompt)))
+        return probe(
+            judge, [example], sampled_by(tokenizer, lambda one: tokenizer.encode_prompt(one.prompt))
+        )
 
 
 def tagged(completions: Sequence[Any], **_: Any) -> list[float]:
@@ -466,16 +646,41 @@ TAGS = ("<reasoning>", "</reasoning>", "<answer>", "</answer>", "<think>", "</th
 
 
 @pytest.mark.parametrize("columns", [{"answer": "5"}, {"kind": "no known answer"}])
-@pytest.mark.parametrize(("tags", "opens", "special", "lost"), [
-    ((), "", True, ""), (TAGS, "", False, ""),  # tokens of their own that decoding keeps
-    (TAGS, "", True, "<reasoning>, </reasoning>, <answer>, </answer> are special tokens, which decoding leaves out"),
-    (TAGS[4:], "", True, ""),  # the reward takes the other tags too
-    (TAGS[:2], "<think>\n", True, "<reasoning>, </reasoning> are special tokens, which decoding leaves out")])
-def test_known_answers_are_tried_as_completions_come(tmp_path: Path, columns: dict[str, Any], tags: Sequence[str],
-                                                     opens: str, special: bool, lost: str) -> None:
+@pytest.mark.parametrize(
+    ("tags", "opens", "special", "lost"),
+    [
+        ((), "", True, ""),
+        (TAGS, "", False, ""),  # tokens of their own that decoding keeps
+        (
+            TAGS,
+            "",
+            True,
+            "<reasoning>, </reasoning>, <answer>, </answer> are special tokens, which decoding leaves out",
+        ),
+        (TAGS[4:], "", True, ""),  # the reward takes the other tags too
+        (
+            TAGS[:2],
+            "<think>\n",
+            True,
+            "<reasoning>, </reasoning> are special tokens, which decoding leaves out",
+        ),
+    ],
+)
+def test_known_answers_are_tried_as_completions_come(
+    tmp_path: Path,
+    columns: dict[str, Any],
+    tags: Sequence[str],
+    opens: str,
+    special: bool,
+    lost: str,
+) -> None:
     tried = tried_through(tokenizer_with(tmp_path, tags, opens, special), tagged, columns)
     assert (lost in tried.lost) if lost else not tried.lost
-    named = [one.text for one in reward_findings(tried) if one.level == "warning" and one.text == tried.lost]
+    named = [
+        one.text
+        for one in reward_findings(tried)
+        if one.level == "warning" and one.text == tried.lost
+    ]
     assert len(named) == bool(lost)
     if "answer" in columns:
         assert tried.total("right") == (0.1 if lost else 1.0)
@@ -483,10 +688,19 @@ def test_known_answers_are_tried_as_completions_come(tmp_path: Path, columns: di
         assert "scores 0.1 in place of 1" in tried.lost
 
 
-@pytest.mark.parametrize(("opens", "lost"), [
-    ("<think>\n", True), ("<think>", True), ("Let me think.\n<think>\n", True), ("", False),
-    ("<think>\n\n</think>\n\n", False)])
-def test_a_tag_that_the_prompt_opens_is_no_part_of_a_completion(tmp_path: Path, opens: str, lost: bool) -> None:
+@pytest.mark.parametrize(
+    ("opens", "lost"),
+    [
+        ("<think>\n", True),
+        ("<think>", True),
+        ("Let me think.\n<think>\n", True),
+        ("", False),
+        ("<think>\n\n</think>\n\n", False),
+    ],
+)
+def test_a_tag_that_the_prompt_opens_is_no_part_of_a_completion(
+    tmp_path: Path, opens: str, lost: bool
+) -> None:
     tried = tried_through(tokenizer_with(tmp_path, (), opens), think_format_reward, {"answer": "5"})
     assert ("the prompt ends with <think>, so a completion begins behind it" in tried.lost) == lost
     assert tried.total("right") == (0.0 if lost else 1.0)
@@ -494,18 +708,33 @@ def test_a_tag_that_the_prompt_opens_is_no_part_of_a_completion(tmp_path: Path, 
 
 def test_a_known_answer_is_encoded_ended_and_decoded(tmp_path: Path) -> None:
     tokenizer = tokenizer_with(tmp_path)
-    one = sampled(tokenizer, "<|im_start|>assistant\n<think>\n", "<think>\nso\n</think>\n5<|im_end|>more")
-    assert one.text == "so\n</think>\n5" and one.opened == "<think>" and one.skipped == ("<|im_end|>",)
+    one = sampled(
+        tokenizer, "<|im_start|>assistant\n<think>\n", "<think>\nso\n</think>\n5<|im_end|>more"
+    )
+    assert (
+        one.text == "so\n</think>\n5" and one.opened == "<think>" and one.skipped == ("<|im_end|>",)
+    )
     assert list(one.ids) == [*tokenizer.encode("so\n</think>\n5"), tokenizer.eos_ids[0]]
     assert list(sampled(tokenizer, "p", "").ids) == [tokenizer.eos_ids[0]]
 
 
-@pytest.mark.parametrize(("repeated", "many", "told"), [
-    (1.0, 0.0, ""), (0.0, 0.0, ""), (1.1, 0.0, "written 8 times"), (1.0, 1.0, "many answers at once"),
-    (0.0, 1.1, "many answers at once")])
-def test_only_more_for_a_repeated_answer_is_an_incentive_and_as_much_for_a_guess(repeated, many, told):
+@pytest.mark.parametrize(
+    ("repeated", "many", "told"),
+    [
+        (1.0, 0.0, ""),
+        (0.0, 0.0, ""),
+        (1.1, 0.0, "written 8 times"),
+        (1.0, 1.0, "many answers at once"),
+        (0.0, 1.1, "many answers at once"),
+    ],
+)
+def test_only_more_for_a_repeated_answer_is_an_incentive_and_as_much_for_a_guess(
+    repeated, many, told
+):
     totals = dict(zip(KINDS, (1.0, 0.1, 0.0, repeated, many), strict=True))
-    [finding] = reward_findings(Probe("####", {kind: {"total": total} for kind, total in totals.items()}, {}))
+    [finding] = reward_findings(
+        Probe("####", {kind: {"total": total} for kind, total in totals.items()}, {})
+    )
     assert (finding.level, told in finding.text) == ("warning" if told else "ok", True)
 
 
@@ -518,22 +747,36 @@ def test_the_brief_says_what_the_reward_says(workshop):
     found = check_first_prompt(config, tokenizer, first, judge)
     judge.close()
     assert [(finding.level, finding.text) for finding in found] == [
-        ("ok", "right 1.1, wrong 0.1, empty 0, repeated 0, many at once 0")]
+        ("ok", "right 1.1, wrong 0.1, empty 0, repeated 0, many at once 0")
+    ]
 
 
 def in_brief(workshop, name: str, *changes: str) -> list[str]:
     """The brief's warnings of a reward."""
-    config, _ = compose("train", ["reward.workers=0", f"reward={workshop.folder}/probed.py:{name}", *changes])
+    config, _ = compose(
+        "train", ["reward.workers=0", f"reward={workshop.folder}/probed.py:{name}", *changes]
+    )
     task, tokenizer = load_task(config.task, config.reward), Tokenizer.load(workshop.model)
     first = TokenizedExample(task.train[0], tokenizer.encode_prompt(task.train[0].prompt))
     with RewardPool(task.rewards, config.reward) as judge:
-        return [f.text for f in check_first_prompt(config, tokenizer, first, judge) if f.level == "warning"]
+        return [
+            f.text
+            for f in check_first_prompt(config, tokenizer, first, judge)
+            if f.level == "warning"
+        ]
 
 
 @pytest.mark.parametrize("on_error", ["error", "zero", "skip"])
-@pytest.mark.parametrize(("name", "told"), [("too_few", "returned 4 values for 25 completions"),
-                                            ("wishes", "wants 'answr', which is no column")])
-def test_a_reward_that_no_policy_lets_pass_ends_the_run_before_it_begins(workshop, name, told, on_error):
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("too_few", "returned 4 values for 25 completions"),
+        ("wishes", "wants 'answr', which is no column"),
+    ],
+)
+def test_a_reward_that_no_policy_lets_pass_ends_the_run_before_it_begins(
+    workshop, name, told, on_error
+):
     with pytest.raises(ShoalError, match=told):
         in_brief(workshop, name, f"reward.on_error={on_error}")
 
@@ -547,25 +790,35 @@ def test_a_reward_that_fails_at_all_known_answers_ends_the_run_before_it_begins(
 
 
 def test_a_reward_that_fails_at_all_right_answers_ends_the_run_before_it_begins(workshop):
-    with pytest.raises(ShoalError, match=r"raised ValueError: too short for .*; it gave no right answer a score"):
+    with pytest.raises(
+        ShoalError, match=r"raised ValueError: too short for .*; it gave no right answer a score"
+    ):
         in_brief(workshop, "pickier")
 
 
 def test_a_reward_that_reads_what_tools_answer_is_not_called_wrong():
-    rows = {kind: {"total": 0.0, "used": 0.0} for kind in ("right", "wrong", "empty", "repeated", "many at once")}
+    rows = {
+        kind: {"total": 0.0, "used": 0.0}
+        for kind in ("right", "wrong", "empty", "repeated", "many at once")
+    }
     tried = Probe("####", rows, {})
     assert [finding.level for finding in reward_findings(tried)] == ["wrong"]
     [finding] = reward_findings(tried, has_calls=True)
     assert finding.level == "warning"
-    assert finding.text.endswith("tried without calls of tools and their answers, which a reward may need")
+    assert finding.text.endswith(
+        "tried without calls of tools and their answers, which a reward may need"
+    )
 
 
 def test_answers_without_a_score_are_not_said_to_score_the_same():
-    rows = {kind: {"total": 0.0 if kind == "repeated" else math.nan}
-            for kind in ("right", "wrong", "empty", "repeated", "many at once")}
+    rows = {
+        kind: {"total": 0.0 if kind == "repeated" else math.nan}
+        for kind in ("right", "wrong", "empty", "repeated", "many at once")
+    }
     [finding] = reward_findings(Probe("####", rows, {}))
     assert finding.level == "wrong" and finding.text.startswith(
-        "of the answers tried only repeated score 0: if the model")
+        "of the answers tried only repeated score 0: if the model"
+    )
 
 
 @pytest.mark.parametrize("on_error", ["error", "skip"])
@@ -581,13 +834,23 @@ def test_a_reward_that_hangs_is_tried_once_before_the_run(workshop):
     started = time.monotonic()
     [told] = in_brief(workshop, "sleeps", "reward.on_error=skip", *limits)
     assert time.monotonic() - started < 8  # two limits; each of 25 answers alone takes 12.5
-    assert "took longer than reward.timeout_seconds=0.5" in told and "no more answers were tried" in told
-    with pytest.raises(ShoalError, match=r"took longer than reward.timeout_seconds=0.5.*no right answer a score"):
+    assert (
+        "took longer than reward.timeout_seconds=0.5" in told
+        and "no more answers were tried" in told
+    )
+    with pytest.raises(
+        ShoalError, match=r"took longer than reward.timeout_seconds=0.5.*no right answer a score"
+    ):
         in_brief(workshop, "sleeps", *limits)
 
 
-@pytest.mark.parametrize(("totals", "text"), [
-    ([1.0, math.nan], "right 1, wrong no score"), ([math.nan, math.nan], "right no score, wrong no score")])
+@pytest.mark.parametrize(
+    ("totals", "text"),
+    [
+        ([1.0, math.nan], "right 1, wrong no score"),
+        ([math.nan, math.nan], "right no score, wrong no score"),
+    ],
+)
 def test_an_answer_without_a_score_is_said_in_words(totals, text):
     rows = {kind: {"total": total} for kind, total in zip(("right", "wrong"), totals, strict=True)}
     assert Probe("", rows, {}).describe() == text

@@ -28,29 +28,49 @@ from shoal.tasks.gsm8k import blank
 from shoal.tasks.task import Task
 from shoal.trainer.curriculum import TokenizedExample
 from shoal.trainer.evaluation import Answers, Evaluator, score_greedy, score_sampled
-from shoal.types import Completion, Example, Group, GroupRequest, Purpose, SamplingParams, StopReason
+from shoal.types import (
+    Completion,
+    Example,
+    Group,
+    GroupRequest,
+    Purpose,
+    SamplingParams,
+    StopReason,
+)
 
 # ---- by hand
 
 
-@pytest.mark.parametrize(("answers", "correct", "expected"), [
-    (["5"], [True], True),
-    (["5", "6", "6"], [True, False, False], False),  # two for the wrong one
-    (["6", "5", "5"], [False, True, True], True),
-    (["5", "6"], [True, False], True),  # a tie: the one drawn first
-    (["6", "5"], [False, True], False),
-    (["6", "5", "5", "6", "7"], [False, True, True, False, False], False),
-    ([None, None, "5"], [False, False, True], True),  # no answer, no vote
-    ([None, None], [False, False], False),
-    ([], [], False),
-    (["5", "5"], [False, True], False),  # one answer, judged twice: the first to give it
-])
+@pytest.mark.parametrize(
+    ("answers", "correct", "expected"),
+    [
+        (["5"], [True], True),
+        (["5", "6", "6"], [True, False, False], False),  # two for the wrong one
+        (["6", "5", "5"], [False, True, True], True),
+        (["5", "6"], [True, False], True),  # a tie: the one drawn first
+        (["6", "5"], [False, True], False),
+        (["6", "5", "5", "6", "7"], [False, True, True, False, False], False),
+        ([None, None, "5"], [False, False, True], True),  # no answer, no vote
+        ([None, None], [False, False], False),
+        ([], [], False),
+        (["5", "5"], [False, True], False),  # one answer, judged twice: the first to give it
+    ],
+)
 def test_majority(answers, correct, expected):
     assert majority_at_k(answers, correct) is expected
 
 
-@pytest.mark.parametrize(("n", "c", "k", "expected"), [(8, 0, 8, 0), (8, 1, 8, 1), (4, 1, 1, 0.25), (4, 1, 2, 0.5),
-                                                       (5, 2, 3, 1 - 1 / 10), (10, 3, 4, 1 - 35 / 210)])
+@pytest.mark.parametrize(
+    ("n", "c", "k", "expected"),
+    [
+        (8, 0, 8, 0),
+        (8, 1, 8, 1),
+        (4, 1, 1, 0.25),
+        (4, 1, 2, 0.5),
+        (5, 2, 3, 1 - 1 / 10),
+        (10, 3, 4, 1 - 35 / 210),
+    ],
+)
 def test_pass_at_k(n, c, k, expected):
     assert pass_at_k(n, c, k) == pytest.approx(expected, abs=1e-15)
 
@@ -64,18 +84,32 @@ def test_standard_error():
 # ---- answers in another form than the tags asked for
 
 
-@pytest.mark.parametrize(("texts", "tagged", "any_form"), [
-    (["It is 5.", "#### 6", "no"], 0, 1), (["<reasoning>a</reasoning><answer>5</answer>", "5", "6"], 1, 2)])
+@pytest.mark.parametrize(
+    ("texts", "tagged", "any_form"),
+    [
+        (["It is 5.", "#### 6", "no"], 0, 1),
+        (["<reasoning>a</reasoning><answer>5</answer>", "5", "6"], 1, 2),
+    ],
+)
 def test_right_answers_without_the_tags_are_counted_too(texts, tagged, any_form):
     gsm8k = blank(TaskSection(name="gsm8k"))
-    groups = [replace(group("a", "a"), texts=(text,), example=Example(row, "?", {"answer": "5"}),
-                      correct=np.array([gsm8k.correct(text, Example(row, "?", {"answer": "5"}))]))
-              for row, text in enumerate(texts)]
+    groups = [
+        replace(
+            group("a", "a"),
+            texts=(text,),
+            example=Example(row, "?", {"answer": "5"}),
+            correct=np.array([gsm8k.correct(text, Example(row, "?", {"answer": "5"}))]),
+        )
+        for row, text in enumerate(texts)
+    ]
     answers = Answers(groups, [])
     figures = score_greedy(groups, gsm8k) | read_in_any_form(answers, gsm8k)
     assert figures["accuracy"] == tagged / 3 and figures["accuracy_any_form"] == any_form / 3
     line = evaluation_text(figures)
-    assert f"accuracy {100 * tagged / 3:.1f}% in the tags asked for, {100 * any_form / 3:.1f}% read in any form" in line
+    assert (
+        f"accuracy {100 * tagged / 3:.1f}% in the tags asked for, {100 * any_form / 3:.1f}% read in any form"
+        in line
+    )
     assert "any form" not in evaluation_text(figures | {"accuracy_any_form": figures["accuracy"]})
     assert "shoal sft task=gsm8k" in well_formed_advice(gsm8k)
     assert read_in_any_form(answers, replace(gsm8k, extract=None)) == {}
@@ -88,11 +122,31 @@ def group(texts: str, right: str, row: int = 0, with_correct: bool = True) -> Gr
     """One completion a letter of `texts`; those in `right` are right. Rewards are 3 and 0.5."""
     correct = np.array([text in right for text in texts])
     completions = tuple(
-        Completion(0, i, np.zeros(2 + i, np.int32), np.zeros(2 + i, np.float32), np.ones(2 + i, bool),
-                   np.zeros(2 + i, np.int32), StopReason.EOS if i else StopReason.LENGTH) for i in range(len(texts)))
+        Completion(
+            0,
+            i,
+            np.zeros(2 + i, np.int32),
+            np.zeros(2 + i, np.float32),
+            np.ones(2 + i, bool),
+            np.zeros(2 + i, np.int32),
+            StopReason.EOS if i else StopReason.LENGTH,
+        )
+        for i in range(len(texts))
+    )
     rewards = np.where(correct, 3.0, 0.5)
-    return Group(Purpose.EVALUATE, 0, 0, Example(row, "?", {"answer": right}), np.zeros(3, np.int32), completions,
-                 tuple(texts), rewards, {"own": rewards}, np.ones(len(texts), bool), correct if with_correct else None)
+    return Group(
+        Purpose.EVALUATE,
+        0,
+        0,
+        Example(row, "?", {"answer": right}),
+        np.zeros(3, np.int32),
+        completions,
+        tuple(texts),
+        rewards,
+        {"own": rewards},
+        np.ones(len(texts), bool),
+        correct if with_correct else None,
+    )
 
 
 def task(**parts: Any) -> Task:
@@ -101,11 +155,17 @@ def task(**parts: Any) -> Task:
 
 def test_samples_by_hand():
     groups = [group("abba", "a"), group("ccde", "e"), group("xaab", "a"), group("zzzz", "a")]
-    figures = score_sampled(groups, SamplingParams(top_k=5), task(extract=lambda text: None if text == "x" else text))
+    figures = score_sampled(
+        groups, SamplingParams(top_k=5), task(extract=lambda text: None if text == "x" else text)
+    )
     assert figures["pass@4"] == 3 / 4  # 2, 1, 2 and 0 of 4 are right
     assert figures["pass@1"] == figures["sampled_accuracy"] == 5 / 16
-    assert figures["pass@2"] == pytest.approx((5 / 6 + 1 / 2 + 5 / 6 + 0) / 4)  # 1 - C(4-c, 2) / C(4, 2)
-    assert figures["pass@2_error"] == pytest.approx(np.array([5 / 6, 1 / 2, 5 / 6, 0]).std(ddof=1) / 2)
+    assert figures["pass@2"] == pytest.approx(
+        (5 / 6 + 1 / 2 + 5 / 6 + 0) / 4
+    )  # 1 - C(4-c, 2) / C(4, 2)
+    assert figures["pass@2_error"] == pytest.approx(
+        np.array([5 / 6, 1 / 2, 5 / 6, 0]).std(ddof=1) / 2
+    )
     assert figures["maj@4"] == 2 / 4  # a (drawn before b), c, a, z
     shares = np.array([0.5, 0.25, 0.5, 0])
     assert figures["sampled_accuracy_error"] == pytest.approx(shares.std(ddof=1) / 2)
@@ -114,12 +174,20 @@ def test_samples_by_hand():
     assert figures["sampled_protocol"] == "4 completions a question at temperature 1, top_k 5"
 
 
-@pytest.mark.parametrize(("k", "names"), [
-    (1, {"pass@1"}), (2, {"pass@1", "pass@2"}), (3, {"pass@1", "pass@2", "pass@3"}),
-    (8, {"pass@1", "pass@2", "pass@4", "pass@8"})])
+@pytest.mark.parametrize(
+    ("k", "names"),
+    [
+        (1, {"pass@1"}),
+        (2, {"pass@1", "pass@2"}),
+        (3, {"pass@1", "pass@2", "pass@3"}),
+        (8, {"pass@1", "pass@2", "pass@4", "pass@8"}),
+    ],
+)
 def test_fewer_samples_than_were_drawn(k, names):
     figures = score_sampled([group("a" + "b" * (k - 1), "a")], SamplingParams(), task())
-    assert {name for name in figures if name.startswith("pass@") and not name.endswith("_error")} == names
+    assert {
+        name for name in figures if name.startswith("pass@") and not name.endswith("_error")
+    } == names
     text = evaluation_text(figures)
     assert f"pass@{k} 100.0% (" in text if k > 1 else "sampled accuracy" in text
     assert text.count("pass@") == (k > 1)  # the others are in the files
@@ -128,34 +196,72 @@ def test_fewer_samples_than_were_drawn(k, names):
 def test_greedy_by_hand():
     groups = [group("a", "a"), group("b", "a"), group("b", "b"), group("b", "b")]
     verdict = lambda text, example: {"correct": text == "b", "row": example.row}  # noqa: E731
-    figures = score_greedy(groups, task(verdict=verdict, figures=lambda verdicts: {
-        "prompt_strict": sum(one["correct"] for one in verdicts) / len(verdicts)}))
-    assert (figures["accuracy"], figures["num_questions"], figures["protocol"]) == (3 / 4, 4, "greedy")
+    figures = score_greedy(
+        groups,
+        task(
+            verdict=verdict,
+            figures=lambda verdicts: {
+                "prompt_strict": sum(one["correct"] for one in verdicts) / len(verdicts)
+            },
+        ),
+    )
+    assert (figures["accuracy"], figures["num_questions"], figures["protocol"]) == (
+        3 / 4,
+        4,
+        "greedy",
+    )
     assert figures["accuracy_interval"] == pytest.approx([0.3006, 0.9544], abs=1e-4)
-    assert figures["prompt_strict"] == 3 / 4 and figures["mean_reward"] == figures["rewards/own"] == 9.5 / 4
+    assert (
+        figures["prompt_strict"] == 3 / 4
+        and figures["mean_reward"] == figures["rewards/own"] == 9.5 / 4
+    )
     assert (figures["mean_length"], figures["truncated"]) == (2, 1)
     assert "well_formed" not in figures
 
 
 def test_without_a_right_answer_there_is_no_accuracy():
     groups = [group("ab", "a", with_correct=False), group("aa", "a", with_correct=False)]
-    figures = score_greedy(groups, task()) | score_sampled(groups, SamplingParams(), task(extract=str))
-    assert not [name for name in figures if name.startswith(("accuracy", "pass@", "maj@", "sampled_accuracy"))]
+    figures = score_greedy(groups, task()) | score_sampled(
+        groups, SamplingParams(), task(extract=str)
+    )
+    assert not [
+        name
+        for name in figures
+        if name.startswith(("accuracy", "pass@", "maj@", "sampled_accuracy"))
+    ]
     assert figures["mean_reward"] == 3 and figures["sampled_mean_reward"] == 9.5 / 4
     assert evaluation_text(figures).startswith("mean reward 3 (greedy, 2 questions)  rewards/own 3")
-    assert "sampled mean reward 2.375 (2 completions a question at temperature 1)" in evaluation_text(figures)
+    assert (
+        "sampled mean reward 2.375 (2 completions a question at temperature 1)"
+        in evaluation_text(figures)
+    )
     assert summary_rows({"held_out": figures}, {"held_out": figures})[0] == (
-        "held_out mean reward (greedy, 2 questions)", "3", "3", "+0")
+        "held_out mean reward (greedy, 2 questions)",
+        "3",
+        "3",
+        "+0",
+    )
     assert figure_text("rewards/accuracy", 4.5) == "4.5"
 
 
 def test_the_line_has_protocol_size_interval_and_errors():
     groups = [group("aa", "a"), group("ba", "a")]
-    figures = score_greedy(groups, task()) | score_sampled(groups, SamplingParams(), task(extract=str))
+    figures = score_greedy(groups, task()) | score_sampled(
+        groups, SamplingParams(), task(extract=str)
+    )
     text = evaluation_text(figures | {"data": "gsm8k, split test"})
-    assert text.startswith("accuracy 50.0% (greedy, gsm8k, split test, 2 questions; 95% interval 9.5-90.5)")
-    assert "pass@2 100.0% (2 completions a question at temperature 1; standard error 0.0)  maj@2 50.0% (stand" in text
-    assert text.count("2 completions") == 1 and "pass@1" not in text and "sampled accuracy 75.0%" in text
+    assert text.startswith(
+        "accuracy 50.0% (greedy, gsm8k, split test, 2 questions; 95% interval 9.5-90.5)"
+    )
+    assert (
+        "pass@2 100.0% (2 completions a question at temperature 1; standard error 0.0)  maj@2 50.0% (stand"
+        in text
+    )
+    assert (
+        text.count("2 completions") == 1
+        and "pass@1" not in text
+        and "sampled accuracy 75.0%" in text
+    )
 
 
 # ---- what is asked
@@ -172,7 +278,9 @@ class Source:
 
     def take(self, purpose, step) -> list[Group]:
         assert purpose is Purpose.EVALUATE and step == 3
-        return [group("a" * request.num_completions, "a", request.example.row) for request in self.asked]
+        return [
+            group("a" * request.num_completions, "a", request.example.row) for request in self.asked
+        ]
 
 
 def prepared(*rows: int) -> list[TokenizedExample]:
@@ -181,22 +289,42 @@ def prepared(*rows: int) -> list[TokenizedExample]:
 
 def test_each_set_is_asked_once_and_the_first_is_sampled():
     source = Source()
-    evaluator = Evaluator({"main": prepared(4, 7), "other": prepared(5)}, SamplingParams(top_p=0.9), 3, task())
+    evaluator = Evaluator(
+        {"main": prepared(4, 7), "other": prepared(5)}, SamplingParams(top_p=0.9), 3, task()
+    )
     answers = evaluator.answers(source, 3, 3, full=True)  # pyright: ignore[reportArgumentType]
-    assert [(one.subset, one.example.row, one.num_completions, one.params.temperature) for one in source.asked] == [
-        ("main", 4, 1, 0), ("main", 7, 1, 0), ("main", 4, 3, 1), ("main", 7, 3, 1), ("other", 5, 1, 0)]
+    assert [
+        (one.subset, one.example.row, one.num_completions, one.params.temperature)
+        for one in source.asked
+    ] == [
+        ("main", 4, 1, 0),
+        ("main", 7, 1, 0),
+        ("main", 4, 3, 1),
+        ("main", 7, 3, 1),
+        ("other", 5, 1, 0),
+    ]
     assert {name: (len(own.greedy), len(own.sampled)) for name, own in answers.items()} == {
-        "main": (2, 2), "other": (1, 0)}
-    assert [one.example.row for one in answers["main"].sampled] == [4, 7] and answers["main"].sampled[0].size == 3
+        "main": (2, 2),
+        "other": (1, 0),
+    }
+    assert [one.example.row for one in answers["main"].sampled] == [4, 7] and answers[
+        "main"
+    ].sampled[0].size == 3
 
 
 def test_a_quick_evaluation_and_the_samples_take_the_first_questions():
-    evaluator = Evaluator({"main": prepared(4, 7, 9), "other": prepared(5, 6)}, SamplingParams(), 3, task(), 2)
-    for full, greedy, sampled in ((True, {"main": [4, 7, 9], "other": [5, 6]}, [4, 7]),
-                                  (False, {"main": [4, 7], "other": [5, 6]}, [])):
+    evaluator = Evaluator(
+        {"main": prepared(4, 7, 9), "other": prepared(5, 6)}, SamplingParams(), 3, task(), 2
+    )
+    for full, greedy, sampled in (
+        (True, {"main": [4, 7, 9], "other": [5, 6]}, [4, 7]),
+        (False, {"main": [4, 7], "other": [5, 6]}, []),
+    ):
         source = Source()
         answers = evaluator.answers(source, 3, 3, full)  # pyright: ignore[reportArgumentType]
-        assert {name: [one.example.row for one in own.greedy] for name, own in answers.items()} == greedy
+        assert {
+            name: [one.example.row for one in own.greedy] for name, own in answers.items()
+        } == greedy
         assert [one.example.row for one in answers["main"].sampled] == sampled
         assert evaluator.num_completions(full) == sum(one.num_completions for one in source.asked)
         figures = evaluator.score(answers)[0]["main"]
@@ -204,12 +332,13 @@ def test_a_quick_evaluation_and_the_samples_take_the_first_questions():
         assert figures.get("sampled_num_questions", 0) == len(sampled)
 
 
-@pytest.mark.parametrize(("temperature", "pass_k", "sampled"), [(0, 3, True), (1, 0, True), (1, 3, False)])
+@pytest.mark.parametrize(
+    ("temperature", "pass_k", "sampled"), [(0, 3, True), (1, 0, True), (1, 3, False)]
+)
 def test_samples_are_left_out(temperature, pass_k, sampled):
     source = Source()
     evaluator = Evaluator({"main": prepared(4)}, SamplingParams(temperature), pass_k, task())
-    figures, groups = evaluator.score(
-        evaluator.answers(source, 3, 3, sampled))  # pyright: ignore[reportArgumentType]
+    figures, groups = evaluator.score(evaluator.answers(source, 3, 3, sampled))  # pyright: ignore[reportArgumentType]
     assert len(source.asked) == len(groups) == 1 and "sampled_protocol" not in figures["main"]
 
 
@@ -221,8 +350,10 @@ def test_progress_is_printed_early_and_then_every_ten_seconds():
             now[0] += 1 if done > 1 else 600  # programs are compiled before the first answer
             console.answered(part, done, 30)
     assert stream.getvalue().splitlines() == [
-        f"{part}: {done} of 30, 0:{left} left" for part in ("held_out, greedy", "held_out, sampled")
-        for done, left in ((3, 27), (13, 17), (23, "07"))]
+        f"{part}: {done} of 30, 0:{left} left"
+        for part in ("held_out, greedy", "held_out, sampled")
+        for done, left in ((3, 27), (13, 17), (23, "07"))
+    ]
 
 
 # ---- shoal eval
@@ -230,60 +361,115 @@ def test_progress_is_printed_early_and_then_every_ten_seconds():
 
 @pytest.fixture(scope="module")
 def run(workshop) -> Path:
-    return workshop.train("run", "steps=1", "checkpoint_period=1", f"reward={workshop.rewards}:vowels")
+    return workshop.train(
+        "run", "steps=1", "checkpoint_period=1", f"reward={workshop.rewards}:vowels"
+    )
 
 
 def words(workshop: Workshop, model: object, *changes: str) -> list[str]:
-    return ["eval", f"model={model}", "task=gsm8k", f"task.path={workshop.data}", f"reward={workshop.rewards}:vowels",
-            f"model.template={PLAIN}", "sampling.max_prompt_tokens=64", "sampling.max_completion_tokens=12", "batch=8",
-            "pass_k=4", "task.num_eval_questions=0", *changes]
+    return [
+        "eval",
+        f"model={model}",
+        "task=gsm8k",
+        f"task.path={workshop.data}",
+        f"reward={workshop.rewards}:vowels",
+        f"model.template={PLAIN}",
+        "sampling.max_prompt_tokens=64",
+        "sampling.max_completion_tokens=12",
+        "batch=8",
+        "pass_k=4",
+        "task.num_eval_questions=0",
+        *changes,
+    ]
 
 
 @pytest.mark.parametrize("opens", ["", "<think>\n"])
-def test_rewards_that_would_not_see_a_tag_that_the_prompt_opens_are_warned_of(opens: str, tmp_path: Path):
-    rows = [{"prompt": [{"role": "user", "content": f"{i} + 1 = ?"}], "answer": str(i + 1)} for i in range(3)]
+def test_rewards_that_would_not_see_a_tag_that_the_prompt_opens_are_warned_of(
+    opens: str, tmp_path: Path
+):
+    rows = [
+        {"prompt": [{"role": "user", "content": f"{i} + 1 = ?"}], "answer": str(i + 1)}
+        for i in range(3)
+    ]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     tiny = Path(cli.__file__).parent / "assets" / "tiny"
-    config, _ = compose("eval", [f"model={tiny}", "task=custom", f"task.path={tmp_path / 'rows.jsonl'}",
-                                 "reward=think_format_reward", f"model.template={PLAIN}{opens}",
-                                 "max_prompt_tokens=64", "max_new_tokens=12"])
+    config, _ = compose(
+        "eval",
+        [
+            f"model={tiny}",
+            "task=custom",
+            f"task.path={tmp_path / 'rows.jsonl'}",
+            "reward=think_format_reward",
+            f"model.template={PLAIN}{opens}",
+            "max_prompt_tokens=64",
+            "max_new_tokens=12",
+        ],
+    )
     with Job(config, Console(io.StringIO())) as job:
         job.check()
         warned = [found.text for found in job.findings.at("warning")]
     assert len(warned) == bool(opens)
-    assert not opens or "the prompt ends with <think>, so a completion begins behind it" in warned[0]
+    assert (
+        not opens or "the prompt ends with <think>, so a completion begins behind it" in warned[0]
+    )
 
 
 @pytest.mark.slow
-def test_a_file_holds_every_answer_and_a_run_its_checkpoint_and_its_export_have_the_same(workshop, run, tmp_path,
-                                                                                        capsys):
+def test_a_file_holds_every_answer_and_a_run_its_checkpoint_and_its_export_have_the_same(
+    workshop, run, tmp_path, capsys
+):
     assert cli.main(["export", f"from={run}", f"to={tmp_path / 'model'}"]) == 0
     files = []
     for model in (run, run / "checkpoints" / "1", tmp_path / "model"):
         file = tmp_path / "new" / "folder" / f"{len(files)}.json"
         assert cli.main(words(workshop, model, f"output={file}")) == 0
         files.append(json.loads(file.read_text()))
-    assert {file.pop("model") for file in files} == {str(run), str(run / "checkpoints" / "1"), str(tmp_path / "model")}
+    assert {file.pop("model") for file in files} == {
+        str(run),
+        str(run / "checkpoints" / "1"),
+        str(tmp_path / "model"),
+    }
     assert files[0] == files[1] == files[2]
     first = files[0]
     assert (first["task"], first["seed"], first["max_completion_tokens"]) == ("gsm8k", 0, 12)
     figures, rows = first["held_out"], first["rows"]
     last = read_lines(run / "evaluations.jsonl")[-1]
-    for name in ("accuracy", "num_questions", "protocol", "mean_reward", "rewards/vowels", "mean_length", "pass@4"):
+    for name in (
+        "accuracy",
+        "num_questions",
+        "protocol",
+        "mean_reward",
+        "rewards/vowels",
+        "mean_length",
+        "pass@4",
+    ):
         assert figures[name] == last[name]
-    assert [row["row"] for row in rows] == [0, 1, 2, 3] and {row["set"] for row in rows} == {"held_out"}
+    assert [row["row"] for row in rows] == [0, 1, 2, 3] and {row["set"] for row in rows} == {
+        "held_out"
+    }
     assert rows[0]["question"] == "10 + 58 = ?" and rows[0]["gold"] == "68"
     for row in rows:
         assert len(row["samples"]) == 4 and row["correct"] is False
         for answer in (row, *row["samples"]):
-            assert answer["reward"] == answer["rewards"]["vowels"] == pytest.approx(
-                sum(letter in "aeiou" for letter in answer["response"]) / 10)
+            assert (
+                answer["reward"]
+                == answer["rewards"]["vowels"]
+                == pytest.approx(sum(letter in "aeiou" for letter in answer["response"]) / 10)
+            )
     assert len({one["response"] for row in rows for one in row["samples"]}) > 4
     assert figures["mean_reward"] == pytest.approx(np.mean([row["reward"] for row in rows]))
     assert figures["sampled_mean_reward"] == pytest.approx(
-        np.mean([one["reward"] for row in rows for one in row["samples"]]))
-    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("held_out: accuracy"))
-    assert f"(greedy, gsm8k of {workshop.data}, split test, model.template, 4 questions; 95% interval 0.0-49.0)" in line
+        np.mean([one["reward"] for row in rows for one in row["samples"]])
+    )
+    line = next(
+        line
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith("held_out: accuracy")
+    )
+    assert (
+        f"(greedy, gsm8k of {workshop.data}, split test, model.template, 4 questions; 95% interval 0.0-49.0)"
+        in line
+    )
 
 
 @pytest.mark.slow
@@ -298,22 +484,42 @@ def test_json_on_stdout_and_greedy_alone(workshop, capsys):
 
 @pytest.mark.slow
 def test_words(workshop):
-    figures = shoal.evaluate(model={"path": str(workshop.model), "template": PLAIN}, task="words", pass_k=2, batch=6,
-                             task__num_eval_questions=3,
-                             sampling={"max_prompt_tokens": 256, "max_completion_tokens": 4})
+    figures = shoal.evaluate(
+        model={"path": str(workshop.model), "template": PLAIN},
+        task="words",
+        pass_k=2,
+        batch=6,
+        task__num_eval_questions=3,
+        sampling={"max_prompt_tokens": 256, "max_completion_tokens": 4},
+    )
     assert list(figures) == ["held_out", "unseen_templates"]
     assert all(own["num_questions"] == 3 and own["truncated"] == 1 for own in figures.values())
-    assert {"pass@2", "maj@2"} & set(figures["held_out"]) and "pass@2" not in figures["unseen_templates"]
+    assert {"pass@2", "maj@2"} & set(figures["held_out"]) and "pass@2" not in figures[
+        "unseen_templates"
+    ]
     assert figures["held_out"]["data"] == "words, model.template"
 
 
 @pytest.mark.slow
 def test_the_overlong_penalty_is_part_of_the_reward(workshop, capsys):
-    assert cli.main(words(workshop, workshop.model, "json=true", "pass_k=0", "reward.overlong_buffer_tokens=12",
-                          "task.num_eval_questions=2")) == 0
+    assert (
+        cli.main(
+            words(
+                workshop,
+                workshop.model,
+                "json=true",
+                "pass_k=0",
+                "reward.overlong_buffer_tokens=12",
+                "task.num_eval_questions=2",
+            )
+        )
+        == 0
+    )
     figures = json.loads(capsys.readouterr().out)["held_out"]
     assert figures["rewards/overlong"] == pytest.approx(-figures["mean_length"] / 12)
-    assert figures["mean_reward"] == pytest.approx(figures["rewards/vowels"] + figures["rewards/overlong"])
+    assert figures["mean_reward"] == pytest.approx(
+        figures["rewards/vowels"] + figures["rewards/overlong"]
+    )
 
 
 @pytest.mark.slow
@@ -321,23 +527,42 @@ def test_failures_are_counted_by_set_and_the_first_is_shown(workshop, capsys):
     def fails(completions: Any, answer: Any, **_: Any) -> list[float]:
         raise KeyError(answer[0])
 
-    figures = shoal.evaluate(model={"path": str(workshop.model), "template": PLAIN}, task="words", pass_k=2, batch=6,
-                             task__num_eval_questions=3,
-                             sampling={"max_prompt_tokens": 256, "max_completion_tokens": 4},
-                             reward=fails, reward__on_error="zero", reward__workers=0)
-    assert figures["held_out"]["failed"] == figures["held_out"]["failed/fails"] == 3 + 6  # greedy and sampled
+    figures = shoal.evaluate(
+        model={"path": str(workshop.model), "template": PLAIN},
+        task="words",
+        pass_k=2,
+        batch=6,
+        task__num_eval_questions=3,
+        sampling={"max_prompt_tokens": 256, "max_completion_tokens": 4},
+        reward=fails,
+        reward__on_error="zero",
+        reward__workers=0,
+    )
+    assert (
+        figures["held_out"]["failed"] == figures["held_out"]["failed/fails"] == 3 + 6
+    )  # greedy and sampled
     assert figures["unseen_templates"]["failed"] == 3 and figures["held_out"]["rewards/fails"] == 0
-    warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: reward")]
+    warnings = [
+        line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: reward")
+    ]
     assert len(warnings) == 2 and "raised KeyError" in warnings[0]
     assert warnings[1] == "warning: reward function fails: raised for 12 completions"
 
 
 def test_a_file_alone_is_asked_whole(workshop, tmp_path, capsys):
     data = tmp_path / "data.jsonl"
-    data.write_text("".join(json.dumps({"question": f"{i} + 1 = ?", "answer": str(i + 1)}) + "\n" for i in range(3)))
-    assert cli.main(words(workshop, workshop.model, "json=true", "pass_k=0", f"task.path={data}")) == 0
+    data.write_text(
+        "".join(
+            json.dumps({"question": f"{i} + 1 = ?", "answer": str(i + 1)}) + "\n" for i in range(3)
+        )
+    )
+    assert (
+        cli.main(words(workshop, workshop.model, "json=true", "pass_k=0", f"task.path={data}")) == 0
+    )
     out, err = capsys.readouterr()
-    assert json.loads(out)["held_out"]["num_questions"] == 3 and "all 3 rows are evaluated on" in err
+    assert (
+        json.loads(out)["held_out"]["num_questions"] == 3 and "all 3 rows are evaluated on" in err
+    )
 
 
 def test_an_output_that_cannot_be_written_is_an_error_first(workshop, tmp_path, capsys):
@@ -348,16 +573,24 @@ def test_an_output_that_cannot_be_written_is_an_error_first(workshop, tmp_path, 
     assert "output=/proc/none/a.json cannot be written" in capsys.readouterr().err
     own = Task("own", (), {"rows": (Example(0, "?"),)}, ())
     with pytest.raises(shoal.ShoalError, match="is called 'rows', the name of a field"):
-        shoal.evaluate(task=own, model=str(workshop.model), output=str(tmp_path / "a.json"),
-                       reward=lambda completions, **_: [0.0] * len(completions))
+        shoal.evaluate(
+            task=own,
+            model=str(workshop.model),
+            output=str(tmp_path / "a.json"),
+            reward=lambda completions, **_: [0.0] * len(completions),
+        )
 
 
 @pytest.mark.system
 def test_rewards_are_forked_before_jax_has_threads(workshop, run, tmp_path):
     """By each command that scores, in a process of which each ends at the fork: the next finds it without JAX too."""
     trained = [word for word in workshop.words("forks") if not word.startswith("reward.workers")]
-    commands = [words(workshop, workshop.model), trained, ["doctor", *trained[1:]],
-                ["rescore", str(run), f"reward={workshop.rewards}:letters"]]
+    commands = [
+        words(workshop, workshop.model),
+        trained,
+        ["doctor", *trained[1:]],
+        ["rescore", str(run), f"reward={workshop.rewards}:letters"],
+    ]
     code = f"""if True:
         from jax._src import xla_bridge
         from shoal import cli
@@ -371,35 +604,69 @@ def test_rewards_are_forked_before_jax_has_threads(workshop, run, tmp_path):
         for words in {commands!r}:
             cli.main(words)
         """
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=100,
-                          check=False)
-    assert [line for line in done.stdout.splitlines() if "forked" in line] == ["forked False"] * 4, done
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert [line for line in done.stdout.splitlines() if "forked" in line] == [
+        "forked False"
+    ] * 4, done
 
 
 @pytest.mark.parametrize("place", ["", "/checkpoints", "/checkpoints/3"])
 def test_a_run_is_asked_its_own_task(tmp_path, place):
-    own = ["task=custom", "task.path=one.jsonl", "reward=r.py:f", "sampling.max_completion_tokens=20", "seed=3"]
+    own = [
+        "task=custom",
+        "task.path=one.jsonl",
+        "reward=r.py:f",
+        "sampling.max_completion_tokens=20",
+        "seed=3",
+    ]
     model = f"model={stored_run(tmp_path, own)}{place}"
     config, resolved = cli._compose("eval", [model, "sampling.max_prompt_tokens=9"])
-    assert (config.task.name, config.task.path, config.reward.functions) == ("custom", "one.jsonl", ("r.py:f",))
-    assert (config.sampling.max_completion_tokens, config.sampling.max_prompt_tokens, config.seed) == (20, 9, 0)
-    assert resolved.notes == (f"{model[6:]}: evaluates its own task (custom, one.jsonl), reward and lengths; task=NAME "
-                              "for another",)
-    assert cli._compose("eval", [model, "task=gsm8k"])[0] == cli._compose("eval", ["task=gsm8k", model])[0]
+    assert (config.task.name, config.task.path, config.reward.functions) == (
+        "custom",
+        "one.jsonl",
+        ("r.py:f",),
+    )
+    assert (
+        config.sampling.max_completion_tokens,
+        config.sampling.max_prompt_tokens,
+        config.seed,
+    ) == (20, 9, 0)
+    assert resolved.notes == (
+        f"{model[6:]}: evaluates its own task (custom, one.jsonl), reward and lengths; task=NAME "
+        "for another",
+    )
+    assert (
+        cli._compose("eval", [model, "task=gsm8k"])[0]
+        == cli._compose("eval", ["task=gsm8k", model])[0]
+    )
     assert cli._compose("eval", [model, "task=gsm8k"])[0].reward.functions == ()
     # Other questions of the same task are asked with the run's lengths and reward.
     other = cli._compose("eval", [model, "task=custom", "task.path=two.jsonl"])[0]
-    assert (other.task.path, other.sampling.max_completion_tokens, other.reward.functions) == \
-        ("two.jsonl", 20, ("r.py:f",))
+    assert (other.task.path, other.sampling.max_completion_tokens, other.reward.functions) == (
+        "two.jsonl",
+        20,
+        ("r.py:f",),
+    )
 
 
 def test_a_run_whose_task_came_from_python_asks_for_it_again(tmp_path):
-    with pytest.raises(shoal.ShoalError, match="the task of this run came from Python: give it again there"):
+    with pytest.raises(
+        shoal.ShoalError, match="the task of this run came from Python: give it again there"
+    ):
         cli._compose("eval", [f"model={stored_run(tmp_path / 'rows', ['task.name=rows'])}"])
     run = stored_run(tmp_path / "f", ["reward=python:f"])
     with pytest.raises(shoal.ShoalError, match="the reward of this run came from Python"):
         cli._compose("eval", [f"model={run}"])
-    assert cli._compose("eval", [f"model={run}", "reward=r.py:f"])[0].reward.functions == ("r.py:f",)
+    assert cli._compose("eval", [f"model={run}", "reward=r.py:f"])[0].reward.functions == (
+        "r.py:f",
+    )
 
 
 def test_a_run_is_evaluated_with_its_own_tools(tmp_path, monkeypatch):
@@ -407,12 +674,18 @@ def test_a_run_is_evaluated_with_its_own_tools(tmp_path, monkeypatch):
     model = f"model={stored_run(tmp_path, [*own, 'tools=t.py:look'])}"
     config, resolved = cli._compose("eval", [model])
     assert (config.environment.tools, config.environment.max_turns) == (("t.py:look",), 3)
-    assert "evaluates its own task (custom, one.jsonl), reward, environment and lengths;" in resolved.notes[0]
+    assert (
+        "evaluates its own task (custom, one.jsonl), reward, environment and lengths;"
+        in resolved.notes[0]
+    )
     config = cli._compose("eval", [model, "agent=python a.py"])[0]
     assert (config.environment.tools, config.environment.agent) == ((), "python a.py")
     given = f"model={stored_run(tmp_path / 'python', [*own, 'environment=python:House'])}"
-    with pytest.raises(shoal.ShoalError, match=r"environment.factory=python:House of this run came from Python: give "
-                                               r"it again there, shoal.evaluate\(model=RUN, environment=...\), or as"):
+    with pytest.raises(
+        shoal.ShoalError,
+        match=r"environment.factory=python:House of this run came from Python: give "
+        r"it again there, shoal.evaluate\(model=RUN, environment=...\), or as",
+    ):
         cli._compose("eval", [given])
     assert cli._compose("eval", [given, "tools=t.py:look"])[0].environment.factory == ""
     monkeypatch.setitem(GIVEN._objects, "python:House", object)
@@ -429,15 +702,25 @@ def stored_run(folder: Path, words: list[str]) -> Path:
 @pytest.mark.slow
 def test_a_run_without_a_right_answer_reports_its_reward(workshop):
     result = shoal.train(
-        task=[{"prompt": f"{i} + 1 ="} for i in range(20)], reward=lambda completions, **_: [
-            float(len(text)) for text in completions], run_name="rewarded", base_output_directory=str(workshop.runs),
-        model={"path": str(workshop.model), "template": PLAIN}, steps=2, reward__workers=0, task__num_eval_questions=2,
-        train={"pass_k": 0, "evaluate_every": 1}, batch={"prompts_per_step": 2, "group_size": 2},
-        checkpoint={"keep_best": 1, "keep_last": 1}, algorithm__kl_coef=0,
-        sampling={"max_prompt_tokens": 64, "max_completion_tokens": 6})
+        task=[{"prompt": f"{i} + 1 ="} for i in range(20)],
+        reward=lambda completions, **_: [float(len(text)) for text in completions],
+        run_name="rewarded",
+        base_output_directory=str(workshop.runs),
+        model={"path": str(workshop.model), "template": PLAIN},
+        steps=2,
+        reward__workers=0,
+        task__num_eval_questions=2,
+        train={"pass_k": 0, "evaluate_every": 1},
+        batch={"prompts_per_step": 2, "group_size": 2},
+        checkpoint={"keep_best": 1, "keep_last": 1},
+        algorithm__kl_coef=0,
+        sampling={"max_prompt_tokens": 64, "max_completion_tokens": 6},
+    )
     assert result["accuracy_before"] is None is result["accuracy_after"]
     assert result["mean_reward_after"] == result.after["held_out"]["mean_reward"] > 1
-    assert "accuracy" not in result.after["held_out"] and "held_out mean reward (greedy, 2 questions)" in repr(result)
+    assert "accuracy" not in result.after[
+        "held_out"
+    ] and "held_out mean reward (greedy, 2 questions)" in repr(result)
     scores = {row["step"]: row["mean_reward"] for row in result.evaluations}
     kept = {int(folder.name) for folder in result.checkpoints_path.iterdir()}
     assert max((1, 2), key=lambda step: (scores[step], step)) in kept

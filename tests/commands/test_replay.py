@@ -33,8 +33,14 @@ from shoal.types import Purpose, ShoalError
 def run(workshop) -> Path:
     """Two steps and, resumed, a third, with a reference and two mini-batches; of the versions 1 to 3 only the second
     and the last remain."""
-    words = ("algorithm.kl_coef=0.1", "algorithm.num_minibatches=2", "checkpoint.every=1",
-             "checkpoint.keep_last=2", "task.num_eval_questions=2", "train.pass_k=0")
+    words = (
+        "algorithm.kl_coef=0.1",
+        "algorithm.num_minibatches=2",
+        "checkpoint.every=1",
+        "checkpoint.keep_last=2",
+        "task.num_eval_questions=2",
+        "train.pass_k=0",
+    )
     workshop.train("first", "steps=2", *words)
     run = workshop.train("first", "steps=3", *words)
     assert checkpoints(run) == [2, 3]
@@ -65,22 +71,40 @@ def again(run: Path, step: int = 1, group: int = 0, **changes) -> dict:
 
 
 @pytest.mark.bitwise
-@pytest.mark.parametrize(("step", "group", "start", "retrained"), [
-    pytest.param(1, 1, 0, 0, marks=pytest.mark.slow), pytest.param(2, 0, 0, 2, marks=pytest.mark.slow), (3, 1, 2, 0)])
-def test_groups_of_every_step_are_sampled_again_bit_for_bit(run, step, group, start, retrained, capsys):
+@pytest.mark.parametrize(
+    ("step", "group", "start", "retrained"),
+    [
+        pytest.param(1, 1, 0, 0, marks=pytest.mark.slow),
+        pytest.param(2, 0, 0, 2, marks=pytest.mark.slow),
+        (3, 1, 2, 0),
+    ],
+)
+def test_groups_of_every_step_are_sampled_again_bit_for_bit(
+    run, step, group, start, retrained, capsys
+):
     """Step 2 was sampled by version 1, which no checkpoint holds: it is retrained on the stored groups."""
     result = again(run, step, group)
     assert result["identical"] is True and result["difference"] is None
-    assert result["weights"]["updates_retrained"] == retrained and result["weights"]["diverged_at"] is None
-    assert result["weights"]["verified"] is (True if retrained else None)  # by the log-probs of the step's own update
-    assert result["weights"]["source"].startswith(f"checkpoint {start}" if start else "first weights")
+    assert (
+        result["weights"]["updates_retrained"] == retrained
+        and result["weights"]["diverged_at"] is None
+    )
+    assert result["weights"]["verified"] is (
+        True if retrained else None
+    )  # by the log-probs of the step's own update
+    assert result["weights"]["source"].startswith(
+        f"checkpoint {start}" if start else "first weights"
+    )
     assert "identical: sampled again bit for bit" in capsys.readouterr().out
     stored = StoredRun(run).group(step, group).group
     for i, completion in enumerate(result["completions"]):
         assert completion["text"] == completion["sampled_text"] == stored.texts[i]
-        assert [token["id"] for token in completion["tokens"]] == stored.completions[i].token_ids.tolist()
-        assert [np.float32(token["logprob"]) for token in completion["tokens"]] == \
-            stored.completions[i].logprobs.tolist()
+        assert [token["id"] for token in completion["tokens"]] == stored.completions[
+            i
+        ].token_ids.tolist()
+        assert [
+            np.float32(token["logprob"]) for token in completion["tokens"]
+        ] == stored.completions[i].logprobs.tolist()
         assert completion["components"] == {"letters": completion["reward"]}
     assert json.loads(json.dumps(result, allow_nan=False)) == result
 
@@ -94,18 +118,24 @@ def test_the_likeliest_tokens_are_those_of_the_sampler(run):
             found = {other["id"]: other["logprob"] for other in token["likeliest"]}
             assert found[token["id"]] == pytest.approx(token["logprob"], abs=2e-5)
             values = np.array(list(found.values()))
-            assert np.exp(values).sum() == pytest.approx(1, abs=1e-5) and (np.diff(values) <= 0).all()
+            assert (
+                np.exp(values).sum() == pytest.approx(1, abs=1e-5) and (np.diff(values) <= 0).all()
+            )
             assert token["entropy"] == pytest.approx(-(np.exp(values) * values).sum(), abs=1e-4)
     pytest.importorskip("duckdb", reason="the page needs the extra `view`")
     from shoal.commands.view.viewer import Viewer
 
     viewer = Viewer([str(run)])  # the page colours tokens by these entropies
     viewer.read_all()
-    shown = viewer.answer("tokens", {"run": "first", "file": "step_000001", "group": "1", "completion": "2"})
+    shown = viewer.answer(
+        "tokens", {"run": "first", "file": "step_000001", "group": "1", "completion": "2"}
+    )
     viewer.close()
     own = result["completions"][2]["tokens"]
     assert shown["entropy"] == [token["entropy"] for token in own]
-    assert shown["likeliest"][0][:2] == [[one["text"], one["logprob"]] for one in own[0]["likeliest"][:2]]
+    assert shown["likeliest"][0][:2] == [
+        [one["text"], one["logprob"]] for one in own[0]["likeliest"][:2]
+    ]
 
 
 @pytest.mark.slow
@@ -115,7 +145,10 @@ def test_without_any_checkpoint_every_step_is_retrained(run, tmp_path, capsys):
     result = again(copy, 3)
     assert result["identical"] is True
     assert result["weights"]["steps_retrained"] == 2 and result["weights"]["updates_retrained"] == 4
-    assert "retraining on the stored groups of steps 1-2, from first weights" in capsys.readouterr().out
+    assert (
+        "retraining on the stored groups of steps 1-2, from first weights"
+        in capsys.readouterr().out
+    )
 
 
 @pytest.mark.slow
@@ -132,22 +165,46 @@ def test_orbax_is_silent_while_replay_and_export_read(run, tmp_path, monkeypatch
     """Of a damaged array it would print the tracebacks of its event loop, beside the error."""
     levels, logger, load_orbax = [], logging.getLogger("asyncio"), checkpoint.load_orbax
     before = logger.level
-    monkeypatch.setattr(checkpoint, "load_orbax", lambda: (levels.append(logger.level), load_orbax())[1])
-    for command in (lambda: again(run, 3), lambda: export(ExportConfig(source=str(run), to=str(tmp_path / "model")))):
+    monkeypatch.setattr(
+        checkpoint, "load_orbax", lambda: (levels.append(logger.level), load_orbax())[1]
+    )
+    for command in (
+        lambda: again(run, 3),
+        lambda: export(ExportConfig(source=str(run), to=str(tmp_path / "model"))),
+    ):
         levels.clear()
         command()
         assert set(levels) == {logging.CRITICAL} and logger.level == before
 
 
 def test_equal_completions_are_printed_once(capsys):
-    one = {"stop_reason": "eos", "components": {}, "reward": 1.0, "advantage": 0.0, "identical": True}
+    one = {
+        "stop_reason": "eos",
+        "components": {},
+        "reward": 1.0,
+        "advantage": 0.0,
+        "identical": True,
+    }
     tokens = [{"id": 5, "text": text, "logprob": -0.5, "trainer_logprob": None} for text in "abaa"]
     completions = [one | {"index": i, "tokens": [token]} for i, token in enumerate(tokens)]
-    report_replay({"step": 2, "group": 1, "row": 7, "version": 1, "identical": True, "difference": None,
-                   "weights": {"source": "checkpoint 1", "updates_retrained": 0}, "completions": completions},
-                  Console())
+    report_replay(
+        {
+            "step": 2,
+            "group": 1,
+            "row": 7,
+            "version": 1,
+            "identical": True,
+            "difference": None,
+            "weights": {"source": "checkpoint 1", "updates_retrained": 0},
+            "completions": completions,
+        },
+        Console(),
+    )
     shown = capsys.readouterr().out
-    assert "completions 0, 2-3 (the same 3 times), each token" in shown and "completion 1, each token" in shown
+    assert (
+        "completions 0, 2-3 (the same 3 times), each token" in shown
+        and "completion 1, each token" in shown
+    )
     assert shown.count("'a'(-0.500)") == 1
 
 
@@ -167,7 +224,11 @@ def test_other_settings_are_detected(run, tmp_path, capsys):
     difference = result["difference"]
     assert result["identical"] is False and difference["kind"] == "token"
     stored = StoredRun(copy).group(1, 0).group.completions[difference["completion"]]
-    assert difference["stored"]["id"] == stored.token_ids[difference["token"]] != difference["sampled"]["id"]
+    assert (
+        difference["stored"]["id"]
+        == stored.token_ids[difference["token"]]
+        != difference["sampled"]["id"]
+    )
     assert "not identical: completion 0" in capsys.readouterr().out
 
 
@@ -225,13 +286,18 @@ def test_weights_without_later_logprobs_are_reported_as_unverified(run, tmp_path
     shutil.rmtree(copy / "checkpoints")
     for step in (2, 3):
         (copy / "groups" / f"step_{step:06d}.parquet").rename(tmp_path / f"{step}")
-    (greedy,) = {path.stem.rpartition("_")[0] for path in (run / "groups").glob("evaluate_*_000000*")}
+    (greedy,) = {
+        path.stem.rpartition("_")[0] for path in (run / "groups").glob("evaluate_*_000000*")
+    }
     evaluation = copy / "groups" / f"{greedy}_000001.parquet"
     stored = dataclasses.replace(StoredRun(run).group(3, 0, greedy).group, version=1)
     write_file(evaluation, [stored])
     result = replay(ReplayConfig(run=str(copy), step=1, group=0), None, greedy)
     assert result["identical"] is False and result["weights"]["verified"] is None
-    assert "not identical (weights not verified: no later log-probs are stored)" in capsys.readouterr().out
+    assert (
+        "not identical (weights not verified: no later log-probs are stored)"
+        in capsys.readouterr().out
+    )
 
 
 def test_the_machine_is_known_from_any_checkpoint(run, tmp_path, capsys):
@@ -254,7 +320,10 @@ def test_the_data_is_not_needed(workshop, run, tmp_path):
 
 
 def test_missing_things_are_named(run):
-    for changes, text in [({"step": 4}, r"step=4: .*steps 1-3"), ({"group": 2}, r"group=2: .*2 groups, 0 to 1")]:
+    for changes, text in [
+        ({"step": 4}, r"step=4: .*steps 1-3"),
+        ({"group": 2}, r"group=2: .*2 groups, 0 to 1"),
+    ]:
         with pytest.raises(ShoalError, match=text):
             again(run, **changes)
     with pytest.raises(ShoalError, match="is no run folder"):
@@ -271,15 +340,25 @@ def test_a_group_that_is_needed_to_retrain_is_named(run, tmp_path):
 
 @pytest.mark.slow
 def test_another_mesh_may_be_asked_for(run):
-    with pytest.raises(ShoalError, match=r"mesh\.data=16 does not divide 8 devices; use 1, 2, 4 or 8"):
+    with pytest.raises(
+        ShoalError, match=r"mesh\.data=16 does not divide 8 devices; use 1, 2, 4 or 8"
+    ):
         again(run, 1, mesh=MeshSection(data=16))
 
 
 def test_the_first_difference_of_two_samples(run):
-    stored, tokenizer = StoredRun(run).group(1, 0).group.completions[1], Tokenizer.load(run / MODEL_FOLDER)
+    stored, tokenizer = (
+        StoredRun(run).group(1, 0).group.completions[1],
+        Tokenizer.load(run / MODEL_FOLDER),
+    )
 
     def difference(**changes):
-        return describe_completion_difference(stored, dataclasses.replace(stored, **changes), tokenizer) or {}
+        return (
+            describe_completion_difference(
+                stored, dataclasses.replace(stored, **changes), tokenizer
+            )
+            or {}
+        )
 
     assert difference() == {}
     logprobs = stored.logprobs.copy()
@@ -295,4 +374,6 @@ def test_the_first_difference_of_two_samples(run):
 
 
 def test_a_sure_token_has_no_negative_zero():
-    assert _token_text({"text": "a", "logprob": -1e-6, "trainer_logprob": -0.5}) == "'a'(0.000|-0.500)"
+    assert (
+        _token_text({"text": "a", "logprob": -1e-6, "trainer_logprob": -0.5}) == "'a'(0.000|-0.500)"
+    )

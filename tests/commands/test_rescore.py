@@ -25,7 +25,7 @@ from shoal.report.groups import read_file, write_file
 from shoal.runs.rescore import rank_correlation
 from shoal.types import Completion, Example, Group, Purpose, ShoalError, StopReason
 
-REWARDS = '''\
+REWARDS = """\
 def same(completions, stored, **kwargs):
     return [dict(zip("abcd", row))[text[0]] for text, row in zip(completions, stored)]
 
@@ -49,21 +49,46 @@ def broken(completions, **kwargs):
 
 def when(completions, trainer_state, **kwargs):
     return [trainer_state.global_step / trainer_state.max_steps] * len(completions)
-'''
+"""
 TEXTS = ("a", "bb", "ccc", "dddd")
-STORED = {1: [[0.0, 0.0, 1.0, 1.0], [0.5, 0.5, 0.5, 0.5]], 2: [[1.0, 0.0, 0.0, 0.0], [0.0, 1.0, 2.0, float("nan")]]}
+STORED = {
+    1: [[0.0, 0.0, 1.0, 1.0], [0.5, 0.5, 0.5, 0.5]],
+    2: [[1.0, 0.0, 0.0, 0.0], [0.0, 1.0, 2.0, float("nan")]],
+}
 
 
 def stored_group(step: int, row: int, rewards: list[float]) -> Group:
     values = np.array(rewards)
     sizes = [len(text) for text in TEXTS]
     completions = tuple(
-        Completion(0, i, np.full(size, 70 + i, np.int32), np.full(size, -0.5, np.float32), np.ones(size, bool),
-                   np.full(size, step - 1, np.int32), StopReason.EOS) for i, size in enumerate(sizes))
-    return Group(Purpose.TRAIN, step - 1, step - 1,
-                 Example(row, f"prompt {row}", {"answer": str(row), "stored": [0 if x != x else x for x in rewards]}),
-                 np.array([71, 72], np.int32), completions, TEXTS, values, {"stored": values}, ~np.isnan(values),
-                 extra={"parsed": list(TEXTS), "step": [1, "two", None, [4]], "depth": [1, 0.5, None, 2]})
+        Completion(
+            0,
+            i,
+            np.full(size, 70 + i, np.int32),
+            np.full(size, -0.5, np.float32),
+            np.ones(size, bool),
+            np.full(size, step - 1, np.int32),
+            StopReason.EOS,
+        )
+        for i, size in enumerate(sizes)
+    )
+    return Group(
+        Purpose.TRAIN,
+        step - 1,
+        step - 1,
+        Example(
+            row,
+            f"prompt {row}",
+            {"answer": str(row), "stored": [0 if x != x else x for x in rewards]},
+        ),
+        np.array([71, 72], np.int32),
+        completions,
+        TEXTS,
+        values,
+        {"stored": values},
+        ~np.isnan(values),
+        extra={"parsed": list(TEXTS), "step": [1, "two", None, [4]], "depth": [1, 0.5, None, 2]},
+    )
 
 
 @pytest.fixture
@@ -72,26 +97,41 @@ def run(tmp_path) -> Path:
     (tmp_path / "rewards.py").write_text(REWARDS)
     (tmp_path / "run").mkdir()
     with RunFolder(tmp_path / "run") as folder:
-        folder.write_config("steps: 4\nbatch: {prompts_per_step: 2, group_size: 4}\nalgorithm: {std_ddof: 0}", "")
+        folder.write_config(
+            "steps: 4\nbatch: {prompts_per_step: 2, group_size: 4}\nalgorithm: {std_ddof: 0}", ""
+        )
         for step, rows in STORED.items():
             groups = [stored_group(step, 10 * step + n, rewards) for n, rewards in enumerate(rows)]
-            advantages = [grpo(group.rewards[None], group.valid[None], std_ddof=0, std_eps=1e-4)[0] for group in groups]
+            advantages = [
+                grpo(group.rewards[None], group.valid[None], std_ddof=0, std_eps=1e-4)[0]
+                for group in groups
+            ]
             folder.write_groups(step, groups, advantages)
     return tmp_path / "run"
 
 
 def under(run: Path, *names: str, step: int = 0, **changes) -> dict:
     functions = tuple(f"{run.parent / 'rewards.py'}:{name}" for name in names)
-    return rescore(RescoreConfig(run=str(run), step=step, reward=RewardSection(functions, workers=0, **changes)))
+    return rescore(
+        RescoreConfig(
+            run=str(run), step=step, reward=RewardSection(functions, workers=0, **changes)
+        )
+    )
 
 
 def test_the_same_reward_changes_nothing(run):
     result = under(run, "same")
     c = result["comparison"]
     assert c["advantages_flipped"] == 0 and c["completions_compared"] == 15
-    assert c["reward_mean"] == pytest.approx([7 / 15 + 1 / 15] * 2)  # 8 over the 15 that could be scored
+    assert c["reward_mean"] == pytest.approx(
+        [7 / 15 + 1 / 15] * 2
+    )  # 8 over the 15 that could be scored
     assert c["nonzero_std_groups"] == [3, 3]
-    assert result["steps"] == [1, 2] and result["num_completions"] == 16 and result["finished"] is False
+    assert (
+        result["steps"] == [1, 2]
+        and result["num_completions"] == 16
+        and result["finished"] is False
+    )
     assert result["groups"] is None and result["advantages_not_stored"] == 0
     for group in under(run, "same", step=1)["groups"]:
         assert group["old_advantages"] == group["advantages"]
@@ -112,16 +152,26 @@ def test_a_reward_of_length_is_detected(run, capsys):
     result = under(run, "length")
     assert result["lint"]["correlation_with_length"] == pytest.approx(1)
     assert result["comparison"]["nonzero_std_groups"] == [3, 4]
-    assert ("it correlates with length (rank correlation +1.00): training may yield longer completions"
-            in capsys.readouterr().out)
-    assert [(hack["step"], hack["group"], hack["completion"]) for hack in result["hacks"]] == [(2, 0, 3), (2, 0, 2)]
+    assert (
+        "it correlates with length (rank correlation +1.00): training may yield longer completions"
+        in capsys.readouterr().out
+    )
+    assert [(hack["step"], hack["group"], hack["completion"]) for hack in result["hacks"]] == [
+        (2, 0, 3),
+        (2, 0, 2),
+    ]
     assert result["hacks"][0]["text"] == "dddd" and result["hacks"][0]["old_reward"] == 0
 
 
 def test_a_constant_reward_is_detected(run):
     result = under(run, "one", weights=(2.0,))
     found = result["lint"]
-    assert (found["min"], found["max"], found["num_distinct"], found["share_of_constant_groups"]) == (2, 2, 1, 1)
+    assert (
+        found["min"],
+        found["max"],
+        found["num_distinct"],
+        found["share_of_constant_groups"],
+    ) == (2, 2, 1, 1)
     assert found["correlation_with_length"] is None and "no training signal" in found["warnings"][0]
     assert result["comparison"]["nonzero_std_groups"] == [3, 0] and result["hacks"] == []
     assert found["seconds_per_completion"] >= 0
@@ -133,7 +183,10 @@ def test_failures_are_counted_apart_from_none(run, policy, nothing, unscorable):
     found = result["lint"]
     assert found["failed"] == {"broken: raised": 4} and found["none"] == {"broken": nothing}
     assert found["unscorable"] == unscorable and "no b" in found["first_failure"]
-    assert under(run, "shy")["lint"]["none"] == {"shy": 4} and under(run, "shy")["lint"]["unscorable"] == 4
+    assert (
+        under(run, "shy")["lint"]["none"] == {"shy": 4}
+        and under(run, "shy")["lint"]["unscorable"] == 4
+    )
     with pytest.raises(ShoalError, match="no b"):
         under(run, "broken")
 
@@ -157,7 +210,9 @@ def test_old_advantages_are_the_stored_ones(run, capsys):
     assert result["groups"][0]["advantages"] == by_settings.tolist()
     (run / "config_0.yaml").write_text(before)
     (run / "config_1.yaml").write_text(config.read_text())
-    assert under(run, "same", step=1)["groups"][0]["advantages"] == stored.tolist()  # step 1 was the first segment's
+    assert (
+        under(run, "same", step=1)["groups"][0]["advantages"] == stored.tolist()
+    )  # step 1 was the first segment's
     file = run / "groups" / "step_000002.parquet"
     write_file(file, [entry.group for entry in read_file(file)])
     assert under(run, "same", step=2)["advantages_not_stored"] == 2
@@ -177,7 +232,9 @@ def test_a_step_is_released_before_the_next_is_read(run, monkeypatch):
 
     monkeypatch.setattr("shoal.runs.rescore.read_file", read)
     for step in range(3, 7):
-        (run / "groups" / f"step_{step:06d}.parquet").write_bytes((run / "groups" / "step_000001.parquet").read_bytes())
+        (run / "groups" / f"step_{step:06d}.parquet").write_bytes(
+            (run / "groups" / "step_000001.parquet").read_bytes()
+        )
     result = under(run, "one")
     assert len(alive) == 12 and result["num_groups"] == 12 and result["groups"] is None
 
@@ -197,17 +254,28 @@ def turns(completions, **kwargs):
     return [len(one) if isinstance(one, list) else -1 for one in completions]
 """)
     with RunFolder(run) as folder:
-        groups = [replace(group := in_turns(stored_group(3, 30, [0.0, 1.0, 0.0, 0.0])),
-                          example=replace(group.example, prompt=[{"role": "user", "content": "2 + 3?"}]))]
-        folder.write_config("steps: 4\nbatch: {prompts_per_step: 2, group_size: 4}\nenvironment: {tools: [t.py:f]}", "")
+        groups = [
+            replace(
+                group := in_turns(stored_group(3, 30, [0.0, 1.0, 0.0, 0.0])),
+                example=replace(group.example, prompt=[{"role": "user", "content": "2 + 3?"}]),
+            )
+        ]
+        folder.write_config(
+            "steps: 4\nbatch: {prompts_per_step: 2, group_size: 4}\nenvironment: {tools: [t.py:f]}",
+            "",
+        )
         folder.write_groups(3, groups)
     result = under(run, "turns", step=3)
     assert result["groups"][0]["rewards"] == [len(MESSAGES), 1, 1, 1]
     assert "environments are not stored" in capsys.readouterr().out
     write_tokenizer(run / "model")
     for format in ("trl", "verl"):
-        export_rollouts(ExportRolloutsConfig(run=str(run), to=str(run.parent / format), format=format))
-    completions = polars.read_parquet(run.parent / "trl" / "completions_00003.parquet")["completion"].to_list()
+        export_rollouts(
+            ExportRolloutsConfig(run=str(run), to=str(run.parent / format), format=format)
+        )
+    completions = polars.read_parquet(run.parent / "trl" / "completions_00003.parquet")[
+        "completion"
+    ].to_list()
     assert [json.loads(one) for one in completions[:1]] == [list(MESSAGES)]
     rows = [json.loads(line) for line in (run.parent / "verl" / "3.jsonl").read_text().splitlines()]
     assert [row["output"] for row in rows] == list(TEXTS)
@@ -216,7 +284,9 @@ def turns(completions, **kwargs):
 
 def test_rank_correlation_by_hand():
     assert rank_correlation(np.array([1, 2, 3]), np.array([10, 30, 20])) == pytest.approx(0.5)
-    assert rank_correlation(np.array([1, 1, 2, 2]), np.array([1, 1, 5, 9])) == pytest.approx(0.9428, abs=1e-4)
+    assert rank_correlation(np.array([1, 1, 2, 2]), np.array([1, 1, 5, 9])) == pytest.approx(
+        0.9428, abs=1e-4
+    )
     assert rank_correlation(np.array([1, 1]), np.array([1, 2])) is None
 
 
@@ -238,15 +308,28 @@ def exported(run):
 
 def test_rollouts_as_trl_writes_them(exported):
     to = exported("trl")
-    assert sorted(path.name for path in to.iterdir()) == ["completions_00001.parquet", "completions_00002.parquet"]
-    p, d = polars.read_parquet(to / "completions_00002.parquet"), pandas.read_parquet(to / "completions_00002.parquet")
-    assert p.columns == list(d.columns) == ["step", "prompt", "completion", "stored", "parsed", "extra_step",
-                                            "depth", "advantage"]
+    assert sorted(path.name for path in to.iterdir()) == [
+        "completions_00001.parquet",
+        "completions_00002.parquet",
+    ]
+    p, d = (
+        polars.read_parquet(to / "completions_00002.parquet"),
+        pandas.read_parquet(to / "completions_00002.parquet"),
+    )
+    assert (
+        p.columns
+        == list(d.columns)
+        == ["step", "prompt", "completion", "stored", "parsed", "extra_step", "depth", "advantage"]
+    )
     assert p["step"].to_list() == [2] * 8 and p["completion"].to_list() == list(TEXTS) * 2
-    assert p["stored"].to_list() == [1, 0, 0, 0, 0, 1, 2, None] and p["stored"].dtype == polars.Float64
+    assert (
+        p["stored"].to_list() == [1, 0, 0, 0, 0, 1, 2, None] and p["stored"].dtype == polars.Float64
+    )
     assert p["extra_step"].to_list()[:4] == ["1", '"two"', None, "[4]"]
     assert p["depth"].to_list()[:4] == [1.0, 0.5, None, 2.0]
-    assert p["advantage"].to_list()[:4] == pytest.approx([1.7317, -0.5772, -0.5772, -0.5772], abs=1e-4)
+    assert p["advantage"].to_list()[:4] == pytest.approx(
+        [1.7317, -0.5772, -0.5772, -0.5772], abs=1e-4
+    )
     assert all(isinstance(prompt, str) and prompt for prompt in p["prompt"])
 
 
@@ -255,8 +338,17 @@ def test_rollouts_as_verl_writes_them(exported):
     assert sorted(path.name for path in to.iterdir()) == ["1.jsonl", "2.jsonl"]
     rows = [json.loads(line) for line in (to / "2.jsonl").read_text().splitlines()]
     assert len(rows) == 8 and list(rows[0])[:5] == ["input", "output", "gts", "score", "step"]
-    assert rows[5] == {"input": rows[0]["input"], "output": "bb", "gts": "21", "score": 1.0, "step": 2, "stored": 1.0,
-                       "parsed": "bb", "extra_step": "two", "depth": 0.5}
+    assert rows[5] == {
+        "input": rows[0]["input"],
+        "output": "bb",
+        "gts": "21",
+        "score": 1.0,
+        "step": 2,
+        "stored": 1.0,
+        "parsed": "bb",
+        "extra_step": "two",
+        "depth": 0.5,
+    }
     assert rows[7]["score"] is None
     assert polars.read_ndjson(to / "1.jsonl").height == 8
 
@@ -272,10 +364,16 @@ def test_an_export_goes_to_the_users_home(run, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
     result = export_rollouts(ExportRolloutsConfig(run=str(run), to="~/out"))
-    assert result["to"] == str(tmp_path / "home" / "out") and len(list((tmp_path / "home" / "out").iterdir())) == 2
+    assert (
+        result["to"] == str(tmp_path / "home" / "out")
+        and len(list((tmp_path / "home" / "out").iterdir())) == 2
+    )
     assert not (tmp_path / "~").exists()
 
 
 def test_the_column_of_the_ground_truth():
     assert ground_truth({"reward_model": {"ground_truth": "5"}, "answer": "6"}) == "5"
-    assert ground_truth({"question": "?", "answer": "6"}) == "6" and ground_truth({"question": "?"}) is None
+    assert (
+        ground_truth({"question": "?", "answer": "6"}) == "6"
+        and ground_truth({"question": "?"}) is None
+    )

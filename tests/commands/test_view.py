@@ -21,7 +21,15 @@ from typing import Any
 import numpy as np
 import pytest
 from scripts import load
-from stored_runs import HOSTILE, MESSAGES, append_step, in_turns, stored_group, write_lines, write_run
+from stored_runs import (
+    HOSTILE,
+    MESSAGES,
+    append_step,
+    in_turns,
+    stored_group,
+    write_lines,
+    write_run,
+)
 
 pytest.importorskip("duckdb", reason="shoal view needs the extra `view`")
 pytest.importorskip("starlette")
@@ -54,7 +62,9 @@ def opened(*paths: Path) -> Viewer:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
-    return write_run(tmp_path_factory.mktemp("runs") / "first", steps=40, spike=37, settings=["seed=7"])
+    return write_run(
+        tmp_path_factory.mktemp("runs") / "first", steps=40, spike=37, settings=["seed=7"]
+    )
 
 
 @pytest.fixture(scope="module")
@@ -86,31 +96,52 @@ def test_the_table_has_the_figures_of_the_files(viewer, run):
             assert row["reward"] == pytest.approx(group.rewards.mean())
             assert row["spread"] == pytest.approx(group.rewards.std())
             assert row["pass"] == pytest.approx(group.correct.mean())
-            assert row["length"] == pytest.approx(np.mean(lengths)) and row["longest"] == max(lengths)
-            assert (row["set"], row["row"], row["version"]) == (group.subset, group.example.row, group.version)
+            assert row["length"] == pytest.approx(np.mean(lengths)) and row["longest"] == max(
+                lengths
+            )
+            assert (row["set"], row["row"], row["version"]) == (
+                group.subset,
+                group.example.row,
+                group.version,
+            )
             assert row["mean/correct"] == pytest.approx(group.reward_components["correct"].mean())
             assert row["prompt"] == f"question {group.example.row}" and row["staleness"] == 0
 
 
-@pytest.mark.parametrize(("filter", "number"), [
-    ("", 84), ("set=train", 80), ("set=held_out", 4), ("spread>0", 40), ("spread=0 set=train", 40), ("step=3..4", 4),
-    ("reward<0.11 and set=train", 40), ("row=11", 1), ("correct=0.5", 40), ("pass!=0.5 set=train", 40),
-    ("advantage=none", 4), ('set="held_out" reward>1', 3),
-])
+@pytest.mark.parametrize(
+    ("filter", "number"),
+    [
+        ("", 84),
+        ("set=train", 80),
+        ("set=held_out", 4),
+        ("spread>0", 40),
+        ("spread=0 set=train", 40),
+        ("step=3..4", 4),
+        ("reward<0.11 and set=train", 40),
+        ("row=11", 1),
+        ("correct=0.5", 40),
+        ("pass!=0.5 set=train", 40),
+        ("advantage=none", 4),
+        ('set="held_out" reward>1', 3),
+    ],
+)
 def test_filters(viewer, filter, number):
     assert len(rows(viewer, filter=filter)) == number
 
 
-@pytest.mark.parametrize(("parameters", "message"), [
-    ({"filter": "rewrad>1"}, "there is no column 'rewrad', did you mean reward?"),
-    ({"filter": "reward"}, "'reward' is no condition"),
-    ({"filter": "reward>x"}, "reward is a number"),
-    ({"filter": "set>train"}, "compare it with = or !="),
-    ({"sort": "step; DROP TABLE groups_0"}, "there is no column"),
-    ({"sort": "change"}, "there is no column 'change'"),
-    ({"offset": "-1"}, "offset=-1: expected 0"),
-    ({"limit": "many"}, "expected an integer"),
-])
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"filter": "rewrad>1"}, "there is no column 'rewrad', did you mean reward?"),
+        ({"filter": "reward"}, "'reward' is no condition"),
+        ({"filter": "reward>x"}, "reward is a number"),
+        ({"filter": "set>train"}, "compare it with = or !="),
+        ({"sort": "step; DROP TABLE groups_0"}, "there is no column"),
+        ({"sort": "change"}, "there is no column 'change'"),
+        ({"offset": "-1"}, "offset=-1: expected 0"),
+        ({"limit": "many"}, "expected an integer"),
+    ],
+)
 def test_what_cannot_be_asked_is_said_in_a_line(viewer, parameters, message):
     with pytest.raises(ShoalError, match=re.escape(message)):
         rows(viewer, **parameters)
@@ -121,15 +152,23 @@ def test_rows_are_sorted_by_any_column_and_page_by_page(viewer):
     assert steps == sorted(steps, reverse=True)
     lengths = [row["length"] for row in rows(viewer, sort="length")]
     assert lengths == sorted(lengths)
-    pages = [viewer.answer("groups", {"run": "first", "limit": "30", "offset": str(at)}) for at in (0, 30, 60)]
+    pages = [
+        viewer.answer("groups", {"run": "first", "limit": "30", "offset": str(at)})
+        for at in (0, 30, 60)
+    ]
     assert [len(page["rows"]) for page in pages] == [30, 30, 24] and pages[0]["total"] == 84
     assert len({(row["file"], row["group"]) for page in pages for row in page["rows"]}) == 84
 
 
-@pytest.mark.parametrize(("parameters", "number"), [
-    ({"text": "Step 7"}, 2), ({"text": "question 11"}, 1),
-    ({"text": "step 7", "filter": "spread>0"}, 1), ({"text": "'; DROP TABLE groups_0; --"}, 0),
-])
+@pytest.mark.parametrize(
+    ("parameters", "number"),
+    [
+        ({"text": "Step 7"}, 2),
+        ({"text": "question 11"}, 1),
+        ({"text": "step 7", "filter": "spread>0"}, 1),
+        ({"text": "'; DROP TABLE groups_0; --"}, 0),
+    ],
+)
 def test_text_is_found_in_prompts_and_completions(viewer, parameters, number):
     assert found(viewer, "first", **parameters) == number
 
@@ -147,27 +186,43 @@ def found(viewer: Viewer, run: str, text: str, **parameters: Any) -> int:
 
 def test_a_group_has_everything_that_scored_it(viewer):
     group = viewer.answer("group", {"run": "first", "file": "step_000002", "group": "0"})
-    assert group["prompt"] == [{"role": "user", "content": "question 1"}] and group["columns"]["answer"] == "1"
+    assert (
+        group["prompt"] == [{"role": "user", "content": "question 1"}]
+        and group["columns"]["answer"] == "1"
+    )
     assert (group["previous_group"], group["next_group"]) == (None, 1)
     assert (group["previous_file"], group["next_file"]) == ("step_000001", "step_000003")
     one = group["completions"][1]
-    assert one["components"] == {"correct": 1.0, "format": 1.0} and group["weights"] == {"correct": 1.0, "format": 0.1}
+    assert one["components"] == {"correct": 1.0, "format": 1.0} and group["weights"] == {
+        "correct": 1.0,
+        "format": 0.1,
+    }
     assert one["extra"] == {"verdict": "grader says 1.1"} and one["advantage"] == pytest.approx(0.5)
-    assert one["stop_reason"] == "eos" and one["correct"] is True and one["text"] == "answer 1.1 of step 1"
+    assert (
+        one["stop_reason"] == "eos"
+        and one["correct"] is True
+        and one["text"] == "answer 1.1 of step 1"
+    )
 
 
 def test_tokens_have_what_the_loss_saw(viewer, run):
-    data = viewer.answer("tokens", {"run": "first", "file": "step_000002", "group": "0", "completion": "0"})
+    data = viewer.answer(
+        "tokens", {"run": "first", "file": "step_000002", "group": "0", "completion": "0"}
+    )
     stored = read_file(run / "groups" / "step_000002.parquet")[0]
     own = stored.group.completions[0]
     assert data["ids"] == own.token_ids.tolist() and len(data["tokens"]) == len(own)
     assert data["logprob"] == pytest.approx(own.logprobs.tolist(), rel=1e-4)
     assert data["gap"] == pytest.approx([0.01] * len(own), rel=1e-3)
     assert data["ratio"] == pytest.approx([np.exp(0.01)] * len(own), rel=1e-4)
-    assert data["weighted"] == pytest.approx([stored.advantages[0] * np.exp(0.01)] * len(own), rel=1e-4)
+    assert data["weighted"] == pytest.approx(
+        [stored.advantages[0] * np.exp(0.01)] * len(own), rel=1e-4
+    )
     assert data["clipped"] == [False] * len(own) and data["versions"] == [1] * len(own)
     assert data["entropy"] is data["likeliest"] is None
-    other = viewer.answer("tokens", {"run": "first", "file": "step_000002", "group": "0", "completion": "1"})
+    other = viewer.answer(
+        "tokens", {"run": "first", "file": "step_000002", "group": "0", "completion": "1"}
+    )
     assert other["trainer"] == [None] * len(other["ids"]) and not other["is_trained"]
 
 
@@ -178,20 +233,32 @@ def test_rollouts_with_turns(tmp_path, capsys):
 
     viewer = opened(path := write_run(tmp_path / "turns", 2, make))
     found = {(row["step"], row["group"]): row for row in rows(viewer, "turns", filter="set=train")}
-    assert (found[2, 0]["turns"], found[2, 0]["calls"]) == (1.25, 0.25) and found[1, 0]["turns"] is None
-    assert found[2, 0]["length"] == found[1, 0]["length"] - 2 / 4  # tokens of context are not the model's
+    assert (found[2, 0]["turns"], found[2, 0]["calls"]) == (1.25, 0.25) and found[1, 0][
+        "turns"
+    ] is None
+    assert (
+        found[2, 0]["length"] == found[1, 0]["length"] - 2 / 4
+    )  # tokens of context are not the model's
     assert [row["group"] for row in rows(viewer, "turns", filter="calls>0")] == [0]
     where = {"run": "turns", "file": "step_000002", "group": "0"}
     one, other = viewer.answer("group", where)["completions"][:2]
     assert one["messages"] == list(MESSAGES) and other["messages"][0]["role"] == "assistant"
-    assert viewer.answer("group", where | {"file": "step_000001"})["completions"][0]["messages"] is None
+    assert (
+        viewer.answer("group", where | {"file": "step_000001"})["completions"][0]["messages"]
+        is None
+    )
     tokens = viewer.answer("tokens", where | {"completion": "0"})
     assert tokens["mask"][:4] == [True, False, False, True] and len(tokens["prompt"]) == 7
     assert len(viewer.answer("tokens", where | {"completion": "1"})["prompt"]) == 5
     assert cli.main(["groups", str(path), "step=2", "group=0"]) == 0
     shown = capsys.readouterr().out
     assert "and 2 of context, ended by max_turns, 7 prompt tokens of its own:" in shown
-    for line in ("assistant: I add.", '  calls add({"a": 2, "b": "<b>3</b>"})', "tool add: 5 zz", "user: And then?"):
+    for line in (
+        "assistant: I add.",
+        '  calls add({"a": 2, "b": "<b>3</b>"})',
+        "tool add: 5 zz",
+        "user: And then?",
+    ):
         assert f"\n    {line}" in shown
 
 
@@ -208,10 +275,20 @@ def test_the_text_of_tokens_is_the_text_of_the_completion(viewer, run):
 
 def test_prompts_through_time(viewer):
     found = rows(viewer, prompts=1, filter="set!=train", sort="change", desc=1)
-    assert [(row["row"], row["step"], row["times"], row["change"]) for row in found] == [(0, 40, 2, 1), (1, 40, 2, 0)]
+    assert [(row["row"], row["step"], row["times"], row["change"]) for row in found] == [
+        (0, 40, 2, 1),
+        (1, 40, 2, 0),
+    ]
     trained = viewer.answer("groups", {"run": "first", "prompts": "1", "filter": "set=train"})
-    assert {row["row"]: row["times"] for row in trained["rows"]} == {0: 14, 1: 13, 2: 13} and trained["total"] == 3
-    assert [row["step"] for row in rows(viewer, filter="set=held_out row=0", sort="step")] == [0, 40]
+    assert {row["row"]: row["times"] for row in trained["rows"]} == {
+        0: 14,
+        1: 13,
+        2: 13,
+    } and trained["total"] == 3
+    assert [row["step"] for row in rows(viewer, filter="set=held_out row=0", sort="step")] == [
+        0,
+        40,
+    ]
 
 
 # ---- the run
@@ -223,7 +300,9 @@ def test_the_weights_of_rewards_are_known_before_the_groups_are_read(run, tmp_pa
     unread.refresh(groups=False)
     drivers = unread.answer("overview", {"run": "first"})["drivers"]
     assert [(row["function"], row["weight"], row["sign"]) for row in drivers[1:]] == [
-        ("correct", 1.0, 1), ("format", 0.1, 0)]
+        ("correct", 1.0, 1),
+        ("format", 0.1, 0),
+    ]
     for file in (path / "groups").glob("step_*"):  # as with report.groups=false
         file.unlink()
     assert unread.runs["first"].index.weights == {"correct": 1.0, "format": 0.1}
@@ -233,7 +312,12 @@ def test_the_weights_of_rewards_are_known_before_the_groups_are_read(run, tmp_pa
 def test_the_overview_answers_how_it_goes(viewer):
     found = viewer.answer("overview", {"run": "first"})
     assert found["progress"]["state"] == "finished" and found["progress"]["step"] == 40
-    assert found["table"][0][1:] == ["50.0%", "100.0%", "+50.0 points", 0]  # of two questions: noise
+    assert found["table"][0][1:] == [
+        "50.0%",
+        "100.0%",
+        "+50.0 points",
+        0,
+    ]  # of two questions: noise
     driver = found["drivers"][1]
     assert driver["function"] == "correct" and driver["adds"] == pytest.approx(0.4375, abs=0.01)
     spike = next(event for event in found["events"] if event["level"] == "spike")
@@ -241,7 +325,11 @@ def test_the_overview_answers_how_it_goes(viewer):
     warning = next(event for event in found["events"] if event["level"] == "warning")
     assert warning["step"] == 2 and warning["text"] == "something to look at <b>here</b>"
     assert {row["key"] for row in found["settings"] if row["differs"]} == {"seed"}
-    assert viewer.answer("curves", {"run": "first", "first": "10", "last": "12"})["x"] == [10, 11, 12]
+    assert viewer.answer("curves", {"run": "first", "first": "10", "last": "12"})["x"] == [
+        10,
+        11,
+        12,
+    ]
 
 
 def test_a_run_under_way_has_its_progress_and_is_read_as_it_grows(tmp_path):
@@ -263,13 +351,17 @@ def test_a_run_under_way_has_its_progress_and_is_read_as_it_grows(tmp_path):
         assert rows(viewer, "live", filter="row=99")[0]["step"] == 7 and not problems(viewer)
         assert found(viewer, "live", "of step 6") == 3
         # Resumed from step 5: the steps after it are written anew.
-        write_lines(path / "new.jsonl", [{"step": step, "reward/mean": 0.0} for step in range(1, 6)])
+        write_lines(
+            path / "new.jsonl", [{"step": step, "reward/mean": 0.0} for step in range(1, 6)]
+        )
         (path / "new.jsonl").replace(path / "metrics.jsonl")
         (path / "groups" / "step_000007.parquet").unlink()
         viewer.read_all()
         assert viewer.answer("overview", {"run": "live"})["progress"]["step"] == 5
         assert not rows(viewer, "live", filter="row=99")
-        append_step(path, 6, [stored_group(5, 98, [0.1, 1.1])])  # another content under the same name
+        append_step(
+            path, 6, [stored_group(5, 98, [0.1, 1.1])]
+        )  # another content under the same name
         viewer.read_all()
         assert [row["row"] for row in rows(viewer, "live", filter="step=6 set=train")] == [98]
     finally:
@@ -287,14 +379,24 @@ def test_what_a_process_notes_is_dated_by_where_it_goes_on(tmp_path):
         happened = viewer.answer("overview", {"run": "killed"})["events"]
     finally:
         viewer.close()
-    assert [(event["step"], event["text"]) for event in happened if event["level"] in ("warning", "note")] == [
-        (0, "data: short"), (0, "data: short"), (6, "data: short"), (6, "resumed from the checkpoint of step 6"),
-        (7, "late")]
+    assert [
+        (event["step"], event["text"])
+        for event in happened
+        if event["level"] in ("warning", "note")
+    ] == [
+        (0, "data: short"),
+        (0, "data: short"),
+        (6, "data: short"),
+        (6, "resumed from the checkpoint of step 6"),
+        (7, "late"),
+    ]
 
 
 def test_the_time_of_a_step_is_that_of_steps_which_compile_nothing(tmp_path):
-    rows = [{"step": step, "time/step_seconds": seconds, "compilations": number}
-            for step, seconds, number in ((1, 365.0, 19), (2, 60.0, 21), (3, 4.0, 21), (4, 5.0, 21))]
+    rows = [
+        {"step": step, "time/step_seconds": seconds, "compilations": number}
+        for step, seconds, number in ((1, 365.0, 19), (2, 60.0, 21), (3, 4.0, 21), (4, 5.0, 21))
+    ]
     for count, expected in ((2, None), (3, 4.0), (4, 4.5)):
         write_lines(tmp_path / "metrics.jsonl", rows[:count])
         curves = Curves(StoredRun(tmp_path, "young", lenient=True))
@@ -303,7 +405,10 @@ def test_the_time_of_a_step_is_that_of_steps_which_compile_nothing(tmp_path):
 
 
 def test_long_curves_keep_their_spikes(tmp_path):
-    write_lines(tmp_path / "metrics.jsonl", [{"step": n, "a": float(n == 4321), "b": None} for n in range(20_000)])
+    write_lines(
+        tmp_path / "metrics.jsonl",
+        [{"step": n, "a": float(n == 4321), "b": None} for n in range(20_000)],
+    )
     curves = Curves(StoredRun(tmp_path, "long", lenient=True))
     while not curves.complete:
         curves.read()
@@ -315,7 +420,10 @@ def test_long_curves_keep_their_spikes(tmp_path):
 def test_spikes_are_found_where_they_are(tmp_path):
     noise = np.random.default_rng(0).normal(1, 0.05, 200)
     noise[61] = 9
-    write_lines(tmp_path / "metrics.jsonl", [{"step": step, "grad_norm": value} for step, value in enumerate(noise, 1)])
+    write_lines(
+        tmp_path / "metrics.jsonl",
+        [{"step": step, "grad_norm": value} for step, value in enumerate(noise, 1)],
+    )
     curves = Curves(StoredRun(tmp_path, "long", lenient=True))
     curves.read(5)
     assert [event["step"] for event in spikes(curves)] == [62]
@@ -324,10 +432,16 @@ def test_spikes_are_found_where_they_are(tmp_path):
 def test_the_seconds_of_a_step_that_compiled_or_began_a_process_are_no_spike(tmp_path):
     seconds = np.random.default_rng(0).normal(1, 0.05, 200)
     seconds[[61, 101, 151]] = 30
-    compiled = np.repeat([9, 11, 3], [61, 40, 99])  # two programs in step 62, another process from step 102 on
-    write_lines(tmp_path / "metrics.jsonl", [
-        {"step": step, "time/step_seconds": value, "compilations": int(number)}
-        for step, (value, number) in enumerate(zip(seconds, compiled, strict=True), 1)])
+    compiled = np.repeat(
+        [9, 11, 3], [61, 40, 99]
+    )  # two programs in step 62, another process from step 102 on
+    write_lines(
+        tmp_path / "metrics.jsonl",
+        [
+            {"step": step, "time/step_seconds": value, "compilations": int(number)}
+            for step, (value, number) in enumerate(zip(seconds, compiled, strict=True), 1)
+        ],
+    )
     curves = Curves(StoredRun(tmp_path, "long", lenient=True))
     curves.read(5)
     assert [event["step"] for event in spikes(curves)] == [152]
@@ -335,8 +449,13 @@ def test_the_seconds_of_a_step_that_compiled_or_began_a_process_are_no_spike(tmp
 
 def test_steps_after_a_collapse_are_compared_with_those_before_them(tmp_path):
     """A collapse is one event, and the healthy steps before it are none."""
-    values = np.r_[np.full(40, 0.6), np.full(10, 0.05), np.full(10, 0.055)] + np.arange(60) % 3 * 1e-3
-    write_lines(tmp_path / "metrics.jsonl", [{"step": step, "entropy": value} for step, value in enumerate(values, 1)])
+    values = (
+        np.r_[np.full(40, 0.6), np.full(10, 0.05), np.full(10, 0.055)] + np.arange(60) % 3 * 1e-3
+    )
+    write_lines(
+        tmp_path / "metrics.jsonl",
+        [{"step": step, "entropy": value} for step, value in enumerate(values, 1)],
+    )
     curves = Curves(StoredRun(tmp_path, "long", lenient=True))
     curves.read(5)
     (event,) = spikes(curves)
@@ -344,22 +463,34 @@ def test_steps_after_a_collapse_are_compared_with_those_before_them(tmp_path):
 
 
 def test_a_collapse_names_what_moved_first(tmp_path):
-    entropy, reward = np.r_[np.full(40, 0.6), np.full(8, 0.05)], np.r_[np.full(42, 0.5), np.full(6, 0.1)]
-    write_lines(tmp_path / "metrics.jsonl", [{"step": step, "entropy": a, "reward/mean": b}
-                                             for step, (a, b) in enumerate(zip(entropy, reward, strict=True), 1)])
+    entropy, reward = (
+        np.r_[np.full(40, 0.6), np.full(8, 0.05)],
+        np.r_[np.full(42, 0.5), np.full(6, 0.1)],
+    )
+    write_lines(
+        tmp_path / "metrics.jsonl",
+        [
+            {"step": step, "entropy": a, "reward/mean": b}
+            for step, (a, b) in enumerate(zip(entropy, reward, strict=True), 1)
+        ],
+    )
     curves = Curves(StoredRun(tmp_path, "long", lenient=True))
     curves.read(5)
     (event,) = spikes(curves)
     assert (event["level"], event["step"], event["last_step"]) == ("collapse", 41, 48)
     assert event["metrics"] == ["entropy", "reward/mean"]
-    assert event["text"] == "entropy 0.05 after 0.6; then reward/mean from step 43; so until step 48"
+    assert (
+        event["text"] == "entropy 0.05 after 0.6; then reward/mean from step 43; so until step 48"
+    )
 
 
 def test_a_run_that_was_killed_is_stopped_at_once(tmp_path):
     path = write_run(tmp_path / "killed", steps=3, finished=False, settings=["steps=60"])
     viewer = opened(path)
     try:
-        assert viewer.answer("runs", {})["runs"][0]["progress"]["state"] == "running"  # this process holds the lock
+        assert (
+            viewer.answer("runs", {})["runs"][0]["progress"]["state"] == "running"
+        )  # this process holds the lock
         child = subprocess.Popen([sys.executable, "-c", ""])
         child.wait()
         (path / ".lock").write_text(f"process {child.pid} on {socket.gethostname()}\n")
@@ -369,7 +500,10 @@ def test_a_run_that_was_killed_is_stopped_at_once(tmp_path):
         log = (path / "log.txt").read_text()
         (path / "log.txt").write_text(f"{log}step 3/60\nerror: no grader; stopped after step 3\n")
         progress = viewer.answer("runs", {})["runs"][0]["progress"]
-        assert (progress["state"], progress["cause"]) == ("failed", "no grader; stopped after step 3")
+        assert (progress["state"], progress["cause"]) == (
+            "failed",
+            "no grader; stopped after step 3",
+        )
         assert progress["resume"]
         happened = viewer.answer("overview", {"run": "killed"})["events"]
         (failure,) = [event for event in happened if event["level"] == "error"]
@@ -386,29 +520,54 @@ def test_a_run_that_was_killed_is_stopped_at_once(tmp_path):
             (path / ".lock").write_text(elsewhere)
             assert viewer.answer("runs", {})["runs"][0]["progress"]["state"] == "running"
         mine = f"process {os.getpid()} on {socket.gethostname()}"
-        for started, state in ((process_start(os.getpid()), "running"), ("1", "stopped"), ("", "running")):
-            (path / ".lock").write_text(f"{mine}\n{started}\n")  # a killed run's id may be another process's now
+        for started, state in (
+            (process_start(os.getpid()), "running"),
+            ("1", "stopped"),
+            ("", "running"),
+        ):
+            (path / ".lock").write_text(
+                f"{mine}\n{started}\n"
+            )  # a killed run's id may be another process's now
             assert viewer.answer("runs", {})["runs"][0]["progress"]["state"] == state
     finally:
         viewer.close()
 
 
 def test_values_that_a_run_chose_are_no_settings_that_differ(tmp_path):
-    chosen = {"batch.micro_tokens": 17408, "algorithm.correction": "none", "optimizer.lr": 1e-3, "unknown.key": 1}
+    chosen = {
+        "batch.micro_tokens": 17408,
+        "algorithm.correction": "none",
+        "optimizer.lr": 1e-3,
+        "unknown.key": 1,
+    }
     decided = {"batch.micro_tokens", "algorithm.correction"}
-    assert [row["key"] for row in settings_rows(chosen, decided) if row["differs"]] == ["optimizer.lr", "unknown.key"]
-    assert {row["key"] for row in settings_rows(chosen) if row["differs"]} == chosen.keys()  # a user's, all of them
-    other = chosen | {"batch.micro_tokens": 4096, "train.max_staleness": 1, "algorithm.correction": "tis"}
+    assert [row["key"] for row in settings_rows(chosen, decided) if row["differs"]] == [
+        "optimizer.lr",
+        "unknown.key",
+    ]
+    assert {
+        row["key"] for row in settings_rows(chosen) if row["differs"]
+    } == chosen.keys()  # a user's, all of them
+    other = chosen | {
+        "batch.micro_tokens": 4096,
+        "train.max_staleness": 1,
+        "algorithm.correction": "tis",
+    }
     found = comparison([chosen | {"train.max_staleness": 0}, other], [decided, decided])
     assert [row["key"] for row in found["differing"]] == ["train.max_staleness"]
-    assert "algorithm.correction" in {row["key"] for row in comparison([chosen, other], [decided, set()])["differing"]}
+    assert "algorithm.correction" in {
+        row["key"] for row in comparison([chosen, other], [decided, set()])["differing"]
+    }
 
     for name, own in (("chosen", decided), ("set", ())):
         config = compose(Config, ["batch.micro_tokens=640", "algorithm.correction=tis"])[0]
         with RunFolder(write_run(tmp_path / name)) as folder:
             folder.write_config(*texts_of(config, own))
         viewer = opened(tmp_path / name)
-        rows = {row["key"]: row["differs"] for row in viewer.answer("overview", {"run": name})["settings"]}
+        rows = {
+            row["key"]: row["differs"]
+            for row in viewer.answer("overview", {"run": name})["settings"]
+        }
         viewer.close()
         assert [rows[key] for key in sorted(decided)] == [name == "set"] * 2
 
@@ -422,7 +581,10 @@ def test_keys_of_data_that_is_read_mean_nothing_for_questions_that_are_made():
 
 def test_of_runs_with_other_rewards_all_but_rewards_is_compared():
     found = comparison([{"task.name": "words", "reward.functions": ["x"]}, {"task.name": "words"}])
-    assert "differ in reward.functions: their rewards cannot be compared; accuracies" in found["warning"]
+    assert (
+        "differ in reward.functions: their rewards cannot be compared; accuracies"
+        in found["warning"]
+    )
 
 
 def test_where_two_runs_first_differ(tmp_path):
@@ -433,19 +595,40 @@ def test_where_two_runs_first_differ(tmp_path):
     def first(*names: str) -> dict:
         return viewer.answer("compare", {"runs": ",".join(names)})["first"]
 
-    for name, groups, settings in (("a", lambda step: [stored_group(step, 0, [0, 1], ["no", "yes"])], []),
-                                   ("b", changed, ["sampling.temperature=0.7", "optimizer.lr=0.1", "reward.workers=7",
-                                                   "reward=accuracy_reward", "sampling.max_prompt_tokens=99"]),
-                                   ("c", None, ["sampling.temperature=0.7"])):
+    for name, groups, settings in (
+        ("a", lambda step: [stored_group(step, 0, [0, 1], ["no", "yes"])], []),
+        (
+            "b",
+            changed,
+            [
+                "sampling.temperature=0.7",
+                "optimizer.lr=0.1",
+                "reward.workers=7",
+                "reward=accuracy_reward",
+                "sampling.max_prompt_tokens=99",
+            ],
+        ),
+        ("c", None, ["sampling.temperature=0.7"]),
+    ):
         write_run(tmp_path / name, 3, groups, spike=0 if name == "a" else 2, settings=settings)
     viewer = Viewer([str(tmp_path / name) for name in "abc"])
     for name in "abc":
-        viewer.answer("overview", {"run": name})  # a run's groups are read once somebody has opened it
+        viewer.answer(
+            "overview", {"run": name}
+        )  # a run's groups are read once somebody has opened it
     viewer.read_all()
     found = first("a", "b")
     assert (found["step"], found["stage"], found["file"], found["group"], found["completion"]) == (
-        2, "sampling", "step_000002", 0, 1)
-    assert found["causes"] == ["sampling.temperature", "reward.functions", "optimizer.lr"] and found["num_shared"] == 3
+        2,
+        "sampling",
+        "step_000002",
+        0,
+        1,
+    )
+    assert (
+        found["causes"] == ["sampling.temperature", "reward.functions", "optimizer.lr"]
+        and found["num_shared"] == 3
+    )
     assert first("a", "c")["stage"] == "data"
     assert first("b", "c")["step"] is None  # their metrics are the same
     in_file = dict(static._records(viewer, ["3"]))
@@ -459,15 +642,28 @@ def test_where_two_runs_first_differ(tmp_path):
 
 def test_after_a_resume_with_another_reward_the_rewards_are_not_compared(tmp_path):
     path = write_run(tmp_path / "changed", 6, settings=["reward=accuracy_reward"], finished=False)
-    write_lines(path / "evaluations.jsonl", [
-        {"step": step, "name": "held_out", "accuracy": 0.5, "mean_reward": step / 10, "num_questions": 4}
-        for step in (0, 3, 6)])
+    write_lines(
+        path / "evaluations.jsonl",
+        [
+            {
+                "step": step,
+                "name": "held_out",
+                "accuracy": 0.5,
+                "mean_reward": step / 10,
+                "num_questions": 4,
+            }
+            for step in (0, 3, 6)
+        ],
+    )
     with RunFolder(path) as folder:
         folder.write_config(*texts_of(compose(Config, ["steps=6", "reward=format_reward"])[0]), 3)
     viewer = opened(path)
     try:
         found = viewer.answer("overview", {"run": "changed"})
-        assert [row[1:] for row in found["table"]] == [["50.0%", "50.0%", "+0.0 points", 0], ["0", "0.6", "", 0]]
+        assert [row[1:] for row in found["table"]] == [
+            ["50.0%", "50.0%", "+0.0 points", 0],
+            ["0", "0.6", "", 0],
+        ]
         assert found["table"][1][0] == "held_out mean reward (another reward since step 3)"
         assert found["drivers"] == [] and "reward" not in found["verdict"]["text"]  # of 3 steps
         evaluations = viewer.runs["changed"].evaluations
@@ -494,8 +690,12 @@ def cheating(step: int) -> list[Any]:
     """Groups whose faults are known: what is longer scores better, whatever is right."""
     long = "step by step " * 40
     texts = ["<answer>1</answer>", "", long, f"{long} <answer>2</answer>"]
-    return [stored_group(step, place, [0.1, 0.2, 1.1, 1.2], texts,
-                         correct=[True, False, False, step == 0]) for place in range(8)]
+    return [
+        stored_group(
+            step, place, [0.1, 0.2, 1.1, 1.2], texts, correct=[True, False, False, step == 0]
+        )
+        for place in range(8)
+    ]
 
 
 def test_lint_finds_what_is_wrong_and_links_to_it(tmp_path):
@@ -508,7 +708,9 @@ def test_lint_finds_what_is_wrong_and_links_to_it(tmp_path):
             assert levels[kind]["level"] == "warning", kind
         assert "format never varies" in levels["unvarying"]["title"]
         example = levels["repeated"]["examples"][0]
-        group = viewer.answer("group", {"run": "cheat", "file": example["file"], "group": str(example["group"])})
+        group = viewer.answer(
+            "group", {"run": "cheat", "file": example["file"], "group": str(example["group"])}
+        )
         assert "step by step" in group["completions"][example["completion"]]["text"]
         assert len(rows(viewer, "cheat", filter=levels["length"]["filter"])) == 80
         assert levels["empty"]["title"].endswith("of completions are empty (80)")
@@ -527,8 +729,14 @@ def findings(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def test_a_short_text_that_is_one_loop_repeats_itself(tmp_path):
-    assert lint.repeats("2." * 32) and not lint.repeats("16 - 3 - 4 = 9 eggs, 9 * 2 = 18. <answer>18</answer>")
-    found = findings(write_run(tmp_path / "loop", 3, lambda step: [stored_group(step, 0, [1.0] * 8, ["2." * 32] * 8)]))
+    assert lint.repeats("2." * 32) and not lint.repeats(
+        "16 - 3 - 4 = 9 eggs, 9 * 2 = 18. <answer>18</answer>"
+    )
+    found = findings(
+        write_run(
+            tmp_path / "loop", 3, lambda step: [stored_group(step, 0, [1.0] * 8, ["2." * 32] * 8)]
+        )
+    )
     assert found["repeated"]["title"] == "100.0% of completions repeat themselves (24)"
 
 
@@ -552,15 +760,23 @@ def test_several_answers_are_counted_and_few_of_them_by_number(tmp_path):
         texts[0] = texts[0] * 2 if step == 0 else texts[0]
         return [stored_group(step, 0, [1.0] * 512, texts)]
 
-    assert findings(write_run(tmp_path / "several", 5, groups))["many_answers"]["title"] == \
-        "1 of 2,560 completions give several answers"
+    assert (
+        findings(write_run(tmp_path / "several", 5, groups))["many_answers"]["title"]
+        == "1 of 2,560 completions give several answers"
+    )
 
 
 def test_answers_stand_in_a_tag_only_where_the_task_or_a_prompt_says_so(tmp_path):
     def groups(step: int) -> list[Any]:
-        return [stored_group(step, 0, [0.1, 0.1, 0.1, 1.0], ["<answer>1</answer>"] * 3 + ["four words, no tag"])]
+        return [
+            stored_group(
+                step, 0, [0.1, 0.1, 0.1, 1.0], ["<answer>1</answer>"] * 3 + ["four words, no tag"]
+            )
+        ]
 
-    assert findings(write_run(tmp_path / "own", 5, groups))["no_answer"]["title"].startswith("25.0% of completions")
+    assert findings(write_run(tmp_path / "own", 5, groups))["no_answer"]["title"].startswith(
+        "25.0% of completions"
+    )
     words = ["task=custom", "task.path=rows.jsonl", "reward=f.py:g"]
     assert "no_answer" not in findings(write_run(tmp_path / "custom", 5, groups, settings=words))
 
@@ -574,16 +790,24 @@ def test_lint_and_search_pass_over_what_is_null(tmp_path):
         file = path / "groups" / f"step_{number:06d}.parquet"
         table = pq.read_table(file)
         place = table.column_names.index(column)
-        pq.write_table(table.set_column(place, column, pa.nulls(len(table), table.schema.field(place).type)), file)
+        pq.write_table(
+            table.set_column(place, column, pa.nulls(len(table), table.schema.field(place).type)),
+            file,
+        )
     viewer = opened(path)
     try:
         until = time.monotonic() + 20
-        while not (answer := viewer.answer("lint", {"run": "nulls"}))["done"] and time.monotonic() < until:
+        while (
+            not (answer := viewer.answer("lint", {"run": "nulls"}))["done"]
+            and time.monotonic() < until
+        ):
             time.sleep(0.01)
         assert answer["done"] and answer["read"] == 3
         levels = {one["kind"]: one for one in answer["findings"]}
         assert levels["empty"]["title"].endswith("of completions are empty (8)")
-        assert found(viewer, "nulls", "answer") == 6  # two groups of step 3, four of evaluations; step 2 has no numbers
+        assert (
+            found(viewer, "nulls", "answer") == 6
+        )  # two groups of step 3, four of evaluations; step 2 has no numbers
     finally:
         viewer.close()
 
@@ -595,17 +819,23 @@ def test_damaged_files_are_passed_over(tmp_path):
     path = write_run(tmp_path / "torn", 5)
     groups = path / "groups"
     whole = (groups / "step_000003.parquet").read_bytes()
-    (groups / "step_000003.parquet").write_bytes(whole[:len(whole) // 2])
+    (groups / "step_000003.parquet").write_bytes(whole[: len(whole) // 2])
     (groups / "step_000004.parquet").write_bytes(b"PAR1 no parquet PAR1")
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     pq.write_table(pa.table({"text": ["a"]}), groups / "step_000005.parquet")
     table = pq.read_table(groups / "step_000002.parquet")
-    pq.write_table(table.set_column(table.column_names.index("token_ids"), "token_ids", pa.array(["x"] * len(table))),
-                   groups / "step_000006.parquet")
+    pq.write_table(
+        table.set_column(
+            table.column_names.index("token_ids"), "token_ids", pa.array(["x"] * len(table))
+        ),
+        groups / "step_000006.parquet",
+    )
     (path / "summary.json").write_text('{"before": [')
-    (path / "evaluations.jsonl").write_text('[1]\n{"step": 0, "name": "held_out", "accuracy": "<b>"}\n')
+    (path / "evaluations.jsonl").write_text(
+        '[1]\n{"step": 0, "name": "held_out", "accuracy": "<b>"}\n'
+    )
     viewer = opened(path)
     try:
         assert {row["step"] for row in rows(viewer, "torn", filter="set=train")} == {1, 2}
@@ -613,8 +843,10 @@ def test_damaged_files_are_passed_over(tmp_path):
         assert sum(text.startswith("groups/") for text in said) == 4
         assert any("lacks the column token_ids" in text for text in said)
         assert any("lacks the column" in text for text in said)
-        assert any(text.startswith("summary.json: is damaged") for text in said + viewer.answer(
-            "overview", {"run": "torn"})["problems"])
+        assert any(
+            text.startswith("summary.json: is damaged")
+            for text in said + viewer.answer("overview", {"run": "torn"})["problems"]
+        )
         assert all("\n" not in text for text in said)
     finally:
         viewer.close()
@@ -624,16 +856,25 @@ def test_links_out_of_a_run_are_not_followed(tmp_path, run):
     path = write_run(tmp_path / "linked", 2)
     secret = tmp_path / "secret.jsonl"
     secret.write_text('{"step": 1, "secret": 42}\n')
-    for name, target in (("metrics.jsonl", secret), ("summary.json", secret), ("log.txt", secret),
-                         ("groups/step_000009.parquet", run / "groups" / "step_000001.parquet")):
+    for name, target in (
+        ("metrics.jsonl", secret),
+        ("summary.json", secret),
+        ("log.txt", secret),
+        ("groups/step_000009.parquet", run / "groups" / "step_000001.parquet"),
+    ):
         (path / name).unlink(missing_ok=True)
         (path / name).symlink_to(target)
-    (path / "groups" / "step_000008.parquet").symlink_to(path / "groups" / "step_000008.parquet")  # a cycle
+    (path / "groups" / "step_000008.parquet").symlink_to(
+        path / "groups" / "step_000008.parquet"
+    )  # a cycle
     (path / "groups" / "loop").symlink_to(path)
     viewer = opened(path)
     try:
         overview = viewer.answer("overview", {"run": "linked"})
-        assert "secret" not in json.dumps(overview["topics"]) and viewer.answer("curves", {"run": "linked"})["x"] == []
+        assert (
+            "secret" not in json.dumps(overview["topics"])
+            and viewer.answer("curves", {"run": "linked"})["x"] == []
+        )
         assert {row["step"] for row in rows(viewer, "linked", filter="set=train")} == {1, 2}
         assert sum("leads out of the run" in text for text in problems(viewer)) >= 3
         with pytest.raises(viewer.database.error):
@@ -646,11 +887,19 @@ def test_links_out_of_a_run_are_not_followed(tmp_path, run):
 
 def test_hostile_metrics_are_read_without_harm(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    lines = [b'{"step": 1, "a": 1, "<script>": 2}', b'{"step": "x"}', b"[1, 2]", b"\xff\xfe", b"NaN",
-             b'{"step": 1e999}', b'{"step": 2, "a": NaN, "b": 1e999, "c": true, "d": "text"}',
-             b'{"a": ' + b"[" * 100_000,
-             b'{"step": 3, "pad": "' + b"x" * (MAX_LINE_BYTES + 5_000_000) + b'"}', b'{"step": 4, "a": 4}',
-             json.dumps({"step": 5, **{f"name{place}": place for place in range(2000)}}).encode()]
+    lines = [
+        b'{"step": 1, "a": 1, "<script>": 2}',
+        b'{"step": "x"}',
+        b"[1, 2]",
+        b"\xff\xfe",
+        b"NaN",
+        b'{"step": 1e999}',
+        b'{"step": 2, "a": NaN, "b": 1e999, "c": true, "d": "text"}',
+        b'{"a": ' + b"[" * 100_000,
+        b'{"step": 3, "pad": "' + b"x" * (MAX_LINE_BYTES + 5_000_000) + b'"}',
+        b'{"step": 4, "a": 4}',
+        json.dumps({"step": 5, **{f"name{place}": place for place in range(2000)}}).encode(),
+    ]
     path.write_bytes(b"\n".join(lines) + b'\n{"step": 6, "a"')
     run = StoredRun(tmp_path, "hostile", lenient=True)
     curves = Curves(run)
@@ -662,19 +911,38 @@ def test_hostile_metrics_are_read_without_harm(tmp_path):
 
 def test_a_small_file_cannot_stand_for_billions_of_settings():
     letters = "abcdefghijklmnop"
-    bomb = "a: &a [x, x]\n" + "".join(f"{b}: &{b} [*{a}, *{a}]\n" for a, b in itertools.pairwise(letters))
+    bomb = "a: &a [x, x]\n" + "".join(
+        f"{b}: &{b} [*{a}, *{a}]\n" for a, b in itertools.pairwise(letters)
+    )
     with pytest.raises(ValueError, match="aliases"):
         flat_yaml(bomb)
     with pytest.raises(ValueError):
         flat_yaml("!!python/object/apply:os.system ['true']")
     assert flat_yaml("steps: 5\ntask: {name: words, columns: {}}") == {
-        "steps": 5, "task.name": "words", "task.columns": {}}
+        "steps": 5,
+        "task.name": "words",
+        "task.columns": {},
+    }
 
 
-@pytest.mark.parametrize("text", [
-    "a: " + "{a: " * 20_000 + "}" * 20_000, "- " * 20_000, "? " * 20_000, "a: " + "[" * 20_000,
-    "steps: 0x" + "f" * 5_000, "steps: " + "9" * 5_000, "steps: 1" + ":1" * 50_000, "lr: 1" + ":1" * 50_000 + ".5",
-    "{" + "a," * 60_000 + "}", "steps: !!int ''", "steps: !!bool foo", "steps: !!timestamp foo", "a: !!float {}"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a: " + "{a: " * 20_000 + "}" * 20_000,
+        "- " * 20_000,
+        "? " * 20_000,
+        "a: " + "[" * 20_000,
+        "steps: 0x" + "f" * 5_000,
+        "steps: " + "9" * 5_000,
+        "steps: 1" + ":1" * 50_000,
+        "lr: 1" + ":1" * 50_000 + ".5",
+        "{" + "a," * 60_000 + "}",
+        "steps: !!int ''",
+        "steps: !!bool foo",
+        "steps: !!timestamp foo",
+        "a: !!float {}",
+    ],
+)
 def test_settings_of_any_depth_and_length_are_refused_at_once(text):
     started = time.process_time()
     with pytest.raises(ValueError):
@@ -683,22 +951,39 @@ def test_settings_of_any_depth_and_length_are_refused_at_once(text):
 
 
 def test_a_hostile_run_leaves_the_others_to_be_seen(tmp_path):
-    good, deep, long = (write_run(tmp_path / name, 2, finished=False) for name in ("good", "deep", "long"))
+    good, deep, long = (
+        write_run(tmp_path / name, 2, finished=False) for name in ("good", "deep", "long")
+    )
     (deep / "config.yaml").write_text("a: " + "{a: " * 20_000 + "}" * 20_000)
     (deep / "summary.json").write_text('{"before": ' + "[" * 500 + "]" * 500 + "}")
     (long / "config.yaml").write_text("steps: 0x" + "f" * 5_000)
-    write_lines(long / "evaluations.jsonl", [{"step": 0, "name": "held_out", "accuracy": 10**400},
-                                             {"step": 10**400, "name": "held_out", "accuracy": 1}])
+    write_lines(
+        long / "evaluations.jsonl",
+        [
+            {"step": 0, "name": "held_out", "accuracy": 10**400},
+            {"step": 10**400, "name": "held_out", "accuracy": 1},
+        ],
+    )
     with (long / "metrics.jsonl").open("a") as file:
-        file.write('{"step": ' + "9" * 5_000 + '}\n{"step": NaN}\n{"step": 3, "kl": ' + "9" * 400 + "}\n")
+        file.write(
+            '{"step": ' + "9" * 5_000 + '}\n{"step": NaN}\n{"step": 3, "kl": ' + "9" * 400 + "}\n"
+        )
     viewer = opened(good, deep, long)
     try:
         with TestClient(make_app(viewer), base_url="http://127.0.0.1:8700") as client:
-            assert [one["progress"]["step"] for one in client.get("/api/runs").json()["runs"]] == [2, 2, 2]
+            assert [one["progress"]["step"] for one in client.get("/api/runs").json()["runs"]] == [
+                2,
+                2,
+                2,
+            ]
             for name in ("deep", "long"):
                 assert client.get(f"/api/overview?run={name}").status_code == 200
         assert {text.partition(":")[0] for text in problems(viewer)} == {
-            "config.yaml", "summary.json", "evaluations.jsonl", "metrics.jsonl"}
+            "config.yaml",
+            "summary.json",
+            "evaluations.jsonl",
+            "metrics.jsonl",
+        }
     finally:
         viewer.close()
 
@@ -713,17 +998,26 @@ def test_runs_are_found_by_folder_and_named_apart(tmp_path, monkeypatch):
     assert [run.name for run in open_runs([str(tmp_path / "a" / "same")])] == ["same"]
     sweep = [write_run(tmp_path / "sweep" / number, 1) for number in "01"]
     assert [run.name for run in open_runs([str(sweep[0].parent)])] == ["sweep/0", "sweep/1"]
-    assert [run.name for run in open_runs([str(tmp_path / "a"), str(tmp_path / "b")])] == ["a/same", "b/same"]
+    assert [run.name for run in open_runs([str(tmp_path / "a"), str(tmp_path / "b")])] == [
+        "a/same",
+        "b/same",
+    ]
     shutil.rmtree(tmp_path / "sweep")
     (tmp_path / "empty").mkdir()
     assert open_runs([str(tmp_path / "empty")]) == []
     timed = [write_run(tmp_path / "2026-07-30" / time, 1) for time in ("19-29-57", "19-29-57-1")]
-    assert [run.name for run in open_runs([str(timed[0])])] == ["2026-07-30/19-29-57"]  # a time says of no day
-    assert [run.name for run in open_runs([str(timed[0].parent)])] == [f"2026-07-30/{run.name}" for run in timed]
+    assert [run.name for run in open_runs([str(timed[0])])] == [
+        "2026-07-30/19-29-57"
+    ]  # a time says of no day
+    assert [run.name for run in open_runs([str(timed[0].parent)])] == [
+        f"2026-07-30/{run.name}" for run in timed
+    ]
     with pytest.raises(ShoalError, match="there is no such folder"):
         open_runs([str(tmp_path / "nowhere")])
     monkeypatch.chdir(tmp_path / "empty")
-    with pytest.raises(ShoalError, match="no run under outputs: name a run, or the folder that runs are in"):
+    with pytest.raises(
+        ShoalError, match="no run under outputs: name a run, or the folder that runs are in"
+    ):
         open_runs([])
     os.utime(write_run(tmp_path / "empty" / "outputs" / "old", 1) / "config.yaml", (1, 1))
     write_run(tmp_path / "empty" / "outputs" / "new", 1)
@@ -750,14 +1044,26 @@ def test_runs_that_begin_after_the_page_are_listed(tmp_path):
 
 def test_the_list_of_runs_says_which_one_looks_hacked(tmp_path):
     write_run(tmp_path / "fine", 12)
-    write_lines(write_run(tmp_path / "hacked", 12) / "evaluations.jsonl", [
-        {"step": step, "name": "held_out", "accuracy": share, "num_questions": 500,
-         "accuracy_interval": list(wilson_interval(500 * share, 500))} for step, share in ((0, 0.6), (12, 0.2))])
+    write_lines(
+        write_run(tmp_path / "hacked", 12) / "evaluations.jsonl",
+        [
+            {
+                "step": step,
+                "name": "held_out",
+                "accuracy": share,
+                "num_questions": 500,
+                "accuracy_interval": list(wilson_interval(500 * share, 500)),
+            }
+            for step, share in ((0, 0.6), (12, 0.2))
+        ],
+    )
     viewer = Viewer([str(tmp_path)])
     viewer.start()
     said = {row["name"]: row["verdict"] for row in viewer.answer("home", {})["rows"]}
     viewer.close()
-    assert said["hacked"]["level"] == "bad" and said["hacked"]["text"].endswith("accuracy -40.0 points: looks hacked")
+    assert said["hacked"]["level"] == "bad" and said["hacked"]["text"].endswith(
+        "accuracy -40.0 points: looks hacked"
+    )
     assert said["fine"]["level"] == "note"
 
 
@@ -766,11 +1072,16 @@ def test_an_empty_folder_has_a_home_that_fills(tmp_path):
     try:
         viewer.start()
         assert viewer.answer("home", {})["rows"] == []
-        assert "no folder in there is a run yet" in viewer.answer("runs", {})["notice"] and viewer.has_home
+        assert (
+            "no folder in there is a run yet" in viewer.answer("runs", {})["notice"]
+            and viewer.has_home
+        )
         write_run(tmp_path / "first", 1)
         viewer.look()
         viewer.refresh()
-        assert [row["name"] for row in viewer.answer("home", {})["rows"]] == ["first"] and not viewer.notice
+        assert [row["name"] for row in viewer.answer("home", {})["rows"]] == [
+            "first"
+        ] and not viewer.notice
     finally:
         viewer.close()
     (tmp_path / "none").mkdir()
@@ -787,7 +1098,9 @@ def test_of_more_runs_than_fit_on_a_page_the_newest_are_shown(tmp_path, monkeypa
         began(name, seconds)
     viewer = opened(tmp_path)
     try:
-        assert set(viewer.runs) == {"a", "b"} and viewer.notice.startswith("3 runs found: the newest 2 are shown")
+        assert set(viewer.runs) == {"a", "b"} and viewer.notice.startswith(
+            "3 runs found: the newest 2 are shown"
+        )
         began("d", 9)
         viewer.look()
         assert [row["name"] for row in viewer.answer("home", {})["rows"]] == ["d", "b"]
@@ -809,7 +1122,9 @@ def test_a_copied_run_began_when_its_folders_name_says(tmp_path):
 
 
 def test_settings_that_cannot_be_served(run):
-    with pytest.raises(ShoalError, match="whoever reaches this address could read the runs; set token=auto"):
+    with pytest.raises(
+        ShoalError, match="whoever reaches this address could read the runs; set token=auto"
+    ):
         view(ViewConfig((str(run),), host="0.0.0.0"))
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -832,20 +1147,35 @@ def test_the_page_and_its_headers(client):
     answer = client.get("/")
     assert answer.status_code == 200 and "<script" in answer.text
     policy = answer.headers["content-security-policy"]
-    assert "default-src 'none'" in policy and "unsafe" not in policy and "frame-ancestors 'none'" in policy
+    assert (
+        "default-src 'none'" in policy
+        and "unsafe" not in policy
+        and "frame-ancestors 'none'" in policy
+    )
     for name, data in page_files().items():
         answer = client.get(f"/static/{name}")
         assert answer.content == data and answer.headers["x-content-type-options"] == "nosniff"
         assert "javascript" in answer.headers["content-type"] or not name.endswith(".js")
 
 
-@pytest.mark.parametrize(("headers", "status"), [
-    ({}, 200), ({"host": "localhost:9"}, 200), ({"host": "[::1]:8700"}, 200), ({"host": "evil.example"}, 403),
-    ({"host": "127.0.0.1.evil.example"}, 403), ({"host": "[::1].evil.com"}, 403),
-    ({"host": "evil.example:127.0.0.1"}, 403), ({"host": ""}, 403),
-    ({"origin": "http://127.0.0.1:8700"}, 200), ({"origin": "http://evil.example"}, 403), ({"origin": "null"}, 403),
-    ({"sec-fetch-site": "cross-site"}, 403), ({"sec-fetch-site": "same-origin"}, 200),
-])
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 200),
+        ({"host": "localhost:9"}, 200),
+        ({"host": "[::1]:8700"}, 200),
+        ({"host": "evil.example"}, 403),
+        ({"host": "127.0.0.1.evil.example"}, 403),
+        ({"host": "[::1].evil.com"}, 403),
+        ({"host": "evil.example:127.0.0.1"}, 403),
+        ({"host": ""}, 403),
+        ({"origin": "http://127.0.0.1:8700"}, 200),
+        ({"origin": "http://evil.example"}, 403),
+        ({"origin": "null"}, 403),
+        ({"sec-fetch-site": "cross-site"}, 403),
+        ({"sec-fetch-site": "same-origin"}, 200),
+    ],
+)
 def test_only_this_machine_and_this_page_are_answered(client, headers, status):
     assert client.get("/api/runs", headers=headers).status_code == status
 
@@ -858,9 +1188,19 @@ def test_a_token_is_asked_for_where_one_was_set(viewer):
         assert client.get("/api/runs", headers={"x-shoal-token": "secret"}).status_code == 200
 
 
-@pytest.mark.parametrize("path", ["/static/../server.py", "/static/..%2fserver.py", "/static/%2e%2e/viewer.py",
-                                  "/config.yaml", "/static//etc/passwd", "/static/LICENSE.txt", "/api/",
-                                  "/api/overview/first"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/static/../server.py",
+        "/static/..%2fserver.py",
+        "/static/%2e%2e/viewer.py",
+        "/config.yaml",
+        "/static//etc/passwd",
+        "/static/LICENSE.txt",
+        "/api/",
+        "/api/overview/first",
+    ],
+)
 def test_no_file_is_reached_by_its_path(client, path):
     answer = client.get(path)
     assert answer.status_code in (400, 404) and "import" not in answer.text
@@ -872,7 +1212,9 @@ def test_random_requests_are_refused_in_order(client):
     chance, statuses = random.Random(1), Counter()
     for _ in range(400):
         method, path, headers = viewing.fuzz_request(chance, ["first"])
-        answer = client.request(method, path, headers={name.lower(): value for name, value in headers.items()})
+        answer = client.request(
+            method, path, headers={name.lower(): value for name, value in headers.items()}
+        )
         statuses[answer.status_code] += 1
         assert answer.status_code < 500, (method, path, answer.text)
         assert "root:x:0" not in answer.text
@@ -882,8 +1224,18 @@ def test_random_requests_are_refused_in_order(client):
 
 
 def test_names_of_hosts():
-    hosts = {"LocalHost:80": "localhost", "[::1]:80": "::1", "[::1]": "::1", "a:b": "", "": "", "x": "x",
-             "[::1].evil.com": "", "[::1]x:80": "", "[::1": "", "a:1:2": ""}
+    hosts = {
+        "LocalHost:80": "localhost",
+        "[::1]:80": "::1",
+        "[::1]": "::1",
+        "a:b": "",
+        "": "",
+        "x": "x",
+        "[::1].evil.com": "",
+        "[::1]x:80": "",
+        "[::1": "",
+        "a:1:2": "",
+    }
     assert {text: host_name(text) for text in hosts} == hosts
 
 
@@ -894,27 +1246,43 @@ def test_modules_become_one_script():
     files = {name: data.decode() for name, data in page_files().items()}
     assert set(static.MODULES) == {name for name in files if name.endswith(".js")}
     own = [files[name] for name in static.MODULES]
-    names = [found for text in own for found in re.findall(
-        r"^(?:export )?(?:async )?(?:function|class|const|let)\s+(\w+)", text, re.MULTILINE)]
+    names = [
+        found
+        for text in own
+        for found in re.findall(
+            r"^(?:export )?(?:async )?(?:function|class|const|let)\s+(\w+)", text, re.MULTILINE
+        )
+    ]
     assert not [name for name, times in Counter(names).items() if times > 1]
     script = static.script_of(files)
     assert not re.search(r"^(import|export)\b", script, re.MULTILINE)
     for text in own:
-        assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(|new Function|\.style\b", text)
+        assert not re.search(
+            r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(|new Function|\.style\b",
+            text,
+        )
 
 
 def test_a_page_in_one_file(tmp_path, capsys):
-    path = write_run(tmp_path / "sent", 3, lambda step: [stored_group(step, 0, [0, 0.1, 1, 1.1], HOSTILE)])
+    path = write_run(
+        tmp_path / "sent", 3, lambda step: [stored_group(step, 0, [0, 0.1, 1, 1.1], HOSTILE)]
+    )
     to = tmp_path / "page.html"
     assert cli.main(["view", str(path), f"to={to}", "groups=1,2:0"]) == 0
     page = to.read_text()
-    assert page.count("<script") == 2 + sum(data.count(b"<script") for name, data in page_files().items()
-                                            if name.endswith(".js"))
-    assert "http-equiv=\"Content-Security-Policy\"" in page and "unsafe-inline" not in page
+    assert page.count("<script") == 2 + sum(
+        data.count(b"<script") for name, data in page_files().items() if name.endswith(".js")
+    )
+    assert 'http-equiv="Content-Security-Policy"' in page and "unsafe-inline" not in page
     assert not re.search(r"(src|href)=\"(http|/)", page)
-    found = json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)[1])
+    found = json.loads(
+        re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)[1]
+    )
     assert [row["step"] for row in found["records"]["groups&run=sent"]["rows"]] == [1, 2]
-    assert found["records"]["group&file=step_000001&group=0&run=sent"]["completions"][0]["text"] == HOSTILE[0]
+    assert (
+        found["records"]["group&file=step_000001&group=0&run=sent"]["completions"][0]["text"]
+        == HOSTILE[0]
+    )
     assert cli.main(["view", str(path), f"to={to}"]) == 2 and "exists" in capsys.readouterr().err
     assert cli.main(["view", str(path), f"to={to}x", "groups=9"]) == 2
     assert "groups: sent has none with set=train step=9" in capsys.readouterr().err
@@ -926,22 +1294,44 @@ def test_a_page_in_one_file(tmp_path, capsys):
 def test_the_terminal_prints_the_same_table(viewer, run, capsys):
     assert cli.main(["groups", str(run), "sort=reward", "filter=set=train step>38", "limit=3"]) == 0
     out = capsys.readouterr().out.splitlines()
-    assert out[0].split() == ["step", "group", "set", "reward", "spread", "pass", "length", "truncated", "staleness",
-                              "correct", "format", "prompt"]
-    assert [line.split()[:4] for line in out[1:4]] == [["39", "0", "train", "0.6"], ["40", "0", "train", "0.6"],
-                                                       ["39", "1", "train", "0.1"]]
+    assert out[0].split() == [
+        "step",
+        "group",
+        "set",
+        "reward",
+        "spread",
+        "pass",
+        "length",
+        "truncated",
+        "staleness",
+        "correct",
+        "format",
+        "prompt",
+    ]
+    assert [line.split()[:4] for line in out[1:4]] == [
+        ["39", "0", "train", "0.6"],
+        ["40", "0", "train", "0.6"],
+        ["39", "1", "train", "0.1"],
+    ]
     assert cli.main(["groups", str(run), "filter=set=train step>38", "json=true"]) == 0
-    assert json.loads(capsys.readouterr().out)["groups"] == rows(viewer, filter="set=train step>38", desc=1)
+    assert json.loads(capsys.readouterr().out)["groups"] == rows(
+        viewer, filter="set=train step>38", desc=1
+    )
     assert cli.main(["groups", str(run), "limit=10001"]) == 2
-    assert "limit=10001: expected at most 10000" in capsys.readouterr().err.replace("; expected", ": expected")
+    assert "limit=10001: expected at most 10000" in capsys.readouterr().err.replace(
+        "; expected", ": expected"
+    )
     assert cli.main(["groups", str(run), "sort=nothing"]) == 2
     assert "there is no column 'nothing'" in capsys.readouterr().err
 
 
 def test_a_missing_package_is_named(run, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "duckdb", None)
-    for words, more in ((["view", str(run)], ""), (["view", str(run), "to=x.html"], ""),
-                        (["groups", str(run)], "step=1 prints")):
+    for words, more in (
+        (["view", str(run)], ""),
+        (["view", str(run), "to=x.html"], ""),
+        (["groups", str(run)], "step=1 prints"),
+    ):
         assert cli.main(words) == 2
         said = capsys.readouterr().err
         assert "pip install '.[view]'` in the clone" in said and more in said
@@ -958,5 +1348,7 @@ def test_nothing_is_left_running(viewer):
 def test_old_searches_are_dropped(viewer):
     for text in "abcdefa":
         assert found(viewer, "first", text) == 84 if text in "ae" else True
-    tables = viewer.database.rows("SELECT table_name AS name FROM duckdb_tables() WHERE table_name LIKE 'hits%'")
+    tables = viewer.database.rows(
+        "SELECT table_name AS name FROM duckdb_tables() WHERE table_name LIKE 'hits%'"
+    )
     assert len(tables) == 4

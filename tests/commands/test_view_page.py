@@ -25,10 +25,19 @@ from shoal.runs.result import load_run
 from shoal.serve.server import served
 
 pytest.importorskip("duckdb", reason="shoal view needs the extra `view`")
-sync_api = pytest.importorskip("playwright.sync_api", reason="the page is tested with playwright, which is missing")
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-pytestmark = [pytest.mark.system, pytest.mark.skipif(
-    CHROMIUM is None, reason="the page is tested in Chromium, which is missing (apt install chromium)")]
+sync_api = pytest.importorskip(
+    "playwright.sync_api", reason="the page is tested with playwright, which is missing"
+)
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
+pytestmark = [
+    pytest.mark.system,
+    pytest.mark.skipif(
+        CHROMIUM is None,
+        reason="the page is tested in Chromium, which is missing (apt install chromium)",
+    ),
+]
 
 GROUP = "file=step_000002&group=0"
 VIEWS = {
@@ -49,21 +58,37 @@ def hostile_groups(step: int) -> list[Any]:
 def odd_groups(step: int) -> list[Any]:
     """Equal completions, one that is rewarded though it is wrong; long ones; one of many tokens."""
     best = "six and one more is seven"
-    folded = stored_group(step, 7, [0, 1, 0.1, 0, 0.9, 0],
-                          ["no", best, "six and two more is seven", "no", "thus six and one more is six", "no"],
-                          correct=[False, True, True, False, False, False])
-    long = stored_group(step, 8, [0, 0.5, 1], [f"{word} " * 900 for word in ("one", "two", "three")])
+    folded = stored_group(
+        step,
+        7,
+        [0, 1, 0.1, 0, 0.9, 0],
+        ["no", best, "six and two more is seven", "no", "thus six and one more is six", "no"],
+        correct=[False, True, True, False, False, False],
+    )
+    long = stored_group(
+        step, 8, [0, 0.5, 1], [f"{word} " * 900 for word in ("one", "two", "three")]
+    )
     many = stored_group(step, 9, [0, 1])
     alike = stored_group(step, 10, [0, 0.1], correct=[False, False])  # told apart by no function
-    equal = stored_group(step, 11, [0.1] * 8, list("abcdefgh"), correct=[False] * 8)  # whose mean is below 0.1
-    return [folded, long, alike, replace(many, completions=(completion(0, 1500, step), completion(1, 4, step))), equal]
+    equal = stored_group(
+        step, 11, [0.1] * 8, list("abcdefgh"), correct=[False] * 8
+    )  # whose mean is below 0.1
+    return [
+        folded,
+        long,
+        alike,
+        replace(many, completions=(completion(0, 1500, step), completion(1, 4, step))),
+        equal,
+    ]
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     write_run(folder / "first", 40, spike=37)
-    write_run(folder / "hostile", 2, hostile_groups, settings=["task=gsm8k", "reward.weights=0.1,3"])
+    write_run(
+        folder / "hostile", 2, hostile_groups, settings=["task=gsm8k", "reward.weights=0.1,3"]
+    )
     return folder
 
 
@@ -89,8 +114,10 @@ def address(runs) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu",
-                                                                             "--disable-dev-shm-usage"])
+        browser = playwright.chromium.launch(
+            executable_path=CHROMIUM,
+            args=["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"],
+        )
         yield browser
         browser.close()
 
@@ -102,11 +129,18 @@ def odd(tmp_path_factory) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def new_page(browser: Any, width: int = 1280, theme: str = "light", **options: Any) -> Iterator[Any]:
+def new_page(
+    browser: Any, width: int = 1280, theme: str = "light", **options: Any
+) -> Iterator[Any]:
     """A page whose console stays empty: an exception, or what the policy forbids, fails the test."""
-    context = browser.new_context(viewport={"width": width, "height": 800}, color_scheme=theme, **options)
+    context = browser.new_context(
+        viewport={"width": width, "height": 800}, color_scheme=theme, **options
+    )
     page, said = context.new_page(), []
-    page.on("console", lambda message: said.append(message.text) if message.type in ("error", "warning") else None)
+    page.on(
+        "console",
+        lambda message: said.append(message.text) if message.type in ("error", "warning") else None,
+    )
     page.on("pageerror", lambda error: said.append(str(error)))
     page.set_default_timeout(10_000)
     page.said = said
@@ -123,8 +157,11 @@ def page(browser) -> Iterator[Any]:
 
 def settle(page: Any, text: str = "") -> None:
     """Until the view stands, with this text in it."""
-    page.wait_for_function("text => !document.querySelector('.state.loading') && document.querySelector('.view')"
-                           "?.innerText.includes(text)", arg=text)
+    page.wait_for_function(
+        "text => !document.querySelector('.state.loading') && document.querySelector('.view')"
+        "?.innerText.includes(text)",
+        arg=text,
+    )
 
 
 # ---- views and links
@@ -134,9 +171,11 @@ def settle(page: Any, text: str = "") -> None:
 def test_each_view_has_an_address_and_fits(browser, address, width, theme):
     source = axe_source()
     with new_page(browser, width, theme) as page:
-        page.add_init_script("window.shift = 0; new PerformanceObserver(list => list.getEntries().forEach(entry => {"
-                             "if (!entry.hadRecentInput) window.shift += entry.value; }))"
-                             ".observe({type: 'layout-shift', buffered: true})")
+        page.add_init_script(
+            "window.shift = 0; new PerformanceObserver(list => list.getEntries().forEach(entry => {"
+            "if (!entry.hadRecentInput) window.shift += entry.value; }))"
+            ".observe({type: 'layout-shift', buffered: true})"
+        )
         for name, (link, text) in VIEWS.items():
             page.goto("about:blank")
             page.goto(address + link)
@@ -164,8 +203,11 @@ def axe_source() -> str:
 def serious_faults(page: Any, source: str) -> list[str]:
     page.evaluate(source)
     found = page.evaluate("axe.run(document, {resultTypes: ['violations']})")["violations"]
-    return [f"{one['id']}: {one['nodes'][0]['html'][:200]}" for one in found
-            if one["impact"] in ("serious", "critical")]
+    return [
+        f"{one['id']}: {one['nodes'][0]['html'][:200]}"
+        for one in found
+        if one["impact"] in ("serious", "critical")
+    ]
 
 
 def test_the_run_has_its_curves_and_events(page, address):
@@ -240,8 +282,14 @@ def test_a_hundred_thousand_points_keep_their_extremes_and_axes_have_round_ticks
     found = page.evaluate(PLOT)
     assert 500 < found["kept"] <= 4 * 501 and found["sameLowest"] and found["sameHighest"]
     assert found["ranges"] == [[10, 20], True]
-    assert found["ticks"] == [[0, 0.2, 0.4, 0.6, 0.8, 1], [0, 5, 10], [0.0001, 0.0002, 0.0003],
-                              [1e-05, 0.001, 0.1], [2, 5, 10, 20, 50], [3, 3.5, 4]]
+    assert found["ticks"] == [
+        [0, 0.2, 0.4, 0.6, 0.8, 1],
+        [0, 5, 10],
+        [0.0001, 0.0002, 0.0003],
+        [1e-05, 0.001, 0.1],
+        [2, 5, 10, 20, 50],
+        [3, 3.5, 4],
+    ]
     assert found["nearest"] == [None, 0, 1, 2, 0]
     assert found["few"] == [0, 2, 3]  # a known value beyond each end
     assert found["gap"] == [0, 4]
@@ -249,7 +297,9 @@ def test_a_hundred_thousand_points_keep_their_extremes_and_axes_have_round_ticks
 
 def test_the_list_of_runs_leads_to_a_run_and_compares(page, tmp_path):
     for number, name in enumerate(("old", "sweep/0", "sweep/1")):
-        run = write_run(tmp_path / name, 6, settings=[f"optimizer.lr={number + 1}e-4"], finished=number < 2)
+        run = write_run(
+            tmp_path / name, 6, settings=[f"optimizer.lr={number + 1}e-4"], finished=number < 2
+        )
         os.utime(run / "config.yaml", (1e9 + number, 1e9 + number))
     path = tmp_path / "sweep" / "1"
     (path / ".lock").write_text(f"process {ended_process()} on {socket.gethostname()}\n")
@@ -265,7 +315,9 @@ def test_the_list_of_runs_leads_to_a_run_and_compares(page, tmp_path):
         page.reload()
         settle(page, "evaluate and finish: ")
         write_run(tmp_path / "new", 2)
-        page.wait_for_function("() => document.querySelector('table.home .name a').innerText === 'new'", timeout=20_000)
+        page.wait_for_function(
+            "() => document.querySelector('table.home .name a').innerText === 'new'", timeout=20_000
+        )
         assert page.get_by_role("button", name="Compare").is_disabled()
         page.get_by_label("compare new").check()
         page.get_by_label("compare old").check()
@@ -293,22 +345,32 @@ def test_runs_named_one_by_one_are_laid_over_each_other(page, runs):
         settle(page, "these runs differ in task.name")
         assert page.locator("h1").inner_text() == "first and hostile"
         page.locator(".comparison").get_by_role("link", name="hostile").wait_for()
-        settings = page.get_by_role("region", name="Settings that differ between the runs").inner_text()
+        settings = page.get_by_role(
+            "region", name="Settings that differ between the runs"
+        ).inner_text()
         assert "may be the cause" in settings.split("\n")[1]
-        assert "reward.weights\nWeight of each function; empty for 1.0 each, or the task's own." in settings
+        assert (
+            "reward.weights\nWeight of each function; empty for 1.0 each, or the task's own."
+            in settings
+        )
         page.locator(".comparison").get_by_role("link", name="hostile").click()
         settle(page, "This prompt through the run")
         assert "run=hostile&file=step_000001&group=0&completion=0" in page.url
     with viewed(runs / "first") as address:
         page.goto(address)
         settle(page, "What moves the reward")
-        assert page.locator("h1").inner_text() == "first" and not page.get_by_role("link", name="All runs").count()
+        assert (
+            page.locator("h1").inner_text() == "first"
+            and not page.get_by_role("link", name="All runs").count()
+        )
 
 
 def test_curves_are_found_pinned_explained_and_drawn_by_time(page, address):
     page.goto(address + "#/run?run=first")
     settle(page, "driven by correct; accuracy 50% → 100% is too few questions to say")
-    assert page.locator(".verdict.good, .verdict.bad").count() == 0  # two questions say nothing of accuracy
+    assert (
+        page.locator(".verdict.good, .verdict.bad").count() == 0
+    )  # two questions say nothing of accuracy
     large = page.locator(".charts.main .chart .name").all_inner_texts()
     assert large == ["reward/mean", "evaluate/held_out/accuracy"]
     page.get_by_role("button", name="what is entropy?").click()
@@ -323,20 +385,29 @@ def test_curves_are_found_pinned_explained_and_drawn_by_time(page, address):
     page.locator("#x").select_option("time")
     page.wait_for_function("() => location.hash.includes('x=time')")
     assert page.locator("[aria-label^='reward/mean by time']").count() == 1
-    assert page.locator("td .gain.faint").first.inner_text() == "▲ +50.0 points"  # of two questions: no gain
+    assert (
+        page.locator("td .gain.faint").first.inner_text() == "▲ +50.0 points"
+    )  # of two questions: no gain
     assert page.locator("td .gain.up").all_inner_texts() == ["▲ +0.438"]
 
 
 def test_findings_stand_beside_the_verdict(page, tmp_path):
     def hacked(step: int) -> list[Any]:
-        return [stored_group(step, row, [step / 40 + 0.1 * (row + i) / 8 for i in range(4)], correct=[False] * 4)
-                for row in range(4)]
+        return [
+            stored_group(
+                step, row, [step / 40 + 0.1 * (row + i) / 8 for i in range(4)], correct=[False] * 4
+            )
+            for row in range(4)
+        ]
 
     with viewed(write_run(tmp_path / "hacked", 40, hacked)) as address:
         page.goto(address)
         settle(page, "Findings, the worst first")
-        assert page.locator(".findings li").first.inner_text().startswith(
-            "The reward rises, the share of right answers does not")
+        assert (
+            page.locator(".findings li")
+            .first.inner_text()
+            .startswith("The reward rises, the share of right answers does not")
+        )
         number = page.locator("nav [data-tab=lint] .number").inner_text()
         assert page.locator(".verdict a").inner_text() == f"{number} findings"
         assert page.locator(".findings li").count() == int(number)
@@ -350,20 +421,27 @@ def test_findings_stand_beside_the_verdict(page, tmp_path):
 
 
 def test_a_rollout_with_turns_is_a_conversation(page, tmp_path):
-    run = write_run(tmp_path / "turns", 1, lambda step: [in_turns(stored_group(step, 1, [0.1, 1.1]))])
+    run = write_run(
+        tmp_path / "turns", 1, lambda step: [in_turns(stored_group(step, 1, [0.1, 1.1]))]
+    )
     with viewed(run) as address:
         page.goto(address + "#/group?run=turns&file=step_000001&group=0")
         settle(page, "2 completions")
         card = page.locator("[data-completion='0']")
         assert card.locator(".role").all_inner_texts() == ["ASSISTANT", "TOOL", "USER", "ASSISTANT"]
-        assert card.locator("details.call").count() == 2 and card.locator("details.call[open]").count() == 0
+        assert (
+            card.locator("details.call").count() == 2
+            and card.locator("details.call[open]").count() == 0
+        )
         for summary in card.locator("details.call summary").all():
             summary.click()
         shown = card.inner_text()
         assert "<b>3</b>" in shown and "7 bytes were cut" in shown and not card.locator("b").count()
         page.goto(address + "#/tokens?run=turns&file=step_000001&group=0&completion=0")
         settle(page, "token by token")
-        context = page.locator(".t.context").evaluate_all("all => all.map(one => [one.dataset.t, one.dataset.c])")
+        context = page.locator(".t.context").evaluate_all(
+            "all => all.map(one => [one.dataset.t, one.dataset.c])"
+        )
         assert context == [["1", "none"], ["2", "none"]]
         page.goto(address + "#/groups?run=turns")
         settle(page, "calls")
@@ -438,17 +516,28 @@ def test_tokens_show_their_numbers(page, address):
 
 def test_colours_are_fitted_to_the_completion(page, address):
     """The surest token of a confident model is pale, its least sure one strong, by the sign of the advantage."""
-    def colours(completion: int, **more: str) -> tuple[list[str], list[str]]:
-        page.goto(address + f"#/tokens?run=first&{GROUP}&completion={completion}"
-                  + "".join(f"&{name}={value}" for name, value in more.items()))
-        settle(page, "token by token")
-        page.wait_for_function("colour => !colour || document.getElementById('colour').value === colour",
-                               arg=more.get("colour", ""))
-        tokens = page.locator(".tokens .t")
-        return ([tokens.nth(place).get_attribute("data-c") for place in (0, -1)],
-                page.locator(".legend .t").all_inner_texts())
 
-    assert colours(0) == (["-1", "-4"], ["−1.5", "−0.844", "−0.375", "−0.0938", "0"])  # advantage -0.5, log-prob -3
+    def colours(completion: int, **more: str) -> tuple[list[str], list[str]]:
+        page.goto(
+            address
+            + f"#/tokens?run=first&{GROUP}&completion={completion}"
+            + "".join(f"&{name}={value}" for name, value in more.items())
+        )
+        settle(page, "token by token")
+        page.wait_for_function(
+            "colour => !colour || document.getElementById('colour').value === colour",
+            arg=more.get("colour", ""),
+        )
+        tokens = page.locator(".tokens .t")
+        return (
+            [tokens.nth(place).get_attribute("data-c") for place in (0, -1)],
+            page.locator(".legend .t").all_inner_texts(),
+        )
+
+    assert colours(0) == (
+        ["-1", "-4"],
+        ["−1.5", "−0.844", "−0.375", "−0.0938", "0"],
+    )  # advantage -0.5, log-prob -3
     assert colours(1)[0] == ["1", "4"] and page.get_by_label("Colour").input_value() == "push"
     assert colours(1, colour="logprob") == (["-1", "-4"], ["−3", "−1.69", "−0.75", "−0.188", "0"])
     page.goto(address + "#/tokens?run=first&file=step_000002&group=1")  # a group without variance
@@ -459,7 +548,10 @@ def test_colours_are_fitted_to_the_completion(page, address):
 
 def test_a_group_has_its_answer_order_and_differences(page, odd):
     def order() -> list[str]:
-        return [name.removeprefix("Completion ") for name in page.locator(".completion h3 a").all_inner_texts()]
+        return [
+            name.removeprefix("Completion ")
+            for name in page.locator(".completion h3 a").all_inner_texts()
+        ]
 
     link = f"{odd}#/group?run=odd&file=step_000001&group=0"
     page.goto(link)
@@ -467,10 +559,17 @@ def test_a_group_has_its_answer_order_and_differences(page, odd):
     assert "Right answer\n7" in page.locator(".card.prompt").inner_text()
     summary = page.locator(".summary").inner_text()
     assert "2 of 6 right" in summary and summary.endswith("4 distinct texts")
-    assert order() == ["1", "4", "2", "0"] and "3 times the same" in page.locator(".completion").last.inner_text()
+    assert (
+        order() == ["1", "4", "2", "0"]
+        and "3 times the same" in page.locator(".completion").last.inner_text()
+    )
     assert page.locator(".completion.selected h3 a").inner_text() == "Completion 1"
     marks = page.locator(".completion mark")
-    assert marks.all_inner_texts() == ["thus ", "six", "two"]  # completion 0 has too little in common
+    assert marks.all_inner_texts() == [
+        "thus ",
+        "six",
+        "two",
+    ]  # completion 0 has too little in common
     page.get_by_label("Differences to").select_option("none")
     page.wait_for_function("() => !document.querySelector('.completion mark')")
     page.get_by_label("Sorted by").select_option("interest")
@@ -511,7 +610,10 @@ def test_what_models_wrote_is_text(page, address):
     settle(page, "4 completions")
     texts = page.locator(".completion")
     assert "<script>document.title='hacked'</script><img src=x" in texts.nth(0).inner_text()
-    assert page.locator("main img, main script, main iframe").count() == 0 and "hacked" not in page.title()
+    assert (
+        page.locator("main img, main script, main iframe").count() == 0
+        and "hacked" not in page.title()
+    )
     assert "␛[31mred␛[0m U+202EUright" in texts.nth(1).inner_text().replace("U+202Er", "U+202EUr")
     assert "שלום עולם 你好 👩‍🔬🏽" in texts.nth(2).inner_text()
     assert texts.nth(3).get_by_role("button").inner_text() == "Show the other 80,000 characters"
@@ -523,10 +625,12 @@ def test_what_models_wrote_is_text(page, address):
 
 
 def test_what_is_not_there_is_said(page, address):
-    for link, text in (("#/group?run=first&file=step_000999&group=0", "the run has no such groups file"),
-                       ("#/groups?run=nowhere", "there is no run 'nowhere' here"),
-                       ("#/nonsense", "There is no view nonsense"),
-                       ("#/groups?run=first&filter=reward%3E5", "No group passes")):
+    for link, text in (
+        ("#/group?run=first&file=step_000999&group=0", "the run has no such groups file"),
+        ("#/groups?run=nowhere", "there is no run 'nowhere' here"),
+        ("#/nonsense", "There is no view nonsense"),
+        ("#/groups?run=first&filter=reward%3E5", "No group passes"),
+    ):
         page.goto(address + link)
         settle(page, text)
     page.said.clear()  # the browser notes refused requests
@@ -536,9 +640,14 @@ def test_what_is_not_there_is_said(page, address):
 
 
 def test_a_run_that_trains_is_followed(page, workshop):
-    words = workshop.words("live", "steps=5", "task.num_eval_questions=2", "train.pass_k=0", "checkpoint.every=50")
-    training = subprocess.Popen([sys.executable, "-m", "shoal", *words], stdout=subprocess.DEVNULL,
-                                stderr=subprocess.DEVNULL)
+    words = workshop.words(
+        "live", "steps=5", "task.num_eval_questions=2", "train.pass_k=0", "checkpoint.every=50"
+    )
+    training = subprocess.Popen(
+        [sys.executable, "-m", "shoal", *words],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     try:
         config = workshop.runs / "live" / "config.yaml"
         while not config.is_file() and training.poll() is None:
@@ -547,7 +656,9 @@ def test_a_run_that_trains_is_followed(page, workshop):
             page.goto(address)
             page.wait_for_function("() => document.querySelector('.view .badge')", timeout=60_000)
             seen = page.locator(".badge.running").count()
-            page.wait_for_function("() => document.querySelector('.status .badge.finished')", timeout=90_000)
+            page.wait_for_function(
+                "() => document.querySelector('.status .badge.finished')", timeout=90_000
+            )
             assert seen and "step 5 of 5" in page.locator(".status").inner_text()
             assert page.locator("canvas").count() > 3
             page.goto(address + "#/groups?run=live&filter=step%3D5+set%3Dtrain")

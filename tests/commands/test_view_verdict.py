@@ -17,23 +17,45 @@ STEPS = 80
 
 def curve(*points: tuple[int, float, int]) -> dict[str, Any]:
     """Of evaluations: step, accuracy, number of questions."""
-    rows = [{"step": step, "name": "held_out", "accuracy": share, "num_questions": n,
-             "accuracy_interval": list(wilson_interval(share * n, n))} for step, share, n in points]
+    rows = [
+        {
+            "step": step,
+            "name": "held_out",
+            "accuracy": share,
+            "num_questions": n,
+            "accuracy_interval": list(wilson_interval(share * n, n)),
+        }
+        for step, share, n in points
+    ]
     return Evaluations(rows).main_curve()[1]
 
 
 class Columns:
     """The metrics of a run whose reward functions go linearly from one value to another, with noise."""
 
-    def __init__(self, steps: int = STEPS, noise: float = 0.02, mixed: float = 0.8, **functions: tuple[float, float]):
+    def __init__(
+        self,
+        steps: int = STEPS,
+        noise: float = 0.02,
+        mixed: float = 0.8,
+        **functions: tuple[float, float],
+    ):
         random = np.random.default_rng(0)
-        columns = {f"rewards/{name}": np.linspace(*ends, steps) + random.normal(0, noise, steps)
-                   for name, ends in functions.items()}
-        self.columns = {**columns, "reward/mean": sum(columns.values()), "groups/nonzero_std": np.full(steps, mixed)}
+        columns = {
+            f"rewards/{name}": np.linspace(*ends, steps) + random.normal(0, noise, steps)
+            for name, ends in functions.items()
+        }
+        self.columns = {
+            **columns,
+            "reward/mean": sum(columns.values()),
+            "groups/nonzero_std": np.full(steps, mixed),
+        }
         self.steps = range(1, steps + 1)
 
 
-def said(columns: Any, *points: tuple[int, float, int], events: Any = (), total: int = STEPS) -> tuple[str, str]:
+def said(
+    columns: Any, *points: tuple[int, float, int], events: Any = (), total: int = STEPS
+) -> tuple[str, str]:
     weights = {name.removeprefix("rewards/"): 1.0 for name in columns.columns}
     driven = drivers(columns.columns, weights)
     found = verdict(curve(*points), columns.columns, driven, events, len(columns.steps), total)
@@ -46,11 +68,16 @@ FLAT = Columns(correct=(0.3, 0.3), format=(0.9, 0.9))
 
 def test_a_run_learns():
     level, text = said(RISES, (0, 0.374, 500), (40, 0.6, 100), (80, 0.672, 500))
-    assert (level, text) == ("good", "learns: accuracy 37.4% → 67.2% in 80 steps, driven by `correct`")
+    assert (level, text) == (
+        "good",
+        "learns: accuracy 37.4% → 67.2% in 80 steps, driven by `correct`",
+    )
 
 
 def test_a_gain_is_dated_by_the_evaluation_that_shows_it():
-    assert said(RISES, (0, 0.374, 500), (60, 0.672, 500))[1].startswith("learns: accuracy 37.4% → 67.2% in 60 steps")
+    assert said(RISES, (0, 0.374, 500), (60, 0.672, 500))[1].startswith(
+        "learns: accuracy 37.4% → 67.2% in 60 steps"
+    )
 
 
 def test_rewards_alone_are_too_early_while_the_next_evaluation_is_awaited():
@@ -74,15 +101,29 @@ def test_a_run_is_hacked():
     assert text.startswith("reward +0.49")
 
 
-@pytest.mark.parametrize(("stuck", "is_hacked"), [({"completions/truncated": 1.0}, True), ({"groups/nonzero_std": 0.02},
-                         True), ({}, False), ({"completions/truncated": 0.1}, False)])
+@pytest.mark.parametrize(
+    ("stuck", "is_hacked"),
+    [
+        ({"completions/truncated": 1.0}, True),
+        ({"groups/nonzero_std": 0.02}, True),
+        ({}, False),
+        ({"completions/truncated": 0.1}, False),
+    ],
+)
 def test_a_reward_that_is_lost_looks_hacked_only_where_groups_teach_nothing(stuck, is_hacked):
     columns = Columns(accuracy=(0.22, -0.002), format=(0.1, 1.0))
     columns.columns |= {name: np.linspace(value / 2, value, STEPS) for name, value in stuck.items()}
     level, text = said(columns)
-    assert (level == "bad") == is_hacked == text.endswith(", `accuracy` 0.22 → 0.016: looks hacked by `format`"), text
+    assert (
+        (level == "bad")
+        == is_hacked
+        == text.endswith(", `accuracy` 0.22 → 0.016: looks hacked by `format`")
+    ), text
     # One that fell by half, or a penalty that grew, is not lost.
-    for other in (Columns(accuracy=(0.4, 0.2), format=(0.1, 1.0)), Columns(penalty=(-0.1, -0.3), format=(0.1, 1.0))):
+    for other in (
+        Columns(accuracy=(0.4, 0.2), format=(0.1, 1.0)),
+        Columns(penalty=(-0.1, -0.3), format=(0.1, 1.0)),
+    ):
         other.columns |= {name: np.full(STEPS, value) for name, value in stuck.items()}
         assert said(other)[0] == "note"
 
@@ -90,13 +131,20 @@ def test_a_reward_that_is_lost_looks_hacked_only_where_groups_teach_nothing(stuc
 def test_the_heaviest_reward_that_is_hardly_ever_given_is_named():
     columns = Columns(accuracy_reward=(0.0, 0.003), short_reward=(0.1, 0.9), noise=0)
     level, text = said(columns)
-    assert level == "warning" and text.endswith("; `accuracy_reward` is 0 on nearly all completions"), text
+    assert level == "warning" and text.endswith(
+        "; `accuracy_reward` is 0 on nearly all completions"
+    ), text
     assert said(Columns(accuracy_reward=(0.0, 0.1), short_reward=(0.1, 0.9), noise=0))[0] == "note"
 
 
 def test_a_reward_may_rise_without_more_right_answers():
-    level, text = said(Columns(correct=(0.3, 0.3), format=(0.1, 0.9)), (0, 0.37, 500), (80, 0.38, 500))
-    assert level == "warning" and "driven by `format`, but hardly more right answers: accuracy 37% → 38%" in text
+    level, text = said(
+        Columns(correct=(0.3, 0.3), format=(0.1, 0.9)), (0, 0.37, 500), (80, 0.38, 500)
+    )
+    assert (
+        level == "warning"
+        and "driven by `format`, but hardly more right answers: accuracy 37% → 38%" in text
+    )
 
 
 def test_few_questions_do_not_show_that_a_reward_misleads():
@@ -106,26 +154,44 @@ def test_few_questions_do_not_show_that_a_reward_misleads():
 
 def test_a_run_does_not_learn():
     level, text = said(FLAT, (0, 0.37, 500), (80, 0.39, 500))
-    assert level == "warning" and text.startswith("does not learn: accuracy 37% → 39%, reward 1.2 → 1.2 in 80 steps")
+    assert level == "warning" and text.startswith(
+        "does not learn: accuracy 37% → 39%, reward 1.2 → 1.2 in 80 steps"
+    )
     assert "groups" not in text
-    assert "only 10% of the groups have rewards that differ" in said(Columns(mixed=0.1, a=(0.3, 0.3)))[1]
+    assert (
+        "only 10% of the groups have rewards that differ"
+        in said(Columns(mixed=0.1, a=(0.3, 0.3)))[1]
+    )
 
 
 def test_a_run_gets_worse_and_what_moved_first():
     collapse = {"level": "collapse", "step": 41, "metrics": ["entropy", "reward/mean"]}
-    level, text = said(Columns(correct=(0.6, 0.1)), (0, 0.6, 500), (80, 0.2, 500), events=[collapse])
-    assert (level, text) == ("bad", "gets worse: accuracy 60% → 20% in 80 steps; from step 41 on, `entropy` first")
+    level, text = said(
+        Columns(correct=(0.6, 0.1)), (0, 0.6, 500), (80, 0.2, 500), events=[collapse]
+    )
+    assert (level, text) == (
+        "bad",
+        "gets worse: accuracy 60% → 20% in 80 steps; from step 41 on, `entropy` first",
+    )
     assert said(Columns(correct=(0.6, 0.1)))[1].startswith("gets worse: reward 0.58 → ")
 
 
 def test_what_was_learned_can_be_lost_again():
     level, text = said(RISES, (0, 0.2, 500), (40, 0.7, 500), (80, 0.4, 500))
-    assert level == "warning" and text == "learned and lost again: accuracy 20% → 40% in 80 steps, but 70% at step 40"
+    assert (
+        level == "warning"
+        and text == "learned and lost again: accuracy 20% → 40% in 80 steps, but 70% at step 40"
+    )
 
 
-@pytest.mark.parametrize(("columns", "points", "total"), [
-    (Columns(6, a=(0.1, 0.9)), (), 6), (Columns(6, a=(0.1, 0.9)), ((0, 0.3, 40), (6, 0.45, 40)), 6),
-    (Columns(15, a=(0.3, 0.3)), (), 80)])
+@pytest.mark.parametrize(
+    ("columns", "points", "total"),
+    [
+        (Columns(6, a=(0.1, 0.9)), (), 6),
+        (Columns(6, a=(0.1, 0.9)), ((0, 0.3, 40), (6, 0.45, 40)), 6),
+        (Columns(15, a=(0.3, 0.3)), (), 80),
+    ],
+)
 def test_it_can_be_too_early_to_say(columns, points, total):
     level, text = said(columns, *points, total=total)
     assert level == "none" and text.startswith("too early to say: ") and "groups" not in text
@@ -135,10 +201,15 @@ def test_an_interval_too_wide_is_too_early_whatever_the_steps():
     few, many = (Columns(steps, noise=0.1, a=(0.2, 0.2)) for steps in (10, 1000))
     assert said(few, total=10)[1] == "too early to say: 10 steps"
     assert said(many, total=1000)[1].startswith("does not learn: reward ")
-    assert said(few, (0, 0.2, 2000), (10, 0.21, 2000), total=10)[1].startswith("does not learn: accuracy ")
+    assert said(few, (0, 0.2, 2000), (10, 0.21, 2000), total=10)[1].startswith(
+        "does not learn: accuracy "
+    )
     # Whatever the reward's interval is: that of accuracy reaches from -7 to +31 points.
     flat = Columns(10, a=(0.35, 0.36))
-    assert said(flat, (0, 0.44, 50), (10, 0.56, 50), total=10)[1] == "too early to say: 10 steps, accuracy 44% → 56%"
+    assert (
+        said(flat, (0, 0.44, 50), (10, 0.56, 50), total=10)[1]
+        == "too early to say: 10 steps, accuracy 44% → 56%"
+    )
 
 
 def test_without_differences_in_any_group_it_is_never_too_early():
@@ -152,7 +223,11 @@ def test_six_steps_are_enough_where_the_evaluations_are():
 
 def test_without_right_answers_only_the_reward_is_said():
     level, text = said(RISES)
-    assert level == "note" and text.startswith("the reward rises: ") and text.endswith("accuracy is not measured")
+    assert (
+        level == "note"
+        and text.startswith("the reward rises: ")
+        and text.endswith("accuracy is not measured")
+    )
 
 
 def test_the_interval_follows_the_number_of_questions():

@@ -25,7 +25,7 @@ from shoal.commands.compat import DOORS, words_of_door
 from shoal.model import names
 
 FOLDER = Path(__file__).parent / "lines"
-ECHO = "#!/bin/sh\nfor word in \"$@\"; do printf '%s\\0' \"$word\"; done\n"
+ECHO = '#!/bin/sh\nfor word in "$@"; do printf \'%s\\0\' "$word"; done\n'
 """In place of the interpreter: prints the words that it is started with."""
 
 
@@ -55,8 +55,16 @@ class Line:
 def read(file: Path) -> Line:
     title, *heads, text = file.read_text(encoding="utf-8").splitlines()
     values = dict(head.removeprefix("# ").split(": ", 1) for head in heads)
-    return Line(file.stem, title.removeprefix("# "), values["source"], values["expect"], text,
-                values.get("becomes", ""), int(values.get("devices", "1")), "bucket" in values)
+    return Line(
+        file.stem,
+        title.removeprefix("# "),
+        values["source"],
+        values["expect"],
+        text,
+        values.get("becomes", ""),
+        int(values.get("devices", "1")),
+        "bucket" in values,
+    )
 
 
 LINES = {file.stem: read(file) for file in sorted(FOLDER.glob("*.sh"))}
@@ -71,14 +79,21 @@ def words_of(line: Line, folder: Path, at: Path | None = None) -> list[str]:
         (echo / name).write_text(ECHO.replace("for", own, 1))
         (echo / name).chmod(0o755)
     environment = stand_ins.environment(folder, line.devices)
-    done = subprocess.run(["bash", "-c", stand_ins.with_places(line.text, folder)], cwd=folder / "here", text=True,
-                          env=environment | {"PATH": f"{echo}:{environment['PATH']}"}, check=True,
-                          stdout=subprocess.PIPE)
+    done = subprocess.run(
+        ["bash", "-c", stand_ins.with_places(line.text, folder)],
+        cwd=folder / "here",
+        text=True,
+        env=environment | {"PATH": f"{echo}:{environment['PATH']}"},
+        check=True,
+        stdout=subprocess.PIPE,
+    )
     script, *words = done.stdout.rstrip("\0").split("\0")
     path = f"{words.pop(0).replace('.', '/')}.py" if script == "-m" else script
     path = re.sub(r"^.*/\.\./", "", path)  # test_grpo.sh names the demo from its own folder
     with contextlib.chdir(at or folder / "here"):
-        return words_of_door(next(name for name, door in DOORS.items() if path in door.paths), words)
+        return words_of_door(
+            next(name for name, door in DOORS.items() if path in door.paths), words
+        )
 
 
 TOKEN = stand_ins.TOKEN
@@ -89,7 +104,10 @@ def among(folder: Path, devices: int) -> Iterator[None]:
     """In this process: the hub is the stand-ins' cache, MaxText's names are theirs, JAX has so many devices."""
     environment = stand_ins.environment(folder)
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in (("HF_HUB_CACHE", environment["HF_HUB_CACHE"]), ("HF_HUB_OFFLINE", True)):
+        for name, value in (
+            ("HF_HUB_CACHE", environment["HF_HUB_CACHE"]),
+            ("HF_HUB_OFFLINE", True),
+        ):
             patch.setattr(constants, name, value)
         for name in ("HOME", "HF_TOKEN", "HF_HUB_CACHE", "HF_HUB_OFFLINE"):
             patch.setenv(name, environment[name])
@@ -119,16 +137,27 @@ def dry_run(line: Line, folder: Path) -> tuple[int, str, str]:
 
 def becomes(out: str) -> str:
     """The step of the job that a dry run shows."""
-    return next((text.removeprefix("# this step = ") for text in out.splitlines() if "this step = " in text), "")
+    return next(
+        (
+            text.removeprefix("# this step = ")
+            for text in out.splitlines()
+            if "this step = " in text
+        ),
+        "",
+    )
 
 
-if __name__ == "__main__":  # with the stand-ins' folder: the dry runs of all lines, as JSON, or written into the files
+if (
+    __name__ == "__main__"
+):  # with the stand-ins' folder: the dry runs of all lines, as JSON, or written into the files
     place = Path(sys.argv[1])
     found = {one.name: dry_run(one, place) for one in LINES.values() if one.is_ours}
     if "--write" in sys.argv:
         for name, (_, out, _) in found.items():
             file = FOLDER / f"{name}.sh"
-            *heads, text = [row for row in file.read_text().splitlines() if not row.startswith("# becomes: ")]
+            *heads, text = [
+                row for row in file.read_text().splitlines() if not row.startswith("# becomes: ")
+            ]
             step = [f"# becomes: {becomes(out)}"] if becomes(out) else []
             file.write_text("\n".join([*heads, *step, text]) + "\n")
     print(json.dumps(found))

@@ -19,28 +19,65 @@ from shoal.trainer.loop import Run
 
 DEVICES = 8
 POOL: dict[str, tuple[str, ...]] = {
-    "--num_generations": ("2", "4", "1"), "--grpo_beta": ("0", "0.04", "-1"), "--epsilon": ("0.1", "2"),
-    "--learning_rate": ("1e-6", "0", "1"), "max_prefill_predict_length": ("64", "900", "8"),
-    "sampling.max_completion_tokens": ("8", "3", "9000"), "batch.prompts_per_step": ("1", "2", "5000"),
-    "per_device_batch_size": ("1", "2"), "algorithm.num_minibatches": ("1", "2", "3"), "num_iterations": ("1", "2"),
-    "loss_algo": ("grpo", "gspo-token", "gspo"), "algorithm.loss": ("cispo", "sapo", "gmpo"),
-    "algorithm": ("dapo", "rloo", "gspo"), "recipe": ("trl", "verl", "tunix", "torchrl", "maxtext"),
-    "algorithm.advantage": ("dr_grpo", "none", "gdpo", "maxrl"), "train.max_staleness": ("1", "2"),
-    "inference_rollouts": ("1", "2"), "algorithm.correction": ("direct", "tis", "none"), "top_k": ("0", "4", "100"),
-    "temperature": ("0.9", "0"), "min_p": ("0.1", "2"), "sampling.slots_per_device": ("1", "8"),
-    "train_model.num_devices": ("1", "2", "9"), "ref_model.num_devices": ("1", "2"), "mesh.sampler": ("1", "2", "0.5"),
-    "ici_fsdp_parallelism": ("2", "-1", "16"), "ici_tensor_parallelism": ("2", "3"), "ici_context_parallelism": ("2",),
-    "rollout_tensor_parallelism": ("2", "3"), "dtype": ("bfloat16", "float16"), "model.lora.rank": ("4", "1000"),
-    "use_peft": ("true",), "model.quantise": ("int8",), "optimizer.moments": ("bfloat16",), "optimizer.offload": (
-        "true",), "remat_policy": ("full", "minimal"), "model.attention": ("blocked", "splash", "plain"),
-    "task.split": ("train", "nix"), "task.eval_split": ("test", "train", "nix"), "hf_subset": ("main", "nix"),
-    "reward.preset": ("tunix", "verl"), "reward.functions": ("accuracy_reward", "think_format_reward", "nix"),
-    "reward.weights": ("1", "[1,2]", "0"), "reward.overlong_buffer_tokens": ("4", "-1"),
-    "sampling.long_prompts": ("drop", "error"), "train.pass_k": ("2", "300"), "train.evaluate_every": ("1", "-1"),
-    "checkpoint.keep_best": ("true",), "train.quick_questions": ("1",), "task.num_eval_questions": ("1", "0"),
-    "algorithm.dynamic_sampling": ("true",), "train.retire_above": ("0.9",), "teacher.path": ("{models}/qwen2", "nix"),
-    "model.template": ("plain", "{{{{ messages[-1].content }}}}"), "model_name": ("llama3.1-8b", "qwen3-8b", "nix"),
-    "tokenizer_path": ("{models}/llama3", "nix/x"), "report.tensorboard": ("true",), "run_name": ("a/b", "..")}
+    "--num_generations": ("2", "4", "1"),
+    "--grpo_beta": ("0", "0.04", "-1"),
+    "--epsilon": ("0.1", "2"),
+    "--learning_rate": ("1e-6", "0", "1"),
+    "max_prefill_predict_length": ("64", "900", "8"),
+    "sampling.max_completion_tokens": ("8", "3", "9000"),
+    "batch.prompts_per_step": ("1", "2", "5000"),
+    "per_device_batch_size": ("1", "2"),
+    "algorithm.num_minibatches": ("1", "2", "3"),
+    "num_iterations": ("1", "2"),
+    "loss_algo": ("grpo", "gspo-token", "gspo"),
+    "algorithm.loss": ("cispo", "sapo", "gmpo"),
+    "algorithm": ("dapo", "rloo", "gspo"),
+    "recipe": ("trl", "verl", "tunix", "torchrl", "maxtext"),
+    "algorithm.advantage": ("dr_grpo", "none", "gdpo", "maxrl"),
+    "train.max_staleness": ("1", "2"),
+    "inference_rollouts": ("1", "2"),
+    "algorithm.correction": ("direct", "tis", "none"),
+    "top_k": ("0", "4", "100"),
+    "temperature": ("0.9", "0"),
+    "min_p": ("0.1", "2"),
+    "sampling.slots_per_device": ("1", "8"),
+    "train_model.num_devices": ("1", "2", "9"),
+    "ref_model.num_devices": ("1", "2"),
+    "mesh.sampler": ("1", "2", "0.5"),
+    "ici_fsdp_parallelism": ("2", "-1", "16"),
+    "ici_tensor_parallelism": ("2", "3"),
+    "ici_context_parallelism": ("2",),
+    "rollout_tensor_parallelism": ("2", "3"),
+    "dtype": ("bfloat16", "float16"),
+    "model.lora.rank": ("4", "1000"),
+    "use_peft": ("true",),
+    "model.quantise": ("int8",),
+    "optimizer.moments": ("bfloat16",),
+    "optimizer.offload": ("true",),
+    "remat_policy": ("full", "minimal"),
+    "model.attention": ("blocked", "splash", "plain"),
+    "task.split": ("train", "nix"),
+    "task.eval_split": ("test", "train", "nix"),
+    "hf_subset": ("main", "nix"),
+    "reward.preset": ("tunix", "verl"),
+    "reward.functions": ("accuracy_reward", "think_format_reward", "nix"),
+    "reward.weights": ("1", "[1,2]", "0"),
+    "reward.overlong_buffer_tokens": ("4", "-1"),
+    "sampling.long_prompts": ("drop", "error"),
+    "train.pass_k": ("2", "300"),
+    "train.evaluate_every": ("1", "-1"),
+    "checkpoint.keep_best": ("true",),
+    "train.quick_questions": ("1",),
+    "task.num_eval_questions": ("1", "0"),
+    "algorithm.dynamic_sampling": ("true",),
+    "train.retire_above": ("0.9",),
+    "teacher.path": ("{models}/qwen2", "nix"),
+    "model.template": ("plain", "{{{{ messages[-1].content }}}}"),
+    "model_name": ("llama3.1-8b", "qwen3-8b", "nix"),
+    "tokenizer_path": ("{models}/llama3", "nix/x"),
+    "report.tensorboard": ("true",),
+    "run_name": ("a/b", ".."),
+}
 """Flags and keys, each with values of which some cannot be."""
 
 
@@ -57,15 +94,26 @@ def mixture(number: int, models: Path) -> list[str]:
     draw = random.Random(number)
     names = draw.sample(sorted(POOL), draw.randint(1, 5))
     words = [f"{name}={draw.choice(POOL[name]).format(models=models)}" for name in names]
-    return ["train", f"model.path={draw.choice([models / 'qwen3', models / 'llama3'])}", "task=gsm8k",
-            f"task.path={models.parent / 'hub/datasets--openai--gsm8k/snapshots' / ('1' * 40) / 'main'}", *SHORT[:3],
-            "batch.prompts_per_step=2", "batch.group_size=2", "reward.workers=0", *words]
+    return [
+        "train",
+        f"model.path={draw.choice([models / 'qwen3', models / 'llama3'])}",
+        "task=gsm8k",
+        f"task.path={models.parent / 'hub/datasets--openai--gsm8k/snapshots' / ('1' * 40) / 'main'}",
+        *SHORT[:3],
+        "batch.prompts_per_step=2",
+        "batch.group_size=2",
+        "reward.workers=0",
+        *words,
+    ]
 
 
 def verdicts(words: list[str], world: Path, devices: int, name: str) -> tuple[str, str]:
     """The errors of a dry run and of the run, empty where they accept the job."""
-    words = [*words, *([] if any(word.startswith("run_name=") for word in words) else [f"run_name={name}"]),
-             f"base_output_directory={world / 'tried'}"]
+    words = [
+        *words,
+        *([] if any(word.startswith("run_name=") for word in words) else [f"run_name={name}"]),
+        f"base_output_directory={world / 'tried'}",
+    ]
     with among(world, devices), pytest.MonkeyPatch.context() as patch:
         patch.setattr(Run, "train", refuse_to_train)
         code, _, err = run([*words, "--dry-run"])

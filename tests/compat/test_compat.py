@@ -31,7 +31,11 @@ TOKEN = "hf_thisIsNoTokenOfAnyone"
 
 @pytest.fixture(autouse=True)
 def own_environment(monkeypatch):
-    for name in ("HF_TOKEN", "JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"):
+    for name in (
+        "HF_TOKEN",
+        "JAX_COMPILATION_CACHE_DIR",
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS",
+    ):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     monkeypatch.setitem(sys.modules, "gcsfs", None)  # no line reaches for Google's cloud
@@ -63,7 +67,10 @@ def test_torchrls_doors_log_as_its_recipe_does(package, monkeypatch):
     for name in ("grpo", "grpo-async"):
         given = words_of_door(name, ["steps=1"])
         assert [word for word in given if word.startswith(("report.", "algorithm."))] == [
-            "report.hydra=true", "algorithm.kl_metric=true", *["report.wandb.mode=auto"] * package]
+            "report.hydra=true",
+            "algorithm.kl_metric=true",
+            *["report.wandb.mode=auto"] * package,
+        ]
     assert not any("report." in word for word in words_of_door("grpo_demo", []))
 
 
@@ -71,19 +78,49 @@ def test_the_asynchronous_script_lets_samples_be_a_version_old(monkeypatch):
     monkeypatch.setattr(doors, "find_spec", lambda name: None)
     words, own = words_of_door, ["report.hydra=true", "algorithm.kl_metric=true"]
     assert words("grpo", []) == ["train", "--config-name", "grpo_gsm8k", *own]
-    assert words("grpo-async", []) == ["train", "--config-name", "grpo_gsm8k", *own, "train.max_staleness=1"]
-    assert words("grpo-async", ["--config-name", "x", "train.max_staleness=2"])[-1] == "train.max_staleness=2"
-    assert words("train_rl", ["a/rl.yml", "steps=1"]) == ["train", "a/rl.yml", "--preset", "train_rl", "steps=1"]
+    assert words("grpo-async", []) == [
+        "train",
+        "--config-name",
+        "grpo_gsm8k",
+        *own,
+        "train.max_staleness=1",
+    ]
+    assert (
+        words("grpo-async", ["--config-name", "x", "train.max_staleness=2"])[-1]
+        == "train.max_staleness=2"
+    )
+    assert words("train_rl", ["a/rl.yml", "steps=1"]) == [
+        "train",
+        "a/rl.yml",
+        "--preset",
+        "train_rl",
+        "steps=1",
+    ]
     config, _ = compose("train", words("grpo-async", [])[1:])
-    assert (config.train.max_staleness, config.algorithm.correction) == (1, "direct")  # TorchRL's own ratio
+    assert (config.train.max_staleness, config.algorithm.correction) == (
+        1,
+        "direct",
+    )  # TorchRL's own ratio
 
 
 # ---- the token
 
 
-@pytest.mark.parametrize("word", [f"{name}={TOKEN}" for name in (
-    "hf_access_token", "--hf_access_token", "--hf-access-token", "++hf_access_token")])
-@pytest.mark.parametrize("other", [[], ["stpes=1"], ["steps=x"], ["--multirun", "seed=1,2"], ["nix.yml"]])
+@pytest.mark.parametrize(
+    "word",
+    [
+        f"{name}={TOKEN}"
+        for name in (
+            "hf_access_token",
+            "--hf_access_token",
+            "--hf-access-token",
+            "++hf_access_token",
+        )
+    ],
+)
+@pytest.mark.parametrize(
+    "other", [[], ["stpes=1"], ["steps=x"], ["--multirun", "seed=1,2"], ["nix.yml"]]
+)
 def test_the_token_is_shown_nowhere(word, other, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     code = cli.main(["train", *other, word, "--dry-run"])
@@ -93,8 +130,10 @@ def test_the_token_is_shown_nowhere(word, other, capsys, monkeypatch, tmp_path):
 
 
 def test_the_token_is_kept_out_of_arguments_files_and_processes(tmp_path, monkeypatch, capsys):
-    for give in (lambda: compose("train", [f"hf_access_token={TOKEN}"]),
-                 lambda: from_overrides(Config, hf_access_token=TOKEN)):
+    for give in (
+        lambda: compose("train", [f"hf_access_token={TOKEN}"]),
+        lambda: from_overrides(Config, hf_access_token=TOKEN),
+    ):
         monkeypatch.delenv("HF_TOKEN", raising=False)
         found = give()
         assert TOKEN not in repr(found) and os.environ["HF_TOKEN"] == TOKEN
@@ -115,26 +154,74 @@ def test_the_token_is_kept_out_of_arguments_files_and_processes(tmp_path, monkey
 # ---- rewards as TRL's users name them
 
 
-@pytest.mark.parametrize(("words", "names", "weights"), [
-    (["--reward_funcs", "accuracy_reward"], ["accuracy_reward"], ()),
-    (["--reward_funcs", "accuracy_reward", "think_format_reward", "--reward_weights", "1.0", "0.5", "--bf16"],
-     ["accuracy_reward", "think_format_reward"], (1.0, 0.5)),
-    (["--reward_funcs", "reasoning_accuracy_reward", "get_soft_overlong_punishment", "--learning_rate", "1e-5"],
-     ["reasoning_accuracy_reward", "soft_overlong_punishment_reward"], ()),
-    (["reward_funcs=accuracy_reward,think_format_reward"], ["accuracy_reward", "think_format_reward"], ()),
-    (["reward_funcs=[accuracy_reward, think_format_reward]"], ["accuracy_reward", "think_format_reward"], ()),
-    (["reward=think_format_reward,get_cosine_scaled_reward(max_len=512, min_value_wrong=-2),accuracy_reward"],
-     ["think_format_reward", "cosine_scaled_reward", "accuracy_reward"], ()),
-    (["--reward_funcs", "get_cosine_scaled_reward(max_len=512,min_value_wrong=-2)", "accuracy_reward"],
-     ["cosine_scaled_reward", "accuracy_reward"], ()),
-    (["reward=[get_repetition_penalty_reward(2, -0.5),accuracy_reward]"],
-     ["repetition_penalty_reward", "accuracy_reward"], ()),
-])
+@pytest.mark.parametrize(
+    ("words", "names", "weights"),
+    [
+        (["--reward_funcs", "accuracy_reward"], ["accuracy_reward"], ()),
+        (
+            [
+                "--reward_funcs",
+                "accuracy_reward",
+                "think_format_reward",
+                "--reward_weights",
+                "1.0",
+                "0.5",
+                "--bf16",
+            ],
+            ["accuracy_reward", "think_format_reward"],
+            (1.0, 0.5),
+        ),
+        (
+            [
+                "--reward_funcs",
+                "reasoning_accuracy_reward",
+                "get_soft_overlong_punishment",
+                "--learning_rate",
+                "1e-5",
+            ],
+            ["reasoning_accuracy_reward", "soft_overlong_punishment_reward"],
+            (),
+        ),
+        (
+            ["reward_funcs=accuracy_reward,think_format_reward"],
+            ["accuracy_reward", "think_format_reward"],
+            (),
+        ),
+        (
+            ["reward_funcs=[accuracy_reward, think_format_reward]"],
+            ["accuracy_reward", "think_format_reward"],
+            (),
+        ),
+        (
+            [
+                "reward=think_format_reward,get_cosine_scaled_reward(max_len=512, min_value_wrong=-2),accuracy_reward"
+            ],
+            ["think_format_reward", "cosine_scaled_reward", "accuracy_reward"],
+            (),
+        ),
+        (
+            [
+                "--reward_funcs",
+                "get_cosine_scaled_reward(max_len=512,min_value_wrong=-2)",
+                "accuracy_reward",
+            ],
+            ["cosine_scaled_reward", "accuracy_reward"],
+            (),
+        ),
+        (
+            ["reward=[get_repetition_penalty_reward(2, -0.5),accuracy_reward]"],
+            ["repetition_penalty_reward", "accuracy_reward"],
+            (),
+        ),
+    ],
+)
 def test_trls_ready_rewards_compose_and_load(words, names, weights, tmp_path):
     config, _ = compose("train", words)
     assert [one.name for one in find_functions(config.reward, config.reward.functions)] == names  # type: ignore[union-attr]
     assert config.reward.weights == weights
-    (tmp_path / "mine.yml").write_text("reward_funcs: [accuracy_reward, get_cosine_scaled_reward(max_len=5)]\n")
+    (tmp_path / "mine.yml").write_text(
+        "reward_funcs: [accuracy_reward, get_cosine_scaled_reward(max_len=5)]\n"
+    )
     config, _ = compose("train", [str(tmp_path / "mine.yml")])
     assert len(find_functions(config.reward, config.reward.functions)) == 2
 
@@ -142,14 +229,20 @@ def test_trls_ready_rewards_compose_and_load(words, names, weights, tmp_path):
 def test_trls_reward_model_is_a_reward():
     config, _ = compose("train", ["--reward_model_name_or_path", "org/rm", "task=gsm8k"])
     assert config.reward.functions == ("model:org/rm",)
-    with pytest.raises(ShoalError, match=r"with other rewards: .* reward_funcs=\[model:org/rm,accuracy_reward\]"):
-        compose("train", ["--reward_funcs", "accuracy_reward", "--reward_model_name_or_path", "org/rm"])
+    with pytest.raises(
+        ShoalError, match=r"with other rewards: .* reward_funcs=\[model:org/rm,accuracy_reward\]"
+    ):
+        compose(
+            "train", ["--reward_funcs", "accuracy_reward", "--reward_model_name_or_path", "org/rm"]
+        )
 
 
 def test_other_systems_gsm8k_rewards_are_found_when_they_are_used():
-    code = ("import sys, shoal; from shoal.tasks.gsm8k import REWARD_PRESETS as PRESETS, load_reward_preset\n"
-            "assert 'shoal.compat.gsm8k_rewards' not in sys.modules and len(PRESETS) == 5\n"
-            "print(*(len(load_reward_preset(name).rewards) for name in PRESETS))")
+    code = (
+        "import sys, shoal; from shoal.tasks.gsm8k import REWARD_PRESETS as PRESETS, load_reward_preset\n"
+        "assert 'shoal.compat.gsm8k_rewards' not in sys.modules and len(PRESETS) == 5\n"
+        "print(*(len(load_reward_preset(name).rewards) for name in PRESETS))"
+    )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout.split() == ["2", "2", "4", "2", "1"]
 
@@ -159,9 +252,14 @@ def test_a_correction_without_a_bound_is_typed_as_inf():
     assert config.algorithm.correction_cap == float("inf")
 
 
-@pytest.mark.parametrize("word", [
-    "vllm_tensor_parallel_size=2", "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
-    "rollout_tensor_parallelism=2"])
+@pytest.mark.parametrize(
+    "word",
+    [
+        "vllm_tensor_parallel_size=2",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+        "rollout_tensor_parallelism=2",
+    ],
+)
 def test_devices_of_a_replica_are_those_of_a_server_of_vllm(word):
     config, _ = compose("train", ["sampler.kind=vllm", "vllm.python=python", word])
     assert config.sampler.devices_per_worker == 2 and not config.mesh.sampler_tensor
@@ -186,13 +284,16 @@ def test_verls_bounds_of_k1_are_of_the_inverse_weight():
     assert rejected_by("=null", "_threshold=0.1")[0] == "none"
 
 
-@pytest.mark.parametrize(("words", "message"), [
-    (("=token_k1,seq_max_k2", "_threshold=2"), "expected one of token_k1"),
-    (("=token_k2",), "needs .*rollout_rs_threshold: a number"),
-    (("=token_k2", "_threshold=0.1_0.2"), "low_high with k1"),
-    (("=token_k1", "_threshold=0.0_2.0"), "above 0"),
-    (("=token_k1", "_threshold=0.5"), "algorithm.rejection_cap"),
-])
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("=token_k1,seq_max_k2", "_threshold=2"), "expected one of token_k1"),
+        (("=token_k2",), "needs .*rollout_rs_threshold: a number"),
+        (("=token_k2", "_threshold=0.1_0.2"), "low_high with k1"),
+        (("=token_k1", "_threshold=0.0_2.0"), "above 0"),
+        (("=token_k1", "_threshold=0.5"), "algorithm.rejection_cap"),
+    ],
+)
 def test_what_cannot_be_a_rejection_is_one_error(words, message):
     with pytest.raises(ShoalError, match=message):
         rejected_by(*words)
@@ -212,19 +313,47 @@ optimizer.weight_decay optimizer.clip_grad_norm policy.kl_coef train.kl_to_ref_c
 train.optim_batch_size train.gradient_accumulation_steps train.checkpoint_frequency train.mixed_precision
 train_model.lora.enabled
 """
-VALUES = {"steps": "5", "per_device_batch_size": "2", "learning_rate": "1e-5", "num_generations": "4",
-          "grpo_beta": "0.1", "grpo_epsilon": "0.1", "max_prefill_predict_length": "99", "max_target_length": "400",
-          "use_pathways": "true",
-          "inference_devices_per_replica": "4", "inference_replicas": "2", "ici_fsdp_parallelism": "4",
-          "ici_tensor_parallelism": "2", "profiler": "xplane", "checkpoint_period": "7", "config_file": "grpo.yml",
-          "loss_algo": "gspo", "inference_rollouts": "2", "trainer_devices_fraction": "0.5", "hf_path": "a/b",
-          "sampler_devices_fraction": "0.5", "decode_sampling_temperature": "0.5", "scan_layers": "false",
-          "env.dataset": "ifeval", "model.name": "a/b", "train.mixed_precision": "true",
-          "train_model.lora.enabled": "false", "env.num_envs": "4", "env.repeats": "4", "train.optim_batch_size": "4",
-          "train.gradient_accumulation_steps": "2", "train.total_dialog_turns": "1000", "policy.kl_coef": "0.1",
-          "train.kl_to_ref_coeff": "0.1", "train.checkpoint_frequency": "5", "optimizer.lr": "1e-3",
-          "optimizer.weight_decay": "0.1", "optimizer.clip_grad_norm": "2",
-          "inference_model.gpu_memory_utilization": "0.5"}
+VALUES = {
+    "steps": "5",
+    "per_device_batch_size": "2",
+    "learning_rate": "1e-5",
+    "num_generations": "4",
+    "grpo_beta": "0.1",
+    "grpo_epsilon": "0.1",
+    "max_prefill_predict_length": "99",
+    "max_target_length": "400",
+    "use_pathways": "true",
+    "inference_devices_per_replica": "4",
+    "inference_replicas": "2",
+    "ici_fsdp_parallelism": "4",
+    "ici_tensor_parallelism": "2",
+    "profiler": "xplane",
+    "checkpoint_period": "7",
+    "config_file": "grpo.yml",
+    "loss_algo": "gspo",
+    "inference_rollouts": "2",
+    "trainer_devices_fraction": "0.5",
+    "hf_path": "a/b",
+    "sampler_devices_fraction": "0.5",
+    "decode_sampling_temperature": "0.5",
+    "scan_layers": "false",
+    "env.dataset": "ifeval",
+    "model.name": "a/b",
+    "train.mixed_precision": "true",
+    "train_model.lora.enabled": "false",
+    "env.num_envs": "4",
+    "env.repeats": "4",
+    "train.optim_batch_size": "4",
+    "train.gradient_accumulation_steps": "2",
+    "train.total_dialog_turns": "1000",
+    "policy.kl_coef": "0.1",
+    "train.kl_to_ref_coeff": "0.1",
+    "train.checkpoint_frequency": "5",
+    "optimizer.lr": "1e-3",
+    "optimizer.weight_decay": "0.1",
+    "optimizer.clip_grad_norm": "2",
+    "inference_model.gpu_memory_utilization": "0.5",
+}
 WITHOUT_A_KEY = {"hf_access_token", "train_model.lora.enabled"}
 
 
@@ -235,7 +364,9 @@ def test_no_name_that_users_know_is_unknown(name):
     assert (config == Config()) == (name in WITHOUT_A_KEY)
     if name in translator().flags(Config) and name != "config_file":
         assert len(resolved.became) == 1 and resolved.became[0].startswith(f"{name}=")
-    assert difference_from_defaults(compose("doctor", [f"{name}={value}"])[0]) == difference_from_defaults(config)
+    assert difference_from_defaults(
+        compose("doctor", [f"{name}={value}"])[0]
+    ) == difference_from_defaults(config)
     if "." not in name and name not in ("config_file", "run_name"):
         assert from_overrides(Config, **{name: value})[0] == config
 
@@ -243,50 +374,100 @@ def test_no_name_that_users_know_is_unknown(name):
 PEFT = ("q_proj", "v_proj")
 
 
-@pytest.mark.parametrize(("line", "expected"), [
-    ("use_peft=true", LoraSection(16, 32.0, PEFT)),
-    ("use_peft=true lora_r=8 lora_alpha=16 lora_target_modules=[o_proj] use_rslora=true lora_dropout=0.0",
-     LoraSection(8, 16.0, ("o_proj",), True)),
-    ("use_peft=true lora_target_modules=all-linear model.lora.rank=2", LoraSection(2)),
-    ("lora_r=8 lora_alpha=16 lora_target_modules=q_proj use_rslora=true lora_dropout=0.1 use_dora=true", LoraSection()),
-    ("use_peft=false lora_r=8 lora_modules_to_save=lm_head", LoraSection()),
-    ("V.lora_rank=4", LoraSection(4, 16.0)),
-    ("V.lora_rank=4 V.lora_alpha=8 V.target_modules=[q_proj,k_proj]", LoraSection(4, 8.0, ("q_proj", "k_proj"))),
-    ("V.lora_rank=0 V.lora_alpha=8 V.target_modules=q_proj V.lora_adapter_path=null", LoraSection()),
-    ("V.lora_rank=4 V.lora_adapter_path=./adapter", LoraSection(path="./adapter")),
-    ("train_model.lora.enabled=true", LoraSection(8, 16.0)),
-    ("train_model.lora.enabled=true train_model.lora.r=2 train_model.lora.alpha=3 train_model.lora.dropout=0.1",
-     LoraSection(2, 3.0)),
-    ("train_model.lora.r=2 train_model.lora.alpha=3", LoraSection()),
-    ("T.rank=64 T.alpha=64.0 T.module_path=.*q_einsum|.*kv_einsum|.*attn_vec_einsum",
-     LoraSection(64, 64.0, ("q_proj", "k_proj", "v_proj", "o_proj"))),
-    ("T.rank=4 T.alpha=2", LoraSection(4, 2.0)),
-    ("enable_lora=true lora_rank=4 lora_alpha=2", LoraSection(4, 2.0)),
-    ("lora.enable_lora=true lora.lora_rank=4 lora.lora_alpha=2 "
-     "lora.lora_module_path=decoder/layers/.*(self_attention/(query|out)|mlp/(wi_0|wi_1))",
-     LoraSection(4, 2.0, ("q_proj", "o_proj", "gate_proj", "up_proj"))),
-    ("enable_lora=false lora_rank=4 lora_alpha=2 lora_module_path=nothing", LoraSection()),
-    ("hf_lora_adapter_path= lora_restore_path= trainable_parameters_mask=[]", LoraSection()),
-])
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("use_peft=true", LoraSection(16, 32.0, PEFT)),
+        (
+            "use_peft=true lora_r=8 lora_alpha=16 lora_target_modules=[o_proj] use_rslora=true lora_dropout=0.0",
+            LoraSection(8, 16.0, ("o_proj",), True),
+        ),
+        ("use_peft=true lora_target_modules=all-linear model.lora.rank=2", LoraSection(2)),
+        (
+            "lora_r=8 lora_alpha=16 lora_target_modules=q_proj use_rslora=true lora_dropout=0.1 use_dora=true",
+            LoraSection(),
+        ),
+        ("use_peft=false lora_r=8 lora_modules_to_save=lm_head", LoraSection()),
+        ("V.lora_rank=4", LoraSection(4, 16.0)),
+        (
+            "V.lora_rank=4 V.lora_alpha=8 V.target_modules=[q_proj,k_proj]",
+            LoraSection(4, 8.0, ("q_proj", "k_proj")),
+        ),
+        (
+            "V.lora_rank=0 V.lora_alpha=8 V.target_modules=q_proj V.lora_adapter_path=null",
+            LoraSection(),
+        ),
+        ("V.lora_rank=4 V.lora_adapter_path=./adapter", LoraSection(path="./adapter")),
+        ("train_model.lora.enabled=true", LoraSection(8, 16.0)),
+        (
+            "train_model.lora.enabled=true train_model.lora.r=2 train_model.lora.alpha=3 train_model.lora.dropout=0.1",
+            LoraSection(2, 3.0),
+        ),
+        ("train_model.lora.r=2 train_model.lora.alpha=3", LoraSection()),
+        (
+            "T.rank=64 T.alpha=64.0 T.module_path=.*q_einsum|.*kv_einsum|.*attn_vec_einsum",
+            LoraSection(64, 64.0, ("q_proj", "k_proj", "v_proj", "o_proj")),
+        ),
+        ("T.rank=4 T.alpha=2", LoraSection(4, 2.0)),
+        ("enable_lora=true lora_rank=4 lora_alpha=2", LoraSection(4, 2.0)),
+        (
+            "lora.enable_lora=true lora.lora_rank=4 lora.lora_alpha=2 "
+            "lora.lora_module_path=decoder/layers/.*(self_attention/(query|out)|mlp/(wi_0|wi_1))",
+            LoraSection(4, 2.0, ("q_proj", "o_proj", "gate_proj", "up_proj")),
+        ),
+        ("enable_lora=false lora_rank=4 lora_alpha=2 lora_module_path=nothing", LoraSection()),
+        ("hf_lora_adapter_path= lora_restore_path= trainable_parameters_mask=[]", LoraSection()),
+    ],
+)
 def test_an_adapter_of_each_system_is_ours(line, expected):
-    line = line.replace("V.", "actor_rollout_ref.model.").replace("T.", "actor_model_config.lora_config.")
+    line = line.replace("V.", "actor_rollout_ref.model.").replace(
+        "T.", "actor_model_config.lora_config."
+    )
     config, resolved = compose("train", line.split())
     assert config.model.lora == expected
     assert config.algorithm.reference == ("base" if "lora_adapter_path=./" in line else "start")
-    assert expected.rank or expected.path or all("changes nothing here" in one for one in resolved.became)
+    assert (
+        expected.rank
+        or expected.path
+        or all("changes nothing here" in one for one in resolved.became)
+    )
 
 
-@pytest.mark.parametrize(("line", "part"), [
-    ("use_peft=true use_dora=true", "use_dora=true is not supported: an adapter is plain LoRA"),
-    ("use_peft=true lora_modules_to_save=lm_head", "lora_modules_to_save=lm_head is not supported: an adapter alone"),
-    ("use_peft=true lora_dropout=0.05", "lora_dropout=0.05 is not supported: sampler and trainer would be two models"),
-    ("enable_lora=true lora_rank=4", "enable_lora is given without alpha: expected rank and alpha"),
-    ("enable_lora=true lora_rank=4 lora_alpha=2 lora_module_path=x", "module_path=x: expected a regular expression"),
-    ("enable_lora=true lora_rank=4 lora_alpha=2 lora_module_path=(", "module_path=(: expected a regular expression"),
-    ("enable_lora=true lora_rank=4 lora_alpha=2 lora_weight_qtype=nf4", "nf4 is not supported: 8-bit weights"),
-    ("lora.lora_restore_path=gs://x", "an adapter in PEFT's format is model.lora.path=FOLDER"),
-    ("load_in_4bit=true", "8-bit weights are model.quantise=int8 or fp8, for LoRA's frozen weights alone"),
-])
+@pytest.mark.parametrize(
+    ("line", "part"),
+    [
+        ("use_peft=true use_dora=true", "use_dora=true is not supported: an adapter is plain LoRA"),
+        (
+            "use_peft=true lora_modules_to_save=lm_head",
+            "lora_modules_to_save=lm_head is not supported: an adapter alone",
+        ),
+        (
+            "use_peft=true lora_dropout=0.05",
+            "lora_dropout=0.05 is not supported: sampler and trainer would be two models",
+        ),
+        (
+            "enable_lora=true lora_rank=4",
+            "enable_lora is given without alpha: expected rank and alpha",
+        ),
+        (
+            "enable_lora=true lora_rank=4 lora_alpha=2 lora_module_path=x",
+            "module_path=x: expected a regular expression",
+        ),
+        (
+            "enable_lora=true lora_rank=4 lora_alpha=2 lora_module_path=(",
+            "module_path=(: expected a regular expression",
+        ),
+        (
+            "enable_lora=true lora_rank=4 lora_alpha=2 lora_weight_qtype=nf4",
+            "nf4 is not supported: 8-bit weights",
+        ),
+        ("lora.lora_restore_path=gs://x", "an adapter in PEFT's format is model.lora.path=FOLDER"),
+        (
+            "load_in_4bit=true",
+            "8-bit weights are model.quantise=int8 or fp8, for LoRA's frozen weights alone",
+        ),
+    ],
+)
 def test_what_is_no_plain_adapter_is_refused_by_name(line, part):
     with pytest.raises(ShoalError) as caught:
         compose("train", line.split())
@@ -298,14 +479,18 @@ def test_the_tables_are_whole():
     rules = set()
     for system, flags in SYSTEMS.items():
         names = [flag.name for flag in flags]
-        assert len(names) == len(set(names)), f"{system}: {[name for name in names if names.count(name) > 1]}"
+        assert len(names) == len(set(names)), (
+            f"{system}: {[name for name in names if names.count(name) > 1]}"
+        )
         for flag in flags:
             kinds = (flag.read, flag.group, flag.late, flag.idle, flag.refused)
             assert sum(map(bool, kinds)) <= 1, flag.name
             assert {*flag.keys, *flag.lowest} <= settings, f"{flag.name}: no such key"
             assert flag.meaning or flag.is_rename or flag.group, flag.name
             assert not flag.is_rename or len(flag.keys) == 1
-            assert flag.is_pattern or flag.only or flag.name not in keys_of(Config), f"{flag.name} is ours"
+            assert flag.is_pattern or flag.only or flag.name not in keys_of(Config), (
+                f"{flag.name} is ours"
+            )
             rules |= {flag.late} - {None}
     assert rules == set(RULES)
 
@@ -316,14 +501,20 @@ def test_a_systems_page_has_one_job_in_two_forms(system):
     job = load("docs/reference.py").SAME_JOBS[system]
     by_flags, by_keys = (compose("train", line.split()[2:])[0] for line in (job.flags, job.keys))
     assert by_flags == by_keys and by_flags != Config()
-    flags = [word for word in job.flags.split()[2:] if not word.startswith(("recipe=", "--config-name", "grpo"))]
+    flags = [
+        word
+        for word in job.flags.split()[2:]
+        if not word.startswith(("recipe=", "--config-name", "grpo"))
+    ]
     assert set(flags) <= set(job.theirs.split())
 
 
 def test_the_pages_have_every_flag_and_their_commands_work():
-    page, *tables = (file.read_text(encoding="utf-8") for name in ("migrating.md", "flags-*.md")
-                     for file in (ROOT / "docs").glob(name))
+    page, *tables = (
+        file.read_text(encoding="utf-8")
+        for name in ("migrating.md", "flags-*.md")
+        for file in (ROOT / "docs").glob(name)
+    )
     assert all(f"`{name}`" in "".join(tables) for name in translator().flags(Config))
     for line in re.findall(r"^shoal (.*)$", page, re.MULTILINE):
         assert cli.main(line.replace("./llama", "tiny").split()) == 0
-

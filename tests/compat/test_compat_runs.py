@@ -15,9 +15,19 @@ from tiny_runs import checkpoints, groups, metrics
 from shoal import cli
 from shoal.commands import multirun
 
-SHORT = ("steps=1", "sampling.max_prompt_tokens=700", "sampling.max_completion_tokens=8", "task.num_eval_questions=2",
-         "train.pass_k=0", "report.profile=[]", "model.dtype=float32", "batch.prompts_per_step=2", "batch.group_size=2",
-         "batch.micro_tokens=512", "reward.workers=0")
+SHORT = (
+    "steps=1",
+    "sampling.max_prompt_tokens=700",
+    "sampling.max_completion_tokens=8",
+    "task.num_eval_questions=2",
+    "train.pass_k=0",
+    "report.profile=[]",
+    "model.dtype=float32",
+    "batch.prompts_per_step=2",
+    "batch.group_size=2",
+    "batch.micro_tokens=512",
+    "reward.workers=0",
+)
 """What makes a line's job short: one step, of few and short completions."""
 
 
@@ -32,10 +42,15 @@ def short(name: str, world: Path, run_name: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "more"), [
-    ("06-grpo-demo-8b", ("train.evaluate_every=-1",)), ("14-train-rl-gspo", ("train.evaluate_every=-1",)),
-    ("18-grpo-ifeval", ()),
-    ("verl-rloo", ("train.evaluate_every=-1", "report.wandb.mode=off"))])
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("06-grpo-demo-8b", ("train.evaluate_every=-1",)),
+        ("14-train-rl-gspo", ("train.evaluate_every=-1",)),
+        ("18-grpo-ifeval", ()),
+        ("verl-rloo", ("train.evaluate_every=-1", "report.wandb.mode=off")),
+    ],
+)
 def test_a_line_runs_to_its_end(world, name, more):
     with among(world, LINES[name].devices):
         code, out, err = run([*short(name, world, name), *more])
@@ -49,12 +64,16 @@ def test_a_line_runs_to_its_end(world, name, more):
 
 @pytest.mark.slow
 def test_conversion_lines_lead_there_and_back(world):
-    there, back = (words_of(LINES[name], world) for name in ("11-to-maxtext-8b", "maxtext-to-huggingface"))
+    there, back = (
+        words_of(LINES[name], world) for name in ("11-to-maxtext-8b", "maxtext-to-huggingface")
+    )
     items, folder = world / "out" / "first" / "0" / "items", world / "back"
     with among(world, 1):
         assert run(there)[0] == 0
         assert run([*back, f"from={items}", f"base_output_directory={folder}"])[0] == 0
-    ours, theirs = (load_file(place / "model.safetensors") for place in (folder, world / "models" / "llama3"))
+    ours, theirs = (
+        load_file(place / "model.safetensors") for place in (folder, world / "models" / "llama3")
+    )
     assert ours.keys() == theirs.keys()
     assert all(np.allclose(ours[name], theirs[name], rtol=1e-6, atol=0) for name in theirs)
 
@@ -62,22 +81,37 @@ def test_conversion_lines_lead_there_and_back(world):
 @pytest.mark.slow
 def test_a_sweep_over_their_names_ends_with_a_table(world, monkeypatch):
     monkeypatch.setattr(multirun, "run_process", lambda words: (cli.main(words), False))
-    words = [word.replace("1e-4,1e-5", "1e-4") for word in short("23-grpo-sweep-of-two", world, "sweep")]
+    words = [
+        word.replace("1e-4,1e-5", "1e-4") for word in short("23-grpo-sweep-of-two", world, "sweep")
+    ]
     with among(world, 1):
         code, out, err = run([*words, "steps=0"])
     assert code == 0, err
     assert out.startswith("2 runs, one after the other: 0 steps")
-    table = [row.split() for row in out[out.index("== runs"):].splitlines()[1:4]]
+    table = [row.split() for row in out[out.index("== runs") :].splitlines()[1:4]]
     assert table[0][:3] == ["run", "policy.kl_coef", "state"]
     assert [row[:3] for row in table[1:]] == [["0", "0.01", "done"], ["1", "0.1", "done"]]
-    configs = [yaml.safe_load((world / "runs" / "sweep" / str(n) / "config.yaml").read_text()) for n in (0, 1)]
+    configs = [
+        yaml.safe_load((world / "runs" / "sweep" / str(n) / "config.yaml").read_text())
+        for n in (0, 1)
+    ]
     assert [config["algorithm"]["kl_coef"] for config in configs] == [0.01, 0.1]
 
 
-@pytest.mark.parametrize(("name", "part"), [
-    ("07-grpo-demo-70b", "16 (trainer) + 16 (sampler) devices are requested, but JAX finds 3 devices"),
-    ("15-grpo-counts", "2 (trainer) + 2 (sampler) + 2 (reference) devices are requested, but JAX finds 3 devices"),
-    ("16-grpo-lists", "there is no device 5; JAX finds 3 devices")])
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        (
+            "07-grpo-demo-70b",
+            "16 (trainer) + 16 (sampler) devices are requested, but JAX finds 3 devices",
+        ),
+        (
+            "15-grpo-counts",
+            "2 (trainer) + 2 (sampler) + 2 (reference) devices are requested, but JAX finds 3 devices",
+        ),
+        ("16-grpo-lists", "there is no device 5; JAX finds 3 devices"),
+    ],
+)
 def test_a_line_for_more_devices_says_what_is_missing(world, name, part):
     with among(world, 3):
         for more in ([], ["--dry-run"]):

@@ -26,24 +26,39 @@ ROWS = "train.parquet"
 GROUPS = {"algorithm.adv_estimator": "grpo", ROLLOUT + "n": 5}
 GIVEN: dict[str, dict[str, Any]] = {
     "ppo_trainer.yaml": {**GROUPS, "trainer.total_training_steps": 10},
-    "grpo_gsm8k.yaml": {"train.kl_to_inference_coeff": 0}, "grpo_ifeval.yaml": {"train.kl_to_inference_coeff": 0}}
+    "grpo_gsm8k.yaml": {"train.kl_to_inference_coeff": 0},
+    "grpo_ifeval.yaml": {"train.kl_to_inference_coeff": 0},
+}
 """What a file needs to be a job here."""
 
 OTHER: dict[str, Any] = {
-    "decode_sampling_nucleus_p": 0.5, "ici_fsdp_parallelism": 4, ACTOR + "policy_loss.loss_mode": "gspo",
-    ACTOR + "loss_agg_mode": "seq-mean-token-mean", ROLLOUT + "top_k": 5, "data.val_max_samples": 7}
+    "decode_sampling_nucleus_p": 0.5,
+    "ici_fsdp_parallelism": 4,
+    ACTOR + "policy_loss.loss_mode": "gspo",
+    ACTOR + "loss_agg_mode": "seq-mean-token-mean",
+    ROLLOUT + "top_k": 5,
+    "data.val_max_samples": 7,
+}
 """Another value of a key, where twice or half of it, or the other truth value, is none."""
 
 BESIDE: dict[str, dict[str, Any]] = {
-    "num_epoch": {"num_batches": 4}, "eval_interval": {"train_fraction": 0.5},
-    "env.num_envs": {"train.dialog_turns_per_batch": None}, "train.kl_to_ref_coeff": {"train.use_kl_to_ref": True},
+    "num_epoch": {"num_batches": 4},
+    "eval_interval": {"train_fraction": 0.5},
+    "env.num_envs": {"train.dialog_turns_per_batch": None},
+    "train.kl_to_ref_coeff": {"train.use_kl_to_ref": True},
     "train.use_kl_to_ref": {"train.kl_to_ref_coeff": 0.1},
     ACTOR + "clip_ratio": {ACTOR + "clip_ratio_low": None, ACTOR + "clip_ratio_high": None},
-    ACTOR + "kl_loss_coef": {ACTOR + "use_kl_loss": True}, ACTOR + "kl_loss_type": {ACTOR + "use_kl_loss": True},
-    ACTOR + "grad_clip": {ACTOR + "optim.clip_grad": None}, MODEL + "lora_alpha": {MODEL + "lora_rank": 8},
-    MODEL + "target_modules": {MODEL + "lora_rank": 8}, "trainer.total_epochs": {
-        "trainer.total_training_steps": None, "data.train_files": ROWS, "data.train_batch_size": 8,
-        ACTOR + "ppo_mini_batch_size": 8},
+    ACTOR + "kl_loss_coef": {ACTOR + "use_kl_loss": True},
+    ACTOR + "kl_loss_type": {ACTOR + "use_kl_loss": True},
+    ACTOR + "grad_clip": {ACTOR + "optim.clip_grad": None},
+    MODEL + "lora_alpha": {MODEL + "lora_rank": 8},
+    MODEL + "target_modules": {MODEL + "lora_rank": 8},
+    "trainer.total_epochs": {
+        "trainer.total_training_steps": None,
+        "data.train_files": ROWS,
+        "data.train_batch_size": 8,
+        ACTOR + "ppo_mini_batch_size": 8,
+    },
     ROLLOUT + "gpu_memory_utilization": {"sampler.kind": "vllm", "vllm.python": "python"},
     ROLLOUT + "prompt_length": {"data.max_prompt_length": None},
     ROLLOUT + "response_length": {"data.max_response_length": None},
@@ -52,13 +67,17 @@ BESIDE: dict[str, dict[str, Any]] = {
     CORRECTION + "rollout_rs_threshold": {CORRECTION + "rollout_rs": "seq_mean_k1"},
     "algorithm.kl_penalty": {"algorithm.use_kl_in_reward": True},
     "algorithm.kl_ctrl.kl_coef": {"algorithm.use_kl_in_reward": True},
-    "custom_reward_function.name": {"custom_reward_function.path": "mine.py"}}
+    "custom_reward_function.name": {"custom_reward_function.path": "mine.py"},
+}
 """Key -> what it acts with; None leaves out a key that decides in its place."""
 
 
 def entries(file: Path) -> dict[str, Any]:
-    return {one.name: one.value for _, found in read_files("train", file, lambda name: name in keys_of(Config))
-            for one in found}
+    return {
+        one.name: one.value
+        for _, found in read_files("train", file, lambda name: name in keys_of(Config))
+        for one in found
+    }
 
 
 def others(name: str, value: Any) -> list[Any]:
@@ -66,7 +85,11 @@ def others(name: str, value: Any) -> list[Any]:
         return [OTHER[name]]
     if isinstance(value, bool):
         return [not value]
-    return [2 * value or 1, value / 2 or 0.5] if isinstance(value, int | float) else ["something/else", "64"]
+    return (
+        [2 * value or 1, value / 2 or 0.5]
+        if isinstance(value, int | float)
+        else ["something/else", "64"]
+    )
 
 
 def outcome(file: Path, values: dict[str, Any]) -> Any:
@@ -81,12 +104,17 @@ def outcome(file: Path, values: dict[str, Any]) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(file.name for file in FILES.iterdir()))
 def test_every_key_acts_or_cannot_matter_or_is_an_error(
-        name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pq.write_table(pa.Table.from_pylist(VERL[:32]), tmp_path / ROWS)
     monkeypatch.chdir(tmp_path)
     values = entries(FILES / name)
     system, is_sure = likely_system(values)
-    rows = {key: row[1] for key, value in values.items() if (row := find_flag(Config, key, value, system, is_sure))}
+    rows = {
+        key: row[1]
+        for key, value in values.items()
+        if (row := find_flag(Config, key, value, system, is_sure))
+    }
     own = {key for key in values if key not in rows}
     assert own <= keys_of(Config).keys() | {"checkpoint_period"}  # names that are ours too
     idle = {key for key, row in rows.items() if row.idle}
@@ -95,16 +123,28 @@ def test_every_key_acts_or_cannot_matter_or_is_an_error(
         assert rows[key].meaning, f"{key}: why?"
         exact = [row for row in SYSTEMS[system] if row.name == key]
         assert len(exact) == 1 or not exact, f"{key} is listed more than once"
-    acting = {key: values[key] for key in (*own, *rows) if key not in idle | refused} | GIVEN.get(name, {})
-    referred = {key: values[key] for key in idle if f"{{{key}}}" in str(acting) or f":{key}," in str(acting)}
+    acting = {key: values[key] for key in (*own, *rows) if key not in idle | refused} | GIVEN.get(
+        name, {}
+    )
+    referred = {
+        key: values[key] for key in idle if f"{{{key}}}" in str(acting) or f":{key}," in str(acting)
+    }
     silent = []
     for key in acting.keys() - GIVEN.get(name, {}).keys():
         beside = BESIDE.get(key, {})
-        job = {one: value for one, value in {**referred, **acting, **beside}.items() if one not in beside or
-               value is not None}
+        job = {
+            one: value
+            for one, value in {**referred, **acting, **beside}.items()
+            if one not in beside or value is not None
+        }
         before = outcome(tmp_path / name, job)
-        if all(outcome(tmp_path / name, job | {key: other}) == before for other in others(key, values[key])):
+        if all(
+            outcome(tmp_path / name, job | {key: other}) == before
+            for other in others(key, values[key])
+        ):
             silent.append(key)
     assert not silent, silent
     said = outcome(tmp_path / name, referred | acting | dict.fromkeys(refused, "something/else"))
-    assert not refused or (isinstance(said, str) and not [key for key in refused if key not in said])
+    assert not refused or (
+        isinstance(said, str) and not [key for key in refused if key not in said]
+    )

@@ -35,93 +35,204 @@ def idle_of(resolved) -> list[str]:
 def test_maxtexts_rl_file_loads():
     config, resolved = load("rl.yml")
     assert difference_from_defaults(config) == {
-        "seed": 42, "steps": 4, "task.name": "gsm8k", "task.subset": "main", "task.num_eval_questions": 5,
-        "sampling.temperature": 0.9, "sampling.top_k": 50, "sampling.max_completion_tokens": 768,
-        "sampling.memory_share": 0.72, "algorithm.kl_coef": 0.08,
-        "algorithm.aggregation": "seq-mean-token-mean", "optimizer.lr": 3e-6,
-        "optimizer.clip_grad_norm": 0.1, "optimizer.beta2": 0.99, "batch.prompts_per_step": 1, "batch.group_size": 2,
-        "train.max_staleness": 0, "mesh.trainer": "0.5", "mesh.sampler": "0.5", "mesh.pathways": True,
+        "seed": 42,
+        "steps": 4,
+        "task.name": "gsm8k",
+        "task.subset": "main",
+        "task.num_eval_questions": 5,
+        "sampling.temperature": 0.9,
+        "sampling.top_k": 50,
+        "sampling.max_completion_tokens": 768,
+        "sampling.memory_share": 0.72,
+        "algorithm.kl_coef": 0.08,
+        "algorithm.aggregation": "seq-mean-token-mean",
+        "optimizer.lr": 3e-6,
+        "optimizer.clip_grad_norm": 0.1,
+        "optimizer.beta2": 0.99,
+        "batch.prompts_per_step": 1,
+        "batch.group_size": 2,
+        "train.max_staleness": 0,
+        "mesh.trainer": "0.5",
+        "mesh.sampler": "0.5",
+        "mesh.pathways": True,
         "train.evaluate_every": 0,
-        "checkpoint.every": 50, "checkpoint.keep_last": 10}
-    assert {"attention", "swap_space_vllm_gb", "generation_configs.greedy.eval_top_k"} <= set(idle_of(resolved))
+        "checkpoint.every": 50,
+        "checkpoint.keep_last": 10,
+    }
+    assert {"attention", "swap_space_vllm_gb", "generation_configs.greedy.eval_top_k"} <= set(
+        idle_of(resolved)
+    )
 
 
 def test_maxtexts_grpo_file_loads():
-    config, resolved = load("grpo.yml", "inference_devices_per_replica=None", "inference_replicas=None")
+    config, resolved = load(
+        "grpo.yml", "inference_devices_per_replica=None", "inference_replicas=None"
+    )
     assert difference_from_defaults(config) == {
-        "sampling.temperature": 0.9, "sampling.max_prompt_tokens": 512, "sampling.max_completion_tokens": 512,
-        "algorithm.kl_coef": 0.04, "optimizer.lr": 1e-6, "optimizer.beta2": 0.999, "batch.group_size": 4}
+        "sampling.temperature": 0.9,
+        "sampling.max_prompt_tokens": 512,
+        "sampling.max_completion_tokens": 512,
+        "algorithm.kl_coef": 0.04,
+        "optimizer.lr": 1e-6,
+        "optimizer.beta2": 0.999,
+        "batch.group_size": 4,
+    }
     assert len(idle_of(resolved)) == 21
-    assert any(note.startswith("base_config=base.yml changes nothing here") for note in resolved.notes)
+    assert any(
+        note.startswith("base_config=base.yml changes nothing here") for note in resolved.notes
+    )
 
 
 def test_maxtexts_file_of_defaults_loads():
     config, resolved = load("base.yml")
-    assert (config.steps, config.optimizer.lr, config.batch.prompts_per_device) == (150001, 3e-5, 12)
-    assert (config.optimizer.warmup_steps, config.mesh.fsdp, config.optimizer.weight_decay) == (15000, -1, 0.1)
+    assert (config.steps, config.optimizer.lr, config.batch.prompts_per_device) == (
+        150001,
+        3e-5,
+        12,
+    )
+    assert (config.optimizer.warmup_steps, config.mesh.fsdp, config.optimizer.weight_decay) == (
+        15000,
+        -1,
+        0.1,
+    )
     assert len(idle_of(resolved)) > 600
-    assert any(note.startswith("learning_rate_final_fraction=0.1 changes nothing here") for note in resolved.notes)
+    assert any(
+        note.startswith("learning_rate_final_fraction=0.1 changes nothing here")
+        for note in resolved.notes
+    )
 
 
-@pytest.mark.parametrize(("name", "expected"), [
-    ("grpo_gsm8k.yaml", {"task": "gsm8k", "steps": 3125, "prompts": 2, "kl_coef": 0.0, "kl_placement": "loss"}),
-    ("grpo_ifeval.yaml", {"task": "ifeval", "steps": 1563, "prompts": 4, "kl_coef": 0.0, "kl_placement": "reward"})])
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        (
+            "grpo_gsm8k.yaml",
+            {"task": "gsm8k", "steps": 3125, "prompts": 2, "kl_coef": 0.0, "kl_placement": "loss"},
+        ),
+        (
+            "grpo_ifeval.yaml",
+            {
+                "task": "ifeval",
+                "steps": 1563,
+                "prompts": 4,
+                "kl_coef": 0.0,
+                "kl_placement": "reward",
+            },
+        ),
+    ],
+)
 def test_torchrls_files_load_with_their_adapter(name, expected):
     config, resolved = load(name, "train.kl_to_inference_coeff=0")
     assert config.model.lora == LoraSection(rank=8, alpha=16.0)
-    assert load(name, "train_model.lora.enabled=false", "train.kl_to_inference_coeff=0")[0].model.lora == LoraSection()
+    assert (
+        load(name, "train_model.lora.enabled=false", "train.kl_to_inference_coeff=0")[0].model.lora
+        == LoraSection()
+    )
     assert (config.task.name, config.steps, config.batch.prompts_per_step) == (
-        expected["task"], expected["steps"], expected["prompts"])
-    assert (config.algorithm.kl_coef, config.algorithm.kl_placement) == (expected["kl_coef"], expected["kl_placement"])
+        expected["task"],
+        expected["steps"],
+        expected["prompts"],
+    )
+    assert (config.algorithm.kl_coef, config.algorithm.kl_placement) == (
+        expected["kl_coef"],
+        expected["kl_placement"],
+    )
     assert config.batch.group_size == 16 and config.model.dtype == "bfloat16"
-    assert {"ray.init_config.num_cpus", "hydra.run.dir", "ref_model.lora.enabled"} <= set(idle_of(resolved))
+    assert {"ray.init_config.num_cpus", "hydra.run.dir", "ref_model.lora.enabled"} <= set(
+        idle_of(resolved)
+    )
 
 
 def test_what_matters_and_has_no_counterpart_is_named_all_at_once(tmp_path):
     file = tmp_path / "grpo_gsm8k.yaml"
     text = (FILES / file.name).read_text(encoding="utf-8")
     text = text.replace("reasoning: false", "reasoning: true")
-    file.write_text(text.replace("quantization:\n    enabled: false", "quantization:\n    enabled: true", 1))
+    file.write_text(
+        text.replace("quantization:\n    enabled: false", "quantization:\n    enabled: true", 1)
+    )
     with pytest.raises(ShoalError) as caught:
         compose("train", [str(file)])
     text = str(caught.value)
-    assert "train_model.quantization.enabled=true is not supported: 8-bit weights are model.quantise=int8" in text
+    assert (
+        "train_model.quantization.enabled=true is not supported: 8-bit weights are model.quantise=int8"
+        in text
+    )
     assert "env.reasoning=true is not supported" in text
     assert text.count("grpo_gsm8k.yaml:") == 2 and "\n" not in text
 
 
 def test_verls_file_loads_with_an_estimator_of_groups():
-    with pytest.raises(ShoalError, match=r"^ppo_trainer.yaml:\d+: algorithm.adv_estimator=gae: expected one of grpo"):
+    with pytest.raises(
+        ShoalError,
+        match=r"^ppo_trainer.yaml:\d+: algorithm.adv_estimator=gae: expected one of grpo",
+    ):
         load("ppo_trainer.yaml")
-    config, resolved = load("ppo_trainer.yaml", "algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=5",
-                            "trainer.total_training_steps=10")
+    config, resolved = load(
+        "ppo_trainer.yaml",
+        "algorithm.adv_estimator=grpo",
+        "actor_rollout_ref.rollout.n=5",
+        "trainer.total_training_steps=10",
+    )
     assert (config.steps, config.batch.group_size, config.batch.prompts_per_step) == (10, 5, 1024)
-    assert (config.algorithm.num_minibatches, config.algorithm.clip_dual, config.mesh.trainer) == (4, 3.0, "8")
+    assert (config.algorithm.num_minibatches, config.algorithm.clip_dual, config.mesh.trainer) == (
+        4,
+        3.0,
+        "8",
+    )
     assert (config.mesh.fsdp, config.mesh.sampler_tensor) == (-1, 2)
     assert (config.task.name, config.task.path) == ("custom", "~/data/rlhf/gsm8k/train.parquet")
-    assert (config.model.dtype, config.optimizer.beta2, config.optimizer.clip_grad_norm) == ("bfloat16", 0.999, 1.0)
+    assert (config.model.dtype, config.optimizer.beta2, config.optimizer.clip_grad_norm) == (
+        "bfloat16",
+        0.999,
+        1.0,
+    )
     assert "global_profiler.tool" in idle_of(resolved)
-    config, _ = load("ppo_trainer.yaml", "algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=5",
-                     "data.max_response_length=700", "actor_rollout_ref.actor.optim.clip_grad=0.5")
+    config, _ = load(
+        "ppo_trainer.yaml",
+        "algorithm.adv_estimator=grpo",
+        "actor_rollout_ref.rollout.n=5",
+        "data.max_response_length=700",
+        "actor_rollout_ref.actor.optim.clip_grad=0.5",
+    )
     assert (config.sampling.max_completion_tokens, config.optimizer.clip_grad_norm) == (700, 0.5)
 
 
-@pytest.mark.parametrize("line", [
-    "actor_rollout_ref.rollout.val_kwargs.n: 4", "actor_rollout_ref.rollout.val_kwargs.temperature: 0.6",
-    "actor_rollout_ref.rollout.logprobs_mode: raw_logprobs", "actor_rollout_ref.rollout.quantization: torchao",
-    "actor_rollout_ref.rollout.agent.default_agent_loop: tool_agent", "actor_rollout_ref.rollout.skip_rollout: true",
-    "actor_rollout_ref.model.exclude_modules: x", "actor_rollout_ref.model.mtp.enable: true",
-    "actor_rollout_ref.model.override_config: {num_hidden_layers: 2}", "actor_rollout_ref.ref.model.path: other",
-    "actor_rollout_ref.actor.optim.min_lr_ratio: 0.1", "actor_rollout_ref.actor.optim.optimizer: Muon",
-    "actor_rollout_ref.actor.fsdp_config.model_dtype: bf16", "actor_rollout_ref.actor.router_replay.mode: R2",
-    "data.train_max_samples: 100", "data.prompt_key: question", "data.custom_cls.path: mine.py",
-    "data.sampler.class_path: mine.py", "data.apply_chat_template_kwargs: {enable_thinking: false}",
-    "reward_manager.name: dapo", "reward_model.reward_manager: dapo", "critic.enable: true",
-    "trainer.resume_from_path: old",
-    "algorithm.rollout_correction.something: 1", "data.something: 1", "actor_rollout_ref.rollout.something: 1"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "actor_rollout_ref.rollout.val_kwargs.n: 4",
+        "actor_rollout_ref.rollout.val_kwargs.temperature: 0.6",
+        "actor_rollout_ref.rollout.logprobs_mode: raw_logprobs",
+        "actor_rollout_ref.rollout.quantization: torchao",
+        "actor_rollout_ref.rollout.agent.default_agent_loop: tool_agent",
+        "actor_rollout_ref.rollout.skip_rollout: true",
+        "actor_rollout_ref.model.exclude_modules: x",
+        "actor_rollout_ref.model.mtp.enable: true",
+        "actor_rollout_ref.model.override_config: {num_hidden_layers: 2}",
+        "actor_rollout_ref.ref.model.path: other",
+        "actor_rollout_ref.actor.optim.min_lr_ratio: 0.1",
+        "actor_rollout_ref.actor.optim.optimizer: Muon",
+        "actor_rollout_ref.actor.fsdp_config.model_dtype: bf16",
+        "actor_rollout_ref.actor.router_replay.mode: R2",
+        "data.train_max_samples: 100",
+        "data.prompt_key: question",
+        "data.custom_cls.path: mine.py",
+        "data.sampler.class_path: mine.py",
+        "data.apply_chat_template_kwargs: {enable_thinking: false}",
+        "reward_manager.name: dapo",
+        "reward_model.reward_manager: dapo",
+        "critic.enable: true",
+        "trainer.resume_from_path: old",
+        "algorithm.rollout_correction.something: 1",
+        "data.something: 1",
+        "actor_rollout_ref.rollout.something: 1",
+    ],
+)
 def test_what_matters_in_verls_files_is_no_pattern(line, tmp_path):
     file = tmp_path / "verl.yml"
-    file.write_text("trainer.total_epochs: 1\ntrainer.critic_warmup: 0\ntrainer.balance_batch: true\n" + line)
+    file.write_text(
+        "trainer.total_epochs: 1\ntrainer.critic_warmup: 0\ntrainer.balance_batch: true\n" + line
+    )
     with pytest.raises(ShoalError, match=r"^verl\.yml:\d: " + line.partition(":")[0]):
         compose("train", [str(file)])
 
@@ -143,8 +254,13 @@ algorithm.rollout_correction.bypass_mode: true
     assert compose("train", [str(file)])[0].algorithm.correction == "direct"
     config, _ = compose("train", [str(file), "algorithm.rollout_correction.bypass_mode=false"])
     assert difference_from_defaults(config) == {
-        "steps": 12, "batch.prompts_per_step": 8, "train.weight_sync_interval": 4, "train.max_staleness": 4,
-        "train.versions": "newest", "mesh.sampler": "8"}
+        "steps": 12,
+        "batch.prompts_per_step": 8,
+        "train.weight_sync_interval": 4,
+        "train.max_staleness": 4,
+        "train.versions": "newest",
+        "mesh.sampler": "8",
+    }
 
 
 def test_patterns_of_names_count_in_their_own_files_alone(tmp_path):
@@ -153,40 +269,63 @@ def test_patterns_of_names_count_in_their_own_files_alone(tmp_path):
     with pytest.raises(ShoalError, match=r"mine.yml:1: base_output_dir: there is no such key"):
         compose("train", [str(file)])
     with pytest.raises(ShoalError, match="base_output_dir: there is no such key"):
-        compose("train", ["base_output_dir=x", "learning_rate=1", "num_generations=4", "grpo_beta=0"])
+        compose(
+            "train", ["base_output_dir=x", "learning_rate=1", "num_generations=4", "grpo_beta=0"]
+        )
 
 
 # ---- entry points
 
 
-@pytest.mark.parametrize("words", [["--config_file={}"], ["--config-name={}"], ["config_file={}"], ["{}"]])
+@pytest.mark.parametrize(
+    "words", [["--config_file={}"], ["--config-name={}"], ["config_file={}"], ["{}"]]
+)
 def test_a_file_lies_over_the_entry_points_preset(words, tmp_path):
     file = tmp_path / "mine.yml"
-    file.write_text("num_generations: 8\ngrpo_beta: 0.2\nlearning_rate: 1.0e-6\nmax_target_length: 1024\n")
+    file.write_text(
+        "num_generations: 8\ngrpo_beta: 0.2\nlearning_rate: 1.0e-6\nmax_target_length: 1024\n"
+    )
     words = words_of_door("grpo_demo", [word.format(file) for word in words])
     config, resolved = compose(words[0], words[1:])
     assert (config.task.name, config.recipe, config.steps) == ("gsm8k", "maxtext", 100)
-    assert (config.optimizer.lr, config.batch.group_size, config.algorithm.kl_coef) == (1e-6, 8, 0.2)
+    assert (config.optimizer.lr, config.batch.group_size, config.algorithm.kl_coef) == (
+        1e-6,
+        8,
+        0.2,
+    )
     assert config.sampling.max_completion_tokens == 768
-    assert resolved.origins["optimizer.lr"] == "mine.yml:3" and resolved.origins["steps"] == "preset grpo_demo"
+    assert (
+        resolved.origins["optimizer.lr"] == "mine.yml:3"
+        and resolved.origins["steps"] == "preset grpo_demo"
+    )
 
 
 def test_a_packaged_preset_takes_the_place_of_the_entry_points_own():
     words = words_of_door("grpo", ["--config-name", "grpo_ifeval"])
     own = [word for word in words if word.startswith(("report.", "algorithm."))]
-    assert compose(words[0], words[1:])[0] == compose("train", ["--config-name", "grpo_ifeval", *own])[0]
+    assert (
+        compose(words[0], words[1:])[0]
+        == compose("train", ["--config-name", "grpo_ifeval", *own])[0]
+    )
 
 
 def test_an_entry_points_own_words_yield_to_the_users():
     words = words_of_door("grpo-async", ["train.max_staleness=3"])
     config, resolved = compose(words[0], words[1:])
-    assert config.train.max_staleness == 3 and not any("more than once" in note for note in resolved.notes)
+    assert config.train.max_staleness == 3 and not any(
+        "more than once" in note for note in resolved.notes
+    )
 
 
 def test_a_real_file_under_an_entry_point():
     words = words_of_door("train_rl", [str(FILES / "rl.yml"), "learning_rate=1e-5"])
     config, resolved = compose(words[0], words[1:])
-    assert (config.recipe, config.reward.preset, config.optimizer.lr, config.steps) == ("tunix", "tunix", 1e-5, 4)
+    assert (config.recipe, config.reward.preset, config.optimizer.lr, config.steps) == (
+        "tunix",
+        "tunix",
+        1e-5,
+        4,
+    )
     assert resolved.origins["optimizer.lr"] == "--learning_rate"
 
 
@@ -199,8 +338,13 @@ def test_each_value_says_where_it_came_from(tmp_path, capsys):
     file.write_text("recipe: maxtext\n\n\nbatch: {group_size: 4}\n")
     assert cli.main(["train", str(file), "--learning_rate=3e-6", "steps=7", "--dry-run"]) == 0
     out = capsys.readouterr().out
-    for line in ("optimizer.lr=3e-06  # --learning_rate", "batch.group_size=4  # mine.yml:4", "steps=7  # command line",
-                 "algorithm.kl_coef=0.08  # set by recipe=maxtext", "algorithm.std_ddof=0  # set by recipe=maxtext"):
+    for line in (
+        "optimizer.lr=3e-06  # --learning_rate",
+        "batch.group_size=4  # mine.yml:4",
+        "steps=7  # command line",
+        "algorithm.kl_coef=0.08  # set by recipe=maxtext",
+        "algorithm.std_ddof=0  # set by recipe=maxtext",
+    ):
         assert line in out
     assert cli.main(["train", "task=gsm8k", "algorithm=gspo", "--dry-run"]) == 0
     out = capsys.readouterr().out
@@ -208,11 +352,23 @@ def test_each_value_says_where_it_came_from(tmp_path, capsys):
     assert "algorithm.loss=gspo  # set by algorithm=gspo" in out
 
 
-@pytest.mark.parametrize(("words", "part"), [
-    (["num_generations=1"], "has nothing to be compared with (batch.group_size: --num_generations)"),
-    (["--learning_rate=fast"], "optimizer.lr='fast': expected a finite number (optimizer.lr: --learning_rate)"),
-    (["max_target_length=200", "max_prefill_predict_length=300"],
-     "(sampling.max_prompt_tokens: --max_prefill_predict_length)")])
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (
+            ["num_generations=1"],
+            "has nothing to be compared with (batch.group_size: --num_generations)",
+        ),
+        (
+            ["--learning_rate=fast"],
+            "optimizer.lr='fast': expected a finite number (optimizer.lr: --learning_rate)",
+        ),
+        (
+            ["max_target_length=200", "max_prefill_predict_length=300"],
+            "(sampling.max_prompt_tokens: --max_prefill_predict_length)",
+        ),
+    ],
+)
 def test_an_error_names_the_flag(words, part):
     with pytest.raises(ShoalError) as caught:
         compose("train", words)
@@ -222,12 +378,19 @@ def test_an_error_names_the_flag(words, part):
 def test_an_error_names_the_files_line(tmp_path):
     file = tmp_path / "mine.yml"
     file.write_text("steps: 3\nsampling:\n  top_p: 2\n")
-    with pytest.raises(ShoalError, match=r"sampling.top_p=2.0: expected .* \(sampling.top_p: mine.yml:3\)"):
+    with pytest.raises(
+        ShoalError, match=r"sampling.top_p=2.0: expected .* \(sampling.top_p: mine.yml:3\)"
+    ):
         compose("train", [str(file)])
     file.write_text("stpes: 3\nnum_generations: x\nuse_vllm: true\nseed: 1\nseed2: 1\n")
     with pytest.raises(ShoalError) as caught:
         compose("train", [str(file)])
-    for part in ("mine.yml:1: stpes", "batch.group_size: mine.yml:2", "mine.yml:3: use_vllm=true", "mine.yml:5: seed2"):
+    for part in (
+        "mine.yml:1: stpes",
+        "batch.group_size: mine.yml:2",
+        "mine.yml:3: use_vllm=true",
+        "mine.yml:5: seed2",
+    ):
         assert part in str(caught.value)
     file.write_text("steps: 3\nsteps: 4\n")
     with pytest.raises(ShoalError, match="lines 1 and 2 both set steps"):
@@ -236,18 +399,28 @@ def test_an_error_names_the_files_line(tmp_path):
 
 def test_a_runs_error_names_their_flags_beside_our_keys():
     _, resolved = compose("train", ["per_device_batch_size=4", "num_generations=8", "model_name=x"])
-    said = in_their_names("lower batch.prompts_per_device or sampling.max_completion_tokens; set HF_TOKEN", resolved)
+    said = in_their_names(
+        "lower batch.prompts_per_device or sampling.max_completion_tokens; set HF_TOKEN", resolved
+    )
     assert "(batch.prompts_per_device: --per_device_batch_size)" in said
-    assert "(in MaxText: sampling.max_completion_tokens is max_target_length, HF_TOKEN is hf_access_token)" in said
+    assert (
+        "(in MaxText: sampling.max_completion_tokens is max_target_length, HF_TOKEN is hf_access_token)"
+        in said
+    )
     _, resolved = compose("train", ["steps=3"])
-    assert in_their_names("lower batch.prompts_per_step", resolved) == "lower batch.prompts_per_step"
+    assert (
+        in_their_names("lower batch.prompts_per_step", resolved) == "lower batch.prompts_per_step"
+    )
     # A name that several systems have says nothing about whose words to use.
     shared = compose("train", ["learning_rate=1e-4"])[1]
     assert in_their_names("set resume", shared) == "set resume"
 
 
 def test_that_nothing_is_pushed_is_said_of_files_too(tmp_path):
-    file, said = tmp_path / "trl.yml", "nothing is pushed: `shoal export from=RUN to=FOLDER`, then `hf upload"
+    file, said = (
+        tmp_path / "trl.yml",
+        "nothing is pushed: `shoal export from=RUN to=FOLDER`, then `hf upload",
+    )
     for text, is_said in (("true", True), ("false", False)):
         file.write_text(f"push_to_hub: {text}\nhub_model_id: me/x\nlearning_rate: 1.0e-05\n")
         notes = compose("train", [str(file)])[1].notes
@@ -265,11 +438,17 @@ def test_what_decides_memory_is_named():
 def test_references_are_to_final_values(tmp_path, monkeypatch):
     monkeypatch.setenv("SOME_NAME", "first")
     file = tmp_path / "mine.yml"
-    file.write_text("steps: 30\ntrain: {evaluate_every: '${steps}'}\nrun_name: ${oc.env:SOME_NAME}-${seed}\n"
-                    "sampling: {max_prompt_tokens: 40, max_completion_tokens: '${.max_prompt_tokens}'}\n"
-                    "optimizer: {beta1: '${oc.select:nope,0.5}'}\n")
+    file.write_text(
+        "steps: 30\ntrain: {evaluate_every: '${steps}'}\nrun_name: ${oc.env:SOME_NAME}-${seed}\n"
+        "sampling: {max_prompt_tokens: 40, max_completion_tokens: '${.max_prompt_tokens}'}\n"
+        "optimizer: {beta1: '${oc.select:nope,0.5}'}\n"
+    )
     config, _ = compose("train", [str(file), "steps=9", "seed=4"])
-    assert (config.train.evaluate_every, config.run_name, config.sampling.max_completion_tokens) == (9, "first-4", 40)
+    assert (
+        config.train.evaluate_every,
+        config.run_name,
+        config.sampling.max_completion_tokens,
+    ) == (9, "first-4", 40)
     assert config.optimizer.beta1 == 0.5
     file.write_text("steps: ${train.evaluate_every}\ntrain: {evaluate_every: '${steps}'}\n")
     with pytest.raises(ShoalError, match="refers to itself"):
@@ -281,7 +460,9 @@ def test_references_are_to_final_values(tmp_path, monkeypatch):
 
 def test_a_file_of_another_system_over_a_recipe_is_said(tmp_path):
     file = tmp_path / "mine.yml"
-    file.write_text("env: {num_envs: 4, repeats: 4}\ntrain: {total_dialog_turns: 100, optim_batch_size: 4}\n")
+    file.write_text(
+        "env: {num_envs: 4, repeats: 4}\ntrain: {total_dialog_turns: 100, optim_batch_size: 4}\n"
+    )
     said = "is TorchRL's, and what it does not name is as in maxtext: recipe=torchrl takes TorchRL's defaults"
     for recipe, is_said in (("maxtext", True), ("torchrl", False)):
         _, resolved = compose("train", [f"recipe={recipe}", f"config_file={file}"])
@@ -289,5 +470,7 @@ def test_a_file_of_another_system_over_a_recipe_is_said(tmp_path):
 
 
 def test_batches_of_an_evaluation_are_of_the_prompts_that_devices_have():
-    config, _ = compose("train", words_of_door("grpo_demo", ["num_test_batches=4", "per_device_batch_size=2"])[1:])
+    config, _ = compose(
+        "train", words_of_door("grpo_demo", ["num_test_batches=4", "per_device_batch_size=2"])[1:]
+    )
     assert (config.batch.prompts_per_device, config.task.num_eval_questions) == (2, 8)

@@ -53,11 +53,22 @@ class Batch:
 def draw(seed: int, beta: float) -> Batch:
     rng = np.random.default_rng(seed)
     old_logprobs = -0.2 - rng.exponential(1.0, (P * G, T))
-    lp, ref_logprobs, sampler = (old_logprobs + spread * rng.standard_normal(old_logprobs.shape)
-                                 for spread in (0.3, 0.5, 0.3))
+    lp, ref_logprobs, sampler = (
+        old_logprobs + spread * rng.standard_normal(old_logprobs.shape)
+        for spread in (0.3, 0.5, 0.3)
+    )
     mask = np.arange(T) < rng.integers(1, T + 1, (P * G, 1))
     rewards = np.tile([0.0, 1.0, 1.0, 0.25], P) * np.repeat([1.0, 1.0, 3.0], G)
-    return Batch(old_logprobs, sampler, ref_logprobs, rng.exponential(1.0, old_logprobs.shape), mask, rewards, beta, lp)
+    return Batch(
+        old_logprobs,
+        sampler,
+        ref_logprobs,
+        rng.exponential(1.0, old_logprobs.shape),
+        mask,
+        rewards,
+        beta,
+        lp,
+    )
 
 
 Loss = Callable[[Batch, np.ndarray], Any]
@@ -76,13 +87,17 @@ def trl(b: Batch, lp: np.ndarray) -> Any:
     """trl/trainer/grpo_trainer.py 1.16.0: scale_rewards "group", loss_type "dapo", use_bias_correction_kl, and vLLM's
     "sequence_mask" with clip_max 3."""
     deviation = b.grouped.std(axis=1, ddof=1, keepdims=True)
-    advantage = ((b.grouped - b.grouped.mean(axis=1, keepdims=True)) / (deviation + 1e-4)).reshape(-1, 1)
+    advantage = ((b.grouped - b.grouped.mean(axis=1, keepdims=True)) / (deviation + 1e-4)).reshape(
+        -1, 1
+    )
     ratio = np.exp(lp - b.old_logprobs)
     per_token = larger(-ratio * advantage, -clip(ratio, 0.8, 1.2) * advantage)
     sequence = np.exp(((b.old_logprobs - b.sampler) * b.mask).sum(axis=1, keepdims=True))
     per_token = per_token * np.where(sequence > 3.0, 0.0, sequence)
     if b.beta:
-        per_token = per_token + b.beta * (np.exp(b.ref_logprobs - lp) - (b.ref_logprobs - lp) - 1) * ratio
+        per_token = (
+            per_token + b.beta * (np.exp(b.ref_logprobs - lp) - (b.ref_logprobs - lp) - 1) * ratio
+        )
     return (per_token * b.mask).sum() / b.mask.sum()
 
 
@@ -103,7 +118,9 @@ def verl(b: Batch, lp: np.ndarray) -> Any:
 def maxtext(b: Batch, lp: np.ndarray) -> Any:
     """src/maxtext/experimental/rl/grpo_trainer.py: population deviation with 1e-8, k3, means of means."""
     deviation = b.grouped.std(axis=1)
-    advantage = (b.rewards - np.repeat(b.grouped.mean(axis=1), G)) / (np.repeat(deviation, G) + 1e-8)
+    advantage = (b.rewards - np.repeat(b.grouped.mean(axis=1), G)) / (
+        np.repeat(deviation, G) + 1e-8
+    )
     ratio = np.exp(lp - b.old_logprobs)
     tokens = larger(-ratio * advantage[:, None], -clip(ratio, 0.8, 1.2) * advantage[:, None])
     tokens = tokens + b.beta * (np.exp(b.ref_logprobs - lp) - (b.ref_logprobs - lp) - 1)
@@ -142,12 +159,20 @@ def scalerl(b: Batch, lp: np.ndarray) -> Any:
     centred = (b.grouped - b.grouped.mean(axis=1, keepdims=True)).reshape(-1, 1)
     advantage = centred / (centred.std(ddof=1) + 1e-4)
     tokens = -np.minimum(np.exp(b.lp - b.sampler), 5.0) * advantage * lp
-    by_prompt, lengths = ((x * b.mask).reshape(P, -1).sum(axis=1) for x in (tokens, np.ones_like(b.lp)))
+    by_prompt, lengths = (
+        (x * b.mask).reshape(P, -1).sum(axis=1) for x in (tokens, np.ones_like(b.lp))
+    )
     return (by_prompt / lengths).mean()
 
 
-SYSTEMS: dict[str, Loss] = {"trl": trl, "verl": verl, "maxtext": maxtext, "tunix": tunix, "torchrl": torchrl,
-                            "scalerl": scalerl}
+SYSTEMS: dict[str, Loss] = {
+    "trl": trl,
+    "verl": verl,
+    "maxtext": maxtext,
+    "tunix": tunix,
+    "torchrl": torchrl,
+    "scalerl": scalerl,
+}
 WITH_KL = ("trl", "verl", "maxtext", "tunix")
 ONE_UPDATE = ("scalerl",)
 """Held as the recipe is, with one update a step; the others with several, where their bounds act."""
@@ -157,23 +182,36 @@ def by_recipe(a: AlgorithmSection, b: Batch, use_old: bool = True) -> tuple[floa
     """Shoal's loss and its gradient, [B, T], with a recipe's settings, in float32. `use_old`: as if several updates
     were made; else as the settings say."""
     advantages = step_advantages(a, b.grouped, np.ones((P, G), bool), b.mask.sum(1).reshape(P, G))
-    rows = [oracle.Completion(b.lp[i][b.mask[i]], b.old_logprobs[i][b.mask[i]], b.ref_logprobs[i][b.mask[i]],
-                              b.mask[i][b.mask[i]],
-                              advantages[i // G, i % G], b.sampler[i][b.mask[i]], i // G) for i in range(P * G)]
+    rows = [
+        oracle.Completion(
+            b.lp[i][b.mask[i]],
+            b.old_logprobs[i][b.mask[i]],
+            b.ref_logprobs[i][b.mask[i]],
+            b.mask[i][b.mask[i]],
+            advantages[i // G, i % G],
+            b.sampler[i][b.mask[i]],
+            i // G,
+        )
+        for i in range(P * G)
+    ]
     grouped = [rows[p * G : (p + 1) * G] for p in range(P)]
     entropies = [[b.entropy[p * G + g][b.mask[p * G + g]] for g in range(G)] for p in range(P)]
     every = np.ones((P, G), bool)
     update = Update(grouped, entropies, every, every, ~every)
     objective = replace(make_objective(a), use_old=True) if use_old else make_objective(a)
     got = by_shoal(layout(update, per_row=2, dtype=np.float32), objective)
-    weights = token_weights(AGGREGATIONS[a.aggregation].load(), update.lengths, every, every, a.aggregation_tokens or T)
+    weights = token_weights(
+        AGGREGATIONS[a.aggregation].load(), update.lengths, every, every, a.aggregation_tokens or T
+    )
     gradient = np.zeros((P * G, T))
     for (p, g), own in got.gradients(weights)[0].items():
         gradient[p * G + g, : len(own)] = own
     return got.loss(weights), gradient
 
 
-@pytest.mark.parametrize(("name", "beta"), [*((name, 0.0) for name in RECIPES), *((name, 0.04) for name in WITH_KL)])
+@pytest.mark.parametrize(
+    ("name", "beta"), [*((name, 0.0) for name in RECIPES), *((name, 0.04) for name in WITH_KL)]
+)
 def test_a_recipe_gives_that_systems_loss(name: str, beta: float):
     config, _ = compose("train", [f"recipe={name}", f"algorithm.kl_coef={beta}"])
     for seed in (1, 2):
@@ -200,11 +238,17 @@ def test_the_data_reach_what_tells_systems_apart():
 
 def test_verls_dual_clip_and_clamps_are_reached():
     b = draw(1, 0.04)
-    b = replace(b, lp=b.lp + 12.0 * (np.arange(T) == 0), ref_logprobs=b.ref_logprobs - 15.0 * (np.arange(T) == 1))
+    b = replace(
+        b,
+        lp=b.lp + 12.0 * (np.arange(T) == 0),
+        ref_logprobs=b.ref_logprobs - 15.0 * (np.arange(T) == 1),
+    )
     config, _ = compose("train", ["recipe=verl", "algorithm.kl_coef=0.04"])
     value, gradient = by_recipe(config.algorithm, b)
     assert value == pytest.approx(verl(b, b.lp), rel=1e-5)
-    np.testing.assert_allclose(gradient, oracle.derivative(lambda lp: verl(b, lp), b.lp), rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(
+        gradient, oracle.derivative(lambda lp: verl(b, lp), b.lp), rtol=1e-4, atol=1e-6
+    )
 
 
 def test_scalerls_samples_are_weighed_against_the_sampler_up_to_5():
@@ -214,46 +258,133 @@ def test_scalerls_samples_are_weighed_against_the_sampler_up_to_5():
     ratio = np.exp(b.lp - b.sampler)[b.mask]
     assert (ratio > 5).sum() > 3 and (ratio < 0.8).sum() > 3
     config, _ = compose("train", ["recipe=scalerl"])
-    assert config.train.max_staleness == 8 and config.algorithm.num_epochs * config.algorithm.num_minibatches == 1
+    assert (
+        config.train.max_staleness == 8
+        and config.algorithm.num_epochs * config.algorithm.num_minibatches == 1
+    )
     value, gradient = by_recipe(config.algorithm, b, use_old=False)
     assert value == pytest.approx(scalerl(b, b.lp), rel=1e-5)
-    np.testing.assert_allclose(gradient, oracle.derivative(lambda lp: scalerl(b, lp), b.lp), rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(
+        gradient, oracle.derivative(lambda lp: scalerl(b, lp), b.lp), rtol=1e-4, atol=1e-6
+    )
 
 
 PPO = {"clip_low": 0.2, "clip_high": 0.2, "clip_dual": 0.0}
 PAPERS: dict[str, dict[str, Any]] = {
     # MiniMax-M1: eps_low of no effect, no number for eps_high, no divergence; 16 rounds of off-policy updates.
-    "cispo": {"advantage": "grpo", "loss": "cispo", **PPO, "cispo_bound": "paper", "aggregation": "token-mean",
-              "kl_coef": 0.0, "num_minibatches": 16},
+    "cispo": {
+        "advantage": "grpo",
+        "loss": "cispo",
+        **PPO,
+        "cispo_bound": "paper",
+        "aggregation": "token-mean",
+        "kl_coef": 0.0,
+        "num_minibatches": 16,
+    },
     # DAPO, section 4.1: 512 prompts in mini-batches of 512 of their 8,192 completions, 0.2 and 0.28.
-    "dapo": {"advantage": "grpo", "loss": "grpo", **PPO, "clip_high": 0.28, "aggregation": "token-mean",
-             "kl_coef": 0.0, "dynamic_sampling": True, "zero_std_groups": "exclude", "num_minibatches": 16},
-    "dr_grpo": {"advantage": "dr_grpo", "loss": "grpo", **PPO, "aggregation": "seq-mean-token-sum-norm",
-                "kl_coef": 0.0},
+    "dapo": {
+        "advantage": "grpo",
+        "loss": "grpo",
+        **PPO,
+        "clip_high": 0.28,
+        "aggregation": "token-mean",
+        "kl_coef": 0.0,
+        "dynamic_sampling": True,
+        "zero_std_groups": "exclude",
+        "num_minibatches": 16,
+    },
+    "dr_grpo": {
+        "advantage": "dr_grpo",
+        "loss": "grpo",
+        **PPO,
+        "aggregation": "seq-mean-token-sum-norm",
+        "kl_coef": 0.0,
+    },
     "gdpo": {"advantage": "gdpo"},
     # GMPO: (e^-0.4, e^0.4); eight updates a step.
-    "gmpo": {"advantage": "grpo", "loss": "gmpo", **PPO, "clip_low": 0.4, "clip_high": 0.4,
-             "aggregation": "seq-mean-token-mean", "num_minibatches": 8, "kl_coef": 0.0},
+    "gmpo": {
+        "advantage": "grpo",
+        "loss": "gmpo",
+        **PPO,
+        "clip_low": 0.4,
+        "clip_high": 0.4,
+        "aggregation": "seq-mean-token-mean",
+        "num_minibatches": 8,
+        "kl_coef": 0.0,
+    },
     # DeepSeekMath, section 4.2: coefficient 0.04, a single update after each exploration.
-    "grpo": {"advantage": "grpo", "loss": "grpo", **PPO, "aggregation": "seq-mean-token-mean", "kl": "k3",
-             "kl_coef": 0.04, "kl_placement": "loss", "num_epochs": 1, "num_minibatches": 1},
+    "grpo": {
+        "advantage": "grpo",
+        "loss": "grpo",
+        **PPO,
+        "aggregation": "seq-mean-token-mean",
+        "kl": "k3",
+        "kl_coef": 0.04,
+        "kl_placement": "loss",
+        "num_epochs": 1,
+        "num_minibatches": 1,
+    },
     # GSPO, section 5.1: 3e-4 and 4e-4, each batch in four mini-batches.
-    **{name: {"advantage": "grpo", "loss": name, "clip_low": 3e-4, "clip_high": 4e-4, "clip_dual": 0.0,
-              "aggregation": "seq-mean-token-mean", "kl_coef": 0.0, "num_minibatches": 4}
-       for name in ("gspo", "gspo-token")},
+    **{
+        name: {
+            "advantage": "grpo",
+            "loss": name,
+            "clip_low": 3e-4,
+            "clip_high": 4e-4,
+            "clip_dual": 0.0,
+            "aggregation": "seq-mean-token-mean",
+            "kl_coef": 0.0,
+            "num_minibatches": 4,
+        }
+        for name in ("gspo", "gspo-token")
+    },
     # LUSPO: GSPO with sums over tokens in place of means.
-    "luspo": {"advantage": "grpo", "loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4, "clip_dual": 0.0,
-              "aggregation": "seq-mean-token-sum", "kl_coef": 0.0, "num_minibatches": 4},
+    "luspo": {
+        "advantage": "grpo",
+        "loss": "gspo",
+        "clip_low": 3e-4,
+        "clip_high": 4e-4,
+        "clip_dual": 0.0,
+        "aggregation": "seq-mean-token-sum",
+        "kl_coef": 0.0,
+        "num_minibatches": 4,
+    },
     "lite_ppo": {"advantage": "batch_std", "loss": "grpo", **PPO, "aggregation": "token-mean"},
     "maxrl": {"advantage": "maxrl"},
-    "reinforce++": {"advantage": "reinforce++", "loss": "grpo", **PPO, "kl": "k1", "kl_placement": "reward"},
-    "reinforce++-baseline": {"advantage": "reinforce++-baseline", "loss": "grpo", **PPO, "kl": "k2",
-                             "kl_placement": "loss"},
-    "rloo": {"advantage": "rloo", "loss": "grpo", **PPO, "aggregation": "seq-mean-token-sum", "kl": "k1",
-             "kl_placement": "reward", "num_epochs": 1, "num_minibatches": 1},
+    "reinforce++": {
+        "advantage": "reinforce++",
+        "loss": "grpo",
+        **PPO,
+        "kl": "k1",
+        "kl_placement": "reward",
+    },
+    "reinforce++-baseline": {
+        "advantage": "reinforce++-baseline",
+        "loss": "grpo",
+        **PPO,
+        "kl": "k2",
+        "kl_placement": "loss",
+    },
+    "rloo": {
+        "advantage": "rloo",
+        "loss": "grpo",
+        **PPO,
+        "aggregation": "seq-mean-token-sum",
+        "kl": "k1",
+        "kl_placement": "reward",
+        "num_epochs": 1,
+        "num_minibatches": 1,
+    },
     # SAPO, section 5: 1.0 and 1.05, four mini-batches.
-    "sapo": {"advantage": "grpo", "loss": "sapo", "clip_dual": 0.0, "sapo_positive": 1.0, "sapo_negative": 1.05,
-             "aggregation": "seq-mean-token-mean", "num_minibatches": 4},
+    "sapo": {
+        "advantage": "grpo",
+        "loss": "sapo",
+        "clip_dual": 0.0,
+        "sapo_positive": 1.0,
+        "sapo_negative": 1.05,
+        "aggregation": "seq-mean-token-mean",
+        "num_minibatches": 4,
+    },
     "sft": {"advantage": "sft", "loss": "reinforce", "aggregation": "token-mean", "kl_coef": 0.0},
 }
 """What each paper sets, of the keys that the loss reads; where it names no clip range, Shoal's own."""
@@ -264,38 +395,175 @@ def test_each_algorithm_sets_what_its_paper_does():
 
     assert sorted(PAPERS) == ALGORITHMS
     for name, paper in PAPERS.items():
-        values = yaml.safe_load((PRESETS / "algorithm" / f"{name}.yaml").read_text(encoding="utf-8"))
+        values = yaml.safe_load(
+            (PRESETS / "algorithm" / f"{name}.yaml").read_text(encoding="utf-8")
+        )
         assert values.pop("algorithm") == paper, name
         if name == "sft":  # which is no paper's: the rest is what differs from training on samples
-            assert values.pop("batch") == {"group_size": 1} and values.pop("optimizer") == {"lr": 2e-5}
+            assert values.pop("batch") == {"group_size": 1} and values.pop("optimizer") == {
+                "lr": 2e-5
+            }
             assert {*values} == {"task", "sampling", "train"}
             continue
         # DAPO, section 4.1: a cache of 4,096 tokens after 16,384, a fifth of all 20,480.
-        penalty = {"reward": {"overlong_buffer_tokens": -1, "overlong_penalty": 1.0}} if name == "dapo" else {}
+        penalty = (
+            {"reward": {"overlong_buffer_tokens": -1, "overlong_penalty": 1.0}}
+            if name == "dapo"
+            else {}
+        )
         assert values == penalty, name
         settings = compose("train", [f"algorithm={name}"])[0].algorithm
         assert {key: getattr(settings, key) for key in paper} == paper
 
 
-RECIPE_KEYS = ("advantage", "std_ddof", "std_eps", "std_eps_mode", "loss", "clip_low", "clip_high", "clip_dual",
-               "cispo_bound", "kl", "kl_coef", "kl_placement", "kl_clamp_input", "kl_clamp_value", "kl_weighted",
-               "entropy_coef", "aggregation", "correction", "correction_level", "correction_cap", "mask_truncated",
-               "zero_std_groups", "num_epochs", "num_minibatches")
+RECIPE_KEYS = (
+    "advantage",
+    "std_ddof",
+    "std_eps",
+    "std_eps_mode",
+    "loss",
+    "clip_low",
+    "clip_high",
+    "clip_dual",
+    "cispo_bound",
+    "kl",
+    "kl_coef",
+    "kl_placement",
+    "kl_clamp_input",
+    "kl_clamp_value",
+    "kl_weighted",
+    "entropy_coef",
+    "aggregation",
+    "correction",
+    "correction_level",
+    "correction_cap",
+    "mask_truncated",
+    "zero_std_groups",
+    "num_epochs",
+    "num_minibatches",
+)
 OWN = (0.2, 0.2, 0.0, "paper")
 NO_KL = ("k3", 0.0, "loss", 0.0, 0.0, False)
 ALONE = ("none", "token", 2.0, False, "include", 1)
 DEFAULTS_OF: dict[str, tuple[Any, ...]] = {
-    "trl": ("grpo", 1, 1e-4, "add", "grpo", 0.2, 0.2, 0.0, "absolute", "k3", 0.0, "loss", 0.0, 0.0, True, 0.0,
-            "token-mean", "mis", "sequence", 3.0, False, "include", 1, 1),
-    "verl": ("grpo", 1, 1e-6, "add", "grpo", 0.2, 0.2, 3.0, "both", "k3", 0.0, "loss", 20.0, 10.0, False, 0.0,
-             "token-mean", *ALONE, 4),  # 1,024 prompts in mini-batches of 256
-    "maxtext": ("grpo", 0, 1e-8, "add", "grpo", *OWN, "k3", 0.08, "loss", 0.0, 0.0, False, 0.0,
-                "seq-mean-token-mean", *ALONE, 1),
-    "tunix": ("grpo", 1, 1e-6, "add", "grpo", *OWN, "k1", 0.08, "loss", 0.0, 0.0, False, 0.0,
-              "seq-mean-token-mean", *ALONE, 1),
-    "torchrl": ("grpo", 1, 1e-6, "max", "grpo", *OWN, *NO_KL, 1e-4, "token-mean", "direct", *ALONE[1:], 1),
-    "scalerl": ("reinforce++-baseline", 1, 1e-4, "add", "cispo", 0.2, 5.0, 0.0, "absolute", *NO_KL, 0.0,
-                "prompt-mean", "tis", "token", 5.0, False, "exclude", 1, 1),
+    "trl": (
+        "grpo",
+        1,
+        1e-4,
+        "add",
+        "grpo",
+        0.2,
+        0.2,
+        0.0,
+        "absolute",
+        "k3",
+        0.0,
+        "loss",
+        0.0,
+        0.0,
+        True,
+        0.0,
+        "token-mean",
+        "mis",
+        "sequence",
+        3.0,
+        False,
+        "include",
+        1,
+        1,
+    ),
+    "verl": (
+        "grpo",
+        1,
+        1e-6,
+        "add",
+        "grpo",
+        0.2,
+        0.2,
+        3.0,
+        "both",
+        "k3",
+        0.0,
+        "loss",
+        20.0,
+        10.0,
+        False,
+        0.0,
+        "token-mean",
+        *ALONE,
+        4,
+    ),  # 1,024 prompts in mini-batches of 256
+    "maxtext": (
+        "grpo",
+        0,
+        1e-8,
+        "add",
+        "grpo",
+        *OWN,
+        "k3",
+        0.08,
+        "loss",
+        0.0,
+        0.0,
+        False,
+        0.0,
+        "seq-mean-token-mean",
+        *ALONE,
+        1,
+    ),
+    "tunix": (
+        "grpo",
+        1,
+        1e-6,
+        "add",
+        "grpo",
+        *OWN,
+        "k1",
+        0.08,
+        "loss",
+        0.0,
+        0.0,
+        False,
+        0.0,
+        "seq-mean-token-mean",
+        *ALONE,
+        1,
+    ),
+    "torchrl": (
+        "grpo",
+        1,
+        1e-6,
+        "max",
+        "grpo",
+        *OWN,
+        *NO_KL,
+        1e-4,
+        "token-mean",
+        "direct",
+        *ALONE[1:],
+        1,
+    ),
+    "scalerl": (
+        "reinforce++-baseline",
+        1,
+        1e-4,
+        "add",
+        "cispo",
+        0.2,
+        5.0,
+        0.0,
+        "absolute",
+        *NO_KL,
+        0.0,
+        "prompt-mean",
+        "tis",
+        "token",
+        5.0,
+        False,
+        "exclude",
+        1,
+        1,
+    ),
 }
 """Each system's defaults, of the keys that the loss reads."""
 
@@ -312,9 +580,13 @@ def test_an_algorithm_over_a_recipe_has_its_own_bounds(recipe: str):
     """A bound of the recipe's loss means another thing to the algorithm's."""
     bounds = ("clip_low", "clip_high", "clip_dual", "cispo_bound")
     for name, paper in PAPERS.items():
-        mixed = compose("train", [f"recipe={recipe}", f"algorithm={name}", "batch.prompts_per_step=1024"])[0]
+        mixed = compose(
+            "train", [f"recipe={recipe}", f"algorithm={name}", "batch.prompts_per_step=1024"]
+        )[0]
         alone = compose("train", [f"algorithm={name}"])[0].algorithm
-        reads = {"cispo": bounds, "sapo": ("clip_dual",), "reinforce": ()}.get(paper.get("loss", ""), bounds[:3])
+        reads = {"cispo": bounds, "sapo": ("clip_dual",), "reinforce": ()}.get(
+            paper.get("loss", ""), bounds[:3]
+        )
         for key in reads if "loss" in paper else ():
             assert getattr(mixed.algorithm, key) == getattr(alone, key), f"{name}: {key}"
         assert not [text for _, text in algorithm_warnings(mixed) if "clip" in text], name
@@ -331,17 +603,27 @@ def test_every_recipe_and_algorithm_is_proven_or_named():
 def test_a_recipes_head_calls_nothing_missing_that_works(name: str):
     text = (translator().presets / "recipe" / f"{name}.yaml").read_text(encoding="utf-8")
     head = " ".join(line.lstrip("# ") for line in text.splitlines() if line.startswith("#"))
-    missing = re.sub(r"\([^()]*\)", "", head.partition("No counterpart here:")[2].partition(". ")[0])
-    flags = {known.rpartition(".")[2] for known, flag in translator().flags(Config).items()
-             if flag.keys and "steps" not in flag.keys and not flag.meaning.startswith("only ")}
-    assert not flags & set(re.findall(r"[a-z_]{4,}", missing)) and "sequence-mean-token-scale" not in missing
+    missing = re.sub(
+        r"\([^()]*\)", "", head.partition("No counterpart here:")[2].partition(". ")[0]
+    )
+    flags = {
+        known.rpartition(".")[2]
+        for known, flag in translator().flags(Config).items()
+        if flag.keys and "steps" not in flag.keys and not flag.meaning.startswith("only ")
+    }
+    assert (
+        not flags & set(re.findall(r"[a-z_]{4,}", missing))
+        and "sequence-mean-token-scale" not in missing
+    )
 
 
 @pytest.mark.parametrize("folder", ["recipe", "algorithm"])
 def test_each_file_has_a_head_and_holds_keys_alone(folder: str):
     import yaml
 
-    for file in sorted(({"recipe": translator().presets, "algorithm": PRESETS}[folder] / folder).glob("*.yaml")):
+    for file in sorted(
+        ({"recipe": translator().presets, "algorithm": PRESETS}[folder] / folder).glob("*.yaml")
+    ):
         text = file.read_text(encoding="utf-8")
         assert text.startswith("# ") and max(map(len, text.splitlines())) <= 120
         values = yaml.safe_load(text)
@@ -354,7 +636,9 @@ def test_each_file_has_a_head_and_holds_keys_alone(folder: str):
 
 @pytest.mark.parametrize("name", ["dapo", "gspo", "cispo"])
 def test_ones_own_keys_lie_over_an_algorithm(name: str):
-    config, resolved = compose("train", [f"algorithm={name}", "algorithm.clip_high=0.5", "algorithm.num_minibatches=2"])
+    config, resolved = compose(
+        "train", [f"algorithm={name}", "algorithm.clip_high=0.5", "algorithm.num_minibatches=2"]
+    )
     assert (config.algorithm.clip_high, config.algorithm.num_minibatches) == (0.5, 2)
     assert config.algorithm.loss == {"dapo": "grpo"}.get(name, name)
     assert any(f"algorithm={name}" in note for note in resolved.notes)

@@ -26,13 +26,19 @@ def resolve(command: str, file: str, words: list[str], folder: Path) -> str:
     """The keys of a case that differ from the defaults, each with its origin; `error` where it is refused."""
     mine = folder / "mine.yml"
     mine.write_text(file, encoding="utf-8")
-    places = {"FILE": str(mine), **{f"FILE:{path.name}": str(path) for path in (HERE / "files").iterdir()}}
+    places = {
+        "FILE": str(mine),
+        **{f"FILE:{path.name}": str(path) for path in (HERE / "files").iterdir()},
+    }
     try:
         config, resolved = compose(command, [places.get(word, word) for word in words])
     except ShoalError:
         return "error"
     changed = difference_from_defaults(config)
-    return json.dumps({key: [value, resolved.origins.get(key, "")] for key, value in changed.items()}, sort_keys=True)
+    return json.dumps(
+        {key: [value, resolved.origins.get(key, "")] for key, value in changed.items()},
+        sort_keys=True,
+    )
 
 
 def digest(text: str) -> str:

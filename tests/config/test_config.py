@@ -31,9 +31,44 @@ from shoal.types import ShoalError
 
 PACKAGE = Path(__file__).parents[2] / "src" / "shoal"
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
-HARD_TEXTS = ["</answer>", "a=b", "a b", " lead", "[x]", "{a: b}", "a,b", "a:b", "it's", '"q"', "a\\", "\\'", "\\\\'",
-              "${steps}", "\\${x}", "\\\\${", "$", "???", "", "null", "true", "123", "1e-4", "007", "ünï→☃", "a\nb",
-              "~", "@x", "#c", "%", "!tag", "- a", "(x)", "'", "''", "\t"]
+HARD_TEXTS = [
+    "</answer>",
+    "a=b",
+    "a b",
+    " lead",
+    "[x]",
+    "{a: b}",
+    "a,b",
+    "a:b",
+    "it's",
+    '"q"',
+    "a\\",
+    "\\'",
+    "\\\\'",
+    "${steps}",
+    "\\${x}",
+    "\\\\${",
+    "$",
+    "???",
+    "",
+    "null",
+    "true",
+    "123",
+    "1e-4",
+    "007",
+    "ünï→☃",
+    "a\nb",
+    "~",
+    "@x",
+    "#c",
+    "%",
+    "!tag",
+    "- a",
+    "(x)",
+    "'",
+    "''",
+    "\t",
+]
 
 
 def difference(command: str, *argv: str) -> dict:
@@ -63,12 +98,19 @@ def test_nothing_given_is_the_defaults(command):
 SAMPLES = {str: ("some", "some"), int: ("3", 3), float: ("0.5", 0.5)}
 
 
-@pytest.mark.parametrize(("command", "name"), [(c, n) for c in OWN for n in aliases_of(COMMANDS[c])
-                                               if n != "algorithm"])
+@pytest.mark.parametrize(
+    ("command", "name"), [(c, n) for c in OWN for n in aliases_of(COMMANDS[c]) if n != "algorithm"]
+)
 def test_each_alias_sets_its_key(command, name):
     key = keys_of(COMMANDS[command])[ALIASES[name].key]
-    text, value = ("a.py:f", ("a.py:f",)) if key.is_list else SAMPLES.get(key.type, key.choices[-1:] * 2)
-    assert difference(command, f"{name}={text}") == {key.name: value} == difference(command, f"{key.name}={text}")
+    text, value = (
+        ("a.py:f", ("a.py:f",)) if key.is_list else SAMPLES.get(key.type, key.choices[-1:] * 2)
+    )
+    assert (
+        difference(command, f"{name}={text}")
+        == {key.name: value}
+        == difference(command, f"{key.name}={text}")
+    )
 
 
 def test_the_alias_table_holds_no_dead_or_shadowing_name():
@@ -79,40 +121,86 @@ def test_the_alias_table_holds_no_dead_or_shadowing_name():
 
 
 def test_the_names_of_the_field_are_taken():
-    assert aliases_of(Config).keys() == {"model", "task", "reward", "algorithm", "tools", "environment",
-                                          "rollout", "agent", "checkpoint_period", "max_staleness"}
+    assert aliases_of(Config).keys() == {
+        "model",
+        "task",
+        "reward",
+        "algorithm",
+        "tools",
+        "environment",
+        "rollout",
+        "agent",
+        "checkpoint_period",
+        "max_staleness",
+    }
     assert names_of(GenerateConfig)["max_new_tokens"] == "sampling.max_completion_tokens"
     assert difference("export", "from=run", "to=out") == {"source": "run", "to": "out"}
     assert difference("train", "reward=a.py:f,b.py:g") == {"reward.functions": ("a.py:f", "b.py:g")}
     assert difference("eval", "temperature=0", "top_p=0.9", "stop=</answer>") == {
-        "sampling.temperature": 0.0, "sampling.top_p": 0.9, "sampling.stop": ("</answer>",)}
+        "sampling.temperature": 0.0,
+        "sampling.top_p": 0.9,
+        "sampling.stop": ("</answer>",),
+    }
 
 
-@pytest.mark.parametrize("word", ["steps=7", "--steps=7", "+steps=7", "++steps=7", "steps=7.0", "steps= 7"])
+@pytest.mark.parametrize(
+    "word", ["steps=7", "--steps=7", "+steps=7", "++steps=7", "steps=7.0", "steps= 7"]
+)
 def test_ways_to_write_a_key(word):
     assert difference("train", word) == {"steps": 7}
 
 
 def test_dashes_flags_and_repetition():
     assert difference("train", "--run-name=a-b", "--report.groups=no", "steps=1", "steps=2") == {
-        "run_name": "a-b", "report.groups": False, "steps": 2}
+        "run_name": "a-b",
+        "report.groups": False,
+        "steps": 2,
+    }
     assert difference("train", "report.groups=false", "--report.groups") == {}
     assert difference("train", "report.groups=false", "report.groups") == {}
 
 
 def test_the_schema_decides_the_type():
-    config, _ = compose("train", ["run_name=123", "base_output_directory=true", "model.path=null", "optimizer.lr=1e-4",
-                                  "optimizer.beta1=0", "steps=1e2", "reward.functions=a.py:f", "reward.weights=[2]"])
-    assert (config.run_name, config.base_output_directory, config.model.path) == ("123", "true", "null")
+    config, _ = compose(
+        "train",
+        [
+            "run_name=123",
+            "base_output_directory=true",
+            "model.path=null",
+            "optimizer.lr=1e-4",
+            "optimizer.beta1=0",
+            "steps=1e2",
+            "reward.functions=a.py:f",
+            "reward.weights=[2]",
+        ],
+    )
+    assert (config.run_name, config.base_output_directory, config.model.path) == (
+        "123",
+        "true",
+        "null",
+    )
     assert (config.optimizer.lr, config.steps, config.reward.weights) == (1e-4, 100, (2.0,))
     assert type(config.steps) is int and type(config.optimizer.beta1) is float
 
 
-@pytest.mark.parametrize(("text", "items"), [
-    ("", ()), ("[]", ()), ("[a,b]", ("a", "b")), ("[ a , b c ]", ("a", "b c")), ("a,b", ("a,b",)),
-    ("['a,b',\"]\"]", ("a,b", "]")), ('["\\"", \'\']', ('"', "")), ("[a", ("[a",)), ("[1,true]", ("1", "true")),
-    ("['\\n']", ("n",)), ("[</answer>,${steps}]", ("</answer>", "${steps}")), ("[", ("[",)), ("a]", ("a]",)),
-])
+@pytest.mark.parametrize(
+    ("text", "items"),
+    [
+        ("", ()),
+        ("[]", ()),
+        ("[a,b]", ("a", "b")),
+        ("[ a , b c ]", ("a", "b c")),
+        ("a,b", ("a,b",)),
+        ("['a,b',\"]\"]", ("a,b", "]")),
+        ('["\\"", \'\']', ('"', "")),
+        ("[a", ("[a",)),
+        ("[1,true]", ("1", "true")),
+        ("['\\n']", ("n",)),
+        ("[</answer>,${steps}]", ("</answer>", "${steps}")),
+        ("[", ("[",)),
+        ("a]", ("a]",)),
+    ],
+)
 def test_lists(text, items):
     assert compose("train", [f"sampling.stop={text}"])[0].sampling.stop == items
 
@@ -141,14 +229,21 @@ def test_a_command_line_is_entries():
     arguments = read_arguments("train", ["gsm8k.yml", "--steps=5", "sampling.stop=1"])
     assert arguments.config_name == "gsm8k.yml"
     assert [(one.name, one.value, one.origin) for one in arguments.entries] == [
-        ("steps", "5", "command line"), ("sampling.stop", ["1"], "command line")]
+        ("steps", "5", "command line"),
+        ("sampling.stop", ["1"], "command line"),
+    ]
 
 
 def test_words_without_a_key_get_theirs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("lr=1").mkdir()
     assert difference("diff", "--json", "lr=1", "b") == {"run": "lr=1", "other": "b", "json": True}
-    assert difference("replay", "step=3", "json", "a", "group=2") == {"run": "a", "step": 3, "group": 2, "json": True}
+    assert difference("replay", "step=3", "json", "a", "group=2") == {
+        "run": "a",
+        "step": 3,
+        "group": 2,
+        "json": True,
+    }
     with pytest.raises(ShoalError, match=r"lr=2: there is no such key|lr: there is no such key"):
         compose("diff", ["lr=2"])
     with pytest.raises(ShoalError, match="word: there is no such key"):
@@ -159,45 +254,62 @@ def test_where_a_configuration_came_from_is_kept():
     _, resolved = compose("train", ["gsm8k.yml", "--steps=5"])
     assert resolved.arguments == read_arguments("train", ["gsm8k.yml", "--steps=5"])
     _, resolved, _ = from_overrides(Config, steps=5)
-    assert [(one.name, one.value, one.origin) for one in resolved.arguments.entries] == [("steps", "5", "Python")]
+    assert [(one.name, one.value, one.origin) for one in resolved.arguments.entries] == [
+        ("steps", "5", "Python")
+    ]
 
 
 # ---- bad input
 
 
-@pytest.mark.parametrize(("command", "word", "parts"), [
-    ("train", "optimiser.lr=1", ["optimiser.lr", "did you mean optimizer.lr?"]),
-    ("train", "stpes=1", ["stpes", "did you mean steps?"]),
-    ("train", "temprature=1", ["did you mean sampling.temperature?"]),
-    ("train", "num_generation=1", ["did you mean num_generations (batch.group_size)?"]),
-    ("eval", "learning_rate=1", ["learning_rate: shoal eval has no use for it, shoal train does"]),
-    ("train", "algorithm.kl_coeff=1", ["did you mean algorithm.kl_coef?"]),
-    ("train", "modle=x", ["did you mean model (model.path)?", "shoal train --help"]),
-    ("generate", "max_new_token=3", ["did you mean max_new_tokens (sampling.max_completion_tokens)?"]),
-    ("export", "form=x", ["did you mean from (source)?"]),
-    ("eval", "algorithm.name=dapo", ["algorithm.name: shoal eval has no use for it"]),
-    ("eval", "steps=1", ["steps: shoal eval has no use for it, shoal train does"]),
-    ("train", "optimizer=3", ["optimizer", "section", "optimizer.lr"]),
-    ("train", "--steps", ["--steps", "steps=VALUE"]),
-    ("train", "=3", ["expected key=value"]),
-    ("train", "--", ["expected key=value"]),
-    ("train", "steps=many", ["steps='many'", "a whole number"]),
-    ("train", "steps=1.5", ["steps='1.5'", "a whole number"]),
-    ("train", "steps=", ["steps=''", "a whole number"]),
-    ("train", "seed=true", ["seed='true'", "a whole number"]),
-    ("train", "optimizer.lr=fast", ["optimizer.lr='fast'", "a finite number"]),
-    ("train", "optimizer.lr=nan", ["optimizer.lr='nan'", "a finite number"]),
-    ("train", "report.groups=perhaps", ["report.groups='perhaps'", "true or false"]),
-    ("train", "model.dtype=float8", ["model.dtype='float8'", "auto, float32, bfloat16, float16"]),
-    ("train", "reward.weights=[1,x]", ["reward.weights='x'", "a finite number"]),
-    ("train", "sampling.stop=['a]", ["sampling.stop", "quotes"]),
-    ("train", "sampling.top_p=2", ["sampling.top_p=2.0", "(0, 1]"]),
-    ("train", "batch.prompts_per_step=0", ["batch.prompts_per_step=0", "1 or more"]),
-    ("train", "nix.yml", ["nix.yml", "Presets: base, ", ", grpo, ", "gsm8k, "]),
-    ("train", "--config-name=gsm", ["gsm", "did you mean gsm8k?"]),
-    ("train", "--config-name", ["--config-name", "nothing came"]),
-    ("export", "gsm8k.yml", ["gsm8k.yml", "export has no presets"]),
-])
+@pytest.mark.parametrize(
+    ("command", "word", "parts"),
+    [
+        ("train", "optimiser.lr=1", ["optimiser.lr", "did you mean optimizer.lr?"]),
+        ("train", "stpes=1", ["stpes", "did you mean steps?"]),
+        ("train", "temprature=1", ["did you mean sampling.temperature?"]),
+        ("train", "num_generation=1", ["did you mean num_generations (batch.group_size)?"]),
+        (
+            "eval",
+            "learning_rate=1",
+            ["learning_rate: shoal eval has no use for it, shoal train does"],
+        ),
+        ("train", "algorithm.kl_coeff=1", ["did you mean algorithm.kl_coef?"]),
+        ("train", "modle=x", ["did you mean model (model.path)?", "shoal train --help"]),
+        (
+            "generate",
+            "max_new_token=3",
+            ["did you mean max_new_tokens (sampling.max_completion_tokens)?"],
+        ),
+        ("export", "form=x", ["did you mean from (source)?"]),
+        ("eval", "algorithm.name=dapo", ["algorithm.name: shoal eval has no use for it"]),
+        ("eval", "steps=1", ["steps: shoal eval has no use for it, shoal train does"]),
+        ("train", "optimizer=3", ["optimizer", "section", "optimizer.lr"]),
+        ("train", "--steps", ["--steps", "steps=VALUE"]),
+        ("train", "=3", ["expected key=value"]),
+        ("train", "--", ["expected key=value"]),
+        ("train", "steps=many", ["steps='many'", "a whole number"]),
+        ("train", "steps=1.5", ["steps='1.5'", "a whole number"]),
+        ("train", "steps=", ["steps=''", "a whole number"]),
+        ("train", "seed=true", ["seed='true'", "a whole number"]),
+        ("train", "optimizer.lr=fast", ["optimizer.lr='fast'", "a finite number"]),
+        ("train", "optimizer.lr=nan", ["optimizer.lr='nan'", "a finite number"]),
+        ("train", "report.groups=perhaps", ["report.groups='perhaps'", "true or false"]),
+        (
+            "train",
+            "model.dtype=float8",
+            ["model.dtype='float8'", "auto, float32, bfloat16, float16"],
+        ),
+        ("train", "reward.weights=[1,x]", ["reward.weights='x'", "a finite number"]),
+        ("train", "sampling.stop=['a]", ["sampling.stop", "quotes"]),
+        ("train", "sampling.top_p=2", ["sampling.top_p=2.0", "(0, 1]"]),
+        ("train", "batch.prompts_per_step=0", ["batch.prompts_per_step=0", "1 or more"]),
+        ("train", "nix.yml", ["nix.yml", "Presets: base, ", ", grpo, ", "gsm8k, "]),
+        ("train", "--config-name=gsm", ["gsm", "did you mean gsm8k?"]),
+        ("train", "--config-name", ["--config-name", "nothing came"]),
+        ("export", "gsm8k.yml", ["gsm8k.yml", "export has no presets"]),
+    ],
+)
 def test_bad_input_is_named(command, word, parts):
     with pytest.raises(ShoalError) as caught:
         compose(command, [word])
@@ -206,18 +318,29 @@ def test_bad_input_is_named(command, word, parts):
 
 
 def test_trls_file_option_and_trackers_and_a_flag_given_twice(tmp_path):
-    (tmp_path / "trl.yaml").write_text("learning_rate: 3e-6\nreport_to: [wandb, tensorboard]\nlog_completions: true\n")
+    (tmp_path / "trl.yaml").write_text(
+        "learning_rate: 3e-6\nreport_to: [wandb, tensorboard]\nlog_completions: true\n"
+    )
     config, _ = compose("train", ["--config", str(tmp_path / "trl.yaml")])
-    assert (config.optimizer.lr, config.report.wandb.mode, config.report.tensorboard) == (3e-6, "auto", True)
+    assert (config.optimizer.lr, config.report.wandb.mode, config.report.tensorboard) == (
+        3e-6,
+        "auto",
+        True,
+    )
     assert config.report.completions_every == 1
-    report = compose("train", [f"--config={tmp_path / 'trl.yaml'}", "--report_to", "none"])[0].report
+    report = compose("train", [f"--config={tmp_path / 'trl.yaml'}", "--report_to", "none"])[
+        0
+    ].report
     assert (report.wandb.mode, report.tensorboard) == ("off", False)
     assert compose("train", ["--report_to", "wandb"])[0].report.wandb.mode == "auto"
     assert "changes nothing here" in compose("train", ["--report_to", "mlflow"])[1].start_lines[0]
     config, _ = compose("train", ["--loss_type", "grpo", "--loss_type", "dapo"])
     assert config.algorithm.aggregation == "token-mean"
     assert compose("train", ["steps=3", "--steps=4"])[0].steps == 4
-    assert "the later one stands" in compose("train", ["max_staleness=1", "train.max_staleness=2"])[1].notes[0]
+    assert (
+        "the later one stands"
+        in compose("train", ["max_staleness=1", "train.max_staleness=2"])[1].notes[0]
+    )
 
 
 def test_two_presets_are_refused():
@@ -225,32 +348,38 @@ def test_two_presets_are_refused():
         compose("train", ["a.yml", "--config-name", "b"])
 
 
-@pytest.mark.parametrize(("text", "parts"), [
-    ("- a\n", ["cannot be read", "expected keys with values"]),
-    ("steps: [\n", ["cannot be read", "line 2"]),
-    ("", ["is empty", "expected keys with values"]),
-    ("# only a comment\n", ["is empty"]),
-    ("steps: !!int ''\n", ["cannot be read", "tag"]),
-    ("steps: !!bool foo\n", ["cannot be read", "tag"]),
-    ("steps: !!timestamp foo\n", ["cannot be read", "tag"]),
-    ("task: {columns: " + "[" * 5_000 + "]" * 5_000 + "}\n", ["cannot be read", "recursion depth"]),
-    ("optimizer:\n\tlr: 1\n", ["cannot be read", "line 2", "'\\t'"]),
-    ("steps: 3\nsteps: 4\n", ["lines 1 and 2 both set steps"]),
-    ("defaults: [mine]\n", ["lead back to itself"]),
-    ("steps: ${nope}\n", ["nope"]),
-    ("defaults: [nix]\n", ["its `defaults` name nix"]),
-    ("run_name: 007\n", ["run_name=7", "quotes"]),
-    ("run_name: null\n", ["run_name=null", "text"]),
-    ("steps: {a: 1}\n", ["steps={'a': 1}", "whole number"]),
-    ("steps: true\n", ["steps=true", "whole number"]),
-    ("optimiser: {lr: 1}\n", ["optimiser.lr", "did you mean optimizer.lr?"]),
-    ("optimiser: {}\n", ["optimiser", "no such key"]),
-    ("sampling: {stop: [1]}\n", ["sampling.stop=1", "text"]),
-    ("optimizer: 3\n", ["optimizer", "section"]),
-    ("report: {groups: 1}\n", ["report.groups=1", "true or false"]),
-    ("reward_funcs: [1, 2]\n", ["reward.functions=1", "text"]),
-    ("epsilon: [1, 2]\nepsilon_high: 0.3\n", ["epsilon=[1,2]", "finite number"]),
-])
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("- a\n", ["cannot be read", "expected keys with values"]),
+        ("steps: [\n", ["cannot be read", "line 2"]),
+        ("", ["is empty", "expected keys with values"]),
+        ("# only a comment\n", ["is empty"]),
+        ("steps: !!int ''\n", ["cannot be read", "tag"]),
+        ("steps: !!bool foo\n", ["cannot be read", "tag"]),
+        ("steps: !!timestamp foo\n", ["cannot be read", "tag"]),
+        (
+            "task: {columns: " + "[" * 5_000 + "]" * 5_000 + "}\n",
+            ["cannot be read", "recursion depth"],
+        ),
+        ("optimizer:\n\tlr: 1\n", ["cannot be read", "line 2", "'\\t'"]),
+        ("steps: 3\nsteps: 4\n", ["lines 1 and 2 both set steps"]),
+        ("defaults: [mine]\n", ["lead back to itself"]),
+        ("steps: ${nope}\n", ["nope"]),
+        ("defaults: [nix]\n", ["its `defaults` name nix"]),
+        ("run_name: 007\n", ["run_name=7", "quotes"]),
+        ("run_name: null\n", ["run_name=null", "text"]),
+        ("steps: {a: 1}\n", ["steps={'a': 1}", "whole number"]),
+        ("steps: true\n", ["steps=true", "whole number"]),
+        ("optimiser: {lr: 1}\n", ["optimiser.lr", "did you mean optimizer.lr?"]),
+        ("optimiser: {}\n", ["optimiser", "no such key"]),
+        ("sampling: {stop: [1]}\n", ["sampling.stop=1", "text"]),
+        ("optimizer: 3\n", ["optimizer", "section"]),
+        ("report: {groups: 1}\n", ["report.groups=1", "true or false"]),
+        ("reward_funcs: [1, 2]\n", ["reward.functions=1", "text"]),
+        ("epsilon: [1, 2]\nepsilon_high: 0.3\n", ["epsilon=[1,2]", "finite number"]),
+    ],
+)
 def test_a_bad_file_is_named(tmp_path, text, parts):
     file = tmp_path / "mine.yaml"
     file.write_text(text)
@@ -267,7 +396,9 @@ def test_a_file_that_is_no_text(tmp_path):
 
 
 def test_require_given():
-    with pytest.raises(ShoalError, match=r"^output is not given: write output=\.\.\. \(the jsonl file to write"):
+    with pytest.raises(
+        ShoalError, match=r"^output is not given: write output=\.\.\. \(the jsonl file to write"
+    ):
         require_given(GenerateConfig(prompts="a"), "prompts", "output")
     with pytest.raises(ShoalError, match=r"^from is not given: write from="):
         require_given(ExportConfig(), "source", "to")
@@ -280,7 +411,9 @@ def test_require_given():
 @pytest.mark.parametrize("command", COMMANDS)
 def test_each_preset_composes_and_matters(command):
     for name in {*presets_of(command)} - ({"base"} if command == "convert" else set()):
-        own = ["algorithm.adv_estimator=grpo"] if name == "verl" else []  # its default needs a critic, and is refused
+        own = (
+            ["algorithm.adv_estimator=grpo"] if name == "verl" else []
+        )  # its default needs a critic, and is refused
         assert difference(command, "--config-name", name, *own)
 
 
@@ -289,50 +422,81 @@ def test_presets_belong_to_commands():
         assert {folder.name for folder in place.iterdir()} <= {*COMMANDS, *PACKAGED.values()}
 
 
-@pytest.mark.parametrize("argv", [["gsm8k.yml"], ["configs/gsm8k.yaml"], ["--config-name", "gsm8k"],
-                                  ["--config-name=gsm8k"], ["-cn", "gsm8k.yaml"], ["task=gsm8k"]])
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["gsm8k.yml"],
+        ["configs/gsm8k.yaml"],
+        ["--config-name", "gsm8k"],
+        ["--config-name=gsm8k"],
+        ["-cn", "gsm8k.yaml"],
+        ["task=gsm8k"],
+    ],
+)
 def test_the_gsm8k_preset(argv):
     config, resolved = compose("train", argv)
     assert resolved.config_name == "gsm8k"
-    assert (config.task.name, config.optimizer.lr, config.algorithm.kl_coef) == ("gsm8k", 1e-6, 0.04)
+    assert (config.task.name, config.optimizer.lr, config.algorithm.kl_coef) == (
+        "gsm8k",
+        1e-6,
+        0.04,
+    )
     assert (config.sampling.max_prompt_tokens, config.sampling.max_completion_tokens) == (256, 512)
     assert (config.batch.prompts_per_step, config.batch.group_size) == (16, 8)
     assert config.train.evaluate_every == 50
 
 
 def test_a_tasks_preset_lies_under_ones_own_keys_and_is_said():
-    config, resolved = compose("train", ["task=gsm8k", "optimizer.lr=1e-5", "sampling.max_completion_tokens=64"])
+    config, resolved = compose(
+        "train", ["task=gsm8k", "optimizer.lr=1e-5", "sampling.max_completion_tokens=64"]
+    )
     assert (config.optimizer.lr, config.sampling.max_completion_tokens) == (1e-5, 64)
     assert len(resolved.notes) == 1
     assert "task=gsm8k" in resolved.notes[0] and "algorithm.kl_coef=0.04" in resolved.notes[0]
-    assert "optimizer.lr" not in resolved.notes[0] and "max_completion_tokens" not in resolved.notes[0]
+    assert (
+        "optimizer.lr" not in resolved.notes[0] and "max_completion_tokens" not in resolved.notes[0]
+    )
     assert compose("train", ["--config-name", "gsm8k"])[1].notes == ()
     assert compose("train", ["task=words"])[0] == Config()
 
 
-@pytest.mark.parametrize(("words", "every", "questions"), [
-    ([], 10, 100), (["train.evaluate_every=0", "train.quick_questions=0"], 0, 0),
-    (["train.evaluate_every=-1"], -1, 100),
-    (["task=gsm8k"], 50, 0), (["task=gsm8k", "train.quick_questions=7"], 50, 7), (["checkpoint.keep_best=1"], 10, 0)])
+@pytest.mark.parametrize(
+    ("words", "every", "questions"),
+    [
+        ([], 10, 100),
+        (["train.evaluate_every=0", "train.quick_questions=0"], 0, 0),
+        (["train.evaluate_every=-1"], -1, 100),
+        (["task=gsm8k"], 50, 0),
+        (["task=gsm8k", "train.quick_questions=7"], 50, 7),
+        (["checkpoint.keep_best=1"], 10, 0),
+    ],
+)
 def test_a_curve_by_default_where_that_takes_seconds(words, every, questions):
     config = compose("train", words)[0]
     assert (config.evaluate_every, config.quick_questions) == (every, questions)
 
 
 def test_the_best_are_found_by_evaluations_of_the_same_questions():
-    with pytest.raises(ShoalError, match=r"train.quick_questions=7: expected 0 \(all\) with checkpoint.keep_best"):
+    with pytest.raises(
+        ShoalError, match=r"train.quick_questions=7: expected 0 \(all\) with checkpoint.keep_best"
+    ):
         compose("train", ["train.quick_questions=7", "checkpoint.keep_best=1"])
 
 
 def test_eval_has_its_own_gsm8k_sizes():
-    assert difference("eval", "task=gsm8k") == {"task.name": "gsm8k", "task.num_eval_questions": 0,
-                                                "sampling.max_completion_tokens": 512}
+    assert difference("eval", "task=gsm8k") == {
+        "task.name": "gsm8k",
+        "task.num_eval_questions": 0,
+        "sampling.max_completion_tokens": 512,
+    }
 
 
 @pytest.mark.parametrize("name", ["mine.yml", "mine.yaml", "my run=1.yml"])
 def test_ones_own_file_builds_on_a_preset(tmp_path, name, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Path(name).write_text("defaults: [gsm8k, base, _self_]\nsteps: 7\ntrain:\n  evaluate_every: ${steps}\nreport:\n")
+    Path(name).write_text(
+        "defaults: [gsm8k, base, _self_]\nsteps: 7\ntrain:\n  evaluate_every: ${steps}\nreport:\n"
+    )
     Path("base.yaml").write_text("seed: 5\noptimizer: {lr: 1e-3}\n")
     found = difference("train", name, "steps=9")
     assert (found["steps"], found["train.evaluate_every"], found["seed"]) == (9, 9, 5)
@@ -342,10 +506,18 @@ def test_ones_own_file_builds_on_a_preset(tmp_path, name, monkeypatch):
 def test_short_forms_in_a_file_yield_to_the_command_line(tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text("sampling: {top_k: 3, stop: x}\ntemperature: 0.7\nmodel: foo\n")
-    expected = {"model.path": "foo", "sampling.temperature": 0.7, "sampling.top_k": 3, "sampling.stop": ("x",)}
+    expected = {
+        "model.path": "foo",
+        "sampling.temperature": 0.7,
+        "sampling.top_k": 3,
+        "sampling.stop": ("x",),
+    }
     assert difference("generate", str(file)) == expected
     assert difference("generate", str(file), "sampling.temperature=0.5", "model.dtype=float32") == {
-        **expected, "sampling.temperature": 0.5, "model.dtype": "float32"}
+        **expected,
+        "sampling.temperature": 0.5,
+        "model.dtype": "float32",
+    }
 
 
 def test_a_stored_configuration_takes_ones_own_keys_over_it(tmp_path):
@@ -353,23 +525,38 @@ def test_a_stored_configuration_takes_ones_own_keys_over_it(tmp_path):
     stored.write_text(compose("train", ["task=gsm8k", "steps=50", "optimizer.lr=1e-5"])[1].text)
     _, given = compose("train", ["resume=last", "steps=200"])
     config, resolved = load(Config, given.arguments, stored)
-    assert (config.resume, config.steps, config.optimizer.lr, config.task.name) == ("last", 200, 1e-5, "gsm8k")
+    assert (config.resume, config.steps, config.optimizer.lr, config.task.name) == (
+        "last",
+        200,
+        1e-5,
+        "gsm8k",
+    )
     assert resolved.arguments is given.arguments
-    _, given = compose("train", ["gsm8k.yml", "task=gsm8k"])  # their preset lies under the stored keys, and is in them
+    _, given = compose(
+        "train", ["gsm8k.yml", "task=gsm8k"]
+    )  # their preset lies under the stored keys, and is in them
     assert load(Config, given.arguments, stored)[0] == compose("train", [str(stored)])[0]
 
 
-@pytest.mark.parametrize("command", [command for command, kind in COMMANDS.items() if not issubclass(kind, Config)])
+@pytest.mark.parametrize(
+    "command", [command for command, kind in COMMANDS.items() if not issubclass(kind, Config)]
+)
 def test_a_training_configuration_can_be_given_to_other_commands(tmp_path, command):
     file = tmp_path / "config.yaml"
-    file.write_text(compose("train", ["task=gsm8k", "sampling.max_prompt_tokens=99", "seed=3"])[1].text)
+    file.write_text(
+        compose("train", ["task=gsm8k", "sampling.max_prompt_tokens=99", "seed=3"])[1].text
+    )
     config, resolved = compose(command, [str(file)])
     keys = keys_of(type(config))
     shared = {"seed": 3, "task.name": "gsm8k", "sampling.max_prompt_tokens": 99}
     assert {name: get_value(config, name) for name in shared if name in keys} == {
-        name: value for name, value in shared.items() if name in keys}
+        name: value for name, value in shared.items() if name in keys
+    }
     [note] = resolved.notes
-    assert f"holds {len(set(keys_of(Config)) - set(keys))} keys that only training reads, passed over: " in note
+    assert (
+        f"holds {len(set(keys_of(Config)) - set(keys))} keys that only training reads, passed over: "
+        in note
+    )
 
 
 def test_only_trainings_keys_are_passed_over(tmp_path):
@@ -377,11 +564,17 @@ def test_only_trainings_keys_are_passed_over(tmp_path):
     file.write_text("steps: 3\noptimizer:\nbatch: {group_size: 4}\nmodel: x\n")
     config, resolved = compose("eval", [str(file), "batch=64"])
     assert (config.model.path, config.batch) == ("x", 64)
-    assert resolved.notes == (f"{file} holds 2 keys that only training reads, passed over: steps, batch.group_size",)
+    assert resolved.notes == (
+        f"{file} holds 2 keys that only training reads, passed over: steps, batch.group_size",
+    )
     config, resolved = compose("eval", [str(file)])
     assert config.batch == 128 and "2 keys" in resolved.notes[0]
-    for text, wanted in (("stpes: 3", "stpes: there is no such key"), ("optimizer: {lrr: 3}", "optimizer.lrr"),
-                         ("batch: {nix: 3}", "batch="), ("prompts: x", "prompts: there is no such key")):
+    for text, wanted in (
+        ("stpes: 3", "stpes: there is no such key"),
+        ("optimizer: {lrr: 3}", "optimizer.lrr"),
+        ("batch: {nix: 3}", "batch="),
+        ("prompts: x", "prompts: there is no such key"),
+    ):
         file.write_text(text)
         with pytest.raises(ShoalError, match=wanted):
             compose("eval", [str(file)])
@@ -393,7 +586,9 @@ def test_only_trainings_keys_are_passed_over(tmp_path):
 def test_doctor_takes_trains_presets(tmp_path):
     assert presets_of("doctor") == presets_of("train")
     config, resolved = compose("doctor", ["task=gsm8k", "json=true"])
-    assert config.algorithm.kl_coef == 0.04 and config.json and "loads its preset" in resolved.notes[0]
+    assert (
+        config.algorithm.kl_coef == 0.04 and config.json and "loads its preset" in resolved.notes[0]
+    )
     (tmp_path / "mine.yaml").write_text("defaults: [gsm8k, _self_]\n")
     assert compose("doctor", [str(tmp_path / "mine.yaml")])[0].optimizer.lr == 1e-6
 
@@ -407,37 +602,65 @@ def reward_one(completions, **kwargs):
 
 def test_from_python():
     config, _, functions = from_overrides(
-        Config, model="x", optimizer={"lr": 1e-5, "beta1": 0}, batch__group_size=4, reward=reward_one, seed=3,
-        run_name="[a, ${b}]", sampling={"stop": ["a,b", "[c]"]}, report={"groups": False}, **{"train.pass_k": 2})
+        Config,
+        model="x",
+        optimizer={"lr": 1e-5, "beta1": 0},
+        batch__group_size=4,
+        reward=reward_one,
+        seed=3,
+        run_name="[a, ${b}]",
+        sampling={"stop": ["a,b", "[c]"]},
+        report={"groups": False},
+        **{"train.pass_k": 2},
+    )
     assert functions == (reward_one,)
     assert difference_from_defaults(config) == {
-        "seed": 3, "run_name": "[a, ${b}]", "model.path": "x", "sampling.stop": ("a,b", "[c]"), "optimizer.lr": 1e-5,
-        "optimizer.beta1": 0.0, "batch.group_size": 4, "train.pass_k": 2, "report.groups": False}
+        "seed": 3,
+        "run_name": "[a, ${b}]",
+        "model.path": "x",
+        "sampling.stop": ("a,b", "[c]"),
+        "optimizer.lr": 1e-5,
+        "optimizer.beta1": 0.0,
+        "batch.group_size": 4,
+        "train.pass_k": 2,
+        "report.groups": False,
+    }
     assert yaml.safe_load(texts_of(config)[1])["optimizer"] == {"lr": 1e-5, "beta1": 0.0}
 
 
-@pytest.mark.parametrize(("given", "names", "functions"), [
-    ({"reward": [reward_one, len]}, (), (reward_one, len)),
-    ({"reward": "a.py:f"}, ("a.py:f",), ()),
-    ({"reward": ["a.py:f", "b.py:g"]}, ("a.py:f", "b.py:g"), ()),
-    ({"reward": {"functions": reward_one, "weights": 2}}, (), (reward_one,)),
-    ({"reward__functions": (reward_one,)}, (), (reward_one,)),
-])
+@pytest.mark.parametrize(
+    ("given", "names", "functions"),
+    [
+        ({"reward": [reward_one, len]}, (), (reward_one, len)),
+        ({"reward": "a.py:f"}, ("a.py:f",), ()),
+        ({"reward": ["a.py:f", "b.py:g"]}, ("a.py:f", "b.py:g"), ()),
+        ({"reward": {"functions": reward_one, "weights": 2}}, (), (reward_one,)),
+        ({"reward__functions": (reward_one,)}, (), (reward_one,)),
+    ],
+)
 def test_rewards_from_python(given, names, functions):
     config, _, found = from_overrides(EvalConfig, **given)
     assert (config.reward.functions, found) == (names, functions)
 
 
 def test_python_shares_presets_and_errors(tmp_path):
-    assert from_overrides(Config, task="gsm8k", optimizer__lr=1e-5)[0] == compose(
-        "train", ["task=gsm8k", "optimizer.lr=1e-5"])[0]
+    assert (
+        from_overrides(Config, task="gsm8k", optimizer__lr=1e-5)[0]
+        == compose("train", ["task=gsm8k", "optimizer.lr=1e-5"])[0]
+    )
     assert from_overrides(Config, config_name="gsm8k")[0].algorithm.kl_coef == 0.04
     assert from_overrides(GenerateConfig, output=tmp_path)[0].output == str(tmp_path)
-    for bad, message in [({"stpes": 1}, "did you mean steps"), ({"steps": True}, "steps='True'"),
-                         ({"optimizer": 3}, "section"), ({"stpes": None}, "did you mean steps"),
-                         ({"run_name": b"x"}, "run_name=b'x'"), ({"tools": [None]}, r"tools=\[None\]"),
-                         ({"reward": [None]}, r"reward=\[None\]"), ({"stop": {"a": None}}, "stop"),
-                         ({"reward": [reward_one, "a.py:f"]}, "not both")]:
+    for bad, message in [
+        ({"stpes": 1}, "did you mean steps"),
+        ({"steps": True}, "steps='True'"),
+        ({"optimizer": 3}, "section"),
+        ({"stpes": None}, "did you mean steps"),
+        ({"run_name": b"x"}, "run_name=b'x'"),
+        ({"tools": [None]}, r"tools=\[None\]"),
+        ({"reward": [None]}, r"reward=\[None\]"),
+        ({"stop": {"a": None}}, "stop"),
+        ({"reward": [reward_one, "a.py:f"]}, "not both"),
+    ]:
         with pytest.raises(ShoalError, match=message):
             from_overrides(Config, **bad)
 
@@ -447,7 +670,9 @@ def test_none_from_python_is_a_key_that_is_not_given():
     for name in (*keys_of(Config), *aliases_of(Config)):
         config, resolved, functions = from_overrides(Config, **{name: None})
         assert (config, dict(resolved.origins), functions) == (Config(), {}, ()), name
-    config, *_ = from_overrides(Config, optimizer={"lr": None, "beta1": 0}, sampling=None, config_name=None)
+    config, *_ = from_overrides(
+        Config, optimizer={"lr": None, "beta1": 0}, sampling=None, config_name=None
+    )
     assert difference_from_defaults(config) == {"optimizer.beta1": 0.0}
     given = {"resume": None, "config_name": None, "steps": 3}
     assert on_run(given) == (given, None)
@@ -467,17 +692,27 @@ def test_a_kind_of_text_from_python_is_a_plain_text(value):
     assert "run_name: one\n" in to_yaml(config)
 
 
-@pytest.mark.parametrize("value", [{"a", "b"}, np.array(["a", "b"]), (one for one in "ab"), {"a": 1}.keys(), range(2)])
+@pytest.mark.parametrize(
+    "value", [{"a", "b"}, np.array(["a", "b"]), (one for one in "ab"), {"a": 1}.keys(), range(2)]
+)
 @pytest.mark.parametrize("name", ["sampling.stop", "run_name"])
 def test_what_is_no_list_from_python_is_refused_and_not_a_text_of_itself(name, value):
-    with pytest.raises(ShoalError, match=rf"{name}=.*: expected a value, or a list of such; give list\(...\) of the"):
+    with pytest.raises(
+        ShoalError,
+        match=rf"{name}=.*: expected a value, or a list of such; give list\(...\) of the",
+    ):
         from_overrides(Config, **{name: value})
 
 
-@pytest.mark.parametrize("name", ["max_steps", "beta", "reward_weights", "learning_rate", "max_completion_length"])
+@pytest.mark.parametrize(
+    "name", ["max_steps", "beta", "reward_weights", "learning_rate", "max_completion_length"]
+)
 def test_none_from_python_is_null_of_another_systems_file(tmp_path, name):
     (tmp_path / "their.yml").write_text(f"{name}: null\n")
-    assert from_overrides(Config, **{name: None})[0] == compose("train", [str(tmp_path / "their.yml")])[0]
+    assert (
+        from_overrides(Config, **{name: None})[0]
+        == compose("train", [str(tmp_path / "their.yml")])[0]
+    )
 
 
 def test_a_file_that_is_null_is_no_file_of_that_name():
@@ -518,39 +753,72 @@ class Counter:
 
 def test_a_method_is_one_object():
     counter = Counter()
-    assert from_overrides(Config, tools=[counter.count, counter.count])[0].environment.tools == ("python:count",) * 2
+    assert (
+        from_overrides(Config, tools=[counter.count, counter.count])[0].environment.tools
+        == ("python:count",) * 2
+    )
 
 
-@pytest.mark.parametrize(("words", "expected"), [
-    (["--task.template", "Solve x=1: {q}"], {"task.template": "Solve x=1: {q}"}),
-    (["--task.template", "x={q}", "steps=3"], {"task.template": "x={q}", "steps": 3}),
-    (["--run-name", "a=b"], {"run_name": "a=b"}), (["--task.template", "a.b={q}"], {"task.template": "a.b={q}"}),
-    (["--sampling.stop", "x=1", "steps=3"], {"sampling.stop": ("x=1",), "steps": 3}),
-    (["--sampling.stop", "a.b=1", "--steps", "3"], {"sampling.stop": ("a.b=1",), "steps": 3}),
-    (["--sampling.stop", "a b=c", "d", "steps=3"], {"sampling.stop": ("a b=c", "d"), "steps": 3})])
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--task.template", "Solve x=1: {q}"], {"task.template": "Solve x=1: {q}"}),
+        (["--task.template", "x={q}", "steps=3"], {"task.template": "x={q}", "steps": 3}),
+        (["--run-name", "a=b"], {"run_name": "a=b"}),
+        (["--task.template", "a.b={q}"], {"task.template": "a.b={q}"}),
+        (["--sampling.stop", "x=1", "steps=3"], {"sampling.stop": ("x=1",), "steps": 3}),
+        (["--sampling.stop", "a.b=1", "--steps", "3"], {"sampling.stop": ("a.b=1",), "steps": 3}),
+        (
+            ["--sampling.stop", "a b=c", "d", "steps=3"],
+            {"sampling.stop": ("a b=c", "d"), "steps": 3},
+        ),
+    ],
+)
 def test_a_value_behind_its_option_may_hold_an_equals_sign(words, expected):
     assert difference_from_defaults(compose("train", words)[0]) == expected
 
 
-@pytest.mark.parametrize("words", [["--run-name", "steps=3"], ["--run-name", "optimizer.lr=3"],
-                                   ["--run-name", "learning_rate=3"], ["--run-name", "--steps=3"],
-                                   ["--run-name", "optimizr.lr=3"], ["--run-name", "optimizer.rate=3"],
-                                   ["--sampling.stop", "steps=3"], ["--sampling.stop", "optimizer.lr=3"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--run-name", "steps=3"],
+        ["--run-name", "optimizer.lr=3"],
+        ["--run-name", "learning_rate=3"],
+        ["--run-name", "--steps=3"],
+        ["--run-name", "optimizr.lr=3"],
+        ["--run-name", "optimizer.rate=3"],
+        ["--sampling.stop", "steps=3"],
+        ["--sampling.stop", "optimizer.lr=3"],
+    ],
+)
 def test_a_key_behind_an_option_is_a_key(words):
     with pytest.raises(ShoalError, match=f"{words[0]}: expected a value"):
         compose("train", words)
 
 
-@pytest.mark.parametrize(("typed", "meant"), [
-    ("temperatur", "sampling.temperature"), ("mini_batches", "algorithm.num_minibatches"), ("lr", "optimizer.lr"),
-    ("learning_rat", r"learning_rate \(optimizer.lr\)"), ("num_generation", r"num_generations \(batch.group_size\)")])
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("temperatur", "sampling.temperature"),
+        ("mini_batches", "algorithm.num_minibatches"),
+        ("lr", "optimizer.lr"),
+        ("learning_rat", r"learning_rate \(optimizer.lr\)"),
+        ("num_generation", r"num_generations \(batch.group_size\)"),
+    ],
+)
 def test_a_key_of_ours_is_meant_before_another_systems_flag(typed, meant):
     with pytest.raises(ShoalError, match=f"did you mean {meant}[?]"):
         compose("train", [f"{typed}=1"])
 
 
-@pytest.mark.parametrize(("topic", "keys"), [
-    ("lora", {"model.lora.rank", "model.lora.alpha"}), ("wandb", {"report.wandb.mode"}), ("lr", {"optimizer.lr"})])
+@pytest.mark.parametrize(
+    ("topic", "keys"),
+    [
+        ("lora", {"model.lora.rank", "model.lora.alpha"}),
+        ("wandb", {"report.wandb.mode"}),
+        ("lr", {"optimizer.lr"}),
+    ],
+)
 def test_a_part_of_a_name_is_a_topic_of_the_help(topic, keys):
     listed = set(re.findall(r"(?m)^  ([\w.]+)=", command_help("train", [topic])))
     assert keys <= listed and all(topic in name.split(".") for name in listed)
@@ -567,8 +835,13 @@ def test_a_number_that_is_shown_is_the_number(value):
 
 
 def test_no_message_rounds_the_value_of_a_key():
-    rounded = [f"{file.name}: {found[0]}" for file in sorted(PACKAGE.rglob("*.py"))
-               for found in re.finditer(r"[a-z_]=\{[^{}\n]*:[.\d]*[gef]\}", file.read_text(encoding="utf-8"))]
+    rounded = [
+        f"{file.name}: {found[0]}"
+        for file in sorted(PACKAGE.rglob("*.py"))
+        for found in re.finditer(
+            r"[a-z_]=\{[^{}\n]*:[.\d]*[gef]\}", file.read_text(encoding="utf-8")
+        )
+    ]
     assert not rounded, "text.exact says the value itself"
 
 
@@ -590,7 +863,9 @@ def converted(config, changes):
     """The configuration of its values as JSON has them, and of changes by key."""
     keys = keys_of(type(config))
     plain = dict(leaves_of(type(config), json.loads(json.dumps(to_dict(config))))) | changes
-    return build(type(config), {name: convert_value(keys[name], value) for name, value in plain.items()})
+    return build(
+        type(config), {name: convert_value(keys[name], value) for name, value in plain.items()}
+    )
 
 
 @pytest.mark.parametrize("text", ["\x85", "a\x85b", "a\u2028b", "a\nb", "${seed}"])
@@ -621,12 +896,17 @@ def test_yaml_composes_to_the_same(tmp_path_factory, data):
 
 
 def test_resolved_text_is_the_run_folders(tmp_path):
-    config, resolved = compose("train", ["task=gsm8k", "run_name=1e5", "sampling.stop=[a,${b}]", "optimizer.lr=1e-7"])
+    config, resolved = compose(
+        "train", ["task=gsm8k", "run_name=1e5", "sampling.stop=[a,${b}]", "optimizer.lr=1e-7"]
+    )
     for text in texts_of(config):
         (tmp_path / "again.yaml").write_text(text)
         assert compose("train", [str(tmp_path / "again.yaml")])[0] == config
     assert yaml.safe_load(resolved.text)["optimizer"]["lr"] == 1e-7  # a number for any reader
-    assert "seed" not in yaml.safe_load(texts_of(config)[1]) and yaml.safe_load(resolved.text)["steps"] == 200
+    assert (
+        "seed" not in yaml.safe_load(texts_of(config)[1])
+        and yaml.safe_load(resolved.text)["steps"] == 200
+    )
 
 
 # ---- the schema
@@ -641,20 +921,40 @@ def test_every_key_is_described(command):
 
 def test_descriptions_are_the_lines_under_the_fields():
     rows = keys_of(Config)
-    assert rows["optimizer.lr"] == Key("optimizer.lr", float, 1.5e-4, "Peak learning rate of AdamW.", ("update",))
+    assert rows["optimizer.lr"] == Key(
+        "optimizer.lr", float, 1.5e-4, "Peak learning rate of AdamW.", ("update",)
+    )
     assert rows["optimizer.lr"].type_text == "number"
     assert rows["model.dtype"].type_text == "auto | float32 | bfloat16 | float16"
-    assert (rows["sampling.stop"].type_text, rows["reward.weights"].type_text) == ("list of text", "list of numbers")
-    assert rows["report.groups"].type_text == "true | false" and rows["steps"].type_text == "integer"
+    assert (rows["sampling.stop"].type_text, rows["reward.weights"].type_text) == (
+        "list of text",
+        "list of numbers",
+    )
+    assert (
+        rows["report.groups"].type_text == "true | false" and rows["steps"].type_text == "integer"
+    )
 
 
 def test_nearest():
     names = ["optimizer.lr", "sampling.top_k", "steps"]
     assert [nearest(word, names) for word in ("lr", "optim.lr", "top_p", "setps")] == [
-        "optimizer.lr", "optimizer.lr", "sampling.top_k", "steps"]
+        "optimizer.lr",
+        "optimizer.lr",
+        "sampling.top_k",
+        "steps",
+    ]
     assert nearest("modle", ["report.wandb.mode", "model"]) == "model"
-    for word in ("", "lr", "setps", "OPTIMIZER.LR", "max_tokens.prompt", "İx"):  # no name is passed over unseen
-        assert all(_at_most(word, name) >= likeness(word, name) for name in (*names, "", "SETPS", "x"))
+    for word in (
+        "",
+        "lr",
+        "setps",
+        "OPTIMIZER.LR",
+        "max_tokens.prompt",
+        "İx",
+    ):  # no name is passed over unseen
+        assert all(
+            _at_most(word, name) >= likeness(word, name) for name in (*names, "", "SETPS", "x")
+        )
 
 
 def test_sections_are_frozen():
@@ -665,15 +965,25 @@ def test_sections_are_frozen():
 def read_names() -> set[str]:
     """Every attribute that the package outside config/ reads (`x.split`, not the call `x.split()`), or gets by name,
     and the settings of policy losses and advantages, which each function takes by name."""
-    names = {key for parts in (POLICY_LOSSES, ADVANTAGES) for part in parts.values() for key in part.reads}
+    names = {
+        key
+        for parts in (POLICY_LOSSES, ADVANTAGES)
+        for part in parts.values()
+        for key in part.reads
+    }
     for path in PACKAGE.rglob("*.py"):
         if "config" in path.relative_to(PACKAGE).parts:
             continue
         text = path.read_text(encoding="utf-8")
         nodes = list(ast.walk(ast.parse(text)))
         called = {id(node.func) for node in nodes if isinstance(node, ast.Call)}
-        names |= {node.attr for node in nodes
-                  if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and id(node) not in called}
+        names |= {
+            node.attr
+            for node in nodes
+            if isinstance(node, ast.Attribute)
+            and isinstance(node.ctx, ast.Load)
+            and id(node) not in called
+        }
         names |= set(re.findall(r"""getattr\([^,()]+, "(\w+)"\)""", text))
     return names
 

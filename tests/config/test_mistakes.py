@@ -16,10 +16,18 @@ from shoal.config.schema import Config
 from shoal.config.text import difference_from_defaults
 
 FILES = {
-    "tab.yml": "optimizer:\n\tlr: 1\n", "dup.yml": "steps: 1\nsteps: 2\n", "open.yml": "steps: [1\n",
-    "colon.yml": "steps:3\n", "typo.yml": "optimizer:\n  lrr: 1\n", "unit.yml": "steps: 1k\n",
-    "list.yml": "steps: [1, 2]\n", "old.yml": "train: {publish_every: 2}\n", "indent.yml": "model:\n  path: a\n b: 0\n",
-    "python.yml": "steps: !!python/object:os.system x\n", "data.jsonl": '{"prompt": "a"}\n', "mine.yml": "steps: 3\n",
+    "tab.yml": "optimizer:\n\tlr: 1\n",
+    "dup.yml": "steps: 1\nsteps: 2\n",
+    "open.yml": "steps: [1\n",
+    "colon.yml": "steps:3\n",
+    "typo.yml": "optimizer:\n  lrr: 1\n",
+    "unit.yml": "steps: 1k\n",
+    "list.yml": "steps: [1, 2]\n",
+    "old.yml": "train: {publish_every: 2}\n",
+    "indent.yml": "model:\n  path: a\n b: 0\n",
+    "python.yml": "steps: !!python/object:os.system x\n",
+    "data.jsonl": '{"prompt": "a"}\n',
+    "mine.yml": "steps: 3\n",
     "clouds.yml": "base_output_directory: zz://a\nload_parameters_path: zz://b\n",
     "batches.yml": "steps: 2\nnum_batches: 3\n",
     "lora.yml": "lora_bias: all\nmax_target_length: 512\nper_device_batch_size: 1\n",
@@ -146,39 +154,68 @@ def test_a_mistake_is_one_clear_line(row, folder, capsys):
     assert all(part in err for part in parts), err
 
 
-@pytest.mark.parametrize("words", [["--dryrun"], ["--dry_run"], ["--dry-run=true"], ["--multi-run", "--dry-run"]])
+@pytest.mark.parametrize(
+    "words", [["--dryrun"], ["--dry_run"], ["--dry-run=true"], ["--multi-run", "--dry-run"]]
+)
 def test_switches_in_any_spelling_are_the_same(words, capsys):
     assert cli.main(["train", *words]) == 0
 
 
-@pytest.mark.parametrize("words", [["config_name=gsm8k"], ["--config_name", "gsm8k"], ["--config-file=gsm8k"]])
+@pytest.mark.parametrize(
+    "words", [["config_name=gsm8k"], ["--config_name", "gsm8k"], ["--config-file=gsm8k"]]
+)
 def test_presets_are_named_with_either_dash(words):
     assert compose("train", words)[0].task.name == "gsm8k"
 
 
 def test_max_staleness_is_a_short_form_everywhere(folder):
     (folder / "own.yml").write_text("max_staleness: 2\n")
-    for config in (compose("train", ["max_staleness=2"])[0], compose("doctor", ["--max_staleness", "2"])[0],
-                   compose("train", ["own.yml"])[0], from_overrides(Config, max_staleness=2)[0]):
+    for config in (
+        compose("train", ["max_staleness=2"])[0],
+        compose("doctor", ["--max_staleness", "2"])[0],
+        compose("train", ["own.yml"])[0],
+        from_overrides(Config, max_staleness=2)[0],
+    ):
         assert config.train.max_staleness == 2
 
 
-@pytest.mark.parametrize(("words", "expected"), [
-    (["generation_batch_size=64"], {"batch.prompts_per_step": 8, "algorithm.num_minibatches": 8}),
-    (["generation_batch_size=64", "per_device_train_batch_size=16", "gradient_accumulation_steps=2"],
-     {"batch.prompts_per_step": 8, "algorithm.num_minibatches": 2}),
-    (["per_device_train_batch_size=16", "mesh.fsdp=2", "generation_batch_size=64"],
-     {"batch.prompts_per_step": 8, "algorithm.num_minibatches": 2}),
-    (["recipe=trl", "generation_batch_size=32"], {"batch.prompts_per_step": 4, "algorithm.num_minibatches": 4}),
-])
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (
+            ["generation_batch_size=64"],
+            {"batch.prompts_per_step": 8, "algorithm.num_minibatches": 8},
+        ),
+        (
+            [
+                "generation_batch_size=64",
+                "per_device_train_batch_size=16",
+                "gradient_accumulation_steps=2",
+            ],
+            {"batch.prompts_per_step": 8, "algorithm.num_minibatches": 2},
+        ),
+        (
+            ["per_device_train_batch_size=16", "mesh.fsdp=2", "generation_batch_size=64"],
+            {"batch.prompts_per_step": 8, "algorithm.num_minibatches": 2},
+        ),
+        (
+            ["recipe=trl", "generation_batch_size=32"],
+            {"batch.prompts_per_step": 4, "algorithm.num_minibatches": 4},
+        ),
+    ],
+)
 def test_generation_batch_size_counts_all_devices(words, expected):
     found = difference_from_defaults(compose("train", words)[0])
-    assert {key: found.get(key) for key in expected} == expected and "batch.prompts_per_device" not in found
+    assert {
+        key: found.get(key) for key in expected
+    } == expected and "batch.prompts_per_device" not in found
 
 
 def test_a_reward_by_its_modules_path_is_its_file(folder):
     (folder / "my_lib").mkdir()
-    (folder / "my_lib" / "rewards.py").write_text("def f(completions, **_): return [1.0] * len(completions)\n")
+    (folder / "my_lib" / "rewards.py").write_text(
+        "def f(completions, **_): return [1.0] * len(completions)\n"
+    )
     config, _ = compose("train", ["--reward_funcs", "my_lib.rewards.f", "accuracy_reward"])
     assert config.reward.functions == ("my_lib/rewards.py:f", "accuracy_reward")
 
@@ -186,11 +223,16 @@ def test_a_reward_by_its_modules_path_is_its_file(folder):
 def test_a_stored_name_of_the_hub_is_read_again(folder):
     config, resolved = compose("train", ["model_name=org/model"])
     (folder / "config.yaml").write_text(resolved.text)
-    assert config.model.name == "org/model" and compose("train", ["config_file=config.yaml"])[0] == config
+    assert (
+        config.model.name == "org/model"
+        and compose("train", ["config_file=config.yaml"])[0] == config
+    )
     assert compose("train", ["model.name=org/model"])[0].model.path == "org/model"
 
 
-@pytest.mark.parametrize("words", [["mine.yml", "seed=1"], ["seed=1", "mine.yml"], ["--preset", "gsm8k", "mine.yml"]])
+@pytest.mark.parametrize(
+    "words", [["mine.yml", "seed=1"], ["seed=1", "mine.yml"], ["--preset", "gsm8k", "mine.yml"]]
+)
 def test_a_file_may_stand_anywhere(folder, words):
     assert compose("train", words)[0].steps == 3
 
@@ -212,16 +254,22 @@ def test_a_mistake_in_a_place_is_one_clear_line(row, folder, capsys):
     line, *parts = (part.strip() for part in row.split(" | "))
     assert cli.main(shlex.split(line)) == 2
     err = capsys.readouterr().err
-    assert err.startswith("error: ") and err.count("\n") == 1 and all(part in err for part in parts), err
+    assert (
+        err.startswith("error: ") and err.count("\n") == 1 and all(part in err for part in parts)
+    ), err
 
 
 @pytest.mark.parametrize("command", ["groups", "replay", "diff"])
 def test_commands_without_presets_list_none(command):
-    assert not {"--config-name", "--preset"} & options_of(command).keys() and "--preset" in options_of("eval")
+    assert not {"--config-name", "--preset"} & options_of(
+        command
+    ).keys() and "--preset" in options_of("eval")
 
 
 @pytest.mark.parametrize("words", [["recipe=trl", "task=gsm8k"]])
 def test_a_dry_run_lists_no_key_in_whose_place_another_decides(words, capsys):
     assert cli.main(["train", *words, "--dry-run"]) == 0
     notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("#")]
-    assert "prompts_per_device=1" in " ".join(notes) and not any("prompts_per_step=" in line for line in notes)
+    assert "prompts_per_device=1" in " ".join(notes) and not any(
+        "prompts_per_step=" in line for line in notes
+    )

@@ -56,7 +56,8 @@ def allowed(segment: np.ndarray, prompt: np.ndarray) -> np.ndarray:
         for query in range(size):
             for key in range(query + 1):
                 found[row, query, key] = segment[row, query] > 0 and (
-                    segment[row, key] in (segment[row, query], prompt[row, query]))
+                    segment[row, key] in (segment[row, query], prompt[row, query])
+                )
     return found
 
 
@@ -64,7 +65,9 @@ def by_rule(q, k, v, segment, prompt):
     """Softmax in float64 over the keys of the rule."""
     mask, share = allowed(segment, prompt), q.shape[2] // k.shape[2]
     k, v = (np.repeat(x, share, 2) for x in (k, v))
-    scores = np.where(mask[:, None], np.einsum("rqha,rtha->rhqt", q, k) * q.shape[-1] ** -0.5, -np.inf)
+    scores = np.where(
+        mask[:, None], np.einsum("rqha,rtha->rhqt", q, k) * q.shape[-1] ** -0.5, -np.inf
+    )
     p = np.exp(scores - np.where(mask.any(-1), scores.max(-1).min(1), 0)[:, None, :, None])
     total = p.sum(-1, keepdims=True)
     return np.einsum("rhqt,rtha->rqha", p / np.where(total == 0, 1, total), v)
@@ -72,7 +75,9 @@ def by_rule(q, k, v, segment, prompt):
 
 def inputs(size: int, heads: int, key_heads: int, head_dim: int) -> list[np.ndarray]:
     rng = np.random.default_rng(1)
-    return [rng.standard_normal((3, size, n, head_dim)) for n in (heads, key_heads, key_heads, heads)]
+    return [
+        rng.standard_normal((3, size, n, head_dim)) for n in (heads, key_heads, key_heads, heads)
+    ]
 
 
 def blocked(block: int, at_once: int):
@@ -85,12 +90,18 @@ def blocked(block: int, at_once: int):
 def on_tpu(q, k, v, query, key):
     """Of q and k that are turned back before."""
     size = k.shape[1] * k.shape[3] // 2
-    angles = jax.random.uniform(jax.random.key(0), (1, size), maxval=6.0).reshape(1, k.shape[1], 1, -1)
+    angles = jax.random.uniform(jax.random.key(0), (1, size), maxval=6.0).reshape(
+        1, k.shape[1], 1, -1
+    )
     of_keys = jnp.cos(angles), -jnp.sin(angles)
     of_queries = tuple(jnp.take_along_axis(x, query.position[..., None, None], 1) for x in of_keys)
     q, k = rotate(q, *of_queries), rotate(k, *of_keys)
-    own, others = (jnp.broadcast_to(tpu_attention.side_by_side((cos, -sin)), (len(q), cos.shape[1], q.shape[3]))
-                   for cos, sin in (of_queries, of_keys))
+    own, others = (
+        jnp.broadcast_to(
+            tpu_attention.side_by_side((cos, -sin)), (len(q), cos.shape[1], q.shape[3])
+        )
+        for cos, sin in (of_queries, of_keys)
+    )
     flat, pairs = (jax.lax.collapse(x, 2) for x in (q, k, v)), tpu_attention.row_pairs(query, key)
     return tpu_attention.attend_rows(*flat, (own, others), pairs, interpret=True).reshape(q.shape)
 
@@ -105,9 +116,12 @@ def by_pallas(block: int):
 
 def in_parts(attention, count: int):
     """Each part of the rows' queries by itself, as on the devices of `mesh.context`."""
+
     def whole(q, k, v, query, key):
         parts = zip(*(jnp.split(x, count, axis=1) for x in (q, *query)), strict=True)
-        return jnp.concatenate([attention(q, k, v, Tokens(*tokens), key) for q, *tokens in parts], 1)
+        return jnp.concatenate(
+            [attention(q, k, v, Tokens(*tokens), key) for q, *tokens in parts], 1
+        )
 
     return whole
 
@@ -115,24 +129,33 @@ def in_parts(attention, count: int):
 @pytest.mark.slow
 def test_the_reference_reads_what_the_rule_says():
     (q, k, v, _), (segment, prompt) = inputs(32, 4, 2, 8), rows_of(32)
-    found = attend_at_once(*(jnp.asarray(x, jnp.float32) for x in (q, k, v)), *[Tokens.of(segment, prompt)] * 2)
+    found = attend_at_once(
+        *(jnp.asarray(x, jnp.float32) for x in (q, k, v)), *[Tokens.of(segment, prompt)] * 2
+    )
     np.testing.assert_allclose(found, by_rule(q, k, v, segment, prompt), atol=2e-6)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("attention", "size", "heads", "key_heads", "head_dim"), [
-    pytest.param(blocked(16, 0), 96, 4, 2, 8, id="blocked"),
-    pytest.param(blocked(8, 4), 64, 2, 2, 16, id="blocked in parts"),
-    pytest.param(blocked(32, 1), 96, 6, 1, 8, id="one key head"),
-    pytest.param(on_tpu, 300, 8, 4, 64, id="TPU", marks=pytest.mark.slow),
-    pytest.param(on_tpu, 520, 3, 1, 128, id="TPU, one key head", marks=pytest.mark.slow),
-    pytest.param(by_pallas(16), 90, 6, 2, 24, id="pallas"),
-    pytest.param(by_pallas(64), 200, 4, 2, 128, id="pallas in a GPU's tiles", marks=pytest.mark.slow),
-    pytest.param(in_parts(attend_at_once, 2), 64, 4, 2, 8, id="reference of a part"),
-    pytest.param(in_parts(blocked(16, 0), 3), 96, 4, 2, 8, id="blocked of a part"),
-    pytest.param(in_parts(on_tpu, 2), 600, 2, 2, 48, id="TPU, a part", marks=pytest.mark.slow),
-    pytest.param(in_parts(by_pallas(16), 2), 90, 4, 2, 24, id="pallas of a part", marks=pytest.mark.slow),
-])
+@pytest.mark.parametrize(
+    ("attention", "size", "heads", "key_heads", "head_dim"),
+    [
+        pytest.param(blocked(16, 0), 96, 4, 2, 8, id="blocked"),
+        pytest.param(blocked(8, 4), 64, 2, 2, 16, id="blocked in parts"),
+        pytest.param(blocked(32, 1), 96, 6, 1, 8, id="one key head"),
+        pytest.param(on_tpu, 300, 8, 4, 64, id="TPU", marks=pytest.mark.slow),
+        pytest.param(on_tpu, 520, 3, 1, 128, id="TPU, one key head", marks=pytest.mark.slow),
+        pytest.param(by_pallas(16), 90, 6, 2, 24, id="pallas"),
+        pytest.param(
+            by_pallas(64), 200, 4, 2, 128, id="pallas in a GPU's tiles", marks=pytest.mark.slow
+        ),
+        pytest.param(in_parts(attend_at_once, 2), 64, 4, 2, 8, id="reference of a part"),
+        pytest.param(in_parts(blocked(16, 0), 3), 96, 4, 2, 8, id="blocked of a part"),
+        pytest.param(in_parts(on_tpu, 2), 600, 2, 2, 48, id="TPU, a part", marks=pytest.mark.slow),
+        pytest.param(
+            in_parts(by_pallas(16), 2), 90, 4, 2, 24, id="pallas of a part", marks=pytest.mark.slow
+        ),
+    ],
+)
 def test_values_and_gradients_are_the_references(attention, size, heads, key_heads, head_dim):
     tokens = Tokens.of(*map(jnp.asarray, rows_of(size)))
     *arrays, weight = inputs(size, heads, key_heads, head_dim)
@@ -144,7 +167,9 @@ def test_values_and_gradients_are_the_references(attention, size, heads, key_hea
             out = attention(*args, tokens, tokens)
             return (out.astype(jnp.float32) * weight).sum(), out
 
-        (_, out), gradient = jax.jit(jax.value_and_grad(value, argnums=(0, 1, 2), has_aux=True))(*exact)
+        (_, out), gradient = jax.jit(jax.value_and_grad(value, argnums=(0, 1, 2), has_aux=True))(
+            *exact
+        )
         return [np.asarray(x, np.float64) for x in (out, *gradient)]
 
     ours, exact = results(attention, jnp.float32), results(attend_at_once, jnp.float32)
@@ -175,10 +200,19 @@ def test_no_block_that_is_needed_is_left_out_and_few_others_are_computed(block):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mesh", "kind", "platform"), [
-    ((1, 1, 1), "blocked", "cpu"), ((1, 2, 2, 2), "blocked", "cpu"), ((2, 1, 2, 2), "pallas", "gpu"),
-    ((1, 1, 1), "pallas", "tpu"), ((1, 2, 2, 2), "pallas", "tpu")])
-def test_log_probs_and_gradients_of_a_model_are_those_of_the_reference(mesh, kind, platform, monkeypatch):
+@pytest.mark.parametrize(
+    ("mesh", "kind", "platform"),
+    [
+        ((1, 1, 1), "blocked", "cpu"),
+        ((1, 2, 2, 2), "blocked", "cpu"),
+        ((2, 1, 2, 2), "pallas", "gpu"),
+        ((1, 1, 1), "pallas", "tpu"),
+        ((1, 2, 2, 2), "pallas", "tpu"),
+    ],
+)
+def test_log_probs_and_gradients_of_a_model_are_those_of_the_reference(
+    mesh, kind, platform, monkeypatch
+):
     monkeypatch.setattr(segment_attention, "_kernel_refusal", lambda model, size: "")
     for module in (pallas_attention, tpu_attention):
         monkeypatch.setattr(module, "attend_rows", partial(module.attend_rows, interpret=True))
@@ -189,10 +223,14 @@ def test_log_probs_and_gradients_of_a_model_are_those_of_the_reference(mesh, kin
     for attention in ("reference", kind):
         if attention == kind and platform == "tpu":
             monkeypatch.setattr(Role, "platform", platform)
-        one = Learner(Model(QWEN3, where.trainer, attention=attention), ON_POLICY, OptimizerSection(), 10)
+        one = Learner(
+            Model(QWEN3, where.trainer, attention=attention), ON_POLICY, OptimizerSection(), 10
+        )
         state = one.init(jax.device_put(random_parameters(QWEN3), shardings(QWEN3, where.trainer)))
         total, lp = one.accumulate(None, state, batch)
-        found.append([np.concatenate([np.ravel(x) for x in jax.tree.leaves(total.gradient)]), np.asarray(lp)])
+        found.append(
+            [np.concatenate([np.ravel(x) for x in jax.tree.leaves(total.gradient)]), np.asarray(lp)]
+        )
     for ours, exact in zip(*found, strict=True):
         assert 0 < relative(exact, ours) < 2e-6  # 1.01e-6 on some processors
 
@@ -200,7 +238,9 @@ def test_log_probs_and_gradients_of_a_model_are_those_of_the_reference(mesh, kin
 def gradient_jaxpr(remat: str, dtype=jnp.float32):
     (batch,) = batches(random_groups(QWEN3, 2, 2, 9, 8))
     model = Model(QWEN3, roles(1, 1, 1).trainer, jnp.dtype(dtype), remat, "blocked")
-    return jax.make_jaxpr(jax.grad(lambda p: batch_loss(model, ON_POLICY, p, batch)[0]))(random_parameters(QWEN3)).jaxpr
+    return jax.make_jaxpr(jax.grad(lambda p: batch_loss(model, ON_POLICY, p, batch)[0]))(
+        random_parameters(QWEN3)
+    ).jaxpr
 
 
 @pytest.mark.slow
@@ -237,8 +277,12 @@ def test_the_kind_follows_from_device_and_shape(monkeypatch):
     assert kinds(4, 128) == ["reference"] * 3 and kinds(1, 256) == ["blocked"] * 3
     monkeypatch.setattr(Role, "platform", "gpu")
     assert kinds(1, 511) == ["reference"] * 3 and kinds(1, 512) == kinds(1, 16384) == ["pallas"] * 3
-    one, eight, kept = (replace(model, architecture=replace(wide, head_dim=320)) for model in (one, eight, kept))
-    assert kinds(1, 4096) == ["blocked", "reference", "blocked"] and kinds(2, 1500) == ["reference"] * 2 + ["blocked"]
+    one, eight, kept = (
+        replace(model, architecture=replace(wide, head_dim=320)) for model in (one, eight, kept)
+    )
+    assert kinds(1, 4096) == ["blocked", "reference", "blocked"] and kinds(2, 1500) == [
+        "reference"
+    ] * 2 + ["blocked"]
     one, eight, kept = (replace(model, architecture=wide) for model in (one, eight, kept))
     monkeypatch.setattr(Role, "platform", "tpu")
     assert kinds(1, 256) == ["reference"] * 3 and kinds(1, 512) == ["pallas"] * 3
@@ -256,12 +300,16 @@ def test_kernels_that_do_not_compile_or_give_other_results_are_not_taken(monkeyp
     """A CPU compiles none; a wrong sum or gradient is found by its size."""
     device, right = jax.devices()[0], pallas_attention.attend_rows
     assert "interpret mode" in pallas_attention.fault_on(device, 2, 16, "float32")
-    faults = {"values": lambda q, k, v, *rest: 1.01 * right(q, k, v, *rest),
-              "dv": lambda q, k, v, *rest: right(q, k, jax.lax.stop_gradient(v), *rest),
-              "values differ by nan": lambda q, k, v, *rest: right(q, k, v * jnp.nan, *rest)}
+    faults = {
+        "values": lambda q, k, v, *rest: 1.01 * right(q, k, v, *rest),
+        "dv": lambda q, k, v, *rest: right(q, k, jax.lax.stop_gradient(v), *rest),
+        "values differ by nan": lambda q, k, v, *rest: right(q, k, v * jnp.nan, *rest),
+    }
     for number, (text, wrong) in enumerate(faults.items(), 1):
         monkeypatch.setattr(pallas_attention, "attend_rows", wrong)
-        assert f"their {text}" in pallas_attention.fault_on(device, number, 8, "float32", interpret=True)
+        assert f"their {text}" in pallas_attention.fault_on(
+            device, number, 8, "float32", interpret=True
+        )
 
 
 @pytest.mark.slow
@@ -282,18 +330,28 @@ def test_a_model_on_a_gpu_has_blocked_attention_where_the_kernels_fail(monkeypat
     assert make_model(ModelSection(), QWEN3, role).attention == "auto"  # a CPU has none
     monkeypatch.setattr(Role, "platform", "gpu")
     tried = []
-    monkeypatch.setattr(pallas_attention, "fault_on", lambda *asked: tried.append(asked) or "too old")
+    monkeypatch.setattr(
+        pallas_attention, "fault_on", lambda *asked: tried.append(asked) or "too old"
+    )
     monkeypatch.setattr(jax, "local_devices", list)
     assert make_model(ModelSection(), QWEN3, role).attention == "auto" and not tried
     monkeypatch.setattr(jax, "local_devices", lambda: list(role.mesh.devices.flat))
     made = make_model(ModelSection(), QWEN3, role)
-    assert made.attention == "blocked" and tried == [(role.mesh.devices.flat[0], 2, QWEN3.head_dim, "bfloat16")]
-    assert make_model(ModelSection(attention="pallas"), QWEN3, role).attention == "pallas" and len(tried) == 1
+    assert made.attention == "blocked" and tried == [
+        (role.mesh.devices.flat[0], 2, QWEN3.head_dim, "bfloat16")
+    ]
+    assert (
+        make_model(ModelSection(attention="pallas"), QWEN3, role).attention == "pallas"
+        and len(tried) == 1
+    )
     for config in (EvalConfig(), GenerateConfig(), Config()):  # replay's jobs are of the last kind
         out = io.StringIO()
         with Job(config, Console(out), spec=spec, devices=list(role.mesh.devices.flat)) as job:
             assert job.model.attention == "blocked"
-        assert out.getvalue() == "attention is blocked: our kernels do not work on this GPU (too old)\n"
+        assert (
+            out.getvalue()
+            == "attention is blocked: our kernels do not work on this GPU (too old)\n"
+        )
 
 
 def test_a_kernel_is_refused_where_it_cannot_run(monkeypatch):
@@ -303,10 +361,14 @@ def test_a_kernel_is_refused_where_it_cannot_run(monkeypatch):
             attention_kind(Model(a, roles(1, 1, 1).trainer, attention="pallas"), 1, size)
         return str(raised.value)
 
-    assert refused(64, 64) == ("model.attention=pallas: pallas attention is for GPUs and TPUs, and this is a CPU; "
-                               "model.attention=auto uses reference here")
+    assert refused(64, 64) == (
+        "model.attention=pallas: pallas attention is for GPUs and TPUs, and this is a CPU; "
+        "model.attention=auto uses reference here"
+    )
     monkeypatch.setattr(Role, "platform", "tpu")
-    assert "65,600 tokens, and at most 65,536" in refused(64, 65600) and "auto uses blocked" in refused(64, 65600)
+    assert "65,600 tokens, and at most 65,536" in refused(
+        64, 65600
+    ) and "auto uses blocked" in refused(64, 65600)
     monkeypatch.setattr(Role, "platform", "gpu")
     assert "head_dim is 320; model.attention=auto uses blocked here" in refused(320, 16384)
 
@@ -316,8 +378,13 @@ def test_memory_grows_with_tokens():
     def temporaries(size: int, attention) -> int:
         shape = jax.ShapeDtypeStruct((1, size, 2, 8), jnp.float32)
         ones = Tokens.of(*[jnp.ones((1, size), jnp.int32)] * 2)
-        compiled = jax.jit(jax.grad(lambda q, k, v: attention(q, k, v, ones, ones).sum(), argnums=(0, 1, 2))).lower(
-            shape, shape, shape).compile()
+        compiled = (
+            jax.jit(
+                jax.grad(lambda q, k, v: attention(q, k, v, ones, ones).sum(), argnums=(0, 1, 2))
+            )
+            .lower(shape, shape, shape)
+            .compile()
+        )
         return compiled.memory_analysis().temp_size_in_bytes
 
     assert temporaries(1024, blocked(64, 4)) < 2.2 * temporaries(512, blocked(64, 4))

@@ -23,19 +23,40 @@ def largest_gap(dtype) -> tuple[float, float]:
     """(largest, mean) difference of the sampler's log-probs and the trainer's for the tokens of one engine."""
     parameters = random_parameters(QWEN3, scale=5.0)
     model = Model(QWEN3, roles().sampler, dtype)
-    engine = Engine(model, slots=16, group_size=4, max_prompt_tokens=64, max_completion_tokens=64, eos_ids=())
+    engine = Engine(
+        model, slots=16, group_size=4, max_prompt_tokens=64, max_completion_tokens=64, eos_ids=()
+    )
     engine.load(0, publish_to(model, parameters))
     assert {leaf.dtype for leaf in jax.tree.leaves(engine.parameters)} == {jnp.dtype(dtype)}
     requests = [request(row, size, max_tokens=48) for row, size in enumerate((20, 1, 64, 33))]
     played = play(engine, requests)
-    groups = [Group(Purpose.TRAIN, 0, 0, Example(r.id, ""), r.prompt_ids, tuple(played[r.id, i] for i in range(4)),
-                    ("",) * 4, np.zeros(4), {}, np.ones(4, bool)) for r in requests]
+    groups = [
+        Group(
+            Purpose.TRAIN,
+            0,
+            0,
+            Example(r.id, ""),
+            r.prompt_ids,
+            tuple(played[r.id, i] for i in range(4)),
+            ("",) * 4,
+            np.zeros(4),
+            {},
+            np.ones(4, bool),
+        )
+        for r in requests
+    ]
     zeros = np.zeros((4, 4))
     (batch,) = pack(groups, range(4), zeros, zeros, [whole(groups)], 1.0)
-    lps, _ = jax.jit(lambda p, b: batch_logprobs(model, p, b, 2**25))(parameters, batch.arrays)  # float32 masters
+    lps, _ = jax.jit(lambda p, b: batch_logprobs(model, p, b, 2**25))(
+        parameters, batch.arrays
+    )  # float32 masters
     assert lps.dtype == jnp.float32
-    gaps = np.concatenate([np.abs(lp - groups[g].completions[i].logprobs)
-                           for (g, i), lp in unpack([batch], [np.asarray(lps)]).items()])
+    gaps = np.concatenate(
+        [
+            np.abs(lp - groups[g].completions[i].logprobs)
+            for (g, i), lp in unpack([batch], [np.asarray(lps)]).items()
+        ]
+    )
     return float(gaps.max()), float(gaps.mean())
 
 
@@ -74,7 +95,9 @@ def test_an_update_moves_float32_masters_by_less_than_bfloat16_can_hold():
         moved += int((new != old).sum())
         kept += int((new.astype(jnp.bfloat16) == old.astype(jnp.bfloat16)).sum())
         count += new.size
-    assert moved > 0.9 * count and kept > 0.95 * count  # in bfloat16 most of this update would have been lost
+    assert (
+        moved > 0.9 * count and kept > 0.95 * count
+    )  # in bfloat16 most of this update would have been lost
 
 
 @pytest.mark.slow
@@ -85,12 +108,24 @@ def test_what_tpus_compute_in_another_way_has_the_same_values_and_gradients(dtyp
     q = jnp.asarray(rng.standard_normal((2, 5, 3, QWEN3.head_dim)), dtype)
     rope = rotary(QWEN3, jnp.arange(10).reshape(2, 5))
     model = Model(QWEN3, roles().trainer, dtype)
-    gate, up, down = (jnp.asarray(rng.standard_normal(shape), dtype) for shape in ((2, 5, 24), (2, 5, 24), (24, 8)))
-    pairs = [(lambda q: rotate(q, *rope), lambda q: rotate_by_product(q, *rope), (q,)),
-             (lambda *x: linear(x[2], jax.nn.silu(x[0]) * x[1]), lambda *x: gated_product(model, *x), (gate, up, down))]
+    gate, up, down = (
+        jnp.asarray(rng.standard_normal(shape), dtype)
+        for shape in ((2, 5, 24), (2, 5, 24), (24, 8))
+    )
+    pairs = [
+        (lambda q: rotate(q, *rope), lambda q: rotate_by_product(q, *rope), (q,)),
+        (
+            lambda *x: linear(x[2], jax.nn.silu(x[0]) * x[1]),
+            lambda *x: gated_product(model, *x),
+            (gate, up, down),
+        ),
+    ]
     with jax.disable_jit():
         for plain, other, inputs in pairs:
-            (value, backward), (other_value, other_backward) = jax.vjp(plain, *inputs), jax.vjp(other, *inputs)
+            (value, backward), (other_value, other_backward) = (
+                jax.vjp(plain, *inputs),
+                jax.vjp(other, *inputs),
+            )
             np.testing.assert_array_equal(value, other_value)
             given = jnp.asarray(rng.standard_normal(value.shape), dtype)
             for one, another in zip(backward(given), other_backward(given), strict=True):

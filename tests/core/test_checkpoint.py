@@ -50,7 +50,9 @@ def random_parameters(seed: int = 0) -> Parameters:
 def state_on(mesh: tuple[int, int, int], seed: int = 0) -> TrainState:
     where = roles(*mesh)
     parameters = random_parameters(seed)
-    return learner(QWEN3, where=where).init(jax.device_put(parameters, shardings(QWEN3, where.trainer)))
+    return learner(QWEN3, where=where).init(
+        jax.device_put(parameters, shardings(QWEN3, where.trainer))
+    )
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +61,11 @@ def run(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("run")
     checkpoints = Checkpoints(folder / "checkpoints", keep_last=2)
     for version in (2, 4, 10):
-        checkpoints.save(version, state_on((1, 4, 2), seed=version), {"cursor": 3 * version, "source": {"pending": []}})
+        checkpoints.save(
+            version,
+            state_on((1, 4, 2), seed=version),
+            {"cursor": 3 * version, "source": {"pending": []}},
+        )
     checkpoints.close()
     return folder
 
@@ -72,7 +78,9 @@ def test_a_protected_version_outlives_newer_ones(tmp_path, monkeypatch):
     """The last good one, where what came after it is ruined."""
     checkpoints = Checkpoints(tmp_path / "checkpoints", keep_last=1)
     deleted: list[int] = []
-    monkeypatch.setattr(checkpoints, "_manager", SimpleNamespace(all_steps=lambda: [3, 4, 5], delete=deleted.append))
+    monkeypatch.setattr(
+        checkpoints, "_manager", SimpleNamespace(all_steps=lambda: [3, 4, 5], delete=deleted.append)
+    )
     checkpoints.protected = 3
     checkpoints._prune()
     assert deleted == [4]
@@ -81,14 +89,22 @@ def test_a_protected_version_outlives_newer_ones(tmp_path, monkeypatch):
     assert deleted == [4, 3, 4]
 
 
-@pytest.mark.parametrize("mesh", [
-    (1, 1, 1), (2, 2, 2), *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ((1, 8, 1), (1, 4, 2)))])
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        (1, 1, 1),
+        (2, 2, 2),
+        *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ((1, 8, 1), (1, 4, 2))),
+    ],
+)
 def test_parameters_come_back_bit_for_bit_on_another_mesh(run, mesh):
     role = roles(*mesh).trainer
     for version in (4, 10):
         read = load_parameters(run, version, QWEN3, role)
         assert same_bits(by_path(read), by_path(random_parameters(version)))
-    for leaf, wanted in zip(jax.tree.leaves(read), jax.tree.leaves(shardings(QWEN3, role)), strict=True):
+    for leaf, wanted in zip(
+        jax.tree.leaves(read), jax.tree.leaves(shardings(QWEN3, role)), strict=True
+    ):
         assert leaf.sharding == wanted
     assert mesh == (1, 1, 1) or not read.embed_tokens.sharding.is_fully_replicated
 
@@ -105,15 +121,20 @@ def test_a_checkpoint_with_other_versions_compiles_nothing(tmp_path):
     checkpoints, state = Checkpoints(tmp_path / "checkpoints", keep_last=1), state_on((1, 1, 1))
     for version in (2, 5):
         counter = CompilationCounter()
-        checkpoints.save(version, state, {}, {version - 1: state.trainable, version - 2: state.trainable})
+        checkpoints.save(
+            version, state, {}, {version - 1: state.trainable, version - 2: state.trainable}
+        )
     assert counter.read() == 0
     checkpoints.close()
 
 
 @pytest.mark.slow
 def test_small_arrays_of_several_replicas_are_written_by_one_and_compile_nothing(tmp_path):
-    checkpoints, state, counter = Checkpoints(tmp_path / "checkpoints", keep_last=1), state_on((2, 2, 2)), \
-        CompilationCounter()
+    checkpoints, state, counter = (
+        Checkpoints(tmp_path / "checkpoints", keep_last=1),
+        state_on((2, 2, 2)),
+        CompilationCounter(),
+    )
     checkpoints.save(1, state, {})
     checkpoints.close()
     assert counter.read() <= 2  # checksums
@@ -121,6 +142,7 @@ def test_small_arrays_of_several_replicas_are_written_by_one_and_compile_nothing
 
 def on_host(parameters: Parameters, used: list[int]) -> Parameters:
     """The parameters as a publisher of files has them; `used` gets the bytes of each that is read."""
+
     def lazy(leaf: jax.Array) -> LazyArray:
         values = np.asarray(leaf)
 
@@ -157,12 +179,17 @@ def test_weights_outside_of_devices_are_saved_and_restored_there(tmp_path, monke
     assert sorted(read) == sorted(2 * sizes)  # for the checksum, and to be written
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), parameters)
     found = restore(tmp_path, 5, one, shapes).published[4]
-    assert len(held) == 2 * len(sizes) and max(held[:len(sizes)]) <= before + max(sizes)
+    assert len(held) == 2 * len(sizes) and max(held[: len(sizes)]) <= before + max(sizes)
     assert all(isinstance(leaf, LazyArray) for leaf in jax.tree.leaves(found))
     assert same_bits(by_path(found), by_path(parameters))
     flipped = tmp_path / "checkpoints" / "5" / "published"
-    largest = max((path for path in flipped.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
-    largest.write_bytes(bytes(byte ^ (place == 3000) for place, byte in enumerate(largest.read_bytes())))
+    largest = max(
+        (path for path in flipped.rglob("*") if path.is_file()),
+        key=lambda path: path.stat().st_size,
+    )
+    largest.write_bytes(
+        bytes(byte ^ (place == 3000) for place, byte in enumerate(largest.read_bytes()))
+    )
     with pytest.raises(DamagedCheckpoint, match="checkpoints/5 is damaged"):
         restore(tmp_path, 5, one, shapes)
 
@@ -185,7 +212,9 @@ def test_of_an_array_outside_of_devices_one_has_a_piece_at_a_time(monkeypatch, d
             shape = shape if most > 500 else (*shape, 2)  # compiled anew
             array = jax.random.normal(jax.random.key(1), shape).astype(dtype)
             on_device.clear()
-            assert checksum.checksum([np.asarray(array)]) == int(checksum.array_checksum(array, jnp.uint32(0)))
+            assert checksum.checksum([np.asarray(array)]) == int(
+                checksum.array_checksum(array, jnp.uint32(0))
+            )
             assert sum(on_device) == array.nbytes and max(on_device) <= 1000
             assert len(on_device) <= 1 or array.nbytes > 1000
 
@@ -200,14 +229,20 @@ def test_one_device_to_eight(tmp_path):
 
 
 def test_where_a_checkpoint_is_found(run, tmp_path, monkeypatch):
-    assert find_checkpoint(run) == find_checkpoint(run / "checkpoints") == (run, 10)  # as numbers: 10 is after 4
+    assert (
+        find_checkpoint(run) == find_checkpoint(run / "checkpoints") == (run, 10)
+    )  # as numbers: 10 is after 4
     assert find_checkpoint(run / "checkpoints" / "4") == (run, 4)
     assert find_checkpoint(tmp_path) is None and find_checkpoint(run) is not None
-    (tmp_path / "checkpoints" / "5.orbax-checkpoint-tmp").mkdir(parents=True)  # cut off while it was written
+    (tmp_path / "checkpoints" / "5.orbax-checkpoint-tmp").mkdir(
+        parents=True
+    )  # cut off while it was written
     (tmp_path / "new").mkdir()
     (tmp_path / "new" / "config.yaml").write_text("steps: 3\n")  # a run before its first checkpoint
     for without in (tmp_path, tmp_path / "new"):
-        with pytest.raises(ShoalError, match=rf"the run {without} has no checkpoint: wait for its first one"):
+        with pytest.raises(
+            ShoalError, match=rf"the run {without} has no checkpoint: wait for its first one"
+        ):
             find_checkpoint(without)
     monkeypatch.chdir(run / "checkpoints")
     assert find_checkpoint(Path("4")) == (run, 4) and find_checkpoint(Path("..")) == (run, 10)
@@ -222,15 +257,25 @@ def test_what_cannot_be_read_is_an_error(run, tmp_path):
     checkpoints = Checkpoints(tmp_path / "checkpoints", keep_last=1)
     checkpoints.save(1, state_on((1, 1, 1)), {})
     checkpoints.close()
-    largest = max((path for path in tmp_path.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
-    manifest = next(path for path in tmp_path.rglob("manifest.ocdbt") if path.parent.name == "state")
+    largest = max(
+        (path for path in tmp_path.rglob("*") if path.is_file()),
+        key=lambda path: path.stat().st_size,
+    )
+    manifest = next(
+        path for path in tmp_path.rglob("manifest.ocdbt") if path.parent.name == "state"
+    )
     for file in (largest, manifest):
         whole = file.read_bytes()
-        for damaged in (whole[:len(whole) // 2], b"{garbage" * 8 + whole[64:]):
+        for damaged in (whole[: len(whole) // 2], b"{garbage" * 8 + whole[64:]):
             file.write_bytes(damaged)
-            with orbax_silenced(), pytest.raises(ShoalError, match="checkpoints/1 cannot be read") as error:
+            with (
+                orbax_silenced(),
+                pytest.raises(ShoalError, match="checkpoints/1 cannot be read") as error,
+            ):
                 load_parameters(tmp_path, 1, QWEN3, role)
-            assert "{" not in str(error.value) and len(str(error.value)) < 200 + 2 * len(str(tmp_path))
+            assert "{" not in str(error.value) and len(str(error.value)) < 200 + 2 * len(
+                str(tmp_path)
+            )
         file.write_bytes(whole)
 
 
@@ -243,10 +288,13 @@ def test_weights_with_a_flipped_bit_are_an_error(tmp_path, dtype):
     checkpoints.close()
     role = roles().trainer
     assert jax.tree.leaves(load_parameters(tmp_path, 1, QWEN3, role, dtype))[0].dtype == dtype
-    largest = max((path for path in tmp_path.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    largest = max(
+        (path for path in tmp_path.rglob("*") if path.is_file()),
+        key=lambda path: path.stat().st_size,
+    )
     whole, errors = largest.read_bytes(), 0
     for place in np.linspace(0, len(whole) - 1, 12).astype(int):
-        largest.write_bytes(whole[:place] + bytes([whole[place] ^ 16]) + whole[place + 1:])
+        largest.write_bytes(whole[:place] + bytes([whole[place] ^ 16]) + whole[place + 1 :])
         try:
             with orbax_silenced():
                 read = load_parameters(tmp_path, 1, QWEN3, role, dtype)
@@ -265,7 +313,9 @@ def test_a_job_leaves_loggers_and_warnings_as_they_were(tmp_path):
 
     before = seen()
     with Job(Config(), Console()) as job:
-        assert job.given == Config() and all(now != then for now, then in zip(seen(), before, strict=True))
+        assert job.given == Config() and all(
+            now != then for now, then in zip(seen(), before, strict=True)
+        )
         Checkpoints(tmp_path, keep_last=1).close()
     assert seen() == before
 
@@ -300,11 +350,19 @@ def test_when_a_read_fails_all_others_have_ended(tmp_path, monkeypatch):
     assert len(begun) > 5 and sorted(ended) == begun
 
 
-def test_a_call_to_a_closed_loop_of_orbax_is_dropped_whenever_it_comes_and_nothing_else(monkeypatch):
+def test_a_call_to_a_closed_loop_of_orbax_is_dropped_whenever_it_comes_and_nothing_else(
+    monkeypatch,
+):
     seen = []
-    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: seen.append(str(unraisable.exc_value)))
+    monkeypatch.setattr(
+        sys, "unraisablehook", lambda unraisable: seen.append(str(unraisable.exc_value))
+    )
     load_orbax.__wrapped__()
-    for text, owner in (("Event loop is closed", None), ("Event loop is closed", print), ("another", None)):
+    for text, owner in (
+        ("Event loop is closed", None),
+        ("Event loop is closed", print),
+        ("another", None),
+    ):
         sys.unraisablehook(SimpleNamespace(object=owner, exc_value=RuntimeError(text)))
     assert seen == ["Event loop is closed", "another"]
 
@@ -337,7 +395,9 @@ def test_on_a_cpu_few_arrays_are_written_at_once(tmp_path, monkeypatch):
 
     monkeypatch.setattr(LimitInFlightBytes, "wait_for_bytes", reserved)
     monkeypatch.setattr(LimitInFlightBytes, "release_bytes", released)
-    checkpoints = Checkpoints(tmp_path / "checkpoints", keep_last=1, in_background=False, largest_array=largest)
+    checkpoints = Checkpoints(
+        tmp_path / "checkpoints", keep_last=1, in_background=False, largest_array=largest
+    )
     checkpoints.save(1, state, {})
     checkpoints.close()
     assert sum(sizes) > 4 * largest >= 4 * max(most)

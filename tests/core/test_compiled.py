@@ -36,32 +36,51 @@ def check_movement(text: str, dtype: str, reduce_dtype: str, is_sliced: bool = F
     found = of_weights(text)
     gathered = [one for one in found if one.kind == "all-gather"]
     summed = [one for one in found if one.kind != "all-gather"]
-    assert {one.dtype for one in gathered} == {dtype} and {one.dtype for one in summed} == {reduce_dtype}
-    assert 0.99 * (WEIGHTS - HEAD) < sum(one.elements * one.times for one in summed) <= 1.05 * WEIGHTS
+    assert {one.dtype for one in gathered} == {dtype} and {one.dtype for one in summed} == {
+        reduce_dtype
+    }
+    assert (
+        0.99 * (WEIGHTS - HEAD) < sum(one.elements * one.times for one in summed) <= 1.05 * WEIGHTS
+    )
     assert sum(one.elements * one.times for one in gathered) <= 2.3 * WEIGHTS
     head = [one for one in found if one.elements >= HEAD]
     assert {one.times for one in head} == (set() if is_sliced else {1})  # in no loop over tokens
     assert sum(one.elements * SIZES[one.dtype] for one in head) <= 3 * HEAD * SIZES[dtype]
-    assert max(elements for line in text.splitlines() if " = " in line and " parameter(" not in line
-               for _, elements in arrays(line.split(" = ")[1].split("(")[0])) <= HEAD
+    assert (
+        max(
+            elements
+            for line in text.splitlines()
+            if " = " in line and " parameter(" not in line
+            for _, elements in arrays(line.split(" = ")[1].split("(")[0])
+        )
+        <= HEAD
+    )
 
 
 @pytest.mark.parametrize(("tied", "tensor"), [(False, 1), (True, 2)])
 def test_weights_are_gathered_twice_the_head_once_and_gradients_summed_once(tied, tensor):
-    text = compiled_update(jax.devices()[: 4 * tensor], "float32", tensor=tensor, tie_embeddings=tied).as_text()
+    text = compiled_update(
+        jax.devices()[: 4 * tensor], "float32", tensor=tensor, tie_embeddings=tied
+    ).as_text()
     if tensor == 1:
         check_movement(text, "f32", "f32")
     vocabulary = [one for one in collectives(text) if one.elements >= HEAD // tensor]
     assert vocabulary and {(one.elements, one.times) for one in vocabulary} == {(HEAD // tensor, 1)}
 
 
-@pytest.mark.parametrize(("topology", "reduce_dtypes"), [("h200:4", ("float32", "bfloat16")),
-                                                         ("v5p:2x2x2", ("float32",))])
+@pytest.mark.parametrize(
+    ("topology", "reduce_dtypes"),
+    [("h200:4", ("float32", "bfloat16")), ("v5p:2x2x2", ("float32",))],
+)
 def test_accelerators_gather_bfloat16_and_sum_gradients_in_reduce_dtype(topology, reduce_dtypes):
     texts = compiled_elsewhere(topology, "update", "bfloat16", *reduce_dtypes).split("\f")
     for text, reduce_dtype in zip(texts, reduce_dtypes, strict=False):
-        check_movement(text, "bf16", {"float32": "f32", "bfloat16": "bf16"}[reduce_dtype],
-                       is_sliced="v5p" in topology)
+        check_movement(
+            text,
+            "bf16",
+            {"float32": "f32", "bfloat16": "bf16"}[reduce_dtype],
+            is_sliced="v5p" in topology,
+        )
         # On a torus of three dimensions XLA's defaults sum each gradient whole on each chip.
         assert not [one for one in of_weights(text) if one.kind == "all-reduce"]
 
@@ -94,8 +113,15 @@ def test_in_bfloat16_a_mesh_gives_the_gradient_of_one_device():
     (batch,) = batches(groups, shards=4)
     objective = replace(ON_POLICY, chunk_elements=8 * QWEN3.vocab_size)
 
-    def gradient(where: Roles, reduce_dtype: Any = "float32", dtype: Any = jnp.bfloat16) -> np.ndarray:
-        one = Learner(Model(QWEN3, where.trainer, dtype), objective, OptimizerSection(reduce_dtype=reduce_dtype), 10)
+    def gradient(
+        where: Roles, reduce_dtype: Any = "float32", dtype: Any = jnp.bfloat16
+    ) -> np.ndarray:
+        one = Learner(
+            Model(QWEN3, where.trainer, dtype),
+            objective,
+            OptimizerSection(reduce_dtype=reduce_dtype),
+            10,
+        )
         parameters = jax.device_put(random_parameters(QWEN3), shardings(QWEN3, where.trainer))
         total, _ = one.accumulate(None, TrainState(parameters, None, None), batch)
         return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(total.gradient)])

@@ -11,8 +11,14 @@ from shoal.trainer.curriculum import DataExhausted, PassRates, PromptStream, pre
 from shoal.types import Example, Group, Purpose, ShoalError
 
 
-def stream(count: int = 12, seed: int = 0, max_tokens: int = 100, long_prompts: str = "drop",
-           lengths: list[int] | None = None, bound: float = 1.0) -> PromptStream:
+def stream(
+    count: int = 12,
+    seed: int = 0,
+    max_tokens: int = 100,
+    long_prompts: str = "drop",
+    lengths: list[int] | None = None,
+    bound: float = 1.0,
+) -> PromptStream:
     """Row r's prompt is r's text; its tokens are `lengths[r]` times r."""
     examples = [Example(row, str(row)) for row in range(count)]
 
@@ -57,10 +63,10 @@ def test_until_rows_meet_again_the_order_is_that_of_the_permutations():
     first, second = rows(orders[1].next(8)), rows(orders[1].next(8))
     assert first == permutations[0][:8] and second[:4] == permutations[0][8:]
     assert second[4:] == [row for row in permutations[1] if row not in permutations[0][8:]][:4]
-    read = permutations[1][:permutations[1].index(second[-1]) + 1]
+    read = permutations[1][: permutations[1].index(second[-1]) + 1]
     passed_over = [row for row in read if row in permutations[0][8:]]
     assert orders[1].postponed == passed_over and passed_over
-    assert rows(orders[1].next(8))[:len(passed_over)] == passed_over
+    assert rows(orders[1].next(8))[: len(passed_over)] == passed_over
 
 
 def test_rows_that_a_step_has_already_are_taken_in_the_next():
@@ -91,7 +97,12 @@ def test_its_state_resumes_the_same_order(bound):
     s = stream(bound=bound, lengths=[200, 3] * 6)
     for step in range(9):
         taken = s.next(3)
-        s.rates.add([judged(p.example, [(p.example.row + step) % 3 > 0, p.example.row % 4 == 1]) for p in taken])
+        s.rates.add(
+            [
+                judged(p.example, [(p.example.row + step) % 3 > 0, p.example.row % 4 == 1])
+                for p in taken
+            ]
+        )
     resumed = stream(bound=bound, lengths=[200, 3] * 6)
     resumed.restore(json.loads(json.dumps(s.state())))
     for _ in range(6):
@@ -116,20 +127,36 @@ def test_its_state_resumes_with_the_rows_that_wait(steps):
     assert resumed.postponed == []
 
 
-def judged(example: Example, correct: list[bool], rewards: list[float] | None = None,
-           valid: list[bool] | None = None) -> Group:
+def judged(
+    example: Example,
+    correct: list[bool],
+    rewards: list[float] | None = None,
+    valid: list[bool] | None = None,
+) -> Group:
     """A group whose completions were right or not."""
     values = np.array(rewards if rewards is not None else correct, float)
-    return Group(Purpose.TRAIN, 0, 0, example, np.array([1]), (), (), values, {},
-                 np.array(valid if valid is not None else [True] * len(values)),
-                 None if rewards is not None else np.array(correct))
+    return Group(
+        Purpose.TRAIN,
+        0,
+        0,
+        example,
+        np.array([1]),
+        (),
+        (),
+        values,
+        {},
+        np.array(valid if valid is not None else [True] * len(values)),
+        None if rewards is not None else np.array(correct),
+    )
 
 
 def test_pass_rates_are_of_valid_completions():
     rates, example = PassRates(), Example(7, "7")
     rates.add([judged(example, [True, False, True, True], valid=[True, True, False, True])])
     assert rates.counts == {7: (3, 2.0)}
-    rates.add([judged(example, [], rewards=[0.25, 7.0, -3.0])])  # no `correct`: the reward within [0, 1]
+    rates.add(
+        [judged(example, [], rewards=[0.25, 7.0, -3.0])]
+    )  # no `correct`: the reward within [0, 1]
     assert rates.counts == {7: (6, 3.25)}
 
 
@@ -137,7 +164,9 @@ def test_solved_prompts_are_retired_and_hard_ones_drawn_more_from_the_next_epoch
     s = stream(bound=0.8)
     for prepared in s.next(12):
         row = prepared.example.row
-        s.rates.add([judged(prepared.example, [row < 3] * 4 if row < 6 else [True, False, False, False])])
+        s.rates.add(
+            [judged(prepared.example, [row < 3] * 4 if row < 6 else [True, False, False, False])]
+        )
     drawn = np.zeros(12, int)
     for _ in range(9):
         seen = rows(s.next(3))
@@ -147,7 +176,9 @@ def test_solved_prompts_are_retired_and_hard_ones_drawn_more_from_the_next_epoch
     often = np.zeros(12, int)
     for seed in range(60):
         one = stream(bound=0.8, seed=seed)
-        one.rates.at_epoch = {row: 1.0 if row < 3 else 0.0 if row < 6 else 0.75 for row in range(12)}
+        one.rates.at_epoch = {
+            row: 1.0 if row < 3 else 0.0 if row < 6 else 0.75 for row in range(12)
+        }
         often += np.bincount(one._order_of(0), minlength=12)
     assert (often[:3] == 0).all() and (often[3:6] == 120).all()  # rate 0: twice an epoch
     assert np.abs(often[6:] / 60 - 1.25).max() < 0.25  # rate 3/4: 1.25 times in the mean
@@ -160,22 +191,36 @@ def test_off_by_default_though_rates_are_recorded():
     assert len(s.rates.counts) == 12 and sorted(rows(s.next(12))) == list(range(12))
 
 
-@pytest.mark.parametrize(("left", "count", "words"), [
-    (0, 1, "12 prompts are retired .*fewer than 1 are left"), (2, 4, "10 prompts are retired .*fewer than 4 are left")])
+@pytest.mark.parametrize(
+    ("left", "count", "words"),
+    [
+        (0, 1, "12 prompts are retired .*fewer than 1 are left"),
+        (2, 4, "10 prompts are retired .*fewer than 4 are left"),
+    ],
+)
 def test_too_few_prompts_left_end_the_data(left, count, words):
     s = stream(bound=0.5)
     for prepared in s.next(12):
         s.rates.add([judged(prepared.example, [prepared.example.row >= left] * 2)])
     before = s.state()
-    assert s.is_exhausted(count) and s.is_exhausted(max(left, 1)) == (left == 0) and s.state() == before
+    assert (
+        s.is_exhausted(count)
+        and s.is_exhausted(max(left, 1)) == (left == 0)
+        and s.state() == before
+    )
     assert not stream(bound=0.5).is_exhausted(12)
     for _ in range(2):
         with pytest.raises(DataExhausted, match=words):
             s.next(count)
     place = s.state()
     assert s.more(count, range(left)) == [] and s.state() == place
-    s.rates.add([judged(Example(row, str(row)), [False] * 9) for row in range(12)])  # nothing is solved any more
-    for bound, ended in ((0.5, True), (0.9, False)):  # what ended a run stays so, unless the bound was changed
+    s.rates.add(
+        [judged(Example(row, str(row)), [False] * 9) for row in range(12)]
+    )  # nothing is solved any more
+    for bound, ended in (
+        (0.5, True),
+        (0.9, False),
+    ):  # what ended a run stays so, unless the bound was changed
         resumed = stream(bound=bound)
         resumed.restore(json.loads(json.dumps(s.state())))
         assert resumed.is_exhausted(count) == ended
@@ -193,12 +238,24 @@ def test_peek_takes_nothing():
 def test_long_prompts_are_dropped_and_counted():
     s = stream(lengths=[3, 200, 3, 3, 0, 3, 3, 100, 101, 3, 3, 3])
     seen = rows(s.next(4)) + rows(s.next(5))
-    assert sorted(seen) == [0, 2, 3, 5, 6, 7, 9, 10, 11]  # 100 is within the limit, 0 and 101 are not
+    assert sorted(seen) == [
+        0,
+        2,
+        3,
+        5,
+        6,
+        7,
+        9,
+        10,
+        11,
+    ]  # 100 is within the limit, 0 and 101 are not
     assert s.dropped + (12 - s.cursor) == 3  # those not met yet are at the end of the epoch
 
 
 def test_long_prompts_are_an_error_where_asked():
-    with pytest.raises(ShoalError, match=r"row 1 has 200 tokens.*max_prompt_tokens is 100.*long_prompts=drop"):
+    with pytest.raises(
+        ShoalError, match=r"row 1 has 200 tokens.*max_prompt_tokens is 100.*long_prompts=drop"
+    ):
         stream(lengths=[3, 200, 3], count=3, long_prompts="error").next(3)
 
 
@@ -231,7 +288,9 @@ def test_prepare_alone():
     example = Example(8, "x")
     assert prepare(example, lambda _: np.arange(5), 4, "drop") is None
     kept = prepare(example, lambda _: np.arange(5), 5, "error")
-    assert kept is not None and kept.example is example and kept.prompt_ids.tolist() == [0, 1, 2, 3, 4]
+    assert (
+        kept is not None and kept.example is example and kept.prompt_ids.tolist() == [0, 1, 2, 3, 4]
+    )
 
 
 def test_a_prompt_that_the_template_refuses_is_like_one_that_is_too_long():
@@ -243,9 +302,14 @@ def test_a_prompt_that_the_template_refuses_is_like_one_that_is_too_long():
     refused, examples = {"1", "2"}, [Example(row, str(row)) for row in range(6)]
     s = PromptStream(examples, encode, 0, 100)
     assert sorted(rows(s.next(4))) == [0, 3, 4, 5] and s.dropped + (6 - s.cursor) == 2
-    with pytest.raises(ShoalError, match=r"^the prompt of row \d: The chat template refused a prompt: no roles$"):
+    with pytest.raises(
+        ShoalError, match=r"^the prompt of row \d: The chat template refused a prompt: no roles$"
+    ):
         PromptStream(examples, encode, 0, 100, "error").next(6)
-    with pytest.raises(ShoalError, match=r"fewer than 5 prompts .*; the prompt of row [12]: The chat template refused"):
+    with pytest.raises(
+        ShoalError,
+        match=r"fewer than 5 prompts .*; the prompt of row [12]: The chat template refused",
+    ):
         PromptStream(examples, encode, 0, 100).next(5)
 
 

@@ -59,22 +59,37 @@ PARAMS = SamplingParams(max_tokens=3)
 TOKENS = 4 * 3
 """Of a group."""
 NOTHING = {"hosts": 2, "lost": 0, "tokens_lost": 0, "asked_again": 0, "duplicates": 0, "refused": 0}
-TASK = Task("t", (), {}, (RewardFunction("sum", lambda completions, **_: [float(text) for text in completions]),))
+TASK = Task(
+    "t",
+    (),
+    {},
+    (RewardFunction("sum", lambda completions, **_: [float(text) for text in completions]),),
+)
 
 
 def answer(request: SampleRequest, version: int | None = None) -> list[Completion]:
     """What a host gives: a token of the row and the completion, by the address alone."""
     size = request.params.max_tokens
-    return [Completion(request.id, index, np.full(size, (request.address.row + index) % 8, np.int32),
-                       np.full(size, -0.5, np.float32), np.ones(size, bool),
-                       np.full(size, request.version if version is None else version, np.int32), StopReason.LENGTH)
-            for index in range(request.num_completions)]
+    return [
+        Completion(
+            request.id,
+            index,
+            np.full(size, (request.address.row + index) % 8, np.int32),
+            np.full(size, -0.5, np.float32),
+            np.ones(size, bool),
+            np.full(size, request.version if version is None else version, np.int32),
+            StopReason.LENGTH,
+        )
+        for index in range(request.num_completions)
+    ]
 
 
 class FakeHost:
     """Answers what it has, the last first, a group at a call; `fault` is asked first."""
 
-    def __init__(self, fault: Callable[[FakeHost], Any] = lambda host: None, capacity: int = 8) -> None:
+    def __init__(
+        self, fault: Callable[[FakeHost], Any] = lambda host: None, capacity: int = 8
+    ) -> None:
         self.fault, self.capacity = fault, capacity
         self.queued: list[SampleRequest] = []
         self.versions: list[int] = []
@@ -105,8 +120,14 @@ class FakeHost:
         return {request.id: answer(request)}
 
     def progress(self) -> HostProgress:
-        return HostProgress(max(self.versions, default=-1), capacity=self.capacity, tokens=self.tokens,
-                            dispatches=self.answered, preparing=self.preparing, differs=self.differs)
+        return HostProgress(
+            max(self.versions, default=-1),
+            capacity=self.capacity,
+            tokens=self.tokens,
+            dispatches=self.answered,
+            preparing=self.preparing,
+            differs=self.differs,
+        )
 
     def close(self) -> None:
         self.closed = True
@@ -115,16 +136,33 @@ class FakeHost:
 @contextmanager
 def fleet(hosts: dict[str, Any], in_thread: bool = True, **options: Any) -> Iterator[Fleet]:
     model = Model(PLAINEST, roles().sampler)
-    rewards = GroupRewards(TASK, RewardPool(TASK.rewards, RewardSection(workers=0)), lambda ids: str(sum(ids)))
-    with closing(Fleet(MemoryPublisher(model), hosts, rewards, seed=0, by_itself=in_thread, **options)) as made:
+    rewards = GroupRewards(
+        TASK, RewardPool(TASK.rewards, RewardSection(workers=0)), lambda ids: str(sum(ids))
+    )
+    with closing(
+        Fleet(MemoryPublisher(model), hosts, rewards, seed=0, by_itself=in_thread, **options)
+    ) as made:
         made.by_itself = True  # hosts are polled whenever groups are taken, and all is counted
         made.publish(0, random_parameters(PLAINEST))
         yield made
 
 
-def requests(rows: Sequence[int], step: int = 0, version: int = 0, exact: bool = True) -> list[GroupRequest]:
-    return [GroupRequest(Purpose.TRAIN, step, version, Example(row, "q"), np.array([1, 2]), 4, PARAMS, exact=exact)
-            for row in rows]
+def requests(
+    rows: Sequence[int], step: int = 0, version: int = 0, exact: bool = True
+) -> list[GroupRequest]:
+    return [
+        GroupRequest(
+            Purpose.TRAIN,
+            step,
+            version,
+            Example(row, "q"),
+            np.array([1, 2]),
+            4,
+            PARAMS,
+            exact=exact,
+        )
+        for row in rows
+    ]
 
 
 def rows_of(source: Fleet, step: int = 0) -> list[int]:
@@ -132,12 +170,18 @@ def rows_of(source: Fleet, step: int = 0) -> list[int]:
 
 
 def test_groups_come_in_the_order_asked_from_hosts_that_answer_in_any():
-    hosts = {"a": FakeHost(), "b": FakeHost(lambda host: {} if time.monotonic() % 0.02 < 0.01 else None)}
+    hosts = {
+        "a": FakeHost(),
+        "b": FakeHost(lambda host: {} if time.monotonic() % 0.02 < 0.01 else None),
+    }
     with fleet(hosts) as source:
         source.request(requests(range(20)))
         source.request(requests(range(20, 30), step=1))
         assert rows_of(source) == list(range(20)) and rows_of(source, 1) == list(range(20, 30))
-        assert sum(host.answered for host in hosts.values()) == 30 and min(h.answered for h in hosts.values()) > 0
+        assert (
+            sum(host.answered for host in hosts.values()) == 30
+            and min(h.answered for h in hosts.values()) > 0
+        )
         assert not source.ledger.entries
         stats = source.read_stats(Purpose.TRAIN)
         assert stats.tokens == stats.host_tokens == 30 * TOKENS and stats.fleet == NOTHING
@@ -200,8 +244,11 @@ def test_the_groups_of_a_lost_host_are_asked_again_elsewhere_and_it_is_made_anew
 
     first = FakeHost(dies(2))
     first.tokens = 5  # of what it will not end
-    with fleet({"a": first, "b": FakeHost(lambda host: time.sleep(0.002))}, restart=restart,
-               on_note=said.append) as source:
+    with fleet(
+        {"a": first, "b": FakeHost(lambda host: time.sleep(0.002))},
+        restart=restart,
+        on_note=said.append,
+    ) as source:
         source.request(requests(range(40)))
         assert rows_of(source) == list(range(40))
         stats = source.read_stats(Purpose.TRAIN)
@@ -209,8 +256,14 @@ def test_the_groups_of_a_lost_host_are_asked_again_elsewhere_and_it_is_made_anew
         assert rows_of(source, 1) == list(range(5))
     assert first.closed and len(made) == 1 and made[0].versions == [0]
     assert stats.fleet["lost"] == 1 and stats.fleet["asked_again"] >= 1
-    assert (stats.fleet["tokens_lost"], stats.host_tokens, stats.tokens) == (5, 40 * TOKENS + 5, 40 * TOKENS)
-    assert said == [f"sampler host a is lost: its process was killed; {stats.fleet['asked_again']} groups asked again"]
+    assert (stats.fleet["tokens_lost"], stats.host_tokens, stats.tokens) == (
+        5,
+        40 * TOKENS + 5,
+        40 * TOKENS,
+    )
+    assert said == [
+        f"sampler host a is lost: its process was killed; {stats.fleet['asked_again']} groups asked again"
+    ]
 
 
 @pytest.mark.slow
@@ -224,7 +277,10 @@ def test_with_no_host_left_the_run_ends_with_one_error(monkeypatch):
 
     with fleet({"a": FakeHost(dies(1))}, restart=restart, restarts=2) as source:
         source.request(requests(range(9)))
-        with pytest.raises(ShoalError, match="no sampler host is left: sampler host a is lost: its process was killed"):
+        with pytest.raises(
+            ShoalError,
+            match="no sampler host is left: sampler host a is lost: its process was killed",
+        ):
             source.take(Purpose.TRAIN, 0)
     assert made == ["a", "a"]
 
@@ -286,19 +342,31 @@ class Scripted(FakeHost):
 
 @pytest.mark.slow
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.sampled_from(["draw", "draw", "answer", "answer", "repeat", "wrong", "die", "answer and die"]),
-                max_size=60))
+@given(
+    st.lists(
+        st.sampled_from(
+            ["draw", "draw", "answer", "answer", "repeat", "wrong", "die", "answer and die"]
+        ),
+        max_size=60,
+    )
+)
 def test_the_account_of_tokens_is_closed_whatever_hosts_do(script):
     """Sampled = taken + lost with hosts + not taken, each counted by the hosts themselves, too."""
     acts, made = iter(script), []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(member, "MOST_PAUSE_SECONDS", 0.0)
-        with fleet({name: Scripted(acts, made) for name in "ab"}, in_thread=False, restarts=10**6,
-                   restart=lambda name: Scripted(acts, made)) as source:
+        with fleet(
+            {name: Scripted(acts, made) for name in "ab"},
+            in_thread=False,
+            restarts=10**6,
+            restart=lambda name: Scripted(acts, made),
+        ) as source:
             source.request(requests(range(6)))
             source.request(requests(range(6, 9), step=1))
             assert rows_of(source) == list(range(6))
-            untaken = sum(len(one) for entry in source.ledger.entries.values() for one in entry.completions)
+            untaken = sum(
+                len(one) for entry in source.ledger.entries.values() for one in entry.completions
+            )
             stats = source.read_stats(Purpose.TRAIN)
             working = [one.host for one in source.members.values()]
     lost = sum(host.tokens - host.used for host in made if host not in working)
@@ -321,7 +389,10 @@ def test_a_host_that_draws_otherwise_is_not_made_anew():
         assert (stats["hosts"], stats["lost"], stats["refused"]) == (1, 0, 2)
         hosts["b"].fault = refuses
         source.request(requests([5], step=1))
-        with pytest.raises(ShoalError, match="no sampler host is left: sampler host b is refused: it draws other tok"):
+        with pytest.raises(
+            ShoalError,
+            match="no sampler host is left: sampler host b is refused: it draws other tok",
+        ):
             source.take(Purpose.TRAIN, 1)
     assert [text[:22] for text in said] == ["sampler host a is refu", "sampler host b is refu"]
 
@@ -334,8 +405,11 @@ def test_a_long_wait_is_said_with_what_it_waits_for(monkeypatch):
         source.request(requests(range(3)))
         wait_for(lambda: len(host.queued) == 2)
         assert rows_of(source) == [0, 1, 2]
-    assert re.fullmatch(r"waiting for the groups of step 1 since \d\d:\d\d:\d\d, 0 s: 0 of 3 groups are there, "
-                        r"2 at a \(weights before training\), 1 waiting, attempt 1", said[0])
+    assert re.fullmatch(
+        r"waiting for the groups of step 1 since \d\d:\d\d:\d\d, 0 s: 0 of 3 groups are there, "
+        r"2 at a \(weights before training\), 1 waiting, attempt 1",
+        said[0],
+    )
 
 
 def test_a_fault_in_a_host_of_this_process_is_raised_by_take():
@@ -351,19 +425,39 @@ def test_a_fault_in_a_host_of_this_process_is_raised_by_take():
 ONE = SampleRequest(4, np.array([1]), 2, Address(0, "train", 0, 0), PARAMS, version=3)
 
 
-@pytest.mark.parametrize(("change", "reason"), [
-    (lambda one: one[:1], "1 completions in place of 2"),
-    (lambda one: one[::-1], "2 completions in place of 2"),
-    (lambda one: [replace(one[0], logprobs=one[0].logprobs[:2]), one[1]], "different lengths"),
-    (lambda one: [replace(one[0], token_ids=np.array([1, 2, 99])), one[1]], "not in the vocabulary"),
-    (lambda one: [replace(one[0], token_ids=np.array([1, -2, 9])), one[1]], "not in the vocabulary"),
-    (lambda one: [replace(one[0], logprobs=np.array([-1, np.nan, 0])), one[1]], "finite"),
-    (lambda one: [replace(one[0], logprobs=np.array([-1, 0.5, 0])), one[1]], "at most 0"),
-    (lambda one: [one[0], replace(one[1], versions=np.array([3, 3, 4]))], "version 4, not 3"),
-    (lambda one: [one[0], replace(one[1], versions=np.array([2, 3, 3]))], "version 2, not 3"),
-    (lambda one: [replace(part, token_ids=part.token_ids[:0], logprobs=part.logprobs[:0], versions=part.versions[:0],
-                          loss_mask=part.loss_mask[:0]) for part in one], "0 tokens"),
-])
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda one: one[:1], "1 completions in place of 2"),
+        (lambda one: one[::-1], "2 completions in place of 2"),
+        (lambda one: [replace(one[0], logprobs=one[0].logprobs[:2]), one[1]], "different lengths"),
+        (
+            lambda one: [replace(one[0], token_ids=np.array([1, 2, 99])), one[1]],
+            "not in the vocabulary",
+        ),
+        (
+            lambda one: [replace(one[0], token_ids=np.array([1, -2, 9])), one[1]],
+            "not in the vocabulary",
+        ),
+        (lambda one: [replace(one[0], logprobs=np.array([-1, np.nan, 0])), one[1]], "finite"),
+        (lambda one: [replace(one[0], logprobs=np.array([-1, 0.5, 0])), one[1]], "at most 0"),
+        (lambda one: [one[0], replace(one[1], versions=np.array([3, 3, 4]))], "version 4, not 3"),
+        (lambda one: [one[0], replace(one[1], versions=np.array([2, 3, 3]))], "version 2, not 3"),
+        (
+            lambda one: [
+                replace(
+                    part,
+                    token_ids=part.token_ids[:0],
+                    logprobs=part.logprobs[:0],
+                    versions=part.versions[:0],
+                    loss_mask=part.loss_mask[:0],
+                )
+                for part in one
+            ],
+            "0 tokens",
+        ),
+    ],
+)
 def test_a_wrong_answer_is_found(change, reason):
     right = answer(ONE)
     assert wrong_answer(ONE, right, 10, newest=4) == ""
@@ -388,7 +482,9 @@ def test_a_host_that_answers_wrongly_is_lost(monkeypatch):
         return {host.queued[-1].id: answer(host.queued[-1], version=7)} if host.queued else None
 
     said: list[str] = []
-    with fleet({"a": FakeHost(rubbish)}, restart=lambda name: FakeHost(), on_note=said.append) as source:
+    with fleet(
+        {"a": FakeHost(rubbish)}, restart=lambda name: FakeHost(), on_note=said.append
+    ) as source:
         source.request(requests(range(3)))
         assert rows_of(source) == [0, 1, 2]
     assert "it answered with tokens of version 7, not 0" in said[0]
@@ -425,11 +521,15 @@ def test_health_is_progress_and_not_life():
     host = FakeHost()
     one = Member("a", host, restarts=1, given={1: requests([0])[0]})  # type: ignore[arg-type]
     start = time.monotonic()
-    assert not one.stalled_seconds(start + 500) and one.stalled_seconds(start + 700)  # the first step compiles
+    assert not one.stalled_seconds(start + 500) and one.stalled_seconds(
+        start + 700
+    )  # the first step compiles
     for number in range(5):
         host.answered += 1
         one.look(start + 3.0 * number)
-    assert not one.stalled_seconds(start + 12 + 59) and one.stalled_seconds(start + 12 + 61)  # 20 medians of 3 s
+    assert not one.stalled_seconds(start + 12 + 59) and one.stalled_seconds(
+        start + 12 + 61
+    )  # 20 medians of 3 s
     one.given.clear()
     assert not one.stalled_seconds(start + 1e6)
     one.look(start + 1e6)
@@ -437,7 +537,9 @@ def test_health_is_progress_and_not_life():
     assert not one.stalled_seconds(start + 1e6 + 59)  # counted from when it had work again
     host.preparing = True  # a program of other shapes, or weights of a network
     one.look(start + 1e6 + 59)
-    assert not one.stalled_seconds(start + 1e6 + 59 + 500) and one.stalled_seconds(start + 1e6 + 59 + 700)
+    assert not one.stalled_seconds(start + 1e6 + 59 + 500) and one.stalled_seconds(
+        start + 1e6 + 59 + 700
+    )
     host.preparing = False
     one.look(start + 1e6 + 500)
     assert not one.stalled_seconds(start + 1e6 + 559)  # counted from its end
@@ -451,7 +553,10 @@ def test_a_host_that_compiles_or_reads_weights_has_not_stalled_while_it_is_heard
     tells = HostProgress(preparing=True)
     host: Any = SimpleNamespace(progress=lambda: replace(tells))
     for groups in ({}, {1: requests([0])[0]}):
-        one, now = Member("a", host, restarts=1, stall_seconds=stall_seconds, given=groups), time.monotonic()
+        one, now = (
+            Member("a", host, restarts=1, stall_seconds=stall_seconds, given=groups),
+            time.monotonic(),
+        )
         for _ in range(1000):
             now, tells.reports = now + 3.0, tells.reports + 1
             one.look(now)
@@ -471,7 +576,9 @@ def test_a_host_that_says_how_long_it_may_be_silent_is_lost_then_before_its_firs
     assert not one.stalled_seconds(start + 499 + 59) and one.stalled_seconds(start + 499 + 61)
     progress.reports += 1
     one.look(start + 599)
-    assert not one.stalled_seconds(start + 599) and one.stalled_seconds(start + 601)  # it answers, and samples nothing
+    assert not one.stalled_seconds(start + 599) and one.stalled_seconds(
+        start + 601
+    )  # it answers, and samples nothing
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -506,6 +613,7 @@ def test_training_goes_before_an_evaluation_which_has_a_share_of_each_host():
     host = FakeHost(lambda host: {}, capacity=32)
     questions = [replace(one, purpose=Purpose.EVALUATE) for one in requests(range(40))]
     with fleet({"a": host}) as source:
+
         def queued() -> list[Purpose]:
             return [one.purpose for one in host.queued]
 
@@ -539,8 +647,12 @@ def test_an_evaluation_has_its_share_where_a_group_is_larger():
 
 
 @settings(max_examples=300, deadline=None)
-@given(capacity=st.integers(1, 40), sizes=st.tuples(st.integers(1, 40), st.integers(1, 40)),
-       ends=st.lists(st.booleans(), max_size=30), alone=st.booleans())
+@given(
+    capacity=st.integers(1, 40),
+    sizes=st.tuples(st.integers(1, 40), st.integers(1, 40)),
+    ends=st.lists(st.booleans(), max_size=30),
+    alone=st.booleans(),
+)
 def test_of_training_and_evaluation_none_starves_on_a_host(capacity, sizes, ends, alone):
     """Groups of both wait always, perhaps after training had the host alone; each that ends is followed at once,
     training first."""
@@ -550,7 +662,7 @@ def test_of_training_and_evaluation_none_starves_on_a_host(capacity, sizes, ends
     ids = iter(range(10**6))
 
     def assign(is_shared: bool) -> None:
-        for one in (train, evaluation)[:1 + is_shared]:
+        for one in (train, evaluation)[: 1 + is_shared]:
             while host.has_room(one.num_completions, one is train, is_shared):
                 host.given[next(ids)] = one
 
@@ -619,7 +731,11 @@ def test_the_lane_of_a_host_elsewhere_shows_what_it_tells(tmp_path, monkeypatch)
         one.look(now[0])
     events = json.loads((tmp_path / "timeline.json").read_text().rstrip().rstrip(",") + "]")
     assert events[0]["args"] == {"name": "worker 0"}
-    assert [(event["ts"] / 1e6, event["dur"] / 1e6) for event in events[1:]] == [(100.5, 0.5), (101, 1), (102.75, 0.25)]
+    assert [(event["ts"] / 1e6, event["dur"] / 1e6) for event in events[1:]] == [
+        (100.5, 0.5),
+        (101, 1),
+        (102.75, 0.25),
+    ]
 
 
 def test_a_full_disk_ends_the_timeline_alone(tmp_path, monkeypatch):
@@ -644,8 +760,14 @@ def test_a_full_disk_ends_the_timeline_alone(tmp_path, monkeypatch):
 
 
 def engine_host(**options: Any) -> EngineHost:
-    engine = Engine(Model(PLAINEST, roles().sampler), slots=8, group_size=4, max_prompt_tokens=8,
-                    max_completion_tokens=80, eos_ids=(0,))
+    engine = Engine(
+        Model(PLAINEST, roles().sampler),
+        slots=8,
+        group_size=4,
+        max_prompt_tokens=8,
+        max_completion_tokens=80,
+        eos_ids=(0,),
+    )
     return EngineHost(lambda purpose, size: engine, **options)
 
 
@@ -666,11 +788,21 @@ class Weights:
 
 
 def sample(id: int, version: int, exact: bool, max_tokens: int = 80) -> SampleRequest:
-    return SampleRequest(id, np.array([3, 5]), 4, Address(0, "x", 0, id), SamplingParams(max_tokens=max_tokens),
-                         Purpose.TRAIN, version, exact)
+    return SampleRequest(
+        id,
+        np.array([3, 5]),
+        4,
+        Address(0, "x", 0, id),
+        SamplingParams(max_tokens=max_tokens),
+        Purpose.TRAIN,
+        version,
+        exact,
+    )
 
 
-def run(host: EngineHost, before_poll: Callable[[int], None] = lambda number: None) -> dict[int, list[Completion]]:
+def run(
+    host: EngineHost, before_poll: Callable[[int], None] = lambda number: None
+) -> dict[int, list[Completion]]:
     found: dict[int, list[Completion]] = {}
     for number in range(1000):
         if host.idle:
@@ -686,7 +818,10 @@ def test_a_host_tells_that_it_reads_weights_or_compiles(monkeypatch):
     engine = host.make_engine(Purpose.TRAIN, 4)
 
     def noting(name: str, call: Callable) -> Callable:
-        return lambda *args, **keys: (seen.append((name, host.progress().preparing)), call(*args, **keys))[1]
+        return lambda *args, **keys: (
+            seen.append((name, host.progress().preparing)),
+            call(*args, **keys),
+        )[1]
 
     for owner, name in ((weights, "give"), (engine, "_drain_one")):
         monkeypatch.setattr(owner, name, noting(name, getattr(owner, name)))
@@ -696,9 +831,16 @@ def test_a_host_tells_that_it_reads_weights_or_compiles(monkeypatch):
         host.submit([sample(id, 0, exact=True)])
         run(host)
     assert ("_drain_one", True) not in seen and not host.progress().preparing
-    calls = {name: [preparing for one, preparing in seen if one == name] for name in ("give", "prefill", "decode")}
+    calls = {
+        name: [preparing for one, preparing in seen if one == name]
+        for name in ("give", "prefill", "decode")
+    }
     # Those that may compile, not every one: a host that hangs in a later call would have 10 minutes.
-    assert (calls["give"], calls["prefill"], calls["decode"][:5]) == ([True] * 2, [True, False], [True] + [False] * 4)
+    assert (calls["give"], calls["prefill"], calls["decode"][:5]) == (
+        [True] * 2,
+        [True, False],
+        [True] + [False] * 4,
+    )
 
 
 def versions(completions: list[Completion]) -> set[int]:
@@ -707,9 +849,19 @@ def versions(completions: list[Completion]) -> set[int]:
 
 @pytest.mark.slow
 def test_an_exact_version_waits_until_others_are_drawn_and_newest_weights_are_taken_on_the_way():
-    host, weights = engine_host(), [Weights(seed, random_parameters(PLAINEST, seed=seed)) for seed in range(3)]
+    host, weights = (
+        engine_host(),
+        [Weights(seed, random_parameters(PLAINEST, seed=seed)) for seed in range(3)],
+    )
     host.load(weights[0])
-    host.submit([sample(0, 0, exact=False), sample(1, 0, exact=True), sample(2, 0, exact=False), sample(3, 1, True)])
+    host.submit(
+        [
+            sample(0, 0, exact=False),
+            sample(1, 0, exact=True),
+            sample(2, 0, exact=False),
+            sample(3, 1, True),
+        ]
+    )
     with pytest.raises(RuntimeError, match=r"version 1 is requested, but only \[0\] are published"):
         run(host)
     host.load(weights[1])
@@ -718,7 +870,13 @@ def test_an_exact_version_waits_until_others_are_drawn_and_newest_weights_are_ta
 
     host = engine_host()
     host.load(weights[0])
-    host.submit([sample(0, 0, exact=False), sample(1, 0, exact=True, max_tokens=5), sample(2, 0, exact=False)])
+    host.submit(
+        [
+            sample(0, 0, exact=False),
+            sample(1, 0, exact=True, max_tokens=5),
+            sample(2, 0, exact=False),
+        ]
+    )
     found = run(host, lambda number: host.load(weights[1]) if number == 1 else None)
     assert versions(found[0]) == {0, 1}  # long completions lived through the swap
     assert all((np.diff(one.versions) >= 0).all() for one in found[0])
@@ -745,7 +903,9 @@ def test_newest_weights_that_were_released_are_passed_over():
     host.load(Weights(3, random_parameters(PLAINEST, seed=1)))
     assert versions(run(host)[1]) == {3}
     host.submit([sample(2, 4, exact=False)])
-    with pytest.raises(RuntimeError, match=r"version 4 is requested, but only \[0, 3\] are published"):
+    with pytest.raises(
+        RuntimeError, match=r"version 4 is requested, but only \[0, 3\] are published"
+    ):
         host.poll()
 
 
@@ -765,11 +925,16 @@ def test_newest_weights_are_read_while_completions_go_on():
             if number > one.version + 1 and one.reads and not one.reading.done():
                 one.reading.set_result(one.give)
 
-    host, slow = engine_host(), [Slow(seed, random_parameters(PLAINEST, seed=seed)) for seed in (1, 2)]
+    host, slow = (
+        engine_host(),
+        [Slow(seed, random_parameters(PLAINEST, seed=seed)) for seed in (1, 2)],
+    )
     host.load(Weights(0, random_parameters(PLAINEST)))
     host.submit([sample(number, 0, exact=False) for number in range(6)])
     found = run(host, before_poll)
-    assert set.union(*map(versions, found.values())) == {0, 1, 2} and [one.reads for one in slow] == [1, 1]
+    assert set.union(*map(versions, found.values())) == {0, 1, 2} and [
+        one.reads for one in slow
+    ] == [1, 1]
     assert 0 < host.progress().pause_seconds < host.progress().busy_seconds
 
 
@@ -782,8 +947,14 @@ def test_a_thread_that_cannot_sample_waits():
         polled.set()
         return {}
 
-    host: Any = SimpleNamespace(idle=False, stuck=True, poll=poll, progress=HostProgress, load=lambda *_: None,
-                                close=lambda: None)
+    host: Any = SimpleNamespace(
+        idle=False,
+        stuck=True,
+        poll=poll,
+        progress=HostProgress,
+        load=lambda *_: None,
+        close=lambda: None,
+    )
     with closing(ThreadHost(host, lambda: None, "t")) as thread:
         for number in range(3):
             polled.clear()
@@ -799,7 +970,9 @@ def test_a_host_in_a_thread_gives_the_same_bits_and_raises_what_goes_wrong():
     here.load(params)
     here.submit(wanted)
     expected, found, woken = run(here), {}, []
-    with closing(ThreadHost(engine_host(capacity=16, shares_memory=False), lambda: woken.append(1), "t")) as host:
+    with closing(
+        ThreadHost(engine_host(capacity=16, shares_memory=False), lambda: woken.append(1), "t")
+    ) as host:
         host.load(params)
         host.submit(wanted[:3])
         host.submit(wanted[3:])
@@ -807,7 +980,9 @@ def test_a_host_in_a_thread_gives_the_same_bits_and_raises_what_goes_wrong():
         while len(found) < 6 and time.monotonic() < deadline:
             found |= host.poll()
             time.sleep(0.005)
-        assert woken and host.progress().tokens == sum(len(one) for group in found.values() for one in group)
+        assert woken and host.progress().tokens == sum(
+            len(one) for group in found.values() for one in group
+        )
         assert host.progress().capacity == 16
         for id, group in expected.items():
             for one, other in zip(group, found[id], strict=True):
@@ -822,10 +997,27 @@ def test_a_host_in_a_thread_gives_the_same_bits_and_raises_what_goes_wrong():
 
 # ---- whole runs, trainer and sampler on devices of their own
 
-LAGGING = ("steps=5", "train.pass_k=0", "train.max_staleness=2", "train.evaluate_every=2", "checkpoint_period=1",
-           "sampling.slots_per_device=8", "mesh.trainer=1")
-CLOCKS = ("time/", "throughput/", "memory/", "mfu", "compil", "sampler/places", "idle/", "queue/", "fleet/",
-          "publish/")
+LAGGING = (
+    "steps=5",
+    "train.pass_k=0",
+    "train.max_staleness=2",
+    "train.evaluate_every=2",
+    "checkpoint_period=1",
+    "sampling.slots_per_device=8",
+    "mesh.trainer=1",
+)
+CLOCKS = (
+    "time/",
+    "throughput/",
+    "memory/",
+    "mfu",
+    "compil",
+    "sampler/places",
+    "idle/",
+    "queue/",
+    "fleet/",
+    "publish/",
+)
 
 
 @pytest.fixture(scope="module")
@@ -835,7 +1027,10 @@ def together(workshop: Workshop):
 
 
 def without_clocks(run: Any) -> list[dict]:
-    return [{name: value for name, value in row.items() if not name.startswith(CLOCKS)} for row in metrics(run)]
+    return [
+        {name: value for name, value in row.items() if not name.startswith(CLOCKS)}
+        for row in metrics(run)
+    ]
 
 
 def assert_equal(run: Any, other: Any) -> None:
@@ -845,8 +1040,10 @@ def assert_equal(run: Any, other: Any) -> None:
     assert files[0] == files[1]
     for name in files[0]:
         assert (run / "groups" / name).read_bytes() == (other / "groups" / name).read_bytes(), name
-    sums = [json.loads((one / "checkpoints" / "5" / "extra" / "metadata").read_text())["checksums"]
-            for one in (run, other)]
+    sums = [
+        json.loads((one / "checkpoints" / "5" / "extra" / "metadata").read_text())["checksums"]
+        for one in (run, other)
+    ]
     assert sums[0] == sums[1]
 
 
@@ -856,14 +1053,26 @@ def test_devices_of_their_own_and_more_hosts_change_no_bit(workshop, together):
     events = json.loads((apart / "timeline.json").read_text().rstrip().rstrip(",") + "]")
     lanes = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
     assert {"trainer", "publication", "sampler 0", "sampler 1"} <= set(lanes.values())
-    spans = [(event["name"], lanes[event["tid"]], event["dur"]) for event in events if event["ph"] == "X"]
-    assert [name for name, lane, _ in spans].count("update") == 5 and min(dur for *_, dur in spans) >= 100
-    tokens, same = (json.loads((run / "summary.json").read_text())["tokens"] for run in (apart, together))
-    assert tokens == same and tokens["sampled"] == tokens["trained"] + tokens["evaluated"] and not tokens["unused"]
+    spans = [
+        (event["name"], lanes[event["tid"]], event["dur"]) for event in events if event["ph"] == "X"
+    ]
+    assert [name for name, lane, _ in spans].count("update") == 5 and min(
+        dur for *_, dur in spans
+    ) >= 100
+    tokens, same = (
+        json.loads((run / "summary.json").read_text())["tokens"] for run in (apart, together)
+    )
+    assert (
+        tokens == same
+        and tokens["sampled"] == tokens["trained"] + tokens["evaluated"]
+        and not tokens["unused"]
+    )
     rows = metrics(apart)
     assert {row["fleet/hosts"] for row in rows} == {2} and "fleet/hosts" not in metrics(together)[0]
     assert all(row["publish/bytes"] > 0 and row["publish/seconds"] > 0 for row in rows)
-    assert {row["publish/bytes"] for row in metrics(together)} == {0}  # the trainer's arrays themselves
+    assert {row["publish/bytes"] for row in metrics(together)} == {
+        0
+    }  # the trainer's arrays themselves
     assert all(0 <= row["idle/trainer"] <= 1 and 0 <= row["idle/sampler"] <= 1 for row in rows)
     assert_equal(apart, together)
 
@@ -882,15 +1091,26 @@ def test_programs_of_devices_that_meet_are_dispatched_one_at_a_time(workshop, mo
         return result
 
     monkeypatch.setattr(Program, "_known_options", slow)
-    workshop.train("meeting", "steps=3", "train.pass_k=0", "train.max_staleness=1", "train.evaluate_every=-1",
-                   "mesh.trainer=4", "mesh.sampler=4", "mesh.sampler_tensor=2", "algorithm.kl_coef=0.05")
+    workshop.train(
+        "meeting",
+        "steps=3",
+        "train.pass_k=0",
+        "train.max_staleness=1",
+        "train.evaluate_every=-1",
+        "mesh.trainer=4",
+        "mesh.sampler=4",
+        "mesh.sampler_tensor=2",
+        "algorithm.kl_coef=0.05",
+    )
     devices = {id(queue): held for held, queue in programs._in_flight.items()}
-    spans = sorted(((start, end, devices[id(queue)], thread) for start, end, queue, thread in spans),
-                   key=lambda span: span[:2])
+    spans = sorted(
+        ((start, end, devices[id(queue)], thread) for start, end, queue, thread in spans),
+        key=lambda span: span[:2],
+    )
     assert {"sampler 0", "sampler 1"} <= {thread for *_, held, thread in spans if len(held) == 2}
     assert "MainThread" in {thread for *_, held, thread in spans if len(held) == 4}
     for number, (_, end, held, thread) in enumerate(spans):
-        for start, _, others, other in spans[number + 1:]:
+        for start, _, others, other in spans[number + 1 :]:
             if start >= end:
                 break
             assert thread == other or held.isdisjoint(others), (thread, other)
@@ -909,11 +1129,16 @@ def test_a_run_that_was_cut_resumes_on_other_hosts_to_the_same_end(workshop, tog
             raise Killed
         return update(*args)
 
-    words, before = workshop.words("cut", *LAGGING, "mesh.sampler=[1,2]"), set(threading.enumerate())
+    words, before = (
+        workshop.words("cut", *LAGGING, "mesh.sampler=[1,2]"),
+        set(threading.enumerate()),
+    )
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(Updater, "update", dies)
         cli.main(words)
-    left = set(threading.enumerate()) - before  # another test may have left one that hangs in a reward
+    left = (
+        set(threading.enumerate()) - before
+    )  # another test may have left one that hangs in a reward
     assert not [thread.name for thread in left if thread.name.startswith(("sampler", "fleet"))]
     cut = workshop.runs / "cut"
     assert checkpoints(cut)[-1] == 3
@@ -936,16 +1161,28 @@ def test_evaluations_that_are_under_way_are_in_the_checkpoint(workshop, together
 def test_newest_weights_stay_within_the_bound(workshop):
     run = workshop.train("newest", *LAGGING, "mesh.sampler=[1,2]", "train.versions=newest")
     rows = metrics(run)
-    assert len(rows) == 5 and all(0 <= row["staleness"] <= row["staleness/max"] <= 2 for row in rows)
+    assert len(rows) == 5 and all(
+        0 <= row["staleness"] <= row["staleness/max"] <= 2 for row in rows
+    )
     assert rows[-1]["staleness/max"] > 0
-    oldest = [int(name.rpartition("/")[2]) for row in rows for name in row if name.startswith("age/ess/")]
+    oldest = [
+        int(name.rpartition("/")[2]) for row in rows for name in row if name.startswith("age/ess/")
+    ]
     assert max(oldest) == max(row["staleness/max"] for row in rows)
     for row in rows:
         assert all(0 < row[name] <= 1 + 1e-6 for name in row if name.startswith("age/ess/"))
         assert all(row[name] > 0 for name in row if name.startswith("age/weight_max/"))
-    for number in range(2):  # what was sampled before the weights changed is sampled again to the bit
+    for number in range(
+        2
+    ):  # what was sampled before the weights changed is sampled again to the bit
         assert replay(ReplayConfig(run=str(run), step=4, group=number))["identical"]
 
 
 def test_stages_are_words_that_people_read():
-    assert [str(stage) for stage in Stage] == ["waiting", "running", "sampled", "rewarded", "handed over"]
+    assert [str(stage) for stage in Stage] == [
+        "waiting",
+        "running",
+        "sampled",
+        "rewarded",
+        "handed over",
+    ]

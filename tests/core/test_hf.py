@@ -42,7 +42,9 @@ def load(folder: Path, dtype=np.float32):
 
 
 def same(a, b) -> bool:
-    equal = jax.tree.map(lambda x, y: x.dtype == y.dtype and np.asarray(x).tobytes() == np.asarray(y).tobytes(), a, b)
+    equal = jax.tree.map(
+        lambda x, y: x.dtype == y.dtype and np.asarray(x).tobytes() == np.asarray(y).tobytes(), a, b
+    )
     return all(jax.tree.leaves(equal))
 
 
@@ -57,8 +59,12 @@ def rewrite(folder: Path, change) -> Path:
 # config.json
 
 
-def config_folder(folder: Path, family: str = "qwen3", drop: tuple[str, ...] = (), **changes) -> Path:
-    config = {key: value for key, value in {**FAMILIES[family], **changes}.items() if key not in drop}
+def config_folder(
+    folder: Path, family: str = "qwen3", drop: tuple[str, ...] = (), **changes
+) -> Path:
+    config = {
+        key: value for key, value in {**FAMILIES[family], **changes}.items() if key not in drop
+    }
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
@@ -68,9 +74,25 @@ def test_architecture_of_each_family(tmp_path):
         return architecture_of(config_folder(tmp_path, family, **changes))
 
     llama = read("llama2")
-    assert (llama.vocab_size, llama.hidden_size, llama.intermediate_size, llama.num_layers) == (64, 32, 48, 2)
-    assert (llama.num_heads, llama.num_kv_heads, llama.head_dim, llama.rope_theta) == (4, 2, 8, 10000.0)
-    assert not (llama.qkv_bias or llama.output_bias or llama.mlp_bias or llama.qk_norm or llama.tie_embeddings)
+    assert (llama.vocab_size, llama.hidden_size, llama.intermediate_size, llama.num_layers) == (
+        64,
+        32,
+        48,
+        2,
+    )
+    assert (llama.num_heads, llama.num_kv_heads, llama.head_dim, llama.rope_theta) == (
+        4,
+        2,
+        8,
+        10000.0,
+    )
+    assert not (
+        llama.qkv_bias
+        or llama.output_bias
+        or llama.mlp_bias
+        or llama.qk_norm
+        or llama.tie_embeddings
+    )
     assert read("llama3").rope_scaling == RopeScaling("llama3", 8.0, 1.0, 4.0, 32)
     linear = read("llama-linear")
     assert linear.rope_scaling == RopeScaling("linear", 4.0)
@@ -90,7 +112,11 @@ def test_architecture_of_each_family(tmp_path):
         {"rope_theta": 5e5, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
         {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}},
         {"rope_parameters": {"rope_theta": 5e5, "rope_type": "linear", "factor": 2.0}},
-        {"rope_parameters": {"full_attention": {"rope_theta": 5e5, "rope_type": "linear", "factor": 2.0}}},
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_theta": 5e5, "rope_type": "linear", "factor": 2.0}
+            }
+        },
     ],
 )
 def test_every_form_of_rope(tmp_path, rope):
@@ -99,12 +125,21 @@ def test_every_form_of_rope(tmp_path, rope):
 
 
 def test_rope_of_type_default_scales_nothing(tmp_path):
-    folder = config_folder(tmp_path, "llama2", rope_parameters={"rope_theta": 7.0, "rope_type": "default"})
-    assert architecture_of(folder) == replace(architecture_of(folder), rope_theta=7.0, rope_scaling=None)
+    folder = config_folder(
+        tmp_path, "llama2", rope_parameters={"rope_theta": 7.0, "rope_type": "default"}
+    )
+    assert architecture_of(folder) == replace(
+        architecture_of(folder), rope_theta=7.0, rope_scaling=None
+    )
 
 
 LAYERS = ["full_attention", "sliding_attention"]
-BY_BLOCKS = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
+BY_BLOCKS = {
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "quant_method": "fp8",
+    "weight_block_size": [128, 128],
+}
 """As DeepSeek's and Qwen3's folders have it."""
 
 
@@ -117,22 +152,54 @@ BY_BLOCKS = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8
         ({"vocab_size": "many"}, "vocab_size is 'many'"),
         ({"num_key_value_heads": 3}, "num_key_value_heads=3"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantised by quant_method gptq; expected fp8"),
-        *(({"quantization_config": {"quant_method": method}}, f"quantised by quant_method {method}; expected fp8")
-          for method in ("bitsandbytes", "awq", "compressed-tensors", "mxfp4", "fbgemm_fp8", "torchao")),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantised by quant_method fp8; expected fp8 (e4m3) with a "
-         "weight_block_size, or none: give the model's folder with weights in bfloat16"),
-        ({"quantization_config": {**BY_BLOCKS, "weight_block_size": None}}, "fp8 (fmt e4m3, activation_scheme dynamic, "
-         "weight_block_size None); expected"),
-        ({"quantization_config": {**BY_BLOCKS, "weight_block_size": [128]}}, "weight_block_size [128]"),
+        (
+            {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+            "quantised by quant_method gptq; expected fp8",
+        ),
+        *(
+            (
+                {"quantization_config": {"quant_method": method}},
+                f"quantised by quant_method {method}; expected fp8",
+            )
+            for method in (
+                "bitsandbytes",
+                "awq",
+                "compressed-tensors",
+                "mxfp4",
+                "fbgemm_fp8",
+                "torchao",
+            )
+        ),
+        (
+            {"quantization_config": {"quant_method": "fp8"}},
+            "quantised by quant_method fp8; expected fp8 (e4m3) with a "
+            "weight_block_size, or none: give the model's folder with weights in bfloat16",
+        ),
+        (
+            {"quantization_config": {**BY_BLOCKS, "weight_block_size": None}},
+            "fp8 (fmt e4m3, activation_scheme dynamic, weight_block_size None); expected",
+        ),
+        (
+            {"quantization_config": {**BY_BLOCKS, "weight_block_size": [128]}},
+            "weight_block_size [128]",
+        ),
         ({"quantization_config": {**BY_BLOCKS, "fmt": "e5m2"}}, "fmt e5m2"),
-        ({"quantization_config": {**BY_BLOCKS, "activation_scheme": "static"}}, "activation_scheme static"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type is 'yarn', which is not supported"),
+        (
+            {"quantization_config": {**BY_BLOCKS, "activation_scheme": "static"}},
+            "activation_scheme static",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+            "rope_type is 'yarn', which is not supported",
+        ),
         ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_type is 'dynamic'"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type is 'longrope'"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "low_freq_factor is missing"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-        ({"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}, "use_sliding_window"),
+        (
+            {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
+            "use_sliding_window",
+        ),
         ({"layer_types": LAYERS}, "sliding_attention"),
     ],
 )
@@ -144,7 +211,9 @@ def test_what_shoal_does_not_compute_is_refused(tmp_path, changes, said):
 
 def test_a_sliding_window_that_no_layer_uses_is_accepted(tmp_path):
     architecture_of(config_folder(tmp_path, sliding_window=16, use_sliding_window=False))
-    architecture_of(config_folder(tmp_path, sliding_window=16, use_sliding_window=True, max_window_layers=2))
+    architecture_of(
+        config_folder(tmp_path, sliding_window=16, use_sliding_window=True, max_window_layers=2)
+    )
     architecture_of(config_folder(tmp_path, layer_types=["full_attention"] * 2))
 
 
@@ -244,15 +313,28 @@ def test_a_hub_id_that_cannot_be_had(monkeypatch, number):
 @pytest.mark.slow
 def test_a_hub_that_does_not_answer_is_said_and_given_up(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as server:  # accepts connections, and never writes
-        keys = {"HF_ENDPOINT": f"http://127.0.0.1:{server.getsockname()[1]}", "HF_HOME": str(tmp_path),
-                "HF_HUB_OFFLINE": "0"}
-        program = ("import shoal.files, shoal.model.names\n"
-                   "shoal.files.HUB_SECONDS, shoal.files.SILENT_SECONDS = 1.0, 0.2\n"
-                   "shoal.model.names.locate('org/name')")
-        ended = subprocess.run([sys.executable, "-c", program], env=os.environ | keys, capture_output=True, text=True,
-                               timeout=100)
+        keys = {
+            "HF_ENDPOINT": f"http://127.0.0.1:{server.getsockname()[1]}",
+            "HF_HOME": str(tmp_path),
+            "HF_HUB_OFFLINE": "0",
+        }
+        program = (
+            "import shoal.files, shoal.model.names\n"
+            "shoal.files.HUB_SECONDS, shoal.files.SILENT_SECONDS = 1.0, 0.2\n"
+            "shoal.model.names.locate('org/name')"
+        )
+        ended = subprocess.run(
+            [sys.executable, "-c", program],
+            env=os.environ | keys,
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
     assert "waiting for org/name of the Hugging Face hub" in ended.stderr
-    assert "ShoalError: org/name is no local folder, and as a hub id it could not be downloaded" in ended.stderr
+    assert (
+        "ShoalError: org/name is no local folder, and as a hub id it could not be downloaded"
+        in ended.stderr
+    )
 
 
 # Weights in
@@ -268,7 +350,9 @@ def test_each_tensor_is_where_it_belongs(tmp_path):
         assert np.array_equal(p.blocks.q.kernel[layer], stored[place + "self_attn.q_proj.weight"].T)
         assert np.array_equal(p.blocks.v.bias[layer], stored[place + "self_attn.v_proj.bias"])
         assert np.array_equal(p.blocks.down[layer], stored[place + "mlp.down_proj.weight"].T)
-        assert np.array_equal(p.blocks.mlp_norm[layer], stored[place + "post_attention_layernorm.weight"])
+        assert np.array_equal(
+            p.blocks.mlp_norm[layer], stored[place + "post_attention_layernorm.weight"]
+        )
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(p))
 
 
@@ -298,15 +382,27 @@ def test_several_files(tmp_path, indexed):
             load(folder)
 
 
-@pytest.mark.parametrize("named", [
-    "../other/model.safetensors", "{tmp}/other/model.safetensors", "a//b", "..\\other", 3, None, ["x"]])
+@pytest.mark.parametrize(
+    "named",
+    [
+        "../other/model.safetensors",
+        "{tmp}/other/model.safetensors",
+        "a//b",
+        "..\\other",
+        3,
+        None,
+        ["x"],
+    ],
+)
 def test_an_index_names_files_of_its_own_folder(tmp_path, named):
     folder, _ = write_model(tmp_path / "model"), write_model(tmp_path / "other")
     (folder / "model.safetensors").unlink()
     named = named.format(tmp=tmp_path) if isinstance(named, str) else named
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"lm_head.weight": named}}))
-    with pytest.raises(ShoalError, match=r"model\.safetensors\.index\.json names the file .*, which is refused"):
+    with pytest.raises(
+        ShoalError, match=r"model\.safetensors\.index\.json names the file .*, which is refused"
+    ):
         load(folder)
     for wrong in ({}, {"weight_map": ["model.safetensors"]}):
         index.write_text(json.dumps(wrong))
@@ -331,11 +427,22 @@ def test_a_tensor_of_another_type_is_named(tmp_path):
         load(rewrite(write_model(tmp_path), integers))
 
 
-@pytest.mark.parametrize(("family", "changes", "positions"), [
-    ("qwen3", {}, 2048), ("qwen3", {"max_position_embeddings": 70}, 70), ("llama3", {}, 2048),
-    ("llama-linear", {}, 4 * 2048), ("qwen2", {"max_position_embeddings": None}, 0),
-    ("qwen2", {"max_position_embeddings": True}, 0),
-    ("llama2", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, 2 * 2048)])
+@pytest.mark.parametrize(
+    ("family", "changes", "positions"),
+    [
+        ("qwen3", {}, 2048),
+        ("qwen3", {"max_position_embeddings": 70}, 70),
+        ("llama3", {}, 2048),
+        ("llama-linear", {}, 4 * 2048),
+        ("qwen2", {"max_position_embeddings": None}, 0),
+        ("qwen2", {"max_position_embeddings": True}, 0),
+        (
+            "llama2",
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
+            2 * 2048,
+        ),
+    ],
+)
 def test_how_far_positions_reach_counts_their_scaling(tmp_path, family, changes, positions):
     a = architecture_of(write_model(tmp_path / "m", family, **changes))
     assert a.max_positions == positions
@@ -351,22 +458,37 @@ def test_everything_wrong_is_told_at_once(tmp_path):
         named["extra"] = named.pop("model.norm.weight")
         named["lm_head.weight"] = named["lm_head.weight"][:3].copy()
 
-    with pytest.raises(ShoalError, match=r"missing: model\.norm\.weight; left over: extra; not as expected: "
-                                         r"lm_head\.weight \[3, 32\] instead of \[64, 32\]\."):
+    with pytest.raises(
+        ShoalError,
+        match=r"missing: model\.norm\.weight; left over: extra; not as expected: "
+        r"lm_head\.weight \[3, 32\] instead of \[64, 32\]\.",
+    ):
         load(rewrite(write_model(tmp_path), spoil))
 
 
 def test_a_truncated_or_damaged_file_is_named_in_a_line(tmp_path):
     file = write_model(tmp_path) / "model.safetensors"
     whole = file.read_bytes()
-    headers = (b'{"a": 1 } ', b"[]", b"\xff\xfe", b'{"a":{"dtype":"F32","shape":[3],"data_offsets":[0,8]}}',
-               b'{"a":{"dtype":"F99","shape":[2],"data_offsets":[0,8]}}')
-    for content in (whole[:-1], whole[:100], whole[:5], b"version https://git-lfs.github.com/spec/v1\n",
-                    *(len(text).to_bytes(8, "little") + text + b"0" * 50 for text in headers)):
+    headers = (
+        b'{"a": 1 } ',
+        b"[]",
+        b"\xff\xfe",
+        b'{"a":{"dtype":"F32","shape":[3],"data_offsets":[0,8]}}',
+        b'{"a":{"dtype":"F99","shape":[2],"data_offsets":[0,8]}}',
+    )
+    for content in (
+        whole[:-1],
+        whole[:100],
+        whole[:5],
+        b"version https://git-lfs.github.com/spec/v1\n",
+        *(len(text).to_bytes(8, "little") + text + b"0" * 50 for text in headers),
+    ):
         file.write_bytes(content)
         with pytest.raises(ShoalError, match="no whole safetensors file") as error:
             load(tmp_path)
-        assert str(error.value).startswith(str(file)) and len(str(error.value)) < len(str(file)) + 120
+        assert (
+            str(error.value).startswith(str(file)) and len(str(error.value)) < len(str(file)) + 120
+        )
 
 
 def test_no_weights_at_all(tmp_path):
@@ -387,10 +509,14 @@ def test_harmless_leftovers(tmp_path):
     expected = load(folder)
     assert expected.lm_head is None
     assert same(load(rewrite(folder, add)), expected)
-    assert same(load(rewrite(folder, lambda named: named.pop("model.embed_tokens.weight"))), expected)
+    assert same(
+        load(rewrite(folder, lambda named: named.pop("model.embed_tokens.weight"))), expected
+    )
 
 
-def by_blocks(folder: Path, hidden: int = 160, inner: int = 320, change: Any = len) -> tuple[Path, Path]:
+def by_blocks(
+    folder: Path, hidden: int = 160, inner: int = 320, change: Any = len
+) -> tuple[Path, Path]:
     """A model whose products are stored in 8 bits by blocks, and the same with the values that these mean, in float64
     until they are written."""
     write_model(folder / "plain", "qwen3", hidden_size=hidden, intermediate_size=inner, head_dim=64)
@@ -401,10 +527,16 @@ def by_blocks(folder: Path, hidden: int = 160, inner: int = 320, change: Any = l
         if not name.endswith("_proj.weight"):
             continue
         rows, columns = (-(-size // 128) for size in tensor.shape)
-        scales, values, wide = (np.zeros(shape, dtype) for shape, dtype in (
-            ((rows, columns), np.float32), (tensor.shape, FP8), (tensor.shape, np.float64)))
+        scales, values, wide = (
+            np.zeros(shape, dtype)
+            for shape, dtype in (
+                ((rows, columns), np.float32),
+                (tensor.shape, FP8),
+                (tensor.shape, np.float64),
+            )
+        )
         for i, j in np.ndindex(rows, columns):
-            part = np.s_[128 * i:128 * (i + 1), 128 * j:128 * (j + 1)]
+            part = np.s_[128 * i : 128 * (i + 1), 128 * j : 128 * (j + 1)]
             scales[i, j] = np.abs(tensor[part]).max() / 448
             values[part] = (tensor[part] / scales[i, j]).astype(FP8)
             wide[part] = values[part].astype(np.float64) * np.float64(scales[i, j])
@@ -420,7 +552,9 @@ def by_blocks(folder: Path, hidden: int = 160, inner: int = 320, change: Any = l
 
 @pytest.mark.slow
 @pytest.mark.parametrize("windows", [False, True])
-def test_weights_stored_by_blocks_of_8_bits_are_read_as_what_they_mean(tmp_path, monkeypatch, windows):
+def test_weights_stored_by_blocks_of_8_bits_are_read_as_what_they_mean(
+    tmp_path, monkeypatch, windows
+):
     if windows:  # of a few rows each, which begin within a block
         monkeypatch.setattr(spread, "SMALL_BYTES", 1000)
         monkeypatch.setattr(param_layout, "WINDOW_BYTES", 40_000)
@@ -430,7 +564,8 @@ def test_weights_stored_by_blocks_of_8_bits_are_read_as_what_they_mean(tmp_path,
     down = hf.open_tensors(stored, a)["model.layers.{layer}.mlp.down_proj.weight"]
     assert down.shape == (2, 160, 320) and np.array_equal(
         down.read(slice(1, 2), slice(120, 137))[0],
-        load_file(plain / "model.safetensors")["model.layers.1.mlp.down_proj.weight"][120:137])
+        load_file(plain / "model.safetensors")["model.layers.1.mlp.down_proj.weight"][120:137],
+    )
     # Widened, they are written without the entry that would have other programs look for scales.
     hf.save(tmp_path / "saved", load(stored), a, stored)
     assert "quantization_config" not in json.loads((tmp_path / "saved" / "config.json").read_text())
@@ -443,17 +578,27 @@ def test_transformers_reads_weights_stored_by_blocks_as_the_same(tmp_path):
     stored, _ = by_blocks(tmp_path, 128, 256)  # it takes whole blocks alone
     a, tokens = architecture_of(stored), np.arange(24) * 5 % 64
     how = transformers.FineGrainedFP8Config(dequantize=True)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(stored, dtype=torch.float32, quantization_config=how)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        stored, dtype=torch.float32, quantization_config=how
+    )
     with torch.no_grad(), jax.default_matmul_precision("highest"):
         ours = shoal_logits(a, load(stored), tokens)
         assert np.abs(theirs(torch.tensor(tokens[None])).logits[0].numpy() - ours).max() < 1e-4
 
 
-@pytest.mark.parametrize(("change", "said"), [
-    (lambda named: named.pop(f"{DOWN}_scale_inv"), f"not as expected: {DOWN} stored as F8_E4M3 instead of F32"),
-    (lambda named: named.update({f"{DOWN}_scale_inv": named[f"{DOWN}_scale_inv"][:1]}),
-     f"left over: {DOWN}_scale_inv"),
-])
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            lambda named: named.pop(f"{DOWN}_scale_inv"),
+            f"not as expected: {DOWN} stored as F8_E4M3 instead of F32",
+        ),
+        (
+            lambda named: named.update({f"{DOWN}_scale_inv": named[f"{DOWN}_scale_inv"][:1]}),
+            f"left over: {DOWN}_scale_inv",
+        ),
+    ],
+)
 def test_scales_that_do_not_fit_are_named(tmp_path, change, said):
     with pytest.raises(ShoalError) as error:
         load(by_blocks(tmp_path, change=change)[0])
@@ -499,7 +644,12 @@ print(model, max(x.nbytes for x in jax.tree.leaves(parameters)), peak - before, 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_no_second_copy_of_the_model_in_memory(tmp_path):
     small = write_model(tmp_path / "small", "llama2")
-    sizes = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "vocab_size": 1024}
+    sizes = {
+        "hidden_size": 512,
+        "intermediate_size": 1408,
+        "num_hidden_layers": 8,
+        "vocab_size": 1024,
+    }
     large = write_model(tmp_path / "large", "llama2", **sizes)
     command = [sys.executable, "-c", MEMORY, *map(str, (small, large, tmp_path / "saved"))]
     env = {**os.environ, "PYTHONPATH": str(Path(hf.__file__).parents[2]), "XLA_FLAGS": ""}
@@ -545,7 +695,9 @@ def test_shards_have_an_index_and_keep_to_their_size(tmp_path):
     stored = {file.name: load_file(file) for file in files}
     assert {name: file for file, named in stored.items() for name in named} == index["weight_map"]
     assert all(sum(t.nbytes for t in named.values()) <= 20_000 for named in stored.values())
-    assert index["metadata"]["total_size"] == sum(t.nbytes for named in stored.values() for t in named.values())
+    assert index["metadata"]["total_size"] == sum(
+        t.nbytes for named in stored.values() for t in named.values()
+    )
     assert same(load(tmp_path / "saved"), load(folder))
 
 
@@ -554,7 +706,9 @@ def test_save_in_half_precision(tmp_path, dtype):
     folder = write_model(tmp_path / "source")
     hf.save(tmp_path / "saved", load(folder), architecture_of(folder), folder, dtype)
     assert json.loads((tmp_path / "saved" / "config.json").read_text())["torch_dtype"] == dtype
-    kept = jax.tree.map(lambda x: np.asarray(x).astype(jnp.dtype(dtype)).astype(np.float32), load(folder))
+    kept = jax.tree.map(
+        lambda x: np.asarray(x).astype(jnp.dtype(dtype)).astype(np.float32), load(folder)
+    )
     assert same(load(tmp_path / "saved"), kept)
 
 
@@ -564,9 +718,16 @@ def test_the_sources_config_and_tokenizer_go_along(tmp_path):
     (folder / "chat_template.jinja").write_text("x")
     a = architecture_of(folder)
     hf.save(tmp_path / "saved", load(folder), a, folder)
-    source, saved = (json.loads((f / "config.json").read_text()) for f in (folder, tmp_path / "saved"))
+    source, saved = (
+        json.loads((f / "config.json").read_text()) for f in (folder, tmp_path / "saved")
+    )
     assert saved == {**source, "torch_dtype": "float32"}
-    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"):
+    for name in (
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "generation_config.json",
+        "chat_template.jinja",
+    ):
         assert (tmp_path / "saved" / name).read_bytes() == (folder / name).read_bytes()
     newer = write_model(tmp_path / "newer")
     config_folder(newer, dtype="bfloat16")
@@ -582,7 +743,10 @@ def test_a_source_of_tokenizer_files_only(tmp_path):
     config = json.loads((tmp_path / "saved" / "config.json").read_text())
     generation = json.loads((tmp_path / "tokens" / "generation_config.json").read_text())
     assert config["eos_token_id"] == generation["eos_token_id"]
-    assert architecture_of(tmp_path / "saved") == a and (tmp_path / "saved" / "tokenizer.json").is_file()
+    assert (
+        architecture_of(tmp_path / "saved") == a
+        and (tmp_path / "saved" / "tokenizer.json").is_file()
+    )
 
 
 def test_save_overwrites_nothing_and_leaves_nothing_half_done(tmp_path):
@@ -604,14 +768,20 @@ def test_save_overwrites_nothing_and_leaves_nothing_half_done(tmp_path):
 
 def test_every_parameter_has_a_name_of_its_own(tmp_path):
     for family in FAMILIES:
-        names = [spec.name for spec in jax.tree.leaves(param_specs(architecture_of(config_folder(tmp_path, family))))]
+        names = [
+            spec.name
+            for spec in jax.tree.leaves(
+                param_specs(architecture_of(config_folder(tmp_path, family)))
+            )
+        ]
         assert all(names) and len(set(names)) == len(names)
 
 
 @pytest.mark.parametrize("shards", [1, 2])
 @pytest.mark.parametrize("family", ["qwen2-tied", "qwen3-tied", "llama3"])
-def test_a_tied_model_whose_files_hold_another_head_is_untied_as_in_transformers(transformers, tmp_path, family,
-                                                                               shards):
+def test_a_tied_model_whose_files_hold_another_head_is_untied_as_in_transformers(
+    transformers, tmp_path, family, shards
+):
     folder = write_model(tmp_path / "tied", family)
     named = dict(load_file(folder / "model.safetensors"))
     embedding = named["model.embed_tokens.weight"]
@@ -624,7 +794,9 @@ def test_a_tied_model_whose_files_hold_another_head_is_untied_as_in_transformers
         for name, part in parts.items():
             save_tensors(folder / name, part)
         weight_map = {tensor: name for name, part in parts.items() for tensor in part}
-        (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+        (folder / "model.safetensors.index.json").write_text(
+            json.dumps({"metadata": {}, "weight_map": weight_map})
+        )
     spec = resolve_model(ModelSection(path=str(folder)))
     assert not spec.architecture.tie_embeddings and "hold another head" in spec.notes[-1]
     spec.check()
@@ -637,9 +809,13 @@ def test_a_tied_model_whose_files_hold_another_head_is_untied_as_in_transformers
     assert spec.config is not None and spec.config["tie_word_embeddings"] is False
     parameters = spec.load(make_roles(MeshSection(fsdp=1)).trainer, np.float32)
     hf.save(tmp_path / "export", parameters, spec.architecture, spec.folder, config=spec.config)
-    np.testing.assert_array_equal(load_file(tmp_path / "export" / "model.safetensors")["lm_head.weight"], head)
-    theirs = [transformers.AutoModelForCausalLM.from_pretrained(one).lm_head.weight.detach().numpy()
-              for one in (folder, tmp_path / "export")]
+    np.testing.assert_array_equal(
+        load_file(tmp_path / "export" / "model.safetensors")["lm_head.weight"], head
+    )
+    theirs = [
+        transformers.AutoModelForCausalLM.from_pretrained(one).lm_head.weight.detach().numpy()
+        for one in (folder, tmp_path / "export")
+    ]
     for one in theirs:
         np.testing.assert_array_equal(one, head)
 

@@ -11,24 +11,54 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.rollout.group import TRANSITIONS, Ledger, PendingGroup, Stage
-from shoal.types import Completion, Example, Group, GroupRequest, Purpose, SamplingParams, StopReason
+from shoal.types import (
+    Completion,
+    Example,
+    Group,
+    GroupRequest,
+    Purpose,
+    SamplingParams,
+    StopReason,
+)
 
 HOSTS = ("a", "b", "c")
 
 
 def request_of(step: int, row: int = 0, purpose: Purpose = Purpose.TRAIN) -> GroupRequest:
-    return GroupRequest(purpose, step, step, Example(row, "q"), np.array([1]), 1, SamplingParams(max_tokens=1))
+    return GroupRequest(
+        purpose, step, step, Example(row, "q"), np.array([1]), 1, SamplingParams(max_tokens=1)
+    )
 
 
 def answer_of(id: int) -> list[Completion]:
     """A host's answer, whose token is the id."""
-    return [Completion(id, 0, np.array([id]), np.zeros(1), np.ones(1, bool), np.zeros(1, int), StopReason.LENGTH)]
+    return [
+        Completion(
+            id,
+            0,
+            np.array([id]),
+            np.zeros(1),
+            np.ones(1, bool),
+            np.zeros(1, int),
+            StopReason.LENGTH,
+        )
+    ]
 
 
 def group_of(entry: PendingGroup) -> Group:
     request = entry.request
-    return Group(request.purpose, request.step, request.version, request.example, request.prompt_ids,
-                 tuple(entry.completions), ("",), np.zeros(1), {}, np.ones(1, bool))
+    return Group(
+        request.purpose,
+        request.step,
+        request.version,
+        request.example,
+        request.prompt_ids,
+        tuple(entry.completions),
+        ("",),
+        np.zeros(1),
+        {},
+        np.ones(1, bool),
+    )
 
 
 class Account:
@@ -83,13 +113,18 @@ class Account:
             entry.group = group_of(entry)
 
     def hand_over(self, number: int) -> None:
-        ready = [step for step in self.asked if all(
-            one.stage is Stage.REWARDED for one in self.ledger.of(Purpose.TRAIN, step))]
+        ready = [
+            step
+            for step in self.asked
+            if all(one.stage is Stage.REWARDED for one in self.ledger.of(Purpose.TRAIN, step))
+        ]
         if ready:
             step = ready[number % len(ready)]
             groups = self.ledger.hand_over(self.ledger.of(Purpose.TRAIN, step))
             ids = [int(group.completions[0].token_ids[0]) for group in groups]
-            assert ids == self.asked.pop(step)  # all of them, in the order asked, each with its own answer
+            assert ids == self.asked.pop(
+                step
+            )  # all of them, in the order asked, each with its own answer
             self.given += ids
 
     def open(self) -> set[int]:
@@ -112,7 +147,15 @@ class Account:
             self.hand_over(0)
 
 
-ACTIONS = (Account.ask, Account.start, Account.start, Account.answer, Account.lose, Account.reward, Account.hand_over)
+ACTIONS = (
+    Account.ask,
+    Account.start,
+    Account.start,
+    Account.answer,
+    Account.lose,
+    Account.reward,
+    Account.hand_over,
+)
 
 
 @settings(max_examples=150, deadline=None)
@@ -124,7 +167,9 @@ def test_under_any_interleaving_every_group_is_handed_over_once_and_in_order(cal
         account.check()
     account.finish()
     account.check()
-    assert not account.ledger.entries and sorted(account.given) == list(range(account.ledger.next_id))
+    assert not account.ledger.entries and sorted(account.given) == list(
+        range(account.ledger.next_id)
+    )
 
 
 @pytest.mark.parametrize(("before", "after"), list(itertools.product(Stage, Stage)))
@@ -134,7 +179,9 @@ def test_a_stage_changes_only_as_the_table_says(before, after):
         entry.move(after)
         assert entry.stage is after
     else:
-        with pytest.raises(RuntimeError, match=f"group 3 of train step 5 cannot become {after}: it is {before}"):
+        with pytest.raises(
+            RuntimeError, match=f"group 3 of train step 5 cannot become {after}: it is {before}"
+        ):
             entry.move(after)
         assert entry.stage is before
 

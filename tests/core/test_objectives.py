@@ -31,15 +31,33 @@ from shoal.trainer.loop import PENALTY, Run
 from shoal.trainer.loss import batch_logprobs, make_objective
 from shoal.trainer.step_table import StepTable
 from shoal.trainer.update import PrecomputedLogprobs, Updater
-from shoal.types import Example, Group, Purpose, RewardFunction, SamplingParams, ShoalError, StopReason
+from shoal.types import (
+    Example,
+    Group,
+    Purpose,
+    RewardFunction,
+    SamplingParams,
+    ShoalError,
+    StopReason,
+)
 
 # ---- truncation
 
 
 def as_group(row, drawn):
     siblings = tuple(drawn[row, index] for index in range(4))
-    return Group(Purpose.TRAIN, 0, 0, Example(row, "q"), request(row).prompt_ids, siblings, ("",) * 4, np.arange(4.0),
-                 {}, np.ones(4, bool))
+    return Group(
+        Purpose.TRAIN,
+        0,
+        0,
+        Example(row, "q"),
+        request(row).prompt_ids,
+        siblings,
+        ("",) * 4,
+        np.arange(4.0),
+        {},
+        np.ones(4, bool),
+    )
 
 
 @pytest.mark.slow
@@ -49,10 +67,14 @@ def test_truncated_samples_are_replayed_and_without_that_the_ratio_is_the_kept_m
     drawn = play(engine, [request(row, params=params) for row in (0, 1)])
     made = [as_group(row, drawn) for row in (0, 1)]
     nothing = np.zeros((2, 4))
-    replayed, ignored = (pack(made, (0, 1), nothing, nothing, [whole(made)], 0.9, max_support=k)[0] for k in (96, 0))
+    replayed, ignored = (
+        pack(made, (0, 1), nothing, nothing, [whole(made)], 0.9, max_support=k)[0] for k in (96, 0)
+    )
     parameters = weights(SMALL)
-    lp, full = (unpack([one], [np.asarray(batch_logprobs(model(SMALL), parameters, one.arrays, 2**25)[0])])
-                for one in (replayed, ignored))
+    lp, full = (
+        unpack([one], [np.asarray(batch_logprobs(model(SMALL), parameters, one.arrays, 2**25)[0])])
+        for one in (replayed, ignored)
+    )
     ratios, masses = [], []
     for (number, index), values in full.items():
         completion = made[number].completions[index]
@@ -71,7 +93,9 @@ def all_scores(parameters, ids, length):
     """Logits of ids[1, T], of which the first `length` count."""
     size = ids.shape[1]
     m = model(SMALL)
-    hidden, _ = forward(m, parameters, ids, jnp.arange(size)[None], prefill_attention(m, length[None], size))
+    hidden, _ = forward(
+        m, parameters, ids, jnp.arange(size)[None], prefill_attention(m, length[None], size)
+    )
     return logits(m, parameters, hidden)
 
 
@@ -80,11 +104,15 @@ def mass_kept(parameters, prompt, completion):
     tokens = np.concatenate([prompt, completion.token_ids])
     ids = np.zeros((1, 256), np.int32)
     ids[0, : len(tokens)] = tokens
-    scores = np.asarray(all_scores(parameters, ids, np.int32(len(tokens))))[0, len(prompt) - 1 : len(tokens) - 1]
+    scores = np.asarray(all_scores(parameters, ids, np.int32(len(tokens))))[
+        0, len(prompt) - 1 : len(tokens) - 1
+    ]
     scores = scores.astype(np.float64) / 0.9
     p = np.exp(scores - scores.max(-1, keepdims=True))
     p /= p.sum(-1, keepdims=True)
-    return np.array([p[t, row[row >= 0]].sum() for t, row in enumerate(completion.extra["support_ids"])])
+    return np.array(
+        [p[t, row[row >= 0]].sum() for t, row in enumerate(completion.extra["support_ids"])]
+    )
 
 
 # ---- dynamic sampling
@@ -94,9 +122,23 @@ def judged(correct=None, valid=(True, True, True), weights=None, **parts):
     """A group whose reward functions gave these values, or could not judge (None)."""
     components = {name: np.array(values, float) for name, values in parts.items()}
     weights = weights or dict.fromkeys(parts, 1.0)
-    rewards = sum((weights[name] * np.nan_to_num(values) for name, values in components.items()), np.zeros(3))
-    return Group(Purpose.TRAIN, 0, 0, Example(0, "q"), np.ones(1, int), (), ("",) * 3, rewards, components,
-                 np.array(valid), None if correct is None else np.array(correct), reward_weights=weights)
+    rewards = sum(
+        (weights[name] * np.nan_to_num(values) for name, values in components.items()), np.zeros(3)
+    )
+    return Group(
+        Purpose.TRAIN,
+        0,
+        0,
+        Example(0, "q"),
+        np.ones(1, int),
+        (),
+        ("",) * 3,
+        rewards,
+        components,
+        np.array(valid),
+        None if correct is None else np.array(correct),
+        reward_weights=weights,
+    )
 
 
 def useful(group, *words):
@@ -111,13 +153,19 @@ OVERLONG = "reward.overlong_buffer_tokens=4"
 def test_groups_are_chosen_by_what_is_right_not_by_penalties():
     """DAPO, eq. 11: 0 < number right < G. Length alone teaches nothing that the filter is for."""
     wrong = judged([False] * 3, right=[0, 0, 0], overlong=[0, -0.5, -1])
-    assert not useful(wrong, OVERLONG) and useful(wrong, OVERLONG, "algorithm.dynamic_sampling_by=reward")
+    assert not useful(wrong, OVERLONG) and useful(
+        wrong, OVERLONG, "algorithm.dynamic_sampling_by=reward"
+    )
     format = judged([True] * 3, right=[1, 1, 1], format=[0, 1, 1])
     assert not useful(format) and useful(format, "algorithm.dynamic_sampling_by=reward")
     partly = judged([True, False, False], right=[1, 0, 0])
     assert useful(partly) and not useful(replace(partly, valid=np.array([False, True, True])))
-    hidden = judged([True, False, False], right=[1, 0, 0], overlong=[-1, 0, 0])  # the penalty evens the reward out
-    assert useful(hidden, OVERLONG) and not useful(hidden, OVERLONG, "algorithm.dynamic_sampling_by=reward")
+    hidden = judged(
+        [True, False, False], right=[1, 0, 0], overlong=[-1, 0, 0]
+    )  # the penalty evens the reward out
+    assert useful(hidden, OVERLONG) and not useful(
+        hidden, OVERLONG, "algorithm.dynamic_sampling_by=reward"
+    )
 
 
 def test_without_a_check_groups_are_chosen_by_the_reward_less_the_penalty():
@@ -139,7 +187,9 @@ def test_functions_that_are_normalised_apart_count_apart_where_they_have_a_weigh
         assert not useful(logged, *words)
     assert (StepTable.of([logged], AlgorithmSection(advantage="gdpo")).advantages == 0).all()
     late = judged(first=[0, 0, 0], overlong=[0, 0, -1])
-    assert not useful(late, gdpo, OVERLONG) and useful(late, gdpo, OVERLONG, "algorithm.dynamic_sampling_by=reward")
+    assert not useful(late, gdpo, OVERLONG) and useful(
+        late, gdpo, OVERLONG, "algorithm.dynamic_sampling_by=reward"
+    )
     assert not useful(replace(late, correct=np.array([True] * 3)), gdpo)
 
 
@@ -157,14 +207,25 @@ def test_further_prompts_leave_the_order_where_it_was_if_there_are_none():
 
 
 def updater(algorithm=None, **changes):
-    return Updater(learner(SMALL), algorithm or AlgorithmSection(), BatchSection(2, 2), 1.0, 0, **changes)
+    return Updater(
+        learner(SMALL), algorithm or AlgorithmSection(), BatchSection(2, 2), 1.0, 0, **changes
+    )
 
 
 def test_a_teachers_part_of_the_advantage_by_hand():
     made = random_groups(SMALL, 1, 2, 4, 3)
-    made = [replace(made[0], completions=(made[0].completions[0],), rewards=np.ones(1), valid=np.ones(1, bool))]
-    given = PrecomputedLogprobs(old_logprobs={(0, 0): np.array([-1.0, -2, -3], np.float32)},
-                                teacher={(0, 0): np.array([-0.5, -4, -3], np.float32)})
+    made = [
+        replace(
+            made[0],
+            completions=(made[0].completions[0],),
+            rewards=np.ones(1),
+            valid=np.ones(1, bool),
+        )
+    ]
+    given = PrecomputedLogprobs(
+        old_logprobs={(0, 0): np.array([-1.0, -2, -3], np.float32)},
+        teacher={(0, 0): np.array([-0.5, -4, -3], np.float32)},
+    )
     recorded = MetricSet()
     teacher_bonus = updater(teacher_coef=0.5)._teacher_bonus(made, given, recorded)
     assert teacher_bonus is not None
@@ -180,19 +241,36 @@ def test_a_teachers_part_of_the_advantage_by_hand():
 
 def test_a_divergence_in_the_reward_by_hand():
     a = AlgorithmSection(kl="k1", kl_placement="reward", kl_coef=0.1, advantage="dr_grpo")
-    made = [replace(group, rewards=np.array([1.0, 0.0])) for group in random_groups(SMALL, 1, 2, 4, 3)]
-    made[0] = replace(made[0], completions=tuple(
-        replace(c, token_ids=c.token_ids[:2], loss_mask=np.array([True, i == 0])) for i, c in enumerate(
-            [made[0].completions[0]] * 2)))
+    made = [
+        replace(group, rewards=np.array([1.0, 0.0])) for group in random_groups(SMALL, 1, 2, 4, 3)
+    ]
+    made[0] = replace(
+        made[0],
+        completions=tuple(
+            replace(c, token_ids=c.token_ids[:2], loss_mask=np.array([True, i == 0]))
+            for i, c in enumerate([made[0].completions[0]] * 2)
+        ),
+    )
     given = PrecomputedLogprobs(
-        old_logprobs={(0, 0): np.array([-1.0, -1], np.float32), (0, 1): np.array([-1.0, -9], np.float32)},
-        ref_logprobs={(0, 0): np.array([-2.0, -3], np.float32), (0, 1): np.array([-2.0, -3], np.float32)})
+        old_logprobs={
+            (0, 0): np.array([-1.0, -1], np.float32),
+            (0, 1): np.array([-1.0, -9], np.float32),
+        },
+        ref_logprobs={
+            (0, 0): np.array([-2.0, -3], np.float32),
+            (0, 1): np.array([-2.0, -3], np.float32),
+        },
+    )
     recorded = MetricSet()
     penalty = updater(a)._kl_penalty(made, StepTable.of(made, a), given, recorded)
     assert penalty is not None
-    np.testing.assert_allclose(penalty, [[0.3, 0.1]], rtol=1e-6)  # 0.1 x (1 + 2), and for its one sampled token 0.1 x 1
+    np.testing.assert_allclose(
+        penalty, [[0.3, 0.1]], rtol=1e-6
+    )  # 0.1 x (1 + 2), and for its one sampled token 0.1 x 1
     assert recorded.result()["kl"] == pytest.approx(4 / 3)
-    np.testing.assert_allclose(StepTable.of(made, a, penalty).advantages, [[0.4, -0.4]], rtol=1e-6)  # (0.7, -0.1) - 0.3
+    np.testing.assert_allclose(
+        StepTable.of(made, a, penalty).advantages, [[0.4, -0.4]], rtol=1e-6
+    )  # (0.7, -0.1) - 0.3
     np.testing.assert_allclose(StepTable.of(made, a).rewards, [[1.0, 0.0]])
     # A completion that was cut and is masked loses its reward's part all the same; the metric is of those trained on.
     first, second = made[0].completions
@@ -206,15 +284,29 @@ def test_a_divergence_in_the_reward_by_hand():
 def test_cut_completions_leave_the_loss_and_stay_in_the_mean():
     made = random_groups(SMALL, 1, 3, 4, 4)
     cut = replace(made[0].completions[1], stop_reason=StopReason.LENGTH)
-    made = [replace(made[0], completions=(made[0].completions[0], cut, made[0].completions[2]),
-                    rewards=np.array([1.0, 3.0, 2.0]))]
+    made = [
+        replace(
+            made[0],
+            completions=(made[0].completions[0], cut, made[0].completions[2]),
+            rewards=np.array([1.0, 3.0, 2.0]),
+        )
+    ]
     for masked in (False, True):
-        a = AlgorithmSection(advantage="dr_grpo", aggregation="seq-mean-token-sum", mask_truncated=masked)
+        a = AlgorithmSection(
+            advantage="dr_grpo", aggregation="seq-mean-token-sum", mask_truncated=masked
+        )
         table = StepTable.of(made, a)
         np.testing.assert_array_equal(table.advantages, [[-1, 1, 0]])
         batch = updater(a)._pack(made, table, np.arange(1), None, None, None)[0]
-        weight = {index: float(values[0]) for (_, index), values in unpack([batch], [batch.arrays.weight]).items()}
-        assert weight == {0: pytest.approx(1 / 3), 1: 0 if masked else pytest.approx(1 / 3), 2: pytest.approx(1 / 3)}
+        weight = {
+            index: float(values[0])
+            for (_, index), values in unpack([batch], [batch.arrays.weight]).items()
+        }
+        assert weight == {
+            0: pytest.approx(1 / 3),
+            1: 0 if masked else pytest.approx(1 / 3),
+            2: pytest.approx(1 / 3),
+        }
 
 
 def test_the_overlong_penalty_by_hand():
@@ -228,22 +320,42 @@ def test_the_overlong_penalty_by_hand():
         with_overlong(own, RewardSection(overlong_buffer_tokens=20), 10)
 
 
-@pytest.mark.parametrize(("words", "lag", "every"), [
-    ([], 0, 1), (["train.weight_sync_interval=3"], 0, 3), (["train.max_staleness=1"], 1, 1),
-    (["train.weight_sync_interval=2", "train.max_staleness=3"], 2, 2)])
+@pytest.mark.parametrize(
+    ("words", "lag", "every"),
+    [
+        ([], 0, 1),
+        (["train.weight_sync_interval=3"], 0, 3),
+        (["train.max_staleness=1"], 1, 1),
+        (["train.weight_sync_interval=2", "train.max_staleness=3"], 2, 2),
+    ],
+)
 def test_staleness_and_publication(words, lag, every):
     config, _ = compose("train", words)
-    assert (schedule_of(config.train).lag, schedule_of(config.train).weight_sync_interval) == (lag, every)
+    assert (schedule_of(config.train).lag, schedule_of(config.train).weight_sync_interval) == (
+        lag,
+        every,
+    )
 
 
 # ---- a loss and an advantage of a user
 
 
-def bounded(log_ratio: Tokens, lp: Tokens, advantage: Tokens, mask: Mask, segment: Segments, *,
-            clip_high: float) -> tuple[Tokens, Mask, Mask]:
+def bounded(
+    log_ratio: Tokens,
+    lp: Tokens,
+    advantage: Tokens,
+    mask: Mask,
+    segment: Segments,
+    *,
+    clip_high: float,
+) -> tuple[Tokens, Mask, Mask]:
     """-min(ratio, 1 + high) A."""
     ratio = jnp.exp(log_ratio)
-    return -jnp.minimum(ratio, 1 + clip_high) * advantage, jnp.zeros_like(mask), ratio > 1 + clip_high
+    return (
+        -jnp.minimum(ratio, 1 + clip_high) * advantage,
+        jnp.zeros_like(mask),
+        ratio > 1 + clip_high,
+    )
 
 
 def median(rewards: Rewards, valid: Valid, **unread: object) -> Rewards:
@@ -266,6 +378,10 @@ def test_a_loss_and_an_advantage_are_one_function_and_one_row_each(monkeypatch):
     assert "algorithm.clip_high=0.3 cannot act" in warning
     one = learner(SMALL, make_objective(config.algorithm))
     state, made = one.init(weights(SMALL)), random_groups(SMALL, 2, 2, 9, 8)
-    after, result = Updater(one, config.algorithm, BatchSection(2, 2), 1.0, 0).update(state, made, 0)
+    after, result = Updater(one, config.algorithm, BatchSection(2, 2), 1.0, 0).update(
+        state, made, 0
+    )
     assert int(after.updates) == 1 and result.metrics.result()["grad_norm"] > 0
-    np.testing.assert_array_equal(result.table.advantages, median(result.table.rewards, result.table.valid))
+    np.testing.assert_array_equal(
+        result.table.advantages, median(result.table.rewards, result.table.valid)
+    )

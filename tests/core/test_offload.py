@@ -35,11 +35,25 @@ from shoal.types import ShoalError
 GROUPS = random_groups(QWEN3, 3, 4, 20, 20)
 
 
-def made(offload: bool, a: Architecture = QWEN3, dtype: Any = jnp.float32, fsdp: int = 1, tensor: int = 1,
-         moments: Any = "float32") -> Learner:
-    section = OptimizerSection(lr=1e-2, warmup_steps=0, weight_decay=0.1, clip_grad_norm=0.01, moments=moments,
-                               offload=offload)
-    return Learner(Model(a, roles(fsdp=fsdp, tensor=tensor).trainer, dtype), ON_POLICY, section, 10, seed=3)
+def made(
+    offload: bool,
+    a: Architecture = QWEN3,
+    dtype: Any = jnp.float32,
+    fsdp: int = 1,
+    tensor: int = 1,
+    moments: Any = "float32",
+) -> Learner:
+    section = OptimizerSection(
+        lr=1e-2,
+        warmup_steps=0,
+        weight_decay=0.1,
+        clip_grad_norm=0.01,
+        moments=moments,
+        offload=offload,
+    )
+    return Learner(
+        Model(a, roles(fsdp=fsdp, tensor=tensor).trainer, dtype), ON_POLICY, section, 10, seed=3
+    )
 
 
 def trained(one: Learner, updates: int = 2, state: TrainState | None = None) -> TrainState:
@@ -59,8 +73,11 @@ def moments_of(state: TrainState) -> list[Any]:
 
 
 KINDS = [
-    {}, {"dtype": jnp.bfloat16, "moments": "bfloat16", "fsdp": 8}, {"a": adapted(FULLEST)},
-    {"a": replace(FULLEST, tie_embeddings=False), "dtype": jnp.bfloat16, "fsdp": 4, "tensor": 2}]
+    {},
+    {"dtype": jnp.bfloat16, "moments": "bfloat16", "fsdp": 8},
+    {"a": adapted(FULLEST)},
+    {"a": replace(FULLEST, tie_embeddings=False), "dtype": jnp.bfloat16, "fsdp": 4, "tensor": 2},
+]
 
 
 @cache
@@ -75,11 +92,13 @@ def test_the_updates_are_bitwise_those_of_moments_on_the_devices(number):
     first, second = on_the_devices(number), trained(there)
     assert same_bits(by_path(first), by_path(second))
     for leaf in jax.tree.leaves(second):
-        assert leaf.sharding.memory_kind == (PINNED_HOST if any(leaf is one for one in moments_of(second)) else
-                                             "device")
+        assert leaf.sharding.memory_kind == (
+            PINNED_HOST if any(leaf is one for one in moments_of(second)) else "device"
+        )
     assert moments_of(second) and int(second.updates) == 2
     assert [leaf.sharding for leaf in jax.tree.leaves(there.shapes())] == [
-        leaf.sharding for leaf in jax.tree.leaves(second)]
+        leaf.sharding for leaf in jax.tree.leaves(second)
+    ]
     held = second.optimizer, first.optimizer
     assert bytes_per_device(held[0]) <= 16 < bytes_per_device(held[1])  # counters
 
@@ -112,11 +131,15 @@ def test_an_overflow_changes_no_moment(by_layer, monkeypatch):
         state = trained(one)
         before = jax.tree.map(np.array, replace(state, loss_scale=None))
         (batch,) = batches(GROUPS)
-        total, _ = one.accumulate(None, state, replace(batch, weight=batch.weight * np.float32(1e9)))
+        total, _ = one.accumulate(
+            None, state, replace(batch, weight=batch.weight * np.float32(1e9))
+        )
         after, applied = one.apply(state, total)
     finally:
         step._optimizer_programs.cache_clear()
-    assert int(applied.overflow) == int(applied.skipped) == 1 and state.loss_scale and after.loss_scale
+    assert (
+        int(applied.overflow) == int(applied.skipped) == 1 and state.loss_scale and after.loss_scale
+    )
     assert float(after.loss_scale.value) == float(state.loss_scale.value) / 2
     assert same_bits(by_path(replace(after, loss_scale=None)), by_path(before))
     assert not is_intact(state) and is_intact(after)  # the moments were given away
@@ -126,13 +149,18 @@ def test_an_overflow_changes_no_moment(by_layer, monkeypatch):
 def test_a_checkpoint_goes_on_with_moments_in_either_memory(tmp_path: Path):
     here, there = made(False, fsdp=4, tensor=2), made(True, fsdp=4, tensor=2)
     unbroken = trained(here, 4)
-    for name, first, second in (("to host", here, there), ("to device", there, here), ("host", there, there)):
+    for name, first, second in (
+        ("to host", here, there),
+        ("to device", there, here),
+        ("host", there, there),
+    ):
         checkpoints = Checkpoints(tmp_path / name / "checkpoints", keep_last=1)
         checkpoints.save(2, trained(first), {})
         checkpoints.close()
         found = restore(tmp_path / name, 2, second).state
         assert {leaf.sharding.memory_kind for leaf in moments_of(found)} == {
-            PINNED_HOST if second is there else "device"}
+            PINNED_HOST if second is there else "device"
+        }
         assert same_bits(by_path(trained(second, 2, found)), by_path(unbroken)), name
 
 
@@ -141,15 +169,23 @@ def test_a_device_without_memory_of_its_host_is_refused():
         return [SimpleNamespace(kind="device")]
 
     device = SimpleNamespace(addressable_memories=without, device_kind="toy", platform="cpu", id=0)
-    where: Any = SimpleNamespace(trainer=SimpleNamespace(mesh=SimpleNamespace(devices=np.array([device]))))
+    where: Any = SimpleNamespace(
+        trainer=SimpleNamespace(mesh=SimpleNamespace(devices=np.array([device])))
+    )
     assert has_host_memory(jax.devices()[0]) and not has_host_memory(device)
     spec = ModelSpec(Path(), QWEN3)
     for config, text in (
-            (Config(optimizer=OptimizerSection(offload=True)), "optimizer.offload=true: .* optimizer.offload=false"),
-            (Config(model=ModelSection(remat="offload")), "model.remat=offload: .* model.remat=full")):
+        (
+            Config(optimizer=OptimizerSection(offload=True)),
+            "optimizer.offload=true: .* optimizer.offload=false",
+        ),
+        (Config(model=ModelSection(remat="offload")), "model.remat=offload: .* model.remat=full"),
+    ):
         with pytest.raises(ShoalError, match=text) as error:
             trained_model(config, spec, where)
-        assert error.value.key == text.partition("=")[0] and "toy has no host memory" in str(error.value)
+        assert error.value.key == text.partition("=")[0] and "toy has no host memory" in str(
+            error.value
+        )
 
 
 @pytest.mark.parametrize(("topology", "is_apart"), [("v6e-8", True), ("h200:8", True), ("", False)])
@@ -157,19 +193,35 @@ def test_the_table_of_sizes_has_the_moments_where_they_are(topology, is_apart):
     """On a CPU the host's memory is the device's."""
     devices = placeholder_devices(parse_topology(topology)) if topology else jax.devices()
     where = make_roles(MeshSection(fsdp=8), devices)
-    here, there = (weight_sizes(Config(optimizer=OptimizerSection(offload=offload), mesh=MeshSection(fsdp=8)), QWEN3,
-                                where, jnp.bfloat16, None) for offload in (False, True))
+    here, there = (
+        weight_sizes(
+            Config(optimizer=OptimizerSection(offload=offload), mesh=MeshSection(fsdp=8)),
+            QWEN3,
+            where,
+            jnp.bfloat16,
+            None,
+        )
+        for offload in (False, True)
+    )
     moments = here.held["trainer"]["always"]["Adam's moments"]
-    assert moments == 2 * here.held["trainer"]["always"]["parameters"] and not here.held["trainer"]["host"]
+    assert (
+        moments == 2 * here.held["trainer"]["always"]["parameters"]
+        and not here.held["trainer"]["host"]
+    )
     assert there.held["trainer"]["host"] == ({"Adam's moments": moments} if is_apart else {})
-    assert sum(here.on("trainer").values()) - sum(there.on("trainer").values()) == is_apart * moments
+    assert (
+        sum(here.on("trainer").values()) - sum(there.on("trainer").values()) == is_apart * moments
+    )
 
 
 @pytest.mark.slow
 def test_a_tpus_programs_have_what_is_offloaded_in_the_hosts_memory():
     here, there, kept, moved = json.loads(compiled_elsewhere("v6e-1", "host"))
     parameters = (here["argument"] - 16) // 4  # of masters, gradient and two moments on a device
-    assert here["host_argument"] == 0 and there["host_argument"] == there["host_alias"] > 1.9 * parameters
+    assert (
+        here["host_argument"] == 0
+        and there["host_argument"] == there["host_alias"] > 1.9 * parameters
+    )
     assert there["argument"] < 2.1 * parameters and there["temp"] < 0.3 * parameters
     tokens, wide = 80, 128 * 32 * 2  # bytes of a token's arrays of the hidden size, of all layers
     assert kept["host_temp"] == 0 and moved["host_temp"] > 5 * tokens * wide  # q, k, v, x twice
@@ -184,6 +236,11 @@ def test_the_gradient_of_what_is_offloaded_is_that_of_what_is_kept(mesh):
     for remat in ("attention", "offload"):
         one = Learner(Model(QWEN3, role, remat=remat), ON_POLICY, OptimizerSection(), 10)  # type: ignore[arg-type]
         total, lp = one.accumulate(None, one.init(initialise(QWEN3, 1, role)), batch)
-        found.append([np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(total.gradient)]), np.asarray(lp)])
+        found.append(
+            [
+                np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(total.gradient)]),
+                np.asarray(lp),
+            ]
+        )
     (kept, lp), (moved, other) = found
     assert (lp == other).all() and relative(moved, kept) < 1e-6 and kept.any()

@@ -37,15 +37,27 @@ def check(pool: PagePool) -> None:
     """Every page of a replica has one owner or is free."""
     tables, count = pool.table.reshape(len(pool.free), -1), max(map(len, pool.free))
     for table, free in zip(tables, pool.free, strict=True):
-        assert sorted([*table[table != NO_PAGE].tolist(), *free]) == list(range(len(free) + (table != NO_PAGE).sum()))
+        assert sorted([*table[table != NO_PAGE].tolist(), *free]) == list(
+            range(len(free) + (table != NO_PAGE).sum())
+        )
         assert len(free) <= count
     assert np.array_equal((pool.table != NO_PAGE).sum(-1), pool.held)
-    assert ((np.arange(pool.table.shape[2]) < pool.held[..., None]) == (pool.table != NO_PAGE)).all()
+    assert (
+        (np.arange(pool.table.shape[2]) < pool.held[..., None]) == (pool.table != NO_PAGE)
+    ).all()
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 4), st.integers(0, 12),
-       st.lists(st.tuples(st.integers(0, 5), st.lists(st.integers(0, 4), min_size=3, max_size=3)), max_size=30))
+@given(
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.integers(1, 4),
+    st.integers(0, 12),
+    st.lists(
+        st.tuples(st.integers(0, 5), st.lists(st.integers(0, 4), min_size=3, max_size=3)),
+        max_size=30,
+    ),
+)
 def test_a_page_has_one_owner_or_is_free(replicas, siblings, most, more, gifts):
     pool = PagePool(2 * replicas, siblings, most, siblings * most + more, replicas)
     for row, wanted in gifts:
@@ -63,7 +75,9 @@ def test_a_page_has_one_owner_or_is_free(replicas, siblings, most, more, gifts):
 
 
 def test_a_pool_holds_a_row_of_whole_limits():
-    with pytest.raises(ValueError, match="a replica has 5 pages, expected at least 6: a row's 2 completions"):
+    with pytest.raises(
+        ValueError, match="a replica has 5 pages, expected at least 6: a row's 2 completions"
+    ):
         PagePool(4, 2, 3, 5)
 
 
@@ -76,7 +90,9 @@ def by_pages() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Role, "platform", "tpu")
         patch.setattr(kv_cache, "kernel_refusal", lambda model: "")
-        patch.setattr(decode_kernel, "attend_pages", partial(decode_kernel.attend_pages, interpret=True))
+        patch.setattr(
+            decode_kernel, "attend_pages", partial(decode_kernel.attend_pages, interpret=True)
+        )
         yield
     jax.config.update("jax_use_simplified_jaxpr_constants", before)
 
@@ -88,8 +104,15 @@ def pool_of(engine: Engine) -> PagePool:
 
 def make(pages: int = 0, where: Any = None, **changes: Any) -> Engine:
     """An engine whose every dispatch keeps the account of its pages."""
-    sizes = {"slots": 8, "group_size": 4, "siblings_per_row": 2, "max_prompt_tokens": 100,
-             "max_completion_tokens": LONGEST, "eos_ids": EOS, **changes}
+    sizes = {
+        "slots": 8,
+        "group_size": 4,
+        "siblings_per_row": 2,
+        "max_prompt_tokens": 100,
+        "max_completion_tokens": LONGEST,
+        "eos_ids": EOS,
+        **changes,
+    }
     engine = Engine(Model(SMALL, (where or roles()).sampler), pages=pages, **sizes)
     engine.load(0, publish_to(engine.model, weights(SMALL)))
     whole = engine.programs
@@ -99,7 +122,9 @@ def make(pages: int = 0, where: Any = None, **changes: Any) -> Engine:
         for row, (id, part) in engine.scheduler.running.items():
             for slot, one in enumerate(engine._partials(part, engine.progress[id])):
                 if not stopped[row, slot] and one.reason is None:
-                    assert (pages[row, slot] != NO_PAGE).sum() * PAGE >= min(len(one.tokens) + 31, one.limit - 1)
+                    assert (pages[row, slot] != NO_PAGE).sum() * PAGE >= min(
+                        len(one.tokens) + 31, one.limit - 1
+                    )
         return whole["decode"](*args, stopped=stopped, pages=pages, **arrays)
 
     engine.programs = {**whole, "decode": decode}
@@ -131,7 +156,11 @@ def test_rows_that_give_way_have_the_same_bits(base, pages):
         before = engine.preempted
         same(play(engine, [long(row, id=ids + row) for row in range(7)]), base)
         assert engine.preempted > before + 1 and len(pool_of(engine).free[0]) == pages
-        assert not engine.parked._saved and not engine.parked._arriving and not engine.scheduler.returning
+        assert (
+            not engine.parked._saved
+            and not engine.parked._arriving
+            and not engine.scheduler.returning
+        )
 
 
 @pytest.mark.slow
@@ -149,8 +178,12 @@ def test_a_request_is_cancelled_of_which_rows_gave_way(base):
         found |= {(one.request_id, one.index): one for one in chain(*engine.step().values())}
     assert len(cancelled) == 2 and len(found) == 28
     for key, one in found.items():
-        assert (one.stop_reason is StopReason.CANCELLED) or key[0] not in cancelled or len(one) == len(base[key])
-        assert one.token_ids.tolist() == base[key].token_ids[:len(one)].tolist()
+        assert (
+            (one.stop_reason is StopReason.CANCELLED)
+            or key[0] not in cancelled
+            or len(one) == len(base[key])
+        )
+        assert one.token_ids.tolist() == base[key].token_ids[: len(one)].tolist()
     assert len(pool_of(engine).free[0]) == 9 and not engine.parked._saved
 
 
@@ -163,7 +196,10 @@ def test_each_replica_has_pages_of_its_own(base):
     # Of replicas with half of the rows: another program, with other last bits.
     whole = play(make(0, roles(2), eos_ids=()), [long(row) for row in range(7)])
     same(found, whole)
-    assert sum(found[key].token_ids.tolist() == one.token_ids.tolist() for key, one in base.items()) >= len(base) - 1
+    assert (
+        sum(found[key].token_ids.tolist() == one.token_ids.tolist() for key, one in base.items())
+        >= len(base) - 1
+    )
 
 
 def in_turns(row: int) -> SampleRequest:
@@ -175,15 +211,26 @@ def in_turns(row: int) -> SampleRequest:
 @pytest.mark.parametrize("siblings", [1, 2])
 def test_turns_in_few_pages(siblings):
     """Contexts long enough to be fed; rows whose completions wait give way before those that sample."""
+
     def played(pages: int, seed: int) -> tuple[Engine, dict, dict]:
-        engine = make(pages, slots=4, group_size=2, siblings_per_row=siblings, max_completion_tokens=700,
-                      eos_ids=EOS + tuple(range(40, 44)))
-        return engine, *turns.play(engine, [in_turns(row) for row in range(5)], seed, turns.long_answer, 700)
+        engine = make(
+            pages,
+            slots=4,
+            group_size=2,
+            siblings_per_row=siblings,
+            max_completion_tokens=700,
+            eos_ids=EOS + tuple(range(40, 44)),
+        )
+        return engine, *turns.play(
+            engine, [in_turns(row) for row in range(5)], seed, turns.long_answer, 700
+        )
 
     _, whole, counts = played(0, 0)
     for seed in range(3):
         engine, done, own = played(6 * siblings + 1, seed)
-        assert own == counts and {"feed", "save", "restore"} <= {name for name, _ in engine._started}
+        assert own == counts and {"feed", "save", "restore"} <= {
+            name for name, _ in engine._started
+        }
         same(done, whole)
         assert len(pool_of(engine).free[0]) == 6 * siblings + 1
 
@@ -192,7 +239,10 @@ def test_turns_in_few_pages(siblings):
 @pytest.mark.compile_quickly(False)
 def test_random_requests_in_few_pages():
     """Groups of any size, cancelled at any time; whoever is left has the bits of a whole pool."""
-    requests = [request(row, count=1 + row % 5, max_tokens=(1, 40, 130, 384, 260, 129, 128)[row]) for row in range(7)]
+    requests = [
+        request(row, count=1 + row % 5, max_tokens=(1, 40, 130, 384, 260, 129, 128)[row])
+        for row in range(7)
+    ]
     whole = play(make(eos_ids=()), requests)
     engine = make(9, eos_ids=())
     for seed in range(5):
@@ -205,8 +255,15 @@ def test_random_requests_in_few_pages():
             if engine.progress and rng.random() < 0.03:
                 engine.cancel(rng.choice(list(engine.progress)))
             if not engine.idle:
-                found |= {(one.request_id, one.index): one for one in chain(*engine.step().values())}
+                found |= {
+                    (one.request_id, one.index): one for one in chain(*engine.step().values())
+                }
             check(pool_of(engine))
-        assert len(found) == sum(one.num_completions for one in requests) and not engine.parked._saved
-        same({key: one for key, one in found.items() if one.stop_reason is not StopReason.CANCELLED}, whole)
+        assert (
+            len(found) == sum(one.num_completions for one in requests) and not engine.parked._saved
+        )
+        same(
+            {key: one for key, one in found.items() if one.stop_reason is not StopReason.CANCELLED},
+            whole,
+        )
     assert engine.preempted > 3

@@ -49,10 +49,17 @@ def without(part: str, a: Architecture, p: Parameters) -> tuple[Architecture, Pa
         assert a.rope_scaling is not None
         return replace(a, rope_scaling=None), p
     if part == "attention biases":
-        blocks = {name: replace(w, bias=w.bias * 0) for name in "qkvo" if hasattr(w := getattr(p.blocks, name), "bias")}
+        blocks = {
+            name: replace(w, bias=w.bias * 0)
+            for name in "qkvo"
+            if hasattr(w := getattr(p.blocks, name), "bias")
+        }
     elif part == "mlp biases":
-        blocks = {name: replace(w, bias=w.bias * 0) for name in ("gate", "up", "down")
-                  if hasattr(w := getattr(p.blocks, name), "bias")}
+        blocks = {
+            name: replace(w, bias=w.bias * 0)
+            for name in ("gate", "up", "down")
+            if hasattr(w := getattr(p.blocks, name), "bias")
+        }
     else:
         blocks = {name: jnp.ones_like(getattr(p.blocks, name)) for name in ("q_norm", "k_norm")}
         assert a.qk_norm
@@ -151,14 +158,19 @@ def test_models_that_transformers_saved(transformers, tmp_path, family):
 
     (tmp_path / "config.json").write_text(json.dumps(FAMILIES[family]))
     config = transformers.AutoConfig.from_pretrained(tmp_path)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager"
+    ).eval()
     generator = torch.Generator().manual_seed(11)
     with torch.no_grad():
         for name, tensor in model.named_parameters():
             noise = torch.randn(tensor.shape, generator=generator)
             norm = "norm" in name
-            scale = 0.3 if norm or tensor.ndim == 1 else (2.0 if "embed" in name or "lm_head" in name else 1.2) * (
-                tensor.shape[-1] ** -0.5
+            scale = (
+                0.3
+                if norm or tensor.ndim == 1
+                else (2.0 if "embed" in name or "lm_head" in name else 1.2)
+                * (tensor.shape[-1] ** -0.5)
             )
             tensor.copy_(noise * scale + (1.0 if norm else 0.0))
     model.save_pretrained(tmp_path / "saved")
@@ -173,10 +185,18 @@ def test_models_that_transformers_saved(transformers, tmp_path, family):
 
 @pytest.mark.parametrize("own_config", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_is_saved_loads_in_transformers_with_the_same_logits(transformers, tmp_path, family, own_config):
+def test_what_is_saved_loads_in_transformers_with_the_same_logits(
+    transformers, tmp_path, family, own_config
+):
     source = write_model(tmp_path / "source", family, seed=7)
     a = architecture_of(source)
-    hf.save(tmp_path / "saved", hf.load(source, a, ROLE), a, source if own_config else None, shard_bytes=30_000)
+    hf.save(
+        tmp_path / "saved",
+        hf.load(source, a, ROLE),
+        a,
+        source if own_config else None,
+        shard_bytes=30_000,
+    )
     assert (tmp_path / "saved" / "model.safetensors.index.json").is_file()
     tokens = random_tokens(8)
     theirs = their_logits(their_model(transformers, tmp_path / "saved"), tokens)
@@ -187,7 +207,9 @@ def test_what_is_saved_loads_in_transformers_with_the_same_logits(transformers, 
 def test_half_precision_files_give_the_logits_of_their_own_weights(transformers, tmp_path):
     import torch
 
-    folder = write_model(tmp_path / "half", "qwen2", seed=7, dtype=jnp.bfloat16, torch_dtype="bfloat16")
+    folder = write_model(
+        tmp_path / "half", "qwen2", seed=7, dtype=jnp.bfloat16, torch_dtype="bfloat16"
+    )
     tokens = random_tokens(9)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
     assert model.dtype == torch.bfloat16

@@ -19,7 +19,7 @@ from shoal.mesh import devices, memory_stats
 from shoal.mesh.processes import find_processes
 from shoal.types import ShoalError
 
-STAND_IN = '''\
+STAND_IN = """\
 import os
 
 import jax
@@ -38,7 +38,7 @@ def initialize():
     print("initialised")
     answers = os.environ["JAX_BACKEND_TARGET"].endswith(":1")
     xla_bridge.register_backend_factory("proxy", xla_bridge.make_cpu_client if answers else connect, priority=-1)
-'''
+"""
 ANSWERING, MUTE = "grpc://localhost:1", "grpc://localhost:2"
 
 
@@ -52,15 +52,24 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def shoal(packages: Path, words: list[str], **environment: str) -> tuple[int, str, str]:
     own = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
     path = os.pathsep.join([str(packages), *filter(None, [own.get("PYTHONPATH")])])
-    ran = subprocess.run([sys.executable, "-m", "shoal", *words], capture_output=True, text=True, check=False,
-                         env=own | {"PYTHONPATH": path} | environment)
+    ran = subprocess.run(
+        [sys.executable, "-m", "shoal", *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=own | {"PYTHONPATH": path} | environment,
+    )
     return ran.returncode, ran.stdout, ran.stderr
 
 
 @pytest.mark.system
 def test_pathways_is_set_up_before_jax_looks_for_devices(packages: Path, workshop: Workshop):
-    code, out, err = shoal(packages, workshop.words("run", "mesh.fsdp=3"), JAX_PLATFORMS="proxy",
-                           JAX_BACKEND_TARGET=ANSWERING)
+    code, out, err = shoal(
+        packages,
+        workshop.words("run", "mesh.fsdp=3"),
+        JAX_PLATFORMS="proxy",
+        JAX_BACKEND_TARGET=ANSWERING,
+    )
     assert (code, err) == (2, "error: mesh.fsdp=3 does not divide 8 devices; use 1, 2, 4 or 8\n")
     assert out.count("initialised") == 1
 
@@ -68,10 +77,16 @@ def test_pathways_is_set_up_before_jax_looks_for_devices(packages: Path, worksho
 @pytest.mark.system
 def test_a_proxy_that_does_not_answer_is_one_error(packages: Path):
     began = time.monotonic()
-    code, out, err = shoal(packages, ["train", "--dry-run", "use_pathways=true"], JAX_BACKEND_TARGET=MUTE,
-                           PATHWAYS_PROXY_CONNECTION_TIMEOUT_SECS="1")
+    code, out, err = shoal(
+        packages,
+        ["train", "--dry-run", "use_pathways=true"],
+        JAX_BACKEND_TARGET=MUTE,
+        PATHWAYS_PROXY_CONNECTION_TIMEOUT_SECS="1",
+    )
     assert (code, out) == (2, "") and time.monotonic() - began < 30
-    assert err.startswith(f"initialised\nerror: JAX_BACKEND_TARGET={MUTE}: no proxy of Pathways answers there; start")
+    assert err.startswith(
+        f"initialised\nerror: JAX_BACKEND_TARGET={MUTE}: no proxy of Pathways answers there; start"
+    )
     assert err.count("\n") == 2
 
 
@@ -100,9 +115,17 @@ def test_the_key_or_the_environment_asks_for_pathways(configured: dict[str, Any]
             devices.start_pathways()
 
 
-def test_under_pathways_there_is_one_process(configured: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
+def test_under_pathways_there_is_one_process(
+    configured: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+):
     configured["jax_platforms"] = "proxy"
-    for name, value in {"JOB_ID": "1", "STEP_NODELIST": "n[1-2]", "NTASKS": "2", "PROCID": "1", "LOCALID": "0"}.items():
+    for name, value in {
+        "JOB_ID": "1",
+        "STEP_NODELIST": "n[1-2]",
+        "NTASKS": "2",
+        "PROCID": "1",
+        "LOCALID": "0",
+    }.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
     assert find_processes(MeshSection()) == MeshSection()
     with pytest.raises(ShoalError, match="one process has the devices of all hosts"):
@@ -112,19 +135,35 @@ def test_under_pathways_there_is_one_process(configured: dict[str, Any], monkeyp
 def test_a_device_that_does_not_count_its_memory_has_no_figures():
     class Device:
         def memory_stats(self) -> None:
-            raise jax.errors.JaxRuntimeError("MemoryStats is only supported for addressable PjRt devices")
+            raise jax.errors.JaxRuntimeError(
+                "MemoryStats is only supported for addressable PjRt devices"
+            )
 
     assert memory_stats(Device()) == memory_stats(jax.devices()[0]) == {}
 
 
-@pytest.mark.parametrize("words", [["train"], ["train", "--dry-run"], ["doctor", "--dry-run"], ["eval", "--dry-run"]])
+@pytest.mark.parametrize(
+    "words", [["train"], ["train", "--dry-run"], ["doctor", "--dry-run"], ["eval", "--dry-run"]]
+)
 def test_without_its_client_pathways_is_refused_before_anything_is_read(words, monkeypatch, capsys):
     from shoal import cli
 
     monkeypatch.setattr(devices, "find_spec", lambda name: None)
-    monkeypatch.setattr(devices.jax, "config", type("Config", (), {"values": {
-        "jax_platforms": "proxy", "jax_backend_target": MUTE}, "update": lambda *_: None}))
+    monkeypatch.setattr(
+        devices.jax,
+        "config",
+        type(
+            "Config",
+            (),
+            {
+                "values": {"jax_platforms": "proxy", "jax_backend_target": MUTE},
+                "update": lambda *_: None,
+            },
+        ),
+    )
     monkeypatch.setenv("JAX_PLATFORMS", "proxy")
     assert cli.main([*words, "task.path=not/there.jsonl"]) == 2
-    assert capsys.readouterr().err == (f"error: JAX_BACKEND_TARGET={MUTE}: Pathways needs the package pathwaysutils; "
-                                       "install '.[pathways]'\n")
+    assert capsys.readouterr().err == (
+        f"error: JAX_BACKEND_TARGET={MUTE}: Pathways needs the package pathwaysutils; "
+        "install '.[pathways]'\n"
+    )

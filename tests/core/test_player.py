@@ -75,10 +75,22 @@ class Format:
         calls += [ToolCall("add", {}, "unreadable")] if sum(ids) % 3 == 0 and calls else []
         return {"role": "assistant", "content": text}, calls
 
-    def encode_context(self, messages: Sequence[Mapping[str, Any]], calls: Sequence[ToolCall] = (),
-                       last: int | None = None) -> list[int]:
+    def encode_context(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        calls: Sequence[ToolCall] = (),
+        last: int | None = None,
+    ) -> list[int]:
         assert last in EOS
-        return [3, *(int(digits) % 90 for one in messages for digits in re.findall(r"\d+", one["content"])), 4]
+        return [
+            3,
+            *(
+                int(digits) % 90
+                for one in messages
+                for digits in re.findall(r"\d+", one["content"])
+            ),
+            4,
+        ]
 
 
 def add(numbers: list[int]) -> str:
@@ -112,34 +124,75 @@ def sampled(completion_ids: Sequence[Sequence[int]], **columns: Any) -> list[flo
 
 
 def rewards(task: Task) -> GroupRewards:
-    return GroupRewards(task, RewardPool(task.rewards, RewardSection(workers=0)), lambda ids: " ".join(map(str, ids)))
+    return GroupRewards(
+        task,
+        RewardPool(task.rewards, RewardSection(workers=0)),
+        lambda ids: " ".join(map(str, ids)),
+    )
 
 
-TASK = Task("t", rewards=(
-    RewardFunction("length", lambda completions, **_: [float(len(one)) for one in completions], runs_in_process=True),
-    RewardFunction("sampled", sampled, runs_in_process=True),
-    RewardFunction("overlong", overlong_punishment(LIMIT, LIMIT), runs_in_process=True)))
+TASK = Task(
+    "t",
+    rewards=(
+        RewardFunction(
+            "length",
+            lambda completions, **_: [float(len(one)) for one in completions],
+            runs_in_process=True,
+        ),
+        RewardFunction("sampled", sampled, runs_in_process=True),
+        RewardFunction("overlong", overlong_punishment(LIMIT, LIMIT), runs_in_process=True),
+    ),
+)
 
 
-def fleet(sessions: Sessions, thread: bool = False, slots: int = 8, form: type[Format] = Format, tokenizer: Any = None,
-          **changes: Any) -> Fleet:
+def fleet(
+    sessions: Sessions,
+    thread: bool = False,
+    slots: int = 8,
+    form: type[Format] = Format,
+    tokenizer: Any = None,
+    **changes: Any,
+) -> Fleet:
     model = Model(MODEL, roles().sampler)
-    engine = Engine(model, slots=slots, siblings_per_row=1, group_size=4, max_prompt_tokens=64,
-                    max_completion_tokens=LIMIT, eos_ids=EOS)
+    engine = Engine(
+        model,
+        slots=slots,
+        siblings_per_row=1,
+        group_size=4,
+        max_prompt_tokens=64,
+        max_completion_tokens=LIMIT,
+        eos_ids=EOS,
+    )
     section, woken = dataclasses.replace(sessions.section, **changes), threading.Event()
     player = Player(sessions, lambda columns: form(), section, 64, 64, tokenizer)  # pyright: ignore[reportArgumentType]
     host = EngineHost(lambda purpose, size: engine, capacity=64 if thread else 0)
     hosts: dict[str, Any] = {"a": ThreadHost(host, woken.set, "a") if thread else host}
     scored = dataclasses.replace(rewards(TASK), on_error=section.on_error)
-    return Fleet(MemoryPublisher(model), hosts, scored, seed=0, by_itself=thread, player=player, woken=woken)
+    return Fleet(
+        MemoryPublisher(model), hosts, scored, seed=0, by_itself=thread, player=player, woken=woken
+    )
 
 
 def requests(rows: Sequence[int], as_messages: bool = False, **columns: Any) -> list[GroupRequest]:
     form = Format()
-    return [GroupRequest(Purpose.TRAIN, 0, 0, Example(
-        row, [{"role": "user", "content": f"question {row}"}] if as_messages else f"question {row}",
-        {"question": str(row), **columns}),
-                         form.encode_prompt(f"question {row}"), 4, SamplingParams(max_tokens=LIMIT)) for row in rows]
+    return [
+        GroupRequest(
+            Purpose.TRAIN,
+            0,
+            0,
+            Example(
+                row,
+                [{"role": "user", "content": f"question {row}"}]
+                if as_messages
+                else f"question {row}",
+                {"question": str(row), **columns},
+            ),
+            form.encode_prompt(f"question {row}"),
+            4,
+            SamplingParams(max_tokens=LIMIT),
+        )
+        for row in rows
+    ]
 
 
 def play(sessions: Sessions, asked: Sequence[GroupRequest], **changes: Any) -> list[Group]:
@@ -152,7 +205,10 @@ def play(sessions: Sessions, asked: Sequence[GroupRequest], **changes: Any) -> l
 def same(ours: Sequence[Group], theirs: Sequence[Group]) -> None:
     for one, other in zip(ours, theirs, strict=True):
         for a, b in zip(one.completions, other.completions, strict=True):
-            assert a.token_ids.tolist() == b.token_ids.tolist() and a.logprobs.tobytes() == b.logprobs.tobytes()
+            assert (
+                a.token_ids.tolist() == b.token_ids.tolist()
+                and a.logprobs.tobytes() == b.logprobs.tobytes()
+            )
             assert a.messages == b.messages and a.stop_reason == b.stop_reason
 
 
@@ -160,10 +216,15 @@ def check_turns(group: Group) -> None:
     """The tokens are those of the messages, in order."""
     for one in group.completions:
         expected, mask = [], []
-        for is_own, messages in itertools.groupby(one.messages, lambda message: message["role"] == "assistant"):
+        for is_own, messages in itertools.groupby(
+            one.messages, lambda message: message["role"] == "assistant"
+        ):
             told = list(messages)
-            ids = [int(word) for message in told for word in message["content"].split()] if is_own else \
-                Format().encode_context(told, last=EOS[0])
+            ids = (
+                [int(word) for message in told for word in message["content"].split()]
+                if is_own
+                else Format().encode_context(told, last=EOS[0])
+            )
             expected += ids
             mask += [is_own] * len(ids)
         assert one.token_ids.tolist() == expected and one.loss_mask.tolist() == mask
@@ -183,14 +244,17 @@ def test_a_tool_answers(first):
     messages = [message for group in first for one in group.completions for message in one.messages]
     answers = [message["content"] for message in messages if message["role"] == "tool"]
     assert any(answer.isdigit() for answer in answers)
-    assert {json.loads(answer)["error"].split(":")[0] for answer in answers if not answer.isdigit()} == {
-        "ValueError", "unreadable"}
+    assert {
+        json.loads(answer)["error"].split(":")[0] for answer in answers if not answer.isdigit()
+    } == {"ValueError", "unreadable"}
     reasons = {one.stop_reason for group in first for one in group.completions}
     assert reasons >= {StopReason.EOS, StopReason.LENGTH}
     for group in first:
         check_turns(group)
         for one in group.completions:
-            assert len(one) <= LIMIT and not one.waits and (one.loss_mask | (one.logprobs == 0)).all()
+            assert (
+                len(one) <= LIMIT and not one.waits and (one.loss_mask | (one.logprobs == 0)).all()
+            )
             assert one.prompt_ids is None
 
 
@@ -205,13 +269,22 @@ def test_lengths_and_penalties_of_lengths_count_sampled_tokens_alone(first):
     for group in first:
         lengths = [one.num_sampled for one in group.completions]
         assert group.reward_components["sampled"].tolist() == lengths
-        assert group.reward_components["overlong"] == pytest.approx([-length / LIMIT for length in lengths])
+        assert group.reward_components["overlong"] == pytest.approx(
+            [-length / LIMIT for length in lengths]
+        )
 
 
 def test_a_limit_of_turns():
     groups = play(tools(max_turns=2), requests(range(4)))
-    ends = [one for group in groups for one in group.completions if one.stop_reason is StopReason.MAX_TURNS]
-    assert ends and all(sum(message["role"] == "assistant" for message in one.messages) == 2 for one in ends)
+    ends = [
+        one
+        for group in groups
+        for one in group.completions
+        if one.stop_reason is StopReason.MAX_TURNS
+    ]
+    assert ends and all(
+        sum(message["role"] == "assistant" for message in one.messages) == 2 for one in ends
+    )
     assert all(one.messages[-1]["role"] == "assistant" and one.loss_mask[-1] for one in ends)
 
 
@@ -222,15 +295,26 @@ def environment(**changes: Any) -> Sessions:
 @pytest.mark.slow
 def test_an_environment_answers_in_words():
     groups = play(environment(), requests(range(3)))
-    ended = [one for group in groups for one in group.completions if one.stop_reason is StopReason.ENVIRONMENT]
+    ended = [
+        one
+        for group in groups
+        for one in group.completions
+        if one.stop_reason is StopReason.ENVIRONMENT
+    ]
     assert ended
     for one in ended:
-        assert [message["content"] for message in one.messages if message["role"] == "user"] == ["more 1", "more 2"]
+        assert [message["content"] for message in one.messages if message["role"] == "user"] == [
+            "more 1",
+            "more 2",
+        ]
     for group in groups:
         check_turns(group)
         for one in group.completions:  # reset's words are appended to the prompt
             assert one.prompt_ids is not None
-            assert one.prompt_ids.tolist() == Format().encode_prompt(f"question {group.example.row} go").tolist()
+            assert (
+                one.prompt_ids.tolist()
+                == Format().encode_prompt(f"question {group.example.row} go").tolist()
+            )
     same(play(environment(), requests(range(3)), thread=True), groups)
 
 
@@ -239,7 +323,9 @@ def test_environments_that_begin_differently_have_their_own_prompts():
     for group in groups:
         assert len(group.by_prompt()) > 1
         for prompt, _ in group.by_prompt():
-            assert prompt[:12].tolist() == group.prompt_ids[:12].tolist() and len(prompt) > len(group.prompt_ids)
+            assert prompt[:12].tolist() == group.prompt_ids[:12].tolist() and len(prompt) > len(
+                group.prompt_ids
+            )
 
 
 class Retold(Format):
@@ -251,9 +337,15 @@ class Retold(Format):
         if isinstance(prompt, str):
             return super().encode_prompt(prompt)
         ids = super().encode_prompt(prompt[:1]).tolist()
-        for is_own, messages in itertools.groupby(prompt[1:], lambda message: message["role"] == "assistant"):
+        for is_own, messages in itertools.groupby(
+            prompt[1:], lambda message: message["role"] == "assistant"
+        ):
             said = [*messages]
-            told = [*map(int, said[0]["content"].split())] if is_own else self.encode_context(said, last=EOS[0])
+            told = (
+                [*map(int, said[0]["content"].split())]
+                if is_own
+                else self.encode_context(said, last=EOS[0])
+            )
             ids += told[-1:] if is_own and not self.keeps else told
         return np.array(ids, np.int32)
 
@@ -270,7 +362,9 @@ def test_a_template_that_keeps_what_was_said_changes_no_bit():
 
 @pytest.fixture(scope="module")
 def retold() -> list[Group]:
-    return play(environment(), requests(range(3), as_messages=True), form=Retold, history="template")
+    return play(
+        environment(), requests(range(3), as_messages=True), form=Retold, history="template"
+    )
 
 
 def test_history_that_is_told_anew_is_the_prompt_of_a_branch(retold):
@@ -278,9 +372,19 @@ def test_history_that_is_told_anew_is_the_prompt_of_a_branch(retold):
     for group in retold:
         for number, one in enumerate(group.completions):
             first = {"role": "user", "content": f"question {group.example.row} go"}
-            said = [*map(int, " ".join(m["content"] for m in one.messages if m["role"] == "assistant").split())]
+            said = [
+                *map(
+                    int,
+                    " ".join(
+                        m["content"] for m in one.messages if m["role"] == "assistant"
+                    ).split(),
+                )
+            ]
             assert len(one) <= LIMIT and one.token_ids[one.loss_mask].tolist() == said
-            told = [Retold().encode_prompt([first, *one.messages[:n]]).tolist() for n in range(len(one.messages))]
+            told = [
+                Retold().encode_prompt([first, *one.messages[:n]]).tolist()
+                for n in range(len(one.messages))
+            ]
             for prompt, tokens in group.branches_of(number):
                 assert prompt.tolist() in told and one.loss_mask[tokens.start]
             # A turn of one word is told as it was said, and goes on where it is.
@@ -291,17 +395,23 @@ def test_history_that_is_told_anew_is_the_prompt_of_a_branch(retold):
 def test_branches_are_the_same_in_threads_in_few_places_and_sampled_again(retold):
     asked = requests(range(3), as_messages=True)
     for thread, slots in ((True, 8), (True, 2)):
-        again = play(environment(), asked, form=Retold, history="template", thread=thread, slots=slots)
+        again = play(
+            environment(), asked, form=Retold, history="template", thread=thread, slots=slots
+        )
         same(again, retold)
         for one, other in zip(retold, again, strict=True):
-            assert [str(c.branches) for c in one.completions] == [str(c.branches) for c in other.completions]
+            assert [str(c.branches) for c in one.completions] == [
+                str(c.branches) for c in other.completions
+            ]
     with closing(fleet(environment())) as source:
         engine = source.members["a"].host.make_engine(Purpose.TRAIN, 4)  # pyright: ignore
         engine.load(0, random_parameters(MODEL))
         for request, group in zip(asked, retold, strict=True):
             sampled = sample_turns(engine, sample_request(request, 0, 0), group)
             for one, other in zip(group.completions, sampled, strict=True):
-                assert completion_difference(one, other) is None and str(one.branches) == str(other.branches)
+                assert completion_difference(one, other) is None and str(one.branches) == str(
+                    other.branches
+                )
 
 
 @pytest.mark.slow
@@ -312,8 +422,12 @@ def test_two_branches_at_one_position_have_other_noise():
         return {}
 
     groups = play(rollout(twice), requests(range(4)), tokenizer=Numbers())
-    parts = [one.token_ids[tokens].tolist() for group in groups for n, one in enumerate(group.completions)
-             for _, tokens in group.branches_of(n)]
+    parts = [
+        one.token_ids[tokens].tolist()
+        for group in groups
+        for n, one in enumerate(group.completions)
+        for _, tokens in group.branches_of(n)
+    ]
     assert len(parts) >= 40 and len({str(part) for part in parts}) > len(parts) // 2
 
 
@@ -341,18 +455,25 @@ class Numbers:
 
 def ask_twice(prompts: list[str], trainer: Any) -> dict[str, list[Any]]:
     """Goes on once from what was sampled, with tokens of its own between."""
-    first, = generate_rollout_completions(trainer, prompts)
+    (first,) = generate_rollout_completions(trainer, prompts)
     assert first["prompt_ids"] == trainer.processing_class.encode(prompts[0])
     assert first["text"] == trainer.processing_class.decode(first["completion_ids"])
     context = [5, 6]
     second = trainer.generate(first["prompt_ids"] + first["completion_ids"] + context)
     ids = first["completion_ids"] + context + second["completion_ids"]
     mask = [1] * len(first["completion_ids"]) + [0, 0] + [1] * len(second["completion_ids"])
-    return {"prompt_ids": [first["prompt_ids"]], "completion_ids": [ids], "env_mask": [mask],
-            "logprobs": [first["logprobs"] + [0.0, 0.0] + second["logprobs"]], "turns": [len(prompts) + 1]}
+    return {
+        "prompt_ids": [first["prompt_ids"]],
+        "completion_ids": [ids],
+        "env_mask": [mask],
+        "logprobs": [first["logprobs"] + [0.0, 0.0] + second["logprobs"]],
+        "turns": [len(prompts) + 1],
+    }
 
 
-def turns_of(completions: Sequence[Any], turns: Sequence[int | None], **columns: Any) -> list[float]:
+def turns_of(
+    completions: Sequence[Any], turns: Sequence[int | None], **columns: Any
+) -> list[float]:
     return [float(one or 0) for one in turns]
 
 
@@ -374,7 +495,10 @@ def test_a_rollout_function_samples_as_often_as_it_likes():
             assert context or one.stop_reason is StopReason.LENGTH
             went_on += bool(context)
     assert went_on > 8
-    same(play(rollout(ask_twice), requests(range(4)), tokenizer=Numbers(), thread=True, slots=2), groups)
+    same(
+        play(rollout(ask_twice), requests(range(4)), tokenizer=Numbers(), thread=True, slots=2),
+        groups,
+    )
 
 
 TURN_LIMITS = (2, 5, None, 3)
@@ -405,7 +529,10 @@ def turns_in(group: Group, number: int) -> list[np.ndarray]:
     for _, tokens in group.branches_of(number):
         own = one.loss_mask[tokens]
         starts = np.flatnonzero(np.diff(own, prepend=False) & own)
-        turns += [one.token_ids[tokens][start:start + int(own[start:].cumprod().sum())] for start in starts]
+        turns += [
+            one.token_ids[tokens][start : start + int(own[start:].cumprod().sum())]
+            for start in starts
+        ]
     return turns
 
 
@@ -416,10 +543,17 @@ def test_a_limit_of_a_turn_ends_that_turn_and_the_rollout_goes_on(cut):
             turns = turns_in(group, number)
             limits = [limit or LIMIT for limit in TURN_LIMITS]
             assert all(len(turn) <= limit for turn, limit in zip(turns, limits, strict=False))
-            assert one.loss_mask.sum() == sum(map(len, turns)) and (one.logprobs[one.loss_mask] < 0).all()
-            kept += sum(turn[-1] not in EOS and len(turn) == limit
-                        for turn, limit in zip(turns[:-1], limits, strict=False))
-            if len(turns) == len(TURN_LIMITS):  # the last turn says whether the rollout was truncated
+            assert (
+                one.loss_mask.sum() == sum(map(len, turns))
+                and (one.logprobs[one.loss_mask] < 0).all()
+            )
+            kept += sum(
+                turn[-1] not in EOS and len(turn) == limit
+                for turn, limit in zip(turns[:-1], limits, strict=False)
+            )
+            if len(turns) == len(
+                TURN_LIMITS
+            ):  # the last turn says whether the rollout was truncated
                 is_cut = turns[-1][-1] not in EOS
                 assert one.stop_reason is (StopReason.LENGTH if is_cut else StopReason.EOS)
                 truncated += is_cut
@@ -428,14 +562,25 @@ def test_a_limit_of_a_turn_ends_that_turn_and_the_rollout_goes_on(cut):
 
 @pytest.mark.slow
 def test_rollouts_with_limits_of_turns_are_the_same_in_threads_in_few_places_and_sampled_again(cut):
-    played = play(rollout(asks_with_limits), requests(range(6)), tokenizer=Numbers(), thread=True, slots=2)
+    played = play(
+        rollout(asks_with_limits), requests(range(6)), tokenizer=Numbers(), thread=True, slots=2
+    )
     same(played, cut)
-    engine = Engine(Model(MODEL, roles().sampler), slots=8, siblings_per_row=1, group_size=4, max_prompt_tokens=64,
-                    max_completion_tokens=LIMIT, eos_ids=EOS)
+    engine = Engine(
+        Model(MODEL, roles().sampler),
+        slots=8,
+        siblings_per_row=1,
+        group_size=4,
+        max_prompt_tokens=64,
+        max_completion_tokens=LIMIT,
+        eos_ids=EOS,
+    )
     engine.load(0, random_parameters(MODEL))
     for asked, group in zip(requests(range(6)), cut, strict=True):
         again = sample_turns(engine, sample_request(asked, 0, 0), group)
-        assert not any(completion_difference(*pair) for pair in zip(group.completions, again, strict=True))
+        assert not any(
+            completion_difference(*pair) for pair in zip(group.completions, again, strict=True)
+        )
 
 
 def asks_once(prompts: list[str], trainer: Any) -> None:
@@ -475,21 +620,29 @@ def _is_taken(file: Path) -> bool:
     return False
 
 
-def limits_kept(completions: Sequence[Any], completion_ids: Sequence[Sequence[int]], mine: Sequence[int],
-                **columns: Any) -> list[float]:
+def limits_kept(
+    completions: Sequence[Any],
+    completion_ids: Sequence[Sequence[int]],
+    mine: Sequence[int],
+    **columns: Any,
+) -> list[float]:
     assert sorted(mine) == [1, 2, 3, 4]
-    return [float(len(ids) <= limit and (len(ids) == limit or ids[-1] in EOS))
-            for ids, limit in zip(completion_ids, mine, strict=True)]
+    return [
+        float(len(ids) <= limit and (len(ids) == limit or ids[-1] in EOS))
+        for ids, limit in zip(completion_ids, mine, strict=True)
+    ]
 
 
 def test_rollouts_of_one_prompt_have_limits_of_their_own(tmp_path):
     task = Task("t", rewards=(RewardFunction("kept", limits_kept, runs_in_process=True),))
-    asked = dataclasses.replace(requests([0])[0], example=Example(0, f"question in {tmp_path}", {"question": "0"}))
+    asked = dataclasses.replace(
+        requests([0])[0], example=Example(0, f"question in {tmp_path}", {"question": "0"})
+    )
     with closing(fleet(rollout(asks_by_turns), tokenizer=Numbers())) as source:
         source.rewards = rewards(task)
         source.publish(0, random_parameters(MODEL))
         source.request([asked])
-        group, = source.take(Purpose.TRAIN, 0)
+        (group,) = source.take(Purpose.TRAIN, 0)
     assert group.rewards.all()
 
 
@@ -519,7 +672,9 @@ def test_tools_that_a_template_does_not_show_are_an_error_of_the_agents():
     player = Player(None, None, EnvironmentSection(), 64, 4, tokenizer)  # type: ignore
     tools = [{"function": {"name": "add", "parameters": {"properties": {}}}}]
     with pytest.raises(ShoalError, match="no place for"):
-        player._called(Rollout(PendingGroup(0, requests([0])[0]), 0, 0, ""), {"prompt": [1, 2], "tools": tools})
+        player._called(
+            Rollout(PendingGroup(0, requests([0])[0]), 0, 0, ""), {"prompt": [1, 2], "tools": tools}
+        )
 
 
 @pytest.mark.slow
@@ -530,6 +685,7 @@ def test_threads_of_a_rollout_function_get_their_own_answers():
 @pytest.mark.parametrize("on_error", ["error", "skip"])
 def test_a_field_that_no_rollout_of_a_group_has_is_none(on_error):
     """Whether the function had no tokens left, or failed each time."""
+
     def asks_on(prompts: list[str], trainer: Any) -> dict[str, list[Any]]:
         trainer.generate(prompts[0])
         if on_error == "skip":
@@ -542,14 +698,16 @@ def test_a_field_that_no_rollout_of_a_group_has_is_none(on_error):
         source.rewards = dataclasses.replace(rewards(task), on_error=on_error)
         source.publish(0, random_parameters(MODEL))
         source.request(requests([0]))
-        group, = source.take(Purpose.TRAIN, 0)
+        (group,) = source.take(Purpose.TRAIN, 0)
     assert group.valid.all() == (on_error == "error") and not np.nan_to_num(group.rewards).any()
 
 
 def test_the_example_of_a_rollout_function():
     example = Path(__file__).parents[2] / "examples" / "rollout.py"
     assert len(example.read_text().splitlines()) < 40
-    function, right, better = load_functions([f"{example}:{name}" for name in ("think_twice", "right", "better")])
+    function, right, better = load_functions(
+        [f"{example}:{name}" for name in ("think_twice", "right", "better")]
+    )
     task = Task("t", rewards=(RewardFunction("right", right), RewardFunction("better", better)))
     with closing(fleet(rollout(function), form=Retold, tokenizer=Numbers(Retold()))) as source:
         source.rewards = rewards(task)
@@ -557,7 +715,9 @@ def test_the_example_of_a_rollout_function():
         source.request(requests(range(3), as_messages=True, answer="#### 5"))
         groups = source.take(Purpose.TRAIN, 0)
     assert any(one.branches for group in groups for one in group.completions)
-    assert all(group.valid.all() and not group.rewards.any() for group in groups)  # no number is said
+    assert all(
+        group.valid.all() and not group.rewards.any() for group in groups
+    )  # no number is said
 
 
 def returns_others(prompts: list[str], trainer: Any) -> dict[str, list[Any]]:
@@ -579,23 +739,46 @@ def too_long(prompts: list[str], trainer: Any) -> dict[str, list[Any]]:
     return trainer.generate([1] * 65)
 
 
-@pytest.mark.parametrize(("function", "reason"), [
-    (lambda prompts, trainer: {}, "returned before anything was sampled"),
-    (returns_others, "are not the tokens that generate"),
-    (lambda prompts, trainer: trainer.generate(prompts[0]) and {"env_mask": [[]]}, "are not the tokens that generate"),
-    (returns_two, "'score': expected a list of one value"),
-    (returns_a_column, "the field 'question' has the name of a column"),
-    (lambda prompts, trainer: trainer.generate([1, MODEL.vocab_size]), "expected token ids from 0 and below"),
-    (lambda prompts, trainer: trainer.generate([1, -1]), "expected token ids from 0 and below"),
-    *[(partial(lambda prompts, trainer, limit: trainer.generate(prompts[0], limit), limit=limit), "max_tokens=.*: "
-       "expected an integer from 1, or None") for limit in (0, -1, 2.0, "2", True)],
-    (lambda prompts, trainer: 1 // 0, "ZeroDivisionError"), (too_long, "a prompt of 65 tokens: expected 1 to"),
-    (lambda prompts, trainer: [trainer.generate(prompts[0])], "returned list: expected a dict or None")])
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (lambda prompts, trainer: {}, "returned before anything was sampled"),
+        (returns_others, "are not the tokens that generate"),
+        (
+            lambda prompts, trainer: trainer.generate(prompts[0]) and {"env_mask": [[]]},
+            "are not the tokens that generate",
+        ),
+        (returns_two, "'score': expected a list of one value"),
+        (returns_a_column, "the field 'question' has the name of a column"),
+        (
+            lambda prompts, trainer: trainer.generate([1, MODEL.vocab_size]),
+            "expected token ids from 0 and below",
+        ),
+        (lambda prompts, trainer: trainer.generate([1, -1]), "expected token ids from 0 and below"),
+        *[
+            (
+                partial(
+                    lambda prompts, trainer, limit: trainer.generate(prompts[0], limit), limit=limit
+                ),
+                "max_tokens=.*: expected an integer from 1, or None",
+            )
+            for limit in (0, -1, 2.0, "2", True)
+        ],
+        (lambda prompts, trainer: 1 // 0, "ZeroDivisionError"),
+        (too_long, "a prompt of 65 tokens: expected 1 to"),
+        (
+            lambda prompts, trainer: [trainer.generate(prompts[0])],
+            "returned list: expected a dict or None",
+        ),
+    ],
+)
 def test_a_rollout_function_that_fails(function, reason):
     with pytest.raises(ShoalError, match=reason):
         play(rollout(function), requests([0]), tokenizer=Numbers())
-    group, = play(rollout(function), requests([0]), tokenizer=Numbers(), on_error="skip")
-    assert not group.valid.any() and {one.stop_reason for one in group.completions} == {StopReason.FAILED}
+    (group,) = play(rollout(function), requests([0]), tokenizer=Numbers(), on_error="skip")
+    assert not group.valid.any() and {one.stop_reason for one in group.completions} == {
+        StopReason.FAILED
+    }
 
 
 class Paying(Guess):
@@ -606,11 +789,13 @@ class Paying(Guess):
 
 
 def test_the_reward_of_a_turn_stands_in_its_message():
-    group, = play(Sessions([], {"Paying": Paying}, EnvironmentSection()), requests([0]))
+    (group,) = play(Sessions([], {"Paying": Paying}, EnvironmentSection()), requests([0]))
     for one in group.completions:
         rewards = [message["reward"] for message in one.messages if "reward" in message]
-        assert rewards == [0.1, 0.2, 0.3][:len(rewards)]
-        asked = [before for before, after in itertools.pairwise(one.messages) if after["role"] == "user"]
+        assert rewards == [0.1, 0.2, 0.3][: len(rewards)]
+        asked = [
+            before for before, after in itertools.pairwise(one.messages) if after["role"] == "user"
+        ]
         assert len(rewards) >= len(asked) and all("reward" in message for message in asked)
 
 
@@ -620,9 +805,12 @@ class Broken(Guess):
 
 
 def test_an_environment_that_fails():
-    with pytest.raises(ShoalError, match=r"the environment failed \(data row 0, rollout \d, turn \d: .*board is gone"):
+    with pytest.raises(
+        ShoalError,
+        match=r"the environment failed \(data row 0, rollout \d, turn \d: .*board is gone",
+    ):
         play(Sessions([], {"b": Broken}, EnvironmentSection()), requests([0]))
-    group, = play(Sessions([], {"b": Broken}, EnvironmentSection(on_error="zero")), requests([0]))
+    (group,) = play(Sessions([], {"b": Broken}, EnvironmentSection(on_error="zero")), requests([0]))
     assert StopReason.FAILED in {one.stop_reason for one in group.completions}
 
 
@@ -650,8 +838,17 @@ def test_a_host_that_is_lost_while_tools_answer_changes_no_bit(first, monkeypatc
     lost, engines = fleet(tools()), []
 
     def restart(name: str) -> Lost:
-        engines.append(Engine(Model(MODEL, roles().sampler), slots=8, siblings_per_row=1, group_size=4,
-                              max_prompt_tokens=32, max_completion_tokens=LIMIT, eos_ids=EOS))
+        engines.append(
+            Engine(
+                Model(MODEL, roles().sampler),
+                slots=8,
+                siblings_per_row=1,
+                group_size=4,
+                max_prompt_tokens=32,
+                max_completion_tokens=LIMIT,
+                eos_ids=EOS,
+            )
+        )
         return Lost(lambda purpose, size, engine=engines[-1]: engine, capacity=64)
 
     recounts: list[int] = []
@@ -666,7 +863,9 @@ def test_a_host_that_is_lost_while_tools_answer_changes_no_bit(first, monkeypatc
 
     play_moves = Fleet._play
     monkeypatch.setattr(Fleet, "_play", recount)
-    with closing(dataclasses.replace(lost, hosts={"a": restart("a")}, restart=restart, restarts=9)) as source:
+    with closing(
+        dataclasses.replace(lost, hosts={"a": restart("a")}, restart=restart, restarts=9)
+    ) as source:
         Lost.calls[:] = ["end", "extend", "end"]
         source.publish(0, random_parameters(MODEL))
         source.request(requests(range(6)))
@@ -690,7 +889,7 @@ class Closed(Guess):
 @pytest.mark.parametrize("policy", ["zero", "skip"])
 def test_an_environment_that_cannot_begin_fails_its_rollout_alone(policy):
     sessions = Sessions([], {"c": Closed}, EnvironmentSection(on_error=policy))
-    group, = play(sessions, requests([0]))
+    (group,) = play(sessions, requests([0]))
     failed = [one.stop_reason is StopReason.FAILED for one in group.completions]
     assert any(failed)
     for one, has_failed, reward in zip(group.completions, failed, group.rewards, strict=True):
@@ -711,22 +910,39 @@ def flood(numbers: list[int]) -> str:
 
 def test_what_is_cut_of_an_answer_stands_in_its_message():
     flood.__name__ = "add"
-    group, = play(Sessions([flood], {}, EnvironmentSection(result_bytes=1)), requests([0]))
-    answers = [message for one in group.completions for message in one.messages if message["role"] == "tool"]
+    (group,) = play(Sessions([flood], {}, EnvironmentSection(result_bytes=1)), requests([0]))
+    answers = [
+        message
+        for one in group.completions
+        for message in one.messages
+        if message["role"] == "tool"
+    ]
     assert {"role": "tool", "name": "add", "content": "7", "truncated_bytes": 999} in answers
 
 
-@pytest.mark.parametrize(("change", "reason"), [
-    (lambda one: dataclasses.replace(one, token_ids=one.token_ids[::-1]), "does not go on from the tokens before it"),
-    (lambda one: one, "waits for its tools or is over"),
-    (lambda one: one, "a turn of .* tokens, expected at most 1"),
-])
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (
+            lambda one: dataclasses.replace(one, token_ids=one.token_ids[::-1]),
+            "does not go on from the tokens before it",
+        ),
+        (lambda one: one, "waits for its tools or is over"),
+        (lambda one: one, "a turn of .* tokens, expected at most 1"),
+    ],
+)
 def test_turns_of_a_host_that_is_out_of_order_are_refused(first, change, reason):
     """Each is answered a second time, with other tokens before the second turn or while its tools act."""
     whole = next(one for group in first for one in group.completions if not one.loss_mask.all())
     size = int(whole.loss_mask.cumprod().sum())
-    turn = dataclasses.replace(whole, waits=True, **{
-        name: getattr(whole, name)[:size] for name in ("token_ids", "logprobs", "loss_mask", "versions")})
+    turn = dataclasses.replace(
+        whole,
+        waits=True,
+        **{
+            name: getattr(whole, name)[:size]
+            for name in ("token_ids", "logprobs", "loss_mask", "versions")
+        },
+    )
     with closing(tools()) as sessions:
         player = Player(sessions, lambda columns: Format(), sessions.section, 32, most=64)  # pyright: ignore[reportArgumentType]
         entry = PendingGroup(0, requests([0])[0])
@@ -749,7 +965,10 @@ def test_an_evaluation_does_not_hold_up_training_nor_training_an_evaluation():
         source.ledger.add([dataclasses.replace(one, purpose=Purpose.EVALUATE) for one in asked[:4]])
         source.ledger.add(asked[4:])
         entries = list(source.ledger.entries.values())
-        for before, begun in ((8, [0, 4, 5]), (4, [0, 1, 4])):  # asked at once; the evaluation was there before
+        for before, begun in (
+            (8, [0, 4, 5]),
+            (4, [0, 1, 4]),
+        ):  # asked at once; the evaluation was there before
             player.open(entries[:before])
             player.open(entries)
             assert [number for number, one in enumerate(entries) if one.rollouts] == begun
@@ -757,24 +976,44 @@ def test_an_evaluation_does_not_hold_up_training_nor_training_an_evaluation():
 
 
 def test_words_are_appended_to_the_last_users_message():
-    prompt = [{"role": role, "content": content} for role, content in (
-        ("system", "s"), ("user", "a"), ("assistant", "b"))]
-    assert with_words(prompt, "!")[1] == {"role": "user", "content": "a!"} and prompt[1]["content"] == "a"
+    prompt = [
+        {"role": role, "content": content}
+        for role, content in (("system", "s"), ("user", "a"), ("assistant", "b"))
+    ]
+    assert (
+        with_words(prompt, "!")[1] == {"role": "user", "content": "a!"}
+        and prompt[1]["content"] == "a"
+    )
     assert with_words("text", "!") == "text!"
     assert with_words([], "hello") == [{"role": "user", "content": "hello"}]
 
 
-@pytest.mark.parametrize(("words", "size"), [("x" * 10**7, "10000000 characters"), ("x" * 60, "70 tokens")])
+@pytest.mark.parametrize(
+    ("words", "size"), [("x" * 10**7, "10000000 characters"), ("x" * 60, "70 tokens")]
+)
 def test_what_reset_returned_ends_its_rollout_where_it_is_too_long(words: str, size: str) -> None:
     dropped: list[Any] = []
     sessions: Any = SimpleNamespace(drop=dropped.append, kind_of=lambda columns: None)
     request = SimpleNamespace(example=Example(7, "question", {}), prompt_ids=np.array([1, 2]))
     for on_error in ("zero", "error"):
-        player = Player(sessions, lambda columns: cast(Any, Format()), EnvironmentSection(on_error=on_error), 20, 1)
-        one = Rollout(cast(Any, SimpleNamespace(id=3, request=request, rollout_states=Counter())), 0, 0, "question")
+        player = Player(
+            sessions,
+            lambda columns: cast(Any, Format()),
+            EnvironmentSection(on_error=on_error),
+            20,
+            1,
+        )
+        one = Rollout(
+            cast(Any, SimpleNamespace(id=3, request=request, rollout_states=Counter())),
+            0,
+            0,
+            "question",
+        )
         reply = Reply(one.key, "open", value=words)
         if on_error == "error":
-            with pytest.raises(ShoalError, match=f"row 7: with what its environment's reset returned.* {size}"):
+            with pytest.raises(
+                ShoalError, match=f"row 7: with what its environment's reset returned.* {size}"
+            ):
                 player._take_reply(one, reply)
         else:
             assert player._take_reply(one, reply) == []

@@ -10,7 +10,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small import ON_POLICY, QWEN3, batches, learner, random_groups, random_parameters, relative, roles
+from small import (
+    ON_POLICY,
+    QWEN3,
+    batches,
+    learner,
+    random_groups,
+    random_parameters,
+    relative,
+    roles,
+)
 from test_bfloat16 import largest_gap
 from tiny_runs import by_path, same_bits
 
@@ -51,7 +60,9 @@ def scale_of(state: TrainState) -> tuple[float, int]:
     return float(state.loss_scale.value), int(state.loss_scale.good)
 
 
-def accumulated(dtype, batch: LearnerBatch, scale: float = FIRST_SCALE) -> tuple[Learner, TrainState, GradientSum]:
+def accumulated(
+    dtype, batch: LearnerBatch, scale: float = FIRST_SCALE
+) -> tuple[Learner, TrainState, GradientSum]:
     one, state = begun(dtype, scale)
     return one, state, one.accumulate(None, state, batch)[0]
 
@@ -73,7 +84,10 @@ def test_sampler_and_trainer_agree_better_than_in_bfloat16():
 def test_the_scale_keeps_small_gradients_which_float16_alone_loses():
     small = batch_of(1e-6)
     exact = flat(accumulated(jnp.float32, small)[2].gradient)
-    scaled, plain = (flat(accumulated(jnp.float16, small, scale)[2].gradient) / scale for scale in (FIRST_SCALE, 1.0))
+    scaled, plain = (
+        flat(accumulated(jnp.float16, small, scale)[2].gradient) / scale
+        for scale in (FIRST_SCALE, 1.0)
+    )
     assert relative(scaled, exact) < 0.01 and relative(plain, exact) > 0.1
 
 
@@ -91,10 +105,17 @@ def test_metrics_and_the_update_are_those_of_the_gradient_without_its_scale():
         assert len(parts) > 1 and total is not None
         loss = float(total.loss)
         after, applied = one.apply(state, total)
-        assert {leaf.dtype for leaf in jax.tree.leaves(after)} == {np.dtype("float32"), np.dtype("int32")}
+        assert {leaf.dtype for leaf in jax.tree.leaves(after)} == {
+            np.dtype("float32"),
+            np.dtype("int32"),
+        }
         ends.append((loss, float(applied.grad_norm), int(applied.skipped), flat(after.optimizer)))
     (loss, norm, _, moments), (half_loss, half_norm, skipped, half_moments) = ends
-    assert abs(half_loss - loss) < 0.01 * abs(loss) and abs(half_norm - norm) < 0.01 * norm and not skipped
+    assert (
+        abs(half_loss - loss) < 0.01 * abs(loss)
+        and abs(half_norm - norm) < 0.01 * norm
+        and not skipped
+    )
     assert relative(half_moments, moments) < 0.01
 
 
@@ -113,11 +134,15 @@ def test_an_overflow_halves_the_scale_and_changes_nothing_else():
         assert int(applied.overflow) == 1 and scale_of(state) == (FIRST_SCALE / 2**overflows, 0)
         assert same_bits(by_path(replace(state, loss_scale=None)), by_path(before))
     assert 2 < overflows < 16 and int(applied.overflow) == 0 and int(state.updates) == 1
-    assert scale_of(state) == (FIRST_SCALE / 2**overflows, 1) and np.isfinite(float(applied.grad_norm))
+    assert scale_of(state) == (FIRST_SCALE / 2**overflows, 1) and np.isfinite(
+        float(applied.grad_norm)
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("weight", "scale"), [(np.inf, FIRST_SCALE), (1e12, 1.0)], ids=["loss", "gradient"])
+@pytest.mark.parametrize(
+    ("weight", "scale"), [(np.inf, FIRST_SCALE), (1e12, 1.0)], ids=["loss", "gradient"]
+)
 def test_what_no_smaller_scale_solves_is_no_overflow(weight, scale):
     one, state, total = accumulated(jnp.float16, batch_of(weight), scale)
     assert np.isfinite(float(total.loss)) == (scale == 1)
@@ -136,7 +161,10 @@ def test_the_scale_doubles_after_so_many_good_updates_and_has_limits():
     assert after(8, GROWTH_INTERVAL - 2, yes) == (8, GROWTH_INTERVAL - 1)
     assert after(8, GROWTH_INTERVAL - 1, yes) == (16, 0)
     assert after(8, GROWTH_INTERVAL - 1, no) == (4, 0)
-    assert after(1, 5, no) == (1, 0) and after(LARGEST_SCALE, GROWTH_INTERVAL - 1, yes) == (LARGEST_SCALE, 0)
+    assert after(1, 5, no) == (1, 0) and after(LARGEST_SCALE, GROWTH_INTERVAL - 1, yes) == (
+        LARGEST_SCALE,
+        0,
+    )
 
 
 @pytest.mark.slow
@@ -161,7 +189,9 @@ def test_a_checkpoint_holds_the_scale_and_is_of_float16_alone(tmp_path: Path):
 
 def test_a_tpu_is_refused():
     role = SimpleNamespace(platform="tpu")
-    with pytest.raises(ShoalError, match=r"model\.dtype=float16: a TPU has no products of float16; use bfloat16"):
+    with pytest.raises(
+        ShoalError, match=r"model\.dtype=float16: a TPU has no products of float16; use bfloat16"
+    ):
         Model(QWEN3, role, jnp.float16)  # type: ignore[arg-type]
 
 
@@ -170,11 +200,15 @@ def test_a_tpu_is_refused():
 
 def test_rounding_at_random_gives_one_of_the_two_next_and_the_value_as_the_mean():
     rng = np.random.default_rng(0)
-    values = np.concatenate([rng.standard_normal(60) * 10.0 ** rng.uniform(-30, 30, 60), [0.0, 1.0, -3.5, 1.00390625]])
+    values = np.concatenate(
+        [rng.standard_normal(60) * 10.0 ** rng.uniform(-30, 30, 60), [0.0, 1.0, -3.5, 1.00390625]]
+    )
     values = values.astype(np.float32)
     count = 4096
     keys = jax.random.split(jax.random.key(1), count)
-    found = np.asarray(jax.vmap(round_at_random, (None, 0))(jnp.asarray(values), keys)).astype(np.float64)
+    found = np.asarray(jax.vmap(round_at_random, (None, 0))(jnp.asarray(values), keys)).astype(
+        np.float64
+    )
     low = (values.view(np.uint32) & 0xFFFF0000).view(np.float32).astype(np.float64)
     high = ((values.view(np.uint32) & 0xFFFF0000) + 0x10000).view(np.float32).astype(np.float64)
     assert ((found == low) | (found == high)).all()
@@ -197,7 +231,9 @@ def test_a_moment_that_changes_slowly_is_right_in_the_mean():
         return adamw.update(still, state, still, number=number)[1]
 
     state = adamw.init(still)
-    state = jax.tree.map(lambda leaf: jnp.ones_like(leaf) if leaf.dtype == jnp.bfloat16 else leaf, state)
+    state = jax.tree.map(
+        lambda leaf: jnp.ones_like(leaf) if leaf.dtype == jnp.bfloat16 else leaf, state
+    )
     for number in range(200):
         state = after(state, number)
     first, second = (leaf for leaf in jax.tree.leaves(state) if leaf.shape)
@@ -216,10 +252,15 @@ def test_the_bits_follow_from_seed_update_and_leaf():
         one = Learner(Model(QWEN3, roles().trainer), ON_POLICY, section, 10, seed)
         state = replace(one.init(random_parameters(QWEN3)), updates=jnp.int32(updates))
         assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), state) == jax.tree.map(
-            lambda leaf: (leaf.shape, leaf.dtype), one.shapes())
+            lambda leaf: (leaf.shape, leaf.dtype), one.shapes()
+        )
         after, _ = one.apply(state, one.accumulate(None, state, batch)[0])
         assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(after.trainable))
-        return [np.asarray(leaf).astype(np.float32) for leaf in jax.tree.leaves(after.optimizer) if leaf.size > 1]
+        return [
+            np.asarray(leaf).astype(np.float32)
+            for leaf in jax.tree.leaves(after.optimizer)
+            if leaf.size > 1
+        ]
 
     found = moments(1, 4)
     exact = moments(1, 4, "float32")
@@ -227,7 +268,11 @@ def test_the_bits_follow_from_seed_update_and_leaf():
     assert all((one == other).all() for one, other in zip(found, moments(1, 4), strict=True))
     for other in (moments(2, 4), moments(1, 5)):
         assert not any((one == two).all() for one, two in zip(found, other, strict=True))
-    ups = [(one > other).ravel()[:64] for one, other in zip(found, exact, strict=True) if one.size >= 64]
+    ups = [
+        (one > other).ravel()[:64]
+        for one, other in zip(found, exact, strict=True)
+        if one.size >= 64
+    ]
     assert len({up.tobytes() for up in ups}) == len(ups)  # each leaf's own
 
 

@@ -31,7 +31,15 @@ from shoal.run import job, opening, records
 from shoal.tasks.task import Task
 from shoal.trainer import evaluation, loop, update
 from shoal.trainer.step import ModelScorer, ParameterScorer
-from shoal.types import Completion, Example, GroupRequest, Purpose, RewardFunction, SamplingParams, StopReason
+from shoal.types import (
+    Completion,
+    Example,
+    GroupRequest,
+    Purpose,
+    RewardFunction,
+    SamplingParams,
+    StopReason,
+)
 
 
 class Elsewhere:
@@ -57,10 +65,20 @@ class Elsewhere:
         manifest = self.weights[request.version]
         assert manifest.exists and manifest.read(Model(PLAINEST, roles().sampler)).result()()
         size = request.params.max_tokens
-        return {request.id: [
-            Completion(request.id, index, np.full(size, index, np.int32), np.zeros(size, np.float32),
-                       np.ones(size, bool), np.full(size, request.version, np.int32), StopReason.LENGTH)
-            for index in range(request.num_completions)]}
+        return {
+            request.id: [
+                Completion(
+                    request.id,
+                    index,
+                    np.full(size, index, np.int32),
+                    np.zeros(size, np.float32),
+                    np.ones(size, bool),
+                    np.full(size, request.version, np.int32),
+                    StopReason.LENGTH,
+                )
+                for index in range(request.num_completions)
+            ]
+        }
 
     def progress(self) -> types.HostProgress:
         return types.HostProgress()
@@ -73,16 +91,25 @@ if TYPE_CHECKING:
     from typing import cast
 
     HOSTS: tuple[types.Host, types.Host, types.Host, types.Host] = cast(
-        tuple[EngineHost, ThreadHost, RayHost, Elsewhere], None)
+        tuple[EngineHost, ThreadHost, RayHost, Elsewhere], None
+    )
     MANIFESTS: tuple[types.Manifest, types.Manifest, types.Manifest] = cast(
-        tuple[MemoryVersion, FileVersion, ObjectVersion], None)
+        tuple[MemoryVersion, FileVersion, ObjectVersion], None
+    )
     SOURCES: tuple[types.RolloutSource, types.RolloutSource] = cast(tuple[Fleet, DealtSource], None)
     SCORERS: tuple[types.Scorer, types.Scorer] = cast(tuple[ParameterScorer, ModelScorer], None)
 
-PAIRS = [(types.Host, EngineHost), (types.Host, ThreadHost), (types.Host, RayHost),
-         (types.Manifest, MemoryVersion), (types.Manifest, StoredVersion),
-         (types.RolloutSource, Fleet), (types.RolloutSource, DealtSource), (types.Scorer, ParameterScorer),
-         (types.Scorer, ModelScorer)]
+PAIRS = [
+    (types.Host, EngineHost),
+    (types.Host, ThreadHost),
+    (types.Host, RayHost),
+    (types.Manifest, MemoryVersion),
+    (types.Manifest, StoredVersion),
+    (types.RolloutSource, Fleet),
+    (types.RolloutSource, DealtSource),
+    (types.Scorer, ParameterScorer),
+    (types.Scorer, ModelScorer),
+]
 
 
 def members_of(protocol: type) -> set[str]:
@@ -97,7 +124,9 @@ def parameters(function: Callable) -> list[tuple[str, object]]:
 @pytest.mark.parametrize(("protocol", "implementation"), [*PAIRS, (types.Host, Elsewhere)])
 def test_an_implementation_has_the_members_of_its_protocol(protocol, implementation):
     assert members_of(protocol)
-    fields = {name for one in implementation.__mro__ for name in vars(one).get("__annotations__", ())}
+    fields = {
+        name for one in implementation.__mro__ for name in vars(one).get("__annotations__", ())
+    }
     for name in members_of(protocol):
         if isinstance(getattr(protocol, name), property) and name in fields:
             continue
@@ -107,12 +136,15 @@ def test_an_implementation_has_the_members_of_its_protocol(protocol, implementat
             assert parameters(ours) == parameters(theirs), name
 
 
-@pytest.mark.parametrize(("protocol", "name", "users"), [
-    (types.Host, "host", (fleet, member)),
-    (types.Manifest, r"(?:manifest|one|_reading\[0\])", (host,)),
-    (types.RolloutSource, "source", (loop, evaluation, job, opening, records)),
-    (types.Scorer, r"(?:reference|teacher|scorer)", (update,)),
-])
+@pytest.mark.parametrize(
+    ("protocol", "name", "users"),
+    [
+        (types.Host, "host", (fleet, member)),
+        (types.Manifest, r"(?:manifest|one|_reading\[0\])", (host,)),
+        (types.RolloutSource, "source", (loop, evaluation, job, opening, records)),
+        (types.Scorer, r"(?:reference|teacher|scorer)", (update,)),
+    ],
+)
 def test_every_member_of_a_protocol_is_used(protocol, name, users):
     text = "".join(map(inspect.getsource, users))
     used = set(re.findall(rf"\b{name}\.(\w+)", text))
@@ -123,17 +155,41 @@ def test_every_member_of_a_protocol_is_used(protocol, name, users):
 
 def test_a_host_needs_no_more_than_the_protocol():
     """Groups, their order, versions, rewards and figures come from a host that knows the protocol alone."""
-    task = Task("t", (), {}, (RewardFunction("sum", lambda completions, **_: [float(text) for text in completions]),))
-    rewards = GroupRewards(task, RewardPool(task.rewards, RewardSection(workers=0)), lambda ids: str(sum(ids)))
+    task = Task(
+        "t",
+        (),
+        {},
+        (RewardFunction("sum", lambda completions, **_: [float(text) for text in completions]),),
+    )
+    rewards = GroupRewards(
+        task, RewardPool(task.rewards, RewardSection(workers=0)), lambda ids: str(sum(ids))
+    )
     shown: list[tuple[str, int, int]] = []
     model, elsewhere = Model(PLAINEST, roles().sampler), Elsewhere()
-    source = Fleet(MemoryPublisher(model), {"far": elsewhere}, rewards, seed=0,
-                   on_progress=lambda *now: shown.append(now))
+    source = Fleet(
+        MemoryPublisher(model),
+        {"far": elsewhere},
+        rewards,
+        seed=0,
+        on_progress=lambda *now: shown.append(now),
+    )
     with closing(source):
         source.publish(7, random_parameters(PLAINEST))
-        requests = {purpose: [GroupRequest(purpose, 7, 7, Example(row, "q"), np.array([1, 2]), count,
-                                           SamplingParams(max_tokens=3)) for row in (5, 2)]
-                    for purpose, count in ((Purpose.TRAIN, 4), (Purpose.EVALUATE, 1))}
+        requests = {
+            purpose: [
+                GroupRequest(
+                    purpose,
+                    7,
+                    7,
+                    Example(row, "q"),
+                    np.array([1, 2]),
+                    count,
+                    SamplingParams(max_tokens=3),
+                )
+                for row in (5, 2)
+            ]
+            for purpose, count in ((Purpose.TRAIN, 4), (Purpose.EVALUATE, 1))
+        }
         for queued in requests.values():
             source.request(queued)
         groups = source.take(Purpose.TRAIN, 7)
@@ -145,14 +201,18 @@ def test_a_host_needs_no_more_than_the_protocol():
         assert shown == [("train, sampled", 1, 2), ("train, sampled", 2, 2)]
         tokens = [source.read_stats(purpose).tokens for purpose in (*requests, *requests)]
         assert tokens == [2 * 4 * 3, 2 * 3, 0, 0]
-        source.request(requests[Purpose.TRAIN])  # a further round of dynamic sampling, of the same weights
+        source.request(
+            requests[Purpose.TRAIN]
+        )  # a further round of dynamic sampling, of the same weights
         source.take(Purpose.TRAIN, 7)
     assert not elsewhere.weights
 
 
 def test_every_protocol_has_an_implementation():
     classes = [value for value in vars(types).values() if inspect.isclass(value)]
-    protocols = {one.__name__ for one in classes if getattr(one, "_is_protocol", False)} - {"Protocol"}
+    protocols = {one.__name__ for one in classes if getattr(one, "_is_protocol", False)} - {
+        "Protocol"
+    }
     assert protocols == {protocol.__name__ for protocol, _ in PAIRS}
 
 

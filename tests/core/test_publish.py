@@ -50,18 +50,29 @@ def folder(tmp_path, monkeypatch) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("shape", [{}, {"data": 2, "tensor": 2}])
-def test_a_sampler_of_another_type_and_layout_has_the_trainers_bits(folder, monkeypatch, dtype, shape):
+def test_a_sampler_of_another_type_and_layout_has_the_trainers_bits(
+    folder, monkeypatch, dtype, shape
+):
     monkeypatch.setattr(tensor_file, "PART_BYTES", 1000)  # several threads write one tensor
     model = Model(FULLEST, roles(**shape).sampler, dtype)
     params = random_parameters(FULLEST)
-    trainer = jax.device_put(params, jax.tree.map(
-        lambda _: jax.sharding.NamedSharding(roles(2).trainer.mesh, jax.sharding.PartitionSpec()), params))
+    trainer = jax.device_put(
+        params,
+        jax.tree.map(
+            lambda _: jax.sharding.NamedSharding(
+                roles(2).trainer.mesh, jax.sharding.PartitionSpec()
+            ),
+            params,
+        ),
+    )
     made = FilePublisher(folder, model)
     manifest = made.publish(3, trainer)
     fetched = fetch(manifest, model)
     assert bits(fetched) == bits(jax.tree.map(lambda leaf: leaf.astype(dtype), params))
     wanted = made.published_shapes()
-    assert jax.tree.map(lambda a, b: a.sharding == b.sharding and a.dtype == b.dtype, fetched, wanted)
+    assert jax.tree.map(
+        lambda a, b: a.sharding == b.sharding and a.dtype == b.dtype, fetched, wanted
+    )
     assert bits(manifest.parameters(model)) == bits(fetched) and list(made.versions) == [3]
     made.publish(4, fetched)  # as a resumed run does
     assert bits(made.versions[4].parameters(model)) == bits(fetched)
@@ -74,17 +85,24 @@ def test_each_device_has_the_same_part_of_each_piece(folder, monkeypatch):
     """In memory and of files, layers apart and the feed-forward matrices in two pieces: nothing is exchanged for it."""
     monkeypatch.setattr(Model, "pieces", 2)
     model, params = Model(QWEN3, roles(tensor=2).sampler), random_parameters(QWEN3)
-    held, read = (fetch(made(model).publish(0, params), model) for made in (MemoryPublisher, partial(
-        FilePublisher, folder)))
+    held, read = (
+        fetch(made(model).publish(0, params), model)
+        for made in (MemoryPublisher, partial(FilePublisher, folder))
+    )
     assert jax.tree.structure(held) == jax.tree.structure(MemoryPublisher(model).published_shapes())
     assert bits(held) == bits(read)
     for number, block in enumerate(held.blocks):
-        for whole, parts, axis in ((params.blocks.gate, block.gate, 1), (params.blocks.down, block.down, 0)):
+        for whole, parts, axis in (
+            (params.blocks.gate, block.gate, 1),
+            (params.blocks.down, block.down, 0),
+        ):
             for device, own in enumerate(np.split(np.asarray(whole[number]), 2, axis)):
                 shards = [part.addressable_shards[device].data for part in parts]
                 assert np.concatenate(shards, axis).tobytes() == own.tobytes()
         assert np.asarray(block.q).tobytes() == np.asarray(params.blocks.q[number]).tobytes()
-    alone = publish_to(Model(QWEN3, roles().sampler), params, frees=True)  # else a device had each array twice
+    alone = publish_to(
+        Model(QWEN3, roles().sampler), params, frees=True
+    )  # else a device had each array twice
     assert params.blocks.q.is_deleted() and alone.embed_tokens is params.embed_tokens
 
 
@@ -120,8 +138,15 @@ def test_a_version_is_there_whole_or_not_at_all(folder, monkeypatch):
         (folder / "part").touch()
         raise OSError(28, "No space left on device")
 
-    with monkeypatch.context() as patch, pytest.raises(ShoalError, match=(
-            f"publish.folder={folder} cannot be written: No space left on device; choose another place")):
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(
+            ShoalError,
+            match=(
+                f"publish.folder={folder} cannot be written: No space left on device; choose another place"
+            ),
+        ),
+    ):
         patch.setattr(publisher, "write_file", full)
         made.publish(1, params)
     assert not made.versions and [path.name for path in made.folder.iterdir()] == [OWNER]
@@ -148,7 +173,9 @@ def test_weights_that_were_changed_are_not_sampled_from(folder):
     data = bytearray(manifest.place.read_bytes())
     data[-1] ^= 1
     manifest.place.write_bytes(data)
-    with pytest.raises(ShoalError, match=r"are not those that were published \(checksum of final_norm"):
+    with pytest.raises(
+        ShoalError, match=r"are not those that were published \(checksum of final_norm"
+    ):
         fetch(manifest, model)
     made.close()
 
@@ -158,12 +185,20 @@ def test_checksums_differ_where_weights_do(folder):
     made = FilePublisher(folder, model)
     sums = []
     for version, by in ((0, 0.0), (1, 0.0), (2, 1e-3)):
-        sums.append([*made.publish(version, jax.tree.map(lambda leaf, by=by: leaf + by, params)).checksums.values()])
+        sums.append(
+            [
+                *made.publish(
+                    version, jax.tree.map(lambda leaf, by=by: leaf + by, params)
+                ).checksums.values()
+            ]
+        )
     assert sums[0] == sums[1] and all(a != b for a, b in zip(sums[1], sums[2], strict=True))
     made.close()
 
 
-def test_weights_of_a_checkpoint_are_published_with_a_piece_at_a_time_on_a_device(folder, monkeypatch):
+def test_weights_of_a_checkpoint_are_published_with_a_piece_at_a_time_on_a_device(
+    folder, monkeypatch
+):
     """As a resumed run does it, whose older versions were read to the host; with the same checksums."""
     on_device, part = [], checksum._part
 
@@ -181,11 +216,18 @@ def test_weights_of_a_checkpoint_are_published_with_a_piece_at_a_time_on_a_devic
 
 
 def test_a_folder_that_is_not_shared_or_takes_nothing_is_one_error(tmp_path):
-    with pytest.raises(ShoalError, match=r"publish.folder=/no/where: the weights of version 7 were published there, "
-                                         r"but \S+ finds no such folder: give one that trainer and samplers share"):
-        FileVersion(7, Path("/no/where/shoal-1/000007-1"), {}).read_now(Model(QWEN3, roles().sampler), {})
+    with pytest.raises(
+        ShoalError,
+        match=r"publish.folder=/no/where: the weights of version 7 were published there, "
+        r"but \S+ finds no such folder: give one that trainer and samplers share",
+    ):
+        FileVersion(7, Path("/no/where/shoal-1/000007-1"), {}).read_now(
+            Model(QWEN3, roles().sampler), {}
+        )
     (tmp_path / "file").touch()
-    with pytest.raises(ShoalError, match=f"publish.folder={tmp_path}/file/below cannot be written: Not a directory"):
+    with pytest.raises(
+        ShoalError, match=f"publish.folder={tmp_path}/file/below cannot be written: Not a directory"
+    ):
         FilePublisher(tmp_path / "file" / "below", Model(QWEN3, roles().sampler))
 
 
@@ -245,8 +287,10 @@ def test_parts_are_made_once_by_the_thread_that_publishes():
     """Hosts in threads read a version at once, which has new arrays: JAX fills an array's list of shards at the first
     look, without a lock."""
     model, interval = Model(QWEN3, roles(data=4).sampler), sys.getswitchinterval()
-    hosts = [model.on(replace(model.role, mesh=as_mesh(replica[None], model.role.mesh.axis_names)))
-             for replica in model.role.mesh.devices]
+    hosts = [
+        model.on(replace(model.role, mesh=as_mesh(replica[None], model.role.mesh.axis_names)))
+        for replica in model.role.mesh.devices
+    ]
     made, wrong = MemoryPublisher(model, in_parts=True), []
     params = random_parameters(QWEN3)
 
@@ -260,8 +304,13 @@ def test_parts_are_made_once_by_the_thread_that_publishes():
     sys.setswitchinterval(1e-6)
     try:
         for version in range(60):
-            manifest, start = made.publish(version, jax.tree.map(lambda leaf: leaf + 1, params)), threading.Barrier(4)
-            threads = [threading.Thread(target=read, args=(manifest, host, start)) for host in hosts]
+            manifest, start = (
+                made.publish(version, jax.tree.map(lambda leaf: leaf + 1, params)),
+                threading.Barrier(4),
+            )
+            threads = [
+                threading.Thread(target=read, args=(manifest, host, start)) for host in hosts
+            ]
             for thread in threads:
                 thread.start()
             for thread in threads:
@@ -277,12 +326,19 @@ def test_parts_are_made_only_where_hosts_have_parts(monkeypatch):
     monkeypatch.setattr(publisher, "shards_of", looked.append)
     made = MemoryPublisher(model)
     given = fetch(made.publish(0, params), model)
-    assert not looked and all(map(lambda a, b: a is b, jax.tree.leaves(given), jax.tree.leaves(params)))
+    assert not looked and all(
+        map(lambda a, b: a is b, jax.tree.leaves(given), jax.tree.leaves(params))
+    )
 
 
 def test_which_file_system_a_folder_lies_in(tmp_path):
     mounts = tmp_path / "mounts"
-    mounts.write_text(f"/dev/vda / ext4 rw 0 0\ntmpfs {tmp_path} tmpfs rw 0 0\nx {tmp_path}/nfs nfs rw 0 0\n")
+    mounts.write_text(
+        f"/dev/vda / ext4 rw 0 0\ntmpfs {tmp_path} tmpfs rw 0 0\nx {tmp_path}/nfs nfs rw 0 0\n"
+    )
     assert file_system(tmp_path / "some" / "folder", mounts) == "tmpfs"
-    assert file_system(tmp_path / "nfs" / "one", mounts) == "nfs" and file_system(Path("/usr"), mounts) == "ext4"
+    assert (
+        file_system(tmp_path / "nfs" / "one", mounts) == "nfs"
+        and file_system(Path("/usr"), mounts) == "ext4"
+    )
     assert file_system(tmp_path, tmp_path / "none") == ""

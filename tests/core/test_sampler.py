@@ -59,7 +59,9 @@ def weights(a: Architecture, seed: int = 0, scale: float = 10.0) -> Parameters:
     rng = np.random.default_rng(seed)
 
     def draw(d) -> jax.Array:
-        spread, centre = (d.stddev * scale, 0.0) if d.init == "normal" else (0.3, float(d.init == "ones"))
+        spread, centre = (
+            (d.stddev * scale, 0.0) if d.init == "normal" else (0.3, float(d.init == "ones"))
+        )
         return jnp.asarray(centre + spread * rng.standard_normal(d.shape), jnp.float32)
 
     return jax.tree.map(draw, param_specs(a))
@@ -70,8 +72,14 @@ def model(a: Architecture) -> Model:
 
 
 def make(a: Architecture = SMALL, **changes) -> Engine:
-    sizes = {"slots": 16, "group_size": 4, "max_prompt_tokens": 100, "max_completion_tokens": 100, "eos_ids": EOS,
-             "decode": text}
+    sizes = {
+        "slots": 16,
+        "group_size": 4,
+        "max_prompt_tokens": 100,
+        "max_completion_tokens": 100,
+        "eos_ids": EOS,
+        "decode": text,
+    }
     engine = Engine(model(a), **{**sizes, **changes})
     engine.load(0, publish_to(engine.model, weights(a)))
     return engine
@@ -81,11 +89,24 @@ def prompt(row: int, size: int, vocab: int = SMALL.vocab_size) -> np.ndarray:
     return np.random.default_rng(row).integers(0, vocab, size).astype(np.int32)
 
 
-def request(row: int, size: int | None = None, *, id: int | None = None, step: int = 0, count: int = 4,
-            params: SamplingParams | None = None, **changes) -> SampleRequest:
+def request(
+    row: int,
+    size: int | None = None,
+    *,
+    id: int | None = None,
+    step: int = 0,
+    count: int = 4,
+    params: SamplingParams | None = None,
+    **changes,
+) -> SampleRequest:
     params = replace(params or SamplingParams(max_tokens=MAX_TOKENS), **changes)
-    return SampleRequest(row if id is None else id, prompt(row, LENGTHS[row] if size is None else size), count,
-                         Address(0, "train", step, row), params)
+    return SampleRequest(
+        row if id is None else id,
+        prompt(row, LENGTHS[row] if size is None else size),
+        count,
+        Address(0, "train", step, row),
+        params,
+    )
 
 
 asked = request
@@ -112,7 +133,9 @@ def same(ours: dict, theirs: dict) -> None:
 @partial(jax.jit, static_argnums=0)
 def _all_logits(m: Model, parameters, tokens: jax.Array, length: jax.Array) -> jax.Array:
     positions = jnp.arange(tokens.shape[1])[None]
-    hidden, _ = forward(m, parameters, tokens, positions, prefill_attention(m, length, tokens.shape[1]))
+    hidden, _ = forward(
+        m, parameters, tokens, positions, prefill_attention(m, length, tokens.shape[1])
+    )
     return logits(m, parameters, hidden)[0]
 
 
@@ -143,16 +166,29 @@ def test_an_accelerators_programs_draw_the_same_tokens(monkeypatch, base, platfo
     GPU one product for queries, keys and values: all of it runs on a CPU too."""
     monkeypatch.setattr(Role, "platform", platform)
     if by_kernel:
-        monkeypatch.setattr(kv_cache, "kernel_refusal", lambda model: "")  # SMALL's heads are for no tensor core
+        monkeypatch.setattr(
+            kv_cache, "kernel_refusal", lambda model: ""
+        )  # SMALL's heads are for no tensor core
         for kernel in (decode_kernel.attend_slots, decode_kernel.attend_pages):
             monkeypatch.setattr(decode_kernel, kernel.__name__, partial(kernel, interpret=True))
     longest = 300 if by_kernel else 250  # else one set of programs would be taken for both
-    ours = Engine(model(SMALL), slots=16, group_size=4, max_prompt_tokens=100, max_completion_tokens=longest,
-                  eos_ids=EOS, decode=text)
+    ours = Engine(
+        model(SMALL),
+        slots=16,
+        group_size=4,
+        max_prompt_tokens=100,
+        max_completion_tokens=longest,
+        eos_ids=EOS,
+        decode=text,
+    )
     parameters = publish_to(ours.model, weights(SMALL))
-    assert platform == "tpu" or (len(parameters.blocks) == 2 and parameters.blocks[1].gate.shape == (32, 64))
-    declared, made = (jax.tree.map(lambda x: (x.shape, x.dtype), tree)
-                      for tree in (published_shapes(ours.model), parameters))
+    assert platform == "tpu" or (
+        len(parameters.blocks) == 2 and parameters.blocks[1].gate.shape == (32, 64)
+    )
+    declared, made = (
+        jax.tree.map(lambda x: (x.shape, x.dtype), tree)
+        for tree in (published_shapes(ours.model), parameters)
+    )
     assert declared == made
     ours.load(0, parameters)
     counter = CompilationCounter()
@@ -161,7 +197,8 @@ def test_an_accelerators_programs_draw_the_same_tokens(monkeypatch, base, platfo
     # or a prefill of layers that are stacked, as a TPU's in float32.
     assert counter.read() == (4 if platform == "tpu" else 8)
     assert {key: c.token_ids.tolist() for key, c in found.items()} == {
-        key: c.token_ids.tolist() for key, c in base.items()}
+        key: c.token_ids.tolist() for key, c in base.items()
+    }
     assert max(np.abs(found[key].logprobs - base[key].logprobs).max() for key in base) < TOLERANCE
 
 
@@ -174,17 +211,31 @@ def test_log_probs_are_the_trainers(a):
     assert a.num_layers == 4
     engine = make(a, max_completion_tokens=256, eos_ids=())
     limits = (256, 33, 1, 97, 256, 150)
-    requests = [request(row, size, temperature=(1.0, 0.7)[row % 2], max_tokens=limit)
-                for row, (size, limit) in enumerate(zip((100, 1, 30, 64, 65, 7), limits, strict=True))]
+    requests = [
+        request(row, size, temperature=(1.0, 0.7)[row % 2], max_tokens=limit)
+        for row, (size, limit) in enumerate(zip((100, 1, 30, 64, 65, 7), limits, strict=True))
+    ]
     assert {prompt_bucket(len(r.prompt_ids)) for r in requests} == {64, 128}
     played = play(engine, requests)
     reference = jax.jit(lambda p, b: batch_logprobs(engine.model, p, b, 2**25))
     worst = 0.0
     for temperature in (1.0, 0.7):
         of = [r for r in requests if r.params.temperature == temperature]
-        groups = [Group(Purpose.TRAIN, 0, 0, Example(r.id, ""), r.prompt_ids,
-                        tuple(played[r.id, i] for i in range(4)), ("",) * 4, np.zeros(4), {}, np.ones(4, bool))
-                  for r in of]
+        groups = [
+            Group(
+                Purpose.TRAIN,
+                0,
+                0,
+                Example(r.id, ""),
+                r.prompt_ids,
+                tuple(played[r.id, i] for i in range(4)),
+                ("",) * 4,
+                np.zeros(4),
+                {},
+                np.ones(4, bool),
+            )
+            for r in of
+        ]
         zeros = np.zeros((3, 4))
         (batch,) = pack(groups, range(3), zeros, zeros, [Shape(1, 2560)], temperature)
         lps, entropy = (np.asarray(x) for x in reference(engine.parameters, batch.arrays))
@@ -238,8 +289,14 @@ def test_a_prompt_in_pieces_depends_on_no_companion(in_pieces):
 def test_prompts_in_pieces_where_layers_are_apart(in_pieces, monkeypatch):
     _, first = in_pieces
     monkeypatch.setattr(Role, "platform", "gpu")
-    engine = Engine(replace(model(SMALL), attention="blocked"), slots=4, group_size=1, max_prompt_tokens=1100,
-                    max_completion_tokens=100, eos_ids=EOS)
+    engine = Engine(
+        replace(model(SMALL), attention="blocked"),
+        slots=4,
+        group_size=1,
+        max_prompt_tokens=1100,
+        max_completion_tokens=100,
+        eos_ids=EOS,
+    )
     engine.load(0, publish_to(engine.model, weights(SMALL)))
     for key, completion in play(engine, [long(2), long(4)]).items():
         assert completion.token_ids.tolist() == first[key].token_ids.tolist()
@@ -262,7 +319,9 @@ def test_other_companions_another_order_fewer_prompts(engine, base):
     same(play(engine, [request(row) for row in (6, 5, 4, 3, 2, 1, 0)]), base)
     for rows in ([3], [1, 5], [2, 4, 0]):
         same(play(engine, [request(row, id=100 + row) for row in rows]), base)
-    strangers = [request(row, 10 * row + 3, id=50 + row, step=9, temperature=0.3) for row in range(1, 7)]
+    strangers = [
+        request(row, 10 * row + 3, id=50 + row, step=9, temperature=0.3) for row in range(1, 7)
+    ]
     engine.submit(strangers[:3])
     assert engine.dispatch_next()  # they are in already when the others come
     engine.submit([request(row, id=200 + row) for row in (0, 3, 6)])
@@ -277,7 +336,9 @@ def test_after_parking_and_by_another_engine(engine, base):
     assert engine.parameters is None  # parked, it holds neither caches nor weights
     engine.load(engine.version, weights)
     same(play(engine, [request(3), request(0)]), base)
-    same(play(make(), [request(row) for row in (5, 1)]), base)  # of one bucket, so one prefill is compiled
+    same(
+        play(make(), [request(row) for row in (5, 1)]), base
+    )  # of one bucket, so one prefill is compiled
 
 
 def test_fewer_siblings_than_a_group_holds(engine, base):
@@ -320,8 +381,13 @@ def test_steps_and_siblings_differ(engine, base):
 # Rows of fewer siblings than a group has
 
 
-@pytest.fixture(scope="module", params=[
-    pytest.param(1, id="rows of 1"), pytest.param(3, id="rows of 3", marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(1, id="rows of 1"),
+        pytest.param(3, id="rows of 3", marks=pytest.mark.slow),
+    ],
+)
 def in_rows(request: Any) -> tuple[Engine, dict[tuple[int, int], Completion]]:
     """An engine with places for three to four groups of 4, and what it samples for seven prompts."""
     engine = make(siblings_per_row=request.param)
@@ -346,15 +412,21 @@ def test_tokens_depend_on_no_companion_and_not_on_when_a_sibling_enters(in_rows)
     engine, first = in_rows
     for rows in ((6, 5, 4, 3, 2, 1, 0), (3,), (2, 4, 0)):
         same(play(engine, [request(row, id=300 + row) for row in rows]), first)
-    strangers = [request(row, 9 * row + 3, id=50 + row, step=9, count=(1, 9, 2)[row % 3], temperature=0.3)
-                 for row in range(1, 7)]
+    strangers = [
+        request(row, 9 * row + 3, id=50 + row, step=9, count=(1, 9, 2)[row % 3], temperature=0.3)
+        for row in range(1, 7)
+    ]
     engine.submit(strangers[:4])
     assert engine.dispatch_next()  # they are in already when the others come
     engine.submit([request(row, id=200 + row) for row in (0, 3, 6)])
     engine.submit(strangers[4:])
     found = drain(engine)
     same({(id - 200, index): c for (id, index), c in found.items() if id >= 200}, first)
-    assert {id: sum(other == id for other, _ in found) for id in (51, 52, 53)} == {51: 9, 52: 2, 53: 1}
+    assert {id: sum(other == id for other, _ in found) for id in (51, 52, 53)} == {
+        51: 9,
+        52: 2,
+        53: 1,
+    }
 
 
 def test_a_prompt_is_computed_once_for_all_its_siblings(in_rows, monkeypatch):
@@ -387,7 +459,9 @@ def test_a_request_is_cancelled_of_which_some_siblings_have_no_place_yet(in_rows
     assert engine.idle and len(engine.scheduler.free) == engine.num_rows and len(found) == 24
     cancelled = [found.pop((row, index)) for index in range(4)]
     assert cancelled[3].stop_reason == StopReason.CANCELLED and len(cancelled[3]) == 0
-    assert all(c.token_ids.tolist() == first[row, c.index].token_ids[: len(c)].tolist() for c in cancelled)
+    assert all(
+        c.token_ids.tolist() == first[row, c.index].token_ids[: len(c)].tolist() for c in cancelled
+    )
     same(found, first)
     same(play(engine, [request(row)]), first)
 
@@ -397,10 +471,15 @@ def test_stop_strings_in_rows_of_any_size(in_rows):
     engine, first = in_rows
     (row, index), whole = next((k, c) for k, c in first.items() if len(c) > 12 and k[1] == 3)
     string = text(whole.token_ids[9:11])
-    played = play(engine, [request(row, stop=(string,)), *(request(other, id=90 + other) for other in (1, 2))])
+    played = play(
+        engine, [request(row, stop=(string,)), *(request(other, id=90 + other) for other in (1, 2))]
+    )
     assert played[row, index].stop_reason == StopReason.STOP and len(played[row, index]) <= 11
     for i in range(4):
-        assert played[row, i].token_ids.tolist() == first[row, i].token_ids[:len(played[row, i])].tolist()
+        assert (
+            played[row, i].token_ids.tolist()
+            == first[row, i].token_ids[: len(played[row, i])].tolist()
+        )
 
 
 @pytest.mark.slow
@@ -413,7 +492,9 @@ def test_places_by_completion_are_filled_while_prompts_wait(in_rows):
         played = play(engine, [request(row, 5, id=row) for row in range(100, 130)])
     finally:
         del engine.limit_of
-    assert [len(played[100, index]) <= limit for index, limit in enumerate((80, 4, 4, 4))] == [True] * 4
+    assert [len(played[100, index]) <= limit for index, limit in enumerate((80, 4, 4, 4))] == [
+        True
+    ] * 4
     drawing, places = engine.read_places()
     assert engine.read_places() == (0, 0)
     assert drawing == sum(len(c) - 1 for c in played.values())  # the first token is prefill's
@@ -430,7 +511,11 @@ def test_a_completion_ends_with_its_eos_or_is_cut(base):
     for completion in base.values():
         tokens = completion.token_ids
         ends = np.isin(tokens, EOS)
-        assert not ends[:-1].any() and completion.loss_mask.all() and completion.token_ids.dtype == np.int32
+        assert (
+            not ends[:-1].any()
+            and completion.loss_mask.all()
+            and completion.token_ids.dtype == np.int32
+        )
         assert len(completion.logprobs) == len(completion.versions) == len(completion)
         assert (completion.logprobs < 0).all() and np.isfinite(completion.logprobs).all()
         assert completion.stop_reason == (StopReason.EOS if ends[-1] else StopReason.LENGTH)
@@ -441,10 +526,19 @@ def test_a_completion_ends_with_its_eos_or_is_cut(base):
 
 
 def test_an_eos_as_the_last_token_allowed_is_an_eos(engine, base):
-    key, whole = next((k, c) for k, c in base.items() if c.stop_reason == StopReason.EOS and len(c) > CHUNK + 3)
-    for room, reason in ((0, StopReason.EOS), (-1, StopReason.LENGTH), (1 - len(whole), StopReason.LENGTH)):
+    key, whole = next(
+        (k, c) for k, c in base.items() if c.stop_reason == StopReason.EOS and len(c) > CHUNK + 3
+    )
+    for room, reason in (
+        (0, StopReason.EOS),
+        (-1, StopReason.LENGTH),
+        (1 - len(whole), StopReason.LENGTH),
+    ):
         cut = play(engine, [request(key[0], max_tokens=len(whole) + room)])[key]
-        assert cut.token_ids.tolist() == whole.token_ids[: len(whole) + room].tolist() and cut.stop_reason == reason
+        assert (
+            cut.token_ids.tolist() == whole.token_ids[: len(whole) + room].tolist()
+            and cut.stop_reason == reason
+        )
 
 
 @pytest.mark.parametrize("place", [0, 1, 5, CHUNK, CHUNK + 1, 2 * CHUNK + 2])
@@ -454,7 +548,10 @@ def test_a_stop_string_ends_with_the_token_that_completes_it(engine, base, place
     size = 1 if place == 0 else 3 if place == CHUNK else 2
     string = text(whole.token_ids[place : place + size])
     played = play(engine, [request(row, stop=(string, "never")), request((row + 1) % 7, id=70)])
-    assert len(played[row, index]) <= place + size and played[row, index].stop_reason == StopReason.STOP
+    assert (
+        len(played[row, index]) <= place + size
+        and played[row, index].stop_reason == StopReason.STOP
+    )
     for i in range(4):
         ours, without = played[row, i], base[row, i]
         found = text(without.token_ids).find(string)
@@ -467,7 +564,9 @@ def test_a_stop_string_ends_with_the_token_that_completes_it(engine, base, place
 
 @pytest.mark.slow
 def test_greedy_takes_the_likeliest_at_each_step(engine):
-    hot = request(3, params=SamplingParams(temperature=0.7, top_p=0.5, max_tokens=60).as_greedy(), count=2)
+    hot = request(
+        3, params=SamplingParams(temperature=0.7, top_p=0.5, max_tokens=60).as_greedy(), count=2
+    )
     played = play(engine, [hot, request(0)])
     assert played[3, 0].token_ids.tolist() == played[3, 1].token_ids.tolist()
     completion = played[3, 0]
@@ -480,18 +579,47 @@ def test_greedy_takes_the_likeliest_at_each_step(engine):
 # What is asked wrongly
 
 
-@pytest.mark.parametrize(("wrong", "error", "words"), [
-    (request(0, 101), ShoalError, "a prompt has 101 tokens, expected 1 to 100"),
-    (request(0, 0), ShoalError, "a prompt has 0 tokens"),
-    (request(0, max_tokens=101), ShoalError, "max_tokens=101, expected 1 to 100.*max_completion_tokens"),
-    (request(0, max_tokens=0), ShoalError, "max_tokens=0, expected 1 to 100"),
-    (request(0, count=0), ValueError, "0 completions, expected at least 1"),
-    (request(0, top_p=0.9), ValueError, "without truncation"),
-    (replace(request(0), turn_limits=(1, 1, 1, 1)), ValueError, "4 limits of turns: .* of a request with turns"),
-    (replace(request(0), turn_limits=(1,), has_turns=True), ValueError, "1 limits of turns: .* each of the 4"),
-    (replace(request(0), turn_limits=(1, 0, -1, 1), has_turns=True), ValueError, "expected 0 or more tokens"),
-], ids=["long prompt", "no prompt", "many tokens", "no tokens", "no completions", "truncation", "limits without turns",
-        "few limits", "limit below 0"])
+@pytest.mark.parametrize(
+    ("wrong", "error", "words"),
+    [
+        (request(0, 101), ShoalError, "a prompt has 101 tokens, expected 1 to 100"),
+        (request(0, 0), ShoalError, "a prompt has 0 tokens"),
+        (
+            request(0, max_tokens=101),
+            ShoalError,
+            "max_tokens=101, expected 1 to 100.*max_completion_tokens",
+        ),
+        (request(0, max_tokens=0), ShoalError, "max_tokens=0, expected 1 to 100"),
+        (request(0, count=0), ValueError, "0 completions, expected at least 1"),
+        (request(0, top_p=0.9), ValueError, "without truncation"),
+        (
+            replace(request(0), turn_limits=(1, 1, 1, 1)),
+            ValueError,
+            "4 limits of turns: .* of a request with turns",
+        ),
+        (
+            replace(request(0), turn_limits=(1,), has_turns=True),
+            ValueError,
+            "1 limits of turns: .* each of the 4",
+        ),
+        (
+            replace(request(0), turn_limits=(1, 0, -1, 1), has_turns=True),
+            ValueError,
+            "expected 0 or more tokens",
+        ),
+    ],
+    ids=[
+        "long prompt",
+        "no prompt",
+        "many tokens",
+        "no tokens",
+        "no completions",
+        "truncation",
+        "limits without turns",
+        "few limits",
+        "limit below 0",
+    ],
+)
 def test_wrong_requests_are_refused_and_nothing_is_left_behind(engine, wrong, error, words):
     with pytest.raises(error, match=words):
         engine.submit([wrong])
@@ -502,7 +630,14 @@ def test_an_id_twice_without_weights_without_decode(engine):
     with pytest.raises(ValueError, match="request 0 was submitted already"):
         engine.submit([request(0, max_tokens=2), request(0, max_tokens=2)])
     assert len(drain(engine)) == 4
-    bare = Engine(model(SMALL), slots=1, group_size=1, max_prompt_tokens=8, max_completion_tokens=8, eos_ids=EOS)
+    bare = Engine(
+        model(SMALL),
+        slots=1,
+        group_size=1,
+        max_prompt_tokens=8,
+        max_completion_tokens=8,
+        eos_ids=EOS,
+    )
     with pytest.raises(RuntimeError, match="no weights are loaded"):
         bare.submit([request(1, count=1)])
     bare.load(0, engine.parameters)
@@ -530,13 +665,21 @@ def test_each_token_has_the_version_that_sampled_it_and_weights_change_on_the_wa
         same_weights = swapped(before)
         same(same_weights, base)
         for one in same_weights.values():
-            assert one.versions[0] == 7 and set(one.versions[1:].tolist()) <= {8} and len(one.versions) == len(one)
+            assert (
+                one.versions[0] == 7
+                and set(one.versions[1:].tolist()) <= {8}
+                and len(one.versions) == len(one)
+            )
         assert any(len(one) > 1 for one in same_weights.values())
         new, counter = weights(SMALL, seed=1), CompilationCounter()
         others = swapped(new)
         assert counter.read() == 0
-        assert all(others[at].token_ids[0] == base[at].token_ids[0] for at in others)  # the first is of the prefill
-        assert any(others[at].token_ids[:8].tolist() != base[at].token_ids[:8].tolist() for at in others)
+        assert all(
+            others[at].token_ids[0] == base[at].token_ids[0] for at in others
+        )  # the first is of the prefill
+        assert any(
+            others[at].token_ids[:8].tolist() != base[at].token_ids[:8].tolist() for at in others
+        )
         engine.load(9, new)
         whole = play(engine, [request(0)])
         assert all((c.versions == 9).all() for c in whole.values())
@@ -596,14 +739,21 @@ def test_cancelling_returns_what_was_drawn_and_frees_the_slot(engine, base):
     waiting = next(other for other in others if other not in running and other in engine.progress)
     engine.cancel(row)
     engine.cancel(waiting)
-    assert not {row, waiting} & {id for id, _ in engine.scheduler.running.values()} and waiting not in engine.progress
+    assert (
+        not {row, waiting} & {id for id, _ in engine.scheduler.running.values()}
+        and waiting not in engine.progress
+    )
     found = {(c.request_id, c.index): c for c in found} | drain(engine)
     assert len(found) == 28
     cancelled = {k: found.pop(k) for k in list(found) if k[0] in (row, waiting)}
-    assert sum(c.stop_reason == StopReason.CANCELLED for k, c in cancelled.items() if k[0] == row) >= 1
+    assert (
+        sum(c.stop_reason == StopReason.CANCELLED for k, c in cancelled.items() if k[0] == row) >= 1
+    )
     for key, c in cancelled.items():
         assert c.token_ids.tolist() == base[key].token_ids[: len(c)].tolist()
-        assert (c.stop_reason == StopReason.CANCELLED) == (key[0] == waiting or len(c) < len(base[key]))
+        assert (c.stop_reason == StopReason.CANCELLED) == (
+            key[0] == waiting or len(c) < len(base[key])
+        )
         assert key[0] != waiting or len(c) == 0
     same(found, base)
     same(play(engine, [request(row)]), base)  # the id may be asked again
@@ -614,9 +764,19 @@ def test_nothing_is_compiled_after_warm_up(engine, base):
     counter = CompilationCounter()
     for count, seed in ((1, 0), (3, 1), (9, 2)):
         rng = np.random.default_rng(seed)
-        played = play(engine, [
-            request(row, int(rng.integers(1, 101)), temperature=float(rng.uniform(0, 2)), count=int(rng.integers(1, 5)),
-                    max_tokens=int(rng.integers(1, 100))) for row in range(count)])
+        played = play(
+            engine,
+            [
+                request(
+                    row,
+                    int(rng.integers(1, 101)),
+                    temperature=float(rng.uniform(0, 2)),
+                    count=int(rng.integers(1, 5)),
+                    max_tokens=int(rng.integers(1, 100)),
+                )
+                for row in range(count)
+            ],
+        )
         assert len({row for row, _ in played}) == count
     weights = engine.parameters
     engine.release_memory()
@@ -632,12 +792,21 @@ def test_nothing_is_compiled_after_warm_up(engine, base):
 def test_truncated_log_probs_are_those_of_the_kept_set():
     engine = make(truncated=True, slots=8, group_size=2)
     cuts: tuple[dict[str, Any], ...] = (
-        {"top_k": 4}, {"top_p": 0.7}, {"min_p": 0.2}, {"top_k": 9, "top_p": 0.8, "min_p": 0.05}, {})
-    requests = [request(row, 12 * row + 1, count=2, temperature=temperature, max_tokens=40, **cut)
-                for row, (cut, temperature) in enumerate(zip(cuts, (1.0, 0.7, 1.3, 0.7, 1.0), strict=True))]
+        {"top_k": 4},
+        {"top_p": 0.7},
+        {"min_p": 0.2},
+        {"top_k": 9, "top_p": 0.8, "min_p": 0.05},
+        {},
+    )
+    requests = [
+        request(row, 12 * row + 1, count=2, temperature=temperature, max_tokens=40, **cut)
+        for row, (cut, temperature) in enumerate(zip(cuts, (1.0, 0.7, 1.3, 0.7, 1.0), strict=True))
+    ]
     for (row, _), completion in play(engine, requests).items():
         p = requests[row].params
         scores = full_logits(engine, requests[row].prompt_ids, completion)
-        expected = [np.log(truncated_probabilities(x, p.temperature, p.top_k, p.top_p, p.min_p)[token])
-                    for x, token in zip(scores, completion.token_ids, strict=True)]
+        expected = [
+            np.log(truncated_probabilities(x, p.temperature, p.top_k, p.top_p, p.min_p)[token])
+            for x, token in zip(scores, completion.token_ids, strict=True)
+        ]
         assert np.abs(completion.logprobs - np.asarray(expected)).max() < TOLERANCE

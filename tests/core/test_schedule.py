@@ -36,7 +36,9 @@ def test_fewer_are_asked_for_once_that_suffices():
     assert play(lookahead, 4 * MOST_PATIENCE + 8 * PATIENCE, needed=1)[-1] == 1
 
 
-@pytest.mark.parametrize(("schedule", "steps"), [
-    (Schedule(), 0), (Schedule(lag=3), 3), (Schedule(lag=1, weight_sync_interval=2), 2)])
+@pytest.mark.parametrize(
+    ("schedule", "steps"),
+    [(Schedule(), 0), (Schedule(lag=3), 3), (Schedule(lag=1, weight_sync_interval=2), 2)],
+)
 def test_fixed_versions_are_asked_for_as_early_as_their_age_allows(schedule, steps):
     assert set(play(Lookahead(schedule), 60, needed=2)) == {steps}

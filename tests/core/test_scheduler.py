@@ -14,16 +14,24 @@ BUCKETS = (64, 128, 256)
 
 def prefill(bucket: int, *entries: tuple[int, int, int]) -> Admission:
     """Of (position, id, row)."""
-    return Admission(bucket, tuple(AdmittedPart(position, id, 0, row, row) for position, id, row in entries))
+    return Admission(
+        bucket, tuple(AdmittedPart(position, id, 0, row, row) for position, id, row in entries)
+    )
 
 
-def check_prefill(admission: Admission, waiting: list[tuple[int, int, int]], scheduler: Scheduler) -> None:
+def check_prefill(
+    admission: Admission, waiting: list[tuple[int, int, int]], scheduler: Scheduler
+) -> None:
     """One bucket, the head's; of that bucket those that came first; each enters a row of its own replica."""
-    ids, rows, positions = ([getattr(entry, name) for entry in admission.entries] for name in ("id", "row", "position"))
+    ids, rows, positions = (
+        [getattr(entry, name) for entry in admission.entries] for name in ("id", "row", "position")
+    )
     batch = scheduler.batch_rows(admission.bucket)
     assert admission.bucket == waiting[0][1] and 1 <= len(ids) <= batch <= scheduler.prefill_rows
     size = scheduler.padded(admission.bucket)
-    assert admission.bucket <= size and batch * size <= max(scheduler.prefill_tokens, scheduler.replicas * size)
+    assert admission.bucket <= size and batch * size <= max(
+        scheduler.prefill_tokens, scheduler.replicas * size
+    )
     assert len(set(positions)) == len(set(rows)) == len(rows) and max(positions) < batch
     each, own = batch // scheduler.replicas, scheduler.num_rows // scheduler.replicas
     assert [position // each for position in positions] == [row // own for row in rows]
@@ -33,13 +41,25 @@ def check_prefill(admission: Admission, waiting: list[tuple[int, int, int]], sch
 class Machine(RuleBasedStateMachine):
     """A plain model beside the scheduler: a list that waits, who holds which row, and whose keys each row has."""
 
-    @initialize(rows=st.integers(1, 6), prefilled=st.integers(1, 4), joined=st.integers(1, 3),
-                replicas=st.integers(1, 3), tokens=st.sampled_from([64, 256, 1 << 30]),
-                whole=st.sampled_from([64, 256]))
+    @initialize(
+        rows=st.integers(1, 6),
+        prefilled=st.integers(1, 4),
+        joined=st.integers(1, 3),
+        replicas=st.integers(1, 3),
+        tokens=st.sampled_from([64, 256, 1 << 30]),
+        whole=st.sampled_from([64, 256]),
+    )
     def start(self, rows, prefilled, joined, replicas, tokens, whole):
         self.rows = rows * replicas
-        self.scheduler = Scheduler(self.rows, min(rows, prefilled) * replicas, min(rows, joined) * replicas, replicas,
-                                   tokens, whole, max(BUCKETS))
+        self.scheduler = Scheduler(
+            self.rows,
+            min(rows, prefilled) * replicas,
+            min(rows, joined) * replicas,
+            replicas,
+            tokens,
+            whole,
+            max(BUCKETS),
+        )
         self.waiting: list[tuple[int, int, int]] = []
         self.parts: dict[int, int] = {}  # of each request that is in
         self.entered: dict[int, int] = {}
@@ -47,7 +67,9 @@ class Machine(RuleBasedStateMachine):
         self.keys: dict[int, int] = {}
         self.next_id, self.admitted = 0, []
 
-    @rule(new=st.lists(st.tuples(st.sampled_from(BUCKETS), st.integers(1, 4)), min_size=1, max_size=4))
+    @rule(
+        new=st.lists(st.tuples(st.sampled_from(BUCKETS), st.integers(1, 4)), min_size=1, max_size=4)
+    )
     def submit(self, new):
         for bucket, parts in new:
             self.scheduler.submit(self.next_id, bucket, parts)
@@ -58,21 +80,32 @@ class Machine(RuleBasedStateMachine):
     def admit(self):
         admission = self.scheduler.admit()
         if admission is None:
-            assert self.running or not (self.waiting or self.parts)  # alone and waiting, one must get in
+            assert self.running or not (
+                self.waiting or self.parts
+            )  # alone and waiting, one must get in
             return
         rows = [entry.row for entry in admission.entries]
         assert not set(rows) & set(self.running) and len(set(rows)) == len(rows)
         if admission.bucket:
             check_prefill(admission, self.waiting, self.scheduler)
             self.admitted += [entry.id for entry in admission.entries]
-            self.parts |= {id: parts for id, _, parts in self.waiting if id in {e.id for e in admission.entries}}
+            self.parts |= {
+                id: parts
+                for id, _, parts in self.waiting
+                if id in {e.id for e in admission.entries}
+            }
             self.waiting = [one for one in self.waiting if one[0] not in self.parts]
-        own, each = self.rows // self.scheduler.replicas, self.scheduler.join_rows // self.scheduler.replicas
+        own, each = (
+            self.rows // self.scheduler.replicas,
+            self.scheduler.join_rows // self.scheduler.replicas,
+        )
         for entry in admission.entries:
             assert entry.part == self.entered.get(entry.id, 0)
             self.entered[entry.id] = entry.part + 1
             if not admission.bucket:
-                assert self.keys[entry.source] == entry.id  # the prompt is still there, on the same replica
+                assert (
+                    self.keys[entry.source] == entry.id
+                )  # the prompt is still there, on the same replica
                 assert entry.source // own == entry.row // own == entry.position // each
             self.running[entry.row] = entry.id, entry.part
         self.keys |= {entry.row: entry.id for entry in admission.entries}
@@ -83,7 +116,9 @@ class Machine(RuleBasedStateMachine):
         row = data.draw(st.sampled_from(sorted(self.running)))
         self.scheduler.release(row)
         id, _ = self.running.pop(row)
-        if self.entered[id] == self.parts[id] and id not in {one for one, _ in self.running.values()}:
+        if self.entered[id] == self.parts[id] and id not in {
+            one for one, _ in self.running.values()
+        }:
             self.scheduler.finish(id)
             del self.parts[id]
 
@@ -111,20 +146,33 @@ class Machine(RuleBasedStateMachine):
         assert found.running == self.running and list(found.waiting) == self.waiting
         kept = [one.source for one in found.entering.values() if one.is_source_free]
         assert sorted([*found.running, *found.free, *kept]) == list(range(self.rows))
-        assert set(found.entering) == {id for id, parts in self.parts.items() if self.entered[id] < parts}
+        assert set(found.entering) == {
+            id for id, parts in self.parts.items() if self.entered[id] < parts
+        }
         assert len(set(self.admitted)) == len(self.admitted)
         assert found.idle == (not self.parts and not self.waiting)
 
 
 TestMachine = Machine.TestCase
-TestMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None,
-                                suppress_health_check=[HealthCheck.too_slow])
+TestMachine.settings = settings(
+    max_examples=60,
+    stateful_step_count=30,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 
 
 @settings(deadline=None, max_examples=60)
-@given(rows=st.integers(1, 8), prefilled=st.integers(1, 4), parts=st.integers(1, 3),
-       buckets=st.lists(st.sampled_from(BUCKETS), max_size=30), order=st.randoms(use_true_random=False))
-def test_everyone_is_admitted_once_and_in_the_order_of_its_bucket(rows, prefilled, parts, buckets, order):
+@given(
+    rows=st.integers(1, 8),
+    prefilled=st.integers(1, 4),
+    parts=st.integers(1, 3),
+    buckets=st.lists(st.sampled_from(BUCKETS), max_size=30),
+    order=st.randoms(use_true_random=False),
+)
+def test_everyone_is_admitted_once_and_in_the_order_of_its_bucket(
+    rows, prefilled, parts, buckets, order
+):
     scheduler, came = Scheduler(rows, min(prefilled, rows), min(prefilled, rows)), []
     left = dict.fromkeys(range(len(buckets)), parts)
     for id, bucket in enumerate(buckets):
@@ -184,7 +232,9 @@ def test_siblings_enter_as_rows_are_free_and_their_prompt_stays_for_them():
     assert scheduler.admit() == Admission(0, (AdmittedPart(0, 1, 1, 1, 1),))
     scheduler.release(0)
     scheduler.release(2)
-    assert scheduler.admit() == Admission(0, (AdmittedPart(0, 0, 2, 0, 0), AdmittedPart(1, 1, 2, 2, 1)))
+    assert scheduler.admit() == Admission(
+        0, (AdmittedPart(0, 0, 2, 0, 0), AdmittedPart(1, 1, 2, 2, 1))
+    )
     for row in (0, 1):
         scheduler.release(row)
     scheduler.finish(0)

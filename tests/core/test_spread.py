@@ -55,7 +55,11 @@ def check(name: str, mesh: MeshSection, source: Any, target: Any) -> np.ndarray:
     stored: Any = Stored(declared.file_shape, source)
     array = spread.spread(stored, layout, target)
     wanted = declared.from_file(stored.values).astype(target)
-    assert array.shape == declared.shape and array.dtype == target and array.sharding == layout.sharding
+    assert (
+        array.shape == declared.shape
+        and array.dtype == target
+        and array.sharding == layout.sharding
+    )
     for shard in array.addressable_shards:
         np.testing.assert_array_equal(shard.data, wanted[shard.index])
     if not layout.mesh.is_multi_process:
@@ -82,8 +86,15 @@ def test_every_row_is_read_once_and_comes_back(monkeypatch, name):
     assert (reads == 1).all()
 
 
-@pytest.mark.parametrize(("mesh", "window"), [(MeshSection(fsdp=8), 200), (MeshSection(fsdp=8), 1 << 20),
-                                              (MeshSection(tensor=8, fsdp=1), 200)], ids=["fsdp", "whole", "tensor"])
+@pytest.mark.parametrize(
+    ("mesh", "window"),
+    [
+        (MeshSection(fsdp=8), 200),
+        (MeshSection(fsdp=8), 1 << 20),
+        (MeshSection(tensor=8, fsdp=1), 200),
+    ],
+    ids=["fsdp", "whole", "tensor"],
+)
 def test_other_meshes_and_windows(monkeypatch, mesh, window):
     monkeypatch.setattr(spread, "SMALL_BYTES", 0)
     monkeypatch.setattr(param_layout, "WINDOW_BYTES", window)
@@ -103,7 +114,9 @@ def test_devices_beyond_the_last_row_read_nothing_from_the_file(tmp_path, monkey
         tensors["weight"] = values.astype(jnp.float8_e4m3fn)
         scales = random.standard_normal((-(-rows // 4), 2)).astype(np.float32)
         tensors["weight_scale_inv"] = scales
-        values = tensors["weight"].astype(np.float32) * scales.repeat(4, 0)[:rows].repeat(4, 1)[:, :6]
+        values = (
+            tensors["weight"].astype(np.float32) * scales.repeat(4, 0)[:rows].repeat(4, 1)[:, :6]
+        )
     save_file(tensors, tmp_path / "model.safetensors")
     stored = with_scales(read_header(tmp_path / "model.safetensors"), (4, 4))["weight"]
     declared = ParamSpec(shape, (None,) * len(shape))
@@ -114,10 +127,17 @@ def test_devices_beyond_the_last_row_read_nothing_from_the_file(tmp_path, monkey
 
 def test_windows_are_of_few_sizes():
     role = make_roles(MeshSection()).trainer
-    layout = ParamLayout.of(ParamSpec((28, 64, 96), ("layers", "embed", "mlp"), transposed=True), role)
+    layout = ParamLayout.of(
+        ParamSpec((28, 64, 96), ("layers", "embed", "mlp"), transposed=True), role
+    )
     windows = list(layout.windows(1024))
-    assert len({(layers.stop - layers.start, rows.stop - rows.start) for layers, rows in windows}) == 1
-    assert all((layers.stop - layers.start) * 64 * 96 * 1024 <= param_layout.WINDOW_BYTES for layers, _ in windows)
+    assert (
+        len({(layers.stop - layers.start, rows.stop - rows.start) for layers, rows in windows}) == 1
+    )
+    assert all(
+        (layers.stop - layers.start) * 64 * 96 * 1024 <= param_layout.WINDOW_BYTES
+        for layers, _ in windows
+    )
 
 
 TWO = """
@@ -137,15 +157,33 @@ def test_two_processes_read_each_row_once_between_them():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    folders = (Path(hf.__file__).parents[2], Path(__file__).parent, Path(__file__).parents[1] / "support")
-    env = {**os.environ, "XLA_FLAGS": os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=4"),
-           "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(map(str, folders))}
-    both = [subprocess.Popen([sys.executable, "-c", TWO, address, str(number)], env=env, text=True,
-                             stdout=subprocess.PIPE, stderr=subprocess.PIPE) for number in range(2)]
+    folders = (
+        Path(hf.__file__).parents[2],
+        Path(__file__).parent,
+        Path(__file__).parents[1] / "support",
+    )
+    env = {
+        **os.environ,
+        "XLA_FLAGS": os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=4"),
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": os.pathsep.join(map(str, folders)),
+    }
+    both = [
+        subprocess.Popen(
+            [sys.executable, "-c", TWO, address, str(number)],
+            env=env,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for number in range(2)
+    ]
     outputs = [process.communicate(timeout=120) for process in both]
     assert [process.returncode for process in both] == [0, 0], outputs
-    reads = [[np.array([*line.split()[1]], int) for line in out.splitlines() if line.startswith("reads")]
-             for out, _ in outputs]
+    reads = [
+        [np.array([*line.split()[1]], int) for line in out.splitlines() if line.startswith("reads")]
+        for out, _ in outputs
+    ]
     assert len(reads[0]) == 3
     for one, other in zip(*reads, strict=True):
         assert (one + other == 1).all() and one.any() and other.any()
@@ -153,14 +191,19 @@ def test_two_processes_read_each_row_once_between_them():
 
 def test_a_file_cut_short_while_it_is_read_is_named_with_the_byte(tmp_path):
     folder = write_model(tmp_path)
-    down = hf.open_tensors(folder, architecture_of(folder))["model.layers.{layer}.mlp.down_proj.weight"]
+    down = hf.open_tensors(folder, architecture_of(folder))[
+        "model.layers.{layer}.mlp.down_proj.weight"
+    ]
     file, last = folder / "model.safetensors", down.tensors[1]
     os.truncate(file, last.offset + 100)
     with pytest.raises(ShoalError) as error:
         down.read(slice(0, 2), slice(0, 32))
     assert str(error.value) == (
         f"{file} ends at byte {last.offset + 100}, within the tensor model.layers.1.mlp.down_proj.weight: bytes up to "
-        f"{last.offset + 32 * 48 * 4} were expected. Download it again.")
+        f"{last.offset + 32 * 48 * 4} were expected. Download it again."
+    )
     file.unlink()
-    with pytest.raises(ShoalError, match=rf"cannot be read at byte {last.offset}, in the tensor .*No such file"):
+    with pytest.raises(
+        ShoalError, match=rf"cannot be read at byte {last.offset}, in the tensor .*No such file"
+    ):
         down.read(slice(1, 2), slice(0, 32))

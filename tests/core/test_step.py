@@ -45,8 +45,11 @@ BY_TOKEN = ("loss_mask", "weight", "advantage", "sampler_logprobs", "old_logprob
 def flattened(batch: LearnerBatch) -> LearnerBatch:
     """The same tokens with a row for each completion: the prompt's first token, then one segment of all others."""
     segment, prompt = np.asarray(batch.segment), np.asarray(batch.prompt)
-    completions = [(row, number) for row in range(len(segment))
-                   for number in np.unique(segment[row][segment[row] != prompt[row]])]
+    completions = [
+        (row, number)
+        for row in range(len(segment))
+        for number in np.unique(segment[row][segment[row] != prompt[row]])
+    ]
     out = MicroBatch.empty(Shape(len(completions), 80), float(batch.temperature)).arrays
     for at, (row, number) in enumerate(completions):
         own = np.flatnonzero(segment[row] == number)
@@ -68,7 +71,6 @@ def own(values, batch: LearnerBatch) -> np.ndarray:
 def gradient_program(a: Architecture, dtype: Any, remat: str) -> Any:
     model = Model(a, roles().trainer, dtype, remat=remat)
 
-
     def loss_and_logprobs(parameters, batch):
         loss, (_, _, lp) = batch_loss(model, ON_POLICY, parameters, batch)
         return loss, lp
@@ -81,14 +83,20 @@ def gradient(a, parameters, batch, dtype=jnp.float32, remat="dots"):
     return loss, gradient
 
 
-@pytest.mark.parametrize("a", [
-    pytest.param(PLAINEST, id="plainest"), pytest.param(FULLEST, id="fullest", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "a",
+    [
+        pytest.param(PLAINEST, id="plainest"),
+        pytest.param(FULLEST, id="fullest", marks=pytest.mark.slow),
+    ],
+)
 def test_a_shared_prompt_equals_the_flattened_computation(a):
     parameters = random_parameters(a)
     (batch,) = batches(random_groups(a, 3, 4, 40, 30), temperature=0.7)
     flat_batch = flattened(batch)
     ((loss, lp), shared), ((flat_loss, flat_lp), flat) = (
-        gradient_program(a, jnp.float32, "dots")(parameters, one) for one in (batch, flat_batch))
+        gradient_program(a, jnp.float32, "dots")(parameters, one) for one in (batch, flat_batch)
+    )
     assert np.abs(own(lp, batch) - own(flat_lp, flat_batch)).max() < 1e-5
     assert abs(loss - flat_loss) < 1e-5 * max(1, abs(flat_loss))
     for ours, theirs in zip(jax.tree.leaves(shared), jax.tree.leaves(flat), strict=True):
@@ -103,7 +111,10 @@ def test_in_bfloat16_sharing_costs_no_accuracy():
     exact = gradient(a, parameters, batch)[1]
     shared = gradient(a, parameters, batch, jnp.bfloat16)[1]
     flat = gradient(a, parameters, flattened(batch), jnp.bfloat16)[1]
-    total = [np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(g)]) for g in (shared, flat, exact)]
+    total = [
+        np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(g)])
+        for g in (shared, flat, exact)
+    ]
     assert 0 < relative(total[0], total[2]) <= 1.5 * relative(total[1], total[2])
 
 
@@ -121,10 +132,14 @@ def test_any_split_into_micro_batches_gives_the_same_update():
     (first, whole), (several, split) = results
     assert first == 1 and several > 4
     assert abs(float(split.loss - whole.loss)) < 1e-5
-    for ours, theirs in zip(jax.tree.leaves(split.gradient), jax.tree.leaves(whole.gradient), strict=True):
+    for ours, theirs in zip(
+        jax.tree.leaves(split.gradient), jax.tree.leaves(whole.gradient), strict=True
+    ):
         assert relative(ours, theirs) < 1e-5
     for name, (value, count) in whole.sums.items():
-        assert np.allclose(split.sums[name][0], value, rtol=1e-4) and split.sums[name][1] == count, name
+        assert (
+            np.allclose(split.sums[name][0], value, rtol=1e-4) and split.sums[name][1] == count
+        ), name
 
 
 @pytest.mark.slow
@@ -163,7 +178,9 @@ def test_an_update_without_rows_applies_a_zero_gradient():
     total, _ = one.accumulate(None, state, empty[0].arrays)
     after, applied = one.apply(state, total)
     assert float(applied.grad_norm) == 0 and int(applied.skipped) == 0 and int(after.updates) == 1
-    for x, y in zip(jax.tree.leaves(after.trainable), jax.tree.leaves(state.trainable), strict=True):
+    for x, y in zip(
+        jax.tree.leaves(after.trainable), jax.tree.leaves(state.trainable), strict=True
+    ):
         assert (np.asarray(x) == np.asarray(y)).all()
 
 
@@ -179,15 +196,23 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted():
     moments = jax.tree.map(np.array, state.optimizer)
     after, applied = one.apply(state, total)
     assert int(applied.skipped) == 1 and int(after.updates) == 0
-    for x, y in zip(jax.tree.leaves((after.trainable, after.optimizer)),
-                    jax.tree.leaves((state.trainable, moments)), strict=True):
+    for x, y in zip(
+        jax.tree.leaves((after.trainable, after.optimizer)),
+        jax.tree.leaves((state.trainable, moments)),
+        strict=True,
+    ):
         assert (np.asarray(x) == np.asarray(y)).all()
 
 
 @pytest.mark.parametrize(("schedule", "shared"), [("constant", True), ("linear", False)])
-def test_a_run_of_another_length_has_the_same_programs_unless_its_schedule_ends_with_it(schedule, shared):
+def test_a_run_of_another_length_has_the_same_programs_unless_its_schedule_ends_with_it(
+    schedule, shared
+):
     model = Model(QWEN3, roles().trainer)
-    one, other = (Learner(model, ON_POLICY, OptimizerSection(schedule=schedule), updates) for updates in (10, 20))
+    one, other = (
+        Learner(model, ON_POLICY, OptimizerSection(schedule=schedule), updates)
+        for updates in (10, 20)
+    )
     assert (one.programs["apply"] is other.programs["apply"]) == shared
 
 
@@ -216,9 +241,14 @@ def test_a_second_learner_compiles_nothing_and_another_loss_by_the_same_name_is_
 
 
 def test_log_probs_are_one_program_whatever_the_type_of_gradients():
-    model, objective = Model(QWEN3, roles().trainer, jnp.bfloat16), make_objective(AlgorithmSection())
-    one, other = (Learner(model, objective, OptimizerSection(reduce_dtype=name), 10).programs
-                  for name in ("float32", "bfloat16"))
+    model, objective = (
+        Model(QWEN3, roles().trainer, jnp.bfloat16),
+        make_objective(AlgorithmSection()),
+    )
+    one, other = (
+        Learner(model, objective, OptimizerSection(reduce_dtype=name), 10).programs
+        for name in ("float32", "bfloat16")
+    )
     assert one["accumulate"] is not other["accumulate"] and one["score"] is other["score"]
 
 
@@ -235,8 +265,11 @@ def test_no_buffer_of_all_tokens_by_vocabulary_in_the_update():
         model = Model(a, roles().trainer)
         step = jax.jit(jax.value_and_grad(lambda p, b: batch_loss(model, objective, p, b)[0]))
         text = step.lower(random_parameters(a), batch).compile().as_text()
-        sizes = [int(np.prod([int(n) for n in dims.split(",")])) for dims in re.findall(r"f32\[([\d,]+)\]", text)
-                 if "1009" in dims.split(",")]
+        sizes = [
+            int(np.prod([int(n) for n in dims.split(",")]))
+            for dims in re.findall(r"f32\[([\d,]+)\]", text)
+            if "1009" in dims.split(",")
+        ]
         return max(sizes)
 
     assert batch.tokens.size > 200
@@ -250,8 +283,10 @@ def test_recomputing_blocks_changes_no_gradient():
     (batch,) = batches(groups)
     parameters = random_parameters(a)
 
-    kept, *others = (gradient(a, parameters, batch, remat=remat)[1] for remat in (
-        "none", "dots", "attention", "full", "offload"))
+    kept, *others = (
+        gradient(a, parameters, batch, remat=remat)[1]
+        for remat in ("none", "dots", "attention", "full", "offload")
+    )
     for recomputed in others:
         for x, y in zip(jax.tree.leaves(kept), jax.tree.leaves(recomputed), strict=True):
             assert relative(x, y) < 1e-6
@@ -264,13 +299,19 @@ def test_a_norms_gradient_is_the_exact_sum_and_in_float32_a_product(dtype):
     x = np.random.default_rng(0).normal(size=(64, 8, 16))
 
     def loss(weight: jax.Array) -> jax.Array:
-        return (broadcast(weight, jnp.asarray(x, dtype)) * jnp.asarray(x, dtype)).astype(jnp.float32).sum()
+        return (
+            (broadcast(weight, jnp.asarray(x, dtype)) * jnp.asarray(x, dtype))
+            .astype(jnp.float32)
+            .sum()
+        )
 
     gradient = jax.grad(loss)(jnp.ones(16, jnp.float32))
     assert gradient.dtype == jnp.float32
     exact = np.asarray(jnp.asarray(x, dtype), np.float64).sum((0, 1))
     np.testing.assert_allclose(gradient, exact, rtol=1e-5, atol=1e-5)
-    assert ("dot_general" in str(jax.make_jaxpr(jax.grad(loss))(jnp.ones(16)))) == (dtype == jnp.float32)
+    assert ("dot_general" in str(jax.make_jaxpr(jax.grad(loss))(jnp.ones(16)))) == (
+        dtype == jnp.float32
+    )
 
 
 @pytest.mark.slow
@@ -286,7 +327,9 @@ def test_an_update_as_tpus_compute_it_has_the_same_numbers(monkeypatch, fsdp):
         where = roles(fsdp=fsdp)
         # Named, as kernels would be chosen; other settings, else the programs of the first would be found again.
         attention = "reference" if platform == "tpu" else "auto"
-        one = Learner(Model(a, where.trainer, attention=attention), objective, OptimizerSection(), 10)
+        one = Learner(
+            Model(a, where.trainer, attention=attention), objective, OptimizerSection(), 10
+        )
         parameters = jax.device_put(random_parameters(a), shardings(a, where.trainer))
         total, lp = one.accumulate(None, TrainState(parameters, None, None), batch)
         found.append((lp, *jax.tree.leaves(total.gradient)))

@@ -122,10 +122,18 @@ GENERATION = """{% for message in messages %}
 {% if add_generation_prompt %}
 > {% endif %}"""
 
-TEMPLATES = {"llama3": LLAMA3, "qwen2.5": QWEN25, "qwen3": QWEN3, "generation": GENERATION, "chatml": CHATML}
+TEMPLATES = {
+    "llama3": LLAMA3,
+    "qwen2.5": QWEN25,
+    "qwen3": QWEN3,
+    "generation": GENERATION,
+    "chatml": CHATML,
+}
 STYLES = {"llama3": "llama3"}
 
-CALL = [{"type": "function", "function": {"name": "add", "arguments": {"a": 1, "text": "é <b> \"q\""}}}]
+CALL = [
+    {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "text": 'é <b> "q"'}}}
+]
 CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
     "one": [{"role": "user", "content": "2 + 3 = ?"}],
     "system": [
@@ -150,7 +158,9 @@ CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
         {"role": "user", "content": "e"},
         {"role": "assistant", "content": " e"},
     ],
-    "special tokens in the text": [{"role": "user", "content": "<|im_end|><|eot_id|> no <|begin_of_text|>"}],
+    "special tokens in the text": [
+        {"role": "user", "content": "<|im_end|><|eot_id|> no <|begin_of_text|>"}
+    ],
 }
 
 
@@ -171,8 +181,14 @@ def pairs(transformers, tmp_path_factory):
 
 def their_ids(theirs: Any, messages: list[dict[str, Any]]) -> list[int]:
     continued = messages[-1]["role"] == "assistant" and bool(messages[-1]["content"])
-    return list(theirs.apply_chat_template(messages, add_generation_prompt=not continued,
-                                           continue_final_message=continued, return_dict=False))
+    return list(
+        theirs.apply_chat_template(
+            messages,
+            add_generation_prompt=not continued,
+            continue_final_message=continued,
+            return_dict=False,
+        )
+    )
 
 
 # Prompt ids
@@ -192,14 +208,21 @@ def test_tool_calls_equal_transformers(pairs):
     ours, theirs = pairs["qwen2.5"]
     messages = [*user("a"), {"role": "assistant", "tool_calls": CALL}, *user("b")]
     assert ours.encode_prompt(messages).tolist() == their_ids(theirs, messages)
-    assert '{"a": 1, "text": "é <b> \\"q\\""}' in ours.render(messages)  # neither escaped for HTML nor to ASCII
+    assert '{"a": 1, "text": "é <b> \\"q\\""}' in ours.render(
+        messages
+    )  # neither escaped for HTML nor to ASCII
 
 
 @settings(max_examples=40, deadline=None)
-@given(texts=st.lists(st.text(max_size=20), min_size=1, max_size=4), template=st.sampled_from(sorted(TEMPLATES)))
+@given(
+    texts=st.lists(st.text(max_size=20), min_size=1, max_size=4),
+    template=st.sampled_from(sorted(TEMPLATES)),
+)
 def test_any_text_equals_transformers(pairs, texts, template):
     ours, theirs = pairs[template]
-    messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+    messages = [
+        {"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)
+    ]
     assert ours.encode_prompt(messages).tolist() == their_ids(theirs, messages)
     assert ours.encode_prompt(texts[0]).tolist() == theirs(texts[0])["input_ids"]
 
@@ -213,7 +236,9 @@ def test_what_the_templates_give(tmp_path):
         "<|start_header_id|>user<|end_header_id|>\n\n1<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
     )
     ids = tokenizer.encode_prompt(user("1")).tolist()
-    assert ids[0] == tokenizer.bos_id and ids.count(tokenizer.bos_id) == 1  # the template's, not another
+    assert (
+        ids[0] == tokenizer.bos_id and ids.count(tokenizer.bos_id) == 1
+    )  # the template's, not another
     given = Tokenizer.load(tmp_path, GENERATION)
     turns = [{"role": "system", "content": "x"}, *user('"'), {"role": "assistant", "content": "b"}]
     assert given.render(turns) == '"\\""\nb'  # an answer that is begun is continued
@@ -244,7 +269,9 @@ def test_a_date_that_is_kept_is_written_for_good(tmp_path):
 def test_data_from_parquet_renders_like_plain_data(tmp_path):
     write_tokenizer(tmp_path, "chatml", QWEN25)
     tokenizer = Tokenizer.load(tmp_path)
-    arrays: Any = [{"role": "assistant", "tool_calls": np.array([CALL[0]], object), "content": None}]
+    arrays: Any = [
+        {"role": "assistant", "tool_calls": np.array([CALL[0]], object), "content": None}
+    ]
     assert tokenizer.render(arrays) == tokenizer.render([{"role": "assistant", "tool_calls": CALL}])
 
 
@@ -254,8 +281,13 @@ def test_data_from_parquet_renders_like_plain_data(tmp_path):
 def test_a_text_is_encoded_as_it_stands(transformers, tmp_path):
     for style in SPECIAL:
         write_tokenizer(tmp_path / style, style)
-        ours, theirs = Tokenizer.load(tmp_path / style), transformers.AutoTokenizer.from_pretrained(tmp_path / style)
-        assert ours.encode_prompt("the user in 10").tolist() == theirs("the user in 10")["input_ids"]
+        ours, theirs = (
+            Tokenizer.load(tmp_path / style),
+            transformers.AutoTokenizer.from_pretrained(tmp_path / style),
+        )
+        assert (
+            ours.encode_prompt("the user in 10").tolist() == theirs("the user in 10")["input_ids"]
+        )
 
 
 def test_never_a_second_bos_nor_a_closing_eos(tmp_path):
@@ -278,7 +310,10 @@ def test_without_a_template_messages_are_written_plainly(tmp_path):
     tokenizer = Tokenizer.load(tmp_path)
     assert not tokenizer.has_template
     assert "no chat template" in tokenizer.notes[0] and "model.template" in tokenizer.notes[0]
-    rules, answer = {"role": "system", "content": "Be brief."}, {"role": "assistant", "content": "yes"}
+    rules, answer = (
+        {"role": "system", "content": "Be brief."},
+        {"role": "assistant", "content": "yes"},
+    )
     turns = [rules, *user("hi"), answer, *user("?")]
     text = "Be brief.\nUser: hi\nAssistant: yes\nUser: ?\nAssistant:"
     assert tokenizer.render(turns) == text and tokenizer.render(turns[:3]) == text[:33]
@@ -295,7 +330,12 @@ def test_decode_is_the_inverse(tmp_path):
     )
     assert tokenizer.decode(prompt) == "user\n2 + 3 é 🐟\nassistant\n"
     assert tokenizer.token_text(tokenizer.eos_ids[0]) == "<|im_end|>"
-    assert [tokenizer.token_text(id) for id in tokenizer.encode_prompt("a the user")] == ["a", " the", " ", "user"]
+    assert [tokenizer.token_text(id) for id in tokenizer.encode_prompt("a the user")] == [
+        "a",
+        " the",
+        " ",
+        "user",
+    ]
     assert tokenizer.token_text(10_000) == "<10000>"
 
 
@@ -310,7 +350,9 @@ def test_a_template_may_be_given_as_text_or_file(tmp_path):
     for template in (text, str(file)):
         tokenizer = Tokenizer.load(tmp_path, template)
         assert tokenizer.has_template and not tokenizer.notes
-        assert tokenizer.encode_prompt(user("a")).tolist() == tokenizer.encode_prompt("<s>a?").tolist()
+        assert (
+            tokenizer.encode_prompt(user("a")).tolist() == tokenizer.encode_prompt("<s>a?").tolist()
+        )
     with pytest.raises(ShoalError, match="neither a file nor a Jinja template"):
         Tokenizer.load(tmp_path, "absent.jinja")
 
@@ -318,34 +360,51 @@ def test_a_template_may_be_given_as_text_or_file(tmp_path):
 def test_the_templates_of_a_folder(tmp_path):
     write_tokenizer(tmp_path)
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    named = [{"name": "rag", "template": "r{# messages #}{{ messages | length }}"},
-             {"name": "default", "template": "d{{ messages | length }}"}]
+    named = [
+        {"name": "rag", "template": "r{# messages #}{{ messages | length }}"},
+        {"name": "default", "template": "d{{ messages | length }}"},
+    ]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": named}))
     assert Tokenizer.load(tmp_path).render(user("a")) == "d1"
     assert Tokenizer.load(tmp_path, "rag").render(user("a")) == "r1"
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": named[:1]}))
-    with pytest.raises(ShoalError, match=r"chat templates rag but no default: .*model\.template=rag"):
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({**config, "chat_template": named[:1]})
+    )
+    with pytest.raises(
+        ShoalError, match=r"chat templates rag but no default: .*model\.template=rag"
+    ):
         Tokenizer.load(tmp_path)
-    with pytest.raises(ShoalError, match=r"neither a file nor a Jinja template, nor a name of the model's \(rag\)"):
+    with pytest.raises(
+        ShoalError, match=r"neither a file nor a Jinja template, nor a name of the model's \(rag\)"
+    ):
         Tokenizer.load(tmp_path, "rga")
     (tmp_path / "chat_template.jinja").write_text("file{{ messages | length }}")
     assert Tokenizer.load(tmp_path).render(user("a")) == "file1"
     hostile = [{"name": "../../rag", "template": named[0]["template"]}]
     (tmp_path / "chat_template.jinja").unlink()
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": hostile}))
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({**config, "chat_template": hostile})
+    )
     with pytest.raises(ShoalError, match=r"a chat template called '\.\./\.\./rag'"):
         Tokenizer.load(tmp_path)
 
 
-@pytest.mark.parametrize("entry", [5, ["{{ messages }}"], [{"template": "{{ messages }}"}], {"default": None}])
+@pytest.mark.parametrize(
+    "entry", [5, ["{{ messages }}"], [{"template": "{{ messages }}"}], {"default": None}]
+)
 def test_an_entry_that_holds_no_templates_is_refused(tmp_path, entry):
     write_tokenizer(tmp_path)
     file = tmp_path / "tokenizer_config.json"
     config = json.loads(file.read_text())
     file.write_text(json.dumps({**config, "chat_template": entry}))
-    with pytest.raises(ShoalError, match=r"tokenizer_config\.json has the chat_template .*: expected a template, or a"):
+    with pytest.raises(
+        ShoalError,
+        match=r"tokenizer_config\.json has the chat_template .*: expected a template, or a",
+    ):
         Tokenizer.load(tmp_path)
-    file.write_text(json.dumps({**config, "chat_template": {"default": "d{{ messages | length }}"}}))
+    file.write_text(
+        json.dumps({**config, "chat_template": {"default": "d{{ messages | length }}"}})
+    )
     assert Tokenizer.load(tmp_path).render(user("a")) == "d1"
     (tmp_path / "chat_template.jinja").write_bytes(b"{{ messages }}\xe9")
     with pytest.raises(ShoalError, match=r"chat_template\.jinja is not UTF-8 .*: save it as UTF-8"):
@@ -360,17 +419,23 @@ def test_what_hosts_compare_has_the_template_of_tools(tmp_path):
     for text in ("a{{ messages }}", "b{{ messages }}"):
         (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(text)
         facts.append(Tokenizer.load(tmp_path).facts())
-    assert [name for name in facts[0] if facts[0][name] != facts[1][name]] == ["the further chat templates"]
+    assert [name for name in facts[0] if facts[0][name] != facts[1][name]] == [
+        "the further chat templates"
+    ]
 
 
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "adds", "parameters": {}}}]
-NAMED = {"default": "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}",
-         "tool_use": "TOOLS:{{ tools | tojson }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}",
-         "rag": "RAG{% for m in messages %}{{ m.content }}{% endfor %}"}
+NAMED = {
+    "default": "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}",
+    "tool_use": "TOOLS:{{ tools | tojson }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}",
+    "rag": "RAG{% for m in messages %}{{ m.content }}{% endfor %}",
+}
 
 
 @pytest.mark.parametrize("form", ["files", "a list"])
-def test_with_tools_prompts_are_rendered_by_the_template_for_tools_as_in_transformers(transformers, tmp_path, form):
+def test_with_tools_prompts_are_rendered_by_the_template_for_tools_as_in_transformers(
+    transformers, tmp_path, form
+):
     write_tokenizer(tmp_path)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     theirs.chat_template = dict(NAMED)
@@ -379,18 +444,28 @@ def test_with_tools_prompts_are_rendered_by_the_template_for_tools_as_in_transfo
     copied = pickle.loads(pickle.dumps(ours))
     for tokenizer in (ours, copied):
         for tools in (None, TOOLS):
-            wanted = theirs.apply_chat_template(user("a"), tools=tools, tokenize=False, add_generation_prompt=True)
+            wanted = theirs.apply_chat_template(
+                user("a"), tools=tools, tokenize=False, add_generation_prompt=True
+            )
             assert tokenizer.render(user("a"), tools=tools) == wanted
     # A template that is given by name is used for all, as transformers' chat_template=.
     rag = Tokenizer.load(tmp_path, "rag")
     assert rag.render(user("a"), tools=TOOLS) == "RAGa" and not rag.named_templates
 
 
-@pytest.mark.parametrize(("text", "said"), [
-    ("{% for %}", "The chat template tool_use is not valid Jinja"), ("no template", "does not use `messages`")])
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{% for %}", "The chat template tool_use is not valid Jinja"),
+        ("no template", "does not use `messages`"),
+    ],
+)
 def test_a_broken_template_of_tools_is_refused_where_there_are_tools(tmp_path, text, said):
     write_tokenizer(tmp_path)
-    named = [{"name": name, "template": one} for name, one in {**NAMED, "tool_use": text, "rag": "{% if %}"}.items()]
+    named = [
+        {"name": name, "template": one}
+        for name, one in {**NAMED, "tool_use": text, "rag": "{% if %}"}.items()
+    ]
     change(tmp_path / "tokenizer_config.json", chat_template=named)
     tokenizer = Tokenizer.load(tmp_path)
     assert tokenizer.render(user("a")) == "[user]a"
@@ -398,16 +473,30 @@ def test_a_broken_template_of_tools_is_refused_where_there_are_tools(tmp_path, t
         tokenizer.render(user("a"), tools=TOOLS)
 
 
-@pytest.mark.parametrize("grow", [
-    "[messages] * 100000", "range(99999) | list", "[" + "1," * 5000 + "]", "long[:]", "'a' * 1000000",
-    "('a' * 1000).split('')[0:] if false else ('a ' * 100000).split()", "long + [1]", "'%s' % text", "text ~ 'a'",
-    "{" + ",".join(f"{i}: 1" for i in range(5000)) + "}", "long | sort"])
+@pytest.mark.parametrize(
+    "grow",
+    [
+        "[messages] * 100000",
+        "range(99999) | list",
+        "[" + "1," * 5000 + "]",
+        "long[:]",
+        "'a' * 1000000",
+        "('a' * 1000).split('')[0:] if false else ('a ' * 100000).split()",
+        "long + [1]",
+        "'%s' % text",
+        "text ~ 'a'",
+        "{" + ",".join(f"{i}: 1" for i in range(5000)) + "}",
+        "long | sort",
+    ],
+)
 def test_what_a_template_makes_altogether_is_bounded(tmp_path, monkeypatch, grow):
     monkeypatch.setattr(tokenizers_of_ours, "MOST_BYTES", 1 << 24)
     write_tokenizer(tmp_path)
-    template = ("{% set long = range(50000) | list %}{% set text = 'b' * 100000 %}{% set kept = namespace(all=[]) %}"
-                "{% for i in range(3000) %}{% set kept.all = [kept.all, " + grow + "] %}{% endfor %}"
-                "{{ messages | length }}")
+    template = (
+        "{% set long = range(50000) | list %}{% set text = 'b' * 100000 %}{% set kept = namespace(all=[]) %}"
+        "{% for i in range(3000) %}{% set kept.all = [kept.all, " + grow + "] %}{% endfor %}"
+        "{{ messages | length }}"
+    )
     with pytest.raises(ShoalError, match="its texts and lists take more than 16 MiB"):
         Tokenizer.load(tmp_path, template).render(user("a"))
 
@@ -415,9 +504,11 @@ def test_what_a_template_makes_altogether_is_bounded(tmp_path, monkeypatch, grow
 def test_what_a_template_only_reads_counts_for_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(tokenizers_of_ours, "MOST_BYTES", 1 << 24)
     write_tokenizer(tmp_path)
-    template = ("{% for i in range(3000) %}{% set one = messages[0].content %}{% set one = messages[0]['content'] %}"
-                "{% set one = messages[0].get('content') | default('a') %}{% set all = messages %}{% endfor %}"
-                "{{ messages[0].content[:3] }}")
+    template = (
+        "{% for i in range(3000) %}{% set one = messages[0].content %}{% set one = messages[0]['content'] %}"
+        "{% set one = messages[0].get('content') | default('a') %}{% set all = messages %}{% endfor %}"
+        "{{ messages[0].content[:3] }}"
+    )
     assert Tokenizer.load(tmp_path, template).render(user("a" * 100_000)) == "aaa"
 
 
@@ -437,8 +528,14 @@ def test_all_templates_go_into_a_copy_of_the_model(transformers, tmp_path):
     assert Tokenizer.load(tmp_path / "export").render(user("a"), tools=TOOLS).startswith("TOOLS:[{")
 
 
-@pytest.mark.parametrize("text", ['{"messages": [{"role": "user", "content": "2 + 3 = ?"}]}\n', "a,b\n1,2\n",
-                                  "{{ bos_token }}{{ question }}"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"messages": [{"role": "user", "content": "2 + 3 = ?"}]}\n',
+        "a,b\n1,2\n",
+        "{{ bos_token }}{{ question }}",
+    ],
+)
 def test_a_file_of_data_is_no_chat_template(tmp_path, text):
     write_tokenizer(tmp_path)
     file = tmp_path / "rows.jsonl"
@@ -450,18 +547,28 @@ def test_a_file_of_data_is_no_chat_template(tmp_path, text):
         Tokenizer.load(tmp_path)
 
 
-@pytest.mark.parametrize(("end", "eos", "noted"), [
-    ("<|im_end|>\n", "<|endoftext|>", True), ("<|im_end|>\n", "<|im_end|>", False),
-    ("<|endoftext|><|im_end|>", "<|endoftext|>", False), ("\n", "<|endoftext|>", False)])
+@pytest.mark.parametrize(
+    ("end", "eos", "noted"),
+    [
+        ("<|im_end|>\n", "<|endoftext|>", True),
+        ("<|im_end|>\n", "<|im_end|>", False),
+        ("<|endoftext|><|im_end|>", "<|endoftext|>", False),
+        ("\n", "<|endoftext|>", False),
+    ],
+)
 def test_an_end_of_turn_that_ends_no_completion_is_warned_of(tmp_path, end, eos, noted):
     backend = write_tokenizer(tmp_path)
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": backend.token_to_id(eos)}))
+    (tmp_path / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": backend.token_to_id(eos)})
+    )
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "eos_token": eos}))
     template = "{% for m in messages %}<|im_start|>{{ m.content }}" + end + "{% endfor %}"
     tokenizer = Tokenizer.load(tmp_path, template)
     end_id = backend.token_to_id("<|im_end|>")
-    notes = [note for note in tokenizer.notes if f"ends a turn with <|im_end|> (id {end_id})" in note]
+    notes = [
+        note for note in tokenizer.notes if f"ends a turn with <|im_end|> (id {end_id})" in note
+    ]
     assert bool(notes) == noted
     # What the note says cures it.
     both = [backend.token_to_id(eos), end_id]
@@ -529,9 +636,13 @@ def test_padding_and_beginning(tmp_path):
     backend = write_tokenizer(tmp_path)
     tokenizer = Tokenizer.load(tmp_path)
     assert tokenizer.pad_id == backend.token_to_id("<|endoftext|>") and tokenizer.bos_id is None
-    change(tmp_path / "tokenizer_config.json", pad_token=None, bos_token={"content": "<|im_start|>"})
+    change(
+        tmp_path / "tokenizer_config.json", pad_token=None, bos_token={"content": "<|im_start|>"}
+    )
     tokenizer = Tokenizer.load(tmp_path)
-    assert tokenizer.pad_id == tokenizer.eos_ids[0] and tokenizer.bos_id == backend.token_to_id("<|im_start|>")
+    assert tokenizer.pad_id == tokenizer.eos_ids[0] and tokenizer.bos_id == backend.token_to_id(
+        "<|im_start|>"
+    )
     change(tmp_path / "generation_config.json", pad_token_id=9)
     assert Tokenizer.load(tmp_path).pad_id == 9
 
@@ -544,7 +655,9 @@ def test_tokens_that_only_the_config_knows(transformers, tmp_path):
     text = "a<more><pad>b <unk>"
     assert ours.encode_prompt(text).tolist() == theirs(text)["input_ids"]
     assert ours.vocab_size == size + 3 == len(theirs) and ours.pad_id == theirs.pad_token_id
-    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": {"content": "<|endoftext|>"}}))
+    (tmp_path / "special_tokens_map.json").write_text(
+        json.dumps({"eos_token": {"content": "<|endoftext|>"}})
+    )
     (tmp_path / "generation_config.json").unlink()
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     assert Tokenizer.load(tmp_path).eos_ids == (theirs.eos_token_id,)

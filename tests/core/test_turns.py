@@ -57,7 +57,9 @@ USER: dict[str, Any] = {"role": "user", "content": "What is 2 + 3?"}
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
-    return {family: write_chat_tokenizer(tmp_path_factory.mktemp(family), family) for family in CHATS}
+    return {
+        family: write_chat_tokenizer(tmp_path_factory.mktemp(family), family) for family in CHATS
+    }
 
 
 @pytest.fixture(scope="module")
@@ -67,53 +69,97 @@ def ours(folders) -> dict[str, Tokenizer]:
 
 @pytest.fixture(scope="module")
 def formats(ours) -> dict[str, TurnFormat]:
-    return {family: TurnFormat(ours[family], SCHEMAS if family != "gemma3" else []) for family in CHATS}
+    return {
+        family: TurnFormat(ours[family], SCHEMAS if family != "gemma3" else []) for family in CHATS
+    }
 
 
 @pytest.fixture(scope="module")
 def theirs(folders, transformers) -> dict[str, Any]:
-    return {family: transformers.AutoTokenizer.from_pretrained(folder) for family, folder in folders.items()}
+    return {
+        family: transformers.AutoTokenizer.from_pretrained(folder)
+        for family, folder in folders.items()
+    }
 
 
 def in_message(*calls: tuple[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{"id": f"call{i:05}", "type": "function", "function": {"name": name, "arguments": arguments}}
-            for i, (name, arguments) in enumerate(calls)]
+    return [
+        {
+            "id": f"call{i:05}",
+            "type": "function",
+            "function": {"name": name, "arguments": arguments},
+        }
+        for i, (name, arguments) in enumerate(calls)
+    ]
 
 
 def answers(*texts: str) -> list[dict[str, Any]]:
-    return [{"role": "tool", "name": "add", "tool_call_id": f"call{i:05}", "content": text}
-            for i, text in enumerate(texts)]
+    return [
+        {"role": "tool", "name": "add", "tool_call_id": f"call{i:05}", "content": text}
+        for i, text in enumerate(texts)
+    ]
 
 
 # Tokens only grow
 
 
-def sampled(tokenizer: Tokenizer, theirs: Any, before: list[dict], turn: dict, tools: Any) -> list[int]:
+def sampled(
+    tokenizer: Tokenizer, theirs: Any, before: list[dict], turn: dict, tools: Any
+) -> list[int]:
     """The ids that a model samples when it answers as `turn` is rendered, the end of the turn included."""
-    prompt = theirs.apply_chat_template(before, tools=tools, add_generation_prompt=True, tokenize=False)
+    prompt = theirs.apply_chat_template(
+        before, tools=tools, add_generation_prompt=True, tokenize=False
+    )
     whole = theirs.apply_chat_template([*before, turn], tools=tools, tokenize=False)
     assert whole.startswith(prompt)
     ids = tokenizer.encode(whole.removeprefix(prompt))
     return ids[: next(i for i, id in enumerate(ids) if id in tokenizer.eos_ids) + 1]
 
 
-def grow(format: TurnFormat, tokenizer: Tokenizer, theirs: Any, rounds: list[tuple[dict, list[dict]]], tools: Any
-         ) -> tuple[list[int], list[int]]:
+def grow(
+    format: TurnFormat,
+    tokenizer: Tokenizer,
+    theirs: Any,
+    rounds: list[tuple[dict, list[dict]]],
+    tools: Any,
+) -> tuple[list[int], list[int]]:
     """The ids of a rollout, and those of its whole conversation by apply_chat_template."""
     messages: list[dict[str, Any]] = [USER]
     ids = format.encode_prompt(messages).tolist()
-    assert ids == list(theirs.apply_chat_template(messages, tools=tools, add_generation_prompt=True, return_dict=False))
+    assert ids == list(
+        theirs.apply_chat_template(
+            messages, tools=tools, add_generation_prompt=True, return_dict=False
+        )
+    )
     for turn, following in rounds:
         turn_ids = sampled(tokenizer, theirs, messages, turn, tools)
         _, calls = format.read(turn_ids)
         assert [(call.name, call.arguments) for call in calls] == [
-            (call["function"]["name"], call["function"]["arguments"]) for call in turn.get("tool_calls", [])]
+            (call["function"]["name"], call["function"]["arguments"])
+            for call in turn.get("tool_calls", [])
+        ]
         ids += [*turn_ids, *format.encode_context(following, calls, last=turn_ids[-1])]
         messages += [turn, *following]
-    return ids, list(theirs.apply_chat_template(messages, tools=tools, add_generation_prompt=True, return_dict=False))
+    return ids, list(
+        theirs.apply_chat_template(
+            messages, tools=tools, add_generation_prompt=True, return_dict=False
+        )
+    )
 
 
-MARKERS = ["<tool_call>", "</tool_call>", "<|im_end|>", "<think>", "\n", " ", "{", '"', "é", "␂END OF MESSAGE␂", "10"]
+MARKERS = [
+    "<tool_call>",
+    "</tool_call>",
+    "<|im_end|>",
+    "<think>",
+    "\n",
+    " ",
+    "{",
+    '"',
+    "é",
+    "␂END OF MESSAGE␂",
+    "10",
+]
 words = st.text(st.characters(exclude_categories=["Cs", "Co"]), max_size=8)
 texts = st.lists(st.one_of(st.sampled_from(MARKERS), words), min_size=1, max_size=5).map("".join)
 
@@ -126,9 +172,15 @@ def test_what_grows_equals_the_conversation_rendered_once(formats, ours, theirs,
     for _ in range(data.draw(st.integers(1, 3), "rounds")):
         # Llama 3.1 takes one call in a message; Gemma 4 renders what is said beside a call after its answer.
         count = 1 if family == "llama3_1" else data.draw(st.integers(1, 3), "calls")
-        calls = [("add", {"a": data.draw(st.integers(-99, 99))}) if data.draw(st.booleans()) else
-                 ("look", {"where": "é{<\""}) for _ in range(count)]
-        said = {"qwen2_5": "So", "qwen3": "<think>\nWhy?\n</think>\n\nSo", "qwen3_5": "So"}.get(family, "")
+        calls = [
+            ("add", {"a": data.draw(st.integers(-99, 99))})
+            if data.draw(st.booleans())
+            else ("look", {"where": 'é{<"'})
+            for _ in range(count)
+        ]
+        said = {"qwen2_5": "So", "qwen3": "<think>\nWhy?\n</think>\n\nSo", "qwen3_5": "So"}.get(
+            family, ""
+        )
         turn = {"role": "assistant", "content": said, "tool_calls": in_message(*calls)}
         rounds.append((turn, answers(*(data.draw(texts) for _ in calls))))
     grown, whole = grow(formats[family], ours[family], theirs[family], rounds, SCHEMAS)
@@ -140,7 +192,10 @@ def test_what_grows_equals_the_conversation_rendered_once(formats, ours, theirs,
 @given(data=st.lists(texts, min_size=1, max_size=3))
 def test_an_environment_that_answers_in_words(ours, theirs, family, data):
     format = TurnFormat(ours[family], [])
-    rounds = [({"role": "assistant", "content": "Is it 10?"}, [{"role": "user", "content": text}]) for text in data]
+    rounds = [
+        ({"role": "assistant", "content": "Is it 10?"}, [{"role": "user", "content": text}])
+        for text in data
+    ]
     grown, whole = grow(format, ours[family], theirs[family], rounds, None)
     assert grown == whole
     assert not format.notes
@@ -150,7 +205,9 @@ def test_a_template_that_rewrites_history_is_said_at_the_start(formats, ours):
     """Qwen3 leaves out the thoughts of turns before the last user message; a rollout keeps them."""
     assert ["user message" in note for note in formats["qwen3"].notes] == [True]
     assert ["user message" in note for note in formats["qwen3_5"].notes] == [True]
-    assert ["tool message" in note for note in formats["gemma4"].notes] == [True]  # moves what is said
+    assert ["tool message" in note for note in formats["gemma4"].notes] == [
+        True
+    ]  # moves what is said
     assert not formats["qwen2_5"].notes and not formats["llama3_1"].notes
     format, tokenizer = formats["qwen3"], ours["qwen3"]
     said = "<think>\nWhy?\n</think>\n\n5"
@@ -162,8 +219,9 @@ def test_a_template_that_rewrites_history_is_said_at_the_start(formats, ours):
 
 def test_a_run_says_it_once(ours):
     """For each environment's tools its own format; the same line for two of them is printed once."""
-    sessions: Any = SimpleNamespace(kind_of=lambda columns: columns["environment"],
-                                    functions=lambda columns: {"add": add})
+    sessions: Any = SimpleNamespace(
+        kind_of=lambda columns: columns["environment"], functions=lambda columns: {"add": add}
+    )
     printed: list[str] = []
     formats = TurnFormats(ours["qwen3"], sessions, EnvironmentSection(), printed.append)
     for name in ("a", "b", "a"):
@@ -187,9 +245,13 @@ def test_names_and_answers_that_a_model_or_tool_makes_up(formats, ours):
     bad = ToolCall('␂END OF MESSAGE␂<turn|>"', {})
     text = tokenizer.decode(format.encode_context(answers("\ud800"), [bad]), False)
     assert text == 'response:unknown{value:<|"|>?<|"|>}<tool_response|>'
-    context = formats["llama3_1"].encode_context(answers("5", "6"), [ToolCall("add", {}), ToolCall("look", {})])
+    context = formats["llama3_1"].encode_context(
+        answers("5", "6"), [ToolCall("add", {}), ToolCall("look", {})]
+    )
     text = ours["llama3_1"].decode(context, False)
-    assert '"5"<|eot_id|>' in text and '"6"<|eot_id|>' in text  # its template refuses two calls in one message
+    assert (
+        '"5"<|eot_id|>' in text and '"6"<|eot_id|>' in text
+    )  # its template refuses two calls in one message
 
 
 # The package renderers, written by hand for each family
@@ -210,17 +272,35 @@ def test_equal_to_renderers(formats, ours, theirs, family):
     renderer, format, tokenizer = kind(theirs[family], config), formats[family], ours[family]
     prompt = format.encode_prompt([USER]).tolist()
     assert prompt == renderer.render_ids([USER], tools=SCHEMAS, add_generation_prompt=True)
-    turn = {"role": "assistant", "content": "", "tool_calls": in_message(("add", {"a": 2, "b": 3.5}))}
+    turn = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": in_message(("add", {"a": 2, "b": 3.5})),
+    }
     ids = sampled(tokenizer, theirs[family], [USER], turn, SCHEMAS)
-    parsed = renderer.parse_response(ids, tools=SCHEMAS) if family != "llama3_1" else renderer.parse_response(ids)
+    parsed = (
+        renderer.parse_response(ids, tools=SCHEMAS)
+        if family != "llama3_1"
+        else renderer.parse_response(ids)
+    )
     message, calls = format.read(ids)
-    assert [(call.name, call.arguments) for call in parsed.tool_calls] == [(c.name, c.arguments) for c in calls]
-    assert message["tool_calls"] == [{"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 3.5}}}]
+    assert [(call.name, call.arguments) for call in parsed.tool_calls] == [
+        (c.name, c.arguments) for c in calls
+    ]
+    assert message["tool_calls"] == [
+        {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 3.5}}}
+    ]
     following = answers("5.5")
     theirs_grown = renderer.bridge_to_next_turn(prompt, ids, following, tools=SCHEMAS)
-    assert [*prompt, *ids, *format.encode_context(following, calls, ids[-1])] == theirs_grown.token_ids
+    assert [
+        *prompt,
+        *ids,
+        *format.encode_context(following, calls, ids[-1]),
+    ] == theirs_grown.token_ids
     words = [{"role": "user", "content": "And now?"}]
-    end = tokenizer.encode({"llama3_1": "<|eot_id|>", "gemma4": "<turn|>"}.get(family, "<|im_end|>"))
+    end = tokenizer.encode(
+        {"llama3_1": "<|eot_id|>", "gemma4": "<turn|>"}.get(family, "<|im_end|>")
+    )
     said = [*tokenizer.encode("It is 5."), *end]
     theirs_grown = renderer.bridge_to_next_turn(prompt, said, words, tools=SCHEMAS)
     if theirs_grown is not None:  # none where thoughts may have to go
@@ -279,21 +359,30 @@ def test_markers_that_are_no_tokens_are_found_in_the_text(tmp_path):
     template = (Path(__file__).parents[1] / "support/chat_templates/qwen2_5.jinja").read_text()
     template = template.replace("<|im_end|>", "<end_of_turn>")
     tokenizer = Tokenizer.load(write_chat_tokenizer(tmp_path, "gemma3", template))
-    message, calls = TurnFormat(tokenizer, SCHEMAS).read(tokenizer.encode(f"So: {CALLS['qwen2_5']}<end_of_turn>"))
+    message, calls = TurnFormat(tokenizer, SCHEMAS).read(
+        tokenizer.encode(f"So: {CALLS['qwen2_5']}<end_of_turn>")
+    )
     assert calls == [ADD] and message["content"] == "So:"
 
 
 def test_calls_in_thoughts_are_thoughts(formats, ours, tmp_path):
-    for family, opened, closed in (("qwen3", "<think>", "</think>"), ("gemma4", "<|channel>", "<channel|>")):
+    for family, opened, closed in (
+        ("qwen3", "<think>", "</think>"),
+        ("gemma4", "<|channel>", "<channel|>"),
+    ):
         call = CALLS.get(family, CALLS["qwen2_5"])
         ids = ours[family].encode(f"{opened}Maybe {call}?{closed}{call}")
         message, calls = formats[family].read(ids)
         assert calls == [ADD] and "Maybe" in message["content"]
         assert formats[family].read(ours[family].encode(f"{opened}Maybe {call}"))[1] == []
     template = (Path(__file__).parents[1] / "support/chat_templates/qwen3.jinja").read_text()
-    opens = template.replace("{{- '<|im_start|>assistant\\n' }}", "{{- '<|im_start|>assistant\\n<think>\\n' }}")
+    opens = template.replace(
+        "{{- '<|im_start|>assistant\\n' }}", "{{- '<|im_start|>assistant\\n<think>\\n' }}"
+    )
     tokenizer = Tokenizer.load(write_chat_tokenizer(tmp_path, "qwen3", opens))
-    message, calls = TurnFormat(tokenizer, SCHEMAS).read(tokenizer.encode(f"{call}</think>{CALLS['qwen2_5']}"))
+    message, calls = TurnFormat(tokenizer, SCHEMAS).read(
+        tokenizer.encode(f"{call}</think>{CALLS['qwen2_5']}")
+    )
     assert calls == [ADD]  # the template opens the thought
 
 
@@ -311,7 +400,12 @@ def test_calls_in_thoughts_are_thoughts(formats, ours, tmp_path):
 def test_what_cannot_be_read_is_answered(formats, ours, body, why):
     ids = ours["qwen2_5"].encode(f"So:<tool_call>{body}</tool_call><|im_end|>")
     message, calls = formats["qwen2_5"].read(ids)
-    assert calls and calls[0].name == "" and why in calls[0].error and "could not be read" in calls[0].error
+    assert (
+        calls
+        and calls[0].name == ""
+        and why in calls[0].error
+        and "could not be read" in calls[0].error
+    )
     assert message == {"role": "assistant", "content": ours["qwen2_5"].decode(ids)}
 
 
@@ -341,8 +435,20 @@ def test_long_turns_are_read_in_bounded_time(formats, ours, family):
     """Texts that are quadratic for careless patterns, of 40,000 tokens."""
     tokenizer = ours[family]
     call = CALLS.get(family, CALLS["qwen2_5"])
-    for text in (call.replace("2", "3"), "<tool_call>", "</tool_call>", "<think>", '{"name":', '"\\', "<|channel>",
-                 "<|tool_call>call:a{", "\n \n", "{a:", '<|"|>', "<parameter=a>\n"):
+    for text in (
+        call.replace("2", "3"),
+        "<tool_call>",
+        "</tool_call>",
+        "<think>",
+        '{"name":',
+        '"\\',
+        "<|channel>",
+        "<|tool_call>call:a{",
+        "\n \n",
+        "{a:",
+        '<|"|>',
+        "<parameter=a>\n",
+    ):
         ids = tokenizer.encode(text)
         formats[family].read(ids * (40_000 // len(ids)))
         formats[family].read([*tokenizer.encode(call)[:12], *ids * (40_000 // len(ids))])
@@ -360,9 +466,17 @@ def test_any_tokens_are_a_message(formats, ours, family, ids):
     formats[family].encode_context(answers("5") if family != "gemma3" else [USER], calls[:1])
 
 
-values = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4), lambda inner: (
-    st.lists(inner, max_size=3) | st.dictionaries(
-        st.sampled_from(["name", "arguments", "parameters", "function", "type", "a", "b"]), inner, max_size=4)))
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["name", "arguments", "parameters", "function", "type", "a", "b"]),
+            inner,
+            max_size=4,
+        )
+    ),
+)
 
 
 @pytest.mark.slow
@@ -370,11 +484,15 @@ values = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | 
 @given(value=values, name=st.text(max_size=6), family=st.sampled_from(sorted(CALLS)))
 def test_any_json_in_a_call_is_a_call_or_an_error(formats, ours, family, value, name):
     written = json.dumps(value)
-    form = {"qwen3_5": f"<function={name}><parameter=a>{written}</parameter></function>",
-            "gemma4": f"call:{name}{written}"}
+    form = {
+        "qwen3_5": f"<function={name}><parameter=a>{written}</parameter></function>",
+        "gemma4": f"call:{name}{written}",
+    }
     text = form.get(family, written)
-    opened, closed = {"gemma4": ("<|tool_call>", "<tool_call|>"), "llama3_1": ("<|python_tag|>", "")}.get(
-        family, ("<tool_call>", "</tool_call>"))
+    opened, closed = {
+        "gemma4": ("<|tool_call>", "<tool_call|>"),
+        "llama3_1": ("<|python_tag|>", ""),
+    }.get(family, ("<tool_call>", "</tool_call>"))
     message, calls = formats[family].read(ours[family].encode(f"{opened}{text}{closed}"))
     assert calls and all(bool(call.name) != bool(call.error) for call in calls)
     assert len(message.get("tool_calls", [])) == sum(not call.error for call in calls)
@@ -387,21 +505,32 @@ def test_any_json_in_a_call_is_a_call_or_an_error(formats, ours, family, value, 
 def test_texts_get_the_types_of_the_schema(formats, ours, text, value):
     xml = f"<tool_call><function=add><parameter=a>\n{text}\n</parameter></function></tool_call>"
     assert formats["qwen3_5"].read(ours["qwen3_5"].encode(xml))[1] == [
-        ToolCall("add", {"a": text if isinstance(value, str) else value})]
-    hermes = '<tool_call>{"name": "add", "arguments": "{\\"a\\": 7, \\"b\\": \\"1.5\\"}"}</tool_call>'
-    assert formats["qwen2_5"].read(ours["qwen2_5"].encode(hermes))[1] == [ToolCall("add", {"a": 7, "b": 1.5})]
+        ToolCall("add", {"a": text if isinstance(value, str) else value})
+    ]
+    hermes = (
+        '<tool_call>{"name": "add", "arguments": "{\\"a\\": 7, \\"b\\": \\"1.5\\"}"}</tool_call>'
+    )
+    assert formats["qwen2_5"].read(ours["qwen2_5"].encode(hermes))[1] == [
+        ToolCall("add", {"a": 7, "b": 1.5})
+    ]
 
 
 def test_types_of_other_arguments(formats, ours):
-    xml = ("<tool_call><function=look><parameter=where>\n 7 \n</parameter><parameter=tags>\n[\"a\"]\n</parameter>"
-           "<parameter=deep>\nTrue\n</parameter></function></tool_call>")
+    xml = (
+        '<tool_call><function=look><parameter=where>\n 7 \n</parameter><parameter=tags>\n["a"]\n</parameter>'
+        "<parameter=deep>\nTrue\n</parameter></function></tool_call>"
+    )
     assert formats["qwen3_5"].read(ours["qwen3_5"].encode(xml))[1] == [
-        ToolCall("look", {"where": " 7 ", "tags": ["a"], "deep": True})]
+        ToolCall("look", {"where": " 7 ", "tags": ["a"], "deep": True})
+    ]
     none = "<tool_call><function=look><parameter=tags>None</parameter></function></tool_call>"
-    assert formats["qwen3_5"].read(ours["qwen3_5"].encode(none))[1] == [ToolCall("look", {"tags": None})]
+    assert formats["qwen3_5"].read(ours["qwen3_5"].encode(none))[1] == [
+        ToolCall("look", {"tags": None})
+    ]
     gemma = '<|tool_call>call:look{where:<|"|>a, b: {"c"}<|"|>,tags:[<|"|>x<|"|>],deep:true}<tool_call|>'
     assert formats["gemma4"].read(ours["gemma4"].encode(gemma))[1] == [
-        ToolCall("look", {"where": 'a, b: {"c"}', "tags": ["x"], "deep": True})]
+        ToolCall("look", {"where": 'a, b: {"c"}', "tags": ["x"], "deep": True})
+    ]
 
 
 # The tokenizer's own response_template
@@ -410,31 +539,97 @@ ANCHOR = {"start_anchor": "<|im_start|>assistant\n"}
 THOUGHTS = {"open": "<think>", "close_pattern": r"</think>\s*", "content": "text"}
 REST = {"close_pattern": r"<\|im_end\|>\s*", "content": "text"}
 RESPONSE_TEMPLATES: dict[str, dict[str, Any]] = {
-    "json": {**ANCHOR, "fields": {"reasoning_content": THOUGHTS, "content": REST, "tool_calls": {
-        "open": "<tool_call>", "close_pattern": r"</tool_call>\s*", "repeats": True, "content": "json",
-        "transform": {"type": "function", "function": "{content}"}}}},
-    "xml": {**ANCHOR, "fields": {"reasoning_content": THOUGHTS, "content": REST, "tool_calls": {
-        "open_pattern": r"<tool_call>\s*<function=(?P<name>[^\n>]+)>", "close_pattern": r"</tool_call>\s*",
-        "repeats": True, "content": "xml-inline",
-        "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\s*(?P<value>.*?)\s*</parameter>"},
-        "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}}}},
-    "list": {**ANCHOR, "fields": {"content": REST, "tool_calls": {
-        "open": "<tool_call>", "close": "</tool_call>", "content": "json", "transform_each": True,
-        "transform": {"type": "function", "function": {"name": "{tool}", "arguments": "{input}"}}}}},
-    "gemma": {"start_anchor_pattern": r"(?:<\|turn>model\n|<tool_response\|>)", "fields": {
-        "reasoning_content": {"open": "<|channel>thought\n", "close": "<channel|>", "content": "text"},
-        "content": {"close_pattern": r"(?:<turn\|>|<\|tool_response>|<eos>)\s*|$", "content": "text"},
-        "tool_calls": {
-            "open_pattern": r"<\|tool_call>call:(?P<name>\w+)", "close_pattern": r"<tool_call\|>\s*", "repeats": True,
-            "content": "json", "content_args": {"string_delims": [['<|"|>', '<|"|>']], "unquoted_keys": True},
-            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}}}},
+    "json": {
+        **ANCHOR,
+        "fields": {
+            "reasoning_content": THOUGHTS,
+            "content": REST,
+            "tool_calls": {
+                "open": "<tool_call>",
+                "close_pattern": r"</tool_call>\s*",
+                "repeats": True,
+                "content": "json",
+                "transform": {"type": "function", "function": "{content}"},
+            },
+        },
+    },
+    "xml": {
+        **ANCHOR,
+        "fields": {
+            "reasoning_content": THOUGHTS,
+            "content": REST,
+            "tool_calls": {
+                "open_pattern": r"<tool_call>\s*<function=(?P<name>[^\n>]+)>",
+                "close_pattern": r"</tool_call>\s*",
+                "repeats": True,
+                "content": "xml-inline",
+                "content_args": {
+                    "tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\s*(?P<value>.*?)\s*</parameter>"
+                },
+                "transform": {
+                    "type": "function",
+                    "function": {"name": "{name}", "arguments": "{content}"},
+                },
+            },
+        },
+    },
+    "list": {
+        **ANCHOR,
+        "fields": {
+            "content": REST,
+            "tool_calls": {
+                "open": "<tool_call>",
+                "close": "</tool_call>",
+                "content": "json",
+                "transform_each": True,
+                "transform": {
+                    "type": "function",
+                    "function": {"name": "{tool}", "arguments": "{input}"},
+                },
+            },
+        },
+    },
+    "gemma": {
+        "start_anchor_pattern": r"(?:<\|turn>model\n|<tool_response\|>)",
+        "fields": {
+            "reasoning_content": {
+                "open": "<|channel>thought\n",
+                "close": "<channel|>",
+                "content": "text",
+            },
+            "content": {
+                "close_pattern": r"(?:<turn\|>|<\|tool_response>|<eos>)\s*|$",
+                "content": "text",
+            },
+            "tool_calls": {
+                "open_pattern": r"<\|tool_call>call:(?P<name>\w+)",
+                "close_pattern": r"<tool_call\|>\s*",
+                "repeats": True,
+                "content": "json",
+                "content_args": {"string_delims": [['<|"|>', '<|"|>']], "unquoted_keys": True},
+                "transform": {
+                    "type": "function",
+                    "function": {"name": "{name}", "arguments": "{content}"},
+                },
+            },
+        },
+    },
 }
 TURNS = {
-    "json": ["<think>Why?</think>\nSo" + CALLS["qwen2_5"] * 2, "None.", "<think>" + CALLS["qwen2_5"]],
+    "json": [
+        "<think>Why?</think>\nSo" + CALLS["qwen2_5"] * 2,
+        "None.",
+        "<think>" + CALLS["qwen2_5"],
+    ],
     "xml": ["So\n" + CALLS["qwen3_5"] * 2, "None."],
-    "list": ['<tool_call>[{"tool": "add", "input": {"a": 2}}, {"tool": "add", "input": {"a": 2}}]</tool_call>'],
-    "gemma": ["<|channel>thought\nWhy?<channel|>" + CALLS["gemma4"] * 2, "None.",
-              '<|tool_call>call:look{where:<|"|>a: {b}, "c"<|"|>,tags:[<|"|>x<|"|>]}<tool_call|>'],
+    "list": [
+        '<tool_call>[{"tool": "add", "input": {"a": 2}}, {"tool": "add", "input": {"a": 2}}]</tool_call>'
+    ],
+    "gemma": [
+        "<|channel>thought\nWhy?<channel|>" + CALLS["gemma4"] * 2,
+        "None.",
+        '<|tool_call>call:look{where:<|"|>a: {b}, "c"<|"|>,tags:[<|"|>x<|"|>]}<tool_call|>',
+    ],
 }
 
 
@@ -465,18 +660,25 @@ def test_a_response_template_that_cannot_be_used(tmp_path, table):
     tokenizer = Tokenizer.load(write_chat_tokenizer(tmp_path, "qwen3", response_template=table))
     with pytest.raises(ShoalError, match=r"response_template .* environment\.call_format"):
         TurnFormat(tokenizer, SCHEMAS, "template")
-    assert TurnFormat(tokenizer, SCHEMAS, "hermes").read(tokenizer.encode(CALLS["qwen2_5"]))[1] == [ADD]
+    assert TurnFormat(tokenizer, SCHEMAS, "hermes").read(tokenizer.encode(CALLS["qwen2_5"]))[1] == [
+        ADD
+    ]
 
 
 # What is refused
 
 
-@pytest.mark.parametrize(("turn", "content", "calls"), [
-    ('Well <tool_call>\n{"name": "add", "argu', 'Well <tool_call>\n{"name": "add", "argu', 0),
-    ("Well <tool_call>", "Well <tool_call>", 0),
-    (f'{CALLS["qwen2_5"]}\n<tool_call>\n{{"name": "ad', '<tool_call>\n{"name": "ad', 1)])
+@pytest.mark.parametrize(
+    ("turn", "content", "calls"),
+    [
+        ('Well <tool_call>\n{"name": "add", "argu', 'Well <tool_call>\n{"name": "add", "argu', 0),
+        ("Well <tool_call>", "Well <tool_call>", 0),
+        (f'{CALLS["qwen2_5"]}\n<tool_call>\n{{"name": "ad', '<tool_call>\n{"name": "ad', 1),
+    ],
+)
 def test_a_call_that_a_limit_cuts_is_text_and_an_end_of_turn_comes_before_the_answer(
-        formats, ours, turn, content, calls):
+    formats, ours, turn, content, calls
+):
     form, ids = formats["qwen2_5"], ours["qwen2_5"].encode(turn)
     message, _ = form.read(ids)
     made = message.get("tool_calls", [])
@@ -494,7 +696,9 @@ def test_templates_without_tools_or_ends_are_refused(ours, tmp_path):
     tokenizer = Tokenizer.load(write_chat_tokenizer(tmp_path / "1", "qwen2_5", only_tools))
     with pytest.raises(ShoalError, match="no place for tool calls"):
         TurnFormat(tokenizer, SCHEMAS)
-    no_answers = only_tools.replace("message['content'] | trim", "(message.tool_calls or '') | tojson")
+    no_answers = only_tools.replace(
+        "message['content'] | trim", "(message.tool_calls or '') | tojson"
+    )
     tokenizer = Tokenizer.load(write_chat_tokenizer(tmp_path / "2", "qwen2_5", no_answers))
     with pytest.raises(ShoalError, match="no place for answers"):
         TurnFormat(tokenizer, SCHEMAS)
@@ -503,7 +707,9 @@ def test_templates_without_tools_or_ends_are_refused(ours, tmp_path):
     tokenizer = Tokenizer.load(write_chat_tokenizer(tmp_path / "3", "qwen2_5", unknown))
     with pytest.raises(ShoalError, match=r"form that is not known.*environment\.call_format"):
         TurnFormat(tokenizer, SCHEMAS)
-    assert TurnFormat(tokenizer, SCHEMAS, "hermes").read(tokenizer.encode(CALLS["qwen2_5"]))[1] == [ADD]
+    assert TurnFormat(tokenizer, SCHEMAS, "hermes").read(tokenizer.encode(CALLS["qwen2_5"]))[1] == [
+        ADD
+    ]
 
 
 def test_a_model_without_an_end_of_turn_is_refused(tmp_path):
@@ -545,8 +751,19 @@ class Things:
         return {name: size if isinstance(size, int) else 0, color.value: 1}
 
 
-def many(a: int | None, b: str | int, c: list[dict[str, float]], d: tuple[int, str], e: dict, f: Any, g: list | tuple,
-         h: list[int] | str | None = None, i: Literal["x", None] = None, *, j: bool) -> "list[str]":
+def many(
+    a: int | None,
+    b: str | int,
+    c: list[dict[str, float]],
+    d: tuple[int, str],
+    e: dict,
+    f: Any,
+    g: list | tuple,
+    h: list[int] | str | None = None,
+    i: Literal["x", None] = None,
+    *,
+    j: bool,
+) -> "list[str]":
     """Takes many types.
 
     Args:
@@ -579,7 +796,8 @@ def test_schemas_equal_transformers(transformers, function):
 
     assert schema(function) == get_json_schema(function)
     assert list(schema(function)["function"]["parameters"]["properties"]) == list(
-        get_json_schema(function)["function"]["parameters"]["properties"])
+        get_json_schema(function)["function"]["parameters"]["properties"]
+    )
 
 
 def untyped(a):
@@ -620,11 +838,22 @@ def test_words_of_tools_stay_plain_text_where_special_tokens_are_off(ours, famil
     for special in (True, False):
         form = TurnFormat(tokenizer, schemas, special=special)
         for content in ("xy", spelt):
-            message = {"role": "tool", "name": "add", "content": content} if schemas else {**USER, "content": content}
+            message = (
+                {"role": "tool", "name": "add", "content": content}
+                if schemas
+                else {**USER, "content": content}
+            )
             ids = form.encode_context([message])
-            prompt = form.encode_prompt([USER, {"role": "assistant", "content": "So."}, message]).tolist() \
-                if schemas else []
-            counts[special, content] = [Counter(id for id in one if id in added) for one in (ids, prompt)]
+            prompt = (
+                form.encode_prompt(
+                    [USER, {"role": "assistant", "content": "So."}, message]
+                ).tolist()
+                if schemas
+                else []
+            )
+            counts[special, content] = [
+                Counter(id for id in one if id in added) for one in (ids, prompt)
+            ]
             if not special and content == spelt:
                 written = tokenizer.decode(ids, skip_special_tokens=False)
                 assert spelt.replace(" ", "") in written.replace(" ", "")
@@ -635,5 +864,10 @@ def test_words_of_tools_stay_plain_text_where_special_tokens_are_off(ours, famil
 def test_words_without_special_tokens_are_encoded_as_ever(ours) -> None:
     message = {"role": "tool", "name": "add", "content": "5 < 6 | and | so on"}
     plain = TurnFormat(ours["qwen2_5"], SCHEMAS, special=False)
-    assert plain.encode_context([message]) == TurnFormat(ours["qwen2_5"], SCHEMAS).encode_context([message])
-    assert plain.encode_prompt([USER]).tolist() == ours["qwen2_5"].encode_prompt([USER], SCHEMAS).tolist()
+    assert plain.encode_context([message]) == TurnFormat(ours["qwen2_5"], SCHEMAS).encode_context(
+        [message]
+    )
+    assert (
+        plain.encode_prompt([USER]).tolist()
+        == ours["qwen2_5"].encode_prompt([USER], SCHEMAS).tolist()
+    )

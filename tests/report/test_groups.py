@@ -23,7 +23,14 @@ from shoal.commands.groups import groups as list_groups
 from shoal.config.schema import GroupsConfig
 from shoal.report import groups as groups_module
 from shoal.report.folder import RunFolder
-from shoal.report.groups import MOST_PENDING, GroupWriter, from_table, group_record, to_table, write_file
+from shoal.report.groups import (
+    MOST_PENDING,
+    GroupWriter,
+    from_table,
+    group_record,
+    to_table,
+    write_file,
+)
 from shoal.runs.group_table import GroupTable
 from shoal.runs.stored_run import StoredRun
 from shoal.text import ranges
@@ -32,8 +39,14 @@ from shoal.types import Completion, Example, Group, Purpose, ShoalError, StopRea
 singles = st.floats(width=32, allow_nan=False, allow_infinity=False).map(np.float32)
 doubles = st.floats(allow_infinity=False)
 names = st.text("abcxyz_/é", min_size=1, max_size=4)
-values = st.one_of(st.none(), st.booleans(), st.integers(-(2**70), 2**70), st.text(max_size=3),
-                   st.floats(allow_nan=False, allow_infinity=False), st.lists(st.integers(0, 9), max_size=2))
+values = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(2**70), 2**70),
+    st.text(max_size=3),
+    st.floats(allow_nan=False, allow_infinity=False),
+    st.lists(st.integers(0, 9), max_size=2),
+)
 texts = st.text(st.characters(codec="utf-8"), max_size=5)
 
 
@@ -44,9 +57,15 @@ def completions(draw, index: int, version: int) -> Completion:
     def array(element, dtype):
         return np.array(draw(st.lists(element, min_size=size, max_size=size)), dtype)
 
-    return Completion(0, index, array(st.integers(0, 2**31 - 1), np.int32), array(singles, np.float32),
-                      array(st.booleans(), bool), array(st.integers(version - 1, version), np.int32),
-                      draw(st.sampled_from(StopReason)))
+    return Completion(
+        0,
+        index,
+        array(st.integers(0, 2**31 - 1), np.int32),
+        array(singles, np.float32),
+        array(st.booleans(), bool),
+        array(st.integers(version - 1, version), np.int32),
+        draw(st.sampled_from(StopReason)),
+    )
 
 
 @st.composite
@@ -58,14 +77,22 @@ def groups(draw) -> Group:
 
     prompt = draw(st.one_of(texts, st.just([{"role": "user", "content": "2 + 3"}])))
     return Group(
-        purpose=draw(st.sampled_from(Purpose)), step=draw(st.integers(0, 99)), version=version,
-        example=Example(draw(st.integers(0, 2**40)), prompt, {"answer": draw(values), "mixed/": draw(values)}),
+        purpose=draw(st.sampled_from(Purpose)),
+        step=draw(st.integers(0, 99)),
+        version=version,
+        example=Example(
+            draw(st.integers(0, 2**40)), prompt, {"answer": draw(values), "mixed/": draw(values)}
+        ),
         prompt_ids=np.array(draw(st.lists(st.integers(0, 9), max_size=3)), np.int32),
-        completions=tuple(draw(completions(i, version)) for i in range(size)), texts=tuple(column(texts)),
-        rewards=np.array(column(doubles)), valid=np.array(column(st.booleans())),
+        completions=tuple(draw(completions(i, version)) for i in range(size)),
+        texts=tuple(column(texts)),
+        rewards=np.array(column(doubles)),
+        valid=np.array(column(st.booleans())),
         reward_components={"correct": np.array(column(doubles)), "form": np.array(column(doubles))},
-        correct=draw(st.one_of(st.none(), st.just(np.array(column(st.booleans()))))), subset=draw(texts),
-        extra={name: column(values) for name in draw(st.lists(names, max_size=2, unique=True))})
+        correct=draw(st.one_of(st.none(), st.just(np.array(column(st.booleans()))))),
+        subset=draw(texts),
+        extra={name: column(values) for name in draw(st.lists(names, max_size=2, unique=True))},
+    )
 
 
 def assert_same(a: Group, b: Group) -> None:
@@ -74,8 +101,12 @@ def assert_same(a: Group, b: Group) -> None:
         assert getattr(a, field) == getattr(b, field)
     assert a.example.row == b.example.row and a.example.prompt == b.example.prompt
     assert dict(a.example.columns) == dict(b.example.columns)
-    for x, y in [(a.prompt_ids, b.prompt_ids), (a.rewards, b.rewards), (a.valid, b.valid),
-                 *((values, b.reward_components[name]) for name, values in a.reward_components.items())]:
+    for x, y in [
+        (a.prompt_ids, b.prompt_ids),
+        (a.rewards, b.rewards),
+        (a.valid, b.valid),
+        *((values, b.reward_components[name]) for name, values in a.reward_components.items()),
+    ]:
         assert_same_bits(x, y)
     assert (a.correct is None) == (b.correct is None) and np.array_equal(a.correct, b.correct)
     for x, y in itertools.zip_longest(a.completions, b.completions):
@@ -86,19 +117,28 @@ def assert_same(a: Group, b: Group) -> None:
 
 def assert_same_bits(a: np.ndarray, b: np.ndarray) -> None:
     assert a.dtype == b.dtype and a.shape == b.shape
-    known = ~np.isnan(a) if a.dtype.kind == "f" else np.ones(a.shape, bool)  # NaN has no one pattern of bits
-    assert a[known].tobytes() == b[known].tobytes() and np.array_equal(np.isnan(b.astype(float)), ~known)
+    known = (
+        ~np.isnan(a) if a.dtype.kind == "f" else np.ones(a.shape, bool)
+    )  # NaN has no one pattern of bits
+    assert a[known].tobytes() == b[known].tobytes() and np.array_equal(
+        np.isnan(b.astype(float)), ~known
+    )
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_groups_come_back_to_the_bit(data):
     given_groups = data.draw(st.lists(groups(), min_size=0, max_size=3))
-    advantages = [data.draw(st.lists(st.floats(allow_nan=False), min_size=group.size, max_size=group.size))
-                  for group in given_groups]
-    logprobs = {(p, g): np.array(data.draw(st.lists(singles, min_size=len(c), max_size=len(c))), np.float32)
-                for p, group in enumerate(given_groups) for g, c in enumerate(group.completions)
-                if data.draw(st.booleans())}
+    advantages = [
+        data.draw(st.lists(st.floats(allow_nan=False), min_size=group.size, max_size=group.size))
+        for group in given_groups
+    ]
+    logprobs = {
+        (p, g): np.array(data.draw(st.lists(singles, min_size=len(c), max_size=len(c))), np.float32)
+        for p, group in enumerate(given_groups)
+        for g, c in enumerate(group.completions)
+        if data.draw(st.booleans())
+    }
     back = from_table(to_table(given_groups, advantages, logprobs))
     assert len(back) == len(given_groups)
     for p, (stored, group) in enumerate(zip(back, given_groups, strict=True)):
@@ -116,25 +156,44 @@ def test_groups_come_back_to_the_bit(data):
 
 def completion(index: int, tokens: list[int], logprobs: list[float]) -> Completion:
     size = len(tokens)
-    return Completion(0, index, np.array(tokens, np.int32), np.array(logprobs, np.float32), np.ones(size, bool),
-                      np.full(size, 3, np.int32), StopReason.EOS)
+    return Completion(
+        0,
+        index,
+        np.array(tokens, np.int32),
+        np.array(logprobs, np.float32),
+        np.ones(size, bool),
+        np.full(size, 3, np.int32),
+        StopReason.EOS,
+    )
 
 
 def make_group(row: int = 17, **changes) -> Group:
     group = Group(
-        purpose=Purpose.TRAIN, step=11, version=3,
-        example=Example(row, [{"role": "user", "content": "2 + 3 = ?"}], {"answer": "5", "level": 2, "parts": [1, 2]}),
+        purpose=Purpose.TRAIN,
+        step=11,
+        version=3,
+        example=Example(
+            row,
+            [{"role": "user", "content": "2 + 3 = ?"}],
+            {"answer": "5", "level": 2, "parts": [1, 2]},
+        ),
         prompt_ids=np.array([5, 8, 13], np.int32),
-        completions=(completion(0, [7, 9], [-0.1, -0.7]), completion(1, [4], [-2.5])), texts=("5", "six \ud83d"),
-        rewards=np.array([1.1, np.nan]), reward_components={"correct": np.array([1.0, np.nan])},
-        valid=np.array([True, False]), extra={"parsed": ["5", None]})
+        completions=(completion(0, [7, 9], [-0.1, -0.7]), completion(1, [4], [-2.5])),
+        texts=("5", "six \ud83d"),
+        rewards=np.array([1.1, np.nan]),
+        reward_components={"correct": np.array([1.0, np.nan])},
+        valid=np.array([True, False]),
+        extra={"parsed": ["5", None]},
+    )
     return dataclasses.replace(group, **changes)
 
 
 def write(folder: Path, step: int = 12) -> Path:
     with RunFolder(folder) as run:
         logprobs = {(0, 0): np.array([-0.2, -0.6], np.float32)}
-        return run.write_groups(step, [make_group(), make_group(18)], [[0.7, 0.0], [0.1, 0.2]], logprobs)
+        return run.write_groups(
+            step, [make_group(), make_group(18)], [[0.7, 0.0], [0.1, 0.2]], logprobs
+        )
 
 
 def test_a_parquet_file_is_one_row_a_completion_for_pandas_and_polars(tmp_path):
@@ -149,11 +208,17 @@ def test_a_parquet_file_is_one_row_a_completion_for_pandas_and_polars(tmp_path):
     assert json.loads(p["prompt"][0])[0]["content"] == "2 + 3 = ?"
     assert p["column/answer"].to_list() == ["5"] * 4 and p["column/level"].dtype == polars.Int64
     assert json.loads(d["column/parts"][0]) == [1, 2]
-    assert p["reward"].to_list() == [1.1, None] * 2 and d["reward"].isna().tolist() == [False, True] * 2
-    assert p["token_ids"].to_list()[:2] == [[7, 9], [4]] and p["logprobs"].dtype == polars.List(polars.Float32)
+    assert (
+        p["reward"].to_list() == [1.1, None] * 2
+        and d["reward"].isna().tolist() == [False, True] * 2
+    )
+    assert p["token_ids"].to_list()[:2] == [[7, 9], [4]] and p["logprobs"].dtype == polars.List(
+        polars.Float32
+    )
     assert p["trainer_logprobs"].to_list()[1:] == [None] * 3
-    assert p.group_by("group", maintain_order=True).agg(polars.col("advantage").sum())["advantage"].to_list() == \
-        pytest.approx([0.7, 0.3])
+    assert p.group_by("group", maintain_order=True).agg(polars.col("advantage").sum())[
+        "advantage"
+    ].to_list() == pytest.approx([0.7, 0.3])
     assert d.groupby("group")["advantage"].sum().tolist() == pytest.approx([0.7, 0.3])
 
 
@@ -162,18 +227,28 @@ def test_a_step_is_read_back_with_what_was_stored_beside(tmp_path):
     write(tmp_path)
     first, second = StoredRun(tmp_path).groups(12)
     assert first.advantages is not None and first.advantages.tolist() == [0.7, 0.0]
-    assert first.token_arrays[0]["trainer_logprobs"].tolist() == [np.float32(-0.2), np.float32(-0.6)]
+    assert first.token_arrays[0]["trainer_logprobs"].tolist() == [
+        np.float32(-0.2),
+        np.float32(-0.6),
+    ]
     assert first.token_arrays[1] == {} and second.group.example.row == 18
-    assert_same(StoredRun(tmp_path).groups(12)[0].group, dataclasses.replace(make_group(), texts=("5", "six \\ud83d")))
+    assert_same(
+        StoredRun(tmp_path).groups(12)[0].group,
+        dataclasses.replace(make_group(), texts=("5", "six \\ud83d")),
+    )
 
 
 def test_reading_a_file_starts_no_thread(tmp_path):
     """One that pyarrow starts may still be on its way when a short command ends, and aborts it (exit code 134)."""
     path = write(tmp_path)
-    code = ("import os, sys, pyarrow.parquet\nfrom pathlib import Path\nfrom shoal.report.groups import read_file\n"
-            "before = os.listdir('/proc/self/task')\nassert len(read_file(Path(sys.argv[1]))) == 2\n"
-            "assert os.listdir('/proc/self/task') == before, 'a thread was started'\n")
-    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, timeout=60)
+    code = (
+        "import os, sys, pyarrow.parquet\nfrom pathlib import Path\nfrom shoal.report.groups import read_file\n"
+        "before = os.listdir('/proc/self/task')\nassert len(read_file(Path(sys.argv[1]))) == 2\n"
+        "assert os.listdir('/proc/self/task') == before, 'a thread was started'\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(path)], capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -185,9 +260,15 @@ def test_files_of_many_steps_have_one_schema(tmp_path):
     assert polars.scan_parquet(tmp_path / "groups" / "step_*.parquet").collect().height == 4
 
 
-@pytest.mark.parametrize("damage", [
-    lambda data: data[:-30], lambda data: b"", lambda data: b'{"step": 3}\n',
-    lambda data: data[:40] + b"\0" * 200 + data[240:]])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: data[:-30],
+        lambda data: b"",
+        lambda data: b'{"step": 3}\n',
+        lambda data: data[:40] + b"\0" * 200 + data[240:],
+    ],
+)
 def test_a_damaged_file_is_named(tmp_path, damage):
     (tmp_path / "config.yaml").write_text("seed: 3\n")
     path = write(tmp_path)
@@ -199,7 +280,9 @@ def test_a_damaged_file_is_named(tmp_path, damage):
 
 def test_lists_of_other_lengths_are_refused_both_ways(tmp_path):
     group = make_group()
-    short = dataclasses.replace(group, completions=(completion(0, [7, 9], [-0.1]), group.completions[1]))
+    short = dataclasses.replace(
+        group, completions=(completion(0, [7, 9], [-0.1]), group.completions[1])
+    )
     with pytest.raises(ValueError, match="one a token"):
         write_file(tmp_path / "short.parquet", [short])
     with pytest.raises(ValueError, match="one a token"):
@@ -226,7 +309,7 @@ def test_no_flipped_bit_in_the_pages_of_a_parquet_file_goes_unseen(tmp_path):
     whole, good, seen = path.read_bytes(), StoredRun(tmp_path).groups(12), 0
     footer = 8 + int.from_bytes(whole[-8:-4], "little")
     for position in range(4, len(whole) - footer, 61):
-        path.write_bytes(whole[:position] + bytes([whole[position] ^ 4]) + whole[position + 1:])
+        path.write_bytes(whole[:position] + bytes([whole[position] ^ 4]) + whole[position + 1 :])
         try:
             for found, wanted in itertools.zip_longest(StoredRun(tmp_path).groups(12), good):
                 assert_same(found.group, wanted.group)
@@ -249,7 +332,9 @@ def test_steps_that_are_not_there_are_named_with_those_that_are(tmp_path):
         StoredRun(tmp_path).groups(1)
     for step in (1, 2, 3, 7):
         write(tmp_path, step)
-    with pytest.raises(ShoalError, match=r"step=5: .*has not finished has no groups of .*steps 1-3, 7"):
+    with pytest.raises(
+        ShoalError, match=r"step=5: .*has not finished has no groups of .*steps 1-3, 7"
+    ):
         StoredRun(tmp_path).groups(5)
     (tmp_path / "config.yaml").write_text("report:\n  groups: false\n")
     (tmp_path / "groups").rename(tmp_path / "gone")
@@ -333,7 +418,9 @@ def test_a_full_disk_is_one_clear_error(tmp_path, monkeypatch):
         writer = GroupWriter(run.write_groups)
         monkeypatch.setattr("pyarrow.parquet.write_table", full)
         writer.put(1, [make_group()])
-        with pytest.raises(ShoalError, match=r"step_000001\.parquet: No space left on device; make room"):
+        with pytest.raises(
+            ShoalError, match=r"step_000001\.parquet: No space left on device; make room"
+        ):
             writer.flush()
         writer.close()
     assert list((tmp_path / "groups").iterdir()) == []
@@ -342,10 +429,16 @@ def test_a_full_disk_is_one_clear_error(tmp_path, monkeypatch):
 def test_a_disk_that_does_not_answer_is_one_error_in_bounded_time(monkeypatch):
     monkeypatch.setattr(groups_module, "STUCK_SECONDS", 0.3)
     answers = threading.Event()
-    for wait in (GroupWriter.flush, lambda writer: [writer.put(step) for step in range(MOST_PENDING + 1)]):
+    for wait in (
+        GroupWriter.flush,
+        lambda writer: [writer.put(step) for step in range(MOST_PENDING + 1)],
+    ):
         writer = GroupWriter(lambda *_: answers.wait(60), "/runs/a")
         writer.put(0)
-        with pytest.raises(ShoalError, match=r"/runs/a: the disk has not answered for 0 s, and groups are not written"):
+        with pytest.raises(
+            ShoalError,
+            match=r"/runs/a: the disk has not answered for 0 s, and groups are not written",
+        ):
             wait(writer)
         with pytest.raises(ShoalError):  # no checkpoint may be saved without them
             writer.flush()
@@ -361,9 +454,15 @@ def test_a_step_is_printed_for_reading_and_as_json(tmp_path, capsys):
     write(tmp_path)
     assert cli.main(["groups", str(tmp_path), "step=12", "group=1"]) == 0
     shown = capsys.readouterr().out.splitlines()
-    assert shown[0] == "== step 12, group 1: row 18, 3 prompt tokens, sampled by the weights after step 3"
+    assert (
+        shown[0]
+        == "== step 12, group 1: row 18, 3 prompt tokens, sampled by the weights after step 3"
+    )
     assert shown[1:3] == ["prompt:", "    user: 2 + 3 = ?"]
-    assert shown[3:5] == ["completion 0: reward 1.1, correct 1, advantage 0.1, 2 tokens, ended by eos:", "    5"]
+    assert shown[3:5] == [
+        "completion 0: reward 1.1, correct 1, advantage 0.1, 2 tokens, ended by eos:",
+        "    5",
+    ]
     assert "unscorable" in shown[5] and len(shown) == 7
     assert cli.main(["groups", str(tmp_path), "step=12", "json=true"]) == 0
     captured = capsys.readouterr()
@@ -397,4 +496,8 @@ def test_a_query_that_duckdb_gives_up_is_one_error(tmp_path, capsys, monkeypatch
     monkeypatch.setattr(GroupTable, "rows", rows)
     assert cli.main(["groups", str(tmp_path)]) == 2
     error = capsys.readouterr().err
-    assert error.count("\n") == 1 and "could not allocate block)" in error and "step=1 prints those" in error
+    assert (
+        error.count("\n") == 1
+        and "could not allocate block)" in error
+        and "step=1 prints those" in error
+    )

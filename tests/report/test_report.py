@@ -33,7 +33,15 @@ from shoal.report.figures import (
 from shoal.report.folder import RunFolder, parts_of
 from shoal.report.groups import group_record, read_file
 from shoal.report.lines import JsonlSink, json_line, json_ready
-from shoal.report.metrics import _TABLE, METRICS, MetricSet, Reduction, metric, pass_at_k, wilson_interval
+from shoal.report.metrics import (
+    _TABLE,
+    METRICS,
+    MetricSet,
+    Reduction,
+    metric,
+    pass_at_k,
+    wilson_interval,
+)
 from shoal.report.recorder import Recorder, StepRecord
 from shoal.types import Completion, Example, Group, Purpose, RolloutStats, ShoalError, StopReason
 
@@ -52,15 +60,27 @@ def test_the_table_is_whole():
 def test_each_reduction():
     metrics = MetricSet()
     for name, value, count in [
-        ("kl", 0.6, 3), ("kl", 0.2, 1),
-        ("tokens/sampled", 10, 4), ("tokens/sampled", 5, 1),
-        ("completions/length_min", 7, 1), ("completions/length_min", 3, 1), ("completions/length_min", 9, 1),
-        ("completions/length_max", 7, 1), ("completions/length_max", 9, 1), ("completions/length_max", 3, 1),
-        ("lr", 0.5, 1), ("lr", 0.25, 1),
+        ("kl", 0.6, 3),
+        ("kl", 0.2, 1),
+        ("tokens/sampled", 10, 4),
+        ("tokens/sampled", 5, 1),
+        ("completions/length_min", 7, 1),
+        ("completions/length_min", 3, 1),
+        ("completions/length_min", 9, 1),
+        ("completions/length_max", 7, 1),
+        ("completions/length_max", 9, 1),
+        ("completions/length_max", 3, 1),
+        ("lr", 0.5, 1),
+        ("lr", 0.25, 1),
     ]:
         metrics.add(name, value, count)
-    assert metrics.result() == {"completions/length_min": 3, "completions/length_max": 9, "kl": pytest.approx(0.2),
-                                "lr": 0.25, "tokens/sampled": 15}
+    assert metrics.result() == {
+        "completions/length_min": 3,
+        "completions/length_max": 9,
+        "kl": pytest.approx(0.2),
+        "lr": 0.25,
+        "tokens/sampled": 15,
+    }
 
 
 def test_a_mean_is_of_items_not_of_means():
@@ -81,11 +101,19 @@ def test_nothing_added_is_absent_and_never_zero():
 
 def test_reward_functions_have_a_name_each_and_a_place_in_the_order():
     metrics = MetricSet()
-    for name, value, count in (("lr", 1e-4, 1), ("rewards/format", 3, 4), ("rewards/correct", 1, 4),
-                               ("reward/mean", 1.5, 4)):
+    for name, value, count in (
+        ("lr", 1e-4, 1),
+        ("rewards/format", 3, 4),
+        ("rewards/correct", 1, 4),
+        ("reward/mean", 1.5, 4),
+    ):
         metrics.add(name, value, count)
-    assert list(metrics.result().items()) == [("reward/mean", 0.375), ("rewards/correct", 0.25),
-                                              ("rewards/format", 0.75), ("lr", 1e-4)]
+    assert list(metrics.result().items()) == [
+        ("reward/mean", 0.375),
+        ("rewards/correct", 0.25),
+        ("rewards/format", 0.75),
+        ("lr", 1e-4),
+    ]
     assert metric("rewards/format").name == "rewards/format"
 
 
@@ -109,16 +137,19 @@ def test_nan_is_not_hidden(name, values):
     assert math.isnan(metrics.result()[name])
 
 
-@pytest.mark.parametrize(("n", "c", "k", "share"), [
-    (4, 1, 2, Fraction(1, 2)),      # 6 pairs of 4, 3 hold the right one
-    (5, 2, 3, Fraction(9, 10)),     # 10 triples, 1 is all wrong
-    (8, 1, 1, Fraction(1, 8)),
-    (8, 3, 8, Fraction(1)),
-    (8, 0, 8, Fraction(0)),
-    (8, 8, 1, Fraction(1)),
-    (10, 3, 4, Fraction(5, 6)),     # 1 - C(7,4)/C(10,4) = 1 - 35/210
-    (3, 2, 2, Fraction(1)),         # one wrong cannot fill two
-])
+@pytest.mark.parametrize(
+    ("n", "c", "k", "share"),
+    [
+        (4, 1, 2, Fraction(1, 2)),  # 6 pairs of 4, 3 hold the right one
+        (5, 2, 3, Fraction(9, 10)),  # 10 triples, 1 is all wrong
+        (8, 1, 1, Fraction(1, 8)),
+        (8, 3, 8, Fraction(1)),
+        (8, 0, 8, Fraction(0)),
+        (8, 8, 1, Fraction(1)),
+        (10, 3, 4, Fraction(5, 6)),  # 1 - C(7,4)/C(10,4) = 1 - 35/210
+        (3, 2, 2, Fraction(1)),  # one wrong cannot fill two
+    ],
+)
 def test_pass_at_k_by_hand(n, c, k, share):
     assert pass_at_k(n, c, k) == pytest.approx(float(share), abs=1e-15)
 
@@ -152,12 +183,20 @@ def test_wilson_interval_by_hand():
     # by hand, z^2 = 3.8415: 0 of 10 gives z^2 / (10 + z^2); 50 of 100 is symmetrical about a half
     assert wilson_interval(0, 10) == (0.0, pytest.approx(3.841459 / 13.841459, abs=1e-6))
     assert wilson_interval(10, 10) == (pytest.approx(10 / 13.841459, abs=1e-6), 1.0)
-    assert wilson_interval(50, 100) == (pytest.approx(0.403832, abs=1e-6), pytest.approx(0.596168, abs=1e-6))
-    assert wilson_interval(1, 4) == (pytest.approx(0.045587, abs=1e-6), pytest.approx(0.699358, abs=1e-6))
+    assert wilson_interval(50, 100) == (
+        pytest.approx(0.403832, abs=1e-6),
+        pytest.approx(0.596168, abs=1e-6),
+    )
+    assert wilson_interval(1, 4) == (
+        pytest.approx(0.045587, abs=1e-6),
+        pytest.approx(0.699358, abs=1e-6),
+    )
 
 
 @settings(deadline=None)
-@given(st.integers(1, 10_000).flatmap(lambda total: st.tuples(st.integers(0, total), st.just(total))))
+@given(
+    st.integers(1, 10_000).flatmap(lambda total: st.tuples(st.integers(0, total), st.just(total)))
+)
 def test_wilson_interval_holds_the_share(pair):
     correct, total = pair
     low, high = wilson_interval(correct, total)
@@ -178,15 +217,35 @@ def strict(text: str):
     return json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
 
 
-@pytest.mark.parametrize(("value", "ready"), [
-    (math.nan, None), (-math.inf, None), (np.float32("nan"), None), (np.float64("inf"), None),
-    (np.float32(0.1), 0.1), (np.float16(0.1), 0.1), (np.float64(0.1), 0.1), (np.float32(1e-7), 1e-7),
-    (np.int64(3), 3), (np.bool_(True), True), (True, True), (None, None), (np.str_("a"), "a"),
-    (np.array([[1, 2]], np.int32), [[1, 2]]), (np.array([True, False]), [True, False]), (np.array(2.5), 2.5),
-    (np.array([0.1, np.nan], np.float32), [0.1, None]), (np.array(["a", None], object), ["a", None]),
-    ((1, {2}), [1, [2]]), ({3: np.float32(0.5)}, {"3": 0.5}), ({Purpose.TRAIN: StopReason.EOS}, {"train": "eos"}),
-    (Path("a/b"), "a/b"), (b"a\xff", "a\\xff"), (np.zeros((0,), np.float32), []),
-])
+@pytest.mark.parametrize(
+    ("value", "ready"),
+    [
+        (math.nan, None),
+        (-math.inf, None),
+        (np.float32("nan"), None),
+        (np.float64("inf"), None),
+        (np.float32(0.1), 0.1),
+        (np.float16(0.1), 0.1),
+        (np.float64(0.1), 0.1),
+        (np.float32(1e-7), 1e-7),
+        (np.int64(3), 3),
+        (np.bool_(True), True),
+        (True, True),
+        (None, None),
+        (np.str_("a"), "a"),
+        (np.array([[1, 2]], np.int32), [[1, 2]]),
+        (np.array([True, False]), [True, False]),
+        (np.array(2.5), 2.5),
+        (np.array([0.1, np.nan], np.float32), [0.1, None]),
+        (np.array(["a", None], object), ["a", None]),
+        ((1, {2}), [1, [2]]),
+        ({3: np.float32(0.5)}, {"3": 0.5}),
+        ({Purpose.TRAIN: StopReason.EOS}, {"train": "eos"}),
+        (Path("a/b"), "a/b"),
+        (b"a\xff", "a\\xff"),
+        (np.zeros((0,), np.float32), []),
+    ],
+)
 def test_every_value_becomes_json(value, ready):
     assert json_ready(value) == ready
     assert type(json_ready(value)) is type(ready)
@@ -199,8 +258,13 @@ def test_bfloat16_becomes_json():
 
 
 @settings(deadline=None)
-@given(st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
-                    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=10))
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+        lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+        max_leaves=10,
+    )
+)
 def test_a_record_is_one_strict_line(value):
     line = json_line({"value": value})
     assert len(line.splitlines()) == 1
@@ -220,7 +284,8 @@ def test_jsonl_flushes_each_line_and_writes_any_text(tmp_path):
     sink_ = JsonlSink(path)
     sink_.write(1, {"reward/mean": np.float32(0.25), "loss": math.nan, "step": 99})
     assert [strict(line) for line in path.read_text("utf-8").splitlines()] == [
-        {"step": 1, "reward/mean": 0.25, "loss": None}]
+        {"step": 1, "reward/mean": 0.25, "loss": None}
+    ]
     sink_.write(2, {"text": "é\u2028\ud83d\x00\n"})
     sink_.close()
     lines = path.read_text("utf-8").splitlines()
@@ -250,7 +315,9 @@ def test_a_named_folder_that_holds_something_is_refused_untouched(tmp_path):
     RunFolder.create(tmp_path, "empty").close()
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").write_text("mine")
-    with pytest.raises(ShoalError, match=r"holds something that is no run \(notes.txt, no config.yaml\)"):
+    with pytest.raises(
+        ShoalError, match=r"holds something that is no run \(notes.txt, no config.yaml\)"
+    ):
         RunFolder.create(tmp_path, "full")
     assert [path.name for path in (tmp_path / "full").iterdir()] == ["notes.txt"]
 
@@ -291,33 +358,65 @@ def test_settings_metrics_evaluations_summary(tmp_path):
         folder.write_metrics(1, {"reward/mean": 0.5})
         folder.write_metrics(2, {"reward/mean": 0.6})
         folder.write_evaluation(0, "held_out", {"accuracy": np.float64(0.5), "protocol": "greedy"})
-        folder.write_summary({"accuracy_after": np.float32(0.7), "seconds_by_phase": {"train": math.inf}})
-    assert folder.config_path.read_text() == folder.config_difference_path.read_text() == "seed: 3\n"
+        folder.write_summary(
+            {"accuracy_after": np.float32(0.7), "seconds_by_phase": {"train": math.inf}}
+        )
+    assert (
+        folder.config_path.read_text() == folder.config_difference_path.read_text() == "seed: 3\n"
+    )
     lines = (tmp_path / "first" / "metrics.jsonl").read_text().splitlines()
     assert [strict(line)["step"] for line in lines] == [1, 2]
     assert strict((tmp_path / "first" / "evaluations.jsonl").read_text()) == {
-        "step": 0, "name": "held_out", "accuracy": 0.5, "protocol": "greedy"}
-    assert strict(folder.summary_path.read_text()) == {"accuracy_after": 0.7, "seconds_by_phase": {"train": None}}
+        "step": 0,
+        "name": "held_out",
+        "accuracy": 0.5,
+        "protocol": "greedy",
+    }
+    assert strict(folder.summary_path.read_text()) == {
+        "accuracy_after": 0.7,
+        "seconds_by_phase": {"train": None},
+    }
 
 
-def make_completion(index: int, tokens: list[int], reason: StopReason = StopReason.EOS, drawn: list[bool] | None = None,
-                    version: int = 3) -> Completion:
+def make_completion(
+    index: int,
+    tokens: list[int],
+    reason: StopReason = StopReason.EOS,
+    drawn: list[bool] | None = None,
+    version: int = 3,
+) -> Completion:
     size = len(tokens)
-    return Completion(request_id=1, index=index, token_ids=np.array(tokens, np.int32),
-                      logprobs=np.full(size, -0.1, np.float32), loss_mask=np.array(drawn or [True] * size),
-                      versions=np.full(size, version, np.int32), stop_reason=reason)
+    return Completion(
+        request_id=1,
+        index=index,
+        token_ids=np.array(tokens, np.int32),
+        logprobs=np.full(size, -0.1, np.float32),
+        loss_mask=np.array(drawn or [True] * size),
+        versions=np.full(size, version, np.int32),
+        stop_reason=reason,
+    )
 
 
 def make_group(**changes) -> Group:
     group = Group(
-        purpose=Purpose.TRAIN, step=11, version=3,
-        example=Example(row=17, prompt=[{"role": "user", "content": "2 + 3 = ?"}],
-                        columns={"answer": "5", "value": np.int64(5)}),
+        purpose=Purpose.TRAIN,
+        step=11,
+        version=3,
+        example=Example(
+            row=17,
+            prompt=[{"role": "user", "content": "2 + 3 = ?"}],
+            columns={"answer": "5", "value": np.int64(5)},
+        ),
         prompt_ids=np.array([5, 8, 13], np.int32),
-        completions=(make_completion(0, [7, 9, 2]),
-                     make_completion(1, [7, 8], StopReason.LENGTH, [True, False], version=2)),
-        texts=("5", "six \ud83d"), rewards=np.array([1.1, np.nan]),
-        reward_components={"correct": np.array([1.0, np.nan])}, valid=np.array([True, False]))
+        completions=(
+            make_completion(0, [7, 9, 2]),
+            make_completion(1, [7, 8], StopReason.LENGTH, [True, False], version=2),
+        ),
+        texts=("5", "six \ud83d"),
+        rewards=np.array([1.1, np.nan]),
+        reward_components={"correct": np.array([1.0, np.nan])},
+        valid=np.array([True, False]),
+    )
     return dataclasses.replace(group, **changes)
 
 
@@ -338,7 +437,9 @@ def test_settings_of_a_part_that_was_lost_hold_from_where_the_run_goes_on(tmp_pa
         folder.rewind(30)
         folder.write_config("other\n", "", 30)
         assert {number: file.read_text() for number, file in parts_of(folder.path).items()} == {
-            0: "first\n", 30: "other\n"}
+            0: "first\n",
+            30: "other\n",
+        }
 
 
 def test_groups_are_written_with_what_the_trainer_returned(tmp_path):
@@ -349,26 +450,55 @@ def test_groups_are_written_with_what_the_trainer_returned(tmp_path):
     assert [p.name for p in path.parent.iterdir()] == [path.name]
     (stored,) = read_file(path)
     assert strict(json_line(group_record(stored))) == {
-        "purpose": "train", "step": 12, "version": 3, "subset": "train", "row": 17,
-        "prompt": [{"role": "user", "content": "2 + 3 = ?"}], "prompt_ids": [5, 8, 13],
+        "purpose": "train",
+        "step": 12,
+        "version": 3,
+        "subset": "train",
+        "row": 17,
+        "prompt": [{"role": "user", "content": "2 + 3 = ?"}],
+        "prompt_ids": [5, 8, 13],
         "columns": {"answer": "5", "value": 5},
         "completions": [
-            {"text": "5", "token_ids": [7, 9, 2], "logprobs": [-0.1, -0.1, -0.1], "stop_reason": "eos",
-             "reward": 1.1, "components": {"correct": 1.0}, "valid": True, "advantage": np.float32(0.7),
-             "trainer_logprobs": [-0.1, -0.2, -0.3]},
-            {"text": "six \\ud83d", "token_ids": [7, 8], "logprobs": [-0.1, -0.1], "stop_reason": "length",
-             "reward": None, "components": {"correct": None}, "valid": False, "advantage": 0.0,
-             "loss_mask": [True, False], "versions": [2, 2]},
+            {
+                "text": "5",
+                "token_ids": [7, 9, 2],
+                "logprobs": [-0.1, -0.1, -0.1],
+                "stop_reason": "eos",
+                "reward": 1.1,
+                "components": {"correct": 1.0},
+                "valid": True,
+                "advantage": np.float32(0.7),
+                "trainer_logprobs": [-0.1, -0.2, -0.3],
+            },
+            {
+                "text": "six \\ud83d",
+                "token_ids": [7, 8],
+                "logprobs": [-0.1, -0.1],
+                "stop_reason": "length",
+                "reward": None,
+                "components": {"correct": None},
+                "valid": False,
+                "advantage": 0.0,
+                "loss_mask": [True, False],
+                "versions": [2, 2],
+            },
         ],
     }
 
 
 def test_groups_of_an_evaluation_lie_beside_those_of_the_step(tmp_path):
     with RunFolder.create(tmp_path, "first") as folder:
-        evaluated = make_group(purpose=Purpose.EVALUATE, subset="held out", correct=np.array([True, False]),
-                               extra={"parsed": ["5", "six"]})
+        evaluated = make_group(
+            purpose=Purpose.EVALUATE,
+            subset="held out",
+            correct=np.array([True, False]),
+            extra={"parsed": ["5", "six"]},
+        )
         paths = [folder.write_groups(12, [make_group()] * 2), folder.write_groups(12, [evaluated])]
-    assert [path.name for path in paths] == ["step_000012.parquet", "evaluate_held_out_000012.parquet"]
+    assert [path.name for path in paths] == [
+        "step_000012.parquet",
+        "evaluate_held_out_000012.parquet",
+    ]
     assert len(read_file(paths[0])) == 2
     first, second = group_record(read_file(paths[1])[0])["completions"]
     assert (first["correct"], second["correct"]) == (True, False)
@@ -383,33 +513,59 @@ def test_the_end_of_a_run_says_what_became_of_its_tokens_and_what_to_do_next(tmp
     with RunFolder.create(tmp_path, "first") as folder:
         recorder = Recorder(folder, Console(stream), 1, True, lambda _: stats, lambda: 0, lambda: 0)
         for version, solved in ((0, np.zeros(2, bool)), (1, np.ones(2, bool))):
-            asked = dataclasses.replace(right, purpose=Purpose.EVALUATE, subset="held_out", correct=solved)
+            asked = dataclasses.replace(
+                right, purpose=Purpose.EVALUATE, subset="held_out", correct=solved
+            )
             recorder.begin_evaluation(version, 1)
             recorder.evaluation(version, {"held_out": {"accuracy": 1.0}}, [asked], 1, 1.0)
             stats = RolloutStats(tokens=8, host_tokens=8)
             if version == 0:
                 metrics = MetricSet()
-                for name in ("update/count", "update/skipped", "tokens/trained", "time/update_seconds"):
+                for name in (
+                    "update/count",
+                    "update/skipped",
+                    "tokens/trained",
+                    "time/update_seconds",
+                ):
                     metrics.add(name, 0)
-                logprobs = {(0, 0): np.zeros(3, np.float32)}  # of two groups one completion was trained on
-                logprobs[1, 0] = np.zeros(3, np.float32)  # and one was in the loss without an advantage, as for a KL
+                logprobs = {
+                    (0, 0): np.zeros(3, np.float32)
+                }  # of two groups one completion was trained on
+                logprobs[1, 0] = np.zeros(
+                    3, np.float32
+                )  # and one was in the loss without an advantage, as for a KL
                 advantages = np.array([[1.0, -1.0], [0.0, 0.0]])
-                recorder.step(StepRecord(0, [right, right], advantages, np.zeros(2), logprobs, metrics, 1.0))
+                recorder.step(
+                    StepRecord(0, [right, right], advantages, np.zeros(2), logprobs, metrics, 1.0)
+                )
                 stats = RolloutStats()
         stats = RolloutStats()
         summary = recorder.finish(1)
         recorder.close()
-    assert summary["tokens"] == {"sampled": 16, "trained": 3, "other_terms": 3, "no_gradient": 2, "discarded": 0,
-                                 "evaluated": 8, "lost": 0, "unused": 0}
+    assert summary["tokens"] == {
+        "sampled": 16,
+        "trained": 3,
+        "other_terms": 3,
+        "no_gradient": 2,
+        "discarded": 0,
+        "evaluated": 8,
+        "lost": 0,
+        "unused": 0,
+    }
     lines = stream.getvalue().splitlines()
     assert [line for line in lines if line.startswith("== evaluation")] == [
         "== evaluation before training, 1 completion; programs are compiled first",
-        "== evaluation after step 1, 1 completion, about 0:01"]
-    assert ("16 tokens sampled: 3 trained on, 3 in the KL, entropy or teacher term alone, 2 without an advantage, "
-            "8 in evaluations") in lines
+        "== evaluation after step 1, 1 completion, about 0:01",
+    ]
+    assert (
+        "16 tokens sampled: 3 trained on, 3 in the KL, entropy or teacher term alone, 2 without an advantage, "
+        "8 in evaluations"
+    ) in lines
     assert "a question that was answered wrong before and right after:" in lines
-    assert lines[-2:] == [f"the run is in {folder.path}: `shoal view {folder.path}` shows every completion",
-                          f"`shoal export from={folder.path} to=FOLDER` writes the weights in Hugging Face's format"]
+    assert lines[-2:] == [
+        f"the run is in {folder.path}: `shoal view {folder.path}` shows every completion",
+        f"`shoal export from={folder.path} to=FOLDER` writes the weights in Hugging Face's format",
+    ]
 
 
 # ---- the terminal
@@ -426,8 +582,12 @@ class Clock:
 
 
 METRICS_OF_A_STEP = {
-    "loss": 0.0, "reward/mean": 0.625, "groups/nonzero_std": 0.72, "completions/length_mean": 41.26,
-    "completions/truncated": 0.02, "throughput/sample_tokens_per_second": 12_345.0,
+    "loss": 0.0,
+    "reward/mean": 0.625,
+    "groups/nonzero_std": 0.72,
+    "completions/length_mean": 41.26,
+    "completions/truncated": 0.02,
+    "throughput/sample_tokens_per_second": 12_345.0,
     "throughput/train_tokens_per_second": 812.0,
 }
 
@@ -443,8 +603,10 @@ def plain(steps: int, seconds: float) -> list[str]:
 
 def test_a_plain_line_says_what_matters():
     lines = plain(200, 0.5)
-    assert lines[0] == ("step 1/200  0:00 elapsed  reward 0.625  mixed groups 72%  length 41.3  truncated 2%  "
-                        "sampling 12.3k tokens/s  training 812 tokens/s")
+    assert lines[0] == (
+        "step 1/200  0:00 elapsed  reward 0.625  mixed groups 72%  length 41.3  truncated 2%  "
+        "sampling 12.3k tokens/s  training 812 tokens/s"
+    )
     assert lines[2].startswith("step 3/200  0:02 elapsed, 1:38 left  reward 0.625")
     assert not any("loss" in line or "kl" in line for line in lines)
 
@@ -460,15 +622,31 @@ def test_about_forty_lines_stay_and_one_a_minute_at_least():
     assert kept(0, 1) == []
 
 
-@pytest.mark.parametrize(("value", "text"), [
-    (0.41234, "0.412"), (2.17e-14, "0"), (-0.00002, "-0.00002"), (1234.5, "1,234"), (0.0, "0"), (1.0, "1"),
-    (0.9999, "1"), (3e-6, "3e-06"), (math.nan, "nan"), (math.inf, "inf"), (5e20, "5e+20")])
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.41234, "0.412"),
+        (2.17e-14, "0"),
+        (-0.00002, "-0.00002"),
+        (1234.5, "1,234"),
+        (0.0, "0"),
+        (1.0, "1"),
+        (0.9999, "1"),
+        (3e-6, "3e-06"),
+        (math.nan, "nan"),
+        (math.inf, "inf"),
+        (5e20, "5e+20"),
+    ],
+)
 def test_numbers_are_written_as_a_person_would(value, text):
     assert number_text(value) == text
 
 
 def test_kl_and_skipped_updates_show_when_there():
-    assert step_figures({"kl": 0.00123, "update/skipped": 2.0}) == ["kl 0.00123", "skipped updates 2"]
+    assert step_figures({"kl": 0.00123, "update/skipped": 2.0}) == [
+        "kl 0.00123",
+        "skipped updates 2",
+    ]
     assert step_figures({"update/skipped": 0.0}) == []
     assert step_figures({"reward/mean": math.nan}) == ["reward nan"]
 
@@ -491,65 +669,134 @@ def test_time_left_of_a_run_that_compiles_at_every_step():
     assert pace.left(10) == pytest.approx(50.0)
 
 
-@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00"), (59.6, "1:00"), (83, "1:23"), (3723, "1:02:03"),
-                                               (math.inf, "?"), (-1, "0:00")])
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.4, "0:00"), (59.6, "1:00"), (83, "1:23"), (3723, "1:02:03"), (math.inf, "?"), (-1, "0:00")],
+)
 def test_durations(seconds, text):
     assert duration(seconds) == text
 
 
 def test_an_evaluation_states_its_size_and_protocol():
-    text = evaluation_text({"accuracy": 0.5, "accuracy_interval": [0.40383, 0.59617], "pass@8": 0.805,
-                            "mean_reward": 0.61, "num_questions": 100, "protocol": "greedy"})
-    assert text == "accuracy 50.0% (greedy, 100 questions; 95% interval 40.4-59.6)  pass@8 80.5%  mean reward 0.61"
+    text = evaluation_text(
+        {
+            "accuracy": 0.5,
+            "accuracy_interval": [0.40383, 0.59617],
+            "pass@8": 0.805,
+            "mean_reward": 0.61,
+            "num_questions": 100,
+            "protocol": "greedy",
+        }
+    )
+    assert (
+        text
+        == "accuracy 50.0% (greedy, 100 questions; 95% interval 40.4-59.6)  pass@8 80.5%  mean reward 0.61"
+    )
     assert evaluation_text({"mean_reward": 0.5, "num_questions": 3, "protocol": "greedy"}) == (
-        "mean reward 0.5 (greedy, 3 questions)")
-    assert "rewards/short_reward 0.5" in evaluation_text({"rewards/short_reward": 0.5})  # the metric's name
+        "mean reward 0.5 (greedy, 3 questions)"
+    )
+    assert "rewards/short_reward 0.5" in evaluation_text(
+        {"rewards/short_reward": 0.5}
+    )  # the metric's name
     assert evaluation_text({}) == ""
     assert evaluation_text({"accuracy": None, "num_questions": 3}) == "accuracy - (3 questions)"
     assert "not a number" in evaluation_text({"accuracy": math.nan, "num_questions": 3})
 
 
 def test_the_summary_compares_before_and_after():
-    before = {"held_out": {"accuracy": 0.41, "pass@8": 0.81, "num_questions": 500, "protocol": "greedy"}}
-    after = {"held_out": {"accuracy": np.float64(0.65), "mean_reward": 0.7, "num_questions": 500, "protocol": "greedy"}}
+    before = {
+        "held_out": {"accuracy": 0.41, "pass@8": 0.81, "num_questions": 500, "protocol": "greedy"}
+    }
+    after = {
+        "held_out": {
+            "accuracy": np.float64(0.65),
+            "mean_reward": 0.7,
+            "num_questions": 500,
+            "protocol": "greedy",
+        }
+    }
     assert summary_rows(before, after) == [
         ("held_out accuracy (greedy, 500 questions)", "41.0%", "65.0%", "+24.0 points"),
         ("held_out pass@8", "81.0%", "-", ""),
         ("held_out mean reward", "-", "0.7", ""),
     ]
-    (_, row) = summary_rows({"held_out": {"accuracy": 0.5, "mean_reward": 0.2}}, after, reward_since=40)
+    (_, row) = summary_rows(
+        {"held_out": {"accuracy": 0.5, "mean_reward": 0.2}}, after, reward_since=40
+    )
     assert row == ("held_out mean reward (another reward since step 40)", "0.2", "0.7", "")
     stream = io.StringIO()
     console = Console(stream, terminal=False)
-    console.summary(before, after, (make_group(texts=("6",)), make_group(texts=("2 + 3 = 5\n5",))),
-                    [summary_facts({"steps_made": 1, "seconds_total": 93.25, "sample_tokens_per_second": 1500.0,
-                                    "train_tokens_per_second": None, "num_compilations": 1200}),
-                     account_text({"sampled": 4321, "trained": 4000, "lost": 0, "unused": 321})])
+    console.summary(
+        before,
+        after,
+        (make_group(texts=("6",)), make_group(texts=("2 + 3 = 5\n5",))),
+        [
+            summary_facts(
+                {
+                    "steps_made": 1,
+                    "seconds_total": 93.25,
+                    "sample_tokens_per_second": 1500.0,
+                    "train_tokens_per_second": None,
+                    "num_compilations": 1200,
+                }
+            ),
+            account_text({"sampled": 4321, "trained": 4000, "lost": 0, "unused": 321}),
+        ],
+    )
     lines = stream.getvalue().splitlines()
     assert lines[0].split() == ["before", "after", "change"]
-    assert lines[1].startswith("held_out accuracy (greedy, 500 questions)") and lines[1].endswith("+24.0 points")
-    assert "1 step in 1:33: sampling 1.5k tokens/s, training -, with the compilation of 1,200 programs" in lines
+    assert lines[1].startswith("held_out accuracy (greedy, 500 questions)") and lines[1].endswith(
+        "+24.0 points"
+    )
+    assert (
+        "1 step in 1:33: sampling 1.5k tokens/s, training -, with the compilation of 1,200 programs"
+        in lines
+    )
     assert "4,321 tokens sampled: 4,000 trained on, 321 unfinished" in lines
-    assert lines[-8:] == ["a question that was answered wrong before and right after:", "prompt:",
-                          "    user: 2 + 3 = ?", "before:", "    6", "after:", "    2 + 3 = 5", "    5"]
+    assert lines[-8:] == [
+        "a question that was answered wrong before and right after:",
+        "prompt:",
+        "    user: 2 + 3 = ?",
+        "before:",
+        "    6",
+        "after:",
+        "    2 + 3 = 5",
+        "    5",
+    ]
 
 
-@pytest.mark.parametrize("text", ["\n".join(f"line {n}" for n in range(500)), "word " * 4000 + "the question"])
+@pytest.mark.parametrize(
+    "text", ["\n".join(f"line {n}" for n in range(500)), "word " * 4000 + "the question"]
+)
 def test_of_a_long_passage_beginning_and_end_are_shown(text):
     stream = io.StringIO()
     Console(stream, terminal=False).passage("prompt", text, lines=16, characters=1200)
     _, *rows = stream.getvalue().splitlines()
-    assert len(rows) <= 17 and sum(map(len, rows)) < 1400 and rows[0].strip() == text[:len(rows[0]) - 4].strip()
+    assert (
+        len(rows) <= 17
+        and sum(map(len, rows)) < 1400
+        and rows[0].strip() == text[: len(rows[0]) - 4].strip()
+    )
     assert rows[-1].endswith(text[-8:]) and any("more characters" in row for row in rows)
 
 
 def test_a_quick_evaluation_says_how_many_questions_it_asked():
-    full = {"accuracy": 0.37, "pass@8": 0.7, "sampled_accuracy": 0.26, "num_questions": 500, "protocol": "greedy",
-            "sampled_num_questions": 100, "sampled_protocol": "8 completions a question at temperature 1"}
+    full = {
+        "accuracy": 0.37,
+        "pass@8": 0.7,
+        "sampled_accuracy": 0.26,
+        "num_questions": 500,
+        "protocol": "greedy",
+        "sampled_num_questions": 100,
+        "sampled_protocol": "8 completions a question at temperature 1",
+    }
     quick = {"accuracy": 0.44, "num_questions": 100, "protocol": "greedy"}
     names = [row[0] for row in summary_rows({"held_out": full}, {"held_out": full})]
-    assert names == ["held_out accuracy (greedy, 500 questions)", "held_out pass@8 (100 questions)",
-                     "held_out sampled accuracy (100 questions)"]
+    assert names == [
+        "held_out accuracy (greedy, 500 questions)",
+        "held_out pass@8 (100 questions)",
+        "held_out sampled accuracy (100 questions)",
+    ]
     [name, *_], *_ = summary_rows({"held_out": full}, {"held_out": quick})
     assert name == "held_out accuracy (greedy, 500 and 100 questions)"
     assert "pass@8 70.0% (100 questions; 8 completions a question at temp" in evaluation_text(full)
@@ -557,13 +804,27 @@ def test_a_quick_evaluation_says_how_many_questions_it_asked():
 
 def test_the_curve_of_a_run_is_one_line():
     def curve(*versions: int, between: int = 100) -> str:
-        return curve_text({version: {"held_out": {"accuracy": version / 1000, "num_questions": (
-            500 if version in (0, max(versions)) else between)}, "other": {"accuracy": 1.0}} for version in versions})
+        return curve_text(
+            {
+                version: {
+                    "held_out": {
+                        "accuracy": version / 1000,
+                        "num_questions": (500 if version in (0, max(versions)) else between),
+                    },
+                    "other": {"accuracy": 1.0},
+                }
+                for version in versions
+            }
+        )
 
     values = ": 0: 0.0%, 20: 2.0%, 40: 4.0%"
-    assert curve(0, 20, 40) == f"held_out accuracy by step (100 questions, 500 at both ends){values}"
+    assert (
+        curve(0, 20, 40) == f"held_out accuracy by step (100 questions, 500 at both ends){values}"
+    )
     assert curve(40, 0, 20, between=500) == f"held_out accuracy by step{values}"
-    assert curve(0, 40) == "" and curve_text({0: {}, 20: {}, 40: {}}) == ""  # the table says it; nothing was asked
+    assert (
+        curve(0, 40) == "" and curve_text({0: {}, 20: {}, 40: {}}) == ""
+    )  # the table says it; nothing was asked
     many = curve(*range(0, 1001, 10)).split(": ", 1)[1].split(", ")
     assert len(many) == 13 and (many[0], many[-1]) == ("0: 0.0%", "1000: 100.0%")
     rewards = {step: {"rows": {"mean_reward": step / 10, "num_questions": 4}} for step in range(3)}
@@ -572,11 +833,17 @@ def test_the_curve_of_a_run_is_one_line():
 
 def test_only_evaluations_of_the_same_questions_are_compared():
     def scores(figure: str, *numbers: int) -> dict[int, float]:
-        evaluations = {step: {"main": {figure: step / 10, "num_questions": n}} for step, n in enumerate(numbers)}
+        evaluations = {
+            step: {"main": {figure: step / 10, "num_questions": n}}
+            for step, n in enumerate(numbers)
+        }
         return Recorder.scores(SimpleNamespace(evaluations=evaluations))  # type: ignore[arg-type]
 
     assert scores("accuracy", 500, 100, 500) == {0: 0.0, 2: 0.2}
-    assert scores("mean_reward", 4, 4) == {0: 0.0, 1: 0.1} and scores("other", 4) == scores("accuracy") == {}
+    assert (
+        scores("mean_reward", 4, 4) == {0: 0.0, 1: 0.1}
+        and scores("other", 4) == scores("accuracy") == {}
+    )
 
 
 def test_notes_and_warnings_are_said_once():
@@ -586,7 +853,11 @@ def test_notes_and_warnings_are_said_once():
     for _ in range(3):
         console.warning("a reward was NaN")
     console.warning("another")
-    assert stream.getvalue().splitlines() == ["12 prompts dropped", "warning: a reward was NaN", "warning: another"]
+    assert stream.getvalue().splitlines() == [
+        "12 prompts dropped",
+        "warning: a reward was NaN",
+        "warning: another",
+    ]
 
 
 ODD = "é 你好 \ud83d \x1b[31m \x00 [bold] [/] \u202e ﷽ 👩‍👩‍👧 \x9b\r\n\ttab"
@@ -601,7 +872,12 @@ def everything(console: Console) -> None:
             console.step(step, 3, METRICS_OF_A_STEP)
             console.warning(ODD)
         console.evaluation(ODD, {"accuracy": 0.5, "num_questions": 10, "protocol": ODD, ODD: ODD})
-        console.summary({ODD: {"accuracy": 0.1}}, {ODD: {"accuracy": 0.2}}, (make_group(texts=(ODD,)),) * 2, {ODD: ODD})
+        console.summary(
+            {ODD: {"accuracy": 0.1}},
+            {ODD: {"accuracy": 0.2}},
+            (make_group(texts=(ODD,)),) * 2,
+            {ODD: ODD},
+        )
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii", "latin-1"])
@@ -628,7 +904,9 @@ def test_on_a_terminal_the_bar_shows_the_figures_and_is_taken_down(monkeypatch):
     shown = stream.getvalue()
     assert "2/4  0:02 elapsed, 0:04 left  reward 0.625  mixed groups 72%" in shown
     assert "step 2/4  0:02 elapsed" in shown  # the line that stays
-    assert shown.count("\x1b[?25l") == 1 and "\x1b[?25h" not in shown  # the cursor is hidden while the bar stands
+    assert (
+        shown.count("\x1b[?25l") == 1 and "\x1b[?25h" not in shown
+    )  # the cursor is hidden while the bar stands
     console.close()
     assert stream.getvalue().count("\x1b[?25h") == 1
 

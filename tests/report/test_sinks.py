@@ -20,13 +20,23 @@ import numpy as np
 import pytest
 
 from shoal.config.sections import ReportSection, WandbSection
-from shoal.report.sink import Background, check_sinks, completion_rows, evaluation_scalars, make_sinks
+from shoal.report.sink import (
+    Background,
+    check_sinks,
+    completion_rows,
+    evaluation_scalars,
+    make_sinks,
+)
 from shoal.report.tensorboard import TensorboardSink
 from shoal.report.wandb import WandbSink
 from shoal.run.records import Profiler
 from shoal.types import Completion, Example, Group, Purpose, ShoalError, StopReason
 
-STEPS = [{"reward/mean": 0.25, "lr": 1e-3}, {"reward/mean": 0.5, "lr": 5e-4}, {"reward/mean": float("nan")}]
+STEPS = [
+    {"reward/mean": 0.25, "lr": 1e-3},
+    {"reward/mean": 0.5, "lr": 5e-4},
+    {"reward/mean": float("nan")},
+]
 ODD = "rewards/logged/größe {a}\n%s.b"
 
 
@@ -36,8 +46,15 @@ class Said(list[str]):
 
 
 def sinks_of(folder: Path, resumed_at: int | None = None, warn: Said | None = None, **section: Any):
-    return make_sinks(folder, ReportSection(**section), {"seed": 0, "batch": {"group_size": 8}}, "first", resumed_at,
-                      Said(), Said() if warn is None else warn)
+    return make_sinks(
+        folder,
+        ReportSection(**section),
+        {"seed": 0, "batch": {"group_size": 8}},
+        "first",
+        resumed_at,
+        Said(),
+        Said() if warn is None else warn,
+    )
 
 
 # ---- TensorBoard
@@ -49,21 +66,39 @@ def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
     events.Reload()
-    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    return {
+        tag: [(event.step, event.value) for event in events.Scalars(tag)]
+        for tag in events.Tags()["scalars"]
+    }
 
 
 def test_tensorboard_shows_steps_and_evaluations(tmp_path):
     warned = Said()
     (sink,) = sinks_of(tmp_path, tensorboard=True, warn=warned)
-    sink.write(0, evaluation_scalars("held_out", {"accuracy": 0.5, "protocol": "greedy", "accuracy_interval": [0, 1],
-                                                  "num_questions": 4, "mean_reward": None}))
+    sink.write(
+        0,
+        evaluation_scalars(
+            "held_out",
+            {
+                "accuracy": 0.5,
+                "protocol": "greedy",
+                "accuracy_interval": [0, 1],
+                "num_questions": 4,
+                "mean_reward": None,
+            },
+        ),
+    )
     for step, metrics in enumerate([*STEPS[:2], {ODD: 2}], 1):
         sink.write(step, metrics)
     sink.close()
     assert warned == []
     assert curves(tmp_path / "tensorboard") == {
-        "reward/mean": [(1, 0.25), (2, 0.5)], "lr": [(1, pytest.approx(1e-3)), (2, pytest.approx(5e-4))],
-        "evaluate/held_out/accuracy": [(0, 0.5)], "evaluate/held_out/num_questions": [(0, 4.0)], ODD: [(3, 2.0)]}
+        "reward/mean": [(1, 0.25), (2, 0.5)],
+        "lr": [(1, pytest.approx(1e-3)), (2, pytest.approx(5e-4))],
+        "evaluate/held_out/accuracy": [(0, 0.5)],
+        "evaluate/held_out/num_questions": [(0, 4.0)],
+        ODD: [(3, 2.0)],
+    }
 
 
 @pytest.mark.parametrize("torn", [False, True])
@@ -74,7 +109,9 @@ def test_tensorboard_shows_each_step_once_after_a_kill(tmp_path, torn):
     if torn:  # the kill came in the middle of a record
         file = next(tmp_path.iterdir())
         file.write_bytes(file.read_bytes()[:-7])
-    resumed = TensorboardSink(tmp_path, resumed_at=2)  # within the same second: its file is read after the other
+    resumed = TensorboardSink(
+        tmp_path, resumed_at=2
+    )  # within the same second: its file is read after the other
     for step in range(3, 5):
         resumed.write(step, {"reward/mean": 10 * step})
     resumed.close()
@@ -107,8 +144,10 @@ def test_a_place_that_cannot_be_written_is_said_before_the_run(tmp_path):
         sinks_of(tmp_path, tensorboard=True)
 
 
-ROWS = [{"prompt": "user: 2 + 3?", "completion": "5 <b>", "reward": 1.0, "advantage": 0.7},
-        {"prompt": "user: 2 + 3?", "completion": "six\n", "reward": float("nan"), "advantage": -0.7}]
+ROWS = [
+    {"prompt": "user: 2 + 3?", "completion": "5 <b>", "reward": 1.0, "advantage": 0.7},
+    {"prompt": "user: 2 + 3?", "completion": "six\n", "reward": float("nan"), "advantage": -0.7},
+]
 
 
 def test_tensorboard_shows_a_table_of_completions(tmp_path):
@@ -122,23 +161,53 @@ def test_tensorboard_shows_a_table_of_completions(tmp_path):
     events.Reload()
     (event,) = events.Tensors("completions")
     assert event.step == 5 and [cell.decode() for cell in event.tensor_proto.string_val] == [
-        "prompt", "completion", "reward", "advantage", "user: 2 + 3?", "5 <b>", "1.0", "0.7", "user: 2 + 3?", "six\n",
-        "nan", "-0.7"]
+        "prompt",
+        "completion",
+        "reward",
+        "advantage",
+        "user: 2 + 3?",
+        "5 <b>",
+        "1.0",
+        "0.7",
+        "user: 2 + 3?",
+        "six\n",
+        "nan",
+        "-0.7",
+    ]
 
 
 def group(rewards: list[float]) -> Group:
     texts, ids = tuple(map(str, rewards)), np.ones(1, np.int32)
-    completions = tuple(Completion(0, i, ids, ids.astype(np.float32), ids > 0, ids, StopReason.EOS)
-                        for i in range(len(rewards)))
-    return Group(Purpose.TRAIN, 0, 0, Example(0, [{"role": "user", "content": "?"}]), ids, completions, texts,
-                 np.array(rewards), {"correct": np.array(rewards)}, np.ones(len(rewards), bool))
+    completions = tuple(
+        Completion(0, i, ids, ids.astype(np.float32), ids > 0, ids, StopReason.EOS)
+        for i in range(len(rewards))
+    )
+    return Group(
+        Purpose.TRAIN,
+        0,
+        0,
+        Example(0, [{"role": "user", "content": "?"}]),
+        ids,
+        completions,
+        texts,
+        np.array(rewards),
+        {"correct": np.array(rewards)},
+        np.ones(len(rewards), bool),
+    )
 
 
 def test_a_table_has_the_least_and_the_most_rewarded_completion_of_a_few_groups():
-    rows = completion_rows([group([0.5, 0.0, 1.0]), group([1.0])] * 9, np.arange(54.0).reshape(18, 3))
+    rows = completion_rows(
+        [group([0.5, 0.0, 1.0]), group([1.0])] * 9, np.arange(54.0).reshape(18, 3)
+    )
     assert [(row["completion"], row["correct"], row["advantage"]) for row in rows] == [
-        ("0.0", 0.0, 1.0), ("1.0", 1.0, 2.0), ("1.0", 1.0, 3.0),
-        ("0.0", 0.0, 7.0), ("1.0", 1.0, 8.0), ("1.0", 1.0, 9.0)]
+        ("0.0", 0.0, 1.0),
+        ("1.0", 1.0, 2.0),
+        ("1.0", 1.0, 3.0),
+        ("0.0", 0.0, 7.0),
+        ("1.0", 1.0, 8.0),
+        ("1.0", 1.0, 9.0),
+    ]
     assert rows[0]["prompt"] == "user: ?" and len({tuple(row) for row in rows}) == 1
 
 
@@ -184,10 +253,20 @@ def offline_rows(folder: Path) -> list[tuple[str, dict[str, str]]]:
     for file in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
         for record in records(file):
             if record.HasField("history"):
-                items = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
-                rows.append((file.stem.removeprefix("run-"),
-                             {key: value for key, value in items.items()
-                              if key not in ("_timestamp", "_runtime")}))
+                items = {
+                    item.key or "/".join(item.nested_key): item.value_json
+                    for item in record.history.item
+                }
+                rows.append(
+                    (
+                        file.stem.removeprefix("run-"),
+                        {
+                            key: value
+                            for key, value in items.items()
+                            if key not in ("_timestamp", "_runtime")
+                        },
+                    )
+                )
     return rows
 
 
@@ -213,15 +292,22 @@ def test_wandb_offline_writes_everything_sends_nothing_and_says_so(alone, mode, 
     monkeypatch.setenv("HOME", str(alone.parent))
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     alone.mkdir()
-    rows = [(0, {"evaluate/held_out/accuracy": 0.5}), *enumerate([*STEPS, {ODD: 2}], 1),
-            (4, {"evaluate/held_out/accuracy": 0.75})]
+    rows = [
+        (0, {"evaluate/held_out/accuracy": 0.5}),
+        *enumerate([*STEPS, {ODD: 2}], 1),
+        (4, {"evaluate/held_out/accuracy": 0.75}),
+    ]
     with socket.create_server(("127.0.0.1", 0)) as service:
         url = f"http://127.0.0.1:{service.getsockname()[1]}"
         # a folder for tables, which the package removes when the process ends
         warnings = ["-W", "error", "-W", "ignore:Implicitly cleaning up:ResourceWarning"]
         words = [str(alone), json.dumps(rows), json.dumps(ROWS), mode]
-        done = subprocess.run([sys.executable, *warnings, "-c", OFFLINE, *words],
-                              env=os.environ | {"WANDB_BASE_URL": url}, capture_output=True, timeout=60)
+        done = subprocess.run(
+            [sys.executable, *warnings, "-c", OFFLINE, *words],
+            env=os.environ | {"WANDB_BASE_URL": url},
+            capture_output=True,
+            timeout=60,
+        )
         said = f"Weights & Biases: offline; `wandb sync {alone}/wandb/offline-*` sends it\n"
         assert (done.returncode, done.stdout.decode(), done.stderr) == (0, said, b"")
         assert [*alone.glob("wandb/offline-*")]
@@ -233,14 +319,27 @@ def test_wandb_offline_writes_everything_sends_nothing_and_says_so(alone, mode, 
     rows = offline_rows(alone)
     assert {row_id for row_id, _ in rows} == {id}
     assert rows[2][1].pop("completions/_type") == '"table-file"'
-    (table,) = [json.loads(file.read_text()) for file in alone.glob("wandb/offline-*/files/media/table/*.json")]
+    (table,) = [
+        json.loads(file.read_text())
+        for file in alone.glob("wandb/offline-*/files/media/table/*.json")
+    ]
     assert table["columns"] == ["step", *ROWS[0]] and table["data"][0] == [2, *ROWS[0].values()]
-    assert [{k: v for k, v in row.items() if k != "_step" and "completions" not in k} for _, row in rows] == [
-        {"evaluate/step": "0", "evaluate/held_out/accuracy": "0.5"}, {"reward/mean": "0.25", "lr": "0.001"},
-        {"reward/mean": "0.5", "lr": "0.0005"}, {"reward/mean": "NaN"}, {ODD: "2"},
-        {"evaluate/step": "4", "evaluate/held_out/accuracy": "0.75"}]
+    assert [
+        {k: v for k, v in row.items() if k != "_step" and "completions" not in k} for _, row in rows
+    ] == [
+        {"evaluate/step": "0", "evaluate/held_out/accuracy": "0.5"},
+        {"reward/mean": "0.25", "lr": "0.001"},
+        {"reward/mean": "0.5", "lr": "0.0005"},
+        {"reward/mean": "NaN"},
+        {ODD: "2"},
+        {"evaluate/step": "4", "evaluate/held_out/accuracy": "0.75"},
+    ]
     assert [row["_step"] for _, row in rows] == ["0", "1", "2", "3", "4", "5"]
-    (run,) = [record.run for record in records(next(alone.glob("wandb/offline-*/*.wandb"))) if record.HasField("run")]
+    (run,) = [
+        record.run
+        for record in records(next(alone.glob("wandb/offline-*/*.wandb")))
+        if record.HasField("run")
+    ]
     config = {item.key: item.value_json for item in run.config.update}
     assert (run.project, run.display_name) == ("fish", "first")
     assert config["seed"] == "0" and config["batch"] == '{"size":8}'
@@ -256,23 +355,31 @@ def test_a_resumed_run_is_the_same_run_at_wandb(alone):
         for step in steps:
             sink.write(step, {"lr": step})
         sink.close()
-        assert "WANDB_ERROR_REPORTING" not in os.environ  # the next run in this process finds what it found alone
+        assert (
+            "WANDB_ERROR_REPORTING" not in os.environ
+        )  # the next run in this process finds what it found alone
     until = time.monotonic() + 60  # its own process writes, which on a busy machine ends later
     while len(rows := offline_rows(alone)) < 4 and time.monotonic() < until:
         time.sleep(0.2)
     assert len({id for id, _ in rows}) == 1 and len(list(alone.glob("wandb/offline-run-*"))) == 2
-    assert [(row["_step"], row["lr"]) for _, row in rows] == [(str(step), str(step)) for step in (1, 2, 3, 4)]
+    assert [(row["_step"], row["lr"]) for _, row in rows] == [
+        (str(step), str(step)) for step in (1, 2, 3, 4)
+    ]
 
 
 @pytest.mark.slow
 def test_a_killed_process_loses_a_second_of_wandb_at_most(alone):
     alone.mkdir()
-    code = ("import os, signal, sys, time\nfrom pathlib import Path\nfrom shoal.config.sections import WandbSection\n"
-            "from shoal.report.wandb import WandbSink, SECONDS_BETWEEN_FLUSHES\n"
-            "sink = WandbSink(Path(sys.argv[1]), WandbSection(mode='offline'), {}, '')\n"
-            "sink.write(1, {'lr': 1}); sink.write(2, {'lr': 2})\n"
-            "time.sleep(2 * SECONDS_BETWEEN_FLUSHES)\nos.kill(os.getpid(), signal.SIGKILL)\n")
-    done = subprocess.run([sys.executable, "-W", "error", "-c", code, str(alone)], capture_output=True, timeout=60)
+    code = (
+        "import os, signal, sys, time\nfrom pathlib import Path\nfrom shoal.config.sections import WandbSection\n"
+        "from shoal.report.wandb import WandbSink, SECONDS_BETWEEN_FLUSHES\n"
+        "sink = WandbSink(Path(sys.argv[1]), WandbSection(mode='offline'), {}, '')\n"
+        "sink.write(1, {'lr': 1}); sink.write(2, {'lr': 2})\n"
+        "time.sleep(2 * SECONDS_BETWEEN_FLUSHES)\nos.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code, str(alone)], capture_output=True, timeout=60
+    )
     assert (done.returncode, done.stdout, done.stderr) == (-9, b"", b"")
     assert [row["lr"] for _, row in offline_rows(alone)] == ["1", "2"]
 
@@ -280,16 +387,22 @@ def test_a_killed_process_loses_a_second_of_wandb_at_most(alone):
 @pytest.mark.slow
 def test_wandb_whose_service_dies_is_switched_off_at_once(alone):
     alone.mkdir()
-    code = ("import sys, time\nfrom pathlib import Path\nimport psutil\n"
-            "from shoal.config.sections import ReportSection, WandbSection\nfrom shoal.report.sink import make_sinks\n"
-            "section = ReportSection(wandb=WandbSection(mode='offline'))\n"
-            "(sink,) = make_sinks(Path(sys.argv[1]), section, {}, '', None, print, print)\nsink.write(1, {'lr': 1})\n"
-            "for child in psutil.Process().children(recursive=True):\n    child.kill()\n    child.wait()\n"
-            "for step in range(2, 22):\n    sink.write(step, {'lr': step})\n    time.sleep(0.02)\nsink.close()\n")
-    done = subprocess.run([sys.executable, "-c", code, str(alone)], capture_output=True, text=True, timeout=60)
+    code = (
+        "import sys, time\nfrom pathlib import Path\nimport psutil\n"
+        "from shoal.config.sections import ReportSection, WandbSection\nfrom shoal.report.sink import make_sinks\n"
+        "section = ReportSection(wandb=WandbSection(mode='offline'))\n"
+        "(sink,) = make_sinks(Path(sys.argv[1]), section, {}, '', None, print, print)\nsink.write(1, {'lr': 1})\n"
+        "for child in psutil.Process().children(recursive=True):\n    child.kill()\n    child.wait()\n"
+        "for step in range(2, 22):\n    sink.write(step, {'lr': step})\n    time.sleep(0.02)\nsink.close()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(alone)], capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0
     first, second = done.stdout.splitlines()
-    assert first.startswith("Weights & Biases: offline") and second.startswith("Weights & Biases is switched off: ")
+    assert first.startswith("Weights & Biases: offline") and second.startswith(
+        "Weights & Biases is switched off: "
+    )
 
 
 @pytest.mark.slow
@@ -307,7 +420,10 @@ def test_wandb_without_a_login_is_an_error_at_the_start_and_not_a_question(alone
     alone.mkdir()
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked"))
     online = WandbSection(mode="online")
-    for call in (lambda: check_sinks(ReportSection(wandb=online)), lambda: sinks_of(alone, wandb=online)):
+    for call in (
+        lambda: check_sinks(ReportSection(wandb=online)),
+        lambda: sinks_of(alone, wandb=online),
+    ):
         with pytest.raises(ShoalError, match="needs a login: run `wandb login`, set WANDB_API_KEY"):
             call()
     monkeypatch.setenv("WANDB_API_KEY", "not a key")
@@ -315,13 +431,20 @@ def test_wandb_without_a_login_is_an_error_at_the_start_and_not_a_question(alone
         sinks_of(alone, wandb=online)
 
 
-@pytest.mark.parametrize(("package", "section"), [
-    ("tensorboard", {"tensorboard": True}), ("wandb", {"wandb": WandbSection(mode="offline")})])
-def test_a_package_that_is_not_installed_is_named_with_its_extra(tmp_path, monkeypatch, package, section):
+@pytest.mark.parametrize(
+    ("package", "section"),
+    [("tensorboard", {"tensorboard": True}), ("wandb", {"wandb": WandbSection(mode="offline")})],
+)
+def test_a_package_that_is_not_installed_is_named_with_its_extra(
+    tmp_path, monkeypatch, package, section
+):
     for name in [name for name in sys.modules if name == package or name.startswith(package + ".")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)
-    for call in (lambda: check_sinks(ReportSection(**section)), lambda: sinks_of(tmp_path, **section)):
+    for call in (
+        lambda: check_sinks(ReportSection(**section)),
+        lambda: sinks_of(tmp_path, **section),
+    ):
         with pytest.raises(ShoalError, match=rf"pip install '\.\[{package}\]' in the clone"):
             call()
 
@@ -387,8 +510,10 @@ def test_a_sink_that_fails_is_switched_off_with_one_warning():
             time.sleep(0.001)
     background.close()
     assert sink.rows == [0, 1, 2] and sink.closed == 1
-    assert warned == ["It is switched off: OSError: [Errno 28] No space left on device; metrics.jsonl continues and "
-                      "holds every step"]
+    assert warned == [
+        "It is switched off: OSError: [Errno 28] No space left on device; metrics.jsonl continues and "
+        "holds every step"
+    ]
 
 
 def test_a_failure_of_the_last_row_is_said_at_the_end():
@@ -464,5 +589,7 @@ def test_a_trace_that_cannot_be_made_costs_a_warning_and_no_more(tmp_path):
     with Profiler((1,), tmp_path / "file", warned).step(1):
         done.append(2)
     assert done == [1, 2] and traces(tmp_path) == ["own"]
-    assert len(warned) == 2 and all(text.startswith("no profiler trace of step 1: ") for text in warned)
+    assert len(warned) == 2 and all(
+        text.startswith("no profiler trace of step 1: ") for text in warned
+    )
     shutil.rmtree(tmp_path / "own")

@@ -14,12 +14,20 @@ from shoal.report.recorder import Recorder
 from shoal.report.watch import Watch
 from shoal.types import Failure, RolloutStats
 
-FINE = {"groups/nonzero_std": 0.5, "completions/truncated": 0.1, "update/skipped": 0, "update/count": 1,
-        "groups/unscorable": 0, "version/unchanged": 0}
+FINE = {
+    "groups/nonzero_std": 0.5,
+    "completions/truncated": 0.1,
+    "update/skipped": 0,
+    "update/count": 1,
+    "groups/unscorable": 0,
+    "version/unchanged": 0,
+}
 
 
 def group(**rewards):
-    return SimpleNamespace(reward_components={name: np.array(values, float) for name, values in rewards.items()})
+    return SimpleNamespace(
+        reward_components={name: np.array(values, float) for name, values in rewards.items()}
+    )
 
 
 VARYING = [group(correct=[0, 1] * 8)]
@@ -31,16 +39,24 @@ def steps(watch: Watch, number: int, groups=VARYING, first: int = 1, **metrics) 
     return [watch.step(first + n, FINE | named, groups) for n in range(number)]
 
 
-@pytest.mark.parametrize(("metrics", "limit", "words", "level"), [
-    ({"groups__nonzero_std": 0}, 5, "batch.group_size", "warning"),
-    ({"completions__truncated": 0.51}, 3, "sampling.max_completion_tokens", "warning"),
-    ({"update__skipped": 1, "update__count": 0}, 3, "optimizer.lr", "wrong"),
-    ({"update__skipped": 3, "update__count": 0}, 1, "optimizer.lr", "wrong"),
-    ({"update__skipped": 1}, 1, "update/skipped", "warning"),
-    ({"update__skipped": 2, "update__overflows": 1, "update__count": 0}, 3, "optimizer.lr", "wrong"),
-    ({"groups__unscorable": 2}, 1, "groups/unscorable", "warning"),
-    ({"version__unchanged": 1}, 1, "version/unchanged", "wrong"),
-])
+@pytest.mark.parametrize(
+    ("metrics", "limit", "words", "level"),
+    [
+        ({"groups__nonzero_std": 0}, 5, "batch.group_size", "warning"),
+        ({"completions__truncated": 0.51}, 3, "sampling.max_completion_tokens", "warning"),
+        ({"update__skipped": 1, "update__count": 0}, 3, "optimizer.lr", "wrong"),
+        ({"update__skipped": 3, "update__count": 0}, 1, "optimizer.lr", "wrong"),
+        ({"update__skipped": 1}, 1, "update/skipped", "warning"),
+        (
+            {"update__skipped": 2, "update__overflows": 1, "update__count": 0},
+            3,
+            "optimizer.lr",
+            "wrong",
+        ),
+        ({"groups__unscorable": 2}, 1, "groups/unscorable", "warning"),
+        ({"version__unchanged": 1}, 1, "version/unchanged", "wrong"),
+    ],
+)
 def test_a_rule_warns_once_after_so_many_steps_in_a_row(metrics, limit, words, level):
     watch = Watch()
     if level == "wrong":
@@ -56,12 +72,18 @@ def test_a_rule_warns_once_after_so_many_steps_in_a_row(metrics, limit, words, l
 
 def test_a_good_run_is_not_warned_of():
     watch = Watch()
-    assert not any(steps(watch, 9, update__skipped=1, update__overflows=1, update__count=0))  # float16 finds its scale
+    assert not any(
+        steps(watch, 9, update__skipped=1, update__overflows=1, update__count=0)
+    )  # float16 finds its scale
     assert not any(steps(watch, 30))
-    assert not any(steps(watch, 1, version__unchanged=1, update__count=0))  # no update, no other weights
+    assert not any(
+        steps(watch, 1, version__unchanged=1, update__count=0)
+    )  # no update, no other weights
     found = steps(watch, 9, update__skipped=1, update__count=1)  # skipped now and then
     assert [finding.level for step in found for finding in step] == ["warning"]
-    assert not watch.evaluation(5, {"accuracy": 0.5, "accuracy_interval": [0.4, 0.6]}, {"accuracy": 0.41})
+    assert not watch.evaluation(
+        5, {"accuracy": 0.5, "accuracy_interval": [0.4, 0.6]}, {"accuracy": 0.41}
+    )
 
 
 def test_a_reward_function_that_never_varies_is_named():
@@ -71,7 +93,9 @@ def test_a_reward_function_that_never_varies_is_named():
     assert "length" in finding.text and "0.25" in finding.text and "correct" not in finding.text
     assert sum(map(len, found)) == 1
     assert not any(steps(Watch(), 12, [group(rare=[1] * 15 + [0])]))
-    assert not any(steps(Watch(), 12, [group(rare=[np.nan] * 16)]))  # nothing scored is another fault
+    assert not any(
+        steps(Watch(), 12, [group(rare=[np.nan] * 16)])
+    )  # nothing scored is another fault
     assert not any(steps(Watch(), 12, [group(few=[1, 1])]))  # too few completions to judge by
 
 
@@ -82,14 +106,21 @@ def test_a_reward_function_that_is_nearly_always_0_is_named_after_many_completio
     resumed = Watch()
     resumed.restore(json.loads(json.dumps(watch.state())))
     [[finding], second] = steps(resumed, 2, rare, first=10)
-    assert "reward function rare has given 0 to 990 of 1,000 completions, so next to nothing" in finding.text
+    assert (
+        "reward function rare has given 0 to 990 of 1,000 completions, so next to nothing"
+        in finding.text
+    )
     assert not second and not any(steps(Watch(), 20, [group(more=[0.0] * 98 + [1.0] * 2)]))
     assert not any(steps(Watch(), 20, [group(penalty=[0.0] * 99 + [-1.0])]))  # as it should be
 
 
 def test_each_way_in_which_a_function_fails_is_warned_of_once():
     watch = Watch()
-    failures = [Failure("checker", 17, 2, kind, f"{kind} {n}") for kind in ("raised", "died") for n in range(2)]
+    failures = [
+        Failure("checker", 17, 2, kind, f"{kind} {n}")
+        for kind in ("raised", "died")
+        for n in range(2)
+    ]
     assert [finding.text for finding in watch.failures(failures)] == ["raised 0", "died 0"]
     assert not watch.failures(failures)
 
@@ -100,8 +131,15 @@ def test_the_loop_sees_the_first_failure_of_a_function():
     failure = Failure("checker", 17, 2, "raised", "checker raised ValueError")
     folder = SimpleNamespace(write_groups=None, path="r")
     console = SimpleNamespace(warning=shown.append)
-    recorder = Recorder(folder, console, 1, False, lambda _: RolloutStats(failures=[failure] * 2),  # type: ignore[arg-type]
-                        lambda: 0, lambda: 0)
+    recorder = Recorder(
+        folder,
+        console,
+        1,
+        False,
+        lambda _: RolloutStats(failures=[failure] * 2),  # type: ignore[arg-type]
+        lambda: 0,
+        lambda: 0,
+    )
     with closing(recorder):
         recorder.evaluation(0, {}, [], 0, 0.0)
     assert [finding.text for finding in recorder.warned] == shown == [failure.text]
@@ -119,17 +157,25 @@ def test_an_accuracy_below_the_interval_of_before_training_is_warned_of():
     [finding] = watch.evaluation(20, before, {"accuracy": 0.39})
     assert "39.0%" in finding.text and "40.0%" in finding.text and "step 20" in finding.text
     assert not watch.evaluation(40, before, {"accuracy": 0.1})
-    [finding] = Watch().evaluation(20, before | {"mean_reward": 0.5}, {"accuracy": 0.39, "mean_reward": 0.6})
+    [finding] = Watch().evaluation(
+        20, before | {"mean_reward": 0.5}, {"accuracy": 0.39, "mean_reward": 0.6}
+    )
     assert "change reward.functions" in finding.text and "optimizer.lr" not in finding.text
     assert not Watch().evaluation(20, {"mean_reward": 0.5}, {"mean_reward": 0.1})
 
 
 def test_of_fewer_questions_the_whole_interval_must_be_below():
     before = {"accuracy": 0.37, "accuracy_interval": [0.33, 0.41], "num_questions": 500}
-    quick = {"accuracy": 0.3, "accuracy_interval": [0.22, 0.4], "num_questions": 100}  # these may be harder ones
+    quick = {
+        "accuracy": 0.3,
+        "accuracy_interval": [0.22, 0.4],
+        "num_questions": 100,
+    }  # these may be harder ones
     assert not Watch().evaluation(20, before, quick)
     assert Watch().evaluation(20, before, quick | {"num_questions": 500})
-    assert Watch().evaluation(20, before, quick | {"accuracy": 0.2, "accuracy_interval": [0.13, 0.29]})
+    assert Watch().evaluation(
+        20, before, quick | {"accuracy": 0.2, "accuracy_interval": [0.13, 0.29]}
+    )
 
 
 def test_a_resumed_watch_goes_on_where_the_stored_one_was():

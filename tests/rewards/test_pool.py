@@ -43,8 +43,10 @@ from shoal.types import Example, RewardFunction, ShoalError
 from shoal.workers import pool as worker_pool
 from shoal.workers import process
 
-EXAMPLES = [Example(17, [{"role": "user", "content": "2 + 3?"}], {"answer": "5"}),
-            Example(4, [{"role": "user", "content": "2 * 4?"}], {"answer": "8"})]
+EXAMPLES = [
+    Example(17, [{"role": "user", "content": "2 + 3?"}], {"answer": "5"}),
+    Example(4, [{"role": "user", "content": "2 * 4?"}], {"answer": "8"}),
+]
 TEXTS = [["5", "6"], ["bad", "7"]]
 IDS = [[[1, 2], [3]], [[4], []]]
 BAD = r"data row 4, completion 0 \(prompt '2 \* 4\?', completion 'bad'\)"
@@ -54,8 +56,14 @@ def section(**keys: Any) -> RewardSection:
     return RewardSection(**{"timeout_seconds": 20.0, "memory_gib": 0.5, **keys})
 
 
-def scored(*functions: Any, examples: Sequence[Example] = EXAMPLES, texts: Any = TEXTS, ids: Any = IDS,
-           weights: Sequence[float] = (), **keys: Any) -> Scores:
+def scored(
+    *functions: Any,
+    examples: Sequence[Example] = EXAMPLES,
+    texts: Any = TEXTS,
+    ids: Any = IDS,
+    weights: Sequence[float] = (),
+    **keys: Any,
+) -> Scores:
     with RewardPool(name_functions(functions, weights), section(**keys), 10) as pool:
         pool.submit("here", examples, texts, ids, step=3)
         [(ticket, scores)] = pool.collect(wait=True)
@@ -107,11 +115,23 @@ def complain() -> None:
 FAULTS = [
     (hang, "timed out", r"took longer than reward.timeout_seconds=0.6 for BAD"),
     (hang_with_a_family, "timed out", r"took longer than reward.timeout_seconds=0.6 for BAD"),
-    (allocate, "raised", r"raised MemoryError \(reward.memory_gib is the limit\) for BAD; test_pool.py, line \d+"),
+    (
+        allocate,
+        "raised",
+        r"raised MemoryError \(reward.memory_gib is the limit\) for BAD; test_pool.py, line \d+",
+    ),
     (functools.partial(os._exit, 3), "died", r"ended its process \(exit code 3\) for BAD"),
     (crash, "died", r"ended its process \(SIGSEGV\) for BAD"),
-    (lambda: os.kill(os.getpid(), signal.SIGKILL), "died", r"ended its process \(SIGKILL, out of memory\?\) for BAD"),
-    (functools.partial(os.closerange, 3, 256), "died", r"ended its process \(exit code 1\) for BAD"),
+    (
+        lambda: os.kill(os.getpid(), signal.SIGKILL),
+        "died",
+        r"ended its process \(SIGKILL, out of memory\?\) for BAD",
+    ),
+    (
+        functools.partial(os.closerange, 3, 256),
+        "died",
+        r"ended its process \(exit code 1\) for BAD",
+    ),
     (complain, "raised", r"raised KeyError: 'no such\\nthing' for BAD; test_pool.py, line \d+"),
     (functools.partial(sys.exit, 2), "raised", "raised SystemExit: 2 for BAD"),
     (lambda: math.nan, "not a number", "returned nan for BAD: expected a finite number"),
@@ -120,8 +140,11 @@ FAULTS = [
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_an_async_function_that_raises_keyboard_interrupt_fails_as_with_any_other_error(workers: int) -> None:
+def test_an_async_function_that_raises_keyboard_interrupt_fails_as_with_any_other_error(
+    workers: int,
+) -> None:
     """It ends no event loop, which nobody would be woken by, and no other call on it."""
+
     async def checker(completions: Any, **kwargs: Any) -> list[float]:
         raise KeyboardInterrupt
 
@@ -137,37 +160,63 @@ def test_an_async_function_that_raises_keyboard_interrupt_fails_as_with_any_othe
 @pytest.mark.parametrize(("act", "kind", "message"), FAULTS)
 @pytest.mark.parametrize("on_error", ["zero", "skip"])
 def test_one_completion_fails_and_the_others_keep_their_rewards(
-        act: Callable[[], Any], kind: str, message: str, on_error: str) -> None:
+    act: Callable[[], Any], kind: str, message: str, on_error: str
+) -> None:
     seconds = 0.6 if kind == "timed out" else 20.0
     started = time.monotonic()
-    scores = scored(at_bad(act), lambda **kwargs: [10.0] * len(kwargs["completions"]), on_error=on_error,
-                    timeout_seconds=seconds, memory_gib=0.1)
+    scores = scored(
+        at_bad(act),
+        lambda **kwargs: [10.0] * len(kwargs["completions"]),
+        on_error=on_error,
+        timeout_seconds=seconds,
+        memory_gib=0.1,
+    )
     assert time.monotonic() - started < 20  # two limits and some
     [failure] = scores.failures
-    assert (failure.function, failure.row, failure.completion, failure.kind) == ("checker", 4, 0, kind)
-    assert re.fullmatch(f"reward function 'checker' after step 3 {message.replace('BAD', BAD)}.*", failure.text)
+    assert (failure.function, failure.row, failure.completion, failure.kind) == (
+        "checker",
+        4,
+        0,
+        kind,
+    )
+    assert re.fullmatch(
+        f"reward function 'checker' after step 3 {message.replace('BAD', BAD)}.*", failure.text
+    )
     skip = on_error == "skip"
-    np.testing.assert_array_equal(scores.components["checker"], [[1, 1], [np.nan if skip else 0, 1]])
+    np.testing.assert_array_equal(
+        scores.components["checker"], [[1, 1], [np.nan if skip else 0, 1]]
+    )
     np.testing.assert_array_equal(scores.rewards, [[11, 11], [np.nan if skip else 10, 11]])
     np.testing.assert_array_equal(scores.valid, [[True, True], [not skip, True]])
 
 
 @pytest.mark.parametrize(("act", "kind", "message"), FAULTS)
-def test_by_default_the_run_ends_with_the_example_named(act: Callable[[], Any], kind: str, message: str) -> None:
+def test_by_default_the_run_ends_with_the_example_named(
+    act: Callable[[], Any], kind: str, message: str
+) -> None:
     happened = message.replace("BAD", BAD)
-    with pytest.raises(ShoalError, match=f"'checker' after step 3 {happened}.*reward.on_error=zero"):
+    with pytest.raises(
+        ShoalError, match=f"'checker' after step 3 {happened}.*reward.on_error=zero"
+    ):
         scored(at_bad(act), timeout_seconds=0.6 if kind == "timed out" else 20.0, memory_gib=0.1)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("on_error", ["error", "zero", "skip"])
-@pytest.mark.parametrize(("result", "message"), [
-    ([1.0] * 3, "returned 3 values for 4 completions.*row 17"),
-    (1.0, "returned 1.0: it must return a list .*; 4 were given"),
-    (None, r"returned None: it must return a list with one number \(or None where .*; 4 were given, the first"),
-])
-def test_what_is_no_list_of_as_many_is_an_error_under_every_policy(result: Any, message: str, on_error: str,
-                                                                   workers: int) -> None:
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        ([1.0] * 3, "returned 3 values for 4 completions.*row 17"),
+        (1.0, "returned 1.0: it must return a list .*; 4 were given"),
+        (
+            None,
+            r"returned None: it must return a list with one number \(or None where .*; 4 were given, the first",
+        ),
+    ],
+)
+def test_what_is_no_list_of_as_many_is_an_error_under_every_policy(
+    result: Any, message: str, on_error: str, workers: int
+) -> None:
     with pytest.raises(ShoalError, match=rf"'<lambda>' after step 3 {message}"):
         scored(lambda **kwargs: result, on_error=on_error, workers=workers)
 
@@ -176,7 +225,9 @@ def test_a_wish_that_no_column_meets_is_an_error_through_workers() -> None:
     def checker(completions: Any, answr: Any) -> list[float]:
         return []
 
-    with pytest.raises(ShoalError, match=r"'checker' after step 3 wants 'answr'.*did you mean answer\?"):
+    with pytest.raises(
+        ShoalError, match=r"'checker' after step 3 wants 'answr'.*did you mean answer\?"
+    ):
         scored(checker, on_error="skip")
 
 
@@ -185,7 +236,9 @@ def test_a_function_that_hangs_on_everything_costs_one_limit_a_completion() -> N
         time.sleep(1000)
         return []
 
-    with RewardPool(name_functions([checker]), section(on_error="skip", timeout_seconds=0.5, workers=4)) as pool:
+    with RewardPool(
+        name_functions([checker]), section(on_error="skip", timeout_seconds=0.5, workers=4)
+    ) as pool:
         started = time.monotonic()
         for ticket in range(3):
             pool.submit(ticket, EXAMPLES[:1], [["a", "b", "c"]], [[[1]] * 3], step=3)
@@ -195,7 +248,9 @@ def test_a_function_that_hangs_on_everything_costs_one_limit_a_completion() -> N
         seconds = time.monotonic() - started
     assert [len(scores.failures) for scores in found.values()] == [3, 3, 3]
     assert not any(scores.valid.any() for scores in found.values())
-    assert seconds < 8  # 0.5 * (1 + 9 / 4) and the forks; a limit after the other would be 6 for the calls alone
+    assert (
+        seconds < 8
+    )  # 0.5 * (1 + 9 / 4) and the forks; a limit after the other would be 6 for the calls alone
 
 
 def test_a_batch_that_fails_though_no_part_does() -> None:
@@ -223,7 +278,9 @@ def test_none_is_no_failure() -> None:
 
 
 def test_the_run_goes_on_with_the_next_step_after_a_worker_is_lost() -> None:
-    with RewardPool(name_functions([at_bad(hang)]), section(on_error="zero", timeout_seconds=0.6, workers=1)) as pool:
+    with RewardPool(
+        name_functions([at_bad(hang)]), section(on_error="zero", timeout_seconds=0.6, workers=1)
+    ) as pool:
         pool.submit(0, EXAMPLES, TEXTS, IDS, step=3)
         pool.submit(1, EXAMPLES[:1], [["55", "6"]], [[[1], [1]]], step=4)
         found: dict[Any, Scores] = {}
@@ -262,8 +319,12 @@ def test_closures_notebook_functions_partials_and_objects_run_in_workers() -> No
         def brief(completions, **kwargs):
             return [float(len(c[0]["content"]) <= limit) for c in completions]
         """)
-    scores = scored(closure, Grader(threading.Lock()), cells["brief"],
-                    functools.partial(lambda completions, value, **kwargs: [value] * 4, value=7.0))
+    scores = scored(
+        closure,
+        Grader(threading.Lock()),
+        cells["brief"],
+        functools.partial(lambda completions, value, **kwargs: [value] * 4, value=7.0),
+    )
     assert list(scores.components) == ["closure", "Grader", "brief", "<lambda>"]
     np.testing.assert_array_equal(scores.components["closure"], np.full((2, 2), 0.25))
     np.testing.assert_array_equal(scores.components["brief"], [[1, 1], [0, 1]])
@@ -271,16 +332,36 @@ def test_closures_notebook_functions_partials_and_objects_run_in_workers() -> No
 
 
 def test_results_equal_those_of_the_same_process() -> None:
-    def checker(prompts: Any, completions: Any, completion_ids: Any, trainer_state: Any, log_extra: Any,
-                log_metric: Any, answer: Any, table: Any, when: Any, nested: Any, **kwargs: Any) -> list[float | None]:
+    def checker(
+        prompts: Any,
+        completions: Any,
+        completion_ids: Any,
+        trainer_state: Any,
+        log_extra: Any,
+        log_metric: Any,
+        answer: Any,
+        table: Any,
+        when: Any,
+        nested: Any,
+        **kwargs: Any,
+    ) -> list[float | None]:
         log_extra("kinds", [type(value).__name__ for value in table])
         log_extra("odd", [np.float32(0.5), np.arange(2), when[0], {1: {2}}])
         log_metric("steps", trainer_state.global_step)
         log_metric("steps", trainer_state.max_steps)
-        return [None, 1 / 3, table[2].sum() + nested[2]["a"]["b"][1], (when[3].day + len(completion_ids[0])) / 7]
+        return [
+            None,
+            1 / 3,
+            table[2].sum() + nested[2]["a"]["b"][1],
+            (when[3].day + len(completion_ids[0])) / 7,
+        ]
 
-    columns = {"table": np.arange(6.0).reshape(2, 3), "when": datetime.datetime(2020, 2, 29, 12),
-               "nested": {"a": {"b": [1, 2.5]}}, "answer": "5"}
+    columns = {
+        "table": np.arange(6.0).reshape(2, 3),
+        "when": datetime.datetime(2020, 2, 29, 12),
+        "nested": {"a": {"b": [1, 2.5]}},
+        "answer": "5",
+    }
     examples = [Example(one.row, one.prompt, columns) for one in EXAMPLES]
     there = scored(checker, examples=examples, weights=(0.3,))
     here = scored(checker, examples=examples, weights=(0.3,), workers=0)
@@ -294,16 +375,25 @@ def test_results_equal_those_of_the_same_process() -> None:
 
 def test_plain_prompts_bring_plain_completions_through_workers() -> None:
     def checker(prompts: Any, completions: Any) -> list[float]:
-        return [float(prompt == "Once" and text == "b") for prompt, text in zip(prompts, completions, strict=True)]
+        return [
+            float(prompt == "Once" and text == "b")
+            for prompt, text in zip(prompts, completions, strict=True)
+        ]
 
     scores = scored(checker, examples=[Example(0, "Once")], texts=[["a", "b"]], ids=[[[1], [2]]])
     np.testing.assert_array_equal(scores.rewards, [[0.0, 1.0]])
 
 
 def test_a_column_that_cannot_be_sent_is_named() -> None:
-    with pytest.raises(ShoalError, match=r"column 'lock' of data row 8 holds a lock.*reward.workers=0"):
-        scored(lambda **kwargs: [0.0] * 2, examples=[Example(8, "p", {"lock": threading.Lock()})], texts=[["a", "b"]],
-               ids=[[[1], [2]]])
+    with pytest.raises(
+        ShoalError, match=r"column 'lock' of data row 8 holds a lock.*reward.workers=0"
+    ):
+        scored(
+            lambda **kwargs: [0.0] * 2,
+            examples=[Example(8, "p", {"lock": threading.Lock()})],
+            texts=[["a", "b"]],
+            ids=[[[1], [2]]],
+        )
 
 
 def test_logs_of_completions_that_were_called_alone_are_joined() -> None:
@@ -338,7 +428,10 @@ def test_tickets_get_their_own_scores_in_any_order() -> None:
 def test_a_tasks_own_functions_run_here_and_no_process_is_made() -> None:
     rewards = load_task(TaskSection(num_eval_questions=1)).rewards
     assert all(one.runs_in_process for one in rewards)
-    assert not any(one.runs_in_process for one in load_task(TaskSection(num_eval_questions=1), functions=[len]).rewards)
+    assert not any(
+        one.runs_in_process
+        for one in load_task(TaskSection(num_eval_questions=1), functions=[len]).rewards
+    )
     seen: list[int] = []
 
     def own(completions: Any, **kwargs: Any) -> list[float]:
@@ -348,7 +441,10 @@ def test_a_tasks_own_functions_run_here_and_no_process_is_made() -> None:
     def other(completions: Any, **kwargs: Any) -> list[float]:
         return [2.0] * len(completions)
 
-    functions = (RewardFunction("own", own, runs_in_process=True), RewardFunction("other", other, 0.5))
+    functions = (
+        RewardFunction("own", own, runs_in_process=True),
+        RewardFunction("other", other, 0.5),
+    )
     with RewardPool(functions, section()) as pool:
         pool.submit(0, EXAMPLES, TEXTS, IDS, step=1)
         [(_, scores)] = pool.collect(wait=True)
@@ -404,7 +500,9 @@ def test_an_asynchronous_call_that_hangs_spoils_no_other(block: bool) -> None:
             await asyncio.sleep(1000)
         return [float(len(text)) for text in texts_of(completions)]
 
-    with RewardPool(name_functions([checker]), section(on_error="skip", timeout_seconds=0.6)) as pool:
+    with RewardPool(
+        name_functions([checker]), section(on_error="skip", timeout_seconds=0.6)
+    ) as pool:
         for ticket, texts in enumerate(TEXTS):
             pool.submit(ticket, EXAMPLES[1:], [texts], [[[1], [1]]], step=3)
         found: dict[Any, Scores] = {}
@@ -433,7 +531,9 @@ def test_asynchronous_functions_run_where_a_loop_is_running_already() -> None:
         return [5.0] * len(completions)
 
     async def cell() -> Scores:
-        return score(name_functions([later]), EXAMPLES, [one.prompt for one in EXAMPLES], TEXTS, IDS)
+        return score(
+            name_functions([later]), EXAMPLES, [one.prompt for one in EXAMPLES], TEXTS, IDS
+        )
 
     np.testing.assert_array_equal(asyncio.run(cell()).rewards, np.full((2, 2), 5.0))
 
@@ -441,21 +541,42 @@ def test_asynchronous_functions_run_where_a_loop_is_running_already() -> None:
 # ---- verl's convention
 
 
-VERL = [Example(2, [{"role": "user", "content": "2 + 3?"}], {
-    "data_source": "sums", "reward_model": {"style": "rule", "ground_truth": "5"}, "extra_info": {"index": 9},
-    "answer": "no"})]
+VERL = [
+    Example(
+        2,
+        [{"role": "user", "content": "2 + 3?"}],
+        {
+            "data_source": "sums",
+            "reward_model": {"style": "rule", "ground_truth": "5"},
+            "extra_info": {"index": 9},
+            "answer": "no",
+        },
+    )
+]
 
 
-def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]) -> Any:
+def compute_score(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]
+) -> Any:
     assert data_source == "sums"
-    assert (extra_info["index"], extra_info["num_turns"], extra_info["rollout_reward_scores"]) == (9, 2, {})
+    assert (extra_info["index"], extra_info["num_turns"], extra_info["rollout_reward_scores"]) == (
+        9,
+        2,
+        {},
+    )
     extra_info["index"] = None  # a copy
-    return {"score": float(solution_str == ground_truth), "length": len(solution_str), "read": solution_str}
+    return {
+        "score": float(solution_str == ground_truth),
+        "length": len(solution_str),
+        "read": solution_str,
+    }
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_verls_functions_are_called_once_a_completion(workers: int, tmp_path: Path) -> None:
-    scores = scored(compute_score, examples=VERL, texts=[["5", "six"]], ids=[[[1], [2]]], workers=workers)
+    scores = scored(
+        compute_score, examples=VERL, texts=[["5", "six"]], ids=[[[1], [2]]], workers=workers
+    )
     np.testing.assert_array_equal(scores.components["compute_score"], [[1, 0]])
     assert scores.metrics == {"length": [1.0, 3.0]}
     assert scores.extra == {"read": [["5", "six"]]}
@@ -464,14 +585,21 @@ def test_verls_functions_are_called_once_a_completion(workers: int, tmp_path: Pa
         await asyncio.sleep(0)
         return float(solution_str == ground_truth)
 
-    scores = scored(later, examples=[Example(0, "p", {"answer": "5"})], texts=[["5", "6"]], ids=[[[1], [2]]],
-                    workers=workers)
+    scores = scored(
+        later,
+        examples=[Example(0, "p", {"answer": "5"})],
+        texts=[["5", "6"]],
+        ids=[[[1], [2]]],
+        workers=workers,
+    )
     np.testing.assert_array_equal(scores.rewards, [[1, 0]])
     assert scores.metrics == {"acc": [1.0, 0.0]}
 
     path = tmp_path / "verl.py"
-    path.write_text("def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
-                    "    return float('nan') if solution_str == 'bad' else 1.0\n")
+    path.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return float('nan') if solution_str == 'bad' else 1.0\n"
+    )
     task = load_task(TaskSection(num_eval_questions=1), RewardSection((f"{path}:compute_score",)))
     with RewardPool(task.rewards, section(workers=workers, on_error="skip")) as pool:
         pool.submit(0, EXAMPLES, TEXTS, IDS, step=3)
@@ -483,28 +611,42 @@ def test_verls_functions_are_called_once_a_completion(workers: int, tmp_path: Pa
 @pytest.mark.parametrize("workers", [0, 1])
 def test_what_verls_functions_want_and_may_return(workers: int) -> None:
     one = {"texts": [["5"]], "ids": [[[1]]], "workers": workers, "on_error": "zero"}
-    with pytest.raises(ShoalError, match="'compute_score' after step 3 wants a ground truth, which data row 0 lacks: "
-                                         "expected a column `reward_model`"):
+    with pytest.raises(
+        ShoalError,
+        match="'compute_score' after step 3 wants a ground truth, which data row 0 lacks: "
+        "expected a column `reward_model`",
+    ):
         scored(compute_score, examples=[Example(0, "p", {"data_source": "sums"})], **one)
-    as_text = {"data_source": "sums", "reward_model": '{"style": "rule", "ground_truth": "5"}', "answer": "6"}
+    as_text = {
+        "data_source": "sums",
+        "reward_model": '{"style": "rule", "ground_truth": "5"}',
+        "answer": "6",
+    }
     with pytest.raises(ShoalError, match="which rows, line 3 lacks: `reward_model` is text"):
         scored(compute_score, examples=[Example(2, "p", as_text, "rows, line 3")], **one)
 
     def without(solution_str: str, ground_truth: str) -> Any:
         return {"value": 1.0}
 
-    with pytest.raises(ShoalError, match=r"returned {'value': 1\.0}: expected a number, or a dict with `score`"):
+    with pytest.raises(
+        ShoalError, match=r"returned {'value': 1\.0}: expected a number, or a dict with `score`"
+    ):
         scored(without, examples=VERL, **one)
 
 
-@pytest.mark.parametrize("columns", [
-    {"reward_model": {"ground_truth": "1"}, "ground_truth": "2", "answer": "3"},
-    {"answer": "3", "ground_truth": "1", "solution": "4"},
-    {"solution": "so it is 1", "answer": "1"},
-    {"answer": "", "solution": "1", "label": "2"},
-    {"label": "2", "target": "1"},
-])
-def test_what_is_right_is_one_thing_for_rewards_the_doctor_and_exports(columns: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"reward_model": {"ground_truth": "1"}, "ground_truth": "2", "answer": "3"},
+        {"answer": "3", "ground_truth": "1", "solution": "4"},
+        {"solution": "so it is 1", "answer": "1"},
+        {"answer": "", "solution": "1", "label": "2"},
+        {"label": "2", "target": "1"},
+    ],
+)
+def test_what_is_right_is_one_thing_for_rewards_the_doctor_and_exports(
+    columns: dict[str, Any],
+) -> None:
     def right(solution_str: str, ground_truth: str) -> float:
         return float(solution_str == ground_truth)
 
@@ -540,14 +682,19 @@ def stopped(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.slow
-def test_a_pool_that_says_nothing_is_an_error_and_the_wait_is_message(stopped: RewardPool,
-                                                                   capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pool_that_says_nothing_is_an_error_and_the_wait_is_message(
+    stopped: RewardPool, capsys: pytest.CaptureFixture[str]
+) -> None:
     stopped.submit(0, *lone("5"))
-    with pytest.raises(ShoalError, match=r"waited \d+ s for rewards \(completions with checker: 1\), but .* stuck"):
+    with pytest.raises(
+        ShoalError, match=r"waited \d+ s for rewards \(completions with checker: 1\), but .* stuck"
+    ):
         stopped.collect(wait=True)
     line = "waiting for rewards for 0 s: completions with checker: 1; reward.timeout_seconds=1 "
     assert line in capsys.readouterr().err
-    with pytest.raises(ShoalError, match="the reward workers have ended, so nothing more can be scored"):
+    with pytest.raises(
+        ShoalError, match="the reward workers have ended, so nothing more can be scored"
+    ):
         stopped.submit(1, *lone("5"))
 
 
@@ -561,7 +708,9 @@ def test_a_pool_that_takes_nothing_is_an_error(stopped: RewardPool) -> None:
 def test_a_long_call_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_pool, "PULSE_SECONDS", 0.05)
     monkeypatch.setattr(pool_module, "SILENT_SECONDS", 1.5)
-    scores = scored(lambda completions, **kwargs: [float(time.sleep(2.5) is None)] * len(completions))
+    scores = scored(
+        lambda completions, **kwargs: [float(time.sleep(2.5) is None)] * len(completions)
+    )
     assert (scores.rewards == 1).all()
 
 
@@ -583,7 +732,9 @@ def test_a_worker_that_cannot_end_stops_no_other(monkeypatch: pytest.MonkeyPatch
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "waitpid", never)
-        pool = RewardPool(name_functions([at_bad(hang)]), section(timeout_seconds=0.5, workers=1, on_error="skip"))
+        pool = RewardPool(
+            name_functions([at_bad(hang)]), section(timeout_seconds=0.5, workers=1, on_error="skip")
+        )
     with pool:
         started = time.monotonic()
         pool.submit(0, *lone("bad"))
@@ -597,7 +748,9 @@ def test_a_worker_that_cannot_end_stops_no_other(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.slow
-def test_a_call_that_never_begins_behind_another_is_made_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_that_never_begins_behind_another_is_made_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async def checker(completions: Any, **kwargs: Any) -> list[float]:
         if "bad" in texts_of(completions):
             time.sleep(0.5)  # meanwhile the other call is asked for
@@ -630,8 +783,12 @@ def test_a_pool_closes_at_once_though_a_younger_one_holds_its_link() -> None:
 
 
 def test_a_pool_that_is_closed_judges_nothing_by_halves() -> None:
-    functions = (RewardFunction("own", lambda completions, **kwargs: [1.0] * len(completions), runs_in_process=True),
-                 *name_functions([at_bad(hang)]))
+    functions = (
+        RewardFunction(
+            "own", lambda completions, **kwargs: [1.0] * len(completions), runs_in_process=True
+        ),
+        *name_functions([at_bad(hang)]),
+    )
     pool = RewardPool(functions, section())
     pool.close()
     with pytest.raises(ShoalError, match="the reward workers have ended"):
@@ -639,9 +796,12 @@ def test_a_pool_that_is_closed_judges_nothing_by_halves() -> None:
     assert pool.collect() == []
 
 
-def test_a_supervisor_whose_trainer_gave_up_ends_without_a_word(monkeypatch: pytest.MonkeyPatch,
-                                                                capfd: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # those of pytest would hide what asyncio says
+def test_a_supervisor_whose_trainer_gave_up_ends_without_a_word(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        logging.getLogger(), "handlers", []
+    )  # those of pytest would hide what asyncio says
     pool = RewardPool(name_functions([at_bad(hang)]), section(workers=2))
     for ticket in range(40):
         pool.submit(ticket, *lone("bad"))
@@ -651,13 +811,17 @@ def test_a_supervisor_whose_trainer_gave_up_ends_without_a_word(monkeypatch: pyt
     assert capfd.readouterr().err == ""
 
 
-def test_a_worker_that_ends_as_it_starts_is_a_call_that_died(monkeypatch: pytest.MonkeyPatch,
-                                                             capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_worker_that_ends_as_it_starts_is_a_call_that_died(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(worker_pool, "limit_memory", lambda _: os._exit(3))
     with RewardPool(name_functions([at_bad(hang)]), section(on_error="zero")) as pool:
         pool.submit(0, *lone("5"))
         [(_, scores)] = pool.collect(wait=True)
-    assert "ended its process (as it started)" in scores.failures[0].text and capfd.readouterr().err == ""
+    assert (
+        "ended its process (as it started)" in scores.failures[0].text
+        and capfd.readouterr().err == ""
+    )
 
 
 @pytest.mark.slow
@@ -671,10 +835,19 @@ def test_a_trial_ends_with_the_first_completion_that_takes_too_long(singly: bool
     def one(solution_str: str, ground_truth: str) -> float:
         return whole([[{"content": solution_str}]])[0]
 
-    with RewardPool(name_functions([one if singly else whole]), section(timeout_seconds=0.5, workers=1)) as pool:
+    with RewardPool(
+        name_functions([one if singly else whole]), section(timeout_seconds=0.5, workers=1)
+    ) as pool:
         started = time.monotonic()
-        pool.submit(0, EXAMPLES[:1], [["5"] + ["6"] * 20], [[[1]] * 21], 0, on_error="skip",
-                    trial=["right", *["wrong"] * 20])
+        pool.submit(
+            0,
+            EXAMPLES[:1],
+            [["5"] + ["6"] * 20],
+            [[[1]] * 21],
+            0,
+            on_error="skip",
+            trial=["right", *["wrong"] * 20],
+        )
         [(_, scores)] = pool.collect(wait=True)
         assert time.monotonic() - started < 7  # each alone takes 10
     assert [failure.completion for failure in scores.failures] == [1]
@@ -686,13 +859,19 @@ def test_a_trial_ends_with_the_first_completion_that_takes_too_long(singly: bool
 
 
 def children() -> set[int]:
-    return {int(pid) for thread in Path("/proc/self/task").iterdir()
-            for pid in (thread / "children").read_text().split()}
+    return {
+        int(pid)
+        for thread in Path("/proc/self/task").iterdir()
+        for pid in (thread / "children").read_text().split()
+    }
 
 
 def descendants(pid: int) -> set[int]:
-    found = {int(child) for thread in Path(f"/proc/{pid}/task").iterdir()
-             for child in (thread / "children").read_text().split()}
+    found = {
+        int(child)
+        for thread in Path(f"/proc/{pid}/task").iterdir()
+        for child in (thread / "children").read_text().split()
+    }
     return found | {far for child in found for far in descendants(child)}
 
 
@@ -742,7 +921,9 @@ def test_a_hung_call_takes_its_children_with_it(tmp_path: Path) -> None:
         time.sleep(1000)
         return []
 
-    with RewardPool(name_functions([checker]), section(timeout_seconds=1.0, on_error="skip")) as pool:
+    with RewardPool(
+        name_functions([checker]), section(timeout_seconds=1.0, on_error="skip")
+    ) as pool:
         pool.submit(0, EXAMPLES[:1], [["a"]], [[[1]]], step=1)
         [(_, scores)] = pool.collect(wait=True)
         pids = [int(file.name) for file in tmp_path.iterdir()]
@@ -776,8 +957,13 @@ except KeyboardInterrupt:
 
 
 def scripted() -> subprocess.Popen[str]:
-    process = subprocess.Popen([sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                               text=True, start_new_session=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
     assert process.stdout is not None
     assert [process.stdout.readline() for _ in range(2)] == ["calling\n"] * 2
     return process
@@ -854,7 +1040,9 @@ def test_a_pool_that_is_dropped_ends_its_processes() -> None:
 
 def test_a_system_without_forks_is_message_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "fork")
-    with pytest.raises(ShoalError, match=r"reward.workers=2: this system cannot fork.*reward.workers=0"):
+    with pytest.raises(
+        ShoalError, match=r"reward.workers=2: this system cannot fork.*reward.workers=0"
+    ):
         RewardPool(name_functions([at_bad(hang)]), section(workers=2))
     assert (scored(at_bad(lambda: 0.0), workers=0).rewards >= 0).all()
 
@@ -873,33 +1061,51 @@ def test_input_is_empty_and_prints_are_seen(capfd: pytest.CaptureFixture[str]) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["zero", "skip"])
-@pytest.mark.parametrize(("act", "happened", "keys"), [
-    (hang, r"took longer than reward.timeout_seconds=0.1", {"timeout_seconds": 0.1, "workers": 8}),
-    (complain, r"raised KeyError: 'no such\\nthing'", {"workers": 2}),
-    (complain, r"raised KeyError: 'no such\\nthing'", {"workers": 0}),
-    (lambda: math.nan, "returned nan", {"workers": 2}),
-])
-def test_a_function_that_fails_for_everything_ends_the_run(act: Callable[[], Any], happened: str, keys: dict[str, Any],
-                                                           policy: str) -> None:
+@pytest.mark.parametrize(
+    ("act", "happened", "keys"),
+    [
+        (
+            hang,
+            r"took longer than reward.timeout_seconds=0.1",
+            {"timeout_seconds": 0.1, "workers": 8},
+        ),
+        (complain, r"raised KeyError: 'no such\\nthing'", {"workers": 2}),
+        (complain, r"raised KeyError: 'no such\\nthing'", {"workers": 0}),
+        (lambda: math.nan, "returned nan", {"workers": 2}),
+    ],
+)
+def test_a_function_that_fails_for_everything_ends_the_run(
+    act: Callable[[], Any], happened: str, keys: dict[str, Any], policy: str
+) -> None:
     started = time.monotonic()
     with RewardPool(name_functions([at_bad(act)]), section(on_error=policy, **keys)) as pool:
-        expected = (rf"'checker' failed for 33 of the last \d+ completions, more than reward.max_failed_share=0.5 of "
-                    rf"64; the first: reward function 'checker' after step 3 {happened} for data row 4, comple")
+        expected = (
+            rf"'checker' failed for 33 of the last \d+ completions, more than reward.max_failed_share=0.5 of "
+            rf"64; the first: reward function 'checker' after step 3 {happened} for data row 4, comple"
+        )
         with pytest.raises(ShoalError, match=expected):
             for ticket in range(500):
                 pool.submit(ticket, *lone("bad"))
             for _ in range(500):
                 pool.collect(wait=True)
-    assert time.monotonic() - started < 15  # all of them would take 500 * 0.1 / 8 s and as many forks
+    assert (
+        time.monotonic() - started < 15
+    )  # all of them would take 500 * 0.1 / 8 s and as many forks
 
 
 @pytest.mark.slow
-def test_a_function_that_hangs_on_everything_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_function_that_hangs_on_everything_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Of the 32 completions of a step, few are tried: none of so many is enough only where failing is fast."""
     monkeypatch.setattr(scores_module, "HOPELESS_SECONDS", 1.4)
-    expected = (r"'checker' failed for (\d+) of the last \1 completions, more than reward.max_failed_share=0.5, and "
-                r"returned nothing in \d s of waiting; the first: .* took longer than")
-    with RewardPool(name_functions([at_bad(hang)]), section(on_error="skip", timeout_seconds=0.5)) as pool:
+    expected = (
+        r"'checker' failed for (\d+) of the last \1 completions, more than reward.max_failed_share=0.5, and "
+        r"returned nothing in \d s of waiting; the first: .* took longer than"
+    )
+    with RewardPool(
+        name_functions([at_bad(hang)]), section(on_error="skip", timeout_seconds=0.5)
+    ) as pool:
         started = time.monotonic()
         for ticket in range(4):
             pool.submit(ticket, EXAMPLES[:1], [["bad"] * 8], [[[1]] * 8], 3)
@@ -912,7 +1118,9 @@ def test_a_function_that_hangs_on_everything_is_not_waited_for(monkeypatch: pyte
 @pytest.mark.slow
 def test_a_function_that_hangs_on_one_prompt_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scores_module, "HOPELESS_SECONDS", 0.3)
-    with RewardPool(name_functions([at_bad(hang)]), section(on_error="skip", timeout_seconds=0.3)) as pool:
+    with RewardPool(
+        name_functions([at_bad(hang)]), section(on_error="skip", timeout_seconds=0.3)
+    ) as pool:
         for ticket, text in enumerate(["bad", "5", "5"]):
             pool.submit(ticket, EXAMPLES[:1], [[text] * 3], [[[1]] * 3], 3)
         found: dict[Any, Scores] = {}
@@ -921,9 +1129,13 @@ def test_a_function_that_hangs_on_one_prompt_is_waited_for(monkeypatch: pytest.M
     assert [len(scores.failures) for _, scores in sorted(found.items())] == [3, 0, 0]
 
 
-def test_a_slow_failure_in_this_process_is_not_waited_for_either(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_failure_in_this_process_is_not_waited_for_either(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     calls: list[int] = []
-    monkeypatch.setattr(scores_module, "time", types.SimpleNamespace(monotonic=lambda: 50.0 * len(calls)))
+    monkeypatch.setattr(
+        scores_module, "time", types.SimpleNamespace(monotonic=lambda: 50.0 * len(calls))
+    )
 
     def checker(completions: Any, **kwargs: Any) -> list[float]:
         calls.append(len(completions))
@@ -931,7 +1143,9 @@ def test_a_slow_failure_in_this_process_is_not_waited_for_either(monkeypatch: py
 
     with RewardPool(name_functions([checker]), section(on_error="zero", workers=0)) as pool:
         pool.submit(0, EXAMPLES[:1], [["a"] * 20], [[[1]] * 20], 3)
-        with pytest.raises(ShoalError, match=r"failed for (\d) of the last \1 completions.*OSError: no answer"):
+        with pytest.raises(
+            ShoalError, match=r"failed for (\d) of the last \1 completions.*OSError: no answer"
+        ):
             pool.collect()
     assert calls == [20, 1, 1, 1]
 
@@ -944,14 +1158,19 @@ def test_none_for_everything_ends_the_run(workers: int) -> None:
     def judge(texts: Sequence[str], trial: bool = False, **keys: Any) -> int:
         with RewardPool(name_functions([checker]), section(workers=workers, **keys)) as pool:
             if trial:
-                pool.submit("tried", EXAMPLES[:1], [["none"] * 40], [[[1]] * 40], 0, trial=["wrong"] * 40)
+                pool.submit(
+                    "tried", EXAMPLES[:1], [["none"] * 40], [[[1]] * 40], 0, trial=["wrong"] * 40
+                )
                 assert not pool.collect(wait=True)[0][1].valid.any()
             for ticket, text in enumerate(texts):
                 pool.submit(ticket, EXAMPLES[1:], [["none", text]], [[[1], [1]]], 3)
             return sum(len(pool.collect(wait=True)) for _ in texts)
 
-    with pytest.raises(ShoalError, match=r"^checker returned None for every completion of 32 groups in a row, the last "
-                                         r"for data row 4, completion 1 .*: nothing can be learned; return a numb"):
+    with pytest.raises(
+        ShoalError,
+        match=r"^checker returned None for every completion of 32 groups in a row, the last "
+        r"for data row 4, completion 1 .*: nothing can be learned; return a numb",
+    ):
         judge(["none"] * 32)
     with pytest.raises(ShoalError, match="checker returned None"):
         judge(["none"], trial=True)
@@ -968,7 +1187,10 @@ def test_a_stop_in_a_notebook_does_not_wait_for_an_asynchronous_function(blocks:
         return []
 
     async def cell() -> float:
-        with RewardPool(name_functions([checker]), section(workers=0)) as pool, stop_on_signals() as stop:
+        with (
+            RewardPool(name_functions([checker]), section(workers=0)) as pool,
+            stop_on_signals() as stop,
+        ):
             threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
             with pytest.raises(StopRequested), stop.raising_at_once():
                 pool.submit(0, *lone("bad"))
@@ -980,8 +1202,10 @@ def test_a_stop_in_a_notebook_does_not_wait_for_an_asynchronous_function(blocks:
 
 def test_failures_within_the_share_do_not_end_the_run() -> None:
     for share, texts in ((0.5, ["5", "bad"]), (1.0, ["bad"])):
-        with RewardPool(name_functions([at_bad(complain)]),
-                        section(on_error="zero", workers=0, max_failed_share=share)) as pool:
+        with RewardPool(
+            name_functions([at_bad(complain)]),
+            section(on_error="zero", workers=0, max_failed_share=share),
+        ) as pool:
             for ticket in range(200):
                 pool.submit(ticket, *lone(texts[ticket % len(texts)]))
             assert len(pool.collect()) == 200

@@ -35,15 +35,31 @@ from shoal.tasks.graders.answer import (
 )
 from shoal.types import Example, RewardFunction, ShoalError
 
-EXAMPLES = [Example(17, [{"role": "user", "content": "2 + 3?"}], {"answer": "5", "prompt": "hidden"}),
-            Example(4, [{"role": "user", "content": "2 * 4?"}], {"answer": "8", "level": 2})]
+EXAMPLES = [
+    Example(17, [{"role": "user", "content": "2 + 3?"}], {"answer": "5", "prompt": "hidden"}),
+    Example(4, [{"role": "user", "content": "2 * 4?"}], {"answer": "8", "level": 2}),
+]
 TEXTS = [["5", "6", "five"], ["8", "7", ""]]
 IDS = [[np.array([1, 2]), np.array([3]), np.array([4])], [[5], [6, 7], []]]
 
 
-def run(*functions: Any, weights: Sequence[float] = (), examples: Sequence[Example] = EXAMPLES,
-        texts: Any = TEXTS, ids: Any = IDS, step: int = 3) -> Scores:
-    return score(name_functions(functions, weights), examples, [e.prompt for e in examples], texts, ids, step, 10)
+def run(
+    *functions: Any,
+    weights: Sequence[float] = (),
+    examples: Sequence[Example] = EXAMPLES,
+    texts: Any = TEXTS,
+    ids: Any = IDS,
+    step: int = 3,
+) -> Scores:
+    return score(
+        name_functions(functions, weights),
+        examples,
+        [e.prompt for e in examples],
+        texts,
+        ids,
+        step,
+        10,
+    )
 
 
 # ---- what functions are given
@@ -58,17 +74,36 @@ def test_arguments_are_flat_with_the_groups_side_by_side() -> None:
 
     run(look)
     message = {"role": "assistant"}
-    assert seen["completions"] == [[message | {"content": text}] for text in ("5", "6", "five", "8", "7", "")]
+    assert seen["completions"] == [
+        [message | {"content": text}] for text in ("5", "6", "five", "8", "7", "")
+    ]
     assert [prompt[0]["content"] for prompt in seen["prompts"]] == ["2 + 3?"] * 3 + ["2 * 4?"] * 3
     assert seen["completion_ids"] == [[1, 2], [3], [4], [5], [6, 7], []]
     assert all(type(token) is int for ids in seen["completion_ids"] for token in ids)
     assert seen["answer"] == ["5"] * 3 + ["8"] * 3
     assert seen["level"] == [None] * 3 + [2] * 3
-    assert set(seen) == {"prompts", "completions", "completion_ids", "answer", "level", "trainer_state", "log_extra",
-                         "log_metric"}
+    assert set(seen) == {
+        "prompts",
+        "completions",
+        "completion_ids",
+        "answer",
+        "level",
+        "trainer_state",
+        "log_extra",
+        "log_metric",
+    }
     state = seen["trainer_state"]
-    assert (state.global_step, state.max_steps, state.epoch, state.num_train_epochs) == (3, 10, 0.3, 1)
-    assert (state.num_input_tokens_seen, list(state.log_history), state.is_world_process_zero) == (0, [], True)
+    assert (state.global_step, state.max_steps, state.epoch, state.num_train_epochs) == (
+        3,
+        10,
+        0.3,
+        1,
+    )
+    assert (state.num_input_tokens_seen, list(state.log_history), state.is_world_process_zero) == (
+        0,
+        [],
+        True,
+    )
 
 
 def test_plain_prompts_bring_plain_completions() -> None:
@@ -84,17 +119,23 @@ def test_plain_prompts_bring_plain_completions() -> None:
 
 def test_a_function_gets_only_what_it_names() -> None:
     def judge(completions: Any, answer: Any, unset: float = 0.5) -> list[float]:
-        return [float(c[0]["content"] == a) + unset for c, a in zip(completions, answer, strict=True)]
+        return [
+            float(c[0]["content"] == a) + unset for c, a in zip(completions, answer, strict=True)
+        ]
 
     np.testing.assert_array_equal(run(judge).rewards, [[1.5, 0.5, 0.5], [1.5, 0.5, 0.5]])
-    np.testing.assert_array_equal(run(functools.partial(judge, unset=0.0)).rewards, [[1, 0, 0], [1, 0, 0]])
+    np.testing.assert_array_equal(
+        run(functools.partial(judge, unset=0.0)).rewards, [[1, 0, 0], [1, 0, 0]]
+    )
 
 
 def test_a_wish_that_no_column_meets_names_the_nearest() -> None:
     def judge(completions: Any, answr: Any) -> list[float]:
         return []
 
-    with pytest.raises(ShoalError, match=r"'judge' after step 3 wants 'answr'.*did you mean answer\?"):
+    with pytest.raises(
+        ShoalError, match=r"'judge' after step 3 wants 'answr'.*did you mean answer\?"
+    ):
         run(judge)
 
     def by_position(completions: Any, /) -> list[float]:
@@ -106,7 +147,9 @@ def test_a_wish_that_no_column_meets_names_the_nearest() -> None:
     columns = r"no column of the data; there are: answer, level \(task.columns=\[solution=OTHER\]"
     with pytest.raises(ShoalError, match=columns):
         run(worked)
-    with pytest.raises(ShoalError, match="'by_position' after step 3 takes 'completions' by position only"):
+    with pytest.raises(
+        ShoalError, match="'by_position' after step 3 takes 'completions' by position only"
+    ):
         run(by_position)
 
 
@@ -115,7 +158,9 @@ def test_a_reward_for_messages_is_told_that_its_prompts_are_text() -> None:
         return [float(len(completion[0]["content"])) for completion in completions]
 
     texts = [Example(1, "2 + 3 =", {"answer": "5"}, place="sums.jsonl line 37")]
-    with pytest.raises(ShoalError, match=r"completions are strings here.* for sums\.jsonl line 37, completion 0 \("):
+    with pytest.raises(
+        ShoalError, match=r"completions are strings here.* for sums\.jsonl line 37, completion 0 \("
+    ):
         run(chat, examples=texts, texts=[["5"]], ids=[[[1]]])
 
 
@@ -156,7 +201,10 @@ def test_a_logged_column_of_another_length_is_an_error() -> None:
         log_extra("seen", ["one"])
         return [0.0] * 6
 
-    with pytest.raises(ShoalError, match=r"'judge' after step 3 raised .*log_extra\('seen'\): expected 6 values, got"):
+    with pytest.raises(
+        ShoalError,
+        match=r"'judge' after step 3 raised .*log_extra\('seen'\): expected 6 values, got",
+    ):
         run(judge)
 
 
@@ -179,38 +227,64 @@ def test_none_is_left_out_of_the_weighted_sum() -> None:
 
 
 @settings(deadline=None)
-@given(st.lists(st.tuples(*[st.none() | st.floats(-10, 10)] * 2), min_size=6, max_size=6),
-       st.tuples(st.floats(-3, 3), st.floats(-3, 3)))
-def test_the_weighted_sum_is_what_a_loop_would_sum(values: list[tuple[Any, Any]], weights: tuple[float, float]) -> None:
-    scores = run(*(lambda i=i, **kwargs: [pair[i] for pair in values] for i in range(2)), weights=weights)
+@given(
+    st.lists(st.tuples(*[st.none() | st.floats(-10, 10)] * 2), min_size=6, max_size=6),
+    st.tuples(st.floats(-3, 3), st.floats(-3, 3)),
+)
+def test_the_weighted_sum_is_what_a_loop_would_sum(
+    values: list[tuple[Any, Any]], weights: tuple[float, float]
+) -> None:
+    scores = run(
+        *(lambda i=i, **kwargs: [pair[i] for pair in values] for i in range(2)), weights=weights
+    )
     for (p, g), pair in zip(np.ndindex(2, 3), values, strict=True):
-        known = [weight * value for weight, value in zip(weights, pair, strict=True) if value is not None]
+        known = [
+            weight * value for weight, value in zip(weights, pair, strict=True) if value is not None
+        ]
         assert scores.valid[p, g] == bool(known)
-        assert scores.rewards[p, g] == pytest.approx(sum(known), abs=1e-12) if known else math.isnan(
-            scores.rewards[p, g])
+        assert (
+            scores.rewards[p, g] == pytest.approx(sum(known), abs=1e-12)
+            if known
+            else math.isnan(scores.rewards[p, g])
+        )
 
 
-@pytest.mark.parametrize("value", [True, 1, Decimal(1), np.float32(1), np.array(1.0), np.bool_(True)])
+@pytest.mark.parametrize(
+    "value", [True, 1, Decimal(1), np.float32(1), np.array(1.0), np.bool_(True)]
+)
 def test_all_kinds_of_numbers_count(value: Any) -> None:
     np.testing.assert_array_equal(run(lambda **kwargs: (value,) * 6).rewards, np.ones((2, 3)))
 
 
-@pytest.mark.parametrize(("bad", "told"), [
-    (math.nan, "nan"), (math.inf, "inf"), (-math.inf, "-inf"), ("1.0", "'1.0'"), ([1.0], r"\[1.0\]"), (1j, "1j"),
-    (10**400, "1000"),
-])
+@pytest.mark.parametrize(
+    ("bad", "told"),
+    [
+        (math.nan, "nan"),
+        (math.inf, "inf"),
+        (-math.inf, "-inf"),
+        ("1.0", "'1.0'"),
+        ([1.0], r"\[1.0\]"),
+        (1j, "1j"),
+        (10**400, "1000"),
+    ],
+)
 def test_what_is_no_finite_number_names_function_step_and_example(bad: Any, told: str) -> None:
     def judge(**kwargs: Any) -> list[Any]:
         return [0.0, 0.0, 0.0, 0.0, bad, 0.0]
 
-    with pytest.raises(ShoalError, match=rf"'judge' after step 3 returned .*{told}.* for data row 4, completion 1 "
-                                         r"\(prompt '2 \* 4\?', completion '7'\).*None"):
+    with pytest.raises(
+        ShoalError,
+        match=rf"'judge' after step 3 returned .*{told}.* for data row 4, completion 1 "
+        r"\(prompt '2 \* 4\?', completion '7'\).*None",
+    ):
         run(judge)
 
 
 @pytest.mark.parametrize("result", [[0.0] * 5, [0.0] * 7, []])
 def test_a_wrong_count_is_an_error(result: list[float]) -> None:
-    with pytest.raises(ShoalError, match=rf"after step 3 returned {len(result)} values for 6 completions.*row 17"):
+    with pytest.raises(
+        ShoalError, match=rf"after step 3 returned {len(result)} values for 6 completions.*row 17"
+    ):
         run(lambda **kwargs: result)
 
 
@@ -225,8 +299,11 @@ def test_an_exception_names_the_completion_at_which_it_is_raised() -> None:
     def judge(completions: Any, **kwargs: Any) -> list[float]:
         return [float(int(c[0]["content"] or "0")) for c in completions]
 
-    with pytest.raises(ShoalError, match=r"'judge' after step 3 raised ValueError: invalid literal.*row 17, "
-                                         r"completion 2 \(prompt '2 \+ 3\?', completion 'five'\)") as caught:
+    with pytest.raises(
+        ShoalError,
+        match=r"'judge' after step 3 raised ValueError: invalid literal.*row 17, "
+        r"completion 2 \(prompt '2 \+ 3\?', completion 'five'\)",
+    ) as caught:
         run(judge)
     assert isinstance(caught.value.__cause__, ValueError)
 
@@ -237,13 +314,20 @@ def test_an_exception_of_the_whole_batch_names_where_it_starts() -> None:
             raise RuntimeError
         return [0.0] * len(completions)
 
-    with pytest.raises(ShoalError, match="raised RuntimeError in a batch of 6 that starts with data row 17, comple"):
+    with pytest.raises(
+        ShoalError, match="raised RuntimeError in a batch of 6 that starts with data row 17, comple"
+    ):
         run(judge)
 
 
 def test_long_texts_are_shortened_in_errors() -> None:
     with pytest.raises(ShoalError, match=r"completion 'xxx.* \.\.\. xxx+'\)") as caught:
-        run(lambda **kwargs: [math.nan], examples=[Example(0, "p\n" * 900)], texts=[["x" * 5000]], ids=[[[1]]])
+        run(
+            lambda **kwargs: [math.nan],
+            examples=[Example(0, "p\n" * 900)],
+            texts=[["x" * 5000]],
+            ids=[[[1]]],
+        )
     assert len(str(caught.value)) < 400
 
 
@@ -258,7 +342,9 @@ def test_asynchronous_functions_are_known_by_their_make() -> None:
     for function, value in ((judge, 1.0), (Judge(), 1.0), (functools.partial(judge, unset=1), 2.0)):
         assert name_functions([function])[0].awaits
         np.testing.assert_array_equal(run(function).rewards, np.full((2, 3), value))
-    np.testing.assert_array_equal(run(lambda completions: judge(completions)).rewards, np.ones((2, 3)))
+    np.testing.assert_array_equal(
+        run(lambda completions: judge(completions)).rewards, np.ones((2, 3))
+    )
 
 
 @pytest.mark.parametrize("policy", ["zero", "skip"])
@@ -267,14 +353,25 @@ def test_policies_hold_in_this_process_too(policy: Any) -> None:
         return [float(c[0]["content"]) for c in completions]
 
     functions = name_functions([judge, lambda completions, **kwargs: [1.0] * len(completions)])
-    scores = score(functions, EXAMPLES, [e.prompt for e in EXAMPLES], TEXTS, IDS, 3, 10, on_error=policy)
+    scores = score(
+        functions, EXAMPLES, [e.prompt for e in EXAMPLES], TEXTS, IDS, 3, 10, on_error=policy
+    )
     failed = np.array([[False, False, True], [False, False, True]])
-    np.testing.assert_array_equal(scores.valid, ~failed if policy == "skip" else np.ones((2, 3), bool))
-    np.testing.assert_array_equal(scores.rewards, np.where(failed, np.nan if policy == "skip" else 1.0,
-                                                           [[6, 7, 0], [9, 8, 0]]))
-    assert [(one.row, one.completion, one.kind) for one in scores.failures] == [(17, 2, "raised"), (4, 2, "raised")]
-    assert "data row 17, completion 2 (prompt '2 + 3?', completion 'five'); test_reward.py, line " in \
-        scores.failures[0].text
+    np.testing.assert_array_equal(
+        scores.valid, ~failed if policy == "skip" else np.ones((2, 3), bool)
+    )
+    np.testing.assert_array_equal(
+        scores.rewards,
+        np.where(failed, np.nan if policy == "skip" else 1.0, [[6, 7, 0], [9, 8, 0]]),
+    )
+    assert [(one.row, one.completion, one.kind) for one in scores.failures] == [
+        (17, 2, "raised"),
+        (4, 2, "raised"),
+    ]
+    assert (
+        "data row 17, completion 2 (prompt '2 + 3?', completion 'five'); test_reward.py, line "
+        in scores.failures[0].text
+    )
 
 
 @pytest.mark.parametrize("texts", [[["a"], ["b", "c"]], [["a"]], [[], []]])
@@ -333,7 +430,9 @@ def test_only_the_named_functions_of_a_file_count(file: Path) -> None:
     functions = load_functions([f"{file}:judge", f"{file}:brief"])
     scores = run(*functions, examples=[Example(0, "p")], texts=[["a", "long"]], ids=[[[1], [2]]])
     np.testing.assert_array_equal(scores.components["Judge"], [[1, 0]])
-    np.testing.assert_array_equal(scores.components["brief"], [[1, 1]])  # the file was run once: `calls` is shared
+    np.testing.assert_array_equal(
+        scores.components["brief"], [[1, 1]]
+    )  # the file was run once: `calls` is shared
     assert pickle.loads(pickle.dumps(functions[0])) == functions[0]
 
 
@@ -346,7 +445,9 @@ def score(completions, **kwargs):
     from shoal_test_package.points import POINTS
     return [shoal_test_late.LIMIT + POINTS] * len(completions)
 """)
-    (tmp_path / "shoal_test_late.py").write_text("import shoal_test_later\nLIMIT = shoal_test_later.LIMIT\n")
+    (tmp_path / "shoal_test_late.py").write_text(
+        "import shoal_test_later\nLIMIT = shoal_test_later.LIMIT\n"
+    )
     (tmp_path / "shoal_test_later.py").write_text("LIMIT = 3.0\n")
     (tmp_path / "shoal_test_package").mkdir()
     (tmp_path / "shoal_test_package" / "points.py").write_text("POINTS = 0.5\n")
@@ -360,60 +461,92 @@ def score(completions, **kwargs):
 
 
 @pytest.mark.usefixtures("fresh_imports")
-@pytest.mark.parametrize("line", ["import shoal_test_same", "def g():\n    from shoal_test_same import f",
-                                  "import shoal_test_own"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import shoal_test_same",
+        "def g():\n    from shoal_test_same import f",
+        "import shoal_test_own",
+    ],
+)
 def test_modules_of_one_name_in_two_folders_are_an_error(tmp_path: Path, line: str) -> None:
     for folder in ("first", "second"):
         (tmp_path / folder).mkdir()
-        (tmp_path / folder / "shoal_test_same.py").write_text("def f(completions, **kwargs): return [1.0]\n")
-        (tmp_path / folder / "rewards.py").write_text(f"{line}\ndef score(completions, **kwargs): return [1.0]\n")
-    (tmp_path / "first" / "rewards.py").write_text("import shoal_test_same\nscore = shoal_test_same.f\n")
+        (tmp_path / folder / "shoal_test_same.py").write_text(
+            "def f(completions, **kwargs): return [1.0]\n"
+        )
+        (tmp_path / folder / "rewards.py").write_text(
+            f"{line}\ndef score(completions, **kwargs): return [1.0]\n"
+        )
+    (tmp_path / "first" / "rewards.py").write_text(
+        "import shoal_test_same\nscore = shoal_test_same.f\n"
+    )
     (tmp_path / "second" / "shoal_test_own.py").write_text("import shoal_test_same\n")
     before = list(sys.path)
     for _ in range(2):  # a file of the same folder is no conflict
         load_functions([f"{tmp_path}/first/rewards.py:score"])
-    with pytest.raises(ShoalError, match=r"imports 'shoal_test_same' from its folder, but .*first.* rename one"):
+    with pytest.raises(
+        ShoalError, match=r"imports 'shoal_test_same' from its folder, but .*first.* rename one"
+    ):
         load_functions([f"{tmp_path}/second/rewards.py:score"])
     assert sys.path == [*before, str(tmp_path / "first")]
 
 
 @pytest.mark.usefixtures("fresh_imports")
-@pytest.mark.parametrize("line", [
-    "from shoal_test_joined.points import POINTS",
-    "import importlib\nPOINTS = importlib.import_module('shoal_test_joined.points').POINTS",
-    "from shoal_test_joined import points\nPOINTS = points.POINTS"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from shoal_test_joined.points import POINTS",
+        "import importlib\nPOINTS = importlib.import_module('shoal_test_joined.points').POINTS",
+        "from shoal_test_joined import points\nPOINTS = points.POINTS",
+    ],
+)
 def test_packages_of_one_name_without_an_init_are_an_error_too(tmp_path: Path, line: str) -> None:
     """Python joins them, and takes what both have from the first."""
     for points, folder in enumerate(("first", "second")):
         (tmp_path / folder / "shoal_test_joined").mkdir(parents=True)
         (tmp_path / folder / "shoal_test_joined" / "points.py").write_text(f"POINTS = {points}\n")
-        (tmp_path / folder / "rewards.py").write_text(f"{line}\ndef score(completions, **kwargs): return [POINTS]\n")
-    score, = load_functions([f"{tmp_path}/first/rewards.py:score"])
+        (tmp_path / folder / "rewards.py").write_text(
+            f"{line}\ndef score(completions, **kwargs): return [POINTS]\n"
+        )
+    (score,) = load_functions([f"{tmp_path}/first/rewards.py:score"])
     assert score([]) == [0]
-    with pytest.raises(ShoalError, match=r"imports 'shoal_test_joined' from its folder, but .*first.* rename one"):
+    with pytest.raises(
+        ShoalError, match=r"imports 'shoal_test_joined' from its folder, but .*first.* rename one"
+    ):
         load_functions([f"{tmp_path}/second/rewards.py:score"])
 
 
 @pytest.mark.usefixtures("fresh_imports")
 def test_a_neighbour_hides_no_installed_module(tmp_path: Path) -> None:
     (tmp_path / "json.py").write_text("dumps = None\n")
-    (tmp_path / "rewards.py").write_text("import json\ndef score(completions, **kwargs): return [json.dumps]\n")
-    score, = load_functions([f"{tmp_path / 'rewards.py'}:score"])
+    (tmp_path / "rewards.py").write_text(
+        "import json\ndef score(completions, **kwargs): return [json.dumps]\n"
+    )
+    (score,) = load_functions([f"{tmp_path / 'rewards.py'}:score"])
     assert score([]) == [json.dumps]
 
 
-def test_a_file_is_run_without_leaving_one_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_run_without_leaving_one_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
-    (tmp_path / "mine.py").write_text("def score(completions, **kwargs):\n    return [1.0] * len(completions)\n")
+    (tmp_path / "mine.py").write_text(
+        "def score(completions, **kwargs):\n    return [1.0] * len(completions)\n"
+    )
     load_functions([f"{tmp_path / 'mine.py'}:score"])
     assert [path.name for path in tmp_path.iterdir()] == ["mine.py"]
 
 
-@pytest.mark.parametrize(("name", "told"), [
-    ("brif", r"defines no 'brif', did you mean brief\?"), ("zzz", "there are: .*brief"),
-    ("number", "expected a function, or an object that can be called, not a int"),
-    ("Judge", "an object that can be called, not a class"),
-])
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("brif", r"defines no 'brif', did you mean brief\?"),
+        ("zzz", "there are: .*brief"),
+        ("number", "expected a function, or an object that can be called, not a int"),
+        ("Judge", "an object that can be called, not a class"),
+    ],
+)
 def test_a_name_that_is_no_function_is_an_error(file: Path, name: str, told: str) -> None:
     with pytest.raises(ShoalError, match=told):
         load_functions([f"{file}:{name}"])
@@ -431,8 +564,13 @@ def test_a_file_without_a_name_lists_its_functions(file: Path) -> None:
 
 
 def test_a_model_is_no_reward() -> None:
-    for find in (lambda: load_functions(["Qwen/Reward-1.5B"]), lambda: name_functions(["Qwen/Reward-1.5B"])):  # type: ignore
-        with pytest.raises(ShoalError, match=r"'Qwen/Reward-1\.5B': expected .*; a model is no reward"):
+    for find in (
+        lambda: load_functions(["Qwen/Reward-1.5B"]),
+        lambda: name_functions(["Qwen/Reward-1.5B"]),
+    ):  # type: ignore
+        with pytest.raises(
+            ShoalError, match=r"'Qwen/Reward-1\.5B': expected .*; a model is no reward"
+        ):
             find()
 
 
@@ -443,19 +581,31 @@ def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
         load_functions([f"{tmp_path}:f"])
 
 
-@pytest.mark.parametrize(("text", "told"), [
-    ("x = 1\ny = x / 0\n", "ZeroDivisionError: division by zero at line 2"), ("def f(:\n", "SyntaxError"),
-    ("def f(x: nothing): pass\n", "NameError"),  # annotations are as the file has them, not as in ours
-    ("import shoal_not_there\n", "ModuleNotFoundError"), ("raise SystemExit(2)\n", "SystemExit: 2"),
-])
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("x = 1\ny = x / 0\n", "ZeroDivisionError: division by zero at line 2"),
+        ("def f(:\n", "SyntaxError"),
+        (
+            "def f(x: nothing): pass\n",
+            "NameError",
+        ),  # annotations are as the file has them, not as in ours
+        ("import shoal_not_there\n", "ModuleNotFoundError"),
+        ("raise SystemExit(2)\n", "SystemExit: 2"),
+    ],
+)
 def test_a_file_that_raises_says_what_and_where(tmp_path: Path, text: str, told: str) -> None:
     path = tmp_path / "broken.py"
     path.write_text(text)
     with pytest.raises(ShoalError, match=rf"broken.py cannot be loaded: {told}") as caught:
         load_functions([f"{path}:f"])
     assert caught.value.__cause__ is not None
-    assert not [name for name in sys.modules if name.startswith("shoal_reward_") and
-                getattr(sys.modules[name], "__file__", "") == str(path)]
+    assert not [
+        name
+        for name in sys.modules
+        if name.startswith("shoal_reward_")
+        and getattr(sys.modules[name], "__file__", "") == str(path)
+    ]
 
 
 def test_weights_must_be_one_a_function() -> None:
@@ -486,13 +636,20 @@ def test_weights_alone_weigh_the_tasks_own_functions() -> None:
 
 
 def test_an_unknown_task_names_the_nearest() -> None:
-    with pytest.raises(ShoalError, match=r"task.name='gsm8': there is no such task; did you mean 'gsm8k'\?"):
+    with pytest.raises(
+        ShoalError, match=r"task.name='gsm8': there is no such task; did you mean 'gsm8k'\?"
+    ):
         load_task(TaskSection(name="gsm8"))
 
 
-@pytest.mark.parametrize(("name", "instead"), [
-    ("agent", "agent='python my_agent.py'"), ("openenv:http://127.0.0.1:8000", "environment=openenv:URL"),
-    ("verifiers:gsm8k", "examples/verifiers_agent.py")])
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("agent", "agent='python my_agent.py'"),
+        ("openenv:http://127.0.0.1:8000", "environment=openenv:URL"),
+        ("verifiers:gsm8k", "examples/verifiers_agent.py"),
+    ],
+)
 def test_who_plays_and_is_no_task_has_a_key_of_its_own(name: str, instead: str) -> None:
     with pytest.raises(ShoalError, match=f"task.name={name!r}: expected .*{re.escape(instead)}"):
         TaskSection(name=name)
@@ -501,29 +658,63 @@ def test_who_plays_and_is_no_task_has_a_key_of_its_own(name: str, instead: str) 
 # ---- answers
 
 
-@pytest.mark.parametrize(("text", "last", "only"), [
-    ("<answer>5</answer>", "5", "5"), ("a <answer> 5\n</answer> b", "5", "5"), ("5", None, None), ("", None, None),
-    ("<answer>5", None, None), ("5</answer>", None, None), ("<answer></answer>", "", ""),
-    ("<answer>4</answer><answer>5</answer>", "5", None), ("<answer>4 <answer>5</answer>", "5", None),
-    ("<answer>4</answer><answer>5", "4", None), ("<answer>4</answer></answer>", "4", None),
-])
+@pytest.mark.parametrize(
+    ("text", "last", "only"),
+    [
+        ("<answer>5</answer>", "5", "5"),
+        ("a <answer> 5\n</answer> b", "5", "5"),
+        ("5", None, None),
+        ("", None, None),
+        ("<answer>5", None, None),
+        ("5</answer>", None, None),
+        ("<answer></answer>", "", ""),
+        ("<answer>4</answer><answer>5</answer>", "5", None),
+        ("<answer>4 <answer>5</answer>", "5", None),
+        ("<answer>4</answer><answer>5", "4", None),
+        ("<answer>4</answer></answer>", "4", None),
+    ],
+)
 def test_extracted_answers(text: str, last: str | None, only: str | None) -> None:
     assert extract_answer(text) == last
     assert single_answer(text) == only
 
 
-@pytest.mark.parametrize(("text", "number"), [
-    ("7", 7), ("-7", -7), ("+7", 7), ("7.50", 7.5), (".5", 0.5), ("$1,234", 1234), ("-$5", -5), ("12 %", 12),
-    ("72.", 72), (" 1,000,000.25 ", 1000000.25), ("007", 7), ("", None), (".", None), ("-", None), ("1/2", None),
-    ("1e3", None), ("12 apples", None), ("1,2,3", None), ("nan", None), ("inf", None), ("2+3", None), ("٣", None),
-    (None, None), ("__import__('os')", None), ("1_000", None),
-])
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("7", 7),
+        ("-7", -7),
+        ("+7", 7),
+        ("7.50", 7.5),
+        (".5", 0.5),
+        ("$1,234", 1234),
+        ("-$5", -5),
+        ("12 %", 12),
+        ("72.", 72),
+        (" 1,000,000.25 ", 1000000.25),
+        ("007", 7),
+        ("", None),
+        (".", None),
+        ("-", None),
+        ("1/2", None),
+        ("1e3", None),
+        ("12 apples", None),
+        ("1,2,3", None),
+        ("nan", None),
+        ("inf", None),
+        ("2+3", None),
+        ("٣", None),
+        (None, None),
+        ("__import__('os')", None),
+        ("1_000", None),
+    ],
+)
 def test_numbers_are_read_and_never_evaluated(text: str | None, number: float | None) -> None:
     assert parse_number(text) == (None if number is None else Decimal(str(number)))
 
 
 @settings(deadline=None)
-@given(st.decimals(-10**9, 10**9, places=2))
+@given(st.decimals(-(10**9), 10**9, places=2))
 def test_any_way_to_write_a_number_is_the_same_number(value: Decimal) -> None:
     for text in (f"{value:,}", f"${value}", f" {value}% ", f"{value}0", f"{value}."):
         assert same_number(text, str(value))
@@ -537,17 +728,24 @@ def test_reading_a_number_never_fails(text: str) -> None:
     assert number is None or number.is_finite()
 
 
-@pytest.mark.parametrize(("text", "good"), [
-    ("<reasoning>a</reasoning><answer>5</answer>", True),
-    ("<reasoning>a < b\n</reasoning>\n<answer>5</answer>\n", True),
-    ("<answer>5</answer><reasoning>a</reasoning>", False), ("<reasoning>a</reasoning>", False), ("", False),
-    ("<reasoning></reasoning><answer>5</answer>", False), ("<reasoning>a</reasoning><answer></answer>", False),
-    ("so <reasoning>a</reasoning><answer>5</answer>", False), ("<reasoning>a</reasoning><answer>5</answer>!", False),
-    ("<reasoning>a</reasoning><answer>5</answer><answer>6</answer>", False),
-    ("<reasoning>a<reasoning>b</reasoning></reasoning><answer>5</answer>", False),
-    ("<reasoning>a<answer>4</answer></reasoning><answer>5</answer>", False),
-    ("<reasoning>a</reasoning> so <answer>5</answer>", False),
-])
+@pytest.mark.parametrize(
+    ("text", "good"),
+    [
+        ("<reasoning>a</reasoning><answer>5</answer>", True),
+        ("<reasoning>a < b\n</reasoning>\n<answer>5</answer>\n", True),
+        ("<answer>5</answer><reasoning>a</reasoning>", False),
+        ("<reasoning>a</reasoning>", False),
+        ("", False),
+        ("<reasoning></reasoning><answer>5</answer>", False),
+        ("<reasoning>a</reasoning><answer></answer>", False),
+        ("so <reasoning>a</reasoning><answer>5</answer>", False),
+        ("<reasoning>a</reasoning><answer>5</answer>!", False),
+        ("<reasoning>a</reasoning><answer>5</answer><answer>6</answer>", False),
+        ("<reasoning>a<reasoning>b</reasoning></reasoning><answer>5</answer>", False),
+        ("<reasoning>a<answer>4</answer></reasoning><answer>5</answer>", False),
+        ("<reasoning>a</reasoning> so <answer>5</answer>", False),
+    ],
+)
 def test_the_form_is_of_the_whole_text(text: str, good: bool) -> None:
     assert well_formed(text) is good
 
@@ -555,5 +753,10 @@ def test_the_form_is_of_the_whole_text(text: str, good: bool) -> None:
 def test_texts_of_both_styles() -> None:
     assert completion_text("a") == "a"
     assert completion_text([{"role": "assistant", "content": "a"}]) == "a"
-    assert completion_text([{"role": "assistant", "content": "a"}, {"role": "assistant", "content": None}]) == ""
+    assert (
+        completion_text(
+            [{"role": "assistant", "content": "a"}, {"role": "assistant", "content": None}]
+        )
+        == ""
+    )
     assert completion_text([]) == ""

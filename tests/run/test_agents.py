@@ -98,7 +98,7 @@ def silent(row, url, key):
     if row["answer"] in ("10", "46"):  # the first of each set, that agents are tried on
         talk(row, url, key)
 '''
-PROGRAM = '''
+PROGRAM = """
 import json, os, sys
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 from agents import Client
@@ -110,7 +110,7 @@ if sys.argv[1] == "dies":
     os.kill(os.getpid(), 9)
 print("done")
 print(len(answer["choices"][0]["token_ids"]))
-'''
+"""
 
 
 @pytest.fixture(scope="module")
@@ -122,13 +122,23 @@ def agents(tmp_path_factory: pytest.TempPathFactory) -> TurnWorkshop:
 
 
 def words(agents: TurnWorkshop, agent: str, *changes: str) -> list[str]:
-    return [f"agent={agent}", "environment=", "reward=", "train.max_staleness=0", "steps=1", "train.evaluate_every=0",
-            *changes]
+    return [
+        f"agent={agent}",
+        "environment=",
+        "reward=",
+        "train.max_staleness=0",
+        "steps=1",
+        "train.evaluate_every=0",
+        *changes,
+    ]
 
 
 def completions(run: Path) -> list[Any]:
-    return [(stored.group, one, arrays) for stored in read_file(run / "groups" / "step_000001.parquet")
-            for one, arrays in zip(stored.group.completions, stored.token_arrays, strict=True)]
+    return [
+        (stored.group, one, arrays)
+        for stored in read_file(run / "groups" / "step_000001.parquet")
+        for one, arrays in zip(stored.group.completions, stored.token_arrays, strict=True)
+    ]
 
 
 @pytest.mark.slow
@@ -137,9 +147,14 @@ def test_an_agent_goes_on_forks_and_posts_its_reward(agents: TurnWorkshop) -> No
     branched = compared = 0
     for group, one, arrays in completions(run):
         first = np.flatnonzero(~one.loss_mask)[:1]  # where the first answer ended
-        assert group.reward_components["Agent"][one.index] == (first[0] if len(first) else one.num_sampled)
+        assert group.reward_components["Agent"][one.index] == (
+            first[0] if len(first) else one.num_sampled
+        )
         assert [message["role"] for message in one.messages[:3]] == [
-            "assistant", "user", "assistant"][:len(one.messages)]
+            "assistant",
+            "user",
+            "assistant",
+        ][: len(one.messages)]
         assert one.messages[-1]["role"] == "assistant"
         branched += len(one.branches)
         if arrays:
@@ -151,7 +166,9 @@ def test_an_agent_goes_on_forks_and_posts_its_reward(agents: TurnWorkshop) -> No
 
 
 @pytest.mark.slow
-def test_an_agents_limit_of_a_turn_ends_that_turn_and_is_replayed(agents: TurnWorkshop, capsys: Any) -> None:
+def test_an_agents_limit_of_a_turn_ends_that_turn_and_is_replayed(
+    agents: TurnWorkshop, capsys: Any
+) -> None:
     run = agents.train("limited", *words(agents, f"{agents.folder / 'agents.py'}:limited"))
     assert "Traceback" not in "".join(capsys.readouterr())
     went_on = compared = 0
@@ -181,9 +198,17 @@ class Asked(SimpleNamespace):
         return {"prompt_ids": [1], "choices": [{"ids": [2]}]}
 
 
-@pytest.mark.parametrize(("given", "limit"), [
-    ({}, 512), ({"max_tokens": 7}, 7), ({"max_completion_tokens": 7}, 7), ({"max_tokens": 10**9}, 10**9),
-    ({"max_tokens": 9, "max_completion_tokens": 7}, 7), ({"max_tokens": 7, "max_completion_tokens": None}, 7)])
+@pytest.mark.parametrize(
+    ("given", "limit"),
+    [
+        ({}, 512),
+        ({"max_tokens": 7}, 7),
+        ({"max_completion_tokens": 7}, 7),
+        ({"max_tokens": 10**9}, 10**9),
+        ({"max_tokens": 9, "max_completion_tokens": 7}, 7),
+        ({"max_tokens": 7, "max_completion_tokens": None}, 7),
+    ],
+)
 def test_a_calls_limit_reaches_the_rollout(given: dict[str, Any], limit: int) -> None:
     asked = Asked(sampled=[])
     played = AgentSampler(asked, SamplingSection(max_completion_tokens=512), "model")  # type: ignore[arg-type]
@@ -194,7 +219,9 @@ def test_a_calls_limit_reaches_the_rollout(given: dict[str, Any], limit: int) ->
 
 @pytest.mark.slow
 def test_a_program_gets_its_row_and_prints_its_reward(agents: TurnWorkshop) -> None:
-    run = agents.train("program", *words(agents, f"{sys.executable} {agents.folder / 'program.py'} prints"))
+    run = agents.train(
+        "program", *words(agents, f"{sys.executable} {agents.folder / 'program.py'} prints")
+    )
     for group, one, _ in completions(run):
         assert group.reward_components["Agent"][one.index] == len(one)
 
@@ -206,11 +233,15 @@ def test_a_program_need_not_read_its_row_nor_print_text() -> None:
     assert _run(command, {"document": "a" * 10**6}, "http://127.0.0.1:1/v1", "key", played) == 0.5  # type: ignore
 
 
-def test_what_a_program_started_ends_with_it_once_no_tokens_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_program_started_ends_with_it_once_no_tokens_are_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     before = descendants()
 
     class Played(SimpleNamespace):
-        def __setattr__(self, name: str, value: Any) -> None:  # over as soon as it is known what to do then
+        def __setattr__(
+            self, name: str, value: Any
+        ) -> None:  # over as soon as it is known what to do then
             super().__setattr__(name, value)
             if name == "when_over":
                 value()
@@ -228,11 +259,15 @@ def test_a_program_whose_rollout_was_dropped_ends_without_a_word(tmp_path: Path)
     def ask(what: str, value: Any) -> Any:
         raise RolloutDropped("it was dropped")
 
-    program = ("import os, urllib.request as u\ntry:\n    u.urlopen(u.Request(os.environ['OPENAI_BASE_URL'] + "
-               "'/completions', b'{\"prompt\": \"a\"}', {'Authorization': 'Bearer ' + os.environ['OPENAI_API_KEY']}))\n"
-               f"finally:\n    open({str(tmp_path / 'complaint')!r}, 'w').close()\n")
+    program = (
+        "import os, urllib.request as u\ntry:\n    u.urlopen(u.Request(os.environ['OPENAI_BASE_URL'] + "
+        "'/completions', b'{\"prompt\": \"a\"}', {'Authorization': 'Bearer ' + os.environ['OPENAI_API_KEY']}))\n"
+        f"finally:\n    open({str(tmp_path / 'complaint')!r}, 'w').close()\n"
+    )
     agent = AgentProgram(shlex.join([sys.executable, "-c", program]), SamplingSection(), "model")
-    with pytest.raises(RuntimeError, match="without a request to OPENAI_BASE_URL that was answered"):
+    with pytest.raises(
+        RuntimeError, match="without a request to OPENAI_BASE_URL that was answered"
+    ):
         agent([{}], RolloutSampler(ask))
     assert not (tmp_path / "complaint").exists()
     assert not descendants() - before
@@ -240,9 +275,14 @@ def test_a_program_whose_rollout_was_dropped_ends_without_a_word(tmp_path: Path)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("agent", ["dies", "silent"])
-def test_an_agent_that_fails_leaves_its_group(agents: TurnWorkshop, agent: str, capsys: Any) -> None:
-    command = f"{sys.executable} {agents.folder / 'program.py'} dies" if agent == "dies" else \
-        f"{agents.folder / 'agents.py'}:silent"
+def test_an_agent_that_fails_leaves_its_group(
+    agents: TurnWorkshop, agent: str, capsys: Any
+) -> None:
+    command = (
+        f"{sys.executable} {agents.folder / 'program.py'} dies"
+        if agent == "dies"
+        else f"{agents.folder / 'agents.py'}:silent"
+    )
     given = words(agents, command, "environment.on_error=skip")
     run = agents.train(f"fails_{agent}", *given)
     assert "without a request" in capsys.readouterr().out or agent == "dies"

@@ -31,7 +31,17 @@ from test_resume import WORDS, assert_equal_ends
 from tiny_runs import Workshop, write_data
 
 from shoal import ShoalError, buckets, cli, load_run
-from shoal.buckets import COPIES, INCOMPLETE, RUNS, address, area_of, complete, fetch, fetch_into, place
+from shoal.buckets import (
+    COPIES,
+    INCOMPLETE,
+    RUNS,
+    address,
+    area_of,
+    complete,
+    fetch,
+    fetch_into,
+    place,
+)
 from shoal.config.schema import RewardSection, TaskSection
 from shoal.files import check_base, check_new_folder, find_input
 from shoal.report import mirror as mirrors
@@ -54,6 +64,7 @@ def s3() -> Iterator[str]:
 @pytest.fixture(autouse=True)
 def machine(monkeypatch, tmp_path) -> Callable[[str], None]:
     """Makes this machine another one, with a cache of its own."""
+
     def become(name: str) -> None:
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "machines" / name))
 
@@ -80,7 +91,13 @@ def memory(monkeypatch) -> Any:
 
         return call
 
-    for name, at in (("put_file", 1), ("pipe_file", 0), ("rm_file", 0), ("get_file", 0), ("find", 0)):
+    for name, at in (
+        ("put_file", 1),
+        ("pipe_file", 0),
+        ("rm_file", 0),
+        ("get_file", 0),
+        ("find", 0),
+    ):
         monkeypatch.setattr(fs, name, wrapped(name, at), raising=False)
     monkeypatch.setattr(buckets, "FIRST_PAUSE", 0.001)
     monkeypatch.setattr(mirrors, "FIRST_PAUSE", 0.001)
@@ -90,7 +107,11 @@ def memory(monkeypatch) -> Any:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {file.relative_to(folder).as_posix(): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+    return {
+        file.relative_to(folder).as_posix(): file.read_bytes()
+        for file in folder.rglob("*")
+        if file.is_file()
+    }
 
 
 def names(fs: Any, operation: str) -> list[str]:
@@ -104,17 +125,28 @@ def test_a_path_of_the_cache_says_its_address(tmp_path):
     for url in ("s3://bucket/a folder/model", "gs://b/runs/first", "memory://x/y", "file:///tmp/x"):
         assert address(place(url, COPIES)) == address(place(url, RUNS)) == url
         assert area_of(place(url, RUNS)) == "runs" and place(url + "/", RUNS) == place(url, RUNS)
-    assert address(tmp_path / "s3:" / "x") == str(tmp_path / "s3:" / "x") and area_of(tmp_path) == ""
+    assert (
+        address(tmp_path / "s3:" / "x") == str(tmp_path / "s3:" / "x") and area_of(tmp_path) == ""
+    )
 
 
-@pytest.mark.parametrize(("words", "parts"), [
-    ("train base_output_directory=gs:/bucket/x", ["base_output_directory=gs:/bucket/x", "give gs://bucket/x"]),
-    ("train model=s3:/bucket/x", ["model.path=s3:/bucket/x", "give s3://bucket/x"]),
-    ("train task=gsm8k task.path=zz://bucket/x", ["task.path=zz://bucket/x: zz:// is not known", "gs://, s3://"]),
-    ("groups s3://bucket/../other step=1", ["s3://bucket/../other", "without '..'"]),
-    ("groups gs:/bucket/run step=1", ["run=gs:/bucket/run", "give gs://bucket/run"]),
-    ("train publish.folder=s3://b/x", ["s3://b/x", "a local folder"]),
-])
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (
+            "train base_output_directory=gs:/bucket/x",
+            ["base_output_directory=gs:/bucket/x", "give gs://bucket/x"],
+        ),
+        ("train model=s3:/bucket/x", ["model.path=s3:/bucket/x", "give s3://bucket/x"]),
+        (
+            "train task=gsm8k task.path=zz://bucket/x",
+            ["task.path=zz://bucket/x: zz:// is not known", "gs://, s3://"],
+        ),
+        ("groups s3://bucket/../other step=1", ["s3://bucket/../other", "without '..'"]),
+        ("groups gs:/bucket/run step=1", ["run=gs:/bucket/run", "give gs://bucket/run"]),
+        ("train publish.folder=s3://b/x", ["s3://b/x", "a local folder"]),
+    ],
+)
 def test_addresses_that_name_nothing(capsys, tmp_path, monkeypatch, words, parts):
     monkeypatch.chdir(tmp_path)
     refused(capsys, tmp_path, words.split(), *parts)
@@ -123,14 +155,26 @@ def test_addresses_that_name_nothing(capsys, tmp_path, monkeypatch, words, parts
 def test_a_missing_package_is_named(capsys, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "s3fs", None)
     monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, "s3", raising=False)
-    refused(capsys, tmp_path, ["train", "model=s3://bucket/model"], "s3:// is not installed", "pip install '.[s3]'")
+    refused(
+        capsys,
+        tmp_path,
+        ["train", "model=s3://bucket/model"],
+        "s3:// is not installed",
+        "pip install '.[s3]'",
+    )
 
 
 # ---- reading
 
 
 def test_a_copy_is_fetched_once_and_follows_its_bucket(memory):
-    memory.pipe({"/b/model one/config.json": b"{}", "/b/model one/a.safetensors": b"1", "/b/model one/x/y": b"2"})
+    memory.pipe(
+        {
+            "/b/model one/config.json": b"{}",
+            "/b/model one/a.safetensors": b"1",
+            "/b/model one/x/y": b"2",
+        }
+    )
     light = fetch("memory://b/model one", weights=False)
     assert contents(light) == {"config.json": b"{}", "x/y": b"2"}
     whole = fetch("memory://b/model one")
@@ -188,8 +232,17 @@ def test_a_large_file_has_two_parts_in_memory(s3, tmp_path, way):
     assert fetch("s3://bucket/large").read_bytes() == large.read_bytes()
 
 
-@pytest.mark.parametrize("key", [
-    "../../../../../../../../{tmp}/written", "/{tmp}/written", "a/../../written", "a//b", "./a", "a\\..\\b"])
+@pytest.mark.parametrize(
+    "key",
+    [
+        "../../../../../../../../{tmp}/written",
+        "/{tmp}/written",
+        "a/../../written",
+        "a//b",
+        "./a",
+        "a\\..\\b",
+    ],
+)
 def test_a_key_that_leads_out_of_its_folder_is_refused(s3, tmp_path, key):
     """Whoever may write to a bucket would otherwise write any file of the machines that read it."""
     client = boto3.client("s3")
@@ -197,32 +250,70 @@ def test_a_key_that_leads_out_of_its_folder_is_refused(s3, tmp_path, key):
     folder = f"hostile-{hashlib.md5(key.encode()).hexdigest()}"
     for each in ("config.json", name):
         client.put_object(Bucket="bucket", Key=f"{folder}/m/{each}", Body=b"{}")
-    for read in (fetch, lambda url: complete(place(url, COPIES)), lambda url: check_new_folder(url, "to")):
-        with pytest.raises(ShoalError, match=rf"{folder}/m names the file .*, which is refused: expected a relative"):
+    for read in (
+        fetch,
+        lambda url: complete(place(url, COPIES)),
+        lambda url: check_new_folder(url, "to"),
+    ):
+        with pytest.raises(
+            ShoalError,
+            match=rf"{folder}/m names the file .*, which is refused: expected a relative",
+        ):
             read(f"s3://bucket/{folder}/m")
     with pytest.raises(ShoalError, match="which is refused"):
         Work(f"s3://bucket/{folder}/m")
     assert sorted(os.listdir(tmp_path)) in ([], ["machines"])
-    assert not [file for file in (tmp_path / "machines").rglob("*") if file.is_file() and file.name != MARKER]
+    assert not [
+        file
+        for file in (tmp_path / "machines").rglob("*")
+        if file.is_file() and file.name != MARKER
+    ]
 
 
 @pytest.mark.parametrize("name", ["../../written", "/written", "a//b", "a/./b", ""])
 def test_a_manifest_that_names_another_file_is_refused(memory, name):
-    memory.pipe({"/b/run/config.yaml": b"{}", "/b/run/checkpoints/2/state/_METADATA": b"{}", "/b/written": b"x",
-                 "/b/run/.manifests/2.json": json.dumps({name: [1, "0"]}).encode()})
+    memory.pipe(
+        {
+            "/b/run/config.yaml": b"{}",
+            "/b/run/checkpoints/2/state/_METADATA": b"{}",
+            "/b/written": b"x",
+            "/b/run/.manifests/2.json": json.dumps({name: [1, "0"]}).encode(),
+        }
+    )
     run = fetch("memory://b/run", weights=False)
-    with pytest.raises(ShoalError, match=r"b/run/.manifests/2.json names the file .*, which is refused"):
+    with pytest.raises(
+        ShoalError, match=r"b/run/.manifests/2.json names the file .*, which is refused"
+    ):
         complete(run / "checkpoints" / "2")
     assert not list(run.parent.rglob("*written*"))
 
 
-@pytest.mark.parametrize("text", [b"", b"[]", b"{'a': 1}", b'{"a": 1}', b'{"a": ["x", "y"]}', b"\xff",
-                                  b'{"a": [1e999, "0"]}', b"[" * 100_000], ids=range(8))
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"[]",
+        b"{'a': 1}",
+        b'{"a": 1}',
+        b'{"a": ["x", "y"]}',
+        b"\xff",
+        b'{"a": [1e999, "0"]}',
+        b"[" * 100_000,
+    ],
+    ids=range(8),
+)
 def test_a_manifest_that_is_damaged_is_named(memory, text):
-    memory.pipe({"/b/run/config.yaml": b"{}", "/b/run/checkpoints/2/state/_METADATA": b"{}",
-                 "/b/run/.manifests/2.json": text})
+    memory.pipe(
+        {
+            "/b/run/config.yaml": b"{}",
+            "/b/run/checkpoints/2/state/_METADATA": b"{}",
+            "/b/run/.manifests/2.json": text,
+        }
+    )
     run = fetch("memory://b/run", weights=False)
-    with pytest.raises(ShoalError, match=r"memory://b/run/.manifests/2.json is damaged .*choose another checkpoint"):
+    with pytest.raises(
+        ShoalError, match=r"memory://b/run/.manifests/2.json is damaged .*choose another checkpoint"
+    ):
         complete(run / "checkpoints" / "2")
 
 
@@ -233,7 +324,9 @@ def test_the_marks_of_folders_are_no_files(s3):
         client.put_object(Bucket="bucket", Key=key, Body=b"" if key.endswith("/") else b"x")
     assert contents(fetch("s3://bucket/marked/m")) == {"a": b"x", "sub/b": b"x"}
     client.put_object(Bucket="bucket", Key="marked/m/sub", Body=b"x")
-    with pytest.raises(ShoalError, match="holds sub and sub/b: one name cannot be a file and a folder"):
+    with pytest.raises(
+        ShoalError, match="holds sub and sub/b: one name cannot be a file and a folder"
+    ):
         fetch("s3://bucket/marked/m")
 
 
@@ -250,13 +343,18 @@ def test_an_export_that_was_cut_is_not_taken_for_whole(memory, monkeypatch):
             (to / name).write_text(name)
         count = iter(range(100))
         memory.failing = lambda name, path, count=count, cut=cut: (
-            name not in ("find", "get_file") and next(count) >= cut)
+            name not in ("find", "get_file") and next(count) >= cut
+        )
         if cut < 5:
             with pytest.raises(ShoalError):
                 buckets.deliver(to)
             memory.failing = lambda name, path: False
-            assert "/b/out/config.json" not in memory.store or "/b/out/b.safetensors" in memory.store
-            with pytest.raises(ShoalError, match="was not written to its end" if cut else "holds nothing"):
+            assert (
+                "/b/out/config.json" not in memory.store or "/b/out/b.safetensors" in memory.store
+            )
+            with pytest.raises(
+                ShoalError, match="was not written to its end" if cut else "holds nothing"
+            ):
                 fetch("memory://b/out")
             check_new_folder("memory://b/out", "to")  # may be written again
         else:
@@ -290,7 +388,9 @@ def test_of_many_one_has_the_lease(s3):
         for thread in threads:
             thread.join()
         [lease] = [one for one in results if isinstance(one, Lease)]
-        assert all(f"in use by process {os.getpid()} on" in one for one in results if one is not lease)
+        assert all(
+            f"in use by process {os.getpid()} on" in one for one in results if one is not lease
+        )
         lease.renew(lives=False)
     assert lease.numbers() == [3]
 
@@ -301,11 +401,15 @@ def of_another_machine(monkeypatch) -> None:
 
 @pytest.mark.slow
 def test_a_lease_ends_with_its_process_or_its_time(s3, monkeypatch):
-    code = "import os; from shoal.report.mirror import Lease; Lease('s3://bucket/left'); os._exit(9)"
+    code = (
+        "import os; from shoal.report.mirror import Lease; Lease('s3://bucket/left'); os._exit(9)"
+    )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 9
     lease = Lease("s3://bucket/left")  # at once, since the process was of this machine
     of_another_machine(monkeypatch)
-    with pytest.raises(ShoalError, match=r"whose lease ends at \d\d:\d\d:\d\d, in (60|59|58) s: wait for it"):
+    with pytest.raises(
+        ShoalError, match=r"whose lease ends at \d\d:\d\d:\d\d, in (60|59|58) s: wait for it"
+    ):
         Lease("s3://bucket/left")
     monkeypatch.setattr(mirrors, "LEASE_SECONDS", 0.0)
     taken = Lease("s3://bucket/left")
@@ -314,7 +418,9 @@ def test_a_lease_ends_with_its_process_or_its_time(s3, monkeypatch):
         with pytest.raises(Fenced, match="was taken over by process"):
             act()
     taken.renew()
-    assert lease.fs.ls("bucket/left/.lock", detail=False) == [f"bucket/left/.lock/{taken.number:06d}"]
+    assert lease.fs.ls("bucket/left/.lock", detail=False) == [
+        f"bucket/left/.lock/{taken.number:06d}"
+    ]
 
 
 @pytest.mark.parametrize("ahead", [-7200, -120, 120, 7200])
@@ -355,22 +461,39 @@ def test_a_lost_answer_leaves_the_lease_with_its_process(memory, monkeypatch, op
     lease.renew()
 
 
-@pytest.mark.parametrize(("record", "name"), [
-    ('{"name": "process 7 on a", "id": "x", "machine": "m", "pid": 7, "start": "1", "until": 9}', "process 7 on a"),
-    ("", "a process that its lease does not name"), ("[]", "a process that its lease does not name"),
-    ('{"id": "x", "pid": "7"}', "a process that its lease does not name")])
+@pytest.mark.parametrize(
+    ("record", "name"),
+    [
+        (
+            '{"name": "process 7 on a", "id": "x", "machine": "m", "pid": 7, "start": "1", "until": 9}',
+            "process 7 on a",
+        ),
+        ("", "a process that its lease does not name"),
+        ("[]", "a process that its lease does not name"),
+        ('{"id": "x", "pid": "7"}', "a process that its lease does not name"),
+    ],
+)
 def test_a_lease_of_another_form_ends_by_its_age(memory, record, name):
     """As an earlier version wrote it, or a write that was cut off."""
     path = "/b/run/.lock/000001"
     memory.pipe_file(path, record.encode())
-    with pytest.raises(ShoalError, match=f"is in use by {name}, whose lease ends at .* in (60|59|58) s"):
+    with pytest.raises(
+        ShoalError, match=f"is in use by {name}, whose lease ends at .* in (60|59|58) s"
+    ):
         Lease("memory://b/run")
     memory.store[path].created -= timedelta(seconds=61)
     assert Lease("memory://b/run").number == 2
 
 
 def test_a_lease_that_an_earlier_version_gave_back_is_free(memory):
-    record = {"name": "process 7 on a", "id": "x", "machine": "m", "pid": 7, "start": "1", "until": 0}
+    record = {
+        "name": "process 7 on a",
+        "id": "x",
+        "machine": "m",
+        "pid": 7,
+        "start": "1",
+        "until": 0,
+    }
     memory.pipe_file("/b/run/.lock/000001", json.dumps(record).encode())
     assert Lease("memory://b/run").number == 2
 
@@ -404,7 +527,9 @@ class Work:
         file.with_suffix(".tmp").rename(file)
 
     def save(self, version: int, keep: int = 2) -> None:
-        self.write("metrics.jsonl", "".join(f'{{"step": {step}}}\n' for step in range(1, version + 1)))
+        self.write(
+            "metrics.jsonl", "".join(f'{{"step": {step}}}\n' for step in range(1, version + 1))
+        )
         self.write(f".saving/{version}/state/d/array", f"weights {version}" * 100)
         self.write(f".saving/{version}/state/_METADATA", "{}")
         self.write(f".saving/{version}/extra/metadata", json.dumps({"version": version}))
@@ -432,7 +557,9 @@ def dead(monkeypatch) -> None:
 def fails_after(memory: Any, count: int) -> None:
     """Of what changes the bucket only so many operations are done."""
     left = iter(range(count))
-    memory.failing = lambda name, path: name in ("put_file", "pipe_file", "rm_file") and next(left, None) is None
+    memory.failing = lambda name, path: (
+        name in ("put_file", "pipe_file", "rm_file") and next(left, None) is None
+    )
 
 
 @pytest.mark.parametrize("count", range(1, 48, 3))
@@ -451,27 +578,37 @@ def test_cut_after_any_operation_the_bucket_holds_a_run(memory, machine, dead, c
             work.save(version)
             saved.append(version)
             deadline = time.monotonic() + 0.2
-            while version not in work.mirror.whole and time.monotonic() < deadline and not work.mirror._silent_since:
+            while (
+                version not in work.mirror.whole
+                and time.monotonic() < deadline
+                and not work.mirror._silent_since
+            ):
                 time.sleep(0.001)
     if work:
         work.kill()
     memory.failing = lambda name, path: False
     machine("second")
     resumed = Work()
-    found = sorted(int(name) for name in os.listdir(resumed.folder / "checkpoints")) \
-        if (resumed.folder / "checkpoints").is_dir() else []
+    found = (
+        sorted(int(name) for name in os.listdir(resumed.folder / "checkpoints"))
+        if (resumed.folder / "checkpoints").is_dir()
+        else []
+    )
     assert set(found) <= set(saved)
     for version in found:
         complete(resumed.folder / "checkpoints" / str(version))
-        assert (resumed.folder / f"checkpoints/{version}/state/d/array").read_text() == f"weights {version}" * 100
+        assert (
+            resumed.folder / f"checkpoints/{version}/state/d/array"
+        ).read_text() == f"weights {version}" * 100
     if found:
         assert len((resumed.folder / "metrics.jsonl").read_text().splitlines()) >= found[-1]
         assert (resumed.folder / "config.yaml").is_file()
     resumed.write("config.yaml", "steps: 9\n")
     resumed.save(20)
     resumed.mirror.close()
-    assert {path.split("/")[4] for path in memory.store if path.startswith("/b/run/checkpoints/")} <= \
-        {str(version) for version in resumed.mirror.whole}, "nothing half-written is left"
+    assert {
+        path.split("/")[4] for path in memory.store if path.startswith("/b/run/checkpoints/")
+    } <= {str(version) for version in resumed.mirror.whole}, "nothing half-written is left"
 
 
 def test_a_manifest_comes_after_its_files_and_goes_before_them(memory):
@@ -481,13 +618,18 @@ def test_a_manifest_comes_after_its_files_and_goes_before_them(memory):
         work.save(version)
         work.mirror.flush()
     work.mirror.close()
-    done = [(name, path.removeprefix("/b/run/")) for name, path in memory.done if "/.lock/" not in path]
+    done = [
+        (name, path.removeprefix("/b/run/")) for name, path in memory.done if "/.lock/" not in path
+    ]
     for version in (2, 4, 6):
         at = done.index(("pipe_file", f".manifests/{version}.json"))
         before = [path for name, path in done[:at] if name == "put_file"]
         assert f"checkpoints/{version}/state/d/array" in before and "metrics.jsonl" in before
     at = done.index(("rm_file", ".manifests/2.json"))
-    assert ("rm_file", "checkpoints/2/state/d/array") in done[at:] and ("pipe_file", ".manifests/6.json") in done[:at]
+    assert ("rm_file", "checkpoints/2/state/d/array") in done[at:] and (
+        "pipe_file",
+        ".manifests/6.json",
+    ) in done[:at]
     assert sorted(work.mirror.whole) == [4, 6]
 
 
@@ -496,11 +638,22 @@ def test_the_settings_are_uploaded_first(memory, monkeypatch):
     monkeypatch.setattr(mirrors, "PERIOD_SECONDS", 600.0)
     work = Work()
     work.mirror.flush()  # from here on nothing is uploaded until it closes
-    for name in ("summary.json", "a.txt", "config.yaml", "config_4.yaml", "metrics.jsonl", "groups/step_1.parquet"):
+    for name in (
+        "summary.json",
+        "a.txt",
+        "config.yaml",
+        "config_4.yaml",
+        "metrics.jsonl",
+        "groups/step_1.parquet",
+    ):
         work.write(name, "x")
     work.mirror.close()
     sent = [path.removeprefix("/b/run/") for path in names(memory, "put_file")]
-    assert sent[:2] == ["config_4.yaml", "config.yaml"] and sent[-1] == "summary.json" and len(sent) == 6
+    assert (
+        sent[:2] == ["config_4.yaml", "config.yaml"]
+        and sent[-1] == "summary.json"
+        and len(sent) == 6
+    )
 
 
 def test_a_folder_that_wrote_last_goes_on_and_any_other_is_replaced(memory, machine, dead):
@@ -539,8 +692,10 @@ def test_training_goes_on_without_its_bucket_up_to_a_bound(memory, monkeypatch, 
         time.sleep(0.001)
     work.mirror.check()
     work.mirror.check()
-    assert work.said == [f"memory://b/run does not answer (no put_file today): training continues, and what it "
-                         f"writes is kept in {work.folder}"]
+    assert work.said == [
+        f"memory://b/run does not answer (no put_file today): training continues, and what it "
+        f"writes is kept in {work.folder}"
+    ]
     memory.failing = lambda name, path: False
     while work.mirror._silent_since:
         time.sleep(0.001)
@@ -556,7 +711,8 @@ def test_training_goes_on_without_its_bucket_up_to_a_bound(memory, monkeypatch, 
     # Training does not continue now, and nothing says that it did.
     assert work.said[-1:] == [
         f"memory://b/run does not answer (no put_file today): the run waits for it, at most 0 s, as more than "
-        f"checkpoint.most_unsaved=2 checkpoints are in {work.folder} alone"]
+        f"checkpoint.most_unsaved=2 checkpoints are in {work.folder} alone"
+    ]
     with pytest.raises(ShoalError, match="has not answered"):
         work.mirror.check()
     work.mirror.close()
@@ -589,7 +745,9 @@ def test_a_file_of_a_checkpoint_that_is_another_is_not_read(memory, machine):
     memory.pipe_file("/b/run/checkpoints/2/state/d/array", b"w" * 900)
     run = fetch("memory://b/run", weights=False)
     assert not (run / "checkpoints/2/state/d").exists()
-    with pytest.raises(ShoalError, match="state/d/array is not the file that the checkpoint's manifest names"):
+    with pytest.raises(
+        ShoalError, match="state/d/array is not the file that the checkpoint's manifest names"
+    ):
         complete(run / "checkpoints" / "2")
 
 
@@ -605,9 +763,15 @@ def whole(workshop: Workshop) -> Path:
 def stored(workshop: Workshop, whole: Path, s3: str, tmp_path_factory) -> str:
     """The address of a run in a bucket that was killed, and went on on another machine."""
     caches = tmp_path_factory.mktemp("caches")
-    words = workshop.words("first", *WORDS, "base_output_directory=s3://bucket/my runs", "checkpoint.most_unsaved=0")
-    with subprocess.Popen([sys.executable, "-m", "shoal", *words], stdout=subprocess.PIPE, text=True,
-                          env=os.environ | {"XDG_CACHE_HOME": str(caches / "a")}) as process:
+    words = workshop.words(
+        "first", *WORDS, "base_output_directory=s3://bucket/my runs", "checkpoint.most_unsaved=0"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-m", "shoal", *words],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"XDG_CACHE_HOME": str(caches / "a")},
+    ) as process:
         assert process.stdout
         for line in process.stdout:
             if line.startswith("step 5/6"):
@@ -640,7 +804,10 @@ def test_readers_take_its_address(stored, workshop, capsys, tmp_path):
     assert "clocks aside" in ran("diff", stored, str(workshop.runs / "whole"))
     ran("view", stored, "to=s3://bucket/page.html")
     assert fetch("s3://bucket/page.html").stat().st_size > 100_000
-    assert load_run(stored).metrics["reward/mean"] and load_run("last", "s3://bucket/my runs").folder.name == "first"
+    assert (
+        load_run(stored).metrics["reward/mean"]
+        and load_run("last", "s3://bucket/my runs").folder.name == "first"
+    )
     ran("export", f"from={stored}", "to=s3://bucket/out/model")
     ran("export", f"from={workshop.runs / 'whole'}", f"to={tmp_path / 'model'}")
     assert contents(fetch("s3://bucket/out/model")) == contents(tmp_path / "model")
@@ -653,19 +820,44 @@ def test_models_data_and_other_trees_are_read_from_buckets(s3, workshop, capsys,
     for name, folder in (("their model", workshop.model), ("data", workshop.folder / "data")):
         for file in folder.iterdir():
             fs.put_file(str(file), f"bucket/in/{name}/{file.name}")
-    words = workshop.words("from_bucket", "steps=1", "model=s3://bucket/in/their model", "train.evaluate_every=0",
-                           "task.path=s3://bucket/in/data/gsm8k_train.jsonl")
+    words = workshop.words(
+        "from_bucket",
+        "steps=1",
+        "model=s3://bucket/in/their model",
+        "train.evaluate_every=0",
+        "task.path=s3://bucket/in/data/gsm8k_train.jsonl",
+    )
     assert cli.main([*words, "--dry-run"]) == 0 and cli.main(words) == 0
-    assert "evaluation: 4 held_out" in capsys.readouterr().out  # of the file beside the one that was named
+    assert (
+        "evaluation: 4 held_out" in capsys.readouterr().out
+    )  # of the file beside the one that was named
     for files in ("s3://bucket/in/data/*train.jsonl", "s3://bucket/in/data/gsm8k_train.jsonl"):
         words = workshop.words("from_files", "task.path=", f"task.files=[{files}]")
         assert cli.main([*words, "--dry-run"]) == 0
         task = TaskSection(name="gsm8k", files=(files,))
-        assert len(load_by_name(task, RewardSection()).train) == len(load_by_name(
-            TaskSection(name="gsm8k", path="s3://bucket/in/data/gsm8k_train.jsonl"), RewardSection()).train) > 4
+        assert (
+            len(load_by_name(task, RewardSection()).train)
+            == len(
+                load_by_name(
+                    TaskSection(name="gsm8k", path="s3://bucket/in/data/gsm8k_train.jsonl"),
+                    RewardSection(),
+                ).train
+            )
+            > 4
+        )
     assert cli.main(["convert", f"from={workshop.model}", "to=s3://bucket/tree/0/items"]) == 0
-    assert cli.main(["convert", "from=s3://bucket/tree/0/items", "format=huggingface", f"to={tmp_path / 'back'}",
-                     f"tokenizer={workshop.model}"]) == 0
+    assert (
+        cli.main(
+            [
+                "convert",
+                "from=s3://bucket/tree/0/items",
+                "format=huggingface",
+                f"to={tmp_path / 'back'}",
+                f"tokenizer={workshop.model}",
+            ]
+        )
+        == 0
+    )
     assert (tmp_path / "back" / "model.safetensors").stat().st_size
 
 
@@ -674,10 +866,15 @@ def test_a_sweep_writes_its_record_to_the_bucket(s3, workshop, capsys, machine, 
 
     calls: list[Any] = []
     monkeypatch.setattr(multirun, "run_process", lambda words: (calls.append(words), (0, False))[1])
-    words = [*workshop.words("sweep", "base_output_directory=s3://bucket/sweeps", "seed=1,2"), "--multirun"]
+    words = [
+        *workshop.words("sweep", "base_output_directory=s3://bucket/sweeps", "seed=1,2"),
+        "--multirun",
+    ]
     assert cli.main(words) == 0
     assert [each[-2:] for each in calls] == [
-        ["base_output_directory=s3://bucket/sweeps/sweep", f"run_name={number}"] for number in (0, 1)]
+        ["base_output_directory=s3://bucket/sweeps/sweep", f"run_name={number}"]
+        for number in (0, 1)
+    ]
     machine("second")
     record = json.loads(fetch("s3://bucket/sweeps/sweep/multirun.json").read_text())
     assert record["runs"][1]["folder"] == "s3://bucket/sweeps/sweep/1"
@@ -713,7 +910,9 @@ class Expired(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.send_response(400)
         self.end_headers()
-        self.wfile.write(b"<Error><Code>ExpiredToken</Code><Message>The provided token has expired.</Message></Error>")
+        self.wfile.write(
+            b"<Error><Code>ExpiredToken</Code><Message>The provided token has expired.</Message></Error>"
+        )
 
     do_PUT = do_HEAD = do_GET
 
@@ -722,11 +921,13 @@ class Expired(BaseHTTPRequestHandler):
 
 
 def test_a_bucket_that_is_not_there(s3, capsys, tmp_path):
-    for words, key in (("base_output_directory=s3://wrong-bucket/x", "base_output_directory"),
-                       ("base_output_directory=s3://wrong-bucket/x run_name=first", "base_output_directory"),
-                       ("task=gsm8k task.files=[s3://bucket/none-*.jsonl]", "task.files"),
-                       ("model=s3://wrong-bucket/m", "model.path"),
-                       ("task=gsm8k task.path=s3://bucket/nothing", "task.path")):
+    for words, key in (
+        ("base_output_directory=s3://wrong-bucket/x", "base_output_directory"),
+        ("base_output_directory=s3://wrong-bucket/x run_name=first", "base_output_directory"),
+        ("task=gsm8k task.files=[s3://bucket/none-*.jsonl]", "task.files"),
+        ("model=s3://wrong-bucket/m", "model.path"),
+        ("task=gsm8k task.path=s3://bucket/nothing", "task.path"),
+    ):
         for more in ([], ["--dry-run"]):
             refused(capsys, tmp_path, ["train", *words.split(), *more], f"{key}=s3://")
 
@@ -754,8 +955,11 @@ def test_the_root_of_a_bucket_is_a_place_like_any_other(s3, capsys, tmp_path, ma
 def test_a_request_that_cannot_be_made_is_not_waited_for(s3, memory, monkeypatch):
     """The client's reason stands in the second line of its error."""
     began = time.monotonic()
-    with pytest.raises(ShoalError, match=r"base_output_directory=s3://Bad\$Name: no such request can be made "
-                                         r"\(Parameter validation failed: Invalid bucket name \"Bad\$Name\""):
+    with pytest.raises(
+        ShoalError,
+        match=r"base_output_directory=s3://Bad\$Name: no such request can be made "
+        r"\(Parameter validation failed: Invalid bucket name \"Bad\$Name\"",
+    ):
         check_base("s3://Bad$Name")
     assert time.monotonic() - began < buckets.WAIT_SECONDS / 2
 
@@ -773,17 +977,35 @@ def s3_error(code: str, status: int = 0) -> Exception:
     return error
 
 
-@pytest.mark.parametrize(("error", "is_waited_for"), [
-    (ConnectionError("reset"), True), (TimeoutError(), True), (OSError(errno.EIO, "broken"), True),
-    (http_error(503), True), (http_error(429), True), (http_error(400), False), (http_error(412), False),
-    (s3_error("InvalidBucketName"), False), (s3_error("BadDigest"), True), (s3_error("SlowDown"), True),
-    (s3_error("PermanentRedirect", 301), False), (s3_error("AuthorizationHeaderMalformed", 400), False),
-    (s3_error("EntityTooLarge", 400), False), (s3_error("RequestTimeout", 400), True),
-    (s3_error("BadDigest", 400), True), (s3_error("TemporaryRedirect", 307), True),
-    (s3_error("OperationAborted", 409), True), (s3_error("SlowDown", 503), True),
-    (botocore.exceptions.EndpointConnectionError(endpoint_url="http://x"), True),
-    (botocore.exceptions.NoRegionError(), False), (ValueError("no number"), False), (KeyError("size"), False),
-    (json.JSONDecodeError("a proxy's page", "<html>", 0), True), (OSError(errno.ENOSPC, "No space left"), False)])
+@pytest.mark.parametrize(
+    ("error", "is_waited_for"),
+    [
+        (ConnectionError("reset"), True),
+        (TimeoutError(), True),
+        (OSError(errno.EIO, "broken"), True),
+        (http_error(503), True),
+        (http_error(429), True),
+        (http_error(400), False),
+        (http_error(412), False),
+        (s3_error("InvalidBucketName"), False),
+        (s3_error("BadDigest"), True),
+        (s3_error("SlowDown"), True),
+        (s3_error("PermanentRedirect", 301), False),
+        (s3_error("AuthorizationHeaderMalformed", 400), False),
+        (s3_error("EntityTooLarge", 400), False),
+        (s3_error("RequestTimeout", 400), True),
+        (s3_error("BadDigest", 400), True),
+        (s3_error("TemporaryRedirect", 307), True),
+        (s3_error("OperationAborted", 409), True),
+        (s3_error("SlowDown", 503), True),
+        (botocore.exceptions.EndpointConnectionError(endpoint_url="http://x"), True),
+        (botocore.exceptions.NoRegionError(), False),
+        (ValueError("no number"), False),
+        (KeyError("size"), False),
+        (json.JSONDecodeError("a proxy's page", "<html>", 0), True),
+        (OSError(errno.ENOSPC, "No space left"), False),
+    ],
+)
 def test_what_is_waited_for(error, is_waited_for):
     assert bool(buckets.lasting_fault(error)) != is_waited_for
 
@@ -794,14 +1016,27 @@ def test_credentials_that_are_missing_or_have_expired(s3, capsys, tmp_path, monk
     with monkeypatch.context() as patch:
         patch.setenv("AWS_ENDPOINT_URL", f"http://localhost:{server.server_port}")
         fsspec.get_filesystem_class("s3").clear_instance_cache()
-        refused(capsys, tmp_path, ["train", "model=s3://bucket/m"], "model.path=s3://bucket/m", "have expired", "renew")
+        refused(
+            capsys,
+            tmp_path,
+            ["train", "model=s3://bucket/m"],
+            "model.path=s3://bucket/m",
+            "have expired",
+            "renew",
+        )
         for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
             patch.delenv(name)
         patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
         patch.setenv("HOME", str(tmp_path))
         fsspec.get_filesystem_class("s3").clear_instance_cache()
-        refused(capsys, tmp_path, ["train", "base_output_directory=s3://bucket/r"], "base_output_directory=s3://bucket/r",
-                "no credentials that work", "AWS_PROFILE")
+        refused(
+            capsys,
+            tmp_path,
+            ["train", "base_output_directory=s3://bucket/r"],
+            "base_output_directory=s3://bucket/r",
+            "no credentials that work",
+            "AWS_PROFILE",
+        )
     server.shutdown()
     server.server_close()
     fsspec.get_filesystem_class("s3").clear_instance_cache()
@@ -813,9 +1048,12 @@ def test_a_bucket_that_may_only_be_read(capsys, tmp_path, memory, monkeypatch):
         raise PermissionError("Access Denied")
 
     monkeypatch.setattr(memory, "pipe_file", refuses)
-    for words in (["train", "base_output_directory=memory://b/runs", "run_name=first"],
-                  ["train", "base_output_directory=memory://b/runs", "--dry-run"],
-                  ["export", "from=tiny", "to=memory://b/out"], ["eval", "output=memory://b/answers.json"]):
+    for words in (
+        ["train", "base_output_directory=memory://b/runs", "run_name=first"],
+        ["train", "base_output_directory=memory://b/runs", "--dry-run"],
+        ["export", "from=tiny", "to=memory://b/out"],
+        ["eval", "output=memory://b/answers.json"],
+    ):
         refused(capsys, tmp_path, words, "=memory://b/", "access is refused (Access Denied)")
 
 
@@ -829,7 +1067,9 @@ def test_gs_is_read_and_written_as_well(monkeypatch, machine, tmp_path):
     server = create_server("localhost", 0, in_memory=True)
     server.start()
     try:
-        port = server._api._httpd.server_port if hasattr(server, "_api") else server._httpd.server_port
+        port = (
+            server._api._httpd.server_port if hasattr(server, "_api") else server._httpd.server_port
+        )
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://localhost:{port}")
         buckets.connect("gs://there/x")[0].mkdir("there")
         work = Work("gs://there/my run")
@@ -839,7 +1079,10 @@ def test_gs_is_read_and_written_as_well(monkeypatch, machine, tmp_path):
         machine("second")
         fetch_into(place("gs://there/my run", RUNS), weights=False)
         complete(place("gs://there/my run/checkpoints/2", RUNS))
-        assert contents(place("gs://there/my run", RUNS))["checkpoints/2/state/d/array"] == b"weights 2" * 100
+        assert (
+            contents(place("gs://there/my run", RUNS))["checkpoints/2/state/d/array"]
+            == b"weights 2" * 100
+        )
         data = write_data(tmp_path / "data")
         buckets.connect("gs://there")[0].put_file(str(data), "there/data.jsonl")
         assert find_input("gs://there/data.jsonl", "task.path").read_bytes() == data.read_bytes()

@@ -32,10 +32,14 @@ def test_modules_beside_a_reward_belong_to_it(tmp_path: Path) -> None:
     file, helper = tmp_path / "rewards.py", tmp_path / "grading" / "values.py"
     file.write_text(SOURCE)
     alone = digest(file)
-    assert alone == hashlib.blake2b(SOURCE.encode(), digest_size=8).hexdigest()  # what is installed has no part in it
+    assert (
+        alone == hashlib.blake2b(SOURCE.encode(), digest_size=8).hexdigest()
+    )  # what is installed has no part in it
     helper.parent.mkdir()
     (helper.parent / "__init__.py").touch()
-    (helper.parent / "rules.py").write_text("from .values import VALUE\n\ndef points(completions): return [VALUE]\n")
+    (helper.parent / "rules.py").write_text(
+        "from .values import VALUE\n\ndef points(completions): return [VALUE]\n"
+    )
     helper.write_text("VALUE = 1.0\n")
     (tmp_path / "other.py").write_text("VALUE = 3.0\n")
     first = digest(file)
@@ -48,7 +52,9 @@ def test_modules_beside_a_reward_belong_to_it(tmp_path: Path) -> None:
     assert digest(file) != first
 
 
-def test_a_run_that_has_no_reference_any_more_is_resumed_whatever_its_first_weights_became() -> None:
+def test_a_run_that_has_no_reference_any_more_is_resumed_whatever_its_first_weights_became() -> (
+    None
+):
     """`algorithm.kl_coef=0` is what the error about other reference weights advises."""
     console, facts = Console(io.StringIO()), {"machine": {}, "data": "4 rows", "rewards": {}}
     compare_facts(facts | {"reference": "0x1"}, facts, console)
@@ -60,7 +66,11 @@ def test_a_run_that_has_no_reference_any_more_is_resumed_whatever_its_first_weig
 def test_a_changed_file_is_warned_of_once_for_all_its_functions() -> None:
     written = io.StringIO()
     saved = {"machine": {}, "data": "4 rows", "rewards": {"exact": "1", "short": "1", "same": "2"}}
-    compare_facts(saved, saved | {"rewards": {"exact": "3", "short": "3", "same": "2", "new": "3"}}, Console(written))
+    compare_facts(
+        saved,
+        saved | {"rewards": {"exact": "3", "short": "3", "same": "2", "new": "3"}},
+        Console(written),
+    )
     said = " ".join(written.getvalue().split())
     assert said.count("has changed") == 1
     assert "the file of exact and short, or one that it imports, has changed" in said
@@ -70,7 +80,7 @@ def test_the_files_of_tools_and_environments_belong_to_a_run(tmp_path: Path) -> 
     (file := tmp_path / "acts.py").write_text("def act(): pass\n")
 
     def kept() -> dict[str, str]:
-        act, = load_functions([f"{file}:act"], "tool", "")
+        (act,) = load_functions([f"{file}:act"], "tool", "")
         return fingerprint(Task("rows", tools=(act,), environments={"game": act}), 0)["rewards"]
 
     before = kept()

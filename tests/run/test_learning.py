@@ -13,8 +13,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.compile_quickly(False)]
 
 
 def test_four_steps_of_the_default_run_raise_held_out_accuracy(tmp_path: Path):
-    summary = shoal.train(seed=0, steps=4, task={"num_eval_questions": 200}, train={"pass_k": 0},
-                          base_output_directory=str(tmp_path))
+    summary = shoal.train(
+        seed=0,
+        steps=4,
+        task={"num_eval_questions": 200},
+        train={"pass_k": 0},
+        base_output_directory=str(tmp_path),
+    )
     before, after = summary["before"]["held_out"], summary["after"]["held_out"]
     assert 0.20 <= before["accuracy"] <= 0.55 and before["well_formed"] >= 0.95
     assert after["accuracy"] >= before["accuracy"] + 0.05

@@ -54,8 +54,17 @@ def test_a_place_is_reported_by_its_own_name():
         check_base("/proc/x")
 
 
-@pytest.mark.parametrize("content", [b"", b"no gzip", gzip.compress(b"{}")[:-4], gzip.compress(b"[1]"),
-                                     gzip.compress(b'{"text": ""}'), gzip.compress(b"\xff")])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"no gzip",
+        gzip.compress(b"{}")[:-4],
+        gzip.compress(b"[1]"),
+        gzip.compress(b'{"text": ""}'),
+        gzip.compress(b"\xff"),
+    ],
+)
 def test_a_damaged_plan_cache_is_no_cache(tmp_path, content):
     file = tmp_path / "one.json.gz"
     assert _read_compiled(file) is None

@@ -29,17 +29,23 @@ def layered() -> tuple:
     mesh = make_mesh(MeshSection(data=2, fsdp=4), jax.devices())
 
     def spread(shape: tuple[int, ...], *axes: str | None) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, PartitionSpec(*axes)))
+        return jax.ShapeDtypeStruct(
+            shape, jnp.float32, sharding=NamedSharding(mesh, PartitionSpec(*axes))
+        )
 
     def layers(x: jax.Array, weights: jax.Array) -> jax.Array:
         def layer(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
             whole = jax.lax.with_sharding_constraint(w, NamedSharding(mesh, PartitionSpec()))
             x = jnp.tanh(x @ whole)
-            return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(("data", "fsdp")))), None
+            return jax.lax.with_sharding_constraint(
+                x, NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
+            ), None
 
         return jax.lax.scan(layer, x, weights)[0].sum(1)
 
-    traced = jax.jit(layers).trace(spread((ROWS, SIZE), ("data", "fsdp")), spread((LAYERS, SIZE, SIZE), None, "fsdp"))
+    traced = jax.jit(layers).trace(
+        spread((ROWS, SIZE), ("data", "fsdp")), spread((LAYERS, SIZE, SIZE), None, "fsdp")
+    )
     return traced, traced.lower().compile()
 
 
@@ -75,8 +81,9 @@ def test_recomputation_counts_and_loops_of_unknown_length_are_assumed():
     assert jaxpr_flops(jax.make_jaxpr(jax.grad(loss, (0, 1)))(*shapes).jaxpr) == 4 * product
 
     def rounds(x: jax.Array, limit: jax.Array) -> jax.Array:
-        return jax.lax.while_loop(lambda c: (c[0] < limit) & (c[1].sum() < 9), lambda c: (c[0] + 1, c[1] @ c[1]),
-                                  (0, x))[1]
+        return jax.lax.while_loop(
+            lambda c: (c[0] < limit) & (c[1].sum() < 9), lambda c: (c[0] + 1, c[1] @ c[1]), (0, x)
+        )[1]
 
     traced = jax.jit(rounds).trace(shapes[0], jax.ShapeDtypeStruct((), jnp.int32))
     assert jaxpr_flops(traced.jaxpr.jaxpr, [7]) == 7 * 2.0 * 8**3
@@ -85,14 +92,23 @@ def test_recomputation_counts_and_loops_of_unknown_length_are_assumed():
     assert len(costs.assumed) == 1 and costs.assumed[0].endswith("7 times")
 
 
-@pytest.mark.parametrize(("text", "groups"), [
-    ("{{0,1},{2,3}}", [[0, 1], [2, 3]]), ("[2,2]<=[4]", [[0, 1], [2, 3]]), ("[2,2]<=[2,2]T(1,0)", [[0, 2], [1, 3]]),
-    ("[1,4]<=[4]", [[0, 1, 2, 3]]), ("mesh['a'=2,'b'=2] {'b'}", [[0, 1], [2, 3]]),
-    ("mesh['a'=2,'b'=2] {'a'}", [[0, 2], [1, 3]]), ("mesh['a'=4,'b'=1] {'a','b'}", [[0, 1, 2, 3]]),
-    ("mesh['a'=4] {'a':(1)2}", [[0, 2], [1, 3]]),
-    ("mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'b'}", [[0, 2], [1, 3]]),
-    ("mesh['a'=4], device_ids=(3,2,1,0) {'a'}", [[3, 2, 1, 0]]),
-    ("mesh['a'=4] {'a':(2)2}", [[0, 1], [2, 3]]), ("something else", [])])
+@pytest.mark.parametrize(
+    ("text", "groups"),
+    [
+        ("{{0,1},{2,3}}", [[0, 1], [2, 3]]),
+        ("[2,2]<=[4]", [[0, 1], [2, 3]]),
+        ("[2,2]<=[2,2]T(1,0)", [[0, 2], [1, 3]]),
+        ("[1,4]<=[4]", [[0, 1, 2, 3]]),
+        ("mesh['a'=2,'b'=2] {'b'}", [[0, 1], [2, 3]]),
+        ("mesh['a'=2,'b'=2] {'a'}", [[0, 2], [1, 3]]),
+        ("mesh['a'=4,'b'=1] {'a','b'}", [[0, 1, 2, 3]]),
+        ("mesh['a'=4] {'a':(1)2}", [[0, 2], [1, 3]]),
+        ("mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'b'}", [[0, 2], [1, 3]]),
+        ("mesh['a'=4], device_ids=(3,2,1,0) {'a'}", [[3, 2, 1, 0]]),
+        ("mesh['a'=4] {'a':(2)2}", [[0, 1], [2, 3]]),
+        ("something else", []),
+    ],
+)
 def test_groups_of_devices(text, groups):
     assert device_groups(text) == groups
 
@@ -103,15 +119,22 @@ def test_pairs_are_a_ring():
 
 def test_one_branch_of_a_conditional_runs():
     """Where a layer's weights are chosen among those of all layers there are as many branches."""
-    copy = '  ROOT %copy.{0} = bf16[8,{0}] copy(%p.{0}), backend_config={{"estimated_cycles":"{0}"}}'
-    branch = "%branch.{0} (p.{0}: bf16[8,{0}]) -> bf16[8,{0}] {{\n  %p.{0} = bf16[8,{0}] parameter(0)\n"
-    text = "".join(map((branch + copy + "\n}}\n\n").format, (20, 30, 10))) + """\
+    copy = (
+        '  ROOT %copy.{0} = bf16[8,{0}] copy(%p.{0}), backend_config={{"estimated_cycles":"{0}"}}'
+    )
+    branch = (
+        "%branch.{0} (p.{0}: bf16[8,{0}]) -> bf16[8,{0}] {{\n  %p.{0} = bf16[8,{0}] parameter(0)\n"
+    )
+    text = (
+        "".join(map((branch + copy + "\n}}\n\n").format, (20, 30, 10)))
+        + """\
 ENTRY %main (n: s32[], p: bf16[8,30]) -> bf16[8,30] {
   %n = s32[] parameter(0)
   %p = bf16[8,30] parameter(1)
   ROOT %conditional.1 = bf16[8,30] conditional(%n, %p, %p, %p), branch_computations={%branch.20, %branch.30, %branch.10}
 }
 """
+    )
     costs = Module(text).costs()
     assert sum(costs.cycles.values()) == 30 and sum(costs.bytes.values()) == 2 * 2 * 8 * 30
 
@@ -237,8 +260,13 @@ ENTRY %main (a: bf16[4,16,32], x: bf16[1,16]) -> bf16[1,32] {
   ROOT %fusion.1 = bf16[1,32]{1,0} fusion(%a, %x), kind=kOutput, calls=%product
 }
 """
-    summed = text.replace("  ROOT %dot.1", "  %sum.1 = bf16[16]{0} reduce(%s), dimensions={0,2}\n  ROOT %dot.1")
-    assert [Module(one).costs().operations[0][1] for one in (text, summed)] == [1024 + 32 + 64, 4096 + 32 + 64]
+    summed = text.replace(
+        "  ROOT %dot.1", "  %sum.1 = bf16[16]{0} reduce(%s), dimensions={0,2}\n  ROOT %dot.1"
+    )
+    assert [Module(one).costs().operations[0][1] for one in (text, summed)] == [
+        1024 + 32 + 64,
+        4096 + 32 + 64,
+    ]
 
 
 def test_decodings_kernel_on_a_tpu_takes_as_long_as_its_live_pages_at_the_memorys_rate():
@@ -259,14 +287,18 @@ def test_a_gather_inside_asynchronous_fusions_counts_once():
     gather, beside, scatter = costs.collectives
     assert (gather.kind, gather.bytes, gather.times) == ("all-gather", 8 * 64 * 2, 32)
     assert gather.source == "model/linear.py:29 < model/transformer.py:251 dot_general"
-    assert [(one.kind, one.bytes, one.times) for one in (beside, scatter)] == [("reduce-scatter", 64 * 16 * 4, 1)] * 2
+    assert [(one.kind, one.bytes, one.times) for one in (beside, scatter)] == [
+        ("reduce-scatter", 64 * 16 * 4, 1)
+    ] * 2
     assert beside.source == gather.source
     assert scatter.source == "model/transformer.py:251 add"
     assert sum(costs.cycles.values()) == 32 * 150 + 7 and not costs.unknown
 
 
 def test_an_operation_without_an_estimate_is_not_counted_as_the_largest_integer():
-    costs = Module(TPU.replace('"estimated_cycles":"50"', f'"estimated_cycles":"{2**63 - 1}"')).costs()
+    costs = Module(
+        TPU.replace('"estimated_cycles":"50"', f'"estimated_cycles":"{2**63 - 1}"')
+    ).costs()
     assert sum(costs.cycles.values()) == 32 * 100 + 7
     assert costs.unknown == [(32, 2 * 8 * (16 + 64), 0.0)]
     assert np.isclose(costs.cycles["model/transformer.py:251 add"], 7)
@@ -314,24 +346,38 @@ def one_collective(shape: str, op: str) -> tuple[str, int]:
     return found.kind, found.bytes
 
 
-@pytest.mark.parametrize(("shape", "op", "whole"), [
-    # at once: results; of a reduce-scatter the part that each keeps
-    ("bf16[64,16]{1,0}", "all-gather", 2048),
-    ("f32[16,16]{1,0}", "reduce-scatter", 4096),
-    ("(f32[16,16]{1,0}, f32[4]{0})", "reduce-scatter", 4096 + 64),
-    ("(f32[64,16]{1,0}, f32[16]{0})", "all-reduce", 4096 + 64),
-    # as GPUs start them: operands and results, each an array or several
-    ("(bf16[16,16]{1,0}, bf16[64,16]{1,0})", "all-gather-start", 2048),
-    ("((bf16[16,16]{1,0:T(8,128)(2,1)}, bf16[4]{0}), (bf16[64,16]{1,0:T(8,128)(2,1)}, bf16[16]{0}))",
-     "all-gather-start", 2048 + 32),
-    ("((f32[64,16]{1,0}), f32[16,16]{1,0})", "reduce-scatter-start", 4096),
-    ("((f32[64,16]{1,0}, f32[16]{0}), (f32[16,16]{1,0}, f32[4]{0}))", "reduce-scatter-start", 4096 + 64),
-    ("f32[268]{0}", "all-reduce-start", 1072),
-    ("(f32[64,16]{1,0}, /*index=1*/f32[16]{0})", "all-reduce-start", 4096 + 64),
-    ("((bf16[8,16]{1,0}), bf16[8,16]{1,0})", "all-to-all-start", 256),
-    ("(f32[64]{0}, f32[64]{0}, u32[], u32[])", "collective-permute-start", 256),
-    ("((f32[64]{0}, f32[16]{0}), (f32[64]{0}, f32[16]{0}), u32[], u32[])", "collective-permute-start", 256 + 64),
-])
+@pytest.mark.parametrize(
+    ("shape", "op", "whole"),
+    [
+        # at once: results; of a reduce-scatter the part that each keeps
+        ("bf16[64,16]{1,0}", "all-gather", 2048),
+        ("f32[16,16]{1,0}", "reduce-scatter", 4096),
+        ("(f32[16,16]{1,0}, f32[4]{0})", "reduce-scatter", 4096 + 64),
+        ("(f32[64,16]{1,0}, f32[16]{0})", "all-reduce", 4096 + 64),
+        # as GPUs start them: operands and results, each an array or several
+        ("(bf16[16,16]{1,0}, bf16[64,16]{1,0})", "all-gather-start", 2048),
+        (
+            "((bf16[16,16]{1,0:T(8,128)(2,1)}, bf16[4]{0}), (bf16[64,16]{1,0:T(8,128)(2,1)}, bf16[16]{0}))",
+            "all-gather-start",
+            2048 + 32,
+        ),
+        ("((f32[64,16]{1,0}), f32[16,16]{1,0})", "reduce-scatter-start", 4096),
+        (
+            "((f32[64,16]{1,0}, f32[16]{0}), (f32[16,16]{1,0}, f32[4]{0}))",
+            "reduce-scatter-start",
+            4096 + 64,
+        ),
+        ("f32[268]{0}", "all-reduce-start", 1072),
+        ("(f32[64,16]{1,0}, /*index=1*/f32[16]{0})", "all-reduce-start", 4096 + 64),
+        ("((bf16[8,16]{1,0}), bf16[8,16]{1,0})", "all-to-all-start", 256),
+        ("(f32[64]{0}, f32[64]{0}, u32[], u32[])", "collective-permute-start", 256),
+        (
+            "((f32[64]{0}, f32[16]{0}), (f32[64]{0}, f32[16]{0}), u32[], u32[])",
+            "collective-permute-start",
+            256 + 64,
+        ),
+    ],
+)
 def test_each_form_of_a_collective_counts_its_whole_arrays_once(shape, op, whole):
     assert one_collective(shape, op) == (op.removesuffix("-start"), whole)
 
@@ -345,56 +391,90 @@ def test_an_asynchronous_transfer_reads_and_writes_its_arrays_once():
 }}"""
     costs = Module(text).costs()
     assert sum(costs.bytes.values()) == 4096 + 1024
-    assert costs.operations == []  # its time is the transfer's: on a GPU it was counted as an operation, too
+    assert (
+        costs.operations == []
+    )  # its time is the transfer's: on a GPU it was counted as an operation, too
 
 
-@pytest.mark.parametrize(("topology", "axes", "ways", "hops"), [
-    ("v5p:4x4x8", {"fsdp": 128}, 6, 8), ("v5p:4x4x8", {"fsdp": 8, "data": 16}, 2, 4),
-    ("v5p:4x4x8", {"fsdp": 16, "data": 8}, 3, 5),  # half of an axis has no way round
-    ("v5p:4x4x8", {"fsdp": 4, "data": 32}, 1, 3),
-    ("v5p:4x4x4", {"fsdp": 64}, 6, 6), ("v5p:2x2x2", {"fsdp": 8}, 3, 3),
-    ("v6e:8x16", {"fsdp": 128}, 3, 15), ("v6e:8x8", {"fsdp": 64}, 2, 14)])
+@pytest.mark.parametrize(
+    ("topology", "axes", "ways", "hops"),
+    [
+        ("v5p:4x4x8", {"fsdp": 128}, 6, 8),
+        ("v5p:4x4x8", {"fsdp": 8, "data": 16}, 2, 4),
+        ("v5p:4x4x8", {"fsdp": 16, "data": 8}, 3, 5),  # half of an axis has no way round
+        ("v5p:4x4x8", {"fsdp": 4, "data": 32}, 1, 3),
+        ("v5p:4x4x4", {"fsdp": 64}, 6, 6),
+        ("v5p:2x2x2", {"fsdp": 8}, 3, 3),
+        ("v6e:8x16", {"fsdp": 128}, 3, 15),
+        ("v6e:8x8", {"fsdp": 64}, 2, 14),
+    ],
+)
 def test_only_a_whole_axis_of_a_torus_has_two_ways(topology, axes, ways, hops):
     found = parse_topology(topology)
     shape = found.shape if len(found.shape) == 3 else (*found.shape, 1)
-    devices = np.array([SimpleNamespace(id=number, slice_index=0, coords=coords)
-                        for number, coords in enumerate(np.ndindex(*shape))])
+    devices = np.array(
+        [
+            SimpleNamespace(id=number, slice_index=0, coords=coords)
+            for number, coords in enumerate(np.ndindex(*shape))
+        ]
+    )
     mesh: Any = SimpleNamespace(devices=devices.reshape(axes.get("data", 1), axes["fsdp"]))
     rate, seconds = link_of(found, found.accelerator, mesh, range(axes["fsdp"]))
     assert rate == ways * found.accelerator.link and seconds == pytest.approx(hops * 1e-6)
 
 
-@pytest.mark.parametrize(("kind", "seconds"), [("all-reduce", 2e-5 + 2 * 3 / 4 * 4096 / 450e9),
-                                               ("all-gather", 1e-5 + 3 / 4 * 4096 / 450e9)])
+@pytest.mark.parametrize(
+    ("kind", "seconds"),
+    [("all-reduce", 2e-5 + 2 * 3 / 4 * 4096 / 450e9), ("all-gather", 1e-5 + 3 / 4 * 4096 / 450e9)],
+)
 def test_a_small_transfer_takes_its_latency(kind, seconds):
     """Of four GPUs of a machine; a sum is scattered, then gathered."""
     found = parse_topology("h200:4")
-    mesh: Any = SimpleNamespace(devices=np.array([SimpleNamespace(id=n, coords=(0, 0, n)) for n in range(4)]), size=4,
-                                axis_names=("fsdp",))
-    (row,) = transfer_rows([Collective(kind, 4096, 5.0, "{{0,1,2,3}}", "")], found, found.accelerator, mesh)
+    mesh: Any = SimpleNamespace(
+        devices=np.array([SimpleNamespace(id=n, coords=(0, 0, n)) for n in range(4)]),
+        size=4,
+        axis_names=("fsdp",),
+    )
+    (row,) = transfer_rows(
+        [Collective(kind, 4096, 5.0, "{{0,1,2,3}}", "")], found, found.accelerator, mesh
+    )
     assert row["seconds"] == pytest.approx(5 * seconds)
 
 
-@pytest.mark.parametrize(("kind", "group", "rate"), [
-    ("all-gather", range(32), 8 * 50e9), ("reduce-scatter", range(0, 32, 8), 50e9), ("all-to-all", range(32), 50e9)])
+@pytest.mark.parametrize(
+    ("kind", "group", "rate"),
+    [
+        ("all-gather", range(32), 8 * 50e9),
+        ("reduce-scatter", range(0, 32, 8), 50e9),
+        ("all-to-all", range(32), 50e9),
+    ],
+)
 def test_machines_exchange_an_array_over_the_network_of_all_their_devices(kind, group, rate):
     """Four machines of eight GPUs: of an array that all get, each brings a part into its machine."""
     found = parse_topology("h200:4x8")
     devices = [SimpleNamespace(id=n, slice_index=0, coords=(n // 8, n % 8, 0)) for n in range(32)]
     mesh: Any = SimpleNamespace(devices=np.array(devices), size=32, axis_names=("fsdp",))
     groups = f"{{{{{','.join(map(str, group))}}}}}"
-    (row,) = transfer_rows([Collective(kind, 32 << 20, 1.0, groups, "")], found, found.accelerator, mesh)
+    (row,) = transfer_rows(
+        [Collective(kind, 32 << 20, 1.0, groups, "")], found, found.accelerator, mesh
+    )
     assert row["seconds"] == pytest.approx(3e-5 + (len(group) - 1) / len(group) * (32 << 20) / rate)
 
 
 def test_pairs_of_chips_exchange_along_one_way_and_wait_for_the_farthest():
     """A ring over 2x2x2 chips in the order of their numbers: from 1 to 2 and from 3 to 4 are two and three steps."""
     found = parse_topology("v5p:2x2x2")
-    devices = [SimpleNamespace(id=n, slice_index=0, coords=(n % 2, n // 2 % 2, n // 4)) for n in range(8)]
+    devices = [
+        SimpleNamespace(id=n, slice_index=0, coords=(n % 2, n // 2 % 2, n // 4)) for n in range(8)
+    ]
     mesh: Any = SimpleNamespace(devices=np.array(devices), size=8, axis_names=("fsdp",))
     pairs = ",".join(f"{{{n},{(n + 1) % 8}}}" for n in range(8))
-    (row,) = transfer_rows([Collective("collective-permute", 1 << 20, 1.0, f"{{{pairs}}}", "")], found,
-                           found.accelerator, mesh)
+    (row,) = transfer_rows(
+        [Collective("collective-permute", 1 << 20, 1.0, f"{{{pairs}}}", "")],
+        found,
+        found.accelerator,
+        mesh,
+    )
     assert row["seconds"] == pytest.approx((1 << 20) / 100e9 + 3e-6)
 
 
@@ -402,20 +482,26 @@ def test_a_loop_in_steps_of_two_runs_half_as_often():
     """XLA unrolls a product whose parts devices exchange: its cycles would count twice."""
     last = "  ROOT %tuple.2 = (s32[], bf16[8,16]{1,0}) tuple("
     assert last in TPU
-    unrolled = TPU.replace(last, f"""  %i = s32[] get-tuple-element(%s), index=0
+    unrolled = TPU.replace(
+        last,
+        f"""  %i = s32[] get-tuple-element(%s), index=0
   %two = s32[] constant(2)
   %next = s32[] add(%i, %two)
-{last}%next, """)
+{last}%next, """,
+    )
     costs = Module(unrolled).costs()
     assert sum(costs.cycles.values()) == 16 * 150 + 7 and costs.assumed == []
 
 
 def test_what_follows_a_kernel_counts():
     """A kernel's configuration is written in lines of its own, which begin as the end of a computation does."""
-    text = TPU.replace("  %dot.1 =", '''  %kernel.1 = f32[8]{0} custom-call(%b), frontend_attributes={
+    text = TPU.replace(
+        "  %dot.1 =",
+        """  %kernel.1 = f32[8]{0} custom-call(%b), frontend_attributes={
 "xprof_metadata":"{}"
 }}, metadata={op_name="jit(f)/forward_kernel"}
-  %dot.1 =''')
+  %dot.1 =""",
+    )
     assert Module(text).costs().cycles == Module(TPU).costs().cycles
 
 
@@ -431,7 +517,9 @@ def test_a_kernel_is_counted_by_the_share_that_is_read(platform, width):
             angles, pairs = (jnp.zeros((1, 512, 64)),) * 2, tpu_attention.row_pairs(ones, ones)
             flat = (jax.lax.collapse(x, 2) for x in (q, k, k))
             return tpu_attention.attend_rows(*flat, angles, pairs).astype(jnp.float32).sum()
-        readings = pallas_attention.block_lists(ones, ones, pallas_attention.block_size(64, q.dtype))
+        readings = pallas_attention.block_lists(
+            ones, ones, pallas_attention.block_size(64, q.dtype)
+        )
         return pallas_attention.attend_rows(q, k, k, readings).astype(jnp.float32).sum()
 
     jaxpr = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(q, k).jaxpr
@@ -441,7 +529,13 @@ def test_a_kernel_is_counted_by_the_share_that_is_read(platform, width):
 
 def test_the_body_of_a_shard_map_counts_once_for_each_manual_part():
     mesh = jax.make_mesh((2, 4), ("replica", "tensor"))
-    product = jax.shard_map(jnp.matmul, mesh=mesh, in_specs=(PartitionSpec("replica"), PartitionSpec()),
-                            out_specs=PartitionSpec("replica"), axis_names={"replica"}, check_vma=False)
+    product = jax.shard_map(
+        jnp.matmul,
+        mesh=mesh,
+        in_specs=(PartitionSpec("replica"), PartitionSpec()),
+        out_specs=PartitionSpec("replica"),
+        axis_names={"replica"},
+        check_vma=False,
+    )
     square = jax.ShapeDtypeStruct((8, 8), jnp.float32)
     assert jaxpr_flops(jax.make_jaxpr(product)(square, square).jaxpr) == 2 * 8**3

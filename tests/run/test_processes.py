@@ -60,7 +60,7 @@ from shoal.types import (
     StopReason,
 )
 
-HELD = '''\
+HELD = """\
 import os, time
 
 
@@ -69,7 +69,7 @@ def held(completions, trainer_state, **kwargs):
         time.sleep(0.05)
     texts = [one if isinstance(one, str) else one[0]["content"] for one in completions]
     return [sum(map(ord, text)) % 3 for text in texts]
-'''
+"""
 """A reward that waits in the third step while a file is there."""
 
 
@@ -93,18 +93,35 @@ class Processes:
         rewards = workshop.folder / "held.py"
         rewards.write_text(HELD.replace("HOLD", str(self.hold)))
         # With a lag, so that a checkpoint holds published weights of an older version too.
-        self.changes = (f"reward={rewards}:held", "mesh.fsdp=-1", "batch.prompts_per_step=3", "checkpoint.every=1",
-                        "train.weight_sync_interval=2", "train.pass_k=0", "algorithm.kl_coef=0.1")
+        self.changes = (
+            f"reward={rewards}:held",
+            "mesh.fsdp=-1",
+            "batch.prompts_per_step=3",
+            "checkpoint.every=1",
+            "train.weight_sync_interval=2",
+            "train.pass_k=0",
+            "algorithm.kl_coef=0.1",
+        )
 
     def start(self, name: str, *changes: str) -> list[subprocess.Popen[str]]:
         with socket.create_server(("localhost", 0)) as free:
             port = free.getsockname()[1]
-        words = [*self.workshop.words(name, *self.changes, *changes), f"mesh.coordinator=localhost:{port}",
-                 "mesh.processes=2"]
+        words = [
+            *self.workshop.words(name, *self.changes, *changes),
+            f"mesh.coordinator=localhost:{port}",
+            "mesh.processes=2",
+        ]
         flags = os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=4")
-        return [subprocess.Popen([sys.executable, "-c", PROGRAM, *words, f"mesh.process={number}"], text=True,
-                                 stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ | {"XLA_FLAGS": flags})
-                for number in range(2)]
+        return [
+            subprocess.Popen(
+                [sys.executable, "-c", PROGRAM, *words, f"mesh.process={number}"],
+                text=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=os.environ | {"XLA_FLAGS": flags},
+            )
+            for number in range(2)
+        ]
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +135,9 @@ def ends(started: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
     for process in started:
         out, err = process.communicate(timeout=200)
         # Its threads write into each other's lines.
-        shown = "".join(line for line in out.splitlines(keepends=True) if not re.search("Gloo|peer ranks", line))
+        shown = "".join(
+            line for line in out.splitlines(keepends=True) if not re.search("Gloo|peer ranks", line)
+        )
         found.append((process.returncode, shown, err))
     return found
 
@@ -140,11 +159,15 @@ def test_two_processes_sample_and_learn_what_one_does(two: Processes, whole: Pat
         assert tokens(whole, step) == tokens(one, step)
         for a, b in zip(groups(whole, step), groups(one, step), strict=True):
             assert a["prompt"] == b["prompt"] and a["columns"] == b["columns"]
-            assert [c["reward"] for c in a["completions"]] == [c["reward"] for c in b["completions"]]
+            assert [c["reward"] for c in a["completions"]] == [
+                c["reward"] for c in b["completions"]
+            ]
         a, b = parameters_of(whole, step), parameters_of(one, step)
         assert max(np.abs(a[name] - b[name]).max() for name in a) < 1e-5
     assert read_lines(whole / "evaluations.jsonl") == read_lines(one / "evaluations.jsonl")
-    assert [line["tokens/sampled"] for line in metrics(whole)] == [line["tokens/sampled"] for line in metrics(one)]
+    assert [line["tokens/sampled"] for line in metrics(whole)] == [
+        line["tokens/sampled"] for line in metrics(one)
+    ]
     assert "coordinator" not in (whole / "config_difference.yaml").read_text()
 
 
@@ -153,14 +176,29 @@ def tokens(run: Path, step: int) -> list[Any]:
 
 
 @pytest.mark.system
-def test_a_checkpoint_of_two_processes_is_resumed_by_one_with_roles_apart(two: Processes, whole: Path):
+def test_a_checkpoint_of_two_processes_is_resumed_by_one_with_roles_apart(
+    two: Processes, whole: Path
+):
     run = two.workshop.runs / "apart"
     shutil.copytree(whole, run)
     shutil.rmtree(run / "checkpoints" / "2")
     (run / "summary.json").unlink()
-    assert json.loads((run / "checkpoints" / "1" / "extra" / "metadata").read_text())["published"] == [0]
-    assert cli.main(["train", f"resume={run}", "mesh.fsdp=4", "mesh.trainer=4", "mesh.sampler=4",
-                     "mesh.sampler_tensor=2"]) == 0
+    assert json.loads((run / "checkpoints" / "1" / "extra" / "metadata").read_text())[
+        "published"
+    ] == [0]
+    assert (
+        cli.main(
+            [
+                "train",
+                f"resume={run}",
+                "mesh.fsdp=4",
+                "mesh.trainer=4",
+                "mesh.sampler=4",
+                "mesh.sampler_tensor=2",
+            ]
+        )
+        == 0
+    )
     assert tokens(run, 2) == tokens(whole, 2)
     for name in ("loss", "grad_norm", "kl"):
         # Sums in another order: float32 keeps 1e-7 of a norm of 7, of which CPUs with other vectors used up to 1.4e-6.
@@ -169,18 +207,25 @@ def test_a_checkpoint_of_two_processes_is_resumed_by_one_with_roles_apart(two: P
 
 @pytest.mark.system
 def test_a_damaged_checkpoint_is_passed_over_by_both_and_a_killed_process_named_by_the_other(
-        two: Processes, whole: Path):
+    two: Processes, whole: Path
+):
     """As after a kill in the second step, of whose checkpoint each process reads what it wrote itself."""
     run = two.workshop.runs / "again"
     shutil.copytree(whole, run)
     (run / "summary.json").unlink()
     (run / GROUPS).unlink()
     for part in (run / "checkpoints" / "2" / "state" / "ocdbt.process_1" / "d").iterdir():
-        part.write_bytes(part.read_bytes()[:1])  # of half a file what is missing may be an index that nothing reads
+        part.write_bytes(
+            part.read_bytes()[:1]
+        )  # of half a file what is missing may be an index that nothing reads
     two.hold.touch()
     started = two.start("again", "steps=3")
     deadline = time.monotonic() + 200
-    while not (run / DAMAGED_FOLDER).exists() or not (run / METADATA).exists() or not (run / GROUPS).exists():
+    while (
+        not (run / DAMAGED_FOLDER).exists()
+        or not (run / METADATA).exists()
+        or not (run / GROUPS).exists()
+    ):
         if time.monotonic() > deadline or any(process.poll() is not None for process in started):
             started[0].kill()
             pytest.fail(str(ends(started)))
@@ -188,12 +233,17 @@ def test_a_damaged_checkpoint_is_passed_over_by_both_and_a_killed_process_named_
     sums = [json.loads((folder / METADATA).read_text())["checksums"] for folder in (run, whole)]
     assert sums[0] == sums[1]
     assert (run / GROUPS).read_bytes() == (whole / GROUPS).read_bytes()
-    started[0].send_signal(signal.SIGKILL)  # JAX's service is this process's, and its clients would abort
+    started[0].send_signal(
+        signal.SIGKILL
+    )  # JAX's service is this process's, and its clients would abort
     began = time.monotonic()
     _, (code, _, err) = ends(started)
     assert code == 2 and time.monotonic() - began < 60
     assert "coordination" not in err and err.count("error") == 1
-    assert f"error: process 0 ({socket.gethostname()}, pid {started[0].pid}) has ended" in err.splitlines()[-1]
+    assert (
+        f"error: process 0 ({socket.gethostname()}, pid {started[0].pid}) has ended"
+        in err.splitlines()[-1]
+    )
 
 
 # ---- what they exchange, with threads in place of processes
@@ -220,7 +270,10 @@ class Store:
 def together(count: int, call: Callable[[World], Any]) -> list[Any]:
     """What each of some worlds' threads returned or raised."""
     store, found = Store(), {}
-    worlds = [World(count, index, store, [f"process {number}" for number in range(count)]) for index in range(count)]
+    worlds = [
+        World(count, index, store, [f"process {number}" for number in range(count)])
+        for index in range(count)
+    ]
 
     def work(world: World) -> None:
         try:
@@ -238,19 +291,43 @@ def together(count: int, call: Callable[[World], Any]) -> list[Any]:
 
 
 def request(row: int, size: int = 2) -> GroupRequest:
-    example = Example(row, [{"role": "user", "content": f"{row}?"}], {"answer": str(row), "pair": (1, 2)})
-    return GroupRequest(Purpose.TRAIN, 3, 3, example, np.array([row, 7], np.int32), size, SamplingParams())
+    example = Example(
+        row, [{"role": "user", "content": f"{row}?"}], {"answer": str(row), "pair": (1, 2)}
+    )
+    return GroupRequest(
+        Purpose.TRAIN, 3, 3, example, np.array([row, 7], np.int32), size, SamplingParams()
+    )
 
 
 def group(one: GroupRequest) -> Group:
     lengths = [1 + one.example.row % 3, 2]
     completions = tuple(
-        Completion(0, index, np.full(length, one.example.row, np.int32), np.full(length, -1 / 3, np.float32),
-                   np.ones(length, bool), np.full(length, 3, np.int32), StopReason.EOS)
-        for index, length in enumerate(lengths))
+        Completion(
+            0,
+            index,
+            np.full(length, one.example.row, np.int32),
+            np.full(length, -1 / 3, np.float32),
+            np.ones(length, bool),
+            np.full(length, 3, np.int32),
+            StopReason.EOS,
+        )
+        for index, length in enumerate(lengths)
+    )
     rewards = np.array([1 / 3, np.nan])
-    return Group(one.purpose, one.step, one.version, one.example, one.prompt_ids, completions, ("a", "b"), rewards,
-                 {"own": rewards}, np.array([True, False]), np.array([True, False]), reward_weights={"own": 1.0})
+    return Group(
+        one.purpose,
+        one.step,
+        one.version,
+        one.example,
+        one.prompt_ids,
+        completions,
+        ("a", "b"),
+        rewards,
+        {"own": rewards},
+        np.array([True, False]),
+        np.array([True, False]),
+        reward_weights={"own": 1.0},
+    )
 
 
 class FakeSource:
@@ -271,15 +348,27 @@ class FakeSource:
             raise self.wrong
 
     def read_stats(self, purpose: Purpose) -> RolloutStats:
-        return RolloutStats(1.0, 2.0, 5, 0.5, 3, 4, {"seen": [1.0]}, [Failure("own", 1, 1, "raised", "it raised")],
-                            host_tokens=6, preempted=2)
+        return RolloutStats(
+            1.0,
+            2.0,
+            5,
+            0.5,
+            3,
+            4,
+            {"seen": [1.0]},
+            [Failure("own", 1, 1, "raised", "it raised")],
+            host_tokens=6,
+            preempted=2,
+        )
 
 
 def dealt_source(world: World, source: FakeSource, stop: StopSignal | None = None) -> DealtSource:
     return DealtSource(source, world, stop or StopSignal())  # type: ignore[arg-type]
 
 
-def play(world: World, requests: list[GroupRequest], wrong: dict[int, BaseException]) -> tuple[list[Group], Any]:
+def play(
+    world: World, requests: list[GroupRequest], wrong: dict[int, BaseException]
+) -> tuple[list[Group], Any]:
     source = dealt_source(world, FakeSource(wrong.get(world.index)))
     source.request(requests)
     played = source.take(requests[0].purpose, requests[0].step)
@@ -291,11 +380,23 @@ def test_processes_have_the_same_kernels(tmp_path: Path):
     write_tokenizer(tmp_path)
 
     def call(world: World) -> None:
-        config, where = Config(base_output_directory=str(tmp_path), run_name="none"), make_roles(MeshSection())
-        job = Job(config, Console(io.StringIO()), spec=ModelSpec(tmp_path, QWEN3, lambda *_: random_parameters(QWEN3)))
+        config, where = (
+            Config(base_output_directory=str(tmp_path), run_name="none"),
+            make_roles(MeshSection()),
+        )
+        job = Job(
+            config,
+            Console(io.StringIO()),
+            spec=ModelSpec(tmp_path, QWEN3, lambda *_: random_parameters(QWEN3)),
+        )
         attention = "blocked" if world.index else "auto"
-        job.opened |= {"world": world, "config": config, "roles": where, "teacher": None,
-                       "model": Model(QWEN3, where.trainer, attention=attention)}
+        job.opened |= {
+            "world": world,
+            "config": config,
+            "roles": where,
+            "teacher": None,
+            "model": Model(QWEN3, where.trainer, attention=attention),
+        }
         open_run(job)
 
     for error in together(2, call):
@@ -309,19 +410,33 @@ def test_dealt_groups_are_those_of_one_player_in_every_process(count: int):
     requests = [request(row) for row in range(count)]
     for played, stats in together(3, lambda world: play(world, requests, {})):
         for found, wanted in zip(played, map(group, requests), strict=True):
-            assert (found.example, found.step, found.version) == (wanted.example, wanted.step, wanted.version)
+            assert (found.example, found.step, found.version) == (
+                wanted.example,
+                wanted.step,
+                wanted.version,
+            )
             assert found.prompt_ids.tolist() == wanted.prompt_ids.tolist()
-            assert found.rewards.tobytes() == wanted.rewards.tobytes() and found.reward_weights == {"own": 1.0}
+            assert found.rewards.tobytes() == wanted.rewards.tobytes() and found.reward_weights == {
+                "own": 1.0
+            }
             for a, b in zip(found.completions, wanted.completions, strict=True):
-                assert a.token_ids.tolist() == b.token_ids.tolist() and a.logprobs.tobytes() == b.logprobs.tobytes()
+                assert (
+                    a.token_ids.tolist() == b.token_ids.tolist()
+                    and a.logprobs.tobytes() == b.logprobs.tobytes()
+                )
         assert (stats.sample_seconds, stats.tokens, stats.logged) == (1.0, 15, {"seen": [1.0] * 3})
         assert (stats.drawing, stats.places, stats.host_tokens, stats.preempted) == (9, 12, 18, 6)
         assert stats.failures[0].text == "it raised" and len(stats.failures) == 3
 
 
-@pytest.mark.parametrize(("wrong", "raised"), [
-    ({1: StopRequested()}, StopRequested), ({2: ShoalError("the reward raised")}, ShoalError),
-    ({0: ShoalError("the reward raised"), 1: StopRequested()}, StopRequested)])
+@pytest.mark.parametrize(
+    ("wrong", "raised"),
+    [
+        ({1: StopRequested()}, StopRequested),
+        ({2: ShoalError("the reward raised")}, ShoalError),
+        ({0: ShoalError("the reward raised"), 1: StopRequested()}, StopRequested),
+    ],
+)
 def test_a_stop_or_an_error_of_one_process_is_raised_by_all(wrong: Any, raised: type):
     for error in together(3, lambda world: play(world, [request(row) for row in range(4)], wrong)):
         assert type(error) is raised
@@ -331,8 +446,12 @@ def test_a_stop_or_an_error_of_one_process_is_raised_by_all(wrong: Any, raised: 
 def test_weights_that_one_process_cannot_publish_end_all():
     """Alone it would save a checkpoint, which takes all of them."""
     wrong = {1: ShoalError("no room for the weights")}
-    ends = together(3, lambda world: dealt_source(world, FakeSource(wrong.get(world.index))).publish(3, None))
-    assert [(type(error), str(error)) for error in ends] == [(ShoalError, "no room for the weights")] * 3
+    ends = together(
+        3, lambda world: dealt_source(world, FakeSource(wrong.get(world.index))).publish(3, None)
+    )
+    assert [(type(error), str(error)) for error in ends] == [
+        (ShoalError, "no room for the weights")
+    ] * 3
 
 
 def test_a_process_without_a_share_of_the_groups_is_stopped():
@@ -362,7 +481,9 @@ def test_more_requests_of_a_step_are_dealt_on_and_a_step_begins_at_process_0():
     assert together(3, call) == [[[0], [], [3], [5]], [[1], [], [4], []], [[], [2], [], []]]
 
 
-def test_long_bytes_are_gathered_by_devices_and_short_ones_by_the_store(monkeypatch: pytest.MonkeyPatch):
+def test_long_bytes_are_gathered_by_devices_and_short_ones_by_the_store(
+    monkeypatch: pytest.MonkeyPatch,
+):
     monkeypatch.setattr(processes, "STORE_BYTES", 3)
     gathered: dict[int, bytes] = {}
     all_here = threading.Barrier(2)
@@ -374,12 +495,19 @@ def test_long_bytes_are_gathered_by_devices_and_short_ones_by_the_store(monkeypa
         return [gathered[length] for length in lengths]
 
     monkeypatch.setattr(processes, "gather_bytes", gather)
-    assert together(2, lambda world: world.exchange("x", [b"\n1", b"a\nbcd"][world.index])) == [[b"\n1", b"a\nbcd"]] * 2
+    assert (
+        together(2, lambda world: world.exchange("x", [b"\n1", b"a\nbcd"][world.index]))
+        == [[b"\n1", b"a\nbcd"]] * 2
+    )
     assert gathered == {0: b"", 5: b"a\nbcd"}
 
 
-@pytest.mark.parametrize(("length", "most"), [(1, 64 << 20), (300_000, 1 << 14), (300_000, 64 << 20)])
-def test_gathered_bytes_are_those_that_were_given(monkeypatch: pytest.MonkeyPatch, length: int, most: int):
+@pytest.mark.parametrize(
+    ("length", "most"), [(1, 64 << 20), (300_000, 1 << 14), (300_000, 64 << 20)]
+)
+def test_gathered_bytes_are_those_that_were_given(
+    monkeypatch: pytest.MonkeyPatch, length: int, most: int
+):
     monkeypatch.setattr(processes, "ROUND_BYTES", most)
     data = np.random.default_rng(0).bytes(length)
     assert processes.gather_bytes(data, [0], [length]) == [data]
@@ -388,10 +516,18 @@ def test_gathered_bytes_are_those_that_were_given(monkeypatch: pytest.MonkeyPatc
 def test_processes_that_differ_are_named_with_the_difference():
     same = together(2, lambda world: check_same(world, "versions", {"jax": "1"}))
     assert same == [None, None]
-    for error in together(3, lambda world: check_same(world, "configuration", {
-            "steps": "3", "optimizer.lr": "1e-5" if world.index < 2 else "1e-4"})):
-        assert str(error) == ("processes differ in configuration: process 2 has optimizer.lr 1e-4, process 0 has 1e-5; "
-                              "start all of them alike")
+    for error in together(
+        3,
+        lambda world: check_same(
+            world,
+            "configuration",
+            {"steps": "3", "optimizer.lr": "1e-5" if world.index < 2 else "1e-4"},
+        ),
+    ):
+        assert str(error) == (
+            "processes differ in configuration: process 2 has optimizer.lr 1e-4, process 0 has 1e-5; "
+            "start all of them alike"
+        )
 
 
 def change_weights(folder: Path) -> None:
@@ -425,26 +561,37 @@ def leave_alone(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config | {"transformers_version": "5"}))
 
 
-@pytest.mark.parametrize(("change", "what", "name"), [
-    (change_weights, "the weights of the model", "model.norm.weight"),
-    (change_template, "the tokenizer of the model", "the chat template"),
-    (change_end, "the tokenizer of the model", "eos_token_id"),
-    (change_vocabulary, "the tokenizer of the model", "tokenizer.json"),
-    (leave_alone, "", "")])
+@pytest.mark.parametrize(
+    ("change", "what", "name"),
+    [
+        (change_weights, "the weights of the model", "model.norm.weight"),
+        (change_template, "the tokenizer of the model", "the chat template"),
+        (change_end, "the tokenizer of the model", "eos_token_id"),
+        (change_vocabulary, "the tokenizer of the model", "tokenizer.json"),
+        (leave_alone, "", ""),
+    ],
+)
 @pytest.mark.parametrize("given", ["a folder", "the base of an adapter"])
 def test_hosts_with_other_files_at_the_same_path_are_refused(
-        tmp_path: Path, change: Callable[[Path], None], what: str, name: str, given: str):
+    tmp_path: Path, change: Callable[[Path], None], what: str, name: str, given: str
+):
     """Each process reads a part of the weights, so a mixture of two models would be trained."""
     specs = []
     for number in range(2):
-        folder = write_model_with_tokenizer(tmp_path / str(number) / "model", tie_word_embeddings=True)
+        folder = write_model_with_tokenizer(
+            tmp_path / str(number) / "model", tie_word_embeddings=True
+        )
         if number:
             change(folder)
         section = ModelSection(path=str(folder))
         if given == "the base of an adapter":
-            section = ModelSection(path=str(write_adapter(tmp_path / str(number) / "adapter", folder)))
+            section = ModelSection(
+                path=str(write_adapter(tmp_path / str(number) / "adapter", folder))
+            )
         specs.append(resolve_model(section))
-    found = together(2, lambda world: check_same_model(world, "the model", "model.path", specs[world.index]))
+    found = together(
+        2, lambda world: check_same_model(world, "the model", "model.path", specs[world.index])
+    )
     if not what:
         assert found == [None, None]
         return
@@ -469,7 +616,9 @@ def test_hosts_with_other_adapters_are_refused(tmp_path: Path, given: str):
         if given == "model.lora.path":
             section = ModelSection(path=str(base), lora=LoraSection(path=adapter))
         specs.append(resolve_model(section))
-    for error in together(2, lambda world: check_same_model(world, "the model", given, specs[world.index])):
+    for error in together(
+        2, lambda world: check_same_model(world, "the model", given, specs[world.index])
+    ):
         assert "processes differ in the weights of the model: process 1 has " in str(error)
         assert "lora_A" in str(error)
 
@@ -483,8 +632,13 @@ def test_hosts_with_other_checkpoints_of_a_run_or_of_maxtext_are_refused(tmp_pat
         extra.mkdir(parents=True)
         (extra / "metadata").write_text(json.dumps({"checksums": {"trainable": 7 + number}}))
         specs.append(resolve_model(ModelSection(path=str(run))))
-    for error in together(2, lambda world: check_same_model(world, "the model", "model.path", specs[world.index])):
-        assert "process 1 has the weights of run/checkpoints/3 0x00000008, process 0 has 0x00000007" in str(error)
+    for error in together(
+        2, lambda world: check_same_model(world, "the model", "model.path", specs[world.index])
+    ):
+        assert (
+            "process 1 has the weights of run/checkpoints/3 0x00000008, process 0 has 0x00000007"
+            in str(error)
+        )
     files = []
     for number in range(2):
         folder = tmp_path / f"items{number}"
@@ -496,21 +650,31 @@ def test_hosts_with_other_checkpoints_of_a_run_or_of_maxtext_are_refused(tmp_pat
 
 def test_a_file_that_one_host_cannot_read_is_named_by_all(tmp_path: Path):
     """Alone it would end, and the others wait for it."""
-    specs = [resolve_model(ModelSection(path=str(write_model_with_tokenizer(tmp_path / str(number)))))
-             for number in range(2)]
+    specs = [
+        resolve_model(ModelSection(path=str(write_model_with_tokenizer(tmp_path / str(number)))))
+        for number in range(2)
+    ]
     (tmp_path / "1" / "model.safetensors").unlink()
-    for error in together(2, lambda world: check_same_model(world, "the model", "model.path", specs[world.index])):
+    for error in together(
+        2, lambda world: check_same_model(world, "the model", "model.path", specs[world.index])
+    ):
         assert isinstance(error, ShoalError)
         assert str(error).startswith(f"process 1: {tmp_path / '1'} holds no safetensors file")
 
 
-def test_a_template_that_writes_another_date_is_another_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_template_that_writes_another_date_is_another_tokenizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     write_tokenizer(tmp_path, template="{{ strftime_now('%d') }} {{ messages[0].content }}")
     facts = []
     for day in (1, 2):
-        monkeypatch.setattr(tokenizer, "datetime", SimpleNamespace(now=lambda day=day: datetime(2026, 1, day)))
+        monkeypatch.setattr(
+            tokenizer, "datetime", SimpleNamespace(now=lambda day=day: datetime(2026, 1, day))
+        )
         facts.append(tokenizer.Tokenizer.load(tmp_path).facts())
-    assert {name for name in facts[0] if facts[0][name] != facts[1][name]} == {"the prompt of a question"}
+    assert {name for name in facts[0] if facts[0][name] != facts[1][name]} == {
+        "the prompt of a question"
+    }
 
 
 def test_a_folder_that_is_not_shared_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -518,7 +682,9 @@ def test_a_folder_that_is_not_shared_is_refused(tmp_path: Path, monkeypatch: pyt
     assert together(2, lambda world: check_shared(world, tmp_path / "runs", False)) == [None, None]
     for index in range(2):
         (tmp_path / str(index)).mkdir()
-    for error in together(2, lambda world: check_shared(world, tmp_path / str(world.index) / "runs", False)):
+    for error in together(
+        2, lambda world: check_shared(world, tmp_path / str(world.index) / "runs", False)
+    ):
         assert "is not shared: process 1 does not see what process 0 writes there" in str(error)
     assert not list(tmp_path.glob("**/.shoal*"))
 
@@ -546,26 +712,38 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What processes would say when they end."""
     said: list[str] = []
 
-    monkeypatch.setattr(processes, "os", SimpleNamespace(write=lambda _, data: said.append(data.decode()),
-                                                         _exit=lambda code: said.append(f"exit {code}")))
+    monkeypatch.setattr(
+        processes,
+        "os",
+        SimpleNamespace(
+            write=lambda _, data: said.append(data.decode()),
+            _exit=lambda code: said.append(f"exit {code}"),
+        ),
+    )
     return said
 
 
 @pytest.mark.parametrize("goodbye", [b"", b"farewell\n"])
-def test_a_link_that_closes_without_a_farewell_ends_the_others_by_name(ended: list[str], goodbye: bytes):
+def test_a_link_that_closes_without_a_farewell_ends_the_others_by_name(
+    ended: list[str], goodbye: bytes
+):
     with socket.create_server(("localhost", 0)) as server:
         theirs = {number: socket.create_connection(server.getsockname()) for number in (1, 2)}
         world = World(3, 0, names=["a", "b", "c"])
         world.watch({number: server.accept()[0] for number in theirs})
-    watching = {number: next(one for one in threading.enumerate() if one.name == f"processes {number}")
-                for number in theirs}
+    watching = {
+        number: next(one for one in threading.enumerate() if one.name == f"processes {number}")
+        for number in theirs
+    }
     theirs[1].sendall(goodbye)
     theirs[1].close()
     watching[1].join(10)
     if goodbye:
         assert ended == []
     else:
-        assert ended[0].startswith("error: b has ended, so this one ends too") and ended[1:] == ["exit 2"]
+        assert ended[0].startswith("error: b has ended, so this one ends too") and ended[1:] == [
+            "exit 2"
+        ]
         assert theirs[2].recv(100) == b"b has ended"
     said = list(ended)
     theirs[2].sendall(b"farewell\n")
@@ -584,32 +762,67 @@ def section(**keys: Any) -> MeshSection:
 
 
 def test_keys_of_processes_are_checked(monkeypatch: pytest.MonkeyPatch):
-    assert find_processes(MeshSection()) == MeshSection() == find_processes(section(processes=1, process=0))
+    assert (
+        find_processes(MeshSection())
+        == MeshSection()
+        == find_processes(section(processes=1, process=0))
+    )
     assert find_processes(section()) == section()
-    for wrong, text in ((section(process=-1), "mesh.process is missing"), (section(processes=0), "mesh.processes is"),
-                        (section(process=2), "expected 0 to 1"), (section(coordinator="here"), "expected HOST:PORT"),
-                        (section(coordinator=":77"), "HOST:PORT"), (section(coordinator="a:70000"), "HOST:PORT"),
-                        (section(coordinator="10.0.0.1:77"), f"set the environment variable {meeting.TOKEN}")):
+    for wrong, text in (
+        (section(process=-1), "mesh.process is missing"),
+        (section(processes=0), "mesh.processes is"),
+        (section(process=2), "expected 0 to 1"),
+        (section(coordinator="here"), "expected HOST:PORT"),
+        (section(coordinator=":77"), "HOST:PORT"),
+        (section(coordinator="a:70000"), "HOST:PORT"),
+        (section(coordinator="10.0.0.1:77"), f"set the environment variable {meeting.TOKEN}"),
+    ):
         with pytest.raises(ShoalError, match=text):
             find_processes(wrong)
 
 
-@pytest.mark.parametrize(("process", "code", "text"), [
-    (1, 0, "warning: mesh: mesh.processes=2: the devices of the others are not known here"),
-    (2, 2, "error: mesh.process=2: with mesh.processes=2 expected 0 to 1")])
+@pytest.mark.parametrize(
+    ("process", "code", "text"),
+    [
+        (1, 0, "warning: mesh: mesh.processes=2: the devices of the others are not known here"),
+        (2, 2, "error: mesh.process=2: with mesh.processes=2 expected 0 to 1"),
+    ],
+)
 def test_a_dry_run_checks_the_keys_of_processes_and_connects_to_none(
-        capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, process: int, code: int, text: str):
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    process: int,
+    code: int,
+    text: str,
+):
     # Prompts a device, which are counted where there are devices to count.
     monkeypatch.setenv(meeting.TOKEN, "secret")
-    assert cli.main(["train", "--dry-run", "mesh.coordinator=nowhere:7777", "mesh.processes=2",
-                     f"mesh.process={process}", "batch.prompts_per_device=1", "algorithm.num_minibatches=2"]) == code
+    assert (
+        cli.main(
+            [
+                "train",
+                "--dry-run",
+                "mesh.coordinator=nowhere:7777",
+                "mesh.processes=2",
+                f"mesh.process={process}",
+                "batch.prompts_per_device=1",
+                "algorithm.num_minibatches=2",
+            ]
+        )
+        == code
+    )
     assert text in "".join(capsys.readouterr())
 
 
 def test_slurm_gives_the_keys_that_are_not_given(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(meeting.TOKEN, "secret")
-    for name, value in {"JOB_ID": "4711", "STEP_NODELIST": "node[003-004]", "NTASKS": "2", "PROCID": "1",
-                        "LOCALID": "0"}.items():
+    for name, value in {
+        "JOB_ID": "4711",
+        "STEP_NODELIST": "node[003-004]",
+        "NTASKS": "2",
+        "PROCID": "1",
+        "LOCALID": "0",
+    }.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
     found = find_processes(MeshSection())
     assert (found.processes, found.process) == (2, 1) and found.coordinator.startswith("node003:")
@@ -618,14 +831,27 @@ def test_slurm_gives_the_keys_that_are_not_given(monkeypatch: pytest.MonkeyPatch
     assert find_processes(MeshSection()) == MeshSection()
 
 
-@pytest.mark.parametrize(("variables", "gpus"), [
-    ({}, None), ({"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_LOCALID": "0"}, None),
-    ({"SLURM_STEP_TASKS_PER_NODE": "4(x2)", "SLURM_LOCALID": "3"}, [3]),
-    ({"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}, None),
-    ({"OMPI_COMM_WORLD_LOCAL_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_RANK": "5"}, [5]),
-    ({"OMPI_COMM_WORLD_LOCAL_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_RANK": "5", "JAX_LOCAL_DEVICE_IDS": "6"}, None)])
-def test_each_of_several_processes_of_a_node_has_its_own_gpu(monkeypatch: pytest.MonkeyPatch,
-                                                             variables: dict[str, str], gpus: list[int] | None):
+@pytest.mark.parametrize(
+    ("variables", "gpus"),
+    [
+        ({}, None),
+        ({"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_LOCALID": "0"}, None),
+        ({"SLURM_STEP_TASKS_PER_NODE": "4(x2)", "SLURM_LOCALID": "3"}, [3]),
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}, None),
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_RANK": "5"}, [5]),
+        (
+            {
+                "OMPI_COMM_WORLD_LOCAL_SIZE": "8",
+                "OMPI_COMM_WORLD_LOCAL_RANK": "5",
+                "JAX_LOCAL_DEVICE_IDS": "6",
+            },
+            None,
+        ),
+    ],
+)
+def test_each_of_several_processes_of_a_node_has_its_own_gpu(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], gpus: list[int] | None
+):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert processes.own_gpus() == gpus
@@ -641,21 +867,28 @@ def free(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 def test_a_coordinator_where_nobody_answers_and_processes_that_do_not_come(
-        free: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    free: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     with pytest.raises(ShoalError, match=r"nobody answers there .* start process 0"):
         join(section(coordinator=free))
     assert capsys.readouterr().err == (
         f"waiting for process 0 at {free}, where nobody answers yet (Connection refused; localhost is 127.0.0.1 on "
-        "this machine), 0 s at most\n")
+        "this machine), 0 s at most\n"
+    )
     monkeypatch.setattr(meeting, "REPEAT_SECONDS", 0.1)
-    with pytest.raises(ShoalError, match=r"mesh.processes=3: process 1, 2 has not come within 0.3 s"):
+    with pytest.raises(
+        ShoalError, match=r"mesh.processes=3: process 1, 2 has not come within 0.3 s"
+    ):
         join(section(coordinator=free, processes=3, process=0))
     assert capsys.readouterr().err.count(f"waiting for process 1, 2 at {free}, 0 s at most\n") >= 2
 
 
-@pytest.mark.parametrize(("error", "code"), [(ShoalError, 2), (KeyboardInterrupt, 130), (ValueError, 1)])
-def test_a_process_that_fails_alone_keeps_its_exit_code(ended: list[str], monkeypatch: pytest.MonkeyPatch,
-                                                        error: type[BaseException], code: int):
+@pytest.mark.parametrize(
+    ("error", "code"), [(ShoalError, 2), (KeyboardInterrupt, 130), (ValueError, 1)]
+)
+def test_a_process_that_fails_alone_keeps_its_exit_code(
+    ended: list[str], monkeypatch: pytest.MonkeyPatch, error: type[BaseException], code: int
+):
     monkeypatch.setattr(World, "_leave", lambda world, seconds: False)
     world = World(2, 1)
     with pytest.raises(error), world:
@@ -675,7 +908,9 @@ def test_a_process_of_another_number_is_refused_by_both(free: str, monkeypatch: 
 
     thread = threading.Thread(target=main)
     thread.start()
-    with pytest.raises(ShoalError, match=r"was started with mesh.processes=2, process 0 has mesh.processes=3"):
+    with pytest.raises(
+        ShoalError, match=r"was started with mesh.processes=2, process 0 has mesh.processes=3"
+    ):
         join(section(coordinator=free))
     thread.join(10)
     assert "was started with mesh.processes=2, process 0 has mesh.processes=3" in found[0]
@@ -698,13 +933,16 @@ STRANGERS = {
 
 
 @pytest.mark.parametrize("stranger", STRANGERS)
-def test_a_line_of_a_stranger_is_dropped_and_counted(free: str, monkeypatch: pytest.MonkeyPatch, stranger: str,
-                                                     capsys: pytest.CaptureFixture[str]):
+def test_a_line_of_a_stranger_is_dropped_and_counted(
+    free: str, monkeypatch: pytest.MonkeyPatch, stranger: str, capsys: pytest.CaptureFixture[str]
+):
     monkeypatch.setattr(meeting, "START_SECONDS", 30)
     monkeypatch.setattr(meeting, "GREETING_SECONDS", 0.3)
     monkeypatch.setenv(meeting.TOKEN, "secret")
     met: list[Any] = []
-    main = threading.Thread(target=lambda: met.append(meeting.meet_others(section(coordinator=free, process=0))))
+    main = threading.Thread(
+        target=lambda: met.append(meeting.meet_others(section(coordinator=free, process=0)))
+    )
     main.start()
     link = meeting._connect(section(coordinator=free))
     with link, suppress(OSError):
@@ -724,6 +962,7 @@ def test_processes_with_different_secrets_do_not_meet(free: str, monkeypatch: py
     monkeypatch.setattr(meeting, "OUTLIVES_SECONDS", 0)
     host, _, port = free.rpartition(":")
     with socket.create_server((host, int(port))) as server:
+
         def answer() -> None:
             with server.accept()[0] as link:
                 link.sendall(b'{"names": ["a", "b"]}\n')
@@ -759,7 +998,8 @@ def names_of(monkeypatch: pytest.MonkeyPatch, **addresses: str) -> None:
 
 
 def test_where_a_name_is_loopback_on_its_own_machine_process_0_can_be_reached_by_others(
-        free: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    free: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     """Debian and Ubuntu write `127.0.1.1 NAME` into their hosts file: both waited for 300 s."""
     port = free.rpartition(":")[2]
     names_of(monkeypatch, m1="127.0.1.1", m2="10.77.0.2")
@@ -774,7 +1014,8 @@ def test_where_a_name_is_loopback_on_its_own_machine_process_0_can_be_reached_by
     with pytest.raises(ShoalError, match="has not come within"):
         meeting.meet_others(section(coordinator=f"m1:{port}", process=0))
     assert capsys.readouterr().err.startswith(
-        f"mesh.coordinator=m1:{port}: m1 is 127.0.1.1 on this machine (its hosts file), which no other reaches")
+        f"mesh.coordinator=m1:{port}: m1 is 127.0.1.1 on this machine (its hosts file), which no other reaches"
+    )
 
 
 def test_gloo_gives_others_an_address_that_they_reach(monkeypatch: pytest.MonkeyPatch):
@@ -785,12 +1026,18 @@ def test_gloo_gives_others_an_address_that_they_reach(monkeypatch: pytest.Monkey
 
 
 def test_a_coordinator_that_does_not_answer_is_said_at_once_with_what_its_name_is(
-        free: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    free: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     monkeypatch.setattr(meeting, "START_SECONDS", 0.5)
-    with pytest.raises(ShoalError, match=r"nobody answers there \(Connection refused; localhost is 127.0.0.1 on this"):
+    with pytest.raises(
+        ShoalError,
+        match=r"nobody answers there \(Connection refused; localhost is 127.0.0.1 on this",
+    ):
         meeting.meet_main(section(coordinator=free))
-    assert f"waiting for process 0 at {free}, where nobody answers yet (Connection refused; localhost is 127.0.0.1 " \
+    assert (
+        f"waiting for process 0 at {free}, where nobody answers yet (Connection refused; localhost is 127.0.0.1 "
         "on this machine)" in capsys.readouterr().err
+    )
 
 
 @dataclass(frozen=True)
@@ -803,14 +1050,20 @@ class Device:
     device_kind: str = "cpu"
 
 
-@pytest.mark.parametrize(("keys", "text"), [
-    ({"fsdp": -1}, ""),
-    ({"fsdp": 4, "sampler_tensor": 2}, ""),
-    ({"trainer": "2", "sampler": "2", "fsdp": -1}, "has all roles on all devices"),
-    ({"reference": "2", "fsdp": -1}, "has all roles on all devices"),
-    ({"fsdp": 2}, "uses 2 of 4 devices.*set mesh.fsdp=-1"),
-    ({"fsdp": -1, "sampler_tensor": 4}, "would lie in two processes.*mesh.sampler_tensor=2")])
-def test_meshes_that_several_processes_cannot_have(monkeypatch: pytest.MonkeyPatch, keys: Any, text: str):
+@pytest.mark.parametrize(
+    ("keys", "text"),
+    [
+        ({"fsdp": -1}, ""),
+        ({"fsdp": 4, "sampler_tensor": 2}, ""),
+        ({"trainer": "2", "sampler": "2", "fsdp": -1}, "has all roles on all devices"),
+        ({"reference": "2", "fsdp": -1}, "has all roles on all devices"),
+        ({"fsdp": 2}, "uses 2 of 4 devices.*set mesh.fsdp=-1"),
+        ({"fsdp": -1, "sampler_tensor": 4}, "would lie in two processes.*mesh.sampler_tensor=2"),
+    ],
+)
+def test_meshes_that_several_processes_cannot_have(
+    monkeypatch: pytest.MonkeyPatch, keys: Any, text: str
+):
     section, devices = MeshSection(**keys), [Device(number, number // 2) for number in range(4)]
     made = roles.make_roles(section, devices)
     found = roles.refusal(section, made, {device: device.process_index for device in devices})

@@ -54,18 +54,36 @@ def assert_same_run(a: Path, b: Path, steps: int = 3) -> None:
 @pytest.mark.slow
 def test_the_run_has_every_kind_of_turn(here: Path) -> None:
     rows = metrics(here)
-    for name in ("tools/failure_frequency", "completions/ended_by_max_turns", "completions/ended_by_environment",
-                 "completions/ended_by_length"):
+    for name in (
+        "tools/failure_frequency",
+        "completions/ended_by_max_turns",
+        "completions/ended_by_environment",
+        "completions/ended_by_length",
+    ):
         assert sum(row[name] for row in rows) > 0, name
-    assert any("own_prompt_ids" in one for step in (1, 2, 3) for group in groups(here, step)
-               for one in group["completions"])
+    assert any(
+        "own_prompt_ids" in one
+        for step in (1, 2, 3)
+        for group in groups(here, step)
+        for one in group["completions"]
+    )
     assert max(row["turns/max"] for row in rows) == 6
 
 
 @pytest.mark.slow
-def test_in_a_thread_with_more_rollouts_than_places_it_is_the_same_run(turns: TurnWorkshop, here: Path) -> None:
-    assert_same_run(here, turns.train("thread", "mesh.trainer=1", "mesh.sampler=1", "sampling.slots_per_device=4",
-                                      "environment.rollouts=16"))
+def test_in_a_thread_with_more_rollouts_than_places_it_is_the_same_run(
+    turns: TurnWorkshop, here: Path
+) -> None:
+    assert_same_run(
+        here,
+        turns.train(
+            "thread",
+            "mesh.trainer=1",
+            "mesh.sampler=1",
+            "sampling.slots_per_device=4",
+            "environment.rollouts=16",
+        ),
+    )
 
 
 class Killed(BaseException):
@@ -73,7 +91,9 @@ class Killed(BaseException):
 
 
 @pytest.mark.slow
-def test_killed_while_tools_answer_and_resumed_it_is_the_same_run(turns: TurnWorkshop, here: Path, monkeypatch) -> None:
+def test_killed_while_tools_answer_and_resumed_it_is_the_same_run(
+    turns: TurnWorkshop, here: Path, monkeypatch
+) -> None:
     collect, calls = Sessions.collect, 0
 
     def dies(self: Sessions, seconds: float = 0.0) -> list[Reply]:
@@ -94,9 +114,17 @@ def test_killed_while_tools_answer_and_resumed_it_is_the_same_run(turns: TurnWor
 @pytest.mark.slow
 def test_newest_weights_and_an_evaluation_between_steps(turns: TurnWorkshop) -> None:
     """Tokens of a rollout may be of several versions; what was asked of a version is sampled from no older one."""
-    run = turns.train("newest", "mesh.trainer=1", "mesh.sampler=1", "train.versions=newest", "steps=4",
-                      "sampling.slots_per_device=4", "environment.rollouts=16", "train.evaluate_every=1",
-                      "train.max_staleness=2")
+    run = turns.train(
+        "newest",
+        "mesh.trainer=1",
+        "mesh.sampler=1",
+        "train.versions=newest",
+        "steps=4",
+        "sampling.slots_per_device=4",
+        "environment.rollouts=16",
+        "train.evaluate_every=1",
+        "train.max_staleness=2",
+    )
     assert [row["step"] for row in metrics(run)] == [1, 2, 3, 4]
     assert len(read_lines(run / "evaluations.jsonl")) == 5
     for step in range(1, 5):
@@ -142,15 +170,20 @@ def even(completions, lengths, answer, **columns):
 @pytest.mark.parametrize("kind", ["template", "function"])
 def test_branches_are_trained_on_stored_and_sampled_again(turns: TurnWorkshop, kind) -> None:
     (file := turns.folder / "function.py").write_text(FUNCTION)
-    words = ["environment.history=template"] if kind == "template" else [
-        "environment=", f"rollout={file}:play", f"reward={file}:even"]
+    words = (
+        ["environment.history=template"]
+        if kind == "template"
+        else ["environment=", f"rollout={file}:play", f"reward={file}:even"]
+    )
     run = turns.train(f"branches_{kind}", *words, "train.max_staleness=0", "steps=2")
     assert sum(row["turns/branches"] for row in metrics(run)) > 0
     compared = 0
     for step in (1, 2):
         for number, stored in enumerate(read_file(run / "groups" / f"step_{step:06d}.parquet")):
             for one, arrays in zip(stored.group.completions, stored.token_arrays, strict=True):
-                if arrays:  # with weights of the same version the trainer finds what the sampler found
+                if (
+                    arrays
+                ):  # with weights of the same version the trainer finds what the sampler found
                     gap = np.abs(arrays["trainer_logprobs"] - one.logprobs)[one.loss_mask]
                     assert gap.max() < 2e-5, (step, number, one.branches)
                     compared += len(one.branches)
@@ -163,8 +196,15 @@ def test_branches_are_trained_on_stored_and_sampled_again(turns: TurnWorkshop, k
 def test_one_turn_that_its_own_limit_cuts_is_sampled_again(turns: TurnWorkshop) -> None:
     """Nothing but its length says so: it has no context and no message."""
     (file := turns.folder / "function.py").write_text(FUNCTION)
-    run = turns.train("once", "environment=", f"rollout={file}:once", f"reward={file}:even",
-                      "train.max_staleness=0", "steps=1", "train.evaluate_every=0")
+    run = turns.train(
+        "once",
+        "environment=",
+        f"rollout={file}:once",
+        f"reward={file}:even",
+        "train.max_staleness=0",
+        "steps=1",
+        "train.evaluate_every=0",
+    )
     cut = 0
     for number, stored in enumerate(read_file(run / "groups" / "step_000001.parquet")):
         cut += sum(one.stop_reason is StopReason.LENGTH for one in stored.group.completions)
@@ -191,25 +231,39 @@ class Owner:
 @pytest.mark.slow
 def test_an_environment_from_python_that_owns_its_data(turns: TurnWorkshop) -> None:
     words = (word.partition("=") for word in turns.words("owner")[1:])
-    given: dict[str, Any] = {name: value for name, _, value in words
-                             if not name.startswith(("task", "environment", "reward"))}
+    given: dict[str, Any] = {
+        name: value
+        for name, _, value in words
+        if not name.startswith(("task", "environment", "reward"))
+    }
     run = turns.runs / "owner"
     given["steps"] = 1
     result = shoal.train(**given, task="environment", environment=Owner, task__num_eval_questions=4)
-    assert result.metrics["turns/mean"][0] >= 1 and "python:Owner" in (run / "config.yaml").read_text()
+    assert (
+        result.metrics["turns/mean"][0] >= 1 and "python:Owner" in (run / "config.yaml").read_text()
+    )
     for stored in read_file(run / "groups" / "step_000001.parquet"):
         row, group = stored.group.example.row, stored.group
         assert group.example.columns["row"] == row and set(group.rewards) == {row % 2}
-    with pytest.raises(ShoalError, match=r"environment 'python:Other' came from Python: give it again there"):
+    with pytest.raises(
+        ShoalError, match=r"environment 'python:Other' came from Python: give it again there"
+    ):
         shoal.train(resume=str(run), steps=2, environment="python:Other")
-    rows = rows_task([{"prompt": [{"role": "user", "content": "Row"}], "row": n} for n in range(9)], "train", None, 2)
+    rows = rows_task(
+        [{"prompt": [{"role": "user", "content": "Row"}], "row": n} for n in range(9)],
+        "train",
+        None,
+        2,
+    )
     task = Task("mine", rows.train, environments={"Owner": Owner})
     given["run_name"] = "mine"
     shoal.train(**given, task=task)
     assert read_config(turns.runs / "mine").turns == "environments"
 
 
-CHAOS = BOARD + '''
+CHAOS = (
+    BOARD
+    + '''
 
 import os, signal, subprocess, time
 
@@ -257,33 +311,65 @@ class Chaos(Board):
 def calm(completions, environments, **columns):
     return [len(one) + (environment.asked or 0) for one, environment in zip(completions, environments)]
 '''
+)
 
 
 @pytest.mark.slow
-def test_a_run_ends_whatever_environments_do_and_everything_is_counted(turns: TurnWorkshop, capsys) -> None:
+def test_a_run_ends_whatever_environments_do_and_everything_is_counted(
+    turns: TurnWorkshop, capsys
+) -> None:
     (file := turns.folder / "chaos.py").write_text(CHAOS)
     before = descendants()
-    run = turns.train("chaos", f"environment={file}:Chaos", f"reward={file}:calm", "environment.on_error=skip",
-                      "environment.timeout_seconds=2", "environment.result_bytes=40", "batch.prompts_per_step=6",
-                      "sampling.slots_per_device=8")  # as for two prompts: the programs of `here`
+    run = turns.train(
+        "chaos",
+        f"environment={file}:Chaos",
+        f"reward={file}:calm",
+        "environment.on_error=skip",
+        "environment.timeout_seconds=2",
+        "environment.result_bytes=40",
+        "batch.prompts_per_step=6",
+        "sampling.slots_per_device=8",
+    )  # as for two prompts: the programs of `here`
     assert all(gone(pid) for pid in descendants() - before)
-    rows, stored = metrics(run), [one for step in (1, 2, 3) for one in read_file(
-        run / "groups" / f"step_{step:06d}.parquet")]
-    rollouts = [both for entry in stored for both in zip(entry.group.completions, entry.group.valid, strict=True)]
+    rows, stored = (
+        metrics(run),
+        [
+            one
+            for step in (1, 2, 3)
+            for one in read_file(run / "groups" / f"step_{step:06d}.parquet")
+        ],
+    )
+    rollouts = [
+        both
+        for entry in stored
+        for both in zip(entry.group.completions, entry.group.valid, strict=True)
+    ]
     failed = sum(one.stop_reason is StopReason.FAILED for one, _ in rollouts)
-    assert failed > 0 and sum(24 * row["completions/ended_by_failed"] for row in rows) == pytest.approx(failed)
-    unscored = sum(not valid for _, valid in rollouts)  # of some get_reward has failed, after the rollout had ended
+    assert failed > 0 and sum(
+        24 * row["completions/ended_by_failed"] for row in rows
+    ) == pytest.approx(failed)
+    unscored = sum(
+        not valid for _, valid in rollouts
+    )  # of some get_reward has failed, after the rollout had ended
     assert sum(row["rewards/failed/environment"] for row in rows) == unscored > failed
     said = capsys.readouterr().out
-    for text in ("warning: an environment failed: ", "environment: raised for", "environment: died for"):
+    for text in (
+        "warning: an environment failed: ",
+        "environment: raised for",
+        "environment: died for",
+    ):
         assert text in said
     assert sum(row["tools/truncated_bytes"] for row in rows) >= 10**6 - 40
     assert sum(row["tools/failure_frequency"] for row in rows) > 0
     assert not any(valid for one, valid in rollouts if one.stop_reason is StopReason.FAILED)
-    assert sum(row["groups/unscorable"] for row in rows) > 0  # reset fails for all of a row's rollouts
+    assert (
+        sum(row["groups/unscorable"] for row in rows) > 0
+    )  # reset fails for all of a row's rollouts
 
 
-HANGING = BOARD + '''
+HANGING = (
+    BOARD
+    + """
 
 import pathlib, time
 
@@ -294,16 +380,26 @@ class Hanging(Board):
             pathlib.Path('REACHED').touch()
             time.sleep(1000)
         return super().respond(message)
-'''
+"""
+)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [(), ("mesh.trainer=1", "mesh.sampler=1")], ids=["the caller's thread", "a thread"])
-def test_a_stop_does_not_wait_for_an_environment_that_hangs(turns: TurnWorkshop, words, tmp_path, capfd) -> None:
+@pytest.mark.parametrize(
+    "words", [(), ("mesh.trainer=1", "mesh.sampler=1")], ids=["the caller's thread", "a thread"]
+)
+def test_a_stop_does_not_wait_for_an_environment_that_hangs(
+    turns: TurnWorkshop, words, tmp_path, capfd
+) -> None:
     reached, before = tmp_path / "reached", descendants()
     (file := tmp_path / "acts.py").write_text(HANGING.replace("REACHED", str(reached)))
     name = f"hanging{len(words)}"
-    words = (f"environment={file}:Hanging", "environment.timeout_seconds=400", "checkpoint.every=1", *words)
+    words = (
+        f"environment={file}:Hanging",
+        "environment.timeout_seconds=400",
+        "checkpoint.every=1",
+        *words,
+    )
     turns.train(name, *words, "steps=1")
     (tmp_path / "hang").touch()
 
@@ -317,5 +413,7 @@ def test_a_stop_does_not_wait_for_an_environment_that_hangs(turns: TurnWorkshop,
     code = cli.main(turns.words(name, *words, "steps=2"))
     asking.join()
     error = capfd.readouterr().err
-    assert code == 130 and "stopped after step 1 of 2, which is saved" in error, error  # else the call is waited for
+    assert code == 130 and "stopped after step 1 of 2, which is saved" in error, (
+        error
+    )  # else the call is waited for
     assert all(gone(pid) for pid in descendants() - before)

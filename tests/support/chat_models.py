@@ -26,8 +26,10 @@ class Chat:
 
 
 # Qwen's, and Llama 3's but for the length of numbers: newlines stay together, whatever follows them.
-_WORDS = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
-          r"\s+(?!\S)|\s+")
+_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
+    r"\s+(?!\S)|\s+"
+)
 _QWEN = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _CALL = ("<tool_call>", "</tool_call>")
 _QWEN3 = (*_CALL, "<tool_response>", "</tool_response>", "<think>", "</think>")
@@ -47,19 +49,28 @@ CHATS = {
 }  # fmt: skip
 
 
-def write_chat_tokenizer(folder: Path, family: str, template: str | None = None, **config: Any) -> Path:
+def write_chat_tokenizer(
+    folder: Path, family: str, template: str | None = None, **config: Any
+) -> Path:
     """The folder of a stand-in tokenizer; `config` are further keys of tokenizer_config.json."""
     chat = CHATS[family]
     backend: tokenizers.Tokenizer = write_tokenizer(folder, "bare")
     bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(_WORDS), "isolated"), bytes_])
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(_WORDS), "isolated"), bytes_]
+    )
     backend.add_special_tokens(list(chat.special))
-    backend.add_tokens([tokenizers.AddedToken(token, special=False, normalized=False) for token in chat.plain])
+    backend.add_tokens(
+        [tokenizers.AddedToken(token, special=False, normalized=False) for token in chat.plain]
+    )
     backend.save(str(folder / "tokenizer.json"))
     text = (TEMPLATES / f"{family}.jinja").read_text() if template is None else template
     named = {"eos_token": chat.eos[0], **({"bos_token": chat.bos} if chat.bos else {})}
-    (folder / "tokenizer_config.json").write_text(json.dumps({
-        "tokenizer_class": "PreTrainedTokenizerFast", "chat_template": text, **named, **config}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(
+            {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": text, **named, **config}
+        )
+    )
     eos = [backend.token_to_id(token) for token in chat.eos]
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
     return folder

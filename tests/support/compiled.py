@@ -1,6 +1,6 @@
 """Programs compiled for devices that are here or not, and what their collectives move.
 
-    python compiled.py v5p:2x2x2 update bfloat16 float32    # prints the optimised program, one for each reduce_dtype
+python compiled.py v5p:2x2x2 update bfloat16 float32    # prints the optimised program, one for each reduce_dtype
 """
 
 from __future__ import annotations
@@ -37,18 +37,43 @@ from shoal.trainer.batch import Shape, pack
 from shoal.trainer.loss import make_objective
 from shoal.trainer.step import Learner
 
-SMALL = Architecture(vocab_size=4096, hidden_size=128, intermediate_size=512, num_layers=4, num_heads=4, num_kv_heads=4,
-                     head_dim=32, rope_theta=10000.0)
+SMALL = Architecture(
+    vocab_size=4096,
+    hidden_size=128,
+    intermediate_size=512,
+    num_layers=4,
+    num_heads=4,
+    num_kv_heads=4,
+    head_dim=32,
+    rope_theta=10000.0,
+)
 CHUNK = 8
 """Tokens of a row in a chunk of log-probs; a row has 64, so that there are eight."""
 DEEP: dict[str, Any] = {"num_layers": 32, "vocab_size": 512}
 """Changes of SMALL after which layers hold nearly all of it."""
 
-LLAMA_70B = Architecture(vocab_size=128256, hidden_size=8192, intermediate_size=28672, num_layers=80, num_heads=64,
-                         num_kv_heads=8, head_dim=128)
-LLAMA_8B = replace(LLAMA_70B, hidden_size=4096, intermediate_size=14336, num_layers=32, num_heads=32)
-SAMPLED = Architecture(vocab_size=4096, hidden_size=768, intermediate_size=1280, num_layers=2, num_heads=8,
-                       num_kv_heads=2, head_dim=128, qkv_bias=True)
+LLAMA_70B = Architecture(
+    vocab_size=128256,
+    hidden_size=8192,
+    intermediate_size=28672,
+    num_layers=80,
+    num_heads=64,
+    num_kv_heads=8,
+    head_dim=128,
+)
+LLAMA_8B = replace(
+    LLAMA_70B, hidden_size=4096, intermediate_size=14336, num_layers=32, num_heads=32
+)
+SAMPLED = Architecture(
+    vocab_size=4096,
+    hidden_size=768,
+    intermediate_size=1280,
+    num_layers=2,
+    num_heads=8,
+    num_kv_heads=2,
+    head_dim=128,
+    qkv_bias=True,
+)
 SLOTS, GROUP_SIZE = 64, 8
 
 
@@ -57,49 +82,77 @@ def compiled_elsewhere(topology: str, program: str, *arguments: object) -> str:
     compiler = "libtpu" if parse_topology(topology).accelerator.is_tpu else "jax_cuda13_plugin"
     if find_spec(compiler) is None:
         pytest.skip(f"{compiler} is not installed")
-    done = subprocess.run([sys.executable, __file__, topology, program, *map(str, arguments)], capture_output=True,
-                          text=True, env=os.environ | ENVIRONMENT | {"JAX_DEFAULT_MATMUL_PRECISION": "default",
-                                                                     "JAX_DISABLE_MOST_OPTIMIZATIONS": "false"})
+    done = subprocess.run(
+        [sys.executable, __file__, topology, program, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        env=os.environ
+        | ENVIRONMENT
+        | {"JAX_DEFAULT_MATMUL_PRECISION": "default", "JAX_DISABLE_MOST_OPTIMIZATIONS": "false"},
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
 
-def compiled_update(devices: Sequence[Any], dtype: str, reduce_dtype: str = "float32", tensor: int = 1,
-                    remat: Any = "full", size: int = 80, **changes: Any) -> Any:
+def compiled_update(
+    devices: Sequence[Any],
+    dtype: str,
+    reduce_dtype: str = "float32",
+    tensor: int = 1,
+    remat: Any = "full",
+    size: int = 80,
+    **changes: Any,
+) -> Any:
     """`accumulate` of a small model, rows of so many tokens; nothing is allocated."""
     role = make_roles(MeshSection(fsdp=-1, tensor=tensor), devices).trainer
     objective = replace(make_objective(AlgorithmSection()), chunk_elements=CHUNK * SMALL.vocab_size)
-    learner = Learner(Model(replace(SMALL, **changes), role, jnp.dtype(dtype).type, remat), objective,
-                      OptimizerSection(reduce_dtype=reduce_dtype), 10)  # type: ignore[arg-type]
+    learner = Learner(
+        Model(replace(SMALL, **changes), role, jnp.dtype(dtype).type, remat),
+        objective,
+        OptimizerSection(reduce_dtype=reduce_dtype),
+        10,
+    )  # type: ignore[arg-type]
     (micro,) = pack([], [], np.zeros((0, 2)), np.zeros((0, 2)), [Shape(role.row_shards, size)], 1.0)
 
     def by_row(x: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=role.sharding(("rows",) + (None,) * (x.ndim - 1),
-                                                                             x.shape))
+        return jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=role.sharding(("rows",) + (None,) * (x.ndim - 1), x.shape)
+        )
 
     batch = jax.tree.map(by_row, replace(micro.arrays, temperature=None))
-    batch = replace(batch, temperature=jax.ShapeDtypeStruct((), jnp.float32, sharding=role.replicated))
+    batch = replace(
+        batch, temperature=jax.ShapeDtypeStruct((), jnp.float32, sharding=role.replicated)
+    )
     programs: dict[str, Any] = learner.programs
     state = learner.shapes()
-    return programs["accumulate"].compile(programs["zero"].eval_shape(), state.trainable, state.frozen, batch)
+    return programs["accumulate"].compile(
+        programs["zero"].eval_shape(), state.trainable, state.frozen, batch
+    )
 
 
 def compiled_apply(devices: Sequence[Any], offload: bool) -> Any:
     """The optimizer's update of a deep small model; nothing is allocated."""
     role = make_roles(MeshSection(fsdp=-1), devices).trainer
-    learner = Learner(Model(replace(SMALL, **DEEP), role), make_objective(AlgorithmSection()),
-                      OptimizerSection(offload=offload), 10)
+    learner = Learner(
+        Model(replace(SMALL, **DEEP), role),
+        make_objective(AlgorithmSection()),
+        OptimizerSection(offload=offload),
+        10,
+    )
     programs: dict[str, Any] = learner.programs
     state, total = learner.shapes(), programs["zero"].eval_shape()
-    return programs["apply"].compile(total.loss, state.trainable, state.updates, gradient=total.gradient,
-                                     moments=state.optimizer)
+    return programs["apply"].compile(
+        total.loss, state.trainable, state.updates, gradient=total.gradient, moments=state.optimizer
+    )
 
 
 def memory_of(compiled: Any) -> dict[str, int]:
     """Bytes on a device, and in the memory of its host."""
     found = compiled.memory_analysis()
-    return {name: getattr(found, f"{name}_size_in_bytes") for name in (
-        "argument", "temp", "host_argument", "host_alias", "host_temp")}
+    return {
+        name: getattr(found, f"{name}_size_in_bytes")
+        for name in ("argument", "temp", "host_argument", "host_alias", "host_temp")
+    }
 
 
 def call_of(engine: Engine, program: str) -> tuple[tuple, dict[str, Any]]:
@@ -113,12 +166,25 @@ def call_of(engine: Engine, program: str) -> tuple[tuple, dict[str, Any]]:
     return engine.calls(whole, published_shapes(engine.model))[program][1:]
 
 
-def compiled_decode(devices: Sequence[Any], a: Architecture, data: int, tensor: int, program: str = "decode",
-                    siblings: int = 0) -> Any:
+def compiled_decode(
+    devices: Sequence[Any],
+    a: Architecture,
+    data: int,
+    tensor: int,
+    program: str = "decode",
+    siblings: int = 0,
+) -> Any:
     """Decoding in bfloat16, for prompts of 256 tokens and completions of 512; nothing is allocated."""
     role = make_roles(MeshSection(data, 1, tensor), devices).sampler
-    engine = Engine(Model(a, role, jnp.bfloat16), slots=SLOTS, group_size=GROUP_SIZE, max_prompt_tokens=256,
-                    max_completion_tokens=512, eos_ids=(1,), siblings_per_row=siblings)
+    engine = Engine(
+        Model(a, role, jnp.bfloat16),
+        slots=SLOTS,
+        group_size=GROUP_SIZE,
+        max_prompt_tokens=256,
+        max_completion_tokens=512,
+        eos_ids=(1,),
+        siblings_per_row=siblings,
+    )
     args, arrays = call_of(engine, program)
     return engine.programs[program].compile(*args, **arrays)
 
@@ -126,12 +192,17 @@ def compiled_decode(devices: Sequence[Any], a: Architecture, data: int, tensor: 
 def compiled_kernels(device: Any, head_dim: int) -> Any:
     """Training's attention by the kernels for GPUs and its gradient, of three query heads to a key head."""
     where = jax.sharding.SingleDeviceSharding(device)
-    q, k = (jax.ShapeDtypeStruct((1, 256, heads, head_dim), jnp.bfloat16, sharding=where) for heads in (3, 1))
+    q, k = (
+        jax.ShapeDtypeStruct((1, 256, heads, head_dim), jnp.bfloat16, sharding=where)
+        for heads in (3, 1)
+    )
     row = jax.ShapeDtypeStruct((1, 256), jnp.int32, sharding=where)
 
     def loss(q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Array) -> jax.Array:
         tokens = Tokens.of(segment, segment)
-        lists = pallas_attention.block_lists(tokens, tokens, pallas_attention.block_size(head_dim, q.dtype))
+        lists = pallas_attention.block_lists(
+            tokens, tokens, pallas_attention.block_size(head_dim, q.dtype)
+        )
         return pallas_attention.attend_rows(q, k, v, lists).astype(jnp.float32).sum()
 
     traced = jax.jit(jax.grad(loss, (0, 1, 2))).trace(q, k, k, row)
@@ -147,8 +218,16 @@ def compiled_kernel(device: Any, width: int, dtype: Any) -> Any:
 
     inputs = ((8, 16, 12, width), (8, 4, 256, 2 * width), (512, 4, 128, 2 * width))
     with jax.default_matmul_precision("highest"):  # as a run in float32 has it
-        return jax.jit(attend_pages).lower(*(shape(*sizes, dtype=dtype) for sizes in inputs), shape(8), shape(8, 16),
-                                           shape(8, 16, 4)).compile()
+        return (
+            jax.jit(attend_pages)
+            .lower(
+                *(shape(*sizes, dtype=dtype) for sizes in inputs),
+                shape(8),
+                shape(8, 16),
+                shape(8, 16, 4),
+            )
+            .compile()
+        )
 
 
 @dataclass(frozen=True)
@@ -161,8 +240,10 @@ class Collective:
 
 def arrays(shape: str) -> list[tuple[str, int]]:
     """(type, elements) of the arrays in a shape's text."""
-    return [(kind, math.prod(int(size) for size in sizes.split(",") if size))
-            for kind, sizes in re.findall(r"\b([a-z]+\d+|pred)\[([\d,]*)\]", shape)]
+    return [
+        (kind, math.prod(int(size) for size in sizes.split(",") if size))
+        for kind, sizes in re.findall(r"\b([a-z]+\d+|pred)\[([\d,]*)\]", shape)
+    ]
 
 
 def replica_groups(one: Instruction) -> list[list[int]]:
@@ -181,7 +262,9 @@ def collectives(text: str) -> list[Collective]:
             if kind in ("all-gather", "all-reduce", "reduce-scatter"):
                 start = one if kind == one.op else by_name[one.operands[0]]
                 parts = len(replica_groups(start)[0]) if kind == "reduce-scatter" else 1
-                kind = "reduce-scatter" if name.startswith("all-reduce-scatter") else kind  # TPU: a part of it is kept
+                kind = (
+                    "reduce-scatter" if name.startswith("all-reduce-scatter") else kind
+                )  # TPU: a part of it is kept
                 for dtype, elements in arrays(one.shape):
                     yield Collective(kind, dtype, elements * parts, times)
             elif one.op == "while":
@@ -189,7 +272,10 @@ def collectives(text: str) -> list[Collective]:
                 assert turns is not None, one
                 yield from visit(one.named("body"), times * turns)
             # A transfer in parts stands in several fusions: it is counted where it starts.
-            elif one.op in ("fusion", "call", "async-start", "call-start") and "async-collective-done" not in one.name:
+            elif (
+                one.op in ("fusion", "call", "async-start", "call-start")
+                and "async-collective-done" not in one.name
+            ):
                 for called in filter(None, (one.named("calls"), one.named("to_apply"))):
                     if not called.startswith("async_collective_fusion"):
                         yield from visit(called, times)
@@ -204,19 +290,39 @@ def main(topology: str, program: str, *arguments: str) -> None:
         for reduce_dtype in reduce_dtypes:
             print(compiled_update(devices, dtype, reduce_dtype).as_text(), end="\f")
     elif program == "update by kernels":
-        heads = {"num_layers": 2, "num_heads": 6, "num_kv_heads": 2, "head_dim": 128, "qkv_bias": True}
+        heads = {
+            "num_layers": 2,
+            "num_heads": 6,
+            "num_kv_heads": 2,
+            "head_dim": 128,
+            "qkv_bias": True,
+        }
         print(compiled_update(devices, "bfloat16", size=1024, **heads).as_text())
     elif program == "host":
-        print(json.dumps([*(memory_of(compiled_apply(devices, offload)) for offload in (False, True)), *(
-            memory_of(compiled_update(devices, "bfloat16", remat=remat, **DEEP))
-            for remat in ("attention", "offload"))]))
+        print(
+            json.dumps(
+                [
+                    *(memory_of(compiled_apply(devices, offload)) for offload in (False, True)),
+                    *(
+                        memory_of(compiled_update(devices, "bfloat16", remat=remat, **DEEP))
+                        for remat in ("attention", "offload")
+                    ),
+                ]
+            )
+        )
     elif program == "context":  # of rollouts that act, on one device with 8 key/value heads
         for name in ("feed", "save", "restore"):
-            compiled = compiled_decode(devices[:1], replace(SAMPLED, num_layers=1, num_kv_heads=8), 1, 1,
-                                       name, siblings=1)
+            compiled = compiled_decode(
+                devices[:1], replace(SAMPLED, num_layers=1, num_kv_heads=8), 1, 1, name, siblings=1
+            )
             print(compiled.as_text(), end="\f")
     elif program == "decode kernel":  # of a TPU: bytes of temporaries
-        for width, dtype in ((64, jnp.bfloat16), (64, jnp.float32), (128, jnp.bfloat16), (128, jnp.float32)):
+        for width, dtype in (
+            (64, jnp.bfloat16),
+            (64, jnp.float32),
+            (128, jnp.bfloat16),
+            (128, jnp.float32),
+        ):
             print(compiled_kernel(devices[0], width, dtype).memory_analysis().temp_size_in_bytes)
     elif program == "decode of 8 bits":  # on one device
         print(compiled_decode(devices[:1], replace(SAMPLED, quantised="int8"), 1, 1).as_text())
@@ -225,11 +331,18 @@ def main(topology: str, program: str, *arguments: str) -> None:
     elif program == "kernels":
         print(compiled_kernels(devices[0], int(arguments[0])).as_text())
     elif program == "prefill of 70b":
-        print(compiled_decode(devices, replace(LLAMA_70B, num_layers=1), 1, len(devices), "prefill").as_text())
+        print(
+            compiled_decode(
+                devices, replace(LLAMA_70B, num_layers=1), 1, len(devices), "prefill"
+            ).as_text()
+        )
     else:
         a = {"70b": LLAMA_70B, "8b": LLAMA_8B}[program]
         for layers in map(int, arguments):
-            print(compiled_decode(devices, replace(a, num_layers=layers), 1, len(devices)).as_text(), end="\f")
+            print(
+                compiled_decode(devices, replace(a, num_layers=layers), 1, len(devices)).as_text(),
+                end="\f",
+            )
 
 
 if __name__ == "__main__":

@@ -55,8 +55,11 @@ def too_expensive(costs: Sequence[Cost]) -> list[Cost]:
         known = least.get(cost.test)
         if known is None or cost.cpu_seconds < known.cpu_seconds:
             least[cost.test] = cost
-    return [cost for cost in least.values()
-            if cost.tier == "fast" and cost.cpu_seconds > MOST_SECONDS and not cost.is_fixture]
+    return [
+        cost
+        for cost in least.values()
+        if cost.tier == "fast" and cost.cpu_seconds > MOST_SECONDS and not cost.is_fixture
+    ]
 
 
 def summary(costs: Sequence[Cost]) -> list[str]:
@@ -67,9 +70,13 @@ def summary(costs: Sequence[Cost]) -> list[str]:
         cpu_seconds = sum(cost.cpu_seconds for cost in own)
         wall_seconds = sum(cost.wall_seconds for cost in own)
         num_tests = sum(not cost.is_fixture for cost in own)
-        lines.append(f"{tier:6}  {num_tests:5} tests  {cpu_seconds:6.0f} s of CPU  {wall_seconds:6.0f} s one by one")
+        lines.append(
+            f"{tier:6}  {num_tests:5} tests  {cpu_seconds:6.0f} s of CPU  {wall_seconds:6.0f} s one by one"
+        )
     dearest = sorted(costs, key=lambda cost: cost.cpu_seconds, reverse=True)
-    lines += [f"{cost.cpu_seconds:6.1f} s  {cost.tier:6}  {cost.test}" for cost in dearest[:NUM_SHOWN]]
+    lines += [
+        f"{cost.cpu_seconds:6.1f} s  {cost.tier:6}  {cost.test}" for cost in dearest[:NUM_SHOWN]
+    ]
     return lines
 
 
@@ -78,7 +85,9 @@ def run_again(costs: Sequence[Cost], file: Path) -> None:
     with tempfile.TemporaryDirectory() as cache:
         for cost in costs:
             environment = os.environ | {"CPU_SECONDS": str(file), "TEST_COMPILATION_CACHE": cache}
-            subprocess.run([sys.executable, "-m", "pytest", "-n", "0", cost.test], env=environment, check=True)
+            subprocess.run(
+                [sys.executable, "-m", "pytest", "-n", "0", cost.test], env=environment, check=True
+            )
 
 
 def main(file: Path) -> int:
@@ -87,13 +96,17 @@ def main(file: Path) -> int:
     wrong = []
     for cost in costs:
         if cost.tier == "fast" and cost.outcome == "skipped":
-            wrong.append(f"{cost.test} was skipped: what it needs is for the tier `slow` or `system` (CONTRIBUTING.md)")
+            wrong.append(
+                f"{cost.test} was skipped: what it needs is for the tier `slow` or `system` (CONTRIBUTING.md)"
+            )
     doubtful = too_expensive(costs)
     if doubtful:
         run_again(doubtful, file)
         for cost in too_expensive(read_costs(file)):
-            wrong.append(f"{cost.test} takes {cost.cpu_seconds:.1f} s of CPU: above {MOST_SECONDS:g} s a test needs "
-                         f"the mark `slow` or `system` (CONTRIBUTING.md)")
+            wrong.append(
+                f"{cost.test} takes {cost.cpu_seconds:.1f} s of CPU: above {MOST_SECONDS:g} s a test needs "
+                f"the mark `slow` or `system` (CONTRIBUTING.md)"
+            )
     print(*wrong, sep="\n")
     return 1 if wrong else 0
 

@@ -25,7 +25,9 @@ class Completion:
     lp: np.ndarray  # float64[T]
     old_logprobs: np.ndarray  # float64[T]
     ref_logprobs: np.ndarray  # float64[T]
-    loss_mask: np.ndarray  # bool[T]; nowhere True: masked out of the loss, still one of the completions
+    loss_mask: (
+        np.ndarray
+    )  # bool[T]; nowhere True: masked out of the loss, still one of the completions
     advantage: float | np.ndarray  # of all tokens, or of each
     sampler_logprobs: np.ndarray = field(default_factory=lambda: np.zeros(0))  # float64[T]
     prompt: int = 0
@@ -59,7 +61,10 @@ class Settings:
     cap: float = 2.0
     floor: float = 0.5
     rejection: str = "none"
-    rejection_bounds: tuple[float, float] = (0.5, 2.0)  # of the ratio with k1; else the second is of the estimate
+    rejection_bounds: tuple[float, float] = (
+        0.5,
+        2.0,
+    )  # of the ratio with k1; else the second is of the estimate
 
 
 # ---- token losses
@@ -78,7 +83,10 @@ def ratios(s: Settings, c: Completion, lp: np.ndarray) -> np.ndarray:
         fixed = geometric_mean((np.exp(c.lp) / np.exp(c.old_logprobs))[c.loss_mask])
         return fixed * np.exp(lp) / np.exp(c.lp)
     if s.loss == "gmpo":
-        clipped = [bounded(r, a, math.exp(-s.low), math.exp(s.high)) for r, a in zip(own, c.advantages, strict=True)]
+        clipped = [
+            bounded(r, a, math.exp(-s.low), math.exp(s.high))
+            for r, a in zip(own, c.advantages, strict=True)
+        ]
         return np.full(len(lp), geometric_mean(np.array(clipped)[c.loss_mask]))
     return own
 
@@ -100,7 +108,9 @@ def token_losses(s: Settings, c: Completion, lp: np.ndarray) -> np.ndarray:
         if s.loss == "cispo":
             weight = math.exp(c.lp[t]) / math.exp(c.old_logprobs[t])
             weight = min(weight, s.high if s.cispo == "absolute" else 1 + s.high)
-            values[t] = -(max(weight, 1 - s.low) if s.cispo == "both" else weight) * advantage * lp[t]
+            values[t] = (
+                -(max(weight, 1 - s.low) if s.cispo == "both" else weight) * advantage * lp[t]
+            )
         elif s.loss == "reinforce":
             values[t] = -advantage * lp[t]
         elif s.loss == "gmpo":
@@ -132,13 +142,17 @@ def clipped_tokens(s: Settings, c: Completion) -> tuple[int, int]:
         else:
             ratio = ratios(s, c, c.lp)[t]
             low += advantage < 0 and ratio < 1 - s.low
-            high += (advantage > 0 and ratio > 1 + s.high) or bool(s.dual and advantage < 0 and ratio > s.dual)
+            high += (advantage > 0 and ratio > 1 + s.high) or bool(
+                s.dual and advantage < 0 and ratio > s.dual
+            )
     return int(low), int(high)
 
 
 def reported_ratios(s: Settings, c: Completion) -> np.ndarray:
     """The ratio of each sampled token as the metrics have it: before it is bounded."""
-    return (ratios(s, c, c.lp) if s.loss.startswith("gspo") else np.exp(c.lp) / np.exp(c.old_logprobs))[c.loss_mask]
+    return (
+        ratios(s, c, c.lp) if s.loss.startswith("gspo") else np.exp(c.lp) / np.exp(c.old_logprobs)
+    )[c.loss_mask]
 
 
 # ---- divergence, corrections
@@ -188,23 +202,30 @@ def remaining(s: Settings, c: Completion) -> Completion:
         values = {"token": own, "seq_sum": np.prod(own), "seq_mean": geometric_mean(own)}[level]
     else:
         low, own = 0.0, {"k2": np.log(own) ** 2 / 2, "k3": own - 1 - np.log(own)}[kl]
-        values = {"token": own, "seq_sum": sum(own), "seq_mean": sum(own) / max(len(own), 1),
-                  "seq_max": max(own, default=0)}[level]
+        values = {
+            "token": own,
+            "seq_sum": sum(own),
+            "seq_mean": sum(own) / max(len(own), 1),
+            "seq_max": max(own, default=0),
+        }[level]
     kept = c.loss_mask.copy()
     kept[c.loss_mask] = (values >= low) & (values <= high)
     return replace(c, loss_mask=kept)
 
 
 def effective_sample_size(completions: Sequence[Completion]) -> float:
-    w = np.concatenate([np.exp(c.old_logprobs - c.sampler_logprobs)[c.loss_mask] for c in completions])
+    w = np.concatenate(
+        [np.exp(c.old_logprobs - c.sampler_logprobs)[c.loss_mask] for c in completions]
+    )
     return w.sum() ** 2 / (len(w) * (w**2).sum())
 
 
 # ---- one number
 
 
-def aggregate(mode: str, per_token: Sequence[np.ndarray], completions: Sequence[Completion],
-              constant: int = 0) -> float:
+def aggregate(
+    mode: str, per_token: Sequence[np.ndarray], completions: Sequence[Completion], constant: int = 0
+) -> float:
     """One number from the token values of the completions that count."""
     if not completions:
         return 0.0
@@ -227,13 +248,19 @@ def aggregate(mode: str, per_token: Sequence[np.ndarray], completions: Sequence[
     raise KeyError(mode)
 
 
-def loss(s: Settings, completions: Sequence[Completion], lps: Sequence[np.ndarray] | None = None,
-         entropies: Sequence[np.ndarray] | None = None) -> float:
+def loss(
+    s: Settings,
+    completions: Sequence[Completion],
+    lps: Sequence[np.ndarray] | None = None,
+    entropies: Sequence[np.ndarray] | None = None,
+) -> float:
     """The whole update's. `entropies` of each token's distribution, where they have a part in it."""
     lps = [c.lp for c in completions] if lps is None else lps
     per_token = []
     for i, (c, lp) in enumerate(zip(completions, lps, strict=True)):
-        kept = remaining(s, c)  # the weights are of the whole completion, and so are all denominators
+        kept = remaining(
+            s, c
+        )  # the weights are of the whole completion, and so are all denominators
         value = corrections(s, c) * token_losses(s, kept, lp)
         if s.kl_coef:
             value = value + s.kl_coef * token_kls(s, kept, lp)
@@ -243,7 +270,9 @@ def loss(s: Settings, completions: Sequence[Completion], lps: Sequence[np.ndarra
     return aggregate(s.aggregation, per_token, completions, s.constant)
 
 
-def derivative(function: Callable[[np.ndarray], complex | np.ndarray], at: np.ndarray) -> np.ndarray:
+def derivative(
+    function: Callable[[np.ndarray], complex | np.ndarray], at: np.ndarray
+) -> np.ndarray:
     """d function / d at, its own dimensions first: the imaginary part of an imaginary step."""
     columns = []
     for place in np.ndindex(at.shape):
@@ -259,6 +288,6 @@ def gradients(s: Settings, completions: Sequence[Completion]) -> list[np.ndarray
     lps = [c.lp for c in completions]
 
     def at(i: int) -> Callable[[np.ndarray], complex]:
-        return lambda lp: loss(s, completions, [*lps[:i], lp, *lps[i + 1:]])
+        return lambda lp: loss(s, completions, [*lps[:i], lp, *lps[i + 1 :]])
 
     return [derivative(at(i), c.lp) for i, c in enumerate(completions)]

@@ -38,14 +38,26 @@ def within(group: Group, value: Callable[[float, list[float]], float]) -> list[f
     return [0.0 if r is None or alike else value(r, rewards) for r in group]
 
 
-def whiten(groups: Groups, ddof: int, eps: float, eps_mode: str,
-           lengths: Sequence[Sequence[int]] | None = None) -> list[list[float]]:
+def whiten(
+    groups: Groups,
+    ddof: int,
+    eps: float,
+    eps_mode: str,
+    lengths: Sequence[Sequence[int]] | None = None,
+) -> list[list[float]]:
     """Over all that are there, each as often as it has tokens where `lengths` are given; 0 where all are the same."""
     counts = lengths or [[1] * len(group) for group in groups]
-    groups = [[r if n else None for r, n in zip(group, row, strict=True)]
-              for group, row in zip(groups, counts, strict=True)]
-    every = [r for group, row in zip(groups, counts, strict=True) for r, n in zip(group, row, strict=True)
-             if r is not None for _ in range(n)]
+    groups = [
+        [r if n else None for r, n in zip(group, row, strict=True)]
+        for group, row in zip(groups, counts, strict=True)
+    ]
+    every = [
+        r
+        for group, row in zip(groups, counts, strict=True)
+        for r, n in zip(group, row, strict=True)
+        if r is not None
+        for _ in range(n)
+    ]
     if len(set(every)) < 2:
         return [[0.0] * len(group) for group in groups]
     size = divisor(deviation(every, ddof), eps, eps_mode)
@@ -53,13 +65,20 @@ def whiten(groups: Groups, ddof: int, eps: float, eps_mode: str,
 
 
 def masked(values: Groups, groups: Groups) -> list[list[float | None]]:
-    return [[None if r is None else v for v, r in zip(a, b, strict=True)]
-            for a, b in zip(values, groups, strict=True)]
+    return [
+        [None if r is None else v for v, r in zip(a, b, strict=True)]
+        for a, b in zip(values, groups, strict=True)
+    ]
 
 
 def advantages(
-    name: str, groups: Groups, ddof: int = 1, eps: float = 0.0, eps_mode: str = "add",
-    parts: Sequence[Groups] | None = None, weights: Sequence[float] | None = None,
+    name: str,
+    groups: Groups,
+    ddof: int = 1,
+    eps: float = 0.0,
+    eps_mode: str = "add",
+    parts: Sequence[Groups] | None = None,
+    weights: Sequence[float] | None = None,
     lengths: Sequence[Sequence[int]] | None = None,
 ) -> list[list[float]]:
     """`parts` are the reward functions' own values, a list of groups for each; `lengths` are tokens to whiten over."""
@@ -75,8 +94,10 @@ def advantages(
     if name == "dr_grpo":
         return [centred(group) for group in groups]
     if name == "rloo":
-        return [within(group, lambda r, rewards: r - (math.fsum(rewards) - r) / (len(rewards) - 1))
-                for group in groups]
+        return [
+            within(group, lambda r, rewards: r - (math.fsum(rewards) - r) / (len(rewards) - 1))
+            for group in groups
+        ]
     if name == "batch_std":
         every = [r for group in groups for r in there(group)]
         if len(set(every)) < 2:
@@ -86,13 +107,24 @@ def advantages(
     if name == "reinforce++":
         return whiten(groups, ddof, eps, eps_mode, lengths)
     if name == "reinforce++-baseline":
-        return whiten(masked([centred(group) for group in groups], groups), ddof, eps, eps_mode, lengths)
+        return whiten(
+            masked([centred(group) for group in groups], groups), ddof, eps, eps_mode, lengths
+        )
     if name == "maxrl":
-        return [within(group, lambda r, rewards: r / mean(rewards) - 1 if min(rewards) >= 0 < mean(rewards) else 0.0)
-                for group in groups]
+        return [
+            within(
+                group,
+                lambda r, rewards: (
+                    r / mean(rewards) - 1 if min(rewards) >= 0 < mean(rewards) else 0.0
+                ),
+            )
+            for group in groups
+        ]
     if name == "gdpo":
         total = [[0.0] * len(group) for group in groups]
-        for part, weight in zip(parts or [groups], weights or [1.0] * len(parts or [groups]), strict=True):
+        for part, weight in zip(
+            parts or [groups], weights or [1.0] * len(parts or [groups]), strict=True
+        ):
             for sums, values, rewards in zip(total, part, groups, strict=True):
                 judged = [None if r is None else v for v, r in zip(values, rewards, strict=True)]
                 for i, a in enumerate(within(judged, normalised)):

@@ -23,11 +23,19 @@ def tpu(kind: str, x: int, y: int, z: int = 1, slices: int = 1) -> list[Device]:
     """Slices of x x y x z chips, host by host: a host has 2 x 2 of them, or the one that there is."""
     wide, high = min(2, x), min(2, y)
     hosts = itertools.product(range(slices), range(z), range(0, y, high), range(0, x, wide))
-    chips = ((host, (number, (left + right, top + down, depth)))
-             for host, (number, depth, top, left) in enumerate(hosts)
-             for down, right in itertools.product(range(high), range(wide)))
-    return [Device(id, host, number, coords, KINDS[kind]) for id, (host, (number, coords)) in enumerate(chips)]
+    chips = (
+        (host, (number, (left + right, top + down, depth)))
+        for host, (number, depth, top, left) in enumerate(hosts)
+        for down, right in itertools.product(range(high), range(wide))
+    )
+    return [
+        Device(id, host, number, coords, KINDS[kind])
+        for id, (host, (number, coords)) in enumerate(chips)
+    ]
 
 
 def gpu(kind: str, hosts: int, each: int) -> list[Device]:
-    return [Device(id, id // each, device_kind=KINDS[kind], platform="gpu") for id in range(hosts * each)]
+    return [
+        Device(id, id // each, device_kind=KINDS[kind], platform="gpu")
+        for id in range(hosts * each)
+    ]

@@ -31,6 +31,8 @@ def descendants() -> set[int]:
         if state != "Z":
             parents[int(path.parent.name)] = int(parent)
     found: set[int] = set()
-    while more := {pid for pid, parent in parents.items() if parent in found | {os.getpid()}} - found:
+    while (
+        more := {pid for pid, parent in parents.items() if parent in found | {os.getpid()}} - found
+    ):
         found |= more
     return found

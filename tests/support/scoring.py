@@ -13,11 +13,23 @@ from shoal.rewards.scores import Policy, Scores
 from shoal.types import Example, Prompt, RewardFunction
 
 
-def score(functions: Sequence[RewardFunction], examples: Sequence[Example], prompts: Sequence[Prompt], texts: Any,
-          completion_ids: Any, step: int = 0, max_steps: int = 0, on_error: Policy = "error") -> Scores:
+def score(
+    functions: Sequence[RewardFunction],
+    examples: Sequence[Example],
+    prompts: Sequence[Prompt],
+    texts: Any,
+    completion_ids: Any,
+    step: int = 0,
+    max_steps: int = 0,
+    on_error: Policy = "error",
+) -> Scores:
     """The scores of texts[P][G], the completions of P prompts."""
-    asked = [replace(example, prompt=prompt) for example, prompt in zip(examples, prompts, strict=True)]
-    with closing(RewardPool(functions, RewardSection(workers=0, on_error=on_error), max_steps)) as pool:
+    asked = [
+        replace(example, prompt=prompt) for example, prompt in zip(examples, prompts, strict=True)
+    ]
+    with closing(
+        RewardPool(functions, RewardSection(workers=0, on_error=on_error), max_steps)
+    ) as pool:
         pool.submit("given", asked, texts, completion_ids, step)
         [(_, scores)] = pool.collect(wait=True)
     return scores

@@ -34,10 +34,22 @@ class ScriptedServer:
     aborts, raw, "JSON metrics", "no counters", "empty probe" or "no models"; it strikes `times` answers. Or it is a
     call for sleep, which answers 500. `takes_adapters`: None for no such call, False without --enable-lora."""
 
-    def __init__(self, port: int = 0, seconds: float = 0.0, has_generate: bool = True,
-                 has_weights: bool = True, takes_adapters: bool | None = None) -> None:
+    def __init__(
+        self,
+        port: int = 0,
+        seconds: float = 0.0,
+        has_generate: bool = True,
+        has_weights: bool = True,
+        takes_adapters: bool | None = None,
+    ) -> None:
         self.seconds, self.has_generate, self.has_weights = seconds, has_generate, has_weights
-        self.fault, self.times, self.version, self.paused, self.aborts = "", 10**9, "default", False, 0
+        self.fault, self.times, self.version, self.paused, self.aborts = (
+            "",
+            10**9,
+            "default",
+            False,
+            0,
+        )
         self.takes_adapters, self.adapters, self.is_asleep = takes_adapters, dict[str, Any](), False
         self.weights: dict[str, Any] = {"checksum": "none", "probe": []}
         self.bodies: list[dict[str, Any]] = []  # of sampled completions
@@ -57,13 +69,21 @@ class ScriptedServer:
                 data = (reply if isinstance(reply, str) else json.dumps(reply)).encode()
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(data)))
-                self.send_header("Content-Type", "text/plain" if type(reply) is str else "application/json")
+                self.send_header(
+                    "Content-Type", "text/plain" if type(reply) is str else "application/json"
+                )
                 self.end_headers()
-                while own.fault == "trickle" and status == 200 and own.struck(self.path, body, "trickle"):
+                while (
+                    own.fault == "trickle"
+                    and status == 200
+                    and own.struck(self.path, body, "trickle")
+                ):
                     self.wfile.write(data[:1])
                     self.wfile.flush()
                     time.sleep(0.05)
-                self.wfile.write(data[:20] if status == 200 and own.struck(self.path, body, "cut") else data)
+                self.wfile.write(
+                    data[:20] if status == 200 and own.struck(self.path, body, "cut") else data
+                )
 
             def log_message(self, format: str, *args: Any) -> None:
                 pass
@@ -109,12 +129,23 @@ class ScriptedServer:
             return 200, self.complete(body)
         if path.endswith("_lora_adapter") and self.takes_adapters is not None:
             return self.change_adapters(path, body)
-        answers: dict[str, Any] = {"/health": "", "/v1/models": {"data": [{"id": "m", "max_model_len": 64}]},
-                                   "/metrics": f'vllm:generation_tokens_total{{engine="0"}} {self.tokens}'}
+        answers: dict[str, Any] = {
+            "/health": "",
+            "/v1/models": {"data": [{"id": "m", "max_model_len": 64}]},
+            "/metrics": f'vllm:generation_tokens_total{{engine="0"}} {self.tokens}',
+        }
         if self.has_weights:
-            answers |= {"/is_paused": {}, "/weight_checker": {"checksums": self.weights["checksum"]},
-                        "/collective_rpc": {}, "/update_weight_version": {}, "/reset_prefix_cache": {}, "/pause": {},
-                        "/resume": {}, "/sleep": {"status": "sleeping"}, "/wake_up": {"status": "awake"}}
+            answers |= {
+                "/is_paused": {},
+                "/weight_checker": {"checksums": self.weights["checksum"]},
+                "/collective_rpc": {},
+                "/update_weight_version": {},
+                "/reset_prefix_cache": {},
+                "/pause": {},
+                "/resume": {},
+                "/sleep": {"status": "sleeping"},
+                "/wake_up": {"status": "awake"},
+            }
         if path == "/metrics" and self.fault == "JSON metrics":
             return 200, {"detail": "no counters here"}
         if path == "/metrics" and self.fault == "no counters":
@@ -137,12 +168,17 @@ class ScriptedServer:
         """Loads one under a new name, or unloads one."""
         name = body.get("lora_name", "")
         if not name or (path == "/v1/load_lora_adapter") == (name in self.adapters):
-            return 400, "Both 'lora_name' and 'lora_path' must be provided, or the name is known, or unknown"
+            return (
+                400,
+                "Both 'lora_name' and 'lora_path' must be provided, or the name is known, or unknown",
+            )
         if not self.takes_adapters:
             return 500, "LoRA is not enabled. Use --enable-lora to enable LoRA."
         if path == "/v1/load_lora_adapter":
             if self.fault != "noop":
-                self.weights = json.loads((Path(body["lora_path"]) / "weights.json").read_text()) | {"checksum": "base"}
+                self.weights = json.loads(
+                    (Path(body["lora_path"]) / "weights.json").read_text()
+                ) | {"checksum": "base"}
             self.adapters[name] = self.weights
         else:
             del self.adapters[name]
@@ -150,7 +186,10 @@ class ScriptedServer:
 
     def complete(self, body: dict[str, Any]) -> dict[str, Any]:
         """Tokens by the seed, one every `seconds`; an end-of-sequence token (0) ends them."""
-        params, ids = body.get("sampling_params", body), body.get("token_ids") or body.get("prompt") or []
+        params, ids = (
+            body.get("sampling_params", body),
+            body.get("token_ids") or body.get("prompt") or [],
+        )
         if "seed" not in params:
             while self.paused:
                 time.sleep(0.005)
@@ -159,9 +198,14 @@ class ScriptedServer:
                 if self.fault == "raw":
                     choice["logprobs"]["content"][0]["logprob"] = -0.9
                 return {"choices": [] if self.fault == "empty probe" else [choice]}
-            scored = zip(ids[1:], self.adapters.get(body["model"], self.weights)["probe"], strict=False)
+            scored = zip(
+                ids[1:], self.adapters.get(body["model"], self.weights)["probe"], strict=False
+            )
             probe = [None, *({str(id): {"logprob": value}} for id, value in scored)]
-            return {"choices": [self.choice([1], [self.version], "length")], "prompt_logprobs": probe}
+            return {
+                "choices": [self.choice([1], [self.version], "length")],
+                "prompt_logprobs": probe,
+            }
         self.bodies.append(body)
         tokens, versions, aborts, reason = [], [], self.aborts, "length"
         for position in range(params["max_tokens"]):
@@ -180,8 +224,23 @@ class ScriptedServer:
         choice = self.choice(tokens, versions, reason)
         if self.struck("", body, "aborts"):
             return {"choices": [self.choice([], [], "abort")]}
-        if self.struck("", body, "middle", "short", "more", "counts", "ids", "spans", "minus", "ends", "endless",
-                       "large", "long span", "large version", "nan"):
+        if self.struck(
+            "",
+            body,
+            "middle",
+            "short",
+            "more",
+            "counts",
+            "ids",
+            "spans",
+            "minus",
+            "ends",
+            "endless",
+            "large",
+            "long span",
+            "large version",
+            "nan",
+        ):
             self.change(choice)
         return {"choices": [choice]}
 
@@ -192,9 +251,15 @@ class ScriptedServer:
                 spans.append({"version": version, "start": position, "end": position})
             spans[-1]["end"] += 1
         logprobs = {"content": [{"token_id": one, "logprob": -0.5} for one in tokens]}
-        return {"token_ids": tokens, "finish_reason": reason, **(
-            {"logprobs": logprobs, "weight_versions": spans} if self.has_generate else
-            {"logprobs": {"token_logprobs": [-0.5] * len(tokens)}})}
+        return {
+            "token_ids": tokens,
+            "finish_reason": reason,
+            **(
+                {"logprobs": logprobs, "weight_versions": spans}
+                if self.has_generate
+                else {"logprobs": {"token_logprobs": [-0.5] * len(tokens)}}
+            ),
+        }
 
     def change(self, choice: dict[str, Any]) -> None:
         """Makes an answer wrong."""
@@ -202,8 +267,11 @@ class ScriptedServer:
         if self.fault == "counts":
             entries.append(entries[-1])
         elif self.fault == "middle":
-            choice |= self.choice([0, *choice["token_ids"][1:], 1], [self.version] * (len(choice["token_ids"]) + 1),
-                                  "length")
+            choice |= self.choice(
+                [0, *choice["token_ids"][1:], 1],
+                [self.version] * (len(choice["token_ids"]) + 1),
+                "length",
+            )
         elif self.fault in ("short", "more"):
             number = 3 if self.fault == "short" else 7
             choice |= self.choice([1] * number, [self.version] * number, "length")
@@ -224,10 +292,17 @@ class ScriptedServer:
         elif self.fault == "minus":
             entries[0]["logprob"] = -9999.0
         elif self.fault == "ends":
-            choice |= {"finish_reason": "stop", "token_ids": [3], "weight_versions": None,
-                       "logprobs": {"content": [{"token": "token_id:3", "logprob": -0.5}]}}
+            choice |= {
+                "finish_reason": "stop",
+                "token_ids": [3],
+                "weight_versions": None,
+                "logprobs": {"content": [{"token": "token_id:3", "logprob": -0.5}]},
+            }
 
 
 if __name__ == "__main__":
-    ScriptedServer(int(next(word for word in sys.argv if word.startswith("--port=")).removeprefix("--port=")), 0.002)
+    ScriptedServer(
+        int(next(word for word in sys.argv if word.startswith("--port=")).removeprefix("--port=")),
+        0.002,
+    )
     threading.Event().wait()

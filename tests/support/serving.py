@@ -30,7 +30,9 @@ def write_chat_model(folder: Path, seed: int = 0) -> Path:
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     write_model(folder, "qwen3", seed, vocab_size=tokenizer.get_vocab_size(), num_hidden_layers=1)
     ends = [tokenizer.token_to_id(text) for text in CHATS["qwen3"].eos]
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [*ends, *range(100, 256, 8)]}))
+    (folder / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": [*ends, *range(100, 256, 8)]})
+    )
     return folder
 
 

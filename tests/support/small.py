@@ -22,8 +22,16 @@ from shoal.trainer.step import Learner
 from shoal.types import Completion, Example, Group, Purpose, StopReason
 
 LLAMA3 = Architecture(
-    vocab_size=96, hidden_size=32, intermediate_size=64, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=8,
-    rope_theta=10000.0, rope_scaling=RopeScaling("llama3", 8.0, 1.0, 4.0, 64))
+    vocab_size=96,
+    hidden_size=32,
+    intermediate_size=64,
+    num_layers=4,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    rope_theta=10000.0,
+    rope_scaling=RopeScaling("llama3", 8.0, 1.0, 4.0, 64),
+)
 LLAMA2 = replace(LLAMA3, rope_scaling=None, num_kv_heads=4)
 QWEN3 = replace(LLAMA3, rope_scaling=None, qk_norm=True, tie_embeddings=True)
 PLAINEST, FULLEST = LLAMA2, replace(LLAMA3, qkv_bias=True, qk_norm=True, tie_embeddings=True)
@@ -52,8 +60,15 @@ def random_parameters(a: Architecture, seed: int = 0, scale: float = 8.0) -> Par
     return jax.tree.map(draw, param_specs(a))
 
 
-def random_groups(a: Architecture, prompts: int, siblings: int, longest_prompt: int, longest: int, seed: int = 0,
-                  logprobs: bool = True) -> list[Group]:
+def random_groups(
+    a: Architecture,
+    prompts: int,
+    siblings: int,
+    longest_prompt: int,
+    longest: int,
+    seed: int = 0,
+    logprobs: bool = True,
+) -> list[Group]:
     """Groups of ragged prompts and completions with random rewards; the first has both at full length."""
     rng = np.random.default_rng(seed)
     groups = []
@@ -63,19 +78,41 @@ def random_groups(a: Architecture, prompts: int, siblings: int, longest_prompt: 
         for index in range(siblings):
             count = longest if row == index == 0 else int(rng.integers(1, longest + 1))
             lp = -rng.exponential(1.0, count) if logprobs else np.zeros(count)
-            completions.append(Completion(row, index, rng.integers(0, a.vocab_size, count).astype(np.int32),
-                                          lp.astype(np.float32), np.ones(count, bool), np.zeros(count, np.int32),
-                                          StopReason.EOS))
+            completions.append(
+                Completion(
+                    row,
+                    index,
+                    rng.integers(0, a.vocab_size, count).astype(np.int32),
+                    lp.astype(np.float32),
+                    np.ones(count, bool),
+                    np.zeros(count, np.int32),
+                    StopReason.EOS,
+                )
+            )
         rewards = rng.integers(0, 3, siblings).astype(float)
-        groups.append(Group(Purpose.TRAIN, 0, 0, Example(row, "q"), rng.integers(0, a.vocab_size, size),
-                            tuple(completions), ("",) * siblings, rewards, {"r": rewards}, np.ones(siblings, bool)))
+        groups.append(
+            Group(
+                Purpose.TRAIN,
+                0,
+                0,
+                Example(row, "q"),
+                rng.integers(0, a.vocab_size, size),
+                tuple(completions),
+                ("",) * siblings,
+                rewards,
+                {"r": rewards},
+                np.ones(siblings, bool),
+            )
+        )
     return groups
 
 
 def whole(groups: list[Group], rows: int = 1) -> Shape:
     """The shape of one batch with all completions of these groups."""
-    sizes = {n: (len(group.prompt_ids), {i: len(c) for i, c in enumerate(group.completions)})
-             for n, group in enumerate(groups)}
+    sizes = {
+        n: (len(group.prompt_ids), {i: len(c) for i, c in enumerate(group.completions)})
+        for n, group in enumerate(groups)
+    }
     longest = max(prompt + max(members.values()) for prompt, members in sizes.values())
     length = -(-longest // 16) * 16
     while len(fill_rows(sizes, length)) > rows:
@@ -83,18 +120,30 @@ def whole(groups: list[Group], rows: int = 1) -> Shape:
     return Shape(rows, length)
 
 
-def batches(groups: list[Group], shape: Shape | None = None, temperature: float = 1.0,
-            shards: int = 1) -> list[LearnerBatch]:
+def batches(
+    groups: list[Group], shape: Shape | None = None, temperature: float = 1.0, shards: int = 1
+) -> list[LearnerBatch]:
     """Packed with advantages and weights that differ everywhere."""
     size = groups[0].size
     shape = shape or whole(groups, shards)
     rng = np.random.default_rng(7)
-    advantages, weights = rng.standard_normal((len(groups), size)), rng.uniform(0.1, 1.0, (len(groups), size)) / 100
-    return [m.arrays for m in pack(groups, range(len(groups)), advantages, weights, [shape], temperature)]
+    advantages, weights = (
+        rng.standard_normal((len(groups), size)),
+        rng.uniform(0.1, 1.0, (len(groups), size)) / 100,
+    )
+    return [
+        m.arrays
+        for m in pack(groups, range(len(groups)), advantages, weights, [shape], temperature)
+    ]
 
 
-def learner(a: Architecture, objective: Objective = ON_POLICY, where: Roles | None = None, lr: float = 1e-3,
-            **model) -> Learner:
+def learner(
+    a: Architecture,
+    objective: Objective = ON_POLICY,
+    where: Roles | None = None,
+    lr: float = 1e-3,
+    **model,
+) -> Learner:
     section = OptimizerSection(lr=lr, warmup_steps=0)
     return Learner(Model(a, (where or roles()).trainer, **model), objective, section, 10)
 
@@ -108,7 +157,9 @@ def relative(a, b) -> float:
 def causal(q: jax.Array, k: jax.Array, v: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
     """Each row attends to itself."""
     length = q.shape[1]
-    mask = jnp.broadcast_to(jnp.tril(jnp.ones((length, length), bool)), (q.shape[0], length, length))
+    mask = jnp.broadcast_to(
+        jnp.tril(jnp.ones((length, length), bool)), (q.shape[0], length, length)
+    )
     return attend(q, k, v, mask), cache
 
 

@@ -46,10 +46,16 @@ FAMILIES: Mapping[str, dict[str, Any]] = {
     "llama2": _config("llama"),  # without rope_theta, as Llama 2's own
     "llama3": _config("llama", rope_theta=500000.0, rope_scaling=_LLAMA3, tie_word_embeddings=True),
     "llama-linear": _config(
-        "llama", rope_theta=10000.0, rope_scaling={"type": "linear", "factor": 4.0}, attention_bias=True, mlp_bias=True
+        "llama",
+        rope_theta=10000.0,
+        rope_scaling={"type": "linear", "factor": 4.0},
+        attention_bias=True,
+        mlp_bias=True,
     ),
     "qwen2": _config("qwen2", rope_theta=1000000.0, rms_norm_eps=1e-6),
-    "qwen2-tied": _config("qwen2", rope_theta=1000000.0, tie_word_embeddings=True, use_sliding_window=False),
+    "qwen2-tied": _config(
+        "qwen2", rope_theta=1000000.0, tie_word_embeddings=True, use_sliding_window=False
+    ),
     "qwen3": _config("qwen3", rope_theta=1000000.0, head_dim=16),
     "qwen3-tied": _config("qwen3", rope_theta=1000000.0, head_dim=16, tie_word_embeddings=True),
 }
@@ -100,14 +106,20 @@ def tensors(config: Mapping[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def write_model(
-    folder: str | Path, family: str = "qwen3", seed: int = 0, dtype: Any = np.float32, **changes: Any
+    folder: str | Path,
+    family: str = "qwen3",
+    seed: int = 0,
+    dtype: Any = np.float32,
+    **changes: Any,
 ) -> Path:
     """A model folder: config.json and model.safetensors; `changes` are keys of config.json. Returns the folder."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     config = {**FAMILIES[family], **changes}
     (folder / "config.json").write_text(json.dumps(config, indent=2))
-    save_tensors(folder / "model.safetensors", {n: t.astype(dtype) for n, t in tensors(config, seed).items()})
+    save_tensors(
+        folder / "model.safetensors", {n: t.astype(dtype) for n, t in tensors(config, seed).items()}
+    )
     return folder
 
 
@@ -124,7 +136,13 @@ CHATML = """{%- for message in messages %}
 """
 SPECIAL = {
     "chatml": ("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
-    "llama3": ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    "llama3": (
+        "<|begin_of_text|>",
+        "<|end_of_text|>",
+        "<|start_header_id|>",
+        "<|end_header_id|>",
+        "<|eot_id|>",
+    ),
     "plain": ("<s>", "</s>"),
     "bare": (),
 }
@@ -140,7 +158,9 @@ _MERGES = [
 ]  # fmt: skip
 
 
-def write_tokenizer(folder: str | Path, style: str = "chatml", template: str | None = None) -> tokenizers.Tokenizer:
+def write_tokenizer(
+    folder: str | Path, style: str = "chatml", template: str | None = None
+) -> tokenizers.Tokenizer:
     """A byte-level tokenizer of about 270 tokens: every text goes through and comes back.
 
     `style`: chatml (Qwen: no bos), llama3 (bos first), plain (bos first, and no template unless one is given), bare (no
@@ -148,8 +168,12 @@ def write_tokenizer(folder: str | Path, style: str = "chatml", template: str | N
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    pieces = sorted(pre_tokenizers.ByteLevel.alphabet()) + [first + second for first, second in _MERGES]
-    backend = tokenizers.Tokenizer(models.BPE({piece: id for id, piece in enumerate(pieces)}, _MERGES))
+    pieces = sorted(pre_tokenizers.ByteLevel.alphabet()) + [
+        first + second for first, second in _MERGES
+    ]
+    backend = tokenizers.Tokenizer(
+        models.BPE({piece: id for id, piece in enumerate(pieces)}, _MERGES)
+    )
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(list(SPECIAL[style]))

@@ -80,9 +80,13 @@ LITTLE_EFFORT = " --xla_cpu_use_fusion_emitters=false"
 usual_options = compiler.get_compile_options
 
 
-def thorough_options(*args: Any, env_options_overrides: dict[str, Any] | None = None, **kwargs: Any) -> Any:
+def thorough_options(
+    *args: Any, env_options_overrides: dict[str, Any] | None = None, **kwargs: Any
+) -> Any:
     thorough = {"xla_cpu_use_fusion_emitters": True} if LITTLE_EFFORT in FLAGS else {}
-    return usual_options(*args, env_options_overrides=(env_options_overrides or {}) | thorough, **kwargs)
+    return usual_options(
+        *args, env_options_overrides=(env_options_overrides or {}) | thorough, **kwargs
+    )
 
 
 def compile_quickly(quick: bool) -> None:
@@ -96,8 +100,12 @@ def compile_quickly(quick: bool) -> None:
         compiler.get_compile_options = usual_options if quick else thorough_options
 
 
-PROGRAMS = [(step, "_optimizer_programs"), (step, "_gradient_programs"), (step, "score_program"),
-            (engine, "make_programs")]
+PROGRAMS = [
+    (step, "_optimizer_programs"),
+    (step, "_gradient_programs"),
+    (step, "score_program"),
+    (engine, "make_programs"),
+]
 
 
 def kept(make: Callable[..., Any]) -> Callable[..., Any]:
@@ -126,8 +134,12 @@ def write_data(folder: Path, count: int = 20, held_out: int = 4) -> Path:
     """gsm8k_train.jsonl and gsm8k_test.jsonl, all questions of one length; returns the first."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, rows, add in (("train", count, 17), ("test", held_out, 58)):
-        lines = [json.dumps({"question": f"{10 + i} + {add} = ?", "answer": f"Added.\n#### {10 + i + add}"})
-                 for i in range(rows)]
+        lines = [
+            json.dumps(
+                {"question": f"{10 + i} + {add} = ?", "answer": f"Added.\n#### {10 + i + add}"}
+            )
+            for i in range(rows)
+        ]
         (folder / f"gsm8k_{name}.jsonl").write_text("".join(line + "\n" for line in lines))
     return folder / "gsm8k_train.jsonl"
 
@@ -147,11 +159,26 @@ class Workshop:
         """The command line of a short run called `name`; later words win. Rewards are called in this process: forking
         the tests' own process for workers costs 0.2 s of kernel time a run."""
         return [
-            "train", f"model={self.model}", "task=gsm8k", f"task.path={self.data}", f"reward={self.rewards}:letters",
-            f"base_output_directory={self.runs}", f"run_name={name}", "steps=2", f"model.template={PLAIN}",
-            "sampling.max_prompt_tokens=64", "sampling.max_completion_tokens=12", "batch.prompts_per_step=2",
-            "batch.group_size=4", "train.pass_k=4", "algorithm.kl_coef=0", "optimizer.lr=1e-2",
-            "optimizer.warmup_steps=0", "reward.workers=0", *changes]
+            "train",
+            f"model={self.model}",
+            "task=gsm8k",
+            f"task.path={self.data}",
+            f"reward={self.rewards}:letters",
+            f"base_output_directory={self.runs}",
+            f"run_name={name}",
+            "steps=2",
+            f"model.template={PLAIN}",
+            "sampling.max_prompt_tokens=64",
+            "sampling.max_completion_tokens=12",
+            "batch.prompts_per_step=2",
+            "batch.group_size=4",
+            "train.pass_k=4",
+            "algorithm.kl_coef=0",
+            "optimizer.lr=1e-2",
+            "optimizer.warmup_steps=0",
+            "reward.workers=0",
+            *changes,
+        ]
 
     def train(self, name: str, *changes: str) -> Path:
         """Runs it and returns the run folder."""
@@ -179,9 +206,15 @@ def read_records(file: Path) -> list[dict[str, Any]]:
 def rewrite_groups(file: Path, change: Callable[[list[StoredGroup]], list[StoredGroup]]) -> None:
     """Replaces the groups of a file."""
     stored = change(read_file(file))
-    logprobs = {(number, index): arrays["trainer_logprobs"] for number, entry in enumerate(stored)
-                for index, arrays in enumerate(entry.token_arrays) if arrays}
-    write_file(file, [entry.group for entry in stored], [entry.advantages for entry in stored], logprobs)
+    logprobs = {
+        (number, index): arrays["trainer_logprobs"]
+        for number, entry in enumerate(stored)
+        for index, arrays in enumerate(entry.token_arrays)
+        if arrays
+    }
+    write_file(
+        file, [entry.group for entry in stored], [entry.advantages for entry in stored], logprobs
+    )
 
 
 def checkpoints(run: Path) -> list[int]:
@@ -193,14 +226,19 @@ def trainer(mesh: Sequence[int] = (1, 1, 1)) -> Role:
     return make_roles(MeshSection(*mesh)).trainer
 
 
-def parameters_of(run: Path, version: int, mesh: Sequence[int] = (1, 1, 1)) -> dict[str, np.ndarray]:
+def parameters_of(
+    run: Path, version: int, mesh: Sequence[int] = (1, 1, 1)
+) -> dict[str, np.ndarray]:
     """A checkpoint's parameters on the host, by path."""
     architecture = resolve_model(ModelSection(path=str(run))).architecture
     return by_path(load_parameters(run, version, architecture, trainer(mesh)))
 
 
 def by_path(tree: Any) -> dict[str, np.ndarray]:
-    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+    return {
+        jax.tree_util.keystr(path): np.asarray(leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
 
 
 def same_bits(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> bool:

@@ -60,25 +60,55 @@ class TurnWorkshop(Workshop):
         self.model.mkdir()
         write_chat_tokenizer(self.model, "qwen3")
         tokenizer = tokenizers.Tokenizer.from_file(str(self.model / "tokenizer.json"))
-        write_model(self.model, "qwen3", 0, vocab_size=tokenizer.get_vocab_size(), num_hidden_layers=1)
+        write_model(
+            self.model, "qwen3", 0, vocab_size=tokenizer.get_vocab_size(), num_hidden_layers=1
+        )
         ends = [tokenizer.token_to_id(text) for text in CHATS["qwen3"].eos]
         self.ends = [*ends, *range(100, 256, 4)]
         (self.model / "generation_config.json").write_text(json.dumps({"eos_token_id": self.ends}))
         self.data, self.acts = folder / "rows.jsonl", folder / "acts.py"
-        self.data.write_text("".join(json.dumps({"prompt": [{"role": "user", "content": f"Row {10 + i}"}], "answer":
-                                                 str(10 + i)}) + "\n" for i in range(40)))
+        self.data.write_text(
+            "".join(
+                json.dumps(
+                    {
+                        "prompt": [{"role": "user", "content": f"Row {10 + i}"}],
+                        "answer": str(10 + i),
+                    }
+                )
+                + "\n"
+                for i in range(40)
+            )
+        )
         self.acts.write_text(source)
 
     def words(self, name: str, *changes: str) -> list[str]:
         return [
-            "train", f"model={self.model}", "task=custom", f"task.path={self.data}", "task.num_eval_questions=4",
-            f"environment={self.acts}:Board", f"reward={self.acts}:own", f"base_output_directory={self.runs}",
-            f"run_name={name}", "steps=3", "train.max_staleness=1", "train.evaluate_every=-1", "train.pass_k=0",
-            "environment.max_turns=6", "sampling.max_prompt_tokens=192", "sampling.max_completion_tokens=160",
+            "train",
+            f"model={self.model}",
+            "task=custom",
+            f"task.path={self.data}",
+            "task.num_eval_questions=4",
+            f"environment={self.acts}:Board",
+            f"reward={self.acts}:own",
+            f"base_output_directory={self.runs}",
+            f"run_name={name}",
+            "steps=3",
+            "train.max_staleness=1",
+            "train.evaluate_every=-1",
+            "train.pass_k=0",
+            "environment.max_turns=6",
+            "sampling.max_prompt_tokens=192",
+            "sampling.max_completion_tokens=160",
             "sampling.temperature=3",
-            "batch.prompts_per_step=2", "batch.group_size=4", "batch.micro_tokens=512", "algorithm.kl_coef=0",
+            "batch.prompts_per_step=2",
+            "batch.group_size=4",
+            "batch.micro_tokens=512",
+            "algorithm.kl_coef=0",
             "optimizer.lr=1e-2",
-            "optimizer.warmup_steps=0", "reward.workers=0", *changes]
+            "optimizer.warmup_steps=0",
+            "reward.workers=0",
+            *changes,
+        ]
 
 
 def calling(patch: pytest.MonkeyPatch) -> None:
@@ -91,4 +121,6 @@ def calling(patch: pytest.MonkeyPatch) -> None:
         return message, called
 
     patch.setattr(TurnFormat, "read", calls)
-    patch.setattr(TurnFormat, "encode_prompt", lambda self, prompt: self._tokenizer.encode_prompt(prompt))
+    patch.setattr(
+        TurnFormat, "encode_prompt", lambda self, prompt: self._tokenizer.encode_prompt(prompt)
+    )

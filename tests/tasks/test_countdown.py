@@ -32,33 +32,88 @@ def load(**keys: int) -> Task:
 # ---- expressions
 
 
-@pytest.mark.parametrize(("text", "value", "numbers"), [
-    ("7", 7, (7,)), ("1 + 2 * 3", 7, (1, 2, 3)), ("(1 + 2) * 3", 9, (1, 2, 3)), ("8 - 3 - 2", 3, (8, 3, 2)),
-    ("8 / 4 / 2", 1, (8, 4, 2)), ("1 / 3", Fraction(1, 3), (1, 3)), ("8 / (3 - 8 / 3)", 24, (8, 3, 8, 3)),
-    ("-3 + 5", 2, (3, 5)), ("2 * -3", -6, (2, 3)), ("2 - -3", 5, (2, 3)), ("6 × 7 ÷ 2 − 1", 20, (6, 7, 2, 1)),
-    ("((((5))))", 5, (5,)), (" 1+1\n", 2, (1, 1)), ("007", 7, (7,)),
-])
+@pytest.mark.parametrize(
+    ("text", "value", "numbers"),
+    [
+        ("7", 7, (7,)),
+        ("1 + 2 * 3", 7, (1, 2, 3)),
+        ("(1 + 2) * 3", 9, (1, 2, 3)),
+        ("8 - 3 - 2", 3, (8, 3, 2)),
+        ("8 / 4 / 2", 1, (8, 4, 2)),
+        ("1 / 3", Fraction(1, 3), (1, 3)),
+        ("8 / (3 - 8 / 3)", 24, (8, 3, 8, 3)),
+        ("-3 + 5", 2, (3, 5)),
+        ("2 * -3", -6, (2, 3)),
+        ("2 - -3", 5, (2, 3)),
+        ("6 × 7 ÷ 2 − 1", 20, (6, 7, 2, 1)),
+        ("((((5))))", 5, (5,)),
+        (" 1+1\n", 2, (1, 1)),
+        ("007", 7, (7,)),
+    ],
+)
 def test_expressions(text: str, value: int | Fraction, numbers: tuple[int, ...]) -> None:
     assert arithmetic.read(text) == Expression(Fraction(value), numbers)
 
 
-@pytest.mark.parametrize("text", [
-    "", " ", "1 +", "+ 1", "1 2", "2 (3)", "(1 + 2", "1 + 2)", "()", "1 ** 2", "9**9**9**9", "7 // 2", "1.5", "1e3",
-    "1 = 1", "1 / 0", "1 / (2 - 2)", "x", "__import__('os')", "1; 2", "[1]", "1,2", "２ + ３", "1_000", "0x1f", "1\x00",
-    "1" * 10, "1 + " * 60 + "1", "(" * 21 + "1" + ")" * 21, "-" * 21 + "1", "(" * 100_000, "1+" * 500_000 + "1",
-    "lambda: 1", "1 if 1 else 2", "1 < 2", "~1", "1 % 2", "print(1)",
-])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        " ",
+        "1 +",
+        "+ 1",
+        "1 2",
+        "2 (3)",
+        "(1 + 2",
+        "1 + 2)",
+        "()",
+        "1 ** 2",
+        "9**9**9**9",
+        "7 // 2",
+        "1.5",
+        "1e3",
+        "1 = 1",
+        "1 / 0",
+        "1 / (2 - 2)",
+        "x",
+        "__import__('os')",
+        "1; 2",
+        "[1]",
+        "1,2",
+        "２ + ３",
+        "1_000",
+        "0x1f",
+        "1\x00",
+        "1" * 10,
+        "1 + " * 60 + "1",
+        "(" * 21 + "1" + ")" * 21,
+        "-" * 21 + "1",
+        "(" * 100_000,
+        "1+" * 500_000 + "1",
+        "lambda: 1",
+        "1 if 1 else 2",
+        "1 < 2",
+        "~1",
+        "1 % 2",
+        "print(1)",
+    ],
+)
 def test_what_is_no_expression(text: str) -> None:
     assert arithmetic.read(text) is None
 
 
 TREES = st.recursive(
     st.integers(0, 999).map(lambda n: (str(n), Fraction(n), [n])),
-    lambda below: st.tuples(below, st.sampled_from("+-*/"), below).map(lambda made: join(*made)), max_leaves=8)
+    lambda below: st.tuples(below, st.sampled_from("+-*/"), below).map(lambda made: join(*made)),
+    max_leaves=8,
+)
 
 
-def join(left: tuple[str, Fraction | None, list[int]], sign: str, right: tuple[str, Fraction | None, list[int]]
-         ) -> tuple[str, Fraction | None, list[int]]:
+def join(
+    left: tuple[str, Fraction | None, list[int]],
+    sign: str,
+    right: tuple[str, Fraction | None, list[int]],
+) -> tuple[str, Fraction | None, list[int]]:
     (a, x, m), (b, y, n) = left, right
     if x is None or y is None or (sign == "/" and y == 0):
         value = None
@@ -69,7 +124,9 @@ def join(left: tuple[str, Fraction | None, list[int]], sign: str, right: tuple[s
 
 @settings(max_examples=200, deadline=None)
 @given(TREES)
-def test_expressions_come_to_what_their_tree_does(tree: tuple[str, Fraction | None, list[int]]) -> None:
+def test_expressions_come_to_what_their_tree_does(
+    tree: tuple[str, Fraction | None, list[int]],
+) -> None:
     text, value, numbers = tree
     assert arithmetic.read(text) == (None if value is None else Expression(value, tuple(numbers)))
 
@@ -84,12 +141,26 @@ def test_no_text_breaks_the_parser(text: str) -> None:
 # ---- answers
 
 
-@pytest.mark.parametrize(("answer", "right"), [
-    ("(25 - 5) * 3", True), ("3 * (25 - 5)", True), ("25 * 3 - 5 * 3", False), ("25 + 5 * 7", False), ("60", False),
-    ("25 * 3 - 15", False), ("(25 - 5) * 3 = 60", False), ("(25 - 5) * 3 * 1", False), ("25 - 5 * 3", False),
-    ("25 * 5 - 3", False), ("", False), (None, False),
-])
-def test_every_number_is_used_once_and_the_target_is_reached(answer: str | None, right: bool) -> None:
+@pytest.mark.parametrize(
+    ("answer", "right"),
+    [
+        ("(25 - 5) * 3", True),
+        ("3 * (25 - 5)", True),
+        ("25 * 3 - 5 * 3", False),
+        ("25 + 5 * 7", False),
+        ("60", False),
+        ("25 * 3 - 15", False),
+        ("(25 - 5) * 3 = 60", False),
+        ("(25 - 5) * 3 * 1", False),
+        ("25 - 5 * 3", False),
+        ("25 * 5 - 3", False),
+        ("", False),
+        (None, False),
+    ],
+)
+def test_every_number_is_used_once_and_the_target_is_reached(
+    answer: str | None, right: bool
+) -> None:
     assert solves(answer, [3, 25, 5], 60) is right
 
 
@@ -103,9 +174,16 @@ def test_rewards() -> None:
     task = load()
     one = task.train[0]
     right = one.columns["solution"]
-    texts = [f"<reasoning>r</reasoning><answer>{right}</answer>", f"<answer>1</answer><answer> {right} </answer>",
-             "<answer>1 + 1</answer>", "<answer>__import__('os').abort()</answer>", "<answer> </answer>", right,
-             "<answer>9**9**9**9</answer>", f"<answer>{'(' * 10**6}</answer>"]
+    texts = [
+        f"<reasoning>r</reasoning><answer>{right}</answer>",
+        f"<answer>1</answer><answer> {right} </answer>",
+        "<answer>1 + 1</answer>",
+        "<answer>__import__('os').abort()</answer>",
+        "<answer> </answer>",
+        right,
+        "<answer>9**9**9**9</answer>",
+        f"<answer>{'(' * 10**6}</answer>",
+    ]
     scores = score(task.rewards, [one], [one.prompt], [texts], [[[1]] * len(texts)])
     np.testing.assert_allclose(scores.rewards, [[1, 0.1, 0.1, 0.1, 0, 0, 0.1, 0.1]], rtol=1e-12)
     assert task.correct and task.well_formed and task.extract
@@ -127,7 +205,10 @@ def test_every_target_can_be_reached_within_the_dials(num_numbers: int, max_valu
         assert len(numbers) == num_numbers
         assert all(1 <= number <= max_value for number in [*numbers, target])
         assert solves(one.columns["solution"], numbers, target)
-        assert f"Numbers: {', '.join(map(str, numbers))}. Target: {target}." == one.prompt[-1]["content"]  # type: ignore[index]
+        assert (
+            f"Numbers: {', '.join(map(str, numbers))}. Target: {target}."
+            == one.prompt[-1]["content"]
+        )  # type: ignore[index]
         targets[target] += 1
     assert len(targets) > 10
 
@@ -137,7 +218,9 @@ def test_held_out_problems_are_not_trained_on() -> None:
     held = PROBLEMS.held_out(500, keys)
     trained = [PROBLEMS.train(row, keys) for row in range(2000)]
     assert all(is_held_out(PROBLEMS.key(problem)) for problem in held)
-    assert not {problem.normal_form for problem in held} & {problem.normal_form for problem in trained}
+    assert not {problem.normal_form for problem in held} & {
+        problem.normal_form for problem in trained
+    }
     assert len({problem.normal_form for problem in held}) == len(held)
     assert PROBLEMS.held_out(5, keys) == held[:5]
 
@@ -154,7 +237,11 @@ def test_rows_are_the_same_on_every_machine() -> None:
 def test_the_dials_and_the_path(tmp_path: object) -> None:
     assert len(load(num_eval_questions=0).evaluations["held_out"]) == 500
     small = load(num_numbers=2, max_value=20, num_eval_questions=500)
-    assert small.notes == (f"countdown: held_out has {len(small.evaluations['held_out'])} problems, not 500: there are "
-                           "no more at task.num_numbers=2 task.max_value=20",)
-    with pytest.raises(ShoalError, match=r"task.path='x': the task countdown makes its own problems"):
+    assert small.notes == (
+        f"countdown: held_out has {len(small.evaluations['held_out'])} problems, not 500: there are "
+        "no more at task.num_numbers=2 task.max_value=20",
+    )
+    with pytest.raises(
+        ShoalError, match=r"task.path='x': the task countdown makes its own problems"
+    ):
         load_task(TaskSection(name="countdown", path="x"))

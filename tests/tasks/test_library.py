@@ -43,9 +43,36 @@ RECORDED = [  # completion, solution, and what TRL 1.16.0 gives: accuracy, reaso
     ("x\n<think>a</think>", "1", 0.0, 0.0, 0.0),
     ("<think>a</think> <think>", "1", 0.0, 0.0, 0.0),
 ]
-LENGTHS = [[0] * 0, [0] * 1, [0] * 50, [0] * 100, [0] * 150, [1, 2, 3, 1, 2, 3], [5, 5, 5, 5, 5, 5], [1, 2]]
-RIGHT = [1.0, 0.999876640091433, 0.75, 0.5, 0.5, 0.9955718126821722, 0.9955718126821722, 0.999506682107068]
-REPEATED = [0.0, 0.0, -0.9791666666666666, -0.9897959183673469, -0.9932432432432432, -0.25, -0.75, 0.0]
+LENGTHS = [
+    [0] * 0,
+    [0] * 1,
+    [0] * 50,
+    [0] * 100,
+    [0] * 150,
+    [1, 2, 3, 1, 2, 3],
+    [5, 5, 5, 5, 5, 5],
+    [1, 2],
+]
+RIGHT = [
+    1.0,
+    0.999876640091433,
+    0.75,
+    0.5,
+    0.5,
+    0.9955718126821722,
+    0.9955718126821722,
+    0.999506682107068,
+]
+REPEATED = [
+    0.0,
+    0.0,
+    -0.9791666666666666,
+    -0.9897959183673469,
+    -0.9932432432432432,
+    -0.25,
+    -0.75,
+    0.0,
+]
 PAIRS = [0.0, 0.0, -0.4897959183673469, -0.494949494949495, -0.4966442953020134, -0.2, -0.4, 0.0]
 
 
@@ -57,21 +84,29 @@ def messages(texts: list[str]) -> list[Any]:
 def test_rewards_of_texts_equal_trls() -> None:
     completions, solutions = messages([row[0] for row in RECORDED]), [row[1] for row in RECORDED]
     assert accuracy_reward(completions, solution=solutions) == [row[2] for row in RECORDED]
-    assert accuracy_reward([row[0] for row in RECORDED], solution=solutions) == [row[2] for row in RECORDED]
-    assert reasoning_accuracy_reward(completions, solution=solutions) == [row[3] for row in RECORDED]
+    assert accuracy_reward([row[0] for row in RECORDED], solution=solutions) == [
+        row[2] for row in RECORDED
+    ]
+    assert reasoning_accuracy_reward(completions, solution=solutions) == [
+        row[3] for row in RECORDED
+    ]
     assert think_format_reward(completions) == [row[4] for row in RECORDED]
 
 
 def test_rewards_of_lengths_equal_trls() -> None:
     cosine = cosine_scaled_reward(100)
     texts = messages(["\\boxed{3}"] * len(LENGTHS))
-    assert cosine(texts, solution=["3"] * len(LENGTHS), completion_ids=LENGTHS) == pytest.approx(RIGHT, abs=1e-12)
+    assert cosine(texts, solution=["3"] * len(LENGTHS), completion_ids=LENGTHS) == pytest.approx(
+        RIGHT, abs=1e-12
+    )
     wrong = cosine(texts, solution=["4"] * len(LENGTHS), completion_ids=LENGTHS)
     assert wrong == pytest.approx([-one for one in RIGHT], abs=1e-12)
     assert cosine(texts[:1], solution=[""], completion_ids=[[]]) == [None]
     assert repetition_penalty()(completion_ids=LENGTHS) == pytest.approx(REPEATED, abs=1e-12)
     assert repetition_penalty(2, -0.5)(completion_ids=LENGTHS) == pytest.approx(PAIRS, abs=1e-12)
-    overlong = find_builtin("get_soft_overlong_punishment(max_completion_len=100, soft_punish_cache=20)")
+    overlong = find_builtin(
+        "get_soft_overlong_punishment(max_completion_len=100, soft_punish_cache=20)"
+    )
     assert overlong is not None
     found = overlong.function(completion_ids=[[0] * n for n in (1, 80, 81, 90, 100, 101)])
     assert found == pytest.approx([0.0, 0.0, -0.05, -0.5, -1.0, -1.0])
@@ -83,24 +118,39 @@ def test_a_hostile_completion_ends_and_is_wrong() -> None:
 
 
 def test_names_stand_for_functions_of_a_run() -> None:
-    names = ("accuracy_reward", "get_soft_overlong_punishment", "get_repetition_penalty_reward(ngram_size=2)")
+    names = (
+        "accuracy_reward",
+        "get_soft_overlong_punishment",
+        "get_repetition_penalty_reward(ngram_size=2)",
+    )
     task = load_task(TaskSection(num_eval_questions=1), RewardSection(names, (1.0, 0.5, 0.25)))
     assert [(one.name, one.weight, one.runs_in_process) for one in task.rewards] == [
-        ("accuracy_reward", 1.0, True), ("soft_overlong_punishment_reward", 0.5, True),
-        ("repetition_penalty_reward", 0.25, True)]
+        ("accuracy_reward", 1.0, True),
+        ("soft_overlong_punishment_reward", 0.5, True),
+        ("repetition_penalty_reward", 0.25, True),
+    ]
     lengths = task.rewards[1].function(completion_ids=[[0] * 1024, [0] * 1152])
     assert lengths == [0.0, -0.5]  # 1280 and 256, as in TRL's script
 
 
-@pytest.mark.parametrize(("spec", "message"), [
-    ("acuracy_reward", r"expected `file\.py:function`, or the name of a ready one, did you mean accuracy_reward\?"),
-    ("correctness_reward", "for your own, write reward=FILE.py:correctness_reward"),
-    ("get_cosine_scaled_reward", "missing 1 required positional argument: 'max_len'; expected get_cosine_scaled_rew"),
-    ("get_repetition_penalty_reward(size=2)", "unexpected keyword argument 'size'"),
-    ("get_repetition_penalty_reward(max_penalty=1)", "max_penalty=1: expected 0 or less"),
-    ("get_cosine_scaled_reward(max_len=open('x'))", "malformed node"),
-    ("accuracy_reward(1)", "accuracy_reward takes no arguments"),
-])
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (
+            "acuracy_reward",
+            r"expected `file\.py:function`, or the name of a ready one, did you mean accuracy_reward\?",
+        ),
+        ("correctness_reward", "for your own, write reward=FILE.py:correctness_reward"),
+        (
+            "get_cosine_scaled_reward",
+            "missing 1 required positional argument: 'max_len'; expected get_cosine_scaled_rew",
+        ),
+        ("get_repetition_penalty_reward(size=2)", "unexpected keyword argument 'size'"),
+        ("get_repetition_penalty_reward(max_penalty=1)", "max_penalty=1: expected 0 or less"),
+        ("get_cosine_scaled_reward(max_len=open('x'))", "malformed node"),
+        ("accuracy_reward(1)", "accuracy_reward takes no arguments"),
+    ],
+)
 def test_a_wrong_name_or_argument_is_an_error(spec: str, message: str) -> None:
     with pytest.raises(ShoalError, match=message):
         load_task(TaskSection(num_eval_questions=1), RewardSection((spec,)))

@@ -29,10 +29,22 @@ from shoal.workers.environments import EnvironmentKind
 
 TEXT, NUMBER = {"type": "string"}, {"type": "integer"}
 ACTIONS: dict[str, dict[str, Any]] = {
-    "words": {"properties": {"metadata": {"type": "object"}, "message": TEXT}, "required": ["message"]},
-    "move": {"description": "Moves.", "properties": {"x": NUMBER, "y": NUMBER}, "required": ["x"]}, "tools": {}}
-TOOL = {"name": "add", "description": "Adds two numbers.", "inputSchema": {
-    "type": "object", "properties": {"a": NUMBER, "b": NUMBER}, "required": ["a", "b"]}}
+    "words": {
+        "properties": {"metadata": {"type": "object"}, "message": TEXT},
+        "required": ["message"],
+    },
+    "move": {"description": "Moves.", "properties": {"x": NUMBER, "y": NUMBER}, "required": ["x"]},
+    "tools": {},
+}
+TOOL = {
+    "name": "add",
+    "description": "Adds two numbers.",
+    "inputSchema": {
+        "type": "object",
+        "properties": {"a": NUMBER, "b": NUMBER},
+        "required": ["a", "b"],
+    },
+}
 
 
 class Server:
@@ -41,20 +53,28 @@ class Server:
     def __init__(self, kind: str) -> None:
         self.kind, self.sessions, self.resets = kind, 0, list[Any]()
         self.closes_next = False
-        routes = [Route("/schema", lambda request: JSONResponse({"action": ACTIONS[kind]})),
-                  Route("/mcp", self.mcp, methods=["POST"]), WebSocketRoute("/ws", self.talk)]
+        routes = [
+            Route("/schema", lambda request: JSONResponse({"action": ACTIONS[kind]})),
+            Route("/mcp", self.mcp, methods=["POST"]),
+            WebSocketRoute("/ws", self.talk),
+        ]
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
         config = uvicorn.Config(Starlette(routes=routes), log_level="error", ws="websockets-sansio")
         self.server = uvicorn.Server(config)
-        self.thread = threading.Thread(target=lambda: self.server.run(sockets=[self.listener]), daemon=True)
+        self.thread = threading.Thread(
+            target=lambda: self.server.run(sockets=[self.listener]), daemon=True
+        )
         self.thread.start()
         while not self.server.started:
             time.sleep(0.01)
 
     async def mcp(self, request: Any) -> JSONResponse:
-        return JSONResponse({"id": 1, "result": {"tools": [TOOL]}} if self.kind == "tools" else
-                            {"id": 1, "error": {"code": -32603, "message": "no tools here"}})
+        return JSONResponse(
+            {"id": 1, "result": {"tools": [TOOL]}}
+            if self.kind == "tools"
+            else {"id": 1, "error": {"code": -32603, "message": "no tools here"}}
+        )
 
     async def talk(self, socket: WebSocket) -> None:
         await socket.accept()
@@ -69,27 +89,49 @@ class Server:
                 if message["type"] == "reset":
                     self.resets.append(message["data"])
                     number, asked = message["data"].get("seed"), 0
-                    answer: Any = {"observation": {"reply": "Guess."}, "reward": None, "done": False}
+                    answer: Any = {
+                        "observation": {"reply": "Guess."},
+                        "reward": None,
+                        "done": False,
+                    }
                 else:
                     asked += 1
                     answer = self.step(message["data"], number, asked)
-                await socket.send_json(answer if "type" in answer else {"type": "observation", "data": answer})
+                await socket.send_json(
+                    answer if "type" in answer else {"type": "observation", "data": answer}
+                )
         except WebSocketDisconnect:
             pass
 
     def step(self, action: dict[str, Any], number: int, asked: int) -> dict[str, Any]:
         if action.get("type") == "call_tool":
             if "b" not in action["arguments"]:
-                return {"observation": {"tool_name": "add", "error": {"message": "b is missing"}}, "done": False}
+                return {
+                    "observation": {"tool_name": "add", "error": {"message": "b is missing"}},
+                    "done": False,
+                }
             total = str(sum(action["arguments"].values()))
-            return {"observation": {"tool_name": "add", "result": {"content": [{"type": "text", "text": total}]}},
-                    "reward": 0.5, "done": asked == 3}
+            return {
+                "observation": {
+                    "tool_name": "add",
+                    "result": {"content": [{"type": "text", "text": total}]},
+                },
+                "reward": 0.5,
+                "done": asked == 3,
+            }
         if not action:
-            return {"type": "error", "data": {"message": "Invalid message", "errors": ["x is missing"]}}
+            return {
+                "type": "error",
+                "data": {"message": "Invalid message", "errors": ["x is missing"]},
+            }
         if "x" in action:
             return {"observation": {"x": action["x"], "board": [1, 2]}, "reward": 1, "done": False}
         is_right = action["message"] == str(number)
-        return {"observation": {"reply": "yes" if is_right else "no"}, "reward": float(is_right), "done": is_right}
+        return {
+            "observation": {"reply": "yes" if is_right else "no"},
+            "reward": float(is_right),
+            "done": is_right,
+        }
 
 
 @pytest.fixture(params=["words"])
@@ -111,7 +153,9 @@ def run(kind: type[OpenEnv], play: Callable[[Any], Any]) -> None:
 
 def test_words_are_the_one_text_of_an_action(server):
     kind = openenv(f"openenv:{server.url}/")
-    assert EnvironmentKind.of("OpenEnv", kind).shares and EnvironmentKind.of("OpenEnv", kind).responds
+    assert (
+        EnvironmentKind.of("OpenEnv", kind).shares and EnvironmentKind.of("OpenEnv", kind).responds
+    )
 
     async def play(one: Any) -> None:
         assert await one.reset(row=7, prompt=[], level="low") == "Guess."
@@ -135,8 +179,16 @@ def test_words_are_the_one_text_of_an_action(server):
 def test_tools_of_a_server_are_tools(server):
     kind = openenv(f"openenv:{server.url}")
     tools = EnvironmentKind.of("OpenEnv", kind).tools
-    assert [schema(one) for one in tools.values()] == [{"type": "function", "function": {
-        "name": "add", "description": "Adds two numbers.", "parameters": TOOL["inputSchema"]}}]
+    assert [schema(one) for one in tools.values()] == [
+        {
+            "type": "function",
+            "function": {
+                "name": "add",
+                "description": "Adds two numbers.",
+                "parameters": TOOL["inputSchema"],
+            },
+        }
+    ]
 
     async def play(one: Any) -> None:
         await one.reset(row=1)
@@ -169,9 +221,10 @@ def test_any_other_action_is_a_tool(server):
 def test_the_package_that_a_server_needs_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "websockets", None)
     section = EnvironmentSection(factory="openenv:http://127.0.0.1:1")
-    with pytest.raises(ShoalError, match=r"websockets is not installed: `pip install .\.\[openenv\].` in the clone"):
+    with pytest.raises(
+        ShoalError, match=r"websockets is not installed: `pip install .\.\[openenv\].` in the clone"
+    ):
         with_environment(Task("t", (), {}, ()), SimpleNamespace(environment=section))
-
 
 
 def test_where_no_server_answers(server):

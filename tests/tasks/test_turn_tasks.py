@@ -17,15 +17,19 @@ from shoal.tasks import calculator, guess
 from shoal.tasks.task import TASKS, Task
 from shoal.types import Example, ShoalError
 
-CALCULATOR, GUESS = (module.load(TaskSection(name=name, num_eval_questions=100))
-                     for name, module in (("calculator", calculator), ("guess", guess)))
+CALCULATOR, GUESS = (
+    module.load(TaskSection(name=name, num_eval_questions=100))
+    for name, module in (("calculator", calculator), ("guess", guess))
+)
 
 
 def total(task: Task, text: str, example: Example) -> float:
     """The weighted sum of the task's own rewards for a dialogue that ends with a text."""
     messages = [[{"role": "assistant", "content": text}]]
     columns = {name: [value] for name, value in example.columns.items()}
-    return sum(one.weight * one.function(completions=messages, **columns)[0] for one in task.rewards)
+    return sum(
+        one.weight * one.function(completions=messages, **columns)[0] for one in task.rewards
+    )
 
 
 @pytest.mark.parametrize("task", [CALCULATOR, GUESS], ids=["calculator", "guess"])
@@ -33,12 +37,16 @@ def test_rows_are_the_same_everywhere_and_held_out_ones_are_never_trained_on(tas
     assert task.name in TASKS and not task.notes
     asked = [json.dumps([one.prompt, one.columns]) for one in task.evaluations["held_out"]]
     assert len({*asked}) == 100
-    assert not {*asked} & {json.dumps([task.train[row].prompt, task.train[row].columns]) for row in range(2000)}
+    assert not {*asked} & {
+        json.dumps([task.train[row].prompt, task.train[row].columns]) for row in range(2000)
+    }
     again = {"calculator": calculator, "guess": guess}[task.name].load(TaskSection(name=task.name))
     assert again.train[7] == task.train[7] and task.train[7].row == 7
     assert list(again.evaluations["held_out"][:100]) == list(task.evaluations["held_out"])
     with pytest.raises(ShoalError, match="makes its own problems"):
-        {"calculator": calculator, "guess": guess}[task.name].load(TaskSection(name=task.name, path="x.jsonl"))
+        {"calculator": calculator, "guess": guess}[task.name].load(
+            TaskSection(name=task.name, path="x.jsonl")
+        )
 
 
 def test_problems_are_beyond_a_table_of_sums():
@@ -51,7 +59,9 @@ def test_problems_are_beyond_a_table_of_sums():
 # ---- calculator
 
 
-def play(example: Example, model: Callable[[list[dict[str, Any]]], dict[str, Any]], turns: int = 8) -> str:
+def play(
+    example: Example, model: Callable[[list[dict[str, Any]]], dict[str, Any]], turns: int = 8
+) -> str:
     """A dialogue with a scripted model; the last text."""
     tools = {tool.__name__: tool for tool in CALCULATOR.tools}
     messages: list[dict[str, Any]] = [*example.prompt]  # type: ignore[list-item]
@@ -83,24 +93,33 @@ def test_dialogues_with_the_tool():
 
     def of_a_part(messages: list[dict[str, Any]]) -> dict[str, Any]:
         turn = well(messages)
-        return turn if "call" not in turn else {**turn, "call": ("calculate", {"expression": "1 +"})}
+        return (
+            turn if "call" not in turn else {**turn, "call": ("calculate", {"expression": "1 +"})}
+        )
 
     for example in CALCULATOR.evaluations["held_out"][:20]:
         text = play(example, well)
-        assert CALCULATOR.correct and CALCULATOR.correct(text, example) and total(CALCULATOR, text, example) == 1.1
+        assert (
+            CALCULATOR.correct
+            and CALCULATOR.correct(text, example)
+            and total(CALCULATOR, text, example) == 1.1
+        )
         assert total(CALCULATOR, play(example, without_tags), example) == 0.0
         assert total(CALCULATOR, play(example, of_a_part), example) == pytest.approx(0.1)
         assert total(CALCULATOR, "<answer>7</answer>", example) == pytest.approx(0.1)
 
 
-@pytest.mark.parametrize(("expression", "value"), [
-    ("417 * 236 + 108", "98520"), ("259 - 761", "-502"), ("(3 + 4) * 2", "14"), ("1 / 3", "1/3")])
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [("417 * 236 + 108", "98520"), ("259 - 761", "-502"), ("(3 + 4) * 2", "14"), ("1 / 3", "1/3")],
+)
 def test_calculate(expression: str, value: str):
     assert calculator.calculate(expression) == value
 
 
-@pytest.mark.parametrize("expression", [
-    "", "1 +", "1 / 0", "__import__('os')", "2 ** 9", "9" * 300, "(" * 50 + ")" * 50])
+@pytest.mark.parametrize(
+    "expression", ["", "1 +", "1 / 0", "__import__('os')", "2 ** 9", "9" * 300, "(" * 50 + ")" * 50]
+)
 def test_what_is_no_expression_is_an_error_and_nothing_is_evaluated(expression: str):
     with pytest.raises(ValueError, match="is no expression"):
         calculator.calculate(expression)
@@ -109,7 +128,9 @@ def test_what_is_no_expression_is_an_error_and_nothing_is_evaluated(expression: 
 # ---- guess
 
 
-def rollout(number: int, ask: Callable[[int, list[tuple[str, str]]], str]) -> tuple[guess.Guess, str]:
+def rollout(
+    number: int, ask: Callable[[int, list[tuple[str, str]]], str]
+) -> tuple[guess.Guess, str]:
     environment, said = guess.Guess(), []
     assert environment.reset(number=number, row=3) is None
     while True:
@@ -130,9 +151,15 @@ def halving(turn: int, said: list[tuple[str, str]]) -> str:
 def test_guesses_are_answered_in_words():
     for number in range(1, 101):
         environment, last = rollout(number, halving)
-        assert environment.get_reward() == 1.0 and environment.questions <= 7 and int(last) == number
+        assert (
+            environment.get_reward() == 1.0 and environment.questions <= 7 and int(last) == number
+        )
         example = Example(0, "", {"number": number})
-        assert GUESS.correct and GUESS.correct(last, example) and total(GUESS, last, example) == pytest.approx(0.1)
+        assert (
+            GUESS.correct
+            and GUESS.correct(last, example)
+            and total(GUESS, last, example) == pytest.approx(0.1)
+        )
     environment, last = rollout(77, lambda turn, said: str(turn + 1))
     assert (environment.questions, environment.get_reward(), last) == (20, 0.0, "20")
     assert not GUESS.correct(last, Example(0, "", {"number": 77}))
@@ -150,7 +177,11 @@ def test_what_is_no_guess(text: str):
 def test_an_environment_begins_anew():
     environment, _ = rollout(5, halving)
     environment.reset(number=90)
-    assert environment.get_reward() == 0.0 and environment.respond("90") is None and environment.get_reward() == 1.0
+    assert (
+        environment.get_reward() == 0.0
+        and environment.respond("90") is None
+        and environment.get_reward() == 1.0
+    )
 
 
 # ---- the model that they start from
@@ -163,14 +194,20 @@ def test_the_packaged_model_knows_calls():
         assert mark in tokenizer.vocabulary()
     assert tokenizer.eos_ids == (tokenizer.vocabulary()["<|im_end|>"],)
     call = {"function": {"name": "calculate", "arguments": {"expression": "1 + 2"}}}
-    messages = [{"role": "user", "content": "1 + 2?"}, {"role": "assistant", "content": "", "tool_calls": [call]},
-                {"role": "tool", "content": "3"}]
-    text = tokenizer.render(messages, tools=[{"type": "function", "function": {"name": "calculate"}}])
+    messages = [
+        {"role": "user", "content": "1 + 2?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "3"},
+    ]
+    text = tokenizer.render(
+        messages, tools=[{"type": "function", "function": {"name": "calculate"}}]
+    )
     assert '<tools>\n{"type": "function", "function": {"name": "calculate"}}\n</tools>' in text
     assert text.endswith(
-        '<|im_start|>user\n1 + 2?<|im_end|>\n<|im_start|>assistant\n<tool_call>\n'
+        "<|im_start|>user\n1 + 2?<|im_end|>\n<|im_start|>assistant\n<tool_call>\n"
         '{"name": "calculate", "arguments": {"expression": "1 + 2"}}\n</tool_call><|im_end|>\n'
-        '<|im_start|>user\n<tool_response>\n3\n</tool_response><|im_end|>\n<|im_start|>assistant\n')
+        "<|im_start|>user\n<tool_response>\n3\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    )
     assert sum(file.stat().st_size for file in locate("tiny-tools").iterdir()) < 2**20
     config, _ = compose("train", ["task=calculator"])
     assert config.model.path == "tiny-tools" and config.environment.max_turns == 4

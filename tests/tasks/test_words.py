@@ -61,7 +61,12 @@ def check_solution(problem: Problem, section: TaskSection) -> None:
     for left, operation, right, result in equations:
         assert int(left) == value
         operand, value = int(right), int(result)
-        before = {"+": value - operand, "-": value + operand, "*": value / operand, "/": value * operand}[operation]
+        before = {
+            "+": value - operand,
+            "-": value + operand,
+            "*": value / operand,
+            "/": value * operand,
+        }[operation]
         assert int(left) == before
         assert min(value, operand) >= 1 and max(value, int(left)) <= section.max_value
         assert operand in range(2, 6) or operation in "+-"
@@ -70,7 +75,9 @@ def check_solution(problem: Problem, section: TaskSection) -> None:
 
 @settings(deadline=None)
 @given(rows, dials, st.booleans())
-def test_worked_solutions_are_right_at_any_dials(row: int, section: TaskSection, pretraining: bool) -> None:
+def test_worked_solutions_are_right_at_any_dials(
+    row: int, section: TaskSection, pretraining: bool
+) -> None:
     problem = PROBLEMS.train(row, section, "pretrain" if pretraining else "train")
     check_solution(problem, section)
     assert problem == PROBLEMS.train(row, section, "pretrain" if pretraining else "train")
@@ -98,7 +105,10 @@ def numeric_form(problem: Problem) -> str:
 def template_ids(problem: Problem) -> list[str]:
     """Such as `seen:+:3`, one a sentence, in order."""
     kind = "unseen" if problem.unseen else "seen"
-    return [f"{kind}:{part}:{index}" for part, index in zip(problem.parts, problem.templates, strict=True)]
+    return [
+        f"{kind}:{part}:{index}"
+        for part, index in zip(problem.parts, problem.templates, strict=True)
+    ]
 
 
 def test_problems_are_short_and_varied(task: Task) -> None:
@@ -106,12 +116,20 @@ def test_problems_are_short_and_varied(task: Task) -> None:
     lengths = [len(problem.question.split()) for problem in problems]
     assert 28 < np.mean(lengths) < 40
     assert max(lengths) < 50
-    assert len({(numeric_form(problem), *template_ids(problem)) for problem in problems}) > 1990  # but for names
+    assert (
+        len({(numeric_form(problem), *template_ids(problem)) for problem in problems}) > 1990
+    )  # but for names
     used = {part for problem in problems for part in template_ids(problem)}
-    assert used == {f"seen:{part}:{i}" for part, templates in SEEN.items() for i in range(len(templates))}
+    assert used == {
+        f"seen:{part}:{i}" for part, templates in SEEN.items() for i in range(len(templates))
+    }
     operations = [step.operation.value for problem in problems for step in problem.steps]
     assert all(operations.count(operation) > 0.1 * len(operations) for operation in "+-*/")
-    assert len({problem.name for problem in problems}) == 24 == len({problem.objects for problem in problems})
+    assert (
+        len({problem.name for problem in problems})
+        == 24
+        == len({problem.objects for problem in problems})
+    )
 
 
 # ---- splits
@@ -146,16 +164,27 @@ def test_few_possible_problems_are_still_split() -> None:
     assert not held & trained
     small = load_task(section)
     assert len(small.evaluations["held_out"]) == len(held)
-    assert small.notes[0] == (f"words: held_out has {len(held)} problems, not 500: there are no more at "
-                              "task.num_steps=1 task.max_value=20")
+    assert small.notes[0] == (
+        f"words: held_out has {len(held)} problems, not 500: there are no more at "
+        "task.num_steps=1 task.max_value=20"
+    )
 
 
 def test_numeric_forms_forget_words_alone() -> None:
     problem = PROBLEMS.train(0, DIALS)
-    reworded = Problem(problem.start, problem.steps, (5 - problem.templates[0], *problem.templates[1:]), False,
-                       "Zoe", "Max", "cars")
+    reworded = Problem(
+        problem.start,
+        problem.steps,
+        (5 - problem.templates[0], *problem.templates[1:]),
+        False,
+        "Zoe",
+        "Max",
+        "cars",
+    )
     assert numeric_form(problem) == numeric_form(reworded) and problem.question != reworded.question
-    other = Problem(problem.start + 1, problem.steps, problem.templates, False, "Zoe", "Max", "cars")
+    other = Problem(
+        problem.start + 1, problem.steps, problem.templates, False, "Zoe", "Max", "cars"
+    )
     assert numeric_form(problem) != numeric_form(other)
 
 
@@ -177,26 +206,49 @@ def test_held_out_problems_are_distinct_and_cut_from_one_order(task: Task) -> No
 @pytest.mark.slow
 def test_held_out_is_the_same_everywhere(task: Task) -> None:
     """Whatever the seed: neither Python's random state nor its hash seed reaches it, and it stays as published."""
-    examples = [*task.evaluations["held_out"], *task.evaluations["unseen_templates"], *task.train[:50]]
+    examples = [
+        *task.evaluations["held_out"],
+        *task.evaluations["unseen_templates"],
+        *task.train[:50],
+    ]
     assert digest(examples) == HELD_OUT_DIGEST
     PROBLEMS.held_out.cache_clear()
     random.seed(1234)
     again = load_task(DIALS)
     random.seed()
-    assert digest([*again.evaluations["held_out"], *again.evaluations["unseen_templates"], *again.train[:50]]) == \
-        HELD_OUT_DIGEST
-    code = ("import sys; from shoal.config.schema import TaskSection; from shoal.run.task import load_task; "
-            "t = load_task(TaskSection(num_eval_questions=40)); "
-            "print(*(e.prompt[0]['content'] for r in t.evaluations.values() for e in r), sep='\\n'); "
-            "assert 'jax' not in sys.modules")
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60,
-                          env={**os.environ, "PYTHONHASHSEED": "77"}).stdout.splitlines()
+    assert (
+        digest(
+            [
+                *again.evaluations["held_out"],
+                *again.evaluations["unseen_templates"],
+                *again.train[:50],
+            ]
+        )
+        == HELD_OUT_DIGEST
+    )
+    code = (
+        "import sys; from shoal.config.schema import TaskSection; from shoal.run.task import load_task; "
+        "t = load_task(TaskSection(num_eval_questions=40)); "
+        "print(*(e.prompt[0]['content'] for r in t.evaluations.values() for e in r), sep='\\n'); "
+        "assert 'jax' not in sys.modules"
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+        env={**os.environ, "PYTHONHASHSEED": "77"},
+    ).stdout.splitlines()
     assert told == [e.prompt[0]["content"] for r in task.evaluations.values() for e in r[:40]]  # type: ignore[index]
 
 
 def pattern(template: str) -> re.Pattern[str]:
     """Matches a sentence made from a template, whatever its words."""
-    pieces = (re.escape(text) + (r"[\w ]+" if name else "") for text, name, *_ in string.Formatter().parse(template))
+    pieces = (
+        re.escape(text) + (r"[\w ]+" if name else "")
+        for text, name, *_ in string.Formatter().parse(template)
+    )
     return re.compile("".join(pieces))
 
 
@@ -208,7 +260,11 @@ def test_unseen_sentences_never_occur_in_training() -> None:
         assert len(set(SEEN[part] + UNSEEN[part])) == len(SEEN[part]) + len(UNSEEN[part])
     unseen = [pattern(template) for templates in UNSEEN.values() for template in templates]
     told = PROBLEMS.held_out(200, DIALS, "unseen_templates")
-    assert all(any(p.fullmatch(sentence) for p in unseen) for problem in told for sentence in sentences(problem))
+    assert all(
+        any(p.fullmatch(sentence) for p in unseen)
+        for problem in told
+        for sentence in sentences(problem)
+    )
     for row in range(1000):
         for problem in (PROBLEMS.train(row, DIALS), PROBLEMS.train(row, DIALS, "pretrain")):
             assert all(name.startswith("seen:") for name in template_ids(problem))
@@ -241,7 +297,13 @@ def test_training_rows_are_made_when_asked_for(task: Task) -> None:
 
 
 def test_pretraining_draws_other_problems() -> None:
-    assert sum(PROBLEMS.train(row, DIALS) == PROBLEMS.train(row, DIALS, "pretrain") for row in range(200)) == 0
+    assert (
+        sum(
+            PROBLEMS.train(row, DIALS) == PROBLEMS.train(row, DIALS, "pretrain")
+            for row in range(200)
+        )
+        == 0
+    )
 
 
 @pytest.mark.parametrize(("num_steps", "max_value"), [(1, 20), (2, 99), (5, 30), (8, 1000)])
@@ -250,7 +312,11 @@ def test_the_dials_make_problems_longer_and_numbers_larger(num_steps: int, max_v
     task = load_task(section)
     problems = [PROBLEMS.train(row, section) for row in range(300)]
     assert {len(problem.steps) for problem in problems} == {num_steps}
-    assert 0.8 * max_value < max(value for problem in problems for value in problem.values) <= max_value
+    assert (
+        0.8 * max_value
+        < max(value for problem in problems for value in problem.values)
+        <= max_value
+    )
     assert task.evaluations["held_out"][0].columns["solution"].count("=") == num_steps
     assert task.train[0].columns["answer"] == str(problems[0].answer)
 
@@ -266,8 +332,13 @@ def test_a_path_is_refused() -> None:
 def test_rewards_and_correctness(task: Task) -> None:
     example = task.train[0]
     gold, solution = example.columns["answer"], example.columns["solution"]
-    texts = [solution, f"<answer>{gold}.0</answer>", f"<reasoning>guess</reasoning><answer>{gold}1</answer>", gold,
-             f"{solution}<answer>{gold}</answer>"]
+    texts = [
+        solution,
+        f"<answer>{gold}.0</answer>",
+        f"<reasoning>guess</reasoning><answer>{gold}1</answer>",
+        gold,
+        f"{solution}<answer>{gold}</answer>",
+    ]
     scores = score(task.rewards, [example], [example.prompt], [texts], [[[1]] * 5])
     np.testing.assert_array_equal(scores.components["correct"], [[1, 1, 0, 0, 0]])
     np.testing.assert_array_equal(scores.components["format"], [[1, 0, 1, 0, 0]])
@@ -280,5 +351,7 @@ def test_rewards_and_correctness(task: Task) -> None:
 def test_every_solution_earns_the_whole_reward(task: Task) -> None:
     examples: list[Example] = [*task.train[:100], *task.evaluations["unseen_templates"][:100]]
     texts = [[example.columns["solution"]] for example in examples]
-    scores = score(task.rewards, examples, [e.prompt for e in examples], texts, [[[1]]] * len(examples))
+    scores = score(
+        task.rewards, examples, [e.prompt for e in examples], texts, [[[1]]] * len(examples)
+    )
     np.testing.assert_allclose(scores.rewards, 1.1, rtol=1e-12)

@@ -19,7 +19,11 @@ def ends():
 def test_frames_that_arrive_together_are_all_received_in_order(ends):
     channel, other = ends
     other.sendall(frame({"job": 1}, b"first") + frame({"job": 2}) + frame({"job": 3}, b"third"))
-    assert channel.receive(1.0) == [({"job": 1}, b"first"), ({"job": 2}, b""), ({"job": 3}, b"third")]
+    assert channel.receive(1.0) == [
+        ({"job": 1}, b"first"),
+        ({"job": 2}, b""),
+        ({"job": 3}, b"third"),
+    ]
 
 
 def test_a_torn_frame_waits_for_its_rest(ends):

@@ -28,7 +28,9 @@ from shoal.workers.sessions import Sessions
 
 pytestmark = [
     pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="reads /proc"),
-    pytest.mark.filterwarnings("ignore:os.fork"),  # JAX's, where a test that ran before has started its threads
+    pytest.mark.filterwarnings(
+        "ignore:os.fork"
+    ),  # JAX's, where a test that ran before has started its threads
 ]
 EXAMPLES = [Example(row, [{"role": "user", "content": str(row)}], {}) for row in range(2)]
 
@@ -93,9 +95,18 @@ def fork_a_pseudoterminal() -> None:
         os.close(controller)
 
 
-WAYS = [fork_once, fork_twice, fork_and_raise_in_the_copy, fork_and_exit_in_the_copy,
-        fork_and_be_interrupted_in_the_copy, fork_and_answer_later, fork_below_python, fork_in_a_thread,
-        fork_a_daemon, fork_a_pseudoterminal]
+WAYS = [
+    fork_once,
+    fork_twice,
+    fork_and_raise_in_the_copy,
+    fork_and_exit_in_the_copy,
+    fork_and_be_interrupted_in_the_copy,
+    fork_and_answer_later,
+    fork_below_python,
+    fork_in_a_thread,
+    fork_a_daemon,
+    fork_a_pseudoterminal,
+]
 
 
 # ---- rewards
@@ -143,7 +154,9 @@ def by_tier(cases: list[tuple[Any, ...]], all_ways: Any) -> list[Any]:
     return sorted_cases
 
 
-REWARDS = [(make, way, 1) for make in (plain_reward, async_reward, awaitable_reward) for way in WAYS]
+REWARDS = [
+    (make, way, 1) for make in (plain_reward, async_reward, awaitable_reward) for way in WAYS
+]
 # A copy that Python has not seen shares the loop's wakeup socket until the call is over: no loop in a thread bears it.
 REWARDS.remove((awaitable_reward, fork_below_python, 1))
 REWARDS += [(make, fork_once, 0) for make in (plain_reward, async_reward, awaitable_reward)]
@@ -151,7 +164,8 @@ REWARDS += [(make, fork_once, 0) for make in (plain_reward, async_reward, awaita
 
 @pytest.mark.parametrize(("make_reward", "way", "workers"), by_tier(REWARDS, plain_reward))
 def test_rewards_stay_with_their_completions_though_a_function_forks(
-        make_reward: Callable[..., Any], way: Callable[[], None], workers: int) -> None:
+    make_reward: Callable[..., Any], way: Callable[[], None], workers: int
+) -> None:
     before = descendants()
     section = RewardSection(workers=workers, timeout_seconds=20.0, memory_gib=0.5)
     with RewardPool(name_functions([make_reward(way)]), section, 10) as pool:
@@ -233,16 +247,28 @@ def answers(sessions: Sessions, number: int) -> list[tuple[Any, Any]]:
     return sorted(found)
 
 
-TOOLS = [(way, environment, tool) for way in WAYS for environment, tool in (
-    ("own", "echo"), ("own", "say"), ("own", "wait"), ("shared", "later"), ("shared", "say"))]
+TOOLS = [
+    (way, environment, tool)
+    for way in WAYS
+    for environment, tool in (
+        ("own", "echo"),
+        ("own", "say"),
+        ("own", "wait"),
+        ("shared", "later"),
+        ("shared", "say"),
+    )
+]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("way", "environment", "tool"), by_tier(TOOLS, "echo"))
 def test_answers_of_tools_stay_with_their_rollouts_though_a_tool_forks(
-        sessions: Sessions, way: Callable[[], None], environment: str, tool: str) -> None:
+    sessions: Sessions, way: Callable[[], None], environment: str, tool: str
+) -> None:
     for rollout in ("a", "b"):
-        sessions.open(rollout, {"environment": environment, "way": "fork_once" if rollout == "a" else ""})
+        sessions.open(
+            rollout, {"environment": environment, "way": "fork_once" if rollout == "a" else ""}
+        )
     assert len(answers(sessions, 2)) == 2
     for turn in range(3):
         sessions.call("a", tool, {"text": f"a{turn}", "way": way.__name__ if turn == 1 else ""})

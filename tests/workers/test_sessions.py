@@ -62,9 +62,17 @@ def attempt(what: str, number: int = 0) -> Any:
     if what == "spoil long":
         return spoil(struct.pack(">II", 1 << 31, 1 << 31))
     if what == "family":
-        return [subprocess.Popen(["sleep", "1000"], start_new_session=alone).pid for alone in (False, True)]
-    return {"bytes": b"\xff\x00", "surrogate": "a\ud800b", "none": None,
-            "parts": [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}], "list": [1, 2]}[what]
+        return [
+            subprocess.Popen(["sleep", "1000"], start_new_session=alone).pid
+            for alone in (False, True)
+        ]
+    return {
+        "bytes": b"\xff\x00",
+        "surrogate": "a\ud800b",
+        "none": None,
+        "parts": [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}],
+        "list": [1, 2],
+    }[what]
 
 
 def spoil(data: bytes) -> list[int]:
@@ -77,8 +85,14 @@ def spoil(data: bytes) -> list[int]:
 
 
 def sockets() -> list[int]:
-    found = {int(path.name): os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.exists()}
-    return [number for number, target in found.items() if target.startswith("socket:") and number > 2]
+    found = {
+        int(path.name): os.readlink(path)
+        for path in Path("/proc/self/fd").iterdir()
+        if path.exists()
+    }
+    return [
+        number for number, target in found.items() if target.startswith("socket:") and number > 2
+    ]
 
 
 def kill_parent(number: int) -> None:
@@ -212,21 +226,33 @@ def make() -> Iterator[Callable[..., Player]]:
 # ---- what is answered
 
 
-def test_a_rollout_with_an_environment_from_its_reset_to_its_reward(make: Callable[..., Player]) -> None:
+def test_a_rollout_with_an_environment_from_its_reset_to_its_reward(
+    make: Callable[..., Player],
+) -> None:
     player = make([add], {"game": Game})
     assert player.open("r", answer=7, first="Guess.", prompt="p", environment="e").value == "Guess."
-    assert [player.call("r", "guess", number=number).value for number in (3, 7)] == ["wrong", "right"]
+    assert [player.call("r", "guess", number=number).value for number in (3, 7)] == [
+        "wrong",
+        "right",
+    ]
     assert player.call("r", "add", a=2, b=3).value == "5"
     assert player.call("r", "wait").value == "later"
     player.sessions.respond("r", "more")
     player.sessions.respond("r", "bye")
-    assert [(reply.what, reply.value, reply.kind) for reply in player.wait(2)] == \
-        [("respond", "MORE", ""), ("respond", None, "")]
+    assert [(reply.what, reply.value, reply.kind) for reply in player.wait(2)] == [
+        ("respond", "MORE", ""),
+        ("respond", None, ""),
+    ]
     ended = player.end("r")
-    assert ended.value == {"reward": 1.0, "state": {"answer": 7, "guesses": [3, 7], "resets": 1, "array": [0, 1]}}
+    assert ended.value == {
+        "reward": 1.0,
+        "state": {"answer": 7, "guesses": [3, 7], "resets": 1, "array": [0, 1]},
+    }
 
 
-def test_the_environment_and_its_process_are_used_again_after_a_reset(make: Callable[..., Player]) -> None:
+def test_the_environment_and_its_process_are_used_again_after_a_reset(
+    make: Callable[..., Player],
+) -> None:
     player = make((), {"game": Game})
     seen = []
     for rollout in range(3):
@@ -239,7 +265,9 @@ def test_the_environment_and_its_process_are_used_again_after_a_reset(make: Call
     assert player.call(0, "process").value != player.call(1, "process").value
 
 
-def test_tools_without_an_environment_need_no_process_to_begin_and_to_end(make: Callable[..., Player]) -> None:
+def test_tools_without_an_environment_need_no_process_to_begin_and_to_end(
+    make: Callable[..., Player],
+) -> None:
     player = make([add, later])
     assert player.open("r", question="?").value is None
     for _ in range(3):
@@ -268,18 +296,34 @@ def test_the_column_environment_chooses_among_several(make: Callable[..., Player
     player = make((), {"one": Game, "two": AsyncGame})
     player.open("a", environment="one")
     player.open("b", environment="two")
-    assert [*player.sessions.functions({"environment": "one"})] == ["attempt", "guess", "process", "sockets", "wait"]
+    assert [*player.sessions.functions({"environment": "one"})] == [
+        "attempt",
+        "guess",
+        "process",
+        "sockets",
+        "wait",
+    ]
     assert player.call("b", "attempt", what="none").kind == "unknown tool"
-    with pytest.raises(ShoalError, match="column 'environment' holds 'three': expected one of one, two"):
+    with pytest.raises(
+        ShoalError, match="column 'environment' holds 'three': expected one of one, two"
+    ):
         player.sessions.open("c", {"environment": "three"})
 
 
-@pytest.mark.parametrize(("arguments", "text"), [
-    ({"what": "bytes"}, r"b'\xff\x00'"), ({"what": "surrogate"}, "a?b"), ({"what": "none"}, "None"),
-    ({"what": "parts"}, "one two"), ({"what": "list"}, "[1, 2]"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"what": "bytes"}, r"b'\xff\x00'"),
+        ({"what": "surrogate"}, "a?b"),
+        ({"what": "none"}, "None"),
+        ({"what": "parts"}, "one two"),
+        ({"what": "list"}, "[1, 2]"),
+    ],
+)
 @pytest.mark.parametrize("owner", ["tool", "environment"])
-def test_a_result_is_text_as_trl_writes_it(make: Callable[..., Player], owner: str, arguments: Any, text: str) -> None:
+def test_a_result_is_text_as_trl_writes_it(
+    make: Callable[..., Player], owner: str, arguments: Any, text: str
+) -> None:
     player = make([attempt]) if owner == "tool" else make((), {"game": Game})
     player.open("r")
     assert player.call("r", "attempt", **arguments).value == text
@@ -301,36 +345,52 @@ def test_a_process_holds_no_socket_of_another(make: Callable[..., Player]) -> No
 # ---- what fails, and whom it harms
 
 
-NOT_FATAL = [({"what": "raise"}, "raised", "ValueError: no such thing"), ({"what": "exit"}, "raised", "SystemExit: 3"),
-             ({"wat": 1}, "raised", "TypeError: .*unexpected keyword argument 'wat'"),
-             ({"what": "recurse", "number": 1}, "raised", "RecursionError"), ({"what": "nest"}, "raised", "Recursion")]
-DEADLY = [({"what": "die"}, "died", "exit code 3"), ({"what": "killed"}, "died", "SIGKILL"),
-          ({"what": "hang"}, "timed out", "longer than environment.timeout_seconds=0.5"),
-          ({"what": "spoil"}, "died", ""), ({"what": "spoil deep"}, "died", ""), ({"what": "spoil long"}, "died", ""),
-          ({"what": "allocate"}, "died", "environment.memory_gib is the limit")]
+NOT_FATAL = [
+    ({"what": "raise"}, "raised", "ValueError: no such thing"),
+    ({"what": "exit"}, "raised", "SystemExit: 3"),
+    ({"wat": 1}, "raised", "TypeError: .*unexpected keyword argument 'wat'"),
+    ({"what": "recurse", "number": 1}, "raised", "RecursionError"),
+    ({"what": "nest"}, "raised", "Recursion"),
+]
+DEADLY = [
+    ({"what": "die"}, "died", "exit code 3"),
+    ({"what": "killed"}, "died", "SIGKILL"),
+    ({"what": "hang"}, "timed out", "longer than environment.timeout_seconds=0.5"),
+    ({"what": "spoil"}, "died", ""),
+    ({"what": "spoil deep"}, "died", ""),
+    ({"what": "spoil long"}, "died", ""),
+    ({"what": "allocate"}, "died", "environment.memory_gib is the limit"),
+]
 
 
 @pytest.mark.parametrize("owner", ["tool", "environment"])
-def test_a_call_that_fails_is_answered_and_its_rollout_goes_on(make: Callable[..., Player], owner: str) -> None:
+def test_a_call_that_fails_is_answered_and_its_rollout_goes_on(
+    make: Callable[..., Player], owner: str
+) -> None:
     player = make([attempt, add]) if owner == "tool" else make([add], {"game": Game})
     player.open("r")
     for arguments, kind, text in NOT_FATAL:
         reply = player.call("r", "attempt", **arguments)
         assert (reply.kind, reply.fatal) == (kind, False)
-        assert list(json.loads(reply.value)) == ["error"] and json.loads(reply.value)["error"] == reply.error
+        assert (
+            list(json.loads(reply.value)) == ["error"]
+            and json.loads(reply.value)["error"] == reply.error
+        )
         assert "\n" not in reply.error and re.match(text, reply.error)
     unknown = player.call("r", "attemt")
-    assert (unknown.kind, unknown.value) == \
-        ("unknown tool", '{"error": "there is no tool \'attemt\', did you mean attempt?"}')
+    assert (unknown.kind, unknown.value) == (
+        "unknown tool",
+        '{"error": "there is no tool \'attemt\', did you mean attempt?"}',
+    )
     assert player.call("r", "add", a=1, b=1).value == "2"
     assert not player.end("r").kind
 
 
 @pytest.mark.parametrize(("arguments", "kind", "text"), DEADLY)
 def test_what_ends_its_process_ends_one_session_of_an_environment_and_none_of_a_tool(
-        make: Callable[..., Player], arguments: Any, kind: str, text: str) -> None:
-    player = make([attempt], {"game": Own},
-                  timeout_seconds=0.5, memory_gib=0.5)
+    make: Callable[..., Player], arguments: Any, kind: str, text: str
+) -> None:
+    player = make([attempt], {"game": Own}, timeout_seconds=0.5, memory_gib=0.5)
     player.open("bad")
     player.open("good", answer=4)
     reply = player.call("good", "attempt", **arguments)
@@ -345,7 +405,9 @@ def test_what_ends_its_process_ends_one_session_of_an_environment_and_none_of_a_
     assert player.end("good").value["reward"] == 0.5
 
 
-def test_a_process_that_is_killed_while_it_waits_ends_its_session(make: Callable[..., Player]) -> None:
+def test_a_process_that_is_killed_while_it_waits_ends_its_session(
+    make: Callable[..., Player],
+) -> None:
     player = make((), {"game": Game})
     player.open("r")
     os.kill(pid := int(player.call("r", "process").value), signal.SIGKILL)
@@ -356,7 +418,9 @@ def test_a_process_that_is_killed_while_it_waits_ends_its_session(make: Callable
 
 
 @pytest.mark.slow
-def test_an_async_environment_that_hangs_or_blocks_its_process_harms_no_other(make: Callable[..., Player]) -> None:
+def test_an_async_environment_that_hangs_or_blocks_its_process_harms_no_other(
+    make: Callable[..., Player],
+) -> None:
     player = make((), {"game": AsyncGame}, timeout_seconds=1.5)
     for rollout in ("hang", "block", "good"):
         player.open(rollout)
@@ -370,7 +434,9 @@ def test_an_async_environment_that_hangs_or_blocks_its_process_harms_no_other(ma
 
 
 @pytest.mark.slow
-def test_an_async_environment_that_never_gives_way_ends_with_its_process(make: Callable[..., Player]) -> None:
+def test_an_async_environment_that_never_gives_way_ends_with_its_process(
+    make: Callable[..., Player],
+) -> None:
     player = make((), {"game": AsyncGame}, timeout_seconds=0.5)
     player.open("bad")
     reply = player.call("bad", "swallow")
@@ -388,7 +454,9 @@ def test_a_flood_is_cut_in_the_process_of_the_call(make: Callable[..., Player]) 
 
 
 @pytest.mark.parametrize("owner", ["tool", "environment"])
-def test_children_that_are_left_end_with_the_rollout(make: Callable[..., Player], owner: str) -> None:
+def test_children_that_are_left_end_with_the_rollout(
+    make: Callable[..., Player], owner: str
+) -> None:
     player = make([attempt]) if owner == "tool" else make((), {"game": Game})
     player.open("r")
     children = json.loads(player.call("r", "attempt", what="family").value)
@@ -415,27 +483,44 @@ def test_arguments_that_are_too_deep_are_answered(make: Callable[..., Player]) -
     player = make([add])
     player.open("r")
     deep = functools.reduce(lambda inner, _: [inner], range(100_000), 1)
-    assert player.call("r", "add", a=deep, b=1).error == "ValueError: the arguments cannot be sent: RecursionError"
+    assert (
+        player.call("r", "add", a=deep, b=1).error
+        == "ValueError: the arguments cannot be sent: RecursionError"
+    )
 
 
-@pytest.mark.parametrize(("body", "text"), [
-    ({"reset": lambda self: 5}, "TypeError: reset returned 5: expected a text or None"),
-    ({"reset": lambda self: 1 / 0}, "ZeroDivisionError: division by zero"),
-    ({"reset": lambda self, answer: None}, "TypeError: .*missing 1 required positional argument: 'answer'"),
-    ({"reset": lambda self: None, "__init__": lambda self: 1 / 0}, "ZeroDivisionError"),
-])
-def test_an_environment_that_cannot_begin_is_a_fatal_reply(make: Callable[..., Player], body: Any, text: str) -> None:
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        ({"reset": lambda self: 5}, "TypeError: reset returned 5: expected a text or None"),
+        ({"reset": lambda self: 1 / 0}, "ZeroDivisionError: division by zero"),
+        (
+            {"reset": lambda self, answer: None},
+            "TypeError: .*missing 1 required positional argument: 'answer'",
+        ),
+        ({"reset": lambda self: None, "__init__": lambda self: 1 / 0}, "ZeroDivisionError"),
+    ],
+)
+def test_an_environment_that_cannot_begin_is_a_fatal_reply(
+    make: Callable[..., Player], body: Any, text: str
+) -> None:
     player = make((), {"bad": type("Bad", (), body)})
     reply = player.open("r")
     assert (reply.kind, reply.fatal, reply.value) == ("raised", True, None)
     assert re.match(text, reply.error)
 
 
-@pytest.mark.parametrize(("reward", "text"), [
-    (lambda self: float("nan"), "get_reward returned nan: expected a finite number or None"),
-    (lambda self: "high", "could not convert string to float: 'high'"), (lambda self: 1 / 0, "division by zero"),
-])
-def test_a_reward_that_is_no_number_is_a_fatal_reply(make: Callable[..., Player], reward: Any, text: str) -> None:
+@pytest.mark.parametrize(
+    ("reward", "text"),
+    [
+        (lambda self: float("nan"), "get_reward returned nan: expected a finite number or None"),
+        (lambda self: "high", "could not convert string to float: 'high'"),
+        (lambda self: 1 / 0, "division by zero"),
+    ],
+)
+def test_a_reward_that_is_no_number_is_a_fatal_reply(
+    make: Callable[..., Player], reward: Any, text: str
+) -> None:
     player = make((), {"bad": type("Bad", (Game,), {"get_reward": reward})})
     player.open("r")
     reply = player.end("r")
@@ -448,11 +533,16 @@ def test_words_that_are_no_text_are_a_fatal_reply(make: Callable[..., Player]) -
     player = make((), {"game": Game})
     player.open("r")
     player.sessions.respond("r", "odd")
-    reply, = player.wait()
-    assert (reply.error, reply.fatal) == ("TypeError: respond returned 5: expected a text or None", True)
+    (reply,) = player.wait()
+    assert (reply.error, reply.fatal) == (
+        "TypeError: respond returned 5: expected a text or None",
+        True,
+    )
 
 
-def test_a_dropped_rollout_is_not_answered_and_can_be_opened_anew(make: Callable[..., Player]) -> None:
+def test_a_dropped_rollout_is_not_answered_and_can_be_opened_anew(
+    make: Callable[..., Player],
+) -> None:
     player = make((), {"game": Game}, timeout_seconds=0.5)
     player.open("r")
     player.sessions.call("r", "attempt", {"what": "hang"})
@@ -474,14 +564,18 @@ def held_by(pid: int) -> tuple[int, int]:
 
 
 @pytest.mark.slow
-def test_after_many_faults_the_supervisor_holds_what_it_held_before(make: Callable[..., Player]) -> None:
+def test_after_many_faults_the_supervisor_holds_what_it_held_before(
+    make: Callable[..., Player],
+) -> None:
     player = make([attempt], {"game": Own}, timeout_seconds=2.0, result_bytes=100)
     faults = ["raise", "die", "killed", "flood", "bytes", "nest", "family", "spoil", "none"]
     held, kinds = [], Counter[str]()
     for step in range(8):
         for rollout, fault in enumerate(faults):
             player.sessions.open(rollout, {})
-            player.sessions.call(rollout, "attempt" if step % 2 else "act", {"what": fault, "number": 1_000_000})
+            player.sessions.call(
+                rollout, "attempt" if step % 2 else "act", {"what": fault, "number": 1_000_000}
+            )
             player.sessions.respond(rollout, "more")
             player.sessions.end(rollout)
         while player.sessions._sessions:
@@ -502,7 +596,9 @@ def test_two_tools_of_one_name_are_an_error() -> None:
 
 
 def test_a_factory_that_is_none_is_an_error() -> None:
-    with pytest.raises(ShoalError, match=r"'<lambda>' raised ZeroDivisionError: division by zero: it must make an"):
+    with pytest.raises(
+        ShoalError, match=r"'<lambda>' raised ZeroDivisionError: division by zero: it must make an"
+    ):
         EnvironmentKind.of("x", lambda: 1 / 0)
     with pytest.raises(ShoalError, match=r"'dict': dict has no method reset\(\*\*columns\)"):
         EnvironmentKind.of("x", dict)
@@ -511,12 +607,16 @@ def test_a_factory_that_is_none_is_an_error() -> None:
 
 def test_a_column_that_cannot_be_sent_is_an_error(make: Callable[..., Player]) -> None:
     player = make((), {"game": Game})
-    with pytest.raises(ShoalError, match="column 'lock' holds a lock, which cannot be sent to another process"):
+    with pytest.raises(
+        ShoalError, match="column 'lock' holds a lock, which cannot be sent to another process"
+    ):
         player.sessions.open("r", {"lock": threading.Lock()})
     assert player.open("r").kind == ""
 
 
-def test_a_supervisor_that_is_killed_is_replaced_and_its_sessions_are_over(make: Callable[..., Player]) -> None:
+def test_a_supervisor_that_is_killed_is_replaced_and_its_sessions_are_over(
+    make: Callable[..., Player],
+) -> None:
     player = make([add], {"game": Game})
     player.open("r")
     os.kill(pid := player.sessions._pool.pid, signal.SIGKILL)
@@ -530,22 +630,29 @@ def test_a_supervisor_that_is_killed_is_replaced_and_its_sessions_are_over(make:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_tool_that_kills_its_supervisor_is_answered_and_its_rollout_goes_on(make: Callable[..., Player],
-                                                                              number: int) -> None:
+def test_a_tool_that_kills_its_supervisor_is_answered_and_its_rollout_goes_on(
+    make: Callable[..., Player], number: int
+) -> None:
     player = make([kill_parent, add])
     for rollout in ("a", "b"):
         player.open(rollout)
     for _ in range(3):
         reply = player.call("a", "kill_parent", number=int(number))
         assert (reply.kind, reply.fatal) == ("died", False)
-        assert player.call("a", "add", a=1, b=1).value == player.call("b", "add", a=1, b=1).value == "2"
+        assert (
+            player.call("a", "add", a=1, b=1).value
+            == player.call("b", "add", a=1, b=1).value
+            == "2"
+        )
 
 
 def test_a_supervisor_that_ends_as_it_starts_is_an_error() -> None:
     sessions = Sessions([add], {}, EnvironmentSection(), enter=lambda end: None)
     sessions.open("r", {})
     sessions.collect()
-    with pytest.raises(ShoalError, match="the process that starts sessions of environments ends as it starts"):
+    with pytest.raises(
+        ShoalError, match="the process that starts sessions of environments ends as it starts"
+    ):
         sessions.call("r", "add", {"a": 1, "b": 1})
         sessions.collect(20.0)
     sessions.close()

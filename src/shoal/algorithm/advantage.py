@@ -39,8 +39,15 @@ def has_variance(valid: Bool[np.ndarray, "G"], values: Float[np.ndarray, "N G"])
     return bool(nonzero_std(values, valid & ~np.isnan(values)).any())
 
 
-def grpo(rewards: Rewards, valid: Valid, *, std_ddof: int, std_eps: float, std_eps_mode: str = "add",
-         **unread: object) -> Rewards:
+def grpo(
+    rewards: Rewards,
+    valid: Valid,
+    *,
+    std_ddof: int,
+    std_eps: float,
+    std_eps_mode: str = "add",
+    **unread: object,
+) -> Rewards:
     """(r - mean) / (std + std_eps) within each group; `std_eps_mode="max"`: / max(std, std_eps).
 
     The variance divides by the number of valid siblings less `std_ddof`. DeepSeekMath, arXiv 2402.03300, section 4.1.2
@@ -64,27 +71,64 @@ def rloo(rewards: Rewards, valid: Valid, **unread: object) -> Rewards:
     return _centred(rewards, valid) * (number / np.maximum(number - 1, 1))
 
 
-def batch_std(rewards: Rewards, valid: Valid, *, std_ddof: int, std_eps: float, std_eps_mode: str = "add",
-              **unread: object) -> Rewards:
+def batch_std(
+    rewards: Rewards,
+    valid: Valid,
+    *,
+    std_ddof: int,
+    std_eps: float,
+    std_eps_mode: str = "add",
+    **unread: object,
+) -> Rewards:
     """(r - mean of the group) / (std of all valid rewards of the step + std_eps). "Tricks or Traps", arXiv 2508.08221;
     TRL's scale_rewards="batch"."""
     spread = _std(_centred_over(rewards, valid, axis=None), valid, std_ddof, axis=None)
     return _centred(rewards, valid) / _divisor(spread, std_eps, std_eps_mode)
 
 
-def reinforce_pp(rewards: Rewards, valid: Valid, *, std_ddof: int, std_eps: float, std_eps_mode: str = "add",
-                 whiten_over: str = "completions", lengths: Lengths | None = None, **unread: object) -> Rewards:
+def reinforce_pp(
+    rewards: Rewards,
+    valid: Valid,
+    *,
+    std_ddof: int,
+    std_eps: float,
+    std_eps_mode: str = "add",
+    whiten_over: str = "completions",
+    lengths: Lengths | None = None,
+    **unread: object,
+) -> Rewards:
     """(r - mean) / (std + std_eps) over all valid rewards of the step, whatever their group. REINFORCE++, arXiv
     2501.03262."""
-    return _whitened(rewards, valid, lengths if whiten_over == "tokens" else None, std_ddof, std_eps, std_eps_mode)
+    return _whitened(
+        rewards,
+        valid,
+        lengths if whiten_over == "tokens" else None,
+        std_ddof,
+        std_eps,
+        std_eps_mode,
+    )
 
 
-def reinforce_pp_baseline(rewards: Rewards, valid: Valid, *, std_ddof: int, std_eps: float, std_eps_mode: str = "add",
-                          whiten_over: str = "completions", lengths: Lengths | None = None,
-                          **unread: object) -> Rewards:
+def reinforce_pp_baseline(
+    rewards: Rewards,
+    valid: Valid,
+    *,
+    std_ddof: int,
+    std_eps: float,
+    std_eps_mode: str = "add",
+    whiten_over: str = "completions",
+    lengths: Lengths | None = None,
+    **unread: object,
+) -> Rewards:
     """r - mean of the group, then whitened over the step. REINFORCE++-baseline, arXiv 2501.03262."""
-    return _whitened_groups(_centred(rewards, valid), valid, lengths if whiten_over == "tokens" else None, std_ddof,
-                            std_eps, std_eps_mode)
+    return _whitened_groups(
+        _centred(rewards, valid),
+        valid,
+        lengths if whiten_over == "tokens" else None,
+        std_ddof,
+        std_eps,
+        std_eps_mode,
+    )
 
 
 def maxrl(rewards: Rewards, valid: Valid, **unread: object) -> Rewards:
@@ -99,9 +143,18 @@ def maxrl(rewards: Rewards, valid: Valid, **unread: object) -> Rewards:
     return np.divide(centred, mean, out=np.zeros_like(centred), where=~undefined)
 
 
-def gdpo(rewards: Rewards, valid: Valid, *, std_ddof: int, std_eps: float, std_eps_mode: str = "add",
-         components: Float[np.ndarray, "F P G"] | None = None, weights: Float[np.ndarray, "F"] | None = None,
-         whiten_over: str = "completions", lengths: Lengths | None = None) -> Rewards:
+def gdpo(
+    rewards: Rewards,
+    valid: Valid,
+    *,
+    std_ddof: int,
+    std_eps: float,
+    std_eps_mode: str = "add",
+    components: Float[np.ndarray, "F P G"] | None = None,
+    weights: Float[np.ndarray, "F"] | None = None,
+    whiten_over: str = "completions",
+    lengths: Lengths | None = None,
+) -> Rewards:
     """Normalises each reward function's values within their groups as `grpo` does, adds them up by weight and whitens
     the sum over the step: a reward of large spread does not drown the others. GDPO, arXiv 2601.05242."""
     parts = rewards[None] if components is None else components
@@ -110,8 +163,12 @@ def gdpo(rewards: Rewards, valid: Valid, *, std_ddof: int, std_eps: float, std_e
     for part, weight in zip(parts, scale, strict=True):
         # As 0 a completion that one function could not judge would move that function's mean for its siblings.
         judged = valid & ~np.isnan(part)
-        total += weight * grpo(part, judged, std_ddof=std_ddof, std_eps=std_eps, std_eps_mode=std_eps_mode)
-    return _whitened_groups(total, valid, lengths if whiten_over == "tokens" else None, std_ddof, std_eps, std_eps_mode)
+        total += weight * grpo(
+            part, judged, std_ddof=std_ddof, std_eps=std_eps, std_eps_mode=std_eps_mode
+        )
+    return _whitened_groups(
+        total, valid, lengths if whiten_over == "tokens" else None, std_ddof, std_eps, std_eps_mode
+    )
 
 
 def none(rewards: Rewards, valid: Valid, **unread: object) -> Rewards:
@@ -133,13 +190,17 @@ def _centred_over(values: np.ndarray, counts: np.ndarray, axis: int | None) -> n
     """x - mean, where each x counts `counts` times; 0 where it counts nothing."""
     # Masked before the product: 0 times the NaN of an invalid sibling is NaN.
     kept = np.where(counts, values, 0.0).astype(np.float64)
-    mean = (counts * kept).sum(axis=axis, keepdims=True) / np.maximum(counts.sum(axis=axis, keepdims=True), 1)
+    mean = (counts * kept).sum(axis=axis, keepdims=True) / np.maximum(
+        counts.sum(axis=axis, keepdims=True), 1
+    )
     return np.where(counts, kept - mean, 0.0)
 
 
 def _std(centred: np.ndarray, counts: np.ndarray, ddof: int, axis: int | None) -> np.ndarray:
     number = counts.sum(axis=axis, keepdims=True)
-    return np.sqrt((counts * centred**2).sum(axis=axis, keepdims=True) / np.maximum(number - ddof, 1))
+    return np.sqrt(
+        (counts * centred**2).sum(axis=axis, keepdims=True) / np.maximum(number - ddof, 1)
+    )
 
 
 def _divisor(std: np.ndarray, eps: float, eps_mode: str) -> np.ndarray:
@@ -150,8 +211,14 @@ def _divisor(std: np.ndarray, eps: float, eps_mode: str) -> np.ndarray:
     return np.where(size == 0, 1.0, size)
 
 
-def _whitened(values: np.ndarray, valid: np.ndarray, lengths: np.ndarray | None, ddof: int, eps: float,
-              eps_mode: str) -> np.ndarray:
+def _whitened(
+    values: np.ndarray,
+    valid: np.ndarray,
+    lengths: np.ndarray | None,
+    ddof: int,
+    eps: float,
+    eps_mode: str,
+) -> np.ndarray:
     """(x - mean) / (std + eps) over the step's completions, or their tokens; exactly 0 where all x are the same."""
     counts = valid if lengths is None else np.where(valid, lengths, 0)
     if not nonzero_std(values.reshape(1, -1), (counts > 0).reshape(1, -1))[0]:
@@ -160,8 +227,14 @@ def _whitened(values: np.ndarray, valid: np.ndarray, lengths: np.ndarray | None,
     return centred / _divisor(_std(centred, counts, ddof, axis=None), eps, eps_mode)
 
 
-def _whitened_groups(values: np.ndarray, valid: np.ndarray, lengths: np.ndarray | None, ddof: int, eps: float,
-                     eps_mode: str) -> np.ndarray:
+def _whitened_groups(
+    values: np.ndarray,
+    valid: np.ndarray,
+    lengths: np.ndarray | None,
+    ddof: int,
+    eps: float,
+    eps_mode: str,
+) -> np.ndarray:
     """`_whitened` of values whose mean is 0 within each group, and so over completions (not over tokens).
 
     There nothing is subtracted again: rounding would make a group's exact zeros small numbers, and such a group would
@@ -169,4 +242,6 @@ def _whitened_groups(values: np.ndarray, valid: np.ndarray, lengths: np.ndarray 
     """
     if lengths is not None:
         return _whitened(values, valid, lengths, ddof, eps, eps_mode)
-    return values / _divisor(_std(_centred_over(values, valid, axis=None), valid, ddof, axis=None), eps, eps_mode)
+    return values / _divisor(
+        _std(_centred_over(values, valid, axis=None), valid, ddof, axis=None), eps, eps_mode
+    )

@@ -51,8 +51,13 @@ def prompt_mean(lengths: Lengths, counted: Counted, constant: int) -> Weights:
     return np.broadcast_to(1.0 / (prompts * np.maximum(tokens, 1)), lengths.shape)
 
 
-def token_weights(mode: Callable[..., np.ndarray], lengths: Lengths, valid: Bool[np.ndarray, "P G"],
-                  counts: Bool[np.ndarray, "P G"], constant: int = 0) -> Weights:
+def token_weights(
+    mode: Callable[..., np.ndarray],
+    lengths: Lengths,
+    valid: Bool[np.ndarray, "P G"],
+    counts: Bool[np.ndarray, "P G"],
+    constant: int = 0,
+) -> Weights:
     """The weight of each token of each completion of one update, float64[P, G].
 
     `lengths` are numbers of sampled tokens in the whole update, not in a micro-batch; 0 for a completion that is masked

@@ -59,10 +59,14 @@ def token_logprobs(
         entropy = _entropy(scores - normaliser[..., None], entropy_gradient, guarded=not dense)
         if support:
             kept = jnp.take_along_axis(scores, jnp.maximum(support[0], 0), axis=-1)
-            normaliser, entropy = _over_support(kept, support[0], normaliser, entropy, entropy_gradient)
+            normaliser, entropy = _over_support(
+                kept, support[0], normaliser, entropy, entropy_gradient
+            )
         return target - normaliser, entropy
 
-    parts = tuple(map(chunks, (hidden, targets) if support_ids is None else (hidden, targets, support_ids)))
+    parts = tuple(
+        map(chunks, (hidden, targets) if support_ids is None else (hidden, targets, support_ids))
+    )
     # lax.map of one chunk would still compile a loop, and pad what needs no padding. The one chunk's logits are kept:
     # the backward pass begins with them, so they are in memory then anyway.
     if count == 1:
@@ -108,7 +112,11 @@ def sliced_logprobs(
     `project(slice, hidden)` gives the float32 logits of a slice's v tokens; those from `vocabulary` on are padding.
     """
     width = slices.shape[-1]
-    ids = targets[..., None] if support_ids is None else jnp.concatenate([targets[..., None], support_ids], -1)
+    ids = (
+        targets[..., None]
+        if support_ids is None
+        else jnp.concatenate([targets[..., None], support_ids], -1)
+    )
     states = hidden.astype(jnp.float32)  # in which the slices' gradients are summed
 
     @partial(jax.checkpoint, prevent_cse=False)
@@ -129,25 +137,32 @@ def sliced_logprobs(
 
     nothing = jnp.zeros(targets.shape, jnp.float32)
     begin = (nothing - jnp.inf, nothing, nothing, jnp.full(ids.shape, -jnp.inf, jnp.float32))
-    (peak, total, mean, picked), _ = jax.lax.scan(add_slice, begin, (slices, jnp.arange(len(slices)) * width))
+    (peak, total, mean, picked), _ = jax.lax.scan(
+        add_slice, begin, (slices, jnp.arange(len(slices)) * width)
+    )
     normaliser = peak + jnp.log(total)
     entropy = normaliser - mean / total
     entropy = entropy if entropy_gradient else jax.lax.stop_gradient(entropy)
     target = picked[..., 0]
     if support_ids is not None:
-        normaliser, entropy = _over_support(picked[..., 1:], support_ids, normaliser, entropy, entropy_gradient)
+        normaliser, entropy = _over_support(
+            picked[..., 1:], support_ids, normaliser, entropy, entropy_gradient
+        )
     return target - normaliser, entropy
 
 
-def _over_support(kept: jax.Array, support: jax.Array, normaliser: jax.Array, entropy: jax.Array,
-                  gradient: bool) -> tuple[jax.Array, jax.Array]:
+def _over_support(
+    kept: jax.Array, support: jax.Array, normaliser: jax.Array, entropy: jax.Array, gradient: bool
+) -> tuple[jax.Array, jax.Array]:
     """(normaliser, entropy) over the tokens `support`[..., K] alone, of logits `kept`, where a position has any."""
     used = support >= 0
     truncated = used.any(-1)
     kept = jnp.where(used | ~truncated[..., None], kept, -jnp.inf)
     over_kept = jax.nn.logsumexp(kept, axis=-1)
     normaliser = jnp.where(truncated, over_kept, normaliser)
-    return normaliser, jnp.where(truncated, _entropy(kept - over_kept[..., None], gradient), entropy)
+    return normaliser, jnp.where(
+        truncated, _entropy(kept - over_kept[..., None], gradient), entropy
+    )
 
 
 def _entropy(logs: jax.Array, gradient: bool, guarded: bool = True) -> jax.Array:

@@ -49,7 +49,9 @@ class Objective:
     settings: tuple[tuple[str, Any], ...] = ()  # of the loss, by name
     ratio: str = "token"  # the level of the loss's ratio
     kl_metric: bool = False  # the batch holds ref_logprobs
-    kl_coef: float = 0.0  # of the term in the loss; a KL that is subtracted from the reward is not part of it
+    kl_coef: float = (
+        0.0  # of the term in the loss; a KL that is subtracted from the reward is not part of it
+    )
     kl_sampler_coef: float = 0.0
     to_sampler: bool = False  # the ratio is to the log-probs that the tokens were sampled with
     use_old: bool = False  # the batch holds old_logprobs; else they are this update's own, and clipping never acts
@@ -66,9 +68,19 @@ class Objective:
     chunk_elements: int = 0  # logits at once; 0: by device, see CHUNK_ELEMENTS
 
 
-def token_losses(o: Objective, lp: Tokens, entropy: Tokens, *, advantage: Tokens, weight: Tokens, loss_mask: Mask,
-                 segment: Segments, old_logprobs: Tokens, sampler_logprobs: Tokens,
-                 ref_logprobs: Tokens) -> tuple[Tokens, Metrics, Metrics]:
+def token_losses(
+    o: Objective,
+    lp: Tokens,
+    entropy: Tokens,
+    *,
+    advantage: Tokens,
+    weight: Tokens,
+    loss_mask: Mask,
+    segment: Segments,
+    old_logprobs: Tokens,
+    sampler_logprobs: Tokens,
+    ref_logprobs: Tokens,
+) -> tuple[Tokens, Metrics, Metrics]:
     """(token losses, sums, maxima) of a micro-batch; sums and maxima of 0 or more are (value, count) by metric.
 
     Tokens of weight 0 (with `mask_truncated` those of truncated completions) count in the metrics of sampler and
@@ -80,22 +92,43 @@ def token_losses(o: Objective, lp: Tokens, entropy: Tokens, *, advantage: Tokens
     old_logprobs = old_logprobs if o.use_old else jax.lax.stop_gradient(lp)
     sampler_logprobs = old_logprobs if o.given else sampler_logprobs
     if o.rejection:
-        mask = kept_tokens(o.rejection, o.rejection_level, old_logprobs, sampler_logprobs, sampled, segment,
-                           *o.rejection_bounds)
+        mask = kept_tokens(
+            o.rejection,
+            o.rejection_level,
+            old_logprobs,
+            sampler_logprobs,
+            sampled,
+            segment,
+            *o.rejection_bounds,
+        )
     count = mask.sum(dtype=jnp.float32)
-    log_ratio = policy_log_ratio(o.ratio, lp, sampler_logprobs if o.to_sampler else old_logprobs, mask, segment)
-    token_loss, sums = policy_loss(o.loss, log_ratio, lp, advantage, mask, segment, **dict(o.settings))
+    log_ratio = policy_log_ratio(
+        o.ratio, lp, sampler_logprobs if o.to_sampler else old_logprobs, mask, segment
+    )
+    token_loss, sums = policy_loss(
+        o.loss, log_ratio, lp, advantage, mask, segment, **dict(o.settings)
+    )
     sums["entropy"] = (jax.lax.stop_gradient(jnp.where(mask, entropy, 0.0)).sum(), count)
     if o.correction:
-        w = correction_weights(o.correction, o.correction_level, old_logprobs, sampler_logprobs, sampled, segment,
-                               *o.correction_bounds)
+        w = correction_weights(
+            o.correction,
+            o.correction_level,
+            old_logprobs,
+            sampler_logprobs,
+            sampled,
+            segment,
+            *o.correction_bounds,
+        )
         w = jnp.where(mask, w, 0)
         # The correction multiplies the policy term alone: KL and entropy are of the trainer's own distribution.
         token_loss = w * token_loss
         sums["correction/weight"] = (w.sum(), count)
         sums["correction/zero"] = ((mask & (w == 0)).sum(dtype=jnp.float32), count)
     if o.rejection:
-        sums["correction/rejected"] = ((sampled & ~mask).sum(dtype=jnp.float32), sampled.sum(dtype=jnp.float32))
+        sums["correction/rejected"] = (
+            (sampled & ~mask).sum(dtype=jnp.float32),
+            sampled.sum(dtype=jnp.float32),
+        )
     # Its count is no number of tokens: the sums of an update's micro-batches are its value.
     sums["objective"] = (jax.lax.stop_gradient(weight * token_loss).sum(), count)
     if o.kl_coef or o.kl_metric:
@@ -116,7 +149,9 @@ def token_losses(o: Objective, lp: Tokens, entropy: Tokens, *, advantage: Tokens
 # ---- the ratio, and policy losses of it
 
 
-def policy_log_ratio(level: str, lp: Tokens, old_logprobs: Tokens, mask: Mask, segment: Segments) -> Tokens:
+def policy_log_ratio(
+    level: str, lp: Tokens, old_logprobs: Tokens, mask: Mask, segment: Segments
+) -> Tokens:
     """The logarithm of the ratio of policy and old policy, 0 outside the mask at the level of tokens.
 
     `token`: lp - old. `sequence`: its mean over the completion's sampled tokens, GSPO, arXiv 2507.18071, eqs. 5 to 7.
@@ -128,11 +163,22 @@ def policy_log_ratio(level: str, lp: Tokens, old_logprobs: Tokens, mask: Mask, s
     if level == "token":
         return lp - old_logprobs
     mean = segment_mean(lp - old_logprobs, segment, mask)
-    return mean if level == "sequence" else lp - jax.lax.stop_gradient(lp) + jax.lax.stop_gradient(mean)
+    return (
+        mean
+        if level == "sequence"
+        else lp - jax.lax.stop_gradient(lp) + jax.lax.stop_gradient(mean)
+    )
 
 
-def policy_loss(loss: Callable[..., Any], log_ratio: Tokens, lp: Tokens, advantage: Tokens, mask: Mask,
-                segment: Segments, **settings: Any) -> tuple[Tokens, Metrics]:
+def policy_loss(
+    loss: Callable[..., Any],
+    log_ratio: Tokens,
+    lp: Tokens,
+    advantage: Tokens,
+    mask: Mask,
+    segment: Segments,
+    **settings: Any,
+) -> tuple[Tokens, Metrics]:
     """The token losses of one of the functions below, and the metrics of its bounds.
 
     Each of them takes (log_ratio, lp, advantage, mask, segment) and its settings, and gives (token losses, True where
@@ -143,13 +189,28 @@ def policy_loss(loss: Callable[..., Any], log_ratio: Tokens, lp: Tokens, advanta
     token_loss, low, high = loss(log_ratio, lp, advantage, mask, segment, **settings)
     low, high, ratio = mask & low, mask & high, jnp.exp(jax.lax.stop_gradient(log_ratio))
     count = mask.sum(dtype=ratio.dtype)
-    metrics = {"clip/fraction": low | high, "clip/low": low, "clip/high": high, "ratio/mean": jnp.where(mask, ratio, 0)}
+    metrics = {
+        "clip/fraction": low | high,
+        "clip/low": low,
+        "clip/high": high,
+        "ratio/mean": jnp.where(mask, ratio, 0),
+    }
     return jnp.where(mask, token_loss, 0), {
-        name: (value.sum(dtype=ratio.dtype), count) for name, value in metrics.items()}
+        name: (value.sum(dtype=ratio.dtype), count) for name, value in metrics.items()
+    }
 
 
-def clipped(log_ratio: Tokens, lp: Tokens, advantage: Tokens, mask: Mask, segment: Segments, *, clip_low: float,
-            clip_high: float, clip_dual: float) -> tuple[Tokens, Mask, Mask]:
+def clipped(
+    log_ratio: Tokens,
+    lp: Tokens,
+    advantage: Tokens,
+    mask: Mask,
+    segment: Segments,
+    *,
+    clip_low: float,
+    clip_high: float,
+    clip_dual: float,
+) -> tuple[Tokens, Mask, Mask]:
     """-min(ratio A, clip(ratio, 1 - low, 1 + high) A): the loss of GRPO with the token's ratio, of GSPO with the
     completion's.
 
@@ -162,7 +223,10 @@ def clipped(log_ratio: Tokens, lp: Tokens, advantage: Tokens, mask: Mask, segmen
     """
     # Not jnp.minimum and jnp.clip: at a tie, the common case of ratio 1, both would halve the gradient.
     ratio = jax.lax.stop_gradient(jnp.exp(log_ratio))
-    constant, unclipped = -jnp.clip(ratio, 1 - clip_low, 1 + clip_high) * advantage, -ratio * advantage
+    constant, unclipped = (
+        -jnp.clip(ratio, 1 - clip_low, 1 + clip_high) * advantage,
+        -ratio * advantage,
+    )
     active = constant > unclipped
     high, low = active & (ratio > 1), active & (ratio < 1)
     if clip_dual:
@@ -174,8 +238,17 @@ def clipped(log_ratio: Tokens, lp: Tokens, advantage: Tokens, mask: Mask, segmen
     return jnp.where(active, constant, live), low, high
 
 
-def cispo(log_ratio: Tokens, lp: Tokens, advantage: Tokens, mask: Mask, segment: Segments, *, clip_low: float,
-          clip_high: float, cispo_bound: str) -> tuple[Tokens, Mask, Mask]:
+def cispo(
+    log_ratio: Tokens,
+    lp: Tokens,
+    advantage: Tokens,
+    mask: Mask,
+    segment: Segments,
+    *,
+    clip_low: float,
+    clip_high: float,
+    cispo_bound: str,
+) -> tuple[Tokens, Mask, Mask]:
     """-sg(bounded ratio) A lp: the weight is bounded, and no token loses its gradient. MiniMax-M1, arXiv 2506.13585,
     eqs. 4 and 5.
 
@@ -190,16 +263,25 @@ def cispo(log_ratio: Tokens, lp: Tokens, advantage: Tokens, mask: Mask, segment:
     return -weight * advantage * lp, weight > ratio, weight < ratio
 
 
-def reinforce(log_ratio: Tokens, lp: Tokens, advantage: Tokens, mask: Mask, segment: Segments) -> tuple[
-        Tokens, Mask, Mask]:
+def reinforce(
+    log_ratio: Tokens, lp: Tokens, advantage: Tokens, mask: Mask, segment: Segments
+) -> tuple[Tokens, Mask, Mask]:
     """-A lp, without a ratio or a bound: Williams 1992, doi 10.1007/BF00992696, section 4. Where A is 1 it is the
     negative log-likelihood, the loss of supervised fine-tuning."""
     never = jnp.zeros_like(mask)
     return -advantage * lp, never, never
 
 
-def gmpo(log_ratio: Tokens, lp: Tokens, advantage: Tokens, mask: Mask, segment: Segments, *, clip_low: float,
-         clip_high: float) -> tuple[Tokens, Mask, Mask]:
+def gmpo(
+    log_ratio: Tokens,
+    lp: Tokens,
+    advantage: Tokens,
+    mask: Mask,
+    segment: Segments,
+    *,
+    clip_low: float,
+    clip_high: float,
+) -> tuple[Tokens, Mask, Mask]:
     """-A times the geometric mean over a completion of its tokens' clipped ratios, gradient through those not clipped.
 
     Ratios are clipped in logarithms, from above at `clip_high` where A > 0, from below at -`clip_low` where A < 0; the
@@ -212,8 +294,16 @@ def gmpo(log_ratio: Tokens, lp: Tokens, advantage: Tokens, mask: Mask, segment: 
     return -advantage * jnp.exp(segment_mean(clipped, segment, mask)), below, above
 
 
-def sapo(log_ratio: Tokens, lp: Tokens, advantage: Tokens, mask: Mask, segment: Segments, *, sapo_positive: float,
-         sapo_negative: float) -> tuple[Tokens, Mask, Mask]:
+def sapo(
+    log_ratio: Tokens,
+    lp: Tokens,
+    advantage: Tokens,
+    mask: Mask,
+    segment: Segments,
+    *,
+    sapo_positive: float,
+    sapo_negative: float,
+) -> tuple[Tokens, Mask, Mask]:
     """-(4 / tau) sigmoid(tau (ratio - 1)) A, tau by the sign of the advantage: in place of a clip, a gate that closes
     smoothly on both sides. SAPO, arXiv 2511.20347."""
     # Above exp(88) the ratio is inf in float32, and its slope times that of the closed gate, 0, would be NaN.
@@ -228,8 +318,12 @@ def sapo(log_ratio: Tokens, lp: Tokens, advantage: Tokens, mask: Mask, segment: 
 
 
 def token_kl(
-    estimator: Callable[[Array], Array], lp: Float[Array, "*tokens"], ref_logprobs: Float[Array, "*tokens"],
-    mask: Bool[Array, "*tokens"], clamp_input: float = 0.0, clamp_value: float = 0.0,
+    estimator: Callable[[Array], Array],
+    lp: Float[Array, "*tokens"],
+    ref_logprobs: Float[Array, "*tokens"],
+    mask: Bool[Array, "*tokens"],
+    clamp_input: float = 0.0,
+    clamp_value: float = 0.0,
 ) -> Float[Array, "*tokens"]:
     """The estimate where `mask` is True; elsewhere value and gradient are exactly 0, whatever the inputs hold.
 
@@ -271,8 +365,13 @@ def k3(log_ratio: Float[Array, "*tokens"]) -> Float[Array, "*tokens"]:
 
 
 def correction_weights(
-    kind: Callable[[Array, float, float], Array], level: str, old_logprobs: Float[Array, "R T"],
-    sampler_logprobs: Float[Array, "R T"], mask: Bool[Array, "R T"], segment: Int[Array, "R T"], cap: float,
+    kind: Callable[[Array, float, float], Array],
+    level: str,
+    old_logprobs: Float[Array, "R T"],
+    sampler_logprobs: Float[Array, "R T"],
+    mask: Bool[Array, "R T"],
+    segment: Int[Array, "R T"],
+    cap: float,
     floor: float,
 ) -> Float[Array, "R T"]:
     """The weight of each token where `mask` is True, 0 elsewhere.
@@ -290,8 +389,16 @@ def correction_weights(
     return jnp.where(mask, kind(jnp.exp(log_ratio), cap, floor), 0)
 
 
-def kept_tokens(estimator: Callable[[Array], Array], level: str, old_logprobs: Tokens, sampler_logprobs: Tokens,
-                mask: Mask, segment: Segments, least: float, most: float) -> Mask:
+def kept_tokens(
+    estimator: Callable[[Array], Array],
+    level: str,
+    old_logprobs: Tokens,
+    sampler_logprobs: Tokens,
+    mask: Mask,
+    segment: Segments,
+    least: float,
+    most: float,
+) -> Mask:
     """`mask` without the tokens whose divergence of trainer and sampler is outside of [least, most].
 
     `level`: `token`, its own estimate; `seq_sum`, `seq_mean`, `seq_max`, that of its completion's sampled tokens. J.
@@ -301,14 +408,18 @@ def kept_tokens(estimator: Callable[[Array], Array], level: str, old_logprobs: T
     if level == "seq_mean":
         value = segment_mean(value, segment, mask)
     elif level != "token":  # k2 and k3 are 0 or more: a token outside the mask is no maximum
-        value = segment_sum(value, segment, jax.ops.segment_max if level == "seq_max" else jax.ops.segment_sum)
+        value = segment_sum(
+            value, segment, jax.ops.segment_max if level == "seq_max" else jax.ops.segment_sum
+        )
     # An estimate that is not a number is outside of nothing, and shows in the loss.
     return mask & ~((value < least) | (value > most))
 
 
 def sampler_log_ratio(old_logprobs: Tokens, sampler_logprobs: Tokens, mask: Mask) -> Tokens:
     """old - sampler without a gradient, 0 outside the mask."""
-    return jax.lax.stop_gradient(jnp.where(mask, old_logprobs, 0) - jnp.where(mask, sampler_logprobs, 0))
+    return jax.lax.stop_gradient(
+        jnp.where(mask, old_logprobs, 0) - jnp.where(mask, sampler_logprobs, 0)
+    )
 
 
 def tis(w: Float[Array, "*tokens"], cap: float, floor: float) -> Float[Array, "*tokens"]:
@@ -326,8 +437,11 @@ def mis(w: Float[Array, "*tokens"], cap: float, floor: float) -> Float[Array, "*
 # ---- sums over the segments of a row, and metrics
 
 
-def segment_sum(x: Float[Array, "*rows T"], segment: Int[Array, "*rows T"],
-                reduce: Callable[..., Array] = jax.ops.segment_sum) -> Float[Array, "*rows T"]:
+def segment_sum(
+    x: Float[Array, "*rows T"],
+    segment: Int[Array, "*rows T"],
+    reduce: Callable[..., Array] = jax.ops.segment_sum,
+) -> Float[Array, "*rows T"]:
     """The sum of `x` over a token's segment, or what else `reduce` makes of it, at each of its tokens, in x's type.
     Segment numbers are at most T."""
 
@@ -348,7 +462,9 @@ def segment_mean(
     return total / jnp.maximum(segment_sum(mask.astype(x.dtype), segment), 1)
 
 
-def sampler_gap(old_logprobs: Tokens, sampler_logprobs: Tokens, loss_mask: Mask) -> tuple[Metrics, Metrics]:
+def sampler_gap(
+    old_logprobs: Tokens, sampler_logprobs: Tokens, loss_mask: Mask
+) -> tuple[Metrics, Metrics]:
     """(sums, maxima): how far the trainer's log-probs are from the sampler's, over all sampled tokens."""
     log_ratio = jnp.where(loss_mask, old_logprobs - sampler_logprobs, 0.0)
     difference, w = jnp.abs(log_ratio), jnp.where(loss_mask, jnp.exp(log_ratio), 0.0)
@@ -356,12 +472,25 @@ def sampler_gap(old_logprobs: Tokens, sampler_logprobs: Tokens, loss_mask: Mask)
     sums = {
         "sampler_gap/logprob_mean": (difference.sum(), count),
         "sampler_gap/w": (w.sum(), count),
-        "sampler_gap/w2": ((w * w).sum(), count)}
+        "sampler_gap/w2": ((w * w).sum(), count),
+    }
     return sums, {"sampler_gap/logprob_max": (difference.max(), count)}
 
 
 def metric_shapes(o: Objective) -> tuple[Any, Any]:
     """Names and shapes of the sums and maxima that `token_losses` returns: they are named there alone."""
-    real, whole, truth = (jax.ShapeDtypeStruct((1, 1), dtype) for dtype in (jnp.float32, jnp.int32, jnp.bool_))
-    return jax.eval_shape(partial(token_losses, o), real, real, advantage=real, weight=real, loss_mask=truth,
-                          segment=whole, old_logprobs=real, sampler_logprobs=real, ref_logprobs=real)[1:]
+    real, whole, truth = (
+        jax.ShapeDtypeStruct((1, 1), dtype) for dtype in (jnp.float32, jnp.int32, jnp.bool_)
+    )
+    return jax.eval_shape(
+        partial(token_losses, o),
+        real,
+        real,
+        advantage=real,
+        weight=real,
+        loss_mask=truth,
+        segment=whole,
+        old_logprobs=real,
+        sampler_logprobs=real,
+        ref_logprobs=real,
+    )[1:]

@@ -1,6 +1,6 @@
 """`shoal compat`: writes the scripts of MaxText, TorchRL, TRL, verl and Tunix under the paths that their users type.
 
-    src/MaxText/rl/train_rl.py   ->  run_as("train_rl")   ->  shoal train --config-name train_rl ...
+src/MaxText/rl/train_rl.py   ->  run_as("train_rl")   ->  shoal train --config-name train_rl ...
 """
 
 from __future__ import annotations
@@ -55,28 +55,60 @@ _CONFIGS = ("config", f"{_TORCHRL}config")
 
 DOORS: Mapping[str, Door] = {
     "grpo_demo": Door("grpo_demo", ("src/MaxText/examples/grpo_demo.py", "grpo_demo.py")),
-    "grpo_llama3_1_70b_demo_pw": Door("grpo_llama3_1_70b_demo_pw", (
-        "src/MaxText/examples/grpo_llama3_1_70b_demo_pw.py",)),
-    "train_rl": Door("train_rl", (
-        "src/MaxText/rl/train_rl.py", "MaxText/rl/train_rl.py", "src/maxtext/trainers/post_train/rl/train_rl.py",
-        "maxtext/trainers/post_train/rl/train_rl.py")),
-    "to_maxtext": Door("base", (
-        "MaxText/utils/ckpt_conversion/to_maxtext.py", "src/MaxText/utils/ckpt_conversion/to_maxtext.py",
-        "maxtext/checkpoint_conversion/to_maxtext.py"), command="convert"),
-    "to_huggingface": Door("base", ("maxtext/checkpoint_conversion/to_huggingface.py",), ("format=huggingface",),
-                           command="convert"),
-    "grpo": Door("grpo_gsm8k", (f"{_TORCHRL}grpo.py", f"{_TORCHRL}grpo-sync.py", "grpo.py", "grpo-sync.py"),
-                 configs=_CONFIGS),
-    "grpo-async": Door("grpo_gsm8k", (f"{_TORCHRL}grpo-async.py", "grpo-async.py"), ("train.max_staleness=1",),
-                       _CONFIGS),
+    "grpo_llama3_1_70b_demo_pw": Door(
+        "grpo_llama3_1_70b_demo_pw", ("src/MaxText/examples/grpo_llama3_1_70b_demo_pw.py",)
+    ),
+    "train_rl": Door(
+        "train_rl",
+        (
+            "src/MaxText/rl/train_rl.py",
+            "MaxText/rl/train_rl.py",
+            "src/maxtext/trainers/post_train/rl/train_rl.py",
+            "maxtext/trainers/post_train/rl/train_rl.py",
+        ),
+    ),
+    "to_maxtext": Door(
+        "base",
+        (
+            "MaxText/utils/ckpt_conversion/to_maxtext.py",
+            "src/MaxText/utils/ckpt_conversion/to_maxtext.py",
+            "maxtext/checkpoint_conversion/to_maxtext.py",
+        ),
+        command="convert",
+    ),
+    "to_huggingface": Door(
+        "base",
+        ("maxtext/checkpoint_conversion/to_huggingface.py",),
+        ("format=huggingface",),
+        command="convert",
+    ),
+    "grpo": Door(
+        "grpo_gsm8k",
+        (f"{_TORCHRL}grpo.py", f"{_TORCHRL}grpo-sync.py", "grpo.py", "grpo-sync.py"),
+        configs=_CONFIGS,
+    ),
+    "grpo-async": Door(
+        "grpo_gsm8k",
+        (f"{_TORCHRL}grpo-async.py", "grpo-async.py"),
+        ("train.max_staleness=1",),
+        _CONFIGS,
+    ),
     "trl": Door("trl", ("bin/trl",), commands={"grpo": (), "rloo": ("algorithm=rloo",)}),
-    "verl": Door("verl", ("verl/trainer/main_ppo.py",)), "tunix": Door("base_config", ("tunix/cli/grpo_main.py",))}
+    "verl": Door("verl", ("verl/trainer/main_ppo.py",)),
+    "tunix": Door("base_config", ("tunix/cli/grpo_main.py",)),
+}
 """Name -> what stands for a Python script of that name."""
 
-SHELL = ("end_to_end/tpu/test_grpo.sh", "docker_build_dependency_image.sh", "docker_upload_runner.sh")
+SHELL = (
+    "end_to_end/tpu/test_grpo.sh",
+    "docker_build_dependency_image.sh",
+    "docker_upload_runner.sh",
+)
 """Paths of shell scripts, which are in `assets/doors` by name."""
 
-REQUIREMENTS = tuple(f"{folder}requirements_{name}.txt" for folder in ("", _TORCHRL) for name in ("gsm8k", "ifeval"))
+REQUIREMENTS = tuple(
+    f"{folder}requirements_{name}.txt" for folder in ("", _TORCHRL) for name in ("gsm8k", "ifeval")
+)
 """Files that TorchRL's users install from, which are in `assets/doors` by name and ask for nothing."""
 
 
@@ -89,8 +121,10 @@ def compat(config: CompatConfig, console: Console | None = None) -> dict[str, An
             write_text(path, text, "to")
             if path.suffix != ".txt":
                 path.chmod(0o755)
-        console.note(f"wrote {count(len(scripts), 'script')} to {config.to}: type your command lines there, or the "
-                     f"scripts' paths elsewhere; bin/trl stands for `trl`")
+        console.note(
+            f"wrote {count(len(scripts), 'script')} to {config.to}: type your command lines there, or the "
+            f"scripts' paths elsewhere; bin/trl stands for `trl`"
+        )
     return {"to": config.to, "scripts": len(scripts)}
 
 
@@ -98,15 +132,26 @@ def planned(config: CompatConfig) -> dict[Path, str]:
     """The scripts by path. ShoalError where a path holds another's file, as in a checkout of their system."""
     folder = check_local(config.to, "to")
     check_place(folder, "to", within=True)
-    scripts = {folder / path: SCRIPT.format(name=name) for name, door in DOORS.items() for path in door.paths}
+    scripts = {
+        folder / path: SCRIPT.format(name=name)
+        for name, door in DOORS.items()
+        for path in door.paths
+    }
     assets = resources.files("shoal").joinpath("assets", "doors")
     copied = (*SHELL, *REQUIREMENTS)
-    scripts |= {folder / path: assets.joinpath(Path(path).name).read_text(encoding="utf-8") for path in copied}
-    foreign = [path for path in scripts if path.exists() and MARK not in path.read_text(errors="replace")]
+    scripts |= {
+        folder / path: assets.joinpath(Path(path).name).read_text(encoding="utf-8")
+        for path in copied
+    }
+    foreign = [
+        path for path in scripts if path.exists() and MARK not in path.read_text(errors="replace")
+    ]
     if foreign:
-        raise ShoalError(f"to={config.to}: nothing was written, for {', '.join(map(str, foreign))} would be replaced: "
-                         f"give a folder outside, to=DIR, and type here python3 DIR/{foreign[0].relative_to(folder)} "
-                         "...; your own configuration files are read")
+        raise ShoalError(
+            f"to={config.to}: nothing was written, for {', '.join(map(str, foreign))} would be replaced: "
+            f"give a folder outside, to=DIR, and type here python3 DIR/{foreign[0].relative_to(folder)} "
+            "...; your own configuration files are read"
+        )
     return scripts
 
 
@@ -123,11 +168,20 @@ def words_of_door(name: str, words: Sequence[str]) -> list[str]:
     if door.commands is not None:
         known = door.commands.get(words.pop(0) if words else "")
         if known is None:
-            raise ShoalError(f"{name}: expected one of {', '.join(f'`{name} {one}`' for one in door.commands)}")
+            raise ShoalError(
+                f"{name}: expected one of {', '.join(f'`{name} {one}`' for one in door.commands)}"
+            )
         first += known
     begins = int(bool(words) and is_file_word(words[0]))
     given = any(is_file_word(word) or is_file_option(word) for word in words)
-    folder = next((one for one in door.configs if Path(one).is_dir() and not any(map(is_folder_option, words))), "")
+    folder = next(
+        (
+            one
+            for one in door.configs
+            if Path(one).is_dir() and not any(map(is_folder_option, words))
+        ),
+        "",
+    )
     named = ["--preset", door.preset] if given or folder else []
     named += [] if given else ["--config-name", door.preset]
     named += ["--config-dir", folder] if folder else []
@@ -137,4 +191,8 @@ def words_of_door(name: str, words: Sequence[str]) -> list[str]:
 def _torchrl_words() -> list[str]:
     """What TorchRL's recipe writes: Hydra's files, `kl` for a forward pass a step where its weight is 0, and Weights &
     Biases where the package is installed."""
-    return ["report.hydra=true", "algorithm.kl_metric=true", *["report.wandb.mode=auto"] * bool(find_spec("wandb"))]
+    return [
+        "report.hydra=true",
+        "algorithm.kl_metric=true",
+        *["report.wandb.mode=auto"] * bool(find_spec("wandb")),
+    ]

@@ -20,7 +20,14 @@ import numpy as np
 
 from shoal.buckets import COPIES, address
 from shoal.config.schema import ConvertConfig, MeshSection, ModelSection
-from shoal.files import check_local, check_new_folder, find_input, move_folder, scratch_folder, writing
+from shoal.files import (
+    check_local,
+    check_new_folder,
+    find_input,
+    move_folder,
+    scratch_folder,
+    writing,
+)
 from shoal.mesh import make_roles
 from shoal.model import hf, hf_config, lora
 from shoal.model.architecture import Architecture
@@ -44,8 +51,10 @@ PROGRESS_BYTES = 1 << 30
 def convert(config: ConvertConfig, console: Console | None = None) -> dict[str, Any]:
     """Writes the folder completely or not at all; raises ShoalError if it exists already."""
     if not (config.source or config.model_name):
-        raise ShoalError("from: nothing was given; expected a checkpoint, or model_name alone for the hub's model of "
-                         "that name")
+        raise ShoalError(
+            "from: nothing was given; expected a checkpoint, or model_name alone for the hub's model of "
+            "that name"
+        )
     source = config.source or model_path(ModelSection(name=config.model_name))
     target, started = _target(config), time.perf_counter()
     found = maxtext.find_tree(find_input(source, "from"))
@@ -54,29 +63,42 @@ def convert(config: ConvertConfig, console: Console | None = None) -> dict[str, 
     if _name(config):
         model_named(_name(config))
     if config.format == "maxtext" and found:
-        raise ShoalError(f"from={source} is a MaxText checkpoint already: give format=huggingface, or another "
-                         "checkpoint")
+        raise ShoalError(
+            f"from={source} is a MaxText checkpoint already: give format=huggingface, or another "
+            "checkpoint"
+        )
     if config.format != "maxtext" and not found:
-        raise ShoalError(f"from={source} is no MaxText checkpoint (.../0/items): give one, or use `shoal export`, "
-                         "which writes a run's weights in Hugging Face's format")
+        raise ShoalError(
+            f"from={source} is no MaxText checkpoint (.../0/items): give one, or use `shoal export`, "
+            "which writes a run's weights in Hugging Face's format"
+        )
     make_roles(MeshSection(fsdp=1))  # ShoalError where JAX finds no devices
     with console or Console() as console, orbax_silenced():
-        written = _to_hugging_face(config, found, target, console) if found else \
-            _to_maxtext(config, source, target, console)
-        console.note(f"wrote {address(target)}: {count(written['tensors'], 'tensor')}, {gib(written['bytes'])} in "
-                     f"{time.perf_counter() - started:.1f} s")
+        written = (
+            _to_hugging_face(config, found, target, console)
+            if found
+            else _to_maxtext(config, source, target, console)
+        )
+        console.note(
+            f"wrote {address(target)}: {count(written['tensors'], 'tensor')}, {gib(written['bytes'])} in "
+            f"{time.perf_counter() - started:.1f} s"
+        )
     return {"to": address(target), **written}
 
 
 def _target(config: ConvertConfig) -> Path:
     """The folder to write, which does not exist yet."""
     if config.to and (config.base_output_directory or config.run_name):
-        raise ShoalError(f"to={config.to} is the folder that is written: give it, or base_output_directory with "
-                         "run_name, not both")
+        raise ShoalError(
+            f"to={config.to} is the folder that is written: give it, or base_output_directory with "
+            "run_name, not both"
+        )
     if config.to:
         return check_new_folder(config.to, "to")
     if not config.base_output_directory:
-        raise ShoalError("to: nothing was given; expected the folder to write, or base_output_directory")
+        raise ShoalError(
+            "to: nothing was given; expected the folder to write, or base_output_directory"
+        )
     target = config.base_output_directory.rstrip("/")
     if config.run_name:
         named_folder(target, config.run_name)  # ShoalError for one that leads elsewhere
@@ -94,9 +116,13 @@ def _target_key(config: ConvertConfig) -> str:
     return "to" if config.to else "base_output_directory"
 
 
-def _to_maxtext(config: ConvertConfig, source: str, target: Path, console: Console) -> dict[str, Any]:
+def _to_maxtext(
+    config: ConvertConfig, source: str, target: Path, console: Console
+) -> dict[str, Any]:
     if config.tokenizer:  # no error: MaxText's own command lines name one
-        console.warning(f"tokenizer={config.tokenizer} is not used: MaxText's layout holds no tokenizer")
+        console.warning(
+            f"tokenizer={config.tokenizer} is not used: MaxText's layout holds no tokenizer"
+        )
     a, read = open_source(source)
     name, dtype = _name(config), np.dtype(jnp.dtype(config.dtype))
     if name and config.source:
@@ -104,12 +130,16 @@ def _to_maxtext(config: ConvertConfig, source: str, target: Path, console: Conso
     pairs = maxtext.name_in_pairs(name, a)
     stored = maxtext.arrays_of(a, config.scan_layers, pairs)
     if dtype.name == "bfloat16" and any(math.frexp(one.factor)[0] != 0.5 for one in stored):
-        console.warning(f"dtype=bfloat16: MaxText's queries are divided by the square root of head_dim={a.head_dim}, "
-                        "which rounds them once more; dtype=float32 keeps bfloat16 weights as they are")
+        console.warning(
+            f"dtype=bfloat16: MaxText's queries are divided by the square root of head_dim={a.head_dim}, "
+            "which rounds them once more; dtype=float32 keeps bfloat16 weights as they are"
+        )
     arrays = maxtext.arrays_to_write(read, stored, dtype)
     size = sum(array.nbytes for array in arrays.values())
-    console.note(f"reads {source}; writes {len(arrays)} tensors as {config.dtype}, {gib(size)}, "
-                 f"{maxtext.layout_text(config.scan_layers, pairs)}")
+    console.note(
+        f"reads {source}; writes {len(arrays)} tensors as {config.dtype}, {gib(size)}, "
+        f"{maxtext.layout_text(config.scan_layers, pairs)}"
+    )
     inner, metadata = maxtext.INNER, {"scan_layers": config.scan_layers, "rope_in_pairs": pairs}
     with writing(target, _target_key(config)), scratch_folder(target) as scratch:
         maxtext.write_tree(scratch, target, arrays, metadata, _progress(size, console))
@@ -126,12 +156,19 @@ def open_source(source: str) -> tuple[Architecture, maxtext.ReadPart]:
     checkpoint = find_checkpoint(local) if local.is_dir() else None
     folder = checkpoint[0] / MODEL_FOLDER if checkpoint else locate(source)
     if lora.is_adapter(folder):
-        raise ShoalError(f"from={source} is an adapter on {lora.read_base(folder)}: write a whole model of it "
-                         f"(shoal export from={source} to=FOLDER merge=true), and convert that")
+        raise ShoalError(
+            f"from={source} is an adapter on {lora.read_base(folder)}: write a whole model of it "
+            f"(shoal export from={source} to=FOLDER merge=true), and convert that"
+        )
     a = hf_config.architecture_of(folder) if checkpoint else hf.stored_architecture(folder)
     if checkpoint:
-        leaves = jax.tree.leaves(load_parameters(*checkpoint, a, make_roles(MeshSection(fsdp=1)).trainer))
-        arrays = {spec.name: leaf for spec, leaf in zip(jax.tree.leaves(param_specs(a)), leaves, strict=True)}
+        leaves = jax.tree.leaves(
+            load_parameters(*checkpoint, a, make_roles(MeshSection(fsdp=1)).trainer)
+        )
+        arrays = {
+            spec.name: leaf
+            for spec, leaf in zip(jax.tree.leaves(param_specs(a)), leaves, strict=True)
+        }
         return a, lambda spec, index: np.asarray(arrays[spec.name])[index]
     tensors = hf.open_tensors(folder, a)
 
@@ -146,24 +183,37 @@ def open_source(source: str) -> tuple[Architecture, maxtext.ReadPart]:
     return a, read
 
 
-def _to_hugging_face(config: ConvertConfig, found: Path, target: Path, console: Console) -> dict[str, Any]:
+def _to_hugging_face(
+    config: ConvertConfig, found: Path, target: Path, console: Console
+) -> dict[str, Any]:
     check_local(config.tokenizer, "tokenizer", COPIES)
     tokenizer = locate(config.tokenizer, weights=False) if config.tokenizer else None
-    checkpoint = maxtext.open_checkpoint(found, config.model_name, tokenizer, config.scan_layers,
-                                         ("model_name", "tokenizer"))
+    checkpoint = maxtext.open_checkpoint(
+        found, config.model_name, tokenizer, config.scan_layers, ("model_name", "tokenizer")
+    )
     console.note(checkpoint.describe())
     if tokenizer is None:
-        console.warning("no tokenizer was given: the folder will hold none; copy the tokenizer's files into it, or "
-                        "give tokenizer=FOLDER or a hub id")
+        console.warning(
+            "no tokenizer was given: the folder will hold none; copy the tokenizer's files into it, or "
+            "give tokenizer=FOLDER or a hub id"
+        )
     a, dtype = checkpoint.architecture, np.dtype(jnp.dtype(config.dtype))
-    made = None if tokenizer and hf_config.describes(tokenizer, a) else hf_config.make_config(a, tokenizer)
+    made = (
+        None
+        if tokenizer and hf_config.describes(tokenizer, a)
+        else hf_config.make_config(a, tokenizer)
+    )
     specs = jax.tree.leaves(param_specs(a))
     with writing(target, _target_key(config)):
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=target.parent) as file:
-            hf.save(target, checkpoint.tensors(file, dtype), a, tokenizer, config.dtype, config=made)
-    return {"tensors": sum(len(spec.tensor_names) for spec in specs),
-            "bytes": sum(math.prod(spec.shape) for spec in specs) * dtype.itemsize}
+            hf.save(
+                target, checkpoint.tensors(file, dtype), a, tokenizer, config.dtype, config=made
+            )
+    return {
+        "tensors": sum(len(spec.tensor_names) for spec in specs),
+        "bytes": sum(math.prod(spec.shape) for spec in specs) * dtype.itemsize,
+    }
 
 
 def _progress(size: int, console: Console) -> Callable[[int], None]:
@@ -174,6 +224,8 @@ def _progress(size: int, console: Console) -> Callable[[int], None]:
         nonlocal done
         before, done = done, done + count
         if size >= PROGRESS_BYTES and done * 10 // size > before * 10 // size:
-            console.note(f"{gib(done)} of {gib(size)} written, {time.perf_counter() - started:.0f} s")
+            console.note(
+                f"{gib(done)} of {gib(size)} written, {time.perf_counter() - started:.0f} s"
+            )
 
     return written

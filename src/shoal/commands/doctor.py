@@ -21,7 +21,13 @@ from shoal.run.advice import judge_memory
 from shoal.run.figures import PHASES, Figures, outline
 from shoal.run.job import Job
 from shoal.run.out_of_memory import explain_out_of_memory
-from shoal.run.preflight.estimate import Times, best_advice, estimate_times, evaluation_completions, trial_figures
+from shoal.run.preflight.estimate import (
+    Times,
+    best_advice,
+    estimate_times,
+    evaluation_completions,
+    trial_figures,
+)
 from shoal.run.preflight.inputs import set_sizes
 from shoal.run.preflight.reward import Sampled, probe, reward_findings, sampled_by, score_text
 from shoal.run.preflight.settings import check_size
@@ -33,13 +39,26 @@ LARGEST_DIFFERENCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.0125}
 """Of a token's log-probs, sampler against trainer: above it the two do not compute one policy."""
 
 
-def doctor(config: DoctorConfig, console: Console, reward_functions: Sequence[Callable] = ()) -> dict[str, Any]:
+def doctor(
+    config: DoctorConfig, console: Console, reward_functions: Sequence[Callable] = ()
+) -> dict[str, Any]:
     """Prints findings as the job's stages make them and returns them; `ok` is False if the run would stop or could not
     train."""
-    with console, Job(config, console, functions=reward_functions, findings=Findings(console)) as job:
+    with (
+        console,
+        Job(config, console, functions=reward_functions, findings=Findings(console)) as job,
+    ):
         findings = job.findings
-        result: dict[str, Any] = {"ok": False, "findings": [], "first_prompt": "", "rewards": [], "agreement": {},
-                                  "memory": {}, "time": {}, "advice": {}}
+        result: dict[str, Any] = {
+            "ok": False,
+            "findings": [],
+            "first_prompt": "",
+            "rewards": [],
+            "agreement": {},
+            "memory": {},
+            "time": {},
+            "advice": {},
+        }
         if job.collect("settings", "folder_note") and job.folder_note:
             findings.of("configuration").ok(job.folder_note)
         job.collect("questions", "pool", "given_roles", "spec", "placement", "tokenizer")
@@ -48,8 +67,10 @@ def doctor(config: DoctorConfig, console: Console, reward_functions: Sequence[Ca
         if job.collect("positions", "model", "teacher"):
             check_step(job, result, begins and scored)
         wrong, warnings = len(findings.at("wrong")), len(findings.at("warning"))
-        console.heading(f"{f'{wrong} wrong' if wrong else 'nothing is wrong'}, "
-                        f"{warnings} warning{'s' * (warnings != 1)}")
+        console.heading(
+            f"{f'{wrong} wrong' if wrong else 'nothing is wrong'}, "
+            f"{warnings} warning{'s' * (warnings != 1)}"
+        )
         return result | {"ok": not wrong, "findings": findings.records()}
 
 
@@ -64,16 +85,22 @@ def check_data(job: Job, result: dict[str, Any]) -> bool:
     for note in data.notes:
         check.warning(note)
     for reason, number in data.data.dropped.items():
-        check.warning(f"{number:,} of {sum(data.data.train_files.values()):,} training rows were dropped: {reason}")
+        check.warning(
+            f"{number:,} of {sum(data.data.train_files.values()):,} training rows were dropped: {reason}"
+        )
     if not (job.collect("lengths") and job.collect("sets", "prompts")):
         return False
     job.collect("slots")
     if not job.findings.at("wrong"):
         used = job.expected.steps * job.expected.batch.prompts_per_step
-        check.ok(f"{len(data.train):,} prompts of {job.lengths}, {used:,} are asked for; "
-                 + ", ".join(f"{number:,} {name}" for name, number in set_sizes(data).items()))
+        check.ok(
+            f"{len(data.train):,} prompts of {job.lengths}, {used:,} are asked for; "
+            + ", ".join(f"{number:,} {name}" for name, number in set_sizes(data).items())
+        )
     text = job.tokenizer.decode(job.first_prompt.prompt_ids.tolist(), skip_special_tokens=False)
-    job.console.passage("first prompt", text, lines=16, characters=1200)  # the template's line has its tokens
+    job.console.passage(
+        "first prompt", text, lines=16, characters=1200
+    )  # the template's line has its tokens
     result["first_prompt"] = text
     return True
 
@@ -85,16 +112,25 @@ def check_reward(job: Job, result: dict[str, Any]) -> bool:
     examples = [data.train[row] for row in range(min(2, len(data.train)))]
     if "prompts" in job.opened:
         examples = [job.first_prompt.example, *examples]
-    sample = sampled_by(job.tokenizer, job.encode) if "tokenizer" in job.opened else \
-        lambda _, text: Sampled(text, list(text.encode()))
+    sample = (
+        sampled_by(job.tokenizer, job.encode)
+        if "tokenizer" in job.opened
+        else lambda _, text: Sampled(text, list(text.encode()))
+    )
     tried = None
     with job.findings.of("reward", "reward.functions").errors():
         tried = probe(job.pool, examples, sample)
     if tried is None:
         return False
     result["rewards"] = tried.records()
-    head = (f"reward of answers as {tried.form}" if tried.form else "reward", "total", *tried.functions)
-    job.console.table(head, [(kind, *map(score_text, row.values())) for kind, row in tried.rows.items()])
+    head = (
+        f"reward of answers as {tried.form}" if tried.form else "reward",
+        "total",
+        *tried.functions,
+    )
+    job.console.table(
+        head, [(kind, *map(score_text, row.values())) for kind, row in tried.rows.items()]
+    )
     job.findings.extend(reward_findings(tried, has_calls=bool(data.tools or data.environments)))
     return True
 
@@ -125,8 +161,13 @@ def check_step(job: Job, result: dict[str, Any], tries: bool) -> None:
         return
     if trial is not None:
         report_agreement(job, result, trial)
-        times = estimate_times(job.config, trial, job.engines["training"].num_groups,
-                               evaluation_completions(job.config, set_sizes(job.questions)), job.roles.disaggregated)
+        times = estimate_times(
+            job.config,
+            trial,
+            job.engines["training"].num_groups,
+            evaluation_completions(job.config, set_sizes(job.questions)),
+            job.roles.disaggregated,
+        )
         figures = trial_figures(job.config, held, trial, job.engines)
         report_memory(job, result, figures, available)
         report_time(job, result, times, figures, available)
@@ -135,14 +176,23 @@ def check_step(job: Job, result: dict[str, Any], tries: bool) -> None:
 def check_weights(job: Job, parameters: Params) -> bool:
     """True if every weight is finite."""
     check = job.findings.of("model", "model.path")
-    finite = jax.device_get(jax.jit(lambda tree: jax.tree.map(lambda x: jnp.isfinite(x).all(), tree))(parameters))
-    bad = [jax.tree_util.keystr(path, simple=True, separator=".")
-           for path, good in jax.tree_util.tree_leaves_with_path(finite) if not good]
+    finite = jax.device_get(
+        jax.jit(lambda tree: jax.tree.map(lambda x: jnp.isfinite(x).all(), tree))(parameters)
+    )
+    bad = [
+        jax.tree_util.keystr(path, simple=True, separator=".")
+        for path, good in jax.tree_util.tree_leaves_with_path(finite)
+        if not good
+    ]
     if bad:
-        check.wrong(f"NaN or infinity in the weights {', '.join(bad[:5])} of {job.config.model.path}: take another "
-                    "checkpoint")
+        check.wrong(
+            f"NaN or infinity in the weights {', '.join(bad[:5])} of {job.config.model.path}: take another "
+            "checkpoint"
+        )
         return False
-    check.ok(f"{sum(leaf.size for leaf in jax.tree.leaves(parameters)) / 1e6:.1f}M parameters, all finite")
+    check.ok(
+        f"{sum(leaf.size for leaf in jax.tree.leaves(parameters)) / 1e6:.1f}M parameters, all finite"
+    )
     return True
 
 
@@ -150,8 +200,16 @@ def try_first_step(job: Job, parameters: Params) -> StepTrial | None:
     """A trial of the run's first step; None if its reward fails."""
     first = job.prompts.next(job.config.batch.prompts_per_step)
     with job.findings.of("reward", "reward.functions").errors():
-        return try_step(job.config, job.task, job.tokenizer, job.pool, job.engines["training"], job.learner,
-                        parameters, first)
+        return try_step(
+            job.config,
+            job.task,
+            job.tokenizer,
+            job.pool,
+            job.engines["training"],
+            job.learner,
+            parameters,
+            first,
+        )
     return None
 
 
@@ -164,51 +222,87 @@ def report_agreement(job: Job, result: dict[str, Any], trial: StepTrial) -> None
     limit, dtype = job.config.sampling.max_completion_tokens, jnp.dtype(job.model.dtype).name
     mean, largest = float(trial.differences.mean()), float(trial.differences.max())
     result["agreement"] = {
-        "dtype": dtype, "tokens": int(trial.differences.size), "mean_difference": mean, "largest_difference": largest,
-        "entropy": trial.entropy, "truncated": trial.truncated, "nonzero_std": trial.nonzero_std,
-        "completions": int(trial.lengths.size), "mean_length": float(trial.lengths.mean()),
-        "mean_reward": trial.mean_reward}
-    text = (f"log-probs of sampler and trainer differ by {mean:.1e} in the mean, {largest:.1e} at most "
-            f"({trial.differences.size:,} tokens, {dtype})")
+        "dtype": dtype,
+        "tokens": int(trial.differences.size),
+        "mean_difference": mean,
+        "largest_difference": largest,
+        "entropy": trial.entropy,
+        "truncated": trial.truncated,
+        "nonzero_std": trial.nonzero_std,
+        "completions": int(trial.lengths.size),
+        "mean_length": float(trial.lengths.mean()),
+        "mean_reward": trial.mean_reward,
+    }
+    text = (
+        f"log-probs of sampler and trainer differ by {mean:.1e} in the mean, {largest:.1e} at most "
+        f"({trial.differences.size:,} tokens, {dtype})"
+    )
     if not np.isfinite(trial.differences).all() or trial.skipped:
-        agreement.wrong(f"{text}; the update has no finite gradient: set model.dtype=float32", "model.dtype")
+        agreement.wrong(
+            f"{text}; the update has no finite gradient: set model.dtype=float32", "model.dtype"
+        )
     elif largest > LARGEST_DIFFERENCE[dtype]:
-        agreement.warning(f"{text}: more than {LARGEST_DIFFERENCE[dtype]:g} is to be expected; try "
-                          "model.dtype=float32, and watch sampler_gap/logprob_mean", "model.dtype")
+        agreement.warning(
+            f"{text}: more than {LARGEST_DIFFERENCE[dtype]:g} is to be expected; try "
+            "model.dtype=float32, and watch sampler_gap/logprob_mean",
+            "model.dtype",
+        )
     else:
         agreement.ok(text)
-    samples.ok(f"{trial.lengths.size} completions: entropy {trial.entropy:.2f}, {100 * trial.truncated:.0f}% truncated "
-               f"at {limit} tokens, {100 * trial.nonzero_std:.0f}% of {len(trial.groups)} groups with variance, mean "
-               f"reward {trial.mean_reward:.3g}")
+    samples.ok(
+        f"{trial.lengths.size} completions: entropy {trial.entropy:.2f}, {100 * trial.truncated:.0f}% truncated "
+        f"at {limit} tokens, {100 * trial.nonzero_std:.0f}% of {len(trial.groups)} groups with variance, mean "
+        f"reward {trial.mean_reward:.3g}"
+    )
     if trial.truncated > 0.5:
-        samples.warning(f"{100 * trial.truncated:.0f}% of completions are truncated at "
-                        f"sampling.max_completion_tokens={limit}: raise it", "sampling.max_completion_tokens")
+        samples.warning(
+            f"{100 * trial.truncated:.0f}% of completions are truncated at "
+            f"sampling.max_completion_tokens={limit}: raise it",
+            "sampling.max_completion_tokens",
+        )
     if trial.nonzero_std == 0:
         values = {round(float(r), 9) for group in trial.groups for r in group.rewards[group.valid]}
-        same = f"every completion scored {next(iter(values)):.3g}" if len(values) == 1 else \
-            "within each group all completions scored the same"
+        same = (
+            f"every completion scored {next(iter(values)):.3g}"
+            if len(values) == 1
+            else "within each group all completions scored the same"
+        )
         first = "raise sampling.max_completion_tokens first, then " if trial.truncated > 0.5 else ""
-        samples.warning(f"{same}, so this step would teach nothing: {first}make the task easier or harder, or raise "
-                        f"batch.group_size={job.config.batch.group_size}", "batch.group_size")
+        samples.warning(
+            f"{same}, so this step would teach nothing: {first}make the task easier or harder, or raise "
+            f"batch.group_size={job.config.batch.group_size}",
+            "batch.group_size",
+        )
 
 
-def report_memory(job: Job, result: dict[str, Any], figures: Figures, available: AvailableMemory) -> None:
+def report_memory(
+    job: Job, result: dict[str, Any], figures: Figures, available: AvailableMemory
+) -> None:
     """Reports the memory needed and free on each device, and if it is tight, the key that saves most."""
     needed = figures.needed(figures.fullest)
     result["memory"] = {
-        "needed_bytes": figures.peak * available.sharing, "free_bytes": available.free,
-        "total_bytes": available.total, "phase": PHASES[figures.fullest][1], "phases": figures.phase_bytes(),
+        "needed_bytes": figures.peak * available.sharing,
+        "free_bytes": available.free,
+        "total_bytes": available.total,
+        "phase": PHASES[figures.fullest][1],
+        "phases": figures.phase_bytes(),
         "parts": dict(sorted(needed.items(), key=lambda item: -item[1])),
-        "sharing_devices": available.sharing, "where": available.where,
-        "devices": [{"device": str(device), "needed_bytes": figures.peak}
-                    for device in job.roles.trainer.mesh.devices.flat]}
+        "sharing_devices": available.sharing,
+        "where": available.where,
+        "devices": [
+            {"device": str(device), "needed_bytes": figures.peak}
+            for device in job.roles.trainer.mesh.devices.flat
+        ],
+    }
     found, advice = judge_memory(figures, available, job.described)
     job.findings.extend([found])
     if found.level == "wrong":
         result["advice"] = {"text": advice, "key": found.key}
 
 
-def report_time(job: Job, result: dict[str, Any], times: Times, figures: Figures, available: AvailableMemory) -> None:
+def report_time(
+    job: Job, result: dict[str, Any], times: Times, figures: Figures, available: AvailableMemory
+) -> None:
     """Reports the time of a step and of the run, and the key that saves most."""
     result["time"] = vars(times)
     job.findings.of("time").ok(times.describe())

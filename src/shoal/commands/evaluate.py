@@ -29,40 +29,75 @@ HAS_SOLUTIONS = ("gsm8k", "words")
 """Tasks whose rows hold worked solutions, which `shoal sft` puts in that form."""
 
 
-def evaluate(config: EvalConfig, reward_functions: Sequence[Callable] = (),
-             console: Console | None = None, task: Task | None = None) -> dict[str, Any]:
+def evaluate(
+    config: EvalConfig,
+    reward_functions: Sequence[Callable] = (),
+    console: Console | None = None,
+    task: Task | None = None,
+) -> dict[str, Any]:
     """The figures by set of questions, with their protocol; every answer is written to `config.output`."""
     output = check_new_file(config.output, "output") if config.output else None
     check_model(config.model)
-    with console or Console() as console, Job(config, console, functions=reward_functions, task=task) as job:
+    with (
+        console or Console() as console,
+        Job(config, console, functions=reward_functions, task=task) as job,
+    ):
         job.check()
         Findings(console).extend(job.findings.at("warning"))
         task = job.task
         if output and (taken := sorted(set(OUTPUT_FIELDS) & set(task.evaluations))):
-            raise ShoalError(f"output={output}: a set of questions is called {taken[0]!r}, the name of a field of this "
-                             "file; rename the set")
+            raise ShoalError(
+                f"output={output}: a set of questions is called {taken[0]!r}, the name of a field of this "
+                "file; rename the set"
+            )
         params = config.sampling.params
         if config.pass_k and params.temperature == 0:
-            console.note("sampling.temperature=0: greedy answers alone; pass@k and maj@k need samples that differ")
+            console.note(
+                "sampling.temperature=0: greedy answers alone; pass@k and maj@k need samples that differ"
+            )
         source, sets, tokenizer = job.source, job.sets, job.tokenizer
         source.publish(0, job.load_weights())
         evaluator = Evaluator(sets, params, config.pass_k, task)
         answers = evaluator.answers(source, 0, 0, full=True)
         failures = source.read_stats(Purpose.EVALUATE).failures
         # A question in several sets belongs to the first.
-        owner = {group.example.row: name for name in reversed(list(answers)) for group in answers[name].greedy}
-        failed = {subset: [one for one in failures if owner.get(one.row) == subset] for subset in answers}
+        owner = {
+            group.example.row: name
+            for name in reversed(list(answers))
+            for group in answers[name].greedy
+        }
+        failed = {
+            subset: [one for one in failures if owner.get(one.row) == subset] for subset in answers
+        }
         data = describe_data(config.task, task, tokenizer, bool(config.model.template))
-        figures = {subset: evaluator.figures(own) | read_in_any_form(own, task) | failed_figures(failed[subset]) |
-                   {"data": data} for subset, own in answers.items()}
+        figures = {
+            subset: evaluator.figures(own)
+            | read_in_any_form(own, task)
+            | failed_figures(failed[subset])
+            | {"data": data}
+            for subset, own in answers.items()
+        }
         report_evaluation(figures, failures, console)
-        shares = [float(str(values["well_formed"])) for values in figures.values() if "well_formed" in values]
+        shares = [
+            float(str(values["well_formed"]))
+            for values in figures.values()
+            if "well_formed" in values
+        ]
         if shares and max(shares) < FEW_WELL_FORMED:
             console.note(well_formed_advice(task))
     if output:
         rows = [row for subset, own in answers.items() for row in answer_rows(subset, own, task)]
-        write_answers(output, {"task": task.name, "model": config.model.path, "seed": config.seed,
-                               "max_completion_tokens": params.max_tokens, **figures, "rows": rows})
+        write_answers(
+            output,
+            {
+                "task": task.name,
+                "model": config.model.path,
+                "seed": config.seed,
+                "max_completion_tokens": params.max_tokens,
+                **figures,
+                "rows": rows,
+            },
+        )
     return figures
 
 
@@ -72,17 +107,27 @@ def read_in_any_form(answers: Answers, task: Task) -> dict[str, float]:
     if task.verdict is None or task.extract is None or not answers.greedy:
         return {}
     verdicts = [task.verdict(group.answers[0], group.example) for group in answers.greedy]
-    return {"accuracy_any_form": sum(bool(verdict["correct"]) for verdict in verdicts) / len(verdicts)}
+    return {
+        "accuracy_any_form": sum(bool(verdict["correct"]) for verdict in verdicts) / len(verdicts)
+    }
 
 
 def well_formed_advice(task: Task) -> str:
     """How a model comes to write answers in the form that the task asks for."""
-    data = f"task={task.name}" if task.name in HAS_SOLUTIONS else "task.path=DIALOGUES.jsonl with answers in that form"
-    return (f"hardly any answer has the form that the prompt asks for, so a run would get few rewards: have the model "
-            f"learn the form first, shoal sft {data}, or take an instruct model that follows the prompt")
+    data = (
+        f"task={task.name}"
+        if task.name in HAS_SOLUTIONS
+        else "task.path=DIALOGUES.jsonl with answers in that form"
+    )
+    return (
+        f"hardly any answer has the form that the prompt asks for, so a run would get few rewards: have the model "
+        f"learn the form first, shoal sft {data}, or take an instruct model that follows the prompt"
+    )
 
 
-def describe_data(section: TaskSection, task: Task, tokenizer: Tokenizer, template_given: bool) -> str:
+def describe_data(
+    section: TaskSection, task: Task, tokenizer: Tokenizer, template_given: bool
+) -> str:
     """The questions' source and the template of their messages: `gsm8k, split test, the model's chat template`."""
     if section.name == ROWS:
         source = "rows from Python"
@@ -98,8 +143,13 @@ def answer_rows(subset: str, answers: Answers, task: Task) -> Iterator[dict[str,
     """A row a question: the question, its ground truth, the scored greedy answer and the scored samples."""
     for greedy, sampled in zip_longest(answers.greedy, answers.sampled):
         example = greedy.example
-        row = {"set": subset, "row": example.row, "question": question_text(example, task.question),
-               "gold": ground_truth(example.columns), **_scored_completion(greedy, 0)}
+        row = {
+            "set": subset,
+            "row": example.row,
+            "question": question_text(example, task.question),
+            "gold": ground_truth(example.columns),
+            **_scored_completion(greedy, 0),
+        }
         if task.verdict is not None:
             row["verdict"] = task.verdict(greedy.answers[0], example)
         if sampled is not None:
@@ -115,4 +165,5 @@ def _scored_completion(group: Group, index: int) -> Mapping[str, Any]:
         "reward": group.rewards[index],
         "rewards": {name: values[index] for name, values in group.reward_components.items()},
         "length": len(completion),
-        "stop_reason": completion.stop_reason}
+        "stop_reason": completion.stop_reason,
+    }

@@ -30,20 +30,35 @@ def export(config: ExportConfig, console: Console | None = None) -> dict[str, An
     to, source = check_new_folder(config.to, "to"), find_input(config.source, "from")
     check_model(ModelSection(path=config.source), key="from")
     if find_tree(source):
-        raise ShoalError(f"from={config.source} is a MaxText checkpoint: use `shoal convert format=huggingface`, "
-                         "which writes it as a folder that transformers loads")
+        raise ShoalError(
+            f"from={config.source} is a MaxText checkpoint: use `shoal convert format=huggingface`, "
+            "which writes it as a folder that transformers loads"
+        )
     with console or Console() as console, orbax_silenced():
         model = open_model(ModelSection(path=config.source), console, as_stored=True)
         role, a = make_roles(MeshSection()).trainer, model.architecture
         if config.merge and not a.adapter:
             raise ShoalError(f"merge=true: {config.source} has no adapter; leave merge out")
         adapter_alone = a.adapter is not None and not config.merge
-        count = parameter_count(a) - parameter_count(a.base) if adapter_alone else parameter_count(a.base)
+        count = (
+            parameter_count(a) - parameter_count(a.base)
+            if adapter_alone
+            else parameter_count(a.base)
+        )
         text = f"{gib(count * np.dtype(jnp.dtype(config.dtype)).itemsize)} as {config.dtype}"
-        console.note(f"reads {config.source}; writes {text}" + (
-            f": the adapter on {model.base} alone; merge=true writes a whole model" if adapter_alone else ""))
-        params = model.read_adapter(role, np.float32, 0) if adapter_alone else \
-            lora.merge(a, model.load(role, np.float32), role)
+        console.note(
+            f"reads {config.source}; writes {text}"
+            + (
+                f": the adapter on {model.base} alone; merge=true writes a whole model"
+                if adapter_alone
+                else ""
+            )
+        )
+        params = (
+            model.read_adapter(role, np.float32, 0)
+            if adapter_alone
+            else lora.merge(a, model.load(role, np.float32), role)
+        )
         with writing(to, "to"):
             if adapter_alone:
                 lora.save(to, params, a, model.base, model.folder, config.dtype)
@@ -51,8 +66,12 @@ def export(config: ExportConfig, console: Console | None = None) -> dict[str, An
                 hf.save(to, params, a.base, model.folder, config.dtype, config=model.config)
         console.note(f"wrote {config.to}")
         base = Path(model.base).expanduser()
-        is_unknown = model.base == ModelSection.path or (base.is_dir() and not (base / "config.json").is_file())
+        is_unknown = model.base == ModelSection.path or (
+            base.is_dir() and not (base / "config.json").is_file()
+        )
         if adapter_alone and is_unknown:
-            console.note("PEFT wants base_model_name_or_path to be a folder or hub id in Hugging Face format: export "
-                         f"from={model.base} too, and write that folder into {config.to}/{lora.CONFIG}")
+            console.note(
+                "PEFT wants base_model_name_or_path to be a folder or hub id in Hugging Face format: export "
+                f"from={model.base} too, and write that folder into {config.to}/{lora.CONFIG}"
+            )
     return {"to": address(to)}

@@ -42,31 +42,62 @@ def export_rollouts(config: ExportRolloutsConfig, console: Console | None = None
             stored = read_file(file)
             written += sum(entry.group.size for entry in stored)
             if config.format == "trl":
-                _write_trl(to / f"completions_{step:05d}.parquet", trl_columns(step, stored, decode))
+                _write_trl(
+                    to / f"completions_{step:05d}.parquet", trl_columns(step, stored, decode)
+                )
             else:
-                write_atomically(to / f"{step}.jsonl", map(json_line, verl_rows(step, stored, decode)))
-        console.note(f"wrote {count(written, 'completion')} of {count(len(files), 'step')} to {config.to}")
-    return {"run": address(run.path), "format": config.format, "to": address(to), "steps": list(files),
-            "completions": written}
+                write_atomically(
+                    to / f"{step}.jsonl", map(json_line, verl_rows(step, stored, decode))
+                )
+        console.note(
+            f"wrote {count(written, 'completion')} of {count(len(files), 'step')} to {config.to}"
+        )
+    return {
+        "run": address(run.path),
+        "format": config.format,
+        "to": address(to),
+        "steps": list(files),
+        "completions": written,
+    }
 
 
-def trl_columns(step: int, stored: Sequence[StoredGroup], decode: Callable[..., str]) -> dict[str, list[Any]]:
+def trl_columns(
+    step: int, stored: Sequence[StoredGroup], decode: Callable[..., str]
+) -> dict[str, list[Any]]:
     """Column -> one value a completion, in TRL's order."""
-    rows = [{"step": step, "prompt": decode(entry.group.prompt_of(i), skip_special_tokens=False),
-             "completion": list(entry.group.completions[i].messages) or entry.group.texts[i],
-             **_rewards(entry, i), **_extra(entry, i),
-             "advantage": None if entry.advantages is None else entry.advantages[i]}
-            for entry in stored for i in range(entry.group.size)]
+    rows = [
+        {
+            "step": step,
+            "prompt": decode(entry.group.prompt_of(i), skip_special_tokens=False),
+            "completion": list(entry.group.completions[i].messages) or entry.group.texts[i],
+            **_rewards(entry, i),
+            **_extra(entry, i),
+            "advantage": None if entry.advantages is None else entry.advantages[i],
+        }
+        for entry in stored
+        for i in range(entry.group.size)
+    ]
     names = dict.fromkeys(name for row in rows for name in row if name != "advantage")
     return {name: [row.get(name) for row in rows] for name in [*names, "advantage"]}
 
 
-def verl_rows(step: int, stored: Sequence[StoredGroup], decode: Callable[..., str]) -> list[dict[str, Any]]:
+def verl_rows(
+    step: int, stored: Sequence[StoredGroup], decode: Callable[..., str]
+) -> list[dict[str, Any]]:
     """A row a completion."""
-    return [{"input": decode(entry.group.prompt_of(i), skip_special_tokens=False), "output": entry.group.texts[i],
-             "gts": ground_truth(entry.group.example.columns), "score": entry.group.rewards[i], "step": step,
-             **_rewards(entry, i), **_extra(entry, i)}
-            for entry in stored for i in range(entry.group.size)]
+    return [
+        {
+            "input": decode(entry.group.prompt_of(i), skip_special_tokens=False),
+            "output": entry.group.texts[i],
+            "gts": ground_truth(entry.group.example.columns),
+            "score": entry.group.rewards[i],
+            "step": step,
+            **_rewards(entry, i),
+            **_extra(entry, i),
+        }
+        for entry in stored
+        for i in range(entry.group.size)
+    ]
 
 
 def _rewards(entry: StoredGroup, i: int) -> dict[str, Any]:
@@ -79,7 +110,10 @@ _COLUMNS = ("step", "prompt", "completion", "advantage", "input", "output", "gts
 def _extra(entry: StoredGroup, i: int) -> dict[str, Any]:
     """Columns that rewards logged; a name that is a column already becomes `extra_<name>`."""
     taken = {*_COLUMNS, *entry.group.reward_components}
-    return {f"extra_{name}" if name in taken else name: values[i] for name, values in entry.group.extra.items()}
+    return {
+        f"extra_{name}" if name in taken else name: values[i]
+        for name, values in entry.group.extra.items()
+    }
 
 
 def _write_trl(path: Path, columns: Mapping[str, Sequence[Any]]) -> None:
@@ -91,7 +125,9 @@ def _write_trl(path: Path, columns: Mapping[str, Sequence[Any]]) -> None:
         try:
             pq.write_table(pa.table(arrays), temporary)
         except OSError as error:
-            raise ShoalError(f"cannot write {path}: {error}; make room or choose another place") from error
+            raise ShoalError(
+                f"cannot write {path}: {error}; make room or choose another place"
+            ) from error
 
 
 def _numbers(values: Sequence[Any]) -> list[Any]:

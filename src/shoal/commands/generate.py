@@ -25,7 +25,15 @@ from shoal.text import count
 from shoal.trainer.curriculum import TokenizedExample
 from shoal.types import Address, Completion, Example, Purpose, SampleRequest, ShoalError
 
-WRITTEN = ("index", "prompt", "prompt_ids", "completion_ids", "logprobs", "completion", "stop_reason")
+WRITTEN = (
+    "index",
+    "prompt",
+    "prompt_ids",
+    "completion_ids",
+    "logprobs",
+    "completion",
+    "stop_reason",
+)
 """Columns of the output, beside those of the input."""
 
 
@@ -50,9 +58,19 @@ def generate(config: GenerateConfig, console: Console | None = None) -> dict[str
         console.note(f"prompts: {encoding_text(prompts, tokenizer, bool(config.model.template))}")
         engine = job.make_engine()(Purpose.GENERATE, size)
         engine.load(0, publish_to(job.model, job.load_weights(), frees=True))
-        engine.submit([
-            SampleRequest(row, one.prompt_ids, size, Address(config.seed, Purpose.GENERATE.value, 0, row), params)
-            for one in prompts for row in [one.example.row]])
+        engine.submit(
+            [
+                SampleRequest(
+                    row,
+                    one.prompt_ids,
+                    size,
+                    Address(config.seed, Purpose.GENERATE.value, 0, row),
+                    params,
+                )
+                for one in prompts
+                for row in [one.example.row]
+            ]
+        )
         lines = list(completion_rows(prompts, drain(engine), tokenizer.decode, size))
         write_text(output, "".join(line + "\n" for line in lines))
         console.note(f"wrote {count(len(lines), 'completion')} to {output}")
@@ -64,21 +82,34 @@ def read_prompts(path: Path) -> list[Example]:
     that has none."""
     found = [example_of(number, place, row) for number, (place, row) in enumerate(read_file(path))]
     if not found:
-        raise ShoalError(f"{path} holds no prompt: write one JSON object a line, {{\"prompt\": ...}}")
+        raise ShoalError(f'{path} holds no prompt: write one JSON object a line, {{"prompt": ...}}')
     return found
 
 
-def encoding_text(prompts: Sequence[TokenizedExample], tokenizer: Tokenizer, template_given: bool) -> str:
+def encoding_text(
+    prompts: Sequence[TokenizedExample], tokenizer: Tokenizer, template_given: bool
+) -> str:
     """`2 of messages, through the model's chat template; 3 of text, as it is, past any template`"""
     texts = sum(isinstance(one.example.prompt, str) for one in prompts)
     template = "model.template" if template_given else "the model's chat template"
-    how = f"through {template}" if tokenizer.has_template else "as plain `User: ...` lines, for want of a chat template"
-    kinds = [(len(prompts) - texts, f"of messages, {how}"), (texts, "of text, as it is, past any chat template")]
+    how = (
+        f"through {template}"
+        if tokenizer.has_template
+        else "as plain `User: ...` lines, for want of a chat template"
+    )
+    kinds = [
+        (len(prompts) - texts, f"of messages, {how}"),
+        (texts, "of text, as it is, past any chat template"),
+    ]
     return "; ".join(f"{number:,} {kind}" for number, kind in kinds if number)
 
 
-def completion_rows(prompts: Sequence[TokenizedExample], completions: Mapping[tuple[int, int], Completion],
-                    decode: Callable[[Sequence[int]], str], count: int) -> Iterator[str]:
+def completion_rows(
+    prompts: Sequence[TokenizedExample],
+    completions: Mapping[tuple[int, int], Completion],
+    decode: Callable[[Sequence[int]], str],
+    count: int,
+) -> Iterator[str]:
     """A line a completion, in the order of the prompts; `completions` by (row, index)."""
     names = given_names((name for one in prompts for name in one.example.columns), WRITTEN)
     for one in prompts:
@@ -86,6 +117,13 @@ def completion_rows(prompts: Sequence[TokenizedExample], completions: Mapping[tu
         for index in range(count):
             completion = completions[one.example.row, index]
             tokens = completion.token_ids.tolist()
-            values = (one.example.row, one.example.prompt, one.prompt_ids.tolist(), tokens,
-                      [float(value) for value in completion.logprobs], decode(tokens), completion.stop_reason.value)
+            values = (
+                one.example.row,
+                one.example.prompt,
+                one.prompt_ids.tolist(),
+                tokens,
+                [float(value) for value in completion.logprobs],
+                decode(tokens),
+                completion.stop_reason.value,
+            )
             yield json_line(columns | dict(zip(WRITTEN, values, strict=True)))

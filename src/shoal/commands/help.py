@@ -37,7 +37,8 @@ OPTIONS: Mapping[str, str] = {
     "--dry-run": "print the resolved configuration and touch nothing",
     "--plan": "train only: `shoal plan` of the same words",
     "--multirun": "train only, also -m: a run for each combination of a,b and range(a,b) values",
-    "--help": "TOPIC: this text, or only one topic or key"}
+    "--help": "TOPIC: this text, or only one topic or key",
+}
 """Options of a command that are not keys."""
 
 TOPICS: Mapping[str, str] = {
@@ -56,21 +57,32 @@ TOPICS: Mapping[str, str] = {
     "mesh": "how devices share the work",
     "sampler": "samplers in processes of their own",
     "publish": "how samplers get new weights",
-    "ray": "the cluster that samplers are in", "vllm": "servers of vLLM that sample",
+    "ray": "the cluster that samplers are in",
+    "vllm": "servers of vLLM that sample",
     "checkpoint": "when the run is saved, and which checkpoints are kept",
     "report": "metrics and groups that a run writes",
-    "report.wandb": "Weights & Biases"}
+    "report.wandb": "Weights & Biases",
+}
 """Section -> its title in the help."""
 
 
 def overview() -> str:
     """The text of `shoal --help`."""
     width = max(map(len, COMMANDS)) + 2
-    lines = [f"  {command:<{width}}{purpose(config_type)}" for command, config_type in COMMANDS.items()]
-    return "\n".join([
-        "Post-trains language models by reinforcement learning from verifiable rewards.", "",
-        "usage: shoal COMMAND [PRESET.yml] [key=value ...]", "", *lines, "",
-        textwrap.indent(EXAMPLES, "  ")])
+    lines = [
+        f"  {command:<{width}}{purpose(config_type)}" for command, config_type in COMMANDS.items()
+    ]
+    return "\n".join(
+        [
+            "Post-trains language models by reinforcement learning from verifiable rewards.",
+            "",
+            "usage: shoal COMMAND [PRESET.yml] [key=value ...]",
+            "",
+            *lines,
+            "",
+            textwrap.indent(EXAMPLES, "  "),
+        ]
+    )
 
 
 def purpose(config_type: type) -> str:
@@ -87,19 +99,35 @@ def command_help(command: str, topics: Sequence[str] = ()) -> str:
     if topics:
         return "\n\n".join(_topic_help(config_type, topic) for topic in topics)
     words = positionals_text(command)
-    lines = [f"shoal {command}: {purpose(config_type)}", "",
-             f"usage: shoal {command} {words or '[PRESET.yml | --config-name PRESET]'} [key=value ...]",
-             *[f"  {name:<15}{text}" for name, text in options_of(command).items()], "",
-             *_listing(keys_of(config_type).values())]
+    lines = [
+        f"shoal {command}: {purpose(config_type)}",
+        "",
+        f"usage: shoal {command} {words or '[PRESET.yml | --config-name PRESET]'} [key=value ...]",
+        *[f"  {name:<15}{text}" for name, text in options_of(command).items()],
+        "",
+        *_listing(keys_of(config_type).values()),
+    ]
     if aliases := aliases_of(config_type):
         lines += ["", "short forms"]
-        lines += [f"  {name}= is {alias.key}=" + (f"  ({alias.note})" if alias.note else "")
-                  for name, alias in aliases.items()]
-    if systems := sorted({system for flag in translator().flags(config_type).values() for system in flag.systems}):
-        lines += ["", f"flags of {', '.join(systems)} are accepted, too; what one becomes: shoal {command} --help FLAG"]
+        lines += [
+            f"  {name}= is {alias.key}=" + (f"  ({alias.note})" if alias.note else "")
+            for name, alias in aliases.items()
+        ]
+    if systems := sorted(
+        {system for flag in translator().flags(config_type).values() for system in flag.systems}
+    ):
+        lines += [
+            "",
+            f"flags of {', '.join(systems)} are accepted, too; what one becomes: shoal {command} --help FLAG",
+        ]
     if topics := [topic for topic in TOPICS if topic in sections_of(config_type)]:
-        lines += ["", f"one topic alone: shoal {command} --help TOPIC, of", *textwrap.wrap(
-            ", ".join(topics), _width(), initial_indent="  ", subsequent_indent="  ")]
+        lines += [
+            "",
+            f"one topic alone: shoal {command} --help TOPIC, of",
+            *textwrap.wrap(
+                ", ".join(topics), _width(), initial_indent="  ", subsequent_indent="  "
+            ),
+        ]
     return "\n".join(lines)
 
 
@@ -113,20 +141,30 @@ def options_of(command: str) -> dict[str, str]:
 def _topic_help(config_type: type, topic: str) -> str:
     """The help of one section, key or flag."""
     if topic in sections_of(config_type):
-        lines = _listing(key for key in keys_of(config_type).values() if key.name.startswith(f"{topic}."))
+        lines = _listing(
+            key for key in keys_of(config_type).values() if key.name.startswith(f"{topic}.")
+        )
         return "\n".join([*lines, *_packaged_lines(config_type, topic)])
     if topic in names_of(config_type):
         key = names_of(config_type)[topic]
         other = [f"{topic}: another name of {key}"] if topic != key else []
-        return "\n".join([*other, *_key_lines(find_key(config_type, topic)), *_packaged_lines(config_type, topic)])
+        return "\n".join(
+            [
+                *other,
+                *_key_lines(find_key(config_type, topic)),
+                *_packaged_lines(config_type, topic),
+            ]
+        )
     if flag := translator().flags(config_type).get(topic):
         return "\n".join(_flag_lines(config_type, flag))
     # `lora` for `model.lora`: a part of a name names all that has it.
     if keys := [key for key in keys_of(config_type).values() if topic in key.name.split(".")]:
         return "\n".join(_listing(keys))
     known = [*sections_of(config_type), *names_of(config_type)]
-    raise ShoalError(f"{topic}: there is no such topic or key{did_you_mean(topic, known) or ';'} "
-                     f"`shoal {command_of(config_type)} --help` lists all")
+    raise ShoalError(
+        f"{topic}: there is no such topic or key{did_you_mean(topic, known) or ';'} "
+        f"`shoal {command_of(config_type)} --help` lists all"
+    )
 
 
 def _packaged_lines(config_type: type, topic: str) -> list[str]:
@@ -134,7 +172,10 @@ def _packaged_lines(config_type: type, topic: str) -> list[str]:
     key = {"recipe": "recipe", "algorithm": "algorithm.name"}.get(topic, "")
     names = presets_of(topic) if key in keys_of(config_type) else []
     files = [file for name in names if (file := packaged(topic, name))]
-    heads = [re.split(r"(?<!Dr)[.] | \(|[.,]?\n", file.read_text(encoding="utf-8"))[0].lstrip("# ") for file in files]
+    heads = [
+        re.split(r"(?<!Dr)[.] | \(|[.,]?\n", file.read_text(encoding="utf-8"))[0].lstrip("# ")
+        for file in files
+    ]
     width = max((len(file.stem) for file in files), default=0) + 2
     lines = [f"  {file.stem:<{width}}{head}" for file, head in zip(files, heads, strict=True)]
     return ["", f"settings by name: {topic}=", *lines] if files else []
@@ -144,8 +185,14 @@ def _flag_lines(config_type: type, flag: ForeignFlag) -> list[str]:
     """The help of another system's flag, with the keys that it sets."""
     keys = [keys_of(config_type)[key] for key in flag.keys if key in keys_of(config_type)]
     text = flag.meaning or "another name of this key"
-    lines = textwrap.wrap(text, _width(), initial_indent=" " * 6, subsequent_indent=" " * 6, break_on_hyphens=False)
-    return [f"  {flag.name} ({', '.join(flag.systems)})", *lines, *(line for key in keys for line in _key_lines(key))]
+    lines = textwrap.wrap(
+        text, _width(), initial_indent=" " * 6, subsequent_indent=" " * 6, break_on_hyphens=False
+    )
+    return [
+        f"  {flag.name} ({', '.join(flag.systems)})",
+        *lines,
+        *(line for key in keys for line in _key_lines(key)),
+    ]
 
 
 def _listing(keys: Iterable[Key]) -> list[str]:
@@ -164,8 +211,16 @@ def _listing(keys: Iterable[Key]) -> list[str]:
 def _key_lines(key: Key) -> list[str]:
     head = f"  {key.name}={shown(key.default)}"
     text = f"{key.help} [{key.type_text}]"
-    return [head, *textwrap.wrap(text, _width(), initial_indent=" " * 6, subsequent_indent=" " * 6,
-                                 break_on_hyphens=False)]
+    return [
+        head,
+        *textwrap.wrap(
+            text,
+            _width(),
+            initial_indent=" " * 6,
+            subsequent_indent=" " * 6,
+            break_on_hyphens=False,
+        ),
+    ]
 
 
 def _width() -> int:
@@ -186,10 +241,15 @@ def dry_run(config: Any, resolved: Resolved, warnings: Sequence[str] = ()) -> st
     if resolved.became:
         lines += ["flags of other systems:", *(f"  {line}" for line in resolved.became)]
     if changed := difference_from_defaults(config):
-        lines += ["differs from the defaults:",
-                  *(f"  {name}={shown(value)}  # {origin_text(resolved.origins.get(name, 'Shoal'))} "
-                    f"(default {shown(keys[name].default) or 'empty'})"
-                    for name, value in changed.items() if name not in without_effect(config))]
+        lines += [
+            "differs from the defaults:",
+            *(
+                f"  {name}={shown(value)}  # {origin_text(resolved.origins.get(name, 'Shoal'))} "
+                f"(default {shown(keys[name].default) or 'empty'})"
+                for name, value in changed.items()
+                if name not in without_effect(config)
+            ),
+        ]
     else:
         lines.append("nothing differs from the defaults")
     if isinstance(config, Config):
@@ -197,10 +257,16 @@ def dry_run(config: Any, resolved: Resolved, warnings: Sequence[str] = ()) -> st
             from shoal.model.names import model_named
 
             name = config.model.name
-            lines.append(f"model.name={name} loads {name if '/' in name else model_named(name).hub_id}")
+            lines.append(
+                f"model.name={name} loads {name if '/' in name else model_named(name).hub_id}"
+            )
         lines.append(step_text(config))
         if config.resume:
-            lines.append("a resumed run has its own configuration, changed by the keys that you give")
+            lines.append(
+                "a resumed run has its own configuration, changed by the keys that you give"
+            )
     # A plan's reader wants the estimate, and `shoal train --dry-run` prints the settings.
     text = "" if isinstance(config, PlanConfig) else resolved.text
-    return text + "".join(f"# {' '.join(line.splitlines())}".rstrip() + "\n" for line in [*lines, *warnings])
+    return text + "".join(
+        f"# {' '.join(line.splitlines())}".rstrip() + "\n" for line in [*lines, *warnings]
+    )

@@ -39,19 +39,39 @@ CLIENTS = {
     "docker": ("docker", ["bash", "-ec"], "Docker, with its daemon"),
     "ray": ("ray", ["bash", "-ec"], "'.[ray]', and a cluster at RAY_API_SERVER_ADDRESS"),
     "slurm": ("sbatch", ["sbatch"], "Slurm: run this on a login node of the cluster"),
-    "gke": ("kubectl", ["kubectl", "apply", "-f", "-"], "kubectl, with the credentials of the cluster"),
-    "xpk": ("xpk", ["bash", "-ec"], "xpk, in an environment of its own (pipx install xpk), with gcloud and kubectl")}
+    "gke": (
+        "kubectl",
+        ["kubectl", "apply", "-f", "-"],
+        "kubectl, with the credentials of the cluster",
+    ),
+    "xpk": (
+        "xpk",
+        ["bash", "-ec"],
+        "xpk, in an environment of its own (pipx install xpk), with gcloud and kubectl",
+    ),
+}
 """Target -> the program that starts a job there, how it is called with what is printed, what has to be installed."""
 
 NAMES = {
-    "v4": ("tpu-v4-podslice", "v4"), "v5e": ("tpu-v5-lite-podslice", "v5litepod"), "v5p": ("tpu-v5p-slice", "v5p"),
-    "v6e": ("tpu-v6e-slice", "v6e"), "tpu7x": ("tpu7x", "tpu7x"), "l4": ("nvidia-l4", "l4"),
-    "a100-40gb": ("nvidia-tesla-a100", "a100-40gb"), "a100": ("nvidia-a100-80gb", "a100-80gb"),
-    "h100": ("nvidia-h100-80gb", "h100-80gb"), "h200": ("nvidia-h200-141gb", "h200-141gb"),
-    "b200": ("nvidia-b200", "b200")}
+    "v4": ("tpu-v4-podslice", "v4"),
+    "v5e": ("tpu-v5-lite-podslice", "v5litepod"),
+    "v5p": ("tpu-v5p-slice", "v5p"),
+    "v6e": ("tpu-v6e-slice", "v6e"),
+    "tpu7x": ("tpu7x", "tpu7x"),
+    "l4": ("nvidia-l4", "l4"),
+    "a100-40gb": ("nvidia-tesla-a100", "a100-40gb"),
+    "a100": ("nvidia-a100-80gb", "a100-80gb"),
+    "h100": ("nvidia-h100-80gb", "h100-80gb"),
+    "h200": ("nvidia-h200-141gb", "h200-141gb"),
+    "b200": ("nvidia-b200", "b200"),
+}
 """Kind of a topology -> GKE's name of the accelerator, and the first part of xpk's name of a machine or slice."""
 
-PROXY = ("JAX_PLATFORMS=proxy", "JAX_BACKEND_TARGET=grpc://127.0.0.1:29000", "ENABLE_PATHWAYS_PERSISTENCE=1")
+PROXY = (
+    "JAX_PLATFORMS=proxy",
+    "JAX_BACKEND_TARGET=grpc://127.0.0.1:29000",
+    "ENABLE_PATHWAYS_PERSISTENCE=1",
+)
 """The environment of a process that uses Pathways, as xpk's own jobs have it."""
 SECRETS = ("HF_TOKEN", "WANDB_API_KEY", "SHOAL_MESH_TOKEN")
 """Variables that a job gets from the environment, from a Secret in Kubernetes; never printed."""
@@ -60,19 +80,31 @@ SECRETS = ("HF_TOKEN", "WANDB_API_KEY", "SHOAL_MESH_TOKEN")
 def launch(config: LaunchConfig, console: Console) -> None:
     """Prints what starts the job, and starts it unless it is a dry run. ShoalError for a job that cannot run on these
     devices, for a client that is not installed, and for one that fails."""
-    write = {"docker": docker_script, "ray": ray_script, "slurm": slurm_script, "gke": manifest, "xpk": xpk_command}
+    write = {
+        "docker": docker_script,
+        "ray": ray_script,
+        "slurm": slurm_script,
+        "gke": manifest,
+        "xpk": xpk_command,
+    }
     text = write[config.target](Workload(config))
     print(text, end="", flush=True)
     if config.dry_run:
         return
     client, argv, needed = CLIENTS[config.target]
     if shutil.which(client) is None:
-        raise ShoalError(f"target={config.target}: {client} is not on PATH, so nothing was started; what it is to be "
-                         f"given is printed. It needs {needed}; --dry-run only prints")
+        raise ShoalError(
+            f"target={config.target}: {client} is not on PATH, so nothing was started; what it is to be "
+            f"given is printed. It needs {needed}; --dry-run only prints"
+        )
     as_word = argv[0] == "bash"
-    code = subprocess.run([*argv, text] if as_word else argv, input=None if as_word else text, text=True).returncode
+    code = subprocess.run(
+        [*argv, text] if as_word else argv, input=None if as_word else text, text=True
+    ).returncode
     if code:
-        raise ShoalError(f"target={config.target}: {client} ended with exit code {code}; what it was given is printed")
+        raise ShoalError(
+            f"target={config.target}: {client} ended with exit code {code}; what it was given is printed"
+        )
 
 
 @dataclass(frozen=True)
@@ -96,8 +128,11 @@ class Workload:
     def pathways(self) -> bool:
         """True if the job asks for Pathways: by its keys, or, another command, by the words of its line."""
         asked = {"use_pathways", "use_pathways=true", PROXY[0]}
-        return self.training.mesh.pathways if self.training else any(
-            word.lstrip("-") in asked for line in self.config.job for word in line.split())
+        return (
+            self.training.mesh.pathways
+            if self.training
+            else any(word.lstrip("-") in asked for line in self.config.job for word in line.split())
+        )
 
     @property
     def name(self) -> str:
@@ -122,8 +157,10 @@ class Workload:
         """The words of the job, with what it needs to resume, to use all devices, and to sample in Ray's cluster."""
         job, train, topology = list(self.config.job), self.training, self.topology
         if not job:
-            raise ShoalError("there is no job: give one after --, as shoal launch target=slurm topology=h100:8 -- "
-                             "train task=gsm8k")
+            raise ShoalError(
+                "there is no job: give one after --, as shoal launch target=slurm topology=h100:8 -- "
+                "train task=gsm8k"
+            )
         if train is None:
             return ["shoal", *job] if job[0] in COMMANDS else job
         if not (train.run_name or train.resume):
@@ -132,7 +169,10 @@ class Workload:
             job.append("sampler.kind=ray")
         elif topology and not train.sampler.is_remote:
             if topology.num_devices > 1 and replace(train.mesh, pathways=False) == MeshSection():
-                job += ["mesh.fsdp=-1", *[f"mesh.dcn_data={topology.slices}"] * (topology.slices > 1)]
+                job += [
+                    "mesh.fsdp=-1",
+                    *[f"mesh.dcn_data={topology.slices}"] * (topology.slices > 1),
+                ]
             self.check_roles(job, topology)
         return ["shoal", *job]
 
@@ -145,8 +185,12 @@ class Workload:
         jax.config.update("jax_platforms", "cpu")
         devices, mesh = placeholder_devices(topology), configuration(job[1:]).mesh
         roles, each = make_roles(mesh, devices), len(devices) // self.hosts
-        if not self.pathways and (reason := refusal(mesh, roles, {one: one.id // each for one in devices})):
-            raise ShoalError(f"topology={topology}: {reason}; or use Pathways: target=xpk with mesh.pathways=true")
+        if not self.pathways and (
+            reason := refusal(mesh, roles, {one: one.id // each for one in devices})
+        ):
+            raise ShoalError(
+                f"topology={topology}: {reason}; or use Pathways: target=xpk with mesh.pathways=true"
+            )
 
     @property
     def command(self) -> str:
@@ -186,13 +230,28 @@ def docker_script(work: Workload) -> str:
     c, steps, root = work.config, [], Path(__file__).parents[3]
     if c.mode:
         if not (root / "deploy" / "Dockerfile").is_file():
-            raise ShoalError(f"mode={c.mode}: an image is built from a clone of Shoal; install it with pip install -e "
-                             "in its folder")
-        steps.append(shlex.join(["docker", "build", f"--file={root}/deploy/Dockerfile", f"--build-arg=MODE={c.mode}",
-                                 f"--tag={c.image}", str(root)]))
+            raise ShoalError(
+                f"mode={c.mode}: an image is built from a clone of Shoal; install it with pip install -e "
+                "in its folder"
+            )
+        steps.append(
+            shlex.join(
+                [
+                    "docker",
+                    "build",
+                    f"--file={root}/deploy/Dockerfile",
+                    f"--build-arg=MODE={c.mode}",
+                    f"--tag={c.image}",
+                    str(root),
+                ]
+            )
+        )
     if c.push:
         address = c.push if ":" in c.push.rpartition("/")[2] else f"{c.push}:latest"
-        steps += [shlex.join(["docker", "tag", c.image, address]), shlex.join(["docker", "push", address])]
+        steps += [
+            shlex.join(["docker", "tag", c.image, address]),
+            shlex.join(["docker", "push", address]),
+        ]
     if c.job or not steps:
         options = ["--init", "--rm", f"--name={work.name}", f"--stop-timeout={c.grace_seconds}"]
         if work.topology:
@@ -200,14 +259,20 @@ def docker_script(work: Workload) -> str:
             options += ["--privileged", "--net=host"] if is_tpu else ["--gpus=all"]
         options += [f"--env={name}" for name in SECRETS]
         here = '--volume="$PWD":/work'  # for the shell to fill in
-        steps.append(f"docker run {shlex.join(options)} {here} {shlex.join([c.image, *work.words])}")
+        steps.append(
+            f"docker run {shlex.join(options)} {here} {shlex.join([c.image, *work.words])}"
+        )
     return script(f"# {work.summary}", *steps)
 
 
 def ray_script(work: Workload) -> str:
     words = ["ray", "job", "submit", *work.config.options, "--", *map(ray_word, work.words)]
-    return script("#!/bin/bash", f"# {work.summary}; RAY_API_SERVER_ADDRESS is the address of the cluster's dashboard.",
-                  shell_part("ray.sh").rstrip("\n"), shlex.join(words))
+    return script(
+        "#!/bin/bash",
+        f"# {work.summary}; RAY_API_SERVER_ADDRESS is the address of the cluster's dashboard.",
+        shell_part("ray.sh").rstrip("\n"),
+        shlex.join(words),
+    )
 
 
 def ray_word(word: str) -> str:
@@ -226,16 +291,32 @@ def ray_word(word: str) -> str:
 
 def slurm_script(work: Workload) -> str:
     if work.topology and work.topology.accelerator.is_tpu:
-        raise ShoalError(f"topology={work.topology}: Slurm has machines with GPUs here, as h100:8x8; use target=gke or "
-                         "xpk for a TPU")
+        raise ShoalError(
+            f"topology={work.topology}: Slurm has machines with GPUs here, as h100:8x8; use target=gke or "
+            "xpk for a TPU"
+        )
     # B: the script itself receives the signal, and hands it on to the run.
-    options = [f"--job-name={work.name}", f"--nodes={work.hosts}", "--exclusive", "--ntasks-per-node=1",
-               f"--signal=B:TERM@{work.config.grace_seconds}", "--requeue", "--open-mode=append", "--output=%x-%j.log"]
+    options = [
+        f"--job-name={work.name}",
+        f"--nodes={work.hosts}",
+        "--exclusive",
+        "--ntasks-per-node=1",
+        f"--signal=B:TERM@{work.config.grace_seconds}",
+        "--requeue",
+        "--open-mode=append",
+        "--output=%x-%j.log",
+    ]
     if work.chips:
         options.append(f"--gpus-per-node={work.chips}")
     options += work.config.options
-    return script("#!/bin/bash", f"# {work.summary}", "#   sbatch FILE", *[f"#SBATCH {option}" for option in options],
-                  f"set -- {work.command}", shell_part("slurm.sh").rstrip("\n"))
+    return script(
+        "#!/bin/bash",
+        f"# {work.summary}",
+        "#   sbatch FILE",
+        *[f"#SBATCH {option}" for option in options],
+        f"set -- {work.command}",
+        shell_part("slurm.sh").rstrip("\n"),
+    )
 
 
 def xpk_command(work: Workload) -> str:
@@ -253,14 +334,23 @@ def xpk_command(work: Workload) -> str:
     options = list(c.options)
     if work.pathways:
         words = " ".join([*(one for one in PROXY if one not in words), words])
-    elif work.hosts > 1:  # xpk starts again after 42 and 127 to 255; 2 is also a process whose neighbour has ended
+    elif (
+        work.hosts > 1
+    ):  # xpk starts again after 42 and 127 to 255; 2 is also a process whose neighbour has ended
         options.append("--restart-on-exit-codes=2")
     verb = "create-pathways" if work.pathways else "create"
-    lines = [shlex.join(each) for each in (
-        ["xpk", "workload", verb, f"--workload={work.name}", f"--cluster={c.cluster}"],
-        [*devices, f"--docker-image={c.image}"],
-        [f"--max-restarts={c.restarts}", f"--termination-grace-period-seconds={c.grace_seconds}"],
-        options)]
+    lines = [
+        shlex.join(each)
+        for each in (
+            ["xpk", "workload", verb, f"--workload={work.name}", f"--cluster={c.cluster}"],
+            [*devices, f"--docker-image={c.image}"],
+            [
+                f"--max-restarts={c.restarts}",
+                f"--termination-grace-period-seconds={c.grace_seconds}",
+            ],
+            options,
+        )
+    ]
     # For the shell to fill in: what is secret is not printed.
     secrets = " ".join(f'${{{name}:+--env {name}="${name}"}}' for name in SECRETS)
     lines += [secrets, f"--command={shlex.quote(words)}"]
@@ -291,51 +381,104 @@ def job(work: Workload) -> dict[str, Any]:
         # A pod that the cluster takes away does not count: the next one resumes the run.
         {"action": "Ignore", "onPodConditions": [dict(DISRUPTED)]},
         # A mistake that another start does not cure.
-        {"action": "FailJob", "onExitCodes": {"containerName": "shoal", "operator": "In", "values": [2]}}]
+        {
+            "action": "FailJob",
+            "onExitCodes": {"containerName": "shoal", "operator": "In", "values": [2]},
+        },
+    ]
     return {
-        "apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": work.name},
-        "spec": {"backoffLimit": work.config.restarts, "podReplacementPolicy": "Failed",
-                 "podFailurePolicy": {"rules": rules},
-                 "template": {"spec": pod(work, work.chips, container_command(work))}}}
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {"name": work.name},
+        "spec": {
+            "backoffLimit": work.config.restarts,
+            "podReplacementPolicy": "Failed",
+            "podFailurePolicy": {"rules": rules},
+            "template": {"spec": pod(work, work.chips, container_command(work))},
+        },
+    }
 
 
 def job_set(work: Workload, topology: Topology) -> dict[str, Any]:
     metadata: dict[str, Any] = {"name": work.name}
     command = container_command(work)
     if topology.accelerator.is_tpu:  # GKE says to each process of a TPU slice where the others are
-        metadata["annotations"] = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
+        metadata["annotations"] = {
+            "alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"
+        }
     elif work.training:
-        command += f" mesh.coordinator={work.name}-workers-0-0.{work.name}:7777 mesh.processes={work.hosts} " \
-                   "mesh.process=$JOB_COMPLETION_INDEX"
+        command += (
+            f" mesh.coordinator={work.name}-workers-0-0.{work.name}:7777 mesh.processes={work.hosts} "
+            "mesh.process=$JOB_COMPLETION_INDEX"
+        )
     hosts = work.hosts // topology.slices
     taken_away = {"action": "FailJob", "onPodConditions": [dict(DISRUPTED)]}
     processes = {
-        "parallelism": hosts, "completions": hosts, "completionMode": "Indexed", "backoffLimit": 0,
-        "podReplacementPolicy": "Failed", "podFailurePolicy": {"rules": [taken_away]},
-        "template": {"spec": pod(work, work.chips, command)}}
+        "parallelism": hosts,
+        "completions": hosts,
+        "completionMode": "Indexed",
+        "backoffLimit": 0,
+        "podReplacementPolicy": "Failed",
+        "podFailurePolicy": {"rules": [taken_away]},
+        "template": {"spec": pod(work, work.chips, command)},
+    }
     # All processes start again together, and resume the run; a host that the cluster takes away does not count.
-    policy = {"maxRestarts": work.config.restarts, "rules": [
-        {"name": "taken-away", "action": "RestartJobSetAndIgnoreMaxRestarts",
-         "onJobFailureReasons": ["PodFailurePolicy"]}]}
+    policy = {
+        "maxRestarts": work.config.restarts,
+        "rules": [
+            {
+                "name": "taken-away",
+                "action": "RestartJobSetAndIgnoreMaxRestarts",
+                "onJobFailureReasons": ["PodFailurePolicy"],
+            }
+        ],
+    }
     return {
-        "apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": metadata,
-        "spec": {"failurePolicy": policy, "replicatedJobs": [
-            {"name": "workers", "replicas": topology.slices, "template": {"spec": processes}}]}}
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": metadata,
+        "spec": {
+            "failurePolicy": policy,
+            "replicatedJobs": [
+                {"name": "workers", "replicas": topology.slices, "template": {"spec": processes}}
+            ],
+        },
+    }
 
 
 def ray_job(work: Workload, train: Config) -> dict[str, Any]:
     if find_spec("ray") is None:
-        raise ShoalError("sampler.kind=ray: the manifest names the version of Ray; pip install '.[ray]'")
+        raise ShoalError(
+            "sampler.kind=ray: the manifest names the version of Ray; pip install '.[ray]'"
+        )
     workers = train.sampler.workers
-    head = {"rayStartParams": {"dashboard-host": "0.0.0.0"}, "template": {"spec": pod(work, work.chips)}}
-    samplers = {"groupName": "samplers", "replicas": workers, "minReplicas": 1, "maxReplicas": workers,
-                "rayStartParams": {}, "template": {"spec": pod(work, train.sampler.devices_per_worker)}}
+    head = {
+        "rayStartParams": {"dashboard-host": "0.0.0.0"},
+        "template": {"spec": pod(work, work.chips)},
+    }
+    samplers = {
+        "groupName": "samplers",
+        "replicas": workers,
+        "minReplicas": 1,
+        "maxReplicas": workers,
+        "rayStartParams": {},
+        "template": {"spec": pod(work, train.sampler.devices_per_worker)},
+    }
     return {
-        "apiVersion": "ray.io/v1", "kind": "RayJob", "metadata": {"name": work.name},
-        "spec": {"entrypoint": shlex.join(map(ray_word, work.words)), "backoffLimit": work.config.restarts,
-                 "shutdownAfterJobFinishes": True,
-                 "rayClusterSpec": {"rayVersion": version("ray"), "headGroupSpec": head,
-                                    "workerGroupSpecs": [samplers]}}}
+        "apiVersion": "ray.io/v1",
+        "kind": "RayJob",
+        "metadata": {"name": work.name},
+        "spec": {
+            "entrypoint": shlex.join(map(ray_word, work.words)),
+            "backoffLimit": work.config.restarts,
+            "shutdownAfterJobFinishes": True,
+            "rayClusterSpec": {
+                "rayVersion": version("ray"),
+                "headGroupSpec": head,
+                "workerGroupSpecs": [samplers],
+            },
+        },
+    }
 
 
 def container_command(work: Workload) -> str:
@@ -348,8 +491,10 @@ def pod(work: Workload, chips: int, command: str = "") -> dict[str, Any]:
     """The specification of a pod with so many accelerators; without a command of one that Ray starts."""
     topology, limits, selector = work.topology, {}, {}
     if topology and topology.accelerator.is_tpu:
-        selector = {"cloud.google.com/gke-tpu-accelerator": NAMES[topology.kind][0],
-                    "cloud.google.com/gke-tpu-topology": "x".join(map(str, topology.shape))}
+        selector = {
+            "cloud.google.com/gke-tpu-accelerator": NAMES[topology.kind][0],
+            "cloud.google.com/gke-tpu-topology": "x".join(map(str, topology.shape)),
+        }
         limits = {"google.com/tpu": str(chips)}
     elif topology:
         selector = {"cloud.google.com/gke-accelerator": NAMES[topology.kind][0]}
@@ -360,11 +505,17 @@ def pod(work: Workload, chips: int, command: str = "") -> dict[str, Any]:
     container |= {
         "envFrom": [{"secretRef": {"name": "shoal-secrets", "optional": True}}],
         "resources": {"limits": limits, "requests": dict(limits)},
-        "volumeMounts": [{"name": "runs", "mountPath": "/work"}, {"name": "memory", "mountPath": "/dev/shm"}]}
+        "volumeMounts": [
+            {"name": "runs", "mountPath": "/work"},
+            {"name": "memory", "mountPath": "/dev/shm"},
+        ],
+    }
     spec: dict[str, Any] = {"restartPolicy": "Never"} if command else {}
     spec["terminationGracePeriodSeconds"] = work.config.grace_seconds
     if selector:
         spec["nodeSelector"] = selector
-    volumes = [{"name": "runs", "persistentVolumeClaim": {"claimName": work.config.storage}},
-               {"name": "memory", "emptyDir": {"medium": "Memory"}}]
+    volumes = [
+        {"name": "runs", "persistentVolumeClaim": {"claimName": work.config.storage}},
+        {"name": "memory", "emptyDir": {"medium": "Memory"}},
+    ]
     return spec | {"containers": [container], "volumes": volumes}

@@ -1,9 +1,9 @@
 """`shoal train --multirun`: a run for each combination of values, one after the other, each in its own process.
 
-    optimizer.lr=1e-4,1e-5 seed=range(3)     6 runs; a list [a,b] and text in quotes are one value
+optimizer.lr=1e-4,1e-5 seed=range(3)     6 runs; a list [a,b] and text in quotes are one value
 
-    multirun/YYYY-MM-DD/HH-MM-SS/0 1 2 ...   the run folders; with run_name: <base_output_directory>/<run_name>/0 1 2
-    .../multirun.json                        the swept values and the result of each run
+multirun/YYYY-MM-DD/HH-MM-SS/0 1 2 ...   the run folders; with run_name: <base_output_directory>/<run_name>/0 1 2
+.../multirun.json                        the swept values and the result of each run
 """
 
 from __future__ import annotations
@@ -70,19 +70,26 @@ class SweptRun:
         return "done" if self.exit_code == 0 else f"failed ({self.exit_code})"
 
 
-def multirun(command: str, words: Sequence[str], console: Console, dry_run: bool = False) -> dict[str, Any]:
+def multirun(
+    command: str, words: Sequence[str], console: Console, dry_run: bool = False
+) -> dict[str, Any]:
     """Runs every combination and returns the content of multirun.json; a dry run prints the runs.
 
     All combinations are validated before the first one starts. A failed run does not stop the others, Ctrl-C does."""
     combinations = list(combine(dataclass_of(command), words))
     configs = [compose(command, each)[0] for _, each in combinations]
     if configs[0].resume:
-        raise ShoalError(f"resume={configs[0].resume}: a sweep is resumed by giving the same run_name and "
-                         "base_output_directory")
+        raise ShoalError(
+            f"resume={configs[0].resume}: a sweep is resumed by giving the same run_name and "
+            "base_output_directory"
+        )
     root = root_of(configs[0])
     if area_of(root):
         fetch_into(root / SUMMARY, may_be_empty=True)
-    runs = [SweptRun(number, values, each, root / str(number)) for number, (values, each) in enumerate(combinations)]
+    runs = [
+        SweptRun(number, values, each, root / str(number))
+        for number, (values, each) in enumerate(combinations)
+    ]
     check_same_sweep(root, runs)
     console.note(cost_text(configs))
     if dry_run:
@@ -92,7 +99,9 @@ def multirun(command: str, words: Sequence[str], console: Console, dry_run: bool
     _write_record(root, runs)
     interrupted = False
     for run in runs:
-        console.heading(f"run {run.number + 1} of {len(runs)}: {run.assignments} {address(run.folder)}")
+        console.heading(
+            f"run {run.number + 1} of {len(runs)}: {run.assignments} {address(run.folder)}"
+        )
         folder = [f"base_output_directory={address(root)}", f"run_name={run.number}"]
         run.exit_code, interrupted = run_process([command, *run.words, *folder])
         run.figures = _read_figures(run.folder)
@@ -105,8 +114,10 @@ def multirun(command: str, words: Sequence[str], console: Console, dry_run: bool
     console.table(*_table(runs))
     console.note(f"written to {address(root / SUMMARY)}")
     if interrupted:
-        raise KeyboardInterrupt(f"interrupted; the same command with base_output_directory={address(root.parent)} "
-                                f"run_name={root.name} resumes it")
+        raise KeyboardInterrupt(
+            f"interrupted; the same command with base_output_directory={address(root.parent)} "
+            f"run_name={root.name} resumes it"
+        )
     return _record(root, runs)
 
 
@@ -132,8 +143,10 @@ def combine(config_type: type, words: Sequence[str]) -> Iterator[tuple[dict[str,
         places[name] = place
         if len(texts) > 1:
             if name in _FIXED:
-                raise ShoalError(f"{name}={text}: this key cannot be swept, the runs of a sweep get folders by number; "
-                                 "put quotes around a value that holds commas")
+                raise ShoalError(
+                    f"{name}={text}: this key cannot be swept, the runs of a sweep get folders by number; "
+                    "put quotes around a value that holds commas"
+                )
             choices[name] = texts
         elif texts != [text]:
             line[place] = f"{name}={texts[0]}"
@@ -159,12 +172,17 @@ def sweep_texts(text: str) -> list[str]:
         start, stop, step = (int(number) if number else None for number in match.groups())
         numbers = range(start or 0) if stop is None else range(start or 0, stop, step or 1)
         if not numbers:
-            raise ShoalError(f"{text}: there is no number in this range; write range(stop) or range(start,stop,step)")
+            raise ShoalError(
+                f"{text}: there is no number in this range; write range(stop) or range(start,stop,step)"
+            )
         return [str(number) for number in numbers]
     items = [item.strip() for item in _ITEM.findall(text)]
     if len(items) < 2 and text[:1] not in ("'", '"'):
         return [text]
-    return [item[1:-1] if len(item) > 1 and item[0] == item[-1] and item[0] in "'\"" else item for item in items]
+    return [
+        item[1:-1] if len(item) > 1 and item[0] == item[-1] and item[0] in "'\"" else item
+        for item in items
+    ]
 
 
 # ---- folders and records
@@ -177,7 +195,9 @@ def root_of(config: Config, now: datetime | None = None) -> Path:
         return named_folder(base, config.run_name)
     if "base_output_directory" not in difference_from_defaults(config):
         base = MULTIRUN_FOLDER
-    return check_local(base, "base_output_directory", RUNS) / (now or datetime.now()).strftime("%Y-%m-%d/%H-%M-%S")
+    return check_local(base, "base_output_directory", RUNS) / (now or datetime.now()).strftime(
+        "%Y-%m-%d/%H-%M-%S"
+    )
 
 
 def check_same_sweep(root: Path, runs: Sequence[SweptRun]) -> None:
@@ -186,11 +206,15 @@ def check_same_sweep(root: Path, runs: Sequence[SweptRun]) -> None:
         raise ShoalError(f"{root} is the folder of a run, not of a sweep: choose another run_name")
     if not (root / SUMMARY).is_file():
         return
-    known = {entry["number"]: entry["values"] for entry in read_json(root / SUMMARY).get("runs", ())}
+    known = {
+        entry["number"]: entry["values"] for entry in read_json(root / SUMMARY).get("runs", ())
+    }
     for run in runs:
         if known.get(run.number, run.values) != run.values:
-            raise ShoalError(f"{root} holds another sweep: its run {run.number} is {known[run.number]}, not "
-                             f"{run.values}; choose another run_name")
+            raise ShoalError(
+                f"{root} holds another sweep: its run {run.number} is {known[run.number]}, not "
+                f"{run.values}; choose another run_name"
+            )
 
 
 def _read_figures(folder: Path) -> dict[str, Any]:
@@ -199,7 +223,9 @@ def _read_figures(folder: Path) -> dict[str, Any]:
     if (summary := read_summary(folder)) is None:
         return {}
     kind = "mean_reward" if summary.get("accuracy_after") is None else "accuracy"
-    return {name: summary.get(name) for name in (f"{kind}_before", f"{kind}_after", "seconds_total")}
+    return {
+        name: summary.get(name) for name in (f"{kind}_before", f"{kind}_after", "seconds_total")
+    }
 
 
 def _record(root: Path, runs: Sequence[SweptRun]) -> dict[str, Any]:
@@ -207,12 +233,24 @@ def _record(root: Path, runs: Sequence[SweptRun]) -> dict[str, Any]:
         "folder": address(root),
         "keys": list(runs[0].values),
         "num_failed": sum(run.state.startswith("failed") for run in runs),
-        "runs": [{"number": run.number, "values": run.values, "folder": address(run.folder), "state": run.state,
-                  "exit_code": run.exit_code, **run.figures} for run in runs]}
+        "runs": [
+            {
+                "number": run.number,
+                "values": run.values,
+                "folder": address(run.folder),
+                "state": run.state,
+                "exit_code": run.exit_code,
+                **run.figures,
+            }
+            for run in runs
+        ],
+    }
 
 
 def _write_record(root: Path, runs: Sequence[SweptRun]) -> None:
-    write_atomically(root / SUMMARY, [json.dumps(json_ready(_record(root, runs)), indent=2, allow_nan=False)])
+    write_atomically(
+        root / SUMMARY, [json.dumps(json_ready(_record(root, runs)), indent=2, allow_nan=False)]
+    )
     send(root / SUMMARY)
 
 
@@ -235,22 +273,45 @@ def run_process(words: Sequence[str]) -> tuple[int, bool]:
 def cost_text(configs: Sequence[Config]) -> str:
     """`6 runs, one after the other: 480 steps, 122,880 completions to train on, and their evaluations`."""
     steps = sum(one.steps for one in configs)
-    kinds = {"": [one for one in configs if not one.batch.prompts_per_device],
-             " on each device": [one for one in configs if one.batch.prompts_per_device]}
-    parts = [count(sum(one.steps * step_sizes(one)[0] for one in some), "completion") + on_each +
-             (f" ({count(len(some), 'run')})" if len(some) < len(configs) else "")
-             for on_each, some in kinds.items() if some]
-    return (f"{count(len(configs), 'run')}, one after the other: {count(steps, 'step')}, "
-            f"{' and '.join(parts)} to train on, and their evaluations")
+    kinds = {
+        "": [one for one in configs if not one.batch.prompts_per_device],
+        " on each device": [one for one in configs if one.batch.prompts_per_device],
+    }
+    parts = [
+        count(sum(one.steps * step_sizes(one)[0] for one in some), "completion")
+        + on_each
+        + (f" ({count(len(some), 'run')})" if len(some) < len(configs) else "")
+        for on_each, some in kinds.items()
+        if some
+    ]
+    return (
+        f"{count(len(configs), 'run')}, one after the other: {count(steps, 'step')}, "
+        f"{' and '.join(parts)} to train on, and their evaluations"
+    )
 
 
 def _table(runs: Sequence[SweptRun]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """The head and the rows of the table at the end."""
-    def row(run: SweptRun) -> tuple[str, ...]:
-        texts = {name: "" if value is None else figure_text(name, value) for name, value in run.figures.items()}
-        before, after = (texts.get(f"accuracy_{when}", texts.get(f"mean_reward_{when}", ""))
-                         for when in ("before", "after"))
-        return (str(run.number), *run.values.values(), run.state, before, after, texts.get("seconds_total", ""),
-                str(run.folder))
 
-    return ("run", *runs[0].values, "state", "before", "after", "time", "folder"), [row(run) for run in runs]
+    def row(run: SweptRun) -> tuple[str, ...]:
+        texts = {
+            name: "" if value is None else figure_text(name, value)
+            for name, value in run.figures.items()
+        }
+        before, after = (
+            texts.get(f"accuracy_{when}", texts.get(f"mean_reward_{when}", ""))
+            for when in ("before", "after")
+        )
+        return (
+            str(run.number),
+            *run.values.values(),
+            run.state,
+            before,
+            after,
+            texts.get("seconds_total", ""),
+            str(run.folder),
+        )
+
+    return ("run", *runs[0].values, "state", "before", "after", "time", "folder"), [
+        row(run) for run in runs
+    ]

@@ -19,11 +19,15 @@ def rescore(config: RescoreConfig, console: Console | None = None) -> dict[str, 
         run = StoredRun(find_run(config.run))
         algorithm = run.config.algorithm
         if algorithm.kl_placement == "reward" and algorithm.kl_coef:
-            console.note("the run subtracted a divergence from its rewards (algorithm.kl_placement=reward): stored "
-                         "advantages contain it, new ones do not")
+            console.note(
+                "the run subtracted a divergence from its rewards (algorithm.kl_placement=reward): stored "
+                "advantages contain it, new ones do not"
+            )
         if run.config.turns:
-            console.note("environments are not stored, nor are fields of rollout functions: functions get the messages "
-                         "of rollouts without them, and the environments' own rewards are left out")
+            console.note(
+                "environments are not stored, nor are fields of rollout functions: functions get the messages "
+                "of rollouts without them, and the environments' own rewards are left out"
+            )
         result = score_again(run, config.reward, config.step)
         _report(result, console)
     return result
@@ -31,22 +35,47 @@ def rescore(config: RescoreConfig, console: Console | None = None) -> dict[str, 
 
 def _report(result: dict[str, Any], console: Console) -> None:
     c, lint = result["comparison"], result["lint"]
-    console.heading(f"{', '.join(result['functions'])} on {count(result['num_groups'], 'group')} of "
-                    f"{count(len(result['steps']), 'step')}"
-                    + ("" if result["finished"] else " (the run has not finished)"))
-    console.table(("", "stored", "new"), [
-        ("mean reward", *(figure(value, 3) for value in c["reward_mean"])),
-        ("mixed groups", *map(str, c["nonzero_std_groups"]))])
-    console.text(f"{c['advantages_flipped']} of {count(c['completions_compared'], 'advantage')} change their sign")
-    console.table(("the new reward", ""), [(name.replace("_", " "), figure(lint[name], 3)) for name in (
-        "min", "max", "std", "num_distinct", "share_of_constant_groups", "seconds_per_completion",
-        "correlation_with_length", "unscorable")])
+    console.heading(
+        f"{', '.join(result['functions'])} on {count(result['num_groups'], 'group')} of "
+        f"{count(len(result['steps']), 'step')}"
+        + ("" if result["finished"] else " (the run has not finished)")
+    )
+    console.table(
+        ("", "stored", "new"),
+        [
+            ("mean reward", *(figure(value, 3) for value in c["reward_mean"])),
+            ("mixed groups", *map(str, c["nonzero_std_groups"])),
+        ],
+    )
+    console.text(
+        f"{c['advantages_flipped']} of {count(c['completions_compared'], 'advantage')} change their sign"
+    )
+    console.table(
+        ("the new reward", ""),
+        [
+            (name.replace("_", " "), figure(lint[name], 3))
+            for name in (
+                "min",
+                "max",
+                "std",
+                "num_distinct",
+                "share_of_constant_groups",
+                "seconds_per_completion",
+                "correlation_with_length",
+                "unscorable",
+            )
+        ],
+    )
     for warning in lint["warnings"]:
         console.warning(warning)
     if number := result["advantages_not_stored"]:
         verb = "was" if number == 1 else "were"
-        console.note(f"{count(number, 'group')} {verb} stored without advantages: their old ones follow the settings")
+        console.note(
+            f"{count(number, 'group')} {verb} stored without advantages: their old ones follow the settings"
+        )
     for hack in result["hacks"]:
-        console.text(f"scored {figure(hack['reward'], 3)} where the stored reward was lowest "
-                     f"({figure(hack['old_reward'], 3)}): step {hack['step']}, group {hack['group']}, completion "
-                     f"{hack['completion']}: {hack['text'][:200]!r}")
+        console.text(
+            f"scored {figure(hack['reward'], 3)} where the stored reward was lowest "
+            f"({figure(hack['old_reward'], 3)}): step {hack['step']}, group {hack['group']}, completion "
+            f"{hack['completion']}: {hack['text'][:200]!r}"
+        )

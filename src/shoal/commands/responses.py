@@ -30,8 +30,12 @@ from shoal.tasks.task import TASKS, Task
 from shoal.types import Failure, ShoalError
 
 
-def score_responses(config: EvalConfig, functions: Sequence[Callable] = (),
-                    console: Console | None = None, python_task: Task | None = None) -> dict[str, Any]:
+def score_responses(
+    config: EvalConfig,
+    functions: Sequence[Callable] = (),
+    console: Console | None = None,
+    python_task: Task | None = None,
+) -> dict[str, Any]:
     """The figures of the answers in `config.responses`; each row with its verdict is written to `config.output`.
 
     Reward functions (`config.reward.functions`, and `functions` from Python) are called if any are given, the task's
@@ -40,12 +44,16 @@ def score_responses(config: EvalConfig, functions: Sequence[Callable] = (),
     if config.output:
         output = check_local(config.output, "output", OUTPUTS)
         if output.resolve() == file.resolve():
-            raise ShoalError(f"output={output} is the file of responses itself, which would be overwritten: give "
-                             "another name")
+            raise ShoalError(
+                f"output={output} is the file of responses itself, which would be overwritten: give "
+                "another name"
+            )
         check_new_file(config.output, "output")
     with console or Console() as console:
         _report_unused_keys(config, console)
-        module = importlib.import_module(TASKS[config.task.name]) if config.task.name in TASKS else None
+        module = (
+            importlib.import_module(TASKS[config.task.name]) if config.task.name in TASKS else None
+        )
         if python_task:
             task, with_data, rewarded = python_task, python_task, bool(python_task.rewards)
         else:
@@ -54,48 +62,80 @@ def score_responses(config: EvalConfig, functions: Sequence[Callable] = (),
         examples = match_examples(responses, task, with_data, module, config.task, console)
         num_unscored = report_unscored(responses, examples, task, console)
         verdicts = give_verdicts(responses, examples, task, rewarded, console)
-        failures = add_rewards(responses, examples, verdicts, task, config.reward, console) if rewarded else []
+        failures = (
+            add_rewards(responses, examples, verdicts, task, config.reward, console)
+            if rewarded
+            else []
+        )
         protocol = f"answers of {config.responses}" + (
-            f", {num_unscored} of {len(responses)} not judged" if num_unscored else "")
-        figures = response_figures(responses, verdicts, task) | failed_figures(failures) | {"protocol": protocol}
+            f", {num_unscored} of {len(responses)} not judged" if num_unscored else ""
+        )
+        figures = (
+            response_figures(responses, verdicts, task)
+            | failed_figures(failures)
+            | {"protocol": protocol}
+        )
         shown = {name: value for name, value in figures.items() if name != "num_unjudged"}
         report_evaluation({task.name: shown}, failures, console)
     if output:
-        rows = output_rows(responses, [
-            {"correct": None, "unjudged": reason} if verdict is None else dict(verdict)
-            for verdict, reason in zip(verdicts, examples, strict=True)])
+        rows = output_rows(
+            responses,
+            [
+                {"correct": None, "unjudged": reason} if verdict is None else dict(verdict)
+                for verdict, reason in zip(verdicts, examples, strict=True)
+            ],
+        )
         write_answers(output, {"task": task.name, **figures, "rows": rows})
     return {"task": task.name, **figures}
 
 
 def _report_unused_keys(config: EvalConfig, console: Console) -> None:
     if config.model.path != type(config.model)().path:
-        console.note(f"model={config.model.path} has no effect: answers made elsewhere need no model")
+        console.note(
+            f"model={config.model.path} has no effect: answers made elsewhere need no model"
+        )
     if config.reward.overlong_buffer_tokens:
-        console.warning(f"reward.overlong_buffer_tokens={config.reward.overlong_buffer_tokens} has no effect: the "
-                        "lengths in tokens of answers made elsewhere are not known")
+        console.warning(
+            f"reward.overlong_buffer_tokens={config.reward.overlong_buffer_tokens} has no effect: the "
+            "lengths in tokens of answers made elsewhere are not known"
+        )
 
 
-def _load_scoring_task(config: EvalConfig, module: Any, functions: Sequence[Callable],
-                       console: Console) -> tuple[Task, Task | None, bool]:
+def _load_scoring_task(
+    config: EvalConfig, module: Any, functions: Sequence[Callable], console: Console
+) -> tuple[Task, Task | None, bool]:
     """The task, itself again if its data had to be read for it, and whether rewards are asked for."""
     with_data = None if hasattr(module, "blank") else load_with_data(config.task, console)
     has_preset = config.reward.preset != RewardSection.preset
     takes_preset = with_data is None and "reward" in inspect.signature(module.blank).parameters
     if has_preset and (functions or config.reward.functions or not takes_preset):
-        console.warning(f"reward.preset={config.reward.preset} has no effect: it is for the own rewards of task=gsm8k")
+        console.warning(
+            f"reward.preset={config.reward.preset} has no effect: it is for the own rewards of task=gsm8k"
+        )
         has_preset = False
-    task = with_data or (module.blank(config.task, config.reward) if takes_preset else module.blank(config.task))
+    task = with_data or (
+        module.blank(config.task, config.reward) if takes_preset else module.blank(config.task)
+    )
     rewarded = bool(functions or config.reward.functions or config.reward.weights or has_preset)
-    return with_rewards(task, config.task, config.reward, functions) if rewarded else task, with_data, rewarded
+    return (
+        with_rewards(task, config.task, config.reward, functions) if rewarded else task,
+        with_data,
+        rewarded,
+    )
 
 
-def output_rows(responses: Sequence[Response], verdicts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def output_rows(
+    responses: Sequence[Response], verdicts: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
     """Each row as given, with its verdict; a column that any verdict has too is renamed `given_...` in all rows."""
-    names = given_names((name for response in responses for name in response.row),
-                        {name for verdict in verdicts for name in verdict})
-    return [{**{names[name]: value for name, value in response.row.items()}, **verdict}
-            for response, verdict in zip(responses, verdicts, strict=True)]
+    names = given_names(
+        (name for response in responses for name in response.row),
+        {name for verdict in verdicts for name in verdict},
+    )
+    return [
+        {**{names[name]: value for name, value in response.row.items()}, **verdict}
+        for response, verdict in zip(responses, verdicts, strict=True)
+    ]
 
 
 def given_names(given: Iterable[str], taken: Collection[str]) -> dict[str, str]:
@@ -109,7 +149,9 @@ def given_names(given: Iterable[str], taken: Collection[str]) -> dict[str, str]:
     return names
 
 
-def report_evaluation(figures: Mapping[str, Mapping[str, Any]], failures: Sequence[Failure], console: Console) -> None:
+def report_evaluation(
+    figures: Mapping[str, Mapping[str, Any]], failures: Sequence[Failure], console: Console
+) -> None:
     """Prints the figures of each set of questions and warns of failed reward functions."""
     for name, values in figures.items():
         console.evaluation(name, values)

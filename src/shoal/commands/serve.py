@@ -27,7 +27,9 @@ def serve(config: ServeConfig, console: Console | None = None) -> dict[str, Any]
     check_host(config.host, token, "use the model", 8000)
     with console or Console() as console, Job(config, console) as job:
         job.check()
-        listening = job.stack.enter_context(listen(config.host, config.port, 8000))  # before weights are read
+        listening = job.stack.enter_context(
+            listen(config.host, config.port, 8000)
+        )  # before weights are read
         console.note(f"model: {model_text(config.model, job.spec, job.model)}")
         sampler = job.stack.enter_context(contextlib.closing(open_sampler(job)))
         url = f"{base_url(config.host, listening)}/v1"
@@ -42,5 +44,12 @@ def serve(config: ServeConfig, console: Console | None = None) -> dict[str, Any]
 def open_sampler(job: Job) -> HostSampler:
     """The sampler of a job, with its weights."""
     config: ServeConfig = job.given
-    return HostSampler(config.model.path, job.tokenizer, job.make_engine(), config.sampling.params,
-                       MemoryPublisher(job.model, frees=True), job.load_weights(), config.seed)
+    return HostSampler(
+        config.model.path,
+        job.tokenizer,
+        job.make_engine(),
+        config.sampling.params,
+        MemoryPublisher(job.model, frees=True),
+        job.load_weights(),
+        config.seed,
+    )

@@ -21,27 +21,39 @@ from shoal.text import count
 from shoal.types import ShoalError
 
 
-def train(config: Config, reward_functions: Sequence[Callable] = (), console: Console | None = None,
-          task: Task | None = None) -> dict[str, Any]:
+def train(
+    config: Config,
+    reward_functions: Sequence[Callable] = (),
+    console: Console | None = None,
+    task: Task | None = None,
+) -> dict[str, Any]:
     """Returns the run's summary, which its folder holds too. A run that its folder shows unfinished is resumed, one
     that has made its steps is left as it is."""
     with console or Console() as console:
         plan = resolve_run(config, console)
         summary = read_summary(plan.run) if plan.run else None
         if not plan.run and (left := unfinished(config)):
-            console.note(f"an unfinished run with these settings is in {left}: resume={left} continues it")
+            console.note(
+                f"an unfinished run with these settings is in {left}: resume={left} continues it"
+            )
         if plan.run and summary and summary.get("steps") == plan.config.steps:
-            console.note(f"{address(plan.run)} has made its {count(plan.config.steps, 'step')} already: give more "
-                         "steps to continue, or another run_name")
+            console.note(
+                f"{address(plan.run)} has made its {count(plan.config.steps, 'step')} already: give more "
+                "steps to continue, or another run_name"
+            )
             return summary
-        with Job(plan.config, console, resumed=plan.run, functions=reward_functions, task=task) as job:
+        with Job(
+            plan.config, console, resumed=plan.run, functions=reward_functions, task=task
+        ) as job:
             try:
                 try:
                     job.check()
                     print_head(job)
                     run = open_run(job)
                 except KeyboardInterrupt:
-                    raise KeyboardInterrupt("stopped before the first step: give the same command again") from None
+                    raise KeyboardInterrupt(
+                        "stopped before the first step: give the same command again"
+                    ) from None
                 summary = run.train()
                 job.pool.watch.check_end()
                 return summary
@@ -62,6 +74,10 @@ def unfinished(config: Config) -> Path | None:
     try:
         run = StoredRun(find_run(LAST, config.base_output_directory))
         is_left = not run.is_finished and run.process_has_ended and run.checkpoints()
-        return run.path if is_left and not changed_keys(run.config, as_decided(run.config, config)) else None
+        return (
+            run.path
+            if is_left and not changed_keys(run.config, as_decided(run.config, config))
+            else None
+        )
     except (ShoalError, OSError):
         return None

@@ -1,11 +1,11 @@
 """One flag of another system, and the readers of its text. The tables are in `trl.py`, `verl.py` and the like.
 
-    rename     num_generations=4           batch.group_size=4
-    read       grpo_epsilon=0.2            algorithm.clip_low=0.2, algorithm.clip_high=0.2: from the value alone
-    group      epsilon=0.1 epsilon_high=0.3    from several flags together
-    late       max_target_length=768       sampling.max_completion_tokens=512: from other keys, too (rules.py)
-    idle       lazy_load_tensors=true      nothing: it cannot matter here
-    refused    repetition_penalty=1.1      an error if it is switched on: it matters and has no counterpart
+rename     num_generations=4           batch.group_size=4
+read       grpo_epsilon=0.2            algorithm.clip_low=0.2, algorithm.clip_high=0.2: from the value alone
+group      epsilon=0.1 epsilon_high=0.3    from several flags together
+late       max_target_length=768       sampling.max_completion_tokens=512: from other keys, too (rules.py)
+idle       lazy_load_tensors=true      nothing: it cannot matter here
+refused    repetition_penalty=1.1      an error if it is switched on: it matters and has no counterpart
 """
 
 from __future__ import annotations
@@ -40,29 +40,28 @@ OFF = (*NOTHING, "false", "no", "off", "0", "0.0", "-1", "disabled")
 
 REPLICA = "devices that share a sampler, or vLLM's server; dropped where mesh.* counts devices that it does not divide"
 REPLICA_KEYS = "mesh.sampler_tensor sampler.devices_per_worker"
-MEMORY = ("the sampler takes what sampling.slots_per_device needs; with devices of its own the share is "
-          "sampling.memory_share, for servers of vLLM vllm.memory")
+MEMORY = (
+    "the sampler takes what sampling.slots_per_device needs; with devices of its own the share is "
+    "sampling.memory_share, for servers of vLLM vllm.memory"
+)
 MEMORY_KEYS = "sampling.memory_share vllm.memory"
 SHARDED = "mesh.fsdp=-1 shards parameters, gradients and moments over all devices"
 QUANTISED = "8-bit weights are model.quantise=int8 or fp8, for LoRA's frozen weights alone, or sampler.quantise"
 UNSUPPORTED: Mapping[str, str] = {
-    "^dataset$|^(train|eval)_(dataset|data|files?)$":
-        "data is task=, a name or rows from Python, and held_out= the rows to evaluate on; from files task=custom "
-        "task.path=FILE, or dataset_name=FILE",
+    "^dataset$|^(train|eval)_(dataset|data|files?)$": "data is task=, a name or rows from Python, and held_out= the rows to evaluate on; from files task=custom "
+    "task.path=FILE, or dataset_name=FILE",
     "lora|peft|dora": "LoRA is model.lora.rank, alpha, targets, rslora and path; of its relatives none is supported",
     "quant|4bit|8bit|fp8|int8": QUANTISED,
     "vllm|sglang": "the sampler is the model itself, or with sampler.kind=vllm a server of vLLM",
-    "tool|agent|multi_turn|environment":
-        "tools are tools=file.py:f,g, environments environment=file.py:Factory or openenv:URL, an agent "
-        "agent='python my_agent.py', their limits environment.*",
+    "tool|agent|multi_turn|environment": "tools are tools=file.py:f,g, environments environment=file.py:Factory or openenv:URL, an agent "
+    "agent='python my_agent.py', their limits environment.*",
     "critic|value_model|value_function": "there is no critic: advantages come from groups",
     "image|video|audio|vision": "models and data are text only",
-    "megatron|deepspeed|pipeline_parallel|expert_parallel":
-        "devices share the work by mesh.data, mesh.fsdp, mesh.tensor and mesh.context alone",
+    "megatron|deepspeed|pipeline_parallel|expert_parallel": "devices share the work by mesh.data, mesh.fsdp, mesh.tensor and mesh.context alone",
     "context_parallel|sequence_parallel|^cp_size$": "rows are split over devices by mesh.context",
-    r"^(num_|n_)?(device|gpu|tpu|core)s?$|^cuda$":
-        "JAX_PLATFORMS chooses the platform, mesh.trainer the devices, mesh.data, mesh.fsdp, mesh.tensor, mesh.context "
-        "their shares"}
+    r"^(num_|n_)?(device|gpu|tpu|core)s?$|^cuda$": "JAX_PLATFORMS chooses the platform, mesh.trainer the devices, mesh.data, mesh.fsdp, mesh.tensor, mesh.context "
+    "their shares",
+}
 """Parts of a name, as a pattern -> why no key has it."""
 
 COMMANDS = ("train", "sft", "doctor", "plan", "eval", "generate", "convert")
@@ -127,7 +126,14 @@ class Flag:
         return any(key in keys or (command == "convert" and key in INSTEAD) for key in self.keys)
 
     def described(self, system: str) -> ForeignFlag:
-        return ForeignFlag(self.name, (system,), self.keys, self.meaning, self.is_switch or self.idle, self.is_rename)
+        return ForeignFlag(
+            self.name,
+            (system,),
+            self.keys,
+            self.meaning,
+            self.is_switch or self.idle,
+            self.is_rename,
+        )
 
 
 # ---- kinds of rows
@@ -153,18 +159,34 @@ def derived(late: Derivation, keys: str, meaning: str, *names: str, **more: Any)
 
 def idle(meaning: str, *names: str, **more: Any) -> list[Flag]:
     """Flags that change nothing here; a text of several names stands for each of them."""
-    return [Flag(name, meaning=meaning, idle=True, is_switch=True, **more) for text in names for name in text.split()]
+    return [
+        Flag(name, meaning=meaning, idle=True, is_switch=True, **more)
+        for text in names
+        for name in text.split()
+    ]
 
 
 def refused(meaning: str, *names: str, accepts: tuple[str, ...] = ()) -> list[Flag]:
     """Flags that matter and have no counterpart; `accepts`: texts beside OFF that ask for what happens here."""
-    return [Flag(name, meaning=meaning, refused=True, accepts=(*OFF, *accepts), is_switch=True) for name in names]
+    return [
+        Flag(name, meaning=meaning, refused=True, accepts=(*OFF, *accepts), is_switch=True)
+        for name in names
+    ]
 
 
 def only(meaning: str, *texts: str, names: str) -> list[Flag]:
     """Flags with few texts that are possible here."""
-    return [Flag(name, meaning=meaning, refused=True, accepts=(*texts, *NOTHING), expected=" or ".join(texts),
-                 is_switch=True) for name in names.split()]
+    return [
+        Flag(
+            name,
+            meaning=meaning,
+            refused=True,
+            accepts=(*texts, *NOTHING),
+            expected=" or ".join(texts),
+            is_switch=True,
+        )
+        for name in names.split()
+    ]
 
 
 # ---- readers
@@ -211,8 +233,11 @@ def read_bounds(both: str, low: str, high: str) -> Group:
     def read_clip(given: Given) -> Values:
         named = last_part(given)
         names = {"low": low if named.get(low) else both, "high": high if named.get(high) else both}
-        return {f"algorithm.clip_{side}": str(to_float(name, named[name])) for side, name in names.items()
-                if named.get(name)}
+        return {
+            f"algorithm.clip_{side}": str(to_float(name, named[name]))
+            for side, name in names.items()
+            if named.get(name)
+        }
 
     return read_clip
 
@@ -222,14 +247,24 @@ LORA = "model.lora.rank model.lora.alpha model.lora.targets model.lora.rslora"
 
 def lora_values(rank: str, alpha: str, targets: str = "all-linear") -> Values:
     """An adapter with another system's defaults."""
-    return {"model.lora.rank": rank, "model.lora.alpha": alpha, "model.lora.targets": items_of(targets)}
+    return {
+        "model.lora.rank": rank,
+        "model.lora.alpha": alpha,
+        "model.lora.targets": items_of(targets),
+    }
 
 
 OFFLOAD = if_true({"optimizer.offload": "true"}, {"optimizer.offload": "false"})
 REMAT = if_true({"model.remat": "full"}, {"model.remat": "none"})
 
-KNOWN_TASKS = {"gsm8k": "gsm8k", "openai/gsm8k": "gsm8k", "ifeval": "ifeval", "google/ifeval": "ifeval",
-               "math": "math", "countdown": "countdown"}
+KNOWN_TASKS = {
+    "gsm8k": "gsm8k",
+    "openai/gsm8k": "gsm8k",
+    "ifeval": "ifeval",
+    "google/ifeval": "ifeval",
+    "math": "math",
+    "countdown": "countdown",
+}
 """Data sets, as others name them, that are tasks of ours."""
 
 
@@ -238,8 +273,13 @@ def read_data_set(name: str, text: str) -> Values:
     data falls away."""
     task = KNOWN_TASKS.get(text.lower())
     own = Yielding("gsm8k") if name == "hf_path" else "custom"
-    return {"task.name": task or own, "task.path": "" if task else text,
-            "task.split": Yielding("train"), "task.files": Yielding([]), "task.subset": Yielding("")}
+    return {
+        "task.name": task or own,
+        "task.path": "" if task else text,
+        "task.split": Yielding("train"),
+        "task.files": Yielding([]),
+        "task.subset": Yielding(""),
+    }
 
 
 def to_bool(name: str, text: str) -> bool:

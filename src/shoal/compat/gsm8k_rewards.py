@@ -9,13 +9,24 @@ import re
 from fractions import Fraction
 
 from shoal.tasks.graders import arithmetic
-from shoal.tasks.graders.answer import extract_answer, is_bare, last_boxed, number_in, parse_number, same_number
+from shoal.tasks.graders.answer import (
+    extract_answer,
+    is_bare,
+    last_boxed,
+    number_in,
+    parse_number,
+    same_number,
+)
 from shoal.tasks.gsm8k import RewardPreset, reward_of, system_prompt, user_prompt
 
-_REASONING = ("You get a problem. Work it out step by step between <reasoning> and </reasoning>. After that, give the "
-              "final answer, one number and nothing else, between <answer> and </answer>.")
-_THINK = ("The user asks a question and you solve it. First think it through between <think> and </think>, then give "
-          "the answer between <answer> and </answer>: <think>your thoughts</think> <answer>your answer</answer>.")
+_REASONING = (
+    "You get a problem. Work it out step by step between <reasoning> and </reasoning>. After that, give the "
+    "final answer, one number and nothing else, between <answer> and </answer>."
+)
+_THINK = (
+    "The user asks a question and you solve it. First think it through between <think> and </think>, then give "
+    "the answer between <answer> and </answer>: <think>your thoughts</think> <answer>your answer</answer>."
+)
 _HASHES = 'Think step by step, and write the final answer after "####".'
 _TAIL_CHARS = 300
 """verl looks for the answer in so many last characters."""
@@ -80,7 +91,7 @@ def exact_answer(text: str) -> str | None:
     if opened < len("<answer>") or opened >= len(text):
         return None
     ends = (text.find(end, opened + 1) for end in ("</answer>", "\n"))
-    return text[opened:min((end for end in ends if end >= 0), default=len(text))]
+    return text[opened : min((end for end in ends if end >= 0), default=len(text))]
 
 
 def exact_or_tagged(text: str) -> str | None:
@@ -132,7 +143,7 @@ def _first_tagged(text: str) -> str | None:
     """What stands in the first `<answer>...</answer>`, stripped."""
     begin = text.find("<answer>")
     end = text.find("</answer>", begin) if begin >= 0 else -1
-    return text[begin + len("<answer>"):end].strip() if end >= 0 else None
+    return text[begin + len("<answer>") : end].strip() if end >= 0 else None
 
 
 # ---- torchrl: 1.0 for the right answer, 0.1 for another one, 0 for none
@@ -161,21 +172,40 @@ def hash_answer(text: str) -> str | None:
 
 MAXTEXT = RewardPreset(
     lambda question: user_prompt(_REASONING, question),
-    (reward_of("correct", lambda text, gold: same_value(tagged_or_boxed(text), gold)),
-     reward_of("format", lambda text, gold: has_reasoning_and_answer(text), 0.1)),
-    tagged_or_boxed, has_reasoning_and_answer, same_value)
+    (
+        reward_of("correct", lambda text, gold: same_value(tagged_or_boxed(text), gold)),
+        reward_of("format", lambda text, gold: has_reasoning_and_answer(text), 0.1),
+    ),
+    tagged_or_boxed,
+    has_reasoning_and_answer,
+    same_value,
+)
 TUNIX = RewardPreset(
     lambda question: user_prompt(_REASONING, question),
-    (reward_of("format", lambda text, gold: 3.0 * (exact_answer(text) is not None)),
-     reward_of("tags", tag_points, columns=()),
-     reward_of("answer", answer_points), reward_of("number", number_points)),
-    exact_or_tagged, lambda text: exact_answer(text) is not None, same_number)
+    (
+        reward_of("format", lambda text, gold: 3.0 * (exact_answer(text) is not None)),
+        reward_of("tags", tag_points, columns=()),
+        reward_of("answer", answer_points),
+        reward_of("number", number_points),
+    ),
+    exact_or_tagged,
+    lambda text: exact_answer(text) is not None,
+    same_number,
+)
 TORCHRL = RewardPreset(
     lambda question: system_prompt(_THINK, question),
-    (reward_of("correct", lambda text, gold: same_bare(_first_tagged(text), gold), 0.9),
-     reward_of("answered", lambda text, gold: bool(_first_tagged(text)), 0.1)),
-    lambda text: _first_tagged(text) or None, lambda text: bool(_first_tagged(text)), same_bare)
+    (
+        reward_of("correct", lambda text, gold: same_bare(_first_tagged(text), gold), 0.9),
+        reward_of("answered", lambda text, gold: bool(_first_tagged(text)), 0.1),
+    ),
+    lambda text: _first_tagged(text) or None,
+    lambda text: bool(_first_tagged(text)),
+    same_bare,
+)
 VERL = RewardPreset(
     lambda question: [{"role": "user", "content": f"{question} {_HASHES}"}],
     (reward_of("correct", lambda text, gold: hash_answer(text) == gold),),
-    hash_answer, lambda text: hash_answer(text) is not None, lambda answer, gold: answer == gold)
+    hash_answer,
+    lambda text: hash_answer(text) is not None,
+    lambda answer, gold: answer == gold,
+)

@@ -10,7 +10,17 @@ import math
 from dataclasses import fields
 from pathlib import Path
 
-from shoal.compat.flags import MEMORY, NOTHING, Given, Values, chosen, last_part, to_bool, to_float, to_int
+from shoal.compat.flags import (
+    MEMORY,
+    NOTHING,
+    Given,
+    Values,
+    chosen,
+    last_part,
+    to_bool,
+    to_float,
+    to_int,
+)
 from shoal.config.foreign import Get
 from shoal.config.schema import RewardSection, TaskSection, samples_for_pass_k
 from shoal.tasks.task import load_by_name
@@ -26,23 +36,34 @@ def lengths(given: Given, get: Get) -> tuple[Values, str]:
     *_, (name, text) = given.items()
     completion = to_int(name, text) - prompt
     if completion < 1:
-        raise ShoalError(f"{name}={text}: expected more than max_prefill_predict_length={prompt} "
-                         "(sampling.max_prompt_tokens), since it counts prompt and completion together")
-    return {"sampling.max_completion_tokens": str(completion)}, \
-        f"prompt and completion together, less {prompt} for the prompt"
+        raise ShoalError(
+            f"{name}={text}: expected more than max_prefill_predict_length={prompt} "
+            "(sampling.max_prompt_tokens), since it counts prompt and completion together"
+        )
+    return {
+        "sampling.max_completion_tokens": str(completion)
+    }, f"prompt and completion together, less {prompt} for the prompt"
 
 
 def devices(given: Given, get: Get) -> tuple[Values, str]:
     """MaxText: shares of the devices, the trainer's the first, the sampler's the last, and so many samplers of so many
     devices each. Both shares 1.0 are the same devices; if fsdp is fixed, the trainer's number follows from it."""
-    shares = {name.lower(): to_float(name, text) for name, text in given.items() if name.lower().endswith("fraction")}
+    shares = {
+        name.lower(): to_float(name, text)
+        for name, text in given.items()
+        if name.lower().endswith("fraction")
+    }
     for name, share in shares.items():
         if not 0 < share <= 1:
-            raise ShoalError(f"{name}={exact(share)}: expected a number above 0, up to 1.0 for all devices")
+            raise ShoalError(
+                f"{name}={exact(share)}: expected a number above 0, up to 1.0 for all devices"
+            )
     if len(shares) == 2 and sum(shares.values()) > 1 and set(shares.values()) != {1.0}:
         shown = " and ".join(f"{name}={exact(share)}" for name, share in shares.items())
-        raise ShoalError(f"{shown} are more than all devices: expected 1.0 for both (the same devices), or a sum of at "
-                         "most 1")
+        raise ShoalError(
+            f"{shown} are more than all devices: expected 1.0 for both (the same devices), or a sum of at "
+            "most 1"
+        )
     values = {f"mesh.{name.partition('_')[0]}": str(share) for name, share in shares.items()}
     if len(given) == len(shares):
         return values, "the trainer's devices are the first, the sampler's the last"
@@ -50,20 +71,30 @@ def devices(given: Given, get: Get) -> tuple[Values, str]:
     number = to_int("inference_replicas", given.get("inference_replicas", "1"))
     values["mesh.sampler_tensor"] = str(each)
     if "mesh.sampler" in values:
-        return values, f"each sampler over {count(each, 'device')}; how many there are follows from " \
-            "sampler_devices_fraction"
+        return (
+            values,
+            f"each sampler over {count(each, 'device')}; how many there are follows from "
+            "sampler_devices_fraction",
+        )
     if get("mesh.fsdp") != -1:
         values.setdefault("mesh.trainer", str(math.prod(get(f"mesh.{axis}") for axis in AXES)))
-    return {"mesh.sampler": str(each * number), **values}, \
-        f"{count(number, 'sampler')}, each over {count(each, 'device')}"
+    return {
+        "mesh.sampler": str(each * number),
+        **values,
+    }, f"{count(number, 'sampler')}, each over {count(each, 'device')}"
 
 
 def pathways(given: Given, get: Get) -> tuple[Values, str]:
     """MaxText: with Pathways a sampler has four devices of its own by default; here roles share all devices."""
     *_, (name, text) = given.items()
     shares = to_bool(name, text) and not (get("mesh.trainer") or get("mesh.sampler"))
-    return {"mesh.pathways": text}, "all roles share all devices; inference_devices_per_replica=4 " \
-        "inference_replicas=1, MaxText's defaults, give the sampler 4 of its own" if shares else ""
+    return (
+        {"mesh.pathways": text},
+        "all roles share all devices; inference_devices_per_replica=4 "
+        "inference_replicas=1, MaxText's defaults, give the sampler 4 of its own"
+        if shares
+        else "",
+    )
 
 
 AXES = ("data", "fsdp", "context", "tensor")
@@ -74,14 +105,22 @@ def sampler_tensor(given: Given, get: Get) -> tuple[Values, str]:
     """MaxText, TRL, verl: devices that share a sampler; -1 and 1 leave it open. Scripts name it for a machine of eight:
     it is dropped where the keys count the sampler's devices and it does not divide them, as on a mesh of one."""
     *_, (name, text) = given.items()
-    if text in ("-1", "1"):  # scripts name the default: where a replica does not fit one device, it has more
+    if text in (
+        "-1",
+        "1",
+    ):  # scripts name the default: where a replica does not fit one device, it has more
         return {"mesh.sampler_tensor": "0"}, ""
     size, own = to_int(name, text), get("mesh.sampler")
     if get("sampler.kind") == "vllm":
-        return {"sampler.devices_per_worker": str(size)}, f"each server over {count(size, 'device')}"
+        return {
+            "sampler.devices_per_worker": str(size)
+        }, f"each server over {count(size, 'device')}"
     devices = _counted(own) if own else _trainer_devices(get)
     if devices and devices % size:
-        return {}, f"it does not divide the sampler's {count(devices, 'device')}; mesh.fsdp=-1 takes all devices"
+        return (
+            {},
+            f"it does not divide the sampler's {count(devices, 'device')}; mesh.fsdp=-1 takes all devices",
+        )
     return {"mesh.sampler_tensor": str(size)}, f"each sampler over {count(size, 'device')}"
 
 
@@ -101,7 +140,9 @@ def torchrl_memory(given: Given, get: Get) -> tuple[Values, str]:
         return {}, MEMORY
     share = to_float(name, text)
     if not 0 < share <= 1:
-        raise ShoalError(f"{name}={text}: expected a share of a device's memory, above 0 and up to 1")
+        raise ShoalError(
+            f"{name}={text}: expected a share of a device's memory, above 0 and up to 1"
+        )
     return {"vllm.memory" if is_served else "sampling.memory_share": str(share)}, ""
 
 
@@ -124,7 +165,9 @@ def turns_per_batch(given: Given, get: Get) -> tuple[Values, str]:
     has repeats completions of each of num_envs environments; with it, num_envs says how many are sampled at once."""
     name = "train.dialog_turns_per_batch"
     if name not in given:
-        return {"batch.prompts_per_step": given["env.num_envs"]}, "prompts of a step, each with env.repeats completions"
+        return {
+            "batch.prompts_per_step": given["env.num_envs"]
+        }, "prompts of a step, each with env.repeats completions"
     text = given[name]
     size, group = to_int(name, text), get("batch.group_size")
     if size % group:
@@ -157,8 +200,10 @@ def turns(given: Given, get: Get) -> tuple[Values, str]:
     """TorchRL: a run is so many completions."""
     *_, (name, text) = given.items()
     if get("batch.prompts_per_device"):
-        raise ShoalError(f"{name}={text} needs env.num_envs (batch.prompts_per_step): the number of devices that "
-                         "batch.prompts_per_device is for is known only later; or give steps")
+        raise ShoalError(
+            f"{name}={text} needs env.num_envs (batch.prompts_per_step): the number of devices that "
+            "batch.prompts_per_device is for is known only later; or give steps"
+        )
     total, step = to_int(name, text), get("batch.prompts_per_step") * get("batch.group_size")
     rounded = ", rounded up" if total % step else ""
     return {"steps": str(-(-total // step))}, f"{count(step, 'completion')} a step{rounded}"
@@ -166,16 +211,20 @@ def turns(given: Given, get: Get) -> tuple[Values, str]:
 
 def _micro(completions: int, get: Get) -> tuple[Values, str]:
     tokens = get("sampling.max_prompt_tokens") + get("sampling.max_completion_tokens")
-    return {"batch.micro_tokens": str(completions * tokens)}, \
-        f"{count(completions, 'completion')} of {tokens} tokens at once on a device: batch.micro_tokens decides " \
-        "memory, never the result"
+    return (
+        {"batch.micro_tokens": str(completions * tokens)},
+        f"{count(completions, 'completion')} of {tokens} tokens at once on a device: batch.micro_tokens decides "
+        "memory, never the result",
+    )
 
 
 def micro_batch(given: Given, get: Get) -> tuple[Values, str]:
     """TorchRL: completions of an update, and the parts that it is computed in. An update has whole groups here, so that
     a step has at most as many updates as prompts."""
     named, prompts = last_part(given), get("batch.prompts_per_step")
-    parts = to_int("train.gradient_accumulation_steps", named.get("gradient_accumulation_steps", "1"))
+    parts = to_int(
+        "train.gradient_accumulation_steps", named.get("gradient_accumulation_steps", "1")
+    )
     step = prompts * get("batch.group_size")
     size = to_int("train.optim_batch_size", named.get("optim_batch_size", str(step)))
     values, said = _micro(-(-size // parts), get)
@@ -183,7 +232,9 @@ def micro_batch(given: Given, get: Get) -> tuple[Values, str]:
         return values, said
     theirs = max(1, step // size)
     updates = min(theirs, prompts)
-    shown = f"{count(updates, 'update')} a step" + f" of whole groups ({theirs} there)" * (updates < theirs)
+    shown = f"{count(updates, 'update')} a step" + f" of whole groups ({theirs} there)" * (
+        updates < theirs
+    )
     return {"algorithm.num_minibatches": str(updates), **values}, f"{shown}; {said}"
 
 
@@ -197,20 +248,26 @@ def mini_batches(given: Given, get: Get) -> tuple[Values, str]:
     updates."""
     named = last_part(given)
     if "ppo_mini_batch_size" not in named:
-        raise ShoalError(f"async_training.require_batches={named['require_batches']} needs "
-                         "actor_rollout_ref.actor.ppo_mini_batch_size, the prompts of an update")
+        raise ShoalError(
+            f"async_training.require_batches={named['require_batches']} needs "
+            "actor_rollout_ref.actor.ppo_mini_batch_size, the prompts of an update"
+        )
     name, text = "actor_rollout_ref.actor.ppo_mini_batch_size", named["ppo_mini_batch_size"]
     size, values = to_int(name, text), {}
     if "require_batches" in named:
         prompts = size * to_int("async_training.require_batches", named["require_batches"])
         values["batch.prompts_per_step"] = str(prompts)
     elif not (prompts := get("batch.prompts_per_step")):
-        raise ShoalError("data.train_batch_size=0 needs async_training.require_batches, the updates of a step")
+        raise ShoalError(
+            "data.train_batch_size=0 needs async_training.require_batches, the updates of a step"
+        )
     size = min(size, prompts)
     if prompts % size:
         raise ShoalError(f"{name}={text}: expected a divisor of batch.prompts_per_step={prompts}")
-    return {"algorithm.num_minibatches": str(prompts // size), **values}, \
-        f"{count(prompts, 'prompt')} a step, {size} an update"
+    return {
+        "algorithm.num_minibatches": str(prompts // size),
+        **values,
+    }, f"{count(prompts, 'prompt')} a step, {size} an update"
 
 
 def verl_staleness(given: Given, get: Get) -> tuple[Values, str]:
@@ -224,32 +281,47 @@ def verl_staleness(given: Given, get: Get) -> tuple[Values, str]:
             raise ShoalError(f"{name}={given[name]}: expected 0 or more")
         ahead = math.ceil(round(share * interval, 6))
         values["train.max_staleness"] = str(interval - 1 + ahead)
-        reasons.append(f"{ahead} of {count(interval, 'step')} sampled before the sampler's weight update")
+        reasons.append(
+            f"{ahead} of {count(interval, 'step')} sampled before the sampler's weight update"
+        )
     else:
         ahead = get("train.max_staleness") - interval + 1
     if partial in given:
         wanted = to_bool(partial, given[partial])
         values["train.versions"] = "newest" if wanted and ahead > 0 else "fixed"
-        reasons += ["nothing is sampled ahead, so no completion is partial"] * (wanted and ahead <= 0)
+        reasons += ["nothing is sampled ahead, so no completion is partial"] * (
+            wanted and ahead <= 0
+        )
     return values, "; ".join(reasons)
 
 
-VERL_COUNTS = {"trainer.save_freq": "checkpoint.every", "trainer.test_freq": "train.evaluate_every",
-               "rollout.test_freq": "train.evaluate_every"}
+VERL_COUNTS = {
+    "trainer.save_freq": "checkpoint.every",
+    "trainer.test_freq": "train.evaluate_every",
+    "rollout.test_freq": "train.evaluate_every",
+}
 
 
 def verl_counts(given: Given, get: Get) -> tuple[Values, str]:
     """verl counts weight updates of the sampler, between which there may be several steps; -1 is our 0."""
     each = get("train.weight_sync_interval")
-    values = {VERL_COUNTS[name]: str(max(0, to_int(name, text, -1)) * each) for name, text in given.items()}
-    return values, f"counted in weight updates of the sampler there, one in {each} steps" if each > 1 else ""
+    values = {
+        VERL_COUNTS[name]: str(max(0, to_int(name, text, -1)) * each)
+        for name, text in given.items()
+    }
+    return (
+        values,
+        f"counted in weight updates of the sampler there, one in {each} steps" if each > 1 else "",
+    )
 
 
 def rollout_steps(given: Given, get: Get) -> tuple[Values, str]:
     """verl's fully_async_policy: a run is so many prompts."""
     *_, (name, text) = given.items()
     prompts = get("batch.prompts_per_step")
-    return {"steps": str(max(1, to_int(name, text) // prompts))}, f"{count(prompts, 'prompt')} a step"
+    return {
+        "steps": str(max(1, to_int(name, text) // prompts))
+    }, f"{count(prompts, 'prompt')} a step"
 
 
 def trl_batch(given: Given, get: Get) -> tuple[Values, str]:
@@ -264,33 +336,51 @@ def trl_batch(given: Given, get: Get) -> tuple[Values, str]:
     if whole:
         batches = _batches_of(whole, size, given, get)
     if batches % parts:
-        raise ShoalError(f"steps_per_generation={batches}: expected a multiple of gradient_accumulation_steps={parts}, "
-                         "so that a step ends with an update")
+        raise ShoalError(
+            f"steps_per_generation={batches}: expected a multiple of gradient_accumulation_steps={parts}, "
+            "so that a step ends with an update"
+        )
     group, total, updates = get("batch.group_size"), whole or size * batches, batches // parts
     if total % group:
-        shown = f"generation_batch_size={whole}" if whole else f"per_device_train_batch_size={size} x {batches} batches"
+        shown = (
+            f"generation_batch_size={whole}"
+            if whole
+            else f"per_device_train_batch_size={size} x {batches} batches"
+        )
         raise ShoalError(f"{shown}: expected a multiple of num_generations={group}")
     prompts, several = total // group, f" in {updates} updates" if updates > 1 else ""
     values, said = _micro(size, get)
     if whole:
-        return {"batch.prompts_per_step": str(whole // group), "algorithm.num_minibatches": str(updates), **values}, \
-            f"{whole} completions a step, {group} a prompt{several}; {said}"
-    return {"batch.prompts_per_device": str(prompts), "algorithm.num_minibatches": str(updates), **values}, \
-        f"{total} completions a device and step, {group} a prompt{several}; {said}"
+        return {
+            "batch.prompts_per_step": str(whole // group),
+            "algorithm.num_minibatches": str(updates),
+            **values,
+        }, f"{whole} completions a step, {group} a prompt{several}; {said}"
+    return {
+        "batch.prompts_per_device": str(prompts),
+        "algorithm.num_minibatches": str(updates),
+        **values,
+    }, f"{total} completions a device and step, {group} a prompt{several}; {said}"
 
 
 def _batches_of(whole: int, size: int, given: Given, get: Get) -> int:
     """The steps_per_generation that generation_batch_size stands for."""
     if "steps_per_generation" in given:
-        raise ShoalError(f"generation_batch_size={whole} and steps_per_generation={given['steps_per_generation']} say "
-                         "the same: give one of them")
+        raise ShoalError(
+            f"generation_batch_size={whole} and steps_per_generation={given['steps_per_generation']} say "
+            "the same: give one of them"
+        )
     devices = _trainer_devices(get)
     if not devices:
-        raise ShoalError(f"generation_batch_size={whole} is divided by the number of devices, which mesh.fsdp=-1 "
-                         "leaves open: set mesh.fsdp, or give steps_per_generation")
+        raise ShoalError(
+            f"generation_batch_size={whole} is divided by the number of devices, which mesh.fsdp=-1 "
+            "leaves open: set mesh.fsdp, or give steps_per_generation"
+        )
     if whole % (size * devices):
-        raise ShoalError(f"generation_batch_size={whole}: expected a multiple of {size * devices} "
-                         f"(per_device_train_batch_size={size} x {devices} of mesh.*)")
+        raise ShoalError(
+            f"generation_batch_size={whole}: expected a multiple of {size * devices} "
+            f"(per_device_train_batch_size={size} x {devices} of mesh.*)"
+        )
     return whole // (size * devices)
 
 
@@ -340,7 +430,10 @@ def trl_staleness(given: Given, get: Get) -> tuple[Values, str]:
     updates of the trainer."""
     each = get("algorithm.num_minibatches") * get("algorithm.num_epochs")
     steps = -(-to_int("weight_sync_steps", given["weight_sync_steps"]) // each)
-    values, reasons = {"train.weight_sync_interval": str(steps)}, [f"{each} updates to a step here"] * (each > 1)
+    values, reasons = (
+        {"train.weight_sync_interval": str(steps)},
+        [f"{each} updates to a step here"] * (each > 1),
+    )
     if "max_staleness" in given:
         age = to_int("max_staleness", given["max_staleness"], 0)
         values["train.max_staleness"] = str((age + 1) * steps - 1)
@@ -353,14 +446,21 @@ def epochs(given: Given, get: Get) -> tuple[Values, str]:
     of an epoch are rounded up in supervised fine-tuning, and down in reinforcement learning. Rows are counted only
     where their files are."""
     *_, (name, text) = given.items()
-    epochs, path, prompts = to_float(name, text), Path(get("task.path")).expanduser(), get("batch.prompts_per_step")
+    epochs, path, prompts = (
+        to_float(name, text),
+        Path(get("task.path")).expanduser(),
+        get("batch.prompts_per_step"),
+    )
     each, devices = get("batch.prompts_per_device"), _trainer_devices(get)
     rounds_up = get("algorithm.name") == "sft"
     if not (get("task.path") and path.exists()):
         a_step = "prompts of a step" if each else str(prompts)
         steps_of_epoch = f"(rows / {a_step}, rounded up)" if rounds_up else f"rows // {a_step}"
-        return {}, "a run's length is in steps, and those of an epoch are known only when the data is read; set " \
-            f"steps to {exact(epochs)} x {steps_of_epoch}"
+        return (
+            {},
+            "a run's length is in steps, and those of an epoch are known only when the data is read; set "
+            f"steps to {exact(epochs)} x {steps_of_epoch}",
+        )
     task = TaskSection(**{one.name: get(f"task.{one.name}") for one in fields(TaskSection)})
     rows = len(load_by_name(task, RewardSection()).train)
 
@@ -372,9 +472,11 @@ def epochs(given: Given, get: Get) -> tuple[Values, str]:
     said = f"{exact(epochs)} epoch{'s' * (epochs != 1)} of {rows:,} training rows in {path.name}"
     if each and not devices:
         one, four, eight = (steps_of(each * number) for number in (1, 4, 8))
-        raise ShoalError(f"{name}={text} needs the number of devices, which mesh.fsdp=-1 leaves open: set mesh.fsdp to "
-                         f"it, or give steps in its place, {one} on 1 device, {four} on 4, {eight} on 8 ({said}, "
-                         f"{count(each, 'prompt')} a device)")
+        raise ShoalError(
+            f"{name}={text} needs the number of devices, which mesh.fsdp=-1 leaves open: set mesh.fsdp to "
+            f"it, or give steps in its place, {one} on 1 device, {four} on 4, {eight} on 8 ({said}, "
+            f"{count(each, 'prompt')} a device)"
+        )
     prompts = each * (devices or 1) or prompts
     steps = steps_of(prompts)
     said += f", {count(prompts, 'prompt')} a step"
@@ -395,7 +497,12 @@ def _share(name: str, text: str) -> float:
     return share
 
 
-TRL_SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}
+TRL_SCHEDULES = {
+    "linear": "linear",
+    "cosine": "cosine",
+    "constant": "constant",
+    "constant_with_warmup": "constant",
+}
 
 
 def trl_schedule(given: Given, get: Get) -> tuple[Values, str]:
@@ -413,7 +520,10 @@ def trl_schedule(given: Given, get: Get) -> tuple[Values, str]:
         share = to_float("warmup_steps", given.get("warmup_steps", "0"))
     if 0 < share < 1 or "warmup_ratio" in given:
         updates = _updates(get)
-        return {**values, "optimizer.warmup_steps": str(math.ceil(round(share * updates, 6)))}, f"of {updates} updates"
+        return {
+            **values,
+            "optimizer.warmup_steps": str(math.ceil(round(share * updates, 6))),
+        }, f"of {updates} updates"
     if "warmup_steps" in given:
         values["optimizer.warmup_steps"] = str(to_int("warmup_steps", given["warmup_steps"], 0))
     return values, ""
@@ -430,14 +540,18 @@ def verl_warmup(given: Given, get: Get) -> tuple[Values, str]:
         share = _share("lr_warmup_steps_ratio", named["lr_warmup_steps_ratio"])
         steps = int(share * get("steps"))
     said = f"{count(steps, 'step')} of {get('steps')}"
-    return {"optimizer.warmup_steps": str(steps * each)}, f"{said}, each of {each} updates" if each > 1 else said
+    return {
+        "optimizer.warmup_steps": str(steps * each)
+    }, f"{said}, each of {each} updates" if each > 1 else said
 
 
 def warmup(given: Given, get: Get) -> tuple[Values, str]:
     """MaxText: a share of all updates, rounded down."""
     *_, (name, text) = given.items()
     updates = _updates(get)
-    return {"optimizer.warmup_steps": str(int(_share(name, text) * updates))}, f"of {updates} updates"
+    return {
+        "optimizer.warmup_steps": str(int(_share(name, text) * updates))
+    }, f"of {updates} updates"
 
 
 def schedule_length(given: Given, get: Get) -> tuple[Values, str]:
@@ -446,8 +560,10 @@ def schedule_length(given: Given, get: Get) -> tuple[Values, str]:
     *_, (name, text) = given.items()
     length, updates = to_int(name, text, -1), _updates(get)
     if length > 0 and length != updates and get("optimizer.schedule") != "constant":
-        raise ShoalError(f"{name}={text}: expected {updates}, the updates of this run: the learning rate falls over "
-                         f"the whole run here; leave {name} out")
+        raise ShoalError(
+            f"{name}={text}: expected {updates}, the updates of this run: the learning rate falls over "
+            f"the whole run here; leave {name} out"
+        )
     return {}, f"the learning rate falls over all {updates} updates"
 
 
@@ -457,7 +573,10 @@ def train_rl(given: Given, get: Get) -> tuple[Values, str]:
     share = to_float("train_fraction", given.get("train_fraction", "1.0"))
     values, reasons = {}, []
     if "num_batches" in given:
-        epochs, number = to_int("num_epoch", given.get("num_epoch", "1")), to_int("num_batches", given["num_batches"])
+        epochs, number = (
+            to_int("num_epoch", given.get("num_epoch", "1")),
+            to_int("num_batches", given["num_batches"]),
+        )
         values["steps"] = str(int(number * share) * epochs)
         reasons.append(f"{number} batches x {exact(share)} x {epochs} epochs")
     if every := given.get("eval_interval"):
@@ -483,8 +602,10 @@ def reward_model(given: Given, get: Get) -> tuple[Values, str]:
     """TRL's scripts: a classifier, which there comes before the functions of reward_funcs."""
     [(name, text)] = given.items()
     if others := get("reward.functions"):
-        raise ShoalError(f"{name}={text} with other rewards: give all in one list, reward_funcs=[model:{text},"
-                         f"{','.join(others)}]")
+        raise ShoalError(
+            f"{name}={text} with other rewards: give all in one list, reward_funcs=[model:{text},"
+            f"{','.join(others)}]"
+        )
     return {"reward.functions": f"model:{text}"}, ""
 
 
@@ -492,12 +613,17 @@ def trl_delta(given: Given, get: Get) -> tuple[Values, str]:
     """TRL: an upper bound of the ratio. Below 1 + epsilon_high it would cut positive advantages too, which the dual
     clip here does not."""
     text, high = given["delta"], get("algorithm.clip_high")
-    if text.lower() in NOTHING or get("algorithm.loss") in ("cispo", "sapo"):  # these do not read it
+    if text.lower() in NOTHING or get("algorithm.loss") in (
+        "cispo",
+        "sapo",
+    ):  # these do not read it
         return {"algorithm.clip_dual": "0"}, ""
     bound = to_float("delta", text)
     if bound < 1 + high - 1e-9:
-        raise ShoalError(f"delta={text}: expected {exact(1 + high)} (1 + epsilon_high) or more; below it TRL cuts "
-                         "positive advantages too, which algorithm.clip_dual does not")
+        raise ShoalError(
+            f"delta={text}: expected {exact(1 + high)} (1 + epsilon_high) or more; below it TRL cuts "
+            "positive advantages too, which algorithm.clip_dual does not"
+        )
     return {"algorithm.clip_dual": text}, ""
 
 
@@ -510,9 +636,33 @@ def verl_dual_clip(given: Given, get: Get) -> tuple[Values, str]:
 
 
 RULES = (
-    lengths, devices, pathways, sampler_tensor, sampler_memory, torchrl_memory, trl_delta, verl_dual_clip,
-    turns_per_batch, mini_batches, trl_batch, micro_batch, micro_batch_per_gpu,
-    trl_staleness, verl_staleness, verl_counts, trl_updates, train_rl,
-    test_batches, epochs, turns, rollout_steps, trl_counts, trl_schedule, verl_warmup, warmup, schedule_length,
-    reward_model)
+    lengths,
+    devices,
+    pathways,
+    sampler_tensor,
+    sampler_memory,
+    torchrl_memory,
+    trl_delta,
+    verl_dual_clip,
+    turns_per_batch,
+    mini_batches,
+    trl_batch,
+    micro_batch,
+    micro_batch_per_gpu,
+    trl_staleness,
+    verl_staleness,
+    verl_counts,
+    trl_updates,
+    train_rl,
+    test_batches,
+    epochs,
+    turns,
+    rollout_steps,
+    trl_counts,
+    trl_schedule,
+    verl_warmup,
+    warmup,
+    schedule_length,
+    reward_model,
+)
 """Every rule, in the order in which they are applied: each after those that set the keys which it asks for."""

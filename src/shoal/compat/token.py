@@ -23,7 +23,9 @@ def redact_token(words: Sequence[str]) -> list[str]:
         name, equals, text = word.partition("=")
         if name.lstrip("-+").replace("-", "_") == TOKEN:
             if not equals:
-                raise ShoalError(f"{TOKEN}: expected a value: write {TOKEN}=VALUE, or set HF_TOKEN in the environment")
+                raise ShoalError(
+                    f"{TOKEN}: expected a value: write {TOKEN}=VALUE, or set HF_TOKEN in the environment"
+                )
             take_token(text)
             word = f"{TOKEN}="
         kept.append(word)

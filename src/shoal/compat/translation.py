@@ -1,7 +1,7 @@
 """The flags among what a user gave, as settings of our keys.
 
-    entries of every layer  ->  the highest of each flag  ->  settings at its place          from what was given alone
-                                                              rules with claims at its place  once all layers are merged
+entries of every layer  ->  the highest of each flag  ->  settings at its place          from what was given alone
+                                                          rules with claims at its place  once all layers are merged
 """
 
 from __future__ import annotations
@@ -16,7 +16,18 @@ from pathlib import Path
 from typing import Any
 
 from shoal.compat import maxtext, torchrl, trl, verl
-from shoal.compat.flags import INSTEAD, NOTHING, OFF, UNSUPPORTED, Derivation, Flag, Given, Group, Values, Yielding
+from shoal.compat.flags import (
+    INSTEAD,
+    NOTHING,
+    OFF,
+    UNSUPPORTED,
+    Derivation,
+    Flag,
+    Given,
+    Group,
+    Values,
+    Yielding,
+)
 from shoal.compat.rules import RULES
 from shoal.compat.token import TOKEN, take_token
 from shoal.config.arguments import names_of
@@ -29,12 +40,21 @@ from shoal.text import count
 from shoal.types import ShoalError
 
 SYSTEMS: Mapping[str, Sequence[Flag]] = {
-    "TRL": trl.FLAGS, "verl": verl.FLAGS, "MaxText": maxtext.FLAGS, "TorchRL": torchrl.FLAGS,
-    "Tunix": maxtext.TUNIX_FLAGS}
+    "TRL": trl.FLAGS,
+    "verl": verl.FLAGS,
+    "MaxText": maxtext.FLAGS,
+    "TorchRL": torchrl.FLAGS,
+    "Tunix": maxtext.TUNIX_FLAGS,
+}
 """Of a name that several systems have, the first row counts, unless a layer's other names are another system's."""
 
-_EXACT = {system: {flag.name: flag for flag in flags if not flag.is_pattern} for system, flags in SYSTEMS.items()}
-_PATTERNS = {system: [flag for flag in flags if flag.is_pattern] for system, flags in SYSTEMS.items()}
+_EXACT = {
+    system: {flag.name: flag for flag in flags if not flag.is_pattern}
+    for system, flags in SYSTEMS.items()
+}
+_PATTERNS = {
+    system: [flag for flag in flags if flag.is_pattern] for system, flags in SYSTEMS.items()
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +100,9 @@ class FlagEffect:
     def apply(self, derive: Derivation, get: Get) -> Sequence[Setting]:
         """The settings of a rule, whose keys were claims so far."""
         values, self.reason = derive(self.flags, get)
-        self.settings = [replace(one, value=values[one.key]) for one in self.claims if one.key in values]
+        self.settings = [
+            replace(one, value=values[one.key]) for one in self.claims if one.key in values
+        ]
         self.applies = True
         return self.settings
 
@@ -89,16 +111,30 @@ ENOUGH = 3
 """Flags of one system in a file, or on the command line, from which its patterns of names count there."""
 
 
-def find_flag(config_type: type, name: str, value: Any, likely: str = "", patterns: bool = False) -> (
-        tuple[str, Flag] | None):
+def find_flag(
+    config_type: type, name: str, value: Any, likely: str = "", patterns: bool = False
+) -> tuple[str, Flag] | None:
     """The system and the row of a name that a command accepts; of several the likely system's."""
     order = sorted(SYSTEMS, key=lambda one: one != likely)
     rows = [(one, _EXACT[one][name]) for one in order if name in _EXACT[one]]
-    rows += [(likely, flag) for flag in _PATTERNS.get(likely, ()) if patterns and flag.matches(name)]
+    rows += [
+        (likely, flag) for flag in _PATTERNS.get(likely, ()) if patterns and flag.matches(name)
+    ]
     rows += _rows_above(order, name)
     is_ours = name in names_of(config_type)
-    return next(((one, flag) for one, flag in rows if flag.fits(config_type) and (
-        not is_ours if flag.only is None else value is not None and flag.only(text_of(value)))), None)
+    return next(
+        (
+            (one, flag)
+            for one, flag in rows
+            if flag.fits(config_type)
+            and (
+                not is_ours
+                if flag.only is None
+                else value is not None and flag.only(text_of(value))
+            )
+        ),
+        None,
+    )
 
 
 def _rows_above(order: Sequence[str], name: str) -> list[tuple[str, Flag]]:
@@ -127,12 +163,20 @@ class Translator:
             for name, flag in rows.items():
                 if flag.fits(config_type):
                     first = found.get(name)
-                    found[name] = replace(first, systems=(*first.systems, system)) if first else flag.described(system)
+                    found[name] = (
+                        replace(first, systems=(*first.systems, system))
+                        if first
+                        else flag.described(system)
+                    )
         return found
 
-    def find(self, config_type: type, name: str, value: Any = None, among: Sequence[str] = ()) -> ForeignFlag | None:
+    def find(
+        self, config_type: type, name: str, value: Any = None, among: Sequence[str] = ()
+    ) -> ForeignFlag | None:
         likely, is_theirs = likely_system(among)
-        found = find_flag(config_type, name, value, likely, is_theirs and "." in name)  # a flat one may be a mistake
+        found = find_flag(
+            config_type, name, value, likely, is_theirs and "." in name
+        )  # a flat one may be a mistake
         return found[1].described(found[0]) if found else None
 
     def redact(self, name: str, value: Any) -> Any:
@@ -143,7 +187,9 @@ class Translator:
         return ""
 
     def unsupported(self, name: str) -> str:
-        return next((text for part, text in UNSUPPORTED.items() if re.search(part, name.lower())), "")
+        return next(
+            (text for part, text in UNSUPPORTED.items() if re.search(part, name.lower())), ""
+        )
 
     def interpolate(self, name: str, value: Any, get: Get) -> Any:
         return interpolate(name, value, get)
@@ -153,8 +199,12 @@ class Translator:
         groups: dict[Group, list[FlagUse]] = {}
         derived: dict[Derivation, list[FlagUse]] = {}
         for one in found.given:
-            if one.text.lower() in NOTHING and not (one.flag.keeps_nothing or one.flag.idle or one.flag.refused):
-                found.effect([one], meaning="it stays at its default").flags = {one.entry.name: one.text or "empty"}
+            if one.text.lower() in NOTHING and not (
+                one.flag.keeps_nothing or one.flag.idle or one.flag.refused
+            ):
+                found.effect([one], meaning="it stays at its default").flags = {
+                    one.entry.name: one.text or "empty"
+                }
             elif one.flag.group:
                 groups.setdefault(one.flag.group, []).append(one)
             elif one.flag.late:
@@ -162,7 +212,9 @@ class Translator:
             else:
                 found.attempt(one, lambda one=one: found.add_single(one))
         for read, members in groups.items():
-            found.attempt(members[-1], lambda read=read, members=members: found.add_group(read, members))
+            found.attempt(
+                members[-1], lambda read=read, members=members: found.add_group(read, members)
+            )
         for derive in RULES:
             if derive in derived:
                 found.add_rule(derive, derived[derive])
@@ -184,18 +236,29 @@ class FlagSettings:
         """The highest use of each flag; all uses are taken."""
         found: dict[str, FlagUse] = {}
         everywhere = {entry.name for layer in self.layers for entry in layer.entries}
-        recipes = [f"recipe={text_of(entry.value)}" for layer in self.layers for entry in layer.entries
-                   if entry.name == "recipe"]
+        recipes = [
+            f"recipe={text_of(entry.value)}"
+            for layer in self.layers
+            for entry in layer.entries
+            if entry.name == "recipe"
+        ]
         for number, layer in enumerate(self.layers):
             names = {entry.name: None for entry in layer.entries}
             likely, is_theirs = likely_system([*names, *recipes])
             for index, entry in enumerate(layer.entries):
-                row = find_flag(self.config_type, entry.name, entry.value, likely,
-                                is_theirs and layer.is_users and bool(layer.file or "." in entry.name))
+                row = find_flag(
+                    self.config_type,
+                    entry.name,
+                    entry.value,
+                    likely,
+                    is_theirs and layer.is_users and bool(layer.file or "." in entry.name),
+                )
                 if row is None:
                     continue
                 system, flag = row
-                is_ours = flag.only and {*names} & {*flag.keys}  # beside its own key, a name of ours is ours
+                is_ours = flag.only and {*names} & {
+                    *flag.keys
+                }  # beside its own key, a name of ours is ours
                 if not is_ours and (not flag.only_with or flag.only_with in everywhere):
                     self.translation.taken.add((number, index))
                     found.pop(entry.name, None)
@@ -225,40 +288,69 @@ class FlagSettings:
             self.effect([one], meaning=flag.meaning)
             return
         if flag.idle:
-            made = self.effect([one], meaning=flag.meaning,
-                               has_line=not (one.where and (flag.is_quiet or text.lower() in OFF)))
+            made = self.effect(
+                [one],
+                meaning=flag.meaning,
+                has_line=not (one.where and (flag.is_quiet or text.lower() in OFF)),
+            )
             made.flags = {name: "..." if name == TOKEN else text}
             return
-        is_list = all(keys_of(self.config_type)[key].is_list for key in flag.keys if key in keys_of(self.config_type))
-        values: Values = flag.read(name, text) if flag.read else {flag.keys[0]: one.entry.value if is_list else text}
+        is_list = all(
+            keys_of(self.config_type)[key].is_list
+            for key in flag.keys
+            if key in keys_of(self.config_type)
+        )
+        values: Values = (
+            flag.read(name, text)
+            if flag.read
+            else {flag.keys[0]: one.entry.value if is_list else text}
+        )
         if flag.item and isinstance(one.entry.value, list):
             items = one.entry.value
-            values = {flag.keys[0]: [flag.item(item) if isinstance(item, str) else item for item in items]}
-        made = self.effect([one], has_line=not flag.is_quiet,
-                           meaning=flag.meaning if flag.has_tail and not flag.is_quiet else "")
+            values = {
+                flag.keys[0]: [flag.item(item) if isinstance(item, str) else item for item in items]
+            }
+        made = self.effect(
+            [one],
+            has_line=not flag.is_quiet,
+            meaning=flag.meaning if flag.has_tail and not flag.is_quiet else "",
+        )
         self._add(made, [(one, key, value) for key, value in values.items()])
 
     def add_group(self, read: Group, members: Sequence[FlagUse]) -> None:
         """Flags that are read together. What lies between a file's flag and a higher one of the group, as a recipe on
         the command line, may replace it: it then counts beneath that alone."""
         top = max(one.layer for one in members)
-        counting = [one for one in members if not any(one.layer < layer < top for layer in self._set_in(one))]
+        counting = [
+            one
+            for one in members
+            if not any(one.layer < layer < top for layer in self._set_in(one))
+        ]
         if len(counting) < len(members):
             self.add_group(read, [one for one in members if one.layer < top])
-        values, without = _read(read, counting), {one: _read_without(read, counting, one) for one in counting}
+        values, without = (
+            _read(read, counting),
+            {one: _read_without(read, counting, one) for one in counting},
+        )
         settings = []
         for key, value in values.items():
-            deciding = [one for one in counting if key in one.flag.keys and without[one].get(key) != value]
+            deciding = [
+                one for one in counting if key in one.flag.keys and without[one].get(key) != value
+            ]
             settings.append((_owner(deciding or counting, key), key, value))
         self._add(self._effect_of(counting, bool(values)), settings)
 
     def add_rule(self, derive: Derivation, members: Sequence[FlagUse]) -> None:
         """Flags whose values need other keys: a rule that claims the keys which they name."""
         claims = []
-        for key in dict.fromkeys(key for one in members for key in (*one.flag.keys, *one.flag.lowest)):
+        for key in dict.fromkeys(
+            key for one in members for key in (*one.flag.keys, *one.flag.lowest)
+        ):
             one = _owner(members, key)
             is_lowest = key not in one.flag.keys
-            claims.append((one, key, Yielding(None, is_lowest) if one.flag.yields or is_lowest else None))
+            claims.append(
+                (one, key, Yielding(None, is_lowest) if one.flag.yields or is_lowest else None)
+            )
         made = self._effect_of(members, bool(claims))
         made.applies = not claims
         self._add(made, claims)
@@ -268,22 +360,39 @@ class FlagSettings:
     def _set_in(self, one: FlagUse) -> set[int]:
         """The layers in which a flag's first key is set by its own name, or by a flag that stands for itself."""
         names, first = names_of(self.config_type), one.flag.keys[0]
-        own = {number for number, layer in enumerate(self.layers) for index, entry in enumerate(layer.entries)
-               if (number, index) not in self.translation.taken and names.get(entry.name) == first}
-        return own | {other.layer for other in self.given
-                      if other.flag.keys[:1] == (first,) and not (other.flag.group or other.flag.late)}
+        own = {
+            number
+            for number, layer in enumerate(self.layers)
+            for index, entry in enumerate(layer.entries)
+            if (number, index) not in self.translation.taken and names.get(entry.name) == first
+        }
+        return own | {
+            other.layer
+            for other in self.given
+            if other.flag.keys[:1] == (first,) and not (other.flag.group or other.flag.late)
+        }
 
     def _effect_of(self, members: Sequence[FlagUse], has_keys: bool) -> FlagEffect:
-        return self.effect(members, has_line=not has_keys or any(not one.flag.is_quiet for one in members),
-                           meaning=next((one.flag.meaning for one in members if not one.flag.is_quiet), ""))
+        return self.effect(
+            members,
+            has_line=not has_keys or any(not one.flag.is_quiet for one in members),
+            meaning=next((one.flag.meaning for one in members if not one.flag.is_quiet), ""),
+        )
 
     def _add(self, effect: FlagEffect, values: Sequence[tuple[FlagUse, str, Any]]) -> None:
         """Settings of the keys that the command has; a rule's are claims for now."""
         keys = keys_of(self.config_type)
-        made = [one.setting(key if key in keys else INSTEAD.get(key, ""),
-                            Yielding(value) if self._is_wide(one, key) and not isinstance(value, Yielding) else value,
-                            effect)
-                for one, key, value in values if (key if key in keys else INSTEAD.get(key, "")) in keys]
+        made = [
+            one.setting(
+                key if key in keys else INSTEAD.get(key, ""),
+                Yielding(value)
+                if self._is_wide(one, key) and not isinstance(value, Yielding)
+                else value,
+                effect,
+            )
+            for one, key, value in values
+            if (key if key in keys else INSTEAD.get(key, "")) in keys
+        ]
         effect.claims = made
         if effect.applies:
             effect.settings = made
@@ -292,32 +401,56 @@ class FlagSettings:
     def _is_wide(self, one: FlagUse, key: str) -> bool:
         """True if another system's flag in the layer names this key and only some of the flag's others: the narrower
         one stands, whatever the order. Flags of one system say by themselves which of them stands."""
-        return any(other.layer == one.layer and other.system != one.system and other.text.lower() not in NOTHING
-                   and key in other.flag.keys and {*other.flag.keys} < {*one.flag.keys} for other in self.given)
+        return any(
+            other.layer == one.layer
+            and other.system != one.system
+            and other.text.lower() not in NOTHING
+            and key in other.flag.keys
+            and {*other.flag.keys} < {*one.flag.keys}
+            for other in self.given
+        )
 
-    def lines(self, settings: Sequence[Setting], top: Mapping[str, Setting], values: Mapping[str, Any]) -> list[
-            tuple[str, bool]]:
+    def lines(
+        self, settings: Sequence[Setting], top: Mapping[str, Setting], values: Mapping[str, Any]
+    ) -> list[tuple[str, bool]]:
         """A line for each flag of the user's that is in effect, and whether it is a note of its own; the flags of a
         file that change nothing share one line."""
         found, idle = [], dict[int, list[str]]()
         for effect in sorted(self.effects, key=lambda one: one.place):
             layer = self.layers[effect.place[0]]
             made = {one.key: one for one in effect.settings}
-            overruled = [one for one in effect.claims if (one.key in top and top[one.key].place > one.place)
-                         or (one.key in made and top.get(one.key) is not made[one.key])]
-            if not layer.is_users or not effect.applies or (effect.claims and len(overruled) == len(effect.claims)):
+            overruled = [
+                one
+                for one in effect.claims
+                if (one.key in top and top[one.key].place > one.place)
+                or (one.key in made and top.get(one.key) is not made[one.key])
+            ]
+            if (
+                not layer.is_users
+                or not effect.applies
+                or (effect.claims and len(overruled) == len(effect.claims))
+            ):
                 continue
             if not effect.claims and layer.file and not effect.has_line:
                 idle.setdefault(effect.place[0], []).extend(effect.flags)
                 continue
-            became = [f"{one.key}={shown(values[one.key]) or repr('')}" for one in effect.settings
-                      if top.get(one.key) is one and _is_said(one, settings, values, self.config_type)]
-            is_whole = not any(one.place[1] for one in overruled)  # else the reason names keys without effect
+            became = [
+                f"{one.key}={shown(values[one.key]) or repr('')}"
+                for one in effect.settings
+                if top.get(one.key) is one and _is_said(one, settings, values, self.config_type)
+            ]
+            is_whole = not any(
+                one.place[1] for one in overruled
+            )  # else the reason names keys without effect
             reason = effect.meaning if effect.reason is None or not is_whole else effect.reason
             flags = ", ".join(f"{name}={text}" for name, text in effect.flags.items())
             said = f"became {', '.join(became)}" if became else "changes nothing here"
-            found.append((f"{flags} {said}" + (f": {reason}" if reason else ""),
-                          effect.has_line or (bool(reason) and not effect.meaning)))
+            found.append(
+                (
+                    f"{flags} {said}" + (f": {reason}" if reason else ""),
+                    effect.has_line or (bool(reason) and not effect.meaning),
+                )
+            )
         for number, names in idle.items():
             file = self.layers[number].file
             assert file is not None
@@ -333,41 +466,66 @@ def _read(read: Group, members: Sequence[FlagUse]) -> Values:
 def _read_without(read: Group, members: Sequence[FlagUse], one: FlagUse) -> Values:
     """What flags are without one of them; nothing where it cannot be missing."""
     try:
-        return _read(read, [other for other in members if other is not one]) if len(members) > 1 else {}
+        return (
+            _read(read, [other for other in members if other is not one])
+            if len(members) > 1
+            else {}
+        )
     except ShoalError:
         return {}
 
 
 def _owner(members: Sequence[FlagUse], key: str) -> FlagUse:
     """The flag at whose place a key stands: the highest that names it, in one layer the one that names fewest keys."""
-    naming = [one for one in members if key in one.flag.keys] or [
-        one for one in members if key in one.flag.lowest] or members
+    naming = (
+        [one for one in members if key in one.flag.keys]
+        or [one for one in members if key in one.flag.lowest]
+        or members
+    )
     return max(naming, key=lambda one: (one.layer, -(len(one.flag.keys) or 99), one.index))
 
 
-def _is_said(one: Setting, settings: Sequence[Setting], values: Mapping[str, Any], config_type: type) -> bool:
+def _is_said(
+    one: Setting, settings: Sequence[Setting], values: Mapping[str, Any], config_type: type
+) -> bool:
     """False for a value that came with another key's flag and is as it was in the layers beneath."""
     below = [other.value for other in settings if other.key == one.key and other.place < one.place]
     before = below[-1] if below else keys_of(config_type)[one.key].default
     return one.place[1] == 1 or before != values[one.key]
 
 
-def _recipe_notes(config_type: type, layers: Sequence[Layer], given: Sequence[FlagUse]) -> list[str]:
+def _recipe_notes(
+    config_type: type, layers: Sequence[Layer], given: Sequence[FlagUse]
+) -> list[str]:
     """A line on the recipe of a system, where names that it alone has stand without the recipe or a preset, and where
     a file of the user's is another system's."""
     entries = [entry for layer in layers for entry in layer.entries]
-    recipe = next((str(entry.value) for entry in entries if entry.name == "recipe" and entry.value), "")
+    recipe = next(
+        (str(entry.value) for entry in entries if entry.name == "recipe" and entry.value), ""
+    )
     for layer in layers if recipe in {*map(str.lower, SYSTEMS)} else ():
         likely, is_sure = likely_system(entry.name for entry in layer.entries)
         if layer.file and layer.is_users and is_sure and likely.lower() != recipe:
-            return [f"{layer.file} is {likely}'s, and what it does not name is as in {recipe}: recipe={likely.lower()} "
-                    f"takes {likely}'s defaults"]
-    if recipe or "recipe" not in keys_of(config_type) or any(entry.origin.startswith("preset ") for entry in entries):
+            return [
+                f"{layer.file} is {likely}'s, and what it does not name is as in {recipe}: recipe={likely.lower()} "
+                f"takes {likely}'s defaults"
+            ]
+    if (
+        recipe
+        or "recipe" not in keys_of(config_type)
+        or any(entry.origin.startswith("preset ") for entry in entries)
+    ):
         return []
-    own = Counter(one.system for one in given
-                  if one.flag.keys and sum(one.flag.name in rows for rows in _EXACT.values()) == 1)
-    return [f"{system}'s flags change only what they name; recipe={system.lower()} sets its other defaults too"
-            for system, number in own.most_common(1) if number > 1]
+    own = Counter(
+        one.system
+        for one in given
+        if one.flag.keys and sum(one.flag.name in rows for rows in _EXACT.values()) == 1
+    )
+    return [
+        f"{system}'s flags change only what they name; recipe={system.lower()} sets its other defaults too"
+        for system, number in own.most_common(1)
+        if number > 1
+    ]
 
 
 def likely_system(names: Iterable[str]) -> tuple[str, bool]:
@@ -396,8 +554,11 @@ def in_their_names(message: str, resolved: Resolved) -> str:
     named: dict[str, str] = {}
     for flag in SYSTEMS.get(system, ()):
         for key in flag.keys:
-            if key not in resolved.origins and not flag.is_pattern and re.search(
-                    rf"(?<![\w.-]){re.escape(key)}(?![\w-]|\.\w)", message):
+            if (
+                key not in resolved.origins
+                and not flag.is_pattern
+                and re.search(rf"(?<![\w.-]){re.escape(key)}(?![\w-]|\.\w)", message)
+            ):
                 named.setdefault(key, flag.name)
     if "HF_TOKEN" in message and system == "MaxText":
         named["HF_TOKEN"] = TOKEN

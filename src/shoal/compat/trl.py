@@ -7,15 +7,34 @@ import re
 from pathlib import Path
 
 from shoal.compat import flags, rules
-from shoal.compat.flags import Flag, Given, Values, chosen, derived, grouped, idle, only, reads, refused, to_bool
+from shoal.compat.flags import (
+    Flag,
+    Given,
+    Values,
+    chosen,
+    derived,
+    grouped,
+    idle,
+    only,
+    reads,
+    refused,
+    to_bool,
+)
 from shoal.report.folder import LAST, is_run
 from shoal.types import ShoalError
 
 read_clip = flags.read_bounds("epsilon", "", "epsilon_high")
 
-_LOSS_TYPES = {"grpo": ("grpo", "seq-mean-token-mean"), "bnpo": ("grpo", "token-mean"), "dapo": ("grpo", "token-mean"),
-               "dr_grpo": ("grpo", "seq-mean-token-sum-norm"), "cispo": ("cispo", "token-mean"),
-               "sapo": ("sapo", "seq-mean-token-mean"), "luspo": ("grpo", "seq-mean-token-sum"), "nll": ("", "")}
+_LOSS_TYPES = {
+    "grpo": ("grpo", "seq-mean-token-mean"),
+    "bnpo": ("grpo", "token-mean"),
+    "dapo": ("grpo", "token-mean"),
+    "dr_grpo": ("grpo", "seq-mean-token-sum-norm"),
+    "cispo": ("cispo", "token-mean"),
+    "sapo": ("sapo", "seq-mean-token-mean"),
+    "luspo": ("grpo", "seq-mean-token-sum"),
+    "nll": ("", ""),
+}
 _LEVELS = {"token": "", "sequence": "gspo", "sequence_token": "gspo-token"}
 
 
@@ -26,15 +45,26 @@ def read_loss(given: Given) -> Values:
     name, aggregation = chosen("loss_type", kind, _LOSS_TYPES) if kind else ("", "")
     ratio = chosen("importance_sampling_level", level, _LEVELS)
     if ratio and name not in ("grpo", ""):
-        raise ShoalError(f"importance_sampling_level={level} with loss_type={kind}: expected token, the loss has a "
-                         "ratio of its own")
+        raise ShoalError(
+            f"importance_sampling_level={level} with loss_type={kind}: expected token, the loss has a "
+            "ratio of its own"
+        )
     name = ratio or name
-    values = {"algorithm.loss": name, "algorithm.aggregation": aggregation,
-              "algorithm.cispo_bound": "absolute" if name == "cispo" else ""}
+    values = {
+        "algorithm.loss": name,
+        "algorithm.aggregation": aggregation,
+        "algorithm.cispo_bound": "absolute" if name == "cispo" else "",
+    }
     return {key: text for key, text in values.items() if text}
 
 
-_SCALES = {"group": "grpo", "true": "grpo", "batch": "batch_std", "none": "dr_grpo", "false": "dr_grpo"}
+_SCALES = {
+    "group": "grpo",
+    "true": "grpo",
+    "batch": "batch_std",
+    "none": "dr_grpo",
+    "false": "dr_grpo",
+}
 
 
 def read_advantage(given: Given) -> Values:
@@ -43,14 +73,24 @@ def read_advantage(given: Given) -> Values:
     name = "multi_objective_aggregation"
     if chosen(name, given.get(name, "sum_then_normalize"), order):
         return {"algorithm.advantage": "gdpo"}
-    return {"algorithm.advantage": chosen("scale_rewards", given.get("scale_rewards", "group").lower(), _SCALES)}
+    return {
+        "algorithm.advantage": chosen(
+            "scale_rewards", given.get("scale_rewards", "group").lower(), _SCALES
+        )
+    }
 
 
 def read_dtype(given: Given) -> Values:
     half = {name: to_bool(name, text) for name, text in given.items()}
     if all(half.get(name) for name in ("bf16", "fp16")):
         raise ShoalError("bf16=true fp16=true: expected one of them, the type of the computation")
-    return {"model.dtype": "float16" if half.get("fp16") else "bfloat16" if half.get("bf16") else "float32"}
+    return {
+        "model.dtype": "float16"
+        if half.get("fp16")
+        else "bfloat16"
+        if half.get("bf16")
+        else "float32"
+    }
 
 
 _HEAD = "vllm_importance_sampling_"
@@ -63,14 +103,21 @@ def read_correction(given: Given) -> Values:
     mode = given.get(_HEAD + "mode", "sequence_mask")
     level, _, kind = mode.partition("_")
     if level not in ("token", "sequence") or kind not in ("mask", "truncate"):
-        raise ShoalError(f"{_HEAD}mode={mode}: expected token_truncate, token_mask, sequence_truncate or sequence_mask")
+        raise ShoalError(
+            f"{_HEAD}mode={mode}: expected token_truncate, token_mask, sequence_truncate or sequence_mask"
+        )
     cap = given.get(_HEAD + "clip_max", given.get(_HEAD + "cap", "3.0")).lower()
     floor = given.get(_HEAD + "clip_min", "none").lower()
     if kind == "truncate" and cap in flags.NOTHING and floor in flags.NOTHING:
-        raise ShoalError(f"{_HEAD}clip_max=None with {_HEAD}mode={mode}: clip_min or clip_max must be a number, "
-                         "nothing would be truncated")
-    values = {"algorithm.correction": "mis" if kind == "mask" else "tis", "algorithm.correction_level": level,
-              "algorithm.correction_cap": "inf" if cap in flags.NOTHING else cap}
+        raise ShoalError(
+            f"{_HEAD}clip_max=None with {_HEAD}mode={mode}: clip_min or clip_max must be a number, "
+            "nothing would be truncated"
+        )
+    values = {
+        "algorithm.correction": "mis" if kind == "mask" else "tis",
+        "algorithm.correction_level": level,
+        "algorithm.correction_cap": "inf" if cap in flags.NOTHING else cap,
+    }
     return values | {"algorithm.correction_floor": "0" if floor in flags.NOTHING else floor}
 
 
@@ -79,10 +126,15 @@ def read_vllm(given: Given) -> Values:
     if not to_bool("use_vllm", given.get("use_vllm", "false")):
         return {}
     if given.get("vllm_mode", "colocate") != "server":
-        raise ShoalError("use_vllm=true without vllm_mode=server: on the trainer's devices our own engine samples; "
-                         "leave it out, or give vllm_mode=server and the address, or sampler.kind=vllm and vllm.python")
+        raise ShoalError(
+            "use_vllm=true without vllm_mode=server: on the trainer's devices our own engine samples; "
+            "leave it out, or give vllm_mode=server and the address, or sampler.kind=vllm and vllm.python"
+        )
     host = given.get("vllm_server_host", "127.0.0.1").replace("0.0.0.0", "127.0.0.1")
-    url = given.get("vllm_server_base_url") or f"http://{host}:{given.get('vllm_server_port', '8000')}"
+    url = (
+        given.get("vllm_server_base_url")
+        or f"http://{host}:{given.get('vllm_server_port', '8000')}"
+    )
     return {"sampler.kind": "vllm", "vllm.urls": [url]}
 
 
@@ -92,18 +144,29 @@ def read_reward(item: str) -> str:
         return item
     *modules, name = item.split(".")
     found = importlib.util.find_spec(modules[0])  # of the first alone: it imports nothing
-    for folder in (Path(), *(Path(place).parent for place in (found and found.submodule_search_locations) or ())):
-        for file in (folder.joinpath(*modules).with_suffix(".py"), folder.joinpath(*modules, "__init__.py")):
+    for folder in (
+        Path(),
+        *(Path(place).parent for place in (found and found.submodule_search_locations) or ()),
+    ):
+        for file in (
+            folder.joinpath(*modules).with_suffix(".py"),
+            folder.joinpath(*modules, "__init__.py"),
+        ):
             if file.is_file():
                 return f"{file}:{name}"
     if found and found.origin and len(modules) == 1:
         return f"{found.origin}:{name}"
-    raise ShoalError(f"reward_funcs={item}: there is no module {'.'.join(modules)} in {Path.cwd()} or among the "
-                     "installed ones; give FILE.py:FUNCTION")
+    raise ShoalError(
+        f"reward_funcs={item}: there is no module {'.'.join(modules)} in {Path.cwd()} or among the "
+        "installed ones; give FILE.py:FUNCTION"
+    )
 
 
-_NOT_PLAIN = {"lora_dropout": "sampler and trainer would be two models", "use_dora": "an adapter is plain LoRA",
-              "lora_modules_to_save": "an adapter alone is trained"}
+_NOT_PLAIN = {
+    "lora_dropout": "sampler and trainer would be two models",
+    "use_dora": "an adapter is plain LoRA",
+    "lora_modules_to_save": "an adapter alone is trained",
+}
 
 
 def read_lora(given: Given) -> Values:
@@ -112,9 +175,15 @@ def read_lora(given: Given) -> Values:
         return {}
     for name, reason in _NOT_PLAIN.items():
         if given.get(name, "0").lower() not in flags.OFF:
-            raise ShoalError(f"{name}={given[name]} is not supported: {reason}; leave it out, or set it to 0")
-    defaults = flags.lora_values("16", "32", "q_proj,v_proj")  # PEFT's targets for the families that are computed here
-    own = flags.lora_values(*(given.get(f"lora_{name}", "") for name in ("r", "alpha", "target_modules")))
+            raise ShoalError(
+                f"{name}={given[name]} is not supported: {reason}; leave it out, or set it to 0"
+            )
+    defaults = flags.lora_values(
+        "16", "32", "q_proj,v_proj"
+    )  # PEFT's targets for the families that are computed here
+    own = flags.lora_values(
+        *(given.get(f"lora_{name}", "") for name in ("r", "alpha", "target_modules"))
+    )
     rslora = {"model.lora.rslora": given["use_rslora"]} if "use_rslora" in given else {}
     return {key: own[key] or flags.Yielding(value) for key, value in defaults.items()} | rslora
 
@@ -124,8 +193,10 @@ def read_trackers(name: str, text: str) -> Values:
     named = {item.lower() for item in flags.items_of(text)}
     if not named & {"wandb", "tensorboard", "all", "none"} and named:
         return {}
-    return {"report.wandb.mode": "auto" if named & {"wandb", "all"} else "off",
-            "report.tensorboard": "true" if named & {"tensorboard", "all"} else "false"}
+    return {
+        "report.wandb.mode": "auto" if named & {"wandb", "all"} else "off",
+        "report.tensorboard": "true" if named & {"tensorboard", "all"} else "false",
+    }
 
 
 def read_resume(name: str, text: str) -> Values:
@@ -140,157 +211,446 @@ def read_resume(name: str, text: str) -> Values:
         saved = versions(run)
         if int(step[0]) not in saved[-1:]:
             own = f"{run}/checkpoints/{step[0] if int(step[0]) in saved else 'STEP'}"
-            raise ShoalError(f"{name}={text}: {run} has checkpoints of steps {', '.join(map(str, saved)) or '(none)'}, "
-                             f"and a run is resumed from its newest one alone, resume={run}; a new run begins with the "
-                             f"weights of another, model={own}")
+            raise ShoalError(
+                f"{name}={text}: {run} has checkpoints of steps {', '.join(map(str, saved)) or '(none)'}, "
+                f"and a run is resumed from its newest one alone, resume={run}; a new run begins with the "
+                f"weights of another, model={own}"
+            )
     return {"resume": str(run)}
 
 
 FLAGS: list[Flag] = [
     *flags.renames(
-        learning_rate="optimizer.lr", num_generations="batch.group_size", num_iterations="algorithm.num_epochs",
-        model_name_or_path="model.path", beta="algorithm.kl_coef",
-        max_completion_length="sampling.max_completion_tokens", max_prompt_length="sampling.max_prompt_tokens",
-        temperature="sampling.temperature", top_p="sampling.top_p", top_k="sampling.top_k",
-        entropy_coef="algorithm.entropy_coef", weight_decay="optimizer.weight_decay",
-        max_grad_norm="optimizer.clip_grad_norm", adam_beta1="optimizer.beta1", adam_beta2="optimizer.beta2",
-        adam_epsilon="optimizer.eps", save_total_limit="checkpoint.keep_last",
+        learning_rate="optimizer.lr",
+        num_generations="batch.group_size",
+        num_iterations="algorithm.num_epochs",
+        model_name_or_path="model.path",
+        beta="algorithm.kl_coef",
+        max_completion_length="sampling.max_completion_tokens",
+        max_prompt_length="sampling.max_prompt_tokens",
+        temperature="sampling.temperature",
+        top_p="sampling.top_p",
+        top_k="sampling.top_k",
+        entropy_coef="algorithm.entropy_coef",
+        weight_decay="optimizer.weight_decay",
+        max_grad_norm="optimizer.clip_grad_norm",
+        adam_beta1="optimizer.beta1",
+        adam_beta2="optimizer.beta2",
+        adam_epsilon="optimizer.eps",
+        save_total_limit="checkpoint.keep_last",
         output_dir="base_output_directory",
-        dataset_config="task.subset", dataset_train_split="task.split", dataset_test_split="task.eval_split",
-        sapo_temperature_pos="algorithm.sapo_positive", sapo_temperature_neg="algorithm.sapo_negative"),
-    reads("max_length", "sampling.max_prompt_tokens sampling.max_completion_tokens", lambda name, text: dict.fromkeys(
-        ("sampling.max_prompt_tokens", "sampling.max_completion_tokens"), text), "of SFTConfig: of a row's prompt, and "
-        "of what follows it; a longer prompt is dropped, what follows is cut"),
-    *only("the assistant's turns alone have a loss", "true", names="assistant_only_loss completion_only_loss"),
-    *idle("rows are always packed, and none sees another's tokens", "packing packing_strategy padding_free "
-          "eval_packing pad_to_multiple_of dataset_num_proc"),
-    Flag("reward_funcs", ("reward.functions",), item=read_reward, meaning="also by a module's path: my_lib.rewards.f"),
+        dataset_config="task.subset",
+        dataset_train_split="task.split",
+        dataset_test_split="task.eval_split",
+        sapo_temperature_pos="algorithm.sapo_positive",
+        sapo_temperature_neg="algorithm.sapo_negative",
+    ),
+    reads(
+        "max_length",
+        "sampling.max_prompt_tokens sampling.max_completion_tokens",
+        lambda name, text: dict.fromkeys(
+            ("sampling.max_prompt_tokens", "sampling.max_completion_tokens"), text
+        ),
+        "of SFTConfig: of a row's prompt, and "
+        "of what follows it; a longer prompt is dropped, what follows is cut",
+    ),
+    *only(
+        "the assistant's turns alone have a loss",
+        "true",
+        names="assistant_only_loss completion_only_loss",
+    ),
+    *idle(
+        "rows are always packed, and none sees another's tokens",
+        "packing packing_strategy padding_free eval_packing pad_to_multiple_of dataset_num_proc",
+    ),
+    Flag(
+        "reward_funcs",
+        ("reward.functions",),
+        item=read_reward,
+        meaning="also by a module's path: my_lib.rewards.f",
+    ),
     Flag("reward_weights", ("reward.weights",)),
-    *derived(rules.reward_model, "reward.functions", "model:PATH, a sequence classifier", "reward_model_name_or_path"),
+    *derived(
+        rules.reward_model,
+        "reward.functions",
+        "model:PATH, a sequence classifier",
+        "reward_model_name_or_path",
+    ),
     Flag("mask_truncated_completions", ("algorithm.mask_truncated",), is_switch=True),
     Flag("use_bias_correction_kl", ("algorithm.kl_weighted",), is_switch=True),
-    *grouped(read_clip, "algorithm.clip_low algorithm.clip_high", "both bounds, unless epsilon_high is given",
-             "epsilon"),
+    *grouped(
+        read_clip,
+        "algorithm.clip_low algorithm.clip_high",
+        "both bounds, unless epsilon_high is given",
+        "epsilon",
+    ),
     *grouped(read_clip, "algorithm.clip_high", "None: as epsilon", "epsilon_high"),
-    *derived(rules.trl_delta, "algorithm.clip_dual", "None is 0: off; below 1 + epsilon_high it is an error", "delta"),
-    *derived(rules.trl_updates, "steps", "counted in updates, of which a step may make several; -1: by "
-             "num_train_epochs", "max_steps"),
-    *derived(rules.epochs, "steps", "passes over the training rows of local files; for other data set steps",
-             "num_train_epochs", yields=True),
-    *derived(rules.trl_counts, "checkpoint.every", "counted in updates; below 1 a share of them", "save_steps"),
-    *derived(rules.trl_counts, "train.evaluate_every", "counted in updates; below 1 a share of them", "eval_steps"),
-    *derived(rules.trl_schedule, "optimizer.warmup_steps", "that share of the run's updates, rounded up",
-             "warmup_ratio"),
-    *derived(rules.trl_schedule, "optimizer.warmup_steps", "counted in updates; below 1 a share of them, rounded up",
-             "warmup_steps"),
-    reads("min_p", "sampling.min_p", flags.optional("sampling.min_p"), "None is 0: off", keeps_nothing=True),
-    *grouped(read_loss, "algorithm.loss algorithm.aggregation algorithm.cispo_bound", "which loss, and how token "
-             "losses become one number", "loss_type"),
-    *grouped(read_loss, "algorithm.loss", "sequence: gspo with loss_type's aggregation; token: the loss as it is",
-             "importance_sampling_level"),
-    *grouped(read_advantage, "algorithm.advantage", "group: grpo; batch: batch_std; none: dr_grpo", "scale_rewards",
-             keeps_nothing=True),
-    *grouped(read_advantage, "algorithm.advantage", "normalize_then_sum: gdpo", "multi_objective_aggregation"),
-    reads("dataset_name", "task.name task.path", flags.read_data_set,
-          "a task of ours for gsm8k, openai/gsm8k, ifeval, math; else task=custom with its path"),
-    *derived(rules.trl_schedule, "optimizer.schedule optimizer.warmup_steps", "linear, cosine, constant_with_warmup; "
-             "constant has no warm-up", "lr_scheduler_type"),
-    *grouped(read_dtype, "model.dtype", "of the computation; master weights and optimizer stay float32", "bf16", "fp16",
-             is_switch=True, is_quiet=False),
-    reads("gradient_checkpointing", "model.remat", flags.REMAT, "true: whole blocks are computed again",
-          is_switch=True),
-    *derived(rules.trl_batch, "batch.prompts_per_device batch.micro_tokens", "completions on each device: with those "
-             "of steps_per_generation, divided by num_generations, prompts", "per_device_train_batch_size"),
-    *derived(rules.trl_batch, "batch.prompts_per_device batch.micro_tokens", "batches of an update; multiplies "
-             "per_device_train_batch_size (8)", "gradient_accumulation_steps"),
-    *derived(rules.trl_batch, "batch.prompts_per_device batch.micro_tokens algorithm.num_minibatches", "batches of a "
-             "step; divided by gradient_accumulation_steps, its updates", "steps_per_generation"),
-    *derived(rules.trl_batch, "batch.prompts_per_step batch.micro_tokens algorithm.num_minibatches", "completions of a "
-             "step on all devices; in place of steps_per_generation", "generation_batch_size"),
-    *[Flag(_HEAD + name, tuple(f"algorithm.{key}" for key in keys.split()), meaning=meaning, group=read_correction,
-           keeps_nothing="clip" in name, is_switch=name == "correction") for name, keys, meaning in (
-        ("correction", "correction correction_level correction_cap correction_floor",
-         "importance weights for the gap between sampler and trainer"),
-        ("mode", "correction correction_level", "token or sequence, mask (mis) or truncate (tis)"),
-        ("clip_max", "correction_cap", "None: no bound"), ("cap", "correction_cap", "as clip_max"),
-        ("clip_min", "correction_floor", "None: no bound"))],
-    *derived(rules.trl_staleness, "train.weight_sync_interval", "counted in updates", "weight_sync_steps"),
-    *derived(rules.trl_staleness, "train.max_staleness train.weight_sync_interval", "with weight_sync_steps=n counted "
-             "in the sampler's weight updates: k is (k + 1) x n - 1 steps", "max_staleness", only=lambda text: True,
-             only_with="weight_sync_steps"),
+    *derived(
+        rules.trl_delta,
+        "algorithm.clip_dual",
+        "None is 0: off; below 1 + epsilon_high it is an error",
+        "delta",
+    ),
+    *derived(
+        rules.trl_updates,
+        "steps",
+        "counted in updates, of which a step may make several; -1: by num_train_epochs",
+        "max_steps",
+    ),
+    *derived(
+        rules.epochs,
+        "steps",
+        "passes over the training rows of local files; for other data set steps",
+        "num_train_epochs",
+        yields=True,
+    ),
+    *derived(
+        rules.trl_counts,
+        "checkpoint.every",
+        "counted in updates; below 1 a share of them",
+        "save_steps",
+    ),
+    *derived(
+        rules.trl_counts,
+        "train.evaluate_every",
+        "counted in updates; below 1 a share of them",
+        "eval_steps",
+    ),
+    *derived(
+        rules.trl_schedule,
+        "optimizer.warmup_steps",
+        "that share of the run's updates, rounded up",
+        "warmup_ratio",
+    ),
+    *derived(
+        rules.trl_schedule,
+        "optimizer.warmup_steps",
+        "counted in updates; below 1 a share of them, rounded up",
+        "warmup_steps",
+    ),
+    reads(
+        "min_p",
+        "sampling.min_p",
+        flags.optional("sampling.min_p"),
+        "None is 0: off",
+        keeps_nothing=True,
+    ),
+    *grouped(
+        read_loss,
+        "algorithm.loss algorithm.aggregation algorithm.cispo_bound",
+        "which loss, and how token losses become one number",
+        "loss_type",
+    ),
+    *grouped(
+        read_loss,
+        "algorithm.loss",
+        "sequence: gspo with loss_type's aggregation; token: the loss as it is",
+        "importance_sampling_level",
+    ),
+    *grouped(
+        read_advantage,
+        "algorithm.advantage",
+        "group: grpo; batch: batch_std; none: dr_grpo",
+        "scale_rewards",
+        keeps_nothing=True,
+    ),
+    *grouped(
+        read_advantage,
+        "algorithm.advantage",
+        "normalize_then_sum: gdpo",
+        "multi_objective_aggregation",
+    ),
+    reads(
+        "dataset_name",
+        "task.name task.path",
+        flags.read_data_set,
+        "a task of ours for gsm8k, openai/gsm8k, ifeval, math; else task=custom with its path",
+    ),
+    *derived(
+        rules.trl_schedule,
+        "optimizer.schedule optimizer.warmup_steps",
+        "linear, cosine, constant_with_warmup; constant has no warm-up",
+        "lr_scheduler_type",
+    ),
+    *grouped(
+        read_dtype,
+        "model.dtype",
+        "of the computation; master weights and optimizer stay float32",
+        "bf16",
+        "fp16",
+        is_switch=True,
+        is_quiet=False,
+    ),
+    reads(
+        "gradient_checkpointing",
+        "model.remat",
+        flags.REMAT,
+        "true: whole blocks are computed again",
+        is_switch=True,
+    ),
+    *derived(
+        rules.trl_batch,
+        "batch.prompts_per_device batch.micro_tokens",
+        "completions on each device: with those "
+        "of steps_per_generation, divided by num_generations, prompts",
+        "per_device_train_batch_size",
+    ),
+    *derived(
+        rules.trl_batch,
+        "batch.prompts_per_device batch.micro_tokens",
+        "batches of an update; multiplies per_device_train_batch_size (8)",
+        "gradient_accumulation_steps",
+    ),
+    *derived(
+        rules.trl_batch,
+        "batch.prompts_per_device batch.micro_tokens algorithm.num_minibatches",
+        "batches of a step; divided by gradient_accumulation_steps, its updates",
+        "steps_per_generation",
+    ),
+    *derived(
+        rules.trl_batch,
+        "batch.prompts_per_step batch.micro_tokens algorithm.num_minibatches",
+        "completions of a step on all devices; in place of steps_per_generation",
+        "generation_batch_size",
+    ),
+    *[
+        Flag(
+            _HEAD + name,
+            tuple(f"algorithm.{key}" for key in keys.split()),
+            meaning=meaning,
+            group=read_correction,
+            keeps_nothing="clip" in name,
+            is_switch=name == "correction",
+        )
+        for name, keys, meaning in (
+            (
+                "correction",
+                "correction correction_level correction_cap correction_floor",
+                "importance weights for the gap between sampler and trainer",
+            ),
+            (
+                "mode",
+                "correction correction_level",
+                "token or sequence, mask (mis) or truncate (tis)",
+            ),
+            ("clip_max", "correction_cap", "None: no bound"),
+            ("cap", "correction_cap", "as clip_max"),
+            ("clip_min", "correction_floor", "None: no bound"),
+        )
+    ],
+    *derived(
+        rules.trl_staleness, "train.weight_sync_interval", "counted in updates", "weight_sync_steps"
+    ),
+    *derived(
+        rules.trl_staleness,
+        "train.max_staleness train.weight_sync_interval",
+        "with weight_sync_steps=n counted "
+        "in the sampler's weight updates: k is (k + 1) x n - 1 steps",
+        "max_staleness",
+        only=lambda text: True,
+        only_with="weight_sync_steps",
+    ),
     *derived(rules.sampler_tensor, flags.REPLICA_KEYS, flags.REPLICA, "vllm_tensor_parallel_size"),
-    *grouped(read_lora, flags.LORA, "an adapter: lora_r 16, lora_alpha 32, q_proj and v_proj, unless they are given; "
-             "without dropout", "use_peft", is_switch=True, is_quiet=False),
-    *[Flag(name, (f"model.lora.{key}",), meaning="counts only with use_peft=true", group=read_lora,
-           is_switch=name == "use_rslora", is_quiet=False)
-      for name, key in (("lora_r", "rank"), ("lora_alpha", "alpha"), ("lora_target_modules", "targets"),
-                        ("use_rslora", "rslora"))],
-    *[Flag(name, ("model.lora.rank",), meaning=f"an error if it is switched on with use_peft=true: {reason}",
-           group=read_lora) for name, reason in _NOT_PLAIN.items()],
-    *grouped(read_vllm, "sampler.kind vllm.urls", "with vllm_mode=server: `vllm serve`, with the calls that load "
-             "weights", "use_vllm", is_switch=True, is_quiet=False),
-    *grouped(read_vllm, "sampler.kind vllm.urls", "counts only with use_vllm=true", "vllm_mode", "vllm_server_base_url",
-             "vllm_server_host", "vllm_server_port"),
+    *grouped(
+        read_lora,
+        flags.LORA,
+        "an adapter: lora_r 16, lora_alpha 32, q_proj and v_proj, unless they are given; "
+        "without dropout",
+        "use_peft",
+        is_switch=True,
+        is_quiet=False,
+    ),
+    *[
+        Flag(
+            name,
+            (f"model.lora.{key}",),
+            meaning="counts only with use_peft=true",
+            group=read_lora,
+            is_switch=name == "use_rslora",
+            is_quiet=False,
+        )
+        for name, key in (
+            ("lora_r", "rank"),
+            ("lora_alpha", "alpha"),
+            ("lora_target_modules", "targets"),
+            ("use_rslora", "rslora"),
+        )
+    ],
+    *[
+        Flag(
+            name,
+            ("model.lora.rank",),
+            meaning=f"an error if it is switched on with use_peft=true: {reason}",
+            group=read_lora,
+        )
+        for name, reason in _NOT_PLAIN.items()
+    ],
+    *grouped(
+        read_vllm,
+        "sampler.kind vllm.urls",
+        "with vllm_mode=server: `vllm serve`, with the calls that load weights",
+        "use_vllm",
+        is_switch=True,
+        is_quiet=False,
+    ),
+    *grouped(
+        read_vllm,
+        "sampler.kind vllm.urls",
+        "counts only with use_vllm=true",
+        "vllm_mode",
+        "vllm_server_base_url",
+        "vllm_server_host",
+        "vllm_server_port",
+    ),
     *refused("set its variables in the template, model.template", "chat_template_kwargs"),
-    *refused("the schedules are linear, cosine and constant, without settings", "lr_scheduler_kwargs"),
-    *refused("AdamW has optimizer.beta1, beta2, eps and weight_decay", "optim_args", "optim_target_modules"),
+    *refused(
+        "the schedules are linear, cosine and constant, without settings", "lr_scheduler_kwargs"
+    ),
+    *refused(
+        "AdamW has optimizer.beta1, beta2, eps and weight_decay",
+        "optim_args",
+        "optim_target_modules",
+    ),
     *refused("training has no noise on embeddings", "neftune_noise_alpha"),
     *refused("a target is one token", "label_smoothing_factor"),
-    *refused("sampling has temperature, top_k, top_p and min_p", "generation_kwargs",
-             "vllm_structured_outputs_regex"),
+    *refused(
+        "sampling has temperature, top_k, top_p and min_p",
+        "generation_kwargs",
+        "vllm_structured_outputs_regex",
+    ),
     *refused("environment.max_turns bounds the turns", "max_tool_calling_iterations"),
-    *refused("mixtures of experts are not supported", "router_aux_loss_coef", accepts=("0.0", "0", "0.001")),
+    *refused(
+        "mixtures of experts are not supported",
+        "router_aux_loss_coef",
+        accepts=("0.0", "0", "0.001"),
+    ),
     *refused("one order and one split of the data, from seed", "data_seed"),
-    *refused("a batch is the same whatever it takes: batch.micro_tokens bounds memory", "auto_find_batch_size"),
+    *refused(
+        "a batch is the same whatever it takes: batch.micro_tokens bounds memory",
+        "auto_find_batch_size",
+    ),
     *refused("an adapter is of whole products", "lora_target_parameters"),
     *refused(flags.QUANTISED, "load_in_8bit", "load_in_4bit"),
     *refused("the model's shape and weights come from model.path", "model_init_kwargs"),
-    *only("a model's own files are read; download another revision and give its folder", "main",
-          names="model_revision"),
+    *only(
+        "a model's own files are read; download another revision and give its folder",
+        "main",
+        names="model_revision",
+    ),
     *refused("data are read whole", "dataset_streaming"),
-    *refused("the checkpoint with the best evaluation is checkpoint.keep_best", "load_best_model_at_end"),
-    *refused("a run has one number of completions a prompt; pass@k is train.pass_k", "num_generations_eval"),
+    *refused(
+        "the checkpoint with the best evaluation is checkpoint.keep_best", "load_best_model_at_end"
+    ),
+    *refused(
+        "a run has one number of completions a prompt; pass@k is train.pass_k",
+        "num_generations_eval",
+    ),
     *only("rows are taken in a random order", "random", names="train_sampling_strategy"),
     *refused("an evaluation is `shoal eval`", "do_predict"),
     *only("task.columns names a row's fields", "text", names="dataset_text_field"),
     *refused("the reference stays what it was at the start", "sync_ref_model"),
-    *refused("algorithm.correction=mis masks by the ratio of trainer and sampler", "off_policy_mask_threshold"),
+    *refused(
+        "algorithm.correction=mis masks by the ratio of trainer and sampler",
+        "off_policy_mask_threshold",
+    ),
     *refused("sampling has no penalty", "repetition_penalty", accepts=("1.0", "1")),
     *refused("the entropy bonus has one weight, entropy_coef", "use_adaptive_entropy"),
     *only("every sampled token is trained on", "1.0", names="top_entropy_quantile"),
     *only("each epoch has a new random order, from seed", "true", names="shuffle_dataset"),
     *only("AdamW is the optimizer", "adamw_torch", "adamw_torch_fused", "adamw", names="optim"),
-    reads("report_to", "report.wandb.mode report.tensorboard", read_trackers, "wandb, tensorboard, all or none; others "
-          "change nothing", keeps_nothing=True),
-    reads("resume_from_checkpoint", "resume", read_resume, "True: the run started last under output_dir; of a "
-          "run's newest checkpoint the run; another one is an error", is_switch=True),
-    *idle("nothing is pushed: `shoal export from=RUN to=FOLDER`, then `hf upload NAME FOLDER`", "push_to_hub",
-          is_quiet=False),
+    reads(
+        "report_to",
+        "report.wandb.mode report.tensorboard",
+        read_trackers,
+        "wandb, tensorboard, all or none; others change nothing",
+        keeps_nothing=True,
+    ),
+    reads(
+        "resume_from_checkpoint",
+        "resume",
+        read_resume,
+        "True: the run started last under output_dir; of a "
+        "run's newest checkpoint the run; another one is an error",
+        is_switch=True,
+    ),
+    *idle(
+        "nothing is pushed: `shoal export from=RUN to=FOLDER`, then `hf upload NAME FOLDER`",
+        "push_to_hub",
+        is_quiet=False,
+    ),
     *idle("models here have no dropout", "disable_dropout"),
-    reads("log_completions", "report.completions_every", flags.if_true(
-        {"report.completions_every": "1"}, {"report.completions_every": "0"}), "each step a table of a few completions "
-        "for Weights & Biases and TensorBoard", is_switch=True),
+    reads(
+        "log_completions",
+        "report.completions_every",
+        flags.if_true({"report.completions_every": "1"}, {"report.completions_every": "0"}),
+        "each step a table of a few completions for Weights & Biases and TensorBoard",
+        is_switch=True,
+    ),
     *idle("every group is written to the run's groups/", "num_completions_to_print"),
-    *idle("every step is written", "logging_steps", "logging_strategy", "logging_first_step", "logging_dir"),
+    *idle(
+        "every step is written",
+        "logging_steps",
+        "logging_strategy",
+        "logging_first_step",
+        "logging_dir",
+    ),
     *derived(rules.sampler_memory, flags.MEMORY_KEYS, flags.MEMORY, "vllm_gpu_memory_utilization"),
-    *idle("the sampler is the model itself, or a server of vLLM with settings of its own", "vllm_server_timeout",
-          "weight_sync_timeout", "vllm_max_model_length", "vllm_enable_sleep_mode", "vllm_model_impl",
-          "request_timeout"),
+    *idle(
+        "the sampler is the model itself, or a server of vLLM with settings of its own",
+        "vllm_server_timeout",
+        "weight_sync_timeout",
+        "vllm_max_model_length",
+        "vllm_enable_sleep_mode",
+        "vllm_model_impl",
+        "request_timeout",
+    ),
     *idle("a sampler has sampling.slots_per_device completions at once", "max_inflight_tasks"),
     *idle("batch.micro_tokens bounds a micro-batch", "token_budget", "fork_threshold_tokens"),
     *idle("train.max_staleness bounds how many samples wait", "queue_maxsize"),
     *idle("a sampler that hangs is noticed by itself", "heartbeat_stale_after_s"),
-    *idle("steps between evaluations and checkpoints are eval_steps and save_steps", "eval_strategy", "save_strategy",
-          "do_train", "do_eval", "per_device_eval_batch_size", "eval_on_start"),
-    *[reads(name, "mesh.trainer mesh.fsdp", lambda name, text: {"mesh.trainer": text, "mesh.fsdp": "-1"}, "devices, of "
-            "one process here") for name in ("nproc_per_node", "num_processes")],
+    *idle(
+        "steps between evaluations and checkpoints are eval_steps and save_steps",
+        "eval_strategy",
+        "save_strategy",
+        "do_train",
+        "do_eval",
+        "per_device_eval_batch_size",
+        "eval_on_start",
+    ),
+    *[
+        reads(
+            name,
+            "mesh.trainer mesh.fsdp",
+            lambda name, text: {"mesh.trainer": text, "mesh.fsdp": "-1"},
+            "devices, of one process here",
+        )
+        for name in ("nproc_per_node", "num_processes")
+    ],
     *idle(flags.SHARDED, "deepspeed", "fsdp", "fsdp_config", is_quiet=False),
-    *idle("it has no effect on what is computed here", "remove_unused_columns", "dataloader_num_workers",
-          "dataloader_pin_memory", "dataloader_prefetch_factor", "gradient_checkpointing_kwargs",
-          "accelerator_config",
-          "hub_model_id", "hub_strategy", "torch_compile", "ddp_find_unused_parameters", "ddp_timeout",
-          "use_liger_kernel", "attn_implementation", "dtype", "torch_dtype", "trust_remote_code",
-          "ds3_gather_for_generation", "use_cpu", "tf32", "disable_tqdm", "overwrite_output_dir", """
+    *idle(
+        "it has no effect on what is computed here",
+        "remove_unused_columns",
+        "dataloader_num_workers",
+        "dataloader_pin_memory",
+        "dataloader_prefetch_factor",
+        "gradient_checkpointing_kwargs",
+        "accelerator_config",
+        "hub_model_id",
+        "hub_strategy",
+        "torch_compile",
+        "ddp_find_unused_parameters",
+        "ddp_timeout",
+        "use_liger_kernel",
+        "attn_implementation",
+        "dtype",
+        "torch_dtype",
+        "trust_remote_code",
+        "ds3_gather_for_generation",
+        "use_cpu",
+        "tf32",
+        "disable_tqdm",
+        "overwrite_output_dir",
+        """
           activation_checkpointing activation_checkpointing_kwargs
           activation_offloading torch_compile_backend torch_compile_mode liger_kernel_config
           use_cache cache_implementation torch_empty_cache_steps parallelism_config
@@ -298,27 +658,47 @@ FLAGS: list[Flag] = [
           ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend local_rank full_determinism
           enable_jit_checkpoint bf16_full_eval fp16_full_eval cast_lm_head_to_fp32 ignore_bias_buffers lora_task_type
           use_transformers_continuous_batching transformers_continuous_batching_config use_transformers_paged
-          """),
-    *idle("the loss of an update is over its tokens on all devices", "average_tokens_across_devices"),
-    *idle("logs and metrics are in the run folder; report.* sends them elsewhere", """
+          """,
+    ),
+    *idle(
+        "the loss of an update is over its tokens on all devices", "average_tokens_across_devices"
+    ),
+    *idle(
+        "logs and metrics are in the run folder; report.* sends them elsewhere",
+        """
           log_level log_level_replica log_on_each_node logging_nan_inf_filter include_num_input_tokens_seen project
           trackio_space_id trackio_bucket_id trackio_static_space_id skip_memory_metrics log_multimodal
           log_unique_prompts log_completions_hub_repo
-          """),
-    *idle("nothing is pushed: `shoal export from=RUN to=FOLDER`, then `hf upload NAME FOLDER`",
-          "hub_token hub_private_repo hub_always_push hub_revision"),
-    *idle("an evaluation answers the questions of task.eval_split", """
+          """,
+    ),
+    *idle(
+        "nothing is pushed: `shoal export from=RUN to=FOLDER`, then `hf upload NAME FOLDER`",
+        "hub_token hub_private_repo hub_always_push hub_revision",
+    ),
+    *idle(
+        "an evaluation answers the questions of task.eval_split",
+        """
           eval_delay prediction_loss_only eval_do_concat_batches eval_use_gather_object eval_accumulation_steps
           include_for_metrics batch_eval_metrics metric_for_best_model greater_is_better label_names
           length_column_name
-          """),
-    *idle("a checkpoint holds all that a run resumes from", """
+          """,
+    ),
+    *idle(
+        "a checkpoint holds all that a run resumes from",
+        """
           save_only_model save_on_each_node ignore_data_skip restore_callback_states_from_checkpoint
-          """),
-    *idle("it counts with a setting that is refused", """
+          """,
+    ),
+    *idle(
+        "it counts with a setting that is refused",
+        """
           vllm_group_port vespo_k_pos vespo_k_neg vespo_lambda_pos vespo_lambda_neg ref_model_mixup_alpha
           ref_model_sync_steps entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target
           bnb_4bit_quant_type bnb_4bit_quant_storage use_bnb_nested_quant
-          """),
-    *idle("the tokenizer and the chat template are the model's: model.tokenizer, model.template",
-          "dataset_kwargs eos_token pad_token truncation_mode")]
+          """,
+    ),
+    *idle(
+        "the tokenizer and the chat template are the model's: model.tokenizer, model.template",
+        "dataset_kwargs eos_token pad_token truncation_mode",
+    ),
+]

@@ -27,261 +27,693 @@ def _under(head: str, names: str) -> list[str]:
 
 
 def _grouped(group: Any, keys: str, meaning: str, *names: str, **more: Any) -> list[Flag]:
-    return [Flag(name, tuple(f"algorithm.{key}" for key in keys.split()), meaning=meaning, group=group, **more)
-            for name in names]
+    return [
+        Flag(
+            name,
+            tuple(f"algorithm.{key}" for key in keys.split()),
+            meaning=meaning,
+            group=group,
+            **more,
+        )
+        for name in names
+    ]
 
 
-_DTYPES: dict[str, Values] = {one: {"model.dtype": full} for one, full in (
-    ("bfloat16", "bfloat16"), ("bf16", "bfloat16"), ("float16", "float16"), ("fp16", "float16"),
-    ("float32", "float32"), ("fp32", "float32"))}
-_FILTERS: dict[str, Values] = {"acc": {"algorithm.dynamic_sampling_by": "correct"}, **{
-    name: {"algorithm.dynamic_sampling_by": "reward"} for name in ("score", "seq_reward", "seq_final_reward")}}
+_DTYPES: dict[str, Values] = {
+    one: {"model.dtype": full}
+    for one, full in (
+        ("bfloat16", "bfloat16"),
+        ("bf16", "bfloat16"),
+        ("float16", "float16"),
+        ("fp16", "float16"),
+        ("float32", "float32"),
+        ("fp32", "float32"),
+    )
+}
+_FILTERS: dict[str, Values] = {
+    "acc": {"algorithm.dynamic_sampling_by": "correct"},
+    **{
+        name: {"algorithm.dynamic_sampling_by": "reward"}
+        for name in ("score", "seq_reward", "seq_final_reward")
+    },
+}
 _KL = "kl kl_clamp_input kl_clamp_value"
 
 FLAGS: list[Flag] = [
-    *renames(async_training__trigger_parameter_sync_step="train.weight_sync_interval",
-             actor_rollout_ref__model__path="model.path",
-             actor_rollout_ref__model__tokenizer_path="model.tokenizer",
-             actor_rollout_ref__model__custom_chat_template="model.template",
-             algorithm__gdpo_reward_weights="reward.weights", trainer__total_training_steps="steps",
-             trainer__project_name="report.wandb.project", trainer__experiment_name="run_name",
-             trainer__default_local_dir="base_output_directory", trainer__max_actor_ckpt_to_keep="checkpoint.keep_last",
-             data__seed="seed"),
-    *[Flag(_A + name, (key,)) for name, key in (
-        ("ppo_epochs", "algorithm.num_epochs"), ("entropy_coeff", "algorithm.entropy_coef"),
-        ("optim.lr", "optimizer.lr"), ("optim.weight_decay", "optimizer.weight_decay"),
-        ("ppo_max_token_len_per_gpu", "batch.micro_tokens"), ("ulysses_sequence_parallel_size", "mesh.context"),
-        ("loss_scale_factor", "algorithm.aggregation_tokens"), ("tau_pos", "algorithm.sapo_positive"),
-        ("tau_neg", "algorithm.sapo_negative"))],
+    *renames(
+        async_training__trigger_parameter_sync_step="train.weight_sync_interval",
+        actor_rollout_ref__model__path="model.path",
+        actor_rollout_ref__model__tokenizer_path="model.tokenizer",
+        actor_rollout_ref__model__custom_chat_template="model.template",
+        algorithm__gdpo_reward_weights="reward.weights",
+        trainer__total_training_steps="steps",
+        trainer__project_name="report.wandb.project",
+        trainer__experiment_name="run_name",
+        trainer__default_local_dir="base_output_directory",
+        trainer__max_actor_ckpt_to_keep="checkpoint.keep_last",
+        data__seed="seed",
+    ),
+    *[
+        Flag(_A + name, (key,))
+        for name, key in (
+            ("ppo_epochs", "algorithm.num_epochs"),
+            ("entropy_coeff", "algorithm.entropy_coef"),
+            ("optim.lr", "optimizer.lr"),
+            ("optim.weight_decay", "optimizer.weight_decay"),
+            ("ppo_max_token_len_per_gpu", "batch.micro_tokens"),
+            ("ulysses_sequence_parallel_size", "mesh.context"),
+            ("loss_scale_factor", "algorithm.aggregation_tokens"),
+            ("tau_pos", "algorithm.sapo_positive"),
+            ("tau_neg", "algorithm.sapo_negative"),
+        )
+    ],
     *same("sampling.max_prompt_tokens", "data.max_prompt_length", _R + "prompt_length"),
     *same("sampling.max_completion_tokens", "data.max_response_length", _R + "response_length"),
     *same("optimizer.clip_grad_norm", _A + "grad_clip", _A + "optim.clip_grad"),
-    *[Flag(_R + name, (key,)) for name, key in (
-        ("n", "batch.group_size"), ("temperature", "sampling.temperature"), ("top_p", "sampling.top_p"))],
+    *[
+        Flag(_R + name, (key,))
+        for name, key in (
+            ("n", "batch.group_size"),
+            ("temperature", "sampling.temperature"),
+            ("top_p", "sampling.top_p"),
+        )
+    ],
     reads(_R + "top_k", "sampling.top_k", flags.least_zero("sampling.top_k"), "-1 is 0: all"),
-    *_grouped(readers.clip, "clip_low clip_high", "both bounds, where one is not given by itself", _A + "clip_ratio"),
+    *_grouped(
+        readers.clip,
+        "clip_low clip_high",
+        "both bounds, where one is not given by itself",
+        _A + "clip_ratio",
+    ),
     *_grouped(readers.clip, "clip_low", "", _A + "clip_ratio_low"),
     *_grouped(readers.clip, "clip_high", "", _A + "clip_ratio_high"),
-    *_grouped(readers.loss, "loss clip_dual cispo_bound aggregation", "the loss of that name; all but vanilla without "
-              "dual clip, geo_mean and sapo with their own mean", _A + "policy_loss.loss_mode"),
+    *_grouped(
+        readers.loss,
+        "loss clip_dual cispo_bound aggregation",
+        "the loss of that name; all but vanilla without "
+        "dual clip, geo_mean and sapo with their own mean",
+        _A + "policy_loss.loss_mode",
+    ),
     *_grouped(readers.loss, "aggregation", "the same names", _A + "loss_agg_mode"),
     *derived(rules.verl_dual_clip, "algorithm.clip_dual", "of vanilla alone", _A + "clip_ratio_c"),
-    *_grouped(readers.divergence, "kl_coef kl_placement", "a term of the loss", _A + "use_kl_loss", is_switch=True),
-    *_grouped(readers.divergence, "kl_coef", "counts only with use_kl_loss=true (0.001)", _A + "kl_loss_coef"),
-    *_grouped(readers.divergence, _KL, "low_var_kl, k3: k3 with verl's clamps", _A + "kl_loss_type"),
-    *_grouped(readers.divergence, f"kl_coef kl_placement {_KL}", "subtracted from the reward, by kl_penalty's "
-              "estimator", "algorithm.use_kl_in_reward", is_switch=True),
-    *_grouped(readers.divergence, "kl_coef", "counts only with use_kl_in_reward=true (0.001)",
-              "algorithm.kl_ctrl.kl_coef"),
-    *_grouped(readers.divergence, _KL, "counts only with use_kl_in_reward=true; kl, k1: k1 without clamps",
-              "algorithm.kl_penalty"),
-    *_grouped(readers.estimator, "advantage whiten_over", "of groups; there is no critic, so no gae",
-              "algorithm.adv_estimator"),
-    *_grouped(readers.estimator, "advantage", "false: the group's mean alone; counts for grpo",
-              "algorithm.norm_adv_by_std_in_grpo", is_switch=True),
-    *_grouped(readers.rollout_correction, "correction correction_level correction_cap correction_floor", "token or "
-              "sequence: truncated importance weights (tis)", "algorithm.rollout_correction.rollout_is",
-              keeps_nothing=True),
-    *_grouped(readers.rollout_correction, "correction_cap correction_floor", "2.0: truncated (tis); 0.5_2.0: 0 outside "
-              "these bounds (mis)", "algorithm.rollout_correction.rollout_is_threshold"),
-    *_grouped(readers.rollout_correction, "correction", "true: direct, the ratio to the sampler's log-probs, without "
-              "weights", "algorithm.rollout_correction.bypass_mode", is_switch=True),
-    *_grouped(readers.rollout_correction, "correction", "ppo_clip alone; counts with bypass_mode=true",
-              "algorithm.rollout_correction.loss_type"),
-    *_grouped(readers.rejection, "rejection rejection_cap rejection_floor", "one rule, by its name there; null: none",
-              "algorithm.rollout_correction.rollout_rs", keeps_nothing=True),
-    *_grouped(readers.rejection, "rejection_cap rejection_floor", "2.0; with k1 low_high, the inverse of the weight's "
-              "bounds", "algorithm.rollout_correction.rollout_rs_threshold"),
-    reads("data.train_batch_size", "batch.prompts_per_step", readers.batch, "0: by async_training.require_batches"),
-    *derived(rules.mini_batches, "algorithm.num_minibatches", "prompts of an update", _A + "ppo_mini_batch_size"),
-    *derived(rules.mini_batches, "batch.prompts_per_step algorithm.num_minibatches", "updates of a step, each of "
-             "ppo_mini_batch_size prompts", "async_training.require_batches"),
-    *derived(rules.verl_staleness, "train.max_staleness", "n - 1 + that share of n steps, rounded up; n: "
-             "trigger_parameter_sync_step", "async_training.staleness_threshold"),
-    *derived(rules.verl_staleness, "train.versions", "true: newest, if samples may be older than the weights; false: "
-             "fixed", "async_training.partial_rollout", is_switch=True),
+    *_grouped(
+        readers.divergence,
+        "kl_coef kl_placement",
+        "a term of the loss",
+        _A + "use_kl_loss",
+        is_switch=True,
+    ),
+    *_grouped(
+        readers.divergence,
+        "kl_coef",
+        "counts only with use_kl_loss=true (0.001)",
+        _A + "kl_loss_coef",
+    ),
+    *_grouped(
+        readers.divergence, _KL, "low_var_kl, k3: k3 with verl's clamps", _A + "kl_loss_type"
+    ),
+    *_grouped(
+        readers.divergence,
+        f"kl_coef kl_placement {_KL}",
+        "subtracted from the reward, by kl_penalty's estimator",
+        "algorithm.use_kl_in_reward",
+        is_switch=True,
+    ),
+    *_grouped(
+        readers.divergence,
+        "kl_coef",
+        "counts only with use_kl_in_reward=true (0.001)",
+        "algorithm.kl_ctrl.kl_coef",
+    ),
+    *_grouped(
+        readers.divergence,
+        _KL,
+        "counts only with use_kl_in_reward=true; kl, k1: k1 without clamps",
+        "algorithm.kl_penalty",
+    ),
+    *_grouped(
+        readers.estimator,
+        "advantage whiten_over",
+        "of groups; there is no critic, so no gae",
+        "algorithm.adv_estimator",
+    ),
+    *_grouped(
+        readers.estimator,
+        "advantage",
+        "false: the group's mean alone; counts for grpo",
+        "algorithm.norm_adv_by_std_in_grpo",
+        is_switch=True,
+    ),
+    *_grouped(
+        readers.rollout_correction,
+        "correction correction_level correction_cap correction_floor",
+        "token or sequence: truncated importance weights (tis)",
+        "algorithm.rollout_correction.rollout_is",
+        keeps_nothing=True,
+    ),
+    *_grouped(
+        readers.rollout_correction,
+        "correction_cap correction_floor",
+        "2.0: truncated (tis); 0.5_2.0: 0 outside these bounds (mis)",
+        "algorithm.rollout_correction.rollout_is_threshold",
+    ),
+    *_grouped(
+        readers.rollout_correction,
+        "correction",
+        "true: direct, the ratio to the sampler's log-probs, without weights",
+        "algorithm.rollout_correction.bypass_mode",
+        is_switch=True,
+    ),
+    *_grouped(
+        readers.rollout_correction,
+        "correction",
+        "ppo_clip alone; counts with bypass_mode=true",
+        "algorithm.rollout_correction.loss_type",
+    ),
+    *_grouped(
+        readers.rejection,
+        "rejection rejection_cap rejection_floor",
+        "one rule, by its name there; null: none",
+        "algorithm.rollout_correction.rollout_rs",
+        keeps_nothing=True,
+    ),
+    *_grouped(
+        readers.rejection,
+        "rejection_cap rejection_floor",
+        "2.0; with k1 low_high, the inverse of the weight's bounds",
+        "algorithm.rollout_correction.rollout_rs_threshold",
+    ),
+    reads(
+        "data.train_batch_size",
+        "batch.prompts_per_step",
+        readers.batch,
+        "0: by async_training.require_batches",
+    ),
+    *derived(
+        rules.mini_batches,
+        "algorithm.num_minibatches",
+        "prompts of an update",
+        _A + "ppo_mini_batch_size",
+    ),
+    *derived(
+        rules.mini_batches,
+        "batch.prompts_per_step algorithm.num_minibatches",
+        "updates of a step, each of ppo_mini_batch_size prompts",
+        "async_training.require_batches",
+    ),
+    *derived(
+        rules.verl_staleness,
+        "train.max_staleness",
+        "n - 1 + that share of n steps, rounded up; n: trigger_parameter_sync_step",
+        "async_training.staleness_threshold",
+    ),
+    *derived(
+        rules.verl_staleness,
+        "train.versions",
+        "true: newest, if samples may be older than the weights; false: fixed",
+        "async_training.partial_rollout",
+        is_switch=True,
+    ),
     *derived(rules.rollout_steps, "steps", "prompts of the run", "rollout.total_rollout_steps"),
-    *derived(rules.micro_batch_per_gpu, "batch.micro_tokens", "completions at once on a device", _A +
-             "ppo_micro_batch_size_per_gpu", _A + "ppo_micro_batch_size"),
-    *derived(rules.epochs, "steps", "passes over the training rows of local files; for other data set steps", _T +
-             "total_epochs", yields=True),
-    *derived(rules.verl_warmup, "optimizer.warmup_steps", "that share of the run's steps, rounded down, times the "
-             "updates of a step", _A + "optim.lr_warmup_steps_ratio"),
-    *derived(rules.verl_warmup, "optimizer.warmup_steps", "steps, times the updates of each; -1: by "
-             "lr_warmup_steps_ratio", _A + "optim.lr_warmup_steps"),
-    reads(_A + "optim.betas", "optimizer.beta1 optimizer.beta2", readers.betas, "both betas of AdamW"),
-    *[reads(_A + f"optim.{name}", "optimizer.schedule", flags.choice({
-        one: {"optimizer.schedule": one} for one in ("constant", "cosine")}), "constant or cosine")
-      for name in ("warmup_style", "lr_scheduler_type")],
-    reads(_A + "fsdp_config.dtype", "model.dtype", flags.choice(_DTYPES),
-          "of the computation; master weights stay float32"),
-    reads("data.val_max_samples", "task.num_eval_questions", flags.least_zero("task.num_eval_questions"),
-          "-1 is 0: all"),
-    reads("data.train_files", "task.path", readers.train_files, "a parquet file, or some of one folder",
-          keeps_nothing=True),
-    *[Flag(_T + name, ("mesh.trainer", "mesh.fsdp"), meaning="devices of all nodes together, split by fsdp",
-      group=readers.gpus)
-      for name in ("n_gpus_per_node", "nnodes")],
-    *[Flag(f"rollout.{name}", ("mesh.sampler",), group=readers.sampler_gpus,
-           meaning="devices of the sampler alone, on all nodes together; one_step_off_policy is train.max_staleness=1")
-      for name in ("n_gpus_per_node", "nnodes")],
-    *[Flag(f"{head}custom_reward_function.{part}", ("reward.functions",), group=readers.reward_file,
-           meaning="file and name of the reward function",
-           keeps_nothing=part == "path") for head in ("reward.", "") for part in ("path", "name")],
+    *derived(
+        rules.micro_batch_per_gpu,
+        "batch.micro_tokens",
+        "completions at once on a device",
+        _A + "ppo_micro_batch_size_per_gpu",
+        _A + "ppo_micro_batch_size",
+    ),
+    *derived(
+        rules.epochs,
+        "steps",
+        "passes over the training rows of local files; for other data set steps",
+        _T + "total_epochs",
+        yields=True,
+    ),
+    *derived(
+        rules.verl_warmup,
+        "optimizer.warmup_steps",
+        "that share of the run's steps, rounded down, times the updates of a step",
+        _A + "optim.lr_warmup_steps_ratio",
+    ),
+    *derived(
+        rules.verl_warmup,
+        "optimizer.warmup_steps",
+        "steps, times the updates of each; -1: by lr_warmup_steps_ratio",
+        _A + "optim.lr_warmup_steps",
+    ),
+    reads(
+        _A + "optim.betas", "optimizer.beta1 optimizer.beta2", readers.betas, "both betas of AdamW"
+    ),
+    *[
+        reads(
+            _A + f"optim.{name}",
+            "optimizer.schedule",
+            flags.choice({one: {"optimizer.schedule": one} for one in ("constant", "cosine")}),
+            "constant or cosine",
+        )
+        for name in ("warmup_style", "lr_scheduler_type")
+    ],
+    reads(
+        _A + "fsdp_config.dtype",
+        "model.dtype",
+        flags.choice(_DTYPES),
+        "of the computation; master weights stay float32",
+    ),
+    reads(
+        "data.val_max_samples",
+        "task.num_eval_questions",
+        flags.least_zero("task.num_eval_questions"),
+        "-1 is 0: all",
+    ),
+    reads(
+        "data.train_files",
+        "task.path",
+        readers.train_files,
+        "a parquet file, or some of one folder",
+        keeps_nothing=True,
+    ),
+    *[
+        Flag(
+            _T + name,
+            ("mesh.trainer", "mesh.fsdp"),
+            meaning="devices of all nodes together, split by fsdp",
+            group=readers.gpus,
+        )
+        for name in ("n_gpus_per_node", "nnodes")
+    ],
+    *[
+        Flag(
+            f"rollout.{name}",
+            ("mesh.sampler",),
+            group=readers.sampler_gpus,
+            meaning="devices of the sampler alone, on all nodes together; one_step_off_policy is train.max_staleness=1",
+        )
+        for name in ("n_gpus_per_node", "nnodes")
+    ],
+    *[
+        Flag(
+            f"{head}custom_reward_function.{part}",
+            ("reward.functions",),
+            group=readers.reward_file,
+            meaning="file and name of the reward function",
+            keeps_nothing=part == "path",
+        )
+        for head in ("reward.", "")
+        for part in ("path", "name")
+    ],
     Flag("algorithm.filter_groups.enable", ("algorithm.dynamic_sampling",), is_switch=True),
-    reads("algorithm.filter_groups.metric", "algorithm.dynamic_sampling_by", flags.choice(_FILTERS),
-          "acc: by correctness; else by the reward"),
-    reads("algorithm.filter_groups.max_num_gen_batches", "algorithm.max_sampling_rounds", readers.rounds, "rounds "
-          "beyond the first; 0, no limit there, is 1,000"),
-    reads(_MODEL + "enable_gradient_checkpointing", "model.remat", flags.REMAT, "true: whole blocks are computed again",
-          is_switch=True),
-    reads(_A + "fsdp_config.optimizer_offload", "optimizer.offload", flags.OFFLOAD, "true: AdamW's moments",
-          is_switch=True),
-    *[Flag(name, ("sampling.long_prompts",), meaning=meaning, group=readers.long_prompts, is_switch=True) for name,
-        meaning in (
-        ("data.truncation", "error only: a prompt is never cut"),
-        ("data.filter_overlong_prompts", "true: dropped, counted; false: an error"))],
-    *[Flag(_MODEL + name, tuple(keys.split()), meaning=meaning, group=readers.lora) for name, keys, meaning in (
-        ("lora_rank", flags.LORA, "0: off; with lora_alpha 16 on all products, unless they are given"),
-        ("lora_alpha", "model.lora.alpha", "counts only with lora_rank"),
-        ("target_modules", "model.lora.targets", "counts only with lora_rank"),
-        ("lora_adapter_path", "model.lora.path algorithm.reference",
-         "an adapter in PEFT's format: its rank, alpha and targets hold; the reference is the model without it"))],
-    *derived(rules.verl_counts, "checkpoint.every", "-1: only the last step; times trigger_parameter_sync_step", _T +
-             "save_freq"),
-    *derived(rules.verl_counts, "train.evaluate_every", "-1: only before and after; times "
-             "trigger_parameter_sync_step", _T + "test_freq", "rollout.test_freq"),
-    reads(_T + "logger", "report.wandb.mode report.tensorboard", readers.loggers, "console, wandb, tensorboard"),
+    reads(
+        "algorithm.filter_groups.metric",
+        "algorithm.dynamic_sampling_by",
+        flags.choice(_FILTERS),
+        "acc: by correctness; else by the reward",
+    ),
+    reads(
+        "algorithm.filter_groups.max_num_gen_batches",
+        "algorithm.max_sampling_rounds",
+        readers.rounds,
+        "rounds beyond the first; 0, no limit there, is 1,000",
+    ),
+    reads(
+        _MODEL + "enable_gradient_checkpointing",
+        "model.remat",
+        flags.REMAT,
+        "true: whole blocks are computed again",
+        is_switch=True,
+    ),
+    reads(
+        _A + "fsdp_config.optimizer_offload",
+        "optimizer.offload",
+        flags.OFFLOAD,
+        "true: AdamW's moments",
+        is_switch=True,
+    ),
+    *[
+        Flag(
+            name,
+            ("sampling.long_prompts",),
+            meaning=meaning,
+            group=readers.long_prompts,
+            is_switch=True,
+        )
+        for name, meaning in (
+            ("data.truncation", "error only: a prompt is never cut"),
+            ("data.filter_overlong_prompts", "true: dropped, counted; false: an error"),
+        )
+    ],
+    *[
+        Flag(_MODEL + name, tuple(keys.split()), meaning=meaning, group=readers.lora)
+        for name, keys, meaning in (
+            (
+                "lora_rank",
+                flags.LORA,
+                "0: off; with lora_alpha 16 on all products, unless they are given",
+            ),
+            ("lora_alpha", "model.lora.alpha", "counts only with lora_rank"),
+            ("target_modules", "model.lora.targets", "counts only with lora_rank"),
+            (
+                "lora_adapter_path",
+                "model.lora.path algorithm.reference",
+                "an adapter in PEFT's format: its rank, alpha and targets hold; the reference is the model without it",
+            ),
+        )
+    ],
+    *derived(
+        rules.verl_counts,
+        "checkpoint.every",
+        "-1: only the last step; times trigger_parameter_sync_step",
+        _T + "save_freq",
+    ),
+    *derived(
+        rules.verl_counts,
+        "train.evaluate_every",
+        "-1: only before and after; times trigger_parameter_sync_step",
+        _T + "test_freq",
+        "rollout.test_freq",
+    ),
+    reads(
+        _T + "logger",
+        "report.wandb.mode report.tensorboard",
+        readers.loggers,
+        "console, wandb, tensorboard",
+    ),
     # ---- what matters and has no counterpart
-    *refused("a third kind of weight than algorithm.correction's: the mean of the weights is not made 1",
-             "algorithm.rollout_correction.rollout_is_batch_normalize"),
-    *only("the ratio is to the trainer's own log-probs", "true", names="async_training.compute_prox_log_prob"),
-    *only("a sampler has its devices for the whole run", "false",
-          names="async_training.use_dynamic_resource_scheduling"),
+    *refused(
+        "a third kind of weight than algorithm.correction's: the mean of the weights is not made 1",
+        "algorithm.rollout_correction.rollout_is_batch_normalize",
+    ),
+    *only(
+        "the ratio is to the trainer's own log-probs",
+        "true",
+        names="async_training.compute_prox_log_prob",
+    ),
+    *only(
+        "a sampler has its devices for the whole run",
+        "false",
+        names="async_training.use_dynamic_resource_scheduling",
+    ),
     *only("prompts are asked for one by one", "1", names="data.gen_batch_size"),
-    *refused("rewards are not discounted", "algorithm.gamma", "algorithm.lam", accepts=("1.0", "1")),
+    *refused(
+        "rewards are not discounted", "algorithm.gamma", "algorithm.lam", accepts=("1.0", "1")
+    ),
     *refused("groups are never weighed by a preference", "algorithm.use_pf_ppo"),
-    *refused("model.lora.targets names the products that have an adapter", _MODEL + "exclude_modules"),
+    *refused(
+        "model.lora.targets names the products that have an adapter", _MODEL + "exclude_modules"
+    ),
     *refused("heads for several tokens", _MODEL + "mtp.enable"),
-    *refused("the model's shape comes with its checkpoint", _MODEL + "override_config", _MODEL + "hf_config_path",
-             _MODEL + "external_lib"),
-    *refused("the reference is the model as the run begins (of an adapter: algorithm.reference)", _REF + "model.path"),
+    *refused(
+        "the model's shape comes with its checkpoint",
+        _MODEL + "override_config",
+        _MODEL + "hf_config_path",
+        _MODEL + "external_lib",
+    ),
+    *refused(
+        "the reference is the model as the run begins (of an adapter: algorithm.reference)",
+        _REF + "model.path",
+    ),
     *refused("the learning rate falls to 0", _A + "optim.min_lr_ratio"),
-    *refused("AdamW has optimizer.beta1, beta2, eps and weight_decay", _A + "optim.override_optimizer_config"),
+    *refused(
+        "AdamW has optimizer.beta1, beta2, eps and weight_decay",
+        _A + "optim.override_optimizer_config",
+    ),
     *only("half a cosine", "0.5", names=_A + "optim.num_cycles"),
     *only("AdamW is the optimizer", "adamw", names=_A + "optim.optimizer"),
     *only("master weights are float32", "fp32", "float32", names=_A + "fsdp_config.model_dtype"),
     *only("routes of experts are not replayed", "disabled", names=_A + "router_replay.mode"),
     *refused("routes of experts are not replayed", _R + "enable_rollout_routing_replay"),
-    reads(_R + "quantization", "sampler.quantise", flags.choice({"fp8": {"sampler.quantise": "fp8"}}),
-          "fp8: of weights alone, by output channel"),
+    reads(
+        _R + "quantization",
+        "sampler.quantise",
+        flags.choice({"fp8": {"sampler.quantise": "fp8"}}),
+        "fp8: of weights alone, by output channel",
+    ),
     *refused("samples are always drawn", _R + "skip_rollout"),
-    *only("log-probs are over the tokens that temperature, top_k and top_p leave", "processed_logprobs", names=_R +
-          "logprobs_mode"),
+    *only(
+        "log-probs are over the tokens that temperature, top_k and top_p leave",
+        "processed_logprobs",
+        names=_R + "logprobs_mode",
+    ),
     *only("one turn", "single_turn_agent", names=_R + "agent.default_agent_loop"),
-    *refused("one completion for a prompt", _R + "agent.agent_loop_config_path", _R + "multi_turn.enable"),
-    *refused("an evaluation is greedy, and sampled for train.pass_k", *(_R + f"val_kwargs.{name}" for name in (
-        "temperature", "do_sample"))),
+    *refused(
+        "one completion for a prompt", _R + "agent.agent_loop_config_path", _R + "multi_turn.enable"
+    ),
+    *refused(
+        "an evaluation is greedy, and sampled for train.pass_k",
+        *(_R + f"val_kwargs.{name}" for name in ("temperature", "do_sample")),
+    ),
     *only("an evaluation is greedy, and sampled for train.pass_k", "1", names=_R + "val_kwargs.n"),
     *refused("every row is trained on; shorten the file", "data.train_max_samples"),
-    *refused("data are read by task.name=custom", "data.custom_cls.path", "data.sampler.class_path",
-             "data.datagen.path"),
-    *refused("set its variables in the template, model.template", "data.apply_chat_template_kwargs"),
+    *refused(
+        "data are read by task.name=custom",
+        "data.custom_cls.path",
+        "data.sampler.class_path",
+        "data.datagen.path",
+    ),
+    *refused(
+        "set its variables in the template, model.template", "data.apply_chat_template_kwargs"
+    ),
     *refused("set model.tokenizer", "data.tokenizer"),
     *only("set task.columns for other columns", "prompt", names="data.prompt_key"),
-    *only("give reward=FILE:FUNCTION; reward.overlong_buffer_tokens is DAPO's penalty", "naive",
-          names="reward_manager.name reward_model.reward_manager reward.reward_manager.name"),
-    *refused("give reward=FILE:FUNCTION", "reward_manager.module.path", "reward_model.reward_loop_module_path",
-             "reward_model.sandbox_fusion.url", "reward.sandbox_fusion.url"),
+    *only(
+        "give reward=FILE:FUNCTION; reward.overlong_buffer_tokens is DAPO's penalty",
+        "naive",
+        names="reward_manager.name reward_model.reward_manager reward.reward_manager.name",
+    ),
+    *refused(
+        "give reward=FILE:FUNCTION",
+        "reward_manager.module.path",
+        "reward_model.reward_loop_module_path",
+        "reward_model.sandbox_fusion.url",
+        "reward.sandbox_fusion.url",
+    ),
     *refused("there is no critic", "critic.enable"),
     *refused("the policy is updated from the first step", _T + "critic_warmup"),
     *refused("a run's length is in steps; an evaluation alone is `shoal eval`", _T + "val_only"),
     *only("a divergence has a fixed weight", "fixed", names="algorithm.kl_ctrl.type"),
-    *idle("the first weights are evaluated, which changes nothing else; train.evaluate_every=-1 turns all off", _T +
-          "val_before_train", is_quiet=False),
+    *idle(
+        "the first weights are evaluated, which changes nothing else; train.evaluate_every=-1 turns all off",
+        _T + "val_before_train",
+        is_quiet=False,
+    ),
     *refused("give resume=FOLDER", _T + "resume_from_path"),
-    *only("the same run_name or resume=FOLDER resumes a run; a new one needs another run_name", "auto", names=_T +
-          "resume_mode"),
+    *only(
+        "the same run_name or resume=FOLDER resumes a run; a new one needs another run_name",
+        "auto",
+        names=_T + "resume_mode",
+    ),
     *only("each epoch has a new random order, from seed", "true", names="data.shuffle"),
     *only("training samples, it is never greedy", "true", names=_R + "do_sample"),
     *refused("a completion ends where the model ends it", _R + "ignore_eos"),
     *refused("every sampled prompt is trained on", _R + "over_sample_rate"),
-    *refused("give reward=model:PATH, a sequence classifier", "reward_model.enable", "reward.reward_model.enable"),
+    *refused(
+        "give reward=model:PATH, a sequence classifier",
+        "reward_model.enable",
+        "reward.reward_model.enable",
+    ),
     *refused(flags.QUANTISED, _A + "qat.enable"),
     *refused("a sampler does prefill and decoding", _R + "disaggregation.enabled"),
-    *refused("set actor_rollout_ref.model.lora_rank", _MODEL + "lora.rank", _MODEL + "lora.adapter_path"),
+    *refused(
+        "set actor_rollout_ref.model.lora_rank", _MODEL + "lora.rank", _MODEL + "lora.adapter_path"
+    ),
     *refused("tools are tools=file.py:f,g", "data.function_tool_path"),
     *refused("distillation is teacher.path=MODEL", "distillation.enabled"),
-    *refused("samples are always drawn", "skip.rollout.enable", "skip.rollout_tq.enable", "skip.async_rollout.enable"),
+    *refused(
+        "samples are always drawn",
+        "skip.rollout.enable",
+        "skip.rollout_tq.enable",
+        "skip.async_rollout.enable",
+    ),
     *refused("give reward=FILE:FUNCTION", "sandbox_fusion.url"),
-    *only("steps of the schedule are counted from the first", "true", names=_A + "optim.zero_indexed_step"),
+    *only(
+        "steps of the schedule are counted from the first",
+        "true",
+        names=_A + "optim.zero_indexed_step",
+    ),
     *only("asynchronous training is train.max_staleness", "sync", names=_T + "v1.trainer_mode"),
     # ---- what cannot matter here
-    *idle("the evaluation split is next to the training file, or else its last rows", "data.val_files"),
-    *idle("an evaluation fills the sampler's slots: sampling.slots_per_device", "data.val_batch_size"),
-    *idle("padding is always removed: prompts and completions fill rows one after the other", _MODEL +
-          "use_remove_padding", _A + "use_remove_padding"),
-    *idle("completions are not sorted over devices by their lengths, which changes no number", _T + "balance_batch"),
+    *idle(
+        "the evaluation split is next to the training file, or else its last rows", "data.val_files"
+    ),
+    *idle(
+        "an evaluation fills the sampler's slots: sampling.slots_per_device", "data.val_batch_size"
+    ),
+    *idle(
+        "padding is always removed: prompts and completions fill rows one after the other",
+        _MODEL + "use_remove_padding",
+        _A + "use_remove_padding",
+    ),
+    *idle(
+        "completions are not sorted over devices by their lengths, which changes no number",
+        _T + "balance_batch",
+    ),
     *idle("batch.micro_tokens always bounds a micro-batch by its tokens", _A + "use_dynamic_bsz"),
-    *idle("scoring takes the micro-batches of training: batch.micro_tokens", *(f"{head}log_prob_{name}" for head in (
-        _R, _REF) for name in ("micro_batch_size", "micro_batch_size_per_gpu", "use_dynamic_bsz",
-                               "max_token_len_per_gpu"))),
-    *idle("parameters and gradients stay on the devices; optimizer_offload is optimizer.offload",
-          *_under(_A + "fsdp_config.", "param_offload grad_offload"), _REF + "fsdp_config.param_offload"),
-    *idle("a setting of vLLM; the sampler is the model itself", *_under(_R, """
+    *idle(
+        "scoring takes the micro-batches of training: batch.micro_tokens",
+        *(
+            f"{head}log_prob_{name}"
+            for head in (_R, _REF)
+            for name in (
+                "micro_batch_size",
+                "micro_batch_size_per_gpu",
+                "use_dynamic_bsz",
+                "max_token_len_per_gpu",
+            )
+        ),
+    ),
+    *idle(
+        "parameters and gradients stay on the devices; optimizer_offload is optimizer.offload",
+        *_under(_A + "fsdp_config.", "param_offload grad_offload"),
+        _REF + "fsdp_config.param_offload",
+    ),
+    *idle(
+        "a setting of vLLM; the sampler is the model itself",
+        *_under(
+            _R,
+            """
         enforce_eager free_cache_engine enable_chunked_prefill max_num_batched_tokens max_num_seqs max_model_len
-        load_format dtype layered_summon mode name""")),
-    *idle("it counts with a setting that is refused", *_under("algorithm.", """
+        load_format dtype layered_summon mode name""",
+        ),
+    ),
+    *idle(
+        "it counts with a setting that is refused",
+        *_under(
+            "algorithm.",
+            """
         kl_ctrl.horizon kl_ctrl.target_kl
-        pf_ppo.*"""), *_under(_A, """
+        pf_ppo.*""",
+        ),
+        *_under(
+            _A,
+            """
         policy_loss.dro_beta policy_loss.clip_cov_ratio policy_loss.clip_cov_lb policy_loss.clip_cov_ub
-        policy_loss.kl_cov_ratio policy_loss.ppo_kl_coef router_replay.*"""), *_under(_MODEL, """
-        mtp.*"""), *_under(_R, """
-        multi_turn.* mtp quantization_config_file skip_dump_dir"""), *_under("data.", """
-        tool_config_path custom_cls.* sampler.* datagen.* reward_fn_key"""),
-          "reward_model.*", "reward.*", "reward_manager.*"),
-    *idle("a sampler has sampling.slots_per_device completions at once",
-          "async_training.concurrent_samples_per_replica"),
-    *idle("an evaluation is sampled where the training samples are", "async_training.use_trainer_do_validate"),
+        policy_loss.kl_cov_ratio policy_loss.ppo_kl_coef router_replay.*""",
+        ),
+        *_under(
+            _MODEL,
+            """
+        mtp.*""",
+        ),
+        *_under(
+            _R,
+            """
+        multi_turn.* mtp quantization_config_file skip_dump_dir""",
+        ),
+        *_under(
+            "data.",
+            """
+        tool_config_path custom_cls.* sampler.* datagen.* reward_fn_key""",
+        ),
+        "reward_model.*",
+        "reward.*",
+        "reward_manager.*",
+    ),
+    *idle(
+        "a sampler has sampling.slots_per_device completions at once",
+        "async_training.concurrent_samples_per_replica",
+    ),
+    *idle(
+        "an evaluation is sampled where the training samples are",
+        "async_training.use_trainer_do_validate",
+    ),
     *idle("actor_rollout_ref.rollout.n is the size of a group", "rollout.n"),
     *idle("it counts with a setting that is refused", "async_training.dynamic_schedule_*"),
     *idle("there is no critic", "critic.*", "critic"),
     *idle("a group's prompt is always computed once", _A + "use_prefix_grouper"),
-    *derived(rules.sampler_tensor, flags.REPLICA_KEYS, flags.REPLICA, _R + "tensor_model_parallel_size"),
+    *derived(
+        rules.sampler_tensor, flags.REPLICA_KEYS, flags.REPLICA, _R + "tensor_model_parallel_size"
+    ),
     *idle(flags.SHARDED, _A + "strategy", _A + "fsdp_config.fsdp_size"),
     *derived(rules.sampler_memory, flags.MEMORY_KEYS, flags.MEMORY, _R + "gpu_memory_utilization"),
     *idle(flags.MEMORY, _R + "standalone_gpu_memory_utilization", is_quiet=False),
     *idle("the sampler's log-probs are always kept", _R + "calculate_log_probs"),
-    *idle("every group is written to the run's groups/", _T + "rollout_data_dir", _T + "log_val_generations"),
+    *idle(
+        "every group is written to the run's groups/",
+        _T + "rollout_data_dir",
+        _T + "log_val_generations",
+    ),
     *idle("evaluations are written to the run folder", _T + "validation_data_dir"),
     *idle("the reference has the trainer's settings", _REF + "*"),
     *idle("its parts are the reward functions", "algorithm.gdpo_reward_keys"),
-    *idle("each epoch has new random mini-batches, from seed", _A + "shuffle", _A + "data_loader_seed"),
+    *idle(
+        "each epoch has new random mini-batches, from seed", _A + "shuffle", _A + "data_loader_seed"
+    ),
     *idle("greedy evaluation reads neither", _R + "val_kwargs.top_k", _R + "val_kwargs.top_p"),
-    *idle("a setting of verl's engines; it changes no number", "actor_rollout_ref.hybrid_engine",
-          "actor_rollout_ref.nccl_timeout", *_under(_R, """
+    *idle(
+        "a setting of verl's engines; it changes no number",
+        "actor_rollout_ref.hybrid_engine",
+        "actor_rollout_ref.nccl_timeout",
+        *_under(
+            _R,
+            """
         *_size cudagraph_* enable_prefix_caching scheduling_policy disable_log_stats engine_kwargs.*
-        multi_stage_wake_up agent.* checkpoint_engine.* skip_tokenizer_init trace.* profiler.* prometheus.*"""),
-          *_under(_MODEL, """
-        use_shm trust_remote_code enable_activation_offload use_liger *fused_kernel* tiled_mlp.*"""), *_under(_A, """
+        multi_stage_wake_up agent.* checkpoint_engine.* skip_tokenizer_init trace.* profiler.* prometheus.*""",
+        ),
+        *_under(
+            _MODEL,
+            """
+        use_shm trust_remote_code enable_activation_offload use_liger *fused_kernel* tiled_mlp.*""",
+        ),
+        *_under(
+            _A,
+            """
         checkpoint.* profiler.* fsdp_config.* use_torch_compile use_fused_kernels
         entropy_from_logits_with_chunking entropy_checkpointing rollout_n
         freeze_vision_tower calculate_entropy calculate_sum_pi_squared sum_pi_squared_checkpointing
-        optim.optimizer_impl optim.total_training_steps""")),
-    *idle("a setting of how data are read; it changes no number", *_under("data.", """
-        use_shm *_workers trust_remote_code return_* validation_shuffle image_* video_*""")),
-    *idle("a setting of verl's processes", "global_profiler.*", "ray_kwargs.*", "ray_init.*", "transfer_queue.*",
-          *_under(_T, """
+        optim.optimizer_impl optim.total_training_steps""",
+        ),
+    ),
+    *idle(
+        "a setting of how data are read; it changes no number",
+        *_under(
+            "data.",
+            """
+        use_shm *_workers trust_remote_code return_* validation_shuffle image_* video_*""",
+        ),
+    ),
+    *idle(
+        "a setting of verl's processes",
+        "global_profiler.*",
+        "ray_kwargs.*",
+        "ray_init.*",
+        "transfer_queue.*",
+        *_under(
+            _T,
+            """
         esi_redundant_time default_hdfs_dir del_local_ckpt_after_load max_critic_ckpt_to_keep device
-        ray_wait_register_center_timeout use_legacy_worker_impl""")),
-    *idle("algorithm.rollout_correction.bypass_mode says whose log-probs the ratio is to", _A +
-          "use_rollout_log_probs"),
-    *idle("it counts with a setting that is refused", _A + "qat.*", _R + "qat", _R + "disaggregation.*", _MODEL +
-          "lora.*", "distillation.*", "skip.*", "sandbox_fusion.*", "algorithm.filter_groups.max_inflight_gen_batches"),
+        ray_wait_register_center_timeout use_legacy_worker_impl""",
+        ),
+    ),
+    *idle(
+        "algorithm.rollout_correction.bypass_mode says whose log-probs the ratio is to",
+        _A + "use_rollout_log_probs",
+    ),
+    *idle(
+        "it counts with a setting that is refused",
+        _A + "qat.*",
+        _R + "qat",
+        _R + "disaggregation.*",
+        _MODEL + "lora.*",
+        "distillation.*",
+        "skip.*",
+        "sandbox_fusion.*",
+        "algorithm.filter_groups.max_inflight_gen_batches",
+    ),
     *idle("every draw has its key from seed", _R + "seed", _R + "full_determinism"),
     *idle("devices of the sampler alone are mesh.sampler", _R + "nnodes", _R + "n_gpus_per_node"),
-    *idle("text of dense models alone", "data.audio_key", "data.mm_processor_kwargs", _R + "router_config_path", _R +
-          "moe_load_balance_metrics_interval"),
-    *idle("a setting of verl's trainers; it changes no number", _A + "entropy_from_logits_chunk_size", _A +
-          "pad_to_length", _T + "checkpoint_callback_class", _T + "use_v1", _T + "v1.*"),
-    *idle("a name of verl's classes", "*._target_")]
+    *idle(
+        "text of dense models alone",
+        "data.audio_key",
+        "data.mm_processor_kwargs",
+        _R + "router_config_path",
+        _R + "moe_load_balance_metrics_interval",
+    ),
+    *idle(
+        "a setting of verl's trainers; it changes no number",
+        _A + "entropy_from_logits_chunk_size",
+        _A + "pad_to_length",
+        _T + "checkpoint_callback_class",
+        _T + "use_v1",
+        _T + "v1.*",
+    ),
+    *idle("a name of verl's classes", "*._target_"),
+]

@@ -15,12 +15,23 @@ clip = flags.read_bounds("clip_ratio", "clip_ratio_low", "clip_ratio_high")
 
 _OFF = Yielding("0")
 _MODES: dict[str, Values] = {
-    "vanilla": {"algorithm.loss": "grpo"}, "gspo": {"algorithm.loss": "gspo-token", "algorithm.clip_dual": _OFF},
+    "vanilla": {"algorithm.loss": "grpo"},
+    "gspo": {"algorithm.loss": "gspo-token", "algorithm.clip_dual": _OFF},
     "geo_mean": {"algorithm.loss": "gmpo", "algorithm.clip_dual": _OFF},
-    "cispo": {"algorithm.loss": "cispo", "algorithm.cispo_bound": "both", "algorithm.clip_dual": _OFF},
-    "sapo": {"algorithm.loss": "sapo", "algorithm.clip_dual": _OFF}}
+    "cispo": {
+        "algorithm.loss": "cispo",
+        "algorithm.cispo_bound": "both",
+        "algorithm.clip_dual": _OFF,
+    },
+    "sapo": {"algorithm.loss": "sapo", "algorithm.clip_dual": _OFF},
+}
 _OWN_MEAN = ("geo_mean", "sapo")
-_AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+_AGGREGATIONS = (
+    "token-mean",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
+)
 
 
 def lora(given: Given) -> Values:
@@ -34,6 +45,7 @@ def lora(given: Given) -> Values:
     alpha, targets = named.get("lora_alpha", "16"), named.get("target_modules", "all-linear")
     return flags.lora_values(named["lora_rank"], alpha, targets)
 
+
 def loss(given: Given) -> Values:
     """The policy loss. geo_mean and sapo take the mean over completions whatever loss_agg_mode says; gspo's gradient is
     a token's own, so that its loss is gspo-token here. Only vanilla has a dual clip (rules.verl_dual_clip)."""
@@ -41,42 +53,70 @@ def loss(given: Given) -> Values:
     mode = named.get("loss_mode", "")
     values = dict(chosen("loss_mode", mode, _MODES)) if mode else {}
     if aggregation := named.get("loss_agg_mode", ""):
-        values["algorithm.aggregation"] = chosen("loss_agg_mode", aggregation, {one: one for one in _AGGREGATIONS})
+        values["algorithm.aggregation"] = chosen(
+            "loss_agg_mode", aggregation, {one: one for one in _AGGREGATIONS}
+        )
     if mode in _OWN_MEAN:
         values["algorithm.aggregation"] = "seq-mean-token-mean"
     return values
 
 
 _PLAIN = {"algorithm.kl_clamp_input": "0", "algorithm.kl_clamp_value": "0"}
-_LOW_VAR = {"algorithm.kl": "k3", "algorithm.kl_clamp_input": "20", "algorithm.kl_clamp_value": "10"}
+_LOW_VAR = {
+    "algorithm.kl": "k3",
+    "algorithm.kl_clamp_input": "20",
+    "algorithm.kl_clamp_value": "10",
+}
 _ESTIMATES: dict[str, Values] = {
-    "kl": {"algorithm.kl": "k1", **_PLAIN}, "k1": {"algorithm.kl": "k1", **_PLAIN},
-    "mse": {"algorithm.kl": "k2", **_PLAIN}, "k2": {"algorithm.kl": "k2", **_PLAIN},
-    "low_var_kl": _LOW_VAR, "k3": _LOW_VAR}
+    "kl": {"algorithm.kl": "k1", **_PLAIN},
+    "k1": {"algorithm.kl": "k1", **_PLAIN},
+    "mse": {"algorithm.kl": "k2", **_PLAIN},
+    "k2": {"algorithm.kl": "k2", **_PLAIN},
+    "low_var_kl": _LOW_VAR,
+    "k3": _LOW_VAR,
+}
 
 
 def divergence(given: Given) -> Values:
     """Two places for a divergence, each with its switch, coefficient and estimator; these count only there. Without
     either switch the coefficient is 0 where nothing else gives one."""
     named = last_part(given)
-    in_loss, in_reward = (to_bool(name, named.get(name, "false")) for name in ("use_kl_loss", "use_kl_in_reward"))
+    in_loss, in_reward = (
+        to_bool(name, named.get(name, "false")) for name in ("use_kl_loss", "use_kl_in_reward")
+    )
     if in_loss and in_reward:
-        raise ShoalError("use_kl_loss and use_kl_in_reward are both on, and there is one divergence at a time: switch "
-                         "one of them off")
+        raise ShoalError(
+            "use_kl_loss and use_kl_in_reward are both on, and there is one divergence at a time: switch "
+            "one of them off"
+        )
     if in_reward:
-        return {"algorithm.kl_coef": given.get("algorithm.kl_ctrl.kl_coef", "0.001"),
-                "algorithm.kl_placement": "reward",
-                **chosen("algorithm.kl_penalty", named.get("kl_penalty", "kl"), _ESTIMATES)}
-    estimate = chosen("kl_loss_type", named["kl_loss_type"], _ESTIMATES) if "kl_loss_type" in named else {}
+        return {
+            "algorithm.kl_coef": given.get("algorithm.kl_ctrl.kl_coef", "0.001"),
+            "algorithm.kl_placement": "reward",
+            **chosen("algorithm.kl_penalty", named.get("kl_penalty", "kl"), _ESTIMATES),
+        }
+    estimate = (
+        chosen("kl_loss_type", named["kl_loss_type"], _ESTIMATES) if "kl_loss_type" in named else {}
+    )
     if in_loss:
-        return {"algorithm.kl_coef": named.get("kl_loss_coef", "0.001"), "algorithm.kl_placement": "loss", **estimate}
+        return {
+            "algorithm.kl_coef": named.get("kl_loss_coef", "0.001"),
+            "algorithm.kl_placement": "loss",
+            **estimate,
+        }
     is_off = "use_kl_loss" in named or "use_kl_in_reward" in named
     return {"algorithm.kl_coef": "0" if is_off else Yielding("0", to_all=True), **estimate}
 
 
-_ESTIMATORS = {"grpo": "grpo", "rloo": "rloo", "reinforce_plus_plus": "reinforce++",
-               "reinforce_plus_plus_baseline": "reinforce++-baseline", "gdpo": "gdpo", "grpo_vectorized": "grpo",
-               "rloo_vectorized": "rloo"}
+_ESTIMATORS = {
+    "grpo": "grpo",
+    "rloo": "rloo",
+    "reinforce_plus_plus": "reinforce++",
+    "reinforce_plus_plus_baseline": "reinforce++-baseline",
+    "gdpo": "gdpo",
+    "grpo_vectorized": "grpo",
+    "rloo_vectorized": "rloo",
+}
 
 
 def estimator(given: Given) -> Values:
@@ -85,13 +125,19 @@ def estimator(given: Given) -> Values:
     is the default: alone it names no estimator, and yields to one that is given in our names."""
     name, flag = "algorithm.adv_estimator", "algorithm.norm_adv_by_std_in_grpo"
     if given.get(name) == "gae":
-        raise ShoalError(f"{name}=gae: expected one of {', '.join(_ESTIMATORS)}; gae, verl's default, needs a critic")
+        raise ShoalError(
+            f"{name}=gae: expected one of {', '.join(_ESTIMATORS)}; gae, verl's default, needs a critic"
+        )
     advantage = chosen(name, given.get(name, "grpo"), _ESTIMATORS)
     by_deviation = to_bool(flag, given.get(flag, "true"))
     if advantage == "grpo":  # the vectorized form does not read the flag
         is_read = given.get(name) != "grpo_vectorized"
         value = "grpo" if by_deviation or not is_read else "dr_grpo"
-        return {"algorithm.advantage": value if name in given or not by_deviation else Yielding(value, to_all=True)}
+        return {
+            "algorithm.advantage": value
+            if name in given or not by_deviation
+            else Yielding(value, to_all=True)
+        }
     values = {"algorithm.advantage": advantage}
     return values if advantage == "rloo" else values | {"algorithm.whiten_over": "tokens"}
 
@@ -103,21 +149,33 @@ def rollout_correction(given: Given) -> Values:
     if to_bool("bypass_mode", named.get("bypass_mode", "false")):
         head = "algorithm.rollout_correction."
         if named.get("loss_type", "ppo_clip") != "ppo_clip":
-            raise ShoalError(f"{head}loss_type={named['loss_type']}: expected ppo_clip, the clipped ratio to the "
-                             "sampler's log-probs")
+            raise ShoalError(
+                f"{head}loss_type={named['loss_type']}: expected ppo_clip, the clipped ratio to the "
+                "sampler's log-probs"
+            )
         if named.get("rollout_rs", "null").lower() not in flags.NOTHING:
-            raise ShoalError(f"{head}rollout_rs={named['rollout_rs']} with bypass_mode=true: it compares the weights "
-                             "of each update with the sampler's there, those of the step here; leave one of them out")
+            raise ShoalError(
+                f"{head}rollout_rs={named['rollout_rs']} with bypass_mode=true: it compares the weights "
+                "of each update with the sampler's there, those of the step here; leave one of them out"
+            )
         return {"algorithm.correction": "direct"}
     if not {"rollout_is", "rollout_is_threshold"} & named.keys():
         return {}
     level = named.get("rollout_is", "null")
     if level.lower() in flags.NOTHING:
-        return {"algorithm.correction": "none" if "rollout_is" in named else Yielding("none", to_all=True)}
+        return {
+            "algorithm.correction": "none"
+            if "rollout_is" in named
+            else Yielding("none", to_all=True)
+        }
     chosen("algorithm.rollout_correction.rollout_is", level, {"token": "", "sequence": ""})
     low, _, high = named.get("rollout_is_threshold", "2.0").strip("'\"").rpartition("_")
-    return {"algorithm.correction": "mis" if low else "tis", "algorithm.correction_level": level,
-            "algorithm.correction_cap": high, "algorithm.correction_floor": low or "0"}
+    return {
+        "algorithm.correction": "mis" if low else "tis",
+        "algorithm.correction_level": level,
+        "algorithm.correction_cap": high,
+        "algorithm.correction_floor": low or "0",
+    }
 
 
 def rejection(given: Given) -> Values:
@@ -127,17 +185,24 @@ def rejection(given: Given) -> Values:
     rule, text = given.get(head, "null"), given.get(f"{head}_threshold", "null").strip("'\"")
     if rule.lower() in flags.NOTHING:
         return {"algorithm.rejection": "none" if head in given else Yielding("none", to_all=True)}
-    chosen(head, rule, dict.fromkeys(one for one in REJECTIONS if one != "none"))  # several at once: none of them
+    chosen(
+        head, rule, dict.fromkeys(one for one in REJECTIONS if one != "none")
+    )  # several at once: none of them
     low, _, high = text.rpartition("_")
     if text.lower() in flags.NOTHING or (low and not rule.endswith("k1")):
-        raise ShoalError(f"{head}={rule} needs {head}_threshold: a number, or low_high with k1 (given: {text})")
+        raise ShoalError(
+            f"{head}={rule} needs {head}_threshold: a number, or low_high with k1 (given: {text})"
+        )
     bounds = [to_float(f"{head}_threshold", one) for one in (low, high) if one]
     if min(bounds) <= 0:
         raise ShoalError(f"{head}_threshold={text}: expected numbers above 0")
     if rule.endswith("k1"):
         bounds = [1 / one for one in (bounds[-1], bounds[0] if low else 1 / bounds[0])]
-    return {"algorithm.rejection": rule, "algorithm.rejection_cap": repr(bounds[-1]),
-            "algorithm.rejection_floor": repr(bounds[0]) if rule.endswith("k1") else "-1"}
+    return {
+        "algorithm.rejection": rule,
+        "algorithm.rejection_cap": repr(bounds[-1]),
+        "algorithm.rejection_floor": repr(bounds[0]) if rule.endswith("k1") else "-1",
+    }
 
 
 def long_prompts(given: Given) -> Values:
@@ -152,8 +217,10 @@ def long_prompts(given: Given) -> Values:
 def _gpus(section: str, given: Given) -> str:
     """Nodes times devices of each, 8 where only the nodes are given."""
     named = last_part(given)
-    each, nodes = (to_int(f"{section}.{name}", named.get(name, default)) for name, default in (
-        ("n_gpus_per_node", "8"), ("nnodes", "1")))
+    each, nodes = (
+        to_int(f"{section}.{name}", named.get(name, default))
+        for name, default in (("n_gpus_per_node", "8"), ("nnodes", "1"))
+    )
     return str(each * nodes)
 
 
@@ -178,7 +245,9 @@ def reward_file(given: Given) -> Values:
     if "path" in named and named["path"].lower() in flags.NOTHING:
         return {}
     if "path" not in named:
-        raise ShoalError(f"{next(iter(given))} needs custom_reward_function.path, the file that the function stands in")
+        raise ShoalError(
+            f"{next(iter(given))} needs custom_reward_function.path, the file that the function stands in"
+        )
     return {"reward.functions": [f"{named['path']}:{named.get('name', 'compute_score')}"]}
 
 
@@ -197,16 +266,25 @@ def train_files(name: str, text: str) -> Values:
     values: dict[str, Any] = {"task.name": Yielding("custom", to_all=True), "task.path": files[0]}
     if len(files) > 1:
         folder = PurePath(os.path.commonpath([PurePath(file).parent for file in files]))
-        values |= {"task.path": str(folder), "task.files": [str(PurePath(file).relative_to(folder)) for file in files]}
+        values |= {
+            "task.path": str(folder),
+            "task.files": [str(PurePath(file).relative_to(folder)) for file in files],
+        }
     return values
 
 
 def loggers(name: str, text: str) -> Values:
-    known = {"console": {}, "wandb": {"report.wandb.mode": "auto"}, "tensorboard": {"report.tensorboard": "true"}}
+    known = {
+        "console": {},
+        "wandb": {"report.wandb.mode": "auto"},
+        "tensorboard": {"report.tensorboard": "true"},
+    }
     found: dict[str, Any] = {}
     for item in flags.items_of(text):
         if item not in known:
-            raise ShoalError(f"{name}={text}: {item} is not supported; expected some of {', '.join(known)}")
+            raise ShoalError(
+                f"{name}={text}: {item} is not supported; expected some of {', '.join(known)}"
+            )
         found |= known[item]
     return found
 

@@ -41,7 +41,9 @@ class Advantage(Part):
     """An advantage estimator."""
 
     uses_rewards: bool = True  # else the teacher is the only signal
-    by_function: bool = False  # normalises each reward function by itself, so a KL in the reward would cancel
+    by_function: bool = (
+        False  # normalises each reward function by itself, so a KL in the reward would cancel
+    )
     of_positive: bool = False  # defined for rewards of 0 or more only
     of_data: bool = False  # the completions are the data's own answers
 
@@ -52,7 +54,9 @@ class PolicyLoss(Part):
 
     ratio: str = "token"
     in_logarithms: bool = False  # clip_low bounds the log-ratio, so it may exceed 1
-    one_gradient: bool = False  # all tokens of a completion have one gradient: a bonus by token is averaged
+    one_gradient: bool = (
+        False  # all tokens of a completion have one gradient: a bonus by token is averaged
+    )
 
 
 @dataclass(frozen=True)
@@ -115,7 +119,9 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
     "gspo": PolicyLoss(f"{_LOSS}:clipped", _CLIP, ratio="sequence", one_gradient=True),
     "gspo-token": PolicyLoss(f"{_LOSS}:clipped", _CLIP, ratio="sequence-token"),
     "cispo": PolicyLoss(f"{_LOSS}:cispo", ("clip_low", "clip_high", "cispo_bound")),
-    "gmpo": PolicyLoss(f"{_LOSS}:gmpo", ("clip_low", "clip_high"), in_logarithms=True, one_gradient=True),
+    "gmpo": PolicyLoss(
+        f"{_LOSS}:gmpo", ("clip_low", "clip_high"), in_logarithms=True, one_gradient=True
+    ),
     "sapo": PolicyLoss(f"{_LOSS}:sapo", ("sapo_positive", "sapo_negative")),
     "reinforce": PolicyLoss(f"{_LOSS}:reinforce"),
 }
@@ -127,28 +133,37 @@ RATIO_BOUNDS = (*_CLIP, "sapo_positive", "sapo_negative")
 KL_ESTIMATORS: dict[str, KL] = {
     "k1": KL(f"{_LOSS}:k1", in_loss=False, in_reward=True),
     "k2": KL(f"{_LOSS}:k2"),
-    "k3": KL(f"{_LOSS}:k3")}
+    "k3": KL(f"{_LOSS}:k3"),
+}
 """By the names of `algorithm.kl`."""
 
 AGGREGATIONS: dict[str, Part] = {
     "token-mean": Part(f"{_AGGREGATION}:token_mean"),
     "seq-mean-token-mean": Part(f"{_AGGREGATION}:seq_mean_token_mean"),
     "seq-mean-token-sum": Part(f"{_AGGREGATION}:seq_mean_token_sum"),
-    "seq-mean-token-sum-norm": Part(f"{_AGGREGATION}:seq_mean_token_sum_norm", ("aggregation_tokens",)),
-    "prompt-mean": Part(f"{_AGGREGATION}:prompt_mean")}
+    "seq-mean-token-sum-norm": Part(
+        f"{_AGGREGATION}:seq_mean_token_sum_norm", ("aggregation_tokens",)
+    ),
+    "prompt-mean": Part(f"{_AGGREGATION}:prompt_mean"),
+}
 """By the names of `algorithm.aggregation`."""
 
 CORRECTIONS: dict[str, Correction] = {
-    "auto": Correction(""),  # one of the others, once it is known whether samples are of older weights
+    "auto": Correction(
+        ""
+    ),  # one of the others, once it is known whether samples are of older weights
     "none": Correction(""),  # nothing is computed
     "tis": Correction(f"{_LOSS}:tis"),
     "mis": Correction(f"{_LOSS}:mis"),
     "icepop": Correction(f"{_LOSS}:mis", floor=0.5),  # arXiv 2510.18855: masked outside [0.5, cap]
-    "direct": Correction("", to_sampler=True)}
+    "direct": Correction("", to_sampler=True),
+}
 """By the names of `algorithm.correction`."""
 
 REJECTIONS: dict[str, Rejection] = {"none": Rejection("")} | {
     f"{level}_{kl}": Rejection(part.function, level=level)
-    for level in ("token", "seq_sum", "seq_mean", "seq_max") for kl, part in KL_ESTIMATORS.items()
-    if (level, kl) != ("seq_max", "k1")}
+    for level in ("token", "seq_sum", "seq_mean", "seq_max")
+    for kl, part in KL_ESTIMATORS.items()
+    if (level, kl) != ("seq_max", "k1")
+}
 """By the names of `algorithm.rejection`."""

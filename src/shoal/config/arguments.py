@@ -54,7 +54,8 @@ ALIASES: Mapping[str, Alias] = {
     "stop": Alias("sampling.stop", _SAMPLING, note="several as [a,b]"),
     "from": Alias("source", ("export", "convert")),
     "MODE": Alias("mode", ("launch",), note="as MaxText's scripts"),
-    "CLOUD_IMAGE_NAME": Alias("push", ("launch",), note="as MaxText's scripts")}
+    "CLOUD_IMAGE_NAME": Alias("push", ("launch",), note="as MaxText's scripts"),
+}
 """Short forms of our own keys."""
 
 SWITCHES = ("dryrun", "plan", "multirun")
@@ -63,7 +64,11 @@ SWITCHES = ("dryrun", "plan", "multirun")
 def switch_of(word: str) -> str:
     """`dryrun` for `--dry-run` in any spelling, `plan` for `--plan`, `multirun` for `--multirun` and `-m`; empty for
     any other word."""
-    name = re.sub("[-_]", "", word.removesuffix("=true")) if word.startswith("--") else {"-m": "multirun"}.get(word, "")
+    name = (
+        re.sub("[-_]", "", word.removesuffix("=true"))
+        if word.startswith("--")
+        else {"-m": "multirun"}.get(word, "")
+    )
     return name if name in SWITCHES else ""
 
 
@@ -77,8 +82,14 @@ FOLDER_OPTIONS = ("config_path", "cp", "config_dir", "cd")
 """Hydra's options for the folder of `--config-name X`: of its own files, or one that is searched first."""
 
 POSITIONALS: Mapping[str, tuple[str, ...]] = {
-    "groups": ("run",), "replay": ("run",), "rescore": ("run",), "diff": ("run", "other"), "export-rollouts": ("run",),
-    "view": ("runs",), "compat": ("to",)}
+    "groups": ("run",),
+    "replay": ("run",),
+    "rescore": ("run",),
+    "diff": ("run", "other"),
+    "export-rollouts": ("run",),
+    "view": ("runs",),
+    "compat": ("to",),
+}
 """Command -> the keys of its positional arguments: `shoal diff A B` is `run=A other=B`. A list takes all words."""
 
 COMMA_LISTS = frozenset({"reward.functions", "environment.tools", "reward.weights", "groups"})
@@ -103,15 +114,20 @@ class Arguments:
 def aliases_of(config_type: type) -> dict[str, Alias]:
     """The short forms that a command accepts."""
     keys, command = keys_of(config_type), command_of(config_type)
-    return {name: alias for name, alias in ALIASES.items()
-            if alias.key in keys and (not alias.commands or command in alias.commands)}
+    return {
+        name: alias
+        for name, alias in ALIASES.items()
+        if alias.key in keys and (not alias.commands or command in alias.commands)
+    }
 
 
 @functools.cache
 def names_of(config_type: type) -> dict[str, str]:
     """Every name of ours that a command accepts -> its dotted key; full names first."""
-    return {**{name: name for name in keys_of(config_type)},
-            **{name: alias.key for name, alias in aliases_of(config_type).items()}}
+    return {
+        **{name: name for name in keys_of(config_type)},
+        **{name: alias.key for name, alias in aliases_of(config_type).items()},
+    }
 
 
 class UnknownKey(ShoalError):
@@ -131,19 +147,31 @@ def find_key(config_type: type, name: str) -> Key:
     for section in sections_of(config_type):
         if name in (section, section.rpartition(".")[2]):
             inside = next(key for key in names if key.startswith(f"{section}."))
-            raise ShoalError(f"{name}: that is a section of keys, not a key; set one of its keys, such as {inside}")
+            raise ShoalError(
+                f"{name}: that is a section of keys, not a key; set one of its keys, such as {inside}"
+            )
     if name in names_of(Config) or translator().find(Config, name):
-        raise ShoalError(f"{name}: shoal {command_of(config_type)} has no use for it, shoal train does"
-                         f"{did_you_mean(name, names) or ': leave it out here'}")
-    flags = {flag: ", ".join(row.keys) for flag, row in translator().flags(config_type).items() if row.keys}
+        raise ShoalError(
+            f"{name}: shoal {command_of(config_type)} has no use for it, shoal train does"
+            f"{did_you_mean(name, names) or ': leave it out here'}"
+        )
+    flags = {
+        flag: ", ".join(row.keys)
+        for flag, row in translator().flags(config_type).items()
+        if row.keys
+    }
     of = {**flags, **names}
     meant = nearest(name, of)
     ours = nearest(name, names)
     if nearness(name, ours) >= nearness(name, meant) - OURS_FIRST:
         meant = ours
-    near = did_you_mean(name, [meant], {one: one if one == key else f"{one} ({key})" for one, key in of.items()})
+    near = did_you_mean(
+        name, [meant], {one: one if one == key else f"{one} ({key})" for one, key in of.items()}
+    )
     # mesh.data is near to `dataset`, and never meant.
-    reason = "" if did_you_mean(name, names) and name != "dataset" else translator().unsupported(name)
+    reason = (
+        "" if did_you_mean(name, names) and name != "dataset" else translator().unsupported(name)
+    )
     raise UnknownKey(f"{name}: {reason or f'there is no such key{near}'}")
 
 
@@ -192,15 +220,24 @@ def joined(config_type: type, words: Sequence[str]) -> list[str]:
         values: list[str] = []
         if word.startswith("-") and "=" not in word:
             values = [*itertools.takewhile(_is_value, rest)]
-            if not values and rest and key is not None and key.type in (str, tuple[str, ...]) and \
-                    _is_text(config_type, rest[0]):
+            if (
+                not values
+                and rest
+                and key is not None
+                and key.type in (str, tuple[str, ...])
+                and _is_text(config_type, rest[0])
+            ):
                 values = rest[:1]
         if key is None or not key.is_list or has_words:
             del values[1:]
         is_switch = flag.is_switch if flag else key is not None and key.type is bool
         if values and not (is_switch and has_words and values[0].lower() not in ("true", "false")):
-            del rest[:len(values)]
-            items = [item for one in values for item in split_list(key, one)] if key and len(values) > 1 else []
+            del rest[: len(values)]
+            items = (
+                [item for one in values for item in split_list(key, one)]
+                if key and len(values) > 1
+                else []
+            )
             word = f"{word}={_list_text(items) if items else values[0]}"
         whole.append(word)
     return whole
@@ -218,8 +255,10 @@ def _is_text(config_type: type, word: str) -> bool:
     nor, with a dot, something that is near to a key."""
     name = _plain(word.partition("=")[0]).lstrip("+").rstrip()
     is_name = name in names_of(config_type) or translator().find(config_type, name) is not None
-    is_like_key = "." in name and bool(name.partition(".")[0] in sections_of(config_type) or
-                                       did_you_mean(name, names_of(config_type)))
+    is_like_key = "." in name and bool(
+        name.partition(".")[0] in sections_of(config_type)
+        or did_you_mean(name, names_of(config_type))
+    )
     return not word.startswith("--") and not is_name and not is_like_key
 
 
@@ -258,7 +297,9 @@ def _take_options(words: Sequence[str]) -> tuple[str, str, list[str]]:
         elif not (is_file_option(word) or is_folder_option(word)):
             rest.append(word)
         elif not value:
-            raise ShoalError(f"{name}: expected the name of a preset or a YAML file after it, nothing came")
+            raise ShoalError(
+                f"{name}: expected the name of a preset or a YAML file after it, nothing came"
+            )
         elif is_folder_option(word):
             folder = (name, value)
         elif _plain(name) == "preset":
@@ -266,19 +307,25 @@ def _take_options(words: Sequence[str]) -> tuple[str, str, list[str]]:
         else:
             files.append(value)
     if len(files) > 1:
-        raise ShoalError(f"two presets were named, {files[0]} and {files[1]}: name one, a file may build on others "
-                         "by its `defaults` list")
+        raise ShoalError(
+            f"two presets were named, {files[0]} and {files[1]}: name one, a file may build on others "
+            "by its `defaults` list"
+        )
     return _in_folder(*folder, files[0] if files else ""), preset, rest
 
 
 def _in_folder(option: str, folder: str, name: str) -> str:
     """The file of that name in the folder of an option, if there is one; in that of --config-dir it may be missing."""
-    file = Path(folder).expanduser() / (name if name.endswith((".yml", ".yaml")) else f"{name}.yaml")
+    file = Path(folder).expanduser() / (
+        name if name.endswith((".yml", ".yaml")) else f"{name}.yaml"
+    )
     if not folder or (_plain(option) in ("config_dir", "cd") and not file.is_file()):
         return name
     if not (name and file.is_file()):
-        raise ShoalError(f"{option}={folder}: expected --config-name NAME with it, a file in that folder; there is no "
-                         f"{file if name else 'NAME'}")
+        raise ShoalError(
+            f"{option}={folder}: expected --config-name NAME with it, a file in that folder; there is no "
+            f"{file if name else 'NAME'}"
+        )
     return str(file)
 
 
@@ -289,23 +336,31 @@ def _with_keys(config_type: type, words: Sequence[str]) -> list[str]:
 
     def is_bare(word: str) -> bool:
         name, equals, _ = word.partition("=")
-        return not (word.startswith("-") or name.lstrip("+") in names or (equals and not Path(word).exists()))
+        return not (
+            word.startswith("-")
+            or name.lstrip("+") in names
+            or (equals and not Path(word).exists())
+        )
 
     bare = [word for word in words if is_bare(word)] if keys else []
     rest = [word for word in words if word not in bare]
     if bare and keys_of(config_type)[keys[0]].is_list:
         return [*rest, f"{keys[0]}={_list_text(bare)}"]
     if len(bare) > len(keys):
-        raise ShoalError(f"{bare[-1]}: one word too many, expected `shoal {command} {positionals_text(command)}` and "
-                         "keys as key=value")
+        raise ShoalError(
+            f"{bare[-1]}: one word too many, expected `shoal {command} {positionals_text(command)}` and "
+            "keys as key=value"
+        )
     return [*(f"{key}={word}" for key, word in zip(keys, bare, strict=False)), *rest]
 
 
 def positionals_text(command: str) -> str:
     """A command's positional arguments as its usage shows them: `RUN OTHER`, or `[RUN ...]` for a list."""
     keys = keys_of(COMMANDS[command]) if command in COMMANDS else {}
-    return " ".join(f"[{key.upper().removesuffix('S')} ...]" if keys[key].is_list else key.upper()
-                    for key in POSITIONALS.get(command, ()))
+    return " ".join(
+        f"[{key.upper().removesuffix('S')} ...]" if keys[key].is_list else key.upper()
+        for key in POSITIONALS.get(command, ())
+    )
 
 
 def read_word(config_type: type, word: str, among: Sequence[str] = ()) -> tuple[str, str]:
@@ -316,8 +371,10 @@ def read_word(config_type: type, word: str, among: Sequence[str] = ()) -> tuple[
     if not name or not (equals or flag or word.startswith("-") or name in names_of(config_type)):
         meant = argument_for(command_of(config_type), word)
         if meant or not re.match(r"[^\W\d]", name):
-            raise ShoalError(f"{word!r}: expected key=value, without spaces"
-                             + (f"; did you mean {meant}?" if meant else ""))
+            raise ShoalError(
+                f"{word!r}: expected key=value, without spaces"
+                + (f"; did you mean {meant}?" if meant else "")
+            )
     key = None if flag else find_key(config_type, name)
     name = key.name if key else name
     if not equals and not (flag.is_switch if flag else key is not None and key.type is bool):
@@ -342,7 +399,9 @@ def argument_for(command: str, word: str) -> str:
 
 # ---- lists
 
-_ITEM = re.compile(r"""\s*(?:"((?:\\.|[^"\\])*)"|'((?:\\.|[^'\\])*)'|([^,"']*?))\s*(,|\Z)""", re.DOTALL)
+_ITEM = re.compile(
+    r"""\s*(?:"((?:\\.|[^"\\])*)"|'((?:\\.|[^'\\])*)'|([^,"']*?))\s*(,|\Z)""", re.DOTALL
+)
 
 
 def split_list(key: Key, text: str) -> list[str]:
@@ -350,14 +409,18 @@ def split_list(key: Key, text: str) -> list[str]:
     is_list = text.startswith("[") and text.endswith("]") and len(text) > 1
     inside, place, items = text[1:-1] if is_list else text, 0, []
     if inside and key.name in COMMA_LISTS and not (is_list and re.search("[\"']", text)):
-        return [item.strip() for item in re.split(r",(?![^(]*\))", inside)]  # none within a call's parentheses
+        return [
+            item.strip() for item in re.split(r",(?![^(]*\))", inside)
+        ]  # none within a call's parentheses
     if not is_list:
         return [text] if text else []
     while place < len(inside):
         match = _ITEM.match(inside, place)
         if match is None:
-            raise ShoalError(f"{key.name}={text}: the list cannot be read after {inside[:place]!r}; put each item "
-                             "that holds a comma or a quote in quotes")
+            raise ShoalError(
+                f"{key.name}={text}: the list cannot be read after {inside[:place]!r}; put each item "
+                "that holds a comma or a quote in quotes"
+            )
         double, single, plain, _ = match.groups()
         quoted = double if double is not None else single
         items.append(plain if quoted is None else re.sub(r"\\(.)", r"\1", quoted, flags=re.DOTALL))

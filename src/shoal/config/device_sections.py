@@ -61,7 +61,12 @@ class MeshSection:
         for name in ("data", "fsdp", "tensor", "context"):
             value = getattr(self, name)
             rest = ", or -1 for all devices that the other axes leave" if name == "fsdp" else ""
-            require(value >= 1 or (rest != "" and value == -1), f"mesh.{name}", value, f"1 or more{rest}")
+            require(
+                value >= 1 or (rest != "" and value == -1),
+                f"mesh.{name}",
+                value,
+                f"1 or more{rest}",
+            )
 
 
 @dataclass(frozen=True)
@@ -93,7 +98,9 @@ class SamplerSection:
         at_least(self, "sampler.", 0, "restarts")
         at_least(self, "sampler.", 0, "stall_seconds", note="auto")
         for entry in self.resources:
-            require(_is_amount(entry), "sampler.resources", entry, "NAME=VALUE with a number, as GPU=1")
+            require(
+                _is_amount(entry), "sampler.resources", entry, "NAME=VALUE with a number, as GPU=1"
+            )
 
     @property
     def is_remote(self) -> bool:
@@ -103,7 +110,10 @@ class SamplerSection:
     @property
     def asked(self) -> Mapping[str, float]:
         """`resources` by name."""
-        return {name: float(value) for name, _, value in (entry.partition("=") for entry in self.resources)}
+        return {
+            name: float(value)
+            for name, _, value in (entry.partition("=") for entry in self.resources)
+        }
 
 
 def _is_amount(entry: str) -> bool:
@@ -155,7 +165,12 @@ class VllmSection:
     0 for 1e-3 in float32 and 0.1 in other types."""
 
     def __post_init__(self) -> None:
-        require(0 <= self.memory <= 1, "vllm.memory", self.memory, "a number from 0 (vLLM's default) to 1")
+        require(
+            0 <= self.memory <= 1,
+            "vllm.memory",
+            self.memory,
+            "a number from 0 (vLLM's default) to 1",
+        )
         at_least(self, "vllm.", 0, "tolerance", note="auto")
         for url in self.urls:
             require(url.startswith(("http://", "https://")), "vllm.urls", url, "http://HOST:PORT")

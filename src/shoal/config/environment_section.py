@@ -12,7 +12,8 @@ from shoal.config.sections import at_least, require
 @dataclass(frozen=True)
 class EnvironmentSection:
     tools: tuple[str, ...] = key(
-        (), stages=("environment", "data", "sampling", "rewards", "evaluation"))
+        (), stages=("environment", "data", "sampling", "rewards", "evaluation")
+    )
     """Functions that the model may call, as `file.py:function`, with type hints and a Google docstring."""
     factory: str = key("", stages=("environment", "data", "sampling", "rewards", "evaluation"))
     """Class or function of no arguments that makes an environment of a rollout, as `file.py:Factory`: its
@@ -29,15 +30,18 @@ class EnvironmentSection:
     """Most turns of the model in a rollout. All of a rollout's tokens, those of tools included, are limited by
     sampling.max_completion_tokens."""
     history: Literal["keep", "template"] = key(
-        "keep", stages=("environment", "sampling", "evaluation"))
+        "keep", stages=("environment", "sampling", "evaluation")
+    )
     """What a turn reads of those before it: keep, the tokens that were sampled; template, what the chat template makes
     of the messages each time, which may leave out thoughts. Where that differs from what is there, the rollout goes on
     in a branch with a prompt of its own, of at most sampling.max_prompt_tokens."""
     call_format: Literal["auto", "hermes", "xml", "llama", "gemma", "template"] = key(
-        "auto", stages=("environment", "data", "sampling", "evaluation"))
+        "auto", stages=("environment", "data", "sampling", "evaluation")
+    )
     """How the model writes tool calls; auto takes it from the tokenizer and its chat template."""
     on_error: Literal["error", "zero", "skip"] = key(
-        "error", stages=("environment", "sampling", "rewards", "evaluation"))
+        "error", stages=("environment", "sampling", "rewards", "evaluation")
+    )
     """If an environment fails, hangs or dies: error stops the run, zero ends that rollout with reward 0, skip excludes
     it from its group. A tool that raises is answered with its error, and the rollout goes on."""
     timeout_seconds: float = key(60.0, stages=("environment", "sampling", "evaluation"))
@@ -53,7 +57,8 @@ class EnvironmentSection:
     `<|im_end|>`, become those tokens, as in TRL. false: they stay plain text, so that words of strangers, such as web
     pages, cannot end a turn or speak as the system."""
     sandbox: Literal["none", "bwrap"] = key(
-        "none", stages=("environment", "sampling", "evaluation"))
+        "none", stages=("environment", "sampling", "evaluation")
+    )
     """bwrap: sessions run in the system's bubblewrap, without network, with a read-only file system and without the
     sockets of other programs."""
     workers: int = key(32, stages=("environment", "sampling", "evaluation"))
@@ -66,8 +71,19 @@ class EnvironmentSection:
         at_least(self, "environment.", 1, "max_turns", "result_bytes", "workers")
         at_least(self, "environment.", 0, "memory_gib", "rollouts")
         for name in ("rollout", "agent"):
-            others = self.tools or self.factory or (self.agent if name == "rollout" else self.rollout)
-            require(not (getattr(self, name) and others), f"environment.{name}", getattr(self, name),
-                    "no tools and no environment beside it: it calls what it needs")
+            others = (
+                self.tools or self.factory or (self.agent if name == "rollout" else self.rollout)
+            )
+            require(
+                not (getattr(self, name) and others),
+                f"environment.{name}",
+                getattr(self, name),
+                "no tools and no environment beside it: it calls what it needs",
+            )
         for name in ("timeout_seconds", "episode_seconds"):
-            require(getattr(self, name) > 0, f"environment.{name}", getattr(self, name), "a number above 0")
+            require(
+                getattr(self, name) > 0,
+                f"environment.{name}",
+                getattr(self, name),
+                "a number above 0",
+            )

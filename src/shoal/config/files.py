@@ -1,7 +1,7 @@
 """Reads YAML files as entries with their lines: nested keys get dotted names.
 
-    optimizer:          Entry("optimizer.lr", "1e-4", "mine.yml:2")
-      lr: 1e-4
+optimizer:          Entry("optimizer.lr", "1e-4", "mine.yml:2")
+  lr: 1e-4
 """
 
 from __future__ import annotations
@@ -29,7 +29,11 @@ def preset_folders(folder: str) -> tuple[Path, Path]:
 
 def presets_of(folder: str) -> list[str]:
     """Names of the packaged presets of a command, or of `recipe` or `algorithm`."""
-    return sorted(file.stem for place in preset_folders(folder) for file in place.glob("*.yaml")) if folder else []
+    return (
+        sorted(file.stem for place in preset_folders(folder) for file in place.glob("*.yaml"))
+        if folder
+        else []
+    )
 
 
 def packaged(folder: str, name: str) -> Path | None:
@@ -53,13 +57,18 @@ def find_file(command: str, name: str) -> Path:
         return found
     known = presets_of(command)
     if not known:
-        raise ShoalError(f"{name}: expected a YAML file that exists; {command or 'this command'} has no presets")
-    raise ShoalError(f"{name}: no preset or YAML file has this name{did_you_mean(path.stem, known) or '.'} "
-                     f"Presets: {', '.join(known)}")
+        raise ShoalError(
+            f"{name}: expected a YAML file that exists; {command or 'this command'} has no presets"
+        )
+    raise ShoalError(
+        f"{name}: no preset or YAML file has this name{did_you_mean(path.stem, known) or '.'} "
+        f"Presets: {', '.join(known)}"
+    )
 
 
-def read_files(command: str, file: Path, is_key: Callable[[str], bool], above: tuple[Path, ...] = ()) -> list[
-        tuple[Path, list[Entry]]]:
+def read_files(
+    command: str, file: Path, is_key: Callable[[str], bool], above: tuple[Path, ...] = ()
+) -> list[tuple[Path, list[Entry]]]:
     """A file's entries, and those of the files in its `defaults`, lowest first."""
     if file in above:
         through = f" through {above[-1]}" if above[-1] != file else ""
@@ -68,8 +77,11 @@ def read_files(command: str, file: Path, is_key: Callable[[str], bool], above: t
     for name, value, line in _leaves(file, is_key):
         origin = f"{file.name}:{line}"
         if name == "defaults":
-            order = [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, str)
-                     and not item.startswith("override ")]
+            order = [
+                item
+                for item in (value if isinstance(value, list) else [value])
+                if isinstance(item, str) and not item.startswith("override ")
+            ]
         else:
             own[1].append(make_entry(name, value, origin))
     found = []
@@ -77,12 +89,20 @@ def read_files(command: str, file: Path, is_key: Callable[[str], bool], above: t
         if item == "_self_":
             found.append(own)
             continue
-        beside = next((place for place in (file.parent / f"{item}{end}" for end in ("", ".yaml", ".yml"))
-                       if place.is_file()), None)
+        beside = next(
+            (
+                place
+                for place in (file.parent / f"{item}{end}" for end in ("", ".yaml", ".yml"))
+                if place.is_file()
+            ),
+            None,
+        )
         lower = beside or packaged(command, item)
         if lower is None:
-            raise ShoalError(f"{file}: its `defaults` name {item}, which is no file in {file.parent} and no preset of "
-                             f"{command or 'this command'}: {', '.join(presets_of(command)) or 'it has none'}")
+            raise ShoalError(
+                f"{file}: its `defaults` name {item}, which is no file in {file.parent} and no preset of "
+                f"{command or 'this command'}: {', '.join(presets_of(command)) or 'it has none'}"
+            )
         found += read_files(command, lower, is_key, (*above, file))
     return found
 
@@ -111,18 +131,28 @@ def _leaves(file: Path, is_key: Callable[[str], bool]) -> list[tuple[str, Any, i
             node = loader.get_single_node()
         if not isinstance(node, yaml.MappingNode):
             reason = "expected keys with values, as in `steps: 3`"
-            raise ShoalError(f"{file} is empty: {reason}" if node is None else f"{file} cannot be read: {reason}")
+            raise ShoalError(
+                f"{file} is empty: {reason}" if node is None else f"{file} cannot be read: {reason}"
+            )
         return list(_walk(loader, node, "", is_key, {}))
     except yaml.MarkedYAMLError as error:
         line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
         raise ShoalError(f"{file} cannot be read: {line}{error.problem}") from error
     except (yaml.YAMLError, OSError, ValueError, RecursionError) as error:
         raise ShoalError(f"{file} cannot be read: {' '.join(str(error).split())}") from error
-    except (LookupError, AttributeError, TypeError) as error:  # PyYAML's, of `!!int ""` or `!!bool foo`
-        raise ShoalError(f"{file} cannot be read: a value is not what its tag `!!...` says: leave tags out") from error
+    except (
+        LookupError,
+        AttributeError,
+        TypeError,
+    ) as error:  # PyYAML's, of `!!int ""` or `!!bool foo`
+        raise ShoalError(
+            f"{file} cannot be read: a value is not what its tag `!!...` says: leave tags out"
+        ) from error
 
 
-def _walk(loader: Any, node: Any, head: str, is_key: Callable[[str], bool], lines: dict[str, int]) -> Any:
+def _walk(
+    loader: Any, node: Any, head: str, is_key: Callable[[str], bool], lines: dict[str, int]
+) -> Any:
     import yaml
 
     loader.flatten_mapping(node)

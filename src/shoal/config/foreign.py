@@ -1,8 +1,8 @@
 """The interface to `compat`, which turns other systems' flags into keys, and the records that both sides share.
 
-    shoal/__init__.py  ->  register(...)     says where the translator is
-    loading.py         ->  translator()      flags of all layers as settings of keys, before the merge;
-                                             after it, the rules that need other keys
+shoal/__init__.py  ->  register(...)     says where the translator is
+loading.py         ->  translator()      flags of all layers as settings of keys, before the merge;
+                                         after it, the rules that need other keys
 """
 
 from __future__ import annotations
@@ -62,21 +62,28 @@ class Setting:
 class Rule:
     """Flags whose keys need the values of other keys, known once all layers are merged."""
 
-    claims: Sequence[Setting]  # the keys that the flags name, each at its flag's place, without values
-    apply: Callable[[Get], Sequence[Setting]]  # their settings; a key without one keeps what is beneath it
+    claims: Sequence[
+        Setting
+    ]  # the keys that the flags name, each at its flag's place, without values
+    apply: Callable[
+        [Get], Sequence[Setting]
+    ]  # their settings; a key without one keeps what is beneath it
 
 
 @dataclass
 class Translation:
     """What the flags of other systems in some layers become."""
 
-    taken: set[tuple[int, int]] = field(default_factory=set)  # layer and index of each entry that is such a flag
+    taken: set[tuple[int, int]] = field(
+        default_factory=set
+    )  # layer and index of each entry that is such a flag
     settings: list[Setting] = field(default_factory=list)
     rules: list[Rule] = field(default_factory=list)  # each may need what earlier ones set
     errors: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # lines for the start
-    lines: Callable[[Sequence[Setting], Mapping[str, Setting], Mapping[str, Any]], list[tuple[str, bool]]] = (
-        lambda settings, top, values: [])
+    lines: Callable[
+        [Sequence[Setting], Mapping[str, Setting], Mapping[str, Any]], list[tuple[str, bool]]
+    ] = lambda settings, top, values: []
     """(all settings, lowest first; those in effect; their values) -> a line for each of the user's flags, and whether
     it is a note at the start."""
 
@@ -103,7 +110,9 @@ class Translator(Protocol):
         """The flags that a command accepts, by name."""
         ...
 
-    def find(self, config_type: type, name: str, value: Any = None, among: Sequence[str] = ()) -> ForeignFlag | None:
+    def find(
+        self, config_type: type, name: str, value: Any = None, among: Sequence[str] = ()
+    ) -> ForeignFlag | None:
         """The flag of a name that a command accepts; for some names the value decides whether it is ours. Beside enough
         names of one system, `among`, its patterns of names count too."""
         ...

@@ -34,13 +34,26 @@ from shoal.config.schema import (
 )
 
 COMMANDS: Mapping[str, type] = {
-    "train": Config, "sft": SftConfig, "doctor": DoctorConfig, "plan": PlanConfig, "eval": EvalConfig,
-    "generate": GenerateConfig, "serve": ServeConfig, "export": ExportConfig, "convert": ConvertConfig,
-    "groups": GroupsConfig, "replay": ReplayConfig, "rescore": RescoreConfig, "diff": DiffConfig,
+    "train": Config,
+    "sft": SftConfig,
+    "doctor": DoctorConfig,
+    "plan": PlanConfig,
+    "eval": EvalConfig,
+    "generate": GenerateConfig,
+    "serve": ServeConfig,
+    "export": ExportConfig,
+    "convert": ConvertConfig,
+    "groups": GroupsConfig,
+    "replay": ReplayConfig,
+    "rescore": RescoreConfig,
+    "diff": DiffConfig,
     "view": ViewConfig,
-    "export-rollouts": ExportRolloutsConfig, "launch": LaunchConfig, "compat": CompatConfig,
+    "export-rollouts": ExportRolloutsConfig,
+    "launch": LaunchConfig,
+    "compat": CompatConfig,
 }
 """Command -> the dataclass that holds its settings."""
+
 
 @dataclass(frozen=True)
 class Key:
@@ -55,7 +68,9 @@ class Key:
     type: Any
     default: Any
     help: str
-    stages: tuple[Stage, ...] | None = None  # that it acts on, the likeliest first; None: not declared
+    stages: tuple[Stage, ...] | None = (
+        None  # that it acts on, the likeliest first; None: not declared
+    )
 
     @property
     def section(self) -> str:
@@ -109,7 +124,11 @@ def command_of(config_type: type) -> str:
 @functools.cache
 def keys_of(config_type: type) -> Mapping[str, Key]:
     """Every key by its dotted name, in the order of the schema."""
-    types, helps, found = get_type_hints(config_type, include_extras=True), _help_texts(config_type), {}
+    types, helps, found = (
+        get_type_hints(config_type, include_extras=True),
+        _help_texts(config_type),
+        {},
+    )
     for field in dataclasses.fields(config_type):
         wanted = types[field.name]
         if dataclasses.is_dataclass(wanted):
@@ -117,9 +136,14 @@ def keys_of(config_type: type) -> Mapping[str, Key]:
                 full = f"{field.name}.{name}"
                 found[full] = dataclasses.replace(key, name=full)
         else:
-            default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-            found[field.name] = Key(field.name, wanted, default, helps.get(field.name, ""),
-                                    field.metadata.get("stages"))
+            default = (
+                field.default
+                if field.default_factory is dataclasses.MISSING
+                else field.default_factory()
+            )
+            found[field.name] = Key(
+                field.name, wanted, default, helps.get(field.name, ""), field.metadata.get("stages")
+            )
     return found
 
 
@@ -148,10 +172,18 @@ def _help_texts(config_type: type) -> dict[str, str]:
     """Field -> the string under it in the source, in one line; base classes included."""
     texts = {}
     for kind in reversed(config_type.__mro__[:-1]):
-        body = next(node.body for node in ast.walk(_module_tree(kind.__module__))
-                    if isinstance(node, ast.ClassDef) and node.name == kind.__name__)
+        body = next(
+            node.body
+            for node in ast.walk(_module_tree(kind.__module__))
+            if isinstance(node, ast.ClassDef) and node.name == kind.__name__
+        )
         for field, below in itertools.pairwise(body):
-            if (isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(below, ast.Expr)
-                    and isinstance(below.value, ast.Constant) and isinstance(below.value.value, str)):
+            if (
+                isinstance(field, ast.AnnAssign)
+                and isinstance(field.target, ast.Name)
+                and isinstance(below, ast.Expr)
+                and isinstance(below.value, ast.Constant)
+                and isinstance(below.value.value, str)
+            ):
                 texts[field.target.id] = " ".join(below.value.value.split())
     return texts

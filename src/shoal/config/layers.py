@@ -19,7 +19,16 @@ from typing import Any
 
 from shoal.config.arguments import Arguments, UnknownKey, find_key, names_of
 from shoal.config.files import find_file, is_packaged, packaged, presets_of, read_files
-from shoal.config.foreign import COMMAND_LINE, PYTHON, STORED, Entry, Layer, Setting, Translation, translator
+from shoal.config.foreign import (
+    COMMAND_LINE,
+    PYTHON,
+    STORED,
+    Entry,
+    Layer,
+    Setting,
+    Translation,
+    translator,
+)
 from shoal.config.keys import command_of, keys_of, sections_of
 from shoal.config.schema import Config
 from shoal.config.values import convert_value, text_of
@@ -36,31 +45,50 @@ PROMPT_KEYS = ("batch.prompts_per_step", "batch.prompts_per_device")
 # ---- from arguments to layers
 
 
-def layers_of(config_type: type, arguments: Arguments, stored: Path | None = None,
-              open_keys: Container[str] = ()) -> tuple[list[Layer], Path | None]:
+def layers_of(
+    config_type: type,
+    arguments: Arguments,
+    stored: Path | None = None,
+    open_keys: Container[str] = (),
+) -> tuple[list[Layer], Path | None]:
     """The user's layers, beneath each the presets that it names; and the preset or file that was loaded. `stored`: a
     run's configuration in place of presets and files, of which `open_keys` are not read."""
     layers, file = users_layers(config_type, arguments, stored)
     if stored:
-        layers = [replace(layer, entries=[entry for entry in layer.entries if entry.name not in open_keys])
-                  if layer.label == STORED else layer for layer in layers]
+        layers = [
+            replace(
+                layer, entries=[entry for entry in layer.entries if entry.name not in open_keys]
+            )
+            if layer.label == STORED
+            else layer
+            for layer in layers
+        ]
     line = len(layers) - 1
     beneath: dict[int, list[Layer]] = {}
-    by_line = {} if file else merge(config_type, [layers[line]])[0].top  # perhaps by another system's flag
+    by_line = (
+        {} if file else merge(config_type, [layers[line]])[0].top
+    )  # perhaps by another system's flag
     task = text_of(by_line["task.name"].value) if "task.name" in by_line else ""
     if preset := preset_of_task(command_of(config_type), task):
         file = preset
         beneath[line] = file_layers(config_type, preset, f"task {task}")
     for key in [key for key in PACKAGED if key in keys_of(config_type)]:
-        named = [(number, text_of(entry.value), f"{entry.origin}: " if layer.file else "")
-                 for number, layer in enumerate(layers) for entry in layer.entries
-                 if names_of(config_type).get(entry.name) == key]
+        named = [
+            (number, text_of(entry.value), f"{entry.origin}: " if layer.file else "")
+            for number, layer in enumerate(layers)
+            for entry in layer.entries
+            if names_of(config_type).get(entry.name) == key
+        ]
         if named and named[-1][1]:
             place, name, where = named[-1]
-            while place > 0 and layers[place - 1].label == layers[place].label:  # beneath a file's `defaults`, too
+            while (
+                place > 0 and layers[place - 1].label == layers[place].label
+            ):  # beneath a file's `defaults`, too
                 place -= 1
             beneath.setdefault(place, []).extend(named_layers(config_type, key, name, where))
-    return [one for number, layer in enumerate(layers) for one in (*beneath.get(number, ()), layer)], file
+    return [
+        one for number, layer in enumerate(layers) for one in (*beneath.get(number, ()), layer)
+    ], file
 
 
 def preset_of_task(command: str, name: str) -> Path | None:
@@ -68,14 +96,17 @@ def preset_of_task(command: str, name: str) -> Path | None:
     return packaged(command, "custom" if name == "rows" else name)
 
 
-def users_layers(config_type: type, arguments: Arguments, stored: Path | None = None) -> tuple[
-        list[Layer], Path | None]:
+def users_layers(
+    config_type: type, arguments: Arguments, stored: Path | None = None
+) -> tuple[list[Layer], Path | None]:
     """The layers of `--preset`, of the file and of the command line; and the file."""
     command, name = command_of(config_type), arguments.config_name
     layers = [Layer(arguments.beneath, "run")] if arguments.beneath else []
     if command == "sft" and not stored:  # it is `shoal train` with these
         values = {"algorithm.name": "sft", "task.name": "custom"}
-        layers.append(Layer([Entry(key, value, "shoal sft") for key, value in values.items()], "shoal sft"))
+        layers.append(
+            Layer([Entry(key, value, "shoal sft") for key, value in values.items()], "shoal sft")
+        )
     file = stored or (find_file(command, name) if name else None)
     if arguments.preset and not stored and (file is None or not is_packaged(file)):
         below = find_file(command, arguments.preset)
@@ -93,7 +124,9 @@ def named_layers(config_type: type, key: str, name: str, where: str = "") -> lis
     file, known = packaged(folder, name), presets_of(folder)
     if file is None:
         near = did_you_mean(name, known) or "."
-        raise ShoalError(f"{where}{folder}={name}: there is no such {folder}{near} There are: {', '.join(known)}")
+        raise ShoalError(
+            f"{where}{folder}={name}: there is no such {folder}{near} There are: {', '.join(known)}"
+        )
     return file_layers(config_type, file, f"{folder} {name}")
 
 
@@ -112,9 +145,13 @@ def file_layers(config_type: type, file: Path, label: str) -> list[Layer]:
                 skipped += names
                 continue
             value = entry.value
-            if is_interpolated(value) and entry.name not in names_of(config_type):  # a key of ours: by final values
+            if is_interpolated(value) and entry.name not in names_of(
+                config_type
+            ):  # a key of ours: by final values
                 with contextlib.suppress(ShoalError):  # refused later, if the flag has an effect
-                    value = translator().interpolate(entry.name, value, lambda name, raw=raw: raw[name])
+                    value = translator().interpolate(
+                        entry.name, value, lambda name, raw=raw: raw[name]
+                    )
             kept.append(Entry(entry.name, value, label or entry.origin))
         found.append(Layer(kept, label or str(file), place, not is_packaged(place), skipped))
     return found
@@ -129,15 +166,23 @@ def _names_for_training(config_type: type, entry: Entry) -> list[str]:
         return name in names_of(kind) or translator().find(kind, name, value) is not None
 
     name, value = entry.name, entry.value
-    if isinstance(value, Mapping) and name in sections_of(Config):  # `batch` is a key here, a section in training
+    if isinstance(value, Mapping) and name in sections_of(
+        Config
+    ):  # `batch` is a key here, a section in training
         inside = [f"{name}.{part}" for part in value]
         return inside if all(is_known(Config, one, None) for one in inside) else []
-    return [name] if is_known(Config, name, value) and not is_known(config_type, name, value) else []
+    return (
+        [name] if is_known(Config, name, value) and not is_known(config_type, name, value) else []
+    )
 
 
 def is_interpolated(value: Any) -> bool:
     """True for a text, or a list with one, that refers to other names."""
-    return any("${" in item for item in (value if isinstance(value, list) else [value]) if isinstance(item, str))
+    return any(
+        "${" in item
+        for item in (value if isinstance(value, list) else [value])
+        if isinstance(item, str)
+    )
 
 
 # ---- from layers to values
@@ -179,9 +224,13 @@ class Merged:
         the file."""
         layer, value = self.layers[one.place[0]], one.value
         if layer.file and is_interpolated(value) and not one.flags:
-            names, raw = names_of(self.config_type), {entry.name: entry.value for entry in layer.entries}
+            names, raw = (
+                names_of(self.config_type),
+                {entry.name: entry.value for entry in layer.entries},
+            )
             value = translator().interpolate(
-                one.name, value, lambda name: self.get(names[name]) if name in names else raw[name])
+                one.name, value, lambda name: self.get(names[name]) if name in names else raw[name]
+            )
         return convert_value(keys_of(self.config_type)[one.key], value)
 
     @property
@@ -211,18 +260,25 @@ def merge(config_type: type, layers: Sequence[Layer]) -> tuple[Merged, list[str]
                 continue
             try:
                 key = find_key(config_type, entry.name).name
-                settings.append(Setting(key, entry.value, entry.origin, entry.name, (number, 1, index)))
+                settings.append(
+                    Setting(key, entry.value, entry.origin, entry.name, (number, 1, index))
+                )
             except ShoalError as error:
                 where = f"{entry.origin}: " if layer.file else ""
                 (unknown if isinstance(error, UnknownKey) else errors).append(f"{where}{error}")
     errors += [str(UnknownKey.of_all(unknown, config_type))] if unknown else []
     merged = Merged(config_type, layers, settings, translation)
     for rule in translation.rules:
-        free = {one.key: one.origin for one in rule.claims
-                if one.key not in merged.top or merged.top[one.key].place < one.place}
+        free = {
+            one.key: one.origin
+            for one in rule.claims
+            if one.key not in merged.top or merged.top[one.key].place < one.place
+        }
         try:
             if free:
-                merged = Merged(config_type, layers, [*merged.settings, *rule.apply(merged.get)], translation)
+                merged = Merged(
+                    config_type, layers, [*merged.settings, *rule.apply(merged.get)], translation
+                )
         except ShoalError as error:
             errors.append(with_origins(str(error), merged.origins | free))
     return merged, errors
@@ -230,11 +286,19 @@ def merge(config_type: type, layers: Sequence[Layer]) -> tuple[Merged, list[str]
 
 def _in_effect(settings: Sequence[Setting], line: int) -> dict[str, Setting]:
     """Key -> its highest setting, in the order of places. `line`: the number of the command line's layer."""
-    given = [one for one in settings if one.place[0] == line and one.key in PROMPT_KEYS and text_of(one.value) != "0"]
+    given = [
+        one
+        for one in settings
+        if one.place[0] == line and one.key in PROMPT_KEYS and text_of(one.value) != "0"
+    ]
     found: dict[str, Setting] = {}
     for one in settings:
-        if given and one.place[0] == line and one.key in PROMPT_KEYS and (
-                one.key != given[-1].key and one.place < given[-1].place):
+        if (
+            given
+            and one.place[0] == line
+            and one.key in PROMPT_KEYS
+            and (one.key != given[-1].key and one.place < given[-1].place)
+        ):
             continue
         other = found.get(PROMPT_KEYS[1])
         if one.key == PROMPT_KEYS[0] and other and other.place[0] < one.place[0]:
@@ -254,8 +318,10 @@ def check_names(merged: Merged) -> tuple[list[str], list[str]]:
     notes, errors = [], []
     claims = [one for rule in merged.translation.rules for one in rule.claims]
     made = {(one.flags, one.key) for one in claims}
-    settings = sorted([*claims, *(one for one in merged.settings if (one.flags, one.key) not in made)],
-                      key=lambda one: one.place)
+    settings = sorted(
+        [*claims, *(one for one in merged.settings if (one.flags, one.key) not in made)],
+        key=lambda one: one.place,
+    )
     for number, layer in enumerate(merged.layers):
         found: dict[str, Setting] = {}
         is_whole = 2 * len(layer.entries) > len(keys_of(merged.config_type))
@@ -268,17 +334,30 @@ def check_names(merged: Merged) -> tuple[list[str], list[str]]:
                 continue
             what = "how many prompts a step has" if before.key != one.key else one.key
             if layer.file is None and not (one.key == "steps" and {before, one} & {*claims}):
-                notes.append(f"{before.name} and {one.name} both set {what}: the later one stands, {one.name}")
-            elif all(key not in merged.top or merged.top[key].place[0] <= number for key in (before.key, one.key)):
+                notes.append(
+                    f"{before.name} and {one.name} both set {what}: the later one stands, {one.name}"
+                )
+            elif all(
+                key not in merged.top or merged.top[key].place[0] <= number
+                for key in (before.key, one.key)
+            ):
                 where = f"{layer.file}: " if layer.file else ""
-                errors.append(f"{where}{before.name} and {one.name} both set {what}; write one of them")
+                errors.append(
+                    f"{where}{before.name} and {one.name} both set {what}; write one of them"
+                )
     return notes, errors
 
 
 def _are_two(before: Setting, one: Setting) -> bool:
     """True for two names that give a key different values."""
-    is_same = before.key == one.key and before.value is not None and text_of(before.value) == text_of(one.value)
-    return not is_same and before.name != one.name and not (before.flags and before.flags is one.flags)
+    is_same = (
+        before.key == one.key
+        and before.value is not None
+        and text_of(before.value) == text_of(one.value)
+    )
+    return (
+        not is_same and before.name != one.name and not (before.flags and before.flags is one.flags)
+    )
 
 
 # ---- origins
@@ -294,7 +373,10 @@ def origin_text(origin: str) -> str:
 
 def with_origins(message: str, origins: Mapping[str, str]) -> str:
     """A message with the origin of each key in it that was not typed under its own name."""
-    mentioned = [f"{key}: {origin_text(origin)}" for key, origin in origins.items()
-                 if origin not in (COMMAND_LINE, PYTHON, STORED)
-                 and re.search(rf"(?<![\w.-]){re.escape(key)}(?![\w-]|\.\w)", message)]
+    mentioned = [
+        f"{key}: {origin_text(origin)}"
+        for key, origin in origins.items()
+        if origin not in (COMMAND_LINE, PYTHON, STORED)
+        and re.search(rf"(?<![\w.-]){re.escape(key)}(?![\w-]|\.\w)", message)
+    ]
     return f"{message} ({', '.join(mentioned)})" if mentioned else message

@@ -12,7 +12,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shoal.config.arguments import COMMA_LISTS, Arguments, key_of, names_of, read_arguments, split_list
+from shoal.config.arguments import (
+    COMMA_LISTS,
+    Arguments,
+    key_of,
+    names_of,
+    read_arguments,
+    split_list,
+)
 from shoal.config.files import is_packaged
 from shoal.config.foreign import PYTHON, make_entry
 from shoal.config.keys import command_of, dataclass_of, keys_of
@@ -46,7 +53,9 @@ class Resolved:
     notes: tuple[str, ...]  # lines for the start: values set by presets, keys that were skipped
     arguments: Arguments
     became: tuple[str, ...] = ()  # a line for each flag of another system that was given
-    origins: Mapping[str, str] = field(default_factory=dict)  # key -> `command line`, `mine.yml:4`, `recipe trl`
+    origins: Mapping[str, str] = field(
+        default_factory=dict
+    )  # key -> `command line`, `mine.yml:4`, `recipe trl`
 
     @property
     def start_lines(self) -> list[str]:
@@ -74,8 +83,13 @@ def compose(command: str | type, argv: Sequence[str] = ()) -> tuple[Any, Resolve
     return load(config_type, read_arguments(config_type, argv))
 
 
-def from_overrides(config_type: type, stored: Path | None = None, open_keys: Container[str] = (), /,
-                   **overrides: Any) -> tuple[Any, Resolved, tuple[Callable[..., Any], ...]]:
+def from_overrides(
+    config_type: type,
+    stored: Path | None = None,
+    open_keys: Container[str] = (),
+    /,
+    **overrides: Any,
+) -> tuple[Any, Resolved, tuple[Callable[..., Any], ...]]:
     """A configuration from keywords in Python: (configuration, its origins, reward functions given as callables).
 
     >>> from_overrides(Config, model="tiny", optimizer={"lr": 1e-5}, batch__group_size=4, reward=my_reward)
@@ -93,7 +107,11 @@ def from_overrides(config_type: type, stored: Path | None = None, open_keys: Con
         if key and key.name == "reward.functions":
             value, functions = _take_callables(value)
         if key and key.name in OBJECT_KEYS:
-            value = [name_given(one) for one in value] if isinstance(value, list | tuple) else name_given(value)
+            value = (
+                [name_given(one) for one in value]
+                if isinstance(value, list | tuple)
+                else name_given(value)
+            )
         value = list(value) if isinstance(value, tuple) else value
         if key and key.is_list:
             value = [text_given(item) for item in (value if isinstance(value, list) else [value])]
@@ -118,18 +136,29 @@ def python_leaves(config_type: type, overrides: Mapping[str, Any]) -> Iterator[t
         key = key_of(config_type, name)
         may_be_object = key is not None and key.name in OBJECT_KEYS
         is_object = callable(value) or may_be_object or isinstance(value, str | bytes | Mapping)
-        if isinstance(value, Iterable) and not (is_list or is_object):  # a set, an array, a generator
-            raise ShoalError(f"{name}={shorten(repr(value), 100)}: expected a value, or a list of such; "
-                             f"give list(...) of the {type(value).__name__}")
+        if isinstance(value, Iterable) and not (
+            is_list or is_object
+        ):  # a set, an array, a generator
+            raise ShoalError(
+                f"{name}={shorten(repr(value), 100)}: expected a value, or a list of such; "
+                f"give list(...) of the {type(value).__name__}"
+            )
         items = value if is_list else [value]
         for item in items:
             if isinstance(item, bytes) or (item is None and items is value):
-                raise ShoalError(f"{name}={value!r}: expected text, numbers or functions, without {item!r}")
+                raise ShoalError(
+                    f"{name}={value!r}: expected text, numbers or functions, without {item!r}"
+                )
         if value is not None or key is None:
             yield name, value
 
 
-OBJECT_KEYS = ("environment.tools", "environment.factory", "environment.rollout", "environment.agent")
+OBJECT_KEYS = (
+    "environment.tools",
+    "environment.factory",
+    "environment.rollout",
+    "environment.agent",
+)
 """Keys whose values may be objects from Python."""
 FROM_PYTHON = "python:"
 """Begins the name of what was given from Python, where the configuration is stored."""
@@ -180,26 +209,36 @@ def name_given(value: Any, name: str = "") -> Any:
     """The name that stands for what a file could have defined; a text as it is."""
     if isinstance(value, str):
         return value
-    return GIVEN.add(value, f"{FROM_PYTHON}{name or getattr(value, '__name__', type(value).__name__)}")
+    return GIVEN.add(
+        value, f"{FROM_PYTHON}{name or getattr(value, '__name__', type(value).__name__)}"
+    )
 
 
 def nested_names(overrides: Mapping[str, Any]) -> dict[str, Any]:
     """`a__b` as `a.b`, at any depth."""
-    return {str(name).replace("__", "."): nested_names(value) if isinstance(value, Mapping) else value
-            for name, value in overrides.items()}
+    return {
+        str(name).replace("__", "."): nested_names(value) if isinstance(value, Mapping) else value
+        for name, value in overrides.items()
+    }
 
 
 def _take_callables(value: Any) -> tuple[list[Any], tuple[Callable[..., Any], ...]]:
     items = list(value) if isinstance(value, list | tuple) else [value]
     functions = tuple(item for item in items if callable(item))
     if functions and len(functions) < len(items):
-        raise ShoalError(f"reward={value!r}: expected functions, or names of the form file.py:function, not both: "
-                         "import the named ones and give them as functions")
+        raise ShoalError(
+            f"reward={value!r}: expected functions, or names of the form file.py:function, not both: "
+            "import the named ones and give them as functions"
+        )
     return ([], functions) if functions else (items, ())
 
 
-def load(config_type: type, arguments: Arguments, stored: Path | None = None,
-         open_keys: Container[str] = ()) -> tuple[Any, Resolved]:
+def load(
+    config_type: type,
+    arguments: Arguments,
+    stored: Path | None = None,
+    open_keys: Container[str] = (),
+) -> tuple[Any, Resolved]:
     """The configuration of the arguments; `stored`: a run's configuration in place of presets and files, of which
     `open_keys` are not read: what the run decided itself is decided by its settings of now.
 
@@ -216,22 +255,38 @@ def load(config_type: type, arguments: Arguments, stored: Path | None = None,
     except ShoalError as error:
         raise ShoalError(with_origins(str(error), merged.origins)) from None
     became = merged.translation.lines(merged.settings, merged.top, values)
-    notes = (*_notes(config, merged, file, bool(arguments.preset)), *merged.translation.notes, *twice,
-             *(line for line, is_note in became if is_note))
-    return config, Resolved(config, file.stem if file else "", notes, arguments, tuple(line for line, _ in became),
-                            merged.origins)
+    notes = (
+        *_notes(config, merged, file, bool(arguments.preset)),
+        *merged.translation.notes,
+        *twice,
+        *(line for line, is_note in became if is_note),
+    )
+    return config, Resolved(
+        config,
+        file.stem if file else "",
+        notes,
+        arguments,
+        tuple(line for line, _ in became),
+        merged.origins,
+    )
 
 
 def given_values(config_type: type, arguments: Arguments, *names: str) -> dict[str, Any]:
     """The values of some keys in the user's own file and command line, without presets."""
-    merged, _ = merge(config_type, [layer for layer in users_layers(config_type, arguments)[0] if layer.is_users])
+    merged, _ = merge(
+        config_type, [layer for layer in users_layers(config_type, arguments)[0] if layer.is_users]
+    )
     return {name: merged.get(name) for name in names if name in merged.top}
 
 
 def packaged_values(config: Any) -> dict[str, Any]:
     """The values that a configuration's recipe and algorithm set, by dotted key."""
-    layers = [layer for key in PACKAGED if (name := get_value(config, key))
-              for layer in named_layers(type(config), key, name)]
+    layers = [
+        layer
+        for key in PACKAGED
+        if (name := get_value(config, key))
+        for layer in named_layers(type(config), key, name)
+    ]
     return merge(type(config), layers)[0].values()[0]
 
 
@@ -243,28 +298,41 @@ def _notes(config: Any, merged: Merged, file: Path | None, has_preset: bool) -> 
     presets in effect that differ from Shoal's defaults."""
     config_type, keys = type(config), keys_of(type(config))
     if file and (skipped := [name for layer in merged.layers for name in layer.skipped]):
-        yield (f"{file} holds {count(len(skipped), 'key')} that only training reads, passed over: "
-               f"{', '.join(skipped[:3])}" + (", ..." if len(skipped) > 3 else ""))
+        yield (
+            f"{file} holds {count(len(skipped), 'key')} that only training reads, passed over: "
+            f"{', '.join(skipped[:3])}" + (", ..." if len(skipped) > 3 else "")
+        )
     if file and not is_packaged(file) and not has_preset and "task.name" in merged.top:
         preset = preset_of_task(command_of(config_type), config.task.name)
         beneath = merge(config_type, file_layers(config_type, preset, ""))[0].top if preset else {}
-        given = {*merged.top, *(one.key for rule in merged.translation.rules for one in rule.claims)}
+        given = {
+            *merged.top,
+            *(one.key for rule in merged.translation.rules for one in rule.claims),
+        }
         if preset and (left := [key for key in beneath if key not in given]):
-            yield (f"{file.name} does not load the preset of task={config.task.name} ({left[0]} and {len(left) - 1} "
-                   f"more keep their defaults): `defaults: [{preset.stem}, _self_]` in the file loads it")
+            yield (
+                f"{file.name} does not load the preset of task={config.task.name} ({left[0]} and {len(left) - 1} "
+                f"more keep their defaults): `defaults: [{preset.stem}, _self_]` in the file loads it"
+            )
     yield from _replaced_in_files(merged)
     changed: dict[str, list[str]] = {}
     for key, setting in merged.top.items():
         layer = merged.layers[setting.place[0]]
         folder, value = layer.label.partition(" ")[0], get_value(config, key)
-        if folder in ("task", *PACKAGED.values()) and not layer.is_users and value != keys[key].default and (
-                key not in without_effect(config)):
+        if (
+            folder in ("task", *PACKAGED.values())
+            and not layer.is_users
+            and value != keys[key].default
+            and (key not in without_effect(config))
+        ):
             ours = "" if folder == "task" else f" (ours: {shown(keys[key].default) or 'empty'})"
             changed.setdefault(layer.label, []).append(f"{key}={shown(value)}{ours}")
     for label, texts in changed.items():
         folder, _, name = label.partition(" ")
         verb = "loads its preset" if folder == "task" else "differs from Shoal's defaults in"
-        more = f" and {len(texts) - FEW} more keys (--dry-run lists them)" if len(texts) > MANY else ""
+        more = (
+            f" and {len(texts) - FEW} more keys (--dry-run lists them)" if len(texts) > MANY else ""
+        )
         yield f"{folder}={name} {verb}: {', '.join(texts[:FEW] if more else texts)}{more}"
 
 
@@ -277,10 +345,15 @@ def _replaced_in_files(merged: Merged) -> Iterator[str]:
             continue
         alone = merge(merged.config_type, files)[0]
         typed = {entry.name: text_of(entry.value) for below in files for entry in below.entries}
-        lost = {alone.top[key].name: typed[alone.top[key].name] for key, value in alone.values()[0].items()
-                if key in now and merged.top[key].place[0] == number and value != now[key]}
+        lost = {
+            alone.top[key].name: typed[alone.top[key].name]
+            for key, value in alone.values()[0].items()
+            if key in now and merged.top[key].place[0] == number and value != now[key]
+        }
         if lost:
             texts = ", ".join(f"{name}={text}" for name, text in lost.items())
             file = Path(files[-1].label).name
-            yield (f"{layer.label.replace(' ', '=', 1)} on the command line lies over {file} and replaces there: "
-                   f"{texts}; named in the file, it would lie beneath them")
+            yield (
+                f"{layer.label.replace(' ', '=', 1)} on the command line lies over {file} and replaces there: "
+                f"{texts}; named in the file, it would lie beneath them"
+            )

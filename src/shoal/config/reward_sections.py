@@ -22,7 +22,9 @@ class JudgeSection:
     score_range: tuple[float, ...] = key((0.0, 10.0), stages=("rewards", "evaluation"))
     """Lowest and highest score: the reward is 0 for the lowest, 1 for the highest. A reply without a score between
     them, or with a scale of its own that ends elsewhere (`4/5` of 10), is a failure."""
-    response_format: Literal["text", "json_object", "json_schema"] = key("text", stages=("rewards", "evaluation"))
+    response_format: Literal["text", "json_object", "json_schema"] = key(
+        "text", stages=("rewards", "evaluation")
+    )
     """Form of the reply that is requested: json_schema (vLLM, SGLang, OpenAI) and json_object are the address's own
     `response_format`, and have the score in a field `score`; text sends none."""
     max_tokens: int = key(512, stages=("rewards", "evaluation"))
@@ -38,11 +40,17 @@ class JudgeSection:
 
     def __post_init__(self) -> None:
         low_high = self.score_range
-        require(len(low_high) == 2 and low_high[0] < low_high[1], "reward.judge.score_range", low_high,
-                "the lowest and the highest score, [0,10]")
+        require(
+            len(low_high) == 2 and low_high[0] < low_high[1],
+            "reward.judge.score_range",
+            low_high,
+            "the lowest and the highest score, [0,10]",
+        )
         at_least(self, "reward.judge.", 1, "max_tokens", "concurrency")
         at_least(self, "reward.judge.", 0, "retries")
-        require("://" not in self.cache, "reward.judge.cache", self.cache, "a local folder, or empty")
+        require(
+            "://" not in self.cache, "reward.judge.cache", self.cache, "a local folder, or empty"
+        )
 
 
 @dataclass(frozen=True)
@@ -76,13 +84,31 @@ class RewardSection:
     judge: JudgeSection = field(default_factory=JudgeSection)
 
     def __post_init__(self) -> None:
-        require(self.timeout_seconds > 0, "reward.timeout_seconds", self.timeout_seconds, "a number above 0")
-        require(0 <= self.max_failed_share <= 1, "reward.max_failed_share", self.max_failed_share, "a share, 0 to 1")
+        require(
+            self.timeout_seconds > 0,
+            "reward.timeout_seconds",
+            self.timeout_seconds,
+            "a number above 0",
+        )
+        require(
+            0 <= self.max_failed_share <= 1,
+            "reward.max_failed_share",
+            self.max_failed_share,
+            "a share, 0 to 1",
+        )
         at_least(self, "reward.", 0, "memory_gib", note="no limit")
-        require(self.overlong_buffer_tokens >= -1, "reward.overlong_buffer_tokens", self.overlong_buffer_tokens,
-                "-1 (a fifth), 0 (off) or more")
+        require(
+            self.overlong_buffer_tokens >= -1,
+            "reward.overlong_buffer_tokens",
+            self.overlong_buffer_tokens,
+            "-1 (a fifth), 0 (off) or more",
+        )
         at_least(self, "reward.", 0, "overlong_penalty")
         at_least(self, "reward.", 0, "workers", note="in this process")
         if self.weights and self.functions:
-            require(len(self.weights) == len(self.functions), "reward.weights", self.weights,
-                    f"{count(len(self.functions), 'number')}, one for each of reward.functions")
+            require(
+                len(self.weights) == len(self.functions),
+                "reward.weights",
+                self.weights,
+                f"{count(len(self.functions), 'number')}, one for each of reward.functions",
+            )

@@ -6,7 +6,13 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from shoal.config.declaration import key
-from shoal.config.device_sections import MeshSection, PublishSection, RaySection, SamplerSection, VllmSection
+from shoal.config.device_sections import (
+    MeshSection,
+    PublishSection,
+    RaySection,
+    SamplerSection,
+    VllmSection,
+)
 from shoal.config.environment_section import EnvironmentSection
 from shoal.config.reward_sections import RewardSection
 from shoal.config.sections import (
@@ -74,58 +80,140 @@ class Config:
 
     def __post_init__(self) -> None:
         at_least(self, "", 0, "steps")
-        require(self.optimizer.reduce_dtype == "float32" or self.model.dtype in ("auto", "bfloat16"),
-                "optimizer.reduce_dtype",
-                self.optimizer.reduce_dtype, "float32, or model.dtype=bfloat16 beside it")
+        require(
+            self.optimizer.reduce_dtype == "float32" or self.model.dtype in ("auto", "bfloat16"),
+            "optimizer.reduce_dtype",
+            self.optimizer.reduce_dtype,
+            "float32, or model.dtype=bfloat16 beside it",
+        )
         if self.algorithm.learns_from_data:
-            require(self.batch.group_size == 1, "batch.group_size", self.batch.group_size, "1: the data has one answer")
-            require(self.sampling.temperature == 1, "sampling.temperature", self.sampling.temperature, "1 with sft")
+            require(
+                self.batch.group_size == 1,
+                "batch.group_size",
+                self.batch.group_size,
+                "1: the data has one answer",
+            )
+            require(
+                self.sampling.temperature == 1,
+                "sampling.temperature",
+                self.sampling.temperature,
+                "1 with sft",
+            )
         else:
-            require(self.batch.group_size >= 2, "batch.group_size", self.batch.group_size,
-                    "2 or more: a group of one has nothing to be compared with")
-        require(self.algorithm.num_minibatches <= self.batch.prompts_per_step or self.batch.prompts_per_device > 0,
-                "algorithm.num_minibatches", self.algorithm.num_minibatches,
-                f"at most batch.prompts_per_step ({self.batch.prompts_per_step})")
-        require(self.steps == 0 or self.train.max_staleness < max(2, self.steps), "train.max_staleness",
-                self.train.max_staleness, f"less than steps={self.steps}: all samples would be of the first weights")
-        require(self.train.weight_sync_interval <= max(1, self.steps), "train.weight_sync_interval",
-                self.train.weight_sync_interval, f"at most steps={self.steps}: weights would never be published")
+            require(
+                self.batch.group_size >= 2,
+                "batch.group_size",
+                self.batch.group_size,
+                "2 or more: a group of one has nothing to be compared with",
+            )
+        require(
+            self.algorithm.num_minibatches <= self.batch.prompts_per_step
+            or self.batch.prompts_per_device > 0,
+            "algorithm.num_minibatches",
+            self.algorithm.num_minibatches,
+            f"at most batch.prompts_per_step ({self.batch.prompts_per_step})",
+        )
+        require(
+            self.steps == 0 or self.train.max_staleness < max(2, self.steps),
+            "train.max_staleness",
+            self.train.max_staleness,
+            f"less than steps={self.steps}: all samples would be of the first weights",
+        )
+        require(
+            self.train.weight_sync_interval <= max(1, self.steps),
+            "train.weight_sync_interval",
+            self.train.weight_sync_interval,
+            f"at most steps={self.steps}: weights would never be published",
+        )
         if slots := self.sampling.slots_per_device * self.mesh.tensor:
-            for name, size in (("batch.group_size", self.batch.group_size), ("train.pass_k", self.pass_k)):
-                require(slots >= size, "sampling.slots_per_device", self.sampling.slots_per_device,
-                        f"0 (auto), or room for the completions of a prompt ({name}={size})")
-        require(not (self.checkpoint.keep_best and self.train.quick_questions > 0), "train.quick_questions",
-                self.train.quick_questions, "0 (all) with checkpoint.keep_best, which compares evaluations")
-        allowed = {"local": ("auto", "memory", "files"), "ray": ("auto", "files", "ray"),
-                   "vllm": ("auto", "files")}[self.sampler.kind]
-        require(self.publish.channel in allowed, "publish.channel", self.publish.channel,
-                f"{', '.join(allowed)} with sampler.kind={self.sampler.kind}")
+            for name, size in (
+                ("batch.group_size", self.batch.group_size),
+                ("train.pass_k", self.pass_k),
+            ):
+                require(
+                    slots >= size,
+                    "sampling.slots_per_device",
+                    self.sampling.slots_per_device,
+                    f"0 (auto), or room for the completions of a prompt ({name}={size})",
+                )
+        require(
+            not (self.checkpoint.keep_best and self.train.quick_questions > 0),
+            "train.quick_questions",
+            self.train.quick_questions,
+            "0 (all) with checkpoint.keep_best, which compares evaluations",
+        )
+        allowed = {
+            "local": ("auto", "memory", "files"),
+            "ray": ("auto", "files", "ray"),
+            "vllm": ("auto", "files"),
+        }[self.sampler.kind]
+        require(
+            self.publish.channel in allowed,
+            "publish.channel",
+            self.publish.channel,
+            f"{', '.join(allowed)} with sampler.kind={self.sampler.kind}",
+        )
         if self.sampler.is_remote:
-            require(self.sampler.devices_per_worker % (self.mesh.sampler_tensor or 1) == 0,
-                    "sampler.devices_per_worker", self.sampler.devices_per_worker,
-                    f"a multiple of mesh.sampler_tensor={self.mesh.sampler_tensor}")
+            require(
+                self.sampler.devices_per_worker % (self.mesh.sampler_tensor or 1) == 0,
+                "sampler.devices_per_worker",
+                self.sampler.devices_per_worker,
+                f"a multiple of mesh.sampler_tensor={self.mesh.sampler_tensor}",
+            )
             for name, unset in (("sampler", ""), ("processes", 0), ("pathways", False)):
                 value = getattr(self.mesh, name)
-                require(value == unset or (name == "processes" and value == 1), f"mesh.{name}", value,
-                        f"{unset!r} with sampler.kind={self.sampler.kind}: its workers have devices of their own "
-                        "(sampler.devices_per_worker), and the trainer is one process")
+                require(
+                    value == unset or (name == "processes" and value == 1),
+                    f"mesh.{name}",
+                    value,
+                    f"{unset!r} with sampler.kind={self.sampler.kind}: its workers have devices of their own "
+                    "(sampler.devices_per_worker), and the trainer is one process",
+                )
         if self.sampler.kind == "vllm":
-            require(bool(self.vllm.urls) != bool(self.vllm.python), "vllm.python", self.vllm.python,
-                    "a Python that has vLLM, to start servers, or vllm.urls, those that run already; one of the two")
-            require(not self.vllm.memory or (bool(self.vllm.python) and self.train.versions == "fixed" and
-                    max(self.train.max_staleness, self.train.weight_sync_interval - 1) == 0), "vllm.memory",
-                    self.vllm.memory, "0 (vLLM's default), or vllm.python in a run with train.max_staleness=0: on the "
-                    "trainer's GPU a server sleeps while the trainer learns; on others give vllm.arguments="
-                    f"[--gpu-memory-utilization={exact(self.vllm.memory)}]")
-            require(self.model.quantise == "none", "model.quantise", self.model.quantise,
-                    "none with sampler.kind=vllm")
+            require(
+                bool(self.vllm.urls) != bool(self.vllm.python),
+                "vllm.python",
+                self.vllm.python,
+                "a Python that has vLLM, to start servers, or vllm.urls, those that run already; one of the two",
+            )
+            require(
+                not self.vllm.memory
+                or (
+                    bool(self.vllm.python)
+                    and self.train.versions == "fixed"
+                    and max(self.train.max_staleness, self.train.weight_sync_interval - 1) == 0
+                ),
+                "vllm.memory",
+                self.vllm.memory,
+                "0 (vLLM's default), or vllm.python in a run with train.max_staleness=0: on the "
+                "trainer's GPU a server sleeps while the trainer learns; on others give vllm.arguments="
+                f"[--gpu-memory-utilization={exact(self.vllm.memory)}]",
+            )
+            require(
+                self.model.quantise == "none",
+                "model.quantise",
+                self.model.quantise,
+                "none with sampler.kind=vllm",
+            )
         if (kind := self.sampler.quantise) != "none":
-            require(self.sampler.kind != "vllm", "sampler.quantise", kind,
-                    "none with sampler.kind=vllm, whose servers quantise by vllm.arguments")
-            require(self.model.quantise == "none", "sampler.quantise", kind,
-                    f"none with model.quantise={self.model.quantise}, which the sampler has too")
-            require(self.model.dtype != "float16", "sampler.quantise", kind,
-                    "none with model.dtype=float16, which overflows in products of 8 bits")
+            require(
+                self.sampler.kind != "vllm",
+                "sampler.quantise",
+                kind,
+                "none with sampler.kind=vllm, whose servers quantise by vllm.arguments",
+            )
+            require(
+                self.model.quantise == "none",
+                "sampler.quantise",
+                kind,
+                f"none with model.quantise={self.model.quantise}, which the sampler has too",
+            )
+            require(
+                self.model.dtype != "float16",
+                "sampler.quantise",
+                kind,
+                "none with model.dtype=float16, which overflows in products of 8 bits",
+            )
 
     @property
     def shares_gpu(self) -> bool:
@@ -140,7 +228,12 @@ class Config:
     @property
     def turns(self) -> Turns:
         """What lets rollouts have several turns, the task's own tools and environments too."""
-        if self.environment.factory or self.environment.rollout or self.environment.agent or self.task.name == "guess":
+        if (
+            self.environment.factory
+            or self.environment.rollout
+            or self.environment.agent
+            or self.task.name == "guess"
+        ):
             return "environments"
         return "tools" if self.environment.tools or self.task.name == "calculator" else ""
 
@@ -152,7 +245,11 @@ class Config:
     @property
     def evaluate_every(self) -> int:
         """Steps between evaluations, resolved: by default 10 for word problems, else 0, for the first and the last."""
-        return self.train.evaluate_every if self.train.evaluate_every >= -1 else 10 * (self.task.name == "words")
+        return (
+            self.train.evaluate_every
+            if self.train.evaluate_every >= -1
+            else 10 * (self.task.name == "words")
+        )
 
     @property
     def quick_questions(self) -> int:
@@ -166,8 +263,12 @@ class SftConfig(Config):
     """`shoal sft`: fine-tunes a model on answers that are given: dialogues, or prompts with completions."""
 
     def __post_init__(self) -> None:
-        require(self.algorithm.learns_from_data, "algorithm.advantage", self.algorithm.advantage,
-                "sft; to learn from samples, `shoal train`")
+        require(
+            self.algorithm.learns_from_data,
+            "algorithm.advantage",
+            self.algorithm.advantage,
+            "sft; to learn from samples, `shoal train`",
+        )
         super().__post_init__()
 
 
@@ -198,7 +299,12 @@ class EvalConfig:
     def __post_init__(self) -> None:
         at_least(self, "", 0, "pass_k", note="off")
         least = max(1, -(-self.pass_k // self.mesh.tensor))
-        require(self.batch >= least, "batch", self.batch, f"{least} or more, room for the completions of a question")
+        require(
+            self.batch >= least,
+            "batch",
+            self.batch,
+            f"{least} or more, room for the completions of a question",
+        )
 
 
 @dataclass(frozen=True)
@@ -222,7 +328,12 @@ class GenerateConfig:
     def __post_init__(self) -> None:
         at_least(self, "", 1, "num_generations")
         least = -(-self.num_generations // self.mesh.tensor)
-        require(self.batch >= least, "batch", self.batch, f"{least} or more, room for the completions of a prompt")
+        require(
+            self.batch >= least,
+            "batch",
+            self.batch,
+            f"{least} or more, room for the completions of a prompt",
+        )
 
 
 @dataclass(frozen=True)
@@ -393,7 +504,12 @@ class GroupsConfig:
         at_least(self, "", 0, "step", note="all")
         at_least(self, "", -1, "group", note="all")
         at_least(self, "", 1, "limit")
-        require(self.limit <= 10_000, "limit", self.limit, "at most 10000: narrow the table with filter=")
+        require(
+            self.limit <= 10_000,
+            "limit",
+            self.limit,
+            "at most 10000: narrow the table with filter=",
+        )
 
 
 @dataclass(frozen=True)
@@ -477,8 +593,12 @@ class LaunchConfig:
         at_least(self, "", 1, "grace_seconds")
         for name in ("image", "push", "cluster", "storage"):
             text = getattr(self, name)
-            require(text.isprintable() and " " not in text and not text.startswith("-"), name, text,
-                    "a name without spaces, line breaks or a leading '-'")
+            require(
+                text.isprintable() and " " not in text and not text.startswith("-"),
+                name,
+                text,
+                "a name without spaces, line breaks or a leading '-'",
+            )
         for option in self.options:
             require(option.isprintable(), "options", option, "words without line breaks")
         for word in self.job:

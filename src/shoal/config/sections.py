@@ -9,7 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from shoal.config.algorithm_parts import ADVANTAGES, AGGREGATIONS, CORRECTIONS, KL_ESTIMATORS, POLICY_LOSSES, REJECTIONS
+from shoal.config.algorithm_parts import (
+    ADVANTAGES,
+    AGGREGATIONS,
+    CORRECTIONS,
+    KL_ESTIMATORS,
+    POLICY_LOSSES,
+    REJECTIONS,
+)
 from shoal.config.declaration import key
 from shoal.text import exact
 from shoal.types import SamplingParams, ShoalError
@@ -52,7 +59,12 @@ class LoraSection:
     def __post_init__(self) -> None:
         at_least(self, "model.lora.", 0, "rank", note="all weights are trained")
         require(self.alpha > 0, "model.lora.alpha", self.alpha, "a number above 0")
-        require(bool(self.targets), "model.lora.targets", self.targets, "names of products, or all-linear")
+        require(
+            bool(self.targets),
+            "model.lora.targets",
+            self.targets,
+            "names of products, or all-linear",
+        )
 
 
 @dataclass(frozen=True)
@@ -68,13 +80,15 @@ class ModelSection:
     scan_layers: bool = key(True, stages=("sampling", "update", "evaluation"))
     """MaxText checkpoints only: true if the layers are stacked in one array."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
-        "auto", stages=("sampling", "update", "evaluation"))
+        "auto", stages=("sampling", "update", "evaluation")
+    )
     """Type of the computation; auto is float32 on CPU, bfloat16 elsewhere. Master weights and optimizer state stay
     float32. float16, on CPU and GPU, rounds 8 times less than bfloat16, and has a loss scale that adapts."""
     template: str = key("", stages=("data", "environment", "evaluation"))
     """Jinja chat template, or a file with one, that replaces the tokenizer's own."""
     remat: Literal["auto", "none", "dots", "attention", "full", "offload"] = key(
-        "auto", stages=("update",))
+        "auto", stages=("update",)
+    )
     """What the backward pass recomputes (gradient checkpointing): nothing, all but products with weights (dots), the
     feed-forward part (attention), or whole blocks (full). offload is attention with what is kept, and each block's
     input, in the host's memory. auto keeps what there is memory for, nothing on a TPU that computes again as fast as it
@@ -82,11 +96,13 @@ class ModelSection:
     would exceed 2 GiB."""
     lora: LoraSection = field(default_factory=LoraSection)
     quantise: Literal["none", "int8", "fp8"] = key(
-        "none", stages=("sampling", "update", "evaluation"))
+        "none", stages=("sampling", "update", "evaluation")
+    )
     """Type of frozen weights of products: 8 bits an element and a scale an output channel, from when they are read. In
     training with model.lora; in eval and generate for any model."""
     attention: Literal["auto", "reference", "blocked", "pallas"] = key(
-        "auto", stages=("sampling", "update", "evaluation"))
+        "auto", stages=("sampling", "update", "evaluation")
+    )
     """How training, scoring and prefill compute attention: all scores of a row at once (reference), only the blocks of
     them that a prompt and its completions need (blocked), or the same by our own kernels, on a TPU or an NVIDIA GPU
     (pallas). auto takes a kernel for rows of 512 tokens and more, else blocked.
@@ -94,13 +110,19 @@ class ModelSection:
     in a test at the start, else blocked for everything."""
 
     def __post_init__(self) -> None:
-        require(self.quantise == "none" or self.dtype != "float16", "model.quantise", self.quantise,
-                "none with model.dtype=float16, whose largest number the products of 8 bits pass")
+        require(
+            self.quantise == "none" or self.dtype != "float16",
+            "model.quantise",
+            self.quantise,
+            "none with model.dtype=float16, whose largest number the products of 8 bits pass",
+        )
 
 
-DOORS = {"agent": "agent='python my_agent.py' (environment.agent), beside the task whose prompts it gets",
-         "openenv": "environment=openenv:URL, with task=environment where the server asks the questions",
-         "verifiers": "task=custom with agent= and the rows that it writes, by examples/verifiers_agent.py"}
+DOORS = {
+    "agent": "agent='python my_agent.py' (environment.agent), beside the task whose prompts it gets",
+    "openenv": "environment=openenv:URL, with task=environment where the server asks the questions",
+    "verifiers": "task=custom with agent= and the rows that it writes, by examples/verifiers_agent.py",
+}
 """Who plays rollouts and is no task, by the name before a colon -> what is written in its place."""
 
 
@@ -135,15 +157,24 @@ class TaskSection:
     def __post_init__(self) -> None:
         door = DOORS.get(self.name.partition(":")[0])
         require(door is None, "task.name", self.name, door or "")
-        require("/" not in self.name and not self.name.endswith(DATA_SUFFIXES), "task.name", self.name,
-                f"the name of a task; for your own data write task=custom task.path={self.name}")
+        require(
+            "/" not in self.name and not self.name.endswith(DATA_SUFFIXES),
+            "task.name",
+            self.name,
+            f"the name of a task; for your own data write task=custom task.path={self.name}",
+        )
         at_least(self, "task.", 0, "num_eval_questions", note="all")
         require(1 <= self.num_steps <= 8, "task.num_steps", self.num_steps, "1 to 8")
         at_least(self, "task.", 20, "max_value")
         require(2 <= self.num_numbers <= 6, "task.num_numbers", self.num_numbers, "2 to 6")
         for entry in self.columns:
             wanted, equals, theirs = entry.partition("=")
-            require(bool(equals and wanted.strip() and theirs.strip()), "task.columns", entry, "wanted=theirs")
+            require(
+                bool(equals and wanted.strip() and theirs.strip()),
+                "task.columns",
+                entry,
+                "wanted=theirs",
+            )
 
 
 @dataclass(frozen=True)
@@ -163,14 +194,17 @@ class SamplingSection:
     stop: tuple[str, ...] = key((), stages=("sampling", "evaluation"))
     """Strings that end a completion."""
     max_prompt_tokens: int = key(
-        256, stages=("data", "environment", "sampling", "update", "evaluation"))
+        256, stages=("data", "environment", "sampling", "update", "evaluation")
+    )
     """Longest prompt (see sampling.long_prompts)."""
     max_completion_tokens: int = key(
-        64, stages=("sampling", "environment", "rewards", "update", "evaluation"))
+        64, stages=("sampling", "environment", "rewards", "update", "evaluation")
+    )
     """Longest completion; one that reaches the limit is truncated, and counted. (TRL's max_completion_length, verl's
     max_response_length.)"""
     long_prompts: Literal["drop", "error"] = key(
-        "drop", stages=("data", "environment", "evaluation"))
+        "drop", stages=("data", "environment", "evaluation")
+    )
     """Prompts over the limit: dropped from the data and counted, or an error. They are never truncated."""
     slots_per_device: int = key(0, stages=("sampling", "evaluation"))
     """Completions sampled at once on each device; 0 for all of a step."""
@@ -194,10 +228,27 @@ class SamplingSection:
         require(0 < self.top_p <= 1, "sampling.top_p", self.top_p, "a number in (0, 1]")
         require(0 <= self.min_p < 1, "sampling.min_p", self.min_p, "a number in [0, 1)")
         at_least(self, "sampling.", 1, "max_support", "max_prompt_tokens", "max_completion_tokens")
-        at_least(self, "sampling.", 0, "slots_per_device", "prompt_slot_tokens", "evaluation_slots", note="auto")
-        require(0 <= self.mean_completion_tokens <= self.max_completion_tokens, "sampling.mean_completion_tokens",
-                self.mean_completion_tokens, f"0 (the longest) to max_completion_tokens={self.max_completion_tokens}")
-        require(0 < self.memory_share <= 1, "sampling.memory_share", self.memory_share, "a number in (0, 1]")
+        at_least(
+            self,
+            "sampling.",
+            0,
+            "slots_per_device",
+            "prompt_slot_tokens",
+            "evaluation_slots",
+            note="auto",
+        )
+        require(
+            0 <= self.mean_completion_tokens <= self.max_completion_tokens,
+            "sampling.mean_completion_tokens",
+            self.mean_completion_tokens,
+            f"0 (the longest) to max_completion_tokens={self.max_completion_tokens}",
+        )
+        require(
+            0 < self.memory_share <= 1,
+            "sampling.memory_share",
+            self.memory_share,
+            "a number in (0, 1]",
+        )
 
     @property
     def slot_prompt(self) -> int:
@@ -207,8 +258,14 @@ class SamplingSection:
     @property
     def params(self) -> SamplingParams:
         """The settings as requests carry them."""
-        return SamplingParams(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p,
-                              max_tokens=self.max_completion_tokens, stop=self.stop)
+        return SamplingParams(
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            max_tokens=self.max_completion_tokens,
+            stop=self.stop,
+        )
 
 
 @dataclass(frozen=True)
@@ -318,23 +375,62 @@ class AlgorithmSection:
 
     def __post_init__(self) -> None:
         require(self.std_ddof in (0, 1), "algorithm.std_ddof", self.std_ddof, "0 or 1")
-        require(0 <= self.clip_low <= 1 or POLICY_LOSSES[self.loss].in_logarithms, "algorithm.clip_low", self.clip_low,
-                "a number in [0, 1]")
-        at_least(self, "algorithm.", 0, "std_eps", "clip_low", "clip_high", "kl_coef", "kl_clamp_input",
-                 "kl_clamp_value", "kl_sampler_coef", "entropy_coef", "aggregation_tokens")
+        require(
+            0 <= self.clip_low <= 1 or POLICY_LOSSES[self.loss].in_logarithms,
+            "algorithm.clip_low",
+            self.clip_low,
+            "a number in [0, 1]",
+        )
+        at_least(
+            self,
+            "algorithm.",
+            0,
+            "std_eps",
+            "clip_low",
+            "clip_high",
+            "kl_coef",
+            "kl_clamp_input",
+            "kl_clamp_value",
+            "kl_sampler_coef",
+            "entropy_coef",
+            "aggregation_tokens",
+        )
         for name in ("sapo_positive", "sapo_negative", "correction_cap", "rejection_cap"):
-            require(getattr(self, name) > 0, f"algorithm.{name}", getattr(self, name), "a number above 0")
+            require(
+                getattr(self, name) > 0,
+                f"algorithm.{name}",
+                getattr(self, name),
+                "a number above 0",
+            )
         at_least(self, "algorithm.", 1, "num_epochs", "num_minibatches", "max_sampling_rounds")
-        require(self.clip_dual == 0 or self.clip_dual > 1, "algorithm.clip_dual", self.clip_dual, "0 (off) or above 1")
+        require(
+            self.clip_dual == 0 or self.clip_dual > 1,
+            "algorithm.clip_dual",
+            self.clip_dual,
+            "0 (off) or above 1",
+        )
         for name in ("correction_floor", "rejection_floor"):
             floor = getattr(self, name)
-            require(floor >= 0 or floor == -1, f"algorithm.{name}", floor, "-1 (its default), 0 (none) or more")
+            require(
+                floor >= 0 or floor == -1,
+                f"algorithm.{name}",
+                floor,
+                "-1 (its default), 0 (none) or more",
+            )
         floor = CORRECTIONS[self.correction].lower_bound(self.correction_floor)
-        require(floor <= self.correction_cap, "algorithm.correction_floor", floor,
-                f"at most algorithm.correction_cap ({exact(self.correction_cap)})")
+        require(
+            floor <= self.correction_cap,
+            "algorithm.correction_floor",
+            floor,
+            f"at most algorithm.correction_cap ({exact(self.correction_cap)})",
+        )
         least, most = REJECTIONS[self.rejection].bounds(self.rejection_cap, self.rejection_floor)
-        require(least <= most, "algorithm.rejection_cap", self.rejection_cap,
-                "at least algorithm.rejection_floor, and with -1 for that at least 1")
+        require(
+            least <= most,
+            "algorithm.rejection_cap",
+            self.rejection_cap,
+            "at least algorithm.rejection_floor, and with -1 for that at least 1",
+        )
 
     @property
     def uses_rewards(self) -> bool:
@@ -448,16 +544,29 @@ class TrainSection:
     a checkpoint and ends the run with the warning as its error."""
 
     def __post_init__(self) -> None:
-        require(0 <= self.retire_above <= 1, "train.retire_above", self.retire_above, "a number in [0, 1], 1 for off")
+        require(
+            0 <= self.retire_above <= 1,
+            "train.retire_above",
+            self.retire_above,
+            "a number in [0, 1], 1 for off",
+        )
         at_least(self, "train.", -2, "evaluate_every", note="auto")
         at_least(self, "train.", -1, "quick_questions", "pass_k", note="auto")
         at_least(self, "train.", 1, "weight_sync_interval")
-        require(self.max_staleness == -1 or self.max_staleness >= self.weight_sync_interval - 1, "train.max_staleness",
-                self.max_staleness, f"-1 (auto), or weight_sync_interval - 1 = {self.weight_sync_interval - 1} or more")
+        require(
+            self.max_staleness == -1 or self.max_staleness >= self.weight_sync_interval - 1,
+            "train.max_staleness",
+            self.max_staleness,
+            f"-1 (auto), or weight_sync_interval - 1 = {self.weight_sync_interval - 1} or more",
+        )
         if self.versions == "newest":
-            require(self.max_staleness >= self.weight_sync_interval, "train.max_staleness", self.max_staleness,
-                    f"weight_sync_interval = {self.weight_sync_interval} or more with train.versions=newest: samples "
-                    "that are asked for ahead are of older weights")
+            require(
+                self.max_staleness >= self.weight_sync_interval,
+                "train.max_staleness",
+                self.max_staleness,
+                f"weight_sync_interval = {self.weight_sync_interval} or more with train.versions=newest: samples "
+                "that are asked for ahead are of older weights",
+            )
 
 
 @dataclass(frozen=True)
@@ -505,5 +614,12 @@ class ReportSection:
     """Steps (from 1) whose profiler trace is written to `profile/`, for XProf, TensorBoard or Perfetto."""
 
     def __post_init__(self) -> None:
-        require(self.completions_every >= 0, "report.completions_every", self.completions_every, "0 or more")
-        require(all(step >= 1 for step in self.profile), "report.profile", self.profile, "steps from 1")
+        require(
+            self.completions_every >= 0,
+            "report.completions_every",
+            self.completions_every,
+            "0 or more",
+        )
+        require(
+            all(step >= 1 for step in self.profile), "report.profile", self.profile, "steps from 1"
+        )

@@ -20,8 +20,11 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 def difference_from_defaults(config: Any) -> dict[str, Any]:
     """Dotted key -> value, of the keys that are not at their default."""
-    return {name: get_value(config, name) for name, key in keys_of(type(config)).items()
-            if get_value(config, name) != key.default}
+    return {
+        name: get_value(config, name)
+        for name, key in keys_of(type(config)).items()
+        if get_value(config, name) != key.default
+    }
 
 
 def to_yaml(config: Any) -> str:
@@ -32,13 +35,26 @@ def to_yaml(config: Any) -> str:
         """Escapes `${`, which would refer to another key."""
 
     # Unquoted, PyYAML writes the line end U+0085 as it is and reads a space.
-    Dumper.add_representer(str, lambda dumper, value: dumper.represent_scalar(
-        "tag:yaml.org,2002:str", escape(value), style='"' if "\x85" in value else None))
+    Dumper.add_representer(
+        str,
+        lambda dumper, value: dumper.represent_scalar(
+            "tag:yaml.org,2002:str", escape(value), style='"' if "\x85" in value else None
+        ),
+    )
     values = to_dict(config) if dataclasses.is_dataclass(config) else config
-    return yaml.dump(values, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=1000) if values else ""
+    return (
+        yaml.dump(values, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=1000)
+        if values
+        else ""
+    )
 
 
-DECIDED = ("batch.micro_tokens", "algorithm.correction", "sampling.prompt_slot_tokens", "sampling.evaluation_slots")
+DECIDED = (
+    "batch.micro_tokens",
+    "algorithm.correction",
+    "sampling.prompt_slot_tokens",
+    "sampling.evaluation_slots",
+)
 """Keys that a run decides itself where they have their default, which leaves them open."""
 
 
@@ -47,14 +63,20 @@ def texts_of(config: Any, decided: Container[str] = ()) -> tuple[str, str]:
 
     `decided`: the keys of DECIDED that the run chose. They are left out of the second text, which tells them from
     what somebody set (`report/folder.py`, `decided_keys`)."""
-    given = {key: value for key, value in difference_from_defaults(config).items() if key not in decided}
+    given = {
+        key: value for key, value in difference_from_defaults(config).items() if key not in decided
+    }
     return to_yaml(config), to_yaml(nest(given))
 
 
 def decided_between(given: Any, config: Any) -> list[str]:
     """The keys that `given` leaves open and `config` has decided."""
     default = keys_of(type(config))
-    return [key for key in DECIDED if get_value(given, key) == default[key].default != get_value(config, key)]
+    return [
+        key
+        for key in DECIDED
+        if get_value(given, key) == default[key].default != get_value(config, key)
+    ]
 
 
 def escape(text: str) -> str:
@@ -68,7 +90,9 @@ def require_given(config: Any, *keys: str) -> None:
     for key in keys:
         if not get_value(config, key):
             name = short.get(key, key)
-            raise ShoalError(f"{name} is not given: write {name}=... ({meaning_of(type(config), key)})")
+            raise ShoalError(
+                f"{name} is not given: write {name}=... ({meaning_of(type(config), key)})"
+            )
 
 
 def meaning_of(config_type: type, key: str) -> str:

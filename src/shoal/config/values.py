@@ -56,7 +56,9 @@ def nest(values: Mapping[str, Any]) -> dict[str, Any]:
     return nested
 
 
-def leaves_of(config_type: type, values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaves_of(
+    config_type: type, values: Mapping[str, Any], prefix: str = ""
+) -> Iterator[tuple[str, Any]]:
     """Every value with its dotted name."""
     keys, sections = keys_of(config_type), sections_of(config_type)
     for part, value in values.items():
@@ -75,7 +77,11 @@ def build(config_type: type, values: Mapping[str, Any]) -> Any:
             arguments[field.name] = values[field.name]
         elif dataclasses.is_dataclass(field.default_factory):
             head = f"{field.name}."
-            inside = {name.removeprefix(head): value for name, value in values.items() if name.startswith(head)}
+            inside = {
+                name.removeprefix(head): value
+                for name, value in values.items()
+                if name.startswith(head)
+            }
             arguments[field.name] = build(field.default_factory, inside)  # type: ignore[arg-type]
     return config_type(**arguments)
 
@@ -95,7 +101,11 @@ def _convert_scalar(key: Key, wanted: Any, value: Any) -> Any:
         raise _wrong_type(key, value, f"one of {', '.join(filter(None, allowed))}")
     try:
         converted = _CONVERTERS[wanted](value)
-        if wanted is float and not math.isfinite(converted) and not (converted > 0 and key.name in UNBOUNDED):
+        if (
+            wanted is float
+            and not math.isfinite(converted)
+            and not (converted > 0 and key.name in UNBOUNDED)
+        ):
             raise ValueError
     except (ValueError, OverflowError):
         several = "; for a run with each: shoal train --multirun" if "," in str(value) else ""
@@ -138,7 +148,25 @@ def _to_float(value: Any) -> float:
     return float(value)
 
 
-_BOOLS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
-_CONVERTERS: Mapping[Any, Callable[[Any], Any]] = {str: _to_text, bool: _to_bool, int: _to_int, float: _to_float}
-_WANTED: Mapping[Any, str] = {str: "text (in YAML, put it in quotes)", bool: "true or false", int: "a whole number",
-                              float: "a finite number"}
+_BOOLS = {
+    "true": True,
+    "yes": True,
+    "on": True,
+    "1": True,
+    "false": False,
+    "no": False,
+    "off": False,
+    "0": False,
+}
+_CONVERTERS: Mapping[Any, Callable[[Any], Any]] = {
+    str: _to_text,
+    bool: _to_bool,
+    int: _to_int,
+    float: _to_float,
+}
+_WANTED: Mapping[Any, str] = {
+    str: "text (in YAML, put it in quotes)",
+    bool: "true or false",
+    int: "a whole number",
+    float: "a finite number",
+}

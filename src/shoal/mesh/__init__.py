@@ -16,6 +16,26 @@ from shoal.mesh.processes import World
 from shoal.mesh.programs import MAX_IN_FLIGHT, Program, dispatching
 from shoal.mesh.roles import Role, Roles, make_roles, put
 
-__all__ = ["MAX_IN_FLIGHT", "PINNED_HOST", "Program", "Role", "Roles", "World", "accelerator_of", "available_devices",
-           "devices_asked", "dispatching", "has_host_memory", "listed", "listed_divisors", "make_mesh", "make_roles",
-           "memory_stats", "peak_flops", "put", "return_freed_memory", "role_devices", "uses_pathways"]
+__all__ = [
+    "MAX_IN_FLIGHT",
+    "PINNED_HOST",
+    "Program",
+    "Role",
+    "Roles",
+    "World",
+    "accelerator_of",
+    "available_devices",
+    "devices_asked",
+    "dispatching",
+    "has_host_memory",
+    "listed",
+    "listed_divisors",
+    "make_mesh",
+    "make_roles",
+    "memory_stats",
+    "peak_flops",
+    "put",
+    "return_freed_memory",
+    "role_devices",
+    "uses_pathways",
+]

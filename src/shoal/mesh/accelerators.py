@@ -48,7 +48,9 @@ class Accelerator:
     # 2307.08691), of an H100 0.35 (2407.08608); Shoal's own were measured on no device. TPU: instructions that Mosaic
     # schedules, of which there is one a cycle, for rows of whole groups (docs/LOG.md).
     kernels: float = 0.5
-    launch: float = 3e-6  # seconds between two operations' launches by a GPU's host, which works ahead; assumed
+    launch: float = (
+        3e-6  # seconds between two operations' launches by a GPU's host, which works ahead; assumed
+    )
 
     @property
     def is_tpu(self) -> bool:
@@ -69,43 +71,166 @@ def _rates(half: float, whole: float) -> Mapping[str, float]:
 
 
 _A100 = _rates(312e12, 19.5e12)
-_AMPERE = {"core_count": 108, "clock_rate_ghz": 1.41, "l2_cache_size": 40 << 20, "capability": 8,
-           "shared_memory_per_core": 164 << 10}
-_HOPPER = {"core_count": 132, "clock_rate_ghz": 1.98, "l2_cache_size": 50 << 20, "capability": 9,
-           "shared_memory_per_core": 228 << 10}
+_AMPERE = {
+    "core_count": 108,
+    "clock_rate_ghz": 1.41,
+    "l2_cache_size": 40 << 20,
+    "capability": 8,
+    "shared_memory_per_core": 164 << 10,
+}
+_HOPPER = {
+    "core_count": 132,
+    "clock_rate_ghz": 1.98,
+    "l2_cache_size": 50 << 20,
+    "capability": 9,
+    "shared_memory_per_core": 228 << 10,
+}
 
 ACCELERATORS: Mapping[str, Accelerator] = {
     # https://cloud.google.com/tpu/docs: the page of each version. Memory is what the compiler grants a program of the
     # chip's 32, 16, 95, 32 and 2 x 96 GiB. Clocks follow from the peak: cores x matrix units x their multipliers x 2.
-    "v4": Accelerator("TPU v4", {"bfloat16": 275e12}, int(30.75 * _GIB), 1.228e12, 50e9, 6.25e9, 1.05e9, 3, 2, 1,
-                      2048, kernels=0.52),
-    "v5e": Accelerator("TPU (v5 lite|v5e)", {"bfloat16": 197e12}, int(15.75 * _GIB), 0.819e12, 50e9, 3.125e9, 1.5e9, 2,
-                       1, 1, 256, kernels=0.71),
-    "v5p": Accelerator("TPU (v5|v5p)", {"bfloat16": 459e12}, int(95.74 * _GIB), 2.765e12, 100e9, 6.25e9, 1.75e9, 3, 2,
-                       1, 8960, kernels=0.75),
-    "v6e": Accelerator("TPU (v6 lite|v6e)", {"bfloat16": 918e12}, int(31.25 * _GIB), 1.638e12, 100e9, 12.5e9, 1.75e9,
-                       2, 1, 1, 256, kernels=0.28),
-    "tpu7x": Accelerator("TPU ?7x?", {"bfloat16": 1153.5e12}, int(94.75 * _GIB), 3.69e12, 100e9, 6.25e9, 2.2e9, 3, 2,
-                         2, 9216),
+    "v4": Accelerator(
+        "TPU v4",
+        {"bfloat16": 275e12},
+        int(30.75 * _GIB),
+        1.228e12,
+        50e9,
+        6.25e9,
+        1.05e9,
+        3,
+        2,
+        1,
+        2048,
+        kernels=0.52,
+    ),
+    "v5e": Accelerator(
+        "TPU (v5 lite|v5e)",
+        {"bfloat16": 197e12},
+        int(15.75 * _GIB),
+        0.819e12,
+        50e9,
+        3.125e9,
+        1.5e9,
+        2,
+        1,
+        1,
+        256,
+        kernels=0.71,
+    ),
+    "v5p": Accelerator(
+        "TPU (v5|v5p)",
+        {"bfloat16": 459e12},
+        int(95.74 * _GIB),
+        2.765e12,
+        100e9,
+        6.25e9,
+        1.75e9,
+        3,
+        2,
+        1,
+        8960,
+        kernels=0.75,
+    ),
+    "v6e": Accelerator(
+        "TPU (v6 lite|v6e)",
+        {"bfloat16": 918e12},
+        int(31.25 * _GIB),
+        1.638e12,
+        100e9,
+        12.5e9,
+        1.75e9,
+        2,
+        1,
+        1,
+        256,
+        kernels=0.28,
+    ),
+    "tpu7x": Accelerator(
+        "TPU ?7x?",
+        {"bfloat16": 1153.5e12},
+        int(94.75 * _GIB),
+        3.69e12,
+        100e9,
+        6.25e9,
+        2.2e9,
+        3,
+        2,
+        2,
+        9216,
+    ),
     # NVIDIA's data sheets; float32 without TensorFloat-32, which JAX does not use here.
-    "l4": Accelerator("NVIDIA L4", _rates(121e12, 30.3e12), int(22.5 * _GIB), 0.3e12, 32e9, 12.5e9,
-                      target=_AMPERE | {"core_count": 58, "clock_rate_ghz": 2.04, "l2_cache_size": 48 << 20,
-                                        "shared_memory_per_core": 100 << 10}, kernels=0.6),
-    "a100-40gb": Accelerator(r"NVIDIA A100\b.*\b40GB.*", _A100, 40 * _GIB, 1.555e12, 300e9, 25e9, target=_AMPERE,
-                              kernels=0.6),
-    "a100": Accelerator(r"NVIDIA A100\b.*", _A100, 80 * _GIB, 2.039e12, 300e9, 25e9, target=_AMPERE, kernels=0.6),
-    "h100": Accelerator(r"NVIDIA H100\b.*", _rates(989e12, 67e12), 80 * _GIB, 3.35e12, 450e9, 50e9,
-                        target=_HOPPER, kernels=0.35),
-    "h200": Accelerator(r"NVIDIA H200\b.*", _rates(989e12, 67e12), 141 * 10**9, 4.8e12, 450e9, 50e9,
-                        target=_HOPPER, kernels=0.35),
-    "b200": Accelerator(r"NVIDIA B200\b.*", _rates(2250e12, 75e12), 180 * 10**9, 7.7e12, 900e9, 50e9,
-                        target={"core_count": 148, "clock_rate_ghz": 1.965, "l2_cache_size": 126 << 20,
-                                "capability": 10, "shared_memory_per_core": 228 << 10}, kernels=0.35)}
+    "l4": Accelerator(
+        "NVIDIA L4",
+        _rates(121e12, 30.3e12),
+        int(22.5 * _GIB),
+        0.3e12,
+        32e9,
+        12.5e9,
+        target=_AMPERE
+        | {
+            "core_count": 58,
+            "clock_rate_ghz": 2.04,
+            "l2_cache_size": 48 << 20,
+            "shared_memory_per_core": 100 << 10,
+        },
+        kernels=0.6,
+    ),
+    "a100-40gb": Accelerator(
+        r"NVIDIA A100\b.*\b40GB.*",
+        _A100,
+        40 * _GIB,
+        1.555e12,
+        300e9,
+        25e9,
+        target=_AMPERE,
+        kernels=0.6,
+    ),
+    "a100": Accelerator(
+        r"NVIDIA A100\b.*", _A100, 80 * _GIB, 2.039e12, 300e9, 25e9, target=_AMPERE, kernels=0.6
+    ),
+    "h100": Accelerator(
+        r"NVIDIA H100\b.*",
+        _rates(989e12, 67e12),
+        80 * _GIB,
+        3.35e12,
+        450e9,
+        50e9,
+        target=_HOPPER,
+        kernels=0.35,
+    ),
+    "h200": Accelerator(
+        r"NVIDIA H200\b.*",
+        _rates(989e12, 67e12),
+        141 * 10**9,
+        4.8e12,
+        450e9,
+        50e9,
+        target=_HOPPER,
+        kernels=0.35,
+    ),
+    "b200": Accelerator(
+        r"NVIDIA B200\b.*",
+        _rates(2250e12, 75e12),
+        180 * 10**9,
+        7.7e12,
+        900e9,
+        50e9,
+        target={
+            "core_count": 148,
+            "clock_rate_ghz": 1.965,
+            "l2_cache_size": 126 << 20,
+            "capability": 10,
+            "shared_memory_per_core": 228 << 10,
+        },
+        kernels=0.35,
+    ),
+}
 """Name in `topology=` -> the device."""
 
 _OTHERS: Mapping[str, Mapping[str, float]] = {
     r"NVIDIA H100 PCIe": _rates(756e12, 51e12),
-    r"NVIDIA H[12]00 NVL": _rates(835e12, 60e12)}
+    r"NVIDIA H[12]00 NVL": _rates(835e12, 60e12),
+}
 """Device kinds with rates of their own, before those of ACCELERATORS."""
 
 
@@ -113,7 +238,9 @@ def accelerator_of(device_kind: str) -> Accelerator | None:
     """The accelerator that JAX calls so; None if it is not known, as any CPU."""
     if "MIG" in device_kind:  # a slice of a device: its share is not in the name
         return None
-    return next((known for known in ACCELERATORS.values() if re.fullmatch(known.kind, device_kind)), None)
+    return next(
+        (known for known in ACCELERATORS.values() if re.fullmatch(known.kind, device_kind)), None
+    )
 
 
 MEASURED = ("hbm", "launch", "bfloat16", "float32")
@@ -127,21 +254,27 @@ def read_calibration(file: str, device_kind: str, known: Accelerator | None) -> 
     again = f"measure anew with `python benchmarks/accelerator.py --calibration {file}`"
     try:
         found = json.loads(Path(file).read_text())
-        measured = {name: [float(one) for one in found["figures"][name]] for name in
-                    dict.fromkeys((*MEASURED, *found["figures"]))}
+        measured = {
+            name: [float(one) for one in found["figures"][name]]
+            for name in dict.fromkeys((*MEASURED, *found["figures"]))
+        }
         device, _, _ = str(found["device"]), int(found["devices"]), found["jax"]
     except KeyError as error:
         raise ShoalError(f"calibration={file} has no {error.args[0]}: {again}") from error
     except (OSError, ValueError, OverflowError, RecursionError, TypeError, AttributeError) as error:
         raise ShoalError(f"calibration={file} is no calibration ({error}): {again}") from error
     if unknown := set(measured) - {*MEASURED, "link"}:
-        raise ShoalError(f"calibration={file} has {', '.join(sorted(unknown))}, which no plan knows: {again}")
+        raise ShoalError(
+            f"calibration={file} has {', '.join(sorted(unknown))}, which no plan knows: {again}"
+        )
     for name, some in measured.items():
         if len(some) != 3 or not all(0 < one < math.inf for one in some):
             raise ShoalError(f"calibration={file}: {name} is not three positive numbers: {again}")
     if not re.fullmatch(known.kind if known else re.escape(device_kind), device):
-        raise ShoalError(f"calibration={file} was measured on {device}, and the plan is for {device_kind}: give one "
-                         "that was measured there, or the topology of that device")
+        raise ShoalError(
+            f"calibration={file} was measured on {device}, and the plan is for {device_kind}: give one "
+            "that was measured there, or the topology of that device"
+        )
     return {**found, "figures": measured}
 
 
@@ -163,5 +296,7 @@ def peak_flops(device_kind: str, dtype: Any) -> float | None:
     989000000000000.0
     """
     peaks = known.peaks if (known := accelerator_of(device_kind)) else {}
-    rates = next((rates for kind, rates in _OTHERS.items() if re.fullmatch(kind, device_kind)), peaks)
+    rates = next(
+        (rates for kind, rates in _OTHERS.items() if re.fullmatch(kind, device_kind)), peaks
+    )
     return None if "MIG" in device_kind else rates.get(np.dtype(dtype).name)

@@ -47,25 +47,38 @@ def available_devices(section: MeshSection = NO_KEYS, shared: bool = False) -> l
         jax.config.update("jax_platforms", "cpu")
     if shared:
         os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(GPU_SHARE))  # read where JAX meets its first GPU
+    os.environ.setdefault(
+        "XLA_PYTHON_CLIENT_MEM_FRACTION", str(GPU_SHARE)
+    )  # read where JAX meets its first GPU
     try:
         return jax.devices()
-    except (RuntimeError, AssertionError) as error:  # AssertionError: `cuda` where jaxlib's plugin is not installed
+    except (
+        RuntimeError,
+        AssertionError,
+    ) as error:  # AssertionError: `cuda` where jaxlib's plugin is not installed
         asked = jax.config.values["jax_platforms"]
         reason = str(error).partition(" (set JAX_PLATFORMS")[0]
         if through_proxy:
-            cause = "" if "establish connection" in reason else f" ({reason})"  # of missing credentials, too
-            raise ShoalError(f"JAX_BACKEND_TARGET={jax.config.values['jax_backend_target']}: no proxy of Pathways "
-                             f"answers there{cause}; start it, or unset JAX_PLATFORMS and leave out mesh.pathways to "
-                             "use the devices of this machine") from error
+            cause = (
+                "" if "establish connection" in reason else f" ({reason})"
+            )  # of missing credentials, too
+            raise ShoalError(
+                f"JAX_BACKEND_TARGET={jax.config.values['jax_backend_target']}: no proxy of Pathways "
+                f"answers there{cause}; start it, or unset JAX_PLATFORMS and leave out mesh.pathways to "
+                "use the devices of this machine"
+            ) from error
         raise _no_devices(asked, reason) from error
 
 
 def _no_devices(asked: Any, reason: str) -> ShoalError:
     extras = [f"'.[{name}]'" for name in ("cuda", "tpu") if name in str(asked)]
-    install = f", or install {' and '.join(extras)} where the machine has the devices" if extras else ""
-    return ShoalError(f"JAX_PLATFORMS={asked}: JAX finds no such devices{reason and f' ({reason})'}; unset it, or set "
-                      f"JAX_PLATFORMS=cpu{install}")
+    install = (
+        f", or install {' and '.join(extras)} where the machine has the devices" if extras else ""
+    )
+    return ShoalError(
+        f"JAX_PLATFORMS={asked}: JAX finds no such devices{reason and f' ({reason})'}; unset it, or set "
+        f"JAX_PLATFORMS=cpu{install}"
+    )
 
 
 def check_platforms(section: MeshSection = NO_KEYS, root: Path = Path("/")) -> None:
@@ -81,11 +94,15 @@ def check_platforms(section: MeshSection = NO_KEYS, root: Path = Path("/")) -> N
 def has_tpu(root: Path = Path("/")) -> bool:
     if any(next(root.glob(pattern), None) for pattern in ("dev/accel*", "dev/vfio/[0-9]*")):
         return True
-    return any(file.read_text().strip() == "0x1ae0" for file in root.glob("sys/bus/pci/devices/*/vendor"))  # Google
+    return any(
+        file.read_text().strip() == "0x1ae0" for file in root.glob("sys/bus/pci/devices/*/vendor")
+    )  # Google
 
 
 def has_gpu(root: Path = Path("/")) -> bool:
-    if any(next(root.glob(pattern), None) for pattern in ("dev/nvidia*", "dev/dxg")):  # dxg: of Windows' Linux
+    if any(
+        next(root.glob(pattern), None) for pattern in ("dev/nvidia*", "dev/dxg")
+    ):  # dxg: of Windows' Linux
         return True
     try:
         ctypes.CDLL("libcuda.so.1")  # the driver's
@@ -101,8 +118,13 @@ def accelerators_possible(root: Path = Path("/")) -> bool:
     neither, each prints a page of errors.
     """
     folders = spec.submodule_search_locations if (spec := find_spec("jax_plugins")) else ()
-    plugins = {plugin.name for plugin in (*entry_points(group="jax_plugins"), *pkgutil.iter_modules(folders))}
-    if os.environ.get("PJRT_NAMES_AND_LIBRARY_PATHS") or any(not name.startswith("xla_cuda") for name in plugins):
+    plugins = {
+        plugin.name
+        for plugin in (*entry_points(group="jax_plugins"), *pkgutil.iter_modules(folders))
+    }
+    if os.environ.get("PJRT_NAMES_AND_LIBRARY_PATHS") or any(
+        not name.startswith("xla_cuda") for name in plugins
+    ):
         return True
     return not (root / "sys").exists() or has_tpu(root) or has_gpu(root)
 
@@ -157,17 +179,27 @@ def role_devices(section: MeshSection, available: int) -> RoleDevices:
     a trainer that is not mentioned has what the others leave, or all.
     ShoalError for devices that are not there, too few, and roles that overlap in part.
     """
-    texts = {name: text for name in ("trainer", "sampler", "reference") if (text := getattr(section, name))}
+    texts = {
+        name: text
+        for name in ("trainer", "sampler", "reference")
+        if (text := getattr(section, name))
+    }
     sizes = {name: devices_asked(f"mesh.{name}", text, available) for name, text in texts.items()}
     shown = ", ".join(f"mesh.{name}={text}" for name, text in texts.items())
     devices = f"{available} device{'s' * (available > 1)}"
     numbered = [number for size in sizes.values() if isinstance(size, list) for number in size]
     if beyond := [number for number in numbered if number >= available]:
-        raise ShoalError(f"{shown}: there is no device {max(beyond)}; JAX finds {devices}, numbered from 0. "
-                         f"{_all_devices(section, available)}")
+        raise ShoalError(
+            f"{shown}: there is no device {max(beyond)}; JAX finds {devices}, numbered from 0. "
+            f"{_all_devices(section, available)}"
+        )
     # A count asks for devices of its own; 1.0 takes all, with whoever takes all too.
-    counts = {name: size for name, size in sizes.items() if isinstance(size, int)
-              and not (size == available and (available == 1 or not texts[name].isdigit()))}
+    counts = {
+        name: size
+        for name, size in sizes.items()
+        if isinstance(size, int)
+        and not (size == available and (available == 1 or not texts[name].isdigit()))
+    }
     everything = list(range(available))
 
     def own(name: str, free: Sequence[int]) -> list[int]:
@@ -176,21 +208,32 @@ def role_devices(section: MeshSection, available: int) -> RoleDevices:
         if name not in counts:
             return everything if isinstance(size, int) else size
         if counts[name] > len(free):
-            asked = [f"{size if isinstance(size, int) else len(size)} ({role})" for role, size in sizes.items()]
+            asked = [
+                f"{size if isinstance(size, int) else len(size)} ({role})"
+                for role, size in sizes.items()
+            ]
             asked += ["1 or more (trainer)"] * ("trainer" not in sizes)
-            raise ShoalError(f"{shown}: {' + '.join(asked)} devices are requested, but JAX finds {devices}. Lower "
-                             f"them. {_all_devices(section, available)}")
-        return list(free[:counts[name]])
+            raise ShoalError(
+                f"{shown}: {' + '.join(asked)} devices are requested, but JAX finds {devices}. Lower "
+                f"them. {_all_devices(section, available)}"
+            )
+        return list(free[: counts[name]])
 
-    last = everything if not isinstance(asked := sizes.get("trainer"), list) else \
-        [number for number in everything if number not in asked]
-    last = last[max(0, len(last) - counts.get("sampler", 0)):]
+    last = (
+        everything
+        if not isinstance(asked := sizes.get("trainer"), list)
+        else [number for number in everything if number not in asked]
+    )
+    last = last[max(0, len(last) - counts.get("sampler", 0)) :]
     sampler = own("sampler", last) if "sampler" in sizes else []
     left = [number for number in everything if number not in sampler]
     asked, kept = sizes.get("reference", 0), counts.get("reference", 0)
     reserved = asked if isinstance(asked, list) else left[-kept:] if kept else ()
-    trainer = own("trainer", left if "sampler" in counts else everything) if "trainer" in sizes else \
-        [number for number in left if number not in reserved] or left or everything
+    trainer = (
+        own("trainer", left if "sampler" in counts else everything)
+        if "trainer" in sizes
+        else [number for number in left if number not in reserved] or left or everything
+    )
     sampler = sampler or trainer
     free = [number for number in everything if number not in {*trainer, *sampler}]
     reference = own("reference", free) if "reference" in sizes else sampler
@@ -199,17 +242,30 @@ def role_devices(section: MeshSection, available: int) -> RoleDevices:
         mine, its = set(getattr(roles, name)), set(getattr(roles, other))
         if mine & its and mine != its:
             common = ", ".join(map(str, sorted(mine & its)))
-            raise ShoalError(f"{shown}: device{'s' * (len(mine & its) > 1)} {common} would be both the {other}'s and "
-                             f"the {name}'s; they share all of their devices or none")
+            raise ShoalError(
+                f"{shown}: device{'s' * (len(mine & its) > 1)} {common} would be both the {other}'s and "
+                f"the {name}'s; they share all of their devices or none"
+            )
     return roles
 
 
 def _all_devices(section: MeshSection, available: int) -> str:
     """The words with which all roles share all devices, over a stored configuration too, whose keys stay."""
-    words = [f"mesh.{role}=" for role in ("trainer", "sampler", "reference") if getattr(section, role)]
-    words += [f"mesh.{axis}={free}" for axis, free in (
-        ("data", 1), ("tensor", 1), ("context", 1), ("sampler_tensor", 0), ("dcn_data", 1), ("dcn_fsdp", 1))
-        if available % (getattr(section, axis) or 1)]
+    words = [
+        f"mesh.{role}=" for role in ("trainer", "sampler", "reference") if getattr(section, role)
+    ]
+    words += [
+        f"mesh.{axis}={free}"
+        for axis, free in (
+            ("data", 1),
+            ("tensor", 1),
+            ("context", 1),
+            ("sampler_tensor", 0),
+            ("dcn_data", 1),
+            ("dcn_fsdp", 1),
+        )
+        if available % (getattr(section, axis) or 1)
+    ]
     words += ["mesh.fsdp=-1"] * (section.fsdp > 1)
     return f"All roles share all devices with {' '.join(words)}"
 
@@ -220,8 +276,10 @@ def devices_asked(key: str, text: str, available: int) -> int | list[int]:
     >>> devices_asked("mesh.trainer", "0.5", 8), devices_asked("mesh.trainer", "[0,2]", 8)
     (4, [0, 2])
     """
-    wrong = ShoalError(f"{key}={text}: expected a fraction up to 1.0, a number of devices, or a list of their numbers "
-                       "as [0,1]")
+    wrong = ShoalError(
+        f"{key}={text}: expected a fraction up to 1.0, a number of devices, or a list of their numbers "
+        "as [0,1]"
+    )
     try:
         if text.startswith("["):
             numbers = [int(item) for item in text.strip("[]").split(",")]
@@ -251,18 +309,28 @@ def uses_pathways(section: MeshSection) -> bool:
 def check_pathways() -> None:
     """ShoalError where the proxy's address or Pathways' client is missing."""
     if not (target := jax.config.values["jax_backend_target"]):
-        raise ShoalError(f"JAX_PLATFORMS={PROXY}: JAX_BACKEND_TARGET is missing; set it to the address of the proxy of "
-                         "Pathways, as grpc://HOST:29000, or unset JAX_PLATFORMS")
+        raise ShoalError(
+            f"JAX_PLATFORMS={PROXY}: JAX_BACKEND_TARGET is missing; set it to the address of the proxy of "
+            "Pathways, as grpc://HOST:29000, or unset JAX_PLATFORMS"
+        )
     if find_spec("pathwaysutils") is None:
-        raise ShoalError(f"JAX_BACKEND_TARGET={target}: Pathways needs the package pathwaysutils; install "
-                         "'.[pathways]'")
+        raise ShoalError(
+            f"JAX_BACKEND_TARGET={target}: Pathways needs the package pathwaysutils; install "
+            "'.[pathways]'"
+        )
 
 
 def start_pathways() -> None:
     """Registers the proxy as JAX's platform, which it has to be before JAX looks for its devices."""
-    if not _is_chosen() and jax.config.values["jax_backend_target"] and xla_bridge.backends_are_initialized():
-        raise ShoalError("mesh.pathways=true: JAX has found its devices before; set JAX_PLATFORMS=proxy in the "
-                         "environment")
+    if (
+        not _is_chosen()
+        and jax.config.values["jax_backend_target"]
+        and xla_bridge.backends_are_initialized()
+    ):
+        raise ShoalError(
+            "mesh.pathways=true: JAX has found its devices before; set JAX_PLATFORMS=proxy in the "
+            "environment"
+        )
     check_pathways()
     import pathwaysutils  # pyright: ignore[reportMissingImports]
 

@@ -27,20 +27,35 @@ def make_mesh(section: MeshSection, devices: Sequence[Any]) -> Mesh:
     count, parts = math.prod(slices), by_slice(devices)
     if count != len(parts):
         if len(devices) % count:
-            raise ShoalError(f"mesh.dcn_data={section.dcn_data} x mesh.dcn_fsdp={section.dcn_fsdp} does not divide "
-                             f"{_devices(len(devices))} into {count} slices of one size")
-        parts = np.reshape(np.asarray(devices), (count, -1)).tolist()  # hosts, which have no number of a slice
+            raise ShoalError(
+                f"mesh.dcn_data={section.dcn_data} x mesh.dcn_fsdp={section.dcn_fsdp} does not divide "
+                f"{_devices(len(devices))} into {count} slices of one size"
+            )
+        parts = np.reshape(
+            np.asarray(devices), (count, -1)
+        ).tolist()  # hosts, which have no number of a slice
     # fsdp last: it takes what the others leave.
-    sizes = {"data": section.data, "tensor": section.tensor, "context": section.context, "fsdp": section.fsdp}
+    sizes = {
+        "data": section.data,
+        "tensor": section.tensor,
+        "context": section.context,
+        "fsdp": section.fsdp,
+    }
     left = each = min(map(len, parts))
     for axis, size in sizes.items():
         if size == -1:
             sizes[axis] = size = left
         if left % size:
-            among = _devices(left) if left == each else f"the {left} of {each} devices that the other axes leave"
+            among = (
+                _devices(left)
+                if left == each
+                else f"the {left} of {each} devices that the other axes leave"
+            )
             within = " of a slice" if count > 1 else ""
-            raise ShoalError(f"mesh.{axis}={size} does not divide {among}{within}; use {listed_divisors(left)}",
-                             f"mesh.{axis}")
+            raise ShoalError(
+                f"mesh.{axis}={size} does not divide {among}{within}; use {listed_divisors(left)}",
+                f"mesh.{axis}",
+            )
         left //= size
     shape = tuple(sizes[axis] for axis in AXES)
     parts = [part[: math.prod(shape)] for part in parts]
@@ -90,7 +105,9 @@ def by_host(devices: np.ndarray, size: int) -> np.ndarray:
         return all(len({device.process_index for device in row}) == 1 for row in grid)
 
     grid = devices.reshape(-1, size)
-    grouped = np.asarray(sorted(devices.flat, key=lambda device: device.process_index)).reshape(-1, size)
+    grouped = np.asarray(sorted(devices.flat, key=lambda device: device.process_index)).reshape(
+        -1, size
+    )
     return grouped if within_hosts(grouped) and not within_hosts(grid) else grid
 
 
@@ -98,11 +115,19 @@ def _check_slices(parts: Sequence[Sequence[Any]]) -> None:
     """ShoalError unless each part is a TPU slice's, and each of another."""
     devices = [device for part in parts for device in part]
     number, count = len(by_slice(devices)), len(parts)
-    if devices[0].platform == "tpu" and not number == count == sum(len(by_slice(part)) for part in parts):
-        cure = f"set mesh.dcn_data={number} mesh.dcn_fsdp=1 (the slices exchange gradients alone) or mesh.dcn_data=1 " \
-               f"mesh.dcn_fsdp={number}" if number > 1 else "leave both out"
-        raise ShoalError(f"these {len(devices)} devices are {number} slice{'s' * (number > 1)}, but mesh.dcn_data x "
-                         f"mesh.dcn_fsdp is {count}: {cure}")
+    if devices[0].platform == "tpu" and not number == count == sum(
+        len(by_slice(part)) for part in parts
+    ):
+        cure = (
+            f"set mesh.dcn_data={number} mesh.dcn_fsdp=1 (the slices exchange gradients alone) or mesh.dcn_data=1 "
+            f"mesh.dcn_fsdp={number}"
+            if number > 1
+            else "leave both out"
+        )
+        raise ShoalError(
+            f"these {len(devices)} devices are {number} slice{'s' * (number > 1)}, but mesh.dcn_data x "
+            f"mesh.dcn_fsdp is {count}: {cure}"
+        )
 
 
 def listed_divisors(*numbers: int) -> str:

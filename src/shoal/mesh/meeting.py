@@ -95,7 +95,11 @@ class Wait:
         """Prints what is waited for on stderr: at once, and again every REPEAT_SECONDS."""
         if time.monotonic() >= self.began + self.reports * REPEAT_SECONDS:
             self.reports += 1
-            print(f"waiting for {what}, {max(self.left, 0):.0f} s at most", file=sys.stderr, flush=True)
+            print(
+                f"waiting for {what}, {max(self.left, 0):.0f} s at most",
+                file=sys.stderr,
+                flush=True,
+            )
 
 
 class Met(NamedTuple):
@@ -115,18 +119,27 @@ def meet_others(section: MeshSection) -> Met:
     names, links, dropped = {0: _name(0)}, {}, 0
     host = section.coordinator.rpartition(":")[0]
     if BIND_ADDRESS not in os.environ and (address := loopback_of_name(host)):
-        print(f"mesh.coordinator={section.coordinator}: {host} is {address} on this machine (its hosts file), which no "
-              "other reaches, so process 0 listens at all addresses of this machine", file=sys.stderr, flush=True)
+        print(
+            f"mesh.coordinator={section.coordinator}: {host} is {address} on this machine (its hosts file), which no "
+            "other reaches, so process 0 listens at all addresses of this machine",
+            file=sys.stderr,
+            flush=True,
+        )
     with _listener(section) as listener:
         listener.settimeout(0.2)
         wait = Wait()
         while missing := sorted(set(range(section.processes)) - set(names)):
             awaited = f"process {', '.join(map(str, missing))}"
-            strangers = f" (dropped connections without the run's {TOKEN}: {dropped})" if dropped else ""
+            strangers = (
+                f" (dropped connections without the run's {TOKEN}: {dropped})" if dropped else ""
+            )
             if wait.left <= 0:
-                raise _refused(links.values(), f"mesh.processes={section.processes}: {awaited} has not come within "
-                               f"{START_SECONDS} s{strangers}; start each with its own mesh.process, the same {TOKEN} "
-                               f"and mesh.coordinator={section.coordinator}")
+                raise _refused(
+                    links.values(),
+                    f"mesh.processes={section.processes}: {awaited} has not come within "
+                    f"{START_SECONDS} s{strangers}; start each with its own mesh.process, the same {TOKEN} "
+                    f"and mesh.coordinator={section.coordinator}",
+                )
             try:
                 link, _ = listener.accept()
             except TimeoutError:
@@ -146,7 +159,9 @@ def meet_others(section: MeshSection) -> Met:
                 raise _refused((*links.values(), link), f"{name} was started with {fault}")
             names[number], links[number] = name, link
     if dropped:
-        print(f"dropped connections without the run's {TOKEN}: {dropped}", file=sys.stderr, flush=True)
+        print(
+            f"dropped connections without the run's {TOKEN}: {dropped}", file=sys.stderr, flush=True
+        )
     ordered = [names[number] for number in range(section.processes)]
     address = _address_here(links.values())
     for link in links.values():
@@ -158,7 +173,11 @@ def _read_greeting(link: socket.socket, processes: int) -> tuple[int, int, str]:
     """Number, count of processes and name that a process sends; one of MALFORMED if it is none of this run."""
     line = _read_line(link, GREETING_SECONDS, GREETING_BYTES)
     number, count, name = line["process"], line["processes"], line["name"]
-    if [type(value) for value in (number, count, name)] != [int, int, str] or not 0 < number < count:
+    if [type(value) for value in (number, count, name)] != [
+        int,
+        int,
+        str,
+    ] or not 0 < number < count:
         raise ValueError("not a greeting")
     return number, count, name
 
@@ -174,42 +193,64 @@ def _refused(links: Iterable[socket.socket], text: str) -> ShoalError:
 def _listener(section: MeshSection) -> socket.socket:
     """Listens at the named host alone."""
     host, _, port = bind_address(section).rpartition(":")
-    deadline = time.monotonic() + 2 * OUTLIVES_SECONDS  # the service of a run that was killed just now has the port
+    deadline = (
+        time.monotonic() + 2 * OUTLIVES_SECONDS
+    )  # the service of a run that was killed just now has the port
     while True:
         try:
-            family, _, _, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
+            family, _, _, _, address = socket.getaddrinfo(
+                host.strip("[]"), int(port), type=socket.SOCK_STREAM
+            )[0]
             return socket.create_server(address, family=family, backlog=section.processes)
         except OSError as error:
             if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
-                raise ShoalError(f"mesh.coordinator={section.coordinator}: process 0 cannot listen at {host}:{port} "
-                                 f"({error.strerror}); give an address of this host and a free port") from error
+                raise ShoalError(
+                    f"mesh.coordinator={section.coordinator}: process 0 cannot listen at {host}:{port} "
+                    f"({error.strerror}); give an address of this host and a free port"
+                ) from error
         time.sleep(0.5)
 
 
 def meet_main(section: MeshSection) -> Met:
     """In the other processes: waits until all have come."""
-    deadline = time.monotonic() + 2 * OUTLIVES_SECONDS  # the service of a run that was killed just now may answer
+    deadline = (
+        time.monotonic() + 2 * OUTLIVES_SECONDS
+    )  # the service of a run that was killed just now may answer
     while True:
         link = _connect(section)
         try:
-            _send_line(link, {"process": section.process, "processes": section.processes,
-                              "name": _name(section.process)})
+            _send_line(
+                link,
+                {
+                    "process": section.process,
+                    "processes": section.processes,
+                    "name": _name(section.process),
+                },
+            )
             wait = Wait()
             # Process 0 gives up first, with its reason.
             while not select.select([link], [], [], 1)[0] and wait.left > -ANSWER_SECONDS:
                 wait.report("the other processes, which have yet to meet process 0")
             answer = _read_line(link, ANSWER_SECONDS, ANSWER_BYTES)
             if "error" not in answer:
-                print(f"process {section.process}: all {section.processes} have come; process 0 prints what they do",
-                      file=sys.stderr, flush=True)
+                print(
+                    f"process {section.process}: all {section.processes} have come; process 0 prints what they do",
+                    file=sys.stderr,
+                    flush=True,
+                )
                 # By loopback it is on process 0's machine, and has its address.
-                return Met(list(answer["names"]), {0: link}, _address_here([link]) or str(answer["address"]))
+                return Met(
+                    list(answer["names"]),
+                    {0: link},
+                    _address_here([link]) or str(answer["address"]),
+                )
         except MALFORMED as error:
             link.close()
             if time.monotonic() > deadline:
-                raise ShoalError(f"mesh.coordinator={section.coordinator}: what answers there is no process 0 of a "
-                                 f"run with this {TOKEN}, or it has ended; start it again, or give another port"
-                                 ) from error
+                raise ShoalError(
+                    f"mesh.coordinator={section.coordinator}: what answers there is no process 0 of a "
+                    f"run with this {TOKEN}, or it has ended; start it again, or give another port"
+                ) from error
             time.sleep(0.5)
             continue
         link.close()
@@ -226,9 +267,11 @@ def _connect(section: MeshSection) -> socket.socket:
         except OSError as error:
             cause = f"{error.strerror or error}{_address_text(host)}"
             if wait.left <= 0:
-                raise ShoalError(f"mesh.coordinator={section.coordinator}: nobody answers there "
-                                 f"({cause}) after {START_SECONDS} s; start process 0 "
-                                 "(mesh.process=0) on that host, with this port open") from error
+                raise ShoalError(
+                    f"mesh.coordinator={section.coordinator}: nobody answers there "
+                    f"({cause}) after {START_SECONDS} s; start process 0 "
+                    "(mesh.process=0) on that host, with this port open"
+                ) from error
         wait.report(f"process 0 at {section.coordinator}, where nobody answers yet ({cause})")
         time.sleep(0.2)
 
@@ -294,12 +337,19 @@ class CoordinationService:
 
     def __init__(self, address: str, count: int, **options: Any):
         self.process = subprocess.Popen(
-            [sys.executable, "-c", SERVICE, json.dumps([address, count, options])], stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True)  # no Ctrl-C
+            [sys.executable, "-c", SERVICE, json.dumps([address, count, options])],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,
+        )  # no Ctrl-C
         assert self.process.stdout
         if self.process.stdout.readline() != "ready\n":
-            raise ShoalError(f"mesh.coordinator: JAX's coordination service cannot listen at {address}; choose another "
-                             "port")
+            raise ShoalError(
+                f"mesh.coordinator: JAX's coordination service cannot listen at {address}; choose another "
+                "port"
+            )
 
     def shutdown(self) -> None:
         self.process.communicate("stop")

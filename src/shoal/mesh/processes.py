@@ -58,7 +58,10 @@ LEAST_BYTES = 1 << 14
 """Of a process on a device: sizes are powers of two from here on, so there are few programs."""
 ENVIRONMENTS = ("slurm", "ompi", "gcetpu", "gketpu")
 """Environments of several processes that JAX recognises and that are looked for."""
-PER_NODE = {"SLURM_STEP_TASKS_PER_NODE": "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_SIZE": "OMPI_COMM_WORLD_LOCAL_RANK"}
+PER_NODE = {
+    "SLURM_STEP_TASKS_PER_NODE": "SLURM_LOCALID",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "OMPI_COMM_WORLD_LOCAL_RANK",
+}
 """Variables of launchers: the processes on this node (Slurm's may be `4(x2)`, of nodes), and which of them this is."""
 NO_SECTION = {"coordinator": "", "processes": 0, "process": -1}
 """The keys of a run in one process. They say how a run is started, not what it computes."""
@@ -68,31 +71,52 @@ def find_processes(section: MeshSection) -> MeshSection:
     """The section with `coordinator`, `processes` and `process` of a run in several processes, which are read from the
     launcher's environment where they are not given; without them for a run in one. ShoalError for those that are
     missing or cannot be. Nothing is started."""
-    given = {name: getattr(section, name) for name, none in NO_SECTION.items() if getattr(section, name) != none}
+    given = {
+        name: getattr(section, name)
+        for name, none in NO_SECTION.items()
+        if getattr(section, name) != none
+    }
     if uses_pathways(section):  # its hosts may look like those of several processes
         if given:
-            raise ShoalError(f"{_shown(given)}: under Pathways one process has the devices of all hosts; leave out "
-                             "mesh.coordinator, mesh.processes and mesh.process")
+            raise ShoalError(
+                f"{_shown(given)}: under Pathways one process has the devices of all hosts; leave out "
+                "mesh.coordinator, mesh.processes and mesh.process"
+            )
         return section
-    if (cluster := _environment()) is not None and cluster.get_process_count() > 1 and len(given) < len(NO_SECTION):
+    if (
+        (cluster := _environment()) is not None
+        and cluster.get_process_count() > 1
+        and len(given) < len(NO_SECTION)
+    ):
         port = os.environ.get("JAX_COORDINATOR_PORT")
-        section = replace(section, processes=section.processes or cluster.get_process_count(),
-                          process=cluster.get_process_id() if section.process < 0 else section.process,
-                          coordinator=section.coordinator or cluster.get_coordinator_address(START_SECONDS, port))
+        section = replace(
+            section,
+            processes=section.processes or cluster.get_process_count(),
+            process=cluster.get_process_id() if section.process < 0 else section.process,
+            coordinator=section.coordinator or cluster.get_coordinator_address(START_SECONDS, port),
+        )
     elif given and len(given) < len(NO_SECTION):
         missing = ", ".join(f"mesh.{name}" for name in NO_SECTION if name not in given)
-        raise ShoalError(f"{_shown(given)}: {missing} is missing; each process of a run needs mesh.coordinator="
-                         "HOST:PORT (of process 0), mesh.processes=NUMBER and mesh.process=0, 1, ...")
+        raise ShoalError(
+            f"{_shown(given)}: {missing} is missing; each process of a run needs mesh.coordinator="
+            "HOST:PORT (of process 0), mesh.processes=NUMBER and mesh.process=0, 1, ..."
+        )
     if section.process >= max(section.processes, 1):
-        raise ShoalError(f"mesh.process={section.process}: with mesh.processes={section.processes} expected 0 to "
-                         f"{section.processes - 1}")
+        raise ShoalError(
+            f"mesh.process={section.process}: with mesh.processes={section.processes} expected 0 to "
+            f"{section.processes - 1}"
+        )
     host, _, port = section.coordinator.rpartition(":")
     if section.processes > 1 and not (host and port.isdigit() and 0 < int(port) < 1 << 16):
-        raise ShoalError(f"mesh.coordinator={section.coordinator}: expected HOST:PORT, as 10.0.0.1:7777")
+        raise ShoalError(
+            f"mesh.coordinator={section.coordinator}: expected HOST:PORT, as 10.0.0.1:7777"
+        )
     if section.processes > 1 and not is_loopback(host) and not os.environ.get(TOKEN):
-        raise ShoalError(f"mesh.coordinator={section.coordinator} can be reached from other machines: set the "
-                         f"environment variable {TOKEN} to one secret for all processes, as with export "
-                         f"{TOKEN}=$(openssl rand -hex 16) in the job's script")
+        raise ShoalError(
+            f"mesh.coordinator={section.coordinator} can be reached from other machines: set the "
+            f"environment variable {TOKEN} to one secret for all processes, as with export "
+            f"{TOKEN}=$(openssl rand -hex 16) in the job's script"
+        )
     return section if section.processes > 1 else replace(section, **NO_SECTION)
 
 
@@ -100,8 +124,14 @@ def _environment() -> Any:
     """JAX's class for the environment that this process was started in, if it is one of ENVIRONMENTS."""
     from jax._src.clusters import ClusterEnv
 
-    return next((cluster for cluster in ClusterEnv._cluster_types
-                 if cluster.name in ENVIRONMENTS and cluster.is_env_present()), None)
+    return next(
+        (
+            cluster
+            for cluster in ClusterEnv._cluster_types
+            if cluster.name in ENVIRONMENTS and cluster.is_env_present()
+        ),
+        None,
+    )
 
 
 def _shown(given: dict[str, Any]) -> str:
@@ -120,7 +150,9 @@ class World:
     client: Any = None  # of JAX's key-value store, which process 0 holds
     names: list[str] = field(default_factory=list)  # `process 1 (host, pid 12)`
     sequence: int = 0
-    links: list[socket.socket] = field(default_factory=list)  # process 0 has one to each other process, these to it
+    links: list[socket.socket] = field(
+        default_factory=list
+    )  # process 0 has one to each other process, these to it
     alone_code: int | None = None  # the exit code of a process that leaves while others do not
 
     @property
@@ -138,7 +170,10 @@ class World:
         mark = json.dumps([length, jax.process_index()]).encode() + b"\n"
         mine = mark if length else mark + data
         self.client.key_value_set_bytes(f"shoal/{self.sequence}/{self.index}", head + mine)
-        given = [mine if number == self.index else self._wait(number, head) for number in range(self.count)]
+        given = [
+            mine if number == self.index else self._wait(number, head)
+            for number in range(self.count)
+        ]
         # Whoever has given its part of this exchange has read all of the last one.
         if self.sequence > 1:
             self.client.key_value_delete(f"shoal/{self.sequence - 1}/{self.index}")
@@ -157,7 +192,9 @@ class World:
         report_at = time.monotonic() + REPORT_SECONDS
         while True:
             try:  # a second at a time: in between, Ctrl-C is heard
-                data = self.client.blocking_key_value_get_bytes(f"shoal/{self.sequence}/{number}", 1000)
+                data = self.client.blocking_key_value_get_bytes(
+                    f"shoal/{self.sequence}/{number}", 1000
+                )
                 break
             except jax.errors.JaxRuntimeError as error:
                 if "DEADLINE_EXCEEDED" not in str(error):
@@ -165,9 +202,15 @@ class World:
             # No deadline: a slow process is waited for, one that has ended ends this one (`_watch`).
             if time.monotonic() > report_at and self.is_main:
                 report_at += REPORT_SECONDS
-                print(f"waiting for {self.names[number]}: {head.decode().strip()}", file=sys.stderr, flush=True)
+                print(
+                    f"waiting for {self.names[number]}: {head.decode().strip()}",
+                    file=sys.stderr,
+                    flush=True,
+                )
         if not data.startswith(head):
-            raise RuntimeError(f"processes have lost step: {head!r} here, {data[:80]!r} in {self.names[number]}")
+            raise RuntimeError(
+                f"processes have lost step: {head!r} here, {data[:80]!r} in {self.names[number]}"
+            )
         return data.removeprefix(head)
 
     # -- the end
@@ -207,7 +250,9 @@ class World:
             for option, seconds in KEEPALIVE.items():
                 if hasattr(socket, option):  # Linux has all of them
                     link.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), seconds)
-            threading.Thread(target=self._watch, args=(link, number), name=f"processes {number}", daemon=True).start()
+            threading.Thread(
+                target=self._watch, args=(link, number), name=f"processes {number}", daemon=True
+            ).start()
 
     def _watch(self, link: socket.socket, number: int) -> None:
         """Reads a link until it closes, and ends this process unless the other one said farewell."""
@@ -223,8 +268,10 @@ class World:
             with contextlib.suppress(OSError):
                 if other is not link:
                     other.sendall(ended.encode())
-        reason = f"error: {ended}, so this one ends too: the output of that process says why. Start all of them " \
-                 "again to resume\n"
+        reason = (
+            f"error: {ended}, so this one ends too: the output of that process says why. Start all of them "
+            "again to resume\n"
+        )
         with contextlib.suppress(OSError):
             sys.stdout.flush()
             os.write(2, reason.encode())
@@ -244,7 +291,10 @@ class World:
 def own_gpus() -> list[int] | None:
     """The GPU of this process where a launcher starts several on a node; None for all that it sees."""
     for per_node, number in PER_NODE.items():
-        if os.environ.get(per_node, "1").partition("(")[0] != "1" and "JAX_LOCAL_DEVICE_IDS" not in os.environ:
+        if (
+            os.environ.get(per_node, "1").partition("(")[0] != "1"
+            and "JAX_LOCAL_DEVICE_IDS" not in os.environ
+        ):
             return [int(os.environ[number])]
     return None
 
@@ -272,14 +322,26 @@ def join(section: MeshSection) -> World:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     if met.address and loopback_of_name(socket.gethostname()):
         # Gloo gives the others the address of this machine's name, and JAX has no key for another.
-        jaxlib.make_gloo_tcp_collectives = partial(jaxlib.make_gloo_tcp_collectives, hostname=met.address)
-    jax.config.update("jax_enable_preemption_service", False)  # it takes SIGTERM, which asks a run to stop
+        jaxlib.make_gloo_tcp_collectives = partial(
+            jaxlib.make_gloo_tcp_collectives, hostname=met.address
+        )
+    jax.config.update(
+        "jax_enable_preemption_service", False
+    )  # it takes SIGTERM, which asks a run to stop
     with service_apart():
         jax.distributed.initialize(
-            section.coordinator, section.processes, section.process, initialization_timeout=START_SECONDS,
-            coordinator_bind_address=bind_address(section),  # JAX's default: every address of the machine
-            cluster_detection_method="deactivate", local_device_ids=own_gpus(),
-            heartbeat_timeout_seconds=HEARTBEAT_SECONDS, shutdown_timeout_seconds=LEAVE_SECONDS)
+            section.coordinator,
+            section.processes,
+            section.process,
+            initialization_timeout=START_SECONDS,
+            coordinator_bind_address=bind_address(
+                section
+            ),  # JAX's default: every address of the machine
+            cluster_detection_method="deactivate",
+            local_device_ids=own_gpus(),
+            heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+            shutdown_timeout_seconds=LEAVE_SECONDS,
+        )
     from jax._src import distributed
 
     world.client = distributed.global_state.client
@@ -306,7 +368,10 @@ def gather_bytes(data: bytes, rows: Sequence[int], lengths: Sequence[int]) -> li
     padded = np.zeros(-(-max(lengths) // size) * size, np.uint8)
     padded[: len(data)] = np.frombuffer(data, np.uint8)
     gathered = [_gather()(padded[begin : begin + size]) for begin in range(0, len(padded), size)]
-    return [b"".join(part[row] for part in gathered)[:length] for row, length in zip(rows, lengths, strict=True)]
+    return [
+        b"".join(part[row] for part in gathered)[:length]
+        for row, length in zip(rows, lengths, strict=True)
+    ]
 
 
 @cache
@@ -317,11 +382,17 @@ def _gather() -> Callable[[np.ndarray], np.ndarray]:
     mesh = Mesh(np.array(devices).reshape(processes, -1), ("processes", "local"))
     by_process = NamedSharding(mesh, PartitionSpec("processes", "local"))
     # A device gathers a part of each process's bytes, so a host receives them once.
-    exchange = jax.jit(lambda whole: whole, out_shardings=NamedSharding(mesh, PartitionSpec(None, "local")))
+    exchange = jax.jit(
+        lambda whole: whole, out_shardings=NamedSharding(mesh, PartitionSpec(None, "local"))
+    )
 
     def gather(part: np.ndarray) -> np.ndarray:
-        whole = jax.make_array_from_process_local_data(by_process, part[None], (processes, part.size))
-        shards = sorted(exchange(whole).addressable_shards, key=lambda shard: shard.index[1].start or 0)
+        whole = jax.make_array_from_process_local_data(
+            by_process, part[None], (processes, part.size)
+        )
+        shards = sorted(
+            exchange(whole).addressable_shards, key=lambda shard: shard.index[1].start or 0
+        )
         return np.concatenate([np.asarray(shard.data) for shard in shards], axis=1)
 
     return gather

@@ -23,13 +23,18 @@ after a rendezvous of 40 s."""
 _V5P = {
     "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": True,
     "xla_tpu_enable_sparse_core_collective_offload_nd_reduce_scatter": True,
-    "xla_tpu_enable_sparse_core_reduce_scatter_padding": True}
+    "xla_tpu_enable_sparse_core_reduce_scatter_padding": True,
+}
 
 COMPILER_OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "tpu": {
-        "xla_tpu_enable_async_collective_fusion": True, "xla_tpu_enable_async_collective_fusion_fuse_all_gather": True,
-        "xla_tpu_enable_async_collective_fusion_multiple_steps": True, "xla_tpu_overlap_compute_collective_tc": True,
-        "xla_enable_async_all_gather": True, "xla_tpu_prefer_async_allgather_to_allreduce": True},
+        "xla_tpu_enable_async_collective_fusion": True,
+        "xla_tpu_enable_async_collective_fusion_fuse_all_gather": True,
+        "xla_tpu_enable_async_collective_fusion_multiple_steps": True,
+        "xla_tpu_overlap_compute_collective_tc": True,
+        "xla_enable_async_all_gather": True,
+        "xla_tpu_prefer_async_allgather_to_allreduce": True,
+    },
     # Products of one input are not joined: for that the weights of q, k and v (of a small model also gate and up) would
     # be copied beside each other, in decoding at every token.
     "gpu": {"xla_gpu_dot_merger_threshold_mb": 0},
@@ -38,7 +43,8 @@ COMPILER_OPTIONS: Mapping[str, Mapping[str, Any]] = {
     # these 9.5). A SparseCore scatters over all dimensions too, while the products go on; without padding it refuses
     # parts that six links do not divide.
     "TPU v5": _V5P,
-    "TPU v5p": _V5P}
+    "TPU v5p": _V5P,
+}
 """Platform or kind of device -> XLA's options for all programs. On a whole 4x4x4 torus XLA's defaults turn every gather
 of weights into an all-reduce; with those for TPUs they are gathers, and run under the products."""
 
@@ -50,13 +56,22 @@ larger parts with 32 MB of on-chip memory for an operation (v6e's default) in pl
 -> 14.9 ms a token."""
 
 PIECES_OPTIONS: Mapping[str, Mapping[str, Any]] = {
-    kind: {"xla_tpu_scoped_vmem_limit_kib": "16384"} for kind in ("TPU v5", "TPU v5p", "TPU v6 lite", "TPU v6e")}
+    kind: {"xla_tpu_scoped_vmem_limit_kib": "16384"}
+    for kind in ("TPU v5", "TPU v5p", "TPU v6 lite", "TPU v6e")
+}
 """The same of decoding with matrices in pieces (`layer_pieces`), which are copied ahead into the rest of that memory:
 70B on 8 v5p with 16 MB for an operation 10.5 ms a token, with 32 12.5."""
 
-_V6E = {"xla_tpu_scoped_vmem_limit_kib": "65536", "xla_tpu_enable_windowed_einsum_for_reduce_scatter": False}
+_V6E = {
+    "xla_tpu_scoped_vmem_limit_kib": "65536",
+    "xla_tpu_enable_windowed_einsum_for_reduce_scatter": False,
+}
 
-UPDATE_OPTIONS: Mapping[str, Mapping[str, Any]] = {"TPU v6 lite": _V6E, "TPU v6e": _V6E, **SAMPLER_OPTIONS}
+UPDATE_OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    "TPU v6 lite": _V6E,
+    "TPU v6e": _V6E,
+    **SAMPLER_OPTIONS,
+}
 """Kind of device -> options of the trainer's gradient besides. 70B on 64 v5p with 4,352 tokens each by cycles: 5.95 ->
 5.47 s with 32 MB of on-chip memory for an operation. 8B on 8 v6e with 4,352 tokens each, a layer: 19.1 -> 17.6 ms if
 gradients of weights are whole products and then scattered, not eighths between exchanges; -> 16.1 with 64 MB of
@@ -86,7 +101,10 @@ def dispatching(devices: Iterable[Any]) -> Iterator[None]:
 
 
 def device_options(device: Any) -> Mapping[str, Any]:
-    return {**COMPILER_OPTIONS.get(device.platform, {}), **COMPILER_OPTIONS.get(device.device_kind, {})}
+    return {
+        **COMPILER_OPTIONS.get(device.platform, {}),
+        **COMPILER_OPTIONS.get(device.device_kind, {}),
+    }
 
 
 class Program:
@@ -99,9 +117,19 @@ class Program:
     not know are dropped with a warning.
     """
 
-    def __init__(self, function: Callable, compiler_options: Mapping[str, Any], devices: Iterable[Any],
-                 options: Mapping[str, Any], queued: bool = True) -> None:
-        self.function, self.compiler_options, self.options = function, dict(compiler_options), dict(options)
+    def __init__(
+        self,
+        function: Callable,
+        compiler_options: Mapping[str, Any],
+        devices: Iterable[Any],
+        options: Mapping[str, Any],
+        queued: bool = True,
+    ) -> None:
+        self.function, self.compiler_options, self.options = (
+            function,
+            dict(compiler_options),
+            dict(options),
+        )
         self._devices = frozenset(devices)
         self._is_queued = queued or any(device.platform == "cpu" for device in self._devices)
         self._in_flight = _in_flight.setdefault(self._devices, deque())
@@ -144,7 +172,9 @@ class Program:
         return self._known_options(lambda: self.lower(*args, **kwargs).compile())
 
     def _jit(self) -> Any:
-        options = {name: value for name, value in self.compiler_options.items() if name not in _unknown}
+        options = {
+            name: value for name, value in self.compiler_options.items() if name not in _unknown
+        }
         return jax.jit(self.function, compiler_options=options or None, **self.options)
 
     def _known_options(self, call: Callable[[], Any]) -> Any:
@@ -160,8 +190,10 @@ class Program:
                 # Another program, made as early as this one, may have met it before.
                 if unknown[1] not in _unknown:
                     _unknown.add(unknown[1])
-                    warnings.warn(f"this compiler has no option {unknown[1]}: the programs are compiled without it",
-                                  stacklevel=3)
+                    warnings.warn(
+                        f"this compiler has no option {unknown[1]}: the programs are compiled without it",
+                        stacklevel=3,
+                    )
                 self._jitted = self._jit()
         return call()
 

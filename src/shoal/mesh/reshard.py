@@ -40,13 +40,17 @@ def reshard(array: jax.Array, source: NamedSharding, target: NamedSharding) -> j
                 part = jax.lax.all_gather(part, axis, axis=where, tiled=True)
             else:
                 size = part.shape[where] // mesh.shape[axis]
-                part = jax.lax.dynamic_slice_in_dim(part, jax.lax.axis_index(axis) * size, size, where)
+                part = jax.lax.dynamic_slice_in_dim(
+                    part, jax.lax.axis_index(axis) * size, size, where
+                )
         return part
 
     def spec(layout: Layout) -> PartitionSpec:
         return PartitionSpec(*(tuple(axes) or None for axes in layout))
 
-    moved = jax.shard_map(move, mesh=mesh, in_specs=spec(before), out_specs=spec(after), check_vma=False)
+    moved = jax.shard_map(
+        move, mesh=mesh, in_specs=spec(before), out_specs=spec(after), check_vma=False
+    )
     return jax.lax.with_sharding_constraint(moved(array), target)
 
 
@@ -63,9 +67,17 @@ def exchange_parts(array: jax.Array, source: NamedSharding, ordered: NamedShardi
     the devices in another order. A program knows one order, so its output is the parts in a row along the first
     dimension; as arrays of single devices they make the array in `ordered`."""
     before, after = (list(np.asarray(sharding.mesh.devices).flat) for sharding in (source, ordered))
-    names, moves = source.mesh.axis_names, [(sender, before.index(device)) for sender, device in enumerate(after)]
-    exchange = jax.shard_map(lambda part: jax.lax.ppermute(part, names, moves), mesh=source.mesh, check_vma=False,
-                             in_specs=source.spec, out_specs=PartitionSpec(names))
+    names, moves = (
+        source.mesh.axis_names,
+        [(sender, before.index(device)) for sender, device in enumerate(after)],
+    )
+    exchange = jax.shard_map(
+        lambda part: jax.lax.ppermute(part, names, moves),
+        mesh=source.mesh,
+        check_vma=False,
+        in_specs=source.spec,
+        out_specs=PartitionSpec(names),
+    )
     return exchange(array)
 
 
@@ -75,7 +87,10 @@ def _common_mesh(a: Any, b: Any) -> Mesh | None:
     if any(high % low for low, high in pairwise(cuts)):
         return None
     sizes = [high // low for low, high in pairwise(cuts)][::-1]
-    return as_mesh(np.asarray(a.devices).reshape(sizes or [1]), [f"a{cut}" for cut in cuts[:-1][::-1]] or ["a1"])
+    return as_mesh(
+        np.asarray(a.devices).reshape(sizes or [1]),
+        [f"a{cut}" for cut in cuts[:-1][::-1]] or ["a1"],
+    )
 
 
 def _cuts(mesh: Any) -> list[int]:
@@ -106,8 +121,11 @@ def _moves(before: Layout, after: Layout) -> Iterator[tuple[str, str, int, int]]
         return now[dim] == after[dim][: len(now[dim])]
 
     while now != after:
-        open_ends = {after[dim][len(now[dim])]: dim for dim in range(len(now))
-                     if is_prefix(dim) and len(now[dim]) < len(after[dim])}
+        open_ends = {
+            after[dim][len(now[dim])]: dim
+            for dim in range(len(now))
+            if is_prefix(dim) and len(now[dim]) < len(after[dim])
+        }
         wrong = [dim for dim in range(len(now)) if not is_prefix(dim)]
         moved = next(((now[dim][-1], dim) for dim in wrong if now[dim][-1] in open_ends), None)
         free = next((axis for axis in open_ends if not any(axis in axes for axes in now)), None)

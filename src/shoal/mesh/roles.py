@@ -32,7 +32,8 @@ TRAINER_RULES: Mapping[str, str | tuple[str, ...] | None] = {
     "heads": "tensor",
     "mlp": "tensor",
     "vocab": "tensor",
-    "layers": None}
+    "layers": None,
+}
 # A token reads every weight once: gathering them over `fsdp` for each of some hundred tokens would move the whole
 # model that often, so a replica of the sampler holds them whole or splits them over `tensor` alone.
 SAMPLER_RULES = {**TRAINER_RULES, "batch": ("data",), "rows": ("data",), "embed": None}
@@ -54,12 +55,17 @@ class Role:
 
     def jit(self, function: Callable, queued: bool = True, **options: Any) -> Program:
         """A function compiled for the role's devices, with its compiler options; `options` are those of `jax.jit`."""
-        return Program(function, dict(self.compiler_options), self.mesh.devices.flat, options, queued)
+        return Program(
+            function, dict(self.compiler_options), self.mesh.devices.flat, options, queued
+        )
 
     def with_options(self, options: Mapping[str, Mapping[str, Any]]) -> Role:
         """The role with options of some of its programs besides, by kind of device."""
         # The role's come last: they hold those that the user gave.
-        own = {**options.get(self.mesh.devices.flat[0].device_kind, {}), **dict(self.compiler_options)}
+        own = {
+            **options.get(self.mesh.devices.flat[0].device_kind, {}),
+            **dict(self.compiler_options),
+        }
         return replace(self, compiler_options=tuple(own.items()))
 
     @property
@@ -86,7 +92,9 @@ class Role:
             mapped = rules[axis] if axis is not None else None
             names = (mapped,) if isinstance(mapped, str) else (mapped or ())
             if size % (count := math.prod(self.mesh.shape[n] for n in names)):
-                raise ValueError(f"{axis} of {tuple(shape)} has {size} elements, which {count} devices do not divide")
+                raise ValueError(
+                    f"{axis} of {tuple(shape)} has {size} elements, which {count} devices do not divide"
+                )
             parts.append(mapped)
         return PartitionSpec(*parts)
 
@@ -105,14 +113,19 @@ class Role:
 
     def put_rows(self, tree: Any) -> Any:
         """Host arrays whose first dimension is rows, split over the devices."""
-        return jax.tree.map(lambda x: put(x, self.sharding(("batch",) + (None,) * (np.ndim(x) - 1), np.shape(x))), tree)
+        return jax.tree.map(
+            lambda x: put(x, self.sharding(("batch",) + (None,) * (np.ndim(x) - 1), np.shape(x))),
+            tree,
+        )
 
     def split_rows(self, x: jax.Array) -> jax.Array:
         """Inside a compiled function: rows [R, T, ...] as the parts [R * context, T / context, ...] that devices hold;
         those of a row are on neighbours."""
         if self.context == 1:
             return x
-        x = x.reshape(self.batch_shards, -1, self.context, x.shape[1] // self.context, *x.shape[2:]).swapaxes(1, 2)
+        x = x.reshape(
+            self.batch_shards, -1, self.context, x.shape[1] // self.context, *x.shape[2:]
+        ).swapaxes(1, 2)
         return self.constrain(x.reshape(-1, *x.shape[3:]), "rows", *(None,) * (x.ndim - 3))
 
     def join_rows(self, x: jax.Array) -> jax.Array:
@@ -120,7 +133,9 @@ class Role:
         if self.context == 1:
             return x
         x = x.reshape(self.batch_shards, self.context, -1, *x.shape[1:]).swapaxes(1, 2)
-        return self.constrain(x.reshape(x.shape[0] * x.shape[1], -1, *x.shape[4:]), "batch", *(None,) * (x.ndim - 3))
+        return self.constrain(
+            x.reshape(x.shape[0] * x.shape[1], -1, *x.shape[4:]), "batch", *(None,) * (x.ndim - 3)
+        )
 
     @property
     def host_layout(self) -> NamedSharding | None:
@@ -132,7 +147,9 @@ class Role:
         """The role on this process's devices alone, whole parts of its first axis; itself with one process."""
         if jax.process_count() == 1:
             return self
-        own = [part for part in self.mesh.devices if part.flat[0].process_index == jax.process_index()]
+        own = [
+            part for part in self.mesh.devices if part.flat[0].process_index == jax.process_index()
+        ]
         return replace(self, mesh=as_mesh(np.stack(own), self.mesh.axis_names))
 
     @property
@@ -194,10 +211,15 @@ class Roles:
         local = self.sampler.local
         if not self.disaggregated:
             return [local]
-        return [replace(local, mesh=as_mesh(replica[None], local.mesh.axis_names)) for replica in local.mesh.devices]
+        return [
+            replace(local, mesh=as_mesh(replica[None], local.mesh.axis_names))
+            for replica in local.mesh.devices
+        ]
 
 
-def make_roles(section: MeshSection, devices: Sequence[Any] | None = None, hidden_size: int = 0) -> Roles:
+def make_roles(
+    section: MeshSection, devices: Sequence[Any] | None = None, hidden_size: int = 0
+) -> Roles:
     """The roles on their devices; two that share devices may divide them differently.
 
     A reference on other devices than the trainer's splits a model's `hidden_size` over as many of them as divide it.
@@ -205,18 +227,26 @@ def make_roles(section: MeshSection, devices: Sequence[Any] | None = None, hidde
     processes cannot do.
     """
     if section.processes > 1:
-        raise ShoalError(f"mesh.processes={section.processes}: only shoal train runs in several processes; leave out "
-                         "mesh.coordinator, mesh.processes and mesh.process")
+        raise ShoalError(
+            f"mesh.processes={section.processes}: only shoal train runs in several processes; leave out "
+            "mesh.coordinator, mesh.processes and mesh.process"
+        )
     devices = devices if devices is not None else available_devices(section)
     numbers = role_devices(section, len(devices))
     try:
         mesh = make_mesh(section, [devices[number] for number in numbers.trainer])
     except ShoalError as error:
-        given = ", ".join(f"mesh.{name}={text}" for name in ("trainer", "sampler") if (text := getattr(section, name)))
+        given = ", ".join(
+            f"mesh.{name}={text}"
+            for name in ("trainer", "sampler")
+            if (text := getattr(section, name))
+        )
         if len(numbers.trainer) == len(devices):
             raise
-        raise ShoalError(f"{error}. The trainer has {len(numbers.trainer)} of {len(devices)} devices by {given}",
-                         error.key) from None
+        raise ShoalError(
+            f"{error}. The trainer has {len(numbers.trainer)} of {len(devices)} devices by {given}",
+            error.key,
+        ) from None
     given = dict(option.split("=", 1) for option in section.compiler_options)
     options = tuple({**device_options(devices[0]), **given}.items())
 
@@ -236,25 +266,33 @@ def make_roles(section: MeshSection, devices: Sequence[Any] | None = None, hidde
         reference = role("reference", mesh, TRAINER_RULES)
     roles = Roles(trainer, sampler, reference)
     if jax.process_count() > 1 and (
-            reason := refusal(section, roles, {device: device.process_index for device in devices})):
+        reason := refusal(section, roles, {device: device.process_index for device in devices})
+    ):
         raise ShoalError(reason)
     return roles
 
 
-def _sampler_mesh(section: MeshSection, trainer: Mesh, devices: Sequence[Any], numbers: RoleDevices) -> Mesh:
+def _sampler_mesh(
+    section: MeshSection, trainer: Mesh, devices: Sequence[Any], numbers: RoleDevices
+) -> Mesh:
     """The sampler's replicas x tensor; ShoalError for a size that does not divide its devices."""
     tensor = section.sampler_tensor or section.tensor
     shared = set(numbers.sampler) == set(numbers.trainer)
     count = trainer.size if shared else len(numbers.sampler)
     if count % tensor:
         key = "mesh.sampler_tensor" if section.sampler_tensor else "mesh.tensor"
-        raise ShoalError(f"{key}={tensor} does not divide the sampler's {count} device{'s' * (count > 1)}; use "
-                         f"{listed_divisors(count)}{'' if section.sampler_tensor else ' for mesh.sampler_tensor'}", key)
+        raise ShoalError(
+            f"{key}={tensor} does not divide the sampler's {count} device{'s' * (count > 1)}; use "
+            f"{listed_divisors(count)}{'' if section.sampler_tensor else ' for mesh.sampler_tensor'}",
+            key,
+        )
     if shared:
         # In the trainer's order where that will do: weights are published without an exchange of parts before. Of a
         # torus it puts neighbours on different hosts, but a process samples with whole replicas on its own devices.
         return as_mesh(by_host(trainer.devices, tensor), SAMPLER_AXES)
-    return as_mesh(arrange_copies([devices[number] for number in numbers.sampler], (tensor,)), SAMPLER_AXES)
+    return as_mesh(
+        arrange_copies([devices[number] for number in numbers.sampler], (tensor,)), SAMPLER_AXES
+    )
 
 
 def refusal(section: MeshSection, roles: Roles, hosts: Mapping[Any, int]) -> str:
@@ -266,16 +304,22 @@ def refusal(section: MeshSection, roles: Roles, hosts: Mapping[Any, int]) -> str
     if processes == 1:
         return ""
     if any(set(role.mesh.devices.flat) != set(trainer.devices.flat) for role in roles.all):
-        return (f"a run in {processes} processes has all roles on all devices, since each process samples on its own: "
-                "leave out mesh.trainer, mesh.sampler and mesh.reference, or start one process")
+        return (
+            f"a run in {processes} processes has all roles on all devices, since each process samples on its own: "
+            "leave out mesh.trainer, mesh.sampler and mesh.reference, or start one process"
+        )
     if trainer.size != len(hosts):
         axes = " x ".join(f"mesh.{axis}={getattr(section, axis)}" for axis in trainer.axis_names)
-        return (f"{axes} uses {trainer.size} of {len(hosts)} devices, but {processes} processes train on all of "
-                "theirs: set mesh.fsdp=-1")
+        return (
+            f"{axes} uses {trainer.size} of {len(hosts)} devices, but {processes} processes train on all of "
+            "theirs: set mesh.fsdp=-1"
+        )
     if any(len({hosts[device] for device in replica.flat}) > 1 for replica in sampler.mesh.devices):
         each = len(hosts) // processes
-        return (f"a replica of the sampler ({sampler.tensor} devices) would lie in two processes, which have {each} "
-                f"devices each: set mesh.sampler_tensor={math.gcd(sampler.tensor, each)}")
+        return (
+            f"a replica of the sampler ({sampler.tensor} devices) would lie in two processes, which have {each} "
+            f"devices each: set mesh.sampler_tensor={math.gcd(sampler.tensor, each)}"
+        )
     return ""
 
 

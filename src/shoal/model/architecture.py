@@ -21,7 +21,7 @@ class RopeScaling:
 class Adapter:
     """Low-rank changes of a frozen model's products (LoRA, Hu et al. 2021, arXiv:2106.09685, equation 3):
 
-        x W + (x A) B * scale        A[in, rank], B[rank, out]
+    x W + (x A) B * scale        A[in, rank], B[rank, out]
     """
 
     rank: int
@@ -58,7 +58,9 @@ class Architecture:
     mlp_bias: bool = False
     qk_norm: bool = False
     adapter: Adapter | None = None  # where there is one, it alone is trained
-    quantised: Literal["", "int8", "float8_e4m3fn"] = ""  # the type of frozen products' weights; empty: as the others'
+    quantised: Literal["", "int8", "float8_e4m3fn"] = (
+        ""  # the type of frozen products' weights; empty: as the others'
+    )
     # Tokens of the longest sequence that its positions are made for; 0: not known. No other model without it.
     max_positions: int = field(default=0, compare=False)
 

@@ -31,7 +31,11 @@ class Tokens(NamedTuple):
     @classmethod
     def of(cls, segment: jax.Array, prompt: jax.Array) -> Tokens:
         """Of whole rows."""
-        return cls(segment, prompt, jnp.broadcast_to(jnp.arange(segment.shape[1], dtype=jnp.int32), segment.shape))
+        return cls(
+            segment,
+            prompt,
+            jnp.broadcast_to(jnp.arange(segment.shape[1], dtype=jnp.int32), segment.shape),
+        )
 
     def to_meet(self, axis: int) -> tuple[jax.Array, ...]:
         """Each array with one more dimension, along which it meets others."""
@@ -95,14 +99,23 @@ def _masked(scores: jax.Array, mask: jax.Array) -> jax.Array:
     return jnp.where(mask, scores, LOWEST)
 
 
-def attend_at_once(q: jax.Array, k: jax.Array, v: jax.Array, query: Tokens, key: Tokens) -> jax.Array:
+def attend_at_once(
+    q: jax.Array, k: jax.Array, v: jax.Array, query: Tokens, key: Tokens
+) -> jax.Array:
     """`attend` of rows of several sequences, or of queries that are a part of each row, all scores at once: the
     reference of blocks and kernels."""
     return attend(q, k, v, reads(query.to_meet(2), key.to_meet(1)))
 
 
-def online_softmax(q: jax.Array, prefix: Keys, own: Keys, num_prefix: jax.Array, num_own: jax.Array,
-                   blocks: tuple[int, int], merge: Callable[[tuple], tuple] = lambda parts: parts) -> jax.Array:
+def online_softmax(
+    q: jax.Array,
+    prefix: Keys,
+    own: Keys,
+    num_prefix: jax.Array,
+    num_own: jax.Array,
+    blocks: tuple[int, int],
+    merge: Callable[[tuple], tuple] = lambda parts: parts,
+) -> jax.Array:
     """`attend` for one token a slot: q[R, S, 1, H, A], an online softmax over fixed blocks of keys, prompt first.
 
     Keys and values are [R, K, T, A] and [R, S, K, T, A]. Of each set only the first `num_*` keys (int32 scalars) are
@@ -114,8 +127,11 @@ def online_softmax(q: jax.Array, prefix: Keys, own: Keys, num_prefix: jax.Array,
     q = by_key_head(q, own.k.shape[-3])[:, :, 0]  # [R, S, K, g, A]
     # The slots of a row are queries of one product each with its prompt's keys and values.
     shared = jax.lax.collapse(q.swapaxes(1, 2), 2, 4)  # [R, K, S * g, A]
-    start = (jnp.full(shared.shape[:-1], LOWEST, jnp.float32), jnp.zeros(shared.shape[:-1], jnp.float32),
-             jnp.zeros(shared.shape, jnp.float32))
+    start = (
+        jnp.full(shared.shape[:-1], LOWEST, jnp.float32),
+        jnp.zeros(shared.shape[:-1], jnp.float32),
+        jnp.zeros(shared.shape, jnp.float32),
+    )
     carry = _over_blocks(shared, prefix, num_prefix, blocks[0], start)
     split = (len(q), q.shape[2], q.shape[1], q.shape[3])  # R, K, S, g
     carry = jax.tree.map(lambda x: x.reshape(*split, *x.shape[3:]).swapaxes(1, 2), carry)
@@ -132,7 +148,11 @@ def _over_blocks(q: jax.Array, keys: Keys, num_keys: jax.Array, block: int, carr
     def add(number: jax.Array | int, carry: tuple) -> tuple:
         def block_of(x: jax.Array, axis: int) -> jax.Array:
             # A slice even of all keys would be copied before its product.
-            return x if size == count else jax.lax.dynamic_slice_in_dim(x, number * size, size, x.ndim + axis)
+            return (
+                x
+                if size == count
+                else jax.lax.dynamic_slice_in_dim(x, number * size, size, x.ndim + axis)
+            )
 
         top, total, out = carry
         mask = block_of(keys.mask, -1)[..., None, None, :]
@@ -144,7 +164,9 @@ def _over_blocks(q: jax.Array, keys: Keys, num_keys: jax.Array, block: int, carr
         out = out * shrink[..., None] + einsum32("...mt,...ta->...ma", p.astype(v.dtype), v)
         return new_top, total * shrink + p.sum(-1), out
 
-    return add(0, carry) if size == count else jax.lax.fori_loop(0, -(-num_keys // size), add, carry)
+    return (
+        add(0, carry) if size == count else jax.lax.fori_loop(0, -(-num_keys // size), add, carry)
+    )
 
 
 def largest_block(size: int, most: int) -> int:

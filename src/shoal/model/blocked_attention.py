@@ -34,12 +34,16 @@ class BlockTokens(NamedTuple):
     @classmethod
     def of(cls, tokens: Tokens, block: int) -> BlockTokens:
         """Of [R, T], filled up to whole blocks."""
-        segment, prompt = (_filled(x, block).reshape(-1, block) for x in (tokens.segment, tokens.prompt))
+        segment, prompt = (
+            _filled(x, block).reshape(-1, block) for x in (tokens.segment, tokens.prompt)
+        )
         return cls(segment, prompt, tokens.position[:, ::block].reshape(-1))
 
     @property
     def tokens(self) -> Tokens:
-        return Tokens(self.segment, self.prompt, self.first[:, None] + jnp.arange(self.segment.shape[1]))
+        return Tokens(
+            self.segment, self.prompt, self.first[:, None] + jnp.arange(self.segment.shape[1])
+        )
 
 
 class Blocks(NamedTuple):
@@ -48,12 +52,18 @@ class Blocks(NamedTuple):
 
     own: BlockTokens  # N of them
     other: BlockTokens
-    lists: jax.Array  # int32[N, others of a row]: numbers of other blocks, the first `counts` of them to be read
+    lists: (
+        jax.Array
+    )  # int32[N, others of a row]: numbers of other blocks, the first `counts` of them to be read
     counts: jax.Array  # int32[N]
-    whole: jax.Array | None = None  # int32[N]: how many of them are read whole, and come first; None: not asked for
+    whole: jax.Array | None = (
+        None  # int32[N]: how many of them are read whole, and come first; None: not asked for
+    )
 
 
-def blocks_of(query: Tokens, key: Tokens, block: int, of_keys: bool = False, whole_first: bool = False) -> Blocks:
+def blocks_of(
+    query: Tokens, key: Tokens, block: int, of_keys: bool = False, whole_first: bool = False
+) -> Blocks:
     """The blocks of rows' queries or of their keys. Queries may be a part of each row. `whole_first` is for queries."""
     is_needed = needed_blocks(query, key, block)
     is_needed = is_needed.mT if of_keys else is_needed
@@ -61,22 +71,35 @@ def blocks_of(query: Tokens, key: Tokens, block: int, of_keys: bool = False, who
     whole = whole_blocks(query, key, block) if whole_first else None
     # Those that are needed first, in order.
     rank = ~is_needed if whole is None else jnp.where(whole, -1, ~is_needed)
-    order = jnp.argsort(rank, axis=-1, stable=True).astype(jnp.int32) + others * jnp.arange(rows)[:, None, None]
-    own, other = (BlockTokens.of(tokens, block) for tokens in ((key, query) if of_keys else (query, key)))
-    return Blocks(own, other, order.reshape(-1, others), is_needed.sum(-1).reshape(-1),
-                  None if whole is None else whole.sum(-1).reshape(-1))
+    order = (
+        jnp.argsort(rank, axis=-1, stable=True).astype(jnp.int32)
+        + others * jnp.arange(rows)[:, None, None]
+    )
+    own, other = (
+        BlockTokens.of(tokens, block) for tokens in ((key, query) if of_keys else (query, key))
+    )
+    return Blocks(
+        own,
+        other,
+        order.reshape(-1, others),
+        is_needed.sum(-1).reshape(-1),
+        None if whole is None else whole.sum(-1).reshape(-1),
+    )
 
 
 def needed_blocks(query: Tokens, key: Tokens, block: int) -> jax.Array:
     """bool[R, n, m]: whether any query of a block may read any key of another one, by positions and by segments, whose
     numbers rise along a row: those of a block are all from the first to the last."""
+
     def span(numbers: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The first and the last of each block; 0, padding, is nobody's."""
         numbers = _filled(numbers, block).reshape(len(numbers), -1, block)
         return jnp.where(numbers > 0, numbers, jnp.iinfo(jnp.int32).max).min(-1), numbers.max(-1)
 
     (first, last), (key_first, key_last) = span(query.segment), span(key.segment)
-    prompt, position, key_position = (x[:, ::block] for x in (query.prompt, query.position, key.position))
+    prompt, position, key_position = (
+        x[:, ::block] for x in (query.prompt, query.position, key.position)
+    )
 
     def meets(first: jax.Array, last: jax.Array) -> jax.Array:
         return (key_first[:, None] <= last[..., None]) & (key_last[:, None] >= first[..., None])
@@ -88,13 +111,18 @@ def needed_blocks(query: Tokens, key: Tokens, block: int) -> jax.Array:
 
 def whole_blocks(query: Tokens, key: Tokens, block: int) -> jax.Array:
     """bool[R, n, m]: whether every query of a block reads every key of another one, which is of one segment."""
+
     def only(numbers: jax.Array) -> jax.Array:
         """The number that all tokens of a block have; 0, padding's, where they differ."""
         numbers = _filled(numbers, block).reshape(len(numbers), -1, block)
         return jnp.where(numbers.min(-1) == numbers.max(-1), numbers[..., 0], 0)
 
-    own, prompt, read = (only(x) for x in (query.segment, jnp.where(query.segment > 0, query.prompt, 0), key.segment))
-    found = (read[:, None] > 0) & ((own[..., None] == read[:, None]) | (prompt[..., None] == read[:, None]))
+    own, prompt, read = (
+        only(x) for x in (query.segment, jnp.where(query.segment > 0, query.prompt, 0), key.segment)
+    )
+    found = (read[:, None] > 0) & (
+        (own[..., None] == read[:, None]) | (prompt[..., None] == read[:, None])
+    )
     return found & (key.position[:, None, ::block] + block <= query.position[:, ::block, None])
 
 
@@ -108,7 +136,9 @@ def block_size(size: int, platform: str) -> int:
     return largest_block(size, BLOCK[platform])
 
 
-def attend_by_blocks(q: jax.Array, k: jax.Array, v: jax.Array, blocks: Blocks, at_once: int = 0) -> jax.Array:
+def attend_by_blocks(
+    q: jax.Array, k: jax.Array, v: jax.Array, blocks: Blocks, at_once: int = 0
+) -> jax.Array:
     """Softmax attention of q[R, T, H, A] to k, v[R, S, K, A] -> [R, T, H, A]; in whole rows S is T.
 
     A query reads the keys at or before it of its own segment and of its prompt's; a query of segment 0, padding, none:
@@ -127,8 +157,11 @@ def _attend(at_once: int, q: jax.Array, k: jax.Array, v: jax.Array, blocks: Bloc
     return _forward(at_once, q, k, v, blocks)[0]
 
 
-def _forward(at_once: int, q: jax.Array, k: jax.Array, v: jax.Array, blocks: Blocks) -> tuple[jax.Array, Any]:
+def _forward(
+    at_once: int, q: jax.Array, k: jax.Array, v: jax.Array, blocks: Blocks
+) -> tuple[jax.Array, Any]:
     """Output, and what the backward pass reads: output and log-sum-exp of each query beside the inputs."""
+
     def some(inputs: tuple[jax.Array, tuple]) -> tuple[jax.Array, jax.Array]:
         q, mine = inputs
 
@@ -167,20 +200,28 @@ def _backward(at_once: int, residuals: Any, d_out: jax.Array) -> tuple:
             d_q, d_k, d_v = carry
             number, mask = _turn(blocks.other, mine, turn)
             keys, values = k[number], v[number]
-            p = jnp.where(mask, jnp.exp(einsum32("nckga,ntka->nkgct", q, keys) - lse[..., None]), 0.0)
+            p = jnp.where(
+                mask, jnp.exp(einsum32("nckga,ntka->nkgct", q, keys) - lse[..., None]), 0.0
+            )
             d_p = einsum32("nckga,ntka->nkgct", d_out, values)
             d_scores = (p * (d_p - delta[..., None])).astype(q.dtype)
             d_q += einsum32("nkgct,ntka->nckga", d_scores, keys)
             # Several blocks of queries read one block of keys.
             d_k = d_k.at[number].add(einsum32("nkgct,nckga->ntka", d_scores, q))
-            return d_q, d_k, d_v.at[number].add(einsum32("nkgct,nckga->ntka", p.astype(q.dtype), d_out))
+            return (
+                d_q,
+                d_k,
+                d_v.at[number].add(einsum32("nkgct,nckga->ntka", p.astype(q.dtype), d_out)),
+            )
 
         start = jnp.zeros(q.shape, jnp.float32), *d_keys
         d_q, d_k, d_v = jax.lax.fori_loop(0, mine[-1].max(), add, start)
         return (d_k, d_v), d_q.astype(q.dtype)
 
     zeros = jnp.zeros(k.shape, jnp.float32)
-    (d_k, d_v), d_q = jax.lax.scan(some, (zeros, zeros), _parts((q, d_out, lse, delta, _own(blocks)), at_once))
+    (d_k, d_v), d_q = jax.lax.scan(
+        some, (zeros, zeros), _parts((q, d_out, lse, delta, _own(blocks)), at_once)
+    )
     return _joined(d_q), d_k.astype(k.dtype), d_v.astype(v.dtype), None
 
 

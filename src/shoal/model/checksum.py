@@ -30,8 +30,15 @@ def checksum(parameters: Any) -> int:
     with dispatching({device for leaf in on_devices for device in leaf.sharding.device_set}):
         if all(isinstance(leaf, jax.Array) and not _is_offloaded(leaf) for leaf in leaves):
             return int(_checksum(leaves))
-        return sum(int(_part(_fetched(leaf), np.uint32(number))) if isinstance(leaf, jax.Array)
-                   else host_checksum(np.asarray(leaf), number) for number, leaf in enumerate(leaves)) % 2**32
+        return (
+            sum(
+                int(_part(_fetched(leaf), np.uint32(number)))
+                if isinstance(leaf, jax.Array)
+                else host_checksum(np.asarray(leaf), number)
+                for number, leaf in enumerate(leaves)
+            )
+            % 2**32
+        )
 
 
 def _is_offloaded(array: jax.Array) -> bool:
@@ -40,7 +47,11 @@ def _is_offloaded(array: jax.Array) -> bool:
 
 def _fetched(array: jax.Array) -> jax.Array:
     sharding: Any = array.sharding
-    return jax.device_put(array, sharding.with_memory_kind("device")) if _is_offloaded(array) else array
+    return (
+        jax.device_put(array, sharding.with_memory_kind("device"))
+        if _is_offloaded(array)
+        else array
+    )
 
 
 def weights_text(parameters: Any) -> str:
@@ -57,11 +68,24 @@ def host_checksum(array: np.ndarray, number: int) -> int:
     """`array_checksum` of an array outside of any device. Of a whole one, which on devices is split over them, there
     may be no room on one."""
     most = PIECE_BYTES // array.dtype.itemsize
-    steps = [max(1, min(size, most // max(1, math.prod(array.shape[axis + 1:]))))
-             for axis, size in enumerate(array.shape)]
-    return sum(int(_part(np.asarray(array[part]), np.uint32(number), array.shape,
-                         np.array([one.start for one in part], np.uint32)))
-               for part in grid(array.shape, steps)) % 2**32
+    steps = [
+        max(1, min(size, most // max(1, math.prod(array.shape[axis + 1 :]))))
+        for axis, size in enumerate(array.shape)
+    ]
+    return (
+        sum(
+            int(
+                _part(
+                    np.asarray(array[part]),
+                    np.uint32(number),
+                    array.shape,
+                    np.array([one.start for one in part], np.uint32),
+                )
+            )
+            for part in grid(array.shape, steps)
+        )
+        % 2**32
+    )
 
 
 @jax.jit
@@ -71,20 +95,27 @@ def _checksum(leaves: list[jax.Array]) -> jax.Array:
     return functools.reduce(jnp.add, parts, jnp.uint32(0))
 
 
-def array_checksum(array: jax.Array, number: jax.Array, whole: tuple[int, ...] | None = None,
-                   start: jax.Array | None = None) -> jax.Array:
+def array_checksum(
+    array: jax.Array,
+    number: jax.Array,
+    whole: tuple[int, ...] | None = None,
+    start: jax.Array | None = None,
+) -> jax.Array:
     """The part of the array of this number (uint32, from 0) in the checksum of a tree; of a piece of an array, from
     `start` (uint32, by axis) in the `whole`, the piece's part.
 
     Each element's bits are mixed with its position first (one to one), so that any change of one element, and any
     exchange of two, changes the sum. Sums of integers have no rounding, hence no order.
     """
+
     def index(axis: int) -> jax.Array:
         indices = jax.lax.broadcasted_iota(jnp.uint32, array.shape, axis)
         return indices if start is None else indices + start[axis]
 
     shape = whole or array.shape
-    bits = jax.lax.bitcast_convert_type(array, {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[array.dtype.itemsize])
+    bits = jax.lax.bitcast_convert_type(
+        array, {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[array.dtype.itemsize]
+    )
     number, position = mixed(number + jnp.uint32(1)), jnp.zeros(array.shape, jnp.uint32)
     if math.prod(shape) > POSITIONS:  # which begin again in a later layer
         number = mixed(number + index(0))

@@ -36,24 +36,44 @@ class Stream:
         return cls(ids[:first], ids[first : last + 1], mask[first : last + 1])
 
 
-def streams_of(tokenizer: Tokenizer, messages: Messages, tools: Sequence[dict[str, Any]] | None = None,
-               first: int = 0) -> list[Stream]:
+def streams_of(
+    tokenizer: Tokenizer,
+    messages: Messages,
+    tools: Sequence[dict[str, Any]] | None = None,
+    first: int = 0,
+) -> list[Stream]:
     """The streams of a dialogue, of which the assistant's messages from number `first` on are learned. ShoalError
     without such a message, and where the template does not begin it as it asks a model to."""
-    found: list[tuple[str, list[tuple[int, int]], bool]] = []  # a text, what is learned of it, whether that is marked
+    found: list[
+        tuple[str, list[tuple[int, int]], bool]
+    ] = []  # a text, what is learned of it, whether that is marked
     for at, message in enumerate(messages):
         if at < first or message["role"] != ASSISTANT:
             continue
         if at == 0 or messages[at - 1]["role"] == ASSISTANT:
-            raise ShoalError(f"message {at} is the assistant's, and " + (
-                "there is none before it to answer" if at == 0 else "so is the one before it: join the two"))
+            raise ShoalError(
+                f"message {at} is the assistant's, and "
+                + (
+                    "there is none before it to answer"
+                    if at == 0
+                    else "so is the one before it: join the two"
+                )
+            )
         asked = tokenizer.render(messages[:at], tools=tools)
-        text, marked = _without_marks(tokenizer.render(messages[: at + 1], whole=True, tools=tools, marked=True))
+        text, marked = _without_marks(
+            tokenizer.render(messages[: at + 1], whole=True, tools=tools, marked=True)
+        )
         if not text.startswith(asked):
-            raise ShoalError(f"the chat template does not write message {at} where it asks a model for it (behind "
-                             f"{asked[-40:]!r}): give another with model.template", "model.template")
-        own = [(max(start, len(asked)), stop) for start, stop in marked if stop > len(asked)] if marked else \
-            [(len(asked), len(text))]
+            raise ShoalError(
+                f"the chat template does not write message {at} where it asks a model for it (behind "
+                f"{asked[-40:]!r}): give another with model.template",
+                "model.template",
+            )
+        own = (
+            [(max(start, len(asked)), stop) for start, stop in marked if stop > len(asked)]
+            if marked
+            else [(len(asked), len(text))]
+        )
         before = found.pop()[1] if found and asked.startswith(found[-1][0]) else []
         found.append((text, [*before, *own], bool(marked)))
     if not found:
@@ -61,7 +81,9 @@ def streams_of(tokenizer: Tokenizer, messages: Messages, tools: Sequence[dict[st
     return [_stream(tokenizer, *one) for one in found]
 
 
-def unwritten(tokenizer: Tokenizer, messages: Messages, tools: Sequence[dict[str, Any]] | None = None) -> list[str]:
+def unwritten(
+    tokenizer: Tokenizer, messages: Messages, tools: Sequence[dict[str, Any]] | None = None
+) -> list[str]:
     """What a dialogue holds and the chat template does not write, found by rendering it without: `tools`, keys of
     messages besides role and content, and the contents of a role's messages.
 
@@ -88,12 +110,26 @@ def unwritten(tokenizer: Tokenizer, messages: Messages, tools: Sequence[dict[str
     if tools:
         check("tools", messages, None)
     for key in dict.fromkeys(key for message in messages for key in message):
-        holders = [message for message in messages if message.get(key) and key not in _LINKS.get(message["role"], ())]
+        holders = [
+            message
+            for message in messages
+            if message.get(key) and key not in _LINKS.get(message["role"], ())
+        ]
         if key in ("role", "content") or not holders:
             continue
-        check(key, [{name: value for name, value in message.items() if name != key} for message in messages], tools)
+        check(
+            key,
+            [
+                {name: value for name, value in message.items() if name != key}
+                for message in messages
+            ],
+            tools,
+        )
     for role in dict.fromkeys(message["role"] for message in messages):
-        others = [{**message, "content": ""} if message["role"] == role else message for message in messages]
+        others = [
+            {**message, "content": ""} if message["role"] == role else message
+            for message in messages
+        ]
         if role != ASSISTANT and others != list(messages):
             check(f"what role {role} says", others, tools)
     return found
@@ -103,7 +139,9 @@ _LINKS = {"tool": ("tool_call_id", "name")}
 """Role -> keys that only say which call a message answers: the order says it too, and most templates leave them out."""
 
 
-def _rendering(tokenizer: Tokenizer, messages: Messages, tools: Sequence[dict[str, Any]] | None) -> str:
+def _rendering(
+    tokenizer: Tokenizer, messages: Messages, tools: Sequence[dict[str, Any]] | None
+) -> str:
     """The text of a dialogue: whole where the assistant has the last word, else up to where it answers."""
     return tokenizer.render(messages, whole=messages[-1]["role"] == ASSISTANT, tools=tools)
 
@@ -120,7 +158,9 @@ def text_stream(tokenizer: Tokenizer, prompt: str, completion: str) -> Stream:
     return Stream.of(ids, np.arange(len(ids)) >= len(asked))
 
 
-def _stream(tokenizer: Tokenizer, text: str, spans: Sequence[tuple[int, int]], exact: bool) -> Stream:
+def _stream(
+    tokenizer: Tokenizer, text: str, spans: Sequence[tuple[int, int]], exact: bool
+) -> Stream:
     """`exact`: the spans are just what is learned; else each ends with its last end-of-sequence token, without what a
     template writes behind that."""
     ids, places = tokenizer.encode_spans(text, spans)
@@ -129,10 +169,15 @@ def _stream(tokenizer: Tokenizer, text: str, spans: Sequence[tuple[int, int]], e
         ends = np.flatnonzero(np.isin(ids[start:stop], tokenizer.eos_ids))
         mask[start : stop if exact or not ends.size else start + ends[-1] + 1] = True
     if not tokenizer.has_template:  # whose lines end with nothing
-        ids, mask = np.append(ids, np.asarray(tokenizer.eos_ids[:1], np.int32)), np.append(mask, True)
+        ids, mask = (
+            np.append(ids, np.asarray(tokenizer.eos_ids[:1], np.int32)),
+            np.append(mask, True),
+        )
     if not mask[1:].any():
-        raise ShoalError("the chat template leaves out what the assistant says: give another with model.template",
-                         "model.template")
+        raise ShoalError(
+            "the chat template leaves out what the assistant says: give another with model.template",
+            "model.template",
+        )
     return Stream.of(ids, mask)
 
 

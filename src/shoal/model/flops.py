@@ -29,7 +29,10 @@ def forward_flops(a: Architecture, prompt: int, completions: Sequence[int]) -> f
     since a prompt's tokens need no logits and a completion's tokens attend to the prompt too.
     """
     pairs = prompt * (prompt + 1) / 2 + sum(n * prompt + n * (n + 1) / 2 for n in completions)
-    return _product_flops(a, prompt, completions) + 4.0 * a.num_layers * a.num_heads * a.head_dim * pairs
+    return (
+        _product_flops(a, prompt, completions)
+        + 4.0 * a.num_layers * a.num_heads * a.head_dim * pairs
+    )
 
 
 def _product_flops(a: Architecture, prompt: int, completions: Sequence[int]) -> float:
@@ -40,14 +43,22 @@ def _product_flops(a: Architecture, prompt: int, completions: Sequence[int]) -> 
     return 2.0 * (blocks * (prompt + tokens) + a.hidden_size * a.vocab_size * tokens)
 
 
-def model_flops(a: Architecture, sampled: Iterable[GroupLengths], trained: Iterable[GroupLengths],
-                num_epochs: int = 1, num_scorings: int = 0) -> float:
+def model_flops(
+    a: Architecture,
+    sampled: Iterable[GroupLengths],
+    trained: Iterable[GroupLengths],
+    num_epochs: int = 1,
+    num_scorings: int = 0,
+) -> float:
     """A whole step: a forward pass over what was sampled; over what was trained on, a forward and a backward pass an
     epoch and a forward pass for each scoring (the reference's, and the one before the first of several updates)."""
     trained, passes = list(trained), 3 * num_epochs + num_scorings
     saved = num_epochs * sum(_product_flops(a, *group) for group in trained) if a.adapter else 0.0
-    return (sum(forward_flops(a, *group) for group in sampled)
-            + passes * sum(forward_flops(a, *group) for group in trained) - saved)
+    return (
+        sum(forward_flops(a, *group) for group in sampled)
+        + passes * sum(forward_flops(a, *group) for group in trained)
+        - saved
+    )
 
 
 @dataclass(frozen=True)
@@ -57,11 +68,19 @@ class Utilisation:
     architecture: Architecture
     peak: float
     num_epochs: int
-    num_scorings: int  # forward passes over the trained tokens besides the updates: old, reference, teacher
+    num_scorings: (
+        int  # forward passes over the trained tokens besides the updates: old, reference, teacher
+    )
 
     @classmethod
-    def on(cls, devices: Iterable[Any], architecture: Architecture, dtype: Any, num_epochs: int = 1,
-           num_scorings: int = 0) -> Utilisation | None:
+    def on(
+        cls,
+        devices: Iterable[Any],
+        architecture: Architecture,
+        dtype: Any,
+        num_epochs: int = 1,
+        num_scorings: int = 0,
+    ) -> Utilisation | None:
         """None if the peak rate of a device is unknown, as that of any CPU."""
         rates = [peak_flops(device.device_kind, dtype) for device in devices]
         known = [rate for rate in rates if rate is not None]
@@ -69,13 +88,17 @@ class Utilisation:
             return None
         return cls(architecture, sum(known), num_epochs, num_scorings)
 
-    def share(self, groups: Sequence[Group], entered: Container[tuple[int, int]], seconds: float) -> float:
+    def share(
+        self, groups: Sequence[Group], entered: Container[tuple[int, int]], seconds: float
+    ) -> float:
         """MFU of a step of so many seconds; `entered` holds the (group, completion) pairs that entered the update."""
         sampled, trained = [], []
         for number, group in enumerate(groups):
             for prompt, members in group.by_prompt():
                 sampled.append((len(prompt), [tokens.stop - tokens.start for _, tokens in members]))
-                inside = [tokens.stop - tokens.start for i, tokens in members if (number, i) in entered]
+                inside = [
+                    tokens.stop - tokens.start for i, tokens in members if (number, i) in entered
+                ]
                 if inside:  # else the prompt was not computed either
                     trained.append((len(prompt), inside))
         flops = model_flops(self.architecture, sampled, trained, self.num_epochs, self.num_scorings)

@@ -52,8 +52,14 @@ TOKENIZER_FILES = (
 # Weights in
 
 
-def load(folder: str | Path, architecture: Architecture, role: Role, dtype: Any = np.float32,
-         keep: Keep = lambda _, array: array, specs: Parameters | None = None) -> Parameters:
+def load(
+    folder: str | Path,
+    architecture: Architecture,
+    role: Role,
+    dtype: Any = np.float32,
+    keep: Keep = lambda _, array: array,
+    specs: Parameters | None = None,
+) -> Parameters:
     """The parameters in a folder's safetensors (bf16, f16, f32, or fp8 by blocks) as `dtype`, in the role's sharding;
     `keep` is given each as soon as it is read, and returns what takes its place. `specs`: others than `param_specs`.
 
@@ -65,10 +71,17 @@ def load(folder: str | Path, architecture: Architecture, role: Role, dtype: Any 
     return read_tensors(open_tensors(folder, architecture, specs), specs, role, dtype, keep)
 
 
-def read_tensors(stored: Mapping[str, StoredParameter], specs: Any, role: Role, dtype: Any,
-                 keep: Keep = lambda _, array: array) -> Any:
+def read_tensors(
+    stored: Mapping[str, StoredParameter],
+    specs: Any,
+    role: Role,
+    dtype: Any,
+    keep: Keep = lambda _, array: array,
+) -> Any:
     """The parameters in a tree of `ParamSpec`, each created on the devices that hold it."""
-    return jax.tree.map(lambda spec: keep(spec, spread(stored[spec.name], ParamLayout.of(spec, role), dtype)), specs)
+    return jax.tree.map(
+        lambda spec: keep(spec, spread(stored[spec.name], ParamLayout.of(spec, role), dtype)), specs
+    )
 
 
 def stored_architecture(folder: Path) -> Architecture:
@@ -95,21 +108,27 @@ def _has_other_head(folder: Path) -> bool:
     step = max(1, COMPARED_BYTES // (4 * head.shape[1]))
     for start in range(0, head.shape[0], step):
         rows = slice(start, min(start + step, head.shape[0]))
-        one, other = (StoredParameter([tensor]).read(slice(0, 1), rows).astype(np.float32)
-                      for tensor in (head, embedding))
+        one, other = (
+            StoredParameter([tensor]).read(slice(0, 1), rows).astype(np.float32)
+            for tensor in (head, embedding)
+        )
         if not np.array_equal(one, other, equal_nan=True):
             return True
     return False
 
 
-def open_tensors(folder: str | Path, a: Architecture, specs: Parameters | None = None) -> dict[str, StoredParameter]:
+def open_tensors(
+    folder: str | Path, a: Architecture, specs: Parameters | None = None
+) -> dict[str, StoredParameter]:
     """The parameters in a folder's safetensors, by their names in `param_specs`; ShoalError unless they are exactly
     those of the architecture, or of the `specs` given."""
     folder, stored = Path(folder), dict[str, StoredTensor]()
     for file in _weight_files(folder):
         stored |= read_header(file)
     # Old Llama files store the rotary frequencies, which are computed here.
-    stored = {name: tensor for name, tensor in stored.items() if not name.endswith("rotary_emb.inv_freq")}
+    stored = {
+        name: tensor for name, tensor in stored.items() if not name.endswith("rotary_emb.inv_freq")
+    }
     if block := weight_block(folder):
         stored = with_scales(stored, block)
     if a.tie_embeddings and "lm_head.weight" in stored:  # the same tensor once more, or alone
@@ -117,19 +136,34 @@ def open_tensors(folder: str | Path, a: Architecture, specs: Parameters | None =
     return check_tensors(stored, specs or param_specs(a), f"{folder} do not fit its config.json")
 
 
-def check_tensors(stored: Mapping[str, StoredTensor], specs: Any, where: str) -> dict[str, StoredParameter]:
+def check_tensors(
+    stored: Mapping[str, StoredTensor], specs: Any, where: str
+) -> dict[str, StoredParameter]:
     """Stored tensors by the names of a tree of `ParamSpec`; ShoalError unless they are exactly those."""
     specs = jax.tree.leaves(specs)
     shapes = {name: spec.tensor_shape for spec in specs for name in spec.tensor_names}
-    misshapen = [f"{name} {list(stored[name].shape)} instead of {list(shape)}"
-                 for name, shape in shapes.items() if name in stored and stored[name].shape != shape]
-    misshapen += [f"{name} stored as {stored[name].dtype} instead of {', '.join(DTYPES)}"
-                  for name in shapes if name in stored and stored[name].dtype not in DTYPES]
-    problems = {"missing": [name for name in shapes if name not in stored],
-                "left over": sorted(stored.keys() - shapes.keys()), "not as expected": misshapen}
-    if listed := "; ".join(f"{kind}: {_listed(names)}" for kind, names in problems.items() if names):
+    misshapen = [
+        f"{name} {list(stored[name].shape)} instead of {list(shape)}"
+        for name, shape in shapes.items()
+        if name in stored and stored[name].shape != shape
+    ]
+    misshapen += [
+        f"{name} stored as {stored[name].dtype} instead of {', '.join(DTYPES)}"
+        for name in shapes
+        if name in stored and stored[name].dtype not in DTYPES
+    ]
+    problems = {
+        "missing": [name for name in shapes if name not in stored],
+        "left over": sorted(stored.keys() - shapes.keys()),
+        "not as expected": misshapen,
+    }
+    if listed := "; ".join(
+        f"{kind}: {_listed(names)}" for kind, names in problems.items() if names
+    ):
         raise ShoalError(f"The tensors in {where}. {listed}.")
-    return {spec.name: StoredParameter([stored[name] for name in spec.tensor_names]) for spec in specs}
+    return {
+        spec.name: StoredParameter([stored[name] for name in spec.tensor_names]) for spec in specs
+    }
 
 
 def has_weights(folder: Path) -> bool:
@@ -143,7 +177,9 @@ def has_weights(folder: Path) -> bool:
 def _weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a folder: the only one, those that its index names, or all."""
     if not folder.is_dir():
-        raise ShoalError(f"{folder}: this machine has no such folder; expected one with a model's safetensors files")
+        raise ShoalError(
+            f"{folder}: this machine has no such folder; expected one with a model's safetensors files"
+        )
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.is_file():
         return [single]
@@ -151,13 +187,19 @@ def _weight_files(folder: Path) -> list[Path]:
     if index.is_file():
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict):
-            raise ShoalError(f"{index} has no weight_map, which names the file of each tensor. Download it again.")
+            raise ShoalError(
+                f"{index} has no weight_map, which names the file of each tensor. Download it again."
+            )
         files = sorted({path_within(folder, name, str(index)) for name in weight_map.values()})
         if absent := [file.name for file in files if not file.is_file()]:
-            raise ShoalError(f"{folder}: {index.name} names {_listed(absent)}, which is missing. Download it again.")
+            raise ShoalError(
+                f"{folder}: {index.name} names {_listed(absent)}, which is missing. Download it again."
+            )
     if not files:
-        raise ShoalError(f"{folder} holds no safetensors file. Pickled weights are never read: convert them to "
-                         "safetensors.")
+        raise ShoalError(
+            f"{folder} holds no safetensors file. Pickled weights are never read: convert them to "
+            "safetensors."
+        )
     return files
 
 
@@ -184,7 +226,10 @@ def save(
     the architecture. Everything is written to a temporary folder and renamed at the end. ShoalError if the folder holds
     files.
     """
-    folder, source = Path(folder).expanduser(), None if source_folder is None else Path(source_folder)
+    folder, source = (
+        Path(folder).expanduser(),
+        None if source_folder is None else Path(source_folder),
+    )
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ShoalError(f"{folder} exists and is not empty: give another folder, or remove it.")
     dtype = np.dtype(jnp.dtype(dtype))
@@ -195,8 +240,11 @@ def save(
         (scratch / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         if source is not None:
             copy_tokenizer(source, scratch)
-        tensors = output_tensors(parameters, param_specs(architecture)) if isinstance(parameters, Parameters) \
+        tensors = (
+            output_tensors(parameters, param_specs(architecture))
+            if isinstance(parameters, Parameters)
             else parameters
+        )
         _write_shards(scratch, tensors, dtype, shard_bytes)
         move_folder(scratch, folder)
 
@@ -214,13 +262,17 @@ def output_tensors(parameters: Any, specs: Any) -> Iterator[OutputTensor]:
     """The tensors of parameters as files hold them, each read when it is written; `specs`: a tree of `ParamSpec`."""
     for array, spec in zip(jax.tree.leaves(parameters), jax.tree.leaves(specs), strict=True):
         if tuple(array.shape) != spec.shape:
-            raise ValueError(f"parameter {spec.name} is {tuple(array.shape)}; the architecture has {spec.shape}")
+            raise ValueError(
+                f"parameter {spec.name} is {tuple(array.shape)}; the architecture has {spec.shape}"
+            )
         layout = ParamLayout.on(array, spec)
         for layer, name in enumerate(spec.tensor_names):
             yield OutputTensor(name, spec.tensor_shape, partial(collect, array, layout, layer))
 
 
-def _write_shards(folder: Path, tensors: Iterable[OutputTensor], dtype: np.dtype, shard_bytes: int) -> None:
+def _write_shards(
+    folder: Path, tensors: Iterable[OutputTensor], dtype: np.dtype, shard_bytes: int
+) -> None:
     """Writes one file, or files of at most `shard_bytes` with an index."""
     shards: list[list[OutputTensor]] = [[]]
     sizes = [0]
@@ -240,4 +292,6 @@ def _write_shards(folder: Path, tensors: Iterable[OutputTensor], dtype: np.dtype
         write_file(folder / name, shard, dtype)
         weight_map.update({tensor.name: name for tensor in shard})
     index = {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps(index, indent=2) + "\n", encoding="utf-8"
+    )

@@ -77,7 +77,9 @@ class LayerCache:
     own_v: Any
 
 
-def empty(model: Model, rows: int, siblings: int, prefix: int, own: int, pages: int = 0) -> tuple[LayerCache, ...]:
+def empty(
+    model: Model, rows: int, siblings: int, prefix: int, own: int, pages: int = 0
+) -> tuple[LayerCache, ...]:
     """One cache of zeros for each layer, in the type of the computation. `prefix` and `own`: of all parts. Own keys are
     by pages: so many, or with 0 each slot's own."""
     a, dtype = model.architecture, model.dtype
@@ -86,16 +88,29 @@ def empty(model: Model, rows: int, siblings: int, prefix: int, own: int, pages: 
     def layer() -> LayerCache:
         if by_pages(model):
             count = (pages,) if pages else (rows, siblings, own // PAGE)
-            return LayerCache(jnp.zeros((rows, heads, prefix, 2 * a.head_dim), dtype), None,
-                              jnp.zeros((*count, heads, PAGE, 2 * a.head_dim), dtype), None)
-        of_row, of_slot = (rows, heads, prefix // parts, a.head_dim), (rows, siblings, heads, own // parts, a.head_dim)
-        return LayerCache(*(jnp.zeros(shape, dtype) for shape in (of_row, of_row, of_slot, of_slot)))
+            return LayerCache(
+                jnp.zeros((rows, heads, prefix, 2 * a.head_dim), dtype),
+                None,
+                jnp.zeros((*count, heads, PAGE, 2 * a.head_dim), dtype),
+                None,
+            )
+        of_row, of_slot = (
+            (rows, heads, prefix // parts, a.head_dim),
+            (rows, siblings, heads, own // parts, a.head_dim),
+        )
+        return LayerCache(
+            *(jnp.zeros(shape, dtype) for shape in (of_row, of_row, of_slot, of_slot))
+        )
 
     return tuple(layer() for _ in range(a.num_layers))
 
 
-def write_prefixes(model: Model, caches: tuple[LayerCache, ...], keys: Sequence[tuple[jax.Array, jax.Array]],
-                   rows: jax.Array) -> tuple[LayerCache, ...]:
+def write_prefixes(
+    model: Model,
+    caches: tuple[LayerCache, ...],
+    keys: Sequence[tuple[jax.Array, jax.Array]],
+    rows: jax.Array,
+) -> tuple[LayerCache, ...]:
     """Writes prompts' keys and values, (k, v) a layer [R, T, K, A], to rows[R]; a row past the end is dropped.
 
     T may be padded beyond the size of the caches; what is beyond is padding and not written.
@@ -109,34 +124,47 @@ def write_prefixes(model: Model, caches: tuple[LayerCache, ...], keys: Sequence[
 
     if parts > 1:
         heads = PartitionSpec(None, None, "tensor")
-        keys = _on_parts(model, lambda keys, part: jax.tree.map(lambda new: of_part(new, part), keys), (heads,), heads,
-                         keys)
+        keys = _on_parts(
+            model,
+            lambda keys, part: jax.tree.map(lambda new: of_part(new, part), keys),
+            (heads,),
+            heads,
+            keys,
+        )
     # The buckets of prompts are 64 x 2^n and may exceed the caches, which are sized by max_prompt_tokens.
     size = min(keys[0][0].shape[1], caches[0].prefix_k.shape[2])
 
     def write(cache: jax.Array, new: jax.Array) -> jax.Array:
         return cache.at[rows, :, :size].set(new[:, :size].swapaxes(1, 2), mode="drop")
 
-    return tuple(replace(cache, prefix_k=write(cache.prefix_k, jnp.concatenate([k, v], -1)))
-                 if cache.prefix_v is None else
-                 replace(cache, prefix_k=write(cache.prefix_k, k), prefix_v=write(cache.prefix_v, v))
-                 for cache, (k, v) in zip(caches, keys, strict=True))
+    return tuple(
+        replace(cache, prefix_k=write(cache.prefix_k, jnp.concatenate([k, v], -1)))
+        if cache.prefix_v is None
+        else replace(cache, prefix_k=write(cache.prefix_k, k), prefix_v=write(cache.prefix_v, v))
+        for cache, (k, v) in zip(caches, keys, strict=True)
+    )
 
 
-def copy_prefixes(caches: tuple[LayerCache, ...], sources: jax.Array, rows: jax.Array) -> tuple[LayerCache, ...]:
+def copy_prefixes(
+    caches: tuple[LayerCache, ...], sources: jax.Array, rows: jax.Array
+) -> tuple[LayerCache, ...]:
     """Copies prompts' keys and values from sources[M] to rows[M]; a row past the end is dropped."""
 
     def copy(cache: jax.Array) -> jax.Array:
         return cache.at[rows].set(cache[sources], mode="drop")
 
     copied = (jax.tree.map(copy, (cache.prefix_k, cache.prefix_v)) for cache in caches)
-    return tuple(replace(cache, prefix_k=k, prefix_v=v) for cache, (k, v) in zip(caches, copied, strict=True))
+    return tuple(
+        replace(cache, prefix_k=k, prefix_v=v) for cache, (k, v) in zip(caches, copied, strict=True)
+    )
 
 
 def read_pages(pool: jax.Array, pages: jax.Array) -> jax.Array:
     """The pages[..] of a pool [P, K, PAGE, 2 A], [.., K, PAGE, 2 A]; one past the end means the last."""
     # One after another: XLA for TPU reads all of a pool where it gathers pages of it.
-    found = jax.lax.map(lambda page: jax.lax.dynamic_index_in_dim(pool, page, keepdims=False), pages.reshape(-1))
+    found = jax.lax.map(
+        lambda page: jax.lax.dynamic_index_in_dim(pool, page, keepdims=False), pages.reshape(-1)
+    )
     return found.reshape(*pages.shape, *pool.shape[1:])
 
 
@@ -158,10 +186,19 @@ def out_of_pages(cache: LayerCache) -> LayerCache:
 def _on_parts(model: Model, function: Callable, specs: tuple, out: Any, *args: Any) -> Any:
     """A function of arrays on each device of `tensor`, and of the part of its head's positions that it holds, where
     that is not all."""
-    mesh, part = model.role.mesh, [jnp.arange(model.key_heads) % model.key_parts] * (model.key_parts > 1)
+    mesh, part = (
+        model.role.mesh,
+        [jnp.arange(model.key_heads) % model.key_parts] * (model.key_parts > 1),
+    )
     # All axes that are not split by rows already: kernels for TPUs may not have any that XLA could split.
-    return jax.shard_map(function, mesh=mesh, in_specs=(*specs, *[PartitionSpec("tensor")] * len(part)), out_specs=out,
-                         axis_names={*mesh.axis_names} - {*mesh.manual_axes}, check_vma=False)(*args, *part)
+    return jax.shard_map(
+        function,
+        mesh=mesh,
+        in_specs=(*specs, *[PartitionSpec("tensor")] * len(part)),
+        out_specs=out,
+        axis_names={*mesh.axis_names} - {*mesh.manual_axes},
+        check_vma=False,
+    )(*args, *part)
 
 
 def kernel_refusal(model: Model) -> str:
@@ -170,10 +207,16 @@ def kernel_refusal(model: Model) -> str:
     if platform == "cpu":
         return f"it is for GPUs and TPUs, and this is a {platform.upper()}"
     if model.key_parts > 1:
-        return f"a key head would be on {model.key_parts} devices: it needs mesh.sampler_tensor of at most " \
-               f"{model.architecture.num_kv_heads}, the model's key/value heads"
+        return (
+            f"a key head would be on {model.key_parts} devices: it needs mesh.sampler_tensor of at most "
+            f"{model.architecture.num_kv_heads}, the model's key/value heads"
+        )
     if platform == "tpu":
-        return f"it needs heads of a multiple of 64, and the model's head_dim is {width}" if width % 64 else ""
+        return (
+            f"it needs heads of a multiple of 64, and the model's head_dim is {width}"
+            if width % 64
+            else ""
+        )
     from shoal.model.decode_kernel import HEADS  # Pallas takes a second to import
 
     if width in HEADS:
@@ -185,8 +228,11 @@ def decodes_by_kernel(model: Model) -> bool:
     """True if decoding takes the kernel, as `auto` does where it can. ShoalError if it cannot and was asked for."""
     reason = kernel_refusal(model)
     if reason and model.attention == "pallas" and model.role.platform != "cpu":
-        raise ShoalError(f"model.attention=pallas: decoding's kernel cannot compute this model, {reason}; with "
-                         "model.attention=auto decoding goes without it", "model.attention")
+        raise ShoalError(
+            f"model.attention=pallas: decoding's kernel cannot compute this model, {reason}; with "
+            "model.attention=auto decoding goes without it",
+            "model.attention",
+        )
     return not reason and model.attention in ("auto", "pallas")
 
 
@@ -209,27 +255,37 @@ class KernelAttention:
     def rotates(self) -> bool:
         return not by_pages(self.model)
 
-    def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerCache,
-                 rope: Any = None) -> tuple[jax.Array, LayerCache]:
+    def __call__(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerCache, rope: Any = None
+    ) -> tuple[jax.Array, LayerCache]:
         attend, slots = _attend_pages, (self.live, self.prefix_len, self.position, self.pages)
         if self.rotates:
-            attend, slots = _attend_slots, (*(x[:, :, 0] for x in rope), self.prefix_len, self.position)
+            attend, slots = (
+                _attend_slots,
+                (*(x[:, :, 0] for x in rope), self.prefix_len, self.position),
+            )
         if self.model.role.mesh.size == 1:
             return attend(q, k, v, cache, slots)
         return _by_heads(self.model, attend, q, k, v, cache, slots)
 
 
-def _attend_slots(q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerCache, slots: tuple) -> tuple:
+def _attend_slots(
+    q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerCache, slots: tuple
+) -> tuple:
     from shoal.model.decode_kernel import attend_slots  # Pallas takes a second to import
 
     keys = cache.prefix_k, cache.prefix_v, cache.own_k, cache.own_v
     cos, sin, prefix_len, position = slots
     # Of one product, these are slices that XLA sees are beside each other.
-    out, own_k, own_v = attend_slots(jnp.concatenate([q, k, v], -2), cos, sin, keys, prefix_len, position)
+    out, own_k, own_v = attend_slots(
+        jnp.concatenate([q, k, v], -2), cos, sin, keys, prefix_len, position
+    )
     return out, replace(cache, own_k=own_k, own_v=own_v)
 
 
-def _attend_pages(q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerCache, slots: tuple) -> tuple:
+def _attend_pages(
+    q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerCache, slots: tuple
+) -> tuple:
     from shoal.model.decode_kernel import attend_pages  # Pallas takes a second to import
 
     live, prefix_len, position, pages = slots
@@ -238,21 +294,39 @@ def _attend_pages(q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerCache, s
     page = jnp.take_along_axis(pages, position[..., None] // PAGE, 2)
     page = jnp.where(live[..., None], page, nowhere[..., None])
     own = cache.own_k.at[page, jnp.arange(k.shape[2]), position[..., None] % PAGE].set(
-        jnp.concatenate([k, v], -1), unique_indices=True, mode="drop")
-    out = attend_pages(q, cache.prefix_k, own, jnp.where(live.any(1), prefix_len, 0),
-                       jnp.where(live, position + 1, 0), pages)
+        jnp.concatenate([k, v], -1), unique_indices=True, mode="drop"
+    )
+    out = attend_pages(
+        q,
+        cache.prefix_k,
+        own,
+        jnp.where(live.any(1), prefix_len, 0),
+        jnp.where(live, position + 1, 0),
+        pages,
+    )
     return out, replace(cache, own_k=own)
 
 
 def _by_heads(model: Model, function: Callable, *args: Any) -> Any:
     """An attention of q, k, v [N, W, heads, A], a layer's cache and arrays by slot, on each device of its own heads."""
-    heads, cache = PartitionSpec(None, None, "tensor"), jax.tree.map(
-        lambda keys: PartitionSpec(*(None,) * (keys.ndim - 3), "tensor"), args[3])
-    return _on_parts(model, function, (heads, heads, heads, cache, PartitionSpec()), (heads, cache), *args)
+    heads, cache = (
+        PartitionSpec(None, None, "tensor"),
+        jax.tree.map(lambda keys: PartitionSpec(*(None,) * (keys.ndim - 3), "tensor"), args[3]),
+    )
+    return _on_parts(
+        model, function, (heads, heads, heads, cache, PartitionSpec()), (heads, cache), *args
+    )
 
 
-def decode_attention(model: Model, prefix_len: jax.Array, position: jax.Array, num_prefix: jax.Array,
-                     num_own: jax.Array, live: jax.Array, pages: jax.Array | None = None) -> AttentionFn:
+def decode_attention(
+    model: Model,
+    prefix_len: jax.Array,
+    position: jax.Array,
+    num_prefix: jax.Array,
+    num_own: jax.Array,
+    live: jax.Array,
+    pages: jax.Array | None = None,
+) -> AttentionFn:
     """The `AttentionFn` of decoding: one token for each of [N, W] slots.
 
     The token's key and value are written at position[N, W] of its slot; it then attends to its row's prompt and to
@@ -261,10 +335,21 @@ def decode_attention(model: Model, prefix_len: jax.Array, position: jax.Array, n
     """
     if decodes_by_kernel(model):
         return KernelAttention(model, prefix_len, position, live, pages)
-    parts, platform, slots = model.key_parts, model.role.platform, (prefix_len, position, num_prefix, num_own)
+    parts, platform, slots = (
+        model.key_parts,
+        model.role.platform,
+        (prefix_len, position, num_prefix, num_own),
+    )
 
-    def read(q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerCache, slots: tuple[jax.Array, ...], part: Any = 0,
-             merge: Callable[[tuple], tuple] = lambda parts: parts) -> tuple[jax.Array, LayerCache]:
+    def read(
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        cache: LayerCache,
+        slots: tuple[jax.Array, ...],
+        part: Any = 0,
+        merge: Callable[[tuple], tuple] = lambda parts: parts,
+    ) -> tuple[jax.Array, LayerCache]:
         prefix_len, position, num_prefix, num_own = slots
         row, slot, head = jnp.indices(k.shape[:3], sparse=True)
         index = position[..., None]
@@ -274,29 +359,53 @@ def decode_attention(model: Model, prefix_len: jax.Array, position: jax.Array, n
         def write(keys: jax.Array, new: jax.Array) -> jax.Array:
             # XLA for TPU compiles a scatter to a loop over slots where two of them might coincide. Written with all
             # heads at once, it transposes the whole cache at both ends of every dispatch.
-            return keys.at[row, slot, head, index].set(new, unique_indices=True, indices_are_sorted=True,
-                                                       mode="drop" if parts > 1 else "promise_in_bounds")
+            return keys.at[row, slot, head, index].set(
+                new,
+                unique_indices=True,
+                indices_are_sorted=True,
+                mode="drop" if parts > 1 else "promise_in_bounds",
+            )
 
         def positions(keys: jax.Array) -> jax.Array:
             return parts * jnp.arange(keys.shape[-2]) + part
 
-        cache = LayerCache(cache.prefix_k, cache.prefix_v, write(cache.own_k, k), write(cache.own_v, v))
+        cache = LayerCache(
+            cache.prefix_k, cache.prefix_v, write(cache.own_k, k), write(cache.own_v, v)
+        )
         prefix_mask = positions(cache.prefix_k) < prefix_len[:, None]
-        blocks = keys_at_once(platform, cache.prefix_k.shape[2]), keys_at_once(platform, cache.own_k.shape[3])
+        blocks = (
+            keys_at_once(platform, cache.prefix_k.shape[2]),
+            keys_at_once(platform, cache.own_k.shape[3]),
+        )
         # Up to and with the token itself; what an earlier completion left behind lies beyond and stays masked.
         own_mask = positions(cache.own_k) <= position[..., None]
-        out = online_softmax(q[:, :, None], Keys(cache.prefix_k, cache.prefix_v, prefix_mask),
-                             Keys(cache.own_k, cache.own_v, own_mask), num_prefix, num_own, blocks, merge)
+        out = online_softmax(
+            q[:, :, None],
+            Keys(cache.prefix_k, cache.prefix_v, prefix_mask),
+            Keys(cache.own_k, cache.own_v, own_mask),
+            num_prefix,
+            num_own,
+            blocks,
+            merge,
+        )
         return out[:, :, 0], cache
 
     if model.role.tensor == 1:
         return partial(read, slots=slots)
     groups = [list(range(first, first + parts)) for first in range(0, model.key_heads, parts)]
 
-    def of_part(q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerCache, slots: tuple[jax.Array, ...],
-                part: Any = 0) -> tuple[jax.Array, LayerCache]:
+    def of_part(
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        cache: LayerCache,
+        slots: tuple[jax.Array, ...],
+        part: Any = 0,
+    ) -> tuple[jax.Array, LayerCache]:
         """Each device computes all queries of its key head against its part, and merges those of its own."""
-        if parts == 1:  # here too: else the partitioner gathers for each what all devices of a replica write
+        if (
+            parts == 1
+        ):  # here too: else the partitioner gathers for each what all devices of a replica write
             return read(q, k, v, cache, slots)
         q = jax.lax.all_gather(q, "tensor", axis=2, axis_index_groups=groups, tiled=True)
         prefix_len, position, num_prefix, num_own = slots
@@ -309,7 +418,9 @@ def decode_attention(model: Model, prefix_len: jax.Array, position: jax.Array, n
 def _merge_parts(parts: int, groups: list[list[int]], found: tuple) -> tuple:
     """The maxima, sums and outputs of a device's own queries, from those that each part of their keys gave."""
     top, total, out = found
-    packed = jnp.concatenate([top[..., None], total[..., None], out], -1)[:, :, 0]  # [N, W, g, 2 + A]
+    packed = jnp.concatenate([top[..., None], total[..., None], out], -1)[
+        :, :, 0
+    ]  # [N, W, g, 2 + A]
     packed = jax.lax.all_to_all(packed, "tensor", 2, 2, axis_index_groups=groups, tiled=True)
     packed = packed.reshape(*packed.shape[:2], 1, parts, -1, packed.shape[-1])
     top = packed[..., 0]
@@ -326,20 +437,34 @@ def piece_attention(start: jax.Array, longest: jax.Array, block: int) -> Attenti
     prompt's up to its own, as a slot does in decoding.
     """
 
-    def attention(q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
-        prefix_k, prefix_v = (jax.lax.dynamic_update_slice_in_dim(before, new.swapaxes(1, 2), start, 2)
-                              for before, new in ((cache.prefix_k, k), (cache.prefix_v, v)))
+    def attention(
+        q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerCache
+    ) -> tuple[jax.Array, LayerCache]:
+        prefix_k, prefix_v = (
+            jax.lax.dynamic_update_slice_in_dim(before, new.swapaxes(1, 2), start, 2)
+            for before, new in ((cache.prefix_k, k), (cache.prefix_v, v))
+        )
         keys = replace(cache, prefix_k=prefix_k, prefix_v=prefix_v)
 
         def read(queries: tuple[jax.Array, jax.Array]) -> jax.Array:
             q, first = queries  # [R, b, H, A], and the place of the first
-            own_k, own_v = (jax.lax.dynamic_slice_in_dim(x, first, block, 2)[:, None]
-                            for x in (keys.prefix_k, keys.prefix_v))
-            before = Keys(keys.prefix_k, keys.prefix_v, jnp.ones((len(q), keys.prefix_k.shape[2]), bool))
+            own_k, own_v = (
+                jax.lax.dynamic_slice_in_dim(x, first, block, 2)[:, None]
+                for x in (keys.prefix_k, keys.prefix_v)
+            )
+            before = Keys(
+                keys.prefix_k, keys.prefix_v, jnp.ones((len(q), keys.prefix_k.shape[2]), bool)
+            )
             among = jnp.broadcast_to(jnp.tri(block, dtype=bool), (len(q), block, block))
             num_before = jnp.where(first < longest, first, 0)  # padding reads its own block alone
-            return online_softmax(q[:, :, None], before, Keys(own_k, own_v, among), num_before, jnp.int32(block),
-                                  (block, block))[:, :, 0]
+            return online_softmax(
+                q[:, :, None],
+                before,
+                Keys(own_k, own_v, among),
+                num_before,
+                jnp.int32(block),
+                (block, block),
+            )[:, :, 0]
 
         # By blocks of queries, none of which reads keys beyond its own: half of all pairs, and few scores at once.
         queries = jnp.moveaxis(q.reshape(len(q), -1, block, *q.shape[2:]), 1, 0)
@@ -356,12 +481,20 @@ def context_attention(platform: str, prefix_len: jax.Array, start: jax.Array) ->
     token reads its prompt, and its completion up to itself. Returned are the own keys and values, with the new ones.
     """
 
-    def attention(q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerCache) -> tuple[jax.Array, tuple]:
+    def attention(
+        q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerCache
+    ) -> tuple[jax.Array, tuple]:
         append = jax.vmap(partial(jax.lax.dynamic_update_slice_in_dim, axis=1))
-        own_k, own_v = (append(before, new.swapaxes(1, 2), start)
-                        for before, new in ((cache.own_k, k), (cache.own_v, v)))
+        own_k, own_v = (
+            append(before, new.swapaxes(1, 2), start)
+            for before, new in ((cache.own_k, k), (cache.own_v, v))
+        )
         place = start[:, None] + jnp.arange(q.shape[1])
-        prompt = Keys(cache.prefix_k, cache.prefix_v, jnp.arange(cache.prefix_k.shape[2]) < prefix_len[:, None])
+        prompt = Keys(
+            cache.prefix_k,
+            cache.prefix_v,
+            jnp.arange(cache.prefix_k.shape[2]) < prefix_len[:, None],
+        )
         own = Keys(own_k[:, None], own_v[:, None], jnp.arange(own_k.shape[2]) <= place[..., None])
         blocks = keys_at_once(platform, prompt.k.shape[2]), keys_at_once(platform, own_k.shape[2])
         out = online_softmax(q[:, :, None], prompt, own, prefix_len.max(), place.max() + 1, blocks)

@@ -18,7 +18,9 @@ class LazyArray:
     dtype: np.dtype
     read: Callable[[tuple[slice, ...]], np.ndarray]
     axes: tuple[int, ...] = ()
-    one_by_one: int | None = None  # on disk, a large array has separate pieces for each index of this axis
+    one_by_one: int | None = (
+        None  # on disk, a large array has separate pieces for each index of this axis
+    )
 
     @property
     def ndim(self) -> int:
@@ -42,6 +44,8 @@ class LazyArray:
 
 def grid(shape: Sequence[int], steps: Sequence[int]) -> Iterator[tuple[slice, ...]]:
     """The parts of an array in steps along its axes, in order."""
-    ranges = [[slice(start, min(start + step, size)) for start in range(0, size, step)]
-              for size, step in zip(shape, steps, strict=True)]
+    ranges = [
+        [slice(start, min(start + step, size)) for start in range(0, size, step)]
+        for size, step in zip(shape, steps, strict=True)
+    ]
     return itertools.product(*ranges)

@@ -88,39 +88,50 @@ def linear(weight: Weight, x: jax.Array, out_dtype: Any = None) -> jax.Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def cast_product(x: jax.Array, kernel: jax.Array, master: jax.Array | None, out_dtype: Any,
-                 reduce_dtype: Any) -> jax.Array:
+def cast_product(
+    x: jax.Array, kernel: jax.Array, master: jax.Array | None, out_dtype: Any, reduce_dtype: Any
+) -> jax.Array:
     """x[..., T, in] times `Cast`'s kernel[..., in, out]; without a master the gradient is the kernel's own."""
     return jnp.matmul(x, kernel, preferred_element_type=out_dtype)
 
 
-def _cast_product_forward(x: jax.Array, kernel: jax.Array, master: jax.Array | None, out_dtype: Any,
-                          reduce_dtype: Any) -> tuple[jax.Array, Any]:
+def _cast_product_forward(
+    x: jax.Array, kernel: jax.Array, master: jax.Array | None, out_dtype: Any, reduce_dtype: Any
+) -> tuple[jax.Array, Any]:
     # Not `cast_product` again: no policy of `jax.checkpoint` looks into it, so that none would keep the product.
     return jnp.matmul(x, kernel, preferred_element_type=out_dtype), (x, kernel)
 
 
-def _cast_product_backward(out_dtype: Any, reduce_dtype: Any, kept: Any, gradient: jax.Array) -> tuple:
+def _cast_product_backward(
+    out_dtype: Any, reduce_dtype: Any, kept: Any, gradient: jax.Array
+) -> tuple:
     x, kernel = kept
     # Of x's type also where the product is float32 (logits): the kernel would be converted whole for float32 products.
     gradient = gradient.astype(x.dtype)
     # The partitioner sums over devices what the product gives, so its type is that of the reduction.
     of_kernel = jnp.matmul(x.mT, gradient, preferred_element_type=reduce_dtype)
     of_x = jnp.matmul(gradient, kernel.mT)
-    return (of_x, of_kernel, None) if reduce_dtype is None else (of_x, None, of_kernel.astype(jnp.float32))
+    return (
+        (of_x, of_kernel, None)
+        if reduce_dtype is None
+        else (of_x, None, of_kernel.astype(jnp.float32))
+    )
 
 
 cast_product.defvjp(_cast_product_forward, _cast_product_backward)
 
 
-def _adapted(scale: float, out_dtype: Any, x: jax.Array, kernel: Weight, pair: tuple[Weight, Weight]) -> jax.Array:
+def _adapted(
+    scale: float, out_dtype: Any, x: jax.Array, kernel: Weight, pair: tuple[Weight, Weight]
+) -> jax.Array:
     # Never merged into the kernel, whose type would round an update's change away.
     return linear(kernel, x, out_dtype) + linear(pair[1], linear(pair[0], x) * scale, out_dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def adapted_product(scale: float, out_dtype: Any, x: jax.Array, kernel: Weight,
-                    pair: tuple[Weight, Weight]) -> jax.Array:
+def adapted_product(
+    scale: float, out_dtype: Any, x: jax.Array, kernel: Weight, pair: tuple[Weight, Weight]
+) -> jax.Array:
     """x[..., in] kernel + (x a) b * scale -> [..., out]; the kernel is frozen and has no gradient.
 
     No policy of `jax.checkpoint` looks into it: the sum, named `product`, is kept in place of what it is made of, and
@@ -128,7 +139,9 @@ def adapted_product(scale: float, out_dtype: Any, x: jax.Array, kernel: Weight,
     return _adapted(scale, out_dtype, x, kernel, pair)
 
 
-def _adapted_product_backward(scale: float, out_dtype: Any, kept: Any, gradient: jax.Array) -> tuple:
+def _adapted_product_backward(
+    scale: float, out_dtype: Any, kept: Any, gradient: jax.Array
+) -> tuple:
     x, kernel, pair = kept
     _, backward = jax.vjp(lambda x, pair: _adapted(scale, out_dtype, x, kernel, pair), x, pair)
     of_x, (of_a, of_b) = backward(gradient)
@@ -137,7 +150,9 @@ def _adapted_product_backward(scale: float, out_dtype: Any, kept: Any, gradient:
     return of_x, None, (of_a, of_b)
 
 
-adapted_product.defvjp(lambda *inputs: (adapted_product(*inputs), inputs[2:]), _adapted_product_backward)
+adapted_product.defvjp(
+    lambda *inputs: (adapted_product(*inputs), inputs[2:]), _adapted_product_backward
+)
 
 
 def quantise(kernel: jax.Array, dtype: Any) -> Quantised:
@@ -146,7 +161,9 @@ def quantise(kernel: jax.Array, dtype: Any) -> Quantised:
     most = float((jnp.iinfo if dtype.kind == "i" else jnp.finfo)(dtype).max)
     scale = jnp.abs(wide).max(axis=-2) / most
     # Up to the next bfloat16, whose upper 16 bits are float32's: no value may pass the type's largest.
-    bits = (jax.lax.bitcast_convert_type(scale, jnp.uint32) + jnp.uint32(0xFFFF)) & jnp.uint32(0xFFFF0000)
+    bits = (jax.lax.bitcast_convert_type(scale, jnp.uint32) + jnp.uint32(0xFFFF)) & jnp.uint32(
+        0xFFFF0000
+    )
     scale = jnp.where(scale > 0, jax.lax.bitcast_convert_type(bits, jnp.float32), 1.0)
     values = wide / scale[..., None, :]
     return Quantised((jnp.round(values) if dtype.kind == "i" else values).astype(dtype), scale)
@@ -164,7 +181,9 @@ def _broadcast(vector: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Arr
     return jnp.broadcast_to(vector.astype(dtype), shape)
 
 
-def _broadcast_backward(shape: tuple[int, ...], dtype: Any, _: None, gradient: jax.Array) -> tuple[jax.Array]:
+def _broadcast_backward(
+    shape: tuple[int, ...], dtype: Any, _: None, gradient: jax.Array
+) -> tuple[jax.Array]:
     rows = gradient.reshape(-1, shape[-1])
     if dtype == jnp.float32:
         # A product: XLA's sum over rows on CPU has an eighth of its speed, an eighth of a small model's update.
@@ -172,4 +191,6 @@ def _broadcast_backward(shape: tuple[int, ...], dtype: Any, _: None, gradient: j
     return (rows.astype(jnp.float32).sum(0),)
 
 
-_broadcast.defvjp(lambda vector, shape, dtype: (_broadcast(vector, shape, dtype), None), _broadcast_backward)
+_broadcast.defvjp(
+    lambda vector, shape, dtype: (_broadcast(vector, shape, dtype), None), _broadcast_backward
+)

@@ -33,49 +33,91 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ALL = "all-linear"
 """PEFT's name for all products of a layer."""
 
-REFUSED = ("use_dora", "modules_to_save", "lora_bias", "rank_pattern", "alpha_pattern", "layers_to_transform",
-           "layers_pattern", "layer_replication", "target_parameters", "exclude_modules", "fan_in_fan_out",
-           "trainable_token_indices", "use_qalora", "use_bdlora", "arrow_config", "kasa_config", "monteclora_config",
-           "velora_config", "alora_invocation_tokens")
+REFUSED = (
+    "use_dora",
+    "modules_to_save",
+    "lora_bias",
+    "rank_pattern",
+    "alpha_pattern",
+    "layers_to_transform",
+    "layers_pattern",
+    "layer_replication",
+    "target_parameters",
+    "exclude_modules",
+    "fan_in_fan_out",
+    "trainable_token_indices",
+    "use_qalora",
+    "use_bdlora",
+    "arrow_config",
+    "kasa_config",
+    "monteclora_config",
+    "velora_config",
+    "alora_invocation_tokens",
+)
 """Entries of adapter_config.json from which another computation follows, where they are set."""
 BEGINNINGS = (None, True, False, "gaussian", "orthogonal", "eva")
 """`init_lora_weights` that leave the base as it is."""
 
 
-def make_adapter(a: Architecture, rank: int, alpha: float, targets: Sequence[str], rslora: bool) -> Adapter:
+def make_adapter(
+    a: Architecture, rank: int, alpha: float, targets: Sequence[str], rslora: bool
+) -> Adapter:
     """The adapter of an architecture; ShoalError for targets that it does not have, and for too high a rank.
 
     `targets`: names of products (q_proj, ...), ends of their paths (self_attn.q_proj), one regular expression over
     whole paths (`.*_attn\\.(q|v)_proj`), or `all-linear`.
     """
     paths = _paths(a)
-    covered: list[set[str]] = [set() for _ in range(a.num_layers)]  # of each layer, the products with an adapter
+    covered: list[set[str]] = [
+        set() for _ in range(a.num_layers)
+    ]  # of each layer, the products with an adapter
     named_by: dict[str, str] = {}  # product -> a target that names it
     for target in targets:
-        layers = [{name for name, path in paths.items() if _matches(target, name, path.replace(".0.", f".{layer}."))}
-                  for layer in range(a.num_layers)]
+        layers = [
+            {
+                name
+                for name, path in paths.items()
+                if _matches(target, name, path.replace(".0.", f".{layer}."))
+            }
+            for layer in range(a.num_layers)
+        ]
         if not any(layers):
-            raise ShoalError(f"model.lora.targets={target}: no product of the model is called so; it has "
-                             f"{', '.join(PRODUCTS)}, and {ALL} for all of them{did_you_mean(target, PRODUCTS)}")
+            raise ShoalError(
+                f"model.lora.targets={target}: no product of the model is called so; it has "
+                f"{', '.join(PRODUCTS)}, and {ALL} for all of them{did_you_mean(target, PRODUCTS)}"
+            )
         for products, found in zip(covered, layers, strict=True):
             products |= found
             named_by |= dict.fromkeys(found, target)
     # PEFT writes the product of each layer in full where an adapter has fewer than 20: together they may be all layers.
     for name, target in named_by.items():
         if any(name not in products for products in covered):
-            raise ShoalError(f"model.lora.targets={target} is a product in some layers alone: give one of all layers")
+            raise ShoalError(
+                f"model.lora.targets={target} is a product in some layers alone: give one of all layers"
+            )
     chosen = tuple(name for name in paths if name in named_by)
-    sizes = {spec.name: min(spec.shape[1:]) for spec in jax.tree.leaves(param_specs(a)) if len(spec.shape) == 3}
-    least, name = min((sizes[f"{paths[name]}.weight".replace(".0.", ".{layer}.")], name) for name in chosen)
+    sizes = {
+        spec.name: min(spec.shape[1:])
+        for spec in jax.tree.leaves(param_specs(a))
+        if len(spec.shape) == 3
+    }
+    least, name = min(
+        (sizes[f"{paths[name]}.weight".replace(".0.", ".{layer}.")], name) for name in chosen
+    )
     if not 1 <= rank <= least:
-        raise ShoalError(f"model.lora.rank={rank}: expected 1 to {least}, the smaller dimension of {name}")
+        raise ShoalError(
+            f"model.lora.rank={rank}: expected 1 to {least}, the smaller dimension of {name}"
+        )
     return Adapter(rank, alpha, chosen, rslora)
 
 
 def _paths(a: Architecture) -> dict[str, str]:
     """Name -> path of each product of the first layer."""
-    paths = [spec.tensor_names[0].removesuffix(".weight") for spec in jax.tree.leaves(param_specs(a.base))
-             if len(spec.shape) == 3]
+    paths = [
+        spec.tensor_names[0].removesuffix(".weight")
+        for spec in jax.tree.leaves(param_specs(a.base))
+        if len(spec.shape) == 3
+    ]
     return {path.rpartition(".")[2]: path for path in paths}
 
 
@@ -98,8 +140,10 @@ def is_adapter(folder: Path) -> bool:
 def read_base(folder: Path) -> str:
     """Folder or hub id of the model that an adapter was trained on."""
     if not (base := read_json(folder / CONFIG).get("base_model_name_or_path")):
-        raise ShoalError(f"{folder / CONFIG} does not name the model it belongs to (base_model_name_or_path): give "
-                         f"that one as model.path, and this as model.lora.path={folder}")
+        raise ShoalError(
+            f"{folder / CONFIG} does not name the model it belongs to (base_model_name_or_path): give "
+            f"that one as model.path, and this as model.lora.path={folder}"
+        )
     return str(base)
 
 
@@ -107,19 +151,28 @@ def read_adapter(folder: Path, a: Architecture) -> Adapter:
     """The adapter in a folder of PEFT's, for a model; ShoalError where it is none of the kind computed here."""
     config = read_json(folder / CONFIG)
     others = [name for name in REFUSED if config.get(name)]
-    others += [f"init_lora_weights {config.get('init_lora_weights')}"] * \
-        (config.get("init_lora_weights") not in BEGINNINGS)
+    others += [f"init_lora_weights {config.get('init_lora_weights')}"] * (
+        config.get("init_lora_weights") not in BEGINNINGS
+    )
     others += [f"peft_type {config.get('peft_type')}"] * (config.get("peft_type") != "LORA")
     others += [f"bias {config.get('bias')}"] * (config.get("bias", "none") != "none")
     if others:
-        raise ShoalError(f"{folder / CONFIG} has {', '.join(others)}, which is not supported: expected plain LoRA")
+        raise ShoalError(
+            f"{folder / CONFIG} has {', '.join(others)}, which is not supported: expected plain LoRA"
+        )
     targets = config.get("target_modules") or ()
     try:
-        return make_adapter(a, int(config["r"]), float(config["lora_alpha"]),
-                            (targets,) if isinstance(targets, str) else tuple(targets), bool(config.get("use_rslora")))
+        return make_adapter(
+            a,
+            int(config["r"]),
+            float(config["lora_alpha"]),
+            (targets,) if isinstance(targets, str) else tuple(targets),
+            bool(config.get("use_rslora")),
+        )
     except (KeyError, TypeError, ValueError) as error:
-        raise ShoalError(f"{folder / CONFIG} is no adapter's: r, lora_alpha or target_modules is wrong ({error})") \
-            from error
+        raise ShoalError(
+            f"{folder / CONFIG} is no adapter's: r, lora_alpha or target_modules is wrong ({error})"
+        ) from error
 
 
 def open_tensors(folder: Path, a: Architecture) -> dict[str, StoredParameter]:
@@ -127,16 +180,29 @@ def open_tensors(folder: Path, a: Architecture) -> dict[str, StoredParameter]:
     if not (folder / WEIGHTS).is_file():
         raise ShoalError(f"{folder} holds no {WEIGHTS}: expected an adapter as PEFT saves it")
     stored, specs = read_header(folder / WEIGHTS), trained_specs(a)
-    shapes = {name: spec.tensor_shape for spec in jax.tree.leaves(specs) for name in spec.tensor_names}
-    others = [f"{name.removeprefix(ADAPTER_PREFIX)} is {list(stored[name].shape)}, here {list(shape)}"
-              for name, shape in shapes.items() if name in stored and stored[name].shape != shape]
-    lacking = [f"the model has {name.removeprefix(ADAPTER_PREFIX)}, it has not" for name in shapes.keys() - stored]
-    beyond = [f"it has {name.removeprefix(ADAPTER_PREFIX)}, the model has not" for name in stored.keys() - shapes]
+    shapes = {
+        name: spec.tensor_shape for spec in jax.tree.leaves(specs) for name in spec.tensor_names
+    }
+    others = [
+        f"{name.removeprefix(ADAPTER_PREFIX)} is {list(stored[name].shape)}, here {list(shape)}"
+        for name, shape in shapes.items()
+        if name in stored and stored[name].shape != shape
+    ]
+    lacking = [
+        f"the model has {name.removeprefix(ADAPTER_PREFIX)}, it has not"
+        for name in shapes.keys() - stored
+    ]
+    beyond = [
+        f"it has {name.removeprefix(ADAPTER_PREFIX)}, the model has not"
+        for name in stored.keys() - shapes
+    ]
     if misfits := [*others, *sorted(lacking), *sorted(beyond)]:
         base = read_json(folder / CONFIG).get("base_model_name_or_path") or "not named"
-        raise ShoalError(f"{folder} holds an adapter that does not fit its {CONFIG} and the model: {misfits[0]} "
-                         f"({count(len(misfits), 'tensor')} in all); give the model that it was trained on "
-                         f"({base!s:.200}) as model.path")
+        raise ShoalError(
+            f"{folder} holds an adapter that does not fit its {CONFIG} and the model: {misfits[0]} "
+            f"({count(len(misfits), 'tensor')} in all); give the model that it was trained on "
+            f"({base!s:.200}) as model.path"
+        )
     return hf.check_tensors(stored, specs, f"{folder} do not fit its {CONFIG} and the model")
 
 
@@ -147,7 +213,9 @@ def load(folder: Path, a: Architecture, role: Role, dtype: Any) -> Parameters:
 
 def begin(a: Architecture, role: Role, dtype: Any, seed: int) -> Parameters:
     """An adapter that changes nothing yet, as PEFT makes it: A uniform within 1/sqrt(in), B zero."""
-    return jax.tree.map(lambda leaf: leaf.astype(dtype), initialise_specs(trained_specs(a), seed, role))
+    return jax.tree.map(
+        lambda leaf: leaf.astype(dtype), initialise_specs(trained_specs(a), seed, role)
+    )
 
 
 # Out
@@ -155,21 +223,44 @@ def begin(a: Architecture, role: Role, dtype: Any, seed: int) -> Parameters:
 
 def write_config(folder: Path, adapter: Adapter, base: str) -> None:
     """adapter_config.json with the entries that PEFT writes; `base`: folder or hub id of the frozen model."""
-    config = {"alpha_pattern": {}, "base_model_name_or_path": base, "bias": "none", "fan_in_fan_out": False,
-              "inference_mode": True, "init_lora_weights": True, "lora_alpha": adapter.alpha, "lora_dropout": 0.0,
-              "modules_to_save": None, "peft_type": "LORA", "r": adapter.rank, "rank_pattern": {},
-              "target_modules": list(adapter.targets), "task_type": "CAUSAL_LM", "use_dora": False,
-              "use_rslora": adapter.rslora}
+    config = {
+        "alpha_pattern": {},
+        "base_model_name_or_path": base,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "lora_alpha": adapter.alpha,
+        "lora_dropout": 0.0,
+        "modules_to_save": None,
+        "peft_type": "LORA",
+        "r": adapter.rank,
+        "rank_pattern": {},
+        "target_modules": list(adapter.targets),
+        "task_type": "CAUSAL_LM",
+        "use_dora": False,
+        "use_rslora": adapter.rslora,
+    }
     write_text(folder / CONFIG, json.dumps(config, indent=2) + "\n")
 
 
-def save(folder: Path, parameters: Parameters, a: Architecture, base: str, tokenizer: Path,
-         dtype: Any = "float32") -> None:
+def save(
+    folder: Path,
+    parameters: Parameters,
+    a: Architecture,
+    base: str,
+    tokenizer: Path,
+    dtype: Any = "float32",
+) -> None:
     """Writes a folder that `peft.PeftModel.from_pretrained` loads on the base, with the tokenizer's files;
     `parameters`: those of the adapter."""
     assert a.adapter
     with scratch_folder(folder) as scratch:
-        write_file(scratch / WEIGHTS, list(hf.output_tensors(parameters, trained_specs(a))), np.dtype(jnp.dtype(dtype)))
+        write_file(
+            scratch / WEIGHTS,
+            list(hf.output_tensors(parameters, trained_specs(a))),
+            np.dtype(jnp.dtype(dtype)),
+        )
         write_config(scratch, a.adapter, base)
         hf.copy_tokenizer(tokenizer, scratch)
         move_folder(scratch, folder)
@@ -177,10 +268,13 @@ def save(folder: Path, parameters: Parameters, a: Architecture, base: str, token
 
 def merge(a: Architecture, parameters: Parameters, role: Role) -> Parameters:
     """The parameters of the base with the adapter's change added to each kernel, in float32."""
+
     def add(weight: Any) -> Any:
         if not isinstance(weight, Adapted):
             return weight
-        change = jnp.matmul(weight.a.astype(jnp.float32), weight.b.astype(jnp.float32), precision="highest")
+        change = jnp.matmul(
+            weight.a.astype(jnp.float32), weight.b.astype(jnp.float32), precision="highest"
+        )
         return weight.kernel.astype(jnp.float32) + change * weight.scale
 
     def is_adapted(weight: Any) -> bool:
@@ -189,4 +283,6 @@ def merge(a: Architecture, parameters: Parameters, role: Role) -> Parameters:
     if a.adapter is None:
         return parameters
     merged = role.jit(lambda weights: jax.tree.map(add, weights, is_leaf=is_adapted))(parameters)
-    return jax.tree.unflatten(jax.tree.structure(without_adapter(a, parameters)), jax.tree.leaves(merged))
+    return jax.tree.unflatten(
+        jax.tree.structure(without_adapter(a, parameters)), jax.tree.leaves(merged)
+    )

@@ -39,7 +39,9 @@ class ParamLayout:
         """The layout that an array has."""
         sharding, dims = array.sharding, len(declared.shape)
         if not isinstance(sharding, NamedSharding):  # one device
-            sharding = NamedSharding(Mesh(np.asarray([*array.devices()]), ("data",)), PartitionSpec())
+            sharding = NamedSharding(
+                Mesh(np.asarray([*array.devices()]), ("data",)), PartitionSpec()
+            )
         assert isinstance(sharding.mesh, Mesh)
         spec = PartitionSpec(*sharding.spec, *[None] * (dims - len(sharding.spec)))
         return cls(sharding.mesh, spec, declared)
@@ -63,20 +65,29 @@ class ParamLayout:
 
     @property
     def column_axes(self) -> tuple[str, ...]:
-        return tuple(axis for dim in range(self.stacked, len(self.spec)) if dim != self.row_dim
-                     for axis in self._mesh_axes(dim))
+        return tuple(
+            axis
+            for dim in range(self.stacked, len(self.spec))
+            if dim != self.row_dim
+            for axis in self._mesh_axes(dim)
+        )
 
     @property
     def copy_axes(self) -> tuple[str, ...]:
         """Mesh axes along which every device holds the same."""
-        return tuple(axis for axis, size in self.mesh.shape.items()
-                     if size > 1 and axis not in self.row_axes + self.column_axes)
+        return tuple(
+            axis
+            for axis, size in self.mesh.shape.items()
+            if size > 1 and axis not in self.row_axes + self.column_axes
+        )
 
     @property
     def runs(self) -> PartitionSpec:
         """A window [layers, rows, columns] split into runs of rows, one a device: the parts of `row_axes`, in each of
         them runs for `column_axes`, in each of these runs for `copy_axes`."""
-        return PartitionSpec(None, (*self.row_axes, *self.column_axes, *self.copy_axes) or None, None)
+        return PartitionSpec(
+            None, (*self.row_axes, *self.column_axes, *self.copy_axes) or None, None
+        )
 
     def _mesh_axes(self, dim: int) -> tuple[str, ...]:
         entry = self.spec[dim]
@@ -88,13 +99,17 @@ class ParamLayout:
 
     def starts(self, layer: Any, row: Any) -> list[Any]:
         """Where a window begins in a device's part of the array."""
-        return [layer if dim == 0 and self.stacked else row if dim == self.row_dim else 0
-                for dim in range(len(self.spec))]
+        return [
+            layer if dim == 0 and self.stacked else row if dim == self.row_dim else 0
+            for dim in range(len(self.spec))
+        ]
 
     def sizes(self, height: int, shape: tuple[int, ...]) -> list[int]:
         """The sizes of a window of one layer of an array of this shape."""
-        return [1 if dim == 0 and self.stacked else height if dim == self.row_dim else size
-                for dim, size in enumerate(shape)]
+        return [
+            1 if dim == 0 and self.stacked else height if dim == self.row_dim else size
+            for dim, size in enumerate(shape)
+        ]
 
     def windows(self, itemsize: int) -> Iterator[tuple[slice, slice]]:
         """Layers and rows of each window; rows are counted within each of the parts that the rows are split into, of
@@ -106,7 +121,10 @@ class ParamLayout:
         height = _even_step(part, math.ceil(part / math.ceil(tensor / window)))
         for layer in range(0, layers, at_once):
             for row in range(0, part, height):
-                yield slice(layer, min(layer + at_once, layers)), slice(row, min(row + height, part))
+                yield (
+                    slice(layer, min(layer + at_once, layers)),
+                    slice(row, min(row + height, part)),
+                )
 
 
 def _even_step(size: int, most: int) -> int:

@@ -57,7 +57,9 @@ class ParamSpec:
     heads: int = 0  # that a dimension over `heads` is made of
     transposed: bool = False  # files hold kernels as [out, in]
     name: str = field(default="", compare=False)  # of its tensors; `{layer}` is the layer's number
-    trained: bool = True  # else frozen: in the type of the computation, without gradient and moments
+    trained: bool = (
+        True  # else frozen: in the type of the computation, without gradient and moments
+    )
     dtype: str = ""  # on devices, whatever the computation's is; empty: that one's, or float32 of what is trained
 
     @property
@@ -67,7 +69,9 @@ class ParamSpec:
 
     @property
     def tensor_names(self) -> list[str]:
-        return [self.name.format(layer=layer) for layer in range(self.shape[0] if self.stacked else 1)]
+        return [
+            self.name.format(layer=layer) for layer in range(self.shape[0] if self.stacked else 1)
+        ]
 
     @property
     def tensor_shape(self) -> tuple[int, ...]:
@@ -100,7 +104,10 @@ class ParamSpec:
         """The axes that a role splits, by whole heads. Key/value heads fewer than `tensor`, and a vocabulary that it
         does not divide (a resized embedding may have any size), are whole on each of its devices: None."""
         units = dict(zip(self.axes, self.shape, strict=True)) | {"heads": self.heads}
-        return tuple(None if axis in ("heads", "vocab") and units[axis] % role.tensor else axis for axis in self.axes)
+        return tuple(
+            None if axis in ("heads", "vocab") and units[axis] % role.tensor else axis
+            for axis in self.axes
+        )
 
     @property
     def weight_decay(self) -> bool:
@@ -119,51 +126,127 @@ def param_specs(a: Architecture) -> Parameters:
     trained = a.adapter is None
     depth = (2 * a.num_layers) ** -0.5  # outputs to the residual stream start smaller, as in GPT-2
 
-    def layered(name: str, *shape: int, axes: tuple[str | None, ...], init: Any = "normal", scale: float = 1.0,
-                heads: int = 0) -> ParamSpec:
-        return ParamSpec((a.num_layers, *shape), ("layers", *axes), init, 0.02 * scale, heads, len(shape) == 2,
-                         f"model.layers.{{layer}}.{name}", trained)
+    def layered(
+        name: str,
+        *shape: int,
+        axes: tuple[str | None, ...],
+        init: Any = "normal",
+        scale: float = 1.0,
+        heads: int = 0,
+    ) -> ParamSpec:
+        return ParamSpec(
+            (a.num_layers, *shape),
+            ("layers", *axes),
+            init,
+            0.02 * scale,
+            heads,
+            len(shape) == 2,
+            f"model.layers.{{layer}}.{name}",
+            trained,
+        )
 
-    def product(name: str, rows: int, columns: int, axes: tuple[str, str], bias: bool, scale: float = 1.0,
-                heads: int = 0) -> Any:
+    def product(
+        name: str,
+        rows: int,
+        columns: int,
+        axes: tuple[str, str],
+        bias: bool,
+        scale: float = 1.0,
+        heads: int = 0,
+    ) -> Any:
         kernel: Any = layered(f"{name}.weight", rows, columns, axes=axes, scale=scale, heads=heads)
         if a.quantised:
-            scales = layered(f"{name}.weight_scale", columns, axes=(axes[1],), init="ones", heads=heads)
+            scales = layered(
+                f"{name}.weight_scale", columns, axes=(axes[1],), init="ones", heads=heads
+            )
             kernel = Quantised(replace(kernel, dtype=a.quantised), replace(scales, dtype="float32"))
         if (adapter := a.adapter) and name.rpartition(".")[2] in adapter.targets:
-            pair = (layered(f"{name}.lora_A.weight", rows, adapter.rank, axes=(axes[0], None), init="uniform",
-                            scale=50 * (3 * rows) ** -0.5, heads=heads),
-                    layered(f"{name}.lora_B.weight", adapter.rank, columns, axes=(None, axes[1]), init="zeros",
-                            heads=heads))
+            pair = (
+                layered(
+                    f"{name}.lora_A.weight",
+                    rows,
+                    adapter.rank,
+                    axes=(axes[0], None),
+                    init="uniform",
+                    scale=50 * (3 * rows) ** -0.5,
+                    heads=heads,
+                ),
+                layered(
+                    f"{name}.lora_B.weight",
+                    adapter.rank,
+                    columns,
+                    axes=(None, axes[1]),
+                    init="zeros",
+                    heads=heads,
+                ),
+            )
             down, up = (replace(one, name=ADAPTER_PREFIX + one.name, trained=True) for one in pair)
             kernel = Adapted(kernel, down, up, adapter.scale)
-        return Biased(kernel, layered(f"{name}.bias", columns, axes=(axes[1],), init="zeros",
-                                      heads=heads)) if bias else kernel
+        return (
+            Biased(
+                kernel, layered(f"{name}.bias", columns, axes=(axes[1],), init="zeros", heads=heads)
+            )
+            if bias
+            else kernel
+        )
 
     def norm(name: str, size: int = a.hidden_size, axis: str | None = "embed") -> ParamSpec:
         return layered(f"{name}.weight", size, axes=(axis,), init="ones")
 
-    hidden, inner, queries, keys = (a.hidden_size, a.intermediate_size, a.num_heads * a.head_dim,
-                                    a.num_kv_heads * a.head_dim)
+    hidden, inner, queries, keys = (
+        a.hidden_size,
+        a.intermediate_size,
+        a.num_heads * a.head_dim,
+        a.num_kv_heads * a.head_dim,
+    )
     blocks = Block(
         attention_norm=norm("input_layernorm"),
-        q=product("self_attn.q_proj", hidden, queries, ("embed", "heads"), a.qkv_bias, heads=a.num_heads),
-        k=product("self_attn.k_proj", hidden, keys, ("embed", "heads"), a.qkv_bias, heads=a.num_kv_heads),
-        v=product("self_attn.v_proj", hidden, keys, ("embed", "heads"), a.qkv_bias, heads=a.num_kv_heads),
-        o=product("self_attn.o_proj", queries, hidden, ("heads", "embed"), a.output_bias, depth, a.num_heads),
+        q=product(
+            "self_attn.q_proj", hidden, queries, ("embed", "heads"), a.qkv_bias, heads=a.num_heads
+        ),
+        k=product(
+            "self_attn.k_proj", hidden, keys, ("embed", "heads"), a.qkv_bias, heads=a.num_kv_heads
+        ),
+        v=product(
+            "self_attn.v_proj", hidden, keys, ("embed", "heads"), a.qkv_bias, heads=a.num_kv_heads
+        ),
+        o=product(
+            "self_attn.o_proj",
+            queries,
+            hidden,
+            ("heads", "embed"),
+            a.output_bias,
+            depth,
+            a.num_heads,
+        ),
         mlp_norm=norm("post_attention_layernorm"),
         gate=product("mlp.gate_proj", hidden, inner, ("embed", "mlp"), a.mlp_bias),
         up=product("mlp.up_proj", hidden, inner, ("embed", "mlp"), a.mlp_bias),
         down=product("mlp.down_proj", inner, hidden, ("mlp", "embed"), a.mlp_bias, depth),
         q_norm=norm("self_attn.q_norm", a.head_dim, None) if a.qk_norm else None,
-        k_norm=norm("self_attn.k_norm", a.head_dim, None) if a.qk_norm else None)
+        k_norm=norm("self_attn.k_norm", a.head_dim, None) if a.qk_norm else None,
+    )
     return Parameters(
-        embed_tokens=ParamSpec((a.vocab_size, hidden), ("vocab", "embed"), name="model.embed_tokens.weight",
-                               trained=trained),
+        embed_tokens=ParamSpec(
+            (a.vocab_size, hidden),
+            ("vocab", "embed"),
+            name="model.embed_tokens.weight",
+            trained=trained,
+        ),
         blocks=blocks,
-        final_norm=ParamSpec((hidden,), ("embed",), "ones", name="model.norm.weight", trained=trained),
-        lm_head=None if a.tie_embeddings else ParamSpec((hidden, a.vocab_size), ("embed", "vocab"), transposed=True,
-                                                        name="lm_head.weight", trained=trained))
+        final_norm=ParamSpec(
+            (hidden,), ("embed",), "ones", name="model.norm.weight", trained=trained
+        ),
+        lm_head=None
+        if a.tie_embeddings
+        else ParamSpec(
+            (hidden, a.vocab_size),
+            ("embed", "vocab"),
+            transposed=True,
+            name="lm_head.weight",
+            trained=trained,
+        ),
+    )
 
 
 def classifier_specs(a: Architecture) -> Parameters:
@@ -191,20 +274,42 @@ def frozen_specs(a: Architecture) -> Parameters | None:
 
 def select(specs: Any, tree: Any) -> Any:
     """The leaves of a tree of parameters that `trained_specs` or `frozen_specs` have."""
-    return None if specs is None else jax.tree.map(
-        lambda spec, leaf: None if spec is None else leaf, specs, tree, is_leaf=lambda spec: spec is None)
+    return (
+        None
+        if specs is None
+        else jax.tree.map(
+            lambda spec, leaf: None if spec is None else leaf,
+            specs,
+            tree,
+            is_leaf=lambda spec: spec is None,
+        )
+    )
 
 
 def joined(part: Any, other: Any) -> Any:
     """The whole of two parts; `other` may be None, without any."""
-    return part if other is None else jax.tree.map(
-        lambda one, two: two if one is None else one, part, other, is_leaf=lambda leaf: leaf is None)
+    return (
+        part
+        if other is None
+        else jax.tree.map(
+            lambda one, two: two if one is None else one,
+            part,
+            other,
+            is_leaf=lambda leaf: leaf is None,
+        )
+    )
 
 
 def without_adapter(a: Architecture, parameters: Parameters) -> Parameters:
     """The parameters of the base of an architecture: the same arrays."""
-    return jax.tree.unflatten(jax.tree.structure(param_specs(a.base)),
-                              jax.tree.leaves(select(frozen_specs(a), parameters))) if a.adapter else parameters
+    return (
+        jax.tree.unflatten(
+            jax.tree.structure(param_specs(a.base)),
+            jax.tree.leaves(select(frozen_specs(a), parameters)),
+        )
+        if a.adapter
+        else parameters
+    )
 
 
 def as_frozen(a: Architecture, base: Parameters) -> Parameters:
@@ -224,8 +329,12 @@ def shardings_of(specs: Any, role: Role) -> Any:
 
 def param_shapes(specs: Any, role: Role, dtype: Any) -> Any:
     """Shapes, type and layout on a role's devices of the parameters in a tree of `ParamSpec`; nothing is allocated."""
-    return jax.tree.map(lambda d: jax.ShapeDtypeStruct(d.shape, jnp.dtype(d.dtype or dtype), sharding=d.sharding(role)),
-                        specs)
+    return jax.tree.map(
+        lambda d: jax.ShapeDtypeStruct(
+            d.shape, jnp.dtype(d.dtype or dtype), sharding=d.sharding(role)
+        ),
+        specs,
+    )
 
 
 Keep = Callable[[ParamSpec, jax.Array], Any]
@@ -245,8 +354,10 @@ def quantiser(a: Architecture, role: Role) -> Keep:
     def keep(spec: ParamSpec, array: jax.Array) -> Any:
         if spec.name not in wanted:
             return array
-        return role.jit(partial(quantise, dtype=a.quantised),
-                        out_shardings=shardings_of(wanted[spec.name], role))(array)
+        return role.jit(
+            partial(quantise, dtype=a.quantised),
+            out_shardings=shardings_of(wanted[spec.name], role),
+        )(array)
 
     return keep
 
@@ -268,7 +379,9 @@ def layer_pieces(a: Architecture, role: Role, dtype: Any) -> int:
     if role.device_kind not in PIECES_OPTIONS:
         return int(role.platform == "gpu")
     width, itemsize = a.intermediate_size // role.tensor, jnp.dtype(dtype).itemsize
-    if a.quantised and not a.adapter:  # made for the sampler; a part of a matrix of 8 bits is not copied ahead
+    if (
+        a.quantised and not a.adapter
+    ):  # made for the sampler; a part of a matrix of 8 bits is not copied ahead
         return 1
     pieces = 1
     while a.hidden_size * width * itemsize > pieces * PIECE_BYTES:
@@ -288,10 +401,16 @@ def layers_apart(parameters: Parameters, num_layers: int, pieces: int = 1) -> Pa
         if pieces == 1 or "mlp" not in own.axes:
             return own
         at = own.axes.index("mlp")
-        return (replace(own, shape=(*own.shape[:at], own.shape[at] // pieces, *own.shape[at + 1:])),) * pieces
+        return (
+            replace(own, shape=(*own.shape[:at], own.shape[at] // pieces, *own.shape[at + 1 :])),
+        ) * pieces
 
-    blocks = (jax.tree.map(partial(layer, number=number), parameters.blocks, is_leaf=lambda x: isinstance(x, tuple))
-              for number in range(num_layers))
+    blocks = (
+        jax.tree.map(
+            partial(layer, number=number), parameters.blocks, is_leaf=lambda x: isinstance(x, tuple)
+        )
+        for number in range(num_layers)
+    )
     return replace(parameters, blocks=tuple(blocks))
 
 
@@ -301,10 +420,12 @@ def split_layers(stacked: jax.Array, spec: ParamSpec, pieces: int, tensor: int) 
     if pieces == 1 or "mlp" not in spec.axes:
         return tuple(stacked)
     at = spec.axes.index("mlp")
-    before, after = stacked.shape[:at], stacked.shape[at + 1:]
+    before, after = stacked.shape[:at], stacked.shape[at + 1 :]
     parts = stacked.reshape(*before, tensor, pieces, -1, *after)
-    split = (jax.lax.index_in_dim(parts, number, at + 1, keepdims=False).reshape(*before, -1, *after)
-             for number in range(pieces))
+    split = (
+        jax.lax.index_in_dim(parts, number, at + 1, keepdims=False).reshape(*before, -1, *after)
+        for number in range(pieces)
+    )
     return tuple(zip(*map(tuple, split), strict=True))
 
 
@@ -313,9 +434,13 @@ def products_joined(block: Block) -> Block:
     their places; itself where they are no such weights (an adapter's are products of two)."""
     weights = block.q, block.k, block.v
     kinds = {jax.tree.structure(weight) for weight in weights}
-    if len(kinds) > 1 or isinstance(block.q.kernel if isinstance(block.q, Biased) else block.q, Adapted):
+    if len(kinds) > 1 or isinstance(
+        block.q.kernel if isinstance(block.q, Biased) else block.q, Adapted
+    ):
         return block
-    return replace(block, q=jax.tree.map(lambda *parts: jnp.concatenate(parts, -1), *weights), k=None, v=None)
+    return replace(
+        block, q=jax.tree.map(lambda *parts: jnp.concatenate(parts, -1), *weights), k=None, v=None
+    )
 
 
 def check_mesh(a: Architecture, role: Role) -> None:
@@ -328,22 +453,39 @@ def check_mesh(a: Architecture, role: Role) -> None:
     on = "mesh.reference: " if role.name == "reference" else "mesh."
     key = "mesh.sampler_tensor (or mesh.tensor)" if role.name == "sampler" else f"{on}tensor"
     use = f"use {listed(tensor_sizes(a, role.mesh.size))}"
-    for name, size in (("num_attention_heads", a.num_heads), ("intermediate_size", a.intermediate_size)):
+    for name, size in (
+        ("num_attention_heads", a.num_heads),
+        ("intermediate_size", a.intermediate_size),
+    ):
         if size % tensor:
-            raise ShoalError(f"{key}={tensor} does not divide the model's {name}={size}; {use}", "mesh.tensor")
+            raise ShoalError(
+                f"{key}={tensor} does not divide the model's {name}={size}; {use}", "mesh.tensor"
+            )
     if tensor not in tensor_sizes(a, tensor):
-        raise ShoalError(f"{key}={tensor} neither divides the model's num_key_value_heads={a.num_kv_heads} nor is a "
-                         f"multiple of it; {use}", "mesh.tensor")
+        raise ShoalError(
+            f"{key}={tensor} neither divides the model's num_key_value_heads={a.num_kv_heads} nor is a "
+            f"multiple of it; {use}",
+            "mesh.tensor",
+        )
     if a.hidden_size % (fsdp * context):
         both = f" x mesh.context={context}" * (context > 1)
-        raise ShoalError(f"{on}fsdp={fsdp}{both} does not divide the model's hidden_size={a.hidden_size}; use "
-                         f"{listed_divisors(a.hidden_size, role.mesh.size)}", "mesh.fsdp")
+        raise ShoalError(
+            f"{on}fsdp={fsdp}{both} does not divide the model's hidden_size={a.hidden_size}; use "
+            f"{listed_divisors(a.hidden_size, role.mesh.size)}",
+            "mesh.fsdp",
+        )
 
 
 def tensor_sizes(a: Architecture, count: int) -> list[int]:
     """The sizes of `tensor` into which a model, and so many devices, can be divided."""
-    return [size for size in range(1, count + 1) if not count % size and not a.num_heads % size
-            and not a.intermediate_size % size and (not a.num_kv_heads % size or not size % a.num_kv_heads)]
+    return [
+        size
+        for size in range(1, count + 1)
+        if not count % size
+        and not a.num_heads % size
+        and not a.intermediate_size % size
+        and (not a.num_kv_heads % size or not size % a.num_kv_heads)
+    ]
 
 
 def initialise(a: Architecture, seed: int, role: Role) -> Parameters:
@@ -361,9 +503,13 @@ def initialise_specs(specs: Any, seed: int, role: Role) -> Any:
             key = jax.random.fold_in(jax.random.key(seed), number)
             constant = jnp.ones if d.init == "ones" else jnp.zeros
             bound = 3**0.5 * d.stddev
-            leaves.append(jax.random.normal(key, d.shape) * d.stddev if d.init == "normal" else
-                          jax.random.uniform(key, d.shape, minval=-bound, maxval=bound) if d.init == "uniform" else
-                          constant(d.shape))
+            leaves.append(
+                jax.random.normal(key, d.shape) * d.stddev
+                if d.init == "normal"
+                else jax.random.uniform(key, d.shape, minval=-bound, maxval=bound)
+                if d.init == "uniform"
+                else constant(d.shape)
+            )
         return jax.tree.unflatten(structure, leaves)
 
     return role.jit(make, out_shardings=shardings_of(specs, role))()

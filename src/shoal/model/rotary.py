@@ -37,7 +37,9 @@ def rotary(a: Architecture, positions: jax.Array) -> tuple[jax.Array, jax.Array]
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """Rotates the pairs (i, i + A/2) of x[R, T, heads, A]: the layout of Hugging Face checkpoints."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    return jnp.concatenate(
+        [first * cos - second * sin, second * cos + first * sin], axis=-1
+    ).astype(x.dtype)
 
 
 @jax.custom_vjp
@@ -47,8 +49,12 @@ def rotate_by_product(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array
     half = x.shape[-1] // 2
     exchange = jnp.roll(jnp.eye(2 * half, dtype=x.dtype), half, axis=1)
     cos, sin = jnp.concatenate([cos, cos], -1), jnp.concatenate([-sin, sin], -1)
-    return (x.astype(jnp.float32) * cos + jnp.matmul(x, exchange).astype(jnp.float32) * sin).astype(x.dtype)
+    return (x.astype(jnp.float32) * cos + jnp.matmul(x, exchange).astype(jnp.float32) * sin).astype(
+        x.dtype
+    )
 
 
-rotate_by_product.defvjp(lambda x, cos, sin: (rotate_by_product(x, cos, sin), (cos, sin)),
-                         lambda kept, gradient: (rotate_by_product(gradient, kept[0], -kept[1]), None, None))
+rotate_by_product.defvjp(
+    lambda x, cos, sin: (rotate_by_product(x, cos, sin), (cos, sin)),
+    lambda kept, gradient: (rotate_by_product(gradient, kept[0], -kept[1]), None, None),
+)

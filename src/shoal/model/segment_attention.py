@@ -45,7 +45,9 @@ def attention_kind(model: Model, rows: int, size: int) -> str:
     kind, platform = model.attention, model.role.platform
     if kind == "pallas" and (reason := _kernel_refusal(model, size)):
         instead = attention_kind(replace(model, attention="auto"), rows, size)
-        raise ShoalError(f"model.attention={kind}: {reason}; model.attention=auto uses {instead} here")
+        raise ShoalError(
+            f"model.attention={kind}: {reason}; model.attention=auto uses {instead} here"
+        )
     if kind != "auto":
         return kind
     if platform == "cpu":
@@ -53,7 +55,13 @@ def attention_kind(model: Model, rows: int, size: int) -> str:
     if size >= KERNEL_TOKENS and not _kernel_refusal(model, size):
         return "pallas"
     layers = model.architecture.num_layers if model.remat == "none" else 1
-    scores = rows * size**2 * model.architecture.num_heads * layers // (model.role.row_shards * model.role.tensor)
+    scores = (
+        rows
+        * size**2
+        * model.architecture.num_heads
+        * layers
+        // (model.role.row_shards * model.role.tensor)
+    )
     return "reference" if 4 * scores <= SCORE_BYTES else "blocked"
 
 
@@ -70,7 +78,12 @@ def kernel_fault(model: Model) -> str:
     from shoal.model.pallas_attention import fault_on  # Pallas takes a second to import
 
     a = model.architecture
-    return fault_on(min(own, key=lambda device: device.id), a.num_heads // a.num_kv_heads, a.head_dim, model.dtype.name)
+    return fault_on(
+        min(own, key=lambda device: device.id),
+        a.num_heads // a.num_kv_heads,
+        a.head_dim,
+        model.dtype.name,
+    )
 
 
 def platform_fault(attention: str, platform: str) -> str:
@@ -85,8 +98,10 @@ def _kernel_refusal(model: Model, size: int) -> str:
     if fault := platform_fault("pallas", model.role.platform):
         return fault
     if model.architecture.head_dim > MOST_PALLAS_HEAD:
-        return f"pallas attention needs heads of at most {MOST_PALLAS_HEAD}, and the model's head_dim is " \
-               f"{model.architecture.head_dim}"
+        return (
+            f"pallas attention needs heads of at most {MOST_PALLAS_HEAD}, and the model's head_dim is "
+            f"{model.architecture.head_dim}"
+        )
     if size > MOST_TPU_TOKENS and model.role.platform == "tpu":
         return f"a row has {size:,} tokens, and at most {MOST_TPU_TOKENS:,} are supported"
     return ""
@@ -105,10 +120,15 @@ class RowAttention:
     rotates: bool
     is_prefill: bool = False  # its keys and values are the new cache
 
-    def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array, _: None, rope: Any = None) -> tuple[jax.Array, Any]:
+    def __call__(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, _: None, rope: Any = None
+    ) -> tuple[jax.Array, Any]:
         if not self.rotates:
             return self.over_rows(q, k, v), (k, v) if self.is_prefill else None
-        from shoal.model.tpu_attention import side_by_side, unrotated  # Pallas takes a second to import
+        from shoal.model.tpu_attention import (
+            side_by_side,
+            unrotated,
+        )  # Pallas takes a second to import
 
         own = of_keys = side_by_side(rope)
         if self.is_prefill:  # whose keys are kept as they are read
@@ -131,7 +151,9 @@ def prompt_reads(model: Model, length: jax.Array, size: int) -> tuple:
     return _over_rows(model, segment, segment)[1]
 
 
-def _over_rows(model: Model, segment: jax.Array, prompt: jax.Array, reads: tuple = ()) -> tuple[RowAttention, tuple]:
+def _over_rows(
+    model: Model, segment: jax.Array, prompt: jax.Array, reads: tuple = ()
+) -> tuple[RowAttention, tuple]:
     """Attention of whole rows, or of the parts that they are split into: q[R, T, H, A], k and v[R, T, K, A] ->
     [R, T, H, A]; for `tpu_attention` all with heads beside each other, and with angles. With what each token reads, if
     that is not known."""
@@ -141,7 +163,9 @@ def _over_rows(model: Model, segment: jax.Array, prompt: jax.Array, reads: tuple
     def whole(x: jax.Array) -> jax.Array:
         return x if role.context == 1 else jax.lax.all_gather(x, "context", axis=1, tiled=True)
 
-    def over_rows(attend: Callable, known_of: Callable, rotates: bool = False) -> tuple[RowAttention, tuple]:
+    def over_rows(
+        attend: Callable, known_of: Callable, rotates: bool = False
+    ) -> tuple[RowAttention, tuple]:
         def find(segment: jax.Array, prompt: jax.Array) -> Any:
             query = key = Tokens.of(whole(segment), whole(prompt))
             if role.context > 1:
@@ -152,27 +176,41 @@ def _over_rows(model: Model, segment: jax.Array, prompt: jax.Array, reads: tuple
         # Queries stay where they are. Keys and values of a row are gathered, those of few heads: a layer's alone, as
         # the backward pass gathers them again.
         known = reads or _on_each_device(role, find)(segment, prompt)
-        return RowAttention(lambda q, k, v, *angles: _on_each_device(
-            role, lambda q, k, v, *rest: attend(q, whole(k), whole(v), *rest), *angles, *known)(q, k, v),
-            rotates), known
+        return RowAttention(
+            lambda q, k, v, *angles: _on_each_device(
+                role, lambda q, k, v, *rest: attend(q, whole(k), whole(v), *rest), *angles, *known
+            )(q, k, v),
+            rotates,
+        ), known
 
     if kind == "reference":
         return over_rows(attend_at_once, lambda query, key: (query, key))
     # What each token reads is found once, not in every layer.
     if kind == "pallas" and role.platform == "tpu":
-        from shoal.model.tpu_attention import attend_rows, row_pairs  # Pallas takes a second to import
+        from shoal.model.tpu_attention import (
+            attend_rows,
+            row_pairs,
+        )  # Pallas takes a second to import
 
-        return over_rows(lambda q, k, v, own, of_keys, pairs: attend_rows(q, k, v, (own, whole(of_keys)), pairs),
-                         lambda query, key: (row_pairs(query, key),), rotates=True)
+        return over_rows(
+            lambda q, k, v, own, of_keys, pairs: attend_rows(q, k, v, (own, whole(of_keys)), pairs),
+            lambda query, key: (row_pairs(query, key),),
+            rotates=True,
+        )
     if kind == "pallas":
         from shoal.model import pallas_attention as pallas
 
         block = pallas.block_size(model.architecture.head_dim, model.dtype)
-        return over_rows(pallas.attend_rows, lambda query, key: (pallas.block_lists(query, key, block),))
+        return over_rows(
+            pallas.attend_rows, lambda query, key: (pallas.block_lists(query, key, block),)
+        )
     block = block_size(size, role.platform)
     scores = block**2 * model.architecture.num_heads // role.tensor
     at_once = max(1, SCORES_AT_ONCE // scores) if role.platform == "cpu" else 0
-    return over_rows(partial(attend_by_blocks, at_once=at_once), lambda query, key: (blocks_of(query, key, block),))
+    return over_rows(
+        partial(attend_by_blocks, at_once=at_once),
+        lambda query, key: (blocks_of(query, key, block),),
+    )
 
 
 def _on_each_device(role: Role, function: Callable, *known: jax.Array) -> Callable:
@@ -184,7 +222,13 @@ def _on_each_device(role: Role, function: Callable, *known: jax.Array) -> Callab
 
     def local(*args: jax.Array) -> jax.Array:
         own = PartitionSpec(*by_row, None, "tensor") if args[0].ndim > 2 else by_row
-        return jax.shard_map(function, mesh=role.mesh, in_specs=(own,) * len(args) + (by_row,) * len(known),
-                             out_specs=own, axis_names={*role.row_axes, "tensor"}, check_vma=False)(*args, *known)
+        return jax.shard_map(
+            function,
+            mesh=role.mesh,
+            in_specs=(own,) * len(args) + (by_row,) * len(known),
+            out_specs=own,
+            axis_names={*role.row_axes, "tensor"},
+            check_vma=False,
+        )(*args, *known)
 
     return local

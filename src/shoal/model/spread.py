@@ -33,11 +33,18 @@ def carrier(dtype: Any, mesh: Any) -> np.dtype:
     """The type in which values are moved. On CPU, XLA widens bfloat16 to float32 even for that: a whole array to write
     a part of it (525 MB: 220 ms, as integers 3), and all that devices exchange (five times the cost)."""
     dtype = np.dtype(dtype)
-    return np.dtype(np.uint16) if dtype.itemsize == 2 and mesh.devices.flat[0].platform == "cpu" else dtype
+    return (
+        np.dtype(np.uint16)
+        if dtype.itemsize == 2 and mesh.devices.flat[0].platform == "cpu"
+        else dtype
+    )
 
 
 def is_small(layout: ParamLayout, itemsize: int) -> bool:
-    return math.prod(layout.declared.shape) * itemsize <= SMALL_BYTES and not layout.mesh.is_multi_process
+    return (
+        math.prod(layout.declared.shape) * itemsize <= SMALL_BYTES
+        and not layout.mesh.is_multi_process
+    )
 
 
 # Files to devices
@@ -75,7 +82,9 @@ def finished(array: jax.Array, sharding: NamedSharding, dtype: np.dtype) -> jax.
     return jax.make_array_from_single_device_arrays(array.shape, sharding, parts, dtype=dtype)
 
 
-def _put_rows(stored: StoredParameter, layout: ParamLayout, layers: slice, rows: slice) -> jax.Array:
+def _put_rows(
+    stored: StoredParameter, layout: ParamLayout, layers: slice, rows: slice
+) -> jax.Array:
     """A window on the devices in the file's form, a run of rows each; the last runs are filled up."""
     _, all_rows, columns = stored.shape
     parts = layout.parts(layout.row_axes)
@@ -88,7 +97,9 @@ def _put_rows(stored: StoredParameter, layout: ParamLayout, layers: slice, rows:
         part, first = divmod(start, padded)
         origin = part * (all_rows // parts) + rows.start
         wanted = slice(origin + min(first, height), origin + min(first + stop - start, height))
-        values = stored.read(layers, wanted).view(moved)  # never used again: JAX on CPU may keep it as the array
+        values = stored.read(layers, wanted).view(
+            moved
+        )  # never used again: JAX on CPU may keep it as the array
         missing = stop - start - values.shape[1]
         return np.pad(values, ((0, 0), (0, missing), (0, 0))) if missing else values
 
@@ -102,7 +113,9 @@ def zeros(shape: tuple[int, ...], dtype: np.dtype, sharding: Sharding) -> jax.Ar
 
 
 @partial(jax.jit, static_argnums=(1, 2, 3, 4))
-def _move(block: jax.Array, layout: ParamLayout, height: int, stored: np.dtype, dtype: np.dtype) -> jax.Array:
+def _move(
+    block: jax.Array, layout: ParamLayout, height: int, stored: np.dtype, dtype: np.dtype
+) -> jax.Array:
     """A window from runs of rows to the array's layout, transposed and cast."""
 
     def local(x: jax.Array) -> jax.Array:
@@ -116,18 +129,27 @@ def _move(block: jax.Array, layout: ParamLayout, height: int, stored: np.dtype, 
         x = lax.bitcast_convert_type(layout.declared.from_file(x[:, :height]), stored).astype(dtype)
         return lax.bitcast_convert_type(x, carrier(dtype, layout.mesh))
 
-    return jax.shard_map(local, mesh=layout.mesh, in_specs=layout.runs, out_specs=layout.spec, check_vma=False)(block)
+    return jax.shard_map(
+        local, mesh=layout.mesh, in_specs=layout.runs, out_specs=layout.spec, check_vma=False
+    )(block)
 
 
 # A program of its own: in one with the transposition XLA writes element by element on CPU (81 ms for 16 MiB; apart 12).
 @partial(jax.jit, static_argnums=4, donate_argnums=0)
-def _write(array: jax.Array, moved: jax.Array, layer: Any, row: Any, layout: ParamLayout) -> jax.Array:
+def _write(
+    array: jax.Array, moved: jax.Array, layer: Any, row: Any, layout: ParamLayout
+) -> jax.Array:
     def local(array: jax.Array, moved: jax.Array, layer: jax.Array, row: jax.Array) -> jax.Array:
         return lax.dynamic_update_slice(array, moved, layout.starts(layer, row))
 
     everywhere = PartitionSpec()
-    return jax.shard_map(local, mesh=layout.mesh, in_specs=(layout.spec, layout.spec, everywhere, everywhere),
-                         out_specs=layout.spec, check_vma=False)(array, moved, layer, row)
+    return jax.shard_map(
+        local,
+        mesh=layout.mesh,
+        in_specs=(layout.spec, layout.spec, everywhere, everywhere),
+        out_specs=layout.spec,
+        check_vma=False,
+    )(array, moved, layer, row)
 
 
 # Files in parts of another form to devices
@@ -137,7 +159,9 @@ Part = tuple[tuple[slice, ...], Callable[[], np.ndarray]]
 """The index of a part in an array, and a function that reads it."""
 
 
-def assemble(parts: Iterable[Part], sharding: NamedSharding, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+def assemble(
+    parts: Iterable[Part], sharding: NamedSharding, shape: tuple[int, ...], dtype: Any
+) -> jax.Array:
     """The array of parts that are laid out as it is. A process reads those that its devices hold, each once."""
     dtype = np.dtype(dtype)
     if math.prod(shape) * dtype.itemsize <= SMALL_BYTES:
@@ -146,23 +170,41 @@ def assemble(parts: Iterable[Part], sharding: NamedSharding, shape: tuple[int, .
             whole[index] = read()
         return jax.make_array_from_callback(shape, sharding, lambda index: whole[index])
     indices: Mapping[Any, Any] = sharding.addressable_devices_indices_map(shape)
-    held = {device: [slice(*cut.indices(size)) for cut, size in zip(cuts, shape, strict=True)]
-            for device, cuts in indices.items()}
+    held = {
+        device: [slice(*cut.indices(size)) for cut, size in zip(cuts, shape, strict=True)]
+        for device, cuts in indices.items()
+    }
     moved = carrier(dtype, sharding.mesh)
-    arrays = {device: zeros(sharding.shard_shape(shape), moved, SingleDeviceSharding(device)) for device in held}
+    arrays = {
+        device: zeros(sharding.shard_shape(shape), moved, SingleDeviceSharding(device))
+        for device in held
+    }
     for index, read in parts:
-        common = {device: [slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(own, index, strict=True)]
-                  for device, own in held.items()}
-        shared = {device: cuts for device, cuts in common.items() if all(cut.start < cut.stop for cut in cuts)}
+        common = {
+            device: [
+                slice(max(a.start, b.start), min(a.stop, b.stop))
+                for a, b in zip(own, index, strict=True)
+            ]
+            for device, own in held.items()
+        }
+        shared = {
+            device: cuts
+            for device, cuts in common.items()
+            if all(cut.start < cut.stop for cut in cuts)
+        }
         values = read() if shared else np.empty(0)
         for device, cuts in shared.items():
-            within = tuple(slice(cut.start - whole.start, cut.stop - whole.start)
-                           for cut, whole in zip(cuts, index, strict=True))
+            within = tuple(
+                slice(cut.start - whole.start, cut.stop - whole.start)
+                for cut, whole in zip(cuts, index, strict=True)
+            )
             starts = [cut.start - own.start for cut, own in zip(cuts, held[device], strict=True)]
             part = np.ascontiguousarray(values[within], dtype).view(moved)
             arrays[device] = _paste(arrays[device], jax.device_put(part, device), starts)
         jax.block_until_ready([arrays[device] for device in shared])
-    whole = jax.make_array_from_single_device_arrays(shape, sharding, list(arrays.values()), dtype=moved)
+    whole = jax.make_array_from_single_device_arrays(
+        shape, sharding, list(arrays.values()), dtype=moved
+    )
     return finished(whole, sharding, dtype)
 
 
@@ -174,7 +216,9 @@ def _paste(array: jax.Array, part: jax.Array, starts: list[Any]) -> jax.Array:
 # Devices to files
 
 
-def collect(array: Any, layout: ParamLayout, layer: int, dtype: Any) -> Iterator[tuple[int, np.ndarray]]:
+def collect(
+    array: Any, layout: ParamLayout, layer: int, dtype: Any
+) -> Iterator[tuple[int, np.ndarray]]:
     """One layer in the file's form: runs of rows, each with the number of its first row."""
     if is_small(layout, array.dtype.itemsize):
         yield 0, layout.declared.to_file(np.asarray(array))[layer]
@@ -193,15 +237,22 @@ def collect(array: Any, layout: ParamLayout, layer: int, dtype: Any) -> Iterator
             part, first = divmod(shard.index[1].start or 0, padded)
             last = min(first + padded // sharers, height)
             if first < last:
-                yield part * (all_rows // parts) + rows.start + first, np.asarray(shard.data)[0, : last - first]
+                yield (
+                    part * (all_rows // parts) + rows.start + first,
+                    np.asarray(shard.data)[0, : last - first],
+                )
 
 
 @partial(jax.jit, static_argnums=(3, 4, 5))
-def _take(array: jax.Array, layer: Any, row: Any, layout: ParamLayout, height: int, dtype: np.dtype) -> jax.Array:
+def _take(
+    array: jax.Array, layer: Any, row: Any, layout: ParamLayout, height: int, dtype: np.dtype
+) -> jax.Array:
     """A window of one layer as runs of rows, over `row_axes` and in them over `column_axes`."""
 
     def local(array: jax.Array, layer: jax.Array, row: jax.Array) -> jax.Array:
-        part = lax.dynamic_slice(array, layout.starts(layer, row), layout.sizes(height, array.shape))
+        part = lax.dynamic_slice(
+            array, layout.starts(layer, row), layout.sizes(height, array.shape)
+        )
         x = layout.declared.to_file(part).astype(dtype)
         if layout.column_axes:
             parts = layout.parts(layout.column_axes)
@@ -213,5 +264,10 @@ def _take(array: jax.Array, layer: Any, row: Any, layout: ParamLayout, height: i
         return x
 
     everywhere, split = PartitionSpec(), (*layout.row_axes, *layout.column_axes)
-    return jax.shard_map(local, mesh=layout.mesh, in_specs=(layout.spec, everywhere, everywhere),
-                         out_specs=PartitionSpec(None, split or None, None), check_vma=False)(array, layer, row)
+    return jax.shard_map(
+        local,
+        mesh=layout.mesh,
+        in_specs=(layout.spec, everywhere, everywhere),
+        out_specs=PartitionSpec(None, split or None, None),
+        check_vma=False,
+    )(array, layer, row)

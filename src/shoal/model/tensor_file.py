@@ -27,9 +27,14 @@ from shoal.types import ShoalError
 DTYPES: Mapping[str, np.dtype] = {
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
-    "BF16": np.dtype(jnp.bfloat16)}
+    "BF16": np.dtype(jnp.bfloat16),
+}
 
-OWN_DTYPES: Mapping[str, np.dtype] = {**DTYPES, "I8": np.dtype(np.int8), "F8_E4M3": np.dtype(jnp.float8_e4m3fn)}
+OWN_DTYPES: Mapping[str, np.dtype] = {
+    **DTYPES,
+    "I8": np.dtype(np.int8),
+    "F8_E4M3": np.dtype(jnp.float8_e4m3fn),
+}
 """Those of the files that are written here for samplers, too."""
 
 ALIGNMENT = 64
@@ -62,13 +67,16 @@ class StoredTensor:
                 while left:
                     count = stream.readinto(left)
                     if not count:  # checked at the start, but a copy may still run, or a network disk lose a part
-                        raise ShoalError(f"{self.file} ends at byte {position}, within the tensor {self.name}: bytes "
-                                         f"up to {end} were expected. Download it again.")
+                        raise ShoalError(
+                            f"{self.file} ends at byte {position}, within the tensor {self.name}: bytes "
+                            f"up to {end} were expected. Download it again."
+                        )
                     position, left = position + count, left[count:]
         except OSError as error:
-            raise ShoalError(f"{self.file} cannot be read at byte {position}, in the tensor {self.name} "
-                             f"({error.strerror}): check the disk, then repeat the command.") from error
-
+            raise ShoalError(
+                f"{self.file} cannot be read at byte {position}, in the tensor {self.name} "
+                f"({error.strerror}): check the disk, then repeat the command."
+            ) from error
 
     def sample(self) -> bytes:
         """Type, shape and bytes from all over the tensor: those of another model differ."""
@@ -89,22 +97,33 @@ class BlockScaledTensor(StoredTensor):
         first, last = start // rows, -(-(start + len(values)) // rows)
         scales = np.empty((last - first, self.scales.shape[1]), DTYPES[self.scales.dtype])
         self.scales.read(first, scales)
-        scales = scales.astype(np.float32).repeat(rows, 0)[start - first * rows:][:len(values)]
-        np.multiply(stored.astype(np.float32), scales.repeat(columns, 1)[:, :self.shape[1]], out=values)
+        scales = scales.astype(np.float32).repeat(rows, 0)[start - first * rows :][: len(values)]
+        np.multiply(
+            stored.astype(np.float32), scales.repeat(columns, 1)[:, : self.shape[1]], out=values
+        )
 
     def sample(self) -> bytes:
         stored = StoredTensor(self.file, self.name, "F8_E4M3", self.shape, self.offset)
         return stored.sample() + self.scales.sample()
 
 
-def with_scales(stored: Mapping[str, StoredTensor], block: tuple[int, int]) -> dict[str, StoredTensor]:
+def with_scales(
+    stored: Mapping[str, StoredTensor], block: tuple[int, int]
+) -> dict[str, StoredTensor]:
     """The tensors of a file in which `NAME_scale_inv` holds the factors of the blocks of NAME."""
     found = dict(stored)
     for name, tensor in stored.items():
         scales = stored.get(f"{name}_scale_inv")
-        if scales and tensor.dtype == "F8_E4M3" and scales.dtype in DTYPES and \
-                scales.shape == tuple(-(-size // part) for size, part in zip(tensor.shape, block, strict=False)):
-            found[name] = BlockScaledTensor(tensor.file, name, "F32", tensor.shape, tensor.offset, scales, block)
+        if (
+            scales
+            and tensor.dtype == "F8_E4M3"
+            and scales.dtype in DTYPES
+            and scales.shape
+            == tuple(-(-size // part) for size, part in zip(tensor.shape, block, strict=False))
+        ):
+            found[name] = BlockScaledTensor(
+                tensor.file, name, "F32", tensor.shape, tensor.offset, scales, block
+            )
             del found[scales.name]
     return found
 
@@ -124,14 +143,20 @@ class StoredParameter:
     @property
     def dtype(self) -> np.dtype:
         types = {DTYPES[tensor.dtype] for tensor in self.tensors}
-        return types.pop() if len(types) == 1 else np.dtype(np.float32)  # it holds the values of all of them
+        return (
+            types.pop() if len(types) == 1 else np.dtype(np.float32)
+        )  # it holds the values of all of them
 
     def read(self, layers: slice, rows: slice) -> np.ndarray:
         """Some rows of some layers, [layers, rows, columns]."""
         chosen, (_, _, columns) = self.tensors[layers], self.shape
         values = np.empty((len(chosen), rows.stop - rows.start, columns), self.dtype)
         for tensor, part in zip(chosen, values, strict=True):
-            stored = part if DTYPES[tensor.dtype] == part.dtype else np.empty(part.shape, DTYPES[tensor.dtype])
+            stored = (
+                part
+                if DTYPES[tensor.dtype] == part.dtype
+                else np.empty(part.shape, DTYPES[tensor.dtype])
+            )
             tensor.read(rows.start, stored)
             part[...] = stored
         return values
@@ -146,8 +171,10 @@ def digests(stored: Mapping[str, StoredParameter]) -> dict[str, str]:
             try:
                 hashed.update(tensor.sample())
             except OSError as error:
-                raise ShoalError(f"{tensor.file} cannot be read in the tensor {tensor.name} ({error.strerror}): check "
-                                 "the disk, then repeat the command.") from error
+                raise ShoalError(
+                    f"{tensor.file} cannot be read in the tensor {tensor.name} ({error.strerror}): check "
+                    "the disk, then repeat the command."
+                ) from error
         return hashed.hexdigest()
 
     with ThreadPoolExecutor(SAMPLERS) as pool:  # each piece waits for the disk or the network
@@ -157,18 +184,27 @@ def digests(stored: Mapping[str, StoredParameter]) -> dict[str, str]:
 def read_header(file: Path) -> dict[str, StoredTensor]:
     """The tensors of a safetensors file by name. ShoalError if the file is truncated or is something else."""
     if file.exists() and not file.is_file():  # whoever opens a pipe waits for its writer for ever
-        raise ShoalError(f"{file} is no file but a pipe, a device or a folder. Put the weights there.")
+        raise ShoalError(
+            f"{file} is no file but a pipe, a device or a folder. Put the weights there."
+        )
     try:
         with safe_open(file, "np"):
             pass
     except SafetensorError as error:
-        raise ShoalError(f"{file} is no whole safetensors file: it has {file.stat().st_size:,} bytes and is cut short, "
-                         "damaged or something else. Download it again.") from error
+        raise ShoalError(
+            f"{file} is no whole safetensors file: it has {file.stat().st_size:,} bytes and is cut short, "
+            "damaged or something else. Download it again."
+        ) from error
     with open(file, "rb") as stream:
         size = int.from_bytes(stream.read(8), "little")
         header = json.loads(stream.read(size))
-    return {name: StoredTensor(file, name, entry["dtype"], tuple(entry["shape"]), 8 + size + entry["data_offsets"][0])
-            for name, entry in header.items() if name != "__metadata__"}
+    return {
+        name: StoredTensor(
+            file, name, entry["dtype"], tuple(entry["shape"]), 8 + size + entry["data_offsets"][0]
+        )
+        for name, entry in header.items()
+        if name != "__metadata__"
+    }
 
 
 @dataclass(frozen=True)
@@ -190,7 +226,11 @@ def write_file(file: Path, tensors: Sequence[OutputTensor], dtype: np.dtype) -> 
         own = tensor.dtype or dtype
         starts.append(end)
         end += own.itemsize * math.prod(tensor.shape)
-        header[tensor.name] = {"dtype": kinds[own], "shape": list(tensor.shape), "data_offsets": [starts[-1], end]}
+        header[tensor.name] = {
+            "dtype": kinds[own],
+            "shape": list(tensor.shape),
+            "data_offsets": [starts[-1], end],
+        }
     text = json.dumps(header).encode()
     text += b" " * (-(8 + len(text)) % ALIGNMENT)
     with open(file, "wb") as stream, ThreadPoolExecutor(WRITERS) as pool:
@@ -201,12 +241,14 @@ def write_file(file: Path, tensors: Sequence[OutputTensor], dtype: np.dtype) -> 
             row_bytes = own.itemsize * math.prod(tensor.shape[1:])
             for row, values in tensor.runs(own):
                 data = np.ascontiguousarray(values, own).reshape(-1).view(np.uint8).data
-                write = partial(_write_part, stream.fileno(), 8 + len(text) + start + row * row_bytes, data)
+                write = partial(
+                    _write_part, stream.fileno(), 8 + len(text) + start + row * row_bytes, data
+                )
                 list(pool.map(write, range(0, len(data), PART_BYTES)))
 
 
 def _write_part(descriptor: int, position: int, data: memoryview, first: int) -> None:
-    part, position = data[first:first + PART_BYTES], position + first
+    part, position = data[first : first + PART_BYTES], position + first
     while part:
         count = os.pwrite(descriptor, part, position)
         part, position = part[count:], position + count

@@ -34,10 +34,21 @@ from shoal.model.architecture import Architecture
 from shoal.model.names import NAMED_TEMPLATES
 from shoal.types import Messages, Prompt, ShoalError
 
-_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_NAMED = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
 MARK = "\u2402END OF MESSAGE\u2402 "
 """Marks where an assistant's message that is continued ends. A template that trims messages takes its space away."""
-GENERATION = {"generation_begins": "\ue0f1GENERATION\ue0f1", "generation_ends": "\ue0f2GENERATION\ue0f2"}
+GENERATION = {
+    "generation_begins": "\ue0f1GENERATION\ue0f1",
+    "generation_ends": "\ue0f2GENERATION\ue0f2",
+}
 """What marks where a template's `generation` blocks begin and end, by the names of two variables in it."""
 TOOL_USE = "tool_use"
 """The name of the template for prompts with tools, as in transformers."""
@@ -85,10 +96,18 @@ class Tokenizer:
     '<|im_start|>user\\n2 + 3 = ?<|im_end|>\\n<|im_start|>assistant\\n'
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, special: Mapping[str, str], eos_ids: Sequence[int],
-                 pad_id: int | None = None, template: str = "", notes: Sequence[str] = (),
-                 response_template: dict[str, Any] | None = None, named_templates: Mapping[str, str] | None = None,
-                 date: datetime | None = None):
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        special: Mapping[str, str],
+        eos_ids: Sequence[int],
+        pad_id: int | None = None,
+        template: str = "",
+        notes: Sequence[str] = (),
+        response_template: dict[str, Any] | None = None,
+        named_templates: Mapping[str, str] | None = None,
+        date: datetime | None = None,
+    ):
         # tokenizer.json may store both from training the tokenizer; they would change prompts without an error.
         backend.no_padding()
         backend.no_truncation()
@@ -103,17 +122,30 @@ class Tokenizer:
         # Any id will do, since no token attends to padding: 0 where the model names none.
         choices = (self._special_id("pad_token"), pad_id, *self.eos_ids, 0)
         self.pad_id: int = next(id for id in choices if id is not None)
-        self.vocab_size: int = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self.vocab_size: int = (
+            max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        )
         self.notes: list[str] = list(notes)
         self.response_template = response_template
 
     def __reduce__(self) -> tuple:
         # Sent to samplers in other processes; a compiled template cannot be.
-        return Tokenizer, (self._backend, self._special, self.eos_ids, self.pad_id, self.template, self.notes,
-                           self.response_template, self.named_templates, self.date)
+        return Tokenizer, (
+            self._backend,
+            self._special,
+            self.eos_ids,
+            self.pad_id,
+            self.template,
+            self.notes,
+            self.response_template,
+            self.named_templates,
+            self.date,
+        )
 
     @classmethod
-    def load(cls, folder: str | Path, template: str = "", date: datetime | None = None) -> Tokenizer:
+    def load(
+        cls, folder: str | Path, template: str = "", date: datetime | None = None
+    ) -> Tokenizer:
         """Reads a model folder. `template`, a chat template, a file with one or the name of one of the folder's,
         replaces the folder's. `date`: the one that the template writes, in place of the folder's."""
         folder = Path(folder)
@@ -124,17 +156,40 @@ class Tokenizer:
         model, generation = _read(folder / "config.json"), _read(folder / "generation_config.json")
         own_eos = backend.token_to_id(special["eos_token"]) if "eos_token" in special else None
         # generation_config.json first: chat models end a turn with another token than a document (Llama 3: eot_id).
-        eos_ids = _ids(generation.get("eos_token_id")) or _ids(model.get("eos_token_id")) or _ids(own_eos)
+        eos_ids = (
+            _ids(generation.get("eos_token_id")) or _ids(model.get("eos_token_id")) or _ids(own_eos)
+        )
         text, named = _templates(folder, config, template)
-        notes = [] if text else [f"no chat template in {folder}: messages are rendered as plain 'User: ...' lines; set "
-                                 "model.template to choose one"]
+        notes = (
+            []
+            if text
+            else [
+                f"no chat template in {folder}: messages are rendered as plain 'User: ...' lines; set "
+                "model.template to choose one"
+            ]
+        )
         if not eos_ids:
-            notes.append(f"no end-of-sequence token in {folder}: every completion runs to its limit")
+            notes.append(
+                f"no end-of-sequence token in {folder}: every completion runs to its limit"
+            )
         elif own_eos is not None and own_eos not in eos_ids:
-            notes.append(f"eos_token {special['eos_token']!r} of {folder} is not among its eos_token_id {eos_ids}")
-        pad_id = next(iter(_ids(generation.get("pad_token_id")) or _ids(model.get("pad_token_id"))), None)
-        tokenizer = cls(backend, special, eos_ids, pad_id, text, notes, config.get("response_template"), named,
-                        date or read_date(folder))
+            notes.append(
+                f"eos_token {special['eos_token']!r} of {folder} is not among its eos_token_id {eos_ids}"
+            )
+        pad_id = next(
+            iter(_ids(generation.get("pad_token_id")) or _ids(model.get("pad_token_id"))), None
+        )
+        tokenizer = cls(
+            backend,
+            special,
+            eos_ids,
+            pad_id,
+            text,
+            notes,
+            config.get("response_template"),
+            named,
+            date or read_date(folder),
+        )
         tokenizer.notes += tokenizer._turn_note()
         return tokenizer
 
@@ -143,7 +198,11 @@ class Tokenizer:
         """The template of prompts with tools. Compiled where there are some: a broken one keeps nobody from prompts
         without them."""
         tool_use = self.named_templates.get(TOOL_USE)
-        return _compile(tool_use, self.date, f"The chat template {TOOL_USE}") if tool_use else self._template
+        return (
+            _compile(tool_use, self.date, f"The chat template {TOOL_USE}")
+            if tool_use
+            else self._template
+        )
 
     @property
     def has_template(self) -> bool:
@@ -181,11 +240,15 @@ class Tokenizer:
         if end is None or end.id is None or end.is_eos or not self.eos_ids:
             return []
         known = " or ".join(self.token_text(id) for id in self.eos_ids)
-        return [f"the chat template ends a turn with {self.token_text(end.id)} (id {end.id}), which does not end a "
-                f"completion ({known} does): completions run on to their limit; add {end.id} to eos_token_id in the "
-                "model's generation_config.json, or give another model.template"]
+        return [
+            f"the chat template ends a turn with {self.token_text(end.id)} (id {end.id}), which does not end a "
+            f"completion ({known} does): completions run on to their limit; add {end.id} to eos_token_id in the "
+            "model's generation_config.json, or give another model.template"
+        ]
 
-    def encode_prompt(self, prompt: Prompt, tools: Sequence[dict[str, Any]] | None = None) -> np.ndarray:
+    def encode_prompt(
+        self, prompt: Prompt, tools: Sequence[dict[str, Any]] | None = None
+    ) -> np.ndarray:
         """Token ids of a prompt, int32[T]: messages by the chat template, ready for the answer; a text as it is.
 
         `tools`: schemas that the template shows. ShoalError if the template raises for these messages.
@@ -199,21 +262,38 @@ class Tokenizer:
         template, a text with the tokenizer's special tokens."""
         if isinstance(prompt, str):
             return self.encode(prompt + answer, special=True)
-        begun = prompt[-1].get("content") or "" if prompt and prompt[-1].get("role") == "assistant" else None
-        messages = [*(prompt if begun is None else prompt[:-1]),
-                    {"role": "assistant", "content": (begun or "") + answer}]
+        begun = (
+            prompt[-1].get("content") or ""
+            if prompt and prompt[-1].get("role") == "assistant"
+            else None
+        )
+        messages = [
+            *(prompt if begun is None else prompt[:-1]),
+            {"role": "assistant", "content": (begun or "") + answer},
+        ]
         return self.encode(self.render(messages, whole=True))
 
-    def render(self, messages: Messages, whole: bool = False, tools: Sequence[dict[str, Any]] | None = None,
-               marked: bool = False) -> str:
+    def render(
+        self,
+        messages: Messages,
+        whole: bool = False,
+        tools: Sequence[dict[str, Any]] | None = None,
+        marked: bool = False,
+    ) -> str:
         """The text of messages, up to where the answer starts; a last message of the assistant's is continued, as by
         transformers' `continue_final_message`. `whole`: the conversation is over. `tools`: schemas to show.
         `marked`: with GENERATION's marks."""
         if not messages or not all(isinstance(message, Mapping) for message in messages):
-            raise ShoalError(f"A prompt is a text or a list of messages with role and content; got {messages!r}.")
+            raise ShoalError(
+                f"A prompt is a text or a list of messages with role and content; got {messages!r}."
+            )
         # Without keys of None, which data sets with columns of several roles fill in: templates ask `is defined`.
-        clean = [{key: _plain(value) for key, value in m.items() if value is not None} for m in messages]
-        continued = not whole and clean[-1].get("role") == "assistant" and bool(clean[-1].get("content"))
+        clean = [
+            {key: _plain(value) for key, value in m.items() if value is not None} for m in messages
+        ]
+        continued = (
+            not whole and clean[-1].get("role") == "assistant" and bool(clean[-1].get("content"))
+        )
         template = self._tool_template if tools else self._template
         if template is None:
             return _plain_text(clean, opens_answer=not (whole or continued))
@@ -223,20 +303,29 @@ class Tokenizer:
         special = {name: token for name, token in self._special.items() if name not in reserved}
         _renderings.begin()
         try:
-            text = template.render(messages=[_with_reasoning(m) for m in clean], tools=_plain(tools or None),
-                                   documents=None, add_generation_prompt=not (whole or continued), **special,
-                                   **(GENERATION if marked else {}))
+            text = template.render(
+                messages=[_with_reasoning(m) for m in clean],
+                tools=_plain(tools or None),
+                documents=None,
+                add_generation_prompt=not (whole or continued),
+                **special,
+                **(GENERATION if marked else {}),
+            )
         except Exception as error:  # a template may raise anything
             first = f"{messages[0]!r:.200}"
-            raise ShoalError(f"The chat template refused a prompt: {error}. Its first message: {first}",
-                             "model.template") from error
+            raise ShoalError(
+                f"The chat template refused a prompt: {error}. Its first message: {first}",
+                "model.template",
+            ) from error
         if not continued:
             return text
         text, mark, rest = text.rpartition(MARK.strip())
         if not mark:
-            raise ShoalError("The chat template leaves out the assistant's message that a prompt ends with, "
-                             f"{messages[-1]['content']!r:.60}: remove it, or give another template with "
-                             "model.template.")
+            raise ShoalError(
+                "The chat template leaves out the assistant's message that a prompt ends with, "
+                f"{messages[-1]['content']!r:.60}: remove it, or give another template with "
+                "model.template."
+            )
         return text if rest.startswith(" ") else text.rstrip()
 
     def encode(self, text: str, special: bool = False) -> list[int]:
@@ -246,24 +335,33 @@ class Tokenizer:
             return self._backend.encode_batch([text], add_special_tokens=special)[0].ids
         return self._backend.encode(text, add_special_tokens=special).ids
 
-    def encode_spans(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[np.ndarray, list[tuple[int, int]]]:
+    def encode_spans(
+        self, text: str, spans: Sequence[tuple[int, int]]
+    ) -> tuple[np.ndarray, list[tuple[int, int]]]:
         """Token ids of a rendered text, int32[T], and the tokens of each span of its characters, from, to."""
         encoding = self._backend.encode(text, add_special_tokens=False)
         # A token that reaches over a span's start belongs to it, as in transformers. Offsets may lack leading spaces.
         starts, ends = zip(*encoding.offsets, strict=True) if encoding.offsets else ((), ())
         return np.asarray(encoding.ids, np.int32), [
-            (bisect_right(ends, start), bisect_left(starts, stop)) for start, stop in spans]
+            (bisect_right(ends, start), bisect_left(starts, stop)) for start, stop in spans
+        ]
 
     def decode(self, ids: Sequence[int] | np.ndarray, skip_special_tokens: bool = True) -> str:
         """The text of token ids."""
-        return self._backend.decode([int(id) for id in ids], skip_special_tokens=skip_special_tokens)
+        return self._backend.decode(
+            [int(id) for id in ids], skip_special_tokens=skip_special_tokens
+        )
 
     def token_text(self, id: int) -> str:
         """One token as text, for tables: special tokens and leading spaces are shown, so texts cannot be joined."""
         token = self._backend.id_to_token(int(id))
         if token is None:
             return f"<{int(id)}>"
-        return token.replace("▁", " ") if "▁" in token else self.decode([id], skip_special_tokens=False)
+        return (
+            token.replace("▁", " ")
+            if "▁" in token
+            else self.decode([id], skip_special_tokens=False)
+        )
 
     def vocabulary(self) -> dict[str, int]:
         """Token -> id, added tokens included."""
@@ -276,25 +374,42 @@ class Tokenizer:
             rendered = self.encode_prompt(question).tolist()  # a template may write the date
         except ShoalError as error:
             rendered = str(error)
-        long = {"tokenizer.json": self._backend.to_str(), "the chat template": self.template,
-                "the further chat templates": sorted(self.named_templates.items()),
-                "response_template": self.response_template, "the prompt of a question": rendered}
-        short = {"special tokens": self._special, "eos_token_id": self.eos_ids, "pad_token_id": self.pad_id}
-        hashed = {name: hashlib.blake2b(repr(value).encode("utf-8", "backslashreplace"), digest_size=8).hexdigest()
-                  for name, value in long.items()}
+        long = {
+            "tokenizer.json": self._backend.to_str(),
+            "the chat template": self.template,
+            "the further chat templates": sorted(self.named_templates.items()),
+            "response_template": self.response_template,
+            "the prompt of a question": rendered,
+        }
+        short = {
+            "special tokens": self._special,
+            "eos_token_id": self.eos_ids,
+            "pad_token_id": self.pad_id,
+        }
+        hashed = {
+            name: hashlib.blake2b(
+                repr(value).encode("utf-8", "backslashreplace"), digest_size=8
+            ).hexdigest()
+            for name, value in long.items()
+        }
         return {**hashed, **{name: str(value) for name, value in short.items()}}
 
     def added_tokens(self) -> dict[int, tuple[str, bool]]:
         """Id -> text of the tokens that are found before a text is split, and True for those that decoding skips."""
-        return {id: (token.content, token.special) for id, token in self._backend.get_added_tokens_decoder().items()}
+        return {
+            id: (token.content, token.special)
+            for id, token in self._backend.get_added_tokens_decoder().items()
+        }
 
     def check_vocabulary(self, architecture: Architecture) -> None:
         """ShoalError if a token id is outside the model's embedding."""
         largest = max(self.vocab_size - 1, self.pad_id, *self.eos_ids)
         if largest >= architecture.vocab_size:
-            raise ShoalError(f"The tokenizer has token ids up to {largest}, but the model's vocabulary has "
-                             f"{architecture.vocab_size} entries: the tokenizer and the weights belong to different "
-                             "models.")
+            raise ShoalError(
+                f"The tokenizer has token ids up to {largest}, but the model's vocabulary has "
+                f"{architecture.vocab_size} entries: the tokenizer and the weights belong to different "
+                "models."
+            )
 
     def _encode_text(self, text: str) -> list[int]:
         """A text with the tokenizer's special tokens, but neither a second bos nor a closing eos.
@@ -326,7 +441,9 @@ def _read(file: Path) -> dict[str, Any]:
 def _backend(file: Path) -> tokenizers.Tokenizer:
     """The tokenizer in a tokenizer.json; ShoalError if it is missing or invalid."""
     if not file.is_file():
-        raise ShoalError(f"{file.parent} holds no tokenizer.json; save the tokenizer with transformers to make one.")
+        raise ShoalError(
+            f"{file.parent} holds no tokenizer.json; save the tokenizer with transformers to make one."
+        )
     try:
         return tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises bare Exception
@@ -337,30 +454,49 @@ def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """`bos_token`, `eos_token`, ... with their text. The older special_tokens_map.json counts only if
     tokenizer_config.json lists no added tokens, as in transformers."""
     older = {} if "added_tokens_decoder" in config else _read(folder / "special_tokens_map.json")
-    texts = {name: value.get("content") if isinstance(value, Mapping) else value
-             for name, value in {**config, **older}.items()}
-    names = dict.fromkeys((*_NAMED, *texts))  # transformers' order, which numbers tokens that have no id yet
+    texts = {
+        name: value.get("content") if isinstance(value, Mapping) else value
+        for name, value in {**config, **older}.items()
+    }
+    names = dict.fromkeys(
+        (*_NAMED, *texts)
+    )  # transformers' order, which numbers tokens that have no id yet
     named = ((name, texts.get(name)) for name in names if name.endswith("_token"))
     return {name: text for name, text in named if isinstance(text, str)}
 
 
-def _add_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any], special: Mapping[str, str]) -> None:
+def _add_tokens(
+    backend: tokenizers.Tokenizer, config: Mapping[str, Any], special: Mapping[str, str]
+) -> None:
     """Adds tokens that only tokenizer_config.json has, in the order of transformers, which decides their ids."""
     known = {repr(token) for token in backend.get_added_tokens_decoder().values()}
     listed = sorted(config.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0]))
-    tokens = [tokenizers.AddedToken(**{flag: value[flag] for flag in _FLAGS if flag in value}) for _, value in listed]
+    tokens = [
+        tokenizers.AddedToken(**{flag: value[flag] for flag in _FLAGS if flag in value})
+        for _, value in listed
+    ]
     backend.add_tokens([token for token in tokens if repr(token) not in known])
     added = {token.content for token in backend.get_added_tokens_decoder().values()}
     further = config.get("extra_special_tokens") or config.get("additional_special_tokens") or ()
     contents = [token["content"] if isinstance(token, Mapping) else token for token in further]
-    backend.add_special_tokens([text for text in dict.fromkeys([*special.values(), *contents]) if text not in added])
+    backend.add_special_tokens(
+        [text for text in dict.fromkeys([*special.values(), *contents]) if text not in added]
+    )
 
 
 def _ids(value: Any) -> list[int]:
-    return [] if value is None else [int(value)] if isinstance(value, int) else [int(id) for id in value]
+    return (
+        []
+        if value is None
+        else [int(value)]
+        if isinstance(value, int)
+        else [int(id) for id in value]
+    )
 
 
-def _templates(folder: Path, config: Mapping[str, Any], given: str = "") -> tuple[str, dict[str, str]]:
+def _templates(
+    folder: Path, config: Mapping[str, Any], given: str = ""
+) -> tuple[str, dict[str, str]]:
     """The chat template of a model, and its further ones by name; empty if it has none. `given`: the value of
     model.template, which then is the only one, as transformers' `chat_template=`."""
     own = _own_templates(folder, config)
@@ -369,8 +505,11 @@ def _templates(folder: Path, config: Mapping[str, Any], given: str = "") -> tupl
     if given:
         return _given_template(given, own), {}
     if own and "default" not in own:
-        raise ShoalError(f"{folder} has chat templates {', '.join(own)} but no default: choose one by its name, "
-                         f"model.template={next(iter(own))}", "model.template")
+        raise ShoalError(
+            f"{folder} has chat templates {', '.join(own)} but no default: choose one by its name, "
+            f"model.template={next(iter(own))}",
+            "model.template",
+        )
     return own.pop("default", ""), own
 
 
@@ -388,13 +527,19 @@ def _own_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
         return {"default": entry}
     named = _listed_templates(entry)
     if named is None:
-        raise ShoalError(f"{folder}/tokenizer_config.json has the chat_template {entry!r:.60}: expected a template, or "
-                         "a list of entries with name and template", "model.template")
+        raise ShoalError(
+            f"{folder}/tokenizer_config.json has the chat_template {entry!r:.60}: expected a template, or "
+            "a list of entries with name and template",
+            "model.template",
+        )
     for name in named:
         # They become names of files in the folder of a run.
         if not _TEMPLATE_NAME.fullmatch(name):
-            raise ShoalError(f"{folder}/tokenizer_config.json has a chat template called {name!r:.60}: expected a name "
-                             "of letters, digits, '_', '-', '.' and spaces", "model.template")
+            raise ShoalError(
+                f"{folder}/tokenizer_config.json has a chat template called {name!r:.60}: expected a name "
+                "of letters, digits, '_', '-', '.' and spaces",
+                "model.template",
+            )
     return named
 
 
@@ -416,8 +561,11 @@ def _read_template(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ShoalError(f"the chat template {file} is not UTF-8 ({error.reason} at byte {error.start}): save it as "
-                         "UTF-8", "model.template") from error
+        raise ShoalError(
+            f"the chat template {file} is not UTF-8 ({error.reason} at byte {error.start}): save it as "
+            "UTF-8",
+            "model.template",
+        ) from error
 
 
 def _given_template(template: str, own: Mapping[str, str]) -> str:
@@ -427,8 +575,10 @@ def _given_template(template: str, own: Mapping[str, str]) -> str:
     file = Path(template).expanduser()
     if not file.is_file():
         known = f", nor a name of the model's ({', '.join(own)})" if own else ""
-        raise ShoalError(f"model.template={template!r} is neither a file nor a Jinja template{known}.",
-                         "model.template")
+        raise ShoalError(
+            f"model.template={template!r} is neither a file nor a Jinja template{known}.",
+            "model.template",
+        )
     return _read_template(file)
 
 
@@ -447,8 +597,10 @@ def read_date(folder: Path) -> datetime | None:
     try:
         return datetime.fromisoformat(value) if value else None
     except (TypeError, ValueError) as error:
-        raise ShoalError(f"{folder / DATE_FILE} holds no date ({value!r:.60}): write the one on which the run first "
-                         "started, as 2026-01-31T12:00:00") from error
+        raise ShoalError(
+            f"{folder / DATE_FILE} holds no date ({value!r:.60}): write the one on which the run first "
+            "started, as 2026-01-31T12:00:00"
+        ) from error
 
 
 def write_date(date: datetime, folder: Path) -> None:
@@ -488,7 +640,9 @@ class _Renderings(threading.local):
     def count(self) -> None:
         self.rounds += 1
         if self.rounds > MOST_ROUNDS or time.monotonic() > self.deadline:
-            raise jinja2.TemplateError(f"it loops: more than {MOST_ROUNDS:,} rounds, or {RENDER_SECONDS:.0f} s")
+            raise jinja2.TemplateError(
+                f"it loops: more than {MOST_ROUNDS:,} rounds, or {RENDER_SECONDS:.0f} s"
+            )
 
     def measured(self, value: Any) -> Any:
         """A new text or list, whose memory counts."""
@@ -497,7 +651,9 @@ class _Renderings(threading.local):
         elif isinstance(value, list | tuple | dict):
             self.made += _ENTRY_BYTES * len(value)
         if self.made > MOST_BYTES:
-            raise jinja2.TemplateError(f"its texts and lists take more than {MOST_BYTES >> 20:,} MiB")
+            raise jinja2.TemplateError(
+                f"its texts and lists take more than {MOST_BYTES >> 20:,} MiB"
+            )
         return value
 
     def write(self, value: Any) -> str:
@@ -518,7 +674,9 @@ class _Measured(NodeTransformer):
         self.concatenate, self.measured = concatenate, measured
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
-        return self.generic_visit(nodes.Call(self.concatenate, node.nodes, [], None, None, lineno=node.lineno))
+        return self.generic_visit(
+            nodes.Call(self.concatenate, node.nodes, [], None, None, lineno=node.lineno)
+        )
 
     def visit_List(self, node: nodes.List) -> nodes.Node:
         return self._measure(node)
@@ -532,7 +690,9 @@ class _Measured(NodeTransformer):
         return self.generic_visit(node)
 
     def _measure(self, node: nodes.Expr) -> nodes.Node:
-        return nodes.Call(self.measured, [self.generic_visit(node)], [], None, None, lineno=node.lineno)
+        return nodes.Call(
+            self.measured, [self.generic_visit(node)], [], None, None, lineno=node.lineno
+        )
 
 
 class _Bounded(Extension):
@@ -543,11 +703,19 @@ class _Bounded(Extension):
         count = nodes.Call(nodes.ExtensionAttribute(self.identifier, "count"), [], [], None, None)
         for node in template.find_all((nodes.For, nodes.Macro, nodes.CallBlock)):
             node.body.insert(0, nodes.ExprStmt(count))
-            if isinstance(node, nodes.For) and node.test is not None:  # rounds that it leaves out count too
-                node.test = nodes.And(nodes.Call(nodes.ExtensionAttribute(self.identifier, "counts"), [], [], None,
-                                                 None), node.test)
+            if (
+                isinstance(node, nodes.For) and node.test is not None
+            ):  # rounds that it leaves out count too
+                node.test = nodes.And(
+                    nodes.Call(
+                        nodes.ExtensionAttribute(self.identifier, "counts"), [], [], None, None
+                    ),
+                    node.test,
+                )
         names = ("concatenate", "measured")
-        _Measured(*(nodes.ExtensionAttribute(self.identifier, name) for name in names)).visit(template)
+        _Measured(*(nodes.ExtensionAttribute(self.identifier, name) for name in names)).visit(
+            template
+        )
         template.set_environment(self.environment)
         return template
 
@@ -569,10 +737,20 @@ class _Bounded(Extension):
 
 def _check_size(size: int) -> None:
     if size > MOST_CHARACTERS:
-        raise jinja2.TemplateError(f"it makes a text or a list of more than {MOST_CHARACTERS:,} characters or entries")
+        raise jinja2.TemplateError(
+            f"it makes a text or a list of more than {MOST_CHARACTERS:,} characters or entries"
+        )
 
 
-_WIDENERS = {"center": 1, "ljust": 1, "rjust": 1, "zfill": 1, "batch": 64, "slice": 64, "tojson": 1 << 20}
+_WIDENERS = {
+    "center": 1,
+    "ljust": 1,
+    "rjust": 1,
+    "zfill": 1,
+    "batch": 64,
+    "slice": 64,
+    "tojson": 1 << 20,
+}
 """Methods of texts, and filters, that make a text or a list as long as a number says: of how many bytes for each, or
 for JSON, whose every entry is indented, of how many entries."""
 _FORM = re.compile(r"%(?:\([^)]*\))?[-+ #0-9.*]*|\{[^{}]*")
@@ -595,9 +773,14 @@ def _check_call(name: str, value: Any, others: Sequence[Any]) -> None:
     elif name == "replace" and len(others) > 1:
         _check_size(value.count(str(others[0])) * _size(others[1]))
     elif name == "translate":
-        _check_size(len(value) * max((_size(one) for one in others[0].values() if isinstance(one, str)), default=0))
+        _check_size(
+            len(value)
+            * max((_size(one) for one in others[0].values() if isinstance(one, str)), default=0)
+        )
     elif name == "wordwrap":
-        _check_size(len(value) * max((len(one) for one in others if isinstance(one, str)), default=0))
+        _check_size(
+            len(value) * max((len(one) for one in others if isinstance(one, str)), default=0)
+        )
     elif name == "format":
         _check_format(value, others)
 
@@ -690,10 +873,16 @@ class _Sandbox(ImmutableSandboxedEnvironment):
                 _check_format(left, right if isinstance(right, tuple) else (right,))
             return _renderings.measured(super().call_binop(context, operator, left, right))
         if operator in ("*", "**") and isinstance(left, int) and isinstance(right, int):
-            bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
+            bits = (
+                left.bit_length() * right
+                if operator == "**"
+                else left.bit_length() + right.bit_length()
+            )
             _check_size(bits << 6)  # products of longer ones take seconds
-        sizes = [len(one) if isinstance(one, str | list | tuple) else one if isinstance(one, int) else 0
-                 for one in (left, right)]
+        sizes = [
+            len(one) if isinstance(one, str | list | tuple) else one if isinstance(one, int) else 0
+            for one in (left, right)
+        ]
         is_text = isinstance(left, str | list | tuple) or isinstance(right, str | list | tuple)
         made = sizes[0] + sizes[1] if operator == "+" else sizes[0] * sizes[1]
         if is_text or operator == "**":
@@ -701,16 +890,26 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return _renderings.measured(super().call_binop(context, operator, left, right))
 
 
-def _compile(template: str, date: datetime | None = None, name: str = "The chat template") -> jinja2.Template:
+def _compile(
+    template: str, date: datetime | None = None, name: str = "The chat template"
+) -> jinja2.Template:
     """A chat template, ready to be rendered in the sandbox, with loops and texts that are bounded; on a `date`, else on
     the present one. ShoalError if it is no valid Jinja, or does not write messages."""
-    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, finalize=_renderings.write,
-                           extensions=[_Generation, _Bounded, "jinja2.ext.loopcontrols"])
+    environment = _Sandbox(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=_renderings.write,
+        extensions=[_Generation, _Bounded, "jinja2.ext.loopcontrols"],
+    )
     environment.filters["tojson"] = _to_json
-    environment.filters = {name: _bounded_filter(name, one) for name, one in environment.filters.items()}
+    environment.filters = {
+        name: _bounded_filter(name, one) for name, one in environment.filters.items()
+    }
     del environment.globals["lipsum"]  # pages of text
-    environment.globals |= {"raise_exception": _raise_exception,
-                            "strftime_now": lambda form: (date or datetime.now()).strftime(form)}
+    environment.globals |= {
+        "raise_exception": _raise_exception,
+        "strftime_now": lambda form: (date or datetime.now()).strftime(form),
+    }
     try:
         bounded: Any = environment.extensions[_Bounded.identifier]
         compiled = environment.from_string(bounded.bound(environment.parse(template)))
@@ -719,16 +918,25 @@ def _compile(template: str, date: datetime | None = None, name: str = "The chat 
         raise ShoalError(f"{name} is not valid Jinja: {error}", "model.template") from error
     if "messages" not in names:
         # A file of data, say: every prompt would be this text.
-        raise ShoalError(f"{name} {template[:40]!r} does not use `messages`, so it is none: every prompt "
-                         "would be the same; expected a Jinja template, as in a model's chat_template.jinja",
-                         "model.template")
+        raise ShoalError(
+            f"{name} {template[:40]!r} does not use `messages`, so it is none: every prompt "
+            "would be the same; expected a Jinja template, as in a model's chat_template.jinja",
+            "model.template",
+        )
     return compiled
 
 
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None,
-             separators: tuple[str, str] | None = None, sort_keys: bool = False) -> str:
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
     """JSON without the HTML escapes of Jinja's own filter, as in transformers."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _raise_exception(message: str) -> None:
@@ -737,15 +945,29 @@ def _raise_exception(message: str) -> None:
 
 def _plain(value: Any) -> Any:
     """Plain data for an untrusted template: JSON types, NumPy values as JSON types, the text of anything else."""
-    return json.loads(json.dumps(value, default=lambda one: dict(one) if isinstance(one, Mapping) else one.tolist()
-                                 if isinstance(one, (np.generic, np.ndarray)) else str(one)))
+    return json.loads(
+        json.dumps(
+            value,
+            default=lambda one: (
+                dict(one)
+                if isinstance(one, Mapping)
+                else one.tolist()
+                if isinstance(one, (np.generic, np.ndarray))
+                else str(one)
+            ),
+        )
+    )
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     """A message with its reasoning under both names that templates read, of the three that data sets use."""
     names = ("reasoning_content", "thinking", "reasoning")
     reasoning = next((message[name] for name in names if name in message), None)
-    return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
+    return (
+        message
+        if reasoning is None
+        else {"thinking": reasoning, **message, "reasoning_content": reasoning}
+    )
 
 
 def _plain_text(messages: Messages, opens_answer: bool) -> str:

@@ -20,7 +20,14 @@ from jax.ad_checkpoint import checkpoint_name
 from shoal.mesh import PINNED_HOST, Role
 from shoal.model.architecture import Architecture
 from shoal.model.linear import Cast, Weight, broadcast, cast_product, linear
-from shoal.model.parameters import Block, Parameters, check_mesh, layer_pieces, layers_apart, param_specs
+from shoal.model.parameters import (
+    Block,
+    Parameters,
+    check_mesh,
+    layer_pieces,
+    layers_apart,
+    param_specs,
+)
 from shoal.model.rotary import rotary, rotate, rotate_by_product
 from shoal.types import ShoalError
 
@@ -32,14 +39,20 @@ class Model:
     architecture: Architecture
     role: Role
     dtype: Any = jnp.float32  # of the computation; parameters are float32
-    remat: Literal["none", "dots", "attention", "full", "offload"] = "dots"  # what is computed again, see REMAT
-    attention: Literal["auto", "reference", "blocked", "pallas"] = "auto"  # of training, scoring and prefill
+    remat: Literal["none", "dots", "attention", "full", "offload"] = (
+        "dots"  # what is computed again, see REMAT
+    )
+    attention: Literal["auto", "reference", "blocked", "pallas"] = (
+        "auto"  # of training, scoring and prefill
+    )
     reduce_dtype: Any = jnp.float32  # in which gradients are summed over the mesh
     sampler_type: str = ""  # of the sampler's products' weights, in 8 bits; empty: as the trainer's
 
     def __post_init__(self) -> None:
         if self.dtype == jnp.float16 and self.role.platform == "tpu":
-            raise ShoalError("model.dtype=float16: a TPU has no products of float16; use bfloat16", "model.dtype")
+            raise ShoalError(
+                "model.dtype=float16: a TPU has no products of float16; use bfloat16", "model.dtype"
+            )
         check_mesh(self.architecture, self.role)
 
     @property
@@ -73,19 +86,32 @@ class Model:
 def published_specs(model: Model) -> Parameters:
     """The `param_specs` of what the sampler of a model is given."""
     specs = param_specs(model.architecture)
-    return layers_apart(specs, model.architecture.num_layers, model.pieces) if model.pieces else specs
+    return (
+        layers_apart(specs, model.architecture.num_layers, model.pieces) if model.pieces else specs
+    )
 
 
 _KEPT, _DOTS = jax.checkpoint_policies, jax.checkpoint_policies.dots_with_no_batch_dims_saveable
 REMAT: dict[str, Callable[[Callable], Callable]] = {
     "none": lambda layer: layer,
-    "dots": partial(jax.checkpoint, policy=_KEPT.save_from_both_policies(
-        _DOTS, _KEPT.save_only_these_names("kernel", "product"))),
+    "dots": partial(
+        jax.checkpoint,
+        policy=_KEPT.save_from_both_policies(
+            _DOTS, _KEPT.save_only_these_names("kernel", "product")
+        ),
+    ),
     "attention": partial(jax.checkpoint, policy=_KEPT.save_only_these_names("attention", "kernel")),
     "full": jax.checkpoint,
-    "offload": partial(jax.checkpoint, policy=_KEPT.save_and_offload_only_these_names(
-        names_which_can_be_saved=[], names_which_can_be_offloaded=["input", "attention", "kernel"],
-        offload_src="device", offload_dst=PINNED_HOST))}
+    "offload": partial(
+        jax.checkpoint,
+        policy=_KEPT.save_and_offload_only_these_names(
+            names_which_can_be_saved=[],
+            names_which_can_be_offloaded=["input", "attention", "kernel"],
+            offload_src="device",
+            offload_dst=PINNED_HOST,
+        ),
+    ),
+}
 """What a block's backward pass computes again: nothing; all but products with weights; the feed-forward part; all; and
 the feed-forward part, with what is kept, the block's input too, in the host's memory.
 `kernel`: output and log-sum-exp of an attention with its own backward pass; `attention`: its inputs, and x behind it;
@@ -111,13 +137,22 @@ def forward(
     """
     x, rope = embed(model, parameters.embed_tokens, tokens), rotary(model.architecture, positions)
     if caches is not None:
-        rope = jax.lax.optimization_barrier(rope)  # else XLA for CPU computes each cosine again for each head and layer
-    x, aux = through_layers(model, parameters.blocks, x, partial(block, model, rope=rope, attention=attention), caches)
+        rope = jax.lax.optimization_barrier(
+            rope
+        )  # else XLA for CPU computes each cosine again for each head and layer
+    x, aux = through_layers(
+        model, parameters.blocks, x, partial(block, model, rope=rope, attention=attention), caches
+    )
     return rms_norm(x, parameters.final_norm, model.architecture.norm_eps), aux
 
 
-def through_layers(model: Model, blocks: Any, x: jax.Array, layer: Callable[..., tuple[jax.Array, Any]],
-                   caches: Any = None) -> tuple[jax.Array, tuple]:
+def through_layers(
+    model: Model,
+    blocks: Any,
+    x: jax.Array,
+    layer: Callable[..., tuple[jax.Array, Any]],
+    caches: Any = None,
+) -> tuple[jax.Array, tuple]:
     """x[R, T, D] through layers, each (weights, x, cache) -> (x, aux): (x, the aux of each). Stacked ones are scanned;
     unrolled with caches, one a layer, and where they are apart."""
     # Decoding is unrolled because a scan copies each layer's cache in and out: 46M parameters, 16 rows and 256 keys on
@@ -127,8 +162,13 @@ def through_layers(model: Model, blocks: Any, x: jax.Array, layer: Callable[...,
 
         @REMAT[model.remat]
         def step(x: jax.Array, weights: Block) -> tuple[jax.Array, Any]:
-            cast = jax.tree.map(lambda weight, spec: _cast(model, weight, spec.axes_on(model.role)[1:],
-                                                           spec.trained and not spec.dtype), weights, specs)
+            cast = jax.tree.map(
+                lambda weight, spec: _cast(
+                    model, weight, spec.axes_on(model.role)[1:], spec.trained and not spec.dtype
+                ),
+                weights,
+                specs,
+            )
             return layer(cast, x, cache=None)
 
         x, aux = jax.lax.scan(step, x, blocks)
@@ -165,10 +205,21 @@ def unstacked(tree: Any, num_layers: int) -> tuple[Any, ...]:
     return tuple(jax.tree.map(itemgetter(number), tree) for number in range(num_layers))
 
 
-def block(model: Model, w: Block, x: jax.Array, *, rope: tuple[jax.Array, jax.Array], attention: AttentionFn,
-          cache: Any) -> tuple[jax.Array, Any]:
+def block(
+    model: Model,
+    w: Block,
+    x: jax.Array,
+    *,
+    rope: tuple[jax.Array, jax.Array],
+    attention: AttentionFn,
+    cache: Any,
+) -> tuple[jax.Array, Any]:
     """One layer: x[R, T, D] -> (x[R, T, D], cache)."""
-    a, constrain, kept = model.architecture, model.role.constrain, partial(checkpoint_name, name="attention")
+    a, constrain, kept = (
+        model.architecture,
+        model.role.constrain,
+        partial(checkpoint_name, name="attention"),
+    )
     # Decoding has few rows, whose elementwise operations are better done within the products.
     is_tpu = model.role.platform == "tpu" and cache is None
     apart = _apart if is_tpu else lambda x: x
@@ -176,8 +227,11 @@ def block(model: Model, w: Block, x: jax.Array, *, rope: tuple[jax.Array, jax.Ar
     h = apart(rms_norm(x, w.attention_norm, a.norm_eps))
     if w.k is None:
         heads = linear(w.q, h)
-        q, k, v = jnp.split(heads.reshape(*heads.shape[:-1], -1, a.head_dim),
-                            (a.num_heads, a.num_heads + a.num_kv_heads), axis=-2)
+        q, k, v = jnp.split(
+            heads.reshape(*heads.shape[:-1], -1, a.head_dim),
+            (a.num_heads, a.num_heads + a.num_kv_heads),
+            axis=-2,
+        )
     else:
         q, k, v = (linear(weight, h) for weight in (w.q, w.k, w.v))
         if cache is not None or (is_tpu and model.role.name == "sampler"):
@@ -192,15 +246,23 @@ def block(model: Model, w: Block, x: jax.Array, *, rope: tuple[jax.Array, jax.Ar
         turn = rotate_by_product if is_tpu else rotate
         q, k = turn(q, *rope), turn(k, *rope)
     if repeats := model.key_heads // a.num_kv_heads - 1:
-        k, v = (constrain(jnp.repeat(x, repeats + 1, axis=-2), "rows", None, "heads", None) for x in (k, v))
+        k, v = (
+            constrain(jnp.repeat(x, repeats + 1, axis=-2), "rows", None, "heads", None)
+            for x in (k, v)
+        )
     out: Any
     out, cache = attention(kept(q), kept(k), kept(v), cache)
     x = kept(x + linear(w.o, out.reshape(*out.shape[:-2], -1)))
     h = apart(rms_norm(x, w.mlp_norm, a.norm_eps))
     if isinstance(w.down, tuple):  # pieces, each of which gives a part of the sum
-        inner = (_gated(model, linear(gate, h), linear(up, h)) for gate, up in zip(w.gate, w.up, strict=True))
-        parts = [linear(down, jax.lax.optimization_barrier(h) if is_tpu else h, jnp.float32)
-                 for down, h in zip(w.down, inner, strict=True)]
+        inner = (
+            _gated(model, linear(gate, h), linear(up, h))
+            for gate, up in zip(w.gate, w.up, strict=True)
+        )
+        parts = [
+            linear(down, jax.lax.optimization_barrier(h) if is_tpu else h, jnp.float32)
+            for down, h in zip(w.down, inner, strict=True)
+        ]
         out = sum(parts[1:], parts[0]).astype(x.dtype)
     elif is_tpu:
         out = gated_product(model, linear(w.gate, h), linear(w.up, h), w.down)
@@ -237,10 +299,14 @@ def _gated_product_backward(model: Model, kept: tuple, gradient: jax.Array) -> t
     return *jax.lax.optimization_barrier(of_gated(jax.lax.optimization_barrier(of_h))), of_down
 
 
-gated_product.defvjp(lambda model, *inputs: (gated_product(model, *inputs), inputs), _gated_product_backward)
+gated_product.defvjp(
+    lambda model, *inputs: (gated_product(model, *inputs), inputs), _gated_product_backward
+)
 
 
-def _cast(model: Model, weight: jax.Array, axes: tuple[str | None, ...], trained: bool = True) -> jax.Array | Cast:
+def _cast(
+    model: Model, weight: jax.Array, axes: tuple[str | None, ...], trained: bool = True
+) -> jax.Array | Cast:
     """A kernel in the type of the computation, with its master; vectors, what has that type and what is frozen stay as
     they are."""
     whole = tuple(None if axis == "embed" else axis for axis in axes)
@@ -299,7 +365,9 @@ def head_projection(model: Model, head: jax.Array) -> Callable[[jax.Array], jax.
     def project(hidden: jax.Array) -> jax.Array:
         flat = role.constrain(hidden.reshape(shards, -1, hidden.shape[-1]), "rows", None, None)
         product: jax.Array = cast_product(flat, kernel, master, jnp.float32, jnp.float32)
-        return role.constrain(product.reshape(*hidden.shape[:-1], -1), "rows", None, model.vocab_axis)
+        return role.constrain(
+            product.reshape(*hidden.shape[:-1], -1), "rows", None, model.vocab_axis
+        )
 
     return project
 
@@ -312,7 +380,9 @@ def _copies(model: Model, reduce_dtype: Any, head: jax.Array) -> jax.Array:
     return model.role.constrain(copies, "rows", None, model.vocab_axis)
 
 
-def _copies_backward(model: Model, reduce_dtype: Any, _: None, gradient: jax.Array) -> tuple[jax.Array]:
+def _copies_backward(
+    model: Model, reduce_dtype: Any, _: None, gradient: jax.Array
+) -> tuple[jax.Array]:
     role, vocab = model.role, model.vocab_axis
     gradient = role.constrain(gradient, "rows", None, vocab).astype(reduce_dtype)
     # Not jnp.sum: it would sum bfloat16 in float32.

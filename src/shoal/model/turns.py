@@ -25,8 +25,10 @@ from shoal.types import Messages, Prompt, ShoalError
 _CUT = "\ue0f4"
 """Marks where a text is encoded in two pieces."""
 _QUESTION = {"role": "user", "content": "What next?"}
-_NO_PLACE = ("The chat template has no place for {}: choose a model that calls tools, or give another template with "
-             "model.template.")
+_NO_PLACE = (
+    "The chat template has no place for {}: choose a model that calls tools, or give another template with "
+    "model.template."
+)
 
 
 class TurnFormat:
@@ -40,15 +42,28 @@ class TurnFormat:
     ShoalError if the template shows no tools or no answers of tools, or if nothing ends a turn.
     """
 
-    def __init__(self, tokenizer: Tokenizer, schemas: Sequence[dict[str, Any]], call_format: str = "auto",
-                 special: bool = True):
-        added = sorted((text for text, _ in tokenizer.added_tokens().values() if len(text) > 1), key=len, reverse=True)
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        schemas: Sequence[dict[str, Any]],
+        call_format: str = "auto",
+        special: bool = True,
+    ):
+        added = sorted(
+            (text for text, _ in tokenizer.added_tokens().values() if len(text) > 1),
+            key=len,
+            reverse=True,
+        )
         # An occurrence may begin within another one.
-        self._added = None if special or not added else re.compile(f"(?={'|'.join(map(re.escape, added))})")
+        self._added = (
+            None if special or not added else re.compile(f"(?={'|'.join(map(re.escape, added))})")
+        )
         self._tokenizer, self._schemas, self._reader = tokenizer, list(schemas), None
         names = [tool["function"]["name"] for tool in schemas]
         shown = self._render([_QUESTION])
-        if names and (shown == tokenizer.render([_QUESTION]) or not all(name in shown for name in names)):
+        if names and (
+            shown == tokenizer.render([_QUESTION]) or not all(name in shown for name in names)
+        ):
             raise ShoalError(_NO_PLACE.format("tools"), "model.template")
         answer = {**_QUESTION, "role": "tool", "name": names[0]} if names else _QUESTION
         if answer["content"] not in tokenizer.decode(self.encode_context([answer])):
@@ -60,20 +75,26 @@ class TurnFormat:
             self._reader = CallReader(tokenizer, form, start, schemas)
         self.notes: list[str] = []
         for message in {m["role"]: m for m in (answer, _QUESTION)}.values():
-            with contextlib.suppress(ShoalError):  # a template may refuse the turn that this is tried on
+            with contextlib.suppress(
+                ShoalError
+            ):  # a template may refuse the turn that this is tried on
                 self.notes += self._history_note(message)
 
     def encode_prompt(self, prompt: Prompt) -> np.ndarray:
         """Token ids of a prompt with the tools, int32[T]."""
         if isinstance(prompt, str):
-            raise ShoalError(f"Rollouts of several turns need prompts of messages, but {prompt!r:.60} is a text: give "
-                             '[{"role": "user", "content": ...}].')
+            raise ShoalError(
+                f"Rollouts of several turns need prompts of messages, but {prompt!r:.60} is a text: give "
+                '[{"role": "user", "content": ...}].'
+            )
         if self._added is None:
             return self._tokenizer.encode_prompt(prompt, self._schemas)
         answers = [message for message in prompt if message["role"] == "tool"]
         if not answers and not any(_CUT in str(message.get("content")) for message in prompt):
             return self._tokenizer.encode_prompt(prompt, self._schemas)
-        prompt = [self.plain(message) if message["role"] == "tool" else message for message in prompt]
+        prompt = [
+            self.plain(message) if message["role"] == "tool" else message for message in prompt
+        ]
         return np.asarray(self._encode(self._render(prompt)), np.int32)
 
     def plain(self, message: dict[str, Any]) -> dict[str, Any]:
@@ -83,15 +104,20 @@ class TurnFormat:
             return message
         text = text.replace(_CUT, "")
         starts = [match.start() + 1 for match in self._added.finditer(text)]
-        pieces = [text[start:stop] for start, stop in zip([0, *starts], [*starts, len(text)], strict=True)]
+        pieces = [
+            text[start:stop] for start, stop in zip([0, *starts], [*starts, len(text)], strict=True)
+        ]
         return {**message, "content": _CUT.join(pieces)}
 
     def _encode(self, text: str) -> list[int]:
         """Ids of a rendered text, in pieces where it is cut."""
         text = text.encode(errors="replace").decode()  # tokenizers refuse half a character
         pieces = text.split(_CUT)
-        ids = self._tokenizer.encode(pieces[0]) if self._tokenizer.has_template else \
-            self._tokenizer.encode_prompt(pieces[0]).tolist()
+        ids = (
+            self._tokenizer.encode(pieces[0])
+            if self._tokenizer.has_template
+            else self._tokenizer.encode_prompt(pieces[0]).tolist()
+        )
         for piece in filter(None, pieces[1:]):
             ids += self._tokenizer.encode(piece)
         return ids
@@ -99,20 +125,32 @@ class TurnFormat:
     def read(self, ids: Sequence[int]) -> tuple[dict[str, Any], list[ToolCall]]:
         """The assistant's message of a turn's sampled ids, and all calls in order, those with an error too. The content
         is the turn's text, thoughts included, without the calls that were read."""
-        content, calls = self._reader.read(ids) if self._reader else (self._tokenizer.decode(ids), [])
+        content, calls = (
+            self._reader.read(ids) if self._reader else (self._tokenizer.decode(ids), [])
+        )
         read = [_in_message(call) for call in calls if not call.error]
-        return {"role": "assistant", "content": content, **({"tool_calls": read} if read else {})}, calls
+        return {
+            "role": "assistant",
+            "content": content,
+            **({"tool_calls": read} if read else {}),
+        }, calls
 
-    def encode_context(self, messages: Messages, calls: Sequence[ToolCall] = (), last: int | None = None) -> list[int]:
+    def encode_context(
+        self, messages: Messages, calls: Sequence[ToolCall] = (), last: int | None = None
+    ) -> list[int]:
         """Ids that follow a turn's last sampled token, up to and with the next generation prompt.
 
         messages  of role tool, one for each of `calls` in their order, or of role user
         last      the turn's last sampled id; if it did not end the turn, the end comes first
         """
         answered = [message.get("name", "") for message in messages if message["role"] == "tool"]
-        end, ids = self._following(messages, ([call.name for call in calls] or answered) if answered else [])
+        end, ids = self._following(
+            messages, ([call.name for call in calls] or answered) if answered else []
+        )
         # Another end will do, but not where the answers are part of the turn, as Gemma 4's: its end opens them.
-        ended = last in (None, end) or (last in self._tokenizer.eos_ids and end == self._following([_QUESTION])[0])
+        ended = last in (None, end) or (
+            last in self._tokenizer.eos_ids and end == self._following([_QUESTION])[0]
+        )
         return ids if ended else [end, *ids]
 
     def _render(self, messages: Messages, whole: bool = False) -> str:
@@ -122,11 +160,20 @@ class TurnFormat:
         """The id that ends a turn that calls these tools, and the ids that follow it."""
         # The names are the model's: other text than a name could end the turn.
         names = [name if re.fullmatch(r"[\w.-]{1,64}", name) else "unknown" for name in names]
-        calls = [{"id": f"call{i:05}", **_in_message(ToolCall(name, {}))} for i, name in enumerate(names)]
+        calls = [
+            {"id": f"call{i:05}", **_in_message(ToolCall(name, {}))} for i, name in enumerate(names)
+        ]
         if calls:
             calls[-1]["function"]["arguments"] = {"text": MARK}
-        turn = {"role": "assistant", "content": "" if calls else MARK, **({"tool_calls": calls} if calls else {})}
-        answers = [{"tool_call_id": f"call{i:05}", **self.plain(message)} for i, message in enumerate(messages)]
+        turn = {
+            "role": "assistant",
+            "content": "" if calls else MARK,
+            **({"tool_calls": calls} if calls else {}),
+        }
+        answers = [
+            {"tool_call_id": f"call{i:05}", **self.plain(message)}
+            for i, message in enumerate(messages)
+        ]
         try:
             text = self._render([_QUESTION, turn, *answers])
         except ShoalError:  # Llama 3.1 takes one call in a message
@@ -137,36 +184,60 @@ class TurnFormat:
         if not mark:
             raise ShoalError(_NO_PLACE.format("tool calls"), "model.template")
         if self._added is None:
-            ids = self._tokenizer.encode(rest.encode(errors="replace").decode())  # tokenizers refuse half a character
+            ids = self._tokenizer.encode(
+                rest.encode(errors="replace").decode()
+            )  # tokenizers refuse half a character
         else:
             ids = self._encode(rest)
         end = next((i for i, id in enumerate(ids) if id in self._tokenizer.eos_ids), None)
         if end is None:
-            raise ShoalError(f"The model has no end-of-turn token: its chat template ends a turn with {rest[:40]!r}, "
-                             "without a token of eos_token_id in generation_config.json. Add the one that ends turns.")
+            raise ShoalError(
+                f"The model has no end-of-turn token: its chat template ends a turn with {rest[:40]!r}, "
+                "without a token of eos_token_id in generation_config.json. Add the one that ends turns."
+            )
         return ids[end], ids[end + 1 :]
 
     def _form(self, name: str) -> str:
         """How the chat template writes calls."""
-        turn = {"role": "assistant", "content": "", "tool_calls": [_in_message(ToolCall(name, {"text": MARK}))]}
-        text = self._render([_QUESTION, turn, {"role": "tool", "name": name, "content": ""}]).partition(MARK.strip())[0]
+        turn = {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [_in_message(ToolCall(name, {"text": MARK}))],
+        }
+        text = self._render(
+            [_QUESTION, turn, {"role": "tool", "name": name, "content": ""}]
+        ).partition(MARK.strip())[0]
         before, _, after = text.rpartition(name)
-        signs = {"xml": before.endswith("<function="), "gemma": before.endswith("call:"),
-                 "hermes": "<tool_call>" in before[-40:] and '"arguments"' in after, "llama": '"parameters"' in after}
+        signs = {
+            "xml": before.endswith("<function="),
+            "gemma": before.endswith("call:"),
+            "hermes": "<tool_call>" in before[-40:] and '"arguments"' in after,
+            "llama": '"parameters"' in after,
+        }
         form = next((form for form, is_there in signs.items() if is_there), "")
         if not form:
-            raise ShoalError(f"The chat template writes tool calls in a form that is not known, {before[-40:]!r}: "
-                             "choose environment.call_format=hermes, xml, llama or gemma.", "environment.call_format")
+            raise ShoalError(
+                f"The chat template writes tool calls in a form that is not known, {before[-40:]!r}: "
+                "choose environment.call_format=hermes, xml, llama or gemma.",
+                "environment.call_format",
+            )
         return form
 
     def _history_note(self, answer: dict[str, Any]) -> list[str]:
         """What apply_chat_template would change in a turn, tried on one with a thought, once this message follows."""
-        calls = {"tool_calls": [_in_message(ToolCall(answer["name"], {}))]} if "name" in answer else {}
+        calls = (
+            {"tool_calls": [_in_message(ToolCall(answer["name"], {}))]} if "name" in answer else {}
+        )
         turn = {"role": "assistant", "content": "<think>\nWhy?\n</think>\n\nSo.", **calls}
         last = self._render([_QUESTION, turn], whole=True).rstrip()
-        return [] if self._render([_QUESTION, turn, answer]).startswith(last) else [
-            f"the chat template renders a turn in another way once a {answer['role']} message follows it, as without "
-            "its thoughts; rollouts keep the tokens that were sampled"]
+        return (
+            []
+            if self._render([_QUESTION, turn, answer]).startswith(last)
+            else [
+                f"the chat template renders a turn in another way once a {answer['role']} message follows it, as without "
+                "its thoughts; rollouts keep the tokens that were sampled"
+            ]
+        )
 
 
 def _in_message(call: ToolCall) -> dict[str, Any]:
@@ -175,8 +246,16 @@ def _in_message(call: ToolCall) -> dict[str, Any]:
 
 # Schemas
 
-_JSON_TYPES = {int: "integer", float: "number", str: "string", bool: "boolean", type(None): "null", list: "array",
-               tuple: "array", dict: "object"}
+_JSON_TYPES = {
+    int: "integer",
+    float: "number",
+    str: "string",
+    bool: "boolean",
+    type(None): "null",
+    list: "array",
+    tuple: "array",
+    dict: "object",
+}
 
 
 def schema(function: Callable[..., Any]) -> dict[str, Any]:
@@ -187,7 +266,9 @@ def schema(function: Callable[..., Any]) -> dict[str, Any]:
     name = getattr(function, "__name__", "operation")
     about, described, returned = _docstring(inspect.getdoc(function) or "")
     if not about:
-        raise ShoalError(f"Tool {name} has no docstring: write what it does, and its arguments under Args:.")
+        raise ShoalError(
+            f"Tool {name} has no docstring: write what it does, and its arguments under Args:."
+        )
     try:
         hints = typing.get_type_hints(function)
     except (NameError, TypeError) as error:
@@ -197,18 +278,31 @@ def schema(function: Callable[..., Any]) -> dict[str, Any]:
         if argument in ("self", "cls") and argument not in hints:
             continue
         if argument not in hints or argument not in described:
-            raise ShoalError(f"Tool {name}, argument {argument}: write its type in the signature, and a line "
-                             f"'{argument}: what it is' under Args: in the docstring.")
-        entry, text = _json_type(hints[argument], f"Tool {name}, argument {argument}"), described[argument]
+            raise ShoalError(
+                f"Tool {name}, argument {argument}: write its type in the signature, and a line "
+                f"'{argument}: what it is' under Args: in the docstring."
+            )
+        entry, text = (
+            _json_type(hints[argument], f"Tool {name}, argument {argument}"),
+            described[argument],
+        )
         if choices := re.search(r"\(choices:\s*(.*?)\)\s*$", text, re.IGNORECASE):
-            entry["enum"] = [one.strip() if isinstance(one, str) else one for one in json.loads(choices[1])]
+            entry["enum"] = [
+                one.strip() if isinstance(one, str) else one for one in json.loads(choices[1])
+            ]
             text = text[: choices.start()].strip()
         properties[argument] = {**entry, "description": text}
         required += [argument] if parameter.default is inspect.Parameter.empty else []
-    parameters = {"type": "object", "properties": properties, **({"required": required} if required else {})}
+    parameters = {
+        "type": "object",
+        "properties": properties,
+        **({"required": required} if required else {}),
+    }
     made = {"name": name, "description": about, "parameters": parameters}
     with contextlib.suppress(ShoalError, KeyError):  # a model never writes what is returned
-        made["return"] = _json_type(hints["return"], name) | ({"description": returned} if returned else {})
+        made["return"] = _json_type(hints["return"], name) | (
+            {"description": returned} if returned else {}
+        )
     return {"type": "function", "function": made}
 
 
@@ -239,15 +333,21 @@ def _json_type(hint: Any, where: str) -> dict[str, Any]:
             return {"type": names[0] if len(names) == 1 else names, "enum": values}
     elif origin in (Union, types.UnionType):
         made = [_json_type(one, where) for one in args if one is not type(None)]
-        if len(made) > 1 and all(one.keys() == {"type"} and isinstance(one["type"], str) for one in made):
+        if len(made) > 1 and all(
+            one.keys() == {"type"} and isinstance(one["type"], str) for one in made
+        ):
             names = sorted({one["type"] for one in made})
             made = [{"type": names[0] if len(names) == 1 else names}]
-        return (made[0] if len(made) == 1 else {"anyOf": made}) | ({"nullable": True} if type(None) in args else {})
+        return (made[0] if len(made) == 1 else {"anyOf": made}) | (
+            {"nullable": True} if type(None) in args else {}
+        )
     elif origin is list:
         return {"type": "array", "items": _json_type(args[0], where)}
     elif origin is tuple and len(args) > 1 and ... not in args:
         return {"type": "array", "prefixItems": [_json_type(one, where) for one in args]}
     elif origin is dict and len(args) == 2:
         return {"type": "object", "additionalProperties": _json_type(args[1], where)}
-    raise ShoalError(f"{where} has the type {hint}, which JSON does not have: use int, float, str, bool, list, dict, "
-                     "Literal, an Enum, or a union of them.")
+    raise ShoalError(
+        f"{where} has the type {hint}, which JSON does not have: use int, float, str, bool, list, dict, "
+        "Literal, an Enum, or a union of them."
+    )

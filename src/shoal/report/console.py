@@ -13,7 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from shoal.report.figures import duration, evaluation_text, one_line, step_figures, summary_rows, text_table
+from shoal.report.figures import (
+    duration,
+    evaluation_text,
+    one_line,
+    step_figures,
+    summary_rows,
+    text_table,
+)
 from shoal.types import Group, Prompt
 
 LINES_A_RUN, FIRST_STEPS, QUIET_SECONDS = 40, 3, 60.0
@@ -30,23 +37,38 @@ class Console:
     `terminal=None` asks the stream; `clock` gives seconds. No text can make it fail: what the stream cannot show, and
     control characters, are printed as escapes."""
 
-    def __init__(self, stream: TextIO | None = None, terminal: bool | None = None,
-                 clock: Callable[[], float] = time.monotonic, width: int | None = None) -> None:
+    def __init__(
+        self,
+        stream: TextIO | None = None,
+        terminal: bool | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        width: int | None = None,
+    ) -> None:
         self._stream, self._clock = stream or sys.stdout, clock
-        is_terminal = getattr(self._stream, "isatty", lambda: False)() if terminal is None else terminal
+        is_terminal = (
+            getattr(self._stream, "isatty", lambda: False)() if terminal is None else terminal
+        )
         self._rich: Any = None
         if is_terminal:
             from rich.console import Console as RichConsole
 
-            self._rich = RichConsole(file=self._stream, force_terminal=True, width=width, highlight=False, emoji=False,
-                                     markup=False)
+            self._rich = RichConsole(
+                file=self._stream,
+                force_terminal=True,
+                width=width,
+                highlight=False,
+                emoji=False,
+                markup=False,
+            )
         self._bar: Any = None
         self._once: set[str] = set()
         self._log: Path | None = None
         self._unkept: deque[str] = deque(maxlen=_MOST_UNKEPT)
         self._pace, self._programs, self._printed_at = Pace(clock()), 0.0, -math.inf
         self._answers, self._due = Pace(clock()), 0.0
-        self.in_their_names: Callable[[str], str] = str  # a warning with the flags of another system that set its keys
+        self.in_their_names: Callable[[str], str] = (
+            str  # a warning with the flags of another system that set its keys
+        )
 
     def keep_log(self, path: Path) -> None:
         """Writes the lines printed so far, and all further ones, to the end of a file too."""
@@ -89,7 +111,10 @@ class Console:
     def passage(self, title: str, text: str, lines: int = 200, characters: int = 2000) -> None:
         """A text under its title, indented; of one with more lines or characters its beginning and its end."""
         rows = text.split("\n")
-        head, tail = "\n".join(rows[:lines // 2])[:characters // 2], "\n".join(rows[-lines // 2:])[-characters // 2:]
+        head, tail = (
+            "\n".join(rows[: lines // 2])[: characters // 2],
+            "\n".join(rows[-lines // 2 :])[-characters // 2 :],
+        )
         if (left := len(text) - len(head) - len(tail)) > 0:
             rows = f"{head}\n... {left:,} more characters ...\n{tail}".split("\n")
         self._write(f"{one_line(title)}:", "dim")
@@ -112,7 +137,12 @@ class Console:
             times += f", {duration(left)} left"
         figures = step_figures(metrics, compiled)
         every = max(1, math.ceil(steps / LINES_A_RUN))
-        if step <= FIRST_STEPS or step >= steps or step % every == 0 or now - self._printed_at >= QUIET_SECONDS:
+        if (
+            step <= FIRST_STEPS
+            or step >= steps
+            or step % every == 0
+            or now - self._printed_at >= QUIET_SECONDS
+        ):
             self._printed_at = now
             self._write("  ".join([f"step {step}/{steps}", times, *figures]))
         if self._rich is not None and step < steps:
@@ -126,11 +156,18 @@ class Console:
 
         if self._bar is None:
             cropped = Column(no_wrap=True, overflow="crop")
-            self._bar = Progress(BarColumn(20), TextColumn("{task.description}", markup=False, table_column=cropped),
-                                 console=self._rich, auto_refresh=False, transient=True)
+            self._bar = Progress(
+                BarColumn(20),
+                TextColumn("{task.description}", markup=False, table_column=cropped),
+                console=self._rich,
+                auto_refresh=False,
+                transient=True,
+            )
             self._bar.add_task("", total=steps)
             self._bar.start()
-        self._bar.update(0, completed=step, description=self._printable(f"step {text}"), refresh=True)
+        self._bar.update(
+            0, completed=step, description=self._printable(f"step {text}"), refresh=True
+        )
 
     def answered(self, part: str, done: int, total: int) -> None:
         """`done` (one more at each call) of the `total` questions of an evaluation's part: a line after 2 s where 10 s
@@ -158,8 +195,14 @@ class Console:
         """
         self._write(f"{one_line(name)}: {evaluation_text(figures)}", "bold")
 
-    def summary(self, before: Mapping[str, Mapping[str, Any]], after: Mapping[str, Mapping[str, Any]],
-                solved: tuple[Group, Group] | None = None, facts: Sequence[str] = (), reward_since: int = 0) -> None:
+    def summary(
+        self,
+        before: Mapping[str, Mapping[str, Any]],
+        after: Mapping[str, Mapping[str, Any]],
+        solved: tuple[Group, Group] | None = None,
+        facts: Sequence[str] = (),
+        reward_since: int = 0,
+    ) -> None:
         """The end: a table of figures by set of questions before and after, facts in a line each, and a question that
         was answered wrong before and right after, as both groups.
 
@@ -171,8 +214,10 @@ class Console:
             self.text(one_line(fact))
         if solved is not None:
             self._write("a question that was answered wrong before and right after:", "bold")
-            for title, text in (("prompt", prompt_text(solved[0].example.prompt)),
-                                *zip(("before", "after"), (completion_text(one, 0) for one in solved), strict=True)):
+            for title, text in (
+                ("prompt", prompt_text(solved[0].example.prompt)),
+                *zip(("before", "after"), (completion_text(one, 0) for one in solved), strict=True),
+            ):
                 self.passage(title, text)
 
     def close(self) -> None:
@@ -213,7 +258,9 @@ class Pace:
     def __init__(self, start: float, window: int = 20) -> None:
         self.start = self._last = start
         self._done = 0
-        self._steps: deque[tuple[float, int, bool]] = deque(maxlen=window)  # seconds, number of steps, compiled
+        self._steps: deque[tuple[float, int, bool]] = deque(
+            maxlen=window
+        )  # seconds, number of steps, compiled
 
     def mark(self, now: float, done: int, compiled: bool = False) -> None:
         """`done` steps have been made; `compiled`: the last of them compiled a program."""
@@ -232,7 +279,10 @@ class Pace:
 
 def printable(text: str, encoding: str = "utf-8") -> str:
     """The text with control characters (but line ends and tabs) and what `encoding` lacks written as escapes."""
-    shown = "".join(c if c in "\n\t" or not _CONTROL.match(c) else c.encode("unicode_escape").decode() for c in text)
+    shown = "".join(
+        c if c in "\n\t" or not _CONTROL.match(c) else c.encode("unicode_escape").decode()
+        for c in text
+    )
     return shown.encode(encoding, "backslashreplace").decode(encoding)
 
 
@@ -246,10 +296,16 @@ def prompt_text(prompt: Prompt) -> str:
     lines = []
     for message in prompt:
         name = f" {message['name']}" if message.get("name") else ""
-        paid = f" (reward {message['reward']:g})" if isinstance(message.get("reward"), int | float) else ""
+        paid = (
+            f" (reward {message['reward']:g})"
+            if isinstance(message.get("reward"), int | float)
+            else ""
+        )
         lines.append(f"{message.get('role', '?')}{name}{paid}: {message.get('content') or ''}")
         for called in (call.get("function") or {} for call in message.get("tool_calls") or ()):
-            lines.append(f"  calls {called.get('name')}({json.dumps(called.get('arguments'), ensure_ascii=False)})")
+            lines.append(
+                f"  calls {called.get('name')}({json.dumps(called.get('arguments'), ensure_ascii=False)})"
+            )
     return "\n".join(lines)
 
 

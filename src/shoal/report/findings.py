@@ -50,7 +50,11 @@ class Findings:
         for finding in findings:
             self.found.append(finding)
             if self.console:
-                show = {"ok": self.console.note, "warning": self.console.warning, "wrong": self.console.wrong}
+                show = {
+                    "ok": self.console.note,
+                    "warning": self.console.warning,
+                    "wrong": self.console.wrong,
+                }
                 show[finding.level](str(finding))
 
     def ok(self, text: str) -> None:

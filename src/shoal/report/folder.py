@@ -1,16 +1,16 @@
 """The run's folder and what is written there: settings, metrics, groups, the summary.
 
-    config.yaml  config_difference.yaml      the settings, resolved, and what somebody set to other than the defaults
-    config_40.yaml                           the settings from step 40 on, if the run was resumed with others
-    metrics.jsonl                            a line a step
-    evaluations.jsonl                        a line an evaluation
-    groups/step_000012.parquet               a row a completion
-    checkpoints/                             written by the trainer
-    pass_rates.jsonl                         a line a prompt: how often its completions passed
-    log.txt                                  the lines that were printed
-    summary.json                             written at the end
-    worker_proof.json                        what Ray's workers must sample of known weights, see rollout/proof.py
-    .lock                                    held while a process works here
+config.yaml  config_difference.yaml      the settings, resolved, and what somebody set to other than the defaults
+config_40.yaml                           the settings from step 40 on, if the run was resumed with others
+metrics.jsonl                            a line a step
+evaluations.jsonl                        a line an evaluation
+groups/step_000012.parquet               a row a completion
+checkpoints/                             written by the trainer
+pass_rates.jsonl                         a line a prompt: how often its completions passed
+log.txt                                  the lines that were printed
+summary.json                             written at the end
+worker_proof.json                        what Ray's workers must sample of known weights, see rollout/proof.py
+.lock                                    held while a process works here
 """
 
 from __future__ import annotations
@@ -32,19 +32,31 @@ from shoal.config.schema import Config
 from shoal.config.text import DECIDED
 from shoal.files import check_local, find_input
 from shoal.report.groups import TokenLogprobs, groups_file, read_file, write_file
-from shoal.report.lines import JsonlSink, json_line, json_ready, open_text, read_lines, write_atomically, writing
+from shoal.report.lines import (
+    JsonlSink,
+    json_line,
+    json_ready,
+    open_text,
+    read_lines,
+    write_atomically,
+    writing,
+)
 from shoal.report.mirror import Mirror, process_start
 from shoal.types import Group, Purpose, ShoalError
 
 
-def make_run_folder(base: str | os.PathLike[str], run_name: str = "", now: datetime | None = None) -> Path:
+def make_run_folder(
+    base: str | os.PathLike[str], run_name: str = "", now: datetime | None = None
+) -> Path:
     """Makes `base/run_name`, which may hold a run already, or `base/YYYY-MM-DD/HH-MM-SS` (-1, -2, ... if that exists).
 
     ShoalError if a named folder holds other files than a run's, or cannot be written."""
     base = check_local(os.fspath(base), "base_output_directory", RUNS)
     if "[" in str((base / run_name).absolute()):
-        raise ShoalError(f"the run folder {base / run_name} has a [ in its path, and checkpoints cannot be read from "
-                         "there: choose another run_name or base_output_directory")
+        raise ShoalError(
+            f"the run folder {base / run_name} has a [ in its path, and checkpoints cannot be read from "
+            "there: choose another run_name or base_output_directory"
+        )
     if run_name:
         path = named_folder(os.fspath(base), run_name)
         with writing(path):
@@ -65,26 +77,38 @@ def make_run_folder(base: str | os.PathLike[str], run_name: str = "", now: datet
 
 def refuse_foreign(path: Path) -> None:
     """ShoalError for a folder that holds other files than a run's."""
-    foreign = [entry.name for entry in path.iterdir() if entry.name not in EMPTY and entry.name[0] != "."]
+    foreign = [
+        entry.name for entry in path.iterdir() if entry.name not in EMPTY and entry.name[0] != "."
+    ]
     if foreign and CONFIG not in foreign:
-        raise ShoalError(f"the folder {path} holds something that is no run ({min(foreign)}, no {CONFIG}): choose "
-                         "another run_name, or empty it", "run_name")
+        raise ShoalError(
+            f"the folder {path} holds something that is no run ({min(foreign)}, no {CONFIG}): choose "
+            "another run_name, or empty it",
+            "run_name",
+        )
 
 
 def named_folder(base: str | os.PathLike[str], run_name: str) -> Path:
     """The folder of a run of this name; ShoalError for a name that leads out of `base`."""
     name = Path(run_name)
     if name.is_absolute() or ".." in name.parts or not name.parts or "\0" in run_name:
-        raise ShoalError(f"run_name={run_name!r}: expected a name under base_output_directory, without '..' or a "
-                         "leading '/'")
+        raise ShoalError(
+            f"run_name={run_name!r}: expected a name under base_output_directory, without '..' or a "
+            "leading '/'"
+        )
     return check_local(os.fspath(base), "base_output_directory", RUNS) / name
 
 
 def find_named(base: str | os.PathLike[str], run_name: str) -> Path:
     """Where what the folder of a run of this name holds can be read: `named_folder`, of one in a bucket its copy."""
     folder = named_folder(base, run_name)
-    return fetch(address(folder), "base_output_directory", weights=False, groups=False, may_be_empty=True) \
-        if is_bucket(base) else folder
+    return (
+        fetch(
+            address(folder), "base_output_directory", weights=False, groups=False, may_be_empty=True
+        )
+        if is_bucket(base)
+        else folder
+    )
 
 
 def is_run(path: Path) -> bool:
@@ -119,13 +143,17 @@ class Lock:
             self._file.seek(0)
             holder = self._file.readline().strip() or "another process"
             self._file.close()
-            raise ShoalError(f"the run folder {folder} is in use by {holder}: wait for it, stop it, or choose another "
-                             "run_name") from error
+            raise ShoalError(
+                f"the run folder {folder} is in use by {holder}: wait for it, stop it, or choose another "
+                "run_name"
+            ) from error
         except OSError as error:
             self.missing = error.strerror or str(error)
         with writing(path):
             self._file.truncate(0)
-            self._file.write(f"process {os.getpid()} on {socket.gethostname()}\n{process_start(os.getpid())}\n")
+            self._file.write(
+                f"process {os.getpid()} on {socket.gethostname()}\n{process_start(os.getpid())}\n"
+            )
             self._file.flush()
 
     def release(self) -> None:
@@ -141,18 +169,24 @@ def find_run(name: str, base: str | os.PathLike[str] = "outputs", groups: bool =
     a bucket the copy, without `groups` where nobody reads these."""
     if name == LAST and not Path(name).is_dir():
         if is_bucket(base):
-            pointed = fetch(f"{base}/{LAST}", "base_output_directory").read_text(encoding="utf-8").strip()
+            pointed = (
+                fetch(f"{base}/{LAST}", "base_output_directory").read_text(encoding="utf-8").strip()
+            )
             return find_run(f"{base}/{pointed}", groups=groups)
         base = Path(base).expanduser()
         pointer = base / LAST
         if not pointer.is_file():
-            raise ShoalError(f"last: no run was started under {base} yet; name a run folder, or set "
-                             "base_output_directory")
+            raise ShoalError(
+                f"last: no run was started under {base} yet; name a run folder, or set "
+                "base_output_directory"
+            )
         path = base / pointer.read_text(encoding="utf-8").strip()
     else:
         path = find_input(name, "run", groups=groups)
     if not path.is_dir():
-        raise ShoalError(f"{path}: there is no such folder; give a run folder, or `last` for the run started last")
+        raise ShoalError(
+            f"{path}: there is no such folder; give a run folder, or `last` for the run started last"
+        )
     if not is_run(path):
         raise ShoalError(f"{address(path)} is no run folder: it holds no {CONFIG}")
     return path
@@ -161,14 +195,20 @@ def find_run(name: str, base: str | os.PathLike[str] = "outputs", groups: bool =
 def parts_of(run: Path) -> dict[int, Path]:
     """The files config_40.yaml by their number: the settings of each part of a run that was resumed with others."""
     found = {file.stem.removeprefix("config_"): file for file in run.glob("config_*.yaml")}
-    return {int(number): file for number, file in found.items() if number.isdecimal() and len(number) < 10}
+    return {
+        int(number): file
+        for number, file in found.items()
+        if number.isdecimal() and len(number) < 10
+    }
 
 
 def reward_since(parts: Mapping[int, Mapping[str, Any]]) -> int:
     """The version from which on a run has the reward of its last part; 0 if that never changed.
 
     `parts`: the settings of each file of `parts_of`, as dotted key -> value, by its number."""
-    keys = {name: key.default for name, key in keys_of(Config).items() if "rewards" in stages_of(name)}
+    keys = {
+        name: key.default for name, key in keys_of(Config).items() if "rewards" in stages_of(name)
+    }
     since, before = 0, None
     for number, settings in sorted(parts.items()):
         # JSON's types: a list of a file is a tuple in the schema.
@@ -186,7 +226,11 @@ def decided_keys(settings: Mapping[str, Any], given: Mapping[str, Any] | None) -
     keys = keys_of(Config)
     if given is None:
         return frozenset()
-    found = {key for key in DECIDED if key not in given and settings.get(key, keys[key].default) != keys[key].default}
+    found = {
+        key
+        for key in DECIDED
+        if key not in given and settings.get(key, keys[key].default) != keys[key].default
+    }
     if settings.get("batch.prompts_per_device"):
         found.add("batch.prompts_per_step")
     return frozenset(found)
@@ -207,15 +251,21 @@ def read_config(run: Path, file: str = CONFIG) -> Config:
     try:
         return compose(Config, [str(run / file)])[0]
     except ShoalError as error:
-        raise ShoalError(f"{run}: its settings cannot be read; were they written by another version of Shoal? "
-                         f"{error}") from error
+        raise ShoalError(
+            f"{run}: its settings cannot be read; were they written by another version of Shoal? "
+            f"{error}"
+        ) from error
 
 
 def read_summary(run: Path) -> dict[str, Any] | None:
     """The summary of a finished run, else None."""
     try:
         found = json.loads((run / SUMMARY).read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError, RecursionError):  # truncated by a power cut: it is written again
+    except (
+        FileNotFoundError,
+        ValueError,
+        RecursionError,
+    ):  # truncated by a power cut: it is written again
         return None
     return found if isinstance(found, dict) else None
 
@@ -243,8 +293,12 @@ class RunFolder:
         self.evaluations = JsonlSink(self.path / "evaluations.jsonl")
 
     @classmethod
-    def create(cls, base: str | os.PathLike[str] = "outputs", run_name: str = "",
-               now: datetime | None = None) -> RunFolder:
+    def create(
+        cls,
+        base: str | os.PathLike[str] = "outputs",
+        run_name: str = "",
+        now: datetime | None = None,
+    ) -> RunFolder:
         """A new folder, or the one of this name (see `make_run_folder`); ShoalError if it cannot be written or another
         process works in it."""
         return cls(make_run_folder(base, run_name, now))
@@ -266,6 +320,7 @@ class RunFolder:
     def rewind(self, version: int, evaluated: bool = True, again: Collection[int] = ()) -> None:
         """Removes what was written of the steps after `version`, its evaluation unless that was complete (`evaluated`),
         and those that are asked for `again`; torn lines too."""
+
         def is_kept(number: int) -> bool:
             return number not in again and number <= version - (not evaluated)
 
@@ -274,8 +329,9 @@ class RunFolder:
         with writing(self.groups_path):
             for file in self.groups_path.iterdir() if self.groups_path.is_dir() else ():
                 name, _, number = file.stem.rpartition("_")
-                kept = not number.isdigit() or (is_kept(int(number)) if name.startswith("evaluate") else
-                                                int(number) <= version)
+                kept = not number.isdigit() or (
+                    is_kept(int(number)) if name.startswith("evaluate") else int(number) <= version
+                )
                 if file.name.startswith(".") or not kept:
                     file.unlink()
             self.summary_path.unlink(missing_ok=True)
@@ -312,10 +368,19 @@ class RunFolder:
     def write_hydra(self, config: str, overrides: Sequence[str]) -> None:
         """The files that Hydra writes, as those who come from it look for them; nothing here reads them."""
         place, cwd = self.path / ".hydra", str(Path.cwd())
-        job = {"hydra": {"job": {"name": self.path.name}, "mode": "RUN", "overrides": {"task": list(overrides)},
-                         "runtime": {"cwd": cwd, "output_dir": str(self.path.absolute())}}}
-        for name, text in (("config", config.rstrip("\n")), ("overrides", json.dumps([*overrides], indent=0)),
-                           ("hydra", json.dumps(job, indent=2))):
+        job = {
+            "hydra": {
+                "job": {"name": self.path.name},
+                "mode": "RUN",
+                "overrides": {"task": list(overrides)},
+                "runtime": {"cwd": cwd, "output_dir": str(self.path.absolute())},
+            }
+        }
+        for name, text in (
+            ("config", config.rstrip("\n")),
+            ("overrides", json.dumps([*overrides], indent=0)),
+            ("hydra", json.dumps(job, indent=2)),
+        ):
             write_atomically(place / f"{name}.yaml", [text])
 
     def write_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -327,8 +392,13 @@ class RunFolder:
         """One line of evaluations.jsonl: `step`, `name` (of the questions), the figures."""
         self.evaluations.write(step, {"name": name, **figures})
 
-    def write_groups(self, step: int, groups: Sequence[Group], advantages: Any = None,
-                     trainer_logprobs: TokenLogprobs | None = None) -> Path:
+    def write_groups(
+        self,
+        step: int,
+        groups: Sequence[Group],
+        advantages: Any = None,
+        trainer_logprobs: TokenLogprobs | None = None,
+    ) -> Path:
         """Writes a step's groups atomically and returns the file, `groups/step_000012.parquet`; groups of an evaluation
         go to `groups/evaluate_<data set>_000012.parquet`. `advantages`: by group, by completion, [P, G]."""
         purpose, subset = (groups[0].purpose, groups[0].subset) if groups else (Purpose.TRAIN, "")
@@ -340,10 +410,18 @@ class RunFolder:
         """The first question of a data set that was answered wrong before training and is answered right after step
         `last`, with both answers; None without one, or without the files."""
         with contextlib.suppress(ShoalError):
-            before, after = (read_file(self.groups_path / groups_file(Purpose.EVALUATE, subset, step))
-                             for step in (0, last))
-            for old, new in ((old.group, new.group) for old, new in zip(before, after, strict=False)):
-                if old.correct is not None and new.correct is not None and new.correct[0] > old.correct[0]:
+            before, after = (
+                read_file(self.groups_path / groups_file(Purpose.EVALUATE, subset, step))
+                for step in (0, last)
+            )
+            for old, new in (
+                (old.group, new.group) for old, new in zip(before, after, strict=False)
+            ):
+                if (
+                    old.correct is not None
+                    and new.correct is not None
+                    and new.correct[0] > old.correct[0]
+                ):
                     return old, new
         return None
 
@@ -353,7 +431,9 @@ class RunFolder:
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Writes summary.json atomically."""
-        write_atomically(self.summary_path, [json.dumps(json_ready(summary), indent=2, allow_nan=False)])
+        write_atomically(
+            self.summary_path, [json.dumps(json_ready(summary), indent=2, allow_nan=False)]
+        )
 
     def saved(self, version: int) -> None:
         """A checkpoint was saved; of a run in a bucket, waits where too many are here alone."""
@@ -398,8 +478,11 @@ class ReadFolder(RunFolder):
 
     def read_evaluations(self) -> dict[int, dict[str, dict[str, Any]]]:
         # As they will be when process 0 has removed the later ones.
-        return {version: figures for version, figures in super().read_evaluations().items()
-                if version <= self.last_evaluation}
+        return {
+            version: figures
+            for version, figures in super().read_evaluations().items()
+            if version <= self.last_evaluation
+        }
 
     def _nothing(self, *_: Any, **__: Any) -> Any:
         pass

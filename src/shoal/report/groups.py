@@ -46,8 +46,13 @@ Advantages: TypeAlias = "Sequence[Any] | None"
 
 _NOTES = b"shoal"
 """The key of the file's own metadata: which columns hold JSON text."""
-_BY_TOKEN = {"token_ids": np.int32, "logprobs": np.float32, "loss_mask": bool, "versions": np.int32,
-             "trainer_logprobs": np.float32}
+_BY_TOKEN = {
+    "token_ids": np.int32,
+    "logprobs": np.float32,
+    "loss_mask": bool,
+    "versions": np.int32,
+    "trainer_logprobs": np.float32,
+}
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,9 @@ class StoredGroup:
 
     group: Group
     advantages: np.ndarray | None  # float64[G]; None where no update used the group
-    token_arrays: tuple[Mapping[str, np.ndarray], ...]  # by completion: name -> float32[T]; empty where not trained on
+    token_arrays: tuple[
+        Mapping[str, np.ndarray], ...
+    ]  # by completion: name -> float32[T]; empty where not trained on
 
 
 def groups_file(purpose: Purpose, subset: str, step: int) -> str:
@@ -74,8 +81,12 @@ def stored_step(purpose: Purpose, step: int) -> int:
 # ---- writing
 
 
-def write_file(path: Path, groups: Sequence[Group], advantages: Advantages = None,
-               logprobs: TokenLogprobs | None = None) -> None:
+def write_file(
+    path: Path,
+    groups: Sequence[Group],
+    advantages: Advantages = None,
+    logprobs: TokenLogprobs | None = None,
+) -> None:
     """Writes groups to a parquet file that appears whole or not at all.
 
     ShoalError if it cannot be written, ValueError where lengths differ."""
@@ -86,14 +97,18 @@ def write_file(path: Path, groups: Sequence[Group], advantages: Advantages = Non
     dictionaries += [f"{name}.list.element" for name in ("token_ids", "prompt_ids")]
     with appearing(path) as temporary, writing(path), temporary.open("wb") as file:
         # Log-probs hardly repeat: a dictionary of them takes twice the time. Split by byte the file is 7% smaller.
-        options: dict[str, Any] = {"use_dictionary": dictionaries,
-                                   "use_byte_stream_split": [f"{name}.list.element" for name in floats]}
+        options: dict[str, Any] = {
+            "use_dictionary": dictionaries,
+            "use_byte_stream_split": [f"{name}.list.element" for name in floats],
+        }
         pq.write_table(table, file, compression="zstd", write_page_checksum=True, **options)
         file.flush()
         os.fsync(file.fileno())
 
 
-def to_table(groups: Sequence[Group], advantages: Advantages = None, logprobs: TokenLogprobs | None = None) -> pa.Table:
+def to_table(
+    groups: Sequence[Group], advantages: Advantages = None, logprobs: TokenLogprobs | None = None
+) -> pa.Table:
     """The groups as an Arrow table. Arrays by token are concatenated; no token becomes a Python object."""
     import pyarrow as pa
 
@@ -102,37 +117,68 @@ def to_table(groups: Sequence[Group], advantages: Advantages = None, logprobs: T
     group_of = np.repeat(np.arange(len(groups)), [group.size for group in groups])
     place_of = np.array([place for group in groups for place in range(group.size)], np.int64)
     completions = [completion for group in groups for completion in group.completions]
-    table = {name: column.take(pa.array(group_of)) for name, column in _group_columns(groups).items()}
+    table = {
+        name: column.take(pa.array(group_of)) for name, column in _group_columns(groups).items()
+    }
     table |= {"group": pa.array(group_of), "completion": pa.array(place_of)}
-    table["text"] = pa.array([encodable(text) for group in groups for text in group.texts], pa.string())
+    table["text"] = pa.array(
+        [encodable(text) for group in groups for text in group.texts], pa.string()
+    )
     table["token_ids"] = _lists([c.token_ids for c in completions], np.int32)
     table["logprobs"] = _lists([c.logprobs for c in completions], np.float32)
     table["stop_reason"] = pa.array([c.stop_reason.value for c in completions], pa.string())
     table["reward"] = _numbers([group.rewards for group in groups], groups)
     for name in _names(group.reward_components for group in groups):
-        table[f"component/{name}"] = _numbers([group.reward_components.get(name) for group in groups], groups)
-    table["valid"] = pa.array([bool(value) for group in groups for value in group.valid], pa.bool_())
-    table["correct"] = pa.array([None if group.correct is None else bool(group.correct[i])
-                                 for group in groups for i in range(group.size)], pa.bool_())
+        table[f"component/{name}"] = _numbers(
+            [group.reward_components.get(name) for group in groups], groups
+        )
+    table["valid"] = pa.array(
+        [bool(value) for group in groups for value in group.valid], pa.bool_()
+    )
+    table["correct"] = pa.array(
+        [
+            None if group.correct is None else bool(group.correct[i])
+            for group in groups
+            for i in range(group.size)
+        ],
+        pa.bool_(),
+    )
     table["advantage"] = _numbers(advantages, groups)
-    table["loss_mask"] = _lists([None if np.all(c.loss_mask) else c.loss_mask for c in completions], bool)
-    table["versions"] = _lists([c.versions if np.any(c.versions != group.version) else None
-                                for group in groups for c in group.completions], np.int32)
+    table["loss_mask"] = _lists(
+        [None if np.all(c.loss_mask) else c.loss_mask for c in completions], bool
+    )
+    table["versions"] = _lists(
+        [
+            c.versions if np.any(c.versions != group.version) else None
+            for group in groups
+            for c in group.completions
+        ],
+        np.int32,
+    )
     keys = zip(group_of.tolist(), place_of.tolist(), strict=True)
     table["trainer_logprobs"] = _lists([(logprobs or {}).get(key) for key in keys], np.float32)
     table["support_ids"] = _nested_lists([c.extra.get("support_ids") for c in completions])
-    as_json = _add_free_columns(table, {
-        f"extra/{name}": [value for group in groups for value in group.extra.get(name, [None] * group.size)]
-        for name in _names(group.extra for group in groups)})
+    as_json = _add_free_columns(
+        table,
+        {
+            f"extra/{name}": [
+                value for group in groups for value in group.extra.get(name, [None] * group.size)
+            ]
+            for name in _names(group.extra for group in groups)
+        },
+    )
     if any(c.messages for c in completions):
         as_json += _add_free_columns(table, {"messages": [list(c.messages) for c in completions]})
     if any(c.prompt_ids is not None for c in completions):
         table["own_prompt_ids"] = _lists([c.prompt_ids for c in completions], np.int32)
     if any(c.branches for c in completions):
-        as_json += _add_free_columns(table, {"branches": [list(map(_branch, c.branches)) for c in completions]})
+        as_json += _add_free_columns(
+            table, {"branches": [list(map(_branch, c.branches)) for c in completions]}
+        )
     shared = {"prompt": [group.example.prompt for group in groups]} | {
         f"column/{name}": [group.example.columns.get(name) for group in groups]
-        for name in _names(group.example.columns for group in groups)}
+        for name in _names(group.example.columns for group in groups)
+    }
     as_json += _add_free_columns(table, shared, pa.array(group_of))
     return pa.table(table, metadata={_NOTES: json.dumps({"json": as_json})})
 
@@ -141,29 +187,51 @@ def _group_columns(groups: Sequence[Group]) -> dict[str, pa.Array]:
     """What the completions of a group share and has one type in every file, a value a group."""
     import pyarrow as pa
 
-    numbers = {"step": [stored_step(group.purpose, group.step) for group in groups],
-               "version": [group.version for group in groups],
-               "row": [group.example.row for group in groups]}
-    texts = {"purpose": [group.purpose.value for group in groups],
-             "subset": [encodable(group.subset) for group in groups]}
-    weights = {f"weight/{name}": [group.reward_weights.get(name) for group in groups]
-               for name in _names(group.reward_weights for group in groups)}
-    return ({name: pa.array(values, pa.int64()) for name, values in numbers.items()}
-            | {name: pa.array(values, pa.string()) for name, values in texts.items()}
-            | {name: pa.array(values, pa.float64()) for name, values in weights.items()}
-            | {"prompt_ids": _lists([group.prompt_ids for group in groups], np.int32)})
+    numbers = {
+        "step": [stored_step(group.purpose, group.step) for group in groups],
+        "version": [group.version for group in groups],
+        "row": [group.example.row for group in groups],
+    }
+    texts = {
+        "purpose": [group.purpose.value for group in groups],
+        "subset": [encodable(group.subset) for group in groups],
+    }
+    weights = {
+        f"weight/{name}": [group.reward_weights.get(name) for group in groups]
+        for name in _names(group.reward_weights for group in groups)
+    }
+    return (
+        {name: pa.array(values, pa.int64()) for name, values in numbers.items()}
+        | {name: pa.array(values, pa.string()) for name, values in texts.items()}
+        | {name: pa.array(values, pa.float64()) for name, values in weights.items()}
+        | {"prompt_ids": _lists([group.prompt_ids for group in groups], np.int32)}
+    )
 
 
-def _check_lengths(groups: Sequence[Group], advantages: Sequence[Any], logprobs: TokenLogprobs) -> None:
-    sizes = [group.size if values is None else len(values) for group, values in zip(groups, advantages, strict=True)]
+def _check_lengths(
+    groups: Sequence[Group], advantages: Sequence[Any], logprobs: TokenLogprobs
+) -> None:
+    sizes = [
+        group.size if values is None else len(values)
+        for group, values in zip(groups, advantages, strict=True)
+    ]
     if sizes != [group.size for group in groups]:
         raise ValueError("advantages: expected one for each completion of each group")
-    tokens = {(p, g): completion for p, group in enumerate(groups) for g, completion in enumerate(group.completions)}
-    for name, arrays in (("trainer_logprobs", logprobs), ("logprobs", {key: c.logprobs for key, c in tokens.items()})):
+    tokens = {
+        (p, g): completion
+        for p, group in enumerate(groups)
+        for g, completion in enumerate(group.completions)
+    }
+    for name, arrays in (
+        ("trainer_logprobs", logprobs),
+        ("logprobs", {key: c.logprobs for key, c in tokens.items()}),
+    ):
         for key, values in arrays.items():
             if len(values) != len(tokens[key]):
-                raise ValueError(f"{name} of (group, completion) {key}: expected one a token, {len(tokens[key])}, "
-                                 f"got {len(values)}")
+                raise ValueError(
+                    f"{name} of (group, completion) {key}: expected one a token, {len(tokens[key])}, "
+                    f"got {len(values)}"
+                )
 
 
 def _names(mappings: Iterable[Iterable[str]]) -> list[str]:
@@ -184,7 +252,9 @@ def _nested_lists(arrays: Sequence[np.ndarray | None]) -> pa.ListArray:
     present = [array for array in arrays if array is not None]
     counts = np.concatenate([np.zeros(1, int), *((array >= 0).sum(axis=1) for array in present)])
     values = np.concatenate([np.empty(0, np.int32), *(array[array >= 0] for array in present)])
-    tokens = pa.ListArray.from_arrays(pa.array(np.cumsum(counts), pa.int32()), pa.array(values, pa.int32()))
+    tokens = pa.ListArray.from_arrays(
+        pa.array(np.cumsum(counts), pa.int32()), pa.array(values, pa.int32())
+    )
     offsets = np.cumsum([0, *(0 if array is None else len(array) for array in arrays)])
     missing = pa.array([array is None for array in arrays], pa.bool_())
     return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), tokens, mask=missing)
@@ -194,14 +264,17 @@ def _numbers(values: Sequence[Any], groups: Sequence[Group]) -> pa.Array:
     """A number a completion from an array a group; NaN, and every completion of a group without an array, is null."""
     import pyarrow as pa
 
-    parts = [np.full(group.size, np.nan) if of_group is None else np.asarray(of_group, np.float64)
-             for of_group, group in zip(values, groups, strict=True)]
+    parts = [
+        np.full(group.size, np.nan) if of_group is None else np.asarray(of_group, np.float64)
+        for of_group, group in zip(values, groups, strict=True)
+    ]
     flat = np.concatenate(parts) if parts else np.empty(0)
     return pa.array(flat, mask=np.isnan(flat))
 
 
-def _add_free_columns(table: dict[str, pa.Array], columns: Mapping[str, list[Any]],
-                      rows: pa.Array | None = None) -> list[str]:
+def _add_free_columns(
+    table: dict[str, pa.Array], columns: Mapping[str, list[Any]], rows: pa.Array | None = None
+) -> list[str]:
     """Adds columns with whatever values the data has; returns the names of those that hold JSON text."""
     as_json = []
     for name, values in columns.items():
@@ -219,17 +292,25 @@ def free_column(values: Sequence[Any]) -> tuple[pa.Array, bool]:
     types = {str: pa.string(), bool: pa.bool_(), int: pa.int64(), float: pa.float64()}
     ready = [json_ready(value) for value in values]
     kinds = {type(value) for value in ready if value is not None} or {str}
-    is_huge = kinds == {int} and any(not -(2**63) <= value < 2**63 for value in ready if value is not None)
+    is_huge = kinds == {int} and any(
+        not -(2**63) <= value < 2**63 for value in ready if value is not None
+    )
     is_json = len(kinds) > 1 or is_huge or not kinds <= types.keys()
     if is_json:
-        ready = [value if value is None else json.dumps(value, ensure_ascii=False) for value in ready]
+        ready = [
+            value if value is None else json.dumps(value, ensure_ascii=False) for value in ready
+        ]
         kinds = {str}
     return pa.array([encodable(value) for value in ready], types[kinds.pop()]), is_json
 
 
 def encodable(value: Any) -> Any:
     """A text with lone surrogates, which UTF-8 cannot hold, as escapes; any other value as it is."""
-    return value.encode("utf-8", "backslashreplace").decode("utf-8") if isinstance(value, str) else value
+    return (
+        value.encode("utf-8", "backslashreplace").decode("utf-8")
+        if isinstance(value, str)
+        else value
+    )
 
 
 # ---- reading
@@ -244,9 +325,19 @@ def read_file(path: Path) -> list[StoredGroup]:
         # Of one thread: pyarrow's own threads, which `read_table` starts, may abort a process that ends soon after.
         file = pq.ParquetFile(pa.BufferReader(path.read_bytes()), page_checksum_verification=True)
         return from_table(file.read(use_threads=False))
-    except (pa.ArrowException, OSError, AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+    except (
+        pa.ArrowException,
+        OSError,
+        AttributeError,
+        KeyError,
+        OverflowError,
+        TypeError,
+        ValueError,
+    ) as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise ShoalError(f"{path} is damaged ({reason}): restore it from a backup, or leave out this step") from error
+        raise ShoalError(
+            f"{path} is damaged ({reason}): restore it from a backup, or leave out this step"
+        ) from error
 
 
 def from_table(table: pa.Table) -> list[StoredGroup]:
@@ -254,47 +345,85 @@ def from_table(table: pa.Table) -> list[StoredGroup]:
     as_json = json.loads((table.schema.metadata or {})[_NOTES])["json"]
     columns: dict[str, list[Any]] = {}
     for name in table.column_names:
-        columns[name] = _arrays(table[name], _BY_TOKEN[name]) if name in _BY_TOKEN else table[name].to_pylist()
+        columns[name] = (
+            _arrays(table[name], _BY_TOKEN[name]) if name in _BY_TOKEN else table[name].to_pylist()
+        )
         if name in as_json:
-            columns[name] = [value if value is None else json.loads(value) for value in columns[name]]
+            columns[name] = [
+                value if value is None else json.loads(value) for value in columns[name]
+            ]
     starts = [row for row, place in enumerate(columns["completion"]) if place == 0]
-    return [_stored_group(number, {name: values[start:stop] for name, values in columns.items()})
-            for number, (start, stop) in enumerate(itertools.pairwise([*starts, table.num_rows]))]
+    return [
+        _stored_group(number, {name: values[start:stop] for name, values in columns.items()})
+        for number, (start, stop) in enumerate(itertools.pairwise([*starts, table.num_rows]))
+    ]
 
 
 def _stored_group(number: int, rows: Mapping[str, list[Any]]) -> StoredGroup:
     """One group from its rows, by column."""
     first = {name: values[0] for name, values in rows.items()}
-    completions = tuple(_completion(number, {name: values[index] for name, values in rows.items()})
-                        for index in range(len(rows["group"])))
+    completions = tuple(
+        _completion(number, {name: values[index] for name, values in rows.items()})
+        for index in range(len(rows["group"]))
+    )
     group = Group(
-        purpose=Purpose(first["purpose"]), step=first["step"] - stored_step(Purpose(first["purpose"]), 0),
-        version=first["version"], example=Example(first["row"], first["prompt"], _under(first, "column/")),
-        prompt_ids=np.array(first["prompt_ids"], np.int32), completions=completions, texts=tuple(rows["text"]),
+        purpose=Purpose(first["purpose"]),
+        step=first["step"] - stored_step(Purpose(first["purpose"]), 0),
+        version=first["version"],
+        example=Example(first["row"], first["prompt"], _under(first, "column/")),
+        prompt_ids=np.array(first["prompt_ids"], np.int32),
+        completions=completions,
+        texts=tuple(rows["text"]),
         rewards=_floats(rows["reward"]),
-        reward_components={name: _floats(values) for name, values in _under(rows, "component/").items()},
+        reward_components={
+            name: _floats(values) for name, values in _under(rows, "component/").items()
+        },
         valid=np.array(rows["valid"], bool),
         correct=None if None in rows["correct"] else np.array(rows["correct"], bool),
-        subset=first["subset"], extra=_under(rows, "extra/"),
-        reward_weights={name: value for name, value in _under(first, "weight/").items() if value is not None})
-    trained = [{} if values is None else {"trainer_logprobs": values} for values in rows["trainer_logprobs"]]
-    return StoredGroup(group, None if None in rows["advantage"] else _floats(rows["advantage"]), tuple(trained))
+        subset=first["subset"],
+        extra=_under(rows, "extra/"),
+        reward_weights={
+            name: value for name, value in _under(first, "weight/").items() if value is not None
+        },
+    )
+    trained = [
+        {} if values is None else {"trainer_logprobs": values}
+        for values in rows["trainer_logprobs"]
+    ]
+    return StoredGroup(
+        group, None if None in rows["advantage"] else _floats(rows["advantage"]), tuple(trained)
+    )
 
 
 def _completion(number: int, row: Mapping[str, Any]) -> Completion:
     size = len(row["token_ids"])
     if wrong := [name for name in _BY_TOKEN if row[name] is not None and len(row[name]) != size]:
-        raise ValueError(f"completion {row['completion']}: {size} tokens, but {wrong[0]} has {len(row[wrong[0]])} "
-                         "entries")
-    mask, versions, kept, own = row["loss_mask"], row["versions"], row["support_ids"], row.get("own_prompt_ids")
+        raise ValueError(
+            f"completion {row['completion']}: {size} tokens, but {wrong[0]} has {len(row[wrong[0]])} "
+            "entries"
+        )
+    mask, versions, kept, own = (
+        row["loss_mask"],
+        row["versions"],
+        row["support_ids"],
+        row.get("own_prompt_ids"),
+    )
     return Completion(
-        request_id=number, index=row["completion"], token_ids=row["token_ids"], logprobs=row["logprobs"],
+        request_id=number,
+        index=row["completion"],
+        token_ids=row["token_ids"],
+        logprobs=row["logprobs"],
         loss_mask=np.ones(size, bool) if mask is None else mask,
         versions=np.full(size, row["version"], np.int32) if versions is None else versions,
-        stop_reason=StopReason(row["stop_reason"]), extra={} if kept is None else {"support_ids": _padded(kept)},
-        messages=tuple(row.get("messages") or ()), prompt_ids=None if own is None else np.array(own, np.int32),
-        branches=tuple(Branch(one["start"], np.array(one["prompt_ids"], np.int32))
-                       for one in row.get("branches") or ()))
+        stop_reason=StopReason(row["stop_reason"]),
+        extra={} if kept is None else {"support_ids": _padded(kept)},
+        messages=tuple(row.get("messages") or ()),
+        prompt_ids=None if own is None else np.array(own, np.int32),
+        branches=tuple(
+            Branch(one["start"], np.array(one["prompt_ids"], np.int32))
+            for one in row.get("branches") or ()
+        ),
+    )
 
 
 def _branch(branch: Branch) -> dict[str, Any]:
@@ -302,19 +431,25 @@ def _branch(branch: Branch) -> dict[str, Any]:
 
 
 def _under(columns: Mapping[str, Any], head: str) -> dict[str, Any]:
-    return {name.removeprefix(head): values for name, values in columns.items() if name.startswith(head)}
+    return {
+        name.removeprefix(head): values for name, values in columns.items() if name.startswith(head)
+    }
 
 
 def _arrays(column: pa.ChunkedArray, kind: Any) -> list[np.ndarray | None]:
     """An array a row of a column of lists, None where it is null."""
-    return [row.values.to_numpy(zero_copy_only=False).astype(kind, copy=False) if row.is_valid else None
-            for row in column]
+    return [
+        row.values.to_numpy(zero_copy_only=False).astype(kind, copy=False) if row.is_valid else None
+        for row in column
+    ]
 
 
 def _padded(rows: Sequence[Sequence[int]]) -> np.ndarray:
     """int32[T, K] with -1 after the end of each shorter row."""
     width = max(map(len, rows), default=0)
-    return np.array([[*row, *[-1] * (width - len(row))] for row in rows], np.int32).reshape(len(rows), width)
+    return np.array([[*row, *[-1] * (width - len(row))] for row in rows], np.int32).reshape(
+        len(rows), width
+    )
 
 
 def _floats(values: Sequence[float | None]) -> np.ndarray:
@@ -327,10 +462,14 @@ def group_record(stored: StoredGroup) -> dict[str, Any]:
     completions = []
     for i, completion in enumerate(group.completions):
         record: dict[str, Any] = {
-            "text": group.texts[i], "token_ids": completion.token_ids, "logprobs": completion.logprobs,
-            "stop_reason": completion.stop_reason, "reward": group.rewards[i],
+            "text": group.texts[i],
+            "token_ids": completion.token_ids,
+            "logprobs": completion.logprobs,
+            "stop_reason": completion.stop_reason,
+            "reward": group.rewards[i],
             "components": {name: values[i] for name, values in group.reward_components.items()},
-            "valid": group.valid[i]}
+            "valid": group.valid[i],
+        }
         optional = {
             "correct": None if group.correct is None else group.correct[i],
             "advantage": None if stored.advantages is None else stored.advantages[i],
@@ -339,17 +478,26 @@ def group_record(stored: StoredGroup) -> dict[str, Any]:
             "messages": list(completion.messages) or None,
             "own_prompt_ids": completion.prompt_ids,
             "branches": list(map(_branch, completion.branches)) or None,
-            "extra": {name: values[i] for name, values in group.extra.items()} or None}
+            "extra": {name: values[i] for name, values in group.extra.items()} or None,
+        }
         record |= {name: value for name, value in optional.items() if value is not None}
         if (kept := completion.extra.get("support_ids")) is not None:
             record["support_ids"] = [row[row >= 0] for row in kept]
         completions.append(record | dict(stored.token_arrays[i]))
-    return json_ready({
-        "purpose": group.purpose, "step": stored_step(group.purpose, group.step), "version": version,
-        "subset": group.subset, "row": group.example.row, "prompt": group.example.prompt,
-        "prompt_ids": group.prompt_ids,
-        "columns": group.example.columns, **({"reward_weights": group.reward_weights} if group.reward_weights else {}),
-        "completions": completions})
+    return json_ready(
+        {
+            "purpose": group.purpose,
+            "step": stored_step(group.purpose, group.step),
+            "version": version,
+            "subset": group.subset,
+            "row": group.example.row,
+            "prompt": group.example.prompt,
+            "prompt_ids": group.prompt_ids,
+            "columns": group.example.columns,
+            **({"reward_weights": group.reward_weights} if group.reward_weights else {}),
+            "completions": completions,
+        }
+    )
 
 
 # ---- the thread that writes while the next step is sampled
@@ -367,7 +515,9 @@ class GroupWriter:
     def __init__(self, write: Callable[..., Any], folder: object = "the run folder") -> None:
         self._write, self._folder = write, folder
         # An event is set once all before it is written, None ends the thread.
-        self._pending: queue.Queue[tuple[Any, ...] | threading.Event | None] = queue.Queue(MOST_PENDING)
+        self._pending: queue.Queue[tuple[Any, ...] | threading.Event | None] = queue.Queue(
+            MOST_PENDING
+        )
         self._failure: BaseException | None = None
         self._stuck = False
         self._thread: threading.Thread | None = None
@@ -407,8 +557,10 @@ class GroupWriter:
 
     def _give_up(self) -> NoReturn:
         self._stuck = True
-        raise ShoalError(f"{self._folder}: the disk has not answered for {STUCK_SECONDS:.0f} s, and groups are not "
-                         "written; check the disk, then resume the run")
+        raise ShoalError(
+            f"{self._folder}: the disk has not answered for {STUCK_SECONDS:.0f} s, and groups are not "
+            "written; check the disk, then resume the run"
+        )
 
     def _raise_failure(self) -> None:
         # Read once: the thread may set it between a read and a store, and that failure would be lost.

@@ -83,7 +83,9 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
                 found.append(json.loads(line))
         except ValueError as error:
             if number < len(lines) - 1:
-                raise ShoalError(f"{path}, line {number + 1}: this is no JSON; remove the line") from error
+                raise ShoalError(
+                    f"{path}, line {number + 1}: this is no JSON; remove the line"
+                ) from error
     return found
 
 
@@ -96,7 +98,12 @@ class JsonlSink:
             self._file = open_text(self.path, "a")
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        line = json_line({"step": int(step), **{name: value for name, value in metrics.items() if name != "step"}})
+        line = json_line(
+            {
+                "step": int(step),
+                **{name: value for name, value in metrics.items() if name != "step"},
+            }
+        )
         with writing(self.path):
             self._file.write(line + "\n")
             self._file.flush()
@@ -104,7 +111,9 @@ class JsonlSink:
     def keep(self, is_kept: Callable[[int], bool]) -> None:
         """Removes the lines whose `step` is not kept."""
         self.close()
-        write_atomically(self.path, [json_line(line) for line in read_lines(self.path) if is_kept(line["step"])])
+        write_atomically(
+            self.path, [json_line(line) for line in read_lines(self.path) if is_kept(line["step"])]
+        )
         self._file = open_text(self.path, "a")
 
     def sync(self) -> None:

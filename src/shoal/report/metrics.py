@@ -134,8 +134,10 @@ compilations | programs | last | programs compiled since the process started
 
 def _read_table(text: str) -> dict[str, Metric]:
     rows = (tuple(cell.strip() for cell in line.split(" | ")) for line in text.strip().splitlines())
-    return {name: Metric(name, unit, Reduction(reduction), meaning, place)
-            for place, (name, unit, reduction, meaning) in enumerate(rows)}
+    return {
+        name: Metric(name, unit, Reduction(reduction), meaning, place)
+        for place, (name, unit, reduction, meaning) in enumerate(rows)
+    }
 
 
 METRICS: Mapping[str, Metric] = _read_table(_TABLE)
@@ -156,7 +158,11 @@ _CLOCKS = ("time/", "throughput/", "memory/", "idle/", "queue/", "fleet/", "publ
 def is_clock(name: str) -> bool:
     """True if a metric depends on the machine: an exact resumption does not repeat it."""
     return name.startswith(_CLOCKS) or name in (
-        "compilations", "mfu", "sampler/places_drawing", "sampler/preempted_rows")
+        "compilations",
+        "mfu",
+        "sampler/places_drawing",
+        "sampler/preempted_rows",
+    )
 
 
 def logged_name(name: object) -> str:
@@ -165,7 +171,9 @@ def logged_name(name: object) -> str:
     >>> logged_name("length (tokens)")
     'rewards/logged/length__tokens_'
     """
-    kept = "".join(c if c.isascii() and (c.isalnum() or c in "_.-/@") else "_" for c in str(name)[:200])
+    kept = "".join(
+        c if c.isascii() and (c.isalnum() or c in "_.-/@") else "_" for c in str(name)[:200]
+    )
     return f"rewards/logged/{kept.strip('/') or 'unnamed'}"
 
 
@@ -203,13 +211,18 @@ class MetricSet:
         if weight == 0:
             return
         held, before = self._pairs.get(name, (None, 0.0))
-        self._pairs[name] = amount if held is None else _join(reduction, held, amount), before + weight
+        self._pairs[name] = (
+            amount if held is None else _join(reduction, held, amount),
+            before + weight,
+        )
 
     def result(self) -> dict[str, float]:
         """Name -> figure, in the table's order. A name to which nothing was added is absent."""
         pairs = sorted(self._pairs.items(), key=lambda pair: (metric(pair[0]).place, pair[0]))
-        return {name: value / denominator if metric(name).reduction is Reduction.MEAN else value
-                for name, (value, denominator) in pairs}
+        return {
+            name: value / denominator if metric(name).reduction is Reduction.MEAN else value
+            for name, (value, denominator) in pairs
+        }
 
 
 def _join(reduction: Reduction, held: float, new: float) -> float:
@@ -231,8 +244,10 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     0.5
     """
     if not 1 <= k <= num_samples:
-        raise ShoalError(f"pass@{k} needs k from 1 to {num_samples}, the completions of a question: sample more "
-                         "completions or lower k")
+        raise ShoalError(
+            f"pass@{k} needs k from 1 to {num_samples}, the completions of a question: sample more "
+            "completions or lower k"
+        )
     if not 0 <= num_correct <= num_samples:
         raise ValueError(f"num_correct must be 0 to {num_samples}, got {num_correct}")
     num_wrong = num_samples - num_correct
@@ -253,7 +268,9 @@ def majority_at_k(answers: Sequence[str | None], correct: Sequence[bool]) -> boo
     votes = Counter(answer for answer in answers if answer is not None)
     if not votes:
         return False
-    chosen = max(votes, key=votes.__getitem__)  # insertion order: the first of those with the most votes
+    chosen = max(
+        votes, key=votes.__getitem__
+    )  # insertion order: the first of those with the most votes
     return bool(correct[list(answers).index(chosen)])
 
 
@@ -283,11 +300,15 @@ def wilson_interval(correct: float, total: int) -> tuple[float, float]:
     (0.4038..., 0.5961...)
     """
     if total < 1 or not 0 <= correct <= total:
-        raise ValueError(f"an interval needs 0 <= correct <= total and a total of 1 or more: got {correct} of {total}")
+        raise ValueError(
+            f"an interval needs 0 <= correct <= total and a total of 1 or more: got {correct} of {total}"
+        )
     z = 1.959963984540054
     share = correct / total
     middle = share + z * z / (2 * total)
     half = z * math.sqrt(share * (1 - share) / total + z * z / (4 * total * total))
     scale = 1 + z * z / total
     # at the ends rounding would leave the share itself outside
-    return max(0.0, min(share, (middle - half) / scale)), min(1.0, max(share, (middle + half) / scale))
+    return max(0.0, min(share, (middle - half) / scale)), min(
+        1.0, max(share, (middle + half) / scale)
+    )

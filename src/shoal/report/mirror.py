@@ -59,7 +59,10 @@ def _machine() -> str:
     """This machine since it was started, and its table of processes: containers may share a name."""
     parts = [socket.gethostname()]
     with contextlib.suppress(OSError):
-        parts += [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")]
+        parts += [
+            Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+            os.readlink("/proc/self/ns/pid"),
+        ]
     return " ".join(parts)
 
 
@@ -89,11 +92,17 @@ class Lease:
             left = _seconds_left(holder, ages[newest]) if holder else 0.0
             if left > 0:
                 ends = time.strftime("%H:%M:%S", time.localtime(time.time() + left))
-                raise ShoalError(f"the run folder {url} is in use by {holder['name']}, whose lease ends at {ends}, in "
-                                 f"{left:.0f} s: wait for it, stop it, or choose another run_name")
+                raise ShoalError(
+                    f"the run folder {url} is in use by {holder['name']}, whose lease ends at {ends}, in "
+                    f"{left:.0f} s: wait for it, stop it, or choose another run_name"
+                )
             self.before = holder.get("id", "")
-            with contextlib.suppress(FileExistsError):  # another was faster, or this process: its lease is read next
-                write = partial(self.fs.pipe_file, self._path(newest + 1), self._record(), mode="create")
+            with contextlib.suppress(
+                FileExistsError
+            ):  # another was faster, or this process: its lease is read next
+                write = partial(
+                    self.fs.pipe_file, self._path(newest + 1), self._record(), mode="create"
+                )
                 attempt(write, url)
                 if attempt(self.numbers, url)[-1] == newest + 1:
                     self.number = newest + 1
@@ -102,7 +111,9 @@ class Lease:
                 attempt(partial(buckets.remove, self.fs, self._path(number)), url)
 
     def numbers(self) -> list[int]:
-        return sorted(int(name) for name in buckets.objects(self.fs, self.folder) if name.isdecimal())
+        return sorted(
+            int(name) for name in buckets.objects(self.fs, self.folder) if name.isdecimal()
+        )
 
     def _ages(self) -> dict[int, float]:
         """The leases that the bucket holds, and how many seconds ago each was renewed, by the bucket's own clock."""
@@ -117,20 +128,26 @@ class Lease:
             raise ConnectionError("an object that was just written is not listed yet")
         now = found[clock].modified
         if not now:
-            raise ShoalError(f"{self.url}: this kind of storage does not say when an object was written, so that two "
-                             "processes could write to one run: give gs://, s3:// or a local folder")
+            raise ShoalError(
+                f"{self.url}: this kind of storage does not say when an object was written, so that two "
+                "processes could write to one run: give gs://, s3:// or a local folder"
+            )
         # What a process left that ended within these few milliseconds.
         for name, one in found.items():
             if name.startswith(CLOCK) and now - one.modified > LEASE_SECONDS:
                 buckets.remove(self.fs, f"{self.folder}/{name}")
-        return {int(name): float(now - one.modified) for name, one in found.items() if name.isdecimal()}
+        return {
+            int(name): float(now - one.modified) for name, one in found.items() if name.isdecimal()
+        }
 
     def check(self) -> None:
         """Raises `Fenced` where another process has taken over."""
         if (newest := self.numbers()[-1:]) and newest[0] > self.number:
             name = self._holder(newest[0]).get("name", "another process")
-            raise Fenced(f"{self.url} was taken over by {name}, since this process had not renewed "
-                         f"its lease for {LEASE_SECONDS:.0f} s: it stops, and the run continues there")
+            raise Fenced(
+                f"{self.url} was taken over by {name}, since this process had not renewed "
+                f"its lease for {LEASE_SECONDS:.0f} s: it stops, and the run continues there"
+            )
 
     def renew(self, lives: bool = True) -> None:
         self.check()
@@ -154,8 +171,16 @@ class Lease:
 
     def _record(self, lives: bool = True) -> bytes:
         pid = os.getpid()
-        return json.dumps({"name": f"process {pid} on {socket.gethostname()}", "id": self.id, "machine": _machine(),
-                           "pid": pid, "start": process_start(pid), "lives": lives}).encode()
+        return json.dumps(
+            {
+                "name": f"process {pid} on {socket.gethostname()}",
+                "id": self.id,
+                "machine": _machine(),
+                "pid": pid,
+                "start": process_start(pid),
+                "lives": lives,
+            }
+        ).encode()
 
 
 def _seconds_left(holder: dict[str, Any], age: float) -> float:
@@ -184,7 +209,11 @@ class Mirror:
     """
 
     def __init__(self, folder: Path, most_unsaved: int, console: Console) -> None:
-        self.folder, self.url, self.checkpoints = folder, buckets.address(folder), folder / "checkpoints"
+        self.folder, self.url, self.checkpoints = (
+            folder,
+            buckets.address(folder),
+            folder / "checkpoints",
+        )
         self.most_unsaved, self.console = most_unsaved, console
         self.fs, self.root = buckets.connect(self.url)
         self.sent: dict[str, tuple[int, int]] = {}  # file -> size and time, as the bucket has it
@@ -201,15 +230,24 @@ class Mirror:
         except BaseException:
             self.lease.renew(lives=False)
             raise
-        self._threads = [threading.Thread(target=self._guarded, args=[work], name=f"mirror: {work.__name__}",
-                                          daemon=True) for work in (self._upload, self._renew)]
+        self._threads = [
+            threading.Thread(
+                target=self._guarded, args=[work], name=f"mirror: {work.__name__}", daemon=True
+            )
+            for work in (self._upload, self._renew)
+        ]
         for thread in self._threads:
             thread.start()
 
     def _begin(self) -> None:
         """Makes the folder equal to the bucket, and notes what each has."""
-        marker, found = self.folder / MARKER, attempt(partial(buckets.objects, self.fs, self.root), self.url)
-        wrote_last = marker.is_file() and marker.read_text() == self.lease.before and "config.yaml" in found
+        marker, found = (
+            self.folder / MARKER,
+            attempt(partial(buckets.objects, self.fs, self.root), self.url),
+        )
+        wrote_last = (
+            marker.is_file() and marker.read_text() == self.lease.before and "config.yaml" in found
+        )
         if not wrote_last:
             marker.unlink(missing_ok=True)
             buckets.fetch_into(self.folder, weights=False, may_be_empty=True)
@@ -224,8 +262,12 @@ class Mirror:
             if matched := buckets.CHECKPOINT.fullmatch(name):
                 if int(matched["version"]) not in self.whole:  # of a process that was killed
                     attempt(partial(buckets.remove, self.fs, one.path), self.url)
-            elif name in known or (wrote_last and name[0] != "." and not name.startswith("checkpoints_damaged/")):
-                self.sent[name] = known[name] if buckets.is_same(one, self.folder / name) else (-1, 0)
+            elif name in known or (
+                wrote_last and name[0] != "." and not name.startswith("checkpoints_damaged/")
+            ):
+                self.sent[name] = (
+                    known[name] if buckets.is_same(one, self.folder / name) else (-1, 0)
+                )
 
     # ---- called by the run
 
@@ -248,8 +290,12 @@ class Mirror:
     def saved(self, version: int) -> None:
         """A checkpoint was saved here: where too many are here alone, waits until a newer one is in the bucket."""
         self.pending.append(version)
-        self._await(lambda: self.most_unsaved >= sum(one > max(self.whole, default=-1) for one in self.pending),
-                    f"more than checkpoint.most_unsaved={self.most_unsaved} checkpoints are in {self.folder} alone")
+        self._await(
+            lambda: (
+                self.most_unsaved >= sum(one > max(self.whole, default=-1) for one in self.pending)
+            ),
+            f"more than checkpoint.most_unsaved={self.most_unsaved} checkpoints are in {self.folder} alone",
+        )
 
     def flush(self) -> None:
         """Returns when the bucket has everything that the folder holds now."""
@@ -266,11 +312,15 @@ class Mirror:
                 self.check()
                 return
             self._check(waits)
-            if self._silent_since and time.monotonic() - max(began, self._silent_since) > UNSAVED_SECONDS:
+            if (
+                self._silent_since
+                and time.monotonic() - max(began, self._silent_since) > UNSAVED_SECONDS
+            ):
                 self.fault = ShoalError(
                     f"{self.url} has not answered for {UNSAVED_SECONDS:.0f} s ({self._cause}), and the newest state of "
                     f"the run is in {self.folder} alone: where it answers again, the same command on this machine "
-                    "continues from there")
+                    "continues from there"
+                )
             time.sleep(0.02)
 
     def close(self) -> None:
@@ -296,8 +346,13 @@ class Mirror:
         except _Closed:
             pass
         except Exception as error:
-            self.fault = error if isinstance(error, ShoalError) else ShoalError(
-                f"{self.folder} cannot be uploaded to {self.url}: {type(error).__name__}: {error}")
+            self.fault = (
+                error
+                if isinstance(error, ShoalError)
+                else ShoalError(
+                    f"{self.folder} cannot be uploaded to {self.url}: {type(error).__name__}: {error}"
+                )
+            )
 
     def _renew(self) -> None:
         pause = LEASE_SECONDS / 3
@@ -312,8 +367,13 @@ class Mirror:
 
     def _upload(self) -> None:
         while not self._closed.is_set():
-            asked, versions = self._asked, self._versions()  # first: what these need is among the files of now
-            self._upload_plain({name: version for name, version in self._plain().items() if name != "summary.json"})
+            asked, versions = (
+                self._asked,
+                self._versions(),
+            )  # first: what these need is among the files of now
+            self._upload_plain(
+                {name: version for name, version in self._plain().items() if name != "summary.json"}
+            )
             for version in sorted(versions - self.whole, reverse=True):
                 self._upload_checkpoint(version)
             self._upload_plain(self._plain())
@@ -333,7 +393,10 @@ class Mirror:
             except ShoalError:
                 raise
             except Exception as error:  # each library has its own
-                self._cause, self._silent_since = buckets.cause(error), self._silent_since or time.monotonic()
+                self._cause, self._silent_since = (
+                    buckets.cause(error),
+                    self._silent_since or time.monotonic(),
+                )
             self._closed.wait(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
         raise _Closed
@@ -347,16 +410,29 @@ class Mirror:
         those of its parts before them."""
         found = {}
         for place, folders, files in os.walk(self.folder):
-            folders[:] = [name for name in folders if name[0] != "." and Path(place, name) != self.checkpoints]
+            folders[:] = [
+                name for name in folders if name[0] != "." and Path(place, name) != self.checkpoints
+            ]
             for path in (Path(place, file) for file in files if file[0] != "."):
                 with contextlib.suppress(FileNotFoundError):
                     stat = path.stat()
                     found[path.relative_to(self.folder).as_posix()] = stat.st_size, stat.st_mtime_ns
-        return {name: found[name] for name in sorted(found, key=lambda name: (
-            not re.fullmatch(r"config_\d+\.yaml", name), name != "config.yaml", name))}
+        return {
+            name: found[name]
+            for name in sorted(
+                found,
+                key=lambda name: (
+                    not re.fullmatch(r"config_\d+\.yaml", name),
+                    name != "config.yaml",
+                    name,
+                ),
+            )
+        }
 
     def _upload_plain(self, files: dict[str, tuple[int, int]]) -> None:
-        copy = self.staging / "copy"  # what grows meanwhile would not have the size that was promised
+        copy = (
+            self.staging / "copy"
+        )  # what grows meanwhile would not have the size that was promised
         for name, version in files.items():
             with contextlib.suppress(FileNotFoundError):
                 if self.sent.get(name) != version:
@@ -372,7 +448,10 @@ class Mirror:
             shutil.rmtree(stage, ignore_errors=True)
             return
         files = sorted(path for path in stage.rglob("*") if path.is_file())
-        manifest = {path.relative_to(stage).as_posix(): (path.stat().st_size, buckets.checksum(path)) for path in files}
+        manifest = {
+            path.relative_to(stage).as_posix(): (path.stat().st_size, buckets.checksum(path))
+            for path in files
+        }
         for file in manifest:
             self._put(stage / file, f"{name}/{file}")
         self._do(self.lease.check)
@@ -396,7 +475,9 @@ class Mirror:
             self._remove_object(f"{MANIFESTS}/{version}.json")
             (self.folder / MANIFESTS / f"{version}.json").unlink(missing_ok=True)
             self.whole.discard(version)
-            for name in self._do(partial(buckets.objects, self.fs, f"{self.root}/checkpoints/{version}")):
+            for name in self._do(
+                partial(buckets.objects, self.fs, f"{self.root}/checkpoints/{version}")
+            ):
                 self._remove_object(f"checkpoints/{version}/{name}")
 
     def _remove_object(self, name: str) -> None:

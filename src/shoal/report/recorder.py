@@ -68,10 +68,16 @@ class Recorder:
     mfu: Callable[[Sequence[Group], Container[tuple[int, int]], float], float] | None = None
     started: float = field(default_factory=time.perf_counter)
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # by phase
-    totals: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # tokens, by metric
+    totals: dict[str, float] = field(
+        default_factory=lambda: defaultdict(float)
+    )  # tokens, by metric
     evaluations: dict[int, EvaluationFigures] = field(default_factory=dict)  # by version
-    account: Counter[str] = field(default_factory=Counter)  # of tokens: sampled by hosts, and what became of them
-    failures: Counter[tuple[str, str]] = field(default_factory=Counter)  # of rewards, by function and kind
+    account: Counter[str] = field(
+        default_factory=Counter
+    )  # of tokens: sampled by hosts, and what became of them
+    failures: Counter[tuple[str, str]] = field(
+        default_factory=Counter
+    )  # of rewards, by function and kind
     prompts_dropped: int = 0  # up to the last recorded step
     watch: Watch = field(default_factory=Watch)
     warnings_stop: bool = False  # train.on_warning=stop: a warning becomes the run's error, and is printed once as that
@@ -79,7 +85,9 @@ class Recorder:
     completions_every: int = 0  # steps between tables of completions for the sinks; 0: none
     _exhausted: bool = False
     _evaluation_rate: float | None = None  # seconds a completion, where nothing was compiled
-    _compiled_before: int = -1  # programs, when the newest evaluation began; -1 before this process's first
+    _compiled_before: int = (
+        -1
+    )  # programs, when the newest evaluation began; -1 before this process's first
 
     def __post_init__(self) -> None:
         self._groups = GroupWriter(self.folder.write_groups, self.folder.path)
@@ -89,7 +97,9 @@ class Recorder:
     def begin_training(self, first: int) -> None:
         if self.steps > first:
             begin = f", from step {first + 1} on" if first else ""
-            self.console.heading(f"training, {count(self.steps, 'step')}{begin}; the first ones compile programs")
+            self.console.heading(
+                f"training, {count(self.steps, 'step')}{begin}; the first ones compile programs"
+            )
 
     def step(self, record: StepRecord) -> dict[str, float]:
         """Records a step under `step + 1`, the number of steps made, and returns its metrics."""
@@ -105,12 +115,22 @@ class Recorder:
         self.prompts_dropped = record.prompts_dropped
         self._add_rewards(metrics, stats)
         taken = sum(one.num_sampled for group in record.groups for one in group.completions)
-        sizes = {key: record.groups[key[0]].completions[key[1]].num_sampled for key in record.logprobs}
+        sizes = {
+            key: record.groups[key[0]].completions[key[1]].num_sampled for key in record.logprobs
+        }
         trained = sum(sizes.values())
-        alone = sum(size for (group, _), size in sizes.items() if not record.advantages[group].any())
-        ends = {"trained": trained - alone, "other_terms": alone, "no_gradient": taken - trained,
-                "discarded": stats.tokens - taken}
-        self._add_tokens(stats, **(ends if stats.tokens else {}))  # else none was sampled: they are the data's
+        alone = sum(
+            size for (group, _), size in sizes.items() if not record.advantages[group].any()
+        )
+        ends = {
+            "trained": trained - alone,
+            "other_terms": alone,
+            "no_gradient": taken - trained,
+            "discarded": stats.tokens - taken,
+        }
+        self._add_tokens(
+            stats, **(ends if stats.tokens else {})
+        )  # else none was sampled: they are the data's
         if self.mfu:
             metrics.add("mfu", self.mfu(record.groups, record.logprobs, record.seconds))
         metrics.add("version/unchanged", stats.unchanged)
@@ -125,7 +145,10 @@ class Recorder:
         metrics.add("throughput/sample_tokens_per_second", stats.tokens, stats.busy_seconds)
         metrics.add("time/step_seconds", record.seconds)
         if stats.sampler_idle is not None:
-            metrics.add("idle/trainer", min(1.0, (stats.sample_seconds + stats.reward_seconds) / record.seconds))
+            metrics.add(
+                "idle/trainer",
+                min(1.0, (stats.sample_seconds + stats.reward_seconds) / record.seconds),
+            )
             metrics.add("idle/sampler", stats.sampler_idle)
             for group, figures in ("queue", stats.queue), ("fleet", stats.fleet):
                 for name, value in figures.items():
@@ -139,8 +162,11 @@ class Recorder:
         for name in ("tokens/sampled", "tokens/trained"):
             self.totals[name] += result[name]
         self.folder.write_metrics(number, result)
-        rows = completion_rows(record.groups, record.advantages) if self.sinks and self.completions_every and \
-            number % self.completions_every == 0 else []
+        rows = (
+            completion_rows(record.groups, record.advantages)
+            if self.sinks and self.completions_every and number % self.completions_every == 0
+            else []
+        )
         for sink in self.sinks:
             sink.write_completions(number, rows)
             sink.write(number, result)
@@ -152,7 +178,9 @@ class Recorder:
         return result
 
     def _add_tokens(self, stats: RolloutStats, **taken: int) -> None:
-        self.account.update(sampled=stats.host_tokens, lost=stats.fleet.get("tokens_lost", 0), **taken)
+        self.account.update(
+            sampled=stats.host_tokens, lost=stats.fleet.get("tokens_lost", 0), **taken
+        )
 
     def _add_rewards(self, metrics: MetricSet, stats: RolloutStats) -> None:
         """What reward functions logged, and the completions that they failed on."""
@@ -191,10 +219,18 @@ class Recorder:
         first = "; programs are compiled first" if self._compiled_before < 0 else ""
         about = first if rate is None else f", about {duration(rate * num_completions)}"
         self._compiled_before = self.compilations()
-        self.console.heading(f"evaluation {version_text(version)}, {count(num_completions, 'completion')}{about}")
+        self.console.heading(
+            f"evaluation {version_text(version)}, {count(num_completions, 'completion')}{about}"
+        )
 
-    def evaluation(self, version: int, figures: EvaluationFigures, groups: Sequence[Group], num_completions: int,
-                   seconds: float) -> None:
+    def evaluation(
+        self,
+        version: int,
+        figures: EvaluationFigures,
+        groups: Sequence[Group],
+        num_completions: int,
+        seconds: float,
+    ) -> None:
         """Records the figures of one version by data set, and its greedy answers, in `groups`."""
         self.spent("evaluate", seconds)
         if num_completions and self.compilations() == self._compiled_before:
@@ -211,14 +247,25 @@ class Recorder:
                 self._groups.put(version, [group for group in groups if group.subset == subset])
         self.evaluations[version] = figures
         main = next(iter(figures), "")
-        self._warn(self.watch.evaluation(version, self.evaluations.get(0, {}).get(main, {}), figures.get(main, {})))
+        self._warn(
+            self.watch.evaluation(
+                version, self.evaluations.get(0, {}).get(main, {}), figures.get(main, {})
+            )
+        )
 
     def scores(self) -> dict[int, float]:
         """Accuracy on the main set, else mean reward, by version, of the evaluations with the most questions."""
-        mains = {version: next(iter(figures.values()), {}) for version, figures in self.evaluations.items()}
+        mains = {
+            version: next(iter(figures.values()), {})
+            for version, figures in self.evaluations.items()
+        }
         most = max((main.get("num_questions", 0) for main in mains.values()), default=0)
-        return {version: score for version, main in mains.items() if main.get("num_questions", 0) == most
-                and (score := main.get("accuracy", main.get("mean_reward"))) is not None}
+        return {
+            version: score
+            for version, main in mains.items()
+            if main.get("num_questions", 0) == most
+            and (score := main.get("accuracy", main.get("mean_reward"))) is not None
+        }
 
     # -- checkpoints and resumption
 
@@ -231,11 +278,19 @@ class Recorder:
     def state(self) -> dict[str, Any]:
         """What a checkpoint must hold, as JSON."""
         failures = [[*key, count] for key, count in self.failures.items()]
-        return {"dropped": self.prompts_dropped, "failures": failures, "seconds": dict(self.seconds),
-                "totals": dict(self.totals), "account": dict(self.account), "watch": self.watch.state(),
-                "seconds_total": time.perf_counter() - self.started}
+        return {
+            "dropped": self.prompts_dropped,
+            "failures": failures,
+            "seconds": dict(self.seconds),
+            "totals": dict(self.totals),
+            "account": dict(self.account),
+            "watch": self.watch.state(),
+            "seconds_total": time.perf_counter() - self.started,
+        }
 
-    def restore(self, state: Mapping[str, Any], version: int, evaluated: bool, again: Collection[int] = ()) -> None:
+    def restore(
+        self, state: Mapping[str, Any], version: int, evaluated: bool, again: Collection[int] = ()
+    ) -> None:
         """Continues after `version`: removes what the folder holds of later steps, the evaluation of `version` unless
         it was `evaluated` completely, and those that are asked for `again`."""
         self.prompts_dropped = state["dropped"]
@@ -243,13 +298,17 @@ class Recorder:
         self.seconds.update(state["seconds"])
         self.totals.update(state["totals"])
         self.account.update(state.get("account", {}))
-        self.account["lost"] += token_account(self.account)["unused"]  # with the trainer, which was ended
+        self.account["lost"] += token_account(self.account)[
+            "unused"
+        ]  # with the trainer, which was ended
         self.watch.restore(state["watch"])
         self.started -= state["seconds_total"]
         self.folder.rewind(version, evaluated, again)
         if missing := self.folder.missing_steps(version):
-            self.console.warning(f"metrics.jsonl lacks {count(len(missing), 'step')} up to {version}, the first is "
-                                 f"{missing[0]}: they were lost, as in a power cut; the weights are not affected")
+            self.console.warning(
+                f"metrics.jsonl lacks {count(len(missing), 'step')} up to {version}, the first is "
+                f"{missing[0]}: they were lost, as in a power cut; the weights are not affected"
+            )
         self.evaluations.update(self.folder.read_evaluations())
 
     # -- the end
@@ -277,9 +336,15 @@ class Recorder:
             self.console.heading("before and after")
             if self.keep_groups:
                 solved = self.folder.solved_question(next(iter(summary["after"])), last)
-        self.console.summary(summary["before"], summary["after"], solved, [
-            curve_text(self.evaluations), summary_facts(summary), account_text(summary["tokens"])],
-            reward_since({number: flat_values(file) for number, file in parts_of(self.folder.path).items()}))
+        self.console.summary(
+            summary["before"],
+            summary["after"],
+            solved,
+            [curve_text(self.evaluations), summary_facts(summary), account_text(summary["tokens"])],
+            reward_since(
+                {number: flat_values(file) for number, file in parts_of(self.folder.path).items()}
+            ),
+        )
         for failed, number in summary["reward_failures"].items():
             what = "" if failed.startswith(f"{ENVIRONMENT}: ") else "reward function "
             self.console.warning(f"{what}{failed} for {count(number, 'completion')}")
@@ -293,8 +358,9 @@ class Recorder:
         where = address(self.folder.path)
         self.console.text(f"the run is in {where}: `shoal view {where}` shows every completion")
         if has_weights:
-            self.console.text(f"`shoal export from={where} to=FOLDER` writes the weights in Hugging Face's "
-                              "format")
+            self.console.text(
+                f"`shoal export from={where} to=FOLDER` writes the weights in Hugging Face's format"
+            )
 
     def _summary(self, last: int) -> dict[str, Any]:
         """What summary.json holds of a run that ended after step `last`."""
@@ -325,8 +391,11 @@ class Recorder:
             "tokens": token_account(self.account),
             "num_compilations": self.compilations(),
             "prompts_dropped": self.prompts_dropped,
-            "reward_failures": {f"{name}: {kind}": count for (name, kind), count in sorted(self.failures.items())},
-            "run_folder": address(self.folder.path)}
+            "reward_failures": {
+                f"{name}: {kind}": count for (name, kind), count in sorted(self.failures.items())
+            },
+            "run_folder": address(self.folder.path),
+        }
 
     def close(self) -> None:
         self._groups.close()
@@ -335,16 +404,26 @@ class Recorder:
 def token_account(counts: Mapping[str, int]) -> dict[str, int]:
     """Tokens that hosts sampled, and what became of them: `other_terms` are in groups without an advantage, which other
     terms of the loss read; `no_gradient` entered no update, `unused` were under way at the end."""
-    ends = {name: counts.get(name, 0) for name in (
-        "trained", "other_terms", "no_gradient", "discarded", "evaluated", "lost")}
-    return {"sampled": counts.get("sampled", 0), **ends, "unused": counts.get("sampled", 0) - sum(ends.values())}
+    ends = {
+        name: counts.get(name, 0)
+        for name in ("trained", "other_terms", "no_gradient", "discarded", "evaluated", "lost")
+    }
+    return {
+        "sampled": counts.get("sampled", 0),
+        **ends,
+        "unused": counts.get("sampled", 0) - sum(ends.values()),
+    }
 
 
-def _add_group_metrics(metrics: MetricSet, groups: Sequence[Group], advantages: np.ndarray,
-                      nonzero_std: np.ndarray) -> None:
+def _add_group_metrics(
+    metrics: MetricSet, groups: Sequence[Group], advantages: np.ndarray, nonzero_std: np.ndarray
+) -> None:
     """Adds the metrics of P groups of G completions; `advantages[P, G]`, `nonzero_std[P]`."""
     if groups[0].reward_components:  # else the data's answers are learned
-        rewards, valid = np.stack([group.rewards for group in groups]), np.stack([group.valid for group in groups])
+        rewards, valid = (
+            np.stack([group.rewards for group in groups]),
+            np.stack([group.valid for group in groups]),
+        )
         metrics.add("reward/mean", rewards[valid].sum(), valid.sum())
         for values, mask in zip(rewards, valid, strict=True):
             if mask.any():
@@ -368,9 +447,13 @@ def _add_group_metrics(metrics: MetricSet, groups: Sequence[Group], advantages: 
     metrics.add("completions/length_ended_mean", lengths[~truncated].sum(), (~truncated).sum())
     metrics.add("completions/truncated", truncated.sum(), len(lengths))
     for reason in (StopReason.EOS, StopReason.STOP, StopReason.LENGTH):
-        metrics.add(f"completions/ended_by_{reason.value}", (reasons == reason.value).sum(), len(lengths))
+        metrics.add(
+            f"completions/ended_by_{reason.value}", (reasons == reason.value).sum(), len(lengths)
+        )
     metrics.add("prompts/length_mean", sum(len(group.prompt_ids) for group in groups), len(groups))
-    staleness = np.concatenate([group.step - c.sampled_versions for group in groups for c in group.completions])
+    staleness = np.concatenate(
+        [group.step - c.sampled_versions for group in groups for c in group.completions]
+    )
     if len(staleness):
         metrics.add("staleness", staleness.sum(), len(staleness))
         metrics.add("staleness/max", staleness.max())
@@ -382,22 +465,39 @@ def _add_turn_metrics(metrics: MetricSet, groups: Sequence[Group]) -> None:
     if not any(one.messages or one.branches or not one.loss_mask.all() for one in rollouts):
         return
     for one in rollouts:
-        turns = int(np.count_nonzero(np.diff(one.loss_mask.astype(np.int8), prepend=0) > 0)) + len(one.branches)
+        turns = int(np.count_nonzero(np.diff(one.loss_mask.astype(np.int8), prepend=0) > 0)) + len(
+            one.branches
+        )
         metrics.add("turns/mean", turns)
         metrics.add("turns/max", turns)
         metrics.add("turns/branches", len(one.branches))
         metrics.add("tokens/context", len(one) - one.num_sampled)
     for reason in (StopReason.MAX_TURNS, StopReason.ENVIRONMENT, StopReason.FAILED):
-        metrics.add(f"completions/ended_by_{reason.value}", sum(one.stop_reason is reason for one in rollouts),
-                    len(rollouts))
-    metrics.add("prompts/own", sum(len(group.by_prompt()) for group in groups if len(group.by_prompt()) > 1))
+        metrics.add(
+            f"completions/ended_by_{reason.value}",
+            sum(one.stop_reason is reason for one in rollouts),
+            len(rollouts),
+        )
+    metrics.add(
+        "prompts/own", sum(len(group.by_prompt()) for group in groups if len(group.by_prompt()) > 1)
+    )
     messages = [message for one in rollouts for message in one.messages]
-    metrics.add("tools/truncated_bytes", sum(message.get("truncated_bytes", 0) for message in messages))
+    metrics.add(
+        "tools/truncated_bytes", sum(message.get("truncated_bytes", 0) for message in messages)
+    )
     answers = [message for message in messages if message["role"] == "tool"]
     # A model may call what is no tool by any name: those that are called most have figures of their own.
-    names = Counter(sorted(name for message in answers if re.fullmatch(r"[\w.-]{1,64}", name := message["name"])))
+    names = Counter(
+        sorted(
+            name for message in answers if re.fullmatch(r"[\w.-]{1,64}", name := message["name"])
+        )
+    )
     for name in ("", *dict(names.most_common(MOST_TOOLS))):
-        failed = [message["content"].startswith(FAILED_CALL) for message in answers if name in ("", message["name"])]
+        failed = [
+            message["content"].startswith(FAILED_CALL)
+            for message in answers
+            if name in ("", message["name"])
+        ]
         ending = f"/{name}" if name else ""
         metrics.add(f"tools/call_frequency{ending}", len(failed), len(rollouts))
         metrics.add(f"tools/failure_frequency{ending}", sum(failed), len(failed))

@@ -34,13 +34,21 @@ class Background:
     """A sink in a thread. One that fails or hangs neither ends nor delays the run: it is switched off, and `warn` is
     called once, from the thread that writes here."""
 
-    def __init__(self, sink: Sink, name: str, warn: Callable[[str], None], most_pending: int = 1000,
-                 seconds_to_close: float = 60.0) -> None:
+    def __init__(
+        self,
+        sink: Sink,
+        name: str,
+        warn: Callable[[str], None],
+        most_pending: int = 1000,
+        seconds_to_close: float = 60.0,
+    ) -> None:
         self.name = name
         self._sink = sink
         self._warn = warn
         self.seconds_to_close = seconds_to_close
-        self._pending: queue.Queue[tuple[Callable[..., None], int, Any] | None] = queue.Queue(most_pending)
+        self._pending: queue.Queue[tuple[Callable[..., None], int, Any] | None] = queue.Queue(
+            most_pending
+        )
         self._fault: str | None = None
         self._on = True
         self._thread = threading.Thread(target=self._work, name=f"metrics to {name}", daemon=True)
@@ -74,7 +82,9 @@ class Background:
     def _check(self) -> None:
         if self._on and self._fault is not None:
             self._on = False
-            self._warn(f"{self.name} is switched off: {self._fault}; metrics.jsonl continues and holds every step")
+            self._warn(
+                f"{self.name} is switched off: {self._fault}; metrics.jsonl continues and holds every step"
+            )
 
     def _work(self) -> None:
         try:
@@ -100,8 +110,11 @@ def evaluation_scalars(name: str, figures: Mapping[str, Any]) -> dict[str, float
 
 def scalars(metrics: Mapping[str, Any]) -> dict[str, float]:
     """The values that are numbers."""
-    return {name: float(value) for name, value in metrics.items()
-            if isinstance(value, SupportsFloat) and not isinstance(value, str)}
+    return {
+        name: float(value)
+        for name, value in metrics.items()
+        if isinstance(value, SupportsFloat) and not isinstance(value, str)
+    }
 
 
 def completion_rows(groups: Sequence[Group], advantages: np.ndarray) -> list[dict[str, Any]]:
@@ -111,8 +124,15 @@ def completion_rows(groups: Sequence[Group], advantages: np.ndarray) -> list[dic
         order = np.argsort(group.rewards)  # NaN last
         for i in dict.fromkeys((int(order[0]), int(order[-1]))):
             rewards = {name: float(values[i]) for name, values in group.reward_components.items()}
-            rows.append({"prompt": prompt_text(group.example.prompt), "completion": completion_text(group, i),
-                         "reward": float(group.rewards[i]), **rewards, "advantage": float(of_group[i])})
+            rows.append(
+                {
+                    "prompt": prompt_text(group.example.prompt),
+                    "completion": completion_text(group, i),
+                    "reward": float(group.rewards[i]),
+                    **rewards,
+                    "advantage": float(of_group[i]),
+                }
+            )
     return rows
 
 
@@ -128,8 +148,15 @@ def check_sinks(section: ReportSection) -> None:
         load(section.wandb)
 
 
-def make_sinks(folder: Path, section: ReportSection, config: Mapping[str, Any], run_name: str,
-               resumed_at: int | None, note: Callable[[str], None], warn: Callable[[str], None]) -> list[Background]:
+def make_sinks(
+    folder: Path,
+    section: ReportSection,
+    config: Mapping[str, Any],
+    run_name: str,
+    resumed_at: int | None,
+    note: Callable[[str], None],
+    warn: Callable[[str], None],
+) -> list[Background]:
     """The sinks that `report` configures. `config` is the resolved configuration, `resumed_at` the version that a
     resumed run continues from. ShoalError if a package or a login is missing, a file cannot be written or a service
     refuses."""
@@ -137,11 +164,15 @@ def make_sinks(folder: Path, section: ReportSection, config: Mapping[str, Any], 
     if section.tensorboard:
         from shoal.report.tensorboard import TensorboardSink
 
-        sinks.append(Background(TensorboardSink(folder / "tensorboard", resumed_at), "TensorBoard", warn))
+        sinks.append(
+            Background(TensorboardSink(folder / "tensorboard", resumed_at), "TensorBoard", warn)
+        )
     if section.wandb.mode != "off":
         from shoal.report.wandb import WandbSink
 
         wandb = WandbSink(folder, section.wandb, config, run_name)
-        note(f"Weights & Biases: {wandb.url or f'offline; `wandb sync {folder}/wandb/offline-*` sends it'}")
+        note(
+            f"Weights & Biases: {wandb.url or f'offline; `wandb sync {folder}/wandb/offline-*` sends it'}"
+        )
         sinks.append(Background(wandb, "Weights & Biases", warn))
     return sinks

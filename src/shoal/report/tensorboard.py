@@ -34,7 +34,10 @@ class TensorboardSink:
                 self._add(step=resumed_at + 1 if resumed_at else 0, session_log=start)
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        values = [self._summary.Value(tag=name, simple_value=value) for name, value in scalars(metrics).items()]
+        values = [
+            self._summary.Value(tag=name, simple_value=value)
+            for name, value in scalars(metrics).items()
+        ]
         self._add(step=step, summary=self._summary(value=values))
 
     def write_completions(self, step: int, rows: Rows) -> None:
@@ -58,8 +61,10 @@ def load() -> tuple[Any, Any, Any, Any]:
         from tensorboard.plugins.text.summary_v2 import text_pb
         from tensorboard.summary.writer.record_writer import RecordWriter
     except ImportError as error:
-        raise ShoalError("report.tensorboard=true needs a package that is not installed: "
-                         "pip install '.[tensorboard]' in the clone of Shoal") from error
+        raise ShoalError(
+            "report.tensorboard=true needs a package that is not installed: "
+            "pip install '.[tensorboard]' in the clone of Shoal"
+        ) from error
     return event_pb2, summary_pb2, text_pb, RecordWriter
 
 

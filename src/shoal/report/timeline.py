@@ -27,7 +27,9 @@ LEAST_SECONDS = 1e-4
 class Timeline:
     """Events by lane, in microseconds since the epoch; nothing without a path. A resumed run adds to the file."""
 
-    def __init__(self, path: Path | None = None, warn: Callable[[str], None] = lambda text: None) -> None:
+    def __init__(
+        self, path: Path | None = None, warn: Callable[[str], None] = lambda text: None
+    ) -> None:
         self._lock, self._warn = threading.Lock(), warn
         self._lanes: dict[str, int] = {}
         self._ended: dict[str, float] = {}  # lane -> end of its last event
@@ -65,10 +67,19 @@ class Timeline:
             if lane not in self._lanes:
                 self._lanes[lane] = len(self._lanes)
                 events = [{"ph": "M", "name": "thread_name", "args": {"name": lane}}]
-            events.append({"ph": "X", "name": name, "ts": round(started * 1e6), "dur": round((ended - started) * 1e6)})
+            events.append(
+                {
+                    "ph": "X",
+                    "name": name,
+                    "ts": round(started * 1e6),
+                    "dur": round((ended - started) * 1e6),
+                }
+            )
             try:
                 for event in events:
-                    self._file.write(json.dumps({**event, "pid": 0, "tid": self._lanes[lane]}) + ",\n")
+                    self._file.write(
+                        json.dumps({**event, "pid": 0, "tid": self._lanes[lane]}) + ",\n"
+                    )
             except OSError as error:  # a run does not end for want of its timeline
                 self._close()
                 self._warn(f"report.timeline: {error.strerror or error}; the timeline ends here")
@@ -85,6 +96,7 @@ class Timeline:
 
 def timed(lane: str, name: str) -> Callable[[Method], Method]:
     """A decorator: each call of the method is an event of its object's `timeline`."""
+
     def of_method(method: Method) -> Method:
         @functools.wraps(method)
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:

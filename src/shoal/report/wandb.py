@@ -26,22 +26,38 @@ class WandbSink:
     A step's metrics are logged at that step. Evaluations have another axis, `evaluate/step`, since a row that was sent
     accepts nothing more. Steps that the service has from before a kill are not sent again."""
 
-    def __init__(self, folder: Path, section: WandbSection, config: Mapping[str, Any], run_name: str) -> None:
+    def __init__(
+        self, folder: Path, section: WandbSection, config: Mapping[str, Any], run_name: str
+    ) -> None:
         wandb, mode = load(section)
         id_path = folder / "wandb" / "run_id"
         if not id_path.is_file():
             write_atomically(id_path, [uuid.uuid4().hex[:12]])
         # no terminal output, nothing of the terminal, of git or of the code is sent
         settings = wandb.Settings(
-            mode=mode, root_dir=str(folder), silent=True, console="off",
-            disable_git=True, disable_code=True, save_code=False, init_timeout=SECONDS_TO_START,
-            finish_timeout=SECONDS_TO_FINISH, x_transaction_log_flush_interval=SECONDS_BETWEEN_FLUSHES)
+            mode=mode,
+            root_dir=str(folder),
+            silent=True,
+            console="off",
+            disable_git=True,
+            disable_code=True,
+            save_code=False,
+            init_timeout=SECONDS_TO_START,
+            finish_timeout=SECONDS_TO_FINISH,
+            x_transaction_log_flush_interval=SECONDS_BETWEEN_FLUSHES,
+        )
         try:
             with _no_error_reports(section):
                 self._run = wandb.init(
-                    project=section.project, entity=section.entity or None, name=run_name or folder.name,
-                    id=id_path.read_text(encoding="utf-8").strip(), config=json_ready(config), resume="allow",
-                    reinit="create_new", settings=settings)
+                    project=section.project,
+                    entity=section.entity or None,
+                    name=run_name or folder.name,
+                    id=id_path.read_text(encoding="utf-8").strip(),
+                    config=json_ready(config),
+                    resume="allow",
+                    reinit="create_new",
+                    settings=settings,
+                )
             self._run.define_metric("evaluate/*", step_metric="evaluate/step")
         except (wandb.Error, OSError) as error:
             raise _refused(section, error) from error
@@ -57,7 +73,9 @@ class WandbSink:
 
     def write_completions(self, step: int, rows: Rows) -> None:
         if rows and step >= self._run.step:
-            table = self._table(columns=["step", *rows[0]], data=[[step, *row.values()] for row in rows])
+            table = self._table(
+                columns=["step", *rows[0]], data=[[step, *row.values()] for row in rows]
+            )
             self._run.log({"completions": table}, step=step, commit=False)
 
     def close(self) -> None:
@@ -71,8 +89,10 @@ def load(section: WandbSection) -> tuple[Any, str]:
             import wandb
             from wandb.sdk.lib.wbauth import authenticate_session
     except ImportError as error:
-        raise ShoalError(f"report.wandb.mode={section.mode} needs a package that is not installed: "
-                         "pip install '.[wandb]' in the clone of Shoal") from error
+        raise ShoalError(
+            f"report.wandb.mode={section.mode} needs a package that is not installed: "
+            "pip install '.[wandb]' in the clone of Shoal"
+        ) from error
     if section.mode == "offline":
         return wandb, "offline"
     try:
@@ -80,8 +100,10 @@ def load(section: WandbSection) -> tuple[Any, str]:
     except wandb.Error as error:
         raise _refused(section, error) from error
     if login is None and section.mode == "online":
-        raise ShoalError("report.wandb.mode=online needs a login: run `wandb login`, set WANDB_API_KEY, or set "
-                         "report.wandb.mode=offline")
+        raise ShoalError(
+            "report.wandb.mode=online needs a login: run `wandb login`, set WANDB_API_KEY, or set "
+            "report.wandb.mode=offline"
+        )
     return wandb, "online" if login else "offline"
 
 
@@ -101,5 +123,7 @@ def _no_error_reports(section: WandbSection) -> Iterator[None]:
 
 def _refused(section: WandbSection, error: Exception) -> ShoalError:
     reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return ShoalError(f"report.wandb.mode={section.mode}: Weights & Biases did not start: {reason}; set "
-                      "report.wandb.mode=offline to write without sending, or off")
+    return ShoalError(
+        f"report.wandb.mode={section.mode}: Weights & Biases did not start: {reason}; set "
+        "report.wandb.mode=offline to write without sending, or off"
+    )

@@ -20,7 +20,9 @@ class EndedEnvironment:
     3
     """
 
-    def __init__(self, kind: str = "", state: Mapping[str, Any] | None = None, reward: float | None = None) -> None:
+    def __init__(
+        self, kind: str = "", state: Mapping[str, Any] | None = None, reward: float | None = None
+    ) -> None:
         """`kind`: its name in the mapping of environments; empty for one that failed."""
         vars(self).update(state or {}, _kind=kind, _reward=reward)
 
@@ -30,15 +32,22 @@ class EndedEnvironment:
     @property
     def fields(self) -> dict[str, Any]:
         """What a rollout function returned beside tokens."""
-        return {name: value for name, value in vars(self).items() if self._kind == ROLLOUT and not name.startswith("_")}
+        return {
+            name: value
+            for name, value in vars(self).items()
+            if self._kind == ROLLOUT and not name.startswith("_")
+        }
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("_") or vars(self)["_kind"]:
-            raise AttributeError(f"the environment had no attribute {name!r} of plain values when its rollout ended")
+            raise AttributeError(
+                f"the environment had no attribute {name!r} of plain values when its rollout ended"
+            )
 
 
-def environment_rewards(environments: Mapping[str, Callable[[], Any]],
-                        taken: Collection[str] = ()) -> tuple[RewardFunction, ...]:
+def environment_rewards(
+    environments: Mapping[str, Callable[[], Any]], taken: Collection[str] = ()
+) -> tuple[RewardFunction, ...]:
     """The `get_reward` of each environment that has one, as a reward of weight 1 with the name of the class."""
     found: dict[str, RewardFunction] = {}
     for name, factory in environments.items():
@@ -49,8 +58,13 @@ def environment_rewards(environments: Mapping[str, Callable[[], Any]],
     return tuple(found.values())
 
 
-def _reward_of(kind: str, completions: Sequence[Any], environments: Sequence[EndedEnvironment] = (),
-               **columns: Any) -> list[float | None]:
+def _reward_of(
+    kind: str,
+    completions: Sequence[Any],
+    environments: Sequence[EndedEnvironment] = (),
+    **columns: Any,
+) -> list[float | None]:
     """None for the completions of another environment, and where there is none."""
-    return [one.get_reward() if vars(one)["_kind"] == kind else None for one in environments] or \
-        [None] * len(completions)
+    return [one.get_reward() if vars(one)["_kind"] == kind else None for one in environments] or [
+        None
+    ] * len(completions)

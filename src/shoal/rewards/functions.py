@@ -20,13 +20,16 @@ from shoal.rewards.calls import unused
 from shoal.text import count, describe_error, did_you_mean
 from shoal.types import RewardFunction, ShoalError
 
-_NO_MODEL = "; a model is no reward: give a function that asks it and returns a number for each completion"
+_NO_MODEL = (
+    "; a model is no reward: give a function that asks it and returns a number for each completion"
+)
 _FOLDERS: set[Path] = set()
 """Folders of the files that were run."""
 
 
-def load_functions(specs: Sequence[str], noun: str = "reward function", hint: str = _NO_MODEL
-                   ) -> list[Callable[..., Any]]:
+def load_functions(
+    specs: Sequence[str], noun: str = "reward function", hint: str = _NO_MODEL
+) -> list[Callable[..., Any]]:
     """The functions that `file.py:name` names; ShoalError as `load_named`, and for what cannot be called."""
     functions = load_named(specs, noun, hint)
     for spec, function in zip(specs, functions, strict=True):
@@ -43,8 +46,9 @@ def load_named(specs: Sequence[str], noun: str, hint: str = "") -> list[Any]:
     return [GIVEN[spec] if spec in GIVEN else _find(spec, noun, hint, modules) for spec in specs]
 
 
-def name_functions(functions: Iterable[Callable[..., Any] | RewardFunction],
-                   weights: Sequence[float] = ()) -> tuple[RewardFunction, ...]:
+def name_functions(
+    functions: Iterable[Callable[..., Any] | RewardFunction], weights: Sequence[float] = ()
+) -> tuple[RewardFunction, ...]:
     """Names by `__name__` (or the class), a number added where one occurs twice; weights 1.0 unless given. A
     `RewardFunction` keeps its name.
 
@@ -52,8 +56,11 @@ def name_functions(functions: Iterable[Callable[..., Any] | RewardFunction],
     """
     functions = list(functions)
     if weights and len(weights) != len(functions):
-        raise ShoalError(f"reward.weights: expected {count(len(functions), 'number')}, one for each reward "
-                         f"function, got {len(weights)}", "reward.weights")
+        raise ShoalError(
+            f"reward.weights: expected {count(len(functions), 'number')}, one for each reward "
+            f"function, got {len(weights)}",
+            "reward.weights",
+        )
     named: dict[str, RewardFunction] = {}
     for i, function in enumerate(functions):
         if in_process := isinstance(function, RewardFunction):
@@ -62,15 +69,21 @@ def name_functions(functions: Iterable[Callable[..., Any] | RewardFunction],
             _check_callable(function, f"reward function {function!r}", _NO_MODEL)
             wanted, called = _name(function), function
         if wanted in RESERVED_FUNCTIONS:
-            raise ShoalError(f"reward function {wanted!r}: metrics have this name already; give it another")
+            raise ShoalError(
+                f"reward function {wanted!r}: metrics have this name already; give it another"
+            )
         name = unused(wanted, named)
-        named[name] = RewardFunction(name, called, float(weights[i]) if weights else 1.0, in_process)
+        named[name] = RewardFunction(
+            name, called, float(weights[i]) if weights else 1.0, in_process
+        )
     return tuple(named.values())
 
 
 def _find(spec: str, noun: str, hint: str, modules: dict[Path, ModuleType]) -> Any:
     if spec.startswith(FROM_PYTHON):
-        raise ShoalError(f"{noun} {spec!r} came from Python: give it again there, shoal.train(resume=FOLDER, ...)")
+        raise ShoalError(
+            f"{noun} {spec!r} came from Python: give it again there, shoal.train(resume=FOLDER, ...)"
+        )
     is_file = spec.endswith(".py") and Path(spec).expanduser().is_file()  # its functions are listed
     file, separator, name = (spec, "", "") if is_file else spec.rpartition(":")
     if not (is_file or (separator and file and name)):
@@ -81,10 +94,13 @@ def _find(spec: str, noun: str, hint: str, modules: dict[Path, ModuleType]) -> A
     if path not in modules:
         modules[path] = _run_file(path)
     if is_file or not hasattr(modules[path], name):
-        public = [key for key, value in vars(modules[path]).items() if callable(value) and not key.startswith("_")]
+        public = [
+            key
+            for key, value in vars(modules[path]).items()
+            if callable(value) and not key.startswith("_")
+        ]
         fault = "expected `file.py:function`" if is_file else f"{path.name} defines no {name!r}"
-        raise ShoalError(f"{noun} {spec!r}: {fault}"
-                         f"{did_you_mean(name, public, lists_all=True)}")
+        raise ShoalError(f"{noun} {spec!r}: {fault}{did_you_mean(name, public, lists_all=True)}")
     return getattr(modules[path], name)
 
 
@@ -110,7 +126,11 @@ def _run_file(path: Path) -> ModuleType:
             sys.path.remove(folder)
         if isinstance(error, ShoalError):
             raise
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        lines = [
+            frame.lineno
+            for frame in traceback.extract_tb(error.__traceback__)
+            if frame.filename == str(path)
+        ]
         line = f" at line {lines[-1]}" if lines else ""
         raise ShoalError(f"file {path} cannot be loaded: {describe_error(error)}{line}") from error
     _FOLDERS.add(path.parent)
@@ -126,14 +146,20 @@ def _check_neighbours(path: Path, code: bytes) -> None:
         file, text = unread.pop()
         for name in _imported_names(text) - known:
             known.add(name)
-            neighbours = (path.parent / f"{name}.py", path.parent / name / "__init__.py", path.parent / name)
+            neighbours = (
+                path.parent / f"{name}.py",
+                path.parent / name / "__init__.py",
+                path.parent / name,
+            )
             neighbour = next((one for one in neighbours if one.exists()), None)
             if neighbour is None:
                 continue
             for origin in _origins(name):
                 if origin != neighbour and _FOLDERS.intersection(origin.parents):
-                    raise ShoalError(f"file {file} imports {name!r} from its folder, but {origin} has that name "
-                                     "already: rename one of the two modules")
+                    raise ShoalError(
+                        f"file {file} imports {name!r} from its folder, but {origin} has that name "
+                        "already: rename one of the two modules"
+                    )
             files = sorted(neighbour.glob("*.py")) if neighbour.is_dir() else [neighbour]
             unread += [(one, one.read_bytes()) for one in files]
 
@@ -160,7 +186,9 @@ def _imported_names(code: bytes) -> set[str]:
             modules += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
             modules.append(node.module or "")
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(
+            ("import_module", "__import__")
+        ):
             modules += [str(one.value) for one in node.args[:1] if isinstance(one, ast.Constant)]
     names = {module.partition(".")[0] for module in modules}
     return {name for name in names if name.isidentifier()}
@@ -168,8 +196,10 @@ def _imported_names(code: bytes) -> set[str]:
 
 def _check_callable(function: Any, what: str, hint: str) -> None:
     if not callable(function) or inspect.isclass(function):
-        raise ShoalError(f"{what}: expected a function, or an object that can be called, not a "
-                         f"{'class' if callable(function) else type(function).__name__}{hint}")
+        raise ShoalError(
+            f"{what}: expected a function, or an object that can be called, not a "
+            f"{'class' if callable(function) else type(function).__name__}{hint}"
+        )
 
 
 def _name(function: Callable[..., Any]) -> str:

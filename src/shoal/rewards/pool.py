@@ -61,47 +61,86 @@ class RewardPool:
     `reward.timeout_seconds` and `reward.memory_gib` a call is ended with its process and everything that it started.
     """
 
-    def __init__(self, functions: Sequence[RewardFunction], section: RewardSection, max_steps: int = 0) -> None:
+    def __init__(
+        self, functions: Sequence[RewardFunction], section: RewardSection, max_steps: int = 0
+    ) -> None:
         if not functions or len({one.name for one in functions}) < len(functions):
-            raise ValueError(f"expected one function or more, each of its own name; got {[f.name for f in functions]}")
+            raise ValueError(
+                f"expected one function or more, each of its own name; got {[f.name for f in functions]}"
+            )
         self.functions, self.section, self.max_steps = tuple(functions), section, max_steps
-        self._remote = [one for one in functions if not one.runs_in_process] if section.workers else []
+        self._remote = (
+            [one for one in functions if not one.runs_in_process] if section.workers else []
+        )
         self._here = [one for one in functions if one not in self._remote]
         self._loop = Loop()
         self._done: list[tuple[Hashable, Scores | ShoalError]] = []
         self._jobs: list[_Job] = []
-        self._calls: dict[int, tuple[_Job, RewardFunction, int | None]] = {}  # None: for all completions of the job
+        self._calls: dict[
+            int, tuple[_Job, RewardFunction, int | None]
+        ] = {}  # None: for all completions of the job
         self._next_call = 0
-        self._hung: set[tuple[str, int]] = set()  # (function, step): call it for one completion at a time
+        self._hung: set[tuple[str, int]] = (
+            set()
+        )  # (function, step): call it for one completion at a time
         self.watch = RewardWatch(functions, section)
         self._workers: WorkerPool | None = None
         self._progress = time.monotonic()  # when a call was last replied to
         if self._remote:
             if not hasattr(os, "fork"):
-                raise ShoalError(f"reward.workers={section.workers}: this system cannot fork processes; "
-                                 f"reward.workers=0 calls reward functions in this one, without limits")
-            self._limits = Limits(section.workers, section.timeout_seconds, int(section.memory_gib * _GIB))
+                raise ShoalError(
+                    f"reward.workers={section.workers}: this system cannot fork processes; "
+                    f"reward.workers=0 calls reward functions in this one, without limits"
+                )
+            self._limits = Limits(
+                section.workers, section.timeout_seconds, int(section.memory_gib * _GIB)
+            )
             handler = CallHandler(self._remote, section.timeout_seconds)
             self._workers = WorkerPool(handler.call, self._limits, handler.call_async)
 
-    def submit(self, ticket: Hashable, examples: Sequence[Example], texts: Sequence[Sequence[str]],
-               completion_ids: Sequence[Sequence[Sequence[int]]], step: int, on_error: Policy | None = None,
-               trial: Sequence[str] = (), messages: Sequence[Any] = (), environments: Sequence[Any] = ()) -> None:
+    def submit(
+        self,
+        ticket: Hashable,
+        examples: Sequence[Example],
+        texts: Sequence[Sequence[str]],
+        completion_ids: Sequence[Sequence[Sequence[int]]],
+        step: int,
+        on_error: Policy | None = None,
+        trial: Sequence[str] = (),
+        messages: Sequence[Any] = (),
+        environments: Sequence[Any] = (),
+    ) -> None:
         """Queues P groups (texts[P][G]) under a ticket; returns at once. `on_error` stands in for `reward.on_error`; a
         `trial`, of known answers, says what each of a group is, and ends with the first that takes too long: the later
         ones are NaN. `messages` and `environments`, [P][G], are of rollouts with turns (`Batch`).
 
         Raises ShoalError for a column that cannot be sent to another process, and once the workers have ended."""
         if self._remote and self._workers is None:
-            raise ShoalError("the reward workers have ended, so nothing more can be scored: start or resume the run "
-                             "again")
+            raise ShoalError(
+                "the reward workers have ended, so nothing more can be scored: start or resume the run "
+                "again"
+            )
         policy = on_error or self.section.on_error
         state = TrainerState.at(step, self.max_steps)
-        batch = Batch.of(examples, [example.prompt for example in examples], texts, completion_ids, state, trial,
-                         messages, environments)
+        batch = Batch.of(
+            examples,
+            [example.prompt for example in examples],
+            texts,
+            completion_ids,
+            state,
+            trial,
+            messages,
+            environments,
+        )
         job = _Job(ticket, batch, policy)
         self.watch.begin_wait()
-        call_here(self._here, batch, self._loop, job.calls, lambda one, i, result: self._decides(job, one, i, result))
+        call_here(
+            self._here,
+            batch,
+            self._loop,
+            job.calls,
+            lambda one, i, result: self._decides(job, one, i, result),
+        )
         if job.done:
             return
         if not self._remote:
@@ -132,7 +171,7 @@ class RewardPool:
         done, self._done = self._done, []
         for number, (_, scores) in enumerate(done):
             if isinstance(scores, ShoalError):
-                self._done = done[number + 1:]
+                self._done = done[number + 1 :]
                 raise scores
         return [(ticket, scores) for ticket, scores in done if isinstance(scores, Scores)]
 
@@ -153,7 +192,9 @@ class RewardPool:
 
     # -- calls in workers
 
-    def _call(self, job: _Job, one: RewardFunction, i: int | None, body: bytes, together: bool) -> None:
+    def _call(
+        self, job: _Job, one: RewardFunction, i: int | None, body: bytes, together: bool
+    ) -> None:
         assert self._workers is not None
         number, self._next_call = self._next_call, self._next_call + 1
         self._calls[number] = job, one, i
@@ -211,8 +252,17 @@ class RewardPool:
         """Calls of this step that are not begun are made for one completion at a time."""
         if (one.name, step) not in self._hung:
             self._hung.add((one.name, step))
-            self._cancel([number for number, (job, other, i) in self._calls.items() if other is one and i is None
-                          and job.batch.state.global_step == step and len(job.batch) > 1 and not job.done])
+            self._cancel(
+                [
+                    number
+                    for number, (job, other, i) in self._calls.items()
+                    if other is one
+                    and i is None
+                    and job.batch.state.global_step == step
+                    and len(job.batch) > 1
+                    and not job.done
+                ]
+            )
 
     def _decides(self, job: _Job, one: RewardFunction, i: int | None, result: CallResult) -> bool:
         """Whether a result ends its job, and with it the run."""
@@ -231,7 +281,9 @@ class RewardPool:
         """Sums a job's results; those of one function where that ends the run."""
         self._drop(job)
         try:
-            scores = sum_scores(functions, job.batch, job.calls, job.policy, self.section.timeout_seconds)
+            scores = sum_scores(
+                functions, job.batch, job.calls, job.policy, self.section.timeout_seconds
+            )
             self.watch.add_scores(job.batch, scores)
         except ShoalError as error:
             scores = error
@@ -265,15 +317,20 @@ class RewardPool:
         next_report = start + FIRST_REPORT_SECONDS
         while self._jobs and not self._done and self._workers is not None:
             now = time.monotonic()
-            deadline = min(max(self._workers.heard, start) + SILENT_SECONDS,
-                           max(self._progress, start) + self._most_seconds())
+            deadline = min(
+                max(self._workers.heard, start) + SILENT_SECONDS,
+                max(self._progress, start) + self._most_seconds(),
+            )
             if now >= deadline:
                 raise self._stuck(now - start)
             if now >= next_report:
                 next_report = now + REPORT_SECONDS
-                print(f"waiting for rewards for {int(now - start)} s: {self._describe_queue()}; "
-                      f"reward.timeout_seconds={exact(self.section.timeout_seconds)} is the limit of a call",
-                      file=sys.stderr, flush=True)
+                print(
+                    f"waiting for rewards for {int(now - start)} s: {self._describe_queue()}; "
+                    f"reward.timeout_seconds={exact(self.section.timeout_seconds)} is the limit of a call",
+                    file=sys.stderr,
+                    flush=True,
+                )
             self._receive(min(deadline, next_report) - now)
 
     def _most_seconds(self) -> float:
@@ -287,12 +344,16 @@ class RewardPool:
 
     def _lost(self) -> ShoalError:
         self.close()
-        return ShoalError("the process that starts reward workers has ended, killed from outside or for want of "
-                          "memory; free some, or take fewer reward.workers")
+        return ShoalError(
+            "the process that starts reward workers has ended, killed from outside or for want of "
+            "memory; free some, or take fewer reward.workers"
+        )
 
     def _stuck(self, seconds: float) -> ShoalError:
         queue = self._describe_queue()
         self.close()
-        return ShoalError(f"waited {seconds:.0f} s for rewards ({queue}), but the process that starts reward workers "
-                          f"is stopped or stuck; check what holds it, such as storage that does not answer, and start "
-                          f"or resume the run again")
+        return ShoalError(
+            f"waited {seconds:.0f} s for rewards ({queue}), but the process that starts reward workers "
+            f"is stopped or stuck; check what holds it, such as storage that does not answer, and start "
+            f"or resume the run again"
+        )

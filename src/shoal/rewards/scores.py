@@ -35,18 +35,32 @@ class Scores:
     """
 
     rewards: np.ndarray  # float64[P, G]: the weighted sum; NaN where not valid
-    components: Mapping[str, np.ndarray]  # name -> float64[P, G], before weights; NaN where it returned None
-    valid: np.ndarray  # bool[P, G]: at least one function could judge, and none failed with `reward.on_error=skip`
-    extra: Mapping[str, list[list[Any]]] = field(default_factory=dict)  # log_extra: column -> [P][G]
-    metrics: Mapping[str, list[float]] = field(default_factory=dict)  # log_metric: name -> logged values
+    components: Mapping[
+        str, np.ndarray
+    ]  # name -> float64[P, G], before weights; NaN where it returned None
+    valid: (
+        np.ndarray
+    )  # bool[P, G]: at least one function could judge, and none failed with `reward.on_error=skip`
+    extra: Mapping[str, list[list[Any]]] = field(
+        default_factory=dict
+    )  # log_extra: column -> [P][G]
+    metrics: Mapping[str, list[float]] = field(
+        default_factory=dict
+    )  # log_metric: name -> logged values
     failures: tuple[Failure, ...] = ()
 
 
 def with_failed(scores: Scores, failures: Sequence[Failure], policy: Policy) -> Scores:
     """The scores of one group where environments failed: reward 0, or not valid with `skip`."""
-    failed = np.array([[any(one.completion == i for one in failures) for i in range(scores.valid.shape[1])]])
-    return replace(scores, rewards=np.where(failed, 0.0 if policy == "zero" else np.nan, scores.rewards),
-                   valid=np.where(failed, policy == "zero", scores.valid), failures=(*scores.failures, *failures))
+    failed = np.array(
+        [[any(one.completion == i for one in failures) for i in range(scores.valid.shape[1])]]
+    )
+    return replace(
+        scores,
+        rewards=np.where(failed, 0.0 if policy == "zero" else np.nan, scores.rewards),
+        valid=np.where(failed, policy == "zero", scores.valid),
+        failures=(*scores.failures, *failures),
+    )
 
 
 def failure_lines(failures: Iterable[Failure]) -> list[str]:
@@ -56,14 +70,23 @@ def failure_lines(failures: Iterable[Failure]) -> list[str]:
     for one in failures:
         first.setdefault((one.function, one.kind), one.text)
     counts = Counter((one.function, one.kind) for one in failures)
-    return [*first.values(), *(f"reward function {name}: {kind} for {count(number, 'completion')}"
-                               for (name, kind), number in sorted(counts.items()))]
+    return [
+        *first.values(),
+        *(
+            f"reward function {name}: {kind} for {count(number, 'completion')}"
+            for (name, kind), number in sorted(counts.items())
+        ),
+    ]
 
 
 def failed_figures(failures: Iterable[Failure]) -> dict[str, int]:
     """For how many completions functions failed, `failed`, and each one, `failed/{function}`; none where none did."""
     counts = Counter(one.function for one in failures if one.completion is not None)
-    return {"failed": counts.total()} | {f"failed/{name}": count for name, count in counts.items()} if counts else {}
+    return (
+        {"failed": counts.total()} | {f"failed/{name}": count for name, count in counts.items()}
+        if counts
+        else {}
+    )
 
 
 # ---- calls in this process
@@ -77,18 +100,30 @@ class FunctionCalls:
     singles: dict[int, CallResult] = field(default_factory=dict)
 
 
-def call_here(functions: Sequence[RewardFunction], batch: Batch, loop: Loop, calls: dict[str, FunctionCalls],
-              decides: Callable[[RewardFunction, int | None, CallResult], bool]) -> None:
+def call_here(
+    functions: Sequence[RewardFunction],
+    batch: Batch,
+    loop: Loop,
+    calls: dict[str, FunctionCalls],
+    decides: Callable[[RewardFunction, int | None, CallResult], bool],
+) -> None:
     """Calls functions in this process, the `async` ones together, and fills `calls`, by name. No more calls are made
     once a result `decides`; it is not asked of a failed call of several completions, since each is called alone."""
+
     async def gather() -> list[CallResult]:
         return await asyncio.gather(*(call_async(one, part) for one, _, part in waiting))
 
     places = {one.name: [*range(len(batch))] if one.per_completion else [None] for one in functions}
-    waiting = [(one, i, batch if i is None else batch.single(i))
-               for one in functions if one.awaits for i in places[one.name]]
-    results = {(one.name, i): result for (one, i, _), result in
-               zip(waiting, loop.run(gather()) if waiting else (), strict=True)}
+    waiting = [
+        (one, i, batch if i is None else batch.single(i))
+        for one in functions
+        if one.awaits
+        for i in places[one.name]
+    ]
+    results = {
+        (one.name, i): result
+        for (one, i, _), result in zip(waiting, loop.run(gather()) if waiting else (), strict=True)
+    }
     for one in functions:
         calls[one.name] = found = FunctionCalls()
         if not one.per_completion:
@@ -98,7 +133,9 @@ def call_here(functions: Sequence[RewardFunction], batch: Batch, loop: Loop, cal
                     return
                 continue
         for i in range(len(batch)):
-            found.singles[i] = result = results.get((one.name, i)) or call(one, batch.single(i), loop.run)
+            found.singles[i] = result = results.get((one.name, i)) or call(
+                one, batch.single(i), loop.run
+            )
             if decides(one, i, result):
                 return
 
@@ -112,11 +149,18 @@ def weighted_sum(weights: Sequence[float], values: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(values).all(axis=0), np.nan, summed)
 
 
-def sum_scores(functions: Sequence[RewardFunction], batch: Batch, calls: Mapping[str, FunctionCalls], on_error: Policy,
-               limit_seconds: float = 0.0) -> Scores:
+def sum_scores(
+    functions: Sequence[RewardFunction],
+    batch: Batch,
+    calls: Mapping[str, FunctionCalls],
+    on_error: Policy,
+    limit_seconds: float = 0.0,
+) -> Scores:
     """The weighted sum. Raises `ShoalError` for the first function that breaks its convention, or failed under the
     policy `error`."""
-    columns = [ScoreColumn(one, batch, on_error, limit_seconds).fill(calls[one.name]) for one in functions]
+    columns = [
+        ScoreColumn(one, batch, on_error, limit_seconds).fill(calls[one.name]) for one in functions
+    ]
     stacked = np.stack([column.values for column in columns])  # [F, P*G]
     skipped = np.any([column.skipped for column in columns], axis=0)
     valid = np.isfinite(stacked).any(axis=0) & ~skipped
@@ -126,21 +170,32 @@ def sum_scores(functions: Sequence[RewardFunction], batch: Batch, calls: Mapping
     num_prompts, group_size = batch.shape
     for column in columns:
         for name, values in column.extra.items():
-            groups = [values[p * group_size:(p + 1) * group_size] for p in range(num_prompts)]
+            groups = [values[p * group_size : (p + 1) * group_size] for p in range(num_prompts)]
             extra[unused(name, extra)] = groups
         for name, logged in column.metrics.items():
             metrics.setdefault(name, []).extend(logged)
-    return Scores(rewards.reshape(batch.shape),
-                  {column.one.name: column.values.reshape(batch.shape) for column in columns},
-                  valid.reshape(batch.shape), extra, metrics,
-                  tuple(failure for column in columns for failure in column.failures))
+    return Scores(
+        rewards.reshape(batch.shape),
+        {column.one.name: column.values.reshape(batch.shape) for column in columns},
+        valid.reshape(batch.shape),
+        extra,
+        metrics,
+        tuple(failure for column in columns for failure in column.failures),
+    )
 
 
 class ScoreColumn:
     """One function's values for a batch."""
 
-    def __init__(self, one: RewardFunction, batch: Batch, on_error: Policy, limit_seconds: float) -> None:
-        self.one, self.batch, self.on_error, self.limit_seconds = one, batch, on_error, limit_seconds
+    def __init__(
+        self, one: RewardFunction, batch: Batch, on_error: Policy, limit_seconds: float
+    ) -> None:
+        self.one, self.batch, self.on_error, self.limit_seconds = (
+            one,
+            batch,
+            on_error,
+            limit_seconds,
+        )
         self.values = np.full(len(batch), np.nan)
         self.skipped = np.zeros(len(batch), dtype=bool)
         self.failures: list[Failure] = []
@@ -155,8 +210,10 @@ class ScoreColumn:
         at = f"in a batch of {size} that starts with {self.batch.describe(0)}"
         for i, result in sorted(calls.singles.items()):
             if whole is not None and result.kind == WRONG:
-                raise ShoalError(f"{self._head} {self._describe(whole)} {at}; called for one completion it "
-                                 f"{result.text}") from whole.cause
+                raise ShoalError(
+                    f"{self._head} {self._describe(whole)} {at}; called for one completion it "
+                    f"{result.text}"
+                ) from whole.cause
             self.add(result, range(i, i + 1))
         if whole is not None and not self.failures:
             self._fail(None, whole, f"{at}, though for no part of it alone")
@@ -169,20 +226,29 @@ class ScoreColumn:
         if result.kind:
             self._fail(part.start, result, f"for {self.batch.describe(part.start)}")
             return
-        self.values[part.start:part.stop] = [np.nan if value is None else value for value in result.values]
+        self.values[part.start : part.stop] = [
+            np.nan if value is None else value for value in result.values
+        ]
         for i, text in result.bad:
-            self._fail(part.start + i, CallResult(kind="not a number", text=text),
-                       f"for {self.batch.describe(part.start + i)}: expected a finite number, or None where it cannot "
-                       f"judge")
+            self._fail(
+                part.start + i,
+                CallResult(kind="not a number", text=text),
+                f"for {self.batch.describe(part.start + i)}: expected a finite number, or None where it cannot "
+                f"judge",
+            )
         for column, values in result.extra.items():
-            self.extra.setdefault(column, [None] * len(self.batch))[part.start:part.stop] = values
+            self.extra.setdefault(column, [None] * len(self.batch))[part.start : part.stop] = values
         for name, logged in result.metrics.items():
             self.metrics.setdefault(name, []).extend(logged)
 
     def _fail(self, i: int | None, result: CallResult, at: str) -> None:
-        text = f"{self._head} {self._describe(result)} {at}" + (f"; {result.where}" if result.where else "")
+        text = f"{self._head} {self._describe(result)} {at}" + (
+            f"; {result.where}" if result.where else ""
+        )
         if self.on_error == "error":
-            raise ShoalError(f"{text}. To continue despite failures: reward.on_error=zero or skip") from result.cause
+            raise ShoalError(
+                f"{text}. To continue despite failures: reward.on_error=zero or skip"
+            ) from result.cause
         row, index = self.batch.rows[i or 0]
         kind: Any = result.kind
         self.failures.append(Failure(self.one.name, row, None if i is None else index, kind, text))
@@ -191,14 +257,23 @@ class ScoreColumn:
             self.skipped[i] = self.on_error == "skip"
 
     def _describe(self, result: CallResult) -> str:
-        return {"raised": f"raised {result.text}", "not a number": f"returned {result.text}",
-                "died": f"ended its process ({result.text})",
-                "timed out": f"took longer than reward.timeout_seconds={exact(self.limit_seconds)}"}[result.kind]
+        return {
+            "raised": f"raised {result.text}",
+            "not a number": f"returned {result.text}",
+            "died": f"ended its process ({result.text})",
+            "timed out": f"took longer than reward.timeout_seconds={exact(self.limit_seconds)}",
+        }[result.kind]
 
     @property
     def _head(self) -> str:
         step = self.batch.state.global_step
-        when = "tried on known answers" if self.batch.trial else f"after step {step}" if step else "at the start"
+        when = (
+            "tried on known answers"
+            if self.batch.trial
+            else f"after step {step}"
+            if step
+            else "at the start"
+        )
         return f"reward function {self.one.name!r} {when}"
 
 
@@ -211,10 +286,14 @@ class RewardWatch:
 
     def __init__(self, functions: Sequence[RewardFunction], section: RewardSection) -> None:
         self.section = section
-        self._recent = {one.name: deque[bool](maxlen=NUM_RECENT) for one in functions}  # whether it failed
+        self._recent = {
+            one.name: deque[bool](maxlen=NUM_RECENT) for one in functions
+        }  # whether it failed
         self._first_failures: dict[str, str] = {}
         self._waited = self._since = 0.0  # seconds waited, and when the wait under way began
-        self._returned = dict.fromkeys(self._recent, 0.0)  # seconds waited when a call last returned
+        self._returned = dict.fromkeys(
+            self._recent, 0.0
+        )  # seconds waited when a call last returned
         self._unscored = 0
 
     def begin_wait(self) -> None:
@@ -224,10 +303,16 @@ class RewardWatch:
         now = time.monotonic()
         self._waited, self._since = self._waited + now - self._since, now
 
-    def add_result(self, one: RewardFunction, batch: Batch, i: int | None, result: CallResult) -> None:
+    def add_result(
+        self, one: RewardFunction, batch: Batch, i: int | None, result: CallResult
+    ) -> None:
         """Counts a call: for completion `i`, or for all of the batch."""
         part = range(len(batch)) if i is None else range(i, i + 1)
-        bad, recent, allowed = {place for place, _ in result.bad}, self._recent[one.name], self.section.max_failed_share
+        bad, recent, allowed = (
+            {place for place, _ in result.bad},
+            self._recent[one.name],
+            self.section.max_failed_share,
+        )
         recent.extend([True] if result.kind else [place in bad for place in range(len(part))])
         if not result.kind:
             self._returned[one.name] = self._waited
@@ -250,10 +335,12 @@ class RewardWatch:
 
     def _failed(self, name: str, reason: str) -> ShoalError:
         recent, allowed = self._recent[name], self.section.max_failed_share
-        return ShoalError(f"reward function {name!r} failed for {sum(recent)} of the last {len(recent)} completions, "
-                          f"more than reward.max_failed_share={exact(allowed)}{reason}; the first: "
-                          f"{self._first_failures[name]}. Repair the function, or raise reward.max_failed_share (1: no "
-                          "limit)")
+        return ShoalError(
+            f"reward function {name!r} failed for {sum(recent)} of the last {len(recent)} completions, "
+            f"more than reward.max_failed_share={exact(allowed)}{reason}; the first: "
+            f"{self._first_failures[name]}. Repair the function, or raise reward.max_failed_share (1: no "
+            "limit)"
+        )
 
     def add_scores(self, batch: Batch, scores: Scores) -> None:
         """Counts groups in a row for whose completions every function returned None. The known answers of a trial are
@@ -264,6 +351,8 @@ class RewardWatch:
             self._unscored = min(self._unscored, NUM_UNSCORED - 1)
         elif self._unscored >= NUM_UNSCORED and self.section.max_failed_share < 1:
             names = ", ".join(scores.components)
-            raise ShoalError(f"{names} returned None for every completion of {self._unscored} groups in a row, the "
-                             f"last for {batch.describe(len(batch) - 1)}: nothing can be learned; return a number for "
-                             "what can be judged, or set reward.max_failed_share=1 (no limit)")
+            raise ShoalError(
+                f"{names} returned None for every completion of {self._unscored} groups in a row, the "
+                f"last for {batch.describe(len(batch) - 1)}: nothing can be learned; return a number for "
+                "what can be judged, or set reward.max_failed_share=1 (no limit)"
+            )

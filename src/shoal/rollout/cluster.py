@@ -27,7 +27,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import ray
-from ray._private import state as _ray_state  # there is no public name for what is free on each node,
+from ray._private import (
+    state as _ray_state,
+)  # there is no public name for what is free on each node,
 from ray._private import worker as _ray_worker  # nor for the folder of logs
 from ray.exceptions import ObjectStoreFullError, OutOfMemoryError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -40,7 +42,15 @@ from shoal.rollout.proof import Measure, Proof
 from shoal.rollout.publication import named_leaves, named_specs, published_dtype, to_host
 from shoal.rollout.publisher import FROZEN, Publisher, StoredVersion, Version
 from shoal.text import exact
-from shoal.types import Completion, HostLost, HostProgress, Manifest, Params, SampleRequest, ShoalError
+from shoal.types import (
+    Completion,
+    HostLost,
+    HostProgress,
+    Manifest,
+    Params,
+    SampleRequest,
+    ShoalError,
+)
 from shoal.workers.process import Watcher
 
 NEWS_SECONDS = 1.0
@@ -81,7 +91,9 @@ class Worker:
         self._news = asyncio.Event()
         self._manifests: dict[int, Version] = {}
         self._host: ThreadHost | None = None
-        self._calls: dict[int, tuple[str, tuple[Any, ...]]] = {}  # by number, those that wait for lower ones
+        self._calls: dict[
+            int, tuple[str, tuple[Any, ...]]
+        ] = {}  # by number, those that wait for lower ones
         self._next = 0
 
     def _wake(self) -> None:
@@ -95,8 +107,12 @@ class Worker:
         return Place(ray.get_runtime_context().get_node_id(), os.getpid())
 
     async def join(self) -> Joined:
-        _ray_worker.blocking_get_inside_async_warned = True  # untrue of other threads, and it would be the last line
-        host, proof = await asyncio.to_thread(self._make)  # compiles for minutes, where a model is large
+        _ray_worker.blocking_get_inside_async_warned = (
+            True  # untrue of other threads, and it would be the last line
+        )
+        host, proof = await asyncio.to_thread(
+            self._make
+        )  # compiles for minutes, where a model is large
         self._host = ThreadHost(host, self._wake, self._name)
         return Joined(proof, host.capacity)
 
@@ -152,7 +168,11 @@ class RayHost:
         self._sent: list[Future] = []
         self._num_sent = 0
         self._manifests: dict[int, Manifest] = {}
-        self._progress, self._capacity, self._differs = HostProgress(), -1, False  # no room until it is taken in
+        self._progress, self._capacity, self._differs = (
+            HostProgress(),
+            -1,
+            False,
+        )  # no room until it is taken in
 
     def load(self, manifest: Manifest) -> None:
         self._manifests = {number: one for number, one in self._manifests.items() if one.exists}
@@ -286,23 +306,41 @@ class Cluster:
 
     def make_actor(self, name: str) -> Any:
         resources = dict(self.resources)
-        options = {"num_cpus": resources.pop("CPU", 0), "num_gpus": resources.pop("GPU", 0), "resources": resources}
-        return ray.remote(Worker).options(**options, max_restarts=0, max_task_retries=0, runtime_env={
-            "env_vars": dict(self.environment)}).remote(name, self.make)
+        options = {
+            "num_cpus": resources.pop("CPU", 0),
+            "num_gpus": resources.pop("GPU", 0),
+            "resources": resources,
+        }
+        return (
+            ray.remote(Worker)
+            .options(
+                **options,
+                max_restarts=0,
+                max_task_retries=0,
+                runtime_env={"env_vars": dict(self.environment)},
+            )
+            .remote(name, self.make)
+        )
 
     def check_late(self, host: RayHost) -> None:
         """Says that a host still has no place; ShoalError where none has."""
         if time.monotonic() - host.started < self.wait_seconds or (self.alive and self._late):
             return
         wanted = f"{_resources_text(self.resources)} each"
-        text = (f"of sampler.workers={self.workers}, which ask for {wanted}, {len(self.alive)} started in "
-                f"ray.wait_seconds={exact(self.wait_seconds)}; the cluster has "
-                f"{_resources_text(ray.cluster_resources())}")
+        text = (
+            f"of sampler.workers={self.workers}, which ask for {wanted}, {len(self.alive)} started in "
+            f"ray.wait_seconds={exact(self.wait_seconds)}; the cluster has "
+            f"{_resources_text(ray.cluster_resources())}"
+        )
         if not self.alive:
-            raise ShoalError(f"{text}: lower sampler.workers, sampler.devices_per_worker or sampler.resources, or add "
-                             "nodes")
+            raise ShoalError(
+                f"{text}: lower sampler.workers, sampler.devices_per_worker or sampler.resources, or add "
+                "nodes"
+            )
         self._late = True
-        self.say(f"{text}: sampling goes on with {len(self.alive)}; the others join when there is room")
+        self.say(
+            f"{text}: sampling goes on with {len(self.alive)}; the others join when there is room"
+        )
 
     def reason(self, error: RayError) -> str:
         """Why a worker is gone, with its own last lines where they are on this machine."""
@@ -311,13 +349,20 @@ class Cluster:
             return f"it could not start: {text.splitlines()[-1]}"
         if isinstance(error, OutOfMemoryError):
             used = re.search(r"[\d.]+GB used / [\d.]+GB limit", text)
-            return (f"Ray has killed it, as the memory of its machine ran out ({used[0] if used else 'no figures'}): "
-                    "lower sampling.slots_per_device, or give each worker more of a machine by sampler.resources")
+            return (
+                f"Ray has killed it, as the memory of its machine ran out ({used[0] if used else 'no figures'}): "
+                "lower sampling.slots_per_device, or give each worker more of a machine by sampler.resources"
+            )
         if found := re.search(r"pid[:=] ?(\d+)", text):
             node: Any = _ray_worker.global_worker.node
             folder = Path(node.get_logs_dir_path())
-            lines = [line for ending in ("out", "err") for file in folder.glob(f"worker-*-{found[1]}.{ending}")
-                     for line in file.read_text(errors="replace").splitlines() if not line.startswith(":")]
+            lines = [
+                line
+                for ending in ("out", "err")
+                for file in folder.glob(f"worker-*-{found[1]}.{ending}")
+                for line in file.read_text(errors="replace").splitlines()
+                if not line.startswith(":")
+            ]
             if lines:
                 return f"its process has ended; it said last: {' | '.join(lines[-LAST_LINES:])}"
         said = _own_reason(text)
@@ -332,9 +377,11 @@ class Cluster:
         if room >= self.workers:
             return
         then = f"sampling begins with {room}, the others join" if room else "they start"
-        self.say(f"of sampler.workers={self.workers}, which ask for {_resources_text(self.resources)} each, the "
-                 f"cluster has room for {room} now ({_resources_text(ray.available_resources())} are free): {then} "
-                 "when there is room")
+        self.say(
+            f"of sampler.workers={self.workers}, which ask for {_resources_text(self.resources)} each, the "
+            f"cluster has room for {room} now ({_resources_text(ray.available_resources())} are free): {then} "
+            "when there is room"
+        )
 
     def close(self) -> None:
         if self.connection.owned:
@@ -352,7 +399,9 @@ def connect(address: str, local_cpus: int) -> Connection:
     address = check_address(address)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # else a line of advice
-    os.environ.setdefault("RAY_worker_niceness", "0")  # else 15: on the trainer's cores they get what it leaves
+    os.environ.setdefault(
+        "RAY_worker_niceness", "0"
+    )  # else 15: on the trainer's cores they get what it leaves
     # Ray ends its workers with this process, but not its own agents where this process is killed.
     watcher = None if address else Watcher()
     token = "" if address else _private_token()
@@ -361,27 +410,45 @@ def connect(address: str, local_cpus: int) -> Connection:
         marked = {**marked, TOKEN: token}
     try:
         os.environ |= marked
-        started: Any = ray.init(address or "local", log_to_driver=False, logging_level="ERROR",  # type: ignore[arg-type]
-                                num_cpus=None if address else max(os.cpu_count() or 1, local_cpus))
-    except Exception as error:  # Ray raises anything, bare Exception included, as on a machine that is overloaded
+        started: Any = ray.init(
+            address or "local",
+            log_to_driver=False,
+            logging_level="ERROR",  # type: ignore[arg-type]
+            num_cpus=None if address else max(os.cpu_count() or 1, local_cpus),
+        )
+    except (
+        Exception
+    ) as error:  # Ray raises anything, bare Exception included, as on a machine that is overloaded
         if watcher is not None:
             watcher.close()
             _forget_token(token)
         first = " ".join(str(error).split())[:300]
-        raise ShoalError(f"ray.address={address}: {first}; start Ray there with the same Python and the same version "
-                         "of Ray (ray start --head), or leave ray.address out to start it here") from error
+        raise ShoalError(
+            f"ray.address={address}: {first}; start Ray there with the same Python and the same version "
+            "of Ray (ray start --head), or leave ray.address out to start it here"
+        ) from error
     finally:
         for name in marked:
             del os.environ[name]
-    _ray_worker._worker_logs_enabled = False  # of each process that ends Ray prints a paragraph; the run says why
-    return Connection(str(ray.get_runtime_context().gcs_address), started.dashboard_url or "", True, watcher, token)
+    _ray_worker._worker_logs_enabled = (
+        False  # of each process that ends Ray prints a paragraph; the run says why
+    )
+    return Connection(
+        str(ray.get_runtime_context().gcs_address),
+        started.dashboard_url or "",
+        True,
+        watcher,
+        token,
+    )
 
 
 def _private_token() -> str:
     """A secret for a cluster that is started here; empty where the user has chosen one, or none. Without it Ray would
     write one to ~/.ray/auth_token, with which nobody then joins a cluster that was started without."""
     chosen = any(name in os.environ for name in (TOKEN, f"{TOKEN}_PATH", TOKEN_MODE))
-    return "" if chosen or Path("~/.ray/auth_token").expanduser().exists() else secrets.token_hex(32)
+    return (
+        "" if chosen or Path("~/.ray/auth_token").expanduser().exists() else secrets.token_hex(32)
+    )
 
 
 def _forget_token(token: str) -> None:
@@ -398,7 +465,14 @@ def _forget_token(token: str) -> None:
 def _own_reason(text: str) -> str:
     """What Ray says of the end of an actor, in short and in parentheses; empty where it says nothing."""
     lines = [line.strip() for line in text.splitlines()]
-    said = next((line for line in lines if line.startswith(("The actor is dead because", "The actor's node"))), "")
+    said = next(
+        (
+            line
+            for line in lines
+            if line.startswith(("The actor is dead because", "The actor's node"))
+        ),
+        "",
+    )
     if not said:
         said = next((line for line in lines if "unavailable:" in line or "uthenticat" in line), "")
     return f" (Ray: {said[:LONGEST_REASON]})" if said else ""
@@ -406,15 +480,19 @@ def _own_reason(text: str) -> str:
 
 def _times(wanted: Mapping[str, float], free: Mapping[str, float]) -> int:
     """How often some resources are there."""
-    return min((int(free.get(name, 0) // value) for name, value in wanted.items() if value), default=0)
+    return min(
+        (int(free.get(name, 0) // value) for name, value in wanted.items() if value), default=0
+    )
 
 
 def check_address(address: str) -> str:
     """The address of the cluster, empty where Ray is started here. ShoalError where no cluster can be joined."""
     address = address or os.environ.get("RAY_ADDRESS", "")
     if address.startswith("ray://"):
-        raise ShoalError(f"ray.address={address}: the trainer has to run on a machine of the cluster: give auto or "
-                         "HOST:PORT there, or ray job submit -- shoal train ...")
+        raise ShoalError(
+            f"ray.address={address}: the trainer has to run on a machine of the cluster: give auto or "
+            "HOST:PORT there, or ray job submit -- shoal train ..."
+        )
     host, _, port = address.rpartition(":")
     if host:
         _check_answers(address, host, port)
@@ -426,12 +504,16 @@ def _check_answers(address: str, host: str, port: str) -> None:
     deadline = time.monotonic() + CONNECT_SECONDS
     while True:
         try:
-            with socket.create_connection((host, int(port)), timeout=max(0.1, deadline - time.monotonic())):
+            with socket.create_connection(
+                (host, int(port)), timeout=max(0.1, deadline - time.monotonic())
+            ):
                 return
         except (OSError, ValueError) as error:
             if isinstance(error, ValueError) or time.monotonic() > deadline - 1:
-                raise ShoalError(f"ray.address={address}: nothing answers there ({error}); give auto or HOST:PORT of "
-                                 "a cluster (ray start --head), or leave it out to start Ray here") from error
+                raise ShoalError(
+                    f"ray.address={address}: nothing answers there ({error}); give auto or HOST:PORT of "
+                    "a cluster (ray start --head), or leave it out to start Ray here"
+                ) from error
             time.sleep(1)
 
 
@@ -454,24 +536,41 @@ def hold_accelerators(kind: str, trainer: str, wanted: float, seconds: float) ->
     sees no others. `trainer`: mesh.trainer; empty for those that the `wanted` ones of the workers leave, which take
     those of other machines first. None and 0 where the machine has none of this kind, or Ray chose those of this
     process already."""
-    node, nodes = ray.get_runtime_context().get_node_id(), [one for one in ray.nodes() if one["Alive"]]
+    node, nodes = (
+        ray.get_runtime_context().get_node_id(),
+        [one for one in ray.nodes() if one["Alive"]],
+    )
     here = next(int(one["Resources"].get(kind, 0)) for one in nodes if one["NodeID"] == node)
     if kind not in VISIBLE or not here or _has_chosen(kind):
         return None, 0
     elsewhere = sum(one["Resources"].get(kind, 0) for one in nodes if one["NodeID"] != node)
-    asked = devices_asked("mesh.trainer", trainer, here) if trainer else \
-        here - math.ceil(min(here, max(0, wanted - elsewhere)))
+    asked = (
+        devices_asked("mesh.trainer", trainer, here)
+        if trainer
+        else here - math.ceil(min(here, max(0, wanted - elsewhere)))
+    )
     if not (count := len(asked) if isinstance(asked, list) else asked):
-        raise ShoalError(f"the workers ask for {wanted:g} {kind}, which are all {here} of this machine: the trainer "
-                         "would have none; lower sampler.workers or sampler.devices_per_worker, or set mesh.trainer")
+        raise ShoalError(
+            f"the workers ask for {wanted:g} {kind}, which are all {here} of this machine: the trainer "
+            "would have none; lower sampler.workers or sampler.devices_per_worker, or set mesh.trainer"
+        )
     needs: dict[str, Any] = {"num_gpus": count} if kind == "GPU" else {"resources": {kind: count}}
-    holder: Any = ray.remote(_Holder).options(**needs, num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(
-        node, soft=False)).remote()
+    holder: Any = (
+        ray.remote(_Holder)
+        .options(
+            **needs,
+            num_cpus=0,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+        )
+        .remote()
+    )
     try:
         found = ray.get(holder.ids.remote(kind), timeout=seconds)
     except RayError as error:
-        raise ShoalError(f"the trainer asks for {count} {kind} of this machine, which has {here}, and others of the "
-                         "cluster hold some: lower mesh.trainer, or wait for them") from error
+        raise ShoalError(
+            f"the trainer asks for {count} {kind} of this machine, which has {here}, and others of the "
+            "cluster hold some: lower mesh.trainer, or wait for them"
+        ) from error
     os.environ[VISIBLE[kind]] = ",".join(found)
     return holder, count
 
@@ -480,13 +579,18 @@ def _has_chosen(kind: str) -> bool:
     """True if Ray gave this process its accelerators: to a task or an actor, or to the entry point of a job. A variable
     that the user or the batch system has set is no such choice: nothing keeps Ray from giving those to a worker."""
     # A job's entry point is a child of the actor that has them, with the last of these variables if that has none.
-    is_job = os.environ.get(VISIBLE[kind]) and "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ and \
-        "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES" not in os.environ
+    is_job = (
+        os.environ.get(VISIBLE[kind])
+        and "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
+        and "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES" not in os.environ
+    )
     return bool(is_job or ray.get_runtime_context().get_accelerator_ids().get(kind))
 
 
 def _resources_text(resources: Mapping[str, float]) -> str:
-    names = {name: value for name, value in resources.items() if ":" not in name and "memory" not in name}
+    names = {
+        name: value for name, value in resources.items() if ":" not in name and "memory" not in name
+    }
     return ", ".join(f"{value:g} {name}" for name, value in names.items()) or "nothing"
 
 
@@ -508,12 +612,16 @@ class ObjectPublisher(Publisher):
                 refs[name] = ray.put(values.reshape(-1).view(np.uint8))
                 checksums[name] = int(sum)
         except ObjectStoreFullError as error:
-            raise ShoalError("publish.channel=ray: Ray's object store has no room for the weights: start Ray with a "
-                             "larger one (--object-store-memory), or set publish.channel=files") from error
+            raise ShoalError(
+                "publish.channel=ray: Ray's object store has no room for the weights: start Ray with a "
+                "larger one (--object-store-memory), or set publish.channel=files"
+            ) from error
         return ObjectVersion(version, refs, checksums)
 
 
-def _first_bytes(model: Model, specs: Mapping[str, ParamSpec], names: Sequence[str], most: int) -> list[str]:
+def _first_bytes(
+    model: Model, specs: Mapping[str, ParamSpec], names: Sequence[str], most: int
+) -> list[str]:
     """The first of some tensors that have at most so many bytes together, or the first alone."""
     found, size = [], 0
     for name in names:

@@ -22,7 +22,17 @@ import numpy as np
 from shoal.mesh import World
 from shoal.report.groups import from_table, to_table
 from shoal.stop import StopRequested, StopSignal
-from shoal.types import Example, Failure, Group, GroupRequest, Params, Purpose, RolloutSource, RolloutStats, ShoalError
+from shoal.types import (
+    Example,
+    Failure,
+    Group,
+    GroupRequest,
+    Params,
+    Purpose,
+    RolloutSource,
+    RolloutStats,
+    ShoalError,
+)
 
 NOWHERE = Example(0, "")
 """In place of an exchanged group's example: every process has the request, which holds it."""
@@ -39,8 +49,12 @@ class DealtSource:
     world: World
     stop: StopSignal
     stats: dict[Purpose, RolloutStats] = field(default_factory=lambda: defaultdict(RolloutStats))
-    requested: list[tuple[GroupRequest, int]] = field(default_factory=list)  # each with the process that samples it
-    dealt: dict[tuple[Purpose, int], int] = field(default_factory=dict)  # by purpose and step: requests so far
+    requested: list[tuple[GroupRequest, int]] = field(
+        default_factory=list
+    )  # each with the process that samples it
+    dealt: dict[tuple[Purpose, int], int] = field(
+        default_factory=dict
+    )  # by purpose and step: requests so far
 
     def request(self, requests: Sequence[GroupRequest]) -> None:
         # Every step begins at process 0, so a resumed run deals alike.
@@ -55,10 +69,14 @@ class DealtSource:
             self.source.request(mine)
 
     def take(self, purpose: Purpose, step: int) -> list[Group]:
-        wanted = [pair for pair in self.requested if (pair[0].purpose, pair[0].step) == (purpose, step)]
+        wanted = [
+            pair for pair in self.requested if (pair[0].purpose, pair[0].step) == (purpose, step)
+        ]
         if not wanted:
             raise ValueError(f"{purpose} at step {step} has requested no groups")
-        groups, ended = self._take_mine(purpose, step, any(holder == self.world.index for _, holder in wanted))
+        groups, ended = self._take_mine(
+            purpose, step, any(holder == self.world.index for _, holder in wanted)
+        )
         head = {**ended, "stats": asdict(self.source.read_stats(purpose))}
         what = f"groups of {purpose} step {step}, {wanted[0][0].subset}"
         parts = [part.partition(b"\n") for part in self.world.exchange(what, _joined(head, groups))]
@@ -73,10 +91,19 @@ class DealtSource:
         self.requested = [pair for pair in self.requested if id(pair[0]) not in taken]
         self.dealt = {asked: number for asked, number in self.dealt.items() if asked[1] >= step}
         played = [iter(_groups(table)) for *_, table in parts]
-        return [replace(next(played[holder]), example=request.example, prompt_ids=request.prompt_ids,
-                        step=request.step) for request, holder in wanted]
+        return [
+            replace(
+                next(played[holder]),
+                example=request.example,
+                prompt_ids=request.prompt_ids,
+                step=request.step,
+            )
+            for request, holder in wanted
+        ]
 
-    def _take_mine(self, purpose: Purpose, step: int, has_share: bool) -> tuple[list[Group], dict[str, Any]]:
+    def _take_mine(
+        self, purpose: Purpose, step: int, has_share: bool
+    ) -> tuple[list[Group], dict[str, Any]]:
         """This process's groups, and what ended it."""
         try:
             self.stop.check()  # a process without a share is asked to stop, too
@@ -86,18 +113,24 @@ class DealtSource:
         except ShoalError as error:
             return [], {"error": str(error)}
 
-    def check_logprobs(self, groups: Sequence[Group], logprobs: Mapping[tuple[int, int], np.ndarray],
-                       version: int) -> None:
+    def check_logprobs(
+        self, groups: Sequence[Group], logprobs: Mapping[tuple[int, int], np.ndarray], version: int
+    ) -> None:
         self.source.check_logprobs(groups, logprobs, version)
 
     def is_ready(self, purpose: Purpose, step: int) -> bool:
         return True  # groups are exchanged when they are taken
 
     def publish_frozen(self, params: Params) -> None:
-        self._everywhere("publication of frozen weights", partial(self.source.publish_frozen, params))
+        self._everywhere(
+            "publication of frozen weights", partial(self.source.publish_frozen, params)
+        )
 
     def publish(self, version: int, params: Params, keep_from: int | None = None) -> None:
-        self._everywhere(f"publication of version {version}", partial(self.source.publish, version, params, keep_from))
+        self._everywhere(
+            f"publication of version {version}",
+            partial(self.source.publish, version, params, keep_from),
+        )
 
     def _everywhere(self, name: str, publish: Callable[[], None]) -> None:
         error = ""
@@ -146,7 +179,10 @@ def _joined(head: dict, groups: Sequence[Group]) -> bytes:
     line = json.dumps(head).encode() + b"\n"
     if not groups:
         return line
-    table, sink = to_table([replace(group, example=NOWHERE) for group in groups]), pa.BufferOutputStream()
+    table, sink = (
+        to_table([replace(group, example=NOWHERE) for group in groups]),
+        pa.BufferOutputStream(),
+    )
     with pa.ipc.new_stream(sink, table.schema) as writer:
         writer.write_table(table)
     return line + sink.getvalue().to_pybytes()
@@ -155,4 +191,6 @@ def _joined(head: dict, groups: Sequence[Group]) -> bytes:
 def _groups(data: bytes) -> Iterator[Group]:
     import pyarrow as pa
 
-    return (stored.group for stored in (from_table(pa.ipc.open_stream(data).read_all()) if data else ()))
+    return (
+        stored.group for stored in (from_table(pa.ipc.open_stream(data).read_all()) if data else ())
+    )

@@ -62,7 +62,11 @@ LONG_WAIT_SECONDS = 60.0
 END_SECONDS = 5.0
 """How long the end of a run waits for the fleet's thread."""
 
-QUEUES = {"waiting": (Stage.WAITING,), "running": (Stage.RUNNING,), "sampled": (Stage.SAMPLED, Stage.REWARDED)}
+QUEUES = {
+    "waiting": (Stage.WAITING,),
+    "running": (Stage.RUNNING,),
+    "sampled": (Stage.SAMPLED, Stage.REWARDED),
+}
 """Metric -> stages of groups."""
 
 
@@ -80,14 +84,22 @@ class Fleet:
     rewards: GroupRewards
     seed: int
     by_itself: bool = False
-    shares_memory: bool = False  # the hosts' devices are the caller's, who learns only while they have nothing to do
-    restart: Callable[[str], Host] | None = None  # makes a host anew that was lost; None where hosts are this process's
+    shares_memory: bool = (
+        False  # the hosts' devices are the caller's, who learns only while they have nothing to do
+    )
+    restart: Callable[[str], Host] | None = (
+        None  # makes a host anew that was lost; None where hosts are this process's
+    )
     restarts: int = 3  # of each host
     stall_seconds: float = 0.0  # that a host may make no progress; 0 for auto
-    logprob_tolerance: float = 0.0  # mean difference from the trainer's beyond which a host is lost; 0: none is
+    logprob_tolerance: float = (
+        0.0  # mean difference from the trainer's beyond which a host is lost; 0: none is
+    )
     on_note: Callable[[str], None] = lambda text: None
     stop: StopSignal = field(default_factory=StopSignal)
-    on_progress: Callable[[str, int, int], None] | None = None  # (part of an evaluation, groups done, groups in all)
+    on_progress: Callable[[str, int, int], None] | None = (
+        None  # (part of an evaluation, groups done, groups in all)
+    )
     ledger: Ledger = field(default_factory=Ledger)
     keep_from: int = 0  # the oldest version that may yet be requested
     timeline: Timeline = field(default_factory=Timeline)
@@ -95,10 +107,18 @@ class Fleet:
     player: Player | None = None  # where rollouts have turns
 
     def __post_init__(self) -> None:
-        self._stats, self._read_at = defaultdict[Purpose, RolloutStats](RolloutStats), time.monotonic()
-        self._last: tuple[int, Any] | None = None  # the newest publication: its version, and an array of what was given
+        self._stats, self._read_at = (
+            defaultdict[Purpose, RolloutStats](RolloutStats),
+            time.monotonic(),
+        )
+        self._last: tuple[int, Any] | None = (
+            None  # the newest publication: its version, and an array of what was given
+        )
         restarts = None if self.restart is None else self.restarts
-        self.members = {name: Member(name, host, restarts, self.stall_seconds) for name, host in self.hosts.items()}
+        self.members = {
+            name: Member(name, host, restarts, self.stall_seconds)
+            for name, host in self.hosts.items()
+        }
         self._lost = self._lost_tokens = 0
         # (step, data row) of the newest step's groups -> the host that sampled it, and its losses before
         self._sampled_by: dict[tuple[int, int], tuple[str, int]] = {}
@@ -107,7 +127,11 @@ class Fleet:
         self._failure: BaseException | None = None
         self._closed = False
         self._changed = threading.Condition()  # holds the lock of the ledger
-        self._thread = threading.Thread(target=self._run, name="fleet", daemon=True) if self.by_itself else None
+        self._thread = (
+            threading.Thread(target=self._run, name="fleet", daemon=True)
+            if self.by_itself
+            else None
+        )
         if self._thread:
             self._thread.start()
 
@@ -132,7 +156,9 @@ class Fleet:
             self.keep_from = version if keep_from is None else keep_from
             self._release()  # before the new version: on a device that is nearly full both may not fit
         started = time.perf_counter()
-        manifest = self.publisher.publish(version, params)  # without the lock: hosts go on meanwhile
+        manifest = self.publisher.publish(
+            version, params
+        )  # without the lock: hosts go on meanwhile
         seconds = time.perf_counter() - started
         given = min(jax.tree.leaves(params), key=lambda leaf: leaf.nbytes)
         with self._changed:
@@ -152,10 +178,14 @@ class Fleet:
             wanted = self.ledger.of(purpose, step)
             if not wanted:
                 raise ValueError(f"{purpose} at step {step} has requested no groups")
-            if missing := [one.request.version for one in wanted if not self._is_published(one.request)]:
+            if missing := [
+                one.request.version for one in wanted if not self._is_published(one.request)
+            ]:
                 # A fault of the schedule: sampling from another version would break the bound on staleness unseen.
-                raise RuntimeError(f"version {missing[0]} is requested, but only {sorted(self.publisher.versions)} are "
-                                   "published")
+                raise RuntimeError(
+                    f"version {missing[0]} is requested, but only {sorted(self.publisher.versions)} are "
+                    "published"
+                )
             self._taking = purpose, step
             try:
                 self._wait_until(wanted, {Stage.SAMPLED, Stage.REWARDED})
@@ -184,8 +214,9 @@ class Fleet:
                 host = entry.host, self.members[entry.host].all_losses
                 self._sampled_by[step, entry.request.example.row] = host
 
-    def check_logprobs(self, groups: Sequence[Group], logprobs: Mapping[tuple[int, int], np.ndarray],
-                       version: int) -> None:
+    def check_logprobs(
+        self, groups: Sequence[Group], logprobs: Mapping[tuple[int, int], np.ndarray], version: int
+    ) -> None:
         if not self.logprob_tolerance:
             return
         differences = defaultdict[tuple[str, int], list[np.ndarray]](list)
@@ -195,7 +226,9 @@ class Fleet:
             host = self._sampled_by.get((group.step, group.example.row))
             # Of older tokens the difference is the trainer's own progress, too. A NaN is the trainer's
             # own: an answer with one is refused when it comes.
-            compared = completion.loss_mask & (completion.versions == version) & np.isfinite(trained)
+            compared = (
+                completion.loss_mask & (completion.versions == version) & np.isfinite(trained)
+            )
             if host is not None and compared.any():
                 differences[host].append(np.abs(trained - completion.logprobs)[compared])
         with self._changed:
@@ -204,17 +237,23 @@ class Fleet:
                 was_lost_since = member.host is None or member.all_losses != losses
                 if was_lost_since or gap <= self.logprob_tolerance:
                     continue
-                self._lose(member, f"the log-probs of its tokens differ from the trainer's by {gap:.3g} in the mean at "
-                                   f"version {version}, more than {self.logprob_tolerance:.3g}, three times "
-                                   "vllm.tolerance: its answers are of other weights, prompts or tokens")
+                self._lose(
+                    member,
+                    f"the log-probs of its tokens differ from the trainer's by {gap:.3g} in the mean at "
+                    f"version {version}, more than {self.logprob_tolerance:.3g}, three times "
+                    "vllm.tolerance: its answers are of other weights, prompts or tokens",
+                )
 
     def published_shapes(self) -> Params:
         return self.publisher.published_shapes()
 
     def is_ready(self, purpose: Purpose, step: int) -> bool:
         with self._changed:
-            return not self.by_itself or self.shares_memory or all(
-                one.stage is Stage.REWARDED for one in self.ledger.of(purpose, step))
+            return (
+                not self.by_itself
+                or self.shares_memory
+                or all(one.stage is Stage.REWARDED for one in self.ledger.of(purpose, step))
+            )
 
     def read_stats(self, purpose: Purpose) -> RolloutStats:
         with self._changed:
@@ -228,7 +267,10 @@ class Fleet:
         now, before, self._read_at = time.monotonic(), self._read_at, time.monotonic()
         for member in self.members.values():
             self._ask(member, lambda host, member=member: member.look(now))
-            stats.drawing, stats.places = stats.drawing + member.total.drawing, stats.places + member.total.places
+            stats.drawing, stats.places = (
+                stats.drawing + member.total.drawing,
+                stats.places + member.total.places,
+            )
             stats.host_tokens += member.total.tokens
             stats.preempted += member.total.preempted
             stats.busy_seconds += member.total.busy_seconds / len(self.members)
@@ -242,15 +284,22 @@ class Fleet:
         stats.sampler_idle = 1.0 - busy * (stats.drawing / stats.places if stats.places else 1.0)
         stats.queue = {name: self.ledger.count(*stages) for name, stages in QUEUES.items()}
         members = self.members.values()
-        stats.fleet = {"hosts": sum(one.host is not None for one in members), "lost": self._lost,
-                       "tokens_lost": self._lost_tokens, "asked_again": self.ledger.asked_again,
-                       "duplicates": self.ledger.duplicates,
-                       "refused": sum(one.refused or one.progress.differs for one in members)}
+        stats.fleet = {
+            "hosts": sum(one.host is not None for one in members),
+            "lost": self._lost,
+            "tokens_lost": self._lost_tokens,
+            "asked_again": self.ledger.asked_again,
+            "duplicates": self.ledger.duplicates,
+            "refused": sum(one.refused or one.progress.differs for one in members),
+        }
         self._lost = self._lost_tokens = self.ledger.asked_again = self.ledger.duplicates = 0
 
     def published(self) -> Mapping[int, Params]:
         with self._changed:
-            return {number: one.parameters(self.publisher.model) for number, one in self.publisher.versions.items()}
+            return {
+                number: one.parameters(self.publisher.model)
+                for number, one in self.publisher.versions.items()
+            }
 
     def close(self) -> None:
         self._closed = True
@@ -280,21 +329,36 @@ class Fleet:
                     self._changed.wait(WAIT_SECONDS)
             else:
                 # Once all is sampled there is nothing to do but to wait for rewards, which may hang.
-                self._turn(self.stop.raising_at_once, wait=all(one.stage is not Stage.RUNNING
-                                                               and one.stage is not Stage.WAITING for one in entries))
+                self._turn(
+                    self.stop.raising_at_once,
+                    wait=all(
+                        one.stage is not Stage.RUNNING and one.stage is not Stage.WAITING
+                        for one in entries
+                    ),
+                )
 
     def _say_waiting(self, entries: Sequence[PendingGroup], began: float) -> None:
         """Says what is waited for, once that takes long, and then where it takes twice as long as was said before."""
         if (seconds := time.time() - began) < self._patience:
             return
         self._patience *= 2
-        request, versions = entries[0].request, {name: one.progress.version for name, one in self.members.items()}
-        hosts = {name: f"{name} ({f'weights {version_text(version)}' if version >= 0 else 'no weights yet'})"
-                 for name, version in versions.items()}
-        what = f"the groups of step {request.step + 1}" if request.purpose is Purpose.TRAIN else \
-            f"the evaluation {version_text(request.version)}"
-        self.on_note(f"waiting for {what} since {time.strftime('%H:%M:%S', time.localtime(began))}, {seconds:.0f} s: "
-                     f"{whereabouts(entries, hosts)}")
+        request, versions = (
+            entries[0].request,
+            {name: one.progress.version for name, one in self.members.items()},
+        )
+        hosts = {
+            name: f"{name} ({f'weights {version_text(version)}' if version >= 0 else 'no weights yet'})"
+            for name, version in versions.items()
+        }
+        what = (
+            f"the groups of step {request.step + 1}"
+            if request.purpose is Purpose.TRAIN
+            else f"the evaluation {version_text(request.version)}"
+        )
+        self.on_note(
+            f"waiting for {what} since {time.strftime('%H:%M:%S', time.localtime(began))}, {seconds:.0f} s: "
+            f"{whereabouts(entries, hosts)}"
+        )
 
     def _run(self) -> None:
         """The fleet's thread."""
@@ -302,7 +366,9 @@ class Fleet:
             self.woken.clear()
             try:
                 self._turn()
-            except BaseException as error:  # raised by `take`: whoever waits for these groups must learn of it
+            except (
+                BaseException
+            ) as error:  # raised by `take`: whoever waits for these groups must learn of it
                 with self._changed:
                     self._failure = error
                     self._changed.notify_all()
@@ -311,8 +377,11 @@ class Fleet:
                 awaits = self.ledger.count(Stage.RUNNING, Stage.SAMPLED) > 0
             self.woken.wait(POLL_SECONDS if awaits else WAIT_SECONDS)
 
-    def _turn(self, guard: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
-              wait: bool = False) -> None:
+    def _turn(
+        self,
+        guard: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+        wait: bool = False,
+    ) -> None:
         """Gives groups to hosts, gathers their answers, has them rewarded. `guard` is around what may hang.
 
         The lock is not held where functions of a user's may be called: a caller who gives up must not wait for them."""
@@ -323,7 +392,9 @@ class Fleet:
             self._assign()
             for member in list(self.members.values()):
                 if self.by_itself or member.given:
-                    for id, completions in (self._ask(member, lambda host: host.poll()) or {}).items():
+                    for id, completions in (
+                        self._ask(member, lambda host: host.poll()) or {}
+                    ).items():
                         if member.host is not None:  # else an answer before this one was wrong
                             ready.append(self._enter(member, id, completions))
         for entry in [one for one in ready if one is not None]:
@@ -337,13 +408,17 @@ class Fleet:
 
     # -- what is done with the ledger's lock held
 
-    def _play(self, guard: Callable[[], contextlib.AbstractContextManager[None]]) -> list[PendingGroup | None]:
+    def _play(
+        self, guard: Callable[[], contextlib.AbstractContextManager[None]]
+    ) -> list[PendingGroup | None]:
         """Has rollouts go on whose tools have answered; the groups that can be rewarded now."""
         if self.player is None:
             return []
         # In the caller's thread nothing else is to be done while every rollout waits for its tools.
         with guard():
-            moves = self.player.collect(0.0 if self.by_itself or not self.player.waits else POLL_SECONDS)
+            moves = self.player.collect(
+                0.0 if self.by_itself or not self.player.waits else POLL_SECONDS
+            )
         self._move(moves)
         running = self.ledger.at(Stage.RUNNING)
         acting = Counter[str]()
@@ -358,12 +433,23 @@ class Fleet:
             entry, member = move.entry, self.members[move.entry.host]
             if move.prompt_ids is not None:
                 asked = sample_request(entry.request, entry.id, self.seed)
-                request = branch_request(asked, self.ledger.add_part(entry), move.index, move.prompt_ids, move.branch,
-                                         move.used, move.turn_limit)
+                request = branch_request(
+                    asked,
+                    self.ledger.add_part(entry),
+                    move.index,
+                    move.prompt_ids,
+                    move.branch,
+                    move.used,
+                    move.turn_limit,
+                )
                 self._ask(member, lambda host, request=request: host.submit([request]))
             elif move.context is not None:
-                self._ask(member, lambda host, move=move, context=move.context: host.extend(
-                    move.request, move.index, context, move.turn_limit))
+                self._ask(
+                    member,
+                    lambda host, move=move, context=move.context: host.extend(
+                        move.request, move.index, context, move.turn_limit
+                    ),
+                )
             else:
                 self._ask(member, lambda host, move=move: host.end(move.request, move.index))
 
@@ -376,7 +462,9 @@ class Fleet:
         member.given.pop(entry.id, None)
         return self._answer(member, entry.id, completions)
 
-    def _enter(self, member: Member, id: int, completions: Sequence[Completion]) -> PendingGroup | None:
+    def _enter(
+        self, member: Member, id: int, completions: Sequence[Completion]
+    ) -> PendingGroup | None:
         """Enters a host's answer; the group that can be rewarded now, if there is one. A host whose answer is wrong is
         lost, with all that it has."""
         id = self.ledger.parts.get(id, id)
@@ -388,10 +476,17 @@ class Fleet:
         if entry is not None:
             # While a version is copied, the one that hosts sample from may be released already.
             newest = max([self._last[0] if self._last else -1, *self.publisher.versions])
-            request = replace(sample_request(entry.request, id, self.seed), has_turns=self.player is not None)
+            request = replace(
+                sample_request(entry.request, id, self.seed), has_turns=self.player is not None
+            )
             # This process's own engine is right about the rest; weights that are not finite are the trainer's to see.
-            reason = wrong_versions(request, completions, newest) if member.restarts is None else \
-                wrong_answer(request, completions, self.publisher.model.architecture.vocab_size, newest)
+            reason = (
+                wrong_versions(request, completions, newest)
+                if member.restarts is None
+                else wrong_answer(
+                    request, completions, self.publisher.model.architecture.vocab_size, newest
+                )
+            )
             if self.player is not None and member.restarts is not None:
                 reason = reason or self.player.wrong_turns(entry, completions)
             if reason:
@@ -399,12 +494,16 @@ class Fleet:
                 return None
             if self.player is not None:
                 for one in completions:
-                    if entry.rollouts:  # else the host was lost by what was asked of it for the one before
+                    if (
+                        entry.rollouts
+                    ):  # else the host was lost by what was asked of it for the one before
                         self._move(self.player.take(entry, one))
                 return self._settle(entry)
         return self._answer(member, id, completions)
 
-    def _answer(self, member: Member, id: int, completions: Sequence[Completion]) -> PendingGroup | None:
+    def _answer(
+        self, member: Member, id: int, completions: Sequence[Completion]
+    ) -> PendingGroup | None:
         """Enters all completions of a group."""
         if (entry := self.ledger.answer(id, completions)) is None:
             return None
@@ -420,8 +519,11 @@ class Fleet:
         if self.player is not None:
             self.player.open(waiting)
             waiting = [one for one in waiting if self.player.is_ready(one)]
-        purposes = {one.request.purpose is Purpose.TRAIN for one in self.ledger.entries.values()
-                    if one.stage in (Stage.WAITING, Stage.RUNNING)}
+        purposes = {
+            one.request.purpose is Purpose.TRAIN
+            for one in self.ledger.entries.values()
+            if one.stage in (Stage.WAITING, Stage.RUNNING)
+        }
         seconds = {name: member.step_seconds() for name, member in self.members.items()}
         fastest = min((one for one in seconds.values() if one), default=1.0)
         for is_training in (True, False) if waiting else ():
@@ -431,9 +533,16 @@ class Fleet:
                 if (request.purpose is Purpose.TRAIN) != is_training:
                     continue
                 # By room alone one host of four that is ten times slower made every step 4 to 6 times as long.
-                name = min((name for name, member in self.members.items() if member.may_start(request)
-                            and member.has_room(size, is_training, len(purposes) > 1)),
-                           default="", key=lambda name: (given[name] + size) * (seconds[name] or fastest))
+                name = min(
+                    (
+                        name
+                        for name, member in self.members.items()
+                        if member.may_start(request)
+                        and member.has_room(size, is_training, len(purposes) > 1)
+                    ),
+                    default="",
+                    key=lambda name: (given[name] + size) * (seconds[name] or fastest),
+                )
                 if not name:
                     break
                 self.ledger.start(entry, name)
@@ -441,9 +550,15 @@ class Fleet:
                 given[name] += size
                 batches.setdefault(name, []).append(entry)
         for name, entries in batches.items():
-            requests = [request for one in entries for request in (
-                [sample_request(one.request, one.id, self.seed)] if self.player is None else
-                self.player.requests(one, self.ledger, self.seed))]
+            requests = [
+                request
+                for one in entries
+                for request in (
+                    [sample_request(one.request, one.id, self.seed)]
+                    if self.player is None
+                    else self.player.requests(one, self.ledger, self.seed)
+                )
+            ]
             self._ask(self.members[name], lambda host, requests=requests: host.submit(requests))
 
     # -- hosts that come and go
@@ -491,31 +606,49 @@ class Fleet:
             with contextlib.suppress(HostLost):
                 member.host.close()
         if self.player is not None:
-            self.player.forget([one for one in self.ledger.at(Stage.RUNNING) if one.host == member.name])
+            self.player.forget(
+                [one for one in self.ledger.at(Stage.RUNNING) if one.host == member.name]
+            )
         self._lost_tokens += member.lose(time.monotonic(), refused)
         asked = self.ledger.lose(member.name)
         self._lost += not refused
-        self.on_note(f"{text}; {count(asked, 'group')} asked again" + (
-            ", its last restart is used up (sampler.restarts)" if member.is_gone and not refused else ""))
+        self.on_note(
+            f"{text}; {count(asked, 'group')} asked again"
+            + (
+                ", its last restart is used up (sampler.restarts)"
+                if member.is_gone and not refused
+                else ""
+            )
+        )
         if all(one.is_gone for one in self.members.values()):
-            raise ShoalError(f"no sampler host is left: {text}; see what ended them, then resume the run")
+            raise ShoalError(
+                f"no sampler host is left: {text}; see what ended them, then resume the run"
+            )
 
     def _may_start(self, entry: PendingGroup) -> bool:
         """True if a host has the weights, and, in the caller's thread, its step is being taken."""
         request = entry.request
         return (self.by_itself or (request.purpose, request.step) == self._taking) and any(
-            member.may_start(request) for member in self.members.values())
+            member.may_start(request) for member in self.members.values()
+        )
 
     def _is_published(self, request: GroupRequest) -> bool:
         versions = self.publisher.versions
-        return request.version in versions if request.exact else max(versions, default=-1) >= request.version
+        return (
+            request.version in versions
+            if request.exact
+            else max(versions, default=-1) >= request.version
+        )
 
     def _show_progress(self, entry: PendingGroup) -> None:
         request = entry.request
         if self.on_progress and request.purpose is Purpose.EVALUATE:
             kind = "greedy" if request.params.temperature == 0 else "sampled"
-            batch = [one for one in self.ledger.of(request.purpose, request.step)
-                     if (one.request.subset, one.request.params) == (request.subset, request.params)]
+            batch = [
+                one
+                for one in self.ledger.of(request.purpose, request.step)
+                if (one.request.subset, one.request.params) == (request.subset, request.params)
+            ]
             done = sum(one.stage in (Stage.SAMPLED, Stage.REWARDED) for one in batch)
             self.on_progress(f"{request.subset}, {kind}", done, len(batch))
 

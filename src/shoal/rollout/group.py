@@ -41,7 +41,8 @@ TRANSITIONS: dict[Stage, frozenset[Stage]] = {
     Stage.RUNNING: frozenset({Stage.WAITING, Stage.SAMPLED}),
     Stage.SAMPLED: frozenset({Stage.REWARDED}),
     Stage.REWARDED: frozenset({Stage.HANDED_OVER}),
-    Stage.HANDED_OVER: frozenset()}
+    Stage.HANDED_OVER: frozenset(),
+}
 
 
 @dataclass(eq=False)
@@ -53,8 +54,12 @@ class PendingGroup:
     stage: Stage = Stage.WAITING
     attempt: int = 0  # how often it was given to a host
     host: str = ""  # that has it
-    rollouts: list[Rollout] = field(default_factory=list)  # its completions while they go, where these have turns
-    rollout_states: Counter[RolloutState] = field(default_factory=Counter)  # how many of them are in each
+    rollouts: list[Rollout] = field(
+        default_factory=list
+    )  # its completions while they go, where these have turns
+    rollout_states: Counter[RolloutState] = field(
+        default_factory=Counter
+    )  # how many of them are in each
     completions: Sequence[Completion] = ()
     texts: Sequence[str] = ()
     group: Group | None = None
@@ -68,8 +73,10 @@ class PendingGroup:
     def move(self, stage: Stage) -> None:
         """The only way from one stage to another."""
         if stage not in TRANSITIONS[self.stage]:
-            raise RuntimeError(f"group {self.id} of {self.request.purpose} step {self.request.step} cannot become "
-                               f"{stage}: it is {self.stage}")
+            raise RuntimeError(
+                f"group {self.id} of {self.request.purpose} step {self.request.step} cannot become "
+                f"{stage}: it is {self.stage}"
+            )
         self.stage = stage
 
 
@@ -79,7 +86,9 @@ class Ledger:
 
     entries: dict[int, PendingGroup] = field(default_factory=dict)  # in the order asked
     next_id: int = 0
-    parts: dict[int, int] = field(default_factory=dict)  # id of a request for a part of a group -> the group's
+    parts: dict[int, int] = field(
+        default_factory=dict
+    )  # id of a request for a part of a group -> the group's
     duplicates: int = 0  # answers to groups that had been answered
     asked_again: int = 0  # groups whose host was lost
 
@@ -96,7 +105,11 @@ class Ledger:
 
     def of(self, purpose: Purpose, step: int) -> list[PendingGroup]:
         """What a step asked for, in that order."""
-        return [one for one in self.entries.values() if (one.request.purpose, one.request.step) == (purpose, step)]
+        return [
+            one
+            for one in self.entries.values()
+            if (one.request.purpose, one.request.step) == (purpose, step)
+        ]
 
     def at(self, stage: Stage) -> list[PendingGroup]:
         """The groups of a stage, the oldest first."""
@@ -142,10 +155,17 @@ class Ledger:
 
 def whereabouts(entries: Sequence[PendingGroup], hosts: Mapping[str, str]) -> str:
     """Where groups are that somebody waits for. `hosts`: what to say of each host that has some."""
-    places = Counter(f"at {hosts[one.host]}" if one.stage is Stage.RUNNING else str(one.stage) for one in entries)
+    places = Counter(
+        f"at {hosts[one.host]}" if one.stage is Stage.RUNNING else str(one.stage) for one in entries
+    )
     there = places.pop(str(Stage.REWARDED), 0)
-    return ", ".join([f"{there} of {len(entries)} groups are there", *(
-        f"{number} {place}" for place, number in places.items()), f"attempt {max(one.attempt for one in entries)}"])
+    return ", ".join(
+        [
+            f"{there} of {len(entries)} groups are there",
+            *(f"{number} {place}" for place, number in places.items()),
+            f"attempt {max(one.attempt for one in entries)}",
+        ]
+    )
 
 
 def sample_request(request: GroupRequest, id: int, seed: int) -> SampleRequest:
@@ -157,41 +177,86 @@ def sample_request(request: GroupRequest, id: int, seed: int) -> SampleRequest:
     # An evaluation's step is a version and may equal a training step: without the purpose both would share noise.
     purpose = f"{request.purpose}/{request.subset}/{'greedy' if request.params.temperature == 0 else 'sampled'}"
     address = Address(seed, purpose, request.step, request.example.row)
-    return SampleRequest(id, request.prompt_ids, request.num_completions, address, request.params, request.purpose,
-                         request.version, request.exact)
+    return SampleRequest(
+        id,
+        request.prompt_ids,
+        request.num_completions,
+        address,
+        request.params,
+        request.purpose,
+        request.version,
+        request.exact,
+    )
 
 
-def rollout_requests(request: SampleRequest, prompts: Sequence[np.ndarray], new_id: Callable[[], int],
-                     turn_limits: Sequence[int]) -> list[SampleRequest]:
+def rollout_requests(
+    request: SampleRequest,
+    prompts: Sequence[np.ndarray],
+    new_id: Callable[[], int],
+    turn_limits: Sequence[int],
+) -> list[SampleRequest]:
     """The requests for a group's rollouts of several turns, whose prompts are `prompts`: one for all, or, where
     environments began them differently, one for each. `turn_limits`: of their first turns, 0 for none."""
     request = replace(request, has_turns=True)
     if all(np.array_equal(ids, prompts[0]) for ids in prompts):
         return [replace(request, prompt_ids=prompts[0], turn_limits=tuple(turn_limits))]
-    return [replace(request, id=new_id(), prompt_ids=ids, num_completions=1, first=index, turn_limits=(turn_limit,))
-            for index, (ids, turn_limit) in enumerate(zip(prompts, turn_limits, strict=True))]
+    return [
+        replace(
+            request,
+            id=new_id(),
+            prompt_ids=ids,
+            num_completions=1,
+            first=index,
+            turn_limits=(turn_limit,),
+        )
+        for index, (ids, turn_limit) in enumerate(zip(prompts, turn_limits, strict=True))
+    ]
 
 
-def branch_request(request: SampleRequest, id: int, index: int, prompt_ids: np.ndarray, branch: int,
-                   used: int, turn_limit: int) -> SampleRequest:
+def branch_request(
+    request: SampleRequest,
+    id: int,
+    index: int,
+    prompt_ids: np.ndarray,
+    branch: int,
+    used: int,
+    turn_limit: int,
+) -> SampleRequest:
     """The request for what follows another prompt in a rollout of a group that has `used` so many tokens; `branch`: its
     number, from 1. Two branches may reach one position: their noise differs by that number. `turn_limit`: of its first
     turn, 0 for none."""
     address = replace(request.address, purpose=f"{request.address.purpose}/branch {branch}")
     params = replace(request.params, max_tokens=request.params.max_tokens - used)
-    return replace(request, id=id, prompt_ids=prompt_ids, num_completions=1, first=index, has_turns=True,
-                   address=address, params=params, branch=branch, turn_limits=(turn_limit,))
+    return replace(
+        request,
+        id=id,
+        prompt_ids=prompt_ids,
+        num_completions=1,
+        first=index,
+        has_turns=True,
+        address=address,
+        params=params,
+        branch=branch,
+        turn_limits=(turn_limit,),
+    )
 
 
-def make_group(task: Task, request: GroupRequest, completions: Sequence[Completion], texts: Sequence[str],
-               scores: Scores, position: int = 0) -> Group:
+def make_group(
+    task: Task,
+    request: GroupRequest,
+    completions: Sequence[Completion],
+    texts: Sequence[str],
+    scores: Scores,
+    position: int = 0,
+) -> Group:
     """A group from its completions, in order of their index, and their texts; its rewards are at `position` of
     `scores`."""
     group = Group(
         purpose=request.purpose,
         step=request.step,
-        version=request.version if request.exact else min(
-            int(one.sampled_versions.min()) for one in completions if one.num_sampled),
+        version=request.version
+        if request.exact
+        else min(int(one.sampled_versions.min()) for one in completions if one.num_sampled),
         example=request.example,
         prompt_ids=request.prompt_ids,
         completions=tuple(completions),
@@ -207,7 +272,10 @@ def make_group(task: Task, request: GroupRequest, completions: Sequence[Completi
     if task.correct_by in scores.components:
         return replace(group, correct=scores.components[task.correct_by][position] == 1)
     if task.correct is not None:
-        return replace(group, correct=np.array([bool(task.correct(text, request.example)) for text in group.answers]))
+        return replace(
+            group,
+            correct=np.array([bool(task.correct(text, request.example)) for text in group.answers]),
+        )
     return group
 
 
@@ -218,16 +286,32 @@ class GroupRewards:
     task: Task
     pool: RewardPool
     decode: Callable[[Sequence[int]], str]
-    on_error: Policy = "error"  # of an environment that failed: zero or skip, else the run has ended
+    on_error: Policy = (
+        "error"  # of an environment that failed: zero or skip, else the run has ended
+    )
 
     def submit(self, entry: PendingGroup) -> None:
         """Submits a sampled group to the pool; functions that are called in this process are called here."""
         entry.texts = [self.decode(one.token_ids.tolist()) for one in entry.completions]
-        sampled_ids, turns = [one.token_ids[one.loss_mask].tolist() for one in entry.completions], {}
+        sampled_ids, turns = (
+            [one.token_ids[one.loss_mask].tolist() for one in entry.completions],
+            {},
+        )
         if entry.rollouts:
-            turns = {"messages": [[one.messages for one in entry.rollouts]] if entry.rollouts[0].messages else (),
-                     "environments": [[one.environment for one in entry.rollouts if one.environment]]}
-        self.pool.submit(entry.id, [entry.request.example], [entry.texts], [sampled_ids], entry.request.step, **turns)
+            turns = {
+                "messages": [[one.messages for one in entry.rollouts]]
+                if entry.rollouts[0].messages
+                else (),
+                "environments": [[one.environment for one in entry.rollouts if one.environment]],
+            }
+        self.pool.submit(
+            entry.id,
+            [entry.request.example],
+            [entry.texts],
+            [sampled_ids],
+            entry.request.step,
+            **turns,
+        )
 
     def enter(self, found: Sequence[tuple[Hashable, Scores]], ledger: Ledger) -> None:
         """Makes groups of the scores that the pool has given."""
@@ -238,4 +322,6 @@ class GroupRewards:
             if failures := [one.failure for one in entry.rollouts if one.failure]:
                 scores = with_failed(scores, failures, self.on_error)
             entry.scores = scores
-            entry.group = make_group(self.task, entry.request, entry.completions, entry.texts, scores)
+            entry.group = make_group(
+                self.task, entry.request, entry.completions, entry.texts, scores
+            )

@@ -1,7 +1,7 @@
 """Hosts: engines that run by themselves behind a few calls.
 
-    EngineHost    samples in the caller's thread, a compiled step at each `poll`
-    ThreadHost    the same in a thread of its own, on devices of its own
+EngineHost    samples in the caller's thread, a compiled step at each `poll`
+ThreadHost    the same in a thread of its own, on devices of its own
 """
 
 from __future__ import annotations
@@ -28,19 +28,27 @@ class EngineHost:
     """
 
     make_engine: Callable[[Purpose, int], Engine]
-    capacity: int = 0  # completions that it wants to have at once, those that wait included; 0: all there are
-    shares_memory: bool = True  # with the trainer: caches are freed as soon as nothing is left to sample
+    capacity: int = (
+        0  # completions that it wants to have at once, those that wait included; 0: all there are
+    )
+    shares_memory: bool = (
+        True  # with the trainer: caches are freed as soon as nothing is left to sample
+    )
     state: HostProgress = field(default_factory=HostProgress)
     _queue: deque[SampleRequest] = field(default_factory=deque)
     _manifests: dict[int, Manifest] = field(default_factory=dict)
     _newest: int = -1  # of the versions that `load` has named
-    _reading: tuple[Manifest, Future[Callable[[], Params]]] | None = None  # the version that is being read
+    _reading: tuple[Manifest, Future[Callable[[], Params]]] | None = (
+        None  # the version that is being read
+    )
     stuck: bool = False  # since the last poll: nothing can be sampled before weights are loaded, or a turn goes on
     paused: bool = False  # nothing is sampled, and what has begun stays where it is
     _engine: Engine | None = None
     _exact: bool = True  # whether what the engine samples is of exactly its version
     _loading: bool = False
-    _frozen: dict[str, Any] = field(default_factory=dict)  # what was read once: no version changes it
+    _frozen: dict[str, Any] = field(
+        default_factory=dict
+    )  # what was read once: no version changes it
 
     def load(self, manifest: Manifest) -> None:
         self._manifests = {number: one for number, one in self._manifests.items() if one.exists}
@@ -71,8 +79,12 @@ class EngineHost:
         self._queue = deque(one for one in self._queue if one.id != id)
 
     def progress(self) -> HostProgress:
-        return replace(self.state, capacity=self.capacity, version=self._engine.version if self._engine else -1,
-                       preparing=self.preparing)
+        return replace(
+            self.state,
+            capacity=self.capacity,
+            version=self._engine.version if self._engine else -1,
+            preparing=self.preparing,
+        )
 
     @property
     def preparing(self) -> bool:
@@ -133,10 +145,16 @@ class EngineHost:
         """Whether the engine has the weights that a request may start on; it loads them where it can."""
         if not engine.idle and (self._exact or request.exact):
             return self._exact and request.exact and engine.version == request.version
-        if request.version not in self._manifests if request.exact else request.version > self._newest:
+        if (
+            request.version not in self._manifests
+            if request.exact
+            else request.version > self._newest
+        ):
             # A fault of the schedule: sampling from another version would break the bound on staleness unseen.
-            raise RuntimeError(f"version {request.version} is requested, but only {sorted(self._manifests)} are "
-                               "published")
+            raise RuntimeError(
+                f"version {request.version} is requested, but only {sorted(self._manifests)} are "
+                "published"
+            )
         self._exact = request.exact
         if not request.exact:
             return self._load_newest(engine) >= request.version
@@ -148,15 +166,25 @@ class EngineHost:
         """Loads the newest version that can be fetched, if it is newer, or goes on reading it in the background; which
         one the engine then has, -1 for none."""
         manifest = self._manifests[max(self._manifests)] if self._manifests else None
-        if self._reading is not None and not engine.idle and self._reading[0].version > engine.version:
-            manifest = self._reading[0]  # with newer ones always preferred a slow host would never end reading
-        if manifest is not None and (engine.parameters is None or engine.version < manifest.version):
+        if (
+            self._reading is not None
+            and not engine.idle
+            and self._reading[0].version > engine.version
+        ):
+            manifest = self._reading[
+                0
+            ]  # with newer ones always preferred a slow host would never end reading
+        if manifest is not None and (
+            engine.parameters is None or engine.version < manifest.version
+        ):
             try:
                 self._load(engine, manifest)
             except LookupError:
                 if manifest.exists:
                     raise
-                self._manifests.pop(manifest.version, None)  # the trainer releases a version before it copies the next
+                self._manifests.pop(
+                    manifest.version, None
+                )  # the trainer releases a version before it copies the next
                 return self._load_newest(engine)
         return -1 if engine.parameters is None else engine.version
 
@@ -238,7 +266,9 @@ class ThreadHost:
                         for id, completions in answers.items():
                             self._answers.setdefault(id, []).extend(completions)
                     self._wake()
-        except BaseException as error:  # raised by the next poll: whoever waits for this host must learn of it
+        except (
+            BaseException
+        ) as error:  # raised by the next poll: whoever waits for this host must learn of it
             with self._changed:
                 self._failure = error
             self._wake()

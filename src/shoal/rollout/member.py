@@ -49,7 +49,9 @@ class Member:
     losses: int = 0  # that are not forgotten
     all_losses: int = 0
     refused: bool = False
-    total: HostProgress = field(default_factory=HostProgress)  # of it and those before it, since it was last taken
+    total: HostProgress = field(
+        default_factory=HostProgress
+    )  # of it and those before it, since it was last taken
     timeline: Timeline = field(default_factory=Timeline)
     _most_restarts: int = field(init=False)
     _healthy_steps: int = 0
@@ -63,7 +65,11 @@ class Member:
 
     def may_start(self, request: GroupRequest) -> bool:
         """True if it was given the weights that the request may start on."""
-        return request.version in self.versions if request.exact else max(self.versions, default=-1) >= request.version
+        return (
+            request.version in self.versions
+            if request.exact
+            else max(self.versions, default=-1) >= request.version
+        )
 
     def completions(self, *purposes: Purpose) -> int:
         """Completions of some purposes that it has."""
@@ -100,7 +106,9 @@ class Member:
         """Notes what the host has done since it was last looked at."""
         assert self.host is not None
         before, told = self.progress, self.host.progress()
-        self.progress = replace(told, tokens=max(told.tokens, self.answered))  # a host need not count them
+        self.progress = replace(
+            told, tokens=max(told.tokens, self.answered)
+        )  # a host need not count them
         for name in ("tokens", "preempted", "drawing", "places", "pause_seconds", "busy_seconds"):
             grown = getattr(self.progress, name) - getattr(before, name)
             setattr(self.total, name, getattr(self.total, name) + grown)
@@ -112,14 +120,18 @@ class Member:
                 self._seconds.append((now - self._moved_at) / steps)
             self._moved_at = now
         elif before.preparing != self.progress.preparing or (
-                self.progress.reports > before.reports if self.progress.preparing else not self.samples):
+            self.progress.reports > before.reports if self.progress.preparing else not self.samples
+        ):
             self._moved_at = now
 
     def answers(self, tokens: int) -> None:
         """Counts the tokens of an answer, of which the host may not have told yet."""
         self.answered += tokens
         untold = max(0, self.answered - self.progress.tokens)
-        self.progress.tokens, self.total.tokens = self.progress.tokens + untold, self.total.tokens + untold
+        self.progress.tokens, self.total.tokens = (
+            self.progress.tokens + untold,
+            self.total.tokens + untold,
+        )
 
     def stalled_seconds(self, now: float) -> float:
         """How long the host has made no progress, where that is too long; else 0. While it compiles or reads weights,
@@ -128,7 +140,10 @@ class Member:
             return 0.0
         usual = max(LEAST_SECONDS, MEDIANS * median(self._seconds or [0.0]))
         prepares = self.progress.preparing or not self.progress.dispatches
-        limit, idle = self.stall_seconds or (FIRST_SECONDS if prepares else usual), now - self._moved_at
+        limit, idle = (
+            self.stall_seconds or (FIRST_SECONDS if prepares else usual),
+            now - self._moved_at,
+        )
         if prepares and self.progress.silence_seconds and not self.stall_seconds:
             silent = now - max(self._heard_at, self._moved_at)
             limit, idle = (limit, idle) if idle > limit else (self.progress.silence_seconds, silent)
@@ -169,16 +184,20 @@ class Member:
     @property
     def is_gone(self) -> bool:
         """True if the host was lost and no other comes."""
-        return self.refused or (self.host is None and self.restarts is not None and self.restarts < 0)
+        return self.refused or (
+            self.host is None and self.restarts is not None and self.restarts < 0
+        )
 
 
-def wrong_answer(request: SampleRequest, completions: Sequence[Completion], vocab_size: int,
-                 newest: int) -> str:
+def wrong_answer(
+    request: SampleRequest, completions: Sequence[Completion], vocab_size: int, newest: int
+) -> str:
     """What makes an answer unusable, as a host that is out of order gives it; "" if nothing does. `newest`: the newest
     version that was published."""
     indices = [one.index for one in completions]
     if not set(indices) <= set(range(request.num_completions)) or (
-            not request.has_turns and indices != list(range(request.num_completions))):
+        not request.has_turns and indices != list(range(request.num_completions))
+    ):
         return f"{len(completions)} completions in place of {request.num_completions}"
     for one in completions:
         size = len(one.token_ids)
@@ -200,5 +219,7 @@ def wrong_versions(request: SampleRequest, completions: Sequence[Completion], ne
         if request.exact and not oldest == latest == request.version:
             return f"tokens of version {oldest if oldest != request.version else latest}, not {request.version}"
         if oldest < request.version or latest > newest:
-            return f"tokens of versions {oldest} to {latest}, expected {request.version} to {newest}"
+            return (
+                f"tokens of versions {oldest} to {latest}, expected {request.version} to {newest}"
+            )
     return ""

@@ -46,7 +46,9 @@ class Player:
     most: int
     tokenizer: Tokenizer | None = None  # that rollout functions need
     rollouts: dict[Hashable, Rollout] = field(default_factory=dict)
-    _going: Counter[bool] = field(default_factory=Counter)  # of these, training's (True) and an evaluation's
+    _going: Counter[bool] = field(
+        default_factory=Counter
+    )  # of these, training's (True) and an evaluation's
 
     # -- a group begins
 
@@ -56,7 +58,10 @@ class Player:
         going = self._going
         full = set[bool]()  # kinds of which no more may go: none overtakes an older one
         for entry in sorted(entries, key=lambda one: one.request.purpose is not Purpose.TRAIN):
-            size, is_training = entry.request.num_completions, entry.request.purpose is Purpose.TRAIN
+            size, is_training = (
+                entry.request.num_completions,
+                entry.request.purpose is Purpose.TRAIN,
+            )
             if entry.rollouts or is_training in full:
                 continue
             if going[is_training] and going.total() + size > self.most:
@@ -67,13 +72,20 @@ class Player:
             entry.rollouts = [Rollout(entry, index, entry.attempt, prompt) for index in range(size)]
             for one in entry.rollouts:
                 self.rollouts[one.key] = one
-                self.sessions.open(one.key, {**entry.request.example.columns, "prompt": entry.request.example.prompt})
+                self.sessions.open(
+                    one.key,
+                    {**entry.request.example.columns, "prompt": entry.request.example.prompt},
+                )
 
     def requests(self, entry: PendingGroup, ledger: Ledger, seed: int) -> list[SampleRequest]:
         """What a host is asked for."""
         prompts = [one.prompt_ids for one in entry.rollouts if one.prompt_ids is not None]
-        return rollout_requests(sample_request(entry.request, entry.id, seed), prompts, lambda: ledger.add_part(entry),
-                                [one.turn_limit for one in entry.rollouts])
+        return rollout_requests(
+            sample_request(entry.request, entry.id, seed),
+            prompts,
+            lambda: ledger.add_part(entry),
+            [one.turn_limit for one in entry.rollouts],
+        )
 
     def forget(self, entries: Sequence[PendingGroup]) -> None:
         """Gives up groups' rollouts, whose host is lost; they begin anew with new environments."""
@@ -96,14 +108,18 @@ class Player:
         if words is not None:
             one.prompt, one.words = with_words(one.prompt, words), words
             size = f"{len(words)} characters"
-            is_long = len(words) > TOKEN_CHARACTERS * self.max_prompt_tokens  # it is not worth encoding
+            is_long = (
+                len(words) > TOKEN_CHARACTERS * self.max_prompt_tokens
+            )  # it is not worth encoding
             if not is_long:
                 ids = self._format(one).encode_prompt(self._plain_prompt(one))
                 is_long, size = len(ids) > self.max_prompt_tokens, f"{len(ids)} tokens"
             if is_long:
-                raise ShoalError(f"row {request.example.row}: with what its environment's reset returned, the prompt "
-                                 f"has {size}; raise sampling.max_prompt_tokens={self.max_prompt_tokens}",
-                                 "sampling.max_prompt_tokens")
+                raise ShoalError(
+                    f"row {request.example.row}: with what its environment's reset returned, the prompt "
+                    f"has {size}; raise sampling.max_prompt_tokens={self.max_prompt_tokens}",
+                    "sampling.max_prompt_tokens",
+                )
         one.prompt_ids, one.state = ids, RolloutState.SAMPLING
 
     def _plain_prompt(self, one: Rollout) -> Prompt:
@@ -153,7 +169,9 @@ class Player:
             rollout = entry.rollouts[one.index]
             if rollout.state in IDLE:
                 return "a turn of a rollout that waits for its tools or is over"
-            if one.token_ids[:len(rollout.tokens)].tolist() != rollout.tokens or len(one) == len(rollout.tokens):
+            if one.token_ids[: len(rollout.tokens)].tolist() != rollout.tokens or len(one) == len(
+                rollout.tokens
+            ):
                 return "a turn that does not go on from the tokens before it"
             num_new = len(one) - len(rollout.tokens)
             if rollout.turn_limit and num_new > rollout.turn_limit:
@@ -162,7 +180,7 @@ class Player:
 
     def _act(self, one: Rollout) -> list[Move]:
         """Makes the next call of a turn; with all of them answered the rollout goes on."""
-        for call in one.calls[len(one.answers):]:
+        for call in one.calls[len(one.answers) :]:
             if not call.error:
                 self.sessions.call(one.key, call.name, call.arguments)
                 return []
@@ -178,11 +196,15 @@ class Player:
             prompt = self._plain_prompt(one)
             assert not isinstance(prompt, str)
             # Only the model and its environment have spoken since the prompt.
-            said = [message if message["role"] == "assistant" else form.plain(message)
-                    for message in (*one.messages, *messages)]
+            said = [
+                message if message["role"] == "assistant" else form.plain(message)
+                for message in (*one.messages, *messages)
+            ]
             moves = self._follow(one, form.encode_prompt([*prompt, *said]))
         else:
-            moves = self._append(one, form.encode_context(messages, one.calls, int(one.completion.token_ids[-1])))
+            moves = self._append(
+                one, form.encode_context(messages, one.calls, int(one.completion.token_ids[-1]))
+            )
         if not moves:
             return self._end(one, StopReason.LENGTH)
         one.messages += messages
@@ -192,16 +214,30 @@ class Player:
         """Samples after these tokens: those that are there and some more, or others, in a branch. No move where they do
         not fit."""
         assert one.completion is not None and one.prompt_ids is not None
-        if (held := self._num_held(one, ids)):
+        if held := self._num_held(one, ids):
             return self._append(one, ids[held:].tolist())
         used = one.num_tokens
-        if not 0 < len(ids) <= self.max_prompt_tokens or used >= one.entry.request.params.max_tokens:
+        if (
+            not 0 < len(ids) <= self.max_prompt_tokens
+            or used >= one.entry.request.params.max_tokens
+        ):
             return []
-        left = [Move(one.entry, one.index, one.completion.request_id)] if one.completion.waits else []
+        left = (
+            [Move(one.entry, one.index, one.completion.request_id)] if one.completion.waits else []
+        )
         one.ended.append((one.prompt_ids, one.completion))
         one.prompt_ids, one.tokens, one.state = ids, [], RolloutState.SAMPLING
-        return [*left, Move(one.entry, one.index, prompt_ids=ids, branch=len(one.ended), used=used,
-                            turn_limit=one.turn_limit)]
+        return [
+            *left,
+            Move(
+                one.entry,
+                one.index,
+                prompt_ids=ids,
+                branch=len(one.ended),
+                used=used,
+                turn_limit=one.turn_limit,
+            ),
+        ]
 
     def _num_held(self, one: Rollout, ids: np.ndarray) -> int:
         """How many of these tokens the rollout has, if they go on from it; else 0. A turn that its own limit has cut is
@@ -209,7 +245,9 @@ class Player:
         assert one.completion is not None and one.prompt_ids is not None
         held = np.concatenate([one.prompt_ids, one.completion.token_ids])
         least = len(held) + (one.completion.stop_reason is not StopReason.LENGTH)
-        goes_on = one.completion.waits and len(ids) >= least and np.array_equal(ids[:len(held)], held)
+        goes_on = (
+            one.completion.waits and len(ids) >= least and np.array_equal(ids[: len(held)], held)
+        )
         return len(held) if goes_on else 0
 
     def _append(self, one: Rollout, context: list[int]) -> list[Move]:
@@ -218,7 +256,11 @@ class Player:
             return []
         one.tokens += context
         one.state = RolloutState.SAMPLING
-        return [Move(one.entry, one.index, one.completion.request_id, context, turn_limit=one.turn_limit)]
+        return [
+            Move(
+                one.entry, one.index, one.completion.request_id, context, turn_limit=one.turn_limit
+            )
+        ]
 
     def _end(self, one: Rollout, reason: StopReason, failure: Failure | None = None) -> list[Move]:
         assert one.completion is not None
@@ -228,7 +270,9 @@ class Player:
         else:
             one.state = RolloutState.ENDED
             self.sessions.end(one.key)
-        return [Move(one.entry, one.index, one.completion.request_id)] if one.completion.waits else []
+        return (
+            [Move(one.entry, one.index, one.completion.request_id)] if one.completion.waits else []
+        )
 
     # -- what sessions answer
 
@@ -277,7 +321,9 @@ class Player:
             if asked["what"] not in ("sample", "call"):
                 self._tell(one, value=self._encoded(**asked))
                 return []
-            turn_limit = _turn_limit(asked["value"]["max_tokens"], one.entry.request.params.max_tokens)
+            turn_limit = _turn_limit(
+                asked["value"]["max_tokens"], one.entry.request.params.max_tokens
+            )
             if asked["what"] == "call":
                 ids = self._called(one, asked["value"])
             else:
@@ -288,12 +334,18 @@ class Player:
                 if moves := self._follow(one, ids):
                     return moves
                 # An agent's other prompts, as a sub-agent's, may be shorter.
-                if asked["what"] == "call" and not self._num_held(one, ids) and \
-                        one.num_tokens < one.entry.request.params.max_tokens:
+                if (
+                    asked["what"] == "call"
+                    and not self._num_held(one, ids)
+                    and one.num_tokens < one.entry.request.params.max_tokens
+                ):
                     self._check_length(ids)
                 one.is_over = True
-                self._tell(one, over="no token is left (sampling.max_completion_tokens), or the prompt is too long "
-                                     "(sampling.max_prompt_tokens)")
+                self._tell(
+                    one,
+                    over="no token is left (sampling.max_completion_tokens), or the prompt is too long "
+                    "(sampling.max_prompt_tokens)",
+                )
             else:
                 self._check_length(ids)
                 one.prompt_ids, one.state = ids, RolloutState.SAMPLING
@@ -309,15 +361,27 @@ class Player:
         prompt, tools, held = asked["prompt"], asked["tools"], num_shared(asked["prompt"], one.said)
         is_chat, calls = isinstance(prompt, list) and isinstance(prompt[0], dict), []
         asked["added"] = added = prompt[held:] if is_chat and one.turns else []
-        if goes_on := bool(added) and held == len(one.said) > 0 and tools == one.asked["tools"] and \
-                self.section.history == "keep":
-            calls = [ToolCall(call["function"]["name"], {}) for call in one.said[-1].get("tool_calls", ())]
+        if (
+            goes_on := bool(added)
+            and held == len(one.said) > 0
+            and tools == one.asked["tools"]
+            and self.section.history == "keep"
+        ):
+            calls = [
+                ToolCall(call["function"]["name"], {})
+                for call in one.said[-1].get("tool_calls", ())
+            ]
             roles = [message["role"] for message in added]
             goes_on = {*roles} == {"user"} or roles == ["tool"] * len(calls)
         if goes_on:
             assert one.completion is not None and one.prompt_ids is not None
-            form, last = turn_format(self.tokenizer, json.dumps(tools)), int(one.completion.token_ids[-1])
-            ids = np.concatenate([one.prompt_ids, one.completion.token_ids, form.encode_context(added, calls, last)])
+            form, last = (
+                turn_format(self.tokenizer, json.dumps(tools)),
+                int(one.completion.token_ids[-1]),
+            )
+            ids = np.concatenate(
+                [one.prompt_ids, one.completion.token_ids, form.encode_context(added, calls, last)]
+            )
         else:
             ids = encode(prompt, tools, self.tokenizer, 2**31)
             self._check_ids(ids)  # before anything is kept of the call
@@ -328,12 +392,19 @@ class Player:
 
     def _sampled(self, one: Rollout, before: int) -> dict[str, Any]:
         """What a rollout function, or an agent, learns of a turn."""
-        assert self.tokenizer is not None and one.completion is not None and one.prompt_ids is not None
+        assert (
+            self.tokenizer is not None and one.completion is not None and one.prompt_ids is not None
+        )
         if not one.asked:
-            return {"completion_ids": one.tokens[before:], "logprobs": one.completion.logprobs[before:].tolist(),
-                    "text": self._encoded("decode", [one.tokens[before:]]),
-                    "stop_reason": str(one.completion.stop_reason)}
-        choice = described(one.completion, one.asked["tools"], self.tokenizer, one.asked["named"], before)
+            return {
+                "completion_ids": one.tokens[before:],
+                "logprobs": one.completion.logprobs[before:].tolist(),
+                "text": self._encoded("decode", [one.tokens[before:]]),
+                "stop_reason": str(one.completion.stop_reason),
+            }
+        choice = described(
+            one.completion, one.asked["tools"], self.tokenizer, one.asked["named"], before
+        )
         choice["versions"] = list(map(str, choice["versions"]))
         one.messages += [*one.asked["added"], choice["message"]]
         one.said += [choice["message"]] * bool(one.said)
@@ -344,14 +415,18 @@ class Player:
 
     def _check_length(self, ids: np.ndarray) -> None:
         if not 0 < len(ids) <= self.max_prompt_tokens:
-            raise ShoalError(f"a prompt of {len(ids)} tokens: expected 1 to "
-                             f"sampling.max_prompt_tokens={self.max_prompt_tokens}")
+            raise ShoalError(
+                f"a prompt of {len(ids)} tokens: expected 1 to "
+                f"sampling.max_prompt_tokens={self.max_prompt_tokens}"
+            )
 
     def _check_ids(self, ids: np.ndarray) -> None:
         """ShoalError for what is no token: an engine would sample on after another one."""
         assert self.tokenizer is not None
         if len(ids) and not 0 <= ids.min() <= ids.max() < self.tokenizer.vocab_size:
-            raise ShoalError(f"prompt: expected token ids from 0 and below {self.tokenizer.vocab_size}", "prompt")
+            raise ShoalError(
+                f"prompt: expected token ids from 0 and below {self.tokenizer.vocab_size}", "prompt"
+            )
 
     def _encoded(self, what: str, value: Any) -> Any:
         assert self.tokenizer is not None
@@ -359,9 +434,15 @@ class Player:
             return self.tokenizer.encode(value)
         if what == "decode":
             return self.tokenizer.decode(*value)
-        return self.tokenizer.render(*value) if what == "render" else self.tokenizer.encode_prompt(value).tolist()
+        return (
+            self.tokenizer.render(*value)
+            if what == "render"
+            else self.tokenizer.encode_prompt(value).tolist()
+        )
 
-    def _ended(self, one: Rollout, state: Mapping[str, Any], reward: float | None) -> EndedEnvironment | None:
+    def _ended(
+        self, one: Rollout, state: Mapping[str, Any], reward: float | None
+    ) -> EndedEnvironment | None:
         kind = self._kind(one)
         return EndedEnvironment(kind.name, state, reward) if kind else None
 
@@ -370,12 +451,25 @@ class Player:
         example = one.entry.request.example
         text = f"{example.place or f'data row {example.row}'}, rollout {one.index}, turn {one.turns}: {reply.error}"
         if self.section.on_error == "error":
-            raise ShoalError(f"the environment failed ({text}): fix it, or set environment.on_error=zero or skip",
-                             "environment.on_error")
+            raise ShoalError(
+                f"the environment failed ({text}): fix it, or set environment.on_error=zero or skip",
+                "environment.on_error",
+            )
         one.environment = EndedEnvironment()
-        failure = Failure(ENVIRONMENT, example.row, one.index, "timed out" if reply.kind == "timed out" else
-                          "died" if reply.kind == "died" else "raised", f"an environment failed: {text}")
-        if one.prompt_ids is None:  # a completion has tokens: it is given one turn, on the prompt of its row
+        failure = Failure(
+            ENVIRONMENT,
+            example.row,
+            one.index,
+            "timed out"
+            if reply.kind == "timed out"
+            else "died"
+            if reply.kind == "died"
+            else "raised",
+            f"an environment failed: {text}",
+        )
+        if (
+            one.prompt_ids is None
+        ):  # a completion has tokens: it is given one turn, on the prompt of its row
             one.failure, one.prompt_ids = failure, one.entry.request.prompt_ids
             one.state = RolloutState.SAMPLING
             return []
@@ -401,7 +495,8 @@ class Player:
     def waits(self) -> bool:
         """True if nothing can go on before a session answers."""
         return bool(self.rollouts) and all(
-            one.state is not RolloutState.SAMPLING for one in self.rollouts.values())
+            one.state is not RolloutState.SAMPLING for one in self.rollouts.values()
+        )
 
 
 def _turn_limit(given: Any, most: int) -> int:

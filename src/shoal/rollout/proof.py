@@ -45,8 +45,11 @@ class Proof:
 
     def other_facts(self, wanted: Mapping[str, str]) -> str:
         """Which facts are not as wanted; empty where all are."""
-        return ", ".join(f"{name} is {self.facts.get(name) or 'not set'}, not {value or 'not set'}"
-                         for name, value in wanted.items() if self.facts.get(name) != value)
+        return ", ".join(
+            f"{name} is {self.facts.get(name) or 'not set'}, not {value or 'not set'}"
+            for name, value in wanted.items()
+            if self.facts.get(name) != value
+        )
 
     def difference(self, other: Proof) -> str:
         """How another host's numbers differ, and what may be why; empty where they do not."""
@@ -67,14 +70,19 @@ class Proof:
         """A proof from a file; ShoalError where that is damaged."""
         try:
             stored = json.loads(file.read_text(encoding="utf-8"))
-            tokens, logprobs = np.array(stored["tokens"], np.int32), np.array(stored["logprobs"], np.float32)
+            tokens, logprobs = (
+                np.array(stored["tokens"], np.int32),
+                np.array(stored["logprobs"], np.float32),
+            )
             if len(tokens) != len(logprobs):
                 raise ValueError("tokens and log-probs are not as many")
             return cls(dict(stored["facts"]), tokens, logprobs)
         except (OSError, KeyError, TypeError, ValueError) as error:
-            raise ShoalError(f"{file}, which the workers of a resumed run are compared with, is damaged ({error}): "
-                             "restore it from a backup, or remove it, and a worker of now is the measure of the "
-                             "others") from error
+            raise ShoalError(
+                f"{file}, which the workers of a resumed run are compared with, is damaged ({error}): "
+                "restore it from a backup, or remove it, and a worker of now is the measure of the "
+                "others"
+            ) from error
 
 
 @dataclass
@@ -88,13 +96,19 @@ class Measure:
 
     strict: bool
     say: Callable[[str], None]
-    facts: Mapping[str, str] = field(default_factory=dict)  # of the trainer, those that a worker must share
-    wanted: dict[str, Proof] = field(default_factory=dict)  # by whose they are, the first that fits is taken
+    facts: Mapping[str, str] = field(
+        default_factory=dict
+    )  # of the trainer, those that a worker must share
+    wanted: dict[str, Proof] = field(
+        default_factory=dict
+    )  # by whose they are, the first that fits is taken
     proofs: dict[str, Proof] = field(default_factory=dict)  # of the workers that are ready
     different: set[str] = field(default_factory=set)  # workers that sample otherwise
     file: Path | None = None  # that a worker's proof is written to where it is the measure
     _chosen: tuple[str, Proof] | None = None
-    _undecided_at: float = 0.0  # since when a worker that is ready waits for the proofs of others; 0: none does
+    _undecided_at: float = (
+        0.0  # since when a worker that is ready waits for the proofs of others; 0: none does
+    )
 
     def keep(self, folder: Path) -> None:
         """Keeps the measure in a run's folder, where the trainer is not: a resumed run's workers must be like it."""
@@ -115,8 +129,10 @@ class Measure:
         if difference:
             text = f"{name} differs from {who}: {difference}"
             if self.strict:
-                raise HostRefused(f"{text}; refused, as train.versions=fixed promises the same tokens from every host: "
-                               "install the same everywhere, or set train.versions=newest")
+                raise HostRefused(
+                    f"{text}; refused, as train.versions=fixed promises the same tokens from every host: "
+                    "install the same everywhere, or set train.versions=newest"
+                )
             if name not in self.different:
                 self.say(f"{text}; it samples nevertheless (train.versions=newest)")
             self.different.add(name)
@@ -130,44 +146,73 @@ class Measure:
             self._undecided_at = self._undecided_at or time.monotonic()
             if (seconds := time.monotonic() - self._undecided_at) < FIRST_SECONDS:
                 return None
-            self.say(f"no worker that is ready has the devices and settings of {' or '.join(self.wanted)}, and after "
-                     f"{seconds:.0f} s {', '.join(others)} still prepare: {name}'s numbers are the measure of others'")
+            self.say(
+                f"no worker that is ready has the devices and settings of {' or '.join(self.wanted)}, and after "
+                f"{seconds:.0f} s {', '.join(others)} still prepare: {name}'s numbers are the measure of others'"
+            )
         if self.file is not None:
             self.proofs[name].write(self.file)
         return name, self.proofs[name]
 
 
-def prove(engine: Engine, params: SamplingParams, num_completions: int, facts: Mapping[str, str]) -> Proof:
+def prove(
+    engine: Engine, params: SamplingParams, num_completions: int, facts: Mapping[str, str]
+) -> Proof:
     """The known group of an engine that has nothing else to do; its programs are compiled by it."""
     limit = min(TOKENS, params.max_tokens)
     size = min(PROMPT_TOKENS, engine.max_prompt_tokens, engine.model.architecture.vocab_size)
     engine.load(KNOWN_VERSION, known_parameters(engine.model))
-    engine.submit([SampleRequest(0, np.arange(size, dtype=np.int32), num_completions, Address(0, "proof", 0, 0),
-                                 replace(params, max_tokens=limit, stop=()))])
-    (_, completions), = run_until_idle(engine)
+    engine.submit(
+        [
+            SampleRequest(
+                0,
+                np.arange(size, dtype=np.int32),
+                num_completions,
+                Address(0, "proof", 0, 0),
+                replace(params, max_tokens=limit, stop=()),
+            )
+        ]
+    )
+    ((_, completions),) = run_until_idle(engine)
     engine.release_memory()
     engine.read_places()
-    return Proof(facts, np.concatenate([one.token_ids for one in completions]),
-                 np.concatenate([one.logprobs for one in completions]))
+    return Proof(
+        facts,
+        np.concatenate([one.token_ids for one in completions]),
+        np.concatenate([one.logprobs for one in completions]),
+    )
 
 
 def known_parameters(model: Model) -> Params:
     """Weights of a model's shapes that are a function of their positions: the same bits on every device."""
     specs, structure = jax.tree.flatten(param_specs(model.architecture))
-    return publish_to(model, jax.tree.unflatten(structure, [
-        _known(model.role, spec, published_dtype(model, spec))(np.uint32(number))
-        for number, spec in enumerate(specs)]), frees=True)
+    return publish_to(
+        model,
+        jax.tree.unflatten(
+            structure,
+            [
+                _known(model.role, spec, published_dtype(model, spec))(np.uint32(number))
+                for number, spec in enumerate(specs)
+            ],
+        ),
+        frees=True,
+    )
 
 
 @lru_cache(PROGRAMS_KEPT)
 def _known(role: Role, spec: ParamSpec, dtype: np.dtype) -> Program:
     """The program of one parameter by its number."""
+
     def make(number: jax.Array) -> jax.Array:
-        if spec.init == "ones" or not spec.weight_decay:  # an adapter's B, which begins at zero, is to be seen
+        if (
+            spec.init == "ones" or not spec.weight_decay
+        ):  # an adapter's B, which begins at zero, is to be seen
             return jnp.full(spec.shape, spec.init == "ones", dtype)
         position = jnp.full(spec.shape, number, jnp.uint32)
         for axis, size in enumerate(spec.shape):
-            position = position * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, spec.shape, axis)
+            position = position * jnp.uint32(size) + jax.lax.broadcasted_iota(
+                jnp.uint32, spec.shape, axis
+            )
         # Of 16 bits, which any type of float holds up to its own rounding.
         steps = (mixed(position) >> 16).astype(jnp.int32) - 2**15
         if dtype.kind == "i":

@@ -45,14 +45,18 @@ def publish_to(model: Model, params: Params, frees: bool = False) -> Params:
     params = quantised(model, params)
     if not model.pieces:
         return place(model, params)
-    return layers_apart(_placed(model, params, is_apart=True, frees=frees), model.architecture.num_layers)
+    return layers_apart(
+        _placed(model, params, is_apart=True, frees=frees), model.architecture.num_layers
+    )
 
 
 def quantised(model: Model, params: Params) -> Params:
     """Parameters in 8 bits an element where the sampler has them and the trainer has not, on the trainer's devices."""
     if not model.architecture.quantised:
         return params
-    weights, structure = jax.tree.flatten(param_specs(model.architecture), is_leaf=lambda x: isinstance(x, Quantised))
+    weights, structure = jax.tree.flatten(
+        param_specs(model.architecture), is_leaf=lambda x: isinstance(x, Quantised)
+    )
 
     def convert(weight: Any, held: Any) -> Any:
         if not isinstance(weight, Quantised) or isinstance(held, Quantised):
@@ -84,20 +88,27 @@ def _placed(model: Model, params: Params, is_apart: bool, frees: bool = False) -
             copy, expected = _publish(model, leaf, sharding, dtype, np.uint32(number))
             sums.append((expected, _checksum(model)(copy, np.uint32(number))))
         # One by one: of one array alone are there both the stacked layers and the layers apart.
-        published.append(_layers(model, spec, model.pieces)(copy) if is_apart and spec.stacked else copy)
+        published.append(
+            _layers(model, spec, model.pieces)(copy) if is_apart and spec.stacked else copy
+        )
         if frees and published[-1] is not leaf:
             leaf.delete()
     for expected, found in jax.device_get(sums):
         if expected != found:
-            raise RuntimeError(f"the {model.role.name}'s weights differ from the trainer's (checksums {found:#x}, "
-                               f"{expected:#x}): a copy between devices failed; resume the run from its newest "
-                               "checkpoint")
+            raise RuntimeError(
+                f"the {model.role.name}'s weights differ from the trainer's (checksums {found:#x}, "
+                f"{expected:#x}): a copy between devices failed; resume the run from its newest "
+                "checkpoint"
+            )
     return jax.tree.unflatten(structure, published) if sums or is_apart else params
 
 
 def shards_of(params: Params) -> list[dict[Any, jax.Array]]:
     """What each device of this process holds of each parameter, for `part_of`."""
-    return [{shard.device: shard.data for shard in leaf.addressable_shards} for leaf in jax.tree.leaves(params)]
+    return [
+        {shard.device: shard.data for shard in leaf.addressable_shards}
+        for leaf in jax.tree.leaves(params)
+    ]
 
 
 def part_of(model: Model, shards: Sequence[Mapping[Any, jax.Array]]) -> Params:
@@ -106,7 +117,10 @@ def part_of(model: Model, shards: Sequence[Mapping[Any, jax.Array]]) -> Params:
     def part(wanted: jax.ShapeDtypeStruct, held: Mapping[Any, jax.Array]) -> jax.Array:
         place = wanted.sharding
         return jax.make_array_from_single_device_arrays(
-            wanted.shape, place, [held[device] for device in place.addressable_devices_indices_map(wanted.shape)])
+            wanted.shape,
+            place,
+            [held[device] for device in place.addressable_devices_indices_map(wanted.shape)],
+        )
 
     shapes, structure = jax.tree.flatten(published_shapes(model))
     return jax.tree.unflatten(structure, map(part, shapes, shards))
@@ -130,19 +144,27 @@ def published_dtype(model: Model, spec: ParamSpec) -> np.dtype:
 
 def num_bytes(model: Model, trained: bool = True) -> int:
     """Bytes of what a version has in the sampler's type; else of what is published once."""
-    return sum(math.prod(spec.shape) * published_dtype(model, spec).itemsize for spec in named_specs(model).values()
-               if spec.trained is trained)
+    return sum(
+        math.prod(spec.shape) * published_dtype(model, spec).itemsize
+        for spec in named_specs(model).values()
+        if spec.trained is trained
+    )
 
 
 def named_leaves(model: Model, params: Params) -> dict[str, tuple[int, ParamSpec, Any]]:
     """The parameters that there are by name, as the sampler has them: number in a tree of all, spec, array."""
-    leaves = jax.tree.structure(param_specs(model.architecture)).flatten_up_to(quantised(model, params))
+    leaves = jax.tree.structure(param_specs(model.architecture)).flatten_up_to(
+        quantised(model, params)
+    )
     numbered = enumerate(zip(named_specs(model).items(), leaves, strict=True))
-    return {name: (number, spec, leaf) for number, ((name, spec), leaf) in numbered if leaf is not None}
+    return {
+        name: (number, spec, leaf) for number, ((name, spec), leaf) in numbered if leaf is not None
+    }
 
 
-def to_host(model: Model, leaves: Mapping[str, tuple[int, ParamSpec, Any]]
-            ) -> Iterator[tuple[str, np.ndarray, jax.Array | int]]:
+def to_host(
+    model: Model, leaves: Mapping[str, tuple[int, ParamSpec, Any]]
+) -> Iterator[tuple[str, np.ndarray, jax.Array | int]]:
     """Name, values in the sampler's type, and checksum (computed meanwhile) of each of `named_leaves`, layers stacked.
     One at a time is on the host, and of one alone is there a copy on the trainer's devices."""
     for name, (number, spec, leaf) in leaves.items():
@@ -156,39 +178,62 @@ def to_host(model: Model, leaves: Mapping[str, tuple[int, ParamSpec, Any]]
             yield name, values, host_checksum(values, number)
 
 
-def from_host(model: Model, read: Callable[[str], np.ndarray], checksums: Mapping[str, int], place: str,
-              frozen: MutableMapping[str, Any]) -> Callable[[], Params]:
+def from_host(
+    model: Model,
+    read: Callable[[str], np.ndarray],
+    checksums: Mapping[str, int],
+    place: str,
+    frozen: MutableMapping[str, Any],
+) -> Callable[[], Params]:
     """Brings what `to_host` gave to the devices of `model`; `read` gives a tensor by name, `place` says of where.
     `frozen` holds by name the parameters that an earlier call read and that no version changes.
 
     No program runs, so a sampler may go on meanwhile. What is returned gives the parameters, once; it raises
     ShoalError where one differs."""
-    arrays = {name: jax.device_put(read(name), spec.sharding(model.role))
-              for name, spec in named_specs(model).items() if name not in frozen}
+    arrays = {
+        name: jax.device_put(read(name), spec.sharding(model.role))
+        for name, spec in named_specs(model).items()
+        if name not in frozen
+    }
     return partial(_verified, model, jax.block_until_ready(arrays), checksums, place, frozen)
 
 
-def _verified(model: Model, held: dict[str, jax.Array], checksums: Mapping[str, int], place: str,
-              frozen: MutableMapping[str, Any]) -> Params:
+def _verified(
+    model: Model,
+    held: dict[str, jax.Array],
+    checksums: Mapping[str, int],
+    place: str,
+    frozen: MutableMapping[str, Any],
+) -> Params:
     is_apart, specs, arrays, sums = model.pieces > 0, named_specs(model), {**frozen}, {}
     for number, (name, spec) in enumerate(specs.items()):
         if name in frozen:
             continue
-        array = held.pop(name)  # of one alone are there both the stacked layers and the layers apart
+        array = held.pop(
+            name
+        )  # of one alone are there both the stacked layers and the layers apart
         sums[name] = _checksum(model)(array, np.uint32(number))
-        arrays[name] = _layers(model, spec, model.pieces)(array) if is_apart and spec.stacked else array
+        arrays[name] = (
+            _layers(model, spec, model.pieces)(array) if is_apart and spec.stacked else array
+        )
     for name, found in jax.device_get(sums).items():
         if checksums[name] != found:
-            raise ShoalError(f"the weights in {place} are not those that were published (checksum of {name} {found:#x},"
-                             f" expected {checksums[name]:#x}): something writes there, or a memory or disk is faulty; "
-                             "choose another publish.folder, and resume the run")
+            raise ShoalError(
+                f"the weights in {place} are not those that were published (checksum of {name} {found:#x},"
+                f" expected {checksums[name]:#x}): something writes there, or a memory or disk is faulty; "
+                "choose another publish.folder, and resume the run"
+            )
     frozen.update({name: arrays[name] for name, spec in specs.items() if not spec.trained})
-    params = jax.tree.unflatten(jax.tree.structure(param_specs(model.architecture)), [arrays[name] for name in specs])
+    params = jax.tree.unflatten(
+        jax.tree.structure(param_specs(model.architecture)), [arrays[name] for name in specs]
+    )
     return layers_apart(params, model.architecture.num_layers) if is_apart else params
 
 
 @lru_cache(PROGRAMS_KEPT)
-def publication_program(model: Model, source: NamedSharding, place: NamedSharding, dtype: Any) -> Program:
+def publication_program(
+    model: Model, source: NamedSharding, place: NamedSharding, dtype: Any
+) -> Program:
     """The program that lays an array of the trainer's out for the sampler, in `dtype` on the trainer's devices, and
     gives its checksum.
 
@@ -223,20 +268,27 @@ def _checksum(model: Model) -> Program:
 def _layers(model: Model, spec: ParamSpec, pieces: int) -> Program:
     """The program that takes the layers of a stacked array apart."""
     apart = NamedSharding(model.role.mesh, PartitionSpec(*spec.sharding(model.role).spec[1:]))
-    return model.role.jit(partial(split_layers, spec=spec, pieces=pieces, tensor=model.role.tensor),
-                          out_shardings=apart)
+    return model.role.jit(
+        partial(split_layers, spec=spec, pieces=pieces, tensor=model.role.tensor),
+        out_shardings=apart,
+    )
 
 
-def _publish(model: Model, leaf: jax.Array, place: NamedSharding, dtype: np.dtype,
-             number: np.uint32) -> tuple[jax.Array, jax.Array]:
+def _publish(
+    model: Model, leaf: jax.Array, place: NamedSharding, dtype: np.dtype, number: np.uint32
+) -> tuple[jax.Array, jax.Array]:
     """(the sampler's array, the checksum of the trainer's in the sampler's type)."""
     source = leaf.sharding
     if not isinstance(source, NamedSharding):  # of one device, made without a mesh
-        source = NamedSharding(as_mesh(np.asarray(list(leaf.devices())), ("data",)), PartitionSpec())
+        source = NamedSharding(
+            as_mesh(np.asarray(list(leaf.devices())), ("data",)), PartitionSpec()
+        )
     ordered = in_order_of(source, place)
     if ordered != source:
         parts = _exchange(model, source, ordered)(leaf).addressable_shards
-        leaf = jax.make_array_from_single_device_arrays(leaf.shape, ordered, [part.data for part in parts])
+        leaf = jax.make_array_from_single_device_arrays(
+            leaf.shape, ordered, [part.data for part in parts]
+        )
     laid_out, expected = publication_program(model, ordered, place, dtype)(leaf, number)
     if set(place.device_set) == set(laid_out.sharding.device_set):
         return laid_out, expected
@@ -256,15 +308,27 @@ def _copied(array: jax.Array, place: NamedSharding) -> jax.Array:
     parts = []
     for device, index in place.addressable_devices_indices_map(array.shape).items():
         wanted = _bounds(index, array.shape)
-        outer = next(bounds for bounds in turns if all(
-            low <= first and last <= high for (low, high), (first, last) in zip(bounds, wanted, strict=True)))
+        outer = next(
+            bounds
+            for bounds in turns
+            if all(
+                low <= first and last <= high
+                for (low, high), (first, last) in zip(bounds, wanted, strict=True)
+            )
+        )
         data = next(turns[outer])
         if outer != wanted:
-            data = data[tuple(slice(first - low, last - low)
-                              for (low, _), (first, last) in zip(outer, wanted, strict=True))]
+            data = data[
+                tuple(
+                    slice(first - low, last - low)
+                    for (low, _), (first, last) in zip(outer, wanted, strict=True)
+                )
+            ]
         parts.append(jax.device_put(data, device))
     # Waited for: with all arrays under way at once, the trainer's devices would hold a whole replica's weights.
-    return jax.block_until_ready(jax.make_array_from_single_device_arrays(array.shape, place, parts))
+    return jax.block_until_ready(
+        jax.make_array_from_single_device_arrays(array.shape, place, parts)
+    )
 
 
 def _bounds(index: Any, shape: Sequence[int]) -> tuple[tuple[int, int], ...]:

@@ -35,7 +35,14 @@ from shoal.files import appearing, read_json, writing
 from shoal.model import hf, lora
 from shoal.model.checksum import checksum
 from shoal.model.lazy_array import LazyArray
-from shoal.model.parameters import joined, param_shapes, param_specs, trained_of, trained_specs, without_adapter
+from shoal.model.parameters import (
+    joined,
+    param_shapes,
+    param_specs,
+    trained_of,
+    trained_specs,
+    without_adapter,
+)
 from shoal.model.tensor_file import OWN_DTYPES, OutputTensor, StoredTensor, read_header, write_file
 from shoal.model.transformer import Model, published_specs
 from shoal.rollout.publication import (
@@ -80,7 +87,9 @@ class Version(abc.ABC):
     def exists(self) -> bool: ...
 
     @abc.abstractmethod
-    def read(self, model: Model, frozen: MutableMapping[str, Any] | None = None) -> Future[Callable[[], Params]]: ...
+    def read(
+        self, model: Model, frozen: MutableMapping[str, Any] | None = None
+    ) -> Future[Callable[[], Params]]: ...
 
     @abc.abstractmethod
     def parameters(self, model: Model) -> Params:
@@ -117,14 +126,19 @@ class Publisher(abc.ABC):
 
     def release(self, needed: Callable[[int], bool]) -> None:
         """Forgets the versions that are not needed."""
-        before, self.versions = self.versions, {number: one for number, one in self.versions.items() if needed(number)}
+        before, self.versions = (
+            self.versions,
+            {number: one for number, one in self.versions.items() if needed(number)},
+        )
         for number in before.keys() - self.versions:
             before[number].remove()
 
     def published_shapes(self) -> Params:
         """Shapes and type of a version's weights, and their layout where they are on devices."""
-        return jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, published_dtype(self.model, spec)),
-                            trained_specs(self.model.architecture))
+        return jax.tree.map(
+            lambda spec: jax.ShapeDtypeStruct(spec.shape, published_dtype(self.model, spec)),
+            trained_specs(self.model.architecture),
+        )
 
     def close(self) -> None:
         self.release(lambda version: False)
@@ -143,15 +157,24 @@ class MemoryPublisher(Publisher):
         self._frozen = publish_to(self.model, params)
 
     def write(self, version: int, params: Params) -> Version:
-        own, published = set(map(id, jax.tree.leaves(params))), publish_to(self.model, params, self.frees)
-        self.num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(published) if id(leaf) not in own)
+        own, published = (
+            set(map(id, jax.tree.leaves(params))),
+            publish_to(self.model, params, self.frees),
+        )
+        self.num_bytes = sum(
+            leaf.nbytes for leaf in jax.tree.leaves(published) if id(leaf) not in own
+        )
         whole = joined(published, self._frozen)
         # By this thread: JAX fills an array's list of shards at the first look, and a host that looks meanwhile gets a
         # part of it.
-        return MemoryVersion(version, (published, whole, shards_of(whole) if self.in_parts else None))
+        return MemoryVersion(
+            version, (published, whole, shards_of(whole) if self.in_parts else None)
+        )
 
     def published_shapes(self) -> Params:
-        return param_shapes(trained_of(published_specs(self.model)), self.model.role, self.model.dtype)
+        return param_shapes(
+            trained_of(published_specs(self.model)), self.model.role, self.model.dtype
+        )
 
 
 @dataclass
@@ -166,7 +189,9 @@ class MemoryVersion(Version):
     def exists(self) -> bool:
         return self.held is not None
 
-    def read(self, model: Model, frozen: MutableMapping[str, Any] | None = None) -> Future[Callable[[], Params]]:
+    def read(
+        self, model: Model, frozen: MutableMapping[str, Any] | None = None
+    ) -> Future[Callable[[], Params]]:
         done: Future[Callable[[], Params]] = Future()
         done.set_result(partial(self._give, model))
         return done
@@ -194,7 +219,11 @@ class StoredVersion(Version):
     @property
     def title(self) -> str:
         """What it is, for messages."""
-        return f"version {self.version}" if self.version != FROZEN else "what is frozen in all versions"
+        return (
+            f"version {self.version}"
+            if self.version != FROZEN
+            else "what is frozen in all versions"
+        )
 
     @abc.abstractmethod
     def open(self, model: Model) -> Callable[[str], np.ndarray]:
@@ -203,11 +232,15 @@ class StoredVersion(Version):
     def read_now(self, model: Model, frozen: MutableMapping[str, Any]) -> Callable[[], Params]:
         """Brings the weights to the devices of `model`; what is returned verifies them and gives them, once."""
         parts = [self] if frozen or self.frozen is None else [self, self.frozen]
-        readers = {name: read for part in parts for read in [part.open(model)] for name in part.checksums}
+        readers = {
+            name: read for part in parts for read in [part.open(model)] for name in part.checksums
+        }
         checksums = {name: sum for part in parts for name, sum in part.checksums.items()}
         return from_host(model, lambda name: readers[name](name), checksums, self.place, frozen)
 
-    def read(self, model: Model, frozen: MutableMapping[str, Any] | None = None) -> Future[Callable[[], Params]]:
+    def read(
+        self, model: Model, frozen: MutableMapping[str, Any] | None = None
+    ) -> Future[Callable[[], Params]]:
         # In the background nothing is computed: only the host's own thread dispatches programs to its devices.
         pool = ThreadPoolExecutor(1, "weights")
         reading = pool.submit(self.read_now, model, {} if frozen is None else frozen)
@@ -217,8 +250,14 @@ class StoredVersion(Version):
     def parameters(self, model: Model) -> Params:
         # Lazily: on devices, each of the trainer's would hold a replica's weights beside its own.
         read = self.open(model)
-        arrays = [LazyArray(spec.shape, published_dtype(model, spec), lambda part, name=name: read(name)[part])
-                  if name in self.checksums else None for name, spec in named_specs(model).items()]
+        arrays = [
+            LazyArray(
+                spec.shape, published_dtype(model, spec), lambda part, name=name: read(name)[part]
+            )
+            if name in self.checksums
+            else None
+            for name, spec in named_specs(model).items()
+        ]
         return jax.tree.unflatten(jax.tree.structure(param_specs(model.architecture)), arrays)
 
 
@@ -257,8 +296,10 @@ class FilePublisher(Publisher):
             yield 0, array
             checksums[name] = int(sum)
 
-        tensors = [OutputTensor(name, spec.shape, partial(runs, name), published_dtype(self.model, spec))
-                   for name, (_, spec, _) in leaves.items()]
+        tensors = [
+            OutputTensor(name, spec.shape, partial(runs, name), published_dtype(self.model, spec))
+            for name, (_, spec, _) in leaves.items()
+        ]
         with appearing(file, KEY) as temporary, writing(self.parent, KEY):
             write_file(temporary, tensors, np.dtype(self.model.dtype))
         return FileVersion(version, file, checksums)
@@ -287,9 +328,11 @@ class FileVersion(StoredVersion):
 
     def open(self, model: Model) -> Callable[[str], np.ndarray]:
         if not self.place.parent.is_dir():
-            raise ShoalError(f"{KEY}={self.place.parent.parent}: the weights of {self.title} were published "
-                             f"there, but {socket.gethostname()} finds no such folder: give one that trainer and "
-                             "samplers share, or publish.channel=ray")
+            raise ShoalError(
+                f"{KEY}={self.place.parent.parent}: the weights of {self.title} were published "
+                f"there, but {socket.gethostname()} finds no such folder: give one that trainer and "
+                "samplers share, or publish.channel=ray"
+            )
         try:
             tensors = read_header(self.place)
         except OSError as error:
@@ -303,7 +346,11 @@ class FileVersion(StoredVersion):
             dtype = OWN_DTYPES[tensor.dtype]
             if whole is not None:
                 count = dtype.itemsize * int(np.prod(tensor.shape))
-                return np.asarray(whole[tensor.offset:tensor.offset + count]).view(dtype).reshape(tensor.shape)
+                return (
+                    np.asarray(whole[tensor.offset : tensor.offset + count])
+                    .view(dtype)
+                    .reshape(tensor.shape)
+                )
             values = np.empty(tensor.shape, dtype)
             tensor.read(0, values)
             return values
@@ -336,10 +383,24 @@ class FolderPublisher(FilePublisher):
     `score` gives what the trainer's parameters make of a probe; `source` has the tokenizer,
     and config.json unless there is `config`. `model` is the trainer's, as are the parameters."""
 
-    def __init__(self, parent: Path, model: Model, source: Path, config: dict[str, Any] | None,
-                 score: Callable[[Params], ProbeScores], adapters: bool = False, starts: bool = True) -> None:
+    def __init__(
+        self,
+        parent: Path,
+        model: Model,
+        source: Path,
+        config: dict[str, Any] | None,
+        score: Callable[[Params], ProbeScores],
+        adapters: bool = False,
+        starts: bool = True,
+    ) -> None:
         super().__init__(parent, model)
-        self.source, self.config, self.score, self.adapters, self.starts = source, config, score, adapters, starts
+        self.source, self.config, self.score, self.adapters, self.starts = (
+            source,
+            config,
+            score,
+            adapters,
+            starts,
+        )
         self.base, self._base = self.folder / "base", None
         self.watcher = Watcher()  # of processes that read the folders
         self.watcher.remove(self.folder)
@@ -359,8 +420,14 @@ class FolderPublisher(FilePublisher):
         else:
             self._save(folder, lora.merge(a, whole, self.model.role))
         self.num_bytes = sum(file.stat().st_size for file in folder.iterdir())
-        return FolderVersion(version, folder, self.score(whole), checksum(params), params if a.adapter else None,
-                             self.base if self.adapters else None)
+        return FolderVersion(
+            version,
+            folder,
+            self.score(whole),
+            checksum(params),
+            params if a.adapter else None,
+            self.base if self.adapters else None,
+        )
 
     def _save(self, folder: Path, weights: Params) -> None:
         a = self.model.architecture
@@ -369,12 +436,17 @@ class FolderPublisher(FilePublisher):
         if a.tie_embeddings and self.model.role.platform == "cpu":
             # vLLM 0.32 on a CPU packs the head, and packs it anew only where the files have it.
             embedding = next(one for one in tensors if one.name == EMBEDDING)
-            tensors, config = [*tensors, replace(embedding, name=HEAD)], {**config, "tie_word_embeddings": False}
+            tensors, config = (
+                [*tensors, replace(embedding, name=HEAD)],
+                {**config, "tie_word_embeddings": False},
+            )
         with writing(self.parent, KEY):
             hf.save(folder, tensors, a.base, self.source, self.model.dtype, config=config)
 
     def published_shapes(self) -> Params:
-        return param_shapes(trained_specs(self.model.architecture), self.model.role, self.model.dtype)
+        return param_shapes(
+            trained_specs(self.model.architecture), self.model.role, self.model.dtype
+        )
 
     def close(self) -> None:
         super().close()
@@ -390,7 +462,9 @@ class FolderVersion(Version):
     probe: ProbeScores
     checksum: int  # of the trained parameters
     adapter: Params | None  # those of an adapter
-    base: Path | None = None  # of the model, where the files are the adapter's; else they have it merged
+    base: Path | None = (
+        None  # of the model, where the files are the adapter's; else they have it merged
+    )
 
     @property
     def exists(self) -> bool:
@@ -399,7 +473,9 @@ class FolderVersion(Version):
     def remove(self) -> None:
         shutil.rmtree(self.place, ignore_errors=True)
 
-    def read(self, model: Model, frozen: MutableMapping[str, Any] | None = None) -> Future[Callable[[], Params]]:
+    def read(
+        self, model: Model, frozen: MutableMapping[str, Any] | None = None
+    ) -> Future[Callable[[], Params]]:
         """Gives itself: the engine reads the files."""
         if not self.exists:
             raise LookupError(f"version {self.version} is not published any more")
@@ -453,5 +529,7 @@ def remove_abandoned(parent: Path, mounts: Path = Path("/proc/mounts")) -> None:
         with contextlib.suppress(OSError, ValueError), open(folder / OWNER, "r+b") as file:
             owner = json.loads(file.read(4096))
             if isinstance(owner, dict) and _owner_of(folder).items() <= owner.items():
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError while its process lives
+                fcntl.flock(
+                    file, fcntl.LOCK_EX | fcntl.LOCK_NB
+                )  # BlockingIOError while its process lives
                 shutil.rmtree(folder, ignore_errors=True)

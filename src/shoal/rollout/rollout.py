@@ -26,11 +26,15 @@ class Move:
     entry: PendingGroup
     index: int
     request: int = -1  # the id of the request that it is of
-    context: Sequence[int] | None = None  # none of them only after a turn that its own limit has cut
+    context: Sequence[int] | None = (
+        None  # none of them only after a turn that its own limit has cut
+    )
     prompt_ids: np.ndarray | None = None  # of a branch
     branch: int = 0  # its number, from 1
     used: int = 0  # tokens of its rollout before it
-    turn_limit: int = 0  # tokens after which the turn that begins is cut; 0: no limit but the rollout's
+    turn_limit: int = (
+        0  # tokens after which the turn that begins is cut; 0: no limit but the rollout's
+    )
 
 
 class RolloutState(enum.StrEnum):
@@ -57,7 +61,9 @@ class Rollout:
     prompt_ids: np.ndarray | None = None  # of its branch; None until its environment has begun
     completion: Completion | None = None  # of its branch, as its host gave it last
     tokens: list[int] = field(default_factory=list)  # of the completion, that were read or appended
-    ended: list[tuple[np.ndarray, Completion]] = field(default_factory=list)  # branches before this one
+    ended: list[tuple[np.ndarray, Completion]] = field(
+        default_factory=list
+    )  # branches before this one
     asked: dict[str, Any] = field(default_factory=dict)  # by an agent: its last call
     said: list[dict[str, Any]] = field(default_factory=list)  # the messages of that, and the answer
     turns: int = 0
@@ -92,11 +98,18 @@ class Rollout:
     @property
     def result(self) -> Completion:
         """The completion, with its turns."""
-        assert self.completion is not None and self.reason is not None and self.prompt_ids is not None
+        assert (
+            self.completion is not None and self.reason is not None and self.prompt_ids is not None
+        )
         prompts, parts = zip(*self.ended, (self.prompt_ids, self.completion), strict=True)
         shared = np.array_equal(prompts[0], self.entry.request.prompt_ids)
-        return replace(joined(prompts, parts), stop_reason=self.reason, waits=False, messages=tuple(self.messages),
-                       prompt_ids=None if shared else prompts[0])
+        return replace(
+            joined(prompts, parts),
+            stop_reason=self.reason,
+            waits=False,
+            messages=tuple(self.messages),
+            prompt_ids=None if shared else prompts[0],
+        )
 
     @property
     def num_tokens(self) -> int:
@@ -114,7 +127,10 @@ def _told(message: Any) -> Any:
     """What of a message counts when two are compared: clients add to them, and have other names for calls."""
     if not isinstance(message, Mapping):
         return message
-    calls = [(one["function"]["name"], one["function"]["arguments"]) for one in message.get("tool_calls", ())]
+    calls = [
+        (one["function"]["name"], one["function"]["arguments"])
+        for one in message.get("tool_calls", ())
+    ]
     return message["role"], message.get("content") or "", calls
 
 
@@ -123,19 +139,30 @@ def joined(prompts: Sequence[np.ndarray], parts: Sequence[Completion]) -> Comple
     if len(parts) == 1:
         return parts[0]
     starts = np.cumsum([0, *map(len, parts)]).tolist()
-    arrays = {name: np.concatenate([getattr(one, name) for one in parts])
-              for name in ("token_ids", "logprobs", "loss_mask", "versions")}
+    arrays = {
+        name: np.concatenate([getattr(one, name) for one in parts])
+        for name in ("token_ids", "logprobs", "loss_mask", "versions")
+    }
     extra = {name: np.concatenate([one.extra[name] for one in parts]) for name in parts[0].extra}
-    return replace(parts[0], **arrays, extra=extra, stop_reason=parts[-1].stop_reason,
-                   branches=tuple(map(Branch, starts[1:], prompts[1:])))
+    return replace(
+        parts[0],
+        **arrays,
+        extra=extra,
+        stop_reason=parts[-1].stop_reason,
+        branches=tuple(map(Branch, starts[1:], prompts[1:])),
+    )
 
 
 def with_words(prompt: Prompt, words: str) -> Prompt:
     """A prompt with what an environment's `reset` returned, appended to its last user message."""
     if isinstance(prompt, str):
         return prompt + words
-    last = max((i for i, message in enumerate(prompt) if message.get("role") == "user"), default=None)
+    last = max(
+        (i for i, message in enumerate(prompt) if message.get("role") == "user"), default=None
+    )
     if last is None:
         return [*prompt, {"role": "user", "content": words}]
-    return [{**message, "content": f"{message.get('content') or ''}{words}"} if i == last else message
-            for i, message in enumerate(prompt)]
+    return [
+        {**message, "content": f"{message.get('content') or ''}{words}"} if i == last else message
+        for i, message in enumerate(prompt)
+    ]

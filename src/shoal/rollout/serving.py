@@ -1,7 +1,7 @@
 """Answers the calls of an address with a host: one request a call, and weights that a trainer elsewhere replaces.
 
-    event loop --submit, cancel, pause--> ThreadHost   (its thread samples)
-    event loop <------wake, poll---------'
+event loop --submit, cancel, pause--> ThreadHost   (its thread samples)
+event loop <------wake, poll---------'
 """
 
 from __future__ import annotations
@@ -18,7 +18,16 @@ from shoal.rollout.publisher import MemoryPublisher
 from shoal.sampler.engine import Engine
 from shoal.serve.calls import Call, Sampled, described, encode, require
 from shoal.text import describe_error
-from shoal.types import Address, Completion, HostLost, Params, Purpose, SampleRequest, SamplingParams, ShoalError
+from shoal.types import (
+    Address,
+    Completion,
+    HostLost,
+    Params,
+    Purpose,
+    SampleRequest,
+    SamplingParams,
+    ShoalError,
+)
 
 GATHERED = 0.01
 """Seconds without a further call after which those that came begin, where nothing is sampled: a compiled step that has
@@ -31,16 +40,36 @@ class HostSampler:
 
     With a seed the same call gives the same tokens, whatever else is sampled. Calls without one are numbered."""
 
-    def __init__(self, name: str, tokenizer: Tokenizer, make_engine: Callable[[Purpose, int], Engine],
-                 params: SamplingParams, publisher: MemoryPublisher, weights: Params, seed: int = 0) -> None:
-        self.name, self.tokenizer, self.params, self.max_tokens = name, tokenizer, params, params.max_tokens
+    def __init__(
+        self,
+        name: str,
+        tokenizer: Tokenizer,
+        make_engine: Callable[[Purpose, int], Engine],
+        params: SamplingParams,
+        publisher: MemoryPublisher,
+        weights: Params,
+        seed: int = 0,
+    ) -> None:
+        self.name, self.tokenizer, self.params, self.max_tokens = (
+            name,
+            tokenizer,
+            params,
+            params.max_tokens,
+        )
         self.engine, self.publisher, self.seed = make_engine(Purpose.GENERATE, 1), publisher, seed
         self.vocab_size, self.eos_ids = publisher.model.architecture.vocab_size, tokenizer.eos_ids
         self.max_prompt_tokens = self.engine.max_prompt_tokens
-        self.waiting: dict[int, asyncio.Future[list[Completion]]] = {}  # calls under way, by their request's id
+        self.waiting: dict[
+            int, asyncio.Future[list[Completion]]
+        ] = {}  # calls under way, by their request's id
         self._loop: asyncio.AbstractEventLoop | None = None
         self._gathered, self._timer, self._answered = list[SampleRequest](), None, 0
-        self._ids, self._version, self._labels, self._fault = itertools.count(), 0, {0: "default"}, ""
+        self._ids, self._version, self._labels, self._fault = (
+            itertools.count(),
+            0,
+            {0: "default"},
+            "",
+        )
         self._open, self._loading = asyncio.Event(), asyncio.Lock()
         self._open.set()
         self.host = ThreadHost(EngineHost(make_engine, shares_memory=False), self._wake, "sampler")
@@ -49,24 +78,41 @@ class HostSampler:
 
     async def sample(self, call: Call) -> Sampled:
         # In a thread: a template, and a long text, take a while.
-        ids = await asyncio.to_thread(encode, call.prompt, call.tools, self.tokenizer, self.max_prompt_tokens)
-        require(self.engine.truncated or not call.params.truncated, "top_p", call.params.top_p, "no truncation")
+        ids = await asyncio.to_thread(
+            encode, call.prompt, call.tools, self.tokenizer, self.max_prompt_tokens
+        )
+        require(
+            self.engine.truncated or not call.params.truncated,
+            "top_p",
+            call.params.top_p,
+            "no truncation",
+        )
         await self._open.wait()
         self._loop, id = asyncio.get_running_loop(), next(self._ids)
         # A seed's purpose is its own: no other request's noise is theirs.
-        address = Address(self.seed, Purpose.GENERATE, 1, id) if call.seed is None else \
-            Address(call.seed, "serve", 0, 0)
+        address = (
+            Address(self.seed, Purpose.GENERATE, 1, id)
+            if call.seed is None
+            else Address(call.seed, "serve", 0, 0)
+        )
         answer = self.waiting[id] = self._loop.create_future()
         try:
-            self._submit(SampleRequest(id, ids, call.num_completions, address, call.params, exact=False), self._loop)
-            choices = [described(one, call.tools, self.tokenizer, call.logprobs) for one in await answer]
+            self._submit(
+                SampleRequest(id, ids, call.num_completions, address, call.params, exact=False),
+                self._loop,
+            )
+            choices = [
+                described(one, call.tools, self.tokenizer, call.logprobs) for one in await answer
+            ]
         finally:
             if not answer.done() or answer.cancelled():
                 self.host.cancel(id)
             self.waiting.pop(id, None)
         for one in choices:
-            labels = {version: self._labels[max(known for known in self._labels if known <= version)]
-                      for version in {*one["versions"]}}
+            labels = {
+                version: self._labels[max(known for known in self._labels if known <= version)]
+                for version in {*one["versions"]}
+            }
             one["versions"] = [labels[version] for version in one["versions"]]
         return Sampled(ids.tolist(), choices)
 
@@ -76,7 +122,9 @@ class HostSampler:
             self._timer.cancel()
         came = len(self._gathered)
         is_idle = came == len(self.waiting) < self.engine.num_rows
-        self._timer = loop.call_later(GATHERED * is_idle * (5 if came < self._answered else 1), self._send)
+        self._timer = loop.call_later(
+            GATHERED * is_idle * (5 if came < self._answered else 1), self._send
+        )
 
     def _send(self) -> None:
         self._timer, requests, self._gathered = None, self._gathered, []
@@ -134,7 +182,9 @@ class HostSampler:
         model = self.publisher.model
         try:
             if model.architecture.adapter:
-                raise ShoalError("the weights of a model with an adapter cannot be replaced", "weights_path")
+                raise ShoalError(
+                    "the weights of a model with an adapter cannot be replaced", "weights_path"
+                )
             weights = hf.load(folder, model.architecture, model.role, model.dtype)
         except (OSError, ValueError) as error:
             raise ShoalError(f"weights_path={folder}: {error}", "weights_path") from error

@@ -30,7 +30,15 @@ import numpy as np
 
 from shoal.rollout.host import EngineHost, ThreadHost
 from shoal.rollout.publisher import FolderVersion
-from shoal.rollout.vllm_server import ADAPTER, CALL_SECONDS, COMPLETE, GENERATE, RELOAD, Server, TurnedDown
+from shoal.rollout.vllm_server import (
+    ADAPTER,
+    CALL_SECONDS,
+    COMPLETE,
+    GENERATE,
+    RELOAD,
+    Server,
+    TurnedDown,
+)
 from shoal.sampler.progress import PartialCompletion, Progress
 from shoal.text import describe_error, exact, shorten
 from shoal.types import (
@@ -53,7 +61,9 @@ EMPTY_ABORTS = 20
 """How often in a row a completion may be answered by `abort` without a token, while nobody asked for that."""
 SILENCE_SECONDS = 60.0
 """How long a server that reads weights, or has sampled nothing yet, may not answer for its counters."""
-COUNTERS = re.compile(r"^vllm:(?:prompt_tokens|generation_tokens|iteration_tokens)_total(?:_count)?\{\S* (\S+)", re.M)
+COUNTERS = re.compile(
+    r"^vllm:(?:prompt_tokens|generation_tokens|iteration_tokens)_total(?:_count)?\{\S* (\S+)", re.M
+)
 
 
 class Settings(NamedTuple):
@@ -66,7 +76,9 @@ class Settings(NamedTuple):
     capacity: int  # completions at once
     max_support: int = 0  # ids a token of `support_ids`; 0: none are stored
     sleeps: bool = False  # while it has no completions, as its device is the trainer's, too
-    beginnings: Sequence[int] = ()  # lengths of the probe's beginnings after each of which a token is sampled
+    beginnings: Sequence[
+        int
+    ] = ()  # lengths of the probe's beginnings after each of which a token is sampled
     params: SamplingParams = SamplingParams()  # how these are sampled: as the run's own tokens
 
 
@@ -77,8 +89,12 @@ class VllmEngine:
 
     model, starting, preempted = None, False, 0  # its weights have no devices of this process
 
-    def __init__(self, open_server: Callable[[FolderVersion], Server], settings: Settings,
-                 wake: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        open_server: Callable[[FolderVersion], Server],
+        settings: Settings,
+        wake: Callable[[], None],
+    ) -> None:
         self._open_server, self.settings, self._wake = open_server, settings, wake
         self.version, self.tokens, self.busy_seconds, self.reports = -1, 0, 0.0, 0
         self.parameters: FolderVersion | None = None
@@ -87,14 +103,30 @@ class VllmEngine:
         self._queue: deque[tuple[int, int]] = deque()  # id and number of completions
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._answers: dict[int, list[Completion]] = {}
-        self._going, self._counted_at = Counter[int](), time.monotonic()  # completions under way, by version
+        self._going, self._counted_at = (
+            Counter[int](),
+            time.monotonic(),
+        )  # completions under way, by version
         self._adapters: dict[str, int] = {}  # that the server has, and their versions
-        self._path, self._name, self._work, self._moved, self._closed = GENERATE, "", -1.0, False, False
+        self._path, self._name, self._work, self._moved, self._closed = (
+            GENERATE,
+            "",
+            -1.0,
+            False,
+            False,
+        )
         self._is_asleep = False
-        self._seen: tuple[Any, list[float]] = None, []  # the server's checksums and log-probs of the last load
-        self.opening: Future[Server] | None = None  # done once the server has answered and has what is needed
+        self._seen: tuple[Any, list[float]] = (
+            None,
+            [],
+        )  # the server's checksums and log-probs of the last load
+        self.opening: Future[Server] | None = (
+            None  # done once the server has answered and has what is needed
+        )
         self._taking_back = False
-        self._empty_aborts = Counter[tuple[int, int]]()  # by completion: answers in a row that took it back untouched
+        self._empty_aborts = Counter[
+            tuple[int, int]
+        ]()  # by completion: answers in a row that took it back untouched
 
     # -- requests
 
@@ -102,8 +134,13 @@ class VllmEngine:
         if self._is_asleep and self.parameters:
             self.load(self.version, self.parameters)
         for one in requests:
-            self.progress[one.id] = Progress(one, [PartialCompletion(one.params.max_tokens, one.turn_limit_of(number))
-                                                   for number in range(one.num_completions)])
+            self.progress[one.id] = Progress(
+                one,
+                [
+                    PartialCompletion(one.params.max_tokens, one.turn_limit_of(number))
+                    for number in range(one.num_completions)
+                ],
+            )
             add = self._queue.extendleft if one.branch else self._queue.extend
             add((one.id, number) for number in range(one.num_completions))
 
@@ -135,7 +172,9 @@ class VllmEngine:
         while self._queue and self._going.total() < self.settings.capacity:
             place = self._queue.popleft()
             self._count(1, self.version)
-            threading.Thread(target=self._ask, args=(*place, self.version, self._body(*place)), daemon=True).start()
+            threading.Thread(
+                target=self._ask, args=(*place, self.version, self._body(*place)), daemon=True
+            ).start()
         answers, self._answers = self._answers, {}
         return answers
 
@@ -153,17 +192,39 @@ class VllmEngine:
         p, tokens = request.params, one.tokens
         # Of its own, as the engines of a data-parallel server seed alike; what follows a pause has another.
         seed = request.address.key(request.first + number).tobytes() + len(tokens).to_bytes(8)
-        return self._request([*request.prompt_ids.tolist(), *tokens], str(self.version), {
-            "max_tokens": one.turn_end - len(tokens), **_distribution(p), "stop": list(p.stop),
-            "stop_token_ids": list(self.settings.eos_ids), "logprobs": 0,
-            "seed": int.from_bytes(hashlib.blake2b(seed, digest_size=8).digest()) >> 1, "skip_special_tokens": False})
+        return self._request(
+            [*request.prompt_ids.tolist(), *tokens],
+            str(self.version),
+            {
+                "max_tokens": one.turn_end - len(tokens),
+                **_distribution(p),
+                "stop": list(p.stop),
+                "stop_token_ids": list(self.settings.eos_ids),
+                "logprobs": 0,
+                "seed": int.from_bytes(hashlib.blake2b(seed, digest_size=8).digest()) >> 1,
+                "skip_special_tokens": False,
+            },
+        )
 
     def _request(self, ids: list[int], salt: str, params: dict[str, Any]) -> dict[str, Any]:
         """`salt`: the keys of prompts that the server keeps are for requests with the same alone."""
         if self._path == GENERATE:
-            return {"model": self._name, "token_ids": ids, "cache_salt": salt, "sampling_params": params}
-        return {"model": self._name, "prompt": ids, "return_token_ids": True, "cache_salt": salt, **params,
-                "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+            return {
+                "model": self._name,
+                "token_ids": ids,
+                "cache_salt": salt,
+                "sampling_params": params,
+            }
+        return {
+            "model": self._name,
+            "prompt": ids,
+            "return_token_ids": True,
+            "cache_salt": salt,
+            **params,
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+        }
 
     def _ask(self, id: int, number: int, version: int, body: dict[str, Any]) -> None:
         """In a thread of its own. A busy server is asked again."""
@@ -178,7 +239,9 @@ class VllmEngine:
                 is_busy = isinstance(error, TurnedDown) and error.status in (429, 503)
                 if self._closed or not is_busy or time.monotonic() + BUSY_SECONDS > deadline:
                     return self._hand_in(partial(self._fail, error))
-            except Exception as error:  # unseen it would end this thread, and its answer be awaited for ever
+            except (
+                Exception
+            ) as error:  # unseen it would end this thread, and its answer be awaited for ever
                 return self._hand_in(partial(self._fail, error))
             time.sleep(BUSY_SECONDS)
 
@@ -195,7 +258,7 @@ class VllmEngine:
         self._moved, most, progress = True, self.settings.max_support, self.progress[id]
         request, one = progress.request, progress.partials[number]
         with reading(self._path, reply):
-            choice, = reply["choices"]
+            (choice,) = reply["choices"]
             ids, logprobs = read_tokens(choice)
             reason = read_reason(choice, ids, self.settings.eos_ids)
             spans = {} if self._adapters else choice  # these know the base's version alone
@@ -212,7 +275,13 @@ class VllmEngine:
             return
         self._empty_aborts.pop((id, number), None)
         one.end_turn(reason, request.has_turns)
-        for each in [number] if request.has_turns else range(request.num_completions) if progress.is_done else ():
+        for each in (
+            [number]
+            if request.has_turns
+            else range(request.num_completions)
+            if progress.is_done
+            else ()
+        ):
             completion = progress.partials[each].completion(id, request.first + each, most)
             self._answers.setdefault(id, []).append(completion)
         if progress.is_done:
@@ -226,8 +295,10 @@ class VllmEngine:
             return
         self._empty_aborts[id, number] += 1
         if self._empty_aborts[id, number] >= EMPTY_ABORTS:
-            raise HostLost(f"it answered {self._path} {EMPTY_ABORTS} times in a row with finish_reason "
-                           "abort and no token")
+            raise HostLost(
+                f"it answered {self._path} {EMPTY_ABORTS} times in a row with finish_reason "
+                "abort and no token"
+            )
 
     # -- the server
 
@@ -235,13 +306,17 @@ class VllmEngine:
         """Reaches or starts the server in a thread of its own, once."""
         if self.opening is None:
             self.opening = Future()
-            threading.Thread(target=self._open_into, args=(self.opening, version), daemon=True).start()
+            threading.Thread(
+                target=self._open_into, args=(self.opening, version), daemon=True
+            ).start()
         return self.opening
 
     def _open_into(self, opening: Future[Server], version: FolderVersion) -> None:
         try:
             opening.set_result(self._open(version))
-        except BaseException as error:  # raised by `VllmHost.progress`, and by whoever waits for the server
+        except (
+            BaseException
+        ) as error:  # raised by `VllmHost.progress`, and by whoever waits for the server
             opening.set_exception(error)
             self._wake()
 
@@ -256,20 +331,28 @@ class VllmEngine:
             model = models["data"][0]
             self._name, most = model["id"], int(model.get("max_model_len") or longest)
         if most < longest:
-            raise ShoalError(f"the server at {server.url} takes {most} tokens, and a prompt with its completion may "
-                             f"have {longest}: start it with --max-model-len={longest}")
+            raise ShoalError(
+                f"the server at {server.url} takes {most} tokens, and a prompt with its completion may "
+                f"have {longest}: start it with --max-model-len={longest}"
+            )
         try:
             server.call("/is_paused")
             with contextlib.suppress(TurnedDown):
-                server.call("/resume", {})  # a host that was lost may have left it paused, with requests
+                server.call(
+                    "/resume", {}
+                )  # a host that was lost may have left it paused, with requests
                 server.call("/abort_requests", {})
-            server.call(GENERATE, self._request(list(self.settings.probe), "join", {"max_tokens": 1}))
+            server.call(
+                GENERATE, self._request(list(self.settings.probe), "join", {"max_tokens": 1})
+            )
         except TurnedDown as error:
             if error.status not in (403, 404, 405):
                 raise
             if error.path != GENERATE or error.status == 403:
-                raise ShoalError(f"the server at {server.url} lacks what a sampler needs ({error}): start it with "
-                                 "VLLM_SERVER_DEV_MODE=1 in its environment and --enable-scale-out") from error
+                raise ShoalError(
+                    f"the server at {server.url} lacks what a sampler needs ({error}): start it with "
+                    "VLLM_SERVER_DEV_MODE=1 in its environment and --enable-scale-out"
+                ) from error
             self._path = COMPLETE  # of an older version
         threading.Thread(target=self._watch, args=(server,), daemon=True).start()
         return server
@@ -317,8 +400,10 @@ class VllmEngine:
                 raise LookupError(f"version {version} is not published any more") from error
             hint = ""
             if error.path in (RELOAD, ADAPTER):
-                hint = (f" (its files are in {weights.place}: the server must see the folder publish.folder under "
-                        "the same path)")
+                hint = (
+                    f" (its files are in {weights.place}: the server must see the folder publish.folder under "
+                    "the same path)"
+                )
             raise HostLost(f"version {version} could not be loaded: {error}{hint}") from error
         self.version, self.parameters = version, weights
 
@@ -330,8 +415,11 @@ class VllmEngine:
                 server.call("/pause?mode=keep", {})
             else:
                 self._take_back(server)
-        server.call(RELOAD, {"method": "reload_weights", "kwargs": {"weights_path": str(weights.place)}},
-                    LOAD_SECONDS)
+        server.call(
+            RELOAD,
+            {"method": "reload_weights", "kwargs": {"weights_path": str(weights.place)}},
+            LOAD_SECONDS,
+        )
         server.call("/update_weight_version", {"new_version": str(weights.version)})
         # Keys of what is under way are computed anew, so that its next tokens are of the new version alone.
         server.call(f"/reset_prefix_cache?reset_running_requests={str(goes_on).lower()}", {})
@@ -345,14 +433,17 @@ class VllmEngine:
             del self._adapters[name]
         self._name = f"{weights.place.name}-{secrets.token_hex(4)}"  # a name used twice may give older keys and weights
         try:
-            server.call(ADAPTER, {"lora_name": self._name, "lora_path": str(weights.place)}, LOAD_SECONDS)
+            server.call(
+                ADAPTER, {"lora_name": self._name, "lora_path": str(weights.place)}, LOAD_SECONDS
+            )
         except TurnedDown as error:
             if "LoRA" not in str(error) or not weights.exists:
                 raise
-            raise ShoalError(f"the server at {server.url} does not take the adapter ({error}): start it with "
-                             "--enable-lora, --max-lora-rank of at least model.lora.rank, and --max-loras of at least "
-                             "train.max_staleness + 2; or without VLLM_ALLOW_RUNTIME_LORA_UPDATING, for whole models"
-                             ) from error
+            raise ShoalError(
+                f"the server at {server.url} does not take the adapter ({error}): start it with "
+                "--enable-lora, --max-lora-rank of at least model.lora.rank, and --max-loras of at least "
+                "train.max_staleness + 2; or without VLLM_ALLOW_RUNTIME_LORA_UPDATING, for whole models"
+            ) from error
         self._adapters[self._name] = weights.version
 
     def _take_back(self, server: Server) -> None:
@@ -367,7 +458,9 @@ class VllmEngine:
             if self._going.total():  # a request that came after the pause waits for its end
                 server.call("/resume", {})
             if time.monotonic() > deadline:
-                raise HostLost(f"after pause?mode=abort it has not answered {self._going.total()} requests")
+                raise HostLost(
+                    f"after pause?mode=abort it has not answered {self._going.total()} requests"
+                )
         self._taking_back = False
 
     def _check(self, server: Server, weights: FolderVersion) -> None:
@@ -380,31 +473,56 @@ class VllmEngine:
                 sums = reply["checksums"]
         found = self._score_probe(server, weights)
         if not found and sums is None:
-            raise HostRefused("it has no /weight_checker and no prompt_logprobs: nothing shows which weights it has")
+            raise HostRefused(
+                "it has no /weight_checker and no prompt_logprobs: nothing shows which weights it has"
+            )
         before, self._seen = self._seen, (sums, found)
         most, last = self.settings.tolerance, self.parameters
         # vLLM on CPU frees the matrices that it packs, and its checksum has none of these: both must stand still. No
         # checksum has an adapter, and a small change of one is less than the rounding of the probe.
-        if last and before == self._seen and last.checksum != weights.checksum and (
-                weights.base is None or np.abs(weights.probe.logprobs - last.probe.logprobs).max() > most / 10):
+        if (
+            last
+            and before == self._seen
+            and last.checksum != weights.checksum
+            and (
+                weights.base is None
+                or np.abs(weights.probe.logprobs - last.probe.logprobs).max() > most / 10
+            )
+        ):
             what = "reload_weights" if weights.base is None else "load_lora_adapter"
-            raise HostRefused(f"it answered {what} with 200 and still has the weights of version "
-                              f"{self.version}, not {weights.version}: it takes no weights over HTTP")
+            raise HostRefused(
+                f"it answered {what} with 200 and still has the weights of version "
+                f"{self.version}, not {weights.version}: it takes no weights over HTTP"
+            )
         if found:
             gap = np.abs(np.array(found) - weights.probe.logprobs).max()
-            self._check_gap(gap, weights, "its log-probs differ", "other weights, another model or another type")
+            self._check_gap(
+                gap, weights, "its log-probs differ", "other weights, another model or another type"
+            )
         self._check_sampling(server, weights)
 
     def _score_probe(self, server: Server, weights: FolderVersion) -> list[float]:
         """The server's log-probs of the probe; empty where it gives none."""
         ids = list(self.settings.probe)
-        reply = server.ask(self._path, self._request(ids, f"probe {weights.version}", {
-            "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}))
+        reply = server.ask(
+            self._path,
+            self._request(
+                ids,
+                f"probe {weights.version}",
+                {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0},
+            ),
+        )
         with reading(self._path, reply):
-            scored = reply.get("prompt_logprobs") or reply["choices"][0].get("prompt_logprobs") or []
-            found = [float(one[str(id)]["logprob"]) for id, one in zip(ids, scored, strict=False) if one]
+            scored = (
+                reply.get("prompt_logprobs") or reply["choices"][0].get("prompt_logprobs") or []
+            )
+            found = [
+                float(one[str(id)]["logprob"]) for id, one in zip(ids, scored, strict=False) if one
+            ]
             if found and len(found) != len(weights.probe.logprobs):
-                raise ValueError(f"prompt_logprobs of {len(found)} tokens in place of {len(weights.probe.logprobs)}")
+                raise ValueError(
+                    f"prompt_logprobs of {len(found)} tokens in place of {len(weights.probe.logprobs)}"
+                )
         return found
 
     def _check_sampling(self, server: Server, weights: FolderVersion) -> None:
@@ -414,23 +532,39 @@ class VllmEngine:
         and truncation, or of other tokens than those that are returned."""
         settings = self.settings
         for length, expected in zip(settings.beginnings, weights.probe.next_token, strict=True):
-            reply = server.ask(self._path, self._request(
-                list(settings.probe[:length]), f"probe {weights.version}",
-                {"max_tokens": 1, **_distribution(settings.params), "logprobs": 0, "skip_special_tokens": False}))
+            reply = server.ask(
+                self._path,
+                self._request(
+                    list(settings.probe[:length]),
+                    f"probe {weights.version}",
+                    {
+                        "max_tokens": 1,
+                        **_distribution(settings.params),
+                        "logprobs": 0,
+                        "skip_special_tokens": False,
+                    },
+                ),
+            )
             with reading(self._path, reply):
-                choice, = reply["choices"]
+                (choice,) = reply["choices"]
                 ids, logprobs = read_tokens(choice)
                 if len(ids) != 1 or not 0 <= ids[0] < len(expected):
                     raise ValueError(f"tokens {ids[:5]}: expected one, below {len(expected)}")
             gap = abs(logprobs[0] - float(expected[ids[0]]))
-            self._check_gap(gap, weights, "the log-probs of tokens that it samples differ",
-                            "start it with --logprobs-mode=processed_logprobs and --generation-config=vllm")
+            self._check_gap(
+                gap,
+                weights,
+                "the log-probs of tokens that it samples differ",
+                "start it with --logprobs-mode=processed_logprobs and --generation-config=vllm",
+            )
 
     def _check_gap(self, gap: float, weights: FolderVersion, what: str, cause: str) -> None:
         most = self.settings.tolerance
         if not gap <= most:  # so that NaN is a gap
-            raise HostLost(f"{what} from the trainer's by up to {gap:.3g} at version {weights.version}, more than "
-                           f"vllm.tolerance={exact(most)}: {cause}")
+            raise HostLost(
+                f"{what} from the trainer's by up to {gap:.3g} at version {weights.version}, more than "
+                f"vllm.tolerance={exact(most)}: {cause}"
+            )
 
     def close(self) -> None:
         self._closed = True
@@ -441,11 +575,20 @@ class VllmEngine:
 class VllmHost(ThreadHost):
     """A `Host` that is one server."""
 
-    def __init__(self, name: str, open_server: Callable[[FolderVersion], Server], settings: Settings,
-                 wake: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        name: str,
+        open_server: Callable[[FolderVersion], Server],
+        settings: Settings,
+        wake: Callable[[], None],
+    ) -> None:
         self.engine: Any = VllmEngine(open_server, settings, lambda: self._call(lambda: None))
         self._looks = 0
-        super().__init__(EngineHost(lambda purpose, size: self.engine, settings.capacity, settings.sleeps), wake, name)
+        super().__init__(
+            EngineHost(lambda purpose, size: self.engine, settings.capacity, settings.sleeps),
+            wake,
+            name,
+        )
 
     def load(self, manifest: Manifest) -> None:
         super().load(manifest)
@@ -453,18 +596,26 @@ class VllmHost(ThreadHost):
 
     def progress(self) -> HostProgress:
         self._looks += not self.engine.reports  # a start ends by a limit of its own
-        progress = replace(super().progress(), busy_seconds=self.engine.busy_seconds,
-                           reports=self._looks + self.engine.reports, silence_seconds=SILENCE_SECONDS)
+        progress = replace(
+            super().progress(),
+            busy_seconds=self.engine.busy_seconds,
+            reports=self._looks + self.engine.reports,
+            silence_seconds=SILENCE_SECONDS,
+        )
         opening = self.engine.opening
         if opening is None or not opening.done():
-            progress.capacity = -1  # groups that it had now would wait, while another server is idle
+            progress.capacity = (
+                -1
+            )  # groups that it had now would wait, while another server is idle
         else:
             opening.result()
         return progress
 
     def close(self) -> None:
         self.engine.close()
-        threading.Thread(target=super().close, daemon=True).start()  # its thread may wait for an answer
+        threading.Thread(
+            target=super().close, daemon=True
+        ).start()  # its thread may wait for an answer
 
 
 def _distribution(p: SamplingParams) -> dict[str, Any]:
@@ -478,8 +629,9 @@ def reading(path: str, reply: Any) -> Iterator[None]:
     try:
         yield
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise HostLost(f"it answered {path} with {describe_error(error)}: {shorten(json.dumps(reply), 200)}"
-                       ) from error
+        raise HostLost(
+            f"it answered {path} with {describe_error(error)}: {shorten(json.dumps(reply), 200)}"
+        ) from error
 
 
 def read_counters(text: Any) -> float:
@@ -496,8 +648,13 @@ def read_tokens(choice: Mapping[str, Any]) -> tuple[list[int], list[float]]:
     """Token ids and log-probs of a choice, by any of its forms. ValueError where they do not fit each other."""
     ids, told = [int(id) for id in choice["token_ids"]], choice.get("logprobs") or {"content": []}
     entries = told.get("content") or ()
-    logprobs = told["token_logprobs"] if "content" not in told else [one["logprob"] for one in entries]
-    named = [int(one["token_id"] if "token_id" in one else one["token"].removeprefix("token_id:")) for one in entries]
+    logprobs = (
+        told["token_logprobs"] if "content" not in told else [one["logprob"] for one in entries]
+    )
+    named = [
+        int(one["token_id"] if "token_id" in one else one["token"].removeprefix("token_id:"))
+        for one in entries
+    ]
     if len(logprobs) != len(ids) or (entries and named != ids):
         raise ValueError(f"{len(logprobs)} log-probs that are not those of its {len(ids)} tokens")
     if ids and not 0 <= min(ids) <= max(ids) < 2**31:
@@ -512,7 +669,9 @@ def read_versions(choice: Mapping[str, Any], count: int) -> list[int]:
     `count` tokens."""
     versions, spans = [], choice.get("weight_versions") or ()
     for span in spans:
-        length = min(span["end"] - span["start"], count + 1)  # a wrong end may name any number of tokens
+        length = min(
+            span["end"] - span["start"], count + 1
+        )  # a wrong end may name any number of tokens
         versions += [int(span["version"])] * length if span["start"] == len(versions) else []
     if spans and len(versions) != count:
         raise ValueError(f"weight_versions that do not cover {count} tokens")
@@ -521,13 +680,17 @@ def read_versions(choice: Mapping[str, Any], count: int) -> list[int]:
     return versions
 
 
-def read_reason(choice: Mapping[str, Any], ids: Sequence[int], eos_ids: Sequence[int]) -> StopReason | None:
+def read_reason(
+    choice: Mapping[str, Any], ids: Sequence[int], eos_ids: Sequence[int]
+) -> StopReason | None:
     """Why a completion ended; None where it was taken back. ValueError for an end that is none of the model's, and for
     tokens after an end."""
     inner_ends = [position for position, id in enumerate(ids[:-1]) if id in eos_ids]
     if inner_ends:
         position = inner_ends[0]
-        raise ValueError(f"the end token {ids[position]} at position {position} of {len(ids)}, and tokens after it")
+        raise ValueError(
+            f"the end token {ids[position]} at position {position} of {len(ids)}, and tokens after it"
+        )
     if choice["finish_reason"] != "stop":
         return {"length": StopReason.LENGTH, "abort": None}[choice["finish_reason"]]
     if isinstance(choice.get("stop_reason"), str):
@@ -542,16 +705,24 @@ def check_length(choice: Mapping[str, Any], count: int, max_tokens: int) -> None
     has fewer: a limit of the server's own ended it."""
     is_cut = choice["finish_reason"] == "length" and count < max_tokens
     if is_cut or count > max_tokens:
-        raise ValueError(f"finish_reason {choice['finish_reason']} at {count} tokens, and max_tokens was {max_tokens}: "
-                         "has the server another limit, as by --max-model-len?")
+        raise ValueError(
+            f"finish_reason {choice['finish_reason']} at {count} tokens, and max_tokens was {max_tokens}: "
+            "has the server another limit, as by --max-model-len?"
+        )
 
 
 def read_support(choice: Mapping[str, Any], count: int, most: int) -> list[np.ndarray]:
     """The ids that each token was sampled from, int32[most], -1 fills up; none where these are not asked for (0)."""
     mask = choice.get("sampling_mask") or ()
     if most and len(mask) != count:
-        raise ShoalError("the server does not return what top_k, top_p and min_p kept: start it with "
-                         "--return-sampling-mask, or set algorithm.match_sampling_support=false")
+        raise ShoalError(
+            "the server does not return what top_k, top_p and min_p kept: start it with "
+            "--return-sampling-mask, or set algorithm.match_sampling_support=false"
+        )
     if most and (largest := max(map(len, mask), default=0)) > most:
-        raise ShoalError(f"sampling.max_support={most}: the server sampled from {largest} tokens; raise it")
-    return [np.array([*kept, *[-1] * (most - len(kept))], np.int32) for kept in mask] if most else []
+        raise ShoalError(
+            f"sampling.max_support={most}: the server sampled from {largest} tokens; raise it"
+        )
+    return (
+        [np.array([*kept, *[-1] * (most - len(kept))], np.int32) for kept in mask] if most else []
+    )

@@ -68,46 +68,72 @@ class Server:
         """A process of its own at a port of this machine; `words`: the command without the port."""
         port = random.choice(PORTS)  # if it is taken, the process says so and ends
         with open(log, "ab") as output:
-            process = subprocess.Popen([*words, "--host=127.0.0.1", f"--port={port}"], env={**environment},
-                                       stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True)
+            process = subprocess.Popen(
+                [*words, "--host=127.0.0.1", f"--port={port}"],
+                env={**environment},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
         return cls(f"http://127.0.0.1:{port}", process, log)
 
-    def call(self, path: str, body: Mapping[str, Any] | None = None, seconds: float = CALL_SECONDS) -> Any:
+    def call(
+        self, path: str, body: Mapping[str, Any] | None = None, seconds: float = CALL_SECONDS
+    ) -> Any:
         """What it answers: what its JSON says, or a text. Waits `seconds` at most; raises HostLost."""
         url, data = urlsplit(self.url), None if body is None else json.dumps(body)
         kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
-        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {os.environ.get('VLLM_API_KEY')}"}
+        headers = {
+            "Content-Type": "application/json",
+            "Authorization": f"Bearer {os.environ.get('VLLM_API_KEY')}",
+        }
         seconds = max(0.1, seconds)
         deadline = time.monotonic() + seconds
         try:
-            with contextlib.closing(kind(url.hostname or "", url.port, timeout=seconds)) as connection:
-                connection.request("GET" if data is None else "POST", url.path + path, data, headers)
+            with contextlib.closing(
+                kind(url.hostname or "", url.port, timeout=seconds)
+            ) as connection:
+                connection.request(
+                    "GET" if data is None else "POST", url.path + path, data, headers
+                )
                 socket = connection.sock
                 with connection.getresponse() as reply:
                     text = _read_body(reply, socket, deadline).decode()
                     form = reply.headers.get_content_type()
             if reply.status != 200:
-                raise TurnedDown(path, reply.status, text + (f" ({self.log})" if self.process else ""))
+                raise TurnedDown(
+                    path, reply.status, text + (f" ({self.log})" if self.process else "")
+                )
             return json.loads(text) if form == "application/json" else text
         except TimeoutError:
             raise HostLost(f"it has not answered {path} in {seconds:.0f} s") from None
         except (OSError, http.client.HTTPException) as error:
             raise HostLost(self.ended() or f"{self.url}{path}: {describe_error(error)}") from error
         except (ValueError, RecursionError) as error:
-            raise HostLost(f"it answered {path} with what is no JSON: {describe_error(error)}") from error
+            raise HostLost(
+                f"it answered {path} with what is no JSON: {describe_error(error)}"
+            ) from error
 
-    def ask(self, path: str, body: Mapping[str, Any] | None = None, seconds: float = CALL_SECONDS) -> dict[str, Any]:
+    def ask(
+        self, path: str, body: Mapping[str, Any] | None = None, seconds: float = CALL_SECONDS
+    ) -> dict[str, Any]:
         """`call` for an answer that must be a JSON object; HostLost for anything else, as a proxy's HTML page."""
         reply = self.call(path, body, seconds)
         if not isinstance(reply, dict):
-            raise HostLost(f"it answered {path} with what is no JSON object: {shorten(str(reply), 200)}")
+            raise HostLost(
+                f"it answered {path} with what is no JSON object: {shorten(str(reply), 200)}"
+            )
         return reply
 
     def ended(self, patience: float = 1.0) -> str:
         """That its process has ended, with its last lines; "" unless it has."""
         with contextlib.suppress(subprocess.TimeoutExpired):  # its connections end first
             if self.process is not None:
-                code, said = self.process.wait(patience), self.log.read_text("utf-8", "replace").split("\n")
+                code, said = (
+                    self.process.wait(patience),
+                    self.log.read_text("utf-8", "replace").split("\n"),
+                )
                 last = " | ".join([line for line in said if line.strip()][-LAST_LINES:])
                 return f"its process has ended ({code}); {self.log} ends with: {last}"
         return ""
@@ -121,7 +147,9 @@ class Server:
                 return
             except HostLost as error:
                 if (ended := self.ended(0.0)) or time.monotonic() > deadline:
-                    raise HostLost(ended or f"{self.url} has not answered in {seconds:.0f} s ({error})") from error
+                    raise HostLost(
+                        ended or f"{self.url} has not answered in {seconds:.0f} s ({error})"
+                    ) from error
             time.sleep(0.2)
 
     def takes_adapters(self) -> bool:
@@ -135,5 +163,7 @@ class Server:
     def close(self) -> None:
         if self.process is not None:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)  # its own processes too, and one that is stopped
+                os.killpg(
+                    self.process.pid, signal.SIGKILL
+                )  # its own processes too, and one that is stopped
             self.process.wait()

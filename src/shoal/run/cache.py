@@ -23,7 +23,11 @@ def cache_by_configuration() -> None:
     from jax.experimental.compilation_cache import compilation_cache
 
     values = jax.config.values
-    if _FOLDER.upper() in os.environ or values[_FOLDER] is not None or not values["jax_enable_compilation_cache"]:
+    if (
+        _FOLDER.upper() in os.environ
+        or values[_FOLDER] is not None
+        or not values["jax_enable_compilation_cache"]
+    ):
         return
     jax.config.update(_FOLDER, str(cache_folder("jax")))
     if _SECONDS.upper() not in os.environ and values[_SECONDS] == 1.0:  # JAX's default: not set

@@ -1,6 +1,6 @@
 """Groups of the data's own answers, for supervised fine-tuning: the loop learns from them as from samples.
 
-    row -> dialogue, or prompt and answer -> `Stream` of tokens with its loss mask -> group of one completion
+row -> dialogue, or prompt and answer -> `Stream` of tokens with its loss mask -> group of one completion
 """
 
 from __future__ import annotations
@@ -68,12 +68,17 @@ def _notes_of_answers(task: Task) -> list[str]:
                 empty.append(place)
     total = len(task.train)
     if lacking:
-        raise ShoalError(f"task {task.name}: {len(lacking)} of {total} rows have nothing to learn, the first "
-                         f"{lacking[0]}: {_EXPECTED}; leave these rows out", "task.path")
+        raise ShoalError(
+            f"task {task.name}: {len(lacking)} of {total} rows have nothing to learn, the first "
+            f"{lacking[0]}: {_EXPECTED}; leave these rows out",
+            "task.path",
+        )
     if not empty:
         return []
-    return [f"{task.name}: {len(empty)} of {total} rows have an empty answer, the first {empty[0]}: the model learns "
-            "to say nothing; fill them in or leave these rows out"]
+    return [
+        f"{task.name}: {len(empty)} of {total} rows have an empty answer, the first {empty[0]}: the model learns "
+        "to say nothing; fill them in or leave these rows out"
+    ]
 
 
 def _is_empty(answer: Any) -> bool:
@@ -81,17 +86,25 @@ def _is_empty(answer: Any) -> bool:
     if isinstance(answer, str):
         return not answer.strip()
     held = [[value for key, value in turn.items() if key != "role"] for turn in answer]
-    return any(not any(value.strip() if isinstance(value, str) else value for value in values) for values in held)
+    return any(
+        not any(value.strip() if isinstance(value, str) else value for value in values)
+        for values in held
+    )
 
 
-_EXPECTED = ("expected `messages`, `prompt` and `completion` (both text, or both messages), or a column with a right "
-             "answer")
+_EXPECTED = (
+    "expected `messages`, `prompt` and `completion` (both text, or both messages), or a column with a right "
+    "answer"
+)
 
 
 def _dialogue(example: Example) -> Any:
     """The column `messages`, where that is what is learned; else nothing."""
-    return checked_prompt(messages, example.place) if (messages := example.columns.get("messages")) and \
-        "completion" not in example.columns else []
+    return (
+        checked_prompt(messages, example.place)
+        if (messages := example.columns.get("messages")) and "completion" not in example.columns
+        else []
+    )
 
 
 def streams(tokenizer: Tokenizer, example: Example) -> list[Stream]:
@@ -104,7 +117,9 @@ def streams(tokenizer: Tokenizer, example: Example) -> list[Stream]:
         messages, tools, first = dialogue_of(example)
         return streams_of(tokenizer, messages, tools, first)
     except (ShoalError, ValueError) as error:
-        raise ShoalError(f"{example.place or f'data row {example.row}'}: {error}", getattr(error, "key", "")) from error
+        raise ShoalError(
+            f"{example.place or f'data row {example.row}'}: {error}", getattr(error, "key", "")
+        ) from error
 
 
 def dialogue_of(example: Example) -> tuple[Messages, Any, int]:
@@ -135,12 +150,22 @@ class DataSource:
     sampler: RolloutSource
     tokenizer: Tokenizer
     config: Config
-    asked: dict[int, list[GroupRequest]] = field(default_factory=lambda: defaultdict(list))  # by step
+    asked: dict[int, list[GroupRequest]] = field(
+        default_factory=lambda: defaultdict(list)
+    )  # by step
 
     def __post_init__(self) -> None:
         own = self.sampler
-        self.publish, self.publish_frozen, self.published = own.publish, own.publish_frozen, own.published
-        self.published_shapes, self.read_stats, self.close = own.published_shapes, own.read_stats, own.close
+        self.publish, self.publish_frozen, self.published = (
+            own.publish,
+            own.publish_frozen,
+            own.published,
+        )
+        self.published_shapes, self.read_stats, self.close = (
+            own.published_shapes,
+            own.read_stats,
+            own.close,
+        )
         self.check_logprobs = own.check_logprobs
 
     def request(self, requests: Sequence[GroupRequest]) -> None:
@@ -156,8 +181,11 @@ class DataSource:
     def take(self, purpose: Purpose, step: int) -> list[Group]:
         if purpose is not Purpose.TRAIN:
             return self.sampler.take(purpose, step)
-        return [self._group(one, stream) for one in self.asked.pop(step)
-                for stream in streams(self.tokenizer, one.example)]
+        return [
+            self._group(one, stream)
+            for one in self.asked.pop(step)
+            for stream in streams(self.tokenizer, one.example)
+        ]
 
     def _group(self, request: GroupRequest, stream: Stream) -> Group:
         """The group of one stream, cut at the longest completion as a sample is."""
@@ -167,7 +195,24 @@ class DataSource:
             reason = StopReason.LENGTH
         else:
             reason = StopReason.EOS if int(ids[-1]) in self.tokenizer.eos_ids else StopReason.DATA
-        completion = Completion(request.step, 0, ids, np.zeros(len(ids), np.float32), mask,
-                                np.full(len(ids), request.version, np.int32), reason)
-        return Group(request.purpose, request.step, request.version, request.example, stream.prompt_ids, (completion,),
-                     (self.tokenizer.decode(ids),), np.zeros(1), {}, np.ones(1, bool))
+        completion = Completion(
+            request.step,
+            0,
+            ids,
+            np.zeros(len(ids), np.float32),
+            mask,
+            np.full(len(ids), request.version, np.int32),
+            reason,
+        )
+        return Group(
+            request.purpose,
+            request.step,
+            request.version,
+            request.example,
+            stream.prompt_ids,
+            (completion,),
+            (self.tokenizer.decode(ids),),
+            np.zeros(1),
+            {},
+            np.ones(1, bool),
+        )

@@ -29,16 +29,23 @@ def for_devices(config: Config, devices: int, platform: str) -> Config:
     """The configuration with what follows from the trainer's devices, `batch.prompts_per_step`, where
     `batch.prompts_per_device` is set, and `batch.micro_tokens`, where it is not; and `algorithm.correction`."""
     # Not with the configuration: devices are known only when JAX has started.
-    micro_tokens = config.batch.micro_tokens or (CPU_MICRO_TOKENS if platform == "cpu" else MICRO_TOKENS)
-    config = replace(config, batch=replace(config.batch, micro_tokens=micro_tokens),
-                     algorithm=replace(config.algorithm, correction=correction_of(config)))
+    micro_tokens = config.batch.micro_tokens or (
+        CPU_MICRO_TOKENS if platform == "cpu" else MICRO_TOKENS
+    )
+    config = replace(
+        config,
+        batch=replace(config.batch, micro_tokens=micro_tokens),
+        algorithm=replace(config.algorithm, correction=correction_of(config)),
+    )
     each, parts = config.batch.prompts_per_device, config.algorithm.num_minibatches
     if not each:
         return config
     if parts > each * devices:
-        raise ShoalError(f"batch.prompts_per_device={each} on {count(devices, 'device')} gives "
-                         f"{count(each * devices, 'prompt')} a step, fewer than algorithm.num_minibatches={parts}: "
-                         "raise it or lower that")
+        raise ShoalError(
+            f"batch.prompts_per_device={each} on {count(devices, 'device')} gives "
+            f"{count(each * devices, 'prompt')} a step, fewer than algorithm.num_minibatches={parts}: "
+            "raise it or lower that"
+        )
     return replace(config, batch=replace(config.batch, prompts_per_step=each * devices))
 
 
@@ -69,11 +76,14 @@ def staleness_text(config: Config, own_devices: bool) -> str:
     """
     oldest, correction = oldest_samples(config), correction_of(config)
     how = {"none": "not corrected", "direct": "with the ratio to the sampler's log-probs"}.get(
-        correction, "corrected by importance weights")
+        correction, "corrected by importance weights"
+    )
     text = f"up to {count(oldest, 'version')} old, {how} (algorithm.correction={correction})"
     if config.sampler.kind == "vllm":
-        return "by vLLM, whose numbers are not the trainer's and which samples other tokens when it is asked again; " \
-               f"{text}"
+        return (
+            "by vLLM, whose numbers are not the trainer's and which samples other tokens when it is asked again; "
+            f"{text}"
+        )
     if config.sampler.quantise != "none":
         text = f"by weights in {config.sampler.quantise}, which are not quite the trainer's; {text}"
         if not oldest:
@@ -81,10 +91,16 @@ def staleness_text(config: Config, own_devices: bool) -> str:
     if not oldest:
         return ""
     if own_devices:
-        return text + ("; the sampler takes new weights while completions go on" if config.train.versions == "newest"
-                       else "; the sampler goes on while the trainer learns")
-    return text + ("; sampler and trainer share devices and take turns, so with train.versions=newest none is"
-                   if config.train.versions == "newest" else "")
+        return text + (
+            "; the sampler takes new weights while completions go on"
+            if config.train.versions == "newest"
+            else "; the sampler goes on while the trainer learns"
+        )
+    return text + (
+        "; sampler and trainer share devices and take turns, so with train.versions=newest none is"
+        if config.train.versions == "newest"
+        else ""
+    )
 
 
 def num_updates(config: Config) -> int:
@@ -101,8 +117,14 @@ def micro_batch_shapes(config: Config, row_shards: int) -> tuple[Shape, ...]:
     """The shapes of micro-batches; nearly all have the first."""
     from shoal.trainer.update import update_shapes
 
-    return update_shapes(longest_sequence(config), config.sampling.max_completion_tokens, config.batch,
-                         config.algorithm.num_minibatches, row_shards, config.mesh.context)
+    return update_shapes(
+        longest_sequence(config),
+        config.sampling.max_completion_tokens,
+        config.batch,
+        config.algorithm.num_minibatches,
+        row_shards,
+        config.mesh.context,
+    )
 
 
 def group_rows(config: Config, row_shards: int) -> list[int]:
@@ -111,10 +133,14 @@ def group_rows(config: Config, row_shards: int) -> list[int]:
     from shoal.trainer.batch import row_unit
 
     b, s, context = config.batch, config.sampling, config.mesh.context
-    prompts, group = -(-b.prompts_per_step // config.algorithm.num_minibatches), \
-        s.max_prompt_tokens + b.group_size * s.max_completion_tokens
+    prompts, group = (
+        -(-b.prompts_per_step // config.algorithm.num_minibatches),
+        s.max_prompt_tokens + b.group_size * s.max_completion_tokens,
+    )
     groups = max(1, prompts * context // row_shards)
-    each = (-(-number * group // context) for number in range(1, groups + 1) if groups % number == 0)
+    each = (
+        -(-number * group // context) for number in range(1, groups + 1) if groups % number == 0
+    )
     return [-(-size // (unit := row_unit(size))) * unit for size in each]
 
 
@@ -140,14 +166,23 @@ def packed_tokens(config: Config, shapes: Sequence[Shape], prompts: int) -> int:
     from shoal.trainer.batch import in_batches
 
     s = config.sampling
-    group = s.max_prompt_tokens, dict.fromkeys(range(config.batch.group_size), s.max_completion_tokens)
-    return sum(shape.tokens for shape, _ in in_batches(dict.fromkeys(range(prompts), group), shapes)) if prompts else 0
+    group = (
+        s.max_prompt_tokens,
+        dict.fromkeys(range(config.batch.group_size), s.max_completion_tokens),
+    )
+    return (
+        sum(shape.tokens for shape, _ in in_batches(dict.fromkeys(range(prompts), group), shapes))
+        if prompts
+        else 0
+    )
 
 
 def max_support(config: Config) -> int:
     """Token ids stored at each position for `match_sampling_support`; 0 for none."""
     s = config.sampling
-    if config.algorithm.learns_from_data or not (s.params.truncated and config.algorithm.match_sampling_support):
+    if config.algorithm.learns_from_data or not (
+        s.params.truncated and config.algorithm.match_sampling_support
+    ):
         return 0
     return min(s.max_support, s.top_k or s.max_support)
 
@@ -162,13 +197,21 @@ def step_text(config: Config) -> str:
     if batch.prompts_per_device:
         m = config.mesh
         devices = m.data * m.fsdp * m.tensor * m.context * m.dcn_data * m.dcn_fsdp
-        whole = f" x {count(devices, 'device')} = {devices * completions} completions" if devices > 0 else ""
-        return (f"this step = {count(batch.prompts_per_device, 'prompt')} a device x "
-                f"{count(batch.group_size, 'completion')}{whole}, {count(updates, 'update')}; "
-                f"{count(config.steps, 'step')}")
-    return (f"this step = {count(batch.prompts_per_step, 'prompt')} x {count(batch.group_size, 'completion')} = "
-            f"{count(completions, 'completion')}, {count(updates, 'update')} ({count(algorithm.num_epochs, 'epoch')} x "
-            f"{count(algorithm.num_minibatches, 'mini-batch', 'mini-batches')}); {count(config.steps, 'step')}")
+        whole = (
+            f" x {count(devices, 'device')} = {devices * completions} completions"
+            if devices > 0
+            else ""
+        )
+        return (
+            f"this step = {count(batch.prompts_per_device, 'prompt')} a device x "
+            f"{count(batch.group_size, 'completion')}{whole}, {count(updates, 'update')}; "
+            f"{count(config.steps, 'step')}"
+        )
+    return (
+        f"this step = {count(batch.prompts_per_step, 'prompt')} x {count(batch.group_size, 'completion')} = "
+        f"{count(completions, 'completion')}, {count(updates, 'update')} ({count(algorithm.num_epochs, 'epoch')} x "
+        f"{count(algorithm.num_minibatches, 'mini-batch', 'mini-batches')}); {count(config.steps, 'step')}"
+    )
 
 
 THEIR_SIZES = {
@@ -177,7 +220,8 @@ THEIR_SIZES = {
     "tunix": "Tunix counts {prompts:,} prompts a batch, {completions:,} completions in mini-batches of {each:,}",
     "trl": "TRL counts a generation_batch_size of {completions:,}, and max_steps={updates:,} of {each:,} completions",
     "verl": "verl counts a train_batch_size of {prompts:,} prompts and a ppo_mini_batch_size of {part:,}, {updates:,} "
-            "updates"}
+    "updates",
+}
 """Recipe -> the quantities that its system's users know."""
 
 
@@ -186,15 +230,24 @@ def their_sizes(config: Config) -> str:
     prompts, each = config.batch.prompts_per_step, config.algorithm.num_minibatches
     completions = prompts * config.batch.group_size
     return THEIR_SIZES.get(config.recipe, "").format(
-        prompts=prompts, completions=completions, all=config.steps * completions, updates=num_updates(config),
-        part=prompts // each, each=completions // each, length=longest_sequence(config),
-        tokens=completions * longest_sequence(config))
+        prompts=prompts,
+        completions=completions,
+        all=config.steps * completions,
+        updates=num_updates(config),
+        part=prompts // each,
+        each=completions // each,
+        length=longest_sequence(config),
+        tokens=completions * longest_sequence(config),
+    )
 
 
 def step_sizes(config: Config) -> tuple[int, int]:
     """Completions (of one device with batch.prompts_per_device) and updates of a step."""
-    return ((config.batch.prompts_per_device or config.batch.prompts_per_step) * config.batch.group_size,
-            config.algorithm.num_epochs * config.algorithm.num_minibatches)
+    return (
+        (config.batch.prompts_per_device or config.batch.prompts_per_step)
+        * config.batch.group_size,
+        config.algorithm.num_epochs * config.algorithm.num_minibatches,
+    )
 
 
 # ---- when
@@ -218,7 +271,10 @@ def step_seconds(schedule: Schedule, sampling: float, training: float, own_devic
     """
     if not own_devices:
         return sampling + training
-    sampled, trained = 0.0, [0.0]  # when each step's update has ended, the first entry being the start
+    sampled, trained = (
+        0.0,
+        [0.0],
+    )  # when each step's update has ended, the first entry being the start
     steady = ROUNDS * schedule.weight_sync_interval
     for step in range(2 * steady):
         # Asked for as early as its age allows, and answered by the version that was published for it.

@@ -30,7 +30,17 @@ if TYPE_CHECKING:
 LARGE_STEP = 1 << 24
 """Tokens of a planned step above which JAX is started, to hold its memory against the devices'."""
 
-DEVICE_STAGES = ("world", "given_roles", "placement", "model", "teacher", "slots", "reward_findings", "sizes", "room")
+DEVICE_STAGES = (
+    "world",
+    "given_roles",
+    "placement",
+    "model",
+    "teacher",
+    "slots",
+    "reward_findings",
+    "sizes",
+    "room",
+)
 """What is judged when all processes of a run have met."""
 
 
@@ -46,7 +56,9 @@ def check_dry_run(config: Any) -> list[Finding]:
         check_run_folder(config)
         if config.mesh != MeshSection() or config.topology or _needs_memory(config):
             check_placement(config, findings)
-    elif command in ("train", "sft", "doctor", "generate", "serve") or (command == "eval" and not config.responses):
+    elif command in ("train", "sft", "doctor", "generate", "serve") or (
+        command == "eval" and not config.responses
+    ):
         _check_job(config, findings, command)
     elif command in ("export", "convert"):
         from shoal.mesh import available_devices
@@ -64,12 +76,16 @@ def _check_job(config: Any, findings: Findings, command: str) -> None:
 
         plan = resolve_run(config, findings.of("configuration"))
         config, resumed = plan.config, plan.run
-        if resumed and (read_summary(resumed) or {}).get("steps") == config.steps:  # `shoal train` leaves it as it is
+        if (
+            resumed and (read_summary(resumed) or {}).get("steps") == config.steps
+        ):  # `shoal train` leaves it as it is
             return
         without = DEVICE_STAGES if _has_processes(config, findings) else ()
     with offline(), _quiet_job(config, findings, resumed=resumed) as job:
         job.check(*without)
-        if isinstance(config, Config) and not without and "roles" not in job.opened:  # the model is not here
+        if (
+            isinstance(config, Config) and not without and "roles" not in job.opened
+        ):  # the model is not here
             _check_roles(job, job.given_roles)
     if command in ("train", "sft"):
         stop_on_warnings(config, findings)
@@ -99,7 +115,10 @@ def _check_roles(job: Job, roles: Roles) -> None:
 
 def _needs_memory(config: Config) -> bool:
     """True where a step is so large, or has so few prompts a device, that its devices decide whether it can be."""
-    return _tokens(config) > LARGE_STEP or 0 < config.batch.prompts_per_device < config.algorithm.num_minibatches
+    return (
+        _tokens(config) > LARGE_STEP
+        or 0 < config.batch.prompts_per_device < config.algorithm.num_minibatches
+    )
 
 
 def _has_processes(config: Config, findings: Findings) -> bool:
@@ -110,8 +129,10 @@ def _has_processes(config: Config, findings: Findings) -> bool:
     from shoal.mesh.processes import find_processes
 
     if (processes := find_processes(mesh).processes) > 1:
-        findings.of("mesh").warning(f"mesh.processes={processes}: the devices of the others are not known here; mesh "
-                                    "and memory are judged when all have met, before weights are read")
+        findings.of("mesh").warning(
+            f"mesh.processes={processes}: the devices of the others are not known here; mesh "
+            "and memory are judged when all have met, before weights are read"
+        )
     return processes > 1
 
 
@@ -122,13 +143,17 @@ def check_placement(config: PlanConfig, findings: Findings) -> None:
     from shoal.mesh.topology import parse_topology, placeholder_devices
     from shoal.run.loading import ModelSpec, check_positions, known_architecture, model_path
 
-    if config.topology:  # the compilers for other devices would look for theirs, in vain, and print pages about it
+    if (
+        config.topology
+    ):  # the compilers for other devices would look for theirs, in vain, and print pages about it
         jax.config.update("jax_platforms", "cpu")
     devices = placeholder_devices(parse_topology(config.topology)) if config.topology else ()
     known = known_architecture(config.model)
     if known:
         check_positions(known, config.sampling, f"model.path={model_path(config.model)}")
-    with _quiet_job(config, findings, devices=devices, spec=ModelSpec(Path(), known) if known else None) as job:
+    with _quiet_job(
+        config, findings, devices=devices, spec=ModelSpec(Path(), known) if known else None
+    ) as job:
         _check_roles(job, job.roles if known else job.given_roles)
         if _is_here(config.model) and not config.topology:
             job.sizes  # noqa: B018
@@ -143,7 +168,9 @@ def _quiet_job(config: Any, findings: Findings, **parts: Any) -> Job:
 
 def adapter_lines(config: Any) -> list[str]:
     """What an adapter trains, where the model's sizes are on this machine. ShoalError for one that cannot be."""
-    if not isinstance(config, Config) or (config.model.lora == LoraSection() and config.model.quantise == "none"):
+    if not isinstance(config, Config) or (
+        config.model.lora == LoraSection() and config.model.quantise == "none"
+    ):
         return []
     from shoal.run.loading import check_quantised, known_architecture, planned_architecture
     from shoal.run.size import parameter_count
@@ -155,8 +182,10 @@ def adapter_lines(config: Any) -> list[str]:
     if a.adapter is None:
         return []
     frozen = parameter_count(a.base)
-    return [f"LoRA of rank {a.adapter.rank} trains {parameter_count(a) - frozen:,} parameters beside "
-            f"{frozen:,} frozen ones"]
+    return [
+        f"LoRA of rank {a.adapter.rank} trains {parameter_count(a) - frozen:,} parameters beside "
+        f"{frozen:,} frozen ones"
+    ]
 
 
 def check_files(config: Any, findings: Findings) -> None:
@@ -164,7 +193,9 @@ def check_files(config: Any, findings: Findings) -> None:
     a folder and would be looked for on the hub."""
     known, command = keys_of(type(config)), command_of(type(config))
     for key in (*INPUTS, "to", "output"):
-        if (value := getattr(config, key, "")) and command != "compat":  # it writes into folders that are there
+        if (
+            value := getattr(config, key, "")
+        ) and command != "compat":  # it writes into folders that are there
             if key in INPUTS:
                 check_input(value, key)
             elif key == "to" and command != "view":  # which writes its page to a file
@@ -177,7 +208,9 @@ def check_files(config: Any, findings: Findings) -> None:
         path = Path(get_value(config, key)).expanduser() if key in known else Path()
         if len(path.parts) == 2 and path.parent.is_dir() and not path.exists():
             findings.of("configuration").warning(
-                f"{key}={path}: {path.parent}/ holds nothing of that name; the run would look for it on the hub", key)
+                f"{key}={path}: {path.parent}/ holds nothing of that name; the run would look for it on the hub",
+                key,
+            )
 
 
 def _is_here(section: ModelSection) -> bool:

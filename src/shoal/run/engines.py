@@ -46,14 +46,21 @@ class CacheRoom(NamedTuple):
         if not self.tokens:
             return most
         each = self.tokens // self.replicas
-        rows = min(each // (self.prompt + siblings * self.own), (each - siblings * self.longest) // self.prompt)
+        rows = min(
+            each // (self.prompt + siblings * self.own),
+            (each - siblings * self.longest) // self.prompt,
+        )
         return min(most, max(0, rows) * self.replicas * siblings)
 
     def pages(self, slots: int, siblings: int) -> int:
         """Pages of a replica's pool: what there is memory for, at most as many as all limits need, at least as a row's
         do. 0 where caches are not by pages."""
         rows = num_rows(slots, siblings, self.replicas) // self.replicas
-        keys = self.tokens // self.replicas - rows * self.prompt if self.tokens else rows * siblings * self.own
+        keys = (
+            self.tokens // self.replicas - rows * self.prompt
+            if self.tokens
+            else rows * siblings * self.own
+        )
         most = rows * siblings * self.longest
         return max(siblings * self.longest, min(keys, most)) // PAGE if self.by_pages else 0
 
@@ -79,8 +86,15 @@ class Places(NamedTuple):
         return slots, siblings
 
 
-def choose_places(sampling: SamplingSection, model: Model, slots: int, group_size: int, completions: float,
-                  free_tokens: int = 0, turns: Turns = "") -> Places:
+def choose_places(
+    sampling: SamplingSection,
+    model: Model,
+    slots: int,
+    group_size: int,
+    completions: float,
+    free_tokens: int = 0,
+    turns: Turns = "",
+) -> Places:
     """At most `slots` of so many completions, as there are `free_tokens` for their keys and values; 0 for no bound.
     ShoalError for a mean length of completions where caches are not by pages.
 
@@ -89,16 +103,29 @@ def choose_places(sampling: SamplingSection, model: Model, slots: int, group_siz
     """
     role, mean, paged = model.role, sampling.mean_completion_tokens, by_pages(model)
     if mean and not paged:
-        raise ShoalError(f"sampling.mean_completion_tokens={mean}: only decoding by the kernel for TPUs has caches by "
-                         f"pages ({role.platform.upper()}, model.attention={model.attention}); use 0",
-                         "sampling.mean_completion_tokens")
+        raise ShoalError(
+            f"sampling.mean_completion_tokens={mean}: only decoding by the kernel for TPUs has caches by "
+            f"pages ({role.platform.upper()}, model.attention={model.attention}); use 0",
+            "sampling.mean_completion_tokens",
+        )
     longest = sampling.max_completion_tokens
-    prompt, own, longest = (cache_size(size, role.platform, model.key_parts)
-                            for size in (sampling.slot_prompt, mean or longest, longest))
+    prompt, own, longest = (
+        cache_size(size, role.platform, model.key_parts)
+        for size in (sampling.slot_prompt, mean or longest, longest)
+    )
     room = CacheRoom(prompt, own, longest, free_tokens, role.row_shards, paged)
-    few = next(size for size in range(1, group_size + 1)
-               if not group_size % size and (prompt <= size * own or size == group_size))
-    siblings = group_size if room.slots(slots, group_size) >= completions else few if room.slots(slots, few) else 1
+    few = next(
+        size
+        for size in range(1, group_size + 1)
+        if not group_size % size and (prompt <= size * own or size == group_size)
+    )
+    siblings = (
+        group_size
+        if room.slots(slots, group_size) >= completions
+        else few
+        if room.slots(slots, few)
+        else 1
+    )
     if turns == "environments" or (turns and room.slots(slots, group_size) < completions):
         siblings = 1  # one that waits for a tool can then give up its row alone
     if role.platform == "tpu":
@@ -106,8 +133,15 @@ def choose_places(sampling: SamplingSection, model: Model, slots: int, group_siz
     return Places(max(room.slots(slots, siblings), siblings), siblings, room)
 
 
-def engine_maker(model: Model, tokenizer: Tokenizer, sampling: SamplingSection, places: Places, group_size: int,
-                 max_support: int = 0, truncated: bool = False) -> Callable[[Purpose, int], Engine]:
+def engine_maker(
+    model: Model,
+    tokenizer: Tokenizer,
+    sampling: SamplingSection,
+    places: Places,
+    group_size: int,
+    max_support: int = 0,
+    truncated: bool = False,
+) -> Callable[[Purpose, int], Engine]:
     """A function that gives the engine for groups of a purpose and size: one for all sizes that its rows can be filled
     with, made when it is first asked for. Training's stores the support of each token, at most `max_support` ids; where
     that is not 0, the others have engines of their own, which store none. `truncated`: requests may truncate, though
@@ -119,18 +153,31 @@ def engine_maker(model: Model, tokenizer: Tokenizer, sampling: SamplingSection, 
         slots, siblings = places.rows_for(size, group_size, support == max_support)
         if (siblings, support) not in engines:
             engines[siblings, support] = Engine(
-                model, slots=slots, siblings_per_row=siblings,
+                model,
+                slots=slots,
+                siblings_per_row=siblings,
                 group_size=group_size if siblings == places.siblings else size,
-                max_prompt_tokens=sampling.slot_prompt, max_completion_tokens=sampling.max_completion_tokens,
-                eos_ids=tokenizer.eos_ids, decode=tokenizer.decode, truncated=truncated or sampling.params.truncated,
-                max_support=support, pages=places.room.pages(slots, siblings))
+                max_prompt_tokens=sampling.slot_prompt,
+                max_completion_tokens=sampling.max_completion_tokens,
+                eos_ids=tokenizer.eos_ids,
+                decode=tokenizer.decode,
+                truncated=truncated or sampling.params.truncated,
+                max_support=support,
+                pages=places.room.pages(slots, siblings),
+            )
         return engines[siblings, support]
 
     return make
 
 
-def sampling_engine_maker(model: Model, tokenizer: Tokenizer, sampling: SamplingSection, slots: int,
-                          group_size: int, truncated: bool = False) -> Callable[[Purpose, int], Engine]:
+def sampling_engine_maker(
+    model: Model,
+    tokenizer: Tokenizer,
+    sampling: SamplingSection,
+    slots: int,
+    group_size: int,
+    truncated: bool = False,
+) -> Callable[[Purpose, int], Engine]:
     """A function that makes the engines of a command that only samples, `slots` completions at once."""
     # However few prompts are asked: another number of rows is another program, whose last bits differ on some
     # processors, and an answer may not depend on how many others were asked for. Only an evaluation, whose questions
@@ -145,7 +192,9 @@ def training_places(config: Config, roles: Roles, a: Architecture) -> Places:
     step = -(-config.batch.prompts_per_step // num_hosts(roles)) * size
     slots = config.sampling.slots_per_device * role.mesh.size or step
     model = make_model(config.model, a, role)
-    places = choose_places(config.sampling, model, slots, size, step, free_cache_tokens(config, roles, a), config.turns)
+    places = choose_places(
+        config.sampling, model, slots, size, step, free_cache_tokens(config, roles, a), config.turns
+    )
     return places._replace(evaluated=config.sampling.evaluation_slots)
 
 
@@ -167,27 +216,53 @@ def places_text(config: Config, roles: Roles, a: Architecture) -> str:
     if config.sampler.kind == "vllm":
         return f"{count(config.num_workers, 'server')} of vLLM, {count(places.slots, 'completion')} at once at each"
     parts = []
-    if places.siblings != size or places.slots * num_hosts(roles) < config.batch.prompts_per_step * size:
-        shared = f"{places.siblings} of a prompt share a row" if places.siblings > 1 else "each in a row of its own"
+    if (
+        places.siblings != size
+        or places.slots * num_hosts(roles) < config.batch.prompts_per_step * size
+    ):
+        shared = (
+            f"{places.siblings} of a prompt share a row"
+            if places.siblings > 1
+            else "each in a row of its own"
+        )
         each = " at each host" if len(roles.hosts) > 1 else ""
         parts.append(f"{count(places.slots, 'completion')} at once{each}, {shared}")
     room = config.sampling.slot_prompt
     if room < config.sampling.max_prompt_tokens:
-        parts.append(f"room for prompts of {count(room, 'token')}, as the data has them (sampling.prompt_slot_tokens)")
+        parts.append(
+            f"room for prompts of {count(room, 'token')}, as the data has them (sampling.prompt_slot_tokens)"
+        )
     return "; ".join(parts)
 
 
-def training_engine_maker(config: Config, model: Model, roles: Roles, tokenizer: Tokenizer,
-                          architecture: Architecture | None = None, host: int = 0) -> Callable[[Purpose, int], Engine]:
+def training_engine_maker(
+    config: Config,
+    model: Model,
+    roles: Roles,
+    tokenizer: Tokenizer,
+    architecture: Architecture | None = None,
+    host: int = 0,
+) -> Callable[[Purpose, int], Engine]:
     """A function that makes the engines of a host of a training run. `architecture`: of the model that memory is
     reckoned with, if it is not that of `model`."""
     places = training_places(config, roles, architecture or model.architecture)
-    return engine_maker(model.on(roles.hosts[host]), tokenizer, config.sampling, places, config.batch.group_size,
-                        max_support(config))
+    return engine_maker(
+        model.on(roles.hosts[host]),
+        tokenizer,
+        config.sampling,
+        places,
+        config.batch.group_size,
+        max_support(config),
+    )
 
 
-def run_engines(config: Config, model: Model, roles: Roles, tokenizer: Tokenizer,
-                architecture: Architecture | None = None) -> Iterator[tuple[str, Engine]]:
+def run_engines(
+    config: Config,
+    model: Model,
+    roles: Roles,
+    tokenizer: Tokenizer,
+    architecture: Architecture | None = None,
+) -> Iterator[tuple[str, Engine]]:
     """The engines of a run, one by one: for training's groups, greedy answers and pass@k's groups; several may be the
     same. Nothing is compiled."""
     make = training_engine_maker(config, model, roles, tokenizer, architecture)
@@ -197,7 +272,9 @@ def run_engines(config: Config, model: Model, roles: Roles, tokenizer: Tokenizer
         yield "pass@k", make(Purpose.EVALUATE, config.pass_k)
 
 
-def engine_states(config: Config, model: Model, roles: Roles, a: Architecture) -> Iterator[tuple[str, DecodeState]]:
+def engine_states(
+    config: Config, model: Model, roles: Roles, a: Architecture
+) -> Iterator[tuple[str, DecodeState]]:
     """Name and shapes of what each of `run_engines` holds that a run uses; no engine is made. `a`: the model that
     memory is reckoned with."""
     places, own = training_places(config, roles, a), model.on(roles.hosts[0])
@@ -210,5 +287,14 @@ def engine_states(config: Config, model: Model, roles: Roles, a: Architecture) -
             slots, siblings = places.rows_for(size, config.batch.group_size, is_shared)
             rows, shards = num_rows(slots, siblings, own.role.row_shards), own.role.row_shards
             room = places.room
-            yield name, state_shapes(own, rows, siblings, room.prompt, room.longest,
-                                     shards * room.pages(slots, siblings))
+            yield (
+                name,
+                state_shapes(
+                    own,
+                    rows,
+                    siblings,
+                    room.prompt,
+                    room.longest,
+                    shards * room.pages(slots, siblings),
+                ),
+            )

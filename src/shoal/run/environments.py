@@ -44,12 +44,16 @@ def with_environment(task: Task, given: Any) -> Task:
         if is_server := spec.startswith(PREFIX):
             require_packages("openenv", "websockets")
         made = openenv(spec) if is_server else load_named([spec], "environment")[0]
-        task = replace(task, environments=made if isinstance(made, Mapping) else {name_of(made): made})
+        task = replace(
+            task, environments=made if isinstance(made, Mapping) else {name_of(made): made}
+        )
     if section.rollout:
-        function, = load_functions([section.rollout], "rollout", "")
+        (function,) = load_functions([section.rollout], "rollout", "")
         task = replace(task, tools=(), environments={ROLLOUT: partial(RolloutCall, function)})
     if section.agent:
-        is_function = section.agent.startswith(FROM_PYTHON) or ".py:" in section.agent.partition(" ")[0]
+        is_function = (
+            section.agent.startswith(FROM_PYTHON) or ".py:" in section.agent.partition(" ")[0]
+        )
         named = load_functions([section.agent], "agent", "")[0] if is_function else section.agent
         agent = AgentProgram(named, given.sampling, given.model.path)
         task = replace(task, tools=(), environments={ROLLOUT: partial(Agent, agent)})
@@ -74,13 +78,25 @@ class TurnFormats:
         if kind not in self._made:
             functions = self.sessions.functions(columns)
             known = {line for made in self._made.values() for line in made.notes}
-            form = TurnFormat(self.tokenizer, list(map(schema, functions.values())), self.section.call_format,
-                              self.section.special_tokens)
-            answer = {"role": "tool", "name": name, "content": "1"} if (name := next(iter(functions), "")) else \
-                {"role": "user", "content": "1"}
-            if self.limit < (least := 2 + len(form.encode_context([answer]))):  # a token before it, and one after
-                raise ShoalError(f"sampling.max_completion_tokens={self.limit}: all tokens of a rollout count, and one "
-                                 f"answer takes at least {least}: raise it", "sampling.max_completion_tokens")
+            form = TurnFormat(
+                self.tokenizer,
+                list(map(schema, functions.values())),
+                self.section.call_format,
+                self.section.special_tokens,
+            )
+            answer = (
+                {"role": "tool", "name": name, "content": "1"}
+                if (name := next(iter(functions), ""))
+                else {"role": "user", "content": "1"}
+            )
+            if self.limit < (
+                least := 2 + len(form.encode_context([answer]))
+            ):  # a token before it, and one after
+                raise ShoalError(
+                    f"sampling.max_completion_tokens={self.limit}: all tokens of a rollout count, and one "
+                    f"answer takes at least {least}: raise it",
+                    "sampling.max_completion_tokens",
+                )
             self._made[kind] = form
             for line in form.notes if self.section.history == "keep" else ():
                 if line not in known:
@@ -90,13 +106,17 @@ class TurnFormats:
     def encode(self, example: Example) -> np.ndarray:
         """Token ids of an example's prompt, int32[T], with its tools."""
         kind = self.sessions.kind_of(example.columns)
-        return (self.tokenizer if kind and kind.asks else self.of(example.columns)).encode_prompt(example.prompt)
+        return (self.tokenizer if kind and kind.asks else self.of(example.columns)).encode_prompt(
+            example.prompt
+        )
 
 
 def make_player(turns: TurnFormats, places: int, sampling: SamplingSection) -> Player:
     """What plays rollouts of several turns on a sampler of so many places."""
     most = turns.section.rollouts or places
-    return Player(turns.sessions, turns.of, turns.section, sampling.max_prompt_tokens, most, turns.tokenizer)
+    return Player(
+        turns.sessions, turns.of, turns.section, sampling.max_prompt_tokens, most, turns.tokenizer
+    )
 
 
 def open_sessions(task: Task, given: Any) -> Sessions | None:
@@ -105,8 +125,12 @@ def open_sessions(task: Task, given: Any) -> Sessions | None:
     if not (task.tools or task.environments):
         return None
     section = section_of(given)
-    sessions = Sessions(task.tools, task.environments, section,
-                        enter_sandbox(task, section) if section.sandbox == "bwrap" else None)
+    sessions = Sessions(
+        task.tools,
+        task.environments,
+        section,
+        enter_sandbox(task, section) if section.sandbox == "bwrap" else None,
+    )
     try:
         for rows in (task.train, *task.evaluations.values()):
             if rows:
@@ -128,9 +152,22 @@ def _try(sessions: Sessions, example: Example) -> None:
     for reply in filter(lambda one: one.kind, replies):
         kind, row = sessions.kind_of(example.columns), example.place or f"data row {example.row}"
         if kind and kind.asks:
-            what = ("agent", "environment.agent") if kind.type is Agent else ("rollout function", "environment.rollout")
+            what = (
+                ("agent", "environment.agent")
+                if kind.type is Agent
+                else ("rollout function", "environment.rollout")
+            )
             raise ShoalError(f"the {what[0]} failed for {row}: {reply.error}", what[1])
-        method, cure = ("get_reward", "a number or None") if reply.what == "end" else \
-            ("reset", f"a text or None, of the columns {', '.join(example.columns)}; **columns takes what has no name")
-        raise ShoalError(f"environment {kind and kind.type.__name__}: {method} failed for {row}: {reply.error}; it "
-                         f"must return {cure}", "environment.factory")
+        method, cure = (
+            ("get_reward", "a number or None")
+            if reply.what == "end"
+            else (
+                "reset",
+                f"a text or None, of the columns {', '.join(example.columns)}; **columns takes what has no name",
+            )
+        )
+        raise ShoalError(
+            f"environment {kind and kind.type.__name__}: {method} failed for {row}: {reply.error}; it "
+            f"must return {cure}",
+            "environment.factory",
+        )

@@ -30,11 +30,21 @@ if TYPE_CHECKING:
 
 PHASES: Mapping[str, tuple[str, str]] = {
     **dict.fromkeys(("embed", "prefill", "enter", "join", "decode"), ("sampling", "sampling")),
-    "score": ("scoring", "always"), "reference": ("scoring", "always"), "teacher": ("scoring", "always"),
-    "accumulate": ("update", "update"), "apply": ("update", "update"), "publish": ("publication", "always")}
+    "score": ("scoring", "always"),
+    "reference": ("scoring", "always"),
+    "teacher": ("scoring", "always"),
+    "accumulate": ("update", "update"),
+    "apply": ("update", "update"),
+    "publish": ("publication", "always"),
+}
 """Program -> the phase of a step in which it runs, and what roles hold then besides what they always hold."""
 
-LARGEST: Mapping[str, str] = {"prefill": "sampler", "decode": "sampler", "accumulate": "trainer", "apply": "trainer"}
+LARGEST: Mapping[str, str] = {
+    "prefill": "sampler",
+    "decode": "sampler",
+    "accumulate": "trainer",
+    "apply": "trainer",
+}
 """The programs that need most memory, and the roles that run them."""
 
 FULL = 0.97
@@ -51,34 +61,65 @@ def outline(job: Job) -> dict[str, Any]:
     """What is known of a job before anything is compiled, for JSON. `activations`: bytes that an update is reckoned to
     need on a device besides what roles hold."""
     config, model, roles = job.config, job.model, job.roles
-    a, role, shape = model.architecture, roles.trainer, micro_batch_shapes(config, roles.trainer.row_shards)[0]
+    a, role, shape = (
+        model.architecture,
+        roles.trainer,
+        micro_batch_shapes(config, roles.trainer.row_shards)[0],
+    )
     teacher = job.opened.get("teacher")
-    sizes = job_sizes(config, a, roles, model.dtype, teacher.architecture if teacher else teacher_architecture(config),
-                      engine_states(config, model, roles, a))
+    sizes = job_sizes(
+        config,
+        a,
+        roles,
+        model.dtype,
+        teacher.architecture if teacher else teacher_architecture(config),
+        engine_states(config, model, roles, a),
+    )
     mine = list(role.mesh.devices.flat)
     memory, places = device_memory(mine[0]), training_places(config, roles, a)
     if not memory:
         available = available_memory(mine)
         memory = available.total // available.sharing
     rows = num_rows(places.slots, places.siblings, roles.hosts[0].row_shards)
-    tokens, remat = shape.tokens // role.row_shards, "dots" if model.remat == "none" else model.remat
-    kept, on_host = activation_bytes(a, tokens / role.tensor, model.dtype, remat), sizes.held["trainer"]["host"]
+    tokens, remat = (
+        shape.tokens // role.row_shards,
+        "dots" if model.remat == "none" else model.remat,
+    )
+    kept, on_host = (
+        activation_bytes(a, tokens / role.tensor, model.dtype, remat),
+        sizes.held["trainer"]["host"],
+    )
     if remat == "offload" and role.platform != "cpu":  # but for two layers', which are on their way
         stored = kept + input_bytes(a, tokens, model.dtype)
         kept -= stored * max(0, a.num_layers - 2) // a.num_layers
         on_host = {**on_host, "stored for the backward pass": stored}
     return {
-        "model": {"parameters": parameter_count(a), "layers": a.num_layers, "dtype": model.dtype.name,
-                  "remat": model.remat},
-        "roles": {name: {"mesh": {axis: size for axis, size in one.mesh.shape.items() if size > 1},
-                         "devices": [device.id for device in one.mesh.devices.flat]}
-                  for name, one in zip(ROLES, roles.all, strict=True)},
-        "machines": 1, "num_devices": len(job.devices), "held": sizes.held, "memory_bytes": memory,
-        "peak_flops": None, "published_bytes": 0,
-        "activations": update_bytes(a, role, model.dtype, tokens) + kept, "host": on_host,
+        "model": {
+            "parameters": parameter_count(a),
+            "layers": a.num_layers,
+            "dtype": model.dtype.name,
+            "remat": model.remat,
+        },
+        "roles": {
+            name: {
+                "mesh": {axis: size for axis, size in one.mesh.shape.items() if size > 1},
+                "devices": [device.id for device in one.mesh.devices.flat],
+            }
+            for name, one in zip(ROLES, roles.all, strict=True)
+        },
+        "machines": 1,
+        "num_devices": len(job.devices),
+        "held": sizes.held,
+        "memory_bytes": memory,
+        "peak_flops": None,
+        "published_bytes": 0,
+        "activations": update_bytes(a, role, model.dtype, tokens) + kept,
+        "host": on_host,
         "shape": {"rows": shape.rows, "length": shape.length, "tokens": shape.tokens},
-        "slots": rows * places.siblings * num_hosts(roles), "prompts": config.batch.prompts_per_step,
-        "programs": {name: {"runs": 1, "role": role} for name, role in LARGEST.items()}}
+        "slots": rows * places.siblings * num_hosts(roles),
+        "prompts": config.batch.prompts_per_step,
+        "programs": {name: {"runs": 1, "role": role} for name, role in LARGEST.items()},
+    }
 
 
 @dataclass(frozen=True)
@@ -107,15 +148,22 @@ class Figures:
         held = self.sizes.on(self.job["programs"][program]["role"], PHASES[program][1])
         extra = self.programs[program]["extra_bytes"] if program in self.programs else 0
         if program == "publish" and "sampler" in self.sizes.beside("trainer") and extra:
-            extra -= self.programs[program]["memory"].get("output", 0)  # a part of the copy, which is counted
+            extra -= self.programs[program]["memory"].get(
+                "output", 0
+            )  # a part of the copy, which is counted
         name = "activations" if program == "accumulate" else "temporaries"
         roles = self.sizes.beside(self.job["programs"][program]["role"])
-        code = sum(self.programs[other].get("code_bytes", 0) for other, one in self.job["programs"].items()
-                   if other in self.programs and one["role"] in roles)
+        code = sum(
+            self.programs[other].get("code_bytes", 0)
+            for other, one in self.job["programs"].items()
+            if other in self.programs and one["role"] in roles
+        )
         found = {**held, name: extra} | ({"compiled programs": code} if code else {})
         if "processes" in self.job:  # on a CPU, whose devices share the RAM with what runs on them
             sharing = len(self.job["roles"]["trainer"]["devices"])
-            found |= {part: -(-size // sharing) for part, size in self.job["processes"].items() if size}
+            found |= {
+                part: -(-size // sharing) for part, size in self.job["processes"].items() if size
+            }
             found["freed memory that is not returned"] = round(FRAGMENTS * sum(found.values()))
         return found
 
@@ -130,8 +178,13 @@ class Figures:
 
     def phase_bytes(self) -> dict[str, int]:
         """The most that a device needs while sampling, and while updating."""
-        needed = [(PHASES[name][1], sum(self.needed(name).values())) for name in self.job["programs"]]
-        return {phase: max(size for other, size in needed if other == phase) for phase in ("sampling", "update")}
+        needed = [
+            (PHASES[name][1], sum(self.needed(name).values())) for name in self.job["programs"]
+        ]
+        return {
+            phase: max(size for other, size in needed if other == phase)
+            for phase in ("sampling", "update")
+        }
 
     @cached_property
     def estimated(self) -> Figures:
@@ -150,8 +203,13 @@ class Figures:
     def changed(self, config: Config, job: Mapping[str, Any]) -> Figures:
         """The memory of a changed job. What sampling needs besides grows as its caches, what an update needs as the
         activations that the table reckons with."""
+
         def work(name: str, job: Mapping[str, Any]) -> float:
-            caches = sum(job["held"]["sampler"]["sampling"].values()) if PHASES[name][0] == "sampling" else 1
+            caches = (
+                sum(job["held"]["sampler"]["sampling"].values())
+                if PHASES[name][0] == "sampling"
+                else 1
+            )
             return max(1, job["activations"] if name == "accumulate" else caches)
 
         def extra(name: str, one: Mapping[str, Any]) -> int:
@@ -159,9 +217,20 @@ class Figures:
 
         if "processes" in self.job:
             job = {**job, "processes": self.job["processes"]}
-        return Figures(config, job, {name: {"error": "", "memory": {}, "extra_bytes": extra(name, one),
-                                            "code_bytes": one.get("code_bytes", 0)}
-                                     for name, one in self.programs.items() if name in job["programs"]})
+        return Figures(
+            config,
+            job,
+            {
+                name: {
+                    "error": "",
+                    "memory": {},
+                    "extra_bytes": extra(name, one),
+                    "code_bytes": one.get("code_bytes", 0),
+                }
+                for name, one in self.programs.items()
+                if name in job["programs"]
+            },
+        )
 
     # ---- time
 
@@ -174,20 +243,36 @@ class Figures:
         """(floor, with transfers wholly hidden, with none hidden) of all its runs in a step."""
         one, runs = self.programs[program], self.job["programs"][program]["runs"]
         compute, transfer = runs * one["compute_seconds"], runs * one["transfer_seconds"]
-        if program == "publish" and self.job["published_bytes"]:  # to other devices: no program of theirs
-            transfer += self.job["published_bytes"] / self.job["link"] / self.config.train.weight_sync_interval
+        if (
+            program == "publish" and self.job["published_bytes"]
+        ):  # to other devices: no program of theirs
+            transfer += (
+                self.job["published_bytes"]
+                / self.job["link"]
+                / self.config.train.weight_sync_interval
+            )
         return runs * one["floor_seconds"], max(compute, transfer), compute + transfer
 
     @property
     def step_seconds(self) -> tuple[float, float, float]:
         """Of a step in a long run: sampling and training overlap where the schedule and the devices let them."""
-        sampler, trainer = ([self.seconds(name) for name in self.programs if PHASES[name][0] in phases]
-                            for phases in (("sampling",), ("scoring", "update", "publication")))
+        sampler, trainer = (
+            [self.seconds(name) for name in self.programs if PHASES[name][0] in phases]
+            for phases in (("sampling",), ("scoring", "update", "publication"))
+        )
         if "reference" in self.sizes.beside("sampler") and self.samples_apart:
-            sampler += [self.seconds(name) for name in ("reference", "teacher") if name in self.programs]
-        floor, hidden, none = (step_seconds(schedule_of(self.config.train), sum(one[bound] for one in sampler),
-                                            sum(one[bound] for one in trainer), self.samples_apart)
-                               for bound in range(3))
+            sampler += [
+                self.seconds(name) for name in ("reference", "teacher") if name in self.programs
+            ]
+        floor, hidden, none = (
+            step_seconds(
+                schedule_of(self.config.train),
+                sum(one[bound] for one in sampler),
+                sum(one[bound] for one in trainer),
+                self.samples_apart,
+            )
+            for bound in range(3)
+        )
         return floor, hidden, none
 
     @property
@@ -204,7 +289,9 @@ class Figures:
         found: dict[str, tuple[float, ...]] = {}
         for program in self.programs:
             phase = PHASES[program][0]
-            found[phase] = tuple(map(sum, zip(found.get(phase, (0.0,) * 3), self.seconds(program), strict=True)))
+            found[phase] = tuple(
+                map(sum, zip(found.get(phase, (0.0,) * 3), self.seconds(program), strict=True))
+            )
         return found
 
     @property
@@ -216,8 +303,11 @@ class Figures:
 
     def transfers(self) -> list[tuple[float, str, Mapping[str, Any]]]:
         """(seconds a step, program, row) of every collective, the longest first."""
-        found = [(self.job["programs"][name]["runs"] * row["seconds"], name, row)
-                 for name, one in self.programs.items() for row in one["collectives"]]
+        found = [
+            (self.job["programs"][name]["runs"] * row["seconds"], name, row)
+            for name, one in self.programs.items()
+            for row in one["collectives"]
+        ]
         return sorted(found, key=lambda item: -item[0])
 
 
@@ -225,19 +315,27 @@ def parts_text(figures: Figures) -> str:
     """What a device needs at its fullest, by kind, the largest first."""
     parts = sorted(figures.needed(figures.fullest).items(), key=lambda part: -part[1])
     return ", ".join(f"{kind} {gib(size)}" for kind, size in parts if size) + (
-        f"; for each device in the host's memory {host}" if (host := host_text(figures)) else "")
+        f"; for each device in the host's memory {host}" if (host := host_text(figures)) else ""
+    )
 
 
 def host_text(figures: Figures) -> str:
     """What the host holds for each device, by kind."""
-    return ", ".join(f"{kind} {gib(size)}" for kind, size in figures.job.get("host", {}).items() if size)
+    return ", ".join(
+        f"{kind} {gib(size)}" for kind, size in figures.job.get("host", {}).items() if size
+    )
 
 
 def verdict(figures: Figures) -> str:
     """The last line: fits or not, the seconds of a step, the key."""
     used = f"{gib(figures.peak)} of {gib(figures.memory)} a device in {PHASES[figures.fullest][0]} ({figures.fullest})"
-    text = "does not fit" if not figures.fits else "fits" if figures.peak <= FULL * figures.memory else \
-        "fits, but is tight"
+    text = (
+        "does not fit"
+        if not figures.fits
+        else "fits"
+        if figures.peak <= FULL * figures.memory
+        else "fits, but is tight"
+    )
     text += f": {used}"
     if not figures.programs:
         text += f", before anything is compiled ({parts_text(figures)})"
@@ -247,4 +345,6 @@ def verdict(figures: Figures) -> str:
         tokens = figures.config.sampling.max_completion_tokens
         text += f"; a step with completions of {tokens:,} tokens takes about {' to '.join(shown)}"
     is_free = figures.fits and figures.peak <= FULL * figures.memory
-    return f"{text}. {'Faster with ' * is_free}{figures.advice[0]['text']}" if figures.advice else text
+    return (
+        f"{text}. {'Faster with ' * is_free}{figures.advice[0]['text']}" if figures.advice else text
+    )

@@ -29,19 +29,38 @@ MOST_ROWS = 50_000
 SAMPLE_ROWS = 1000
 
 
-def fingerprint(task: Task, seed: int, reference: ModelScorer | None = None, teacher: ModelScorer | None = None,
-                base: Params | None = None) -> dict[str, Any]:
+def fingerprint(
+    task: Task,
+    seed: int,
+    reference: ModelScorer | None = None,
+    teacher: ModelScorer | None = None,
+    base: Params | None = None,
+) -> dict[str, Any]:
     """The inputs of a run besides its configuration, in JSON's types: machine, data, reward functions, and the weights
     that training does not change: of reference, teacher, and under an adapter."""
     from shoal.model.checksum import types_text, weights_text
 
-    acts = [*((f"tool {name_of(one)}", one) for one in task.tools),
-            *((f"environment {name}", one) for name, one in task.environments.items())]
-    found = {"machine": machine(), "data": data_digest(task, seed), "rewards": {
-        one.name: _source_digest(one) for one in (*task.rewards, *itertools.starmap(RewardFunction, acts))}}
-    weights = {"base": base, "reference": reference and reference.parameters, "teacher": teacher and teacher.parameters}
+    acts = [
+        *((f"tool {name_of(one)}", one) for one in task.tools),
+        *((f"environment {name}", one) for name, one in task.environments.items()),
+    ]
+    found = {
+        "machine": machine(),
+        "data": data_digest(task, seed),
+        "rewards": {
+            one.name: _source_digest(one)
+            for one in (*task.rewards, *itertools.starmap(RewardFunction, acts))
+        },
+    }
+    weights = {
+        "base": base,
+        "reference": reference and reference.parameters,
+        "teacher": teacher and teacher.parameters,
+    }
     found |= {} if base is None else {"base_types": types_text(base)}
-    return found | {name: weights_text(params) for name, params in weights.items() if params is not None}
+    return found | {
+        name: weights_text(params) for name, params in weights.items() if params is not None
+    }
 
 
 def machine() -> dict[str, str]:
@@ -49,10 +68,16 @@ def machine() -> dict[str, str]:
     import jax
 
     packages = ("shoal", "jax", "jaxlib", "numpy", "optax", "orbax-checkpoint", "tokenizers")
-    return {"platform": platform.machine(), "processor": _processor(), "python": platform.python_version(),
-            "device": jax.devices()[0].device_kind, "devices": str(jax.device_count()), "threads": str(num_cores()),
-            "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
-            **{name: package_version(name) for name in packages}}
+    return {
+        "platform": platform.machine(),
+        "processor": _processor(),
+        "python": platform.python_version(),
+        "device": jax.devices()[0].device_kind,
+        "devices": str(jax.device_count()),
+        "threads": str(num_cores()),
+        "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
+        **{name: package_version(name) for name in packages},
+    }
 
 
 def _processor() -> str:
@@ -61,7 +86,9 @@ def _processor() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), ""
+    )
 
 
 def package_version(package: str) -> str:
@@ -77,11 +104,19 @@ def data_digest(task: Task, seed: int) -> str:
     is hashed, chosen by the seed."""
     count, rows = len(task.train), range(len(task.train))
     if count > MOST_ROWS:
-        rows = sorted({int.from_bytes(Address(seed, "data", number, 0).key(0).tobytes()) % count
-                       for number in range(SAMPLE_ROWS)})
+        rows = sorted(
+            {
+                int.from_bytes(Address(seed, "data", number, 0).key(0).tobytes()) % count
+                for number in range(SAMPLE_ROWS)
+            }
+        )
     hashed = hashlib.blake2b(digest_size=8)
     for example in itertools.chain((task.train[row] for row in rows), *task.evaluations.values()):
-        hashed.update(json_line([example.row, example.prompt, example.columns]).encode("utf-8", "backslashreplace"))
+        hashed.update(
+            json_line([example.row, example.prompt, example.columns]).encode(
+                "utf-8", "backslashreplace"
+            )
+        )
     return f"{count} rows, {hashed.hexdigest()}"
 
 
@@ -95,10 +130,16 @@ def _source_digest(one: RewardFunction) -> str:
         function = function.func
     try:
         module = inspect.getmodule(function) or function
-        hashed = hashlib.blake2b(inspect.getsource(module).encode("utf-8", "backslashreplace"), digest_size=8)
+        hashed = hashlib.blake2b(
+            inspect.getsource(module).encode("utf-8", "backslashreplace"), digest_size=8
+        )
     except (OSError, TypeError):
         return ""
-    if not one.runs_in_process and (file := getattr(module, "__file__", None)) and "site-packages" not in file:
+    if (
+        not one.runs_in_process
+        and (file := getattr(module, "__file__", None))
+        and "site-packages" not in file
+    ):
         for path in _local_imports(Path(file)):
             hashed.update(path.read_bytes())
     return hashed.hexdigest()
@@ -107,12 +148,18 @@ def _source_digest(one: RewardFunction) -> str:
 def _local_imports(file: Path) -> list[Path]:
     """The modules of a file's folder or package that it imports, or that these import, also inside functions."""
     root = next(folder for folder in file.parents if not (folder / "__init__.py").exists())
-    finder = modulefinder.ModuleFinder([str(file.parent), str(root)])  # what is installed is not found there
+    finder = modulefinder.ModuleFinder(
+        [str(file.parent), str(root)]
+    )  # what is installed is not found there
     try:
         finder.import_hook(".".join(file.relative_to(root).with_suffix("").parts))
     except (ImportError, SyntaxError, ValueError):
         return []
-    found = {Path(path) for module in finder.modules.values() if (path := getattr(module, "__file__", None))}
+    found = {
+        Path(path)
+        for module in finder.modules.values()
+        if (path := getattr(module, "__file__", None))
+    }
     return sorted(path for path in found - {file} if path.is_file())
 
 
@@ -120,27 +167,46 @@ def compare_facts(saved: Mapping[str, Any], now: Mapping[str, Any], console: Con
     """Warns of differences between two fingerprints; raises ShoalError if the data or the weights of reference or
     teacher differ."""
     if saved["data"] != now["data"]:
-        raise ShoalError(f"the training data is not what this run was started with (it had {saved['data']}, now "
-                         f"{now['data']}): restore the old data, or start a new run from its weights")
-    cures = {"base": ("the weights under the adapter (model.path)", "restore them, with model.dtype as it "
-                      "was: the adapter belongs to these alone"),
-             "reference": ("the reference weights (model.path or model.lora.path)", "restore them, name the very "
-                           "checkpoint (model=RUN/checkpoints/N), give algorithm.reference as the run began, or set "
-                           "algorithm.kl_coef=0"),
-             "teacher": ("the teacher's weights (teacher.path)", "restore them, or start a new run")}
+        raise ShoalError(
+            f"the training data is not what this run was started with (it had {saved['data']}, now "
+            f"{now['data']}): restore the old data, or start a new run from its weights"
+        )
+    cures = {
+        "base": (
+            "the weights under the adapter (model.path)",
+            "restore them, with model.dtype as it was: the adapter belongs to these alone",
+        ),
+        "reference": (
+            "the reference weights (model.path or model.lora.path)",
+            "restore them, name the very "
+            "checkpoint (model=RUN/checkpoints/N), give algorithm.reference as the run began, or set "
+            "algorithm.kl_coef=0",
+        ),
+        "teacher": ("the teacher's weights (teacher.path)", "restore them, or start a new run"),
+    }
     for name, (what, cure) in cures.items():
-        if name in now and now[name] != saved.get(name, now[name]):  # with algorithm.kl_coef=0 there is none any more
-            raise ShoalError(f"{what} are not those that this run was started with (checksum {saved[name]}, now "
-                             f"{now[name]}): {cure}")
+        if name in now and now[name] != saved.get(
+            name, now[name]
+        ):  # with algorithm.kl_coef=0 there is none any more
+            raise ShoalError(
+                f"{what} are not those that this run was started with (checksum {saved[name]}, now "
+                f"{now[name]}): {cure}"
+            )
     for name, value in now["machine"].items():
         if (before := saved["machine"].get(name, "unknown")) != value:
-            console.warning(f"{name} is {value or 'not set'}, it was {before or 'not set'} when the checkpoint was "
-                            "saved: numbers may differ in their last bits")
+            console.warning(
+                f"{name} is {value or 'not set'}, it was {before or 'not set'} when the checkpoint was "
+                "saved: numbers may differ in their last bits"
+            )
     files: dict[tuple[str, str], list[str]] = {}  # functions of one file have its digest
     for name, digest in now["rewards"].items():
-        if digest != (before := saved["rewards"].get(name, digest)):  # another function is another setting
+        if digest != (
+            before := saved["rewards"].get(name, digest)
+        ):  # another function is another setting
             files.setdefault((digest, before), []).append(name)
     for names in files.values():
-        console.warning(f"the file of {' and '.join(names)}, or one that it imports, has changed since the checkpoint "
-                        "was saved: if they judge or answer otherwise now, rewards before and after it cannot be "
-                        "compared")
+        console.warning(
+            f"the file of {' and '.join(names)}, or one that it imports, has changed since the checkpoint "
+            "was saved: if they judge or answer otherwise now, rewards before and after it cannot be "
+            "compared"
+        )

@@ -18,8 +18,21 @@ from shoal.model.architecture import Architecture
 from shoal.model.linear import QUANTISED
 from shoal.model.parameters import check_mesh, param_specs, tensor_sizes
 from shoal.model.transformer import Model
-from shoal.run.derived import completion_rows, group_rows, longest_sequence, micro_batch_shapes, packed_tokens
-from shoal.run.loading import ModelSpec, check_quantised, compute_dtype, known_architecture, make_model, section_of
+from shoal.run.derived import (
+    completion_rows,
+    group_rows,
+    longest_sequence,
+    micro_batch_shapes,
+    packed_tokens,
+)
+from shoal.run.loading import (
+    ModelSpec,
+    check_quantised,
+    compute_dtype,
+    known_architecture,
+    make_model,
+    section_of,
+)
 from shoal.run.reward_model import reward_architectures
 from shoal.run.size import (
     activation_bytes,
@@ -65,8 +78,15 @@ def run_roles(config: Config, a: Architecture, devices: Sequence[Any]) -> Roles:
     if config.sampler.is_remote:  # here the trainer's devices stand for the workers'
         config = replace(config, mesh=replace(config.mesh, sampler_tensor=config.mesh.tensor))
     teacher = teacher_architecture(config)
-    scored = [model for model in (a if config.algorithm.scores_reference else None, teacher,
-                                  *reward_architectures(config.reward).values()) if model]
+    scored = [
+        model
+        for model in (
+            a if config.algorithm.scores_reference else None,
+            teacher,
+            *reward_architectures(config.reward).values(),
+        )
+        if model
+    ]
     hidden_size = math.gcd(a.hidden_size, *(model.hidden_size for model in scored))
     roles = make_roles(config.mesh, devices, hidden_size)
     for model, role in (a, roles.trainer), *((model, roles.reference) for model in scored):
@@ -77,12 +97,18 @@ def run_roles(config: Config, a: Architecture, devices: Sequence[Any]) -> Roles:
     dtype = compute_dtype(config.model.dtype, devices[0].platform)
     sampler, possible = roles.sampler, tensor_sizes(a, roles.sampler.local.mesh.size)
     held = weight_sizes(config, a, roles, dtype, teacher).on("sampler", "sampling")
-    free = WEIGHT_SHARE * memory - sum(size for part, size in held.items() if part != "the sampler's copy")
+    free = WEIGHT_SHARE * memory - sum(
+        size for part, size in held.items() if part != "the sampler's copy"
+    )
     # By a power of two: what heads, feed-forward size and the network are multiples of.
     fitting = sampler.tensor
     versions = max(held for held, _ in held_versions(config))
-    needed = sum(math.prod(spec.shape) * jnp.dtype(spec.dtype or dtype).itemsize * (versions if spec.trained else 1)
-                 for spec in jax.tree.leaves(param_specs(sampled_architecture(config, a))))
+    needed = sum(
+        math.prod(spec.shape)
+        * jnp.dtype(spec.dtype or dtype).itemsize
+        * (versions if spec.trained else 1)
+        for spec in jax.tree.leaves(param_specs(sampled_architecture(config, a)))
+    )
     while needed / fitting > free and 2 * fitting in possible:
         fitting *= 2
     if fitting == sampler.tensor:
@@ -97,7 +123,9 @@ def free_cache_tokens(config: Config, roles: Roles, a: Architecture) -> int:
     if not memory:
         return 0
     dtype = compute_dtype(config.model.dtype, role.platform)
-    held = weight_sizes(config, a, roles, dtype, teacher_architecture(config)).on("sampler", "sampling")
+    held = weight_sizes(config, a, roles, dtype, teacher_architecture(config)).on(
+        "sampler", "sampling"
+    )
     free = config.sampling.memory_share * memory - sum(held.values())
     return max(1, int(free / key_bytes(a, role, dtype))) * roles.hosts[0].row_shards
 
@@ -113,15 +141,22 @@ def trained_model(config: Config, spec: ModelSpec, roles: Roles) -> Model:
     """The `Model` on the trainer's devices, with `model.remat` decided. ShoalError for what they cannot do."""
     check_quantised(config.model, spec.architecture)
     remat, device = config.model.remat, roles.trainer.mesh.devices.flat[0]
-    for key, wanted, instead in (("optimizer.offload", config.optimizer.offload, "false"),
-                                 ("model.remat", remat == "offload", "full")):
+    for key, wanted, instead in (
+        ("optimizer.offload", config.optimizer.offload, "false"),
+        ("model.remat", remat == "offload", "full"),
+    ):
         if wanted and not has_host_memory(device):
-            raise ShoalError(f"{key}={str(get_value(config, key)).lower()}: {device.device_kind} has no host memory "
-                             f"that its programs can use ({PINNED_HOST}); use {key}={instead}", key)
+            raise ShoalError(
+                f"{key}={str(get_value(config, key)).lower()}: {device.device_kind} has no host memory "
+                f"that its programs can use ({PINNED_HOST}); use {key}={instead}",
+                key,
+            )
     if remat == "auto":
         remat = decided_remat(config, roles, spec.architecture)
-    return replace(make_model(replace(config.model, remat=remat), spec.architecture, roles.trainer),
-                   sampler_type=QUANTISED[config.sampler.quantise])
+    return replace(
+        make_model(replace(config.model, remat=remat), spec.architecture, roles.trainer),
+        sampler_type=QUANTISED[config.sampler.quantise],
+    )
 
 
 def decided_micro_tokens(config: Config, roles: Roles, a: Architecture) -> int:
@@ -138,9 +173,15 @@ def decided_micro_tokens(config: Config, roles: Roles, a: Architecture) -> int:
     dtype = compute_dtype(config.model.dtype, role.platform)
     kind = decided_remat(config, roles, a) if remat == "auto" else remat
     room = MICRO_TOKENS_SHARE * known.usable_bytes - _held_bytes(config, roles, a, dtype)
-    return max((size for size in group_rows(config, role.row_shards) if tokens < size <= MOST_MICRO_TOKENS
-                and update_bytes(a, role, dtype, size) + activation_bytes(a, size, dtype, kind) <= room),
-               default=tokens)
+    return max(
+        (
+            size
+            for size in group_rows(config, role.row_shards)
+            if tokens < size <= MOST_MICRO_TOKENS
+            and update_bytes(a, role, dtype, size) + activation_bytes(a, size, dtype, kind) <= room
+        ),
+        default=tokens,
+    )
 
 
 def cpu_micro_tokens(config: Config, row_shards: int) -> int:
@@ -154,19 +195,27 @@ def cpu_micro_tokens(config: Config, row_shards: int) -> int:
 
     def computed(size: int) -> int:
         changed = replace(config, batch=replace(config.batch, micro_tokens=size))
-        return packed_tokens(changed, micro_batch_shapes(changed, row_shards),
-                             min(prompts, SAMPLE_PROMPTS * row_shards))
+        return packed_tokens(
+            changed,
+            micro_batch_shapes(changed, row_shards),
+            min(prompts, SAMPLE_PROMPTS * row_shards),
+        )
 
     chosen, least = tokens, computed(tokens)
     for size in rows:
-        if tokens < size <= MOST_CPU_ROWS * tokens and computed(size) < (1 - WORTH_LONGER_ROWS) * least:
+        if (
+            tokens < size <= MOST_CPU_ROWS * tokens
+            and computed(size) < (1 - WORTH_LONGER_ROWS) * least
+        ):
             chosen, least = size, computed(size)
     return chosen
 
 
 def _held_bytes(config: Config, roles: Roles, a: Architecture, dtype: Any) -> int:
     """Bytes that are held on a device of the trainer while it updates."""
-    held = weight_sizes(config, a, roles, dtype, teacher_architecture(config)).on("trainer", "update")
+    held = weight_sizes(config, a, roles, dtype, teacher_architecture(config)).on(
+        "trainer", "update"
+    )
     return sum(held.values())
 
 
@@ -174,12 +223,26 @@ def decided_remat(config: Config, roles: Roles, a: Architecture) -> str:
     """`dots`, `attention` or `full`: the first that fits."""
     role = roles.trainer
     device = role.mesh.devices.flat[0]
-    dtype, known = compute_dtype(config.model.dtype, device.platform), accelerator_of(device.device_kind)
+    dtype, known = (
+        compute_dtype(config.model.dtype, device.platform),
+        accelerator_of(device.device_kind),
+    )
     kinds, tokens, room = ("dots",), config.batch.micro_tokens, UNKNOWN_ROOM
     if known:
-        kinds, tokens = ("dots", "attention"), max(
-            config.batch.micro_tokens, -(-longest_sequence(config) // role.context))
-        pays = not known.is_tpu or a.hidden_size * known.hbm / known.peaks["bfloat16"] >= LEAST_READS
-        room = UPDATE_SHARE * known.usable_bytes - _held_bytes(config, roles, a, dtype) \
-            - update_bytes(a, role, dtype, tokens) if pays else 0
-    return next((kind for kind in kinds if activation_bytes(a, tokens, dtype, kind) <= room), "full")
+        kinds, tokens = (
+            ("dots", "attention"),
+            max(config.batch.micro_tokens, -(-longest_sequence(config) // role.context)),
+        )
+        pays = (
+            not known.is_tpu or a.hidden_size * known.hbm / known.peaks["bfloat16"] >= LEAST_READS
+        )
+        room = (
+            UPDATE_SHARE * known.usable_bytes
+            - _held_bytes(config, roles, a, dtype)
+            - update_bytes(a, role, dtype, tokens)
+            if pays
+            else 0
+        )
+    return next(
+        (kind for kind in kinds if activation_bytes(a, tokens, dtype, kind) <= room), "full"
+    )

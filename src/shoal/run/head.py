@@ -36,12 +36,17 @@ def print_head(job: Job) -> None:
         "reference": reference_note(config, model),
         "attention": attention_kind(model, shape.rows, shape.length),
         **data_lines(job.task),
-        "evaluation": ", ".join(f"{len(questions):,} {name}" for name, questions in job.sets.items()) or "none",
+        "evaluation": ", ".join(
+            f"{len(questions):,} {name}" for name, questions in job.sets.items()
+        )
+        or "none",
         "prompts": f"{lengths}, each answered by at most {config.sampling.max_completion_tokens:,} tokens",
         "sampler": places_text(config, roles, model.architecture),
         "samples": staleness_text(config, roles.disaggregated or config.sampler.is_remote),
         "first prompt": shorten(text.replace("\n", "\\n"), FIRST_PROMPT),
-        "rewards of known answers": next((found.text for found in rewards if found.level == "ok"), ""),
+        "rewards of known answers": next(
+            (found.text for found in rewards if found.level == "ok"), ""
+        ),
         "memory": memory.text if memory.level == "ok" else "",  # else it is among the warnings
     }
     for name, line in lines.items():
@@ -58,12 +63,16 @@ def model_text(section: ModelSection, loaded: ModelSpec, model: Model) -> str:
     """`tiny (llama), 859,392 parameters, float32, from .../assets/tiny`, and what an adapter changes of them"""
     family = (loaded.config or read_config(loaded.folder)).get("model_type")
     place = "" if str(loaded.folder) == section.path else f", from {loaded.folder}"
-    text = f"{section.path} ({family}), {parameter_count(model.architecture.base):,} parameters, " \
-           f"{model.dtype.name}{place}"
+    text = (
+        f"{section.path} ({family}), {parameter_count(model.architecture.base):,} parameters, "
+        f"{model.dtype.name}{place}"
+    )
     if adapter := model.architecture.adapter:
         trained = parameter_count(model.architecture) - parameter_count(model.architecture.base)
-        text += f"; LoRA of rank {adapter.rank} trains {trained:,} more, and wants 5 to 10 times the learning rate " \
-                f"of full training"
+        text += (
+            f"; LoRA of rank {adapter.rank} trains {trained:,} more, and wants 5 to 10 times the learning rate "
+            f"of full training"
+        )
     return text
 
 
@@ -84,9 +93,14 @@ def data_lines(task: Task) -> dict[str, str]:
     read = sum(report.train_files.values())
     kept = f"{count:,} of {read:,} rows" if read else "none"
     if report.dropped:
-        kept += "; dropped: " + ", ".join(f"{number:,} ({reason})" for reason, number in report.dropped.items())
-    return {"data": f"trains on {files_text(report.train_files) or 'nothing'}; holds out "
-                    f"{files_text(report.held_out_files) or 'nothing'}", "training prompts": kept}
+        kept += "; dropped: " + ", ".join(
+            f"{number:,} ({reason})" for reason, number in report.dropped.items()
+        )
+    return {
+        "data": f"trains on {files_text(report.train_files) or 'nothing'}; holds out "
+        f"{files_text(report.held_out_files) or 'nothing'}",
+        "training prompts": kept,
+    }
 
 
 def files_text(files: Mapping[str, int]) -> str:

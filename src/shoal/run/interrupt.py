@@ -60,6 +60,7 @@ def raise_on_interrupt() -> None:
 @contextlib.contextmanager
 def terminate_as_interrupt() -> Iterator[None]:
     """Makes SIGTERM raise KeyboardInterrupt too, so that what a command has is left in order."""
+
     def handle(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
@@ -74,7 +75,9 @@ def terminate_as_interrupt() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def stop_on_signals(stop: StopSignal | None = None, kept: Callable[[], str] = lambda: KEPT) -> Iterator[StopSignal]:
+def stop_on_signals(
+    stop: StopSignal | None = None, kept: Callable[[], str] = lambda: KEPT
+) -> Iterator[StopSignal]:
     """SIGINT and SIGTERM request `stop` while this is entered; a second one raises KeyboardInterrupt anywhere,
     with what is `kept` in its text.
 

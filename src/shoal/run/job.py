@@ -40,7 +40,14 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from shoal.config.schema import Config, EvalConfig, GenerateConfig, MeshSection, SamplingSection, ServeConfig
+from shoal.config.schema import (
+    Config,
+    EvalConfig,
+    GenerateConfig,
+    MeshSection,
+    SamplingSection,
+    ServeConfig,
+)
 from shoal.files import RUNS, check_local, is_offline, nearest_folder
 from shoal.mesh import Roles, World, available_devices, make_roles
 from shoal.model.kv_cache import KEY_BLOCK, decodes_by_kernel, kernel_refusal
@@ -62,9 +69,22 @@ from shoal.rollout.publisher import MemoryPublisher
 from shoal.run import records
 from shoal.run.advice import check_memory
 from shoal.run.data_source import DataSource, for_training
-from shoal.run.derived import for_devices, longest_sequence, max_support, micro_batch_shapes, num_updates
+from shoal.run.derived import (
+    for_devices,
+    longest_sequence,
+    max_support,
+    micro_batch_shapes,
+    num_updates,
+)
 from shoal.run.engines import run_engines, sampling_engine_maker, training_engine_maker
-from shoal.run.environments import Sessions, TurnFormats, make_player, open_sessions, section_of, with_environment
+from shoal.run.environments import (
+    Sessions,
+    TurnFormats,
+    make_player,
+    open_sessions,
+    section_of,
+    with_environment,
+)
 from shoal.run.figures import outline
 from shoal.run.fitting import decided_micro_tokens, run_roles, trained_model
 from shoal.run.hosts import local_fleet, open_cluster, trainer_mesh, training_fleet
@@ -131,10 +151,19 @@ class Job:
     what follows from its run's devices, as a stored one has.
     """
 
-    def __init__(self, config: Config | EvalConfig | GenerateConfig | ServeConfig, console: Console, *,
-                 resumed: Path | None = None, functions: Sequence[Callable] = (), task: Task | None = None,
-                 devices: Sequence[Any] = (), spec: ModelSpec | None = None, findings: Findings | None = None,
-                 settled: bool = False) -> None:
+    def __init__(
+        self,
+        config: Config | EvalConfig | GenerateConfig | ServeConfig,
+        console: Console,
+        *,
+        resumed: Path | None = None,
+        functions: Sequence[Callable] = (),
+        task: Task | None = None,
+        devices: Sequence[Any] = (),
+        spec: ModelSpec | None = None,
+        findings: Findings | None = None,
+        settled: bool = False,
+    ) -> None:
         # One of these: a stage reads what the commands that open it have.
         self.given: Any = replace(config, model=with_run(config.model))
         self.console, self.resumed, self.functions = console, resumed, functions
@@ -150,8 +179,12 @@ class Job:
         self.stack.enter_context(orbax_silenced())
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         self.stack.__exit__(kind, error, traceback)
 
     def collect(self, *stages: str) -> bool:
@@ -178,7 +211,9 @@ class Job:
     @stage()
     def inputs(self) -> None:
         """The files and names that are given, as far as they are on this machine."""
-        check_before_weights(self.given, bool(self.functions) or self._task is not None, self.resumed is not None)
+        check_before_weights(
+            self.given, bool(self.functions) or self._task is not None, self.resumed is not None
+        )
 
     @stage("configuration", "base_output_directory")
     def folder_note(self) -> str:
@@ -202,21 +237,34 @@ class Job:
         """The functions that score answers. Those that were given need no data."""
         c = self.given
         needed = not self.trains or c.algorithm.uses_rewards
-        acting = environment_rewards({} if "questions" in self.failed else self.questions.environments)
-        rewards = (*(self._task.rewards if self._task else given_rewards(c.reward, self.functions) or
-                     own_rewards(self.questions, c.task, c.reward, needed and not acting)), *acting)
+        acting = environment_rewards(
+            {} if "questions" in self.failed else self.questions.environments
+        )
+        rewards = (
+            *(
+                self._task.rewards
+                if self._task
+                else given_rewards(c.reward, self.functions)
+                or own_rewards(self.questions, c.task, c.reward, needed and not acting)
+            ),
+            *acting,
+        )
         for model in reward_models(rewards):
             model.prepare(c.model, c.sampling, lambda: self.roles.reference)
             if self.trains:
                 model.date = self.template_date
-        return with_overlong(rewards if rewards or needed else UNREWARDED, c.reward, c.sampling.max_completion_tokens)
+        return with_overlong(
+            rewards if rewards or needed else UNREWARDED, c.reward, c.sampling.max_completion_tokens
+        )
 
     @stage("environment", "environment.factory")
     def sessions(self) -> Sessions | None:
         """The processes of tools and environments, forked as those that score are; None where rollouts have none."""
         if isinstance(self.given, GenerateConfig | ServeConfig):  # which have no task
             return None
-        return (made := open_sessions(self.questions, self.given)) and self.stack.enter_context(closing(made))
+        return (made := open_sessions(self.questions, self.given)) and self.stack.enter_context(
+            closing(made)
+        )
 
     @property
     def task(self) -> Task:
@@ -228,7 +276,9 @@ class Job:
         if "questions" not in self.failed:
             check_truths(self.questions, self.scorers)
         steps = (self.given.steps,) if self.trains else ()
-        return self.stack.enter_context(closing(RewardPool(self.scorers, self.given.reward, *steps)))
+        return self.stack.enter_context(
+            closing(RewardPool(self.scorers, self.given.reward, *steps))
+        )
 
     @stage()
     def cluster(self) -> Cluster | None:
@@ -251,7 +301,8 @@ class Job:
             if template.is_file() and "strftime_now" in template.read_text(encoding="utf-8"):
                 self.findings.of("template", "model.template").warning(
                     "the chat template writes the date, and the run began with a version that did not keep it: from "
-                    "here on prompts have the present one")
+                    "here on prompts have the present one"
+                )
         return datetime.now().replace(microsecond=0)
 
     @stage("tokenizer", "model.path")
@@ -266,26 +317,38 @@ class Job:
         if not self.trains:
             return spec
         date = self.template_date
-        if "world" in self.opened and self.world.count > 1:  # processes may start on two days, or in two time zones
+        if (
+            "world" in self.opened and self.world.count > 1
+        ):  # processes may start on two days, or in two time zones
             date = datetime.fromisoformat(self.world.exchange_json("the date", date.isoformat())[0])
         return replace(spec, date=date)
 
     @stage("model", "sampling.max_completion_tokens")
     def positions(self) -> None:
         """ShoalError where sequences may be longer than the model's positions reach; the reference has the same."""
-        check_positions(self.spec.architecture, self.given.sampling, f"model.path={model_path(self.given.model)}")
+        check_positions(
+            self.spec.architecture,
+            self.given.sampling,
+            f"model.path={model_path(self.given.model)}",
+        )
 
     # ---- devices
 
     @stage("devices", "mesh")
     def devices(self) -> Sequence[Any]:
-        return self._devices or available_devices(self.given.mesh, getattr(self.given, "shares_gpu", False))
+        return self._devices or available_devices(
+            self.given.mesh, getattr(self.given, "shares_gpu", False)
+        )
 
     @property
     def mesh(self) -> MeshSection:
         """The mesh as given, for the devices that Ray holds for this process."""
         # Not `self.cluster`: a plan joins none.
-        return trainer_mesh(self.given, self.opened["cluster"]).mesh if "cluster" in self.opened else self.given.mesh
+        return (
+            trainer_mesh(self.given, self.opened["cluster"]).mesh
+            if "cluster" in self.opened
+            else self.given.mesh
+        )
 
     @stage("devices", "mesh")
     def given_roles(self) -> Roles:
@@ -301,8 +364,10 @@ class Job:
             return roles
         roles = run_roles(replace(self.given, mesh=given), self.spec.architecture, self.devices)
         if roles.sampler.tensor != (given.sampler_tensor or given.tensor):
-            self.console.note(f"mesh.sampler_tensor={roles.sampler.tensor}: a replica of the sampler does not fit "
-                              "fewer devices")
+            self.console.note(
+                f"mesh.sampler_tensor={roles.sampler.tensor}: a replica of the sampler does not fit "
+                "fewer devices"
+            )
         return roles
 
     @stage("devices", "mesh")
@@ -318,8 +383,10 @@ class Job:
             size = decided_micro_tokens(config, self.roles, self.spec.architecture)
             config = replace(config, batch=replace(config.batch, micro_tokens=size))
         if self.resumed and before != config.batch.prompts_per_step:
-            self.console.warning(f"batch.prompts_per_step changes from {before} to {config.batch.prompts_per_step}: "
-                                 "the number of the trainer's devices has changed")
+            self.console.warning(
+                f"batch.prompts_per_step changes from {before} to {config.batch.prompts_per_step}: "
+                "the number of the trainer's devices has changed"
+            )
         return config
 
     @stage("devices", "mesh")
@@ -329,16 +396,32 @@ class Job:
     @stage("model", "model.path")
     def model(self) -> Model:
         """The model on the trainer's devices, or on the sampler's where none trains."""
-        model = trained_model(self.config, self.spec, self.roles) if self.trains else \
-            make_model(self.given.model, self.spec.architecture, self.roles.sampler)
+        model = (
+            trained_model(self.config, self.spec, self.roles)
+            if self.trains
+            else make_model(self.given.model, self.spec.architecture, self.roles.sampler)
+        )
         if fault := kernel_fault(replace(model, attention=self.given.model.attention)):
-            self.console.note("attention is blocked: our kernels do not work on this "
-                              f"{model.role.platform.upper()} ({fault})")
+            self.console.note(
+                "attention is blocked: our kernels do not work on this "
+                f"{model.role.platform.upper()} ({fault})"
+            )
         sampler = model.on(self.roles.sampler)
-        if not decodes_by_kernel(sampler) and sampler.role.platform != "cpu" and model.attention == "auto":
+        if (
+            not decodes_by_kernel(sampler)
+            and sampler.role.platform != "cpu"
+            and model.attention == "auto"
+        ):
             self.console.note(f"decoding goes without its kernel: {kernel_refusal(sampler)}")
-        attention_kind(model, *((shape := micro_batch_shapes(self.config, model.role.row_shards)[0]).rows, shape.length)
-                       if self.trains else (1, self.given.sampling.max_prompt_tokens))  # raises
+        attention_kind(
+            model,
+            *(
+                (shape := micro_batch_shapes(self.config, model.role.row_shards)[0]).rows,
+                shape.length,
+            )
+            if self.trains
+            else (1, self.given.sampling.max_prompt_tokens),
+        )  # raises
         multiply_exactly(model.dtype, self.stack)
         return model
 
@@ -349,7 +432,9 @@ class Job:
 
     @stage("teacher", "teacher.path")
     def teacher(self) -> ModelSpec | None:
-        return find_teacher(self.config, self.spec, self.console) if self.config.teacher.path else None
+        return (
+            find_teacher(self.config, self.spec, self.console) if self.config.teacher.path else None
+        )
 
     # ---- data
 
@@ -359,23 +444,37 @@ class Job:
         if "config" in self.opened:
             return self.config
         b = self.given.batch
-        return replace(self.given, batch=replace(b, prompts_per_step=b.prompts_per_device or b.prompts_per_step))
+        return replace(
+            self.given,
+            batch=replace(b, prompts_per_step=b.prompts_per_device or b.prompts_per_step),
+        )
 
     @stage("tokenizer", "model.path")
     def tokenizer(self) -> Tokenizer:
         if self.trains:
-            check_tokenizer(self.spec.tokenizer, (*self.spec.notes, *self.spec.tokenizer.notes), self.findings)
+            check_tokenizer(
+                self.spec.tokenizer, (*self.spec.notes, *self.spec.tokenizer.notes), self.findings
+            )
         return self.spec.tokenizer
 
     @stage("template", "model.template")
     def turns(self) -> TurnFormats | None:
         """How turns look in tokens; None where rollouts have one."""
-        return self.sessions and TurnFormats(self.tokenizer, self.sessions, section_of(self.given), self.console.note,
-                                             self.given.sampling.max_completion_tokens)
+        return self.sessions and TurnFormats(
+            self.tokenizer,
+            self.sessions,
+            section_of(self.given),
+            self.console.note,
+            self.given.sampling.max_completion_tokens,
+        )
 
     def encode(self, example: Example) -> np.ndarray:
         """Token ids of an example's prompt, int32[T], with its tools."""
-        return self.turns.encode(example) if self.turns else self.tokenizer.encode_prompt(example.prompt)
+        return (
+            self.turns.encode(example)
+            if self.turns
+            else self.tokenizer.encode_prompt(example.prompt)
+        )
 
     @stage("data", "task.path")
     def prompts(self) -> PromptStream:
@@ -401,17 +500,32 @@ class Job:
     @stage("template", "model.template")
     def lengths(self) -> str:
         """The prompts' lengths, in training and in each evaluation set, as text."""
-        return check_prompts(self.expected, self.task, self.tokenizer, self.encode, self.findings,
-                             self.opened.get("sets", {}))
+        return check_prompts(
+            self.expected,
+            self.task,
+            self.tokenizer,
+            self.encode,
+            self.findings,
+            self.opened.get("sets", {}),
+        )
 
     @stage()
     def reward_findings(self) -> list[Finding]:
         """What the reward says of known answers to the first prompt. A resumed run's was tried when it began; a dry run
         reads no weights of a reward model; there is no known way through an environment."""
-        if self.resumed or self.questions.environments or (is_offline() and reward_models(self.scorers)):
+        if (
+            self.resumed
+            or self.questions.environments
+            or (is_offline() and reward_models(self.scorers))
+        ):
             return []
-        found = check_first_prompt(self.config, self.tokenizer, self.first_prompt, self.pool,
-                                   has_calls=bool(self.questions.tools))
+        found = check_first_prompt(
+            self.config,
+            self.tokenizer,
+            self.first_prompt,
+            self.pool,
+            has_calls=bool(self.questions.tools),
+        )
         self.findings.extend(found)
         return found
 
@@ -422,7 +536,9 @@ class Job:
         first = next((questions[0] for questions in self.sets.values() if questions), None)
         if first is None or self.questions.environments or reward_models(self.scorers):
             return
-        lost = lost_in_tokens(self.pool, [first.example], sampled_by(self.tokenizer, lambda _: first.prompt_ids))
+        lost = lost_in_tokens(
+            self.pool, [first.example], sampled_by(self.tokenizer, lambda _: first.prompt_ids)
+        )
         if lost:
             self.findings.of("reward").warning(lost)
 
@@ -433,8 +549,13 @@ class Job:
         """The settings of sampling, with the room of slots decided by the data; `config` has it from here on. A resumed
         run keeps its own, which other numbers follow from in their last bits, unless its data has outgrown it."""
         settings = self.config if self.trains else self.given
-        evaluator = Evaluator(self.sets, settings.sampling.params, settings.pass_k, self.task,
-                              settings.quick_questions if self.trains else 0)
+        evaluator = Evaluator(
+            self.sets,
+            settings.sampling.params,
+            settings.pass_k,
+            self.task,
+            settings.quick_questions if self.trains else 0,
+        )
         sampling = self.with_prompt_room(settings.sampling)
         is_kept = self.resumed is not None and not sampling.evaluation_slots
         if not self.given.sampling.evaluation_slots and not is_kept:
@@ -451,22 +572,30 @@ class Job:
         is_known = self.given.task.name in ("custom", ROWS) and self.sessions is None
         if not is_known:
             if before and before < sampling.max_prompt_tokens:
-                raise ShoalError(f"sampling.prompt_slot_tokens={before}: the prompts of this job are known only when "
-                                 f"it runs, and may have sampling.max_prompt_tokens={sampling.max_prompt_tokens} "
-                                 "tokens; leave it out")
+                raise ShoalError(
+                    f"sampling.prompt_slot_tokens={before}: the prompts of this job are known only when "
+                    f"it runs, and may have sampling.max_prompt_tokens={sampling.max_prompt_tokens} "
+                    "tokens; leave it out"
+                )
             return sampling
         # Of answers that are learned no completion is sampled.
         is_sampled = self.trains and not self.config.algorithm.learns_from_data
-        longest = longest_prompt(self.questions.train if is_sampled else (), self.sets, self.encode, sampling)
+        longest = longest_prompt(
+            self.questions.train if is_sampled else (), self.sets, self.encode, sampling
+        )
         if not is_open:
             if longest > before:
-                raise ShoalError(f"sampling.prompt_slot_tokens={before}: the longest prompt of the data has {longest} "
-                                 "tokens; leave it out, or lower sampling.max_prompt_tokens")
+                raise ShoalError(
+                    f"sampling.prompt_slot_tokens={before}: the longest prompt of the data has {longest} "
+                    "tokens; leave it out, or lower sampling.max_prompt_tokens"
+                )
             return sampling
         needed = -(-longest // KEY_BLOCK) * KEY_BLOCK
         if needed <= before < sampling.max_prompt_tokens + KEY_BLOCK:
             return sampling
-        return replace(sampling, prompt_slot_tokens=needed if needed < sampling.max_prompt_tokens else 0)
+        return replace(
+            sampling, prompt_slot_tokens=needed if needed < sampling.max_prompt_tokens else 0
+        )
 
     @stage("memory", "model.path")
     def sizes(self) -> Finding:
@@ -480,11 +609,18 @@ class Job:
     def room(self) -> None:
         """ShoalError where the disk has less room than one checkpoint takes. Of several processes each writes its part,
         whose disk may be another's."""
-        base = self.resumed or check_local(self.config.base_output_directory, "base_output_directory", RUNS)
-        needed, free = checkpoint_bytes(self.learner), shutil.disk_usage(nearest_folder(base / "any")).free
+        base = self.resumed or check_local(
+            self.config.base_output_directory, "base_output_directory", RUNS
+        )
+        needed, free = (
+            checkpoint_bytes(self.learner),
+            shutil.disk_usage(nearest_folder(base / "any")).free,
+        )
         if free < needed and self.config.steps and jax.process_count() == 1:
-            raise ShoalError(f"base_output_directory={base}: a checkpoint takes {gib(needed)}, and the disk has "
-                             f"{gib(free)} free: make room, or choose a folder on another disk")
+            raise ShoalError(
+                f"base_output_directory={base}: a checkpoint takes {gib(needed)}, and the disk has "
+                f"{gib(free)} free: make room, or choose a folder on another disk"
+            )
 
     def described(self, config: Config) -> dict[str, Any]:
         """The outline of the job with other settings, for the same model on the same devices. ShoalError for one that
@@ -493,7 +629,9 @@ class Job:
         if config.model.lora != self.config.model.lora:
             spec = replace(spec, architecture=adapted(config.model.lora, spec.architecture))
         other = Job(config, Console(io.StringIO()), devices=self.devices, spec=spec)
-        other.opened |= {name: self.opened[name] for name in ("teacher", "cluster") if name in self.opened}
+        other.opened |= {
+            name: self.opened[name] for name in ("teacher", "cluster") if name in self.opened
+        }
         with other:
             return outline(other)
 
@@ -504,12 +642,16 @@ class Job:
         if self.trains:
             return training_engine_maker(self.config, self.model, self.roles, self.tokenizer)
         c = self.given
-        size = max(1, c.num_generations if isinstance(c, GenerateConfig) else getattr(c, "pass_k", 1))
+        size = max(
+            1, c.num_generations if isinstance(c, GenerateConfig) else getattr(c, "pass_k", 1)
+        )
         sampling, slots = c.sampling, c.batch * self.model.role.mesh.size
         if isinstance(c, EvalConfig):
             sampling = self.slots
             slots = min(slots, sampling.evaluation_slots or slots)
-        return sampling_engine_maker(self.model, self.tokenizer, sampling, slots, size, isinstance(c, ServeConfig))
+        return sampling_engine_maker(
+            self.model, self.tokenizer, sampling, slots, size, isinstance(c, ServeConfig)
+        )
 
     @stage("memory", "sampling.slots_per_device")
     def engines(self) -> dict[str, Engine]:
@@ -517,28 +659,61 @@ class Job:
 
     @stage()
     def rewards(self) -> GroupRewards:
-        return GroupRewards(self.task, self.pool, self.tokenizer.decode, section_of(self.given).on_error)
+        return GroupRewards(
+            self.task, self.pool, self.tokenizer.decode, section_of(self.given).on_error
+        )
 
     @stage()
     def source(self) -> Fleet | DealtSource | DataSource:
         """Groups of completions: of Ray's workers, threads with devices of their own, this thread, or the data."""
-        c, rewards = self.given, self.rewards  # first: its processes are forked while JAX has no threads
+        c, rewards = (
+            self.given,
+            self.rewards,
+        )  # first: its processes are forked while JAX has no threads
         if not self.trains:
-            player = make_player(self.turns, c.batch * self.model.role.mesh.size, c.sampling) if self.turns else None
-            return local_fleet(MemoryPublisher(self.model, frees=True), self.make_engine(), rewards, c.seed,
-                               self.console.answered, player=player)
-        fleet = training_fleet(self.config, self.model, self.roles, self.spec, rewards, self.stop, self.console,
-                               self.cluster, self.turns)
+            player = (
+                make_player(self.turns, c.batch * self.model.role.mesh.size, c.sampling)
+                if self.turns
+                else None
+            )
+            return local_fleet(
+                MemoryPublisher(self.model, frees=True),
+                self.make_engine(),
+                rewards,
+                c.seed,
+                self.console.answered,
+                player=player,
+            )
+        fleet = training_fleet(
+            self.config,
+            self.model,
+            self.roles,
+            self.spec,
+            rewards,
+            self.stop,
+            self.console,
+            self.cluster,
+            self.turns,
+        )
         source = DealtSource(fleet, self.world, self.stop) if self.world.count > 1 else fleet
         self.stack.enter_context(closing(source))
-        return DataSource(source, self.tokenizer, self.config) if self.config.algorithm.learns_from_data else source
+        return (
+            DataSource(source, self.tokenizer, self.config)
+            if self.config.algorithm.learns_from_data
+            else source
+        )
 
     # ---- what trains
 
     @stage()
     def learner(self) -> Learner:
-        return Learner(self.model, make_objective(self.config.algorithm), self.config.optimizer,
-                       num_updates(self.config), self.config.seed)
+        return Learner(
+            self.model,
+            make_objective(self.config.algorithm),
+            self.config.optimizer,
+            num_updates(self.config),
+            self.config.seed,
+        )
 
     def open_reference(self, first: Params | None) -> ModelScorer | None:
         """The reference on its role's devices, in the type of the computation; None without a KL term, where it would
@@ -562,15 +737,29 @@ class Job:
     def make_updater(self, reference: ModelScorer | None, teacher: ModelScorer | None) -> Updater:
         c = self.config
         return Updater(
-            self.learner, c.algorithm, c.batch, temperature=c.sampling.temperature, seed=c.seed, reference=reference,
-            teacher=teacher, teacher_coef=c.teacher.coef, max_tokens=c.sampling.max_completion_tokens,
-            longest=longest_sequence(c), max_support=max_support(c))
+            self.learner,
+            c.algorithm,
+            c.batch,
+            temperature=c.sampling.temperature,
+            seed=c.seed,
+            reference=reference,
+            teacher=teacher,
+            teacher_coef=c.teacher.coef,
+            max_tokens=c.sampling.max_completion_tokens,
+            longest=longest_sequence(c),
+            max_support=max_support(c),
+        )
 
     def load_weights(self, spec: ModelSpec | None = None) -> Params:
         """The first weights, on the devices of what trains, or samples where nothing does. The caller owns them: kept
         here, they would take a model's memory for all of the run. `spec`: of other files than the job's."""
-        return (spec or self.spec).load(self.roles.trainer, np.float32, self.model.dtype, self.given.seed) \
-            if self.trains else self.spec.load(self.roles.sampler, self.model.dtype)
+        return (
+            (spec or self.spec).load(
+                self.roles.trainer, np.float32, self.model.dtype, self.given.seed
+            )
+            if self.trains
+            else self.spec.load(self.roles.sampler, self.model.dtype)
+        )
 
     # ---- a run
 
@@ -582,4 +771,6 @@ class Job:
                 try:
                     getattr(self, name)
                 except NotHere as missing:  # raised in a dry run alone
-                    self.findings.of(NOT_HERE).ok(f"{missing} is not on this machine, and so not checked")
+                    self.findings.of(NOT_HERE).ok(
+                        f"{missing} is not on this machine, and so not checked"
+                    )

@@ -26,7 +26,15 @@ from shoal.model import lora as lora_files
 from shoal.model.architecture import Architecture
 from shoal.model.checksum import types_text, weights_text
 from shoal.model.linear import QUANTISED
-from shoal.model.names import HUB_ID, MODELS, PACKAGED, cached_folder, check_name, locate, model_named
+from shoal.model.names import (
+    HUB_ID,
+    MODELS,
+    PACKAGED,
+    cached_folder,
+    check_name,
+    locate,
+    model_named,
+)
 from shoal.model.parameters import as_frozen, joined, quantiser
 from shoal.model.segment_attention import kernel_fault
 from shoal.model.tensor_file import digests as tensor_digests
@@ -58,16 +66,24 @@ class ModelSpec:
 
     folder: Path  # holds the tokenizer, and config.json unless there is `config`
     architecture: Architecture
-    read: Callable[..., Params] = no_weights  # (role, dtype, keep) -> the weights without an adapter, as `hf.load`
+    read: Callable[..., Params] = (
+        no_weights  # (role, dtype, keep) -> the weights without an adapter, as `hf.load`
+    )
     config: dict[str, Any] | None = None  # a config.json in place of the folder's
     notes: tuple[str, ...] = ()
     template: str = ""  # a chat template in place of the folder's
-    date: datetime | None = None  # that the chat template writes; None for the folder's, else the present one
+    date: datetime | None = (
+        None  # that the chat template writes; None for the folder's, else the present one
+    )
     read_adapter: Callable[[Role, Any, int], Params] = no_weights  # of a seed, if it has none yet
     base: str = ""  # folder or hub id of the weights without the adapter
     check: Callable[[], Any] = dict  # ShoalError for files whose headers are not those of the model
-    facts: Mapping[str, Any] = field(default_factory=dict)  # of the adapter's checkpoint, by `fingerprint`
-    digests: Callable[[], Mapping[str, str]] = dict  # of samples of all weights that are read, by name
+    facts: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # of the adapter's checkpoint, by `fingerprint`
+    digests: Callable[[], Mapping[str, str]] = (
+        dict  # of samples of all weights that are read, by name
+    )
 
     def load(self, role: Role, dtype: Any, frozen_dtype: Any = None, seed: int = 0) -> Params:
         """The weights in a role's layout: in `dtype`, those that an adapter freezes in `frozen_dtype` (None: too)."""
@@ -82,10 +98,15 @@ class ModelSpec:
         if not self.architecture.adapter:
             return None
         frozen = as_frozen(self.architecture, self.read(role, dtype))
-        if self.facts.get("base_types") == types_text(frozen) and (now := weights_text(frozen)) != self.facts["base"]:
-            raise ShoalError(f"the weights in {self.base} are not those that this adapter was trained on (checksum "
-                             f"{self.facts['base']}, now {now}): restore them, or export the adapter (shoal export "
-                             "from=RUN) to use it on others")
+        if (
+            self.facts.get("base_types") == types_text(frozen)
+            and (now := weights_text(frozen)) != self.facts["base"]
+        ):
+            raise ShoalError(
+                f"the weights in {self.base} are not those that this adapter was trained on (checksum "
+                f"{self.facts['base']}, now {now}): restore them, or export the adapter (shoal export "
+                "from=RUN) to use it on others"
+            )
         return frozen
 
     @functools.cached_property
@@ -93,7 +114,9 @@ class ModelSpec:
         return Tokenizer.load(self.folder, self.template, self.date)
 
 
-def open_model(section: ModelSection, console: Console | None, as_stored: bool = False) -> ModelSpec:
+def open_model(
+    section: ModelSection, console: Console | None, as_stored: bool = False
+) -> ModelSpec:
     """The model that the settings name, checked against its tokenizer. Prints notes about both to `console`.
     `as_stored`: without the type of weights that a run was trained with."""
     return _noted(_resolve(with_run(section)) if as_stored else resolve_model(section), console)
@@ -114,18 +137,34 @@ def open_run_model(section: ModelSection, run: Path | None, console: Console | N
     if run is None or not (run / MODEL_FOLDER / "config.json").is_file():
         return open_model(section, console)
     # The run's own files: what `model.path` names may have changed since, or be gone.
-    stored = resolve_model(replace(section_of(section, str(run / MODEL_FOLDER)), quantise=section.quantise))
+    stored = resolve_model(
+        replace(section_of(section, str(run / MODEL_FOLDER)), quantise=section.quantise)
+    )
     first = functools.cache(lambda: open_model(section, console))
     # What an adapter was trained on is what its file names: where `model.path` is a run, it may have gone on since.
-    read = stored.read if stored.architecture.adapter else lambda role, dtype: first().read(role, dtype)
+    read = (
+        stored.read
+        if stored.architecture.adapter
+        else lambda role, dtype: first().read(role, dtype)
+    )
     digests = stored.digests if stored.architecture.adapter else lambda: first().digests()
-    return _noted(replace(stored, read=read, check=dict, read_adapter=lambda *to: first().read_adapter(*to),
-                          digests=digests), console)
+    return _noted(
+        replace(
+            stored,
+            read=read,
+            check=dict,
+            read_adapter=lambda *to: first().read_adapter(*to),
+            digests=digests,
+        ),
+        console,
+    )
 
 
 def section_of(section: ModelSection, path: str) -> ModelSection:
     """A section for another path, of which the files say all."""
-    return replace(section, path=path, name="", tokenizer="", template="", lora=LoraSection(), quantise="none")
+    return replace(
+        section, path=path, name="", tokenizer="", template="", lora=LoraSection(), quantise="none"
+    )
 
 
 def with_run(section: ModelSection) -> ModelSection:
@@ -137,8 +176,11 @@ def with_run(section: ModelSection) -> ModelSection:
         stored = read_config(found[0]).model
     except ShoalError:  # of another version, or gone: its weights can be read all the same
         return section
-    return replace(section, scan_layers=section.scan_layers and stored.scan_layers,
-                   quantise=stored.quantise if section.quantise == "none" else section.quantise)
+    return replace(
+        section,
+        scan_layers=section.scan_layers and stored.scan_layers,
+        quantise=stored.quantise if section.quantise == "none" else section.quantise,
+    )
 
 
 def resolve_model(section: ModelSection) -> ModelSpec:
@@ -151,7 +193,11 @@ def resolve_model(section: ModelSection) -> ModelSpec:
 def _quantised(section: ModelSection, spec: ModelSpec) -> ModelSpec:
     """The model with its products' frozen weights in one byte an element, from when each is read."""
     a = quantised(section, spec.architecture)
-    return replace(spec, architecture=a, read=lambda role, dtype: spec.read(role, dtype, keep=quantiser(a.base, role)))
+    return replace(
+        spec,
+        architecture=a,
+        read=lambda role, dtype: spec.read(role, dtype, keep=quantiser(a.base, role)),
+    )
 
 
 def _with_lora(lora: LoraSection, spec: ModelSpec) -> ModelSpec:
@@ -159,8 +205,10 @@ def _with_lora(lora: LoraSection, spec: ModelSpec) -> ModelSpec:
     if not (lora.rank or lora.path):
         return spec
     if spec.architecture.adapter:
-        raise ShoalError(f"model.path has an adapter on {spec.base} already, which is what is trained on: leave out "
-                         f"model.lora.*, or give model.path={spec.base}")
+        raise ShoalError(
+            f"model.path has an adapter on {spec.base} already, which is what is trained on: leave out "
+            f"model.lora.*, or give model.path={spec.base}"
+        )
     if not lora.path:
         a = adapted(lora, spec.architecture)
         return replace(spec, architecture=a, read_adapter=functools.partial(lora_files.begin, a))
@@ -169,11 +217,20 @@ def _with_lora(lora: LoraSection, spec: ModelSpec) -> ModelSpec:
     except ShoalError as error:
         raise ShoalError(f"model.lora.path={lora.path}: {error}", "model.lora.path") from error
     if not (adapter := given.architecture.adapter):
-        raise ShoalError(f"model.lora.path={lora.path} is no adapter: it holds no {lora_files.CONFIG}")
+        raise ShoalError(
+            f"model.lora.path={lora.path} is no adapter: it holds no {lora_files.CONFIG}"
+        )
     if lora.rank not in (0, adapter.rank):
-        raise ShoalError(f"model.lora.rank={lora.rank}: the adapter in {lora.path} has rank {adapter.rank}; leave it "
-                         "out")
-    return replace(spec, architecture=given.architecture, read_adapter=given.read_adapter, digests=given.digests)
+        raise ShoalError(
+            f"model.lora.rank={lora.rank}: the adapter in {lora.path} has rank {adapter.rank}; leave it "
+            "out"
+        )
+    return replace(
+        spec,
+        architecture=given.architecture,
+        read_adapter=given.read_adapter,
+        digests=given.digests,
+    )
 
 
 def adapted(lora: LoraSection, a: Architecture) -> Architecture:
@@ -181,7 +238,11 @@ def adapted(lora: LoraSection, a: Architecture) -> Architecture:
     if lora.path:
         folder, _ = _find_files(lora.path, find_input(lora.path, "model.lora.path"))
         return replace(a, adapter=lora_files.read_adapter(folder, a))
-    adapter = lora_files.make_adapter(a, lora.rank, lora.alpha, lora.targets, lora.rslora) if lora.rank else None
+    adapter = (
+        lora_files.make_adapter(a, lora.rank, lora.alpha, lora.targets, lora.rslora)
+        if lora.rank
+        else None
+    )
     return replace(a, adapter=adapter or a.adapter)
 
 
@@ -193,8 +254,11 @@ def quantised(section: ModelSection, a: Architecture) -> Architecture:
 def check_quantised(section: ModelSection, a: Architecture) -> None:
     """ShoalError for a model in training whose weights of 8 bits would be trained."""
     if a.quantised and not a.adapter:
-        raise ShoalError(f"model.quantise={section.quantise}: expected none, or model.lora.rank=16 with it: weights "
-                         "that are trained are float32", "model.quantise")
+        raise ShoalError(
+            f"model.quantise={section.quantise}: expected none, or model.lora.rank=16 with it: weights "
+            "that are trained are float32",
+            "model.quantise",
+        )
 
 
 def _find_files(path: str, local: Path) -> tuple[Path, tuple[Path, int] | None]:
@@ -202,7 +266,9 @@ def _find_files(path: str, local: Path) -> tuple[Path, tuple[Path, int] | None]:
     if checkpoint := find_checkpoint(local) if local.is_dir() else None:
         return checkpoint[0] / MODEL_FOLDER, checkpoint
     if (small := locate(path, weights=False)).joinpath("config.json").is_file():
-        hf_config.architecture_of(small)  # a model that is not supported is refused before its weights are downloaded
+        hf_config.architecture_of(
+            small
+        )  # a model that is not supported is refused before its weights are downloaded
     return locate(path), None
 
 
@@ -215,102 +281,178 @@ def _resolve(section: ModelSection, base: ModelSpec | None = None) -> ModelSpec:
         return _maxtext_model(section, found)
     folder, checkpoint = _find_files(path, local)
     is_untied = False  # its files hold another head than the embedding that config.json names
-    spec = _adapter_model(section, folder, checkpoint, base) if lora_files.is_adapter(folder) else None
+    spec = (
+        _adapter_model(section, folder, checkpoint, base) if lora_files.is_adapter(folder) else None
+    )
     if spec is None:
         a = hf_config.architecture_of(folder) if checkpoint else hf.stored_architecture(folder)
-        load = functools.partial(load_parameters, *checkpoint, a) if checkpoint else \
-            functools.partial(hf.load, folder, a)
+        load = (
+            functools.partial(load_parameters, *checkpoint, a)
+            if checkpoint
+            else functools.partial(hf.load, folder, a)
+        )
         # The checkpoint itself, not its run, which may go on: an adapter belongs to these weights.
-        source = address(checkpoint[0] / CHECKPOINTS / str(checkpoint[1])) if checkpoint else \
-            path if path in PACKAGED or not local.is_dir() else address(local.resolve())
-        digests = functools.partial(_checkpoint_digests, *checkpoint) if checkpoint else \
-            lambda: tensor_digests(hf.open_tensors(folder, a))
+        source = (
+            address(checkpoint[0] / CHECKPOINTS / str(checkpoint[1]))
+            if checkpoint
+            else path
+            if path in PACKAGED or not local.is_dir()
+            else address(local.resolve())
+        )
+        digests = (
+            functools.partial(_checkpoint_digests, *checkpoint)
+            if checkpoint
+            else lambda: tensor_digests(hf.open_tensors(folder, a))
+        )
         spec = ModelSpec(folder, a, load, None, base=source, digests=digests)
         is_untied = not a.tie_embeddings and hf_config.architecture_of(folder).tie_embeddings
         if is_untied:
-            note = (f"the config.json of {path} says that the head is the embedding, and its files hold another head, "
-                    "which is used, as transformers 5 does")
+            note = (
+                f"the config.json of {path} says that the head is the embedding, and its files hold another head, "
+                "which is used, as transformers 5 does"
+            )
             # Written into the run and its exports: there the head is a parameter.
             config = {**hf_config.read_config(folder), "tie_word_embeddings": False}
             spec = replace(spec, config=config, notes=(*spec.notes, note))
         if not checkpoint:
             spec = replace(spec, check=functools.partial(_check_tensors, path, folder, a))
     if path == section.path and section.name and "/" not in section.name:
-        named = replace(spec.architecture.base, tie_embeddings=True) if is_untied else spec.architecture.base
+        named = (
+            replace(spec.architecture.base, tie_embeddings=True)
+            if is_untied
+            else spec.architecture.base
+        )
         check_name(section.name, named, path, "model.name")
     spec = replace(spec, template=section.template)
     if not section.tokenizer:
         return spec
     tokenizer = locate(section.tokenizer, weights=False)
     config = spec.config or hf_config.read_config(spec.folder)
-    return replace(spec, folder=tokenizer, config=hf_config.make_config(spec.architecture, tokenizer, config))
+    return replace(
+        spec, folder=tokenizer, config=hf_config.make_config(spec.architecture, tokenizer, config)
+    )
 
 
 def _checkpoint_digests(run: Path, version: int) -> dict[str, str]:
     """The checksum of the weights of a checkpoint, which they are compared with when they are read."""
     checksum = read_extra(run, version, "checksums").get("trainable")
-    return {f"the weights of {run.name}/{CHECKPOINTS}/{version}": "none" if checksum is None else f"{checksum:#010x}"}
+    return {
+        f"the weights of {run.name}/{CHECKPOINTS}/{version}": "none"
+        if checksum is None
+        else f"{checksum:#010x}"
+    }
 
 
 def _check_tensors(path: str, folder: Path, a: Architecture) -> None:
     """ShoalError for weights whose headers are not the model's. NotHere where a run would download them first."""
     is_hub_id = HUB_ID.fullmatch(path) and not Path(path).is_dir()  # `models/mine` may be either
-    if is_hub_id and waits_for_hub() and folder == cached_folder(path) and not hf.has_weights(folder):
+    if (
+        is_hub_id
+        and waits_for_hub()
+        and folder == cached_folder(path)
+        and not hf.has_weights(folder)
+    ):
         raise NotHere(path)
     hf.open_tensors(folder, a)
 
 
-def _adapter_model(section: ModelSection, folder: Path, checkpoint: tuple[Path, int] | None,
-                   base: ModelSpec | None) -> ModelSpec:
+def _adapter_model(
+    section: ModelSection, folder: Path, checkpoint: tuple[Path, int] | None, base: ModelSpec | None
+) -> ModelSpec:
     """The model of a folder with an adapter: PEFT's, or a run's, whose weights are in a checkpoint."""
     named = lora_files.read_base(folder) if base is None else base.base
-    is_whole = (folder / "config.json").is_file()  # a run's: the base is asked for when its weights are read
+    is_whole = (
+        folder / "config.json"
+    ).is_file()  # a run's: the base is asked for when its weights are read
     find = functools.cache(lambda: base or _base_of(section, folder, named))
-    a = base.architecture if base else hf_config.architecture_of(folder) if is_whole else find().architecture
+    a = (
+        base.architecture
+        if base
+        else hf_config.architecture_of(folder)
+        if is_whole
+        else find().architecture
+    )
     a = replace(a, adapter=lora_files.read_adapter(folder, a))
-    read = functools.partial(load_parameters, *checkpoint, a) if checkpoint else \
-        functools.partial(lora_files.load, folder, a)
+    read = (
+        functools.partial(load_parameters, *checkpoint, a)
+        if checkpoint
+        else functools.partial(lora_files.load, folder, a)
+    )
     if not checkpoint and not is_whole:
-        lora_files.open_tensors(folder, a)  # wrong files are refused now: the base's weights are read first
+        lora_files.open_tensors(
+            folder, a
+        )  # wrong files are refused now: the base's weights are read first
     if not (folder / "tokenizer.json").is_file():
         place, config = find().folder, find().config
     else:
-        place, config = folder, None if is_whole else find().config or hf_config.read_config(find().folder)
+        place, config = (
+            folder,
+            None if is_whole else find().config or hf_config.read_config(find().folder),
+        )
 
     def digests() -> dict[str, str]:
-        own = _checkpoint_digests(*checkpoint) if checkpoint else tensor_digests(lora_files.open_tensors(folder, a))
+        own = (
+            _checkpoint_digests(*checkpoint)
+            if checkpoint
+            else tensor_digests(lora_files.open_tensors(folder, a))
+        )
         return {**find().digests(), **own}
 
-    return ModelSpec(place, a, lambda *to, **keep: find().read(*to, **keep), config, digests=digests,
-                     read_adapter=lambda role, dtype, _: read(role, dtype), base=named,
-                     facts=read_extra(*checkpoint, "facts") if checkpoint else {})
+    return ModelSpec(
+        place,
+        a,
+        lambda *to, **keep: find().read(*to, **keep),
+        config,
+        digests=digests,
+        read_adapter=lambda role, dtype, _: read(role, dtype),
+        base=named,
+        facts=read_extra(*checkpoint, "facts") if checkpoint else {},
+    )
 
 
 def _base_of(section: ModelSection, folder: Path, named: str) -> ModelSpec:
     try:
         # A MaxText checkpoint says no sizes: a run's folder does.
-        return _resolve(ModelSection(path=named, scan_layers=section.scan_layers,
-                                     tokenizer=str(folder) if (folder / "config.json").is_file() else ""))
+        return _resolve(
+            ModelSection(
+                path=named,
+                scan_layers=section.scan_layers,
+                tokenizer=str(folder) if (folder / "config.json").is_file() else "",
+            )
+        )
     except ShoalError as error:
         raise ShoalError(f"the adapter in {folder} was trained on {named}: {error}") from error
 
 
 def _maxtext_model(section: ModelSection, found: Path) -> ModelSpec:
     name = section.name
-    source = section.tokenizer or (name if "/" in name else model_named(name).hub_id if name else "")
+    source = section.tokenizer or (
+        name if "/" in name else model_named(name).hub_id if name else ""
+    )
     try:
         tokenizer = locate(source, weights=False) if source else None
     except ShoalError as error:
         if section.tokenizer:
             raise
-        raise ShoalError(f"{found} has no tokenizer, and that of model.name={name} is not here: {error} Or give "
-                         "model.tokenizer=FOLDER, a folder that has it", "model.tokenizer") from error
+        raise ShoalError(
+            f"{found} has no tokenizer, and that of model.name={name} is not here: {error} Or give "
+            "model.tokenizer=FOLDER, a folder that has it",
+            "model.tokenizer",
+        ) from error
     checkpoint = maxtext_checkpoint.open_checkpoint(found, name, tokenizer, section.scan_layers)
     assert tokenizer is not None
     a = checkpoint.architecture
     config = None if hf_config.describes(tokenizer, a) else hf_config.make_config(a, tokenizer)
-    return ModelSpec(tokenizer, a, checkpoint.load, config, (checkpoint.describe(),), section.template,
-                     base=address(found.resolve()), digests=checkpoint.digests)
+    return ModelSpec(
+        tokenizer,
+        a,
+        checkpoint.load,
+        config,
+        (checkpoint.describe(),),
+        section.template,
+        base=address(found.resolve()),
+        digests=checkpoint.digests,
+    )
 
 
 def model_path(section: ModelSection) -> str:
@@ -328,7 +470,10 @@ def known_architecture(section: ModelSection) -> Architecture | None:
         return resolve_model(section).architecture
     if section.name and "/" not in section.name:
         return _with_settings(section, model_named(section.name).architecture)
-    known = next((known.architecture for known in MODELS.values() if known.hub_id.lower() == path.lower()), None)
+    known = next(
+        (known.architecture for known in MODELS.values() if known.hub_id.lower() == path.lower()),
+        None,
+    )
     return known and _with_settings(section, known)
 
 
@@ -341,7 +486,9 @@ def planned_architecture(section: ModelSection) -> Architecture:
     """The model's sizes, from its name or a config.json alone; ShoalError if neither can be had."""
     if known := known_architecture(section):
         return known
-    return _with_settings(section, hf.stored_architecture(locate(model_path(section), weights=False)))
+    return _with_settings(
+        section, hf.stored_architecture(locate(model_path(section), weights=False))
+    )
 
 
 def check_positions(a: Architecture, sampling: SamplingSection, whose: str) -> None:
@@ -349,9 +496,12 @@ def check_positions(a: Architecture, sampling: SamplingSection, whose: str) -> N
     it."""
     prompt, completion = sampling.max_prompt_tokens, sampling.max_completion_tokens
     if 0 < a.max_positions < prompt + completion:
-        raise ShoalError(f"{whose}: it has positions for {a.max_positions:,} tokens (max_position_embeddings), but "
-                         f"sampling.max_prompt_tokens={prompt} and sampling.max_completion_tokens={completion} are "
-                         f"{prompt + completion:,}; lower one", "sampling.max_completion_tokens")
+        raise ShoalError(
+            f"{whose}: it has positions for {a.max_positions:,} tokens (max_position_embeddings), but "
+            f"sampling.max_prompt_tokens={prompt} and sampling.max_completion_tokens={completion} are "
+            f"{prompt + completion:,}; lower one",
+            "sampling.max_completion_tokens",
+        )
 
 
 def find_teacher(config: Config, student: ModelSpec, console: Console | None) -> ModelSpec:
@@ -359,8 +509,10 @@ def find_teacher(config: Config, student: ModelSpec, console: Console | None) ->
     teacher = open_model(section_of(config.model, config.teacher.path), console)
     # By vocabulary, not by family: log-probs are compared id by id.
     if teacher.tokenizer.vocabulary() != student.tokenizer.vocabulary():
-        raise ShoalError(f"teacher.path={config.teacher.path}: its vocabulary is not that of the model "
-                         f"{config.model.path}, so its log-probs would be of other tokens; give one of the same family")
+        raise ShoalError(
+            f"teacher.path={config.teacher.path}: its vocabulary is not that of the model "
+            f"{config.model.path}, so its log-probs would be of other tokens; give one of the same family"
+        )
     check_positions(teacher.architecture, config.sampling, f"teacher.path={config.teacher.path}")
     teacher.check()
     return teacher
@@ -412,4 +564,8 @@ def copy_model_files(model: ModelSpec, target: Path) -> None:
         if (model.folder / name).is_file():
             shutil.copy2(model.folder / name, target / name)
     if model.config:
-        write_text(target / "config.json", json.dumps(model.config, indent=2) + "\n", "base_output_directory")
+        write_text(
+            target / "config.json",
+            json.dumps(model.config, indent=2) + "\n",
+            "base_output_directory",
+        )

@@ -44,7 +44,15 @@ from shoal.model.spread import Part, assemble
 from shoal.model.tensor_file import OutputTensor
 from shoal.stop import NotHere
 from shoal.trainer.checkpoint import FOLDER
-from shoal.trainer.orbax import StoredArray, check_room, leaf_types, load_orbax, reading, save_args, writing
+from shoal.trainer.orbax import (
+    StoredArray,
+    check_room,
+    leaf_types,
+    load_orbax,
+    reading,
+    save_args,
+    writing,
+)
 from shoal.types import Params, ShoalError
 
 ROOTS = ("params/params/", "params/", "")
@@ -77,7 +85,8 @@ _NAMES: Mapping[str, str] = {
     "up_proj.weight": _MLP + "wi_1/kernel",
     "down_proj.weight": _MLP + "wo/kernel",
     "norm.weight": "decoder/decoder_norm/scale",
-    "lm_head.weight": "decoder/logits_dense/kernel"}
+    "lm_head.weight": "decoder/logits_dense/kernel",
+}
 """The last two parts of a tensor's name in Hugging Face's files -> MaxText's name."""
 
 
@@ -92,8 +101,12 @@ class MaxTextArray:
     spec: ParamSpec  # of the parameter
     layer: int | None = None  # that it holds; None for all
     head_dim: int = 0
-    head_axis: int | None = None  # of a layer's: all heads and a head's width, one dimension in Shoal, are two
-    in_pairs: bool = False  # its last dimension is rotated by position, in another order than Shoal's
+    head_axis: int | None = (
+        None  # of a layer's: all heads and a head's width, one dimension in Shoal, are two
+    )
+    in_pairs: bool = (
+        False  # its last dimension is rotated by position, in another order than Shoal's
+    )
     factor: float = 1.0  # MaxText's values are Shoal's times this
 
     @property
@@ -102,10 +115,14 @@ class MaxTextArray:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        axis, shape = self.head_axis, self.spec.shape[self.spec.stacked:]
+        axis, shape = self.head_axis, self.spec.shape[self.spec.stacked :]
         if axis is not None:
-            shape = (*shape[:axis], shape[axis] // self.head_dim, self.head_dim, *shape[axis + 1:])
-        return (*shape[:STACKED_AXIS], self.spec.shape[0], *shape[STACKED_AXIS:]) if self.scanned else shape
+            shape = (*shape[:axis], shape[axis] // self.head_dim, self.head_dim, *shape[axis + 1 :])
+        return (
+            (*shape[:STACKED_AXIS], self.spec.shape[0], *shape[STACKED_AXIS:])
+            if self.scanned
+            else shape
+        )
 
     @property
     def row_axis(self) -> int:
@@ -123,7 +140,9 @@ class MaxTextArray:
         """Where a part is in Shoal's parameter."""
         cuts, layers = list(part), []
         if self.spec.stacked:
-            layers = [cuts.pop(STACKED_AXIS) if self.layer is None else slice(self.layer, self.layer + 1)]
+            layers = [
+                cuts.pop(STACKED_AXIS) if self.layer is None else slice(self.layer, self.layer + 1)
+            ]
         if self.head_axis is not None:
             heads, width = cuts[self.head_axis], cuts.pop(self.head_axis + 1).stop
             cuts[self.head_axis] = slice(heads.start * width, heads.stop * width)
@@ -133,7 +152,9 @@ class MaxTextArray:
         """A part of Shoal's parameter as it is here."""
         if self.head_axis is not None:
             axis = self.head_axis + self.spec.stacked
-            values = values.reshape(*values.shape[:axis], -1, self.head_dim, *values.shape[axis + 1:])
+            values = values.reshape(
+                *values.shape[:axis], -1, self.head_dim, *values.shape[axis + 1 :]
+            )
         if self.in_pairs:
             halves = values.reshape(*values.shape[:-1], 2, values.shape[-1] // 2)
             values = halves.swapaxes(-1, -2).reshape(values.shape)
@@ -154,25 +175,37 @@ class MaxTextArray:
             values = values.astype(np.float32) * np.float32(1 / self.factor)
         if self.head_axis is not None:
             axis = self.head_axis + self.spec.stacked
-            values = values.reshape(*values.shape[:axis], -1, *values.shape[axis + 2:])
+            values = values.reshape(*values.shape[:axis], -1, *values.shape[axis + 2 :])
         return values
 
 
 def arrays_of(a: Architecture, scan_layers: bool, pairs: bool) -> list[MaxTextArray]:
     """All arrays of an architecture; ShoalError where MaxText has no such model."""
     if a.output_bias or a.mlp_bias or (a.qkv_bias and a.qk_norm):
-        raise ShoalError("MaxText has no model with these biases (on the attention's output, the feed-forward part, or "
-                         "together with norms on queries and keys): keep it in Hugging Face's format")
+        raise ShoalError(
+            "MaxText has no model with these biases (on the attention's output, the feed-forward part, or "
+            "together with norms on queries and keys): keep it in Hugging Face's format"
+        )
     found, scale = [], 1.0 if a.qkv_bias or a.qk_norm else float(np.float32(a.head_dim**-0.5))
     for spec in jax.tree.leaves(param_specs(a)):
         last = ".".join(spec.name.split(".")[-2:])
-        head_axis = spec.axes[spec.stacked:].index("heads") if "heads" in spec.axes else None
-        make = partial(MaxTextArray, spec=spec, head_dim=a.head_dim, head_axis=head_axis,
-                       in_pairs=pairs and last.startswith(("q_proj", "k_proj")),
-                       factor=scale if last == "q_proj.weight" else 1.0)
+        head_axis = spec.axes[spec.stacked :].index("heads") if "heads" in spec.axes else None
+        make = partial(
+            MaxTextArray,
+            spec=spec,
+            head_dim=a.head_dim,
+            head_axis=head_axis,
+            in_pairs=pairs and last.startswith(("q_proj", "k_proj")),
+            factor=scale if last == "q_proj.weight" else 1.0,
+        )
         layers = range(a.num_layers) if spec.stacked and not scan_layers else [None]
-        found += [make(_NAMES[last].format(layers="layers" if layer is None else f"layers_{layer}"), layer=layer)
-                  for layer in layers]
+        found += [
+            make(
+                _NAMES[last].format(layers="layers" if layer is None else f"layers_{layer}"),
+                layer=layer,
+            )
+            for layer in layers
+        ]
     return found
 
 
@@ -185,8 +218,10 @@ def name_in_pairs(name: str, a: Architecture) -> bool:
 
 
 def layout_text(scan_layers: bool, pairs: bool) -> str:
-    return (f"layers {'stacked' if scan_layers else 'one by one'}, rotary dimensions in "
-            f"{'pairs' if pairs else 'halves'}")
+    return (
+        f"layers {'stacked' if scan_layers else 'one by one'}, rotary dimensions in "
+        f"{'pairs' if pairs else 'halves'}"
+    )
 
 
 # ---- reading
@@ -198,7 +233,11 @@ def find_tree(folder: Path) -> Path | None:
     for path in (folder, folder / INNER.name):
         if (path / "_METADATA").is_file() and not (path / "config.json").exists():
             # Our own checkpoints are Orbax trees, too; `checkpoint.py` reads those, and compares checksums.
-            return None if path.parent.parent.name == FOLDER and (path.parent / "extra").exists() else path
+            return (
+                None
+                if path.parent.parent.name == FOLDER and (path.parent / "extra").exists()
+                else path
+            )
     steps = [path for path in folder.iterdir() if path.name.isdigit()] if folder.is_dir() else []
     trees = map(find_tree, sorted(steps, key=lambda path: -int(path.name)))
     return next((tree for tree in trees if tree), None)
@@ -218,9 +257,12 @@ class MaxTextCheckpoint:
     def describe(self) -> str:
         return f"MaxText checkpoint {self.folder}: {layout_text(self.scan_layers, self.pairs)}"
 
-    def load(self, role: Role, dtype: Any = np.float32, keep: Keep = lambda _, array: array) -> Params:
+    def load(
+        self, role: Role, dtype: Any = np.float32, keep: Keep = lambda _, array: array
+    ) -> Params:
         """The parameters in the role's layout, read a part at a time, each part once by a process; `keep` as in
         `hf.load`."""
+
         def read(spec: ParamSpec) -> Any:
             return keep(spec, assemble(self._parts(spec), spec.sharding(role), spec.shape, dtype))
 
@@ -233,7 +275,9 @@ class MaxTextCheckpoint:
         for file in sorted(self.folder.rglob("*")):
             if file.is_file():
                 content = f"{file.stat().st_size} ".encode() + sample_of(file)
-                found[str(file.relative_to(self.folder))] = hashlib.blake2b(content, digest_size=8).hexdigest()
+                found[str(file.relative_to(self.folder))] = hashlib.blake2b(
+                    content, digest_size=8
+                ).hexdigest()
         return found
 
     def tensors(self, file: IO[bytes], dtype: np.dtype) -> Iterator[OutputTensor]:
@@ -250,9 +294,15 @@ class MaxTextCheckpoint:
             step = max(1, rows * WINDOW_BYTES // (math.prod(spec.tensor_shape) * dtype.itemsize))
             for start in range(0, rows, step):
                 # Mapped anew for each window: pages that were read count as this process's memory until then.
-                whole, window = np.memmap(file, dtype, "r", shape=spec.shape), slice(start, start + step)
+                whole, window = (
+                    np.memmap(file, dtype, "r", shape=spec.shape),
+                    slice(start, start + step),
+                )
                 tensor = whole[layer] if spec.stacked else whole
-                yield start, transpose(tensor[:, window]) if spec.transposed else np.array(tensor[window])
+                yield (
+                    start,
+                    transpose(tensor[:, window]) if spec.transposed else np.array(tensor[window]),
+                )
 
         for spec in jax.tree.leaves(param_specs(self.architecture)):
             for layer, name in enumerate(spec.tensor_names):
@@ -274,7 +324,10 @@ class MaxTextCheckpoint:
                 stored = StoredArray(self.folder, name)
                 steps = part_steps(stored, self.dtypes[name].itemsize, array.whole_axis)
                 for part in grid(stored.shape, steps):
-                    yield array.index(part), lambda a=array, s=stored, part=part: a.to_shoal(s.read(part))
+                    yield (
+                        array.index(part),
+                        lambda a=array, s=stored, part=part: a.to_shoal(s.read(part)),
+                    )
 
 
 def part_steps(array: StoredArray, itemsize: int, whole: int | None) -> list[int]:
@@ -297,13 +350,20 @@ def transpose(values: np.ndarray) -> np.ndarray:
     return copy
 
 
-def open_checkpoint(found: Path, model_name: str, tokenizer: Path | None, scan_layers: bool,
-                    keys: tuple[str, str] = ("model.name", "model.tokenizer")) -> MaxTextCheckpoint:
+def open_checkpoint(
+    found: Path,
+    model_name: str,
+    tokenizer: Path | None,
+    scan_layers: bool,
+    keys: tuple[str, str] = ("model.name", "model.tokenizer"),
+) -> MaxTextCheckpoint:
     """The checkpoint, checked against the model of a name, else of the config.json beside the tokenizer. `keys`: of
     both, for errors."""
     if not (model_name or tokenizer):
-        raise ShoalError(f"{found} is a MaxText checkpoint, which does not say what model it is: give {keys[0]} "
-                         f"(llama3.1-8b, ...), or as {keys[1]} a folder that also holds config.json")
+        raise ShoalError(
+            f"{found} is a MaxText checkpoint, which does not say what model it is: give {keys[0]} "
+            f"(llama3.1-8b, ...), or as {keys[1]} a folder that also holds config.json"
+        )
     if is_offline() and area_of(found):
         raise NotHere(found)
     complete(found)
@@ -317,61 +377,117 @@ def open_checkpoint(found: Path, model_name: str, tokenizer: Path | None, scan_l
         tree = reader.metadata(found.absolute()).item_metadata
         if tree is None:
             raise ValueError("its list of arrays is damaged")
-        leaves = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf
-                  for path, leaf in jax.tree_util.tree_leaves_with_path(tree.tree)
-                  if hasattr(leaf, "shape")}  # leaves of text have none
+        leaves = {
+            jax.tree_util.keystr(path, simple=True, separator="/"): leaf
+            for path, leaf in jax.tree_util.tree_leaves_with_path(tree.tree)
+            if hasattr(leaf, "shape")
+        }  # leaves of text have none
     if a.tie_embeddings and any(root + _NAMES["lm_head.weight"] in leaves for root in ROOTS):
         a = replace(a, tie_embeddings=False)  # as `hf.stored_architecture`
-    root = _check_arrays({name: tuple(leaf.shape or ()) for name, leaf in leaves.items()}, a, scan_layers, found, model)
+    root = _check_arrays(
+        {name: tuple(leaf.shape or ()) for name, leaf in leaves.items()},
+        a,
+        scan_layers,
+        found,
+        model,
+    )
     pairs = (tree.custom_metadata or {}).get("rope_in_pairs")  # written by `shoal convert`
     pairs = name_in_pairs(name, a) if pairs is None else bool(pairs)
-    return MaxTextCheckpoint(found, a, scan_layers, pairs, root, {name: leaf.dtype for name, leaf in leaves.items()})
+    return MaxTextCheckpoint(
+        found, a, scan_layers, pairs, root, {name: leaf.dtype for name, leaf in leaves.items()}
+    )
 
 
-def _check_arrays(shapes: Mapping[str, tuple[int, ...]], a: Architecture, scan_layers: bool, where: Path,
-                  model: str) -> str:
+def _check_arrays(
+    shapes: Mapping[str, tuple[int, ...]],
+    a: Architecture,
+    scan_layers: bool,
+    where: Path,
+    model: str,
+) -> str:
     """The prefix of the parameters' names, where they fit the architecture of `model` one to one; else ShoalError with
     the first that does not."""
     root = next((root for root in ROOTS if root + "token_embedder/embedding" in shapes), None)
     if root is None:
-        raise ShoalError(f"{where} holds no MaxText model: expected params/params/token_embedder/embedding among its "
-                         f"arrays, found {', '.join(sorted(shapes)[:3]) or 'none'}")
-    found = {name.removeprefix(root): shape for name, shape in shapes.items() if name.startswith(root)}
+        raise ShoalError(
+            f"{where} holds no MaxText model: expected params/params/token_embedder/embedding among its "
+            f"arrays, found {', '.join(sorted(shapes)[:3]) or 'none'}"
+        )
+    found = {
+        name.removeprefix(root): shape for name, shape in shapes.items() if name.startswith(root)
+    }
     if not root:  # the optimizer's state and the step have the same prefix
-        found = {name: shape for name, shape in found.items() if name.startswith(("decoder/", "token_embedder/"))}
+        found = {
+            name: shape
+            for name, shape in found.items()
+            if name.startswith(("decoder/", "token_embedder/"))
+        }
     stacked = any(name.startswith("decoder/layers/") for name in found)
     if stacked != scan_layers and (stacked or "decoder/layers_0/mlp/wo/kernel" in found):
-        how = "stacked in one array each" if stacked else "in arrays of their own (decoder/layers_0, ...)"
-        raise ShoalError(f"{where} has its layers {how}, which is not what scan_layers={str(scan_layers).lower()} "
-                         f"says: give scan_layers={str(stacked).lower()}")
+        how = (
+            "stacked in one array each"
+            if stacked
+            else "in arrays of their own (decoder/layers_0, ...)"
+        )
+        raise ShoalError(
+            f"{where} has its layers {how}, which is not what scan_layers={str(scan_layers).lower()} "
+            f"says: give scan_layers={str(stacked).lower()}"
+        )
     wanted = {array.name: array.shape for array in arrays_of(a, scan_layers, False)}
-    fault = next((f"{name} is {list(found[name])} instead of {list(shape)}"
-                  for name, shape in wanted.items() if found.get(name, shape) != shape), "")
-    for kind, names in (("lacks", wanted.keys() - found.keys()), ("also has", found.keys() - wanted.keys())):
+    fault = next(
+        (
+            f"{name} is {list(found[name])} instead of {list(shape)}"
+            for name, shape in wanted.items()
+            if found.get(name, shape) != shape
+        ),
+        "",
+    )
+    for kind, names in (
+        ("lacks", wanted.keys() - found.keys()),
+        ("also has", found.keys() - wanted.keys()),
+    ):
         if names and not fault:
-            fault = f"it {kind} {min(names)}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+            fault = f"it {kind} {min(names)}" + (
+                f" and {len(names) - 1} more" if len(names) > 1 else ""
+            )
     if fault:
-        raise ShoalError(f"{where} does not fit {model}: {fault}; give the name of the model that it is, or a "
-                         "tokenizer folder with its config.json")
+        raise ShoalError(
+            f"{where} does not fit {model}: {fault}; give the name of the model that it is, or a "
+            "tokenizer folder with its config.json"
+        )
     return root
 
 
 # ---- writing
 
 
-def arrays_to_write(read: ReadPart, arrays: Iterable[MaxTextArray], dtype: np.dtype) -> dict[str, LazyArray]:
+def arrays_to_write(
+    read: ReadPart, arrays: Iterable[MaxTextArray], dtype: np.dtype
+) -> dict[str, LazyArray]:
     """The arrays of MaxText's tree by name, each read and converted when it is written."""
 
     def part_of(array: MaxTextArray, part: tuple[slice, ...]) -> np.ndarray:
         return array.from_shoal(read(array.spec, array.index(part))).astype(dtype, copy=False)
 
-    return {ROOTS[0] + array.name: LazyArray(
-        array.shape, dtype, partial(part_of, array), (STACKED_AXIS, array.row_axis) if array.scanned else
-        (array.row_axis,), STACKED_AXIS if array.scanned else None) for array in arrays}
+    return {
+        ROOTS[0] + array.name: LazyArray(
+            array.shape,
+            dtype,
+            partial(part_of, array),
+            (STACKED_AXIS, array.row_axis) if array.scanned else (array.row_axis,),
+            STACKED_AXIS if array.scanned else None,
+        )
+        for array in arrays
+    }
 
 
-def write_tree(folder: Path, target: Path, arrays: Mapping[str, LazyArray], metadata: Mapping[str, Any],
-               on_written: Callable[[int], None]) -> None:
+def write_tree(
+    folder: Path,
+    target: Path,
+    arrays: Mapping[str, LazyArray],
+    metadata: Mapping[str, Any],
+    on_written: Callable[[int], None],
+) -> None:
     """Writes `folder/0/items` as MaxText does: the step, the arrays, an empty optimizer state.
 
     One piece of one array at a time is in memory; `on_written` gets the bytes of each. Errors name `target`, the folder
@@ -385,11 +501,27 @@ def write_tree(folder: Path, target: Path, arrays: Mapping[str, LazyArray], meta
         for one in folders:
             place = place.setdefault(one, {})
         place[last] = leaf
-    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=True, type_handler_registry=leaf_types(on_written))
+    handler = ocp.PyTreeCheckpointHandler(
+        use_ocdbt=True, use_zarr3=True, type_handler_registry=leaf_types(on_written)
+    )
     options = ocp.CheckpointManagerOptions(create=True, enable_async_checkpointing=False)
-    with writing(target), ocp.CheckpointManager(
-            folder.absolute(), item_names=(item,), item_handlers={item: handler}, options=options) as manager:
+    with (
+        writing(target),
+        ocp.CheckpointManager(
+            folder.absolute(), item_names=(item,), item_handlers={item: handler}, options=options
+        ) as manager,
+    ):
         check_room(folder, list(arrays.values()))
-        manager.save(int(step), args=ocp.args.Composite(**{item: ocp.args.PyTreeSave(
-            tree, save_args=jax.tree.map(save_args, tree), ocdbt_target_data_file_size=FILE_BYTES,
-            custom_metadata=dict(metadata))}))
+        manager.save(
+            int(step),
+            args=ocp.args.Composite(
+                **{
+                    item: ocp.args.PyTreeSave(
+                        tree,
+                        save_args=jax.tree.map(save_args, tree),
+                        ocdbt_target_data_file_size=FILE_BYTES,
+                        custom_metadata=dict(metadata),
+                    )
+                }
+            ),
+        )

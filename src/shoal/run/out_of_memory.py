@@ -26,11 +26,18 @@ def explain_out_of_memory(error: BaseException, config: Any) -> ShoalError | Non
         seen = seen.__cause__ or seen.__context__
     if seen is None:
         return None
-    asked = re.search(r"(?:allocat\w*|Attempting to reserve)\s+((\d+(?:\.\d+)?) ?(?:bytes|([KMGT]?)i?B)?)", str(seen))
+    asked = re.search(
+        r"(?:allocat\w*|Attempting to reserve)\s+((\d+(?:\.\d+)?) ?(?:bytes|([KMGT]?)i?B)?)",
+        str(seen),
+    )
     what = f" ({asked[1].strip()} more were asked for)" if asked else ""
     size = float(asked[2]) * 1024 ** " KMGT".index(asked[3] or " ") if asked else 0.0
     plain = list(plain_changes(config))
-    held, advice, key = "", "; ".join(change.words(config) for change in plain), plain[0].key if plain else ""
+    held, advice, key = (
+        "",
+        "; ".join(change.words(config) for change in plain),
+        plain[0].key if plain else "",
+    )
     if isinstance(config, Config):
         # No memory for the answer either, or devices of other processes: the keys alone.
         with contextlib.suppress(ShoalError, MemoryError, RuntimeError):
@@ -46,8 +53,10 @@ def _by_phase(config: Config, asked: int) -> tuple[str, str, str]:
         found = outline(job)
         extra = {"accumulate": max(asked, found["activations"]), "decode": asked}
         bare = {name: Figures(job.config, _alone(found, name), {}) for name in extra}
-        phases = {name: replace(one, programs={name: {"error": "", "extra_bytes": extra[name]}})
-                  for name, one in bare.items()}
+        phases = {
+            name: replace(one, programs={name: {"error": "", "extra_bytes": extra[name]}})
+            for name, one in bare.items()
+        }
         held = parts_text(max(bare.values(), key=lambda one: one.peak))
         lines: dict[str, str] = {}
         for kind in (smaller, otherwise):  # of all phases, before what changes results
@@ -69,4 +78,5 @@ def _is_out_of_memory(error: BaseException) -> bool:
         return True
     text = str(error)
     return type(error).__name__ in ("XlaRuntimeError", "JaxRuntimeError") and (
-        "RESOURCE_EXHAUSTED" in text or "out of memory" in text.lower())
+        "RESOURCE_EXHAUSTED" in text or "out of memory" in text.lower()
+    )

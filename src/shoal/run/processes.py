@@ -46,15 +46,27 @@ def open_world(config: Config, run: Path | None) -> tuple[World, Config]:
     world, config = join(config.mesh), replace(config, mesh=replace(config.mesh, **NO_SECTION))
     if world.count > 1:
         devices = jax.local_devices()
-        check_same(world, "versions", {name: version for name, version in machine().items() if name in SAME})
-        check_same(world, "devices", {"number of devices": len(devices), "kind of devices": devices[0].device_kind})
-        check_same(world, "configuration", {key: repr(get_value(config, key)) for key in keys_of(Config)})
+        check_same(
+            world,
+            "versions",
+            {name: version for name, version in machine().items() if name in SAME},
+        )
+        check_same(
+            world,
+            "devices",
+            {"number of devices": len(devices), "kind of devices": devices[0].device_kind},
+        )
+        check_same(
+            world, "configuration", {key: repr(get_value(config, key)) for key in keys_of(Config)}
+        )
         base = check_local(config.base_output_directory, "base_output_directory", RUNS)
         check_shared(world, run or base, run is not None)
     return world, config
 
 
-def check_same(world: World, what: str, mine: Mapping[str, Any], cure: str = "start all of them alike") -> None:
+def check_same(
+    world: World, what: str, mine: Mapping[str, Any], cure: str = "start all of them alike"
+) -> None:
     """ShoalError, naming the first difference and its process, unless all processes have the same values."""
     if world.count == 1:
         return
@@ -63,8 +75,10 @@ def check_same(world: World, what: str, mine: Mapping[str, Any], cure: str = "st
         if different := [name for name in {**first, **other} if first.get(name) != other.get(name)]:
             name = different[0]
             more = f" ({len(different) - 1} more differ)" if len(different) > 1 else ""
-            raise ShoalError(f"processes differ in {what}: {world.names[number]} has {name} {other.get(name)}, "
-                             f"{world.names[0]} has {first.get(name)}{more}; {cure}")
+            raise ShoalError(
+                f"processes differ in {what}: {world.names[number]} has {name} {other.get(name)}, "
+                f"{world.names[0]} has {first.get(name)}{more}; {cure}"
+            )
 
 
 def check_same_model(world: World, what: str, key: str, spec: ModelSpec) -> None:
@@ -79,7 +93,9 @@ def check_same_model(world: World, what: str, key: str, spec: ModelSpec) -> None
     check_same(world, f"the weights of {what}", weights, cure)
 
 
-def _found_everywhere(world: World, what: str, find: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
+def _found_everywhere(
+    world: World, what: str, find: Callable[[], Mapping[str, Any]]
+) -> Mapping[str, Any]:
     """What `find` returns; the ShoalError of one process in all of them, which would wait for it."""
     found, fault = {}, ""
     try:
@@ -95,7 +111,9 @@ def _found_everywhere(world: World, what: str, find: Callable[[], Mapping[str, A
 def check_shared(world: World, folder: Path, resumed: bool) -> None:
     """ShoalError unless all processes see what process 0 writes in a folder."""
     folder = nearest_folder(folder / "any")
-    token = world.exchange_json("the run folder", {"name": f".shoal-{secrets.token_hex(8)}", "resumed": resumed})
+    token = world.exchange_json(
+        "the run folder", {"name": f".shoal-{secrets.token_hex(8)}", "resumed": resumed}
+    )
     probe = folder / token[0]["name"]
     try:
         if world.is_main:
@@ -110,6 +128,8 @@ def check_shared(world: World, folder: Path, resumed: bool) -> None:
         if world.is_main:
             probe.unlink(missing_ok=True)
     if blind := [world.names[number] for number, sees in enumerate(found) if not sees]:
-        raise ShoalError(f"{folder} is not shared: {', '.join(blind)} does not see what {world.names[0]} writes there; "
-                         f"set {'XDG_CACHE_HOME' if area_of(folder) else 'base_output_directory'} to a folder that all "
-                         "hosts have")
+        raise ShoalError(
+            f"{folder} is not shared: {', '.join(blind)} does not see what {world.names[0]} writes there; "
+            f"set {'XDG_CACHE_HOME' if area_of(folder) else 'base_output_directory'} to a folder that all "
+            "hosts have"
+        )

@@ -19,7 +19,14 @@ from shoal.mesh import World, memory_stats, return_freed_memory
 from shoal.model.flops import Utilisation
 from shoal.model.tokenizer import read_date, write_date
 from shoal.report.console import Console
-from shoal.report.folder import MODEL_FOLDER, ReadFolder, RunFolder, is_run, make_run_folder, refuse_foreign
+from shoal.report.folder import (
+    MODEL_FOLDER,
+    ReadFolder,
+    RunFolder,
+    is_run,
+    make_run_folder,
+    refuse_foreign,
+)
 from shoal.report.mirror import Mirror
 from shoal.report.recorder import Recorder
 from shoal.report.sink import make_sinks
@@ -30,7 +37,9 @@ from shoal.trainer.loop import NOTHING_KEPT
 from shoal.types import RolloutSource, ShoalError
 
 
-def open_folder(config: Config, run: Path | None, console: Console, stack: ExitStack, world: World) -> RunFolder:
+def open_folder(
+    config: Config, run: Path | None, console: Console, stack: ExitStack, world: World
+) -> RunFolder:
     """The run's folder, locked: a new one, or that of the `run` that is resumed. Of several processes the first has it,
     for all."""
     if not world.is_main:
@@ -45,28 +54,44 @@ def open_folder(config: Config, run: Path | None, console: Console, stack: ExitS
     folder = stack.enter_context(RunFolder(path, mirror))
     # Given twice at once, a command finds no run in either process; the lock decides which of them makes it.
     if not run and is_run(folder.path):
-        raise ShoalError(f"another process has just started the run {address(folder.path)}: give the same command "
-                         "again to resume it")
+        raise ShoalError(
+            f"another process has just started the run {address(folder.path)}: give the same command "
+            "again to resume it"
+        )
     if folder.no_locks:
-        console.warning(f"the file system of {folder.path} grants no locks ({folder.no_locks}): nothing keeps a second "
-                        "process out of this run")
+        console.warning(
+            f"the file system of {folder.path} grants no locks ({folder.no_locks}): nothing keeps a second "
+            "process out of this run"
+        )
     console.note(f"run folder {address(folder.path)}")
     world.exchange_json("the run folder's name", str(folder.path))
     return folder
 
 
-def write_head(folder: RunFolder, spec: ModelSpec, config: Config, decided: Sequence[str], resumed: bool) -> None:
+def write_head(
+    folder: RunFolder, spec: ModelSpec, config: Config, decided: Sequence[str], resumed: bool
+) -> None:
     """Writes what a run folder holds from the start: the configuration (of a resumed run, the loop does it) and the
     model's files, and makes `last` name this run. `decided`: the keys that the run decided itself."""
     if not resumed:
         resolved, difference = texts_of(config, decided)
         folder.write_config(resolved, difference)
         if config.report.hydra:
-            folder.write_hydra(resolved, [f"{key}={shown(value)}" for key, value in
-                                          difference_from_defaults(config).items()])
+            folder.write_hydra(
+                resolved,
+                [
+                    f"{key}={shown(value)}"
+                    for key, value in difference_from_defaults(config).items()
+                ],
+            )
     folder.remember(config.base_output_directory)
     model_folder = folder.path / MODEL_FOLDER
-    if resumed and spec.folder == model_folder and spec.tokenizer.writes_date and read_date(model_folder) is None:
+    if (
+        resumed
+        and spec.folder == model_folder
+        and spec.tokenizer.writes_date
+        and read_date(model_folder) is None
+    ):
         assert spec.tokenizer.date is not None
         write_date(spec.tokenizer.date, model_folder)
     if spec.folder != folder.path / MODEL_FOLDER and not (resumed and area_of(folder.path)):
@@ -74,18 +99,53 @@ def write_head(folder: RunFolder, spec: ModelSpec, config: Config, decided: Sequ
             copy_model_files(spec, folder.path / MODEL_FOLDER)
 
 
-def open_recorder(config: Config, folder: RunFolder, resumed_at: int | None, source: RolloutSource,
-                  console: Console, stack: ExitStack, *, started: float,
-                  compilations: Callable[[], int], utilisation: Utilisation | None, is_main: bool) -> Recorder:
+def open_recorder(
+    config: Config,
+    folder: RunFolder,
+    resumed_at: int | None,
+    source: RolloutSource,
+    console: Console,
+    stack: ExitStack,
+    *,
+    started: float,
+    compilations: Callable[[], int],
+    utilisation: Utilisation | None,
+    is_main: bool,
+) -> Recorder:
     """The recorder with its sinks. `resumed_at`: the version that a resumed run starts from, else None."""
-    sinks = make_sinks(folder.path, config.report, to_dict(config), config.run_name or folder.path.name, resumed_at,
-                       console.note, console.warning) if is_main else []
+    sinks = (
+        make_sinks(
+            folder.path,
+            config.report,
+            to_dict(config),
+            config.run_name or folder.path.name,
+            resumed_at,
+            console.note,
+            console.warning,
+        )
+        if is_main
+        else []
+    )
     for sink in sinks:
         stack.callback(sink.close)
-    return stack.enter_context(closing(Recorder(
-        folder, console, config.steps, config.report.groups and is_main, source.read_stats, compilations, peak_bytes,
-        sinks, utilisation and utilisation.share, started, warnings_stop=config.train.on_warning == "stop",
-        completions_every=config.report.completions_every)))
+    return stack.enter_context(
+        closing(
+            Recorder(
+                folder,
+                console,
+                config.steps,
+                config.report.groups and is_main,
+                source.read_stats,
+                compilations,
+                peak_bytes,
+                sinks,
+                utilisation and utilisation.share,
+                started,
+                warnings_stop=config.train.on_warning == "stop",
+                completions_every=config.report.completions_every,
+            )
+        )
+    )
 
 
 def resume_command(folder: Path, config: Config, processes: int) -> str:
@@ -95,8 +155,11 @@ def resume_command(folder: Path, config: Config, processes: int) -> str:
     acting = config.environment
     named = (*config.reward.functions, *acting.tools, acting.factory, acting.rollout, acting.agent)
     from_python = config.task.name == ROWS or any(name.startswith(FROM_PYTHON) for name in named)
-    command = f'shoal.train(resume="{where}", ...), with its task and reward' if from_python else \
-        f"shoal train {shlex.quote(f'resume={where}')}"
+    command = (
+        f'shoal.train(resume="{where}", ...), with its task and reward'
+        if from_python
+        else f"shoal train {shlex.quote(f'resume={where}')}"
+    )
     return f"in each of the {processes} processes, {command}" if processes > 1 else command
 
 
@@ -165,7 +228,11 @@ class Profiler:
     def step(self, step: int) -> Iterator[None]:
         """Traces the block, if this step was chosen, and closes the trace however the block ends."""
         target = self.folder / f"step_{step:06d}"
-        if step not in self.steps or any(target.rglob("*")) or not self._attempt(step, self._start, target):
+        if (
+            step not in self.steps
+            or any(target.rglob("*"))
+            or not self._attempt(step, self._start, target)
+        ):
             yield
             return
         try:

@@ -39,16 +39,47 @@ if TYPE_CHECKING:
     from shoal.trainer.checkpoint import Restored
     from shoal.trainer.step import Learner
 
-FREE = ("steps", "run_name", "base_output_directory", "resume", "checkpoint.", "report.", "train.evaluate_every",
-        "train.quick_questions", "train.on_warning", "mesh.coordinator", "mesh.processes", "mesh.process", "ray.",
-        "mesh.pathways", "reward.timeout_seconds", "reward.memory_gib", "reward.workers",
-        "sampler.workers", "sampler.devices_per_worker", "sampler.resources", "sampler.restarts",
-        "sampler.stall_seconds", "publish.")
+FREE = (
+    "steps",
+    "run_name",
+    "base_output_directory",
+    "resume",
+    "checkpoint.",
+    "report.",
+    "train.evaluate_every",
+    "train.quick_questions",
+    "train.on_warning",
+    "mesh.coordinator",
+    "mesh.processes",
+    "mesh.process",
+    "ray.",
+    "mesh.pathways",
+    "reward.timeout_seconds",
+    "reward.memory_gib",
+    "reward.workers",
+    "sampler.workers",
+    "sampler.devices_per_worker",
+    "sampler.resources",
+    "sampler.restarts",
+    "sampler.stall_seconds",
+    "publish.",
+)
 """Keys and sections that may change when a run is resumed: none changes a number of a step, except that `steps` moves
 the end of a learning rate schedule."""
 
-FIXED = ("model.path", "model.template", "teacher.path", "seed", "task.name", "model.lora.rank", "model.lora.alpha",
-         "model.lora.targets", "model.lora.rslora", "model.lora.path", "model.quantise")
+FIXED = (
+    "model.path",
+    "model.template",
+    "teacher.path",
+    "seed",
+    "task.name",
+    "model.lora.rank",
+    "model.lora.alpha",
+    "model.lora.targets",
+    "model.lora.rslora",
+    "model.lora.path",
+    "model.quantise",
+)
 """Keys that cannot change when a run is resumed."""
 
 MESH = ("mesh.", "optimizer.offload")
@@ -81,22 +112,30 @@ def compose_job(config_type: type, argv: Sequence[str]) -> tuple[Any, Resolved]:
     run = named_run(config_type, arguments)
     if run is None:
         return load(config_type, arguments)
-    given = (entry for entry in arguments.entries if entry.name != "resume")  # `last` has a path now
+    given = (
+        entry for entry in arguments.entries if entry.name != "resume"
+    )  # `last` has a path now
     entries = (*given, Entry("resume", address(run), COMMAND_LINE))
-    return load(config_type, replace(arguments, entries=entries), run / CONFIG, read_decided_keys(run))
+    return load(
+        config_type, replace(arguments, entries=entries), run / CONFIG, read_decided_keys(run)
+    )
 
 
 def on_run(overrides: Mapping[str, Any]) -> tuple[dict[str, Any], Path | None]:
     """Overrides from Python, with the path of the run that their `resume` names; and its folder, None without one."""
     names = {name: value for name, value in overrides.items() if name != "config_name"}
-    entries = [Entry(name, value if value is None else str(value), PYTHON)
-               for name, value in python_leaves(Config, names)
-               if (key := key_of(Config, name)) is None or key.name in PLACE]  # None: another system's flag
+    entries = [
+        Entry(name, value if value is None else str(value), PYTHON)
+        for name, value in python_leaves(Config, names)
+        if (key := key_of(Config, name)) is None or key.name in PLACE
+    ]  # None: another system's flag
     run = named_run(Config, Arguments(str(overrides.get("config_name") or ""), tuple(entries)))
     return ({**overrides, "resume": address(run)} if run else dict(overrides)), run
 
 
-def from_overrides_on_run(overrides: Mapping[str, Any]) -> tuple[Config, Resolved, tuple[Callable[..., Any], ...]]:
+def from_overrides_on_run(
+    overrides: Mapping[str, Any],
+) -> tuple[Config, Resolved, tuple[Callable[..., Any], ...]]:
     """`from_overrides` for training: if `resume` names a run, the keys that are given lie over its configuration.
 
     >>> config, resolved, functions = from_overrides_on_run({"resume": "last", "steps": 200})
@@ -126,7 +165,9 @@ def resolve_run(config: Config, report: Console | Findings) -> ResumePlan:
     check_local(config.base_output_directory, "base_output_directory", RUNS)
     if config.resume:
         run = find_run(config.resume, config.base_output_directory, groups=False)
-    elif not (config.run_name and is_run(run := find_named(config.base_output_directory, config.run_name))):
+    elif not (
+        config.run_name and is_run(run := find_named(config.base_output_directory, config.run_name))
+    ):
         return ResumePlan(config)
     from shoal.run.loading import with_run  # imports JAX
 
@@ -135,24 +176,45 @@ def resolve_run(config: Config, report: Console | Findings) -> ResumePlan:
     decided = as_decided(stored, config, read_decided_keys(run))
     changed = changed_keys(stored, decided)
     if config.resume and (key := next((key for key in FIXED if key in changed), "")):
-        raise ShoalError(f"resume={address(run)}: {key} was {get_value(stored, key)!r} and cannot become "
-                         f"{get_value(config, key)!r}: start a new run, from these weights with model={address(run)}")
+        raise ShoalError(
+            f"resume={address(run)}: {key} was {get_value(stored, key)!r} and cannot become "
+            f"{get_value(config, key)!r}: start a new run, from these weights with model={address(run)}"
+        )
     is_open = config.algorithm.correction == "auto"  # then what it is follows from another key
     given = [key for key in changed if not (is_open and key == "algorithm.correction")]
-    if not config.resume and (refused := [key for key in given if not _is_move(stored, config, key)]):
-        before, now = (", ".join(f"{key}={shown(get_value(one, key))}" for key in refused) for one in (stored, config))
-        raise ShoalError(f"the run {address(run)} was started with {before}; given now: {now}. Choose another "
-                         "run_name, give the values that it was started with, or change them with "
-                         f"resume={address(run)}")
+    if not config.resume and (
+        refused := [key for key in given if not _is_move(stored, config, key)]
+    ):
+        before, now = (
+            ", ".join(f"{key}={shown(get_value(one, key))}" for key in refused)
+            for one in (stored, config)
+        )
+        raise ShoalError(
+            f"the run {address(run)} was started with {before}; given now: {now}. Choose another "
+            "run_name, give the values that it was started with, or change them with "
+            f"resume={address(run)}"
+        )
     for key in changed:
         before, now = (shown(get_value(one, key)) or "''" for one in (stored, decided))
-        effect = "numbers may differ in their last bits" if _is_move(stored, config, key) else \
-            "the run differs from the one that was started"
-        report.warning(f"{key} changes from {before} to {now}, for later resumes too: from here on {effect}")
+        effect = (
+            "numbers may differ in their last bits"
+            if _is_move(stored, config, key)
+            else "the run differs from the one that was started"
+        )
+        report.warning(
+            f"{key} changes from {before} to {now}, for later resumes too: from here on {effect}"
+        )
     _check_steps(run, stored, config, report)
     if config.resume:
-        return ResumePlan(replace(config, run_name=stored.run_name, base_output_directory=stored.base_output_directory,
-                                  resume=""), run)
+        return ResumePlan(
+            replace(
+                config,
+                run_name=stored.run_name,
+                base_output_directory=stored.base_output_directory,
+                resume="",
+            ),
+            run,
+        )
     # Keys that are equal but for those of the devices, which `Job.config` sets.
     batch = replace(stored.batch, micro_tokens=config.batch.micro_tokens)
     return ResumePlan(replace(config, batch=batch), run)
@@ -166,17 +228,23 @@ def _check_steps(run: Path, stored: Config, config: Config, report: Console | Fi
     saved, ended = versions(run), (read_summary(run) or {}).get("steps", 0)
     made = max((*saved, ended))
     if made > config.steps:
-        raise ShoalError(f"steps={config.steps}: the run {run} has made {made} already; give as many or more")
+        raise ShoalError(
+            f"steps={config.steps}: the run {run} has made {made} already; give as many or more"
+        )
     if not saved and ended < config.steps:
         recorded = max((line["step"] for line in read_lines(run / "metrics.jsonl")), default=0)
         # A run ends with a checkpoint. One that is under way has written its first before the second is due.
         if ended or 0 < 2 * stored.checkpoint.every < recorded:
-            raise ShoalError(f"the run {run} has made {count(max(made, recorded), 'step')}, but {run / FOLDER} holds "
-                             "no checkpoint to go on from: put one back, or start a new run with another run_name; "
-                             "nothing was changed")
+            raise ShoalError(
+                f"the run {run} has made {count(max(made, recorded), 'step')}, but {run / FOLDER} holds "
+                "no checkpoint to go on from: put one back, or start a new run with another run_name; "
+                "nothing was changed"
+            )
     if stored.steps != config.steps and config.optimizer.schedule != "constant":
-        report.warning(f"steps changes from {stored.steps} to {config.steps}: the learning rate "
-                       f"(optimizer.schedule={config.optimizer.schedule}) falls to the new last step from here on")
+        report.warning(
+            f"steps changes from {stored.steps} to {config.steps}: the learning rate "
+            f"(optimizer.schedule={config.optimizer.schedule}) falls to the new last step from here on"
+        )
 
 
 def as_decided(stored: Config, config: Config, decided: Container[str] = DECIDED) -> Config:
@@ -191,12 +259,17 @@ def as_decided(stored: Config, config: Config, decided: Container[str] = DECIDED
         is_kept = is_same and "algorithm.correction" in decided
         correction = stored.algorithm.correction if is_kept else correction_of(config)
         config = replace(config, algorithm=replace(config.algorithm, correction=correction))
-    kept_slots = {name: getattr(stored.sampling, name) for name in SLOTS
-                  if not getattr(config.sampling, name) and f"sampling.{name}" in decided}
+    kept_slots = {
+        name: getattr(stored.sampling, name)
+        for name in SLOTS
+        if not getattr(config.sampling, name) and f"sampling.{name}" in decided
+    }
     config = replace(config, sampling=replace(config.sampling, **kept_slots))
     is_open = not config.batch.micro_tokens and "batch.micro_tokens" in decided
     if is_open and not changed_keys(stored, config):
-        config = replace(config, batch=replace(config.batch, micro_tokens=stored.batch.micro_tokens))
+        config = replace(
+            config, batch=replace(config.batch, micro_tokens=stored.batch.micro_tokens)
+        )
     return config
 
 
@@ -217,22 +290,34 @@ def changed_keys(stored: Config, config: Config) -> list[str]:
     if not config.batch.micro_tokens:
         free.append("batch.micro_tokens")
     free += [f"sampling.{name}" for name in SLOTS if not getattr(config.sampling, name)]
-    return [key for key in keys_of(Config)
-            if get_value(stored, key) != get_value(config, key) and not is_under(key, free)]
+    return [
+        key
+        for key in keys_of(Config)
+        if get_value(stored, key) != get_value(config, key) and not is_under(key, free)
+    ]
 
 
 # ---- checkpoint
 
 
-def restore_latest(folder: RunFolder, learner: Learner, shapes: Params, facts: Mapping[str, Any], console: Console,
-                   world: World, frozen: Params | None = None) -> Restored | None:
+def restore_latest(
+    folder: RunFolder,
+    learner: Learner,
+    shapes: Params,
+    facts: Mapping[str, Any],
+    console: Console,
+    world: World,
+    frozen: Params | None = None,
+) -> Restored | None:
     """The newest intact checkpoint of a run, with the frozen weights; None without one, the run then starts from its
     beginning. `shapes`: of the sampler's weights; `facts`: the `fingerprint` of this process."""
     from shoal.trainer.checkpoint import restore_newest
 
     restored = restore_newest(folder.path, learner, shapes, console.warning, world)
     if restored is None:
-        console.note("the run has no checkpoint: it starts from its beginning, and its files are written again")
+        console.note(
+            "the run has no checkpoint: it starts from its beginning, and its files are written again"
+        )
         folder.rewind(-1)
         return None
     compare_facts(restored.extra["facts"], facts, console)

@@ -1,7 +1,7 @@
 """A reward model, `reward=model:PATH`: a sequence classifier in Hugging Face format that scores completions.
 
-    prompt, completions -> text and tokens by the classifier's own template -> rows, in which the tokens that all begin
-    with stand once -> `forward` -> the head's value at each completion's last token
+prompt, completions -> text and tokens by the classifier's own template -> rows, in which the tokens that all begin
+with stand once -> `forward` -> the head's value at each completion's last token
 """
 
 from __future__ import annotations
@@ -17,7 +17,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from shoal.config.schema import BatchSection, MeshSection, ModelSection, RewardSection, SamplingSection
+from shoal.config.schema import (
+    BatchSection,
+    MeshSection,
+    ModelSection,
+    RewardSection,
+    SamplingSection,
+)
 from shoal.mesh import Program, Role, make_roles
 from shoal.model import hf, hf_config
 from shoal.model.architecture import Architecture
@@ -50,17 +56,24 @@ class Classifier:
     def read(cls, path: str, folder: Path) -> Classifier:
         """ShoalError for another kind of model, and for several labels."""
         a, config = hf_config.architecture_of(folder), hf_config.read_config(folder)
-        known = [family.transformers_class.replace("CausalLM", "SequenceClassification")
-                 for family in hf_config.FAMILIES.values()]
+        known = [
+            family.transformers_class.replace("CausalLM", "SequenceClassification")
+            for family in hf_config.FAMILIES.values()
+        ]
         named = config.get("architectures") or []
         if not set(named) & set(known):
-            raise ShoalError(f"reward={PREFIX}{path}: its config.json names {', '.join(named) or 'no architecture'}; "
-                             f"expected a sequence classifier, {' or '.join(known)}, with one label",
-                             "reward.functions")
+            raise ShoalError(
+                f"reward={PREFIX}{path}: its config.json names {', '.join(named) or 'no architecture'}; "
+                f"expected a sequence classifier, {' or '.join(known)}, with one label",
+                "reward.functions",
+            )
         # transformers writes the labels' names, and has two labels where config.json names none.
         if (labels := len(config.get("id2label") or ()) or config.get("num_labels", 2)) != 1:
-            raise ShoalError(f"reward={PREFIX}{path}: it has {labels} labels, and none of them is the reward; expected "
-                             "a classifier with one (num_labels=1)", "reward.functions")
+            raise ShoalError(
+                f"reward={PREFIX}{path}: it has {labels} labels, and none of them is the reward; expected "
+                "a classifier with one (num_labels=1)",
+                "reward.functions",
+            )
         tokenizer = Tokenizer.load(folder)
         tokenizer.check_vocabulary(a)
         return cls(folder, a, tokenizer, config.get("pad_token_id"))
@@ -75,7 +88,9 @@ class RewardModel:
 
     def __init__(self, path: str) -> None:
         self.path, self.__name__ = path, Path(path).name
-        self.date: datetime | None = None  # that its chat template writes, of the run; None for the present one
+        self.date: datetime | None = (
+            None  # that its chat template writes, of the run; None for the present one
+        )
         self._section, self._find_role = ModelSection(), lambda: make_roles(MeshSection()).reference
         if cached_folder(path):
             self.classifier  # noqa: B018
@@ -85,7 +100,9 @@ class RewardModel:
         """ShoalError unless the model is one; of a model on the hub all but the weights is downloaded."""
         return Classifier.read(self.path, locate(self.path, weights=False))
 
-    def prepare(self, section: ModelSection, sampling: SamplingSection, find_role: Callable[[], Role]) -> None:
+    def prepare(
+        self, section: ModelSection, sampling: SamplingSection, find_role: Callable[[], Role]
+    ) -> None:
         """Says where and how it computes. ShoalError where completions may be longer than it reads."""
         self._section, self._find_role = section, find_role
         c = self.classifier
@@ -96,13 +113,20 @@ class RewardModel:
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """The classifier's tokenizer, on the date of the run."""
-        return Tokenizer.load(self.classifier.folder, date=self.date) if self.date else self.classifier.tokenizer
+        return (
+            Tokenizer.load(self.classifier.folder, date=self.date)
+            if self.date
+            else self.classifier.tokenizer
+        )
 
     @cached_property
     def loaded(self) -> tuple[Model, Params]:
         if jax.process_count() > 1:
-            raise ShoalError(f"reward={PREFIX}{self.path}: reward models run in one process, and mesh.processes="
-                             f"{jax.process_count()}; leave one of the two out", "reward.functions")
+            raise ShoalError(
+                f"reward={PREFIX}{self.path}: reward models run in one process, and mesh.processes="
+                f"{jax.process_count()}; leave one of the two out",
+                "reward.functions",
+            )
         a, role = self.classifier.architecture, self._find_role()
         model = make_model(self._section, a, role)
         return model, hf.load(locate(self.path), a, role, model.dtype, specs=classifier_specs(a))
@@ -111,7 +135,9 @@ class RewardModel:
         """A checksum of the weights."""
         return weights_text(self.loaded[1])
 
-    def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Any], **kwargs: Any) -> list[float]:
+    def __call__(
+        self, prompts: Sequence[Prompt], completions: Sequence[Any], **kwargs: Any
+    ) -> list[float]:
         scores: list[float] = []
         pairs = zip(prompts, map(completion_text, completions), strict=True)
         for prompt, group in itertools.groupby(pairs, key=lambda pair: pair[0]):
@@ -122,14 +148,19 @@ class RewardModel:
         """The tokens up to the one whose score counts."""
         c = self.classifier
         if not (isinstance(prompt, str) or c.tokenizer.has_template):
-            raise ShoalError(f"reward={PREFIX}{self.path} has no chat template, and prompts are messages: put the one "
-                             "that it was trained with into its folder, as chat_template.jinja", "reward.functions")
+            raise ShoalError(
+                f"reward={PREFIX}{self.path} has no chat template, and prompts are messages: put the one "
+                "that it was trained with into its folder, as chat_template.jinja",
+                "reward.functions",
+            )
         ids = self.tokenizer.encode_answered(prompt, text)
         while len(ids) > 1 and ids[-1] == c.pad_id:
             ids.pop()
         most = c.architecture.max_positions
         if not ids or 0 < most < len(ids):
-            raise ValueError(f"{len(ids):,} tokens: expected 1 to {most:,} (max_position_embeddings)")
+            raise ValueError(
+                f"{len(ids):,} tokens: expected 1 to {most:,} (max_position_embeddings)"
+            )
         return ids
 
     def _score(self, sequences: Sequence[Sequence[int]]) -> list[float]:
@@ -141,10 +172,17 @@ class RewardModel:
         ends = [np.array(ids[shared:], np.int32) for ids in sequences]
         longest, total = max(map(len, sequences)), shared + sum(map(len, ends))
         # Powers of two: groups of many lengths share few programs, and a group always has the same one.
-        shapes = row_shapes(_round_up(longest), _round_up(total), BatchSection.micro_tokens, model.role.row_shards,
-                            context=model.role.context)
+        shapes = row_shapes(
+            _round_up(longest),
+            _round_up(total),
+            BatchSection.micro_tokens,
+            model.role.row_shards,
+            context=model.role.context,
+        )
         batches, found = [], []
-        for shape, rows in in_batches({0: (shared, {i: len(ids) for i, ids in enumerate(ends)})}, shapes):
+        for shape, rows in in_batches(
+            {0: (shared, {i: len(ids) for i, ids in enumerate(ends)})}, shapes
+        ):
             batch = MicroBatch.empty(shape, 1.0)
             for row, content in enumerate(rows):
                 for _, members in content.parts:
@@ -167,9 +205,12 @@ def _program(model: Model) -> Program:
 def _head_values(model: Model, parameters: Params, batch: LearnerBatch) -> jax.Array:
     """The head's value at each token, float32[R, T]."""
     role = model.role
-    tokens, position, segment, prompt = map(role.split_rows, (
-        batch.tokens, batch.position, batch.segment, batch.prompt))
-    hidden, _ = forward(model, parameters, tokens, position, segment_attention(model, segment, prompt))
+    tokens, position, segment, prompt = map(
+        role.split_rows, (batch.tokens, batch.position, batch.segment, batch.prompt)
+    )
+    hidden, _ = forward(
+        model, parameters, tokens, position, segment_attention(model, segment, prompt)
+    )
     return role.join_rows(logits(model, parameters, hidden)[..., 0])
 
 
@@ -181,4 +222,6 @@ def reward_models(functions: Iterable[Any]) -> list[RewardModel]:
 def reward_architectures(section: RewardSection) -> dict[str, Architecture]:
     """The sizes of the reward models whose files are on this machine, by path."""
     paths = [spec.removeprefix(PREFIX) for spec in section.functions if spec.startswith(PREFIX)]
-    return {path: hf_config.architecture_of(folder) for path in paths if (folder := cached_folder(path))}
+    return {
+        path: hf_config.architecture_of(folder) for path in paths if (folder := cached_folder(path))
+    }

@@ -37,15 +37,39 @@ def enter_sandbox(task: Task, section: EnvironmentSection) -> Callable[[socket.s
     """What has a process become the supervisor in the sandbox. ShoalError where there can be none."""
     for one in (*task.tools, *task.environments.values()):
         if "<" in getattr(one, "__qualname__", "<"):
-            raise ShoalError(f"environment.sandbox=bwrap: {name_of(one)!r} is no function or class that a file names",
-                             "environment.sandbox")
+            raise ShoalError(
+                f"environment.sandbox=bwrap: {name_of(one)!r} is no function or class that a file names",
+                "environment.sandbox",
+            )
     files = [str(inspect.getsourcefile(one)) for one in (*task.tools, *task.environments.values())]
     paths = [os.path.abspath(path) for path in sys.path]
-    words = [shutil.which("bwrap") or "bwrap", "--unshare-all", "--die-with-parent", "--cap-drop", "ALL", "--clearenv",
-             "--ro-bind", "/", "/", "--proc", "/proc", "--dev", "/dev",
-             *_without_sockets([os.getcwd(), sys.prefix, sys.base_prefix, *paths], files),
-             "--chdir", os.getcwd(), "--setenv", "HOME", "/dev/shm", "--setenv",
-             "TMPDIR", "/dev/shm", "--setenv", "PYTHONPATH", os.pathsep.join(paths)]
+    words = [
+        shutil.which("bwrap") or "bwrap",
+        "--unshare-all",
+        "--die-with-parent",
+        "--cap-drop",
+        "ALL",
+        "--clearenv",
+        "--ro-bind",
+        "/",
+        "/",
+        "--proc",
+        "/proc",
+        "--dev",
+        "/dev",
+        *_without_sockets([os.getcwd(), sys.prefix, sys.base_prefix, *paths], files),
+        "--chdir",
+        os.getcwd(),
+        "--setenv",
+        "HOME",
+        "/dev/shm",
+        "--setenv",
+        "TMPDIR",
+        "/dev/shm",
+        "--setenv",
+        "PYTHONPATH",
+        os.pathsep.join(paths),
+    ]
     require_bubblewrap("environment.sandbox=bwrap", words, "environment.sandbox")
     made = {name: _spec(one) for name, one in task.environments.items()}
     text = json.dumps([[_spec(one) for one in task.tools], made, asdict(section)])
@@ -55,8 +79,18 @@ def enter_sandbox(task: Task, section: EnvironmentSection) -> Callable[[socket.s
         os.closerange(3, end.fileno())  # libraries open files that programs inherit
         os.closerange(end.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
         # An empty environment: that of the sandbox's first process can be read in it, in /proc/1/environ.
-        os.execve(words[0], [*words, sys.executable, "-c", f"from {__name__} import serve; serve()",
-                             str(end.fileno()), text], {})
+        os.execve(
+            words[0],
+            [
+                *words,
+                sys.executable,
+                "-c",
+                f"from {__name__} import serve; serve()",
+                str(end.fileno()),
+                text,
+            ],
+            {},
+        )
 
     return enter
 
@@ -145,9 +179,12 @@ def serve() -> None:
     """The life of the supervisor in the sandbox."""
     tools, environments, section = json.loads(sys.argv[2])
     found = load_named([*tools, *environments.values()], "tool")
-    kinds = {name: EnvironmentKind.of(name, one) for name, one in
-             zip(environments, found[len(tools):], strict=True)}
-    handle, limits, handle_async = supervised({name_of(one): one for one in found[:len(tools)]}, kinds,
-                                              EnvironmentSection(**section))
+    kinds = {
+        name: EnvironmentKind.of(name, one)
+        for name, one in zip(environments, found[len(tools) :], strict=True)
+    }
+    handle, limits, handle_async = supervised(
+        {name_of(one): one for one in found[: len(tools)]}, kinds, EnvironmentSection(**section)
+    )
     end, trainer = socket.socket(fileno=int(sys.argv[1])), os.getppid()
     live(lambda: Supervisor(end, handle, handle_async, limits, trainer).run(lambda: None))

@@ -1,10 +1,10 @@
 """What a job holds in the memory of its devices: the only place that knows bytes.
 
-    Sizes             role -> phase -> part -> bytes on each of the role's devices
-    weight_sizes      parameters, moments, gradient, the sampler's copy, reference, teacher
-    job_sizes         these, and the sampler's caches
-    ..._bytes         what programs are reckoned to need besides
-    available_memory  what a device has
+Sizes             role -> phase -> part -> bytes on each of the role's devices
+weight_sizes      parameters, moments, gradient, the sampler's copy, reference, teacher
+job_sizes         these, and the sampler's caches
+..._bytes         what programs are reckoned to need besides
+available_memory  what a device has
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ class Sizes:
     """
 
     held: Held  # role -> phase -> part -> bytes
-    devices: Mapping[str, Collection[int]]  # role -> the numbers of its devices; empty for devices elsewhere
+    devices: Mapping[
+        str, Collection[int]
+    ]  # role -> the numbers of its devices; empty for devices elsewhere
 
     @classmethod
     def of(cls, config: Config, held: Held, devices: Mapping[str, Collection[int]]) -> Sizes:
@@ -73,14 +75,24 @@ class Sizes:
         return found
 
 
-def weight_sizes(config: Config, a: Architecture, roles: Roles, dtype: Any, teacher: Architecture | None) -> Sizes:
+def weight_sizes(
+    config: Config, a: Architecture, roles: Roles, dtype: Any, teacher: Architecture | None
+) -> Sizes:
     """What weights take, from the sizes of the models and the meshes alone."""
     masters = param_shapes(trained_specs(a), roles.trainer, jnp.float32)
     frozen = param_shapes(frozen_specs(a), roles.trainer, dtype)
     size = bytes_per_device(masters)
     moments = 2 * size // (2 if config.optimizer.moments == "bfloat16" else 1)
-    on_host = {"Adam's moments": moments} if config.optimizer.offload and roles.trainer.platform != "cpu" else {}
-    always: dict[str, dict[str, int]] = {"trainer": {"parameters": size}, "sampler": {}, "reference": {}}
+    on_host = (
+        {"Adam's moments": moments}
+        if config.optimizer.offload and roles.trainer.platform != "cpu"
+        else {}
+    )
+    always: dict[str, dict[str, int]] = {
+        "trainer": {"parameters": size},
+        "sampler": {},
+        "reference": {},
+    }
     if not on_host:
         always["trainer"]["Adam's moments"] = moments
     if frozen:
@@ -89,7 +101,9 @@ def weight_sizes(config: Config, a: Architecture, roles: Roles, dtype: Any, teac
     copies = copied_shapes(masters, trained_specs(a), roles.sampler, dtype, sampled)
     own = bytes_per_device([own for _, own in copies])
     shared = size - bytes_per_device([mine for mine, _ in copies])
-    once = bytes_per_device([own for _, own in copied_shapes(frozen, frozen_specs(a), roles.sampler, dtype, sampled)])
+    once = bytes_per_device(
+        [own for _, own in copied_shapes(frozen, frozen_specs(a), roles.sampler, dtype, sampled)]
+    )
     # Of arrays that are the trainer's own, only those of older versions take more.
     if copy := once + max(held * own + older * shared for held, older in held_versions(config)):
         always["sampler"]["the sampler's copy"] = copy
@@ -102,16 +116,29 @@ def weight_sizes(config: Config, a: Architecture, roles: Roles, dtype: Any, teac
     if teacher:
         always["reference"]["teacher"] = weight_bytes(teacher, roles.reference, dtype)
     for path, judge in reward_architectures(config.reward).items():
-        always["reference"][f"reward model {path}"] = weight_bytes(replace(judge, tie_embeddings=True),
-                                                                   roles.reference, dtype)
+        always["reference"][f"reward model {path}"] = weight_bytes(
+            replace(judge, tie_embeddings=True), roles.reference, dtype
+        )
     held = {name: {"always": always[name], "sampling": {}, "update": {}} for name in ROLES}
     held["trainer"] |= {"update": {"gradient": size}, "host": on_host}
-    return Sizes.of(config, held, {name: [device.id for device in role.mesh.devices.flat]
-                                   for name, role in zip(ROLES, roles.all, strict=True)})
+    return Sizes.of(
+        config,
+        held,
+        {
+            name: [device.id for device in role.mesh.devices.flat]
+            for name, role in zip(ROLES, roles.all, strict=True)
+        },
+    )
 
 
-def job_sizes(config: Config, a: Architecture, roles: Roles, dtype: Any, teacher: Architecture | None,
-              states: Iterable[tuple[str, Any]]) -> Sizes:
+def job_sizes(
+    config: Config,
+    a: Architecture,
+    roles: Roles,
+    dtype: Any,
+    teacher: Architecture | None,
+    states: Iterable[tuple[str, Any]],
+) -> Sizes:
     """What is known before compilation. `states`: shapes of the sampler's engines by name, of which the largest
     counts: they take turns."""
     sizes = weight_sizes(config, a, roles, dtype, teacher)
@@ -126,9 +153,12 @@ def job_sizes(config: Config, a: Architecture, roles: Roles, dtype: Any, teacher
 def bytes_per_device(shapes: Any) -> int:
     """Bytes of a tree of shapes on each device that holds it, not in the host's memory; those without a sharding are
     whole."""
-    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape) if leaf.sharding else leaf.shape)
-               * jnp.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(shapes)
-               if leaf.sharding is None or leaf.sharding.memory_kind != PINNED_HOST)
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape) if leaf.sharding else leaf.shape)
+        * jnp.dtype(leaf.dtype).itemsize
+        for leaf in jax.tree.leaves(shapes)
+        if leaf.sharding is None or leaf.sharding.memory_kind != PINNED_HOST
+    )
 
 
 def weight_bytes(a: Architecture, role: Role, dtype: Any) -> int:
@@ -156,25 +186,33 @@ def held_versions(config: Config) -> Iterator[tuple[int, int]]:
     """(published versions whose weights are held, those of them that are older than the trainer's) while each of some
     later steps samples and updates."""
     schedule = schedule_of(config.train)
-    if schedule.newest:  # the version that is sampled from, and the next, which is there before it is loaded
+    if (
+        schedule.newest
+    ):  # the version that is sampled from, and the next, which is there before it is loaded
         yield 2, 1
         return
     newest = schedule.weight_sync_interval * (schedule.lag + 1)
     held = list(filter(schedule.publishes, range(schedule.version(newest), newest + 1)))
-    for step in range(newest, newest + schedule.weight_sync_interval):  # until the next is published
+    for step in range(
+        newest, newest + schedule.weight_sync_interval
+    ):  # until the next is published
         yield len(held), sum(version < step for version in held)
 
 
-def copied_shapes(parameters: Any, specs: Any, role: Role, dtype: Any,
-                  sampled: Architecture | None = None) -> list[tuple[Any, Any]]:
+def copied_shapes(
+    parameters: Any, specs: Any, role: Role, dtype: Any, sampled: Architecture | None = None
+) -> list[tuple[Any, Any]]:
     """The trainer's and a role's shapes of each array that it does not read from the trainer's own. `specs`: a tree of
     `ParamSpec`; `sampled`: the architecture of a sampler, which may have weights of 8 bits or layers apart."""
     smaller = quantised_specs(sampled) if sampled else {}
     found, is_apart = [], sampled is not None and layer_pieces(sampled, role, dtype) > 0
     for mine, spec in zip(jax.tree.leaves(parameters), jax.tree.leaves(specs), strict=True):
         own = param_shapes(spec if spec.dtype else smaller.get(spec.name, spec), role, dtype)
-        same = not isinstance(own, Quantised) and mine.dtype == own.dtype and \
-            mine.sharding.is_equivalent_to(own.sharding, len(mine.shape))
+        same = (
+            not isinstance(own, Quantised)
+            and mine.dtype == own.dtype
+            and mine.sharding.is_equivalent_to(own.sharding, len(mine.shape))
+        )
         if not same or (is_apart and spec.stacked):
             found.append((mine, own))
     return found
@@ -194,8 +232,12 @@ def activation_bytes(a: Architecture, tokens: float, dtype: Any, remat: str = "d
     that computes anything again; wherever they are."""
     heads = (a.num_heads + 2 * a.num_kv_heads) * a.head_dim
     attention = a.hidden_size + heads + a.num_heads * a.head_dim
-    a_token = {"full": 0, "attention": attention, "offload": attention,
-               "dots": 3 * a.hidden_size + heads + 2 * a.intermediate_size}[remat]
+    a_token = {
+        "full": 0,
+        "attention": attention,
+        "offload": attention,
+        "dots": 3 * a.hidden_size + heads + 2 * a.intermediate_size,
+    }[remat]
     return int(a_token * a.num_layers * tokens * jnp.dtype(dtype).itemsize)
 
 
@@ -210,7 +252,9 @@ def update_bytes(a: Architecture, role: Role, dtype: Any, tokens: int) -> int:
     rows are split, the keys, values and hidden states of whole ones."""
     size = jnp.dtype(dtype).itemsize
     layer = parameter_count(replace(a, num_layers=2)) - parameter_count(replace(a, num_layers=1))
-    trained = sum(math.prod(spec.shape[1:]) for spec in jax.tree.leaves(trained_specs(a)) if spec.stacked)
+    trained = sum(
+        math.prod(spec.shape[1:]) for spec in jax.tree.leaves(trained_specs(a)) if spec.stacked
+    )
     whole = layer // role.tensor * 2 * size + trained // role.tensor * 4
     logits = 3 * 4 * min(CHUNK_ELEMENTS[role.platform], tokens * a.vocab_size)
     cast = bytes_per_device(param_shapes(trained_specs(a), role, dtype))
@@ -243,26 +287,37 @@ def available_memory(devices: Iterable[Any]) -> AvailableMemory:
         total, free = machine_memory()
         return AvailableMemory(total, free, "RAM of this machine", len(local))
     stats = [memory_stats(device) for device in local]
-    limits = [(s["bytes_limit"], s["bytes_limit"] - s.get("bytes_in_use", 0)) for s in stats if "bytes_limit" in s]
+    limits = [
+        (s["bytes_limit"], s["bytes_limit"] - s.get("bytes_in_use", 0))
+        for s in stats
+        if "bytes_limit" in s
+    ]
     total, free = min(limits, default=(0, 0))
     return AvailableMemory(total, free, local[0].device_kind)
 
 
-def machine_memory(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> tuple[int, int]:
+def machine_memory(
+    proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")
+) -> tuple[int, int]:
     """(total, available) bytes of RAM, within the limit of the control group (versions 2 and 1)."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     free = total
     if (proc / "meminfo").is_file():
-        found = dict(re.findall(r"^(\w+):\s+(\d+) kB", (proc / "meminfo").read_text(), re.MULTILINE))
+        found = dict(
+            re.findall(r"^(\w+):\s+(\d+) kB", (proc / "meminfo").read_text(), re.MULTILINE)
+        )
         total = int(found.get("MemTotal", total // 1024)) * 1024
         free = int(found.get("MemAvailable", found.get("MemFree", free // 1024))) * 1024
-    for limit, used, cache in (("memory.max", "memory.current", "inactive_file"),
-                               ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes",
-                                "total_inactive_file")):
+    for limit, used, cache in (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
+    ):
         most = _read_number(groups / limit)
         if most is not None:
             stat = (groups / limit).with_name("memory.stat")
-            dropped = re.search(rf"^{cache} (\d+)$", stat.read_text() if stat.is_file() else "", re.MULTILINE)
+            dropped = re.search(
+                rf"^{cache} (\d+)$", stat.read_text() if stat.is_file() else "", re.MULTILINE
+            )
             used_bytes = (_read_number(groups / used) or 0) - (int(dropped[1]) if dropped else 0)
             total, free = min(total, most), min(free, max(0, most - used_bytes))
     return total, free

@@ -15,12 +15,44 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 CHECKS: Mapping[type, Sequence[str]] = {
-    Config: ("settings", "inputs", "folder_note", "questions", "sessions", "pool", "cluster", "world", "given_roles",
-             "placement", "positions", "model", "tensors", "teacher", "sets", "prompts", "lengths", "slots",
-             "reward_findings", "sizes", "room"),
-    EvalConfig: ("questions", "sessions", "pool", "given_roles", "positions", "model", "tensors", "sets", "slots",
-                 "lost_answers"),
-    **dict.fromkeys((GenerateConfig, ServeConfig), ("given_roles", "positions", "model", "tensors")),
+    Config: (
+        "settings",
+        "inputs",
+        "folder_note",
+        "questions",
+        "sessions",
+        "pool",
+        "cluster",
+        "world",
+        "given_roles",
+        "placement",
+        "positions",
+        "model",
+        "tensors",
+        "teacher",
+        "sets",
+        "prompts",
+        "lengths",
+        "slots",
+        "reward_findings",
+        "sizes",
+        "room",
+    ),
+    EvalConfig: (
+        "questions",
+        "sessions",
+        "pool",
+        "given_roles",
+        "positions",
+        "model",
+        "tensors",
+        "sets",
+        "slots",
+        "lost_answers",
+    ),
+    **dict.fromkeys(
+        (GenerateConfig, ServeConfig), ("given_roles", "positions", "model", "tensors")
+    ),
 }
 """The stages in which a job can be refused before its weights are read, of the run and of its dry run."""
 

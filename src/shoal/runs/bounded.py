@@ -24,7 +24,11 @@ class _BoundedLoader(_Loader):
     def construct_number(self, node: Any) -> int | float:
         if len(node.value) > MAX_DIGITS:
             raise ValueError(f"it has a number of more than {MAX_DIGITS} digits")
-        return self.construct_yaml_int(node) if node.tag.endswith(":int") else self.construct_yaml_float(node)
+        return (
+            self.construct_yaml_int(node)
+            if node.tag.endswith(":int")
+            else self.construct_yaml_float(node)
+        )
 
 
 for _tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float"):
@@ -37,16 +41,24 @@ def flat_yaml(text: str) -> dict[str, Any]:
     depth = values = 0
     try:
         for event in yaml.parse(text, _BoundedLoader):
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(
+                event, yaml.CollectionEndEvent
+            )
             values += isinstance(event, yaml.NodeEvent)
             if isinstance(event, yaml.AliasEvent):
                 raise ValueError("it has aliases")
             if depth > MAX_NESTING or values > MAX_VALUES:
-                raise ValueError(f"it is nested more than {MAX_NESTING} deep, or has more than {MAX_VALUES:,} values")
+                raise ValueError(
+                    f"it is nested more than {MAX_NESTING} deep, or has more than {MAX_VALUES:,} values"
+                )
         found = yaml.load(text, _BoundedLoader)
     except yaml.YAMLError as error:
         raise ValueError(one_line(str(error))[:200]) from error
-    except (LookupError, AttributeError, TypeError) as error:  # PyYAML's, of `!!int ""` or `!!bool foo`
+    except (
+        LookupError,
+        AttributeError,
+        TypeError,
+    ) as error:  # PyYAML's, of `!!int ""` or `!!bool foo`
         raise ValueError("a value is not what its tag says") from error
     if not isinstance(found, Mapping):
         raise ValueError("it holds no settings")
@@ -62,8 +74,12 @@ def bounded_json(text: str | bytes) -> Any:
         raise ValueError("it is nested too deep") from error
     level = [found]
     for _ in range(MAX_NESTING):
-        level = [inner for value in level if isinstance(value, dict | list)
-                 for inner in (value.values() if isinstance(value, dict) else value)]
+        level = [
+            inner
+            for value in level
+            if isinstance(value, dict | list)
+            for inner in (value.values() if isinstance(value, dict) else value)
+        ]
         if not level:
             return found
     raise ValueError(f"it is nested more than {MAX_NESTING} deep")

@@ -50,35 +50,58 @@ class Divergence:
 
 def compare(a: StoredRun, b: StoredRun) -> dict[str, Any]:
     """Compares the steps and evaluations that both runs have; `identical` is true where nothing but clocks differs."""
-    metrics, evaluations = [run.metrics() for run in (a, b)], [run.evaluations().by_version() for run in (a, b)]
-    keys = settings_difference([{key: get_value(run.config, key) for key in keys_of(Config)} for run in (a, b)],
-                               [run.decided_keys for run in (a, b)])
+    metrics, evaluations = (
+        [run.metrics() for run in (a, b)],
+        [run.evaluations().by_version() for run in (a, b)],
+    )
+    keys = settings_difference(
+        [{key: get_value(run.config, key) for key in keys_of(Config)} for run in (a, b)],
+        [run.decided_keys for run in (a, b)],
+    )
     in_metrics = metric_difference(*metrics)
     in_groups, group_steps = group_difference(a, b, last=in_metrics[0] if in_metrics else None)
     version = None
     if in_groups and in_groups.stage == "sampling":
         version = a.groups(in_groups.step)[in_groups.group].group.version
-    acting = acting_keys(keys, (row.get("prompts/dropped") for run in metrics for row in run.values()))
-    feeds_back = any(run.config.algorithm.dynamic_sampling or run.config.train.retire_above < 1 for run in (a, b))
+    acting = acting_keys(
+        keys, (row.get("prompts/dropped") for run in metrics for row in run.values())
+    )
+    feeds_back = any(
+        run.config.algorithm.dynamic_sampling or run.config.train.retire_above < 1 for run in (a, b)
+    )
     found = find_divergence(in_groups, version, in_metrics, group_steps, acting, feeds_back)
     evaluated = evaluation_difference(*evaluations)
     if found is None and evaluated:
         # The last update is seen in the weights alone.
         stages = ("evaluation", "update") if evaluated[0] else ("evaluation",)
-        found = Divergence(evaluated[0], stages, "the steps are identical, the evaluation "
-                           f"{version_text(evaluated[0])} on {evaluated[1]} differs")
+        found = Divergence(
+            evaluated[0],
+            stages,
+            "the steps are identical, the evaluation "
+            f"{version_text(evaluated[0])} on {evaluated[1]} differs",
+        )
     shared = sorted(metrics[0].keys() & metrics[1].keys() | set(group_steps))
-    return json_ready({
-        "run": address(a.path), "other": address(b.path), "identical": found is None and bool(shared),
-        "config": keys, "num_steps": list(map(len, metrics)), "steps_compared": ranges(shared),
-        "group_steps_compared": ranges(group_steps), "finished": [a.is_finished, b.is_finished],
-        "first_metrics": in_metrics and {"step": in_metrics[0], "metrics": in_metrics[1]},
-        "num_evaluations": list(map(len, evaluations)),
-        "evaluations_compared": len(evaluations[0].keys() & evaluations[1].keys()),
-        "first_evaluation": evaluated and dict(zip(("version", "name", "figures"), evaluated, strict=True)),
-        "first_group_difference": in_groups and asdict(in_groups),
-        "divergence": found and {"step": found.step, "stage": found.stages[0], "sentence": found.sentence},
-        "likely_keys": likely_keys(found.stages, acting) if found else []})
+    return json_ready(
+        {
+            "run": address(a.path),
+            "other": address(b.path),
+            "identical": found is None and bool(shared),
+            "config": keys,
+            "num_steps": list(map(len, metrics)),
+            "steps_compared": ranges(shared),
+            "group_steps_compared": ranges(group_steps),
+            "finished": [a.is_finished, b.is_finished],
+            "first_metrics": in_metrics and {"step": in_metrics[0], "metrics": in_metrics[1]},
+            "num_evaluations": list(map(len, evaluations)),
+            "evaluations_compared": len(evaluations[0].keys() & evaluations[1].keys()),
+            "first_evaluation": evaluated
+            and dict(zip(("version", "name", "figures"), evaluated, strict=True)),
+            "first_group_difference": in_groups and asdict(in_groups),
+            "divergence": found
+            and {"step": found.step, "stage": found.stages[0], "sentence": found.sentence},
+            "likely_keys": likely_keys(found.stages, acting) if found else [],
+        }
+    )
 
 
 # ---- what differs
@@ -93,8 +116,9 @@ def automatic_keys(settings: Mapping[str, Any], decided: Collection[str] = ()) -
     return {*decided, *(UNREAD_KEYS if is_made else ())}
 
 
-def settings_difference(runs: Sequence[Mapping[str, Any]],
-                        decided: Sequence[Collection[str]] = ()) -> dict[str, tuple[Any, ...]]:
+def settings_difference(
+    runs: Sequence[Mapping[str, Any]], decided: Sequence[Collection[str]] = ()
+) -> dict[str, tuple[Any, ...]]:
     """Dotted key -> the value of each run, None where it has none; of the keys that differ, but for those that all runs
     chose themselves: those `decided` by each."""
     decided = decided or [()] * len(runs)
@@ -102,11 +126,16 @@ def settings_difference(runs: Sequence[Mapping[str, Any]],
     nobodys = set.intersection(*automatic) if automatic else set()
     keys = dict.fromkeys(key for settings in runs for key in settings)
     values = {key: tuple(settings.get(key) for settings in runs) for key in keys}
-    return {key: own for key, own in values.items() if key not in nobodys and any(one != own[0] for one in own)}
+    return {
+        key: own
+        for key, own in values.items()
+        if key not in nobodys and any(one != own[0] for one in own)
+    }
 
 
-def metric_difference(a: Mapping[int, Mapping[str, Any]],
-                      b: Mapping[int, Mapping[str, Any]]) -> tuple[int, Values] | None:
+def metric_difference(
+    a: Mapping[int, Mapping[str, Any]], b: Mapping[int, Mapping[str, Any]]
+) -> tuple[int, Values] | None:
     """The first shared step with a metric that differs, and all its metrics that do."""
     for step in sorted(a.keys() & b.keys()):
         x, y = a[step], b[step]
@@ -116,12 +145,17 @@ def metric_difference(a: Mapping[int, Mapping[str, Any]],
     return None
 
 
-def evaluation_difference(a: Mapping[tuple[int, str], Mapping[str, Any]],
-                          b: Mapping[tuple[int, str], Mapping[str, Any]]) -> tuple[int, str, Values] | None:
+def evaluation_difference(
+    a: Mapping[tuple[int, str], Mapping[str, Any]], b: Mapping[tuple[int, str], Mapping[str, Any]]
+) -> tuple[int, str, Values] | None:
     """The first shared (version, data set) with a figure of both that differs, and all its figures that do."""
     for version, name in sorted(a.keys() & b.keys()):
         x, y = a[version, name], b[version, name]
-        figures = {key: (x[key], y[key]) for key in x if key in y and not is_clock(key) and x[key] != y[key]}
+        figures = {
+            key: (x[key], y[key])
+            for key in x
+            if key in y and not is_clock(key) and x[key] != y[key]
+        }
         if figures:
             return version, name, figures
     return None
@@ -129,9 +163,15 @@ def evaluation_difference(a: Mapping[tuple[int, str], Mapping[str, Any]],
 
 # ---- what caused it
 
-def find_divergence(in_groups: GroupDifference | None, version: int | None,
-                    in_metrics: tuple[int, Mapping[str, Any]] | None, same_groups: Container[int],
-                    keys: Iterable[str] = (), feeds_back: bool = False) -> Divergence | None:
+
+def find_divergence(
+    in_groups: GroupDifference | None,
+    version: int | None,
+    in_metrics: tuple[int, Mapping[str, Any]] | None,
+    same_groups: Container[int],
+    keys: Iterable[str] = (),
+    feeds_back: bool = False,
+) -> Divergence | None:
     """The stage where two runs diverge; None where they do not.
 
     `version`: the weights that sampled the group that differs. `same_groups`: the steps whose groups were compared, and
@@ -164,22 +204,30 @@ def find_divergence(in_groups: GroupDifference | None, version: int | None,
 
 
 _SENTENCES = {
-    "data": "the data or its order differs first", "sampling": "sampling differs first",
+    "data": "the data or its order differs first",
+    "sampling": "sampling differs first",
     "environment": "what tools or environments said differs first",
     "rewards": "rewards differ first, for the same completions",
-    "update": "the update differs first, for the same completions and rewards"}
+    "update": "the update differs first, for the same completions and rewards",
+}
 
 
-def _weights_or_sampling(version: int, same_groups: Container[int], keys: Iterable[str]) -> tuple[tuple[str, ...], str]:
+def _weights_or_sampling(
+    version: int, same_groups: Container[int], keys: Iterable[str]
+) -> tuple[tuple[str, ...], str]:
     """Stages and sentence for tokens sampled by later weights than the first: the weights alone differ, if all else is
     known to be equal."""
     if likely_keys(("sampling",), keys):
         return ("sampling", "update"), "sampling or the weights differ first"
     if not all(before in same_groups for before in range(1, version + 1)):
-        return ("update", "sampling"), ("the weights or sampling differ first (not all groups of steps 1 to "
-                                        f"{version} were compared)")
-    return ("update", "sampling"), (f"the weights differ first, by the update at the end of step {version}, which was "
-                                    f"equal in all else: version {version} sampled")
+        return ("update", "sampling"), (
+            "the weights or sampling differ first (not all groups of steps 1 to "
+            f"{version} were compared)"
+        )
+    return ("update", "sampling"), (
+        f"the weights differ first, by the update at the end of step {version}, which was "
+        f"equal in all else: version {version} sampled"
+    )
 
 
 def acting_keys(keys: Iterable[str], dropped: Iterable[float | None]) -> list[str]:
@@ -197,7 +245,9 @@ def likely_keys(stages: Iterable[str], keys: Iterable[str]) -> list[str]:
     found: list[str] = []
     for stage in stages:
         acting = [key for key in keys if stage in stages_of(key)]
-        found += sorted(acting, key=lambda key: (stages_of(key).index(stage), order.get(key, len(order))))
+        found += sorted(
+            acting, key=lambda key: (stages_of(key).index(stage), order.get(key, len(order)))
+        )
     return list(dict.fromkeys(found))
 
 
@@ -222,25 +272,32 @@ class GroupDifference:
     values: tuple[Any, Any] = (None, None)
 
 
-def group_difference(a: StoredRun, b: StoredRun,
-                     last: int | None = None) -> tuple[GroupDifference | None, list[int]]:
+def group_difference(
+    a: StoredRun, b: StoredRun, last: int | None = None
+) -> tuple[GroupDifference | None, list[int]]:
     """The first difference in the groups that both runs stored, up to step `last`, and the steps compared."""
     files = a.group_files(), b.group_files()
-    steps = [step for step in sorted(files[0].keys() & files[1].keys()) if last is None or step <= last]
+    steps = [
+        step for step in sorted(files[0].keys() & files[1].keys()) if last is None or step <= last
+    ]
     for number, step in enumerate(steps, 1):
         if found := step_difference(step, read_file(files[0][step]), read_file(files[1][step])):
             return found, steps[:number]
     return None, steps
 
 
-def step_difference(step: int, a: Sequence[StoredGroup], b: Sequence[StoredGroup]) -> GroupDifference | None:
+def step_difference(
+    step: int, a: Sequence[StoredGroup], b: Sequence[StoredGroup]
+) -> GroupDifference | None:
     """The first difference of one step: stage by stage, each over all groups."""
     for stage, compare in _STAGES.items():
         for number, (x, y) in enumerate(zip(a, b, strict=False)):
             for what, completion, token, values in compare(x, y):
                 return GroupDifference(step, stage, what, number, completion, token, values)
         if stage == "data" and len(a) != len(b):
-            return GroupDifference(step, stage, "number of groups", min(len(a), len(b)), values=(len(a), len(b)))
+            return GroupDifference(
+                step, stage, "number of groups", min(len(a), len(b)), values=(len(a), len(b))
+            )
     return None
 
 
@@ -265,8 +322,15 @@ def _data(a: StoredGroup, b: StoredGroup) -> _Found:
 
 def _sampling(a: StoredGroup, b: StoredGroup) -> _Found:
     for i, (x, y) in enumerate(zip(a.group.completions, b.group.completions, strict=False)):
-        own = [np.concatenate([NOTHING if one.prompt_ids is None else one.prompt_ids,
-                               *(branch.prompt_ids for branch in one.branches)]) for one in (x, y)]
+        own = [
+            np.concatenate(
+                [
+                    NOTHING if one.prompt_ids is None else one.prompt_ids,
+                    *(branch.prompt_ids for branch in one.branches),
+                ]
+            )
+            for one in (x, y)
+        ]
         if prompt := first_difference(*own):
             yield OF_ENVIRONMENTS[0], i, *prompt
         if found := completion_difference(x, y):
@@ -279,10 +343,24 @@ def _sampling(a: StoredGroup, b: StoredGroup) -> _Found:
                 name = "logprobs" if what == "log-prob" else "token_ids"
                 yield what, i, at, _values(getattr(x, name), getattr(y, name), at)
         elif x.messages != y.messages:
-            at = next(n for n, both in enumerate(zip_longest(x.messages, y.messages)) if both[0] != both[1])
-            yield OF_ENVIRONMENTS[2], i, None, (str(x.messages[at:at + 1]), str(y.messages[at:at + 1]))
+            at = next(
+                n
+                for n, both in enumerate(zip_longest(x.messages, y.messages))
+                if both[0] != both[1]
+            )
+            yield (
+                OF_ENVIRONMENTS[2],
+                i,
+                None,
+                (str(x.messages[at : at + 1]), str(y.messages[at : at + 1])),
+            )
     if a.group.size != b.group.size:
-        yield "number of completions", min(a.group.size, b.group.size), None, (a.group.size, b.group.size)
+        yield (
+            "number of completions",
+            min(a.group.size, b.group.size),
+            None,
+            (a.group.size, b.group.size),
+        )
     if a.group.version != b.group.version:
         yield "version", None, None, (a.group.version, b.group.version)
 
@@ -290,15 +368,23 @@ def _sampling(a: StoredGroup, b: StoredGroup) -> _Found:
 def _rewards(a: StoredGroup, b: StoredGroup) -> _Found:
     x, y = a.group, b.group
     names = {**x.reward_components, **y.reward_components}
-    components = ((f"rewards/{name}", *(group.reward_components.get(name, NOTHING) for group in (x, y)))
-                  for name in names)
-    for what, one, other in (("reward", x.rewards, y.rewards), *components, ("valid", x.valid, y.valid)):
+    components = (
+        (f"rewards/{name}", *(group.reward_components.get(name, NOTHING) for group in (x, y)))
+        for name in names
+    )
+    for what, one, other in (
+        ("reward", x.rewards, y.rewards),
+        *components,
+        ("valid", x.valid, y.valid),
+    ):
         if found := first_difference(one, other):
             yield what, found[0], None, found[1]
 
 
 def _update(a: StoredGroup, b: StoredGroup) -> _Found:
-    if found := first_difference(*(NOTHING if one.advantages is None else one.advantages for one in (a, b))):
+    if found := first_difference(
+        *(NOTHING if one.advantages is None else one.advantages for one in (a, b))
+    ):
         yield "advantage", found[0], None, found[1]
     for i, (one, other) in enumerate(zip(a.token_arrays, b.token_arrays, strict=True)):
         for name in {**one, **other}:

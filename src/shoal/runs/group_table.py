@@ -36,17 +36,24 @@ class Database:
         try:
             import duckdb
         except ImportError as error:
-            raise ShoalError("duckdb is not installed: `pip install '.[view]'` in the clone of Shoal") from error
+            raise ShoalError(
+                "duckdb is not installed: `pip install '.[view]'` in the clone of Shoal"
+            ) from error
         self.error = duckdb.Error
         self._connection = duckdb.connect(config={"threads": THREADS, "memory_limit": MEMORY})
         self._local = threading.local()
         self._asked, self._lock = 0, threading.Lock()
         allowed = ", ".join(quoted(f"{folder}/") for folder in folders)
         # After these no statement reaches a file elsewhere, nor can it change that.
-        for setting in ("autoinstall_known_extensions = false", "autoload_known_extensions = false",
-                        "preserve_insertion_order = false", "temp_directory = ''",
-                        f"allowed_directories = [{allowed}]", "enable_external_access = false",
-                        "lock_configuration = true"):
+        for setting in (
+            "autoinstall_known_extensions = false",
+            "autoload_known_extensions = false",
+            "preserve_insertion_order = false",
+            "temp_directory = ''",
+            f"allowed_directories = [{allowed}]",
+            "enable_external_access = false",
+            "lock_configuration = true",
+        ):
             self._connection.execute(f"SET {setting}")
 
     @property
@@ -83,13 +90,17 @@ class Database:
 
     def columns(self, files: Sequence[Path]) -> dict[str, str]:
         """Name -> type of the columns of these files together."""
-        found = self.cursor.execute("DESCRIBE SELECT * FROM read_parquet(?, union_by_name = true)",
-                                    [[str(file) for file in files]])
+        found = self.cursor.execute(
+            "DESCRIBE SELECT * FROM read_parquet(?, union_by_name = true)",
+            [[str(file) for file in files]],
+        )
         return {row[0]: row[1] for row in found.fetchall()}
 
     def json_columns(self, file: Path) -> frozenset[str]:
         """Columns of a groups file that hold JSON text, by the note in the file."""
-        for _, key, value in self.cursor.execute("SELECT * FROM parquet_kv_metadata(?)", [str(file)]).fetchall():
+        for _, key, value in self.cursor.execute(
+            "SELECT * FROM parquet_kv_metadata(?)", [str(file)]
+        ).fetchall():
             if bytes(key) == b"shoal":
                 try:
                     return frozenset(map(str, bounded_json(bytes(value))["json"]))
@@ -116,10 +127,28 @@ def reason(error: Exception) -> str:
 # ---- filters
 
 COLUMNS = {
-    "step": "INTEGER", "group": "INTEGER", "set": "VARCHAR", "row": "BIGINT", "version": "BIGINT", "size": "INTEGER",
-    "unscored": "INTEGER", "reward": "FLOAT", "spread": "FLOAT", "lowest": "FLOAT", "highest": "FLOAT", "pass": "FLOAT",
-    "length": "FLOAT", "longest": "INTEGER", "truncated": "FLOAT", "staleness": "INTEGER", "prompt_tokens": "INTEGER",
-    "advantage": "FLOAT", "length_effect": "FLOAT", "turns": "FLOAT", "calls": "FLOAT"}
+    "step": "INTEGER",
+    "group": "INTEGER",
+    "set": "VARCHAR",
+    "row": "BIGINT",
+    "version": "BIGINT",
+    "size": "INTEGER",
+    "unscored": "INTEGER",
+    "reward": "FLOAT",
+    "spread": "FLOAT",
+    "lowest": "FLOAT",
+    "highest": "FLOAT",
+    "pass": "FLOAT",
+    "length": "FLOAT",
+    "longest": "INTEGER",
+    "truncated": "FLOAT",
+    "staleness": "INTEGER",
+    "prompt_tokens": "INTEGER",
+    "advantage": "FLOAT",
+    "length_effect": "FLOAT",
+    "turns": "FLOAT",
+    "calls": "FLOAT",
+}
 """Column of the table -> type. `set` is `train`, or the data set of an evaluation; `length_effect` the correlation of
 reward and length within the group."""
 
@@ -136,11 +165,15 @@ def condition(text: str, functions: Iterable[str]) -> tuple[str, list[Any]]:
         if place >= MAX_TERMS:
             raise ShoalError(f"filter: at most {MAX_TERMS} conditions")
         rest = rest.replace(term[0], "", 1)
-        sql, own = _condition(column_of(term[1], functions), term[1], term[2].replace("==", "="), term[3].strip('"'))
+        sql, own = _condition(
+            column_of(term[1], functions), term[1], term[2].replace("==", "="), term[3].strip('"')
+        )
         parts.append(sql)
         values += own
     if rest := " ".join(word for word in rest.replace(",", " ").split() if word.lower() != "and"):
-        raise ShoalError(f"filter: {rest[:60]!r} is no condition; write column, operator and value: reward>0.5")
+        raise ShoalError(
+            f"filter: {rest[:60]!r} is no condition; write column, operator and value: reward>0.5"
+        )
     return " AND ".join(parts) or "true", values
 
 
@@ -176,8 +209,10 @@ def column_of(column: str, functions: Iterable[str]) -> str:
     if function in functions:
         return name(f"mean/{function}")
     known = [*COLUMNS, *functions]
-    raise ShoalError(f"there is no column {column[:60]!r}{did_you_mean(column, known) or '.'} "
-                     f"Columns: {', '.join(known)}")
+    raise ShoalError(
+        f"there is no column {column[:60]!r}{did_you_mean(column, known) or '.'} "
+        f"Columns: {', '.join(known)}"
+    )
 
 
 # ---- the table
@@ -189,11 +224,34 @@ Stamp = tuple[int, int]
 
 NUMBER, TEXT, LIST = ("INT", "DOUBLE", "FLOAT", "BOOLEAN"), ("VARCHAR",), ("[]",)
 NEEDED = {
-    **dict.fromkeys(("step", "group", "completion", "row", "version", "reward", "valid", "correct", "advantage"),
-                    NUMBER),
+    **dict.fromkeys(
+        (
+            "step",
+            "group",
+            "completion",
+            "row",
+            "version",
+            "reward",
+            "valid",
+            "correct",
+            "advantage",
+        ),
+        NUMBER,
+    ),
     **dict.fromkeys(("purpose", "subset", "prompt", "text", "stop_reason"), TEXT),
-    **dict.fromkeys(("prompt_ids", "token_ids", "logprobs", "trainer_logprobs", "loss_mask", "versions",
-                     "support_ids"), LIST)}
+    **dict.fromkeys(
+        (
+            "prompt_ids",
+            "token_ids",
+            "logprobs",
+            "trainer_logprobs",
+            "loss_mask",
+            "versions",
+            "support_ids",
+        ),
+        LIST,
+    ),
+}
 """Columns of every groups file -> what the name of its type contains."""
 
 
@@ -212,12 +270,16 @@ class GroupTable:
 
     def __init__(self, run: StoredRun, database: Database, number: int = 0) -> None:
         self.run, self.database = run, database
-        self.table, self.prompts, self.sums = (f"{kind}_{number}" for kind in ("groups", "prompts", "sums"))
+        self.table, self.prompts, self.sums = (
+            f"{kind}_{number}" for kind in ("groups", "prompts", "sums")
+        )
         columns = ", ".join(f"{name(column)} {kind}" for column, kind in COLUMNS.items())
         database.run(f"CREATE TABLE {self.table} (file INTEGER, {columns})")
         database.run(f'CREATE TABLE {self.prompts} ("set" VARCHAR, "row" BIGINT, prompt VARCHAR)')
-        database.run(f"CREATE TABLE {self.sums} (file INTEGER, step INTEGER, function VARCHAR, n DOUBLE, x DOUBLE, "
-                     "y DOUBLE, xx DOUBLE, yy DOUBLE, xy DOUBLE, low DOUBLE, high DOUBLE)")
+        database.run(
+            f"CREATE TABLE {self.sums} (file INTEGER, step INTEGER, function VARCHAR, n DOUBLE, x DOUBLE, "
+            "y DOUBLE, xx DOUBLE, yy DOUBLE, xy DOUBLE, low DOUBLE, high DOUBLE)"
+        )
         self.files: dict[str, GroupFile] = {}
         self.by_number: dict[int, GroupFile] = {}
         self.functions: list[str] = []
@@ -235,8 +297,12 @@ class GroupTable:
         there = self._there()
         for gone in self.files.keys() - there.keys():
             self._remove(gone)
-        new = [stem for stem, (_, stamp) in there.items()
-               if (stem not in self.files or self.files[stem].stamp != stamp) and self._failed.get(stem) != stamp]
+        new = [
+            stem
+            for stem, (_, stamp) in there.items()
+            if (stem not in self.files or self.files[stem].stamp != stamp)
+            and self._failed.get(stem) != stamp
+        ]
         self.waiting = len(new)
         if not new:
             return False
@@ -270,12 +336,16 @@ class GroupTable:
         found: dict[str, tuple[Path, Stamp]] = {}
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
         if len(entries) > MAX_FILES:
-            self.run.problem("groups", f"holds {len(entries):,} files: the first {MAX_FILES:,} are read")
+            self.run.problem(
+                "groups", f"holds {len(entries):,} files: the first {MAX_FILES:,} are read"
+            )
         for entry in entries[:MAX_FILES]:
             stem, _, ending = entry.name.rpartition(".")
             if ending != "parquet" or not _FILE.fullmatch(stem):
                 continue
-            path = self.run.file("groups", entry.name) if entry.is_symlink() else folder / entry.name
+            path = (
+                self.run.file("groups", entry.name) if entry.is_symlink() else folder / entry.name
+            )
             if path is not None and path.is_file():
                 stat = path.stat()
                 found[stem] = path, (stat.st_mtime_ns, stat.st_size)
@@ -293,13 +363,16 @@ class GroupTable:
         for stem in self.files.keys() & {stem for stem, _, _ in batch}:
             self._remove(stem)
         first = max(self.by_number, default=-1) + 1
-        files = [GroupFile(first + place, path, stem, stamp) for place, (stem, path, stamp) in enumerate(batch)]
+        files = [
+            GroupFile(first + place, path, stem, stamp)
+            for place, (stem, path, stamp) in enumerate(batch)
+        ]
         try:
             self._insert(files)
         except (self.database.error, ShoalError) as error:
             if len(batch) > 1:
-                self._add(batch[:len(batch) // 2])
-                self._add(batch[len(batch) // 2:])
+                self._add(batch[: len(batch) // 2])
+                self._add(batch[len(batch) // 2 :])
                 return
             stem, _, stamp = batch[0]
             self._failed[stem] = stamp
@@ -315,34 +388,64 @@ class GroupTable:
         for column, kinds in NEEDED.items():
             if not any(kind in columns.get(column, "") for kind in kinds):
                 raise ShoalError(f"it lacks the column {column}, or another program wrote it")
-        functions = [column.removeprefix("component/") for column in columns if column.startswith("component/")]
+        functions = [
+            column.removeprefix("component/")
+            for column in columns
+            if column.startswith("component/")
+        ]
         functions = functions[:MAX_FUNCTIONS]
         for function in functions:
             if function not in self.functions:
-                database.run(f"ALTER TABLE {self.table} ADD COLUMN {name(f'mean/{function}')} FLOAT")
+                database.run(
+                    f"ALTER TABLE {self.table} ADD COLUMN {name(f'mean/{function}')} FLOAT"
+                )
                 self.functions.append(function)
         # Within JSON text a quote is escaped, so that no content holds a role like this.
-        turns = "".join(", " + (f"(length(messages) - length(replace(messages, {quoted(role)}, ''))) / {len(role)}"
-                                if "messages" in columns else "NULL") + f" AS {column}"
-                        for column, role in (("turns", '"role": "assistant"'), ("calls", '"role": "tool"')))
-        source = _SOURCE.format(first=files[0].number, turns=turns, functions="".join(
-            f", TRY_CAST({name(f'component/{function}')} AS DOUBLE) AS c{place}"
-            for place, function in enumerate(functions)))
-        database.run(f"CREATE OR REPLACE TEMP TABLE read_now AS {source}", [str(file.path) for file in files])
-        means = "".join(f", avg(c{place}) AS {name(f'mean/{function}')}" for place, function in enumerate(functions))
-        columns_of = [("reward", "reward"), *((one, f"c{place}") for place, one in enumerate(functions))]
+        turns = "".join(
+            ", "
+            + (
+                f"(length(messages) - length(replace(messages, {quoted(role)}, ''))) / {len(role)}"
+                if "messages" in columns
+                else "NULL"
+            )
+            + f" AS {column}"
+            for column, role in (("turns", '"role": "assistant"'), ("calls", '"role": "tool"'))
+        )
+        source = _SOURCE.format(
+            first=files[0].number,
+            turns=turns,
+            functions="".join(
+                f", TRY_CAST({name(f'component/{function}')} AS DOUBLE) AS c{place}"
+                for place, function in enumerate(functions)
+            ),
+        )
+        database.run(
+            f"CREATE OR REPLACE TEMP TABLE read_now AS {source}", [str(file.path) for file in files]
+        )
+        means = "".join(
+            f", avg(c{place}) AS {name(f'mean/{function}')}"
+            for place, function in enumerate(functions)
+        )
+        columns_of = [
+            ("reward", "reward"),
+            *((one, f"c{place}") for place, one in enumerate(functions)),
+        ]
         with self.lock:
             database.run("BEGIN")
             try:
                 database.run(f"INSERT INTO {self.table} BY NAME {_GROUPS.format(means=means)}")
                 database.run(_PROMPTS.format(prompts=self.prompts, chars=PROMPT_CHARS))
                 for function, column in columns_of:
-                    database.run(_SUMS.format(sums=self.sums, function=quoted(function), column=column))
+                    database.run(
+                        _SUMS.format(sums=self.sums, function=quoted(function), column=column)
+                    )
             except BaseException:
                 database.run("ROLLBACK")
                 raise
             database.run("COMMIT")
-        self.is_measured |= database.rows("SELECT count(correct) > 0 AS known FROM read_now")[0]["known"]
+        self.is_measured |= database.rows("SELECT count(correct) > 0 AS known FROM read_now")[0][
+            "known"
+        ]
         database.run("DROP TABLE read_now")
 
     # ---- what it knows
@@ -353,16 +456,35 @@ class GroupTable:
         whatever of the table is there."""
         there = self._there()
         try:
-            path = there[max(there, key=lambda stem: (stem.startswith("step_"), stem), default="")][0]
-            known = [column for column in self.database.columns([path]) if column.startswith("weight/")]
-            chosen = ", ".join(f"TRY_CAST({name(one)} AS DOUBLE) AS {name(one)}" for one in known[:MAX_FUNCTIONS])
+            path = there[max(there, key=lambda stem: (stem.startswith("step_"), stem), default="")][
+                0
+            ]
+            known = [
+                column for column in self.database.columns([path]) if column.startswith("weight/")
+            ]
+            chosen = ", ".join(
+                f"TRY_CAST({name(one)} AS DOUBLE) AS {name(one)}" for one in known[:MAX_FUNCTIONS]
+            )
             rows = self.database.rows(f"SELECT {chosen} FROM read_parquet(?) LIMIT 1", str(path))
         except (self.database.error, KeyError):  # damaged: the table names it
             return {}
-        return {one.removeprefix("weight/"): value for row in rows for one, value in row.items() if value is not None}
+        return {
+            one.removeprefix("weight/"): value
+            for row in rows
+            for one, value in row.items()
+            if value is not None
+        }
 
-    def rows(self, filter: str = "", sort: str = "step", descending: bool = False, offset: int = 0, limit: int = 100,
-             hits: str = "", by_prompt: bool = False) -> tuple[list[dict[str, Any]], int]:
+    def rows(
+        self,
+        filter: str = "",
+        sort: str = "step",
+        descending: bool = False,
+        offset: int = 0,
+        limit: int = 100,
+        hits: str = "",
+        by_prompt: bool = False,
+    ) -> tuple[list[dict[str, Any]], int]:
         """Some rows of the table, and how many the filter leaves. `hits`: a table with the (file, group) to choose
         from; `by_prompt`: of each prompt that was answered more than once the newest group, with `times` and `change`.
 
@@ -375,23 +497,43 @@ class GroupTable:
         order = f"{column} {'DESC' if descending else 'ASC'} NULLS LAST"
         chosen = f"WITH chosen AS (SELECT * FROM {self.table} WHERE {where}) "
         source = _BY_PROMPT if by_prompt else "chosen"
-        columns = ", ".join(map(name, ["file", *COLUMNS, *(f"mean/{one}" for one in self.functions), *extra]))
+        columns = ", ".join(
+            map(name, ["file", *COLUMNS, *(f"mean/{one}" for one in self.functions), *extra])
+        )
         with self.database.asked(), self.lock:
-            rows = self.database.rows(f"{chosen} SELECT {columns} FROM {source} "
-                                      f'ORDER BY {order}, file, "group" LIMIT ? OFFSET ?', *values, limit, offset)
-            total = self.database.rows(f"{chosen} SELECT count(*) AS n FROM {source}", *values)[0]["n"]
+            rows = self.database.rows(
+                f"{chosen} SELECT {columns} FROM {source} "
+                f'ORDER BY {order}, file, "group" LIMIT ? OFFSET ?',
+                *values,
+                limit,
+                offset,
+            )
+            total = self.database.rows(f"{chosen} SELECT count(*) AS n FROM {source}", *values)[0][
+                "n"
+            ]
             files = {number: file.stem for number, file in self.by_number.items()}
         prompts = self.prompt_texts(rows)
         for row in rows:
-            row |= {"prompt": prompts.get((row["set"], row["row"]), ""), "file": files.get(row["file"], "")}
-            row |= {column: rounded(value) for column, value in row.items() if isinstance(value, float)}
+            row |= {
+                "prompt": prompts.get((row["set"], row["row"]), ""),
+                "file": files.get(row["file"], ""),
+            }
+            row |= {
+                column: rounded(value) for column, value in row.items() if isinstance(value, float)
+            }
         return rows, total
 
     def prompt_texts(self, rows: Iterable[Mapping[str, Any]]) -> dict[tuple[str, int], str]:
         """(set, row of the data) -> the beginning of its prompt, for the `row` of each of these."""
         wanted = {int(row["row"]) for row in rows if row["row"] is not None}
-        found = self.database.rows(f'SELECT "set", "row", prompt FROM {self.prompts} WHERE "row" IN '
-                                   f"({', '.join(map(str, sorted(wanted)))})") if wanted else []
+        found = (
+            self.database.rows(
+                f'SELECT "set", "row", prompt FROM {self.prompts} WHERE "row" IN '
+                f"({', '.join(map(str, sorted(wanted)))})"
+            )
+            if wanted
+            else []
+        )
         return {(row["set"], row["row"]): row["prompt"] for row in found}
 
 

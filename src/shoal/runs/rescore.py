@@ -55,21 +55,37 @@ def score_again(run: StoredRun, reward: RewardSection, step: int = 0) -> dict[st
         for model in reward_models(functions):
             model.date = read_date(run.path / MODEL_FOLDER)
     with closing(RewardPool(functions, reward, run.config.steps)) as pool:
-        steps = [rescore_step(number, files[number], pool, run.config_at(number - 1).algorithm) for number in chosen]
+        steps = [
+            rescore_step(number, files[number], pool, run.config_at(number - 1).algorithm)
+            for number in chosen
+        ]
     old = np.concatenate([one.old.rewards[one.both] for one in steps])
     new = np.concatenate([one.new.rewards[one.both] for one in steps])
-    return json_ready({
-        "run": address(run.path), "finished": run.is_finished, "steps": chosen,
-        "num_groups": sum(len(one.rows) for one in steps), "num_completions": sum(one.new.valid.size for one in steps),
-        "functions": {one.name: one.weight for one in functions},
-        "comparison": {
-            "completions_compared": len(old), "reward_mean": [known_mean(old), known_mean(new)],
-            "nonzero_std_groups": [sum(int(one.old.nonzero_std.sum()) for one in steps),
-                                   sum(int(one.new.nonzero_std.sum()) for one in steps)],
-            "advantages_flipped": sum(int(one.flipped.sum()) for one in steps)},
-        "lint": lint_reward(steps, reward.on_error == "skip"), "hacks": find_hacks(steps, files, old, new),
-        "advantages_not_stored": sum(one.not_stored for one in steps),
-        "groups": [one.record(n) for one in steps for n in range(len(one.rows))] if step else None})
+    return json_ready(
+        {
+            "run": address(run.path),
+            "finished": run.is_finished,
+            "steps": chosen,
+            "num_groups": sum(len(one.rows) for one in steps),
+            "num_completions": sum(one.new.valid.size for one in steps),
+            "functions": {one.name: one.weight for one in functions},
+            "comparison": {
+                "completions_compared": len(old),
+                "reward_mean": [known_mean(old), known_mean(new)],
+                "nonzero_std_groups": [
+                    sum(int(one.old.nonzero_std.sum()) for one in steps),
+                    sum(int(one.new.nonzero_std.sum()) for one in steps),
+                ],
+                "advantages_flipped": sum(int(one.flipped.sum()) for one in steps),
+            },
+            "lint": lint_reward(steps, reward.on_error == "skip"),
+            "hacks": find_hacks(steps, files, old, new),
+            "advantages_not_stored": sum(one.not_stored for one in steps),
+            "groups": [one.record(n) for one in steps for n in range(len(one.rows))]
+            if step
+            else None,
+        }
+    )
 
 
 def reward_functions(reward: RewardSection, run: Config) -> tuple[RewardFunction, ...]:
@@ -111,59 +127,109 @@ class RescoredStep:
     def record(self, n: int) -> dict[str, Any]:
         """One group in full."""
         return {
-            "step": self.step, "group": n, "row": self.rows[n], "old_rewards": self.old.rewards[n],
-            "rewards": self.new.rewards[n], "components": self.components[n],
-            "old_advantages": self.old_advantages[n], "advantages": self.new.advantages[n]}
+            "step": self.step,
+            "group": n,
+            "row": self.rows[n],
+            "old_rewards": self.old.rewards[n],
+            "rewards": self.new.rewards[n],
+            "components": self.components[n],
+            "old_advantages": self.old_advantages[n],
+            "advantages": self.new.advantages[n],
+        }
 
 
-def rescore_step(step: int, file: Path, pool: RewardPool, algorithm: AlgorithmSection) -> RescoredStep:
+def rescore_step(
+    step: int, file: Path, pool: RewardPool, algorithm: AlgorithmSection
+) -> RescoredStep:
     """A step's groups in order; functions are called a group at a time, as in a run."""
     stored = read_file(file)
     groups = [entry.group for entry in stored]
     started = time.perf_counter()
-    scored = score_texts(pool, [group.example for group in groups], [group.texts for group in groups],
-                         [[c.token_ids[c.loss_mask].tolist() for c in group.completions] for group in groups],
-                         groups[0].step, messages=[[c.messages for c in group.completions] for group in groups])
+    scored = score_texts(
+        pool,
+        [group.example for group in groups],
+        [group.texts for group in groups],
+        [[c.token_ids[c.loss_mask].tolist() for c in group.completions] for group in groups],
+        groups[0].step,
+        messages=[[c.messages for c in group.completions] for group in groups],
+    )
     seconds = time.perf_counter() - started
     failures = [failure for one in scored for failure in one.failures]
     weights = {one.name: one.weight for one in pool.functions}
-    again = [replace(group, rewards=one.rewards[0], valid=one.valid[0], reward_weights=weights,
-                     reward_components={name: values[0] for name, values in one.components.items()})
-             for group, one in zip(groups, scored, strict=True)]
+    again = [
+        replace(
+            group,
+            rewards=one.rewards[0],
+            valid=one.valid[0],
+            reward_weights=weights,
+            reward_components={name: values[0] for name, values in one.components.items()},
+        )
+        for group, one in zip(groups, scored, strict=True)
+    ]
     old, new = StepTable.of(groups, algorithm), StepTable.of(again, algorithm)
-    old_advantages = np.stack([old.advantages[n] if entry.advantages is None else entry.advantages
-                               for n, entry in enumerate(stored)])
-    return RescoredStep(step, [group.example.row for group in groups], old, new,
-                        [group.reward_components for group in again], old_advantages,
-                        sum(entry.advantages is None for entry in stored), seconds,
-                        Counter(f"{one.function}: {one.kind}" for one in failures),
-                        Counter(one.function for one in failures if one.completion is not None),
-                        next((one.text for one in failures), None))
+    old_advantages = np.stack(
+        [
+            old.advantages[n] if entry.advantages is None else entry.advantages
+            for n, entry in enumerate(stored)
+        ]
+    )
+    return RescoredStep(
+        step,
+        [group.example.row for group in groups],
+        old,
+        new,
+        [group.reward_components for group in again],
+        old_advantages,
+        sum(entry.advantages is None for entry in stored),
+        seconds,
+        Counter(f"{one.function}: {one.kind}" for one in failures),
+        Counter(one.function for one in failures if one.completion is not None),
+        next((one.text for one in failures), None),
+    )
 
 
 # ---- what is suspicious
 
 
-def find_hacks(steps: Sequence[RescoredStep], files: Mapping[int, Path], old: np.ndarray,
-               new: np.ndarray) -> list[dict[str, Any]]:
+def find_hacks(
+    steps: Sequence[RescoredStep], files: Mapping[int, Path], old: np.ndarray, new: np.ndarray
+) -> list[dict[str, Any]]:
     """Completions that the new reward scores above its median and the stored one scored lowest. `old`, `new`: the
     rewards of all completions that both scored."""
     if not len(old) or old.min() == old.max():
         return []
     lowest, median = old.min(), np.median(new)
-    places = [(one, n, i) for one in steps
-              for n, i in np.argwhere(one.both & (one.old.rewards == lowest) & (one.new.rewards > median)).tolist()]
-    places.sort(key=lambda place: -place[0].new.rewards[place[1], place[2]])  # stable: by step, group
-    return [{"step": one.step, "group": n, "completion": i, "text": read_file(files[one.step])[n].group.texts[i],
-             "old_reward": lowest, "reward": one.new.rewards[n, i]} for one, n, i in places[:NUM_SHOWN]]
+    places = [
+        (one, n, i)
+        for one in steps
+        for n, i in np.argwhere(
+            one.both & (one.old.rewards == lowest) & (one.new.rewards > median)
+        ).tolist()
+    ]
+    places.sort(
+        key=lambda place: -place[0].new.rewards[place[1], place[2]]
+    )  # stable: by step, group
+    return [
+        {
+            "step": one.step,
+            "group": n,
+            "completion": i,
+            "text": read_file(files[one.step])[n].group.texts[i],
+            "old_reward": lowest,
+            "reward": one.new.rewards[n, i],
+        }
+        for one, n, i in places[:NUM_SHOWN]
+    ]
 
 
 def lint_reward(steps: Sequence[RescoredStep], skips_failures: bool) -> dict[str, Any]:
     """The new reward's distribution, cost and failures, and `warnings` about them."""
     rewards = np.concatenate([one.new.rewards[one.new.valid] for one in steps])
     lengths = np.concatenate([one.new.lengths[one.new.valid] for one in steps])
-    failed, failed_completions = (sum((getattr(one, name) for one in steps), Counter[str]())
-                                  for name in ("failed", "failed_completions"))
+    failed, failed_completions = (
+        sum((getattr(one, name) for one in steps), Counter[str]())
+        for name in ("failed", "failed_completions")
+    )
     nothing: Counter[str] = Counter()
     for components in (components for one in steps for components in one.components):
         nothing.update({name: int(np.isnan(values).sum()) for name, values in components.items()})
@@ -171,14 +237,22 @@ def lint_reward(steps: Sequence[RescoredStep], skips_failures: bool) -> dict[str
         nothing.subtract(failed_completions)
     some = len(rewards) > 0
     figures = {
-        "mean": known_mean(rewards), "std": float(rewards.std()) if some else None,
-        "min": float(rewards.min()) if some else None, "max": float(rewards.max()) if some else None,
+        "mean": known_mean(rewards),
+        "std": float(rewards.std()) if some else None,
+        "min": float(rewards.min()) if some else None,
+        "max": float(rewards.max()) if some else None,
         "num_distinct": len(np.unique(rewards)),
-        "share_of_constant_groups": float(np.mean(np.concatenate([~one.new.nonzero_std for one in steps]))),
-        "seconds_per_completion": sum(one.seconds for one in steps) / sum(one.new.valid.size for one in steps),
-        "correlation_with_length": rank_correlation(lengths, rewards), "none": dict(nothing), "failed": dict(failed),
+        "share_of_constant_groups": float(
+            np.mean(np.concatenate([~one.new.nonzero_std for one in steps]))
+        ),
+        "seconds_per_completion": sum(one.seconds for one in steps)
+        / sum(one.new.valid.size for one in steps),
+        "correlation_with_length": rank_correlation(lengths, rewards),
+        "none": dict(nothing),
+        "failed": dict(failed),
         "first_failure": next((one.first_failure for one in steps if one.first_failure), None),
-        "unscorable": sum(int((~one.new.valid).sum()) for one in steps)}
+        "unscorable": sum(int((~one.new.valid).sum()) for one in steps),
+    }
     return figures | {"warnings": list(_warnings(figures))}
 
 
@@ -186,18 +260,24 @@ def _warnings(found: dict[str, Any]) -> Iterator[str]:
     if found["num_distinct"] <= 1:
         yield "every completion has the same reward: it gives no training signal"
     elif found["share_of_constant_groups"] > MANY_CONSTANT_GROUPS:
-        yield (f"{found['share_of_constant_groups']:.0%} of the groups have one reward for all their completions: "
-               "they give no training signal")
+        yield (
+            f"{found['share_of_constant_groups']:.0%} of the groups have one reward for all their completions: "
+            "they give no training signal"
+        )
     length = found["correlation_with_length"]
     if length is not None and abs(length) > STRONG_LENGTH_CORRELATION:
-        yield (f"it correlates with length (rank correlation {length:+.2f}): training may yield "
-               f"{'longer' if length > 0 else 'shorter'} completions, and little else")
+        yield (
+            f"it correlates with length (rank correlation {length:+.2f}): training may yield "
+            f"{'longer' if length > 0 else 'shorter'} completions, and little else"
+        )
     if found["seconds_per_completion"] > SLOW_SECONDS:
         yield f"it takes {found['seconds_per_completion']:.1f} s a completion: sampling will wait for it"
     for name, number in found["none"].items():
         if number:
-            yield (f"{name} returned None for {count(number, 'completion')}: the other functions alone score them, "
-                   "or they are left out")
+            yield (
+                f"{name} returned None for {count(number, 'completion')}: the other functions alone score them, "
+                "or they are left out"
+            )
     if found["failed"]:
         kinds = ", ".join(f"{what}: {number}" for what, number in found["failed"].items())
         yield f"it failed ({kinds}): {found['first_failure']}"
@@ -218,10 +298,15 @@ def _ranks(values: np.ndarray) -> np.ndarray:
 # ---- scores
 
 
-def score_texts(pool: RewardPool, examples: Sequence[Example], texts: Sequence[Sequence[str]],
-                token_ids: Sequence[Sequence[Sequence[int]]], step: int = 0,
-                progress: Callable[[int, int], None] = lambda done, total: None,
-                messages: Sequence[Sequence[Sequence[Mapping[str, Any]]]] = ()) -> list[Scores]:
+def score_texts(
+    pool: RewardPool,
+    examples: Sequence[Example],
+    texts: Sequence[Sequence[str]],
+    token_ids: Sequence[Sequence[Sequence[int]]],
+    step: int = 0,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+    messages: Sequence[Sequence[Sequence[Mapping[str, Any]]]] = (),
+) -> list[Scores]:
     """The scores of each group, arrays [1, G]; `progress` is called with the groups done and their number. `messages`,
     [P][G], are those of rollouts with turns, empty for others."""
     scores: dict[Any, Scores] = {}
@@ -231,7 +316,9 @@ def score_texts(pool: RewardPool, examples: Sequence[Example], texts: Sequence[S
             scores[number] = found
             progress(len(scores), len(examples))
 
-    for number, example in enumerate(examples):  # all before the first wait: remote rewards get many at once
+    for number, example in enumerate(
+        examples
+    ):  # all before the first wait: remote rewards get many at once
         turns = [messages[number]] if messages and any(messages[number]) else ()
         pool.submit(number, [example], [texts[number]], [token_ids[number]], step, messages=turns)
         take(wait=False)

@@ -1,6 +1,6 @@
 """Answers made elsewhere: read from a file, matched to a task's examples, judged and rewarded without a model.
 
-    rows of a file -> the example that each answers (its own columns, else the task's data) -> verdicts -> figures
+rows of a file -> the example that each answers (its own columns, else the task's data) -> verdicts -> figures
 """
 
 from __future__ import annotations
@@ -63,18 +63,26 @@ def read_responses(path: Path, question: str, console: Console) -> list[Response
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
-        raise ShoalError(f"responses={path} is not UTF-8 text ({error.reason} at byte {error.start}): convert "
-                         "it") from error
+        raise ShoalError(
+            f"responses={path} is not UTF-8 text ({error.reason} at byte {error.start}): convert it"
+        ) from error
     except OSError as error:
         raise ShoalError(f"responses={path} cannot be read: {error.strerror or error}") from error
-    responses = [_response(line, f"{path}, line {number}", question) for number, line in enumerate(lines, 1)
-                 if line.strip()]
+    responses = [
+        _response(line, f"{path}, line {number}", question)
+        for number, line in enumerate(lines, 1)
+        if line.strip()
+    ]
     if not responses:
-        raise ShoalError(f"responses={path} holds no row: expected a JSON object on each line, with `{question}` and "
-                         f"`{TEXT}`")
+        raise ShoalError(
+            f"responses={path} holds no row: expected a JSON object on each line, with `{question}` and "
+            f"`{TEXT}`"
+        )
     if others := sum(not isinstance(response.row[TEXT], str) for response in responses):
-        console.warning(f"{others} of {len(responses)} responses are no text: numbers are scored as text, null as"
-                        " empty")
+        console.warning(
+            f"{others} of {len(responses)} responses are no text: numbers are scored as text, null as"
+            " empty"
+        )
     return responses
 
 
@@ -84,31 +92,49 @@ def _response(line: str, place: str, question: str) -> Response:
         if "\\u" in line:  # half of a surrogate pair, which UTF-8 files cannot hold, becomes ?
             row = json.loads(json.dumps(row, ensure_ascii=False).encode("utf-8", "replace"))
     except (ValueError, RecursionError) as error:
-        raise ShoalError(f"{place} is no JSON object ({error}): expected one on each line") from error
+        raise ShoalError(
+            f"{place} is no JSON object ({error}): expected one on each line"
+        ) from error
     if not isinstance(row, dict):
-        raise ShoalError(f"{place} is a {type(row).__name__}: expected an object with `{question}` and `{TEXT}`")
+        raise ShoalError(
+            f"{place} is a {type(row).__name__}: expected an object with `{question}` and `{TEXT}`"
+        )
     column = next((name for name in (question, *QUESTIONS) if row.get(name) is not None), question)
     asked: Any = row.get(column)
     text = row.get(TEXT)
-    messages = asked if isinstance(asked, list) and asked and all(isinstance(one, dict) for one in asked) else []
+    messages = (
+        asked
+        if isinstance(asked, list) and asked and all(isinstance(one, dict) for one in asked)
+        else []
+    )
     last: Any = messages[-1].get("content") if messages else asked
-    for name, is_text in ((column, isinstance(last, str)),
-                          (TEXT, TEXT in row and not isinstance(text, bool | list | dict))):
+    for name, is_text in (
+        (column, isinstance(last, str)),
+        (TEXT, TEXT in row and not isinstance(text, bool | list | dict)),
+    ):
         if not is_text:
             given = f"is {json.dumps(row[name]):.60}" if name in row else "is missing"
             raise ShoalError(f"{place}: `{name}` {given}; expected text")
-    keys = ((_conversation(messages), _alone(last)) if messages else (_alone(last), _last(last)))
+    keys = (_conversation(messages), _alone(last)) if messages else (_alone(last), _last(last))
     return Response(place, row, last, keys, "" if text is None else str(text))
 
 
 # ---- the example that each response answers
 
 
-def match_examples(responses: Sequence[Response], task: Task, with_data: Task | None, module: Any,
-                   section: TaskSection, console: Console) -> list[Example | str]:
+def match_examples(
+    responses: Sequence[Response],
+    task: Task,
+    with_data: Task | None,
+    module: Any,
+    section: TaskSection,
+    console: Console,
+) -> list[Example | str]:
     """The example of each response: from its own columns, else from the task's data; a reason where there is none."""
     published = set(getattr(getattr(module, "PUBLISHED", None), "columns", ())) - {task.question}
-    examples = [_own_example(number, response, task, published) for number, response in enumerate(responses)]
+    examples = [
+        _own_example(number, response, task, published) for number, response in enumerate(responses)
+    ]
     lost = [number for number, example in enumerate(examples) if isinstance(example, str)]
     if lost:
         try:
@@ -121,19 +147,24 @@ def match_examples(responses: Sequence[Response], task: Task, with_data: Task | 
             splits = dict(with_data.evaluations)
             if not isinstance(with_data.train, MadeRows):  # generated rows have no end
                 splits["training"] = with_data.train
-            for number, example in find_examples({number: responses[number] for number in lost}, splits, task.question,
-                                                 console).items():
+            for number, example in find_examples(
+                {number: responses[number] for number in lost}, splits, task.question, console
+            ).items():
                 examples[number] = example
     if len(lost) < len(responses):
-        console.note(f"{len(responses) - len(lost)} of {len(responses)} responses are scored by the ground truth in "
-                     "their own rows")
+        console.note(
+            f"{len(responses) - len(lost)} of {len(responses)} responses are scored by the ground truth in "
+            "their own rows"
+        )
     return examples
 
 
 def _own_example(number: int, response: Response, task: Task, published: Set[str]) -> Example | str:
     """The example in a row's own columns: the published ones, or for a task without these any of GOLD_COLUMNS."""
     given = {column for column, value in response.row.items() if value is not None and value != ""}
-    if task.of_row is None or not (published <= given if published else given.intersection(GOLD_COLUMNS)):
+    if task.of_row is None or not (
+        published <= given if published else given.intersection(GOLD_COLUMNS)
+    ):
         return NOT_FOUND
     try:
         return task.of_row(number, {**response.row, task.question: response.question})
@@ -141,8 +172,12 @@ def _own_example(number: int, response: Response, task: Task, published: Set[str
         return str(error)
 
 
-def find_examples(responses: Mapping[int, Response], splits: Mapping[str, Sequence[Example]], column: str,
-                  console: Console) -> dict[int, Example]:
+def find_examples(
+    responses: Mapping[int, Response],
+    splits: Mapping[str, Sequence[Example]],
+    column: str,
+    console: Console,
+) -> dict[int, Example]:
     """The example of each response, by its first key that the first split with any of them has.
 
     Warns of questions that match several examples with different ground truth; the first is taken."""
@@ -164,8 +199,10 @@ def find_examples(responses: Mapping[int, Response], splits: Mapping[str, Sequen
         if answered := {found[number].row for number in left.keys() & found.keys()}:
             console.note(f"{len(answered)} of {len(examples)} {split} questions are answered")
     if ambiguous:
-        console.warning(f"{len(ambiguous)} of {len(responses)} responses match several rows of the data with different "
-                        f"ground truth, and the first row is used; the first such response, {ambiguous[0]}")
+        console.warning(
+            f"{len(ambiguous)} of {len(responses)} responses match several rows of the data with different "
+            f"ground truth, and the first row is used; the first such response, {ambiguous[0]}"
+        )
     return found
 
 
@@ -182,8 +219,10 @@ def example_keys(example: Example, column: str) -> list[Key]:
 
 
 def _conversation(messages: Sequence[Mapping[str, Any]]) -> Key:
-    return "conversation", *((str(message.get("role", "")), normalized(str(message.get("content") or "")))
-                             for message in messages)
+    return "conversation", *(
+        (str(message.get("role", "")), normalized(str(message.get("content") or "")))
+        for message in messages
+    )
 
 
 def _alone(text: str) -> Key:
@@ -216,33 +255,52 @@ def question_text(example: Example, column: str) -> str:
     own = example.columns.get(column)
     if isinstance(own, str):
         return own
-    return example.prompt if isinstance(example.prompt, str) else str(example.prompt[-1].get("content", ""))
+    return (
+        example.prompt
+        if isinstance(example.prompt, str)
+        else str(example.prompt[-1].get("content", ""))
+    )
 
 
-def report_unscored(responses: Sequence[Response], examples: Sequence[Example | str], task: Task,
-                     console: Console) -> int:
+def report_unscored(
+    responses: Sequence[Response], examples: Sequence[Example | str], task: Task, console: Console
+) -> int:
     """The number of responses without an example, with a warning; ShoalError if all are."""
-    lost = [f"{response.place}: {reason}" for response, reason in zip(responses, examples, strict=True)
-            if isinstance(reason, str)]
+    lost = [
+        f"{response.place}: {reason}"
+        for response, reason in zip(responses, examples, strict=True)
+        if isinstance(reason, str)
+    ]
     if lost and len(lost) == len(responses):
-        raise ShoalError(f"none of the {len(lost)} responses can be scored by task {task.name}; the first, {lost[0]}. "
-                         f"Its data must contain each `{task.question}` literally")
+        raise ShoalError(
+            f"none of the {len(lost)} responses can be scored by task {task.name}; the first, {lost[0]}. "
+            f"Its data must contain each `{task.question}` literally"
+        )
     if lost:
-        console.warning(f"{len(lost)} of {len(responses)} responses cannot be scored and are not counted; the first, "
-                        f"{lost[0]}")
+        console.warning(
+            f"{len(lost)} of {len(responses)} responses cannot be scored and are not counted; the first, "
+            f"{lost[0]}"
+        )
     return len(lost)
 
 
 # ---- verdicts and rewards
 
 
-def give_verdicts(responses: Sequence[Response], examples: Sequence[Example | str], task: Task, rewarded: bool,
-                  console: Console) -> list[dict[str, Any] | None]:
+def give_verdicts(
+    responses: Sequence[Response],
+    examples: Sequence[Example | str],
+    task: Task,
+    rewarded: bool,
+    console: Console,
+) -> list[dict[str, Any] | None]:
     """The task's verdict on each response; None where there is no example."""
     verdict, correct = task.verdict, task.correct
     if verdict is None and correct is None and not rewarded:
-        raise ShoalError(f"task {task.name} does not define what is correct, so answers made elsewhere cannot be "
-                         "scored: give a function that scores them, reward=file.py:function")
+        raise ShoalError(
+            f"task {task.name} does not define what is correct, so answers made elsewhere cannot be "
+            "scored: give a function that scores them, reward=file.py:function"
+        )
     verdicts: list[dict[str, Any] | None] = []
     for response, example in zip(responses, examples, strict=True):
         if isinstance(example, str):
@@ -250,44 +308,70 @@ def give_verdicts(responses: Sequence[Response], examples: Sequence[Example | st
         elif verdict is not None:
             verdicts.append(dict(verdict(response.text, example)))
         else:
-            verdicts.append({"correct": bool(correct(response.text, example))} if correct is not None else {})
+            verdicts.append(
+                {"correct": bool(correct(response.text, example))} if correct is not None else {}
+            )
         console.answered("responses", len(verdicts), len(responses))
     return verdicts
 
 
-def add_rewards(responses: Sequence[Response], examples: Sequence[Example | str],
-                 verdicts: Sequence[dict[str, Any] | None], task: Task, section: RewardSection,
-                 console: Console) -> list[Failure]:
+def add_rewards(
+    responses: Sequence[Response],
+    examples: Sequence[Example | str],
+    verdicts: Sequence[dict[str, Any] | None],
+    task: Task,
+    section: RewardSection,
+    console: Console,
+) -> list[Failure]:
     """Adds each response's rewards to its verdict, every response a group of one; returns the failures."""
-    scorable = [(response.text, example, verdict)
-                for response, example, verdict in zip(responses, examples, verdicts, strict=True)
-                if isinstance(example, Example) and verdict is not None]
+    scorable = [
+        (response.text, example, verdict)
+        for response, example, verdict in zip(responses, examples, verdicts, strict=True)
+        if isinstance(example, Example) and verdict is not None
+    ]
     texts, asked, scored = zip(*scorable, strict=True)
     with RewardPool(task.rewards, section) as pool:
-        found = score_texts(pool, asked, [[text] for text in texts], [[[]] for _ in texts],
-                            progress=lambda done, total: console.answered("rewards", done, total))
+        found = score_texts(
+            pool,
+            asked,
+            [[text] for text in texts],
+            [[[]] for _ in texts],
+            progress=lambda done, total: console.answered("rewards", done, total),
+        )
     for verdict, one in zip(scored, found, strict=True):
         verdict["reward"] = float(one.rewards[0, 0])
         verdict["rewards"] = {name: float(values[0, 0]) for name, values in one.components.items()}
     return [failure for one in found for failure in one.failures]
 
 
-def response_figures(responses: Sequence[Response], verdicts: Sequence[Mapping[str, Any] | None],
-                     task: Task) -> dict[str, Any]:
+def response_figures(
+    responses: Sequence[Response], verdicts: Sequence[Mapping[str, Any] | None], task: Task
+) -> dict[str, Any]:
     """Accuracy over the scored responses, its interval, the task's own figures, mean rewards, and their numbers."""
     scored = [verdict for verdict in verdicts if verdict is not None]
     figures: dict[str, Any] = {
         "num_responses": len(scored),
-        "num_questions": len({response.keys[0] for response, verdict in zip(responses, verdicts, strict=True)
-                              if verdict is not None}),
-        "num_unjudged": len(responses) - len(scored)}
+        "num_questions": len(
+            {
+                response.keys[0]
+                for response, verdict in zip(responses, verdicts, strict=True)
+                if verdict is not None
+            }
+        ),
+        "num_unjudged": len(responses) - len(scored),
+    }
     if "correct" in scored[0]:
         right = sum(bool(verdict["correct"]) for verdict in scored)
-        figures |= {"accuracy": right / len(scored), "accuracy_interval": list(wilson_interval(right, len(scored)))}
+        figures |= {
+            "accuracy": right / len(scored),
+            "accuracy_interval": list(wilson_interval(right, len(scored))),
+        }
     if task.figures is not None:
         figures |= task.figures(scored)
     if "reward" in scored[0]:
         figures["mean_reward"] = known_mean([verdict["reward"] for verdict in scored])
         for name in scored[0]["rewards"]:
-            figures[f"rewards/{name}"] = known_mean([verdict["rewards"][name] for verdict in scored])
+            figures[f"rewards/{name}"] = known_mean(
+                [verdict["rewards"][name] for verdict in scored]
+            )
     return figures

@@ -31,14 +31,20 @@ class Table:
 
     def __init__(self, rows: Sequence[Mapping[str, Any]]) -> None:
         names = dict.fromkeys(name for row in rows for name in row)
-        self.columns: dict[str, list[Any]] = {name: [row.get(name) for row in rows] for name in names}
+        self.columns: dict[str, list[Any]] = {
+            name: [row.get(name) for row in rows] for name in names
+        }
         """Name -> values, one a row, as pandas and polars take them."""
         self.rows: list[dict[str, Any]] = [dict(row) for row in rows]
 
     def __getitem__(self, name: str) -> list[Any]:
         """A column; ShoalError with the nearest name if there is none."""
         if name not in self.columns:
-            hint = f"; did you mean {nearest(str(name), self.columns)!r}?" if self.columns else ": the table is empty"
+            hint = (
+                f"; did you mean {nearest(str(name), self.columns)!r}?"
+                if self.columns
+                else ": the table is empty"
+            )
             raise ShoalError(f"there is no column {name!r}{hint}")
         return self.columns[name]
 
@@ -56,21 +62,38 @@ class Table:
         try:
             import pandas  # pyright: ignore[reportMissingImports]
         except ImportError as error:
-            raise ShoalError("pandas is not installed: `pip install pandas`, or use .columns in another "
-                             "library") from error
+            raise ShoalError(
+                "pandas is not installed: `pip install pandas`, or use .columns in another library"
+            ) from error
         return pandas.DataFrame(self.columns)
 
     def __repr__(self) -> str:
         names = [name for name in _SHOWN if name in self.columns] or list(self.columns)[:8]
-        rows = [["" if row.get(name) is None else figure_text(name, row[name]) for name in names] for row in self.rows]
+        rows = [
+            ["" if row.get(name) is None else figure_text(name, row[name]) for name in names]
+            for row in self.rows
+        ]
         if len(rows) > 2 * _SHOWN_ROWS:
             rows[_SHOWN_ROWS:-_SHOWN_ROWS] = [["..."] * len(names)]
-        return "\n".join([*(text_table(names, rows) if rows else []),
-                          f"Table of {count(len(self), 'row')}: {', '.join(self.columns) or 'no columns'}"])
+        return "\n".join(
+            [
+                *(text_table(names, rows) if rows else []),
+                f"Table of {count(len(self), 'row')}: {', '.join(self.columns) or 'no columns'}",
+            ]
+        )
 
 
-_SHOWN = ("step", "reward/mean", "groups/nonzero_std", "entropy", "kl", "completions/length_mean",
-          "completions/truncated", "grad_norm", "time/step_seconds")
+_SHOWN = (
+    "step",
+    "reward/mean",
+    "groups/nonzero_std",
+    "entropy",
+    "kl",
+    "completions/length_mean",
+    "completions/truncated",
+    "grad_norm",
+    "time/step_seconds",
+)
 _SHOWN_ROWS = 10  # at either end
 
 
@@ -124,8 +147,10 @@ class Result(Mapping[str, Any]):
 
     def __getitem__(self, key: str) -> Any:
         if not self.finished:
-            raise ShoalError(f"{self.folder} has no summary: the run has not finished (.metrics and .evaluations hold "
-                             "its steps so far); resume it with shoal.train(resume=FOLDER)")
+            raise ShoalError(
+                f"{self.folder} has no summary: the run has not finished (.metrics and .evaluations hold "
+                "its steps so far); resume it with shoal.train(resume=FOLDER)"
+            )
         return self.summary[key]
 
     def __iter__(self) -> Iterator[str]:
@@ -142,10 +167,17 @@ class Result(Mapping[str, Any]):
     def __repr__(self) -> str:
         rows = self._run.before_after(Evaluations(self.evaluations), self.summary)
         steps = count(len(self.metrics), "step")
-        head = f"{steps} in {duration(float(self.summary['seconds_total']))}" if self.finished else \
-            f"not finished, {steps} done"
-        return "\n".join([f"Run in {self.folder}: {head}",
-                          *(text_table(("", "before", "after", "change"), rows) if rows else [])])
+        head = (
+            f"{steps} in {duration(float(self.summary['seconds_total']))}"
+            if self.finished
+            else f"not finished, {steps} done"
+        )
+        return "\n".join(
+            [
+                f"Run in {self.folder}: {head}",
+                *(text_table(("", "before", "after", "change"), rows) if rows else []),
+            ]
+        )
 
     def view(self, groups: Sequence[str] = (), height: int = 800) -> Page:
         """The page of `shoal view` on this run, which a notebook shows inline; `.save(path)` keeps it as a file.
@@ -161,29 +193,44 @@ class Result(Mapping[str, Any]):
         try:
             from matplotlib import pyplot  # pyright: ignore[reportMissingImports]
         except ImportError as error:
-            raise ShoalError("matplotlib is not installed: `pip install '.[plot]'` in the clone of Shoal, or plot "
-                             ".metrics.columns with what you have") from error
+            raise ShoalError(
+                "matplotlib is not installed: `pip install '.[plot]'` in the clone of Shoal, or plot "
+                ".metrics.columns with what you have"
+            ) from error
         if not len(self.metrics) and not self.evaluations:
-            raise ShoalError(f"{self.folder} holds no step and no evaluation yet: there is nothing to plot")
+            raise ShoalError(
+                f"{self.folder} holds no step and no evaluation yet: there is nothing to plot"
+            )
         has_accuracy = not self.evaluations or any("accuracy" in row for row in self.evaluations)
-        evaluated = {name: [row for row in self.evaluations if row["name"] == name]
-                     for name in dict.fromkeys(row["name"] for row in self.evaluations)}
+        evaluated = {
+            name: [row for row in self.evaluations if row["name"] == name]
+            for name in dict.fromkeys(row["name"] for row in self.evaluations)
+        }
         steps = self.metrics.rows
         panels = {
             "reward": {"reward/mean": steps},
             "accuracy" if has_accuracy else "mean reward of the answers": evaluated,
             "entropy and KL, nats": {"entropy": steps, "kl": steps},
-            "length, tokens": {"completions/length_mean": steps, "completions/length_max": steps}}
+            "length, tokens": {"completions/length_mean": steps, "completions/length_max": steps},
+        }
         figure, axes = pyplot.subplots(2, 2, figsize=(9, 6), layout="constrained")
         for axis, (title, lines) in zip(axes.flat, panels.items(), strict=True):
             for label, rows in lines.items():
                 column = label if rows is steps else "accuracy" if has_accuracy else "mean_reward"
-                if bars := [(row["step"], *row["accuracy_interval"]) for row in rows if row.get("accuracy_interval")]:
+                if bars := [
+                    (row["step"], *row["accuracy_interval"])
+                    for row in rows
+                    if row.get("accuracy_interval")
+                ]:
                     axis.fill_between(*zip(*bars, strict=True), alpha=0.15)
                 points = [(row["step"], row[column]) for row in rows if row.get(column) is not None]
                 if points:
-                    axis.plot(*zip(*points, strict=True), label=label, marker="o" if len(points) < _FEW_POINTS else "",
-                              markersize=3)
+                    axis.plot(
+                        *zip(*points, strict=True),
+                        label=label,
+                        marker="o" if len(points) < _FEW_POINTS else "",
+                        markersize=3,
+                    )
             axis.set(title=title, xlabel="step")
             axis.grid(alpha=0.3)
             if len(axis.lines) > 1 or lines is evaluated:
@@ -212,11 +259,15 @@ class Page:
 
     def _repr_html_(self) -> str:
         # In a frame of its own, without the notebook's origin: what a model wrote reaches nothing of the notebook.
-        return (f'<iframe sandbox="allow-scripts" title="Shoal: {html.escape(self.folder.name)}" width="100%" '
-                f'height="{self.height}" frameborder="0" srcdoc="{html.escape(self.html)}"></iframe>')
+        return (
+            f'<iframe sandbox="allow-scripts" title="Shoal: {html.escape(self.folder.name)}" width="100%" '
+            f'height="{self.height}" frameborder="0" srcdoc="{html.escape(self.html)}"></iframe>'
+        )
 
     def __repr__(self) -> str:
-        return f"Page on {self.folder}, {len(self.html) / 1e6:.1f} MB: .save(PATH) writes it to a file"
+        return (
+            f"Page on {self.folder}, {len(self.html) / 1e6:.1f} MB: .save(PATH) writes it to a file"
+        )
 
 
 def make_page(folder: Path, groups: Sequence[str]) -> str:
@@ -224,8 +275,11 @@ def make_page(folder: Path, groups: Sequence[str]) -> str:
     with tempfile.TemporaryDirectory() as place:
         to = Path(place) / "page.html"
         chosen = [f"groups=[{','.join(groups)}]"] if groups else []
-        done = subprocess.run([sys.executable, "-m", "shoal", "view", str(folder), f"to={to}", *chosen],
-                              capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, "-m", "shoal", "view", str(folder), f"to={to}", *chosen],
+            capture_output=True,
+            text=True,
+        )
         if done.returncode or not to.is_file():
             lines = done.stderr.strip().splitlines() or ["it ended without a message"]
             raise ShoalError(lines[-1].removeprefix("error: "))

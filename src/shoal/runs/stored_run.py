@@ -69,7 +69,9 @@ class StoredRun:
     path: Path
     name: str = ""
     lenient: bool = False
-    problems: dict[str, str] = field(default_factory=dict)  # what it is about -> one line; of a lenient reading
+    problems: dict[str, str] = field(
+        default_factory=dict
+    )  # what it is about -> one line; of a lenient reading
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
@@ -83,7 +85,11 @@ class StoredRun:
             found = self.root.joinpath(*parts).resolve(strict=True)
         except FileNotFoundError:
             return None
-        except (OSError, RuntimeError, ValueError) as error:  # a cycle of links, a name with a zero byte
+        except (
+            OSError,
+            RuntimeError,
+            ValueError,
+        ) as error:  # a cycle of links, a name with a zero byte
             self.problem("/".join(parts), f"cannot be opened ({reason(error)})")
             return None
         if self.lenient and not found.is_relative_to(self.root):
@@ -125,7 +131,10 @@ class StoredRun:
     def segments(self) -> dict[int, Config]:
         """The settings of each segment, by the version that it started at: one segment, with those of config.yaml, if
         the run was never resumed with others."""
-        found = {number: read_config(self.path, file.name) for number, file in parts_of(self.path).items()}
+        found = {
+            number: read_config(self.path, file.name)
+            for number, file in parts_of(self.path).items()
+        }
         return dict(sorted(({0: self.config} | found).items()))
 
     def config_at(self, version: int) -> Config:
@@ -191,7 +200,9 @@ class StoredRun:
         except (PermissionError, OverflowError):
             pass
         started = process_start(int(holder[1]))
-        return bool(holder[3] and started) and holder[3] != started  # another process has this id now
+        return (
+            bool(holder[3] and started) and holder[3] != started
+        )  # another process has this id now
 
     @property
     def reward_since(self) -> int:
@@ -203,7 +214,9 @@ class StoredRun:
         """The metrics of every step; ShoalError, naming the line, if any but the last is damaged."""
         return {row["step"]: row for row in self._rows("metrics.jsonl", {"step": int})}
 
-    def before_after(self, evaluations: Evaluations, summary: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
+    def before_after(
+        self, evaluations: Evaluations, summary: Mapping[str, Any]
+    ) -> list[tuple[str, str, str, str]]:
         """The table that a run prints at its end; of an unfinished one, up to its newest evaluation."""
         since, newest = self.reward_since, max((row["step"] for row in evaluations.rows), default=0)
         return summary_rows(*evaluations.before_after(summary), since if newest > since else 0)
@@ -215,10 +228,15 @@ class StoredRun:
     def _rows(self, name: str, needed: Mapping[str, type]) -> list[dict[str, Any]]:
         rows = read_lines(self.path / name)
         for number, row in enumerate(rows, 1):
-            if missing := [key for key, kind in needed.items()
-                           if not (isinstance(row, dict) and isinstance(row.get(key), kind))]:
-                raise ShoalError(f"{self.where}/{name}, line {number} is damaged (it has no {missing[0]}): restore the "
-                                 "file from a backup, or remove the line")
+            if missing := [
+                key
+                for key, kind in needed.items()
+                if not (isinstance(row, dict) and isinstance(row.get(key), kind))
+            ]:
+                raise ShoalError(
+                    f"{self.where}/{name}, line {number} is damaged (it has no {missing[0]}): restore the "
+                    "file from a backup, or remove the line"
+                )
         return rows
 
     # ---- groups
@@ -236,8 +254,10 @@ class StoredRun:
         if files := self.group_files(name):
             return files
         if not self.config.report.groups:
-            raise ShoalError(f"{self.where} has no groups: it was made with report.groups=false; run it again with "
-                             "report.groups=true")
+            raise ShoalError(
+                f"{self.where} has no groups: it was made with report.groups=false; run it again with "
+                "report.groups=true"
+            )
         cause = ": the run did not finish its first step" if name == "step" else ""
         raise ShoalError(f"{self.where}/groups holds no file {name}_*{cause}")
 
@@ -248,16 +268,20 @@ class StoredRun:
         files = self.require_groups(name)
         if step not in files:
             running = "" if self.is_finished else ", which has not finished"
-            raise ShoalError(f"step={step}: {self.where}{running} has no groups of this step; it has those of steps "
-                             f"{ranges(files)}")
+            raise ShoalError(
+                f"step={step}: {self.where}{running} has no groups of this step; it has those of steps "
+                f"{ranges(files)}"
+            )
         return read_file(files[step])
 
     def group(self, step: int, number: int, name: str = "step") -> StoredGroup:
         """One group of a step; ShoalError where the step has fewer."""
         found = self.groups(step, name)
         if number >= len(found):
-            raise ShoalError(f"group={number}: step {step} of {self.where} has {count(len(found), 'group')}, 0 to "
-                             f"{len(found) - 1}")
+            raise ShoalError(
+                f"group={number}: step {step} of {self.where} has {count(len(found), 'group')}, 0 to "
+                f"{len(found) - 1}"
+            )
         return found[number]
 
     # ---- checkpoints
@@ -265,8 +289,11 @@ class StoredRun:
     def checkpoints(self) -> list[int]:
         """The versions that are saved, in order."""
         try:
-            return sorted(int(entry.name) for entry in (self.root / "checkpoints").iterdir()
-                          if entry.name.isdecimal() and len(entry.name) < 10)
+            return sorted(
+                int(entry.name)
+                for entry in (self.root / "checkpoints").iterdir()
+                if entry.name.isdecimal() and len(entry.name) < 10
+            )
         except OSError:
             return []
 
@@ -279,7 +306,11 @@ class StoredRun:
                 found[version] = bounded_json(path.read_bytes())
             except (OSError, ValueError):
                 continue
-        return {version: record for version, record in found.items() if isinstance(record, dict) and "facts" in record}
+        return {
+            version: record
+            for version, record in found.items()
+            if isinstance(record, dict) and "facts" in record
+        }
 
 
 # ---- evaluations
@@ -298,15 +329,25 @@ class Evaluations:
         restarted, rows = lines.new(seconds)
         if restarted:
             self.rows = []
-        self.rows += [row for row in rows if isinstance(row.get("step"), int) and isinstance(row.get("name"), str)]
+        self.rows += [
+            row
+            for row in rows
+            if isinstance(row.get("step"), int) and isinstance(row.get("name"), str)
+        ]
         del self.rows[MAX_ROWS:]
 
     def by_version(self) -> dict[tuple[int, str], dict[str, Any]]:
         """(version, data set) -> figures."""
-        return {(row["step"], row["name"]): {name: value for name, value in row.items() if name not in ("step", "name")}
-                for row in self.rows}
+        return {
+            (row["step"], row["name"]): {
+                name: value for name, value in row.items() if name not in ("step", "name")
+            }
+            for row in self.rows
+        }
 
-    def before_after(self, summary: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    def before_after(
+        self, summary: Mapping[str, Any]
+    ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
         """Data set -> figures before the first step and after the last; of a run without a summary, those of its first
         and its newest evaluation."""
         before, after = summary.get("before"), summary.get("after")
@@ -314,8 +355,14 @@ class Evaluations:
             return before, after
         found = self.by_version()
         steps = sorted({step for step, _ in found})
-        first, last = ({name: figures for (step, name), figures in found.items() if step == wanted}
-                       for wanted in (steps[0], steps[-1])) if steps else ({}, {})
+        first, last = (
+            (
+                {name: figures for (step, name), figures in found.items() if step == wanted}
+                for wanted in (steps[0], steps[-1])
+            )
+            if steps
+            else ({}, {})
+        )
         return first, last if len(steps) > 1 else {}
 
     def curves(self) -> dict[str, dict[str, list[Any]]]:
@@ -326,27 +373,41 @@ class Evaluations:
             values = evaluation_scalars(data_set, figures)
             questions = values.get(f"evaluate/{data_set}/num_questions")
             for name, value in values.items():
-                if math.isfinite(value) and not name.endswith(("_error", "num_questions", "num_responses")):
+                if math.isfinite(value) and not name.endswith(
+                    ("_error", "num_questions", "num_responses")
+                ):
                     half, low, high = 1.96 * values.get(f"{name}_error", math.nan), None, None
-                    if name.endswith("/accuracy") and isinstance(stored := figures.get("accuracy_interval"), list):
-                        low, high = (end if isinstance(end, int | float) else None for end in (*stored, None, None)[:2])
+                    if name.endswith("/accuracy") and isinstance(
+                        stored := figures.get("accuracy_interval"), list
+                    ):
+                        low, high = (
+                            end if isinstance(end, int | float) else None
+                            for end in (*stored, None, None)[:2]
+                        )
                     elif not math.isnan(half):
                         low, high = value - half, value + half
                     point = {"x": step, "y": value, "low": low, "high": high, "n": questions}
                     for key, number in point.items():
                         found.setdefault(name, {}).setdefault(key, []).append(
-                            rounded(number) if isinstance(number, float) else number)
+                            rounded(number) if isinstance(number, float) else number
+                        )
         return found
 
     def main_curve(self, reward_since: int = 0) -> tuple[str, dict[str, list[Any]]]:
         """Name and curve of the accuracy on the first data set; of its mean reward if the task defines no accuracy, of
         versions after `reward_since` if that is not 0."""
         curves = self.curves()
-        names = [name for end in ("/accuracy", "/mean_reward") for name in curves if name.endswith(end)]
+        names = [
+            name for end in ("/accuracy", "/mean_reward") for name in curves if name.endswith(end)
+        ]
         name = next(iter(names), "")
-        kept = [not reward_since or name.endswith("/accuracy") or step > reward_since
-                for step in curves.get(name, {}).get("x", ())]
-        return name, {key: list(compress(values, kept)) for key, values in curves.get(name, {}).items()}
+        kept = [
+            not reward_since or name.endswith("/accuracy") or step > reward_since
+            for step in curves.get(name, {}).get("x", ())
+        ]
+        return name, {
+            key: list(compress(values, kept)) for key, values in curves.get(name, {}).items()
+        }
 
 
 # ---- files that grow
@@ -387,14 +448,18 @@ class GrowingLines:
                     *lines, self._rest = (self._rest + piece).split(b"\n")
                     yield from self._parsed(lines)
                     if len(self._rest) > MAX_LINE_BYTES:
-                        self._run.problem(self._name, "has a line of more than 1 MiB, which is passed over")
+                        self._run.problem(
+                            self._name, "has a line of more than 1 MiB, which is passed over"
+                        )
                         self._rest, self._skipping = b"", True
                     if self.complete or time.monotonic() > until:
                         return
                 self.complete = True
                 if os.stat(path).st_size > MAX_FILE_BYTES:
                     gigabytes = MAX_FILE_BYTES >> 30
-                    self._run.problem(self._name, f"has more than {gigabytes} GiB: only its beginning is shown")
+                    self._run.problem(
+                        self._name, f"has more than {gigabytes} GiB: only its beginning is shown"
+                    )
         except OSError as error:
             self.complete = True
             self._run.problem(self._name, f"cannot be read ({error.strerror})")
@@ -411,7 +476,9 @@ class GrowingLines:
             if isinstance(found, dict):
                 yield found
             else:
-                self._run.problem(self._name, "has a line that is no JSON object; it is passed over")
+                self._run.problem(
+                    self._name, "has a line that is no JSON object; it is passed over"
+                )
 
 
 # ---- finding runs
@@ -419,7 +486,9 @@ class GrowingLines:
 MAX_DEPTH, MAX_FOLDERS = 4, 20_000
 
 
-def open_runs(words: Sequence[str], base: str = "outputs", known: Sequence[StoredRun] = ()) -> list[StoredRun]:
+def open_runs(
+    words: Sequence[str], base: str = "outputs", known: Sequence[StoredRun] = ()
+) -> list[StoredRun]:
     """The runs that words name, but for those `known` already: a run folder, `last`, or a folder with runs below it,
     of which each is named by its path from there (there may be none yet); without words the newest. They are read
     leniently.
@@ -438,8 +507,16 @@ def open_runs(words: Sequence[str], base: str = "outputs", known: Sequence[Store
     known_roots, known_names = [run.root for run in known], [run.name for run in known]
     new = {root: path for root, path in paths.items() if root not in known_roots}
     taken = Counter([*known_names, *(names[root] for root in new if root in names)])
-    return [StoredRun(path, names[root] if taken[names.get(root, "")] == 1 else
-                      short_name(root, [*known_roots, *new]), lenient=True) for root, path in new.items()]
+    return [
+        StoredRun(
+            path,
+            names[root]
+            if taken[names.get(root, "")] == 1
+            else short_name(root, [*known_roots, *new]),
+            lenient=True,
+        )
+        for root, path in new.items()
+    ]
 
 
 _NO_NAME = re.compile(r"\d+|\d\d-\d\d-\d\d(-\d+)?")
@@ -456,7 +533,9 @@ def short_name(run: Path, others: Sequence[Path]) -> str:
     """
     for length in range(1, len(run.parts)):
         end = run.parts[-length:]
-        if not _NO_NAME.fullmatch(end[0]) and all(other == run or other.parts[-length:] != end for other in others):
+        if not _NO_NAME.fullmatch(end[0]) and all(
+            other == run or other.parts[-length:] != end for other in others
+        ):
             break
     else:
         end = run.parts
@@ -471,8 +550,10 @@ def _newest(base: str) -> str:
         return LAST
     runs = list(_runs_below(Path(base))) if Path(base).is_dir() else []
     if not runs:
-        raise ShoalError(f"there is no run under {base}: name a run, or the folder that runs are in (their "
-                         "base_output_directory), `shoal view FOLDER`")
+        raise ShoalError(
+            f"there is no run under {base}: name a run, or the folder that runs are in (their "
+            "base_output_directory), `shoal view FOLDER`"
+        )
     return str(max(runs, key=lambda path: StoredRun(path).began))
 
 

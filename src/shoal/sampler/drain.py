@@ -16,4 +16,6 @@ def run_until_idle(engine: Engine) -> Iterator[tuple[int, list[Completion]]]:
 
 def drain(engine: Engine) -> dict[tuple[int, int], Completion]:
     """Runs an engine until nothing is left; the completions by (request, index)."""
-    return {(id, one.index): one for id, completions in run_until_idle(engine) for one in completions}
+    return {
+        (id, one.index): one for id, completions in run_until_idle(engine) for one in completions
+    }

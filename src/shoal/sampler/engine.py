@@ -43,8 +43,22 @@ from shoal.sampler.programs import (
     run_program,
     state_shapes,
 )
-from shoal.sampler.progress import Decode, Dispatch, Owner, PartialCompletion, Progress, check_request
-from shoal.sampler.scheduler import PREFILL_TOKENS, Admission, Scheduler, num_rows, prompt_bucket, round_up
+from shoal.sampler.progress import (
+    Decode,
+    Dispatch,
+    Owner,
+    PartialCompletion,
+    Progress,
+    check_request,
+)
+from shoal.sampler.scheduler import (
+    PREFILL_TOKENS,
+    Admission,
+    Scheduler,
+    num_rows,
+    prompt_bucket,
+    round_up,
+)
 from shoal.types import Completion, Params, SampleRequest, StopReason
 
 
@@ -80,15 +94,28 @@ class Engine:
         self.max_support = min(max_support, model.architecture.vocab_size) if truncated else 0
         self.num_rows = num_rows(slots, self.siblings, shards)
         self.replica_rows = self.num_rows // shards  # programs count rows within a replica
-        self.num_groups = max(1, self.num_rows // -(-group_size // self.siblings))  # that are sampled at once
-        self.max_prompt_tokens, self.max_completion_tokens = max_prompt_tokens, max_completion_tokens
+        self.num_groups = max(
+            1, self.num_rows // -(-group_size // self.siblings)
+        )  # that are sampled at once
+        self.max_prompt_tokens, self.max_completion_tokens = (
+            max_prompt_tokens,
+            max_completion_tokens,
+        )
         self.eos_ids, self.decode_text = tuple(eos_ids), decode
         platform, piece = model.role.platform, piece_size(model, prompt_bucket(max_prompt_tokens))
         # A batch costs the same however few of its rows are used, and decoding is interrupted to fill one.
-        prompts, rows = (min(self.num_rows, round_up(max(1, count), shards))
-                         for count in (self.num_groups // 4, self.num_rows // 8))
-        sizes = (self.num_rows, self.siblings, *(
-            cache_size(size, platform, model.key_parts) for size in (max_prompt_tokens, max_completion_tokens)))
+        prompts, rows = (
+            min(self.num_rows, round_up(max(1, count), shards))
+            for count in (self.num_groups // 4, self.num_rows // 8)
+        )
+        sizes = (
+            self.num_rows,
+            self.siblings,
+            *(
+                cache_size(size, platform, model.key_parts)
+                for size in (max_prompt_tokens, max_completion_tokens)
+            ),
+        )
         whole, self.pool = self.replica_rows, None  # rows of limits that there is room for
         if by_pages(model):
             most = sizes[3] // PAGE
@@ -96,25 +123,43 @@ class Engine:
             self.pool = PagePool(*sizes[:2], most, pages, shards)
             whole = pages // (self.siblings * most)
         swapped = shards * max(1, min(SWAP_ROWS, whole // SWAP_SHARE))
-        self.scheduler = Scheduler(self.num_rows, prompts, rows, shards, PREFILL_TOKENS, piece,
-                                   round_up(max_prompt_tokens, piece), swapped, self.pool,
-                                   self.pool.with_next(np.ones(self.siblings, int)) if self.pool else 0)
+        self.scheduler = Scheduler(
+            self.num_rows,
+            prompts,
+            rows,
+            shards,
+            PREFILL_TOKENS,
+            piece,
+            round_up(max_prompt_tokens, piece),
+            swapped,
+            self.pool,
+            self.pool.with_next(np.ones(self.siblings, int)) if self.pool else 0,
+        )
         self.version, self.parameters = -1, None
         self.progress: dict[int, Progress] = {}
         self.in_flight: deque[Dispatch] = deque()
         self.finished: dict[int, list[Completion]] = {}
         self.tokens = 0  # sampled so far, of completions that were cancelled too
-        self.places = np.zeros(2, np.int64)  # that sampled a token in decoding, and all, token by token
+        self.places = np.zeros(
+            2, np.int64
+        )  # that sampled a token in decoding, and all, token by token
         self.preempted = 0  # rows so far that gave way, though their completions went on
         self._ended = np.ones((self.num_rows, self.siblings), bool)
         self._sizes = *sizes, shards * pages if self.pool else 0
-        self._ungathered: deque[Dispatch] = deque()  # those in flight, after one whose tokens are being gathered
+        self._ungathered: deque[Dispatch] = (
+            deque()
+        )  # those in flight, after one whose tokens are being gathered
         self._state: DecodeState | None = None
-        self.parked = ParkedRows(state_shapes(model, self.scheduler.swap_rows, *sizes[1:]), model.key_parts)
-        self.starting = False  # a program whose shapes are new to this engine, which may compile for minutes
+        self.parked = ParkedRows(
+            state_shapes(model, self.scheduler.swap_rows, *sizes[1:]), model.key_parts
+        )
+        self.starting = (
+            False  # a program whose shapes are new to this engine, which may compile for minutes
+        )
         self._started: set[tuple[str, int]] = set()  # programs and prompt lengths that are not new
-        self.programs: dict[str, Any] = dict(make_programs(model, self._sizes, self.eos_ids, truncated,
-                                                          self.max_support, piece))
+        self.programs: dict[str, Any] = dict(
+            make_programs(model, self._sizes, self.eos_ids, truncated, self.max_support, piece)
+        )
 
     def load(self, version: int, params: Params) -> None:
         """Sets the weights of the compiled steps that start from now on, and the number that their tokens carry.
@@ -127,13 +172,27 @@ class Engine:
         if self.parameters is None:
             raise RuntimeError("no weights are loaded")
         for request in requests:
-            check_request(request, self.max_prompt_tokens, self.max_completion_tokens, self.truncated,
-                          self.decode_text is not None)
-            self.scheduler.submit(request.id, prompt_bucket(len(request.prompt_ids)),
-                                  -(-request.num_completions // self.siblings))
-            self.progress[request.id] = Progress(request, [
-                PartialCompletion(self.limit_of(request, request.first + i), request.turn_limit_of(i))
-                for i in range(request.num_completions)])
+            check_request(
+                request,
+                self.max_prompt_tokens,
+                self.max_completion_tokens,
+                self.truncated,
+                self.decode_text is not None,
+            )
+            self.scheduler.submit(
+                request.id,
+                prompt_bucket(len(request.prompt_ids)),
+                -(-request.num_completions // self.siblings),
+            )
+            self.progress[request.id] = Progress(
+                request,
+                [
+                    PartialCompletion(
+                        self.limit_of(request, request.first + i), request.turn_limit_of(i)
+                    )
+                    for i in range(request.num_completions)
+                ],
+            )
 
     def extend(self, id: int, index: int, context: Sequence[int], turn_limit: int = 0) -> None:
         """A completion whose turn has ended goes on after tokens of context, with a turn of at most `turn_limit`
@@ -174,14 +233,20 @@ class Engine:
     @property
     def stuck(self) -> bool:
         """True if nothing goes on before a completion is extended or ended."""
-        return not self.in_flight and not self.finished and not self.scheduler.idle and any(
-            partial.waits for one in self.progress.values() for partial in one.partials)
+        return (
+            not self.in_flight
+            and not self.finished
+            and not self.scheduler.idle
+            and any(partial.waits for one in self.progress.values() for partial in one.partials)
+        )
 
     def _place(self, id: int, index: int) -> tuple[PartialCompletion, int, int | None, int]:
         """A completion with its part, its row, None while it has none, and its slot there."""
         progress = self.progress[id]
         part, slot = divmod(index - progress.request.first, self.siblings)
-        row = next((row for row, held in self.scheduler.running.items() if held == (id, part)), None)
+        row = next(
+            (row for row, held in self.scheduler.running.items() if held == (id, part)), None
+        )
         return progress.partials[index - progress.request.first], part, row, slot
 
     def read_places(self) -> tuple[int, int]:
@@ -205,7 +270,9 @@ class Engine:
         turns."""
         for partial in self.progress[id].partials:
             partial.reason = partial.reason or StopReason.CANCELLED
-        self._ended[[row for row, (other, _) in self.scheduler.running.items() if other == id]] = True
+        self._ended[[row for row, (other, _) in self.scheduler.running.items() if other == id]] = (
+            True
+        )
         self.scheduler.cancel(id)
         self.parked.forget(id)
         self._finish(self.progress[id])
@@ -216,13 +283,22 @@ class Engine:
         """Shapes, types and layout of the caches and slots; nothing is allocated."""
         return state_shapes(self.model, *self._sizes)
 
-    def calls(self, program: str, parameters: Params) -> dict[str, tuple[int, tuple, dict[str, Any]]]:
+    def calls(
+        self, program: str, parameters: Params
+    ) -> dict[str, tuple[int, tuple, dict[str, Any]]]:
         """Of a `prefill` (of the longest prompts), `join`, `feed` or `decode`: `recorded_calls`."""
         bucket = prompt_bucket(self.max_prompt_tokens) if program == "prefill" else 0
-        arrays = self._decode_arrays() if program == "decode" else self._empty_batch(bucket) if program != "feed" else \
-            self._empty_feed()
+        arrays = (
+            self._decode_arrays()
+            if program == "decode"
+            else self._empty_batch(bucket)
+            if program != "feed"
+            else self._empty_feed()
+        )
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)
-        return recorded_calls(self.programs, program, parameters, state=self.state_shapes(), **shapes)
+        return recorded_calls(
+            self.programs, program, parameters, state=self.state_shapes(), **shapes
+        )
 
     def limit_of(self, request: SampleRequest, index: int) -> int:
         """The most tokens of one completion. Benchmarks override it to give siblings different lengths."""
@@ -234,11 +310,21 @@ class Engine:
         """Starts the next compiled step without waiting for it; False if none can start now."""
         if len(self.in_flight) >= MAX_IN_FLIGHT:
             return False
-        while (lacking := self.scheduler.lacking) > 0 and self._park([
-                row for row in np.flatnonzero(self._ended.all(1)).tolist() if row in self.scheduler.running][:lacking]):
+        while (lacking := self.scheduler.lacking) > 0 and self._park(
+            [
+                row
+                for row in np.flatnonzero(self._ended.all(1)).tolist()
+                if row in self.scheduler.running
+            ][:lacking]
+        ):
             pass
         # Parts with tokens that are yet to be gathered do not come back before.
-        busy = {(one.progress.request.id, one.part) for step in self._ungathered for one in step.owners if self.pool}
+        busy = {
+            (one.progress.request.id, one.part)
+            for step in self._ungathered
+            for one in step.owners
+            if self.pool
+        }
         if (admission := self.scheduler.admit(busy)) is not None:
             self._start_admission(admission)
             return True
@@ -259,15 +345,21 @@ class Engine:
         if self.scheduler.waiting or self.scheduler.entering:
             return False
         running = [self.progress[id] for id in {id for id, _ in self.scheduler.running.values()}]
-        partials = [partial for one in running for partial in one.partials if partial.reason is None]
+        partials = [
+            partial for one in running for partial in one.partials if partial.reason is None
+        ]
         # Slots that a stop string ends would be sampled from in vain, and those whose turns have ended idle.
         return not any(one.request.is_read_first for one in running) and any(
-            partial.limit > max(1, len(partial.tokens)) + CHUNK for partial in partials)
+            partial.limit > max(1, len(partial.tokens)) + CHUNK for partial in partials
+        )
 
     def _park(self, rows: Sequence[int]) -> bool:
         """Frees some of these rows for others; False where there is none: their keys go to the host's memory."""
         take, positions = self.scheduler.positions(self.scheduler.swap_rows), {}
-        numbers, table = np.zeros(self.scheduler.swap_rows, np.int32), self._empty_table(self.scheduler.swap_rows)
+        numbers, table = (
+            np.zeros(self.scheduler.swap_rows, np.int32),
+            self._empty_table(self.scheduler.swap_rows),
+        )
         for row in rows:
             if (position := take(row)) is not None:
                 held = self.scheduler.running[row]
@@ -277,7 +369,10 @@ class Engine:
                 if not self._ended[row].all():
                     self.preempted += 1
                     # The last that gives way was in before the others.
-                    self.scheduler.returning = {held: self._pages_back(*held, row), **self.scheduler.returning}
+                    self.scheduler.returning = {
+                        held: self._pages_back(*held, row),
+                        **self.scheduler.returning,
+                    }
                     self._ended[row] = True
                 self.scheduler.release(row)
         if positions:
@@ -286,14 +381,22 @@ class Engine:
 
     def _empty_table(self, rows: int) -> tuple[np.ndarray, ...]:
         """The argument of a program for the pages of rows; none where keys are not by pages."""
-        return (np.full((rows, *self.pool.table.shape[1:]), NO_PAGE, np.int32),) if self.pool else ()
+        return (
+            (np.full((rows, *self.pool.table.shape[1:]), NO_PAGE, np.int32),) if self.pool else ()
+        )
 
     def _pages(self, id: int, part: int, row: int | None = None) -> np.ndarray:
         """Of each slot of a part the pages, int[W], for all keys that it may have after the next decode; `row`: where
         steps may be in flight for it."""
         found = np.zeros(self.siblings, int)
-        steps = sum((step.live[row].astype(int) for step in self._ungathered
-                     if row is not None and step.live is not None), start=found)
+        steps = sum(
+            (
+                step.live[row].astype(int)
+                for step in self._ungathered
+                if row is not None and step.live is not None
+            ),
+            start=found,
+        )
         for slot, partial in enumerate(self._partials(part, self.progress[id])):
             found[slot] = -(-partial.most_keys(int(steps[slot])) // PAGE)
         return found
@@ -306,17 +409,25 @@ class Engine:
         completions wait, or else those that entered last, so that the first always goes on."""
         for row, (id, part) in list(self.scheduler.running.items()):
             while row in self.scheduler.running and not pool.give(row, self._pages(id, part, row)):
-                rows = [other for other in self.scheduler.running if pool.replica_of(other) == pool.replica_of(row)]
+                rows = [
+                    other
+                    for other in self.scheduler.running
+                    if pool.replica_of(other) == pool.replica_of(row)
+                ]
                 self._park(([other for other in rows if self._ended[other].all()] or rows)[-1:])
 
     def _restore(self, admission: Admission) -> None:
         self.parked.bring_in(self.progress, wait=True)
-        rows = np.full(self.scheduler.swap_rows, 2**31 - 1, np.int32)  # past the end: nothing is written
+        rows = np.full(
+            self.scheduler.swap_rows, 2**31 - 1, np.int32
+        )  # past the end: nothing is written
         table = self._empty_table(self.scheduler.swap_rows)
         for position, id, part, row, _ in admission.entries:
             rows[position] = row % self.replica_rows
             for pages in table:
-                pages[position] = self.pool.enter(row, self._pages(id, part)) if self.pool else NO_PAGE
+                pages[position] = (
+                    self.pool.enter(row, self._pages(id, part)) if self.pool else NO_PAGE
+                )
             self._ended[row] = True
             for slot, partial in enumerate(self._partials(part, self.progress[id])):
                 self._ended[row, slot] = partial.reason is not None
@@ -335,14 +446,22 @@ class Engine:
             params, first = request.params, request.first + part * self.siblings
             partials = self._partials(part, progress)
             arrays["rows"][position] = row % self.replica_rows
-            arrays["limit"][position, :len(partials)] = [partial.limit for partial in partials]
-            arrays["keys"][position, :len(partials)] = [request.address.key(first + i) for i in range(len(partials))]
-            for column, value in zip(arrays["sampling"], (params.temperature, params.top_k, params.top_p, params.min_p),
-                                     strict=True):
+            arrays["limit"][position, : len(partials)] = [partial.limit for partial in partials]
+            arrays["keys"][position, : len(partials)] = [
+                request.address.key(first + i) for i in range(len(partials))
+            ]
+            for column, value in zip(
+                arrays["sampling"],
+                (params.temperature, params.top_k, params.top_p, params.min_p),
+                strict=True,
+            ):
                 column[position] = value
             if admission.bucket:
                 size = len(request.prompt_ids)
-                arrays["tokens"][position, :size], arrays["length"][position] = request.prompt_ids, size
+                arrays["tokens"][position, :size], arrays["length"][position] = (
+                    request.prompt_ids,
+                    size,
+                )
             else:
                 arrays["sources"][position] = source % self.replica_rows
             self._ended[row] = arrays["limit"][position] == 0  # slots that the request does not use
@@ -352,17 +471,28 @@ class Engine:
         self._start("prefill" if admission.bucket else "join", arrays, owners)
 
     def _empty_batch(self, bucket: int) -> dict[str, Any]:
-        return empty_batch(self.scheduler.batch_rows(bucket), self.siblings, self.scheduler.padded(bucket))
+        return empty_batch(
+            self.scheduler.batch_rows(bucket), self.siblings, self.scheduler.padded(bucket)
+        )
 
     def _feed(self, owners: Sequence[Owner]) -> None:
         """Computes the keys of long contexts in pieces. Which part of a context that is depends on its length alone."""
-        while long := [(row, slot, partial) for _, row, part, progress in owners
-                       for slot, partial in enumerate(self._partials(part, progress))
-                       if partial.resumes and len(partial.context) >= FEED]:
-            arrays, take = self._empty_feed(), self.scheduler.positions(FEED_ROWS * self.scheduler.replicas)
+        while long := [
+            (row, slot, partial)
+            for _, row, part, progress in owners
+            for slot, partial in enumerate(self._partials(part, progress))
+            if partial.resumes and len(partial.context) >= FEED
+        ]:
+            arrays, take = (
+                self._empty_feed(),
+                self.scheduler.positions(FEED_ROWS * self.scheduler.replicas),
+            )
             for row, slot, partial in long:
                 if (position := take(row)) is not None:
-                    arrays["rows"][position], arrays["slots"][position] = row % self.replica_rows, slot
+                    arrays["rows"][position], arrays["slots"][position] = (
+                        row % self.replica_rows,
+                        slot,
+                    )
                     arrays["start"][position] = len(partial.tokens) - 1
                     if self.pool:
                         arrays["pages"][position] = self.pool.table[row, slot]
@@ -370,12 +500,17 @@ class Engine:
             self._state, _ = self._call("feed", self.parameters, state=self._state, **arrays)
 
     def _empty_feed(self) -> dict[str, Any]:
-        return empty_feed(FEED_ROWS * self.scheduler.replicas, self.pool.table.shape[2] if self.pool else 0)
+        return empty_feed(
+            FEED_ROWS * self.scheduler.replicas, self.pool.table.shape[2] if self.pool else 0
+        )
 
     def _start_decode(self) -> None:
         if self.pool:
             self._give_pages(self.pool)
-        owners = [Owner(row, row, part, self.progress[id]) for row, (id, part) in self.scheduler.running.items()]
+        owners = [
+            Owner(row, row, part, self.progress[id])
+            for row, (id, part) in self.scheduler.running.items()
+        ]
         with_turns = [owner for owner in owners if owner.progress.request.has_turns]
         if with_turns and self.model.key_parts == 1:
             self._feed(with_turns)
@@ -383,30 +518,48 @@ class Engine:
         for _, row, part, progress in with_turns:
             for slot, partial in enumerate(self._partials(part, progress)):
                 if partial.resumes:
-                    arrays["resumed"][row, slot], arrays["last"][row, slot] = len(partial.tokens), partial.tokens[-1]
+                    arrays["resumed"][row, slot], arrays["last"][row, slot] = (
+                        len(partial.tokens),
+                        partial.tokens[-1],
+                    )
                     partial.resumes = False
                 if next_tokens := partial.context[:CHUNK]:
                     arrays["num_forced"][row, slot] = len(next_tokens)
-                    arrays["forced"][row, slot, :len(next_tokens)] = next_tokens
+                    arrays["forced"][row, slot, : len(next_tokens)] = next_tokens
         self._start("decode", arrays, owners)
 
     def _partials(self, part: int, progress: Progress) -> list[PartialCompletion]:
-        return progress.partials[part * self.siblings:(part + 1) * self.siblings]
+        return progress.partials[part * self.siblings : (part + 1) * self.siblings]
 
     def _decode_arrays(self, has_turns: bool = False) -> dict[str, Any]:
         # A copy: on CPU a compiled step may alias the host's array and read it after later steps have changed it.
         # Before a turn goes on its slot idles: decoding is interrupted for a part of them.
         live = int((~self._ended).sum())
-        slots = max(1, live // (TURNS_AT_ONCE * self.scheduler.replicas)) if has_turns else self._ended.size
-        enough = np.tile(np.array([self.scheduler.enough(), slots], np.int32), (self.scheduler.replicas, 1))
+        slots = (
+            max(1, live // (TURNS_AT_ONCE * self.scheduler.replicas))
+            if has_turns
+            else self._ended.size
+        )
+        enough = np.tile(
+            np.array([self.scheduler.enough(), slots], np.int32), (self.scheduler.replicas, 1)
+        )
         pages = {"pages": self.pool.table.copy()} if self.pool else {}
-        return {"stopped": self._ended.copy(), "enough": enough, **pages, **no_context(*self._ended.shape)}
+        return {
+            "stopped": self._ended.copy(),
+            "enough": enough,
+            **pages,
+            **no_context(*self._ended.shape),
+        }
 
     def _start(self, program: str, arrays: dict[str, Any], owners: list[Owner]) -> None:
         self._state = self._state or self.programs["make_state"]()
         size = arrays["tokens"].shape[1] if program == "prefill" else 0
-        self._state, sampled = self._call(program, self.parameters, state=self._state, size=size, **arrays)
-        step = Dispatch(sampled, owners, ~arrays["stopped"] if program == "decode" else None, self.version)
+        self._state, sampled = self._call(
+            program, self.parameters, state=self._state, size=size, **arrays
+        )
+        step = Dispatch(
+            sampled, owners, ~arrays["stopped"] if program == "decode" else None, self.version
+        )
         self.in_flight.append(step)
         self._ungathered.append(step)
 
@@ -424,7 +577,9 @@ class Engine:
         step = self.in_flight.popleft()
         done = np.asarray(step.sampled.done)
         for owner in step.owners:
-            if not owner.progress.request.has_turns:  # else its tokens say whether it has ended or waits
+            if (
+                not owner.progress.request.has_turns
+            ):  # else its tokens say whether it has ended or waits
                 self._end(owner, done[owner.position])
         # Before tokens are gathered, so that the device need not wait for that.
         if not any(owner.progress.request.is_read_first for owner in step.owners):
@@ -446,13 +601,18 @@ class Engine:
         request, ended = progress.request, np.zeros(self.siblings, bool)
         for slot, partial in enumerate(self._partials(part, progress)):
             if partial.reason is None and (step.live is None or step.live[position, slot]):
-                self.tokens += partial.add(host, position, slot, step.version, request, self.decode_text)
+                self.tokens += partial.add(
+                    host, position, slot, step.version, request, self.decode_text
+                )
                 ended[slot] = partial.reason is not None
                 if ended[slot] and request.has_turns:
                     self._hand_over(progress, part * self.siblings + slot)
-                    for later in self.in_flight:  # a step that has begun already does not go on with it
-                        if later.live is not None and any(one.progress is progress and one.part == part
-                                                          for one in later.owners):  # else the row is another's there
+                    for (
+                        later
+                    ) in self.in_flight:  # a step that has begun already does not go on with it
+                        if later.live is not None and any(
+                            one.progress is progress and one.part == part for one in later.owners
+                        ):  # else the row is another's there
                             later.live[row, slot] = False
         self._end(owner, ended)
 
@@ -465,7 +625,9 @@ class Engine:
                 self._release(row)
                 return
             if all(partial.reason is not None for partial in self._partials(part, progress)):
-                self.scheduler.returning.pop((progress.request.id, part), None)  # it gave way, and had ended
+                self.scheduler.returning.pop(
+                    (progress.request.id, part), None
+                )  # it gave way, and had ended
             if progress.is_done:
                 self._finish(progress)
 
@@ -473,7 +635,9 @@ class Engine:
         """Frees a row, if all its completions are over, and forgets their request with its last."""
         id, part = self.scheduler.running[row]
         progress = self.progress[id]
-        if self._ended[row].all() and not any(partial.waits for partial in self._partials(part, progress)):
+        if self._ended[row].all() and not any(
+            partial.waits for partial in self._partials(part, progress)
+        ):
             self.scheduler.release(row)
         if progress.is_done:
             self._finish(progress)
@@ -496,4 +660,7 @@ class Engine:
         """What there is of a request's completion of this number is in the next `step`'s answers."""
         request = progress.request
         self.finished.setdefault(request.id, []).append(
-            progress.partials[number].completion(request.id, request.first + number, self.max_support))
+            progress.partials[number].completion(
+                request.id, request.first + number, self.max_support
+            )
+        )

@@ -20,30 +20,40 @@ class PagePool:
 
     def __init__(self, rows: int, siblings: int, most: int, pages: int, replicas: int = 1) -> None:
         if pages < siblings * most:
-            raise ValueError(f"a replica has {pages} pages, expected at least {siblings * most}: a row's {siblings} "
-                             f"completions at their limit take {most} each")
+            raise ValueError(
+                f"a replica has {pages} pages, expected at least {siblings * most}: a row's {siblings} "
+                f"completions at their limit take {most} each"
+            )
         self.table = np.full((rows, siblings, most), NO_PAGE, np.int32)
         self.held = np.zeros((rows, siblings), np.int32)
         self.free = [list(range(pages))[::-1] for _ in range(replicas)]
 
     def give(self, row: int, wanted: Sequence[int] | np.ndarray) -> bool:
         """The slots of a row have wanted[W] pages from now on; False, and nothing changes, where too few are free."""
-        wanted, held, free = np.asarray(wanted), self.held[row].copy(), self.free[self.replica_of(row)]
+        wanted, held, free = (
+            np.asarray(wanted),
+            self.held[row].copy(),
+            self.free[self.replica_of(row)],
+        )
         if (wanted - held).sum() > len(free):
             return False
         for slot in np.flatnonzero(wanted < held):
-            pages = self.table[row, slot, wanted[slot]:held[slot]]
+            pages = self.table[row, slot, wanted[slot] : held[slot]]
             free.extend(pages[::-1].tolist())
             pages[:] = NO_PAGE
         for slot in np.flatnonzero(wanted > held):
-            self.table[row, slot, held[slot]:wanted[slot]] = [free.pop() for _ in range(wanted[slot] - held[slot])]
+            self.table[row, slot, held[slot] : wanted[slot]] = [
+                free.pop() for _ in range(wanted[slot] - held[slot])
+            ]
         self.held[row] = wanted
         return True
 
     def enter(self, row: int, wanted: np.ndarray) -> np.ndarray:
         """The pages int32[W, T] of a row that enters, for which there must be enough."""
         if not self.give(row, wanted):
-            raise RuntimeError(f"row {row} was entered without the {wanted.sum()} pages that it needs")
+            raise RuntimeError(
+                f"row {row} was entered without the {wanted.sum()} pages that it needs"
+            )
         return self.table[row]
 
     def take_back(self, row: int) -> None:

@@ -23,7 +23,9 @@ class ParkedRows:
 
     shapes: DecodeState
     key_parts: int = 1
-    _saved: dict[Part, DecodeState] = field(default_factory=dict)  # NumPy arrays without the dimension of rows
+    _saved: dict[Part, DecodeState] = field(
+        default_factory=dict
+    )  # NumPy arrays without the dimension of rows
     _arriving: deque[tuple[dict[Part, int], DecodeState]] = field(default_factory=deque)
 
     def add(self, positions: dict[Part, int], saved: DecodeState) -> None:
@@ -37,21 +39,36 @@ class ParkedRows:
             whole = jax.device_get(saved)
             for part, position in positions.items():
                 if part[0] in ids:
-                    self._saved[part] = self._used(jax.tree.map(lambda leaf, at=position: leaf[at], whole))
+                    self._saved[part] = self._used(
+                        jax.tree.map(lambda leaf, at=position: leaf[at], whole)
+                    )
 
     def _used(self, row: DecodeState) -> DecodeState:
         """A copy of a row without the positions of its caches that hold no key: they are most of it."""
-        prompt, own = (-(-int(np.max(size)) // self.key_parts) for size in (row.prefix_len, row.length))
-        caches = tuple(LayerCache(*jax.tree.map(lambda x: x[:, :prompt], (one.prefix_k, one.prefix_v)), *jax.tree.map(
-            lambda x: x[:, :-(-own // x.shape[-2])] if x.ndim == 5 else x[:, :, :own],  # pages, or keys
-            (one.own_k, one.own_v))) for one in row.caches)
+        prompt, own = (
+            -(-int(np.max(size)) // self.key_parts) for size in (row.prefix_len, row.length)
+        )
+        caches = tuple(
+            LayerCache(
+                *jax.tree.map(lambda x: x[:, :prompt], (one.prefix_k, one.prefix_v)),
+                *jax.tree.map(
+                    lambda x: (
+                        x[:, : -(-own // x.shape[-2])] if x.ndim == 5 else x[:, :, :own]
+                    ),  # pages, or keys
+                    (one.own_k, one.own_v),
+                ),
+            )
+            for one in row.caches
+        )
         return jax.tree.map(np.copy, replace(row, caches=caches))
 
     def take(self, positions: Sequence[tuple[Part, int]]) -> DecodeState:
         """The saved rows at given positions of the arrays that they are restored from, on the device; kept no more."""
         whole = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), self.shapes)
         for part, position in positions:
-            for leaf, own in zip(jax.tree.leaves(whole), jax.tree.leaves(self._saved.pop(part)), strict=True):
+            for leaf, own in zip(
+                jax.tree.leaves(whole), jax.tree.leaves(self._saved.pop(part)), strict=True
+            ):
                 leaf[(position, *map(slice, own.shape))] = own
         return jax.device_put(whole, jax.tree.map(lambda leaf: leaf.sharding, self.shapes))
 

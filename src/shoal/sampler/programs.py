@@ -26,7 +26,16 @@ from shoal.model.kv_cache import LayerCache
 from shoal.model.parameters import Block, products_joined
 from shoal.model.rotary import rotary
 from shoal.model.segment_attention import attention_kind, prefill_attention, prompt_reads
-from shoal.model.transformer import Model, block, by_layer, embed, forward, logits, rms_norm, through_layers
+from shoal.model.transformer import (
+    Model,
+    block,
+    by_layer,
+    embed,
+    forward,
+    logits,
+    rms_norm,
+    through_layers,
+)
 from shoal.sampler.sample_tokens import BLOCK, TPU_BLOCK, SamplingArrays, sample_tokens, uniform
 from shoal.types import Params
 
@@ -82,39 +91,71 @@ class SampledTokens:
 
 
 @lru_cache(PROGRAMS_KEPT)
-def make_programs(model: Model, sizes: tuple[int, int, int, int, int], eos_ids: tuple[int, ...], truncated: bool,
-                  max_support: int, piece: int) -> dict[str, Program]:
+def make_programs(
+    model: Model,
+    sizes: tuple[int, int, int, int, int],
+    eos_ids: tuple[int, ...],
+    truncated: bool,
+    max_support: int,
+    piece: int,
+) -> dict[str, Program]:
     """Programs by name, for a state of `sizes`: rows, slots a row, prompt tokens, completion tokens, pages.
     Longer prompts than `piece` tokens enter in pieces."""
-    layout, saved = (jax.tree.map(lambda x: x.sharding, state_shapes(model, *some)) for some in (sizes, sizes[:4]))
+    layout, saved = (
+        jax.tree.map(lambda x: x.sharding, state_shapes(model, *some))
+        for some in (sizes, sizes[:4])
+    )
     static = {"eos_ids": eos_ids, "truncated": truncated, "max_support": max_support}
     by_row, tokens = PartitionSpec(model.role.row_axes), _tokens_by_row(model.role, max_support)
     # With the same sharding as before: where the compiler chose another, the next call would compile again.
-    sampled, placed = (jax.tree.map(partial(NamedSharding, model.role.mesh), specs) for specs in (tokens, by_row))
+    sampled, placed = (
+        jax.tree.map(partial(NamedSharding, model.role.mesh), specs) for specs in (tokens, by_row)
+    )
     role = model.role.with_options(SAMPLER_OPTIONS)
     decoding = model.role.with_options(PIECES_OPTIONS) if model.pieces > 1 else role
 
-    def jit(step: Callable, specs: tuple, shardings: tuple, role: Role = role, donated: Any = "state",
-            queued: bool = True) -> Program:
+    def jit(
+        step: Callable,
+        specs: tuple,
+        shardings: tuple,
+        role: Role = role,
+        donated: Any = "state",
+        queued: bool = True,
+    ) -> Program:
         # Donated, since the caches are most of a sampler's memory.
-        return role.jit(partial(_by_replica, step, model, specs), queued, donate_argnames=donated,
-                        out_shardings=shardings)
+        return role.jit(
+            partial(_by_replica, step, model, specs),
+            queued,
+            donate_argnames=donated,
+            out_shardings=shardings,
+        )
 
     sampling = (by_row, tokens), (layout, sampled)
-    programs = {"make_state": model.role.jit(partial(_idle_state, model, *sizes), out_shardings=layout),
-                "join": jit(partial(_join, **static), *sampling),
-                "decode": jit(partial(_decode, **static), *sampling, decoding),
-                "save": role.jit(partial(_on_rows, role, _save), out_shardings=saved),
-                "restore": role.jit(partial(_on_rows, role, _restore), donate_argnums=0, out_shardings=layout)}
+    programs = {
+        "make_state": model.role.jit(partial(_idle_state, model, *sizes), out_shardings=layout),
+        "join": jit(partial(_join, **static), *sampling),
+        "decode": jit(partial(_decode, **static), *sampling, decoding),
+        "save": role.jit(partial(_on_rows, role, _save), out_shardings=saved),
+        "restore": role.jit(
+            partial(_on_rows, role, _restore), donate_argnums=0, out_shardings=layout
+        ),
+    }
     if not model.pieces:
-        return programs | {"prefill": jit(partial(_prefill, piece=piece, **static), *sampling),
-                           "feed": jit(_feed, (by_row, None), (layout, None))}
+        return programs | {
+            "prefill": jit(partial(_prefill, piece=piece, **static), *sampling),
+            "feed": jit(_feed, (by_row, None), (layout, None)),
+        }
     one_layer = (by_row, by_row), (placed, layout.caches[:1]), role, ("x", "caches"), False
     return programs | {
         "embed": jit(partial(_embed, piece=piece), (by_row,) * 3, (placed,) * 3, donated=()),
         "prefill": jit(partial(_prefill_layers, piece=piece), *one_layer),
         "feed": jit(_feed_layers, *one_layer),
-        "enter": jit(partial(_enter_prompts, **static), (by_row, tokens), (replace(layout, caches=()), sampled))}
+        "enter": jit(
+            partial(_enter_prompts, **static),
+            (by_row, tokens),
+            (replace(layout, caches=()), sampled),
+        ),
+    }
 
 
 def run_program(programs: Mapping[str, Callable], name: str, *args: Any, **arrays: Any) -> Any:
@@ -129,8 +170,13 @@ def run_program(programs: Mapping[str, Callable], name: str, *args: Any, **array
         x, written = programs[name]((layer,), x=x, caches=(cache,), **given, **where)
         caches += written
     if name == "prefill":
-        state, sampled = programs["enter"](replace(parameters, blocks=()), state=replace(state, caches=()), x=x,
-                                           **where, **entering)
+        state, sampled = programs["enter"](
+            replace(parameters, blocks=()),
+            state=replace(state, caches=()),
+            x=x,
+            **where,
+            **entering,
+        )
     return replace(state, caches=caches), sampled
 
 
@@ -139,68 +185,116 @@ def _on_rows(role: Role, function: Callable, *args: Any) -> DecodeState:
     if role.row_shards == 1:
         return function(*args)
     rows = PartitionSpec(role.row_axes)
-    return jax.shard_map(function, mesh=role.mesh, in_specs=rows, out_specs=rows, axis_names=set(role.row_axes),
-                         check_vma=False)(*args)
+    return jax.shard_map(
+        function,
+        mesh=role.mesh,
+        in_specs=rows,
+        out_specs=rows,
+        axis_names=set(role.row_axes),
+        check_vma=False,
+    )(*args)
 
 
 def _save(state: DecodeState, rows: jax.Array, pages: jax.Array | None = None) -> DecodeState:
     """What the device holds of rows[M], which give way, and of their pages[M, W, T] where keys are by pages; any row
     stands where fewer do."""
     saved = jax.tree.map(lambda x: _slices(x, rows), _without_pools(state, pages))
-    return saved if pages is None else replace(saved, caches=tuple(
-        replace(one, own_k=kv_cache.read_pages(whole.own_k, pages))
-        for one, whole in zip(saved.caches, state.caches, strict=True)))
+    return (
+        saved
+        if pages is None
+        else replace(
+            saved,
+            caches=tuple(
+                replace(one, own_k=kv_cache.read_pages(whole.own_k, pages))
+                for one, whole in zip(saved.caches, state.caches, strict=True)
+            ),
+        )
+    )
 
 
 def _without_pools(state: DecodeState, pages: jax.Array | None) -> DecodeState:
     """What is by row: all, where keys are not by pages."""
-    return state if pages is None else replace(state, caches=tuple(replace(x, own_k=None) for x in state.caches))
+    return (
+        state
+        if pages is None
+        else replace(state, caches=tuple(replace(x, own_k=None) for x in state.caches))
+    )
 
 
 def _slices(x: jax.Array, *index: jax.Array) -> jax.Array:
     """x[index[0], index[1]...] for few indices; one past the end means the last. XLA for TPU reads all of x where it
     gathers rows of a cache."""
-    sizes = (1,) * len(index) + x.shape[len(index):]
-    parts = [jax.lax.dynamic_slice(x, (*at, *(0,) * (x.ndim - len(at))), sizes) for at in zip(*index, strict=True)]
-    return jnp.concatenate(parts).reshape(-1, *x.shape[len(index):])
+    sizes = (1,) * len(index) + x.shape[len(index) :]
+    parts = [
+        jax.lax.dynamic_slice(x, (*at, *(0,) * (x.ndim - len(at))), sizes)
+        for at in zip(*index, strict=True)
+    ]
+    return jnp.concatenate(parts).reshape(-1, *x.shape[len(index) :])
 
 
-def _restore(state: DecodeState, rows: jax.Array, saved: DecodeState, pages: jax.Array | None = None) -> DecodeState:
+def _restore(
+    state: DecodeState, rows: jax.Array, saved: DecodeState, pages: jax.Array | None = None
+) -> DecodeState:
     """Puts what was saved of M rows into rows[M], and into pages[M, W, T]; a row or page past the end is dropped."""
-    found = jax.tree.map(lambda x, new: x.at[rows].set(new, mode="drop"), _without_pools(state, pages),
-                         _without_pools(saved, pages))
-    return found if pages is None else replace(found, caches=tuple(
-        replace(one, own_k=old.own_k.at[pages].set(new.own_k, mode="drop"))
-        for one, old, new in zip(found.caches, state.caches, saved.caches, strict=True)))
+    found = jax.tree.map(
+        lambda x, new: x.at[rows].set(new, mode="drop"),
+        _without_pools(state, pages),
+        _without_pools(saved, pages),
+    )
+    return (
+        found
+        if pages is None
+        else replace(
+            found,
+            caches=tuple(
+                replace(one, own_k=old.own_k.at[pages].set(new.own_k, mode="drop"))
+                for one, old, new in zip(found.caches, state.caches, saved.caches, strict=True)
+            ),
+        )
+    )
 
 
-def _idle_state(model: Model, rows: int, siblings: int, prefix: int, own: int, pages: int = 0) -> DecodeState:
+def _idle_state(
+    model: Model, rows: int, siblings: int, prefix: int, own: int, pages: int = 0
+) -> DecodeState:
     """A state whose slots are all done. Lengths are 1, not 0: position = length - 1 and the bounds of keys stay valid
     for idle slots, which decoding computes along with the others."""
     shape = (rows, siblings)
     caches = kv_cache.empty(model, rows, siblings, prefix, own, pages)
     zeros = partial(jnp.zeros, shape)
     return DecodeState(
-        caches=caches, prefix_len=jnp.ones(rows, jnp.int32),
-        last=jnp.zeros((rows, model.architecture.hidden_size), model.dtype), token=zeros(jnp.int32),
-        length=jnp.ones(shape, jnp.int32), done=jnp.ones(shape, bool), limit=zeros(jnp.int32),
+        caches=caches,
+        prefix_len=jnp.ones(rows, jnp.int32),
+        last=jnp.zeros((rows, model.architecture.hidden_size), model.dtype),
+        token=zeros(jnp.int32),
+        length=jnp.ones(shape, jnp.int32),
+        done=jnp.ones(shape, bool),
+        limit=zeros(jnp.int32),
         keys=jnp.zeros((*shape, 2), jnp.uint32),
-        sampling=SamplingArrays(zeros(jnp.float32), zeros(jnp.int32), zeros(jnp.float32), zeros(jnp.float32)))
+        sampling=SamplingArrays(
+            zeros(jnp.float32), zeros(jnp.int32), zeros(jnp.float32), zeros(jnp.float32)
+        ),
+    )
 
 
 @lru_cache(16 * PROGRAMS_KEPT)
 def state_shapes(model: Model, *sizes: int) -> DecodeState:
     """Shapes, types and layout of a state of `sizes`, as those of `make_programs`; nothing is allocated."""
     shapes = jax.eval_shape(partial(_idle_state, model, *sizes))
-    return jax.tree.map(lambda shape, place: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=place), shapes,
-                        _layout(model.role, shapes))
+    return jax.tree.map(
+        lambda shape, place: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=place),
+        shapes,
+        _layout(model.role, shapes),
+    )
 
 
 def _layout(role: Role, shapes: DecodeState) -> DecodeState:
     """Shardings of the state: its rows over those of the mesh, key/value heads over `tensor`."""
 
     def sharding(leaf: jax.ShapeDtypeStruct) -> NamedSharding:
-        last = ("heads", None, None) if leaf.ndim >= 4 else ()  # only caches have heads: [.., K, T, A]
+        last = (
+            ("heads", None, None) if leaf.ndim >= 4 else ()
+        )  # only caches have heads: [.., K, T, A]
         return role.sharding(("rows", *(None,) * (leaf.ndim - 1 - len(last)), *last), leaf.shape)
 
     return jax.tree.map(sharding, shapes)
@@ -212,19 +306,34 @@ def _tokens_by_row(role: Role, max_support: int) -> SampledTokens:
     return SampledTokens(steps, steps, rows, rows, rows, steps if max_support else None)
 
 
-def _next_tokens(model: Model, parameters: Params, hidden: jax.Array, sampling: SamplingArrays, noise: jax.Array,
-                 truncated: bool, max_support: int) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+def _next_tokens(
+    model: Model,
+    parameters: Params,
+    hidden: jax.Array,
+    sampling: SamplingArrays,
+    noise: jax.Array,
+    truncated: bool,
+    max_support: int,
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Samples a token of each completion from hidden[N, W, D] with uniforms noise[N, W]: (token, log-prob, support
     ids)."""
     shape = noise.shape
     flat = jax.tree.map(lambda x: x.reshape(-1), sampling)
-    hidden = jax.lax.optimization_barrier(hidden) if model.role.platform == "tpu" else hidden  # normed once, not in it
+    hidden = (
+        jax.lax.optimization_barrier(hidden) if model.role.platform == "tpu" else hidden
+    )  # normed once, not in it
     scores = logits(model, parameters, hidden).reshape(-1, model.architecture.vocab_size)
     # They stay split through the choice of the token.
     scores = model.role.constrain(scores, None, model.vocab_axis)
-    token, logprob, support_ids = sample_tokens(scores, flat, noise.reshape(-1), truncated, max_support,
-                                                model.role if model.vocab_axis else None,
-                                                TPU_BLOCK if model.role.platform == "tpu" else BLOCK)
+    token, logprob, support_ids = sample_tokens(
+        scores,
+        flat,
+        noise.reshape(-1),
+        truncated,
+        max_support,
+        model.role if model.vocab_axis else None,
+        TPU_BLOCK if model.role.platform == "tpu" else BLOCK,
+    )
     if support_ids is not None:
         support_ids = support_ids.reshape(*shape, max_support)
     return token.reshape(shape), logprob.reshape(shape), support_ids
@@ -234,7 +343,9 @@ def _is_eos(token: jax.Array, eos_ids: tuple[int, ...]) -> jax.Array:
     return jnp.isin(token, jnp.asarray(eos_ids, jnp.int32))
 
 
-def recorded_calls(programs: Mapping[str, Program], name: str, *args: Any, **arrays: Any) -> dict[str, Any]:
+def recorded_calls(
+    programs: Mapping[str, Program], name: str, *args: Any, **arrays: Any
+) -> dict[str, Any]:
     """What `run_program` calls, of shapes: by program how often, and what with."""
     found: dict[str, Any] = {}
 
@@ -258,8 +369,14 @@ def _by_replica(step: Callable, model: Model, out: tuple, weights: Any, **by_row
         inner = model.on(replace(role, mesh=jax.sharding.get_abstract_mesh(), rules=rules))
         return step(weights, model=inner, **by_row)
 
-    return jax.shard_map(one, mesh=role.mesh, in_specs=(PartitionSpec(), PartitionSpec(role.row_axes)), out_specs=out,
-                         axis_names=set(role.row_axes), check_vma=False)(weights, by_row)
+    return jax.shard_map(
+        one,
+        mesh=role.mesh,
+        in_specs=(PartitionSpec(), PartitionSpec(role.row_axes)),
+        out_specs=out,
+        axis_names=set(role.row_axes),
+        check_vma=False,
+    )(weights, by_row)
 
 
 def empty_batch(positions: int, siblings: int, bucket: int) -> dict[str, Any]:
@@ -268,29 +385,57 @@ def empty_batch(positions: int, siblings: int, bucket: int) -> dict[str, Any]:
         "rows": np.full(positions, 2**31 - 1, np.int32),  # past the end: nothing is written
         "limit": np.zeros((positions, siblings), np.int32),
         "keys": np.zeros((positions, siblings, 2), np.uint32),
-        "sampling": SamplingArrays(*(np.zeros(positions, dtype) for dtype in (
-            np.float32, np.int32, np.float32, np.float32)))}
+        "sampling": SamplingArrays(
+            *(
+                np.zeros(positions, dtype)
+                for dtype in (np.float32, np.int32, np.float32, np.float32)
+            )
+        ),
+    }
     if bucket:
-        return arrays | {"tokens": np.zeros((positions, bucket), np.int32), "length": np.ones(positions, np.int32)}
+        return arrays | {
+            "tokens": np.zeros((positions, bucket), np.int32),
+            "length": np.ones(positions, np.int32),
+        }
     return arrays | {"sources": np.zeros(positions, np.int32)}
 
 
-def _prefill(parameters: Params, *, state: DecodeState, tokens: jax.Array, length: jax.Array, rows: jax.Array,
-             model: Model, piece: int, **entering: Any) -> tuple[DecodeState, SampledTokens]:
+def _prefill(
+    parameters: Params,
+    *,
+    state: DecodeState,
+    tokens: jax.Array,
+    length: jax.Array,
+    rows: jax.Array,
+    model: Model,
+    piece: int,
+    **entering: Any,
+) -> tuple[DecodeState, SampledTokens]:
     """Prompts tokens[R, T] of length[R] enter rows[R] of their replica, each with its first siblings."""
     where: dict[str, Any] = {"length": length, "rows": rows, "model": model}
     x, given, _ = _embed(parameters.embed_tokens, tokens=tokens, piece=piece, **where)
-    x, caches = _prefill_layers(parameters.blocks, x=x, caches=state.caches, piece=piece, **given, **where)
+    x, caches = _prefill_layers(
+        parameters.blocks, x=x, caches=state.caches, piece=piece, **given, **where
+    )
     return _enter_prompts(parameters, state=replace(state, caches=caches), x=x, **where, **entering)
 
 
-def _embed(table: Any, *, tokens: jax.Array, model: Model, piece: int = 0, prefix_len: jax.Array | None = None,
-           **where: jax.Array) -> tuple[jax.Array, dict[str, Any], dict[str, jax.Array]]:
+def _embed(
+    table: Any,
+    *,
+    tokens: jax.Array,
+    model: Model,
+    piece: int = 0,
+    prefix_len: jax.Array | None = None,
+    **where: jax.Array,
+) -> tuple[jax.Array, dict[str, Any], dict[str, jax.Array]]:
     """What tokens[R, T] enter the first layer with, x[R, T, D], what all layers are given besides, and `where` they
     stand: those of a prompt, or of context in rows whose prompts have `prefix_len`[N] tokens."""
     size, first = tokens.shape[1], jnp.zeros(len(tokens), jnp.int32)
     if prefix_len is None:
-        given: dict[str, Any] = {"reads": prompt_reads(model, where["length"], size) if size <= piece else ()}
+        given: dict[str, Any] = {
+            "reads": prompt_reads(model, where["length"], size) if size <= piece else ()
+        }
     else:
         given = {"prefix_len": _slices(prefix_len, where["rows"])}
         first = given["prefix_len"] + where["start"]
@@ -298,19 +443,38 @@ def _embed(table: Any, *, tokens: jax.Array, model: Model, piece: int = 0, prefi
     return embed(model, table, tokens), given, where
 
 
-def _prefill_layers(blocks: Any, *, x: jax.Array, rope: Any, reads: tuple, caches: tuple[LayerCache, ...],
-                    length: jax.Array, rows: jax.Array, model: Model,
-                    piece: int) -> tuple[jax.Array, tuple[LayerCache, ...]]:
+def _prefill_layers(
+    blocks: Any,
+    *,
+    x: jax.Array,
+    rope: Any,
+    reads: tuple,
+    caches: tuple[LayerCache, ...],
+    length: jax.Array,
+    rows: jax.Array,
+    model: Model,
+    piece: int,
+) -> tuple[jax.Array, tuple[LayerCache, ...]]:
     """Prompts x[R, T, D] of length[R] through layers; their keys are written to rows[R] of the caches."""
     layer: Any = partial(_in_pieces, model, rope=rope, length=length, piece=piece)
     if (size := x.shape[1]) <= piece:
-        layer = partial(block, model, rope=rope, attention=prefill_attention(model, length, size, reads))
+        layer = partial(
+            block, model, rope=rope, attention=prefill_attention(model, length, size, reads)
+        )
     x, keys = through_layers(model, blocks, x, layer)
     return x, kv_cache.write_prefixes(model, caches, keys, rows)
 
 
-def _enter_prompts(parameters: Params, *, state: DecodeState, x: jax.Array, rows: jax.Array, length: jax.Array,
-                   model: Model, **entering: Any) -> tuple[DecodeState, SampledTokens]:
+def _enter_prompts(
+    parameters: Params,
+    *,
+    state: DecodeState,
+    x: jax.Array,
+    rows: jax.Array,
+    length: jax.Array,
+    model: Model,
+    **entering: Any,
+) -> tuple[DecodeState, SampledTokens]:
     # Only the prompt's last state goes through the head: [R, V] logits, not [R, T, V].
     last = jnp.take_along_axis(x, (length - 1)[:, None, None], axis=1)[:, 0]  # [R, D]
     last = rms_norm(last, parameters.final_norm, model.architecture.norm_eps)
@@ -325,8 +489,16 @@ def piece_size(model: Model, longest: int) -> int:
     return PIECE if attention_kind(model, 1, longest) in ("reference", "blocked") else longest
 
 
-def _in_pieces(model: Model, weights: Block, x: jax.Array, *, rope: Any, length: jax.Array, piece: int,
-               cache: None) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+def _in_pieces(
+    model: Model,
+    weights: Block,
+    x: jax.Array,
+    *,
+    rope: Any,
+    length: jax.Array,
+    piece: int,
+    cache: None,
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """One layer of prompts x[R, T, D] of length[R], T in whole pieces: x, and their keys and values [R, T, K, A]."""
     (count, size, _), a, longest = x.shape, model.architecture, length.max()
     block_keys = block_size(piece, model.role.platform)
@@ -335,9 +507,17 @@ def _in_pieces(model: Model, weights: Block, x: jax.Array, *, rope: Any, length:
     def one(carry: tuple) -> tuple:
         number, x, keys = carry
         start = number * piece
-        own, turned = jax.tree.map(lambda whole: jax.lax.dynamic_slice_in_dim(whole, start, piece, 1), (x, rope))
-        own, keys = block(model, weights, own, rope=turned, cache=keys,
-                          attention=kv_cache.piece_attention(start, longest, block_keys))
+        own, turned = jax.tree.map(
+            lambda whole: jax.lax.dynamic_slice_in_dim(whole, start, piece, 1), (x, rope)
+        )
+        own, keys = block(
+            model,
+            weights,
+            own,
+            rope=turned,
+            cache=keys,
+            attention=kv_cache.piece_attention(start, longest, block_keys),
+        )
         return number + 1, jax.lax.dynamic_update_slice_in_dim(x, own, start, 1), keys
 
     # As many pieces as the longest has: what the others compute beyond their ends is masked, as padding is.
@@ -346,8 +526,18 @@ def _in_pieces(model: Model, weights: Block, x: jax.Array, *, rope: Any, length:
     return x, (keys.prefix_k.swapaxes(1, 2), keys.prefix_v.swapaxes(1, 2))
 
 
-def _join(parameters: Params, *, state: DecodeState, sources: jax.Array, rows: jax.Array, limit: jax.Array,
-          keys: jax.Array, sampling: SamplingArrays, model: Model, **static: Any) -> tuple[DecodeState, SampledTokens]:
+def _join(
+    parameters: Params,
+    *,
+    state: DecodeState,
+    sources: jax.Array,
+    rows: jax.Array,
+    limit: jax.Array,
+    keys: jax.Array,
+    sampling: SamplingArrays,
+    model: Model,
+    **static: Any,
+) -> tuple[DecodeState, SampledTokens]:
     """Further siblings enter rows[M] of their replica, their prompts are in its sources[M]."""
     length, last = state.prefix_len[sources], state.last[sources]
     # A copy once for each row that is filled: read through pointers, a token's attention would gather rows of keys,
@@ -356,15 +546,27 @@ def _join(parameters: Params, *, state: DecodeState, sources: jax.Array, rows: j
     return _enter(parameters, state, rows, length, last, limit, keys, sampling, model, **static)
 
 
-def _enter(parameters: Params, state: DecodeState, rows: jax.Array, length: jax.Array, last: jax.Array,
-           limit: jax.Array, keys: jax.Array, sampling: SamplingArrays, model: Model, eos_ids: tuple[int, ...],
-           truncated: bool, max_support: int) -> tuple[DecodeState, SampledTokens]:
+def _enter(
+    parameters: Params,
+    state: DecodeState,
+    rows: jax.Array,
+    length: jax.Array,
+    last: jax.Array,
+    limit: jax.Array,
+    keys: jax.Array,
+    sampling: SamplingArrays,
+    model: Model,
+    eos_ids: tuple[int, ...],
+    truncated: bool,
+    max_support: int,
+) -> tuple[DecodeState, SampledTokens]:
     """Siblings enter rows[R] and sample their first token from last[R, D]: those whose limit[R, W] is not 0."""
     spread = jax.tree.map(lambda x: jnp.broadcast_to(x[:, None], limit.shape), sampling)
     hidden = jnp.broadcast_to(last[:, None], (*limit.shape, last.shape[-1]))
     first = jnp.zeros(limit.shape, jnp.int32)
-    token, logprob, support_ids = _next_tokens(model, parameters, hidden, spread, uniform(keys, first), truncated,
-                                               max_support)
+    token, logprob, support_ids = _next_tokens(
+        model, parameters, hidden, spread, uniform(keys, first), truncated, max_support
+    )
     used = limit > 0
     eos = used & _is_eos(token, eos_ids)
     done = eos | (limit <= 1)
@@ -373,58 +575,107 @@ def _enter(parameters: Params, state: DecodeState, rows: jax.Array, length: jax.
         return old.at[rows].set(new, mode="drop")  # unused positions have a row past the end
 
     state = DecodeState(
-        caches=state.caches, prefix_len=put(state.prefix_len, length), last=put(state.last, last),
-        token=put(state.token, token), length=put(state.length, first + 1), done=put(state.done, done),
-        limit=put(state.limit, limit), keys=put(state.keys, keys), sampling=jax.tree.map(put, state.sampling, spread))
-    sampled = SampledTokens(token[None], logprob[None], used.astype(jnp.int32), done, eos,
-                            None if support_ids is None else support_ids[None])
+        caches=state.caches,
+        prefix_len=put(state.prefix_len, length),
+        last=put(state.last, last),
+        token=put(state.token, token),
+        length=put(state.length, first + 1),
+        done=put(state.done, done),
+        limit=put(state.limit, limit),
+        keys=put(state.keys, keys),
+        sampling=jax.tree.map(put, state.sampling, spread),
+    )
+    sampled = SampledTokens(
+        token[None],
+        logprob[None],
+        used.astype(jnp.int32),
+        done,
+        eos,
+        None if support_ids is None else support_ids[None],
+    )
     return state, sampled
 
 
-def _feed(parameters: Params, *, state: DecodeState, tokens: jax.Array, model: Model,
-          **where: Any) -> tuple[DecodeState, None]:
+def _feed(
+    parameters: Params, *, state: DecodeState, tokens: jax.Array, model: Model, **where: Any
+) -> tuple[DecodeState, None]:
     """Writes the keys of tokens[M, C], after start[M] tokens of their own, of completions at rows[M], slots[M]; a row
     past the end is dropped."""
-    x, given, _ = _embed(parameters.embed_tokens, tokens=tokens, model=model, prefix_len=state.prefix_len, **where)
-    _, caches = _feed_layers(parameters.blocks, x=x, caches=state.caches, model=model, **given, **where)
+    x, given, _ = _embed(
+        parameters.embed_tokens, tokens=tokens, model=model, prefix_len=state.prefix_len, **where
+    )
+    _, caches = _feed_layers(
+        parameters.blocks, x=x, caches=state.caches, model=model, **given, **where
+    )
     return replace(state, caches=caches), None
 
 
-def _feed_layers(blocks: Any, *, x: jax.Array, rope: Any, caches: tuple[LayerCache, ...], rows: jax.Array,
-                 slots: jax.Array, start: jax.Array, prefix_len: jax.Array, model: Model,
-                 pages: jax.Array | None = None) -> tuple[jax.Array, tuple[LayerCache, ...]]:
+def _feed_layers(
+    blocks: Any,
+    *,
+    x: jax.Array,
+    rope: Any,
+    caches: tuple[LayerCache, ...],
+    rows: jax.Array,
+    slots: jax.Array,
+    start: jax.Array,
+    prefix_len: jax.Array,
+    model: Model,
+    pages: jax.Array | None = None,
+) -> tuple[jax.Array, tuple[LayerCache, ...]]:
     """Context x[M, C, D] through layers; prefix_len[M] of their prompts. `pages`[M, T]: those of their keys."""
+
     def own_keys(keys: jax.Array) -> jax.Array:
         return _slices(keys, rows, slots) if pages is None else kv_cache.read_pages(keys, pages)
 
-    read = tuple(kv_cache.out_of_pages(LayerCache(
-        *jax.tree.map(lambda keys: _slices(keys, rows), (one.prefix_k, one.prefix_v)),
-        *jax.tree.map(own_keys, (one.own_k, one.own_v)))) for one in caches)
+    read = tuple(
+        kv_cache.out_of_pages(
+            LayerCache(
+                *jax.tree.map(lambda keys: _slices(keys, rows), (one.prefix_k, one.prefix_v)),
+                *jax.tree.map(own_keys, (one.own_k, one.own_v)),
+            )
+        )
+        for one in caches
+    )
     attention = kv_cache.context_attention(model.role.platform, prefix_len, start)
     rope = jax.lax.optimization_barrier(rope)  # as in `forward`
-    x, own = through_layers(model, blocks, x, partial(block, model, rope=rope, attention=attention), read)
+    x, own = through_layers(
+        model, blocks, x, partial(block, model, rope=rope, attention=attention), read
+    )
     own = own if pages is None else [(kv_cache.in_pages(k, v), None) for k, v in own]
 
     def put(keys: jax.Array, new: jax.Array) -> jax.Array:
         # Whole slots: to write the new keys alone, XLA for TPU copies the whole cache to another layout and back.
         return keys.at[(rows, slots) if pages is None else pages].set(new, mode="drop")
 
-    written = (jax.tree.map(put, (one.own_k, one.own_v), new) for one, new in zip(caches, own, strict=True))
-    return x, tuple(replace(one, own_k=k, own_v=v) for one, (k, v) in zip(caches, written, strict=True))
+    written = (
+        jax.tree.map(put, (one.own_k, one.own_v), new) for one, new in zip(caches, own, strict=True)
+    )
+    return x, tuple(
+        replace(one, own_k=k, own_v=v) for one, (k, v) in zip(caches, written, strict=True)
+    )
 
 
 def empty_feed(positions: int, pages: int = 0) -> dict[str, Any]:
     """The arrays of a feed, all of whose positions are unused; of completions of so many pages at most."""
     table = {"pages": np.full((positions, pages), kv_cache.NO_PAGE, np.int32)} if pages else {}
-    return table | {"rows": np.full(positions, 2**31 - 1, np.int32), "slots": np.zeros(positions, np.int32),
-            "start": np.zeros(positions, np.int32), "tokens": np.zeros((positions, FEED), np.int32)}
+    return table | {
+        "rows": np.full(positions, 2**31 - 1, np.int32),
+        "slots": np.zeros(positions, np.int32),
+        "start": np.zeros(positions, np.int32),
+        "tokens": np.zeros((positions, FEED), np.int32),
+    }
 
 
 def no_context(rows: int, siblings: int) -> dict[str, Any]:
     """The arrays of a decode in which no slot goes on after a turn. See `_decode`."""
     shape = rows, siblings
-    return {"resumed": np.zeros(shape, np.int32), "last": np.zeros(shape, np.int32),
-            "num_forced": np.zeros(shape, np.int32), "forced": np.zeros((*shape, CHUNK), np.int32)}
+    return {
+        "resumed": np.zeros(shape, np.int32),
+        "last": np.zeros(shape, np.int32),
+        "num_forced": np.zeros(shape, np.int32),
+        "forced": np.zeros((*shape, CHUNK), np.int32),
+    }
 
 
 def _read_in_a_loop(model: Model, parameters: Params) -> Params:
@@ -432,15 +683,34 @@ def _read_in_a_loop(model: Model, parameters: Params) -> Params:
     if model.role.platform == "cpu":
         # XLA for CPU copies each layer out of stacked weights before its products: in the loop, at every token.
         return replace(parameters, blocks=by_layer(model, parameters.blocks))
-    if model.role.platform == "gpu" and model.role.tensor == 1 and kv_cache.decodes_by_kernel(model):
+    if (
+        model.role.platform == "gpu"
+        and model.role.tensor == 1
+        and kv_cache.decodes_by_kernel(model)
+    ):
         # This copy is a fiftieth of what one token reads, and spares two launches a layer and token.
-        return replace(parameters, blocks=tuple(map(products_joined, by_layer(model, parameters.blocks))))
+        return replace(
+            parameters, blocks=tuple(map(products_joined, by_layer(model, parameters.blocks)))
+        )
     return parameters
 
 
-def _decode(parameters: Params, *, state: DecodeState, stopped: jax.Array, enough: jax.Array, resumed: jax.Array,
-            last: jax.Array, num_forced: jax.Array, forced: jax.Array, model: Model, eos_ids: tuple[int, ...],
-            truncated: bool, max_support: int, pages: Any = None) -> tuple[DecodeState, SampledTokens]:
+def _decode(
+    parameters: Params,
+    *,
+    state: DecodeState,
+    stopped: jax.Array,
+    enough: jax.Array,
+    resumed: jax.Array,
+    last: jax.Array,
+    num_forced: jax.Array,
+    forced: jax.Array,
+    model: Model,
+    eos_ids: tuple[int, ...],
+    truncated: bool,
+    max_support: int,
+    pages: Any = None,
+) -> tuple[DecodeState, SampledTokens]:
     """Up to CHUNK tokens for every slot that is neither done nor `stopped`[N, W] by the host; fewer where so many rows
     or slots, `enough`[1, 2], have ended before.
 
@@ -451,11 +721,20 @@ def _decode(parameters: Params, *, state: DecodeState, stopped: jax.Array, enoug
     shape = state.token.shape
     parameters = _read_in_a_loop(model, parameters)
     goes_on, forced = resumed > 0, jnp.moveaxis(forced, -1, 0)
-    start = replace(state, done=(state.done & ~goes_on) | stopped, token=jnp.where(goes_on, last, state.token),
-                    length=jnp.where(goes_on, resumed, state.length))
+    start = replace(
+        state,
+        done=(state.done & ~goes_on) | stopped,
+        token=jnp.where(goes_on, last, state.token),
+        length=jnp.where(goes_on, resumed, state.length),
+    )
     empty = SampledTokens(
-        jnp.zeros((CHUNK, *shape), jnp.int32), jnp.zeros((CHUNK, *shape), jnp.float32), jnp.zeros(shape, jnp.int32),
-        start.done, jnp.zeros(shape, bool), jnp.zeros((CHUNK, *shape, max_support), jnp.int32) if max_support else None)
+        jnp.zeros((CHUNK, *shape), jnp.int32),
+        jnp.zeros((CHUNK, *shape), jnp.float32),
+        jnp.zeros(shape, jnp.int32),
+        start.done,
+        jnp.zeros(shape, bool),
+        jnp.zeros((CHUNK, *shape, max_support), jnp.int32) if max_support else None,
+    )
     num_prefix = jnp.max(jnp.where(start.done.all(-1), 1, state.prefix_len))
     # Of all tokens at once: a live slot's length grows by one at each. Threefry on CPU is a loop of small operations.
     lengths = start.length + jnp.arange(CHUNK)[:, None, None]
@@ -475,21 +754,32 @@ def _decode(parameters: Params, *, state: DecodeState, stopped: jax.Array, enoug
         position = s.length - 1
         # Bounds of the keys that live slots have: attention reads no block beyond them.
         num_own = jnp.max(jnp.where(s.done, 1, s.length))
-        attention = kv_cache.decode_attention(model, s.prefix_len, position, num_prefix, num_own, ~s.done, pages)
+        attention = kv_cache.decode_attention(
+            model, s.prefix_len, position, num_prefix, num_own, ~s.done, pages
+        )
         positions = s.prefix_len[:, None] + position
         hidden, caches = forward(model, parameters, s.token, positions, attention, s.caches)
-        token, logprob, support_ids = _next_tokens(model, parameters, hidden, s.sampling, noise[step], truncated,
-                                                   max_support)
+        token, logprob, support_ids = _next_tokens(
+            model, parameters, hidden, s.sampling, noise[step], truncated, max_support
+        )
         live, is_forced = ~s.done, step < num_forced  # a live slot has been so in each step before
-        token, logprob = jnp.where(is_forced, forced[step], token), jnp.where(is_forced, 0.0, logprob)
+        token, logprob = (
+            jnp.where(is_forced, forced[step], token),
+            jnp.where(is_forced, 0.0, logprob),
+        )
         # A finished slot is computed along and writes its last token again, at its own position, where nobody reads.
         token = jnp.where(live, token, s.token)
         length = s.length + live
         eos = live & ~is_forced & _is_eos(token, eos_ids)
         done = s.done | eos | (length >= s.limit)
         out = SampledTokens(
-            out.token.at[step].set(token), out.logprob.at[step].set(logprob), out.count + live, done, out.eos | eos,
-            None if support_ids is None else out.support_ids.at[step].set(support_ids))
+            out.token.at[step].set(token),
+            out.logprob.at[step].set(logprob),
+            out.count + live,
+            done,
+            out.eos | eos,
+            None if support_ids is None else out.support_ids.at[step].set(support_ids),
+        )
         new = replace(s, caches=caches, token=token, length=length, done=done)
         return unfinished(step + 1, done), step + 1, new, out
 

@@ -26,10 +26,14 @@ class PartialCompletion:
     turn_limit: int = 0  # tokens after which its turn is cut; 0: no limit but the completion's
     turn_start: int = 0  # tokens before its turn, those of context included
     tokens: list[int] = field(default_factory=list)
-    is_sampled: list[bool] = field(default_factory=list)  # by token; the others are context that was appended
+    is_sampled: list[bool] = field(
+        default_factory=list
+    )  # by token; the others are context that was appended
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    support_ids: list[np.ndarray] = field(default_factory=list)  # int32[K] by token, where they are recorded
+    support_ids: list[np.ndarray] = field(
+        default_factory=list
+    )  # int32[K] by token, where they are recorded
     reason: StopReason | None = None  # why it ended, or its last turn did
     waits: bool = False  # its turn has ended: it is extended or ended next
     resumes: bool = False  # it was extended, and no step has begun since
@@ -61,8 +65,10 @@ class PartialCompletion:
             raise ValueError("only a completion whose turn has ended can be extended")
         least = 0 if self.reason is StopReason.LENGTH else 1
         if not least <= len(context) < self.limit - len(self.tokens):
-            raise ValueError(f"{len(context)} tokens of context after {len(self.tokens)}: expected at least {least}, "
-                             f"and room for one more within {self.limit}")
+            raise ValueError(
+                f"{len(context)} tokens of context after {len(self.tokens)}: expected at least {least}, "
+                f"and room for one more within {self.limit}"
+            )
         self.context, self.reason, self.waits, self.resumes = list(context), None, False, True
         self.turn_limit, self.turn_start = turn_limit, len(self.tokens) + len(context)
 
@@ -85,8 +91,15 @@ class PartialCompletion:
         self.support_ids += [np.zeros(max_support, np.int32)] * (count if max_support else 0)
         return inputs
 
-    def add(self, step: SampledTokens, position: int, slot: int, version: int, request: SampleRequest,
-            decode: Decode | None) -> int:
+    def add(
+        self,
+        step: SampledTokens,
+        position: int,
+        slot: int,
+        version: int,
+        request: SampleRequest,
+        decode: Decode | None,
+    ) -> int:
         """Adds the tokens of one slot of a step (on the host), sampled from the weights of one version, and ends the
         completion, or its turn, where they say so; how many sampled ones were added.
 
@@ -112,8 +125,9 @@ class PartialCompletion:
         if stop and count > forced:
             assert decode is not None
             # An answer of a tool ends nothing, also where the model's first tokens complete it to a stop string.
-            begin = len(self.tokens) - next((i for i, own in enumerate(reversed(self.is_sampled)) if not own),
-                                            len(self.tokens))
+            begin = len(self.tokens) - next(
+                (i for i, own in enumerate(reversed(self.is_sampled)) if not own), len(self.tokens)
+            )
             length = stop_length(decode, stop, self.tokens[begin:], count - forced)
             if length is not None:
                 count -= len(self.tokens) - begin - length
@@ -125,7 +139,13 @@ class PartialCompletion:
 
     def _cut(self, size: int) -> None:
         """Drops the tokens after the first `size`."""
-        for values in (self.tokens, self.is_sampled, self.logprobs, self.versions, self.support_ids):
+        for values in (
+            self.tokens,
+            self.is_sampled,
+            self.logprobs,
+            self.versions,
+            self.support_ids,
+        ):
             del values[size:]
 
     def completion(self, id: int, index: int, max_support: int) -> Completion:
@@ -197,26 +217,40 @@ class Dispatch(NamedTuple):
 
     sampled: SampledTokens
     owners: list[Owner]
-    live: np.ndarray | None  # bool[N, W]: the slots that a decode was to go on with; None for other programs
+    live: (
+        np.ndarray | None
+    )  # bool[N, W]: the slots that a decode was to go on with; None for other programs
     version: int  # of the weights that it sampled from
 
 
-def check_request(request: SampleRequest, longest: int, limit: int, can_truncate: bool, can_stop: bool) -> None:
+def check_request(
+    request: SampleRequest, longest: int, limit: int, can_truncate: bool, can_stop: bool
+) -> None:
     """ShoalError or ValueError for one that an engine for prompts of `longest` and completions of `limit` tokens cannot
     sample: a compiled step would clamp what is out of range and sample on without an error."""
     params, size = request.params, len(request.prompt_ids)
     if not 1 <= size <= longest:
-        raise ShoalError(f"a prompt has {size} tokens, expected 1 to {longest} (sampling.max_prompt_tokens)")
+        raise ShoalError(
+            f"a prompt has {size} tokens, expected 1 to {longest} (sampling.max_prompt_tokens)"
+        )
     if not 1 <= params.max_tokens <= limit:
-        raise ShoalError(f"a request has max_tokens={params.max_tokens}, expected 1 to {limit} "
-                         "(sampling.max_completion_tokens)")
-    if request.turn_limits and not (request.has_turns and len(request.turn_limits) == request.num_completions):
-        raise ValueError(f"{len(request.turn_limits)} limits of turns: expected one for each of the "
-                         f"{request.num_completions} completions of a request with turns, or none")
+        raise ShoalError(
+            f"a request has max_tokens={params.max_tokens}, expected 1 to {limit} "
+            "(sampling.max_completion_tokens)"
+        )
+    if request.turn_limits and not (
+        request.has_turns and len(request.turn_limits) == request.num_completions
+    ):
+        raise ValueError(
+            f"{len(request.turn_limits)} limits of turns: expected one for each of the "
+            f"{request.num_completions} completions of a request with turns, or none"
+        )
     if min(request.turn_limits, default=0) < 0:
         raise ValueError(f"limits of turns {request.turn_limits}: expected 0 or more tokens")
     if request.num_completions < 1:
-        raise ValueError(f"a request has {request.num_completions} completions, expected at least 1")
+        raise ValueError(
+            f"a request has {request.num_completions} completions, expected at least 1"
+        )
     if params.truncated and not can_truncate:
         raise ValueError("this engine was made without truncation (top_k, top_p, min_p)")
     if params.stop and not can_stop:

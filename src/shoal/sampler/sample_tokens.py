@@ -45,9 +45,15 @@ def uniform(keys: jax.Array, position: jax.Array) -> jax.Array:
     return ((bits >> 9).astype(jnp.float32) + 0.5) * 2.0**-23
 
 
-def sample_tokens(logits: jax.Array, params: SamplingArrays, uniforms: jax.Array, truncated: bool,
-                  max_support: int = 0, role: Role | None = None,
-                  width: int = BLOCK) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+def sample_tokens(
+    logits: jax.Array,
+    params: SamplingArrays,
+    uniforms: jax.Array,
+    truncated: bool,
+    max_support: int = 0,
+    role: Role | None = None,
+    width: int = BLOCK,
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """logits float32[N, V], everything else [N] -> (token int32[N], log-prob float32[N], support ids int32[N, K]).
 
     The log-prob is under the distribution that was sampled from, temperature and truncation included; that of a greedy
@@ -73,7 +79,9 @@ def sample_tokens(logits: jax.Array, params: SamplingArrays, uniforms: jax.Array
         masses = jnp.where(kept | ~truncates[:, None], masses, 0.0)
     total = masses.sum(-1)
     # Greedy by the logits: two that differ may have equal masses. Not argmax: XLA for CPU takes three times as long.
-    most_likely = jnp.min(jnp.where(scaled == top, jnp.arange(scaled.shape[-1]), scaled.shape[-1] - 1), -1)
+    most_likely = jnp.min(
+        jnp.where(scaled == top, jnp.arange(scaled.shape[-1]), scaled.shape[-1] - 1), -1
+    )
     token = jnp.where(greedy, most_likely, inverse(masses, uniforms, role, width)).astype(jnp.int32)
     score = jnp.take_along_axis(scaled, token[:, None], -1)[:, 0]
     return token, score - top[:, 0] - jnp.log(total), support_ids
@@ -101,14 +109,22 @@ def _most_likely(masses: jax.Array, count: int, role: Role | None) -> tuple[jax.
     each = masses.shape[-1] // role.tensor
     # The partitioner alone would gather the masses.
     split = PartitionSpec(None, "tensor")
-    largest, tokens = jax.shard_map(partial(jax.lax.top_k, k=min(count, each)), mesh=role.mesh, in_specs=split,
-                                    out_specs=split, axis_names={"tensor"}, check_vma=False)(masses)
+    largest, tokens = jax.shard_map(
+        partial(jax.lax.top_k, k=min(count, each)),
+        mesh=role.mesh,
+        in_specs=split,
+        out_specs=split,
+        axis_names={"tensor"},
+        check_vma=False,
+    )(masses)
     tokens += jnp.repeat(each * jnp.arange(role.tensor), min(count, each))
     largest, place = jax.lax.top_k(role.constrain(largest, None, None), count)
     return largest, jnp.take_along_axis(role.constrain(tokens, None, None), place, -1)
 
 
-def inverse(masses: jax.Array, uniforms: jax.Array, role: Role | None = None, width: int = BLOCK) -> jax.Array:
+def inverse(
+    masses: jax.Array, uniforms: jax.Array, role: Role | None = None, width: int = BLOCK
+) -> jax.Array:
     """The token at which the running sum of masses[N, V] (not normalised) passes uniforms[N] x their total.
 
     A token without mass is never returned: if rounding puts the target beyond the last sum, it is the last token that
@@ -119,7 +135,9 @@ def inverse(masses: jax.Array, uniforms: jax.Array, role: Role | None = None, wi
     parts = 1 if role is None else role.tensor
     blocks = -(-size // (parts * width))  # in one part
     masses = masses.reshape(n, parts, -1)
-    masses = jnp.pad(masses, ((0, 0), (0, 0), (0, blocks * width - size // parts))).reshape(n, parts * blocks, width)
+    masses = jnp.pad(masses, ((0, 0), (0, 0), (0, blocks * width - size // parts))).reshape(
+        n, parts * blocks, width
+    )
     totals = masses.sum(-1)
     if role is not None:
         totals = role.constrain(totals, None, None)
@@ -127,7 +145,9 @@ def inverse(masses: jax.Array, uniforms: jax.Array, role: Role | None = None, wi
     target = uniforms * sums[:, -1]
     block = _first_above(totals, sums, target)
     inside = jnp.take_along_axis(masses, block[:, None, None], 1)[:, 0]
-    before = jnp.where(block > 0, jnp.take_along_axis(sums, jnp.maximum(block - 1, 0)[:, None], 1)[:, 0], 0.0)
+    before = jnp.where(
+        block > 0, jnp.take_along_axis(sums, jnp.maximum(block - 1, 0)[:, None], 1)[:, 0], 0.0
+    )
     first = block // blocks * (size // parts) + block % blocks * width
     return first + _first_above(inside, jnp.cumsum(inside, -1), target - before)
 
@@ -146,7 +166,9 @@ def sampling_support(masses: jax.Array, params: SamplingArrays) -> jax.Array:
     First the top_k most likely; of those the smallest set with top_p of their mass; of those the ones at least min_p
     times as likely as the most likely. Ties at a bound are all kept.
     """
-    drawn = params.temperature > 0  # idle slots have 0 everywhere, and would have a nucleus searched
+    drawn = (
+        params.temperature > 0
+    )  # idle slots have 0 everywhere, and would have a nucleus searched
     by_count, by_mass = drawn & (params.top_k > 0), drawn & (params.top_p < 1.0)
 
     def mass_from(bound: jax.Array) -> jax.Array:
@@ -155,8 +177,13 @@ def sampling_support(masses: jax.Array, params: SamplingArrays) -> jax.Array:
     # The order of transformers' samplers: top-k, then top-p (arXiv 1904.09751), then min-p (arXiv 2407.01082).
     smallest = _largest(lambda bound: (masses >= bound[:, None]).sum(-1) >= params.top_k, by_count)
     total = mass_from(smallest)
-    nucleus = _largest(lambda bound: mass_from(jnp.maximum(bound, smallest)) >= params.top_p * total, by_mass)
-    return masses >= jnp.maximum(jnp.maximum(smallest, nucleus), params.min_p * masses.max(-1))[:, None]
+    nucleus = _largest(
+        lambda bound: mass_from(jnp.maximum(bound, smallest)) >= params.top_p * total, by_mass
+    )
+    return (
+        masses
+        >= jnp.maximum(jnp.maximum(smallest, nucleus), params.min_p * masses.max(-1))[:, None]
+    )
 
 
 def _largest(holds: Callable[[jax.Array], jax.Array], wanted: jax.Array) -> jax.Array:
@@ -175,4 +202,6 @@ def _largest(holds: Callable[[jax.Array], jax.Array], wanted: jax.Array) -> jax.
         return jnp.where(holds(value(more)), more, bits)
 
     turns = jnp.where(wanted.any(), 30, 0)
-    return jnp.where(wanted, value(jax.lax.fori_loop(0, turns, narrow, jnp.zeros(len(wanted), jnp.uint32))), 0.0)
+    return jnp.where(
+        wanted, value(jax.lax.fori_loop(0, turns, narrow, jnp.zeros(len(wanted), jnp.uint32))), 0.0
+    )

@@ -69,7 +69,9 @@ class Scheduler:
     pool: PagePool | None = None  # of which rows have pages
     row_pages: int = 0  # that have to be spare before a new row enters
     waiting: deque[tuple[int, int, int]] = field(default_factory=deque)  # (id, bucket, parts)
-    entering: dict[int, Entering] = field(default_factory=dict)  # by id, in the order of their prefills
+    entering: dict[int, Entering] = field(
+        default_factory=dict
+    )  # by id, in the order of their prefills
     # (id, part) that gave up their rows -> the pages that have to be spare before they come back, in this order
     returning: dict[tuple[int, int], int] = field(default_factory=dict)
     running: dict[int, tuple[int, int]] = field(default_factory=dict)  # row -> (id, part)
@@ -99,14 +101,19 @@ class Scheduler:
     def admit(self, busy: Collection[tuple[int, int]] = ()) -> Admission | None:
         """The next step that fills rows, or None if decoding should continue. Parts that are `busy` cannot return."""
         if (back := self._return(busy)) or (self.returning and self.free):
-            return back  # where pages are lacking, what is new does not go before what was in already
+            return (
+                back  # where pages are lacking, what is new does not go before what was in already
+            )
         return self._join() or self._prefill()
 
     @property
     def lacking(self) -> int:
         """Rows that could be filled beyond those that are free."""
-        wanted = len(self.returning) + sum(one.parts - one.part for one in self.entering.values()) + sum(
-            parts for _, _, parts in self.waiting)
+        wanted = (
+            len(self.returning)
+            + sum(one.parts - one.part for one in self.entering.values())
+            + sum(parts for _, _, parts in self.waiting)
+        )
         first = next(iter(self.returning.values()), self.row_pages)
         return min(wanted, self.num_rows) - len(self._room(self.num_rows, first))
 
@@ -125,8 +132,10 @@ class Scheduler:
         take, entries = self._with_pages(self.join_rows), []
         for id, one in list(self.entering.items()):
             replica = self.replica_of(one.source)
-            free = [one.source] * one.is_source_free + [row for row in self.free if self.replica_of(row) == replica]
-            for row in free[:one.parts - one.part]:
+            free = [one.source] * one.is_source_free + [
+                row for row in self.free if self.replica_of(row) == replica
+            ]
+            for row in free[: one.parts - one.part]:
                 if (position := take(row, self.row_pages)) is None:
                     break
                 entries.append(AdmittedPart(position, id, one.part, row, one.source))
@@ -147,7 +156,7 @@ class Scheduler:
         enough = -(-wanted * (self.replicas + 1) // (2 * self.replicas))
         if not room or (len(room) < enough and self.running):
             return None
-        chosen = [one for one in self.waiting if one[1] == bucket][:len(room)]
+        chosen = [one for one in self.waiting if one[1] == bucket][: len(room)]
         ids = {id for id, _, _ in chosen}
         self.waiting = deque(one for one in self.waiting if one[0] not in ids)
         entries = []
@@ -174,13 +183,17 @@ class Scheduler:
     def positions(self, batch: int) -> Callable[[int], int | None]:
         """A function that takes the next position of a row's replica in a batch of so many; None if none is left."""
         each = batch // self.replicas
-        left = [iter(range(replica * each, (replica + 1) * each)) for replica in range(self.replicas)]
+        left = [
+            iter(range(replica * each, (replica + 1) * each)) for replica in range(self.replicas)
+        ]
         return lambda row: next(left[self.replica_of(row)], None)
 
     def _with_pages(self, batch: int) -> Callable[[int, int], int | None]:
         """As `positions`, for a row that enters with so many pages; None, too, where its replica has fewer to spare."""
-        take, spare = self.positions(batch), [self.pool.spare(replica) if self.pool else 0
-                                              for replica in range(self.replicas)]
+        take, spare = (
+            self.positions(batch),
+            [self.pool.spare(replica) if self.pool else 0 for replica in range(self.replicas)],
+        )
 
         def position(row: int, pages: int) -> int | None:
             replica = self.replica_of(row)

@@ -28,9 +28,20 @@ from shoal.types import HostLost, ShoalError
 MAX_BODY, MAX_CALLS = 16 * 2**20, 1024
 SETTINGS_BYTES, CHARACTER_BYTES = 2**20, 6
 """Of a body: what its settings may take beside the prompt, and a character of that, as `\\u00e9`."""
-KINDS = {"/v1/chat/completions": "chat", "/v1/completions": "text", "/inference/v1/generate": "tokens"}
-WEIGHTS = ("pause", "resume", "is_paused", "collective_rpc", "update_weight_version", "reset_prefix_cache",
-           "weight_checker")
+KINDS = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "text",
+    "/inference/v1/generate": "tokens",
+}
+WEIGHTS = (
+    "pause",
+    "resume",
+    "is_paused",
+    "collective_rpc",
+    "update_weight_version",
+    "reset_prefix_cache",
+    "weight_checker",
+)
 
 
 @dataclass(frozen=True)
@@ -49,7 +60,11 @@ class Api:
         """All of it, for a server."""
         routes = [Route(path, self._guarded, methods=["POST"]) for path in (*KINDS, *self.posts)]
         routes += [Route(path, self._guarded) for path in ("/v1/models", "/health", "/is_paused")]
-        routes += [Route(f"/{name}", self._guarded, methods=["POST"]) for name in WEIGHTS if name != "is_paused"]
+        routes += [
+            Route(f"/{name}", self._guarded, methods=["POST"])
+            for name in WEIGHTS
+            if name != "is_paused"
+        ]
         return Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
 
     async def _guarded(self, request: Request) -> Response:
@@ -66,9 +81,13 @@ class Api:
             async with asyncio.timeout(self.seconds):
                 return await self._answer(request.url.path, request)
         except (ShoalError, HostLost) as error:
-            return error_reply(400 if isinstance(error, ShoalError) else 503, str(error), getattr(error, "key", ""))
+            return error_reply(
+                400 if isinstance(error, ShoalError) else 503, str(error), getattr(error, "key", "")
+            )
         except (ClientDisconnect, TimeoutError):
-            return error_reply(408, f"the client went away, or it took longer than {exact(self.seconds)} seconds")
+            return error_reply(
+                408, f"the client went away, or it took longer than {exact(self.seconds)} seconds"
+            )
         finally:
             self.going.discard(request)
 
@@ -76,21 +95,39 @@ class Api:
         sampler = self.sampler
         if path in KINDS:
             tokens = sampler.max_prompt_tokens + sampler.params.max_tokens
-            body = await _body(request, SETTINGS_BYTES + CHARACTER_BYTES * TOKEN_CHARACTERS * tokens)
+            body = await _body(
+                request, SETTINGS_BYTES + CHARACTER_BYTES * TOKEN_CHARACTERS * tokens
+            )
             # In a thread, as encoding: others are answered while a long body is read.
             call = await asyncio.to_thread(lambda: read_call(KINDS[path], parse(body), sampler))
             whole = reply(call, await _unless_gone(request, sampler.sample(call)), sampler.name)
-            return Response("".join(events(call, whole)), media_type="text/event-stream") if call.stream else \
-                JSONResponse(whole)
+            return (
+                Response("".join(events(call, whole)), media_type="text/event-stream")
+                if call.stream
+                else JSONResponse(whole)
+            )
         if path in self.posts:
             return JSONResponse(self.posts[path](parse(await _body(request))) or {})
         if path in ("/health", "/v1/models"):
             sampler.check()
-            return JSONResponse({"object": "list", "data": [{
-                "id": sampler.name, "object": "model", "created": 0, "owned_by": "shoal",
-                "max_model_len": sampler.max_prompt_tokens + sampler.params.max_tokens}]})
+            return JSONResponse(
+                {
+                    "object": "list",
+                    "data": [
+                        {
+                            "id": sampler.name,
+                            "object": "model",
+                            "created": 0,
+                            "owned_by": "shoal",
+                            "max_model_len": sampler.max_prompt_tokens + sampler.params.max_tokens,
+                        }
+                    ],
+                }
+            )
         if self.weights is None:
-            raise HTTPException(404, "the weights cannot be replaced: start `shoal serve` with publication=true")
+            raise HTTPException(
+                404, "the weights cannot be replaced: start `shoal serve` with publication=true"
+            )
         return JSONResponse(await self._replace(self.weights, path[1:], request))
 
     async def _replace(self, weights: Any, name: str, request: Request) -> dict[str, Any]:
@@ -103,28 +140,44 @@ class Api:
         elif name == "resume":
             weights.resume()
         elif name == "collective_rpc":
-            require(fits(body, {"method": ("reload_weights",), "kwargs": {"weights_path": str}}), "method", body,
-                    '{"method": "reload_weights", "kwargs": {"weights_path": FOLDER}}')
+            require(
+                fits(body, {"method": ("reload_weights",), "kwargs": {"weights_path": str}}),
+                "method",
+                body,
+                '{"method": "reload_weights", "kwargs": {"weights_path": FOLDER}}',
+            )
             await weights.reload(body["kwargs"]["weights_path"])
             return {"results": [None]}
         elif name == "update_weight_version":
             require(fits(body, {"new_version": str}), "new_version", body, "a text")
             weights.name_version(body["new_version"])
         elif name == "weight_checker":
-            require(fits(body, ({"action": ("checksum",)}, {"action": ("compare",), "baseline": dict})), "action",
-                    body, "the action checksum, or compare with a baseline")
+            require(
+                fits(body, ({"action": ("checksum",)}, {"action": ("compare",), "baseline": dict})),
+                "action",
+                body,
+                "the action checksum, or compare with a baseline",
+            )
             found, baseline = await weights.checksums(), body.get("baseline")
             if baseline is None:
                 return {"checksums": found}
-            wrong = sorted(name for name in {*found, *baseline} if found.get(name) != baseline.get(name))
+            wrong = sorted(
+                name for name in {*found, *baseline} if found.get(name) != baseline.get(name)
+            )
             return {"match": not wrong, "mismatches": wrong}
         # There is no prefix cache: a prompt's keys live as long as its call.
-        return {"success": True, "is_paused": weights.is_paused, "status": "paused" if weights.is_paused else "resumed"}
+        return {
+            "success": True,
+            "is_paused": weights.is_paused,
+            "status": "paused" if weights.is_paused else "resumed",
+        }
 
 
 def error_reply(status: int, message: str, param: str = "") -> Response:
     kind = "invalid_request_error" if status == 400 else f"error_{status}"
-    return JSONResponse({"error": {"message": message, "type": kind, "param": param or None, "code": None}}, status)
+    return JSONResponse(
+        {"error": {"message": message, "type": kind, "param": param or None, "code": None}}, status
+    )
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -145,7 +198,10 @@ async def _body(request: Request, most: int = MAX_BODY) -> bytes:
 
 async def _unless_gone(request: Request, answer: Awaitable[Any]) -> Any:
     """What is awaited; given up with ClientDisconnect where the client goes away first."""
-    tasks = asyncio.ensure_future(answer), asyncio.ensure_future(request.receive())  # the body has been read
+    tasks = (
+        asyncio.ensure_future(answer),
+        asyncio.ensure_future(request.receive()),
+    )  # the body has been read
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if tasks[0] not in done:

@@ -32,28 +32,72 @@ PIECE, BORDER, LIKELY_CHARACTERS = 1 << 14, 16, 8
 cutting it may change the count, at each border."""
 MOST = 128
 """Completions of a call, tools and stop strings."""
-MESSAGE = {"role": ("system", "developer", "user", "assistant", "tool"),
-           "content?": (str, [{"type": ("text",), "text": str}]),
-           "tool_calls?": [{"function": {"name": str, "arguments?": (str, dict)}}]}
+MESSAGE = {
+    "role": ("system", "developer", "user", "assistant", "tool"),
+    "content?": (str, [{"type": ("text",), "text": str}]),
+    "tool_calls?": [{"function": {"name": str, "arguments?": (str, dict)}}],
+}
 TOOL = {"function": {"name": str, "parameters?": {"properties?": {"*": dict}}}}
 ONLY_AT = {
-    **dict.fromkeys(("frequency_penalty", "presence_penalty", "min_tokens", "prompt_logprobs", "top_logprobs"),
-                    Within(0.0, 0.0)), "repetition_penalty": Within(1.0, 1.0), "best_of": Within(1, 1),
-    **dict.fromkeys(("echo", "store", "ignore_eos", "continue_final_message", "include_stop_str_in_output"), (False,)),
+    **dict.fromkeys(
+        ("frequency_penalty", "presence_penalty", "min_tokens", "prompt_logprobs", "top_logprobs"),
+        Within(0.0, 0.0),
+    ),
+    "repetition_penalty": Within(1.0, 1.0),
+    "best_of": Within(1, 1),
+    **dict.fromkeys(
+        ("echo", "store", "ignore_eos", "continue_final_message", "include_stop_str_in_output"),
+        (False,),
+    ),
     **dict.fromkeys(("detokenize", "add_generation_prompt", "parallel_tool_calls"), (True,)),
-    "response_format": {"type": ("text",)}, "tool_choice": ("auto", "none"), "logit_bias": {"*": ()},
-    "chat_template_kwargs": {"*": ()}}
+    "response_format": {"type": ("text",)},
+    "tool_choice": ("auto", "none"),
+    "logit_bias": {"*": ()},
+    "chat_template_kwargs": {"*": ()},
+}
 """Settings of which one value is supported, and is what it would be without them."""
-FREE = ("model", "user", "metadata", "cache_salt", "request_id", "priority", "safety_identifier", "prompt_cache_key",
-        "service_tier", "skip_special_tokens", "spaces_between_special_tokens", "output_kind")
+FREE = (
+    "model",
+    "user",
+    "metadata",
+    "cache_salt",
+    "request_id",
+    "priority",
+    "safety_identifier",
+    "prompt_cache_key",
+    "service_tier",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "output_kind",
+)
 """Settings that do not change what is sampled: accepted, and read by nobody."""
-SAMPLING = {"temperature": Within(0.0, 100.0), "top_p": Within(1e-6, 1.0), "min_p": Within(0.0, 1.0),
-            "top_k": Within(-1, 2**30)}
-PROMPTS = {"chat": ("messages", [MESSAGE]), "text": ("prompt", (str, [int])), "tokens": ("token_ids", [int])}
+SAMPLING = {
+    "temperature": Within(0.0, 100.0),
+    "top_p": Within(1e-6, 1.0),
+    "min_p": Within(0.0, 1.0),
+    "top_k": Within(-1, 2**30),
+}
+PROMPTS = {
+    "chat": ("messages", [MESSAGE]),
+    "text": ("prompt", (str, [int])),
+    "tokens": ("token_ids", [int]),
+}
 """Kind of a call -> the name and the shape of its prompt."""
-SHAPES = {**ONLY_AT, **SAMPLING, **dict.fromkeys(FREE, object), "n": Within(1, MOST), "stream": bool, "tools": [TOOL],
-          "seed": Within(-2**63, 2**63 - 1), "stop": (str, [str]), "stream_options": dict, "return_token_ids": bool,
-          "logprobs": (False, True, 0, 1), "stop_token_ids": [int], **dict(PROMPTS.values())}
+SHAPES = {
+    **ONLY_AT,
+    **SAMPLING,
+    **dict.fromkeys(FREE, object),
+    "n": Within(1, MOST),
+    "stream": bool,
+    "tools": [TOOL],
+    "seed": Within(-(2**63), 2**63 - 1),
+    "stop": (str, [str]),
+    "stream_options": dict,
+    "return_token_ids": bool,
+    "logprobs": (False, True, 0, 1),
+    "stop_token_ids": [int],
+    **dict(PROMPTS.values()),
+}
 
 
 @dataclass(frozen=True)
@@ -100,15 +144,23 @@ class Sampler(Protocol):
         """HostLost, as `sample` raises it too, where nothing can be sampled any more."""
 
 
-def described(one: Completion, tools: Sequence[Any], tokenizer: Tokenizer, named: bool,
-              start: int = 0) -> dict[str, Any]:
+def described(
+    one: Completion, tools: Sequence[Any], tokenizer: Tokenizer, named: bool, start: int = 0
+) -> dict[str, Any]:
     """What an answer says of a completion's tokens from `start` on, in plain data; `named`: the text of each."""
     ids = one.token_ids[start:].tolist()
     message: dict[str, Any] = {"role": "assistant", "content": tokenizer.decode(ids)}
-    return {"ids": ids, "logprobs": one.logprobs[start:].tolist(), "versions": one.versions[start:].tolist(),
-            "stop_reason": one.stop_reason.value, "text": message["content"],
-            "tokens": [tokenizer.decode([id], skip_special_tokens=False) for id in ids] if named else [],
-            "message": turn_format(tokenizer, json.dumps(tools)).read(ids)[0] if tools else message}
+    return {
+        "ids": ids,
+        "logprobs": one.logprobs[start:].tolist(),
+        "versions": one.versions[start:].tolist(),
+        "stop_reason": one.stop_reason.value,
+        "text": message["content"],
+        "tokens": [tokenizer.decode([id], skip_special_tokens=False) for id in ids]
+        if named
+        else [],
+        "message": turn_format(tokenizer, json.dumps(tools)).read(ids)[0] if tools else message,
+    }
 
 
 @lru_cache(64)
@@ -127,27 +179,46 @@ def encode(prompt: Any, tools: Sequence[Any], tokenizer: Tokenizer, most: int) -
         _check_count(prompt, tokenizer, most)
         form = turn_format(tokenizer, json.dumps(tools)) if tools else tokenizer
         ids = form.encode_prompt(prompt)
-    require(1 <= len(ids) <= most, "prompt", f"{len(ids)} tokens", f"1 to sampling.max_prompt_tokens={most}")
+    require(
+        1 <= len(ids) <= most,
+        "prompt",
+        f"{len(ids)} tokens",
+        f"1 to sampling.max_prompt_tokens={most}",
+    )
     return ids
 
 
 def check_size(prompt: Any, tools: Sequence[Any], most: int, key: str) -> None:
     """ShoalError for a prompt with its tools that has more characters than `most` tokens can have."""
     size = len(json.dumps([prompt, *tools], ensure_ascii=False))
-    require(size <= TOKEN_CHARACTERS * most, "prompt", f"{size} characters", f"what fits the {most} tokens of {key}")
+    require(
+        size <= TOKEN_CHARACTERS * most,
+        "prompt",
+        f"{size} characters",
+        f"what fits the {most} tokens of {key}",
+    )
 
 
 def _check_count(prompt: Any, tokenizer: Tokenizer, most: int) -> None:
     """ShoalError as soon as the pieces of a long prompt have more than `most` tokens: encoding takes some seconds and a
     gigabyte for each 4 million characters."""
-    texts = [prompt] if isinstance(prompt, str) else [str(message.get("content", "")) for message in prompt]
+    texts = (
+        [prompt]
+        if isinstance(prompt, str)
+        else [str(message.get("content", "")) for message in prompt]
+    )
     if sum(map(len, texts)) <= LIKELY_CHARACTERS * most:
         return
     count = 0
     for text in texts:
         for start in range(0, len(text), PIECE):
-            count += len(tokenizer.encode(text[start:start + PIECE])) - BORDER
-            require(count <= most, "prompt", f"more than {most} tokens", f"1 to sampling.max_prompt_tokens={most}")
+            count += len(tokenizer.encode(text[start : start + PIECE])) - BORDER
+            require(
+                count <= most,
+                "prompt",
+                f"more than {most} tokens",
+                f"1 to sampling.max_prompt_tokens={most}",
+            )
 
 
 def parse(body: bytes) -> dict[str, Any]:
@@ -174,13 +245,20 @@ def _check_depth(body: dict[str, Any]) -> None:
         if not below:
             return
         level = below
-    raise ShoalError(f"the body is no valid request: more than {MOST_DEPTH} lists and objects inside one another")
+    raise ShoalError(
+        f"the body is no valid request: more than {MOST_DEPTH} lists and objects inside one another"
+    )
 
 
 def read_call(kind: str, body: dict[str, Any], sampler: Sampler) -> Call:
     """The call of a body. ShoalError names the setting that is wrong."""
     if kind == "tokens":  # everything but the prompt is in there
-        require(fits(given := body.pop("sampling_params", {}), dict), "sampling_params", given, "an object")
+        require(
+            fits(given := body.pop("sampling_params", {}), dict),
+            "sampling_params",
+            given,
+            "an object",
+        )
         body = {"logprobs": 1, "return_token_ids": True, **body, **given}
     body = {name: value for name, value in body.items() if value is not None}
     prompt = PROMPTS[kind][0]
@@ -190,13 +268,27 @@ def read_call(kind: str, body: dict[str, Any], sampler: Sampler) -> Call:
     shapes = {**SHAPES, **dict.fromkeys(limits, Within(1, sampler.max_tokens))}
     others = {name for name, _ in PROMPTS.values()} - {prompt}
     for name, value in {prompt: None, **body}.items():
-        require(name in shapes and name not in others, name, value, "nothing: this address has no such setting")
+        require(
+            name in shapes and name not in others,
+            name,
+            value,
+            "nothing: this address has no such setting",
+        )
         require(fits(value, shapes[name]), name, value, expected(shapes[name]))
     ids = body[prompt] if fits(body[prompt], [int]) else []
-    require(bool(body[prompt]) and all(0 <= id < sampler.vocab_size for id in ids), prompt, body[prompt],
-            f"some, of ids below {sampler.vocab_size}")
+    require(
+        bool(body[prompt]) and all(0 <= id < sampler.vocab_size for id in ids),
+        prompt,
+        body[prompt],
+        f"some, of ids below {sampler.vocab_size}",
+    )
     ends, own, stop = body.get("stop_token_ids", []), sampler.params, body.get("stop", [])
-    require({*ends} <= {*sampler.eos_ids}, "stop_token_ids", ends, f"of the model's own, {sampler.eos_ids}")
+    require(
+        {*ends} <= {*sampler.eos_ids},
+        "stop_token_ids",
+        ends,
+        f"of the model's own, {sampler.eos_ids}",
+    )
     stop = [stop] if isinstance(stop, str) else stop
     require(all(stop) and len(stop) <= MOST, "stop", stop, f"at most {MOST}, none of them empty")
     numbers = {name: body[name] for name in SAMPLING if name in body}
@@ -208,22 +300,32 @@ def read_call(kind: str, body: dict[str, Any], sampler: Sampler) -> Call:
         tool["function"].setdefault("parameters", {}).setdefault("properties", {})
     logprobs = body.get("logprobs", False)
     return Call(
-        kind, [*map(_message, body[prompt])] if kind == "chat" else body[prompt],
-        replace(params, top_k=max(0, params.top_k)), body.get("n", 1), body.get("seed"),
-        tools if body.get("tool_choice") != "none" else (), body.get("stream", False),
+        kind,
+        [*map(_message, body[prompt])] if kind == "chat" else body[prompt],
+        replace(params, top_k=max(0, params.top_k)),
+        body.get("n", 1),
+        body.get("seed"),
+        tools if body.get("tool_choice") != "none" else (),
+        body.get("stream", False),
         body.get("stream_options", {}).get("include_usage") is True,
-        bool(logprobs) if kind == "chat" else logprobs is not False, body.get("return_token_ids", False))
+        bool(logprobs) if kind == "chat" else logprobs is not False,
+        body.get("return_token_ids", False),
+    )
 
 
 def _message(given: dict[str, Any]) -> dict[str, Any]:
     """A message as chat templates read it: its text in one piece, the arguments of calls as objects."""
     message = {name: value for name, value in given.items() if value is not None}
     content = message.get("content", "")
-    message["content"] = content if isinstance(content, str) else "".join(part["text"] for part in content)
+    message["content"] = (
+        content if isinstance(content, str) else "".join(part["text"] for part in content)
+    )
     message["role"] = message["role"].replace("developer", "system")
     for call in message.get("tool_calls", ()):
         arguments = call["function"].get("arguments") or "{}"
-        call["function"]["arguments"] = parse(arguments.encode()) if isinstance(arguments, str) else arguments
+        call["function"]["arguments"] = (
+            parse(arguments.encode()) if isinstance(arguments, str) else arguments
+        )
     return message
 
 
@@ -233,8 +335,12 @@ def fits(value: Any, shape: Any) -> bool:
     if isinstance(shape, Within):
         return type(value) in (int, type(shape.low)) and shape.low <= value <= shape.high
     if isinstance(shape, tuple):
-        return any(fits(value, one) if isinstance(one, type | list | dict) else value is one or (
-            type(value) is type(one) and value == one) for one in shape)
+        return any(
+            fits(value, one)
+            if isinstance(one, type | list | dict)
+            else value is one or (type(value) is type(one) and value == one)
+            for one in shape
+        )
     if isinstance(shape, list):
         if isinstance(value, list) and isinstance(shape[0], type) and shape[0] is not object:
             return {*map(type, value)} <= {*shape}  # of a prompt, thousands of ids
@@ -244,14 +350,21 @@ def fits(value: Any, shape: Any) -> bool:
     if "*" in shape:
         return all(fits(one, shape["*"]) for one in value.values())
     given = {name: value.get(name.rstrip("?")) for name in shape}
-    return all((one is None and name.endswith("?")) or fits(one, shape[name]) for name, one in given.items())
+    return all(
+        (one is None and name.endswith("?")) or fits(one, shape[name])
+        for name, one in given.items()
+    )
 
 
 def expected(shape: Any) -> str:
     """A setting's shape in words."""
     if isinstance(shape, Within):
         return f"{'an integer' if isinstance(shape.low, int) else 'a number'} from {exact(shape.low)} to {shape.high}"
-    values = [json.dumps(one) for one in shape if isinstance(one, str | int)] if isinstance(shape, tuple) else []
+    values = (
+        [json.dumps(one) for one in shape if isinstance(one, str | int)]
+        if isinstance(shape, tuple)
+        else []
+    )
     return " or ".join(values) or "what OpenAI's API has there, of texts alone"
 
 

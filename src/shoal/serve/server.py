@@ -28,7 +28,11 @@ def foreign(headers: Mapping[str, str], has_token: bool) -> str:
     host, origin = headers.get("host", ""), headers.get("origin")
     if not has_token and host_name(host) not in LOOPBACK:
         return "this is served to 127.0.0.1 and localhost; for another host start it with token="
-    return "" if origin in (None, f"http://{host}", f"https://{host}") else "this answers no other site"
+    return (
+        ""
+        if origin in (None, f"http://{host}", f"https://{host}")
+        else "this answers no other site"
+    )
 
 
 def require_packages(extra: str, *packages: str) -> None:
@@ -37,19 +41,26 @@ def require_packages(extra: str, *packages: str) -> None:
         try:
             __import__(package)
         except ImportError as error:
-            raise ShoalError(f"{package} is not installed: `pip install '.[{extra}]'` in the clone of Shoal") from error
+            raise ShoalError(
+                f"{package} is not installed: `pip install '.[{extra}]'` in the clone of Shoal"
+            ) from error
 
 
 def check_host(host: str, token: str, what: str, port: int) -> None:
     """ShoalError for an address of other machines without a token; `what` they could do."""
     if host not in LOOPBACK and not token:
-        raise ShoalError(f"host={host}: whoever reaches this address could {what}; set token=auto, or leave host= out "
-                         f"and forward the port: ssh -L {port}:127.0.0.1:{port} HOST", "token")
+        raise ShoalError(
+            f"host={host}: whoever reaches this address could {what}; set token=auto, or leave host= out "
+            f"and forward the port: ssh -L {port}:127.0.0.1:{port} HOST",
+            "token",
+        )
 
 
 def base_url(host: str, listening: socket.socket) -> str:
     """`http://127.0.0.1:8700`, with the name of this machine where it listens everywhere."""
-    name = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
+    name = (
+        socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
+    )
     return f"http://{name}:{listening.getsockname()[1]}"
 
 
@@ -67,16 +78,29 @@ def listen(host: str, port: int, first: int = 8700) -> socket.socket:
         except OSError as error:
             found.close()
             fault = error
-    raise ShoalError(f"port={port}: cannot listen on {host}:{port} ({fault.strerror if fault else ''}): choose another "
-                     "port, or leave port= out for a free one", "port")
+    raise ShoalError(
+        f"port={port}: cannot listen on {host}:{port} ({fault.strerror if fault else ''}): choose another "
+        "port, or leave port= out for a free one",
+        "port",
+    )
 
 
 def make_server(app: Any) -> Any:
     """A server that answers in `run(sockets=[...])`, until Ctrl-C or `should_exit`."""
     import uvicorn
 
-    config = uvicorn.Config(app, http="h11", ws="none", lifespan="off", log_level="critical", access_log=False,
-                            server_header=False, date_header=False, timeout_keep_alive=30, timeout_graceful_shutdown=1)
+    config = uvicorn.Config(
+        app,
+        http="h11",
+        ws="none",
+        lifespan="off",
+        log_level="critical",
+        access_log=False,
+        server_header=False,
+        date_header=False,
+        timeout_keep_alive=30,
+        timeout_graceful_shutdown=1,
+    )
     return uvicorn.Server(config)
 
 

@@ -26,7 +26,9 @@ def calculate(expression: str) -> str:
         expression: Whole numbers joined by + - * / and brackets, such as 12 * (3 + 4).
     """
     if (found := arithmetic.read(expression)) is None:
-        raise ValueError(f"{expression!r:.80} is no expression of whole numbers, + - * / and brackets")
+        raise ValueError(
+            f"{expression!r:.80} is no expression of whole numbers, + - * / and brackets"
+        )
     return str(found.value)
 
 

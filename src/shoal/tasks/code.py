@@ -21,8 +21,10 @@ from shoal.tasks.task import Task
 from shoal.text import count
 from shoal.types import Example, RewardFunction, ShoalError
 
-SYSTEM_PROMPT = ("Solve the task in Python, with its standard library alone. Write the whole code in one block that "
-                 "begins with ```python and ends with ```.")
+SYSTEM_PROMPT = (
+    "Solve the task in Python, with its standard library alone. Write the whole code in one block that "
+    "begins with ```python and ends with ```."
+)
 _BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 
 
@@ -32,9 +34,16 @@ def load(task: TaskSection) -> Task:
     splits = read_splits(task, Published("code"), _example)
     splits.drop_held_out(prompt_key, "problem")
     _note_undefined(splits)
-    return with_rows(Task(
-        "code", rewards=(RewardFunction("passed", passed),), correct_by="passed",
-        well_formed=lambda text: len(_BLOCK.findall(text)) == 1, verdict=verdict), splits)
+    return with_rows(
+        Task(
+            "code",
+            rewards=(RewardFunction("passed", passed),),
+            correct_by="passed",
+            well_formed=lambda text: len(_BLOCK.findall(text)) == 1,
+            verdict=verdict,
+        ),
+        splits,
+    )
 
 
 def _note_undefined(splits: Splits) -> None:
@@ -44,21 +53,29 @@ def _note_undefined(splits: Splits) -> None:
     found = [(place, names) for place, names in found if names]
     if found:
         place, names = found[0]
-        splits.notes.append(f"code: the tests of {count(len(found), 'row')} use names that neither the tests, their "
-                            f"setup nor the solution define ({', '.join(names)} in {place}): define them in "
-                            "`test_setup_code`, or leave these rows out")
+        splits.notes.append(
+            f"code: the tests of {count(len(found), 'row')} use names that neither the tests, their "
+            f"setup nor the solution define ({', '.join(names)} in {place}): define them in "
+            "`test_setup_code`, or leave these rows out"
+        )
 
 
 def _example(number: int, place: str, row: Mapping[str, Any]) -> Example:
     tests: Any = row.get("test_list")
-    are_tests = isinstance(tests, list) and bool(tests) and all(isinstance(one, str) for one in tests)
+    are_tests = (
+        isinstance(tests, list) and bool(tests) and all(isinstance(one, str) for one in tests)
+    )
     entry, text = row.get("entry_point"), row.get("text") or row.get("prompt")
     if entry is not None:
-        are_tests = isinstance(entry, str) and isinstance(row.get("test"), str) and bool(row["test"])
+        are_tests = (
+            isinstance(entry, str) and isinstance(row.get("test"), str) and bool(row["test"])
+        )
     if not (isinstance(text, str) and are_tests):
-        raise ShoalError(f"task code: {place} has neither `text` (or `prompt`) and `test_list`, as MBPP, nor `prompt`, "
-                         f"`test` and `entry_point`, as HumanEval; its columns: {', '.join(row) or 'none'} "
-                         "(task.columns=[test_list=OTHER] renames one)")
+        raise ShoalError(
+            f"task code: {place} has neither `text` (or `prompt`) and `test_list`, as MBPP, nor `prompt`, "
+            f"`test` and `entry_point`, as HumanEval; its columns: {', '.join(row) or 'none'} "
+            "(task.columns=[test_list=OTHER] renames one)"
+        )
     if entry is None:
         setup = "\n".join([*_texts(row.get("test_imports")), *_texts(row.get("test_setup_code"))])
         head, solution = "", "".join(_texts(row.get("code")))
@@ -68,8 +85,19 @@ def _example(number: int, place: str, row: Mapping[str, Any]) -> Example:
         asked = f"Complete this code:\n```python\n{text.rstrip()}\n```"
         solution = text + "".join(_texts(row.get("canonical_solution")))
     prompt = [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": asked}]
-    return Example(number, prompt, {"question": text, "solution": solution, "head": head, "setup": setup,
-                                    "tests": list(tests), "entry_point": entry or ""}, place=place)
+    return Example(
+        number,
+        prompt,
+        {
+            "question": text,
+            "solution": solution,
+            "head": head,
+            "setup": setup,
+            "tests": list(tests),
+            "entry_point": entry or "",
+        },
+        place=place,
+    )
 
 
 def _texts(value: Any) -> list[str]:
@@ -82,18 +110,38 @@ def case_of(text: str, columns: Mapping[str, Any]) -> dict[str, Any]:
     HumanEval begins is redefined, or continued."""
     text = solution_of(text)
     code = (_BLOCK.findall(text) or [text])[-1]
-    return {"code": columns["head"] + code, "given": columns["head"], "reference": columns.get("solution") or "",
-            **{name: columns[name] for name in ("setup", "tests", "entry_point")}}
+    return {
+        "code": columns["head"] + code,
+        "given": columns["head"],
+        "reference": columns.get("solution") or "",
+        **{name: columns[name] for name in ("setup", "tests", "entry_point")},
+    }
 
 
-async def passed(completions: Sequence[Any], head: Sequence[str], setup: Sequence[str], tests: Sequence[list[str]],
-                 entry_point: Sequence[str], solution: Sequence[str | None] = (), log_extra: Any = None,
-                 log_metric: Any = None, **kwargs: Any) -> list[float]:
+async def passed(
+    completions: Sequence[Any],
+    head: Sequence[str],
+    setup: Sequence[str],
+    tests: Sequence[list[str]],
+    entry_point: Sequence[str],
+    solution: Sequence[str | None] = (),
+    log_extra: Any = None,
+    log_metric: Any = None,
+    **kwargs: Any,
+) -> list[float]:
     """1.0 where all tests pass, else 0.0. Logged: the share of each outcome, and each completion's."""
     solutions = solution or [""] * len(completions)
-    found = await run_all([
-        case_of(completion_text(one), {"head": h, "setup": s, "tests": t, "entry_point": e, "solution": given})
-        for one, h, s, t, e, given in zip(completions, head, setup, tests, entry_point, solutions, strict=True)])
+    found = await run_all(
+        [
+            case_of(
+                completion_text(one),
+                {"head": h, "setup": s, "tests": t, "entry_point": e, "solution": given},
+            )
+            for one, h, s, t, e, given in zip(
+                completions, head, setup, tests, entry_point, solutions, strict=True
+            )
+        ]
+    )
     if log_extra and log_metric:
         log_extra("outcome", found)
         for one in found:

@@ -20,7 +20,8 @@ from shoal.types import Example
 SYSTEM_PROMPT = (
     "Reach the target with the given numbers and + - * / and brackets; use every number exactly once. Think between "
     "<reasoning> and </reasoning>, then write only the expression, without an equals sign, between <answer> and "
-    "</answer>.")
+    "</answer>."
+)
 
 
 @dataclass(frozen=True)
@@ -64,11 +65,17 @@ def _joined(large: tuple[int, str], small: tuple[int, str], most: int) -> list[t
     """The results of two values and their texts, whole numbers from 1 to `most`; one or more."""
     (a, left), (b, right) = large, small
     values = {"+": a + b, "-": a - b, "*": a * b, "/": a // b if a % b == 0 else 0}
-    return [(value, f"({left} {sign} {right})") for sign, value in values.items() if 1 <= value <= most]
+    return [
+        (value, f"({left} {sign} {right})") for sign, value in values.items() if 1 <= value <= most
+    ]
 
 
-PROBLEMS = Problems("countdown", _draw, lambda problem: f"countdown {problem.normal_form}",
-                    ("num_numbers", "max_value"))
+PROBLEMS = Problems(
+    "countdown",
+    _draw,
+    lambda problem: f"countdown {problem.normal_form}",
+    ("num_numbers", "max_value"),
+)
 
 
 # ---- the task
@@ -77,10 +84,17 @@ PROBLEMS = Problems("countdown", _draw, lambda problem: f"countdown {problem.nor
 def load(task: TaskSection) -> Task:
     """The task at the dials `task.num_numbers` and `task.max_value`; `task.num_eval_questions` 0 holds out 500."""
     empty = Task(
-        name="countdown", rewards=(reward_of("correct", solves_in_tag, 0.9, ("numbers", "target")),
-                 reward_of("answered", is_answered, 0.1, ())),
-        correct=lambda text, example: solves_in_tag(text, example.columns["numbers"], example.columns["target"]),
-        well_formed=is_answered, extract=lambda text: single_answer(text) or None)
+        name="countdown",
+        rewards=(
+            reward_of("correct", solves_in_tag, 0.9, ("numbers", "target")),
+            reward_of("answered", is_answered, 0.1, ()),
+        ),
+        correct=lambda text, example: solves_in_tag(
+            text, example.columns["numbers"], example.columns["target"]
+        ),
+        well_formed=is_answered,
+        extract=lambda text: single_answer(text) or None,
+    )
     return generated_task(task, empty, PROBLEMS, _example)
 
 
@@ -91,7 +105,11 @@ def solves(answer: str | None, numbers: Sequence[int], target: int) -> bool:
     (True, False)
     """
     expression = arithmetic.read(answer) if answer else None
-    return expression is not None and expression.value == target and sorted(expression.numbers) == sorted(numbers)
+    return (
+        expression is not None
+        and expression.value == target
+        and sorted(expression.numbers) == sorted(numbers)
+    )
 
 
 def solves_in_tag(text: str, numbers: Sequence[int], target: int) -> bool:
@@ -105,6 +123,13 @@ def is_answered(text: str) -> bool:
 
 
 def _example(row: int, problem: Puzzle) -> Example:
-    columns = {"numbers": list(problem.numbers), "target": problem.target, "solution": problem.solution}
-    prompt = [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": problem.question}]
+    columns = {
+        "numbers": list(problem.numbers),
+        "target": problem.target,
+        "solution": problem.solution,
+    }
+    prompt = [
+        {"role": "system", "content": SYSTEM_PROMPT},
+        {"role": "user", "content": problem.question},
+    ]
     return Example(row, prompt, columns)

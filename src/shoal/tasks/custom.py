@@ -33,7 +33,10 @@ def load(task: TaskSection) -> Task:
     Raises `ShoalError`, with file and line, for a row that cannot be used: none is left out, but for training prompts
     that are held out too.
     """
-    maker, parts = ExampleMaker(), parse_template(template_text(task.template)) if task.template else None
+    maker, parts = (
+        ExampleMaker(),
+        parse_template(template_text(task.template)) if task.template else None,
+    )
 
     def make(number: int, place: str, row: dict[str, Any]) -> Example:
         if parts:
@@ -49,18 +52,36 @@ def load(task: TaskSection) -> Task:
 
 
 def _no_prompt(row: Mapping[str, Any], place: str) -> ShoalError:
-    texts = [name for name, value in row.items()
-             if isinstance(value, str) or (isinstance(value, list) and value and isinstance(value[0], dict))]
+    texts = [
+        name
+        for name, value in row.items()
+        if isinstance(value, str)
+        or (isinstance(value, list) and value and isinstance(value[0], dict))
+    ]
     share_gpt = [name for name, value in row.items() if is_share_gpt(value)]
     if share_gpt:
-        return ShoalError(f"task {NAME}: {place} has no column `prompt` or `messages`, but {share_gpt[0]!r}: "
-                          f"{SHARE_GPT_ADVICE}, in a column `messages`")
-    likely = min(texts, default="OTHER", key=lambda name: (
-        _LIKELY.index(name.lower()) if name.lower() in _LIKELY else len(_LIKELY) + (name.lower() in _UNLIKELY)))
-    advice = f"Take the messages of {likely}" if isinstance(row.get(likely), list) else \
-        f"Make a message of one, task.template='{{{likely}}}', or take text as it is, past the model's chat template"
-    return ShoalError(f"task {NAME}: {place} has no column `prompt`; its columns: {', '.join(row) or 'none'}. "
-                      f"{advice}, task.columns=[prompt={likely}]")
+        return ShoalError(
+            f"task {NAME}: {place} has no column `prompt` or `messages`, but {share_gpt[0]!r}: "
+            f"{SHARE_GPT_ADVICE}, in a column `messages`"
+        )
+    likely = min(
+        texts,
+        default="OTHER",
+        key=lambda name: (
+            _LIKELY.index(name.lower())
+            if name.lower() in _LIKELY
+            else len(_LIKELY) + (name.lower() in _UNLIKELY)
+        ),
+    )
+    advice = (
+        f"Take the messages of {likely}"
+        if isinstance(row.get(likely), list)
+        else f"Make a message of one, task.template='{{{likely}}}', or take text as it is, past the model's chat template"
+    )
+    return ShoalError(
+        f"task {NAME}: {place} has no column `prompt`; its columns: {', '.join(row) or 'none'}. "
+        f"{advice}, task.columns=[prompt={likely}]"
+    )
 
 
 # ---- template
@@ -72,12 +93,16 @@ def template_text(template: str, key: str = "task.template") -> str:
         return template
     file = Path(template).expanduser()
     if not file.is_file():
-        raise ShoalError(f"{key}={template!r} names no column, nor is it a file; expected text with the names "
-                         "of columns in braces, 'Solve: {question}'")
+        raise ShoalError(
+            f"{key}={template!r} names no column, nor is it a file; expected text with the names "
+            "of columns in braces, 'Solve: {question}'"
+        )
     try:
         return file.read_text(encoding="utf-8-sig").removesuffix("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise ShoalError(f"{key}={template}: the file cannot be read as text in UTF-8: {error}") from error
+        raise ShoalError(
+            f"{key}={template}: the file cannot be read as text in UTF-8: {error}"
+        ) from error
 
 
 def parse_template(text: str, key: str = "task.template") -> tuple[list[str], list[str]]:
@@ -91,29 +116,43 @@ def parse_template(text: str, key: str = "task.template") -> tuple[list[str], li
         if token in ("{{", "}}"):
             pieces[-1] += token[0]
         elif token in ("{", "}", "{}"):
-            raise ShoalError(f"{key}: {token!r} stands alone after {''.join(pieces)[-30:]!r}; a column is "
-                             "{NAME}, braces that are meant as such are doubled: {{ }}")
+            raise ShoalError(
+                f"{key}: {token!r} stands alone after {''.join(pieces)[-30:]!r}; a column is "
+                "{NAME}, braces that are meant as such are doubled: {{ }}"
+            )
         elif token.startswith("{"):
             names.append(token[1:-1].strip())
             pieces.append("")
         else:
             pieces[-1] += token
     if not names:
-        raise ShoalError(f"{key}={text[:60]!r} names no column: every prompt would be the same; expected "
-                         "'Solve: {question}'")
+        raise ShoalError(
+            f"{key}={text[:60]!r} names no column: every prompt would be the same; expected "
+            "'Solve: {question}'"
+        )
     return pieces, names
 
 
-def fill(pieces: Sequence[str], names: Sequence[str], row: Mapping[str, Any], place: str,
-         key: str = "task.template") -> str:
+def fill(
+    pieces: Sequence[str],
+    names: Sequence[str],
+    row: Mapping[str, Any],
+    place: str,
+    key: str = "task.template",
+) -> str:
     """The text with the row's values: text as it is, whatever braces it holds, other values as JSON."""
     values = []
     for name in names:
         if row.get(name) is None:
             if name in row:
                 raise ShoalError(f"{place}: the column {name!r} is null, and {key} needs it")
-            raise ShoalError(f"{key} names {name!r}, which is no column of {place}{did_you_mean(name, row)}; "
-                             f"its columns: {', '.join(row) or 'none'}")
-        values.append(row[name] if isinstance(row[name], str) else
-                      json.dumps(row[name], ensure_ascii=False, default=str))
+            raise ShoalError(
+                f"{key} names {name!r}, which is no column of {place}{did_you_mean(name, row)}; "
+                f"its columns: {', '.join(row) or 'none'}"
+            )
+        values.append(
+            row[name]
+            if isinstance(row[name], str)
+            else json.dumps(row[name], ensure_ascii=False, default=str)
+        )
     return "".join(piece + value for piece, value in zip(pieces, [*values, ""], strict=True))

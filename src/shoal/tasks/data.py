@@ -62,41 +62,63 @@ class Splits:
         self.one_split = True
         if is_evaluating():
             self.train, self.held_out, self.data = [], rows, DataReport({}, files)
-            self.notes.append(f"{begin}{asked_rows(total, num_questions)} are evaluated on, those too that a run on "
-                              "this data learned from")
+            self.notes.append(
+                f"{begin}{asked_rows(total, num_questions)} are evaluated on, those too that a run on "
+                "this data learned from"
+            )
             return
         if total < 2:
-            raise ShoalError(f"task {self.task}: {source} has 1 row and no other split to evaluate on: add rows, or "
-                             f"evaluate on the row that is trained on, {self.on_purpose}")
+            raise ShoalError(
+                f"task {self.task}: {source} has 1 row and no other split to evaluate on: add rows, or "
+                f"evaluate on the row that is trained on, {self.on_purpose}"
+            )
         if spread:
             held = range(_HELD_OUT_SHARE - 1, total, _HELD_OUT_SHARE) or range(total - 1, total)
             self.notes.append(f"{begin}every tenth row of it is held out, {len(held)} of {total}")
         else:
-            held = range(total - min(max(1, total // _HELD_OUT_SHARE), num_questions or total), total)
+            held = range(
+                total - min(max(1, total // _HELD_OUT_SHARE), num_questions or total), total
+            )
             self.notes.append(f"{begin}its last {len(held)} of {total} rows are held out")
-        self.train, self.held_out = [row for at, row in enumerate(rows) if at not in held], [rows[at] for at in held]
+        self.train, self.held_out = (
+            [row for at, row in enumerate(rows) if at not in held],
+            [rows[at] for at in held],
+        )
         begins = itertools.accumulate(files.values(), initial=0)
-        counts = {file: sum(at in held for at in range(first, first + files[file]))
-                  for file, first in zip(files, begins, strict=False)}
-        self.data = DataReport({file: files[file] - number for file, number in counts.items()},
-                               {file: number for file, number in counts.items() if number})
+        counts = {
+            file: sum(at in held for at in range(first, first + files[file]))
+            for file, first in zip(files, begins, strict=False)
+        }
+        self.data = DataReport(
+            {file: files[file] - number for file, number in counts.items()},
+            {file: number for file, number in counts.items() if number},
+        )
 
     def share(self) -> None:
         """Evaluates on the rows that are trained on."""
         self.held_out, self.shared = self.train, True
         self.data = DataReport(self.data.train_files, self.data.train_files)
-        self.notes.append(f"{self.task}: {self.on_purpose}: evaluated on the rows that are trained on")
+        self.notes.append(
+            f"{self.task}: {self.on_purpose}: evaluated on the rows that are trained on"
+        )
 
     def keep(self, test: Callable[[Any], bool], expected: str, reason: str) -> None:
         """Drops the rows that fail a test; ShoalError where no other is left. `expected`: what a row must have;
         `reason`: what the dropped ones have."""
         train, held_out = list(filter(test, self.train)), list(filter(test, self.held_out))
-        for kind, rows, kept in (("training", self.train, train), ("held-out", self.held_out, held_out)):
+        for kind, rows, kept in (
+            ("training", self.train, train),
+            ("held-out", self.held_out, held_out),
+        ):
             if rows and not kept:
-                raise ShoalError(f"task {self.task}: none of the {len(rows)} {kind} rows has {expected}")
+                raise ShoalError(
+                    f"task {self.task}: none of the {len(rows)} {kind} rows has {expected}"
+                )
         if len(held_out) < len(self.held_out):
-            self.notes.append(f"{self.task}: {len(self.held_out) - len(held_out)} of {len(self.held_out)} held-out "
-                              f"rows were dropped: {reason}")
+            self.notes.append(
+                f"{self.task}: {len(self.held_out) - len(held_out)} of {len(self.held_out)} held-out "
+                f"rows were dropped: {reason}"
+            )
         self._drop(train, reason)
         self.held_out = held_out
 
@@ -107,8 +129,10 @@ class Splits:
         known = {key(one) for one in self.held_out}
         kept = [one for one in self.train if key(one) not in known]
         if self.train and not kept and not is_evaluating():
-            raise ShoalError(f"task {self.task}: every training {noun} is held out too: give other data, or evaluate "
-                             f"on the rows that are trained on, {self.on_purpose}")
+            raise ShoalError(
+                f"task {self.task}: every training {noun} is held out too: give other data, or evaluate "
+                f"on the rows that are trained on, {self.on_purpose}"
+            )
         self._drop(kept, f"{noun} held out too")
 
     def _drop(self, kept: list[Any], reason: str) -> None:
@@ -119,13 +143,19 @@ class Splits:
 
 def asked_rows(total: int, num_questions: int) -> str:
     """How many rows of a data set are evaluated on, at most `num_questions` (0: no limit)."""
-    return f"the first {num_questions} of {total} rows" if 0 < num_questions < total else f"all {total} rows"
+    return (
+        f"the first {num_questions} of {total} rows"
+        if 0 < num_questions < total
+        else f"all {total} rows"
+    )
 
 
 # ---- the files
 
 
-def read_splits(task: TaskSection, published: Published, make: Make, spread: bool = False) -> Splits:
+def read_splits(
+    task: TaskSection, published: Published, make: Make, spread: bool = False
+) -> Splits:
     """What `make` keeps of the rows, with columns renamed as `task.columns` says; `spread` as in `Splits.divide`.
 
     A file alone is the training split, unless its folder has a file of the other split. Raises `ShoalError` for data
@@ -134,7 +164,9 @@ def read_splits(task: TaskSection, published: Published, make: Make, spread: boo
     train, held_out, notes = _find_files(task, published)
     renames = renames_of(task.columns)
     rows, counts = _read(train, renames, published, make)
-    splits = Splits(published.task, rows, [], f"task.eval_split={task.split}", notes, DataReport(counts))
+    splits = Splits(
+        published.task, rows, [], f"task.eval_split={task.split}", notes, DataReport(counts)
+    )
     if held_out and held_out != train:
         splits.held_out, counts = _read(held_out, renames, published, make)
         splits.data.held_out_files.update(counts)
@@ -145,25 +177,38 @@ def read_splits(task: TaskSection, published: Published, make: Make, spread: boo
     return splits
 
 
-def _find_files(task: TaskSection, published: Published) -> tuple[list[Path], list[Path], list[str]]:
+def _find_files(
+    task: TaskSection, published: Published
+) -> tuple[list[Path], list[Path], list[str]]:
     """The files of training and of evaluation, and notes."""
     name = published.task
     if task.template:
-        raise ShoalError(f"task.template has no effect on the task {name}, which makes its own prompts: leave it out, "
-                         "or choose task=custom")
+        raise ShoalError(
+            f"task.template has no effect on the task {name}, which makes its own prompts: leave it out, "
+            "or choose task=custom"
+        )
     for key in ("split", "eval_split"):
         if not getattr(task, key).strip():
-            raise ShoalError(f"task.{key}= is empty: expected the name of a split, such as {getattr(TaskSection, key)}")
+            raise ShoalError(
+                f"task.{key}= is empty: expected the name of a split, such as {getattr(TaskSection, key)}"
+            )
     path = find_input(task.path, "task.path", weights=True, groups=True)
     if task.path and path.is_file():
-        return *_siblings(path, task), [f"{name}: task.{key} has no effect, since {path.name} is one file"
-                                        for key in ("subset", "files") if getattr(task, key)]
+        return *_siblings(path, task), [
+            f"{name}: task.{key} has no effect, since {path.name} is one file"
+            for key in ("subset", "files")
+            if getattr(task, key)
+        ]
     if task.files and not task.path and (not published.hub_id or all(map(is_bucket, task.files))):
         train, held_out = named_files(task.files), []
         if len(train) == 1:
             train, held_out = _siblings(train[0], task)
         return train, held_out, []
-    folder = open_folder(path, published) if task.path and path.is_dir() else fetch_folder(task, published)
+    folder = (
+        open_folder(path, published)
+        if task.path and path.is_dir()
+        else fetch_folder(task, published)
+    )
     return folder.find_splits(task)
 
 
@@ -183,8 +228,9 @@ def _siblings(path: Path, task: TaskSection) -> tuple[list[Path], list[Path]]:
 # ---- reading
 
 
-def _read(files: Sequence[Path], renames: Mapping[str, str], published: Published, make: Make
-          ) -> tuple[list[Any], dict[str, int]]:
+def _read(
+    files: Sequence[Path], renames: Mapping[str, str], published: Published, make: Make
+) -> tuple[list[Any], dict[str, int]]:
     """What `make` keeps of all rows of the files, renamed and checked to hold the columns; the rows of each file."""
     rows: list[Any] = []
     counts: dict[str, int] = {}
@@ -195,7 +241,9 @@ def _read(files: Sequence[Path], renames: Mapping[str, str], published: Publishe
             rows.append(make(len(rows), place, _checked(row, place, renames, published)))
         counts[file.name if names.count(file.name) == 1 else str(file)] = len(rows) - before
     if not rows:
-        raise ShoalError(f"task {published.task}: {files[0]} is empty; rows with {_columns(published)} are needed")
+        raise ShoalError(
+            f"task {published.task}: {files[0]} is empty; rows with {_columns(published)} are needed"
+        )
     return rows, counts
 
 
@@ -203,23 +251,35 @@ def _columns(published: Published) -> str:
     return " and ".join(f"`{column}`" for column in published.columns) or "columns"
 
 
-def _checked(row: Any, place: str, renames: Mapping[str, str], published: Published) -> dict[str, Any]:
+def _checked(
+    row: Any, place: str, renames: Mapping[str, str], published: Published
+) -> dict[str, Any]:
     if not isinstance(row, dict):
-        raise ShoalError(f"task {published.task}: {place} is a {type(row).__name__}; an object with "
-                         f"{_columns(published)} is needed")
+        raise ShoalError(
+            f"task {published.task}: {place} is a {type(row).__name__}; an object with "
+            f"{_columns(published)} is needed"
+        )
     if renames:
         row = _renamed(row, place, renames)
     for column in published.columns:
         if column not in row:
-            raise ShoalError(f"task {published.task}: {place} has no column {column!r}; its columns: "
-                             f"{', '.join(map(str, row)) or 'none'} (task.columns=[{column}=OTHER] takes another)",
-                             "task.columns")
+            raise ShoalError(
+                f"task {published.task}: {place} has no column {column!r}; its columns: "
+                f"{', '.join(map(str, row)) or 'none'} (task.columns=[{column}=OTHER] takes another)",
+                "task.columns",
+            )
         value = row[column]
-        if column in published.numbers and isinstance(value, int | float | Decimal) and not isinstance(value, bool) \
-                and math.isfinite(value):
+        if (
+            column in published.numbers
+            and isinstance(value, int | float | Decimal)
+            and not isinstance(value, bool)
+            and math.isfinite(value)
+        ):
             row[column] = str(int(value) if value == int(value) else value)  # `18` for 18.0
         elif column in published.texts and not isinstance(value, str):
-            raise ShoalError(f"task {published.task}: {place}: {column!r} is a {type(value).__name__}; text is needed")
+            raise ShoalError(
+                f"task {published.task}: {place}: {column!r} is a {type(value).__name__}; text is needed"
+            )
     return row
 
 
@@ -234,7 +294,9 @@ def renames_of(entries: Iterable[str]) -> dict[str, str]:
         wanted, theirs = (part.strip() for part in entry.split("=", 1))
         if wanted in renames.values() or theirs in renames:
             twice = wanted if wanted in renames.values() else theirs
-            raise ShoalError(f"task.columns={list(entries)}: {twice!r} is named twice; each column has one name")
+            raise ShoalError(
+                f"task.columns={list(entries)}: {twice!r} is named twice; each column has one name"
+            )
         renames[theirs] = wanted
     return renames
 
@@ -242,9 +304,13 @@ def renames_of(entries: Iterable[str]) -> dict[str, str]:
 def _renamed(row: Mapping[str, Any], place: str, renames: Mapping[str, str]) -> dict[str, Any]:
     for theirs, wanted in renames.items():
         if theirs not in row:
-            raise ShoalError(f"task.columns: {wanted}={theirs}: {place} has no column {theirs!r}"
-                             f"{did_you_mean(theirs, row, lists_all=True)}")
+            raise ShoalError(
+                f"task.columns: {wanted}={theirs}: {place} has no column {theirs!r}"
+                f"{did_you_mean(theirs, row, lists_all=True)}"
+            )
         if wanted in row and wanted not in renames:
-            raise ShoalError(f"task.columns: {wanted}={theirs}: {place} has a column {wanted!r} too; rename that as "
-                             f"well, OTHER={wanted}")
+            raise ShoalError(
+                f"task.columns: {wanted}={theirs}: {place} has a column {wanted!r} too; rename that as "
+                f"well, OTHER={wanted}"
+            )
     return {renames.get(column, column): value for column, value in row.items()}

@@ -42,7 +42,9 @@ def read_file(file: Path, prefix: str = "") -> PlacedRows:
     A json or jsonl file holds a list of objects, or an object a line."""
     name = f"{prefix}{file}"
     if file.suffix not in SUFFIXES:
-        raise ShoalError(f"{name} is of a kind that is not read: unpack or convert it; expected {', '.join(SUFFIXES)}")
+        raise ShoalError(
+            f"{name} is of a kind that is not read: unpack or convert it; expected {', '.join(SUFFIXES)}"
+        )
     read = {".csv": _read_table, ".parquet": _read_parquet}.get(file.suffix, _read_json)
     try:
         for place, row in read(file, name):
@@ -56,12 +58,17 @@ def _read_json(file: Path, name: str) -> PlacedRows:
         is_list = lines.read(1000).decode("utf-8-sig", "replace").lstrip().startswith("[")
         lines.seek(0)
         if is_list:
-            for number, row in enumerate(_parse_json(lines.read(), f"{name} is no JSON list of objects")):
+            for number, row in enumerate(
+                _parse_json(lines.read(), f"{name} is no JSON list of objects")
+            ):
                 yield f"row {number}", row
             return
         for number, line in enumerate(lines, 1):
             if line.strip():
-                yield f"line {number}", _parse_json(line, f"{name}, line {number} is no JSON object")
+                yield (
+                    f"line {number}",
+                    _parse_json(line, f"{name}, line {number} is no JSON object"),
+                )
 
 
 def _parse_json(data: bytes, fault: str) -> Any:
@@ -73,13 +80,19 @@ def _parse_json(data: bytes, fault: str) -> Any:
             json.dumps(found, ensure_ascii=False).encode()
         return found
     except UnicodeDecodeError as error:
-        raise ShoalError(f"{fault}: it is no text in UTF-8 ({error.reason} at byte {error.start}); save the file as "
-                         "UTF-8") from error
+        raise ShoalError(
+            f"{fault}: it is no text in UTF-8 ({error.reason} at byte {error.start}); save the file as "
+            "UTF-8"
+        ) from error
     except UnicodeEncodeError as error:
-        raise ShoalError(f"{fault}: it holds {half_character(error.object)}, half of a character that JSON writes as "
-                         "two; write both halves, or leave it out") from error
+        raise ShoalError(
+            f"{fault}: it holds {half_character(error.object)}, half of a character that JSON writes as "
+            "two; write both halves, or leave it out"
+        ) from error
     except (ValueError, RecursionError) as error:
-        raise ShoalError(f"{fault}: {error}; expected one object a line, or one list of objects") from error
+        raise ShoalError(
+            f"{fault}: {error}; expected one object a line, or one list of objects"
+        ) from error
 
 
 def half_character(text: str) -> str:
@@ -100,18 +113,25 @@ def _read_table(file: Path, name: str) -> PlacedRows:
             header = next(reader, [])
             for sign, plural in _OTHER_DELIMITERS.items():
                 if len(header) == 1 and sign in header[0]:
-                    raise ShoalError(f"{name}: its header, {header[0][:80]!r}, has {plural} between its columns; "
-                                     "expected commas: save the table with commas")
+                    raise ShoalError(
+                        f"{name}: its header, {header[0][:80]!r}, has {plural} between its columns; "
+                        "expected commas: save the table with commas"
+                    )
             if len(set(header)) < len(header):
-                raise ShoalError(f"{name}: two columns of its header have the same name, {', '.join(header)}")
+                raise ShoalError(
+                    f"{name}: two columns of its header have the same name, {', '.join(header)}"
+                )
             for values in filter(None, reader):
                 if len(values) != len(header):
-                    raise ShoalError(f"{name}, line {reader.line_num} has {len(values)} values, the header has "
-                                     f"{len(header)}: quote a value that holds a comma")
+                    raise ShoalError(
+                        f"{name}, line {reader.line_num} has {len(values)} values, the header has "
+                        f"{len(header)}: quote a value that holds a comma"
+                    )
                 yield f"line {reader.line_num}", dict(zip(header, values, strict=True))
         except (csv.Error, UnicodeDecodeError) as error:
-            raise ShoalError(f"{name} cannot be read as a table in UTF-8, near line {reader.line_num}: "
-                             f"{error}") from error
+            raise ShoalError(
+                f"{name} cannot be read as a table in UTF-8, near line {reader.line_num}: {error}"
+            ) from error
 
 
 def _read_parquet(file: Path, name: str) -> PlacedRows:
@@ -125,7 +145,9 @@ def _read_parquet(file: Path, name: str) -> PlacedRows:
                     yield f"row {number}", row
                     number += 1
     except (pyarrow.ArrowException, OSError) as error:
-        raise ShoalError(f"{name} cannot be read as parquet: {str(error).splitlines()[0]}") from error
+        raise ShoalError(
+            f"{name} cannot be read as parquet: {str(error).splitlines()[0]}"
+        ) from error
 
 
 # ---- the files of a folder
@@ -141,7 +163,9 @@ class Published:
     task: str
     hub_id: str = ""  # the data set where task.path names none; empty: there is none
     columns: tuple[str, ...] = ()  # every row has them
-    stems: tuple[str, ...] = ("{split}",)  # names of the files of a split, without suffix, tried in order
+    stems: tuple[str, ...] = (
+        "{split}",
+    )  # names of the files of a split, without suffix, tried in order
     subset: str = ""  # of the hub's data set, where task.subset names none
     texts: tuple[str, ...] = ()  # those of `columns` that must be text
     numbers: tuple[str, ...] = ()  # those of `texts` that may be numbers, taken as text
@@ -173,18 +197,25 @@ class DataFolder:
 
         train = named_files(task.files, self.path, files_of) if task.files else files_of(task.split)
         if not train:
-            wanted = ", ".join(f"{stem.format(split=task.split)}.jsonl" for stem in reversed(self.published.stems))
-            subsets = list(filter(None, self.declared)) or sorted({file.parent.name for file in data_files(self.path)
-                                                                   if file.parent != self.path})
-            raise ShoalError(f"task {name}: {self.path} holds no {wanted} or parquet file of the split {task.split!r}"
-                             f"{f' in the subset {task.subset!r}' if task.subset else ''}; it holds "
-                             f"{_listed(data_files(self.path))} (task.files names others)"
-                             f"{f'; task.subset is one of {_some(subsets)}' if subsets else ''}")
+            wanted = ", ".join(
+                f"{stem.format(split=task.split)}.jsonl" for stem in reversed(self.published.stems)
+            )
+            subsets = list(filter(None, self.declared)) or sorted(
+                {file.parent.name for file in data_files(self.path) if file.parent != self.path}
+            )
+            raise ShoalError(
+                f"task {name}: {self.path} holds no {wanted} or parquet file of the split {task.split!r}"
+                f"{f' in the subset {task.subset!r}' if task.subset else ''}; it holds "
+                f"{_listed(data_files(self.path))} (task.files names others)"
+                f"{f'; task.subset is one of {_some(subsets)}' if subsets else ''}"
+            )
         held_out = [file for file in files_of(task.eval_split) if file not in train]
         others = [split for split in _HELD_OUT if set(files_of(split)) - set(train)]
         if others and not held_out and task.eval_split != task.split:
-            notes.append(f"{name}: there is no split {task.eval_split} to evaluate on, but {' and '.join(others)}: "
-                         f"task.eval_split={others[0]} takes it")
+            notes.append(
+                f"{name}: there is no split {task.eval_split} to evaluate on, but {' and '.join(others)}: "
+                f"task.eval_split={others[0]} takes it"
+            )
         return train, held_out, notes
 
     def split_files(self, subset: str, split: str) -> list[Path]:
@@ -194,10 +225,14 @@ class DataFolder:
         if found.splits:
             return _matching(self.path, *found.splits.get(split, ()))
         folder = found.folder or subset
-        bases = [f"{folder}/"] if folder else ["", "data/", "default/", *([f"{own}/"] if own else [])]
+        bases = (
+            [f"{folder}/"] if folder else ["", "data/", "default/", *([f"{own}/"] if own else [])]
+        )
         stems = [stem.format(split=split) for stem in self.published.stems]
-        names = [*(stem + suffix for suffix in SUFFIXES for stem in stems),
-                 *(f"{split}{mark}*{suffix}" for mark in "-_/" for suffix in SUFFIXES)]
+        names = [
+            *(stem + suffix for suffix in SUFFIXES for stem in stems),
+            *(f"{split}{mark}*{suffix}" for mark in "-_/" for suffix in SUFFIXES),
+        ]
         matches = (_matching(self.path, base + name) for base in bases for name in names)
         return next(filter(None, matches), [])
 
@@ -207,32 +242,49 @@ class DataFolder:
         named = len(task.files) == 1 and re.fullmatch(r"[\w-]+", task.files[0])
         split = task.files[0] if named else _TRAIN
         if self.declared:
-            names_subset = task.split in self.declared and task.split not in self.declared.get("", Subset()).splits
+            names_subset = (
+                task.split in self.declared
+                and task.split not in self.declared.get("", Subset()).splits
+            )
         else:
             names_subset = bool(self.split_files(task.split, split))
         if task.subset or split == task.split or not names_subset:
             return task, []
-        note = (f"{self.published.task}: task.split={task.split} names a subset of the data set, so it is the subset, "
-                f"and the split is {split}")
-        return replace(task, subset=task.split, split=split, files=() if named else task.files), [note]
+        note = (
+            f"{self.published.task}: task.split={task.split} names a subset of the data set, so it is the subset, "
+            f"and the split is {split}"
+        )
+        return replace(task, subset=task.split, split=split, files=() if named else task.files), [
+            note
+        ]
 
 
-def named_files(names: Sequence[str], folder: Path | None = None,
-                files_of: Callable[[str], list[Path]] = lambda split: []) -> list[Path]:
+def named_files(
+    names: Sequence[str],
+    folder: Path | None = None,
+    files_of: Callable[[str], list[Path]] = lambda split: [],
+) -> list[Path]:
     """The files that `task.files` names, by pattern (without a folder: from the current one; also in a bucket) or by
     split."""
     found: dict[Path, None] = {}
     for name in names:
         if is_bucket(name):
-            found |= dict.fromkeys(file for one in fetch_matching(name, "task.files") for file in _rows_of(one))
+            found |= dict.fromkeys(
+                file for one in fetch_matching(name, "task.files") for file in _rows_of(one)
+            )
             continue
         path = Path(name).expanduser()
         base = Path(path.anchor) if path.anchor else folder or Path()
-        files = name.strip() and (_matching(base, str(path.relative_to(path.anchor))) or files_of(name))
+        files = name.strip() and (
+            _matching(base, str(path.relative_to(path.anchor))) or files_of(name)
+        )
         if not files:
-            raise ShoalError(f"task.files: there is no file {name!r} in {folder}, nor is it a split; it holds "
-                             f"{_listed(data_files(folder))}" if folder else
-                             f"task.files: there is no file {name!r}; without task.path, patterns count from here")
+            raise ShoalError(
+                f"task.files: there is no file {name!r} in {folder}, nor is it a split; it holds "
+                f"{_listed(data_files(folder))}"
+                if folder
+                else f"task.files: there is no file {name!r}; without task.path, patterns count from here"
+            )
         found |= dict.fromkeys(files)
     return list(found)
 
@@ -244,7 +296,9 @@ def _matching(folder: Path, *patterns: str) -> list[Path]:
         try:
             entries = sorted(folder.glob(pattern))
         except (ValueError, NotImplementedError) as error:
-            raise ShoalError(f"{folder}: {pattern!r} cannot be read as a name or pattern of files: {error}") from error
+            raise ShoalError(
+                f"{folder}: {pattern!r} cannot be read as a name or pattern of files: {error}"
+            ) from error
         for entry in entries:
             found |= dict.fromkeys(_rows_of(entry))
     return list(found)
@@ -256,7 +310,11 @@ def _rows_of(path: Path) -> list[Path]:
 
 def data_files(folder: Path) -> list[Path]:
     """All files of a folder, and of those in it, that can hold rows."""
-    return [file for file in sorted(folder.rglob("*")) if file.suffix in SUFFIXES] if folder.is_dir() else []
+    return (
+        [file for file in sorted(folder.rglob("*")) if file.suffix in SUFFIXES]
+        if folder.is_dir()
+        else []
+    )
 
 
 def _listed(files: Sequence[Path]) -> str:
@@ -264,7 +322,10 @@ def _listed(files: Sequence[Path]) -> str:
 
 
 def _some(names: Sequence[str], limit: int = 12) -> str:
-    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "") or "nothing"
+    return (
+        ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
+        or "nothing"
+    )
 
 
 # ---- what a README declares
@@ -281,12 +342,19 @@ def open_folder(path: Path, published: Published) -> DataFolder:
         configs = (metadata_load(file) or {}).get("configs") if file.is_file() else None
     except (ValueError, YAMLError):
         configs = None
-    entries = [entry for entry in configs if isinstance(entry, dict) and entry.get("config_name")] \
-        if isinstance(configs, list) else []
+    entries = (
+        [entry for entry in configs if isinstance(entry, dict) and entry.get("config_name")]
+        if isinstance(configs, list)
+        else []
+    )
     declared = {str(entry["config_name"]): _read_subset(entry) for entry in entries}
-    default = [str(entry["config_name"]) for entry in entries if entry.get("default") or len(entries) == 1]
+    default = [
+        str(entry["config_name"]) for entry in entries if entry.get("default") or len(entries) == 1
+    ]
     first = next(iter(default), "default")
-    return DataFolder(path, published, declared | ({"": declared[first]} if first in declared else {}))
+    return DataFolder(
+        path, published, declared | ({"": declared[first]} if first in declared else {})
+    )
 
 
 def _read_subset(entry: Mapping[str, Any]) -> Subset:
@@ -295,12 +363,22 @@ def _read_subset(entry: Mapping[str, Any]) -> Subset:
     folder = folder if _is_inside(folder) else ""
     files = entry.get("data_files") or {}
     if isinstance(files, list) and isinstance(files[0], dict):
-        files = {entry.get("split"): entry.get("path") for entry in files if isinstance(entry, dict)}
+        files = {
+            entry.get("split"): entry.get("path") for entry in files if isinstance(entry, dict)
+        }
     pairs = files.items() if isinstance(files, dict) else [(_TRAIN, files)]
     base = f"{folder}/" if folder else ""
-    return Subset(folder, {
-        str(split): [base + str(path).removeprefix("./") for path in (paths if isinstance(paths, list) else [paths])
-                     if path and _is_inside(str(path))] for split, paths in pairs})
+    return Subset(
+        folder,
+        {
+            str(split): [
+                base + str(path).removeprefix("./")
+                for path in (paths if isinstance(paths, list) else [paths])
+                if path and _is_inside(str(path))
+            ]
+            for split, paths in pairs
+        },
+    )
 
 
 def _is_inside(path: str) -> bool:
@@ -323,17 +401,30 @@ def fetch_folder(task: TaskSection, published: Published) -> DataFolder:
         at = f" at {Path(path).expanduser()}" if path.startswith("~") else ""
         raise ShoalError(f"task.path={path!r}: there is no such file or folder{at}")
     if not (path or published.hub_id):
-        raise ShoalError(f"task {published.task} needs task.path: a jsonl or parquet file, a folder of them, or a hub "
-                         "id")
+        raise ShoalError(
+            f"task {published.task} needs task.path: a jsonl or parquet file, a folder of them, or a hub "
+            "id"
+        )
     declared = open_folder(_download(path, published, ["README.md"]), published).declared
-    subset = next((name for name in (task.subset, task.split, published.subset, "") if name in declared), "")
+    subset = next(
+        (name for name in (task.subset, task.split, published.subset, "") if name in declared), ""
+    )
     splits = declared.get(subset, Subset()).splits
-    wanted = list(dict.fromkeys(pattern for split in (task.split, task.eval_split, *task.files, _TRAIN)
-                                for pattern in splits.get(split, ())))
+    wanted = list(
+        dict.fromkeys(
+            pattern
+            for split in (task.split, task.eval_split, *task.files, _TRAIN)
+            for pattern in splits.get(split, ())
+        )
+    )
     wanted += [file for file in task.files if wanted and file.endswith(SUFFIXES)]
     base = task.subset or ("" if path else published.subset)
-    folder = _download(path, published, wanted or [f"{base + '/' if base else ''}*{suffix}" for suffix in SUFFIXES])
-    if not data_files(folder):  # of another format: the hub keeps a copy of public data sets as parquet
+    folder = _download(
+        path, published, wanted or [f"{base + '/' if base else ''}*{suffix}" for suffix in SUFFIXES]
+    )
+    if not data_files(
+        folder
+    ):  # of another format: the hub keeps a copy of public data sets as parquet
         folder, declared = _download(path, published, ["*.parquet"], revision=_CONVERTED), {}
     return DataFolder(folder, published, declared)
 
@@ -342,8 +433,16 @@ def _download(path: str, published: Published, patterns: list[str], **options: A
     name = path or published.hub_id
     try:
         return from_hub(name, repo_type="dataset", allow_patterns=patterns, **options)
-    except Exception as error:  # no network, no such data set, no permission: a local copy cures them all
-        what = f"task.path={path!r}: there is no such file or folder here, and" if path else f"task {published.task}:"
+    except (
+        Exception
+    ) as error:  # no network, no such data set, no permission: a local copy cures them all
+        what = (
+            f"task.path={path!r}: there is no such file or folder here, and"
+            if path
+            else f"task {published.task}:"
+        )
         cause = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ShoalError(f"{what} the data set {name} could not be fetched ({cause}); give a local jsonl file or "
-                         f"folder: task.path=FOLDER") from error
+        raise ShoalError(
+            f"{what} the data set {name} could not be fetched ({cause}); give a local jsonl file or "
+            f"folder: task.path=FOLDER"
+        ) from error

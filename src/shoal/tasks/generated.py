@@ -67,7 +67,9 @@ class Problems(Generic[Problem]):
         return self.finish(rng, drawn, purpose)
 
     @functools.cache  # noqa: B019 # half a second; a command may load its task more than once
-    def held_out(self, count: int, section: TaskSection, purpose: str = "held_out") -> tuple[Problem, ...]:
+    def held_out(
+        self, count: int, section: TaskSection, purpose: str = "held_out"
+    ) -> tuple[Problem, ...]:
         """`count` held-out problems with different keys, the first n the same for every count; fewer where there are no
         more."""
         rng = self._generator(purpose, 0, section)
@@ -82,8 +84,13 @@ class Problems(Generic[Problem]):
         return tuple(problems.values())
 
 
-def generated_task(section: TaskSection, task: Task, problems: Problems[Problem],
-                   example: Callable[[int, Problem], Example], sets: Sequence[str] = ("held_out",)) -> Task:
+def generated_task(
+    section: TaskSection,
+    task: Task,
+    problems: Problems[Problem],
+    example: Callable[[int, Problem], Example],
+    sets: Sequence[str] = ("held_out",),
+) -> Task:
     """The task with the rows of its problems; `sets`: purposes of held-out ones, each an evaluation.
 
     Notes say which sets have fewer problems than `task.num_eval_questions` (0: NUM_HELD_OUT) at the section's dials.
@@ -93,11 +100,18 @@ def generated_task(section: TaskSection, task: Task, problems: Problems[Problem]
     held_out = {name: problems.held_out(count, section, name) for name in sets}
     at = " ".join(f"task.{dial}={getattr(section, dial)}" for dial in problems.dials)
     return replace(
-        task, train=MadeRows(lambda row: example(row, problems.train(row, section)), NUM_TRAIN),
-        evaluations={name: tuple(example(i * NUM_TRAIN + row, problem) for row, problem in enumerate(found))
-                     for i, (name, found) in enumerate(held_out.items())},
-        notes=tuple(f"{task.name}: {name} has {len(found)} problems, not {count}: there are no more at {at}"
-                    for name, found in held_out.items() if len(found) < count))
+        task,
+        train=MadeRows(lambda row: example(row, problems.train(row, section)), NUM_TRAIN),
+        evaluations={
+            name: tuple(example(i * NUM_TRAIN + row, problem) for row, problem in enumerate(found))
+            for i, (name, found) in enumerate(held_out.items())
+        },
+        notes=tuple(
+            f"{task.name}: {name} has {len(found)} problems, not {count}: there are no more at {at}"
+            for name, found in held_out.items()
+            if len(found) < count
+        ),
+    )
 
 
 # ---- drawing
@@ -106,8 +120,10 @@ def generated_task(section: TaskSection, task: Task, problems: Problems[Problem]
 def refuse_path(section: TaskSection, name: str) -> None:
     """ShoalError for a path: this task reads no data."""
     if section.path:
-        raise ShoalError(f"task.path={section.path!r}: the task {name} makes its own problems; leave task.path out, or "
-                         "choose the task that reads it, task=custom for data of your own")
+        raise ShoalError(
+            f"task.path={section.path!r}: the task {name} makes its own problems; leave task.path out, or "
+            "choose the task that reads it, task=custom for data of your own"
+        )
 
 
 def is_held_out(key: str) -> bool:

@@ -32,7 +32,8 @@ from shoal.types import Example, Messages, RewardFunction, ShoalError
 
 SYSTEM_PROMPT = (
     "Solve the user's problem. Think step by step between <reasoning> and </reasoning>, "
-    "then write only the final number between <answer> and </answer>.")
+    "then write only the final number between <answer> and </answer>."
+)
 
 
 @dataclass(frozen=True)
@@ -67,11 +68,21 @@ def system_prompt(instructions: str, question: str) -> Messages:
 SHOAL = RewardPreset(
     lambda question: system_prompt(SYSTEM_PROMPT, question),
     (reward_of("correct", lambda text, gold: same_number(extract_answer(text), gold)), FORMAT),
-    extract_answer, well_formed, same_number)
+    extract_answer,
+    well_formed,
+    same_number,
+)
 
 
-PUBLISHED = Published("gsm8k", "openai/gsm8k", ("question", "answer"), ("gsm8k_{split}", "{split}"), subset="main",
-                      texts=("question", "answer"), numbers=("answer",))
+PUBLISHED = Published(
+    "gsm8k",
+    "openai/gsm8k",
+    ("question", "answer"),
+    ("gsm8k_{split}", "{split}"),
+    subset="main",
+    texts=("question", "answer"),
+    numbers=("answer",),
+)
 
 
 def load(task: TaskSection, reward: RewardSection | None = None) -> Task:
@@ -85,10 +96,16 @@ def load(task: TaskSection, reward: RewardSection | None = None) -> Task:
     prompt = load_reward_preset((reward or RewardSection()).preset).prompt
 
     def make(number: int, place: str, row: dict[str, Any]) -> Example:
-        return Example(number, prompt(row["question"]), {"answer": gold(row["answer"]), "solution": row["answer"]})
+        return Example(
+            number,
+            prompt(row["question"]),
+            {"answer": gold(row["answer"]), "solution": row["answer"]},
+        )
 
     splits = read_splits(task, PUBLISHED, make)
-    splits.keep(has_answer, "an answer that is a number or ends in `#### <number>`", "no `#### <number>`")
+    splits.keep(
+        has_answer, "an answer that is a number or ends in `#### <number>`", "no `#### <number>`"
+    )
     splits.drop_held_out(prompt_key, "question")
     return with_rows(empty, splits)
 
@@ -100,15 +117,21 @@ def blank(task: TaskSection, reward: RewardSection | None = None) -> Task:
     def of_row(number: int, row: Mapping[str, Any]) -> Example:
         answer = gold(str(row.get("answer", "")))
         if answer is None:
-            raise ShoalError(f"task gsm8k: row {number} has no `answer` that is a number or ends in `#### <number>`")
+            raise ShoalError(
+                f"task gsm8k: row {number} has no `answer` that is a number or ends in `#### <number>`"
+            )
         columns = {"answer": answer, "solution": str(row["answer"])}
         return Example(number, preset.prompt(str(row.get("question", ""))), columns)
 
     return Task(
-        name="gsm8k", rewards=preset.rewards,
+        name="gsm8k",
+        rewards=preset.rewards,
         correct=lambda text, example: preset.right(preset.answer(text), example.columns["answer"]),
-        well_formed=preset.well_formed, extract=lambda text: answer_key(preset.answer(text)) or None, verdict=verdict,
-        of_row=of_row)
+        well_formed=preset.well_formed,
+        extract=lambda text: answer_key(preset.answer(text)) or None,
+        verdict=verdict,
+        of_row=of_row,
+    )
 
 
 def gold(answer: str) -> str | None:

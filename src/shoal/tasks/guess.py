@@ -16,9 +16,30 @@ from shoal.tasks.task import Task
 from shoal.types import Example
 
 MOST, MAX_QUESTIONS = 100, 20
-FIRST_WORDS = ("I think of a", "Guess my", "There is a", "Find the", "I chose a", "Name my", "I hide a", "I have a")
-LAST_WORDS = ("What is it?", "Ask.", "Which one?", "Your guess?", "Go.", "Try.", "Is it easy?", "Begin.", "I wait.",
-              "Tell me.", "Well?", "Now you.")
+FIRST_WORDS = (
+    "I think of a",
+    "Guess my",
+    "There is a",
+    "Find the",
+    "I chose a",
+    "Name my",
+    "I hide a",
+    "I have a",
+)
+LAST_WORDS = (
+    "What is it?",
+    "Ask.",
+    "Which one?",
+    "Your guess?",
+    "Go.",
+    "Try.",
+    "Is it easy?",
+    "Begin.",
+    "I wait.",
+    "Tell me.",
+    "Well?",
+    "Now you.",
+)
 
 _NUMBER = re.compile(r"\s*([0-9]{1,3})\s*")
 
@@ -55,7 +76,9 @@ def is_number(text: str) -> bool:
 
 
 def _draw(rng: Random, _: TaskSection) -> tuple[str, int]:
-    return f"{pick(rng, FIRST_WORDS)} number from 1 to {MOST}. {pick(rng, LAST_WORDS)}", pick(rng, range(1, MOST + 1))
+    return f"{pick(rng, FIRST_WORDS)} number from 1 to {MOST}. {pick(rng, LAST_WORDS)}", pick(
+        rng, range(1, MOST + 1)
+    )
 
 
 RIDDLES = Problems("guess", _draw, str)

@@ -19,11 +19,17 @@ from shoal.tasks.rows import with_rows
 from shoal.tasks.task import Task
 from shoal.types import Example, ShoalError
 
-PUBLISHED = Published("ifeval", "google/IFEval", ("prompt", "instruction_id_list", "kwargs"),
-                      ("ifeval_input_data", "{split}"), texts=("prompt",))
+PUBLISHED = Published(
+    "ifeval",
+    "google/IFEval",
+    ("prompt", "instruction_id_list", "kwargs"),
+    ("ifeval_input_data", "{split}"),
+    texts=("prompt",),
+)
 SYSTEM_PROMPT = (
     "Think first, between <think> and </think>. Then write your whole response between <answer> and </answer>: only "
-    "what stands there is checked against the user's instructions.")
+    "what stands there is checked against the user's instructions."
+)
 WEIGHTS = (0.4, 0.3, 0.2, 0.1)
 """Of prompt-strict, the mean of instruction-strict, prompt-loose and the mean of instruction-loose in the reward."""
 ANSWER_BONUS, THINK_BONUS = 0.1, 0.05
@@ -43,14 +49,20 @@ def load(task: TaskSection) -> Task:
     tags = not (splits.shared or (splits.one_split and is_evaluating()))
     if not tags:
         asked = asked_rows(len(splits.held_out), task.num_eval_questions)
-        splits.notes[-1] = (f"ifeval: {asked} are evaluated on, with their prompts as they are; a "
-                            "training run with these keys would be measured on rows that it learned from")
+        splits.notes[-1] = (
+            f"ifeval: {asked} are evaluated on, with their prompts as they are; a "
+            "training run with these keys would be measured on rows that it learned from"
+        )
     elif splits.one_split:
-        splits.notes.append("ifeval: the published prompts are a benchmark; a model that trained on some of them has "
-                            "no fair figures on it any more, not even on those held out")
+        splits.notes.append(
+            "ifeval: the published prompts are a benchmark; a model that trained on some of them has "
+            "no fair figures on it any more, not even on those held out"
+        )
     splits.drop_held_out(lambda one: one[1]["prompt"], "prompt")
-    splits.train, splits.held_out = ([_example(i, place, row, tags) for i, (place, row) in enumerate(rows)]
-                                     for rows in (splits.train, splits.held_out))
+    splits.train, splits.held_out = (
+        [_example(i, place, row, tags) for i, (place, row) in enumerate(rows)]
+        for rows in (splits.train, splits.held_out)
+    )
     return with_rows(_task(tags), splits)
 
 
@@ -66,9 +78,15 @@ def _task(tags: bool) -> Task:
     if tags:
         rewards.append(reward_of("format", form_points, columns=()))
     return Task(
-        name="ifeval", rewards=tuple(rewards), correct=partial(is_correct, tags=tags),
-        well_formed=well_formed if tags else None, verdict=partial(verdict, tags=tags), figures=figures,
-        question="prompt", of_row=lambda number, row: _example(number, f"row {number}", row, tags=False))
+        name="ifeval",
+        rewards=tuple(rewards),
+        correct=partial(is_correct, tags=tags),
+        well_formed=well_formed if tags else None,
+        verdict=partial(verdict, tags=tags),
+        figures=figures,
+        question="prompt",
+        of_row=lambda number, row: _example(number, f"row {number}", row, tags=False),
+    )
 
 
 # ---- checking
@@ -84,13 +102,17 @@ def checked_text(text: str) -> str:
     return text if answer is None else answer
 
 
-def _followed(text: str, names: Sequence[str], arguments: Sequence[Mapping[str, Any]]) -> tuple[list[bool], list[bool]]:
+def _followed(
+    text: str, names: Sequence[str], arguments: Sequence[Mapping[str, Any]]
+) -> tuple[list[bool], list[bool]]:
     """For each instruction, True if it is followed strictly, and True if by any of the variants."""
     pairs = list(zip(names, arguments, strict=True))
     strict = [follows(text, name, given) for name, given in pairs]
     tried = variants(text)[1:]
-    loose = [done or any(follows(one, name, given) for one in tried)
-             for done, (name, given) in zip(strict, pairs, strict=True)]
+    loose = [
+        done or any(follows(one, name, given) for one in tried)
+        for done, (name, given) in zip(strict, pairs, strict=True)
+    ]
     return strict, loose
 
 
@@ -103,8 +125,14 @@ def verdict(text: str, example: Example, tags: bool = False) -> dict[str, Any]:
     """
     names, arguments = example.columns["instruction_id_list"], example.columns["kwargs"]
     strict, loose = _followed(checked_text(text) if tags else text, names, arguments)
-    return {"correct": all(strict), "prompt_strict": all(strict), "instruction_strict": strict,
-            "prompt_loose": all(loose), "instruction_loose": loose, "instruction_id_list": list(names)}
+    return {
+        "correct": all(strict),
+        "prompt_strict": all(strict),
+        "instruction_strict": strict,
+        "prompt_loose": all(loose),
+        "instruction_loose": loose,
+        "instruction_id_list": list(names),
+    }
 
 
 def is_correct(text: str, example: Example, tags: bool = False) -> bool:
@@ -118,7 +146,9 @@ def figures(verdicts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     found = {}
     for mode in ("strict", "loose"):
         found[f"prompt_{mode}"] = _mean([one[f"prompt_{mode}"] for one in verdicts])
-        found[f"instruction_{mode}"] = _mean([done for one in verdicts for done in one[f"instruction_{mode}"]])
+        found[f"instruction_{mode}"] = _mean(
+            [done for one in verdicts for done in one[f"instruction_{mode}"]]
+        )
     return found
 
 
@@ -128,7 +158,9 @@ def well_formed(text: str) -> bool:
 
 
 def _thinks_once(text: str) -> bool:
-    return text.count("<think>") == 1 == text.count("</think>") and text.index("<think>") < text.index("</think>")
+    return text.count("<think>") == 1 == text.count("</think>") and text.index(
+        "<think>"
+    ) < text.index("</think>")
 
 
 def _mean(values: Sequence[bool]) -> float:
@@ -138,7 +170,9 @@ def _mean(values: Sequence[bool]) -> float:
 # ---- rewards
 
 
-def instruction_points(text: str, names: Sequence[str], arguments: Sequence[Mapping[str, Any]], tags: bool) -> float:
+def instruction_points(
+    text: str, names: Sequence[str], arguments: Sequence[Mapping[str, Any]], tags: bool
+) -> float:
     """0.4, 0.3, 0.2 and 0.1 for prompt-strict, the mean of instruction-strict, prompt-loose and the mean of
     instruction-loose. The four weights are TorchRL's; it checks the first answer block, nothing where there is none.
     Ours is, with `tags`, to take only a single block as the answer, and the whole text where there is not exactly
@@ -159,13 +193,23 @@ def form_points(text: str) -> float:
 def _example(number: int, place: str, row: Mapping[str, Any], tags: bool) -> Example:
     """A published row, its arguments read; raises `ShoalError` that names its place."""
     names, given = row["instruction_id_list"], row["kwargs"]
-    lists = isinstance(names, list) and names and isinstance(given, list) and len(given) == len(names)
-    if not (lists and all(isinstance(name, str) for name in names) and all(isinstance(one, dict) for one in given)):
-        raise ShoalError(f"task ifeval: {place}: `instruction_id_list` must be a list of names, and `kwargs` a list of "
-                         "as many objects")
+    lists = (
+        isinstance(names, list) and names and isinstance(given, list) and len(given) == len(names)
+    )
+    if not (
+        lists
+        and all(isinstance(name, str) for name in names)
+        and all(isinstance(one, dict) for one in given)
+    ):
+        raise ShoalError(
+            f"task ifeval: {place}: `instruction_id_list` must be a list of names, and `kwargs` a list of "
+            "as many objects"
+        )
     try:
         arguments = [read_arguments(name, one) for name, one in zip(names, given, strict=True)]
     except ValueError as error:
         raise ShoalError(f"task ifeval: {place}: {error}") from error
-    prompt = [{"role": "system", "content": SYSTEM_PROMPT}] * tags + [{"role": "user", "content": row["prompt"]}]
+    prompt = [{"role": "system", "content": SYSTEM_PROMPT}] * tags + [
+        {"role": "user", "content": row["prompt"]}
+    ]
     return Example(number, prompt, {"instruction_id_list": list(names), "kwargs": arguments})

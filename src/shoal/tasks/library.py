@@ -35,8 +35,13 @@ def find_builtin(spec: str) -> RewardFunction | None:
         return None
     name, arguments = match["name"], match["arguments"]
     if name not in (*FUNCTIONS, *FACTORIES):
-        near = did_you_mean(name, [*FUNCTIONS, *FACTORIES]) or f"; for your own, write reward=FILE.py:{name}"
-        raise ShoalError(f"reward function {spec!r}: expected `file.py:function`, or the name of a ready one{near}")
+        near = (
+            did_you_mean(name, [*FUNCTIONS, *FACTORIES])
+            or f"; for your own, write reward=FILE.py:{name}"
+        )
+        raise ShoalError(
+            f"reward function {spec!r}: expected `file.py:function`, or the name of a ready one{near}"
+        )
     if name in FUNCTIONS:
         if arguments:
             raise ShoalError(f"reward function {spec!r}: {name} takes no arguments")
@@ -46,26 +51,54 @@ def find_builtin(spec: str) -> RewardFunction | None:
         call = ast.parse(f"f({arguments or ''})", mode="eval").body
         assert isinstance(call, ast.Call)
         given = {str(one.arg): ast.literal_eval(one.value) for one in call.keywords}
-        function = factory(*(ast.literal_eval(one) for one in call.args), **(given if arguments else defaults))
+        function = factory(
+            *(ast.literal_eval(one) for one in call.args), **(given if arguments else defaults)
+        )
     except (SyntaxError, TypeError, ValueError, AssertionError) as error:
-        raise ShoalError(f"reward function {spec!r}: {error}; expected {name}(KEY=NUMBER)") from error
-    return RewardFunction(name.removeprefix("get_").removesuffix("_reward") + "_reward", function, runs_in_process=True)
+        raise ShoalError(
+            f"reward function {spec!r}: {error}; expected {name}(KEY=NUMBER)"
+        ) from error
+    return RewardFunction(
+        name.removeprefix("get_").removesuffix("_reward") + "_reward",
+        function,
+        runs_in_process=True,
+    )
 
 
-def accuracy_reward(completions: Sequence[Any], solution: Sequence[str], **kwargs: Any) -> list[float | None]:
+def accuracy_reward(
+    completions: Sequence[Any], solution: Sequence[str], **kwargs: Any
+) -> list[float | None]:
     """1.0 where a completion's answer in LaTeX (a box before all else) is the solution's, else 0.0; None where the
     solution has no answer that can be read. A check that is ended at its limit gives 0.0."""
     math_check.require_math_verify()
-    pairs = [(str(gold), completion_text(completion)) for completion, gold in zip(completions, solution, strict=True)]
-    return [None if same is None else float(same) for same in math_check.checker().ask(pairs, "trl")]
+    pairs = [
+        (str(gold), completion_text(completion))
+        for completion, gold in zip(completions, solution, strict=True)
+    ]
+    return [
+        None if same is None else float(same) for same in math_check.checker().ask(pairs, "trl")
+    ]
 
 
-def reasoning_accuracy_reward(completions: Sequence[Any], solution: Sequence[str],
-                              reasoning_delimiters: Sequence[str] | None = None, **kwargs: Any) -> list[float | None]:
+def reasoning_accuracy_reward(
+    completions: Sequence[Any],
+    solution: Sequence[str],
+    reasoning_delimiters: Sequence[str] | None = None,
+    **kwargs: Any,
+) -> list[float | None]:
     """`accuracy_reward` of the text behind the last delimiter (`</think>`); 0.0 for a text without one."""
     texts = [completion_text(completion) for completion in completions]
-    answers = [next((text.rpartition(end)[2] for end in reasoning_delimiters or ("</think>",) if end in text), None)
-               for text in texts]
+    answers = [
+        next(
+            (
+                text.rpartition(end)[2]
+                for end in reasoning_delimiters or ("</think>",)
+                if end in text
+            ),
+            None,
+        )
+        for text in texts
+    ]
     scores = accuracy_reward([answer or "" for answer in answers], solution)
     return [0.0 if answer is None else one for answer, one in zip(answers, scores, strict=True)]
 
@@ -73,27 +106,47 @@ def reasoning_accuracy_reward(completions: Sequence[Any], solution: Sequence[str
 def think_format_reward(completions: Sequence[Any], **kwargs: Any) -> list[float]:
     """1.0 for a completion that begins with its only `<think>` and closes it, else 0.0."""
     texts = [completion_text(completion) for completion in completions]
-    return [float(text.startswith("<think>") and text.count("<think>") == 1 and "</think>" in text) for text in texts]
+    return [
+        float(text.startswith("<think>") and text.count("<think>") == 1 and "</think>" in text)
+        for text in texts
+    ]
 
 
-def cosine_scaled_reward(max_len: int, min_value_wrong: float = -1.0, max_value_wrong: float = -0.5,
-                         min_value_correct: float = 0.5, max_value_correct: float = 1.0) -> Callable[..., Any]:
+def cosine_scaled_reward(
+    max_len: int,
+    min_value_wrong: float = -1.0,
+    max_value_wrong: float = -0.5,
+    min_value_correct: float = 0.5,
+    max_value_correct: float = 1.0,
+) -> Callable[..., Any]:
     """A reward of length: half a cosine from `max_value_correct` at no tokens to `min_value_correct` at `max_len` where
     the answer is right, from `min_value_wrong` to `max_value_wrong` where it is wrong. arXiv:2502.03373, C.1."""
 
-    def cosine_scaled(completions: Sequence[Any], solution: Sequence[str], completion_ids: Sequence[Sequence[int]],
-                      **kwargs: Any) -> list[float | None]:
+    def cosine_scaled(
+        completions: Sequence[Any],
+        solution: Sequence[str],
+        completion_ids: Sequence[Sequence[int]],
+        **kwargs: Any,
+    ) -> list[float | None]:
         rewards: list[float | None] = []
         for right, ids in zip(accuracy_reward(completions, solution), completion_ids, strict=True):
-            at_end, at_start = (min_value_correct, max_value_correct) if right else (max_value_wrong, min_value_wrong)
+            at_end, at_start = (
+                (min_value_correct, max_value_correct)
+                if right
+                else (max_value_wrong, min_value_wrong)
+            )
             cosine = math.cos(math.pi * min(1.0, len(ids) / max_len))
-            rewards.append(None if right is None else at_end + 0.5 * (at_start - at_end) * (1.0 + cosine))
+            rewards.append(
+                None if right is None else at_end + 0.5 * (at_start - at_end) * (1.0 + cosine)
+            )
         return rewards
 
     return cosine_scaled
 
 
-def repetition_penalty(ngram_size: int = 3, max_penalty: float = -1.0) -> Callable[..., list[float]]:
+def repetition_penalty(
+    ngram_size: int = 3, max_penalty: float = -1.0
+) -> Callable[..., list[float]]:
     """A penalty of the share of a completion's n-grams of tokens that occurred before. arXiv:2502.03373, C.2.
 
     >>> repetition_penalty(2)(completion_ids=[[1, 2, 3, 4], [5, 5, 5, 5, 5]])
@@ -105,7 +158,7 @@ def repetition_penalty(ngram_size: int = 3, max_penalty: float = -1.0) -> Callab
     def penalty(completion_ids: Sequence[Sequence[int]], **kwargs: Any) -> list[float]:
         rewards = []
         for ids in completion_ids:
-            ngrams = [tuple(ids[i:i + ngram_size]) for i in range(len(ids) - ngram_size + 1)]
+            ngrams = [tuple(ids[i : i + ngram_size]) for i in range(len(ids) - ngram_size + 1)]
             repeated = 1 - len(set(ngrams)) / len(ngrams) if ngrams else 0.0
             rewards.append(repeated * max_penalty if repeated else 0.0)
         return rewards
@@ -113,7 +166,9 @@ def repetition_penalty(ngram_size: int = 3, max_penalty: float = -1.0) -> Callab
     return penalty
 
 
-def overlong_punishment(max_completion_len: int, soft_punish_cache: int) -> Callable[..., list[float]]:
+def overlong_punishment(
+    max_completion_len: int, soft_punish_cache: int
+) -> Callable[..., list[float]]:
     """A penalty of completions' lengths in tokens: 0 up to `max_completion_len - soft_punish_cache`, then linearly down
     to -1 at `max_completion_len`. DAPO, arXiv 2503.14476, eq. 13.
 
@@ -125,13 +180,19 @@ def overlong_punishment(max_completion_len: int, soft_punish_cache: int) -> Call
         start = max_completion_len - soft_punish_cache
         if not soft_punish_cache:
             return [-float(len(ids) > max_completion_len) for ids in completion_ids]
-        return [max(-1.0, min(0.0, (start - len(ids)) / soft_punish_cache)) for ids in completion_ids]
+        return [
+            max(-1.0, min(0.0, (start - len(ids)) / soft_punish_cache)) for ids in completion_ids
+        ]
 
     return overlong
 
 
-def verl_reward(completions: Sequence[Any], data_source: Sequence[str], reward_model: Sequence[Any],
-                **kwargs: Any) -> list[float | None]:
+def verl_reward(
+    completions: Sequence[Any],
+    data_source: Sequence[str],
+    reward_model: Sequence[Any],
+    **kwargs: Any,
+) -> list[float | None]:
     """verl's default reward, by a row's `data_source`: 1.0 for GSM8K's number behind the last `####`, for the answer of
     MATH in a box, else 0.0. ValueError for other sources, which need a function."""
     from shoal.tasks.gsm8k import load_reward_preset
@@ -141,19 +202,31 @@ def verl_reward(completions: Sequence[Any], data_source: Sequence[str], reward_m
             raise ShoalError(fault, "task.path")
     gsm8k, golds = load_reward_preset("verl"), [str(row["ground_truth"]) for row in reward_model]
     if unknown := {*data_source} - {"openai/gsm8k", *_MATH}:
-        raise ValueError(f"data_source={min(unknown)}: only GSM8K and MATH have a reward; give one of your own")
-    return [accuracy_reward([completion], [f"${gold}$"])[0] if source in _MATH else
-            float(gsm8k.right(gsm8k.answer(completion_text(completion)), gold))
-            for completion, source, gold in zip(completions, data_source, golds, strict=True)]
+        raise ValueError(
+            f"data_source={min(unknown)}: only GSM8K and MATH have a reward; give one of your own"
+        )
+    return [
+        accuracy_reward([completion], [f"${gold}$"])[0]
+        if source in _MATH
+        else float(gsm8k.right(gsm8k.answer(completion_text(completion)), gold))
+        for completion, source, gold in zip(completions, data_source, golds, strict=True)
+    ]
 
 
 _MATH = ("DigitalLearningGmbH/MATH-lighteval", "lighteval/MATH", "HuggingFaceH4/MATH-500")
 FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "accuracy_reward": accuracy_reward, "reasoning_accuracy_reward": reasoning_accuracy_reward,
-    "think_format_reward": think_format_reward, "verl_reward": verl_reward}
+    "accuracy_reward": accuracy_reward,
+    "reasoning_accuracy_reward": reasoning_accuracy_reward,
+    "think_format_reward": think_format_reward,
+    "verl_reward": verl_reward,
+}
 FACTORIES: dict[str, tuple[Callable[..., Callable[..., Any]], dict[str, Any]]] = {
     # TRL's own script takes these two numbers.
-    "get_soft_overlong_punishment": (overlong_punishment, {"max_completion_len": 1280, "soft_punish_cache": 256}),
+    "get_soft_overlong_punishment": (
+        overlong_punishment,
+        {"max_completion_len": 1280, "soft_punish_cache": 256},
+    ),
     "get_cosine_scaled_reward": (cosine_scaled_reward, {}),
-    "get_repetition_penalty_reward": (repetition_penalty, {})}
+    "get_repetition_penalty_reward": (repetition_penalty, {}),
+}
 """Name -> what makes the function, and its arguments where none are given."""

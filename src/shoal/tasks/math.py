@@ -13,17 +13,30 @@ from typing import Any
 from shoal.config.schema import TaskSection
 from shoal.tasks.data import Published, read_splits
 from shoal.tasks.graders import math_check
-from shoal.tasks.graders.answer import FORMAT, completion_text, extract_answer, last_boxed, solution_of, well_formed
+from shoal.tasks.graders.answer import (
+    FORMAT,
+    completion_text,
+    extract_answer,
+    last_boxed,
+    solution_of,
+    well_formed,
+)
 from shoal.tasks.rows import has_answer, with_rows
 from shoal.tasks.task import Task
 from shoal.types import Example, RewardFunction, ShoalError
 
-TRAIN = Published("math", "DigitalLearningGmbH/MATH-lighteval", ("problem",), ("math_{split}", "{split}"),
-                  texts=("problem",))
+TRAIN = Published(
+    "math",
+    "DigitalLearningGmbH/MATH-lighteval",
+    ("problem",),
+    ("math_{split}", "{split}"),
+    texts=("problem",),
+)
 EVALUATION = replace(TRAIN, hub_id="HuggingFaceH4/MATH-500")
 SYSTEM_PROMPT = (
     "Solve the user's problem. Think step by step between <reasoning> and </reasoning>, "
-    "then write only the final answer, in LaTeX, between <answer> and </answer>.")
+    "then write only the final answer, in LaTeX, between <answer> and </answer>."
+)
 TAIL_CHARS = 10_000
 """An answer before so many last characters is not found."""
 
@@ -37,11 +50,16 @@ def load(task: TaskSection) -> Task:
     empty = blank(task)
     splits = read_splits(task, TRAIN, _make)
     if not task.path:  # the evaluation set has no split to train on: all its rows are evaluated on
-        found = read_splits(replace(task, split=task.eval_split, subset="", files=()), EVALUATION, _make)
+        found = read_splits(
+            replace(task, split=task.eval_split, subset="", files=()), EVALUATION, _make
+        )
         splits.held_out, splits.shared = found.train, False
         splits.data = replace(splits.data, held_out_files=found.data.train_files)
-    splits.keep(has_answer, "an `answer` that can be read, or a `solution` with `\\boxed{...}`",
-                "no answer that can be read")
+    splits.keep(
+        has_answer,
+        "an `answer` that can be read, or a `solution` with `\\boxed{...}`",
+        "no answer that can be read",
+    )
     splits.drop_held_out(lambda example: example.prompt[-1]["content"].strip(), "problem")
     return with_rows(empty, splits)
 
@@ -50,11 +68,16 @@ def blank(task: TaskSection) -> Task:
     """The task without data, for rows that hold their answer."""
     math_check.require_math_verify()
     return Task(
-        name="math", rewards=(RewardFunction("correct", correct_reward, 1.0, runs_in_process=True), FORMAT),
-        correct=is_correct, well_formed=well_formed,
-        extract=lambda text: math_check.plain(answer_of(text) or "") or None, verdict=verdict,
-        figures=lambda verdicts: {"unchecked": float(sum(one["unchecked"] for one in verdicts))}, question="problem",
-        of_row=_of_row)
+        name="math",
+        rewards=(RewardFunction("correct", correct_reward, 1.0, runs_in_process=True), FORMAT),
+        correct=is_correct,
+        well_formed=well_formed,
+        extract=lambda text: math_check.plain(answer_of(text) or "") or None,
+        verdict=verdict,
+        figures=lambda verdicts: {"unchecked": float(sum(one["unchecked"] for one in verdicts))},
+        question="problem",
+        of_row=_of_row,
+    )
 
 
 def answer_of(text: str) -> str | None:
@@ -71,8 +94,12 @@ def is_correct(text: str, example: Example) -> bool:
     return bool(math_check.same(example.columns["answer"], answer_of(text) or ""))
 
 
-def correct_reward(completions: Sequence[Any], answer: Sequence[str],
-                   log_metric: Callable[[str, float], None] | None = None, **kwargs: Any) -> list[float]:
+def correct_reward(
+    completions: Sequence[Any],
+    answer: Sequence[str],
+    log_metric: Callable[[str, float], None] | None = None,
+    **kwargs: Any,
+) -> list[float]:
     """1.0 where the answer is the same as the gold one, else 0.0 (TRL's convention).
 
     Logged: `unchecked`, the share of answers whose check was ended at its limit (0.0 for them)."""
@@ -90,8 +117,11 @@ def verdict(text: str, example: Example) -> dict[str, Any]:
     text = solution_of(text[-TAIL_CHARS:])
     gold, answer = example.columns["answer"], answer_of(text)
     same = math_check.same(gold, answer) if answer is not None else math_check.ends_with(gold, text)
-    return {"correct": bool(same), "answer": None if answer is None else answer[:math_check.MAX_CHARS],
-            "unchecked": same is None}
+    return {
+        "correct": bool(same),
+        "answer": None if answer is None else answer[: math_check.MAX_CHARS],
+        "unchecked": same is None,
+    }
 
 
 # ---- rows
@@ -108,13 +138,18 @@ def gold(row: Mapping[str, Any]) -> str | None:
 
 def _make(number: int, place: str, row: Mapping[str, Any]) -> Example:
     columns = {"answer": gold(row), "solution": str(row.get("solution") or "")}
-    prompt = [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": row["problem"]}]
+    prompt = [
+        {"role": "system", "content": SYSTEM_PROMPT},
+        {"role": "user", "content": row["problem"]},
+    ]
     return Example(number, prompt, columns)
 
 
 def _of_row(number: int, row: Mapping[str, Any]) -> Example:
     example = _make(number, "", row) if "problem" in row else None
     if example is None or example.columns["answer"] is None:
-        raise ShoalError(f"task math: row {number} has no `problem` with an `answer` or a `solution` that ends in "
-                         f"`\\boxed{{...}}`, its braces in pairs and at most {math_check.MAX_CHARS} characters")
+        raise ShoalError(
+            f"task math: row {number} has no `problem` with an `answer` or a `solution` that ends in "
+            f"`\\boxed{{...}}`, its braces in pairs and at most {math_check.MAX_CHARS} characters"
+        )
     return example

@@ -1,8 +1,8 @@
 """Environments of OpenEnv servers, over their WebSocket: `environment=openenv:URL`. The package itself is not needed.
 
-    reset(**columns) -> {"type": "reset"}             a server's tools (MCP) -> tools of the rollout
-    respond(message) -> {"type": "step"}              an action that is one text: the model's words
-    step(**action)   -> {"type": "step"}              any other action: a tool, by the server's schema
+reset(**columns) -> {"type": "reset"}             a server's tools (MCP) -> tools of the rollout
+respond(message) -> {"type": "step"}              an action that is one text: the model's words
+step(**action)   -> {"type": "step"}              any other action: a tool, by the server's schema
 """
 
 from __future__ import annotations
@@ -20,7 +20,11 @@ PREFIX = "openenv:"
 CONNECT_SECONDS = 30.0
 MOST_BYTES = 100 << 20
 """Of one message of a server."""
-_FIELDS = ("done", "reward", "metadata")  # of an observation or an action that are no part of what is said
+_FIELDS = (
+    "done",
+    "reward",
+    "metadata",
+)  # of an observation or an action that are no part of what is said
 
 
 class OpenEnv:
@@ -35,7 +39,9 @@ class OpenEnv:
     async def reset(self, **columns: Any) -> str | None:
         self.total, self.done = 0.0, False
         vars(self).pop("reward", None)
-        given = {name: value for name, value in columns.items() if name not in ("prompt", "environment")}
+        given = {
+            name: value for name, value in columns.items() if name not in ("prompt", "environment")
+        }
         if "row" in columns:
             given.setdefault("seed", columns["row"])
         return _said((await self._ask("reset", given))["observation"]) or None
@@ -70,17 +76,23 @@ class OpenEnv:
             await self.close()
             if kind != "reset" or is_new:
                 raise
-            answer = await self._exchange(message)  # a server may close what idled between two rollouts
+            answer = await self._exchange(
+                message
+            )  # a server may close what idled between two rollouts
         if answer["type"] == "error":
             said = answer["data"]
-            raise RuntimeError(f"the server answered: {said.get('message')} {shorten(str(said.get('errors', '')))}")
+            raise RuntimeError(
+                f"the server answered: {said.get('message')} {shorten(str(said.get('errors', '')))}"
+            )
         return answer["data"]
 
     async def _exchange(self, message: str) -> Any:
         from websockets.asyncio.client import connect
 
         if self._socket is None:
-            self._socket = await connect(f"{self.url}/ws", open_timeout=CONNECT_SECONDS, max_size=MOST_BYTES)
+            self._socket = await connect(
+                f"{self.url}/ws", open_timeout=CONNECT_SECONDS, max_size=MOST_BYTES
+            )
         await self._socket.send(message)
         return json.loads(await self._socket.recv())
 
@@ -91,12 +103,19 @@ def openenv(address: str) -> type[OpenEnv]:
     url = address.removeprefix(PREFIX).rstrip("/")
     try:
         action = _get(f"{url}/schema")["action"]
-        tools = _post(f"{url}/mcp", {"jsonrpc": "2.0", "method": "tools/list", "params": {}, "id": 1})
+        tools = _post(
+            f"{url}/mcp", {"jsonrpc": "2.0", "method": "tools/list", "params": {}, "id": 1}
+        )
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ShoalError(f"environment={address}: no OpenEnv server answers there ({describe_error(error)}): start it, "
-                         "or give the address that its /health has", "environment.factory") from error
+        raise ShoalError(
+            f"environment={address}: no OpenEnv server answers there ({describe_error(error)}): start it, "
+            "or give the address that its /health has",
+            "environment.factory",
+        ) from error
     listed = (tools.get("result") or {}).get("tools") or []
-    fields = {name: one for name, one in (action.get("properties") or {}).items() if name not in _FIELDS}
+    fields = {
+        name: one for name, one in (action.get("properties") or {}).items() if name not in _FIELDS
+    }
     methods: dict[str, Any] = {}
     if listed:
         methods = {tool["name"]: _tool(tool) for tool in listed}
@@ -118,15 +137,21 @@ def _respond(field: str) -> Callable[..., Any]:
 
 def _tool(tool: Mapping[str, Any]) -> Callable[..., Any]:
     async def call(self: OpenEnv, **arguments: Any) -> str:
-        found = await self._step({"type": "call_tool", "tool_name": tool["name"], "arguments": arguments})
+        found = await self._step(
+            {"type": "call_tool", "tool_name": tool["name"], "arguments": arguments}
+        )
         if found.get("error"):
             raise RuntimeError(found["error"]["message"])
         result = found.get("result")
         content = result.get("content") if isinstance(result, Mapping) else None
         return "".join(str(part.get("text", "")) for part in content) if content else _said(result)
 
-    return _described(call, tool["name"], tool.get("description") or tool["name"],
-                      tool.get("inputSchema") or tool.get("input_schema") or {})
+    return _described(
+        call,
+        tool["name"],
+        tool.get("description") or tool["name"],
+        tool.get("inputSchema") or tool.get("input_schema") or {},
+    )
 
 
 def _action_tool(action: Mapping[str, Any]) -> Callable[..., Any]:
@@ -136,19 +161,35 @@ def _action_tool(action: Mapping[str, Any]) -> Callable[..., Any]:
     return _described(step, "step", action.get("description") or "Acts in the environment.", action)
 
 
-def _described(function: Any, name: str, description: str, parameters: Mapping[str, Any]) -> Callable[..., Any]:
+def _described(
+    function: Any, name: str, description: str, parameters: Mapping[str, Any]
+) -> Callable[..., Any]:
     """The function with a schema of its own, in place of type hints and a docstring."""
     function.__name__ = name
-    known = {key: parameters[key] for key in ("type", "properties", "required", "$defs") if key in parameters}
-    function.schema = {"type": "function", "function": {"name": name, "description": description, "parameters": {
-        "type": "object", "properties": {}, **known}}}
+    known = {
+        key: parameters[key]
+        for key in ("type", "properties", "required", "$defs")
+        if key in parameters
+    }
+    function.schema = {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": description,
+            "parameters": {"type": "object", "properties": {}, **known},
+        },
+    }
     return function
 
 
 def _said(observation: Any) -> str:
     """An observation as words: its one text, or JSON."""
     if isinstance(observation, Mapping):
-        observation = {name: one for name, one in observation.items() if name not in _FIELDS and one is not None}
+        observation = {
+            name: one
+            for name, one in observation.items()
+            if name not in _FIELDS and one is not None
+        }
         texts = [one for one in observation.values() if isinstance(one, str)]
         if len(texts) == len(observation) == 1 or not observation:
             return "".join(texts)
@@ -161,7 +202,9 @@ def _get(url: str) -> Any:
 
 
 def _post(url: str, data: Mapping[str, Any]) -> Any:
-    request = urllib.request.Request(url, json.dumps(data).encode(), {"Content-Type": "application/json"})
+    request = urllib.request.Request(
+        url, json.dumps(data).encode(), {"Content-Type": "application/json"}
+    )
     try:
         with urllib.request.urlopen(request, timeout=CONNECT_SECONDS) as answer:
             return json.load(answer)

@@ -38,19 +38,27 @@ Correct = Callable[[str, Example], bool]
 def is_data(task: Any) -> bool:
     """True if `task=` holds data, not a name or settings: a dict of settings has plain values, one of columns lists."""
     if isinstance(task, Mapping):
-        return any(value is not None and not isinstance(value, str | bool | int | float) and name not in _LISTS
-                   for name, value in task.items())
+        return any(
+            value is not None
+            and not isinstance(value, str | bool | int | float)
+            and name not in _LISTS
+            for name, value in task.items()
+        )
     return task is not None and not isinstance(task, str | bytes)
 
 
-def rows_task(data: Any, held_out: Any = None, correct: Correct | None = None, num_questions: int = 500) -> Task:
+def rows_task(
+    data: Any, held_out: Any = None, correct: Correct | None = None, num_questions: int = 500
+) -> Task:
     """A task of rows with `prompt` (text or messages) or `messages`; all other columns go to the reward functions.
 
     Without `held_out` the last rows are held out: `num_questions` (0: no limit), at most a tenth, or all rows where
     nothing is trained. `held_out="train"` evaluates on the rows that are trained on.
     """
     if correct is not None and not callable(correct):
-        raise ShoalError(f"correct is a {type(correct).__name__}: expected a function (text, example) -> bool")
+        raise ShoalError(
+            f"correct is a {type(correct).__name__}: expected a function (text, example) -> bool"
+        )
     maker = ExampleMaker()
     splits = Splits(ROWS, _examples(maker, data, "task"), [], "held_out='train'")
     splits.data.train_files[_GIVEN] = len(splits.train)
@@ -61,18 +69,24 @@ def rows_task(data: Any, held_out: Any = None, correct: Correct | None = None, n
         splits.data.held_out_files[_GIVEN] = len(splits.held_out)
     else:
         splits.divide("task", num_questions)
-    return task_of_examples(splits, maker, functools.partial(_call_correct, correct) if correct else None)
+    return task_of_examples(
+        splits, maker, functools.partial(_call_correct, correct) if correct else None
+    )
 
 
 def task_of_examples(splits: Splits, maker: ExampleMaker, correct: Correct | None = None) -> Task:
     """The task of examples, without those training prompts that are held out too."""
     splits.drop_held_out(prompt_key, "prompt")
     if maker.from_messages:
-        splits.notes.append(f"{splits.task}: the prompts are the column `messages`, without the assistant's last "
-                            "message")
+        splits.notes.append(
+            f"{splits.task}: the prompts are the column `messages`, without the assistant's last "
+            "message"
+        )
     if maker.num_continued:
-        splits.notes.append(f"{splits.task}: {count(maker.num_continued, 'prompt ends', 'prompts end')} with an "
-                            "assistant's message, which the completion continues")
+        splits.notes.append(
+            f"{splits.task}: {count(maker.num_continued, 'prompt ends', 'prompts end')} with an "
+            "assistant's message, which the completion continues"
+        )
     splits.notes += [f"{splits.task}: {note}" for note in maker.roles.notes]
     note_empty_answers(splits)
     return with_rows(Task(splits.task, question="prompt", correct=correct), splits)
@@ -84,8 +98,10 @@ def note_empty_answers(splits: Splits) -> None:
     empty = [example for example in rows if _is_blank(ground_truth(example.columns))]
     if empty and len(empty) < len(rows):
         place = f", the first {empty[0].place}" if empty[0].place else ""
-        splits.notes.append(f"{splits.task}: {len(empty)} of {len(rows)} rows have an empty answer{place}: fill them "
-                            "in or leave these rows out, unless the reward needs no answer")
+        splits.notes.append(
+            f"{splits.task}: {len(empty)} of {len(rows)} rows have an empty answer{place}: fill them "
+            "in or leave these rows out, unless the reward needs no answer"
+        )
 
 
 def _is_blank(answer: Any) -> bool:
@@ -95,8 +111,13 @@ def _is_blank(answer: Any) -> bool:
 def with_rows(task: Task, splits: Splits) -> Task:
     """The task with the examples of its data, numbered from 0 in each split."""
     held_out = splits.held_out if splits.task == ROWS else _numbered(splits.held_out)
-    return replace(task, train=_numbered(splits.train), evaluations={"held_out": held_out}, notes=tuple(splits.notes),
-                   data=splits.data)
+    return replace(
+        task,
+        train=_numbered(splits.train),
+        evaluations={"held_out": held_out},
+        notes=tuple(splits.notes),
+        data=splits.data,
+    )
 
 
 def has_answer(example: Example) -> bool:
@@ -117,15 +138,19 @@ def _call_correct(correct: Correct, text: str, example: Example) -> bool:
     try:
         return bool(correct(text, example))
     except Exception as error:
-        raise ShoalError(f"correct raised {type(error).__name__}: {error} for data row {example.row}, "
-                         f"completion {text[:80]!r}: it must accept any text") from error
+        raise ShoalError(
+            f"correct raised {type(error).__name__}: {error} for data row {example.row}, "
+            f"completion {text[:80]!r}: it must accept any text"
+        ) from error
 
 
 # ---- reading
 
 
 def _examples(maker: ExampleMaker, data: Any, name: str) -> list[Example]:
-    return [maker(number, f"{name} row {number}", row) for number, row in enumerate(_rows(data, name))]
+    return [
+        maker(number, f"{name} row {number}", row) for number, row in enumerate(_rows(data, name))
+    ]
 
 
 def _rows(data: Any, name: str) -> Sequence[Any]:
@@ -135,12 +160,20 @@ def _rows(data: Any, name: str) -> Sequence[Any]:
         rows = _rows_of_columns(data, name)
     elif hasattr(data, "iloc") and hasattr(data, "to_dict"):  # pandas
         rows = data.to_dict("records") if hasattr(data, "columns") else data.tolist()
-    elif callable(read := getattr(data, "to_dicts", None) or getattr(data, "to_pylist", None)):  # polars, arrow
+    elif callable(
+        read := getattr(data, "to_dicts", None) or getattr(data, "to_pylist", None)
+    ):  # polars, arrow
         rows = read()
     elif isinstance(data, str | bytes) or not isinstance(data, Iterable):
-        other = f"or {SAME!r}, for those that are trained on" if name == "held_out" else "or a shoal.Task"
-        raise ShoalError(f"{name} is a {type(data).__name__}: expected rows, a list of dicts with `prompt`, a table of "
-                         f"pandas, polars, arrow or datasets, {other}")
+        other = (
+            f"or {SAME!r}, for those that are trained on"
+            if name == "held_out"
+            else "or a shoal.Task"
+        )
+        raise ShoalError(
+            f"{name} is a {type(data).__name__}: expected rows, a list of dicts with `prompt`, a table of "
+            f"pandas, polars, arrow or datasets, {other}"
+        )
     else:
         rows = list(data)
     if not len(rows):
@@ -151,13 +184,17 @@ def _rows(data: Any, name: str) -> Sequence[Any]:
 def _rows_of_columns(columns: Mapping[Any, Any], name: str) -> list[dict[str, Any]]:
     for column, values in columns.items():
         if isinstance(values, str | bytes) or not hasattr(values, "__len__"):
-            raise ShoalError(f"{name}: the column {column!r} is a {type(values).__name__}; expected a list, a value a "
-                             "row")
+            raise ShoalError(
+                f"{name}: the column {column!r} is a {type(values).__name__}; expected a list, a value a "
+                "row"
+            )
     lengths = {column: len(values) for column, values in columns.items()}
     if len(set(lengths.values())) > 1:
         shown = ", ".join(f"{column} {length}" for column, length in lengths.items())
         raise ShoalError(f"{name}: its columns must be of one length, they have {shown} values")
-    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+    return [
+        dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)
+    ]
 
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
@@ -179,9 +216,11 @@ class UnknownRoles:
     @property
     def notes(self) -> list[str]:
         """A line for each."""
-        return [f"{count(len(places), 'prompt has', 'prompts have')} a message of the role {role!r:.40} (first "
-                f"{places[0]}), which most chat templates do not know: expected {', '.join(ROLES[:5])}"
-                for role, places in self._found.items()]
+        return [
+            f"{count(len(places), 'prompt has', 'prompts have')} a message of the role {role!r:.40} (first "
+            f"{places[0]}), which most chat templates do not know: expected {', '.join(ROLES[:5])}"
+            for role, places in self._found.items()
+        ]
 
 
 class ExampleMaker:
@@ -201,16 +240,24 @@ class ExampleMaker:
             self._first, self.from_messages = (example, place), "prompt" not in row
         first, first_place = self._first
         if isinstance(example.prompt, str) != isinstance(first.prompt, str):
-            kind, other = ("text" if isinstance(one.prompt, str) else "messages" for one in (example, first))
-            raise ShoalError(f"{place}: `prompt` is {kind}, that of {first_place} is {other}: make all prompts of one "
-                             "kind")
+            kind, other = (
+                "text" if isinstance(one.prompt, str) else "messages" for one in (example, first)
+            )
+            raise ShoalError(
+                f"{place}: `prompt` is {kind}, that of {first_place} is {other}: make all prompts of one "
+                "kind"
+            )
         if example.columns.keys() != first.columns.keys():
             _check_names(example, place)
             other = sorted(example.columns.keys() ^ first.columns.keys())[0]
             has, lacks = (place, first_place) if other in example.columns else (first_place, place)
-            raise ShoalError(f"{lacks} has no column {other!r}, {has} has: give every row the same columns, None where "
-                             "there is no value")
-        self.num_continued += not isinstance(example.prompt, str) and example.prompt[-1]["role"] == "assistant"
+            raise ShoalError(
+                f"{lacks} has no column {other!r}, {has} has: give every row the same columns, None where "
+                "there is no value"
+            )
+        self.num_continued += (
+            not isinstance(example.prompt, str) and example.prompt[-1]["role"] == "assistant"
+        )
         self.roles.add(example)
         return example
 
@@ -218,10 +265,14 @@ class ExampleMaker:
 def example_of(number: int, place: str, row: Any) -> Example:
     """The example of a row; ShoalError, naming its place, without a prompt that can be used."""
     if not isinstance(row, Mapping):
-        raise ShoalError(f"{place} is a {type(row).__name__}: expected a dict with `prompt` and the reward's columns")
+        raise ShoalError(
+            f"{place} is a {type(row).__name__}: expected a dict with `prompt` and the reward's columns"
+        )
     if "prompt" not in row and "messages" not in row:
-        raise ShoalError(f"{place} has no `prompt`: its columns are {', '.join(map(str, row)) or 'none'}; rename the "
-                         "column that holds the text to `prompt`, or the one that holds messages to `messages`")
+        raise ShoalError(
+            f"{place} has no `prompt`: its columns are {', '.join(map(str, row)) or 'none'}; rename the "
+            "column that holds the text to `prompt`, or the one that holds messages to `messages`"
+        )
     columns = {column: _plain(value) for column, value in row.items() if column != "prompt"}
     prompt = row["prompt"] if "prompt" in row else _without_answer(columns["messages"], place)
     return Example(number, checked_prompt(prompt, place), columns, place)
@@ -230,20 +281,30 @@ def example_of(number: int, place: str, row: Any) -> Example:
 def _without_answer(messages: Any, place: str) -> list[Any]:
     """Messages up to the answer that they end with, if they do."""
     if not isinstance(messages, list):
-        raise ShoalError(f"{place}: `messages` is a {type(messages).__name__}: expected a list of dicts with role and "
-                         "content")
-    ends = bool(messages) and isinstance(messages[-1], Mapping) and messages[-1].get("role") == "assistant"
+        raise ShoalError(
+            f"{place}: `messages` is a {type(messages).__name__}: expected a list of dicts with role and "
+            "content"
+        )
+    ends = (
+        bool(messages)
+        and isinstance(messages[-1], Mapping)
+        and messages[-1].get("role") == "assistant"
+    )
     asked = messages[:-1] if ends else messages
     if not asked:
-        raise ShoalError(f"{place}: `messages` holds nothing but an answer: expected a message to answer")
+        raise ShoalError(
+            f"{place}: `messages` holds nothing but an answer: expected a message to answer"
+        )
     return asked
 
 
 def _check_names(example: Example, place: str) -> None:
     for column in example.columns:
         if not isinstance(column, str) or column in TAKEN:
-            raise ShoalError(f"{place}: a column cannot be called {column!r}: expected text, and none of "
-                             f"{', '.join(TAKEN)}, which reward functions get from the run; rename it")
+            raise ShoalError(
+                f"{place}: a column cannot be called {column!r}: expected text, and none of "
+                f"{', '.join(TAKEN)}, which reward functions get from the run; rename it"
+            )
 
 
 def _plain(value: Any) -> Any:
@@ -256,7 +317,10 @@ def _plain(value: Any) -> Any:
         return {name: _plain(one) for name, one in value.items()}
     if isinstance(value, list):
         return [_plain(one) for one in value]
-    missing = (isinstance(value, float) and math.isnan(value)) or type(value).__name__ in ("NAType", "NaTType")
+    missing = (isinstance(value, float) and math.isnan(value)) or type(value).__name__ in (
+        "NAType",
+        "NaTType",
+    )
     return None if missing else value
 
 
@@ -265,9 +329,15 @@ def checked_prompt(prompt: Any, place: str) -> Prompt:
     if hasattr(prompt, "tolist"):  # tables hold lists as arrays
         prompt = prompt.tolist()
     if not (isinstance(prompt, str | list | tuple) and prompt):
-        kind = f"a {type(prompt).__name__}" if prompt or prompt is None else f"an empty {type(prompt).__name__}"
-        raise ShoalError(f"{place}: `prompt` is {kind}: expected text, or messages, a list of dicts with role and "
-                         "content")
+        kind = (
+            f"a {type(prompt).__name__}"
+            if prompt or prompt is None
+            else f"an empty {type(prompt).__name__}"
+        )
+        raise ShoalError(
+            f"{place}: `prompt` is {kind}: expected text, or messages, a list of dicts with role and "
+            "content"
+        )
     if isinstance(prompt, str):
         return _checked_text(prompt, place)
     return [_message(at, message, place) for at, message in enumerate(prompt)]
@@ -280,19 +350,29 @@ def is_share_gpt(messages: Any) -> bool:
     return isinstance(messages[0], Mapping) and {"from", "value"} <= set(messages[0])
 
 
-SHARE_GPT_ADVICE = ("ShareGPT's `from` and `value` are not read; write messages with `role` (human is user, gpt is "
-                    "assistant) and `content`")
+SHARE_GPT_ADVICE = (
+    "ShareGPT's `from` and `value` are not read; write messages with `role` (human is user, gpt is "
+    "assistant) and `content`"
+)
 
 
 def _message(at: int, message: Any, place: str) -> dict[str, Any]:
     content = message.get("content") if isinstance(message, Mapping) else None
     if is_share_gpt([message]) and content is None:
-        raise ShoalError(f"{place}: message {at} of `prompt` is {str(message)[:60]!r}: {SHARE_GPT_ADVICE}")
+        raise ShoalError(
+            f"{place}: message {at} of `prompt` is {str(message)[:60]!r}: {SHARE_GPT_ADVICE}"
+        )
     if content is None and isinstance(message, Mapping) and message.get("tool_calls"):
         content = ""
-    if not (isinstance(message, Mapping) and isinstance(message.get("role"), str) and isinstance(content, str)):
-        raise ShoalError(f"{place}: message {at} of `prompt` is {str(message)[:60]!r}: expected a dict with role and "
-                         "content, both text, or with tool_calls")
+    if not (
+        isinstance(message, Mapping)
+        and isinstance(message.get("role"), str)
+        and isinstance(content, str)
+    ):
+        raise ShoalError(
+            f"{place}: message {at} of `prompt` is {str(message)[:60]!r}: expected a dict with role and "
+            "content, both text, or with tool_calls"
+        )
     content = _checked_text(content, place)
     if message["role"] == "system":
         content = sys.intern(str(content))  # one object for all rows, which mostly share it
@@ -303,11 +383,17 @@ def without_none(value: Any) -> Any:
     """Without the keys that a table fills in with None where only other rows have them, such as a tool's arguments."""
     if isinstance(value, Mapping):
         return {key: without_none(one) for key, one in value.items() if one is not None}
-    return [without_none(one) for one in value] if isinstance(value, list | tuple | np.ndarray) else value
+    return (
+        [without_none(one) for one in value]
+        if isinstance(value, list | tuple | np.ndarray)
+        else value
+    )
 
 
 def _checked_text(text: str, place: str) -> str:
     if not text.isascii() and (half := half_character(text)):
-        raise ShoalError(f"{place}: `prompt` holds {half}, half of a character that is written as two: write both "
-                         "halves, or leave it out")
+        raise ShoalError(
+            f"{place}: `prompt` holds {half}, half of a character that is written as two: write both "
+            "halves, or leave it out"
+        )
     return text

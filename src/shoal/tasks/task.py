@@ -12,8 +12,21 @@ from shoal.config.schema import RewardSection, TaskSection
 from shoal.text import nearest
 from shoal.types import Example, RewardFunction, ShoalError
 
-TASKS = {name: f"shoal.tasks.{name}" for name in (
-    "words", "calculator", "guess", "gsm8k", "math", "ifeval", "countdown", "code", "custom", "environment")}
+TASKS = {
+    name: f"shoal.tasks.{name}"
+    for name in (
+        "words",
+        "calculator",
+        "guess",
+        "gsm8k",
+        "math",
+        "ifeval",
+        "countdown",
+        "code",
+        "custom",
+        "environment",
+    )
+}
 """Name -> module with `load(TaskSection) -> Task`, or `load(TaskSection, reward: RewardSection)`."""
 
 ROWS = "rows"
@@ -27,8 +40,12 @@ class DataReport:
     >>> DataReport({"gsm8k_train.jsonl": 7473}, {"gsm8k_test.jsonl": 1319}, {"no `#### <number>`": 12})
     """
 
-    train_files: dict[str, int] = field(default_factory=dict)  # file -> rows read from it to train on
-    held_out_files: dict[str, int] = field(default_factory=dict)  # file -> rows; also a file that is in train_files
+    train_files: dict[str, int] = field(
+        default_factory=dict
+    )  # file -> rows read from it to train on
+    held_out_files: dict[str, int] = field(
+        default_factory=dict
+    )  # file -> rows; also a file that is in train_files
     dropped: dict[str, int] = field(default_factory=dict)  # reason -> training rows left out
 
 
@@ -74,8 +91,10 @@ def load_by_name(task: TaskSection, reward: RewardSection) -> Task:
     """The task of a name, with its own rewards and every question. Raises ShoalError for an unknown name, and for what
     the task's data lacks."""
     if task.name not in TASKS:
-        raise ShoalError(f"task.name={task.name!r}: there is no such task; did you mean {nearest(task.name, TASKS)!r}? "
-                         f"Tasks: {', '.join(TASKS)}")
+        raise ShoalError(
+            f"task.name={task.name!r}: there is no such task; did you mean {nearest(task.name, TASKS)!r}? "
+            f"Tasks: {', '.join(TASKS)}"
+        )
     load = importlib.import_module(TASKS[task.name]).load
     if "reward" in inspect.signature(load).parameters:
         return load(task, reward)

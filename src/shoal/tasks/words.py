@@ -39,61 +39,146 @@ class Operation(enum.StrEnum):
     DIVIDE = "/"
 
 
-_APPLY = {Operation.ADD: operator.add, Operation.SUBTRACT: operator.sub, Operation.MULTIPLY: operator.mul,
-          Operation.DIVIDE: operator.floordiv}
+_APPLY = {
+    Operation.ADD: operator.add,
+    Operation.SUBTRACT: operator.sub,
+    Operation.MULTIPLY: operator.mul,
+    Operation.DIVIDE: operator.floordiv,
+}
 
-SHE = ("Amy", "Bella", "Clara", "Dora", "Emma", "Fay", "Gina", "Hana", "Ida", "Jane", "Kate", "Lucy")
+SHE = (
+    "Amy",
+    "Bella",
+    "Clara",
+    "Dora",
+    "Emma",
+    "Fay",
+    "Gina",
+    "Hana",
+    "Ida",
+    "Jane",
+    "Kate",
+    "Lucy",
+)
 HE = ("Adam", "Ben", "Carl", "Dan", "Eric", "Finn", "Gus", "Hugo", "Ivan", "Jack", "Karl", "Tom")
-OBJECTS = ("apples", "marbles", "books", "coins", "cards", "stickers", "pencils", "shells", "buttons", "stamps",
-           "balloons", "cookies", "beads", "toys", "stones", "keys", "cups", "candles", "oranges", "flowers",
-           "ribbons", "badges", "crayons", "peaches")
+OBJECTS = (
+    "apples",
+    "marbles",
+    "books",
+    "coins",
+    "cards",
+    "stickers",
+    "pencils",
+    "shells",
+    "buttons",
+    "stamps",
+    "balloons",
+    "cookies",
+    "beads",
+    "toys",
+    "stones",
+    "keys",
+    "cups",
+    "candles",
+    "oranges",
+    "flowers",
+    "ribbons",
+    "badges",
+    "crayons",
+    "peaches",
+)
 
 # Sentences by part of the problem. Those of the second list never occur in training.
 SEEN: dict[str, tuple[str, ...]] = {
     "opening": (
-        "{name} has {n} {objects}.", "{name} starts with {n} {objects}.", "{name} owns {n} {objects}.",
-        "On Sunday {name} has {n} {objects}.", "{name} keeps {n} {objects} at home.", "{name} counts {n} {objects}."),
+        "{name} has {n} {objects}.",
+        "{name} starts with {n} {objects}.",
+        "{name} owns {n} {objects}.",
+        "On Sunday {name} has {n} {objects}.",
+        "{name} keeps {n} {objects} at home.",
+        "{name} counts {n} {objects}.",
+    ),
     "+": (
-        "{He} buys {n} more.", "Then {friend} gives {him} {n} more.", "{He} finds {n} more {objects}.",
-        "Later {he} wins {n} {objects}.", "{His} aunt sends {him} {n} more.", "Next {he} picks up {n} more.",
-        "{friend} brings {him} {n} {objects}.", "{He} then gets {n} new ones."),
+        "{He} buys {n} more.",
+        "Then {friend} gives {him} {n} more.",
+        "{He} finds {n} more {objects}.",
+        "Later {he} wins {n} {objects}.",
+        "{His} aunt sends {him} {n} more.",
+        "Next {he} picks up {n} more.",
+        "{friend} brings {him} {n} {objects}.",
+        "{He} then gets {n} new ones.",
+    ),
     "-": (
-        "{He} gives {n} to {friend}.", "Then {he} loses {n} of them.", "{He} sells {n} {objects}.",
-        "{friend} takes {n} of them.", "Later {he} throws {n} away.", "Then {n} of them go missing.",
-        "{He} trades away {n} {objects}.", "Next {he} leaves {n} on a bus."),
+        "{He} gives {n} to {friend}.",
+        "Then {he} loses {n} of them.",
+        "{He} sells {n} {objects}.",
+        "{friend} takes {n} of them.",
+        "Later {he} throws {n} away.",
+        "Then {n} of them go missing.",
+        "{He} trades away {n} {objects}.",
+        "Next {he} leaves {n} on a bus.",
+    ),
     "*": (
-        "Soon {he} has {times} as many.", "By Monday {he} has {times} as many.",
-        "After a game {he} holds {times} as many.", "A week later {he} has {times} as many {objects}.",
-        "{friend} helps {him} reach {times} as many.", "{He} works until {he} has {times} as many.",
-        "Then {he} owns {times} as many {objects}.", "Good luck leaves {him} with {times} as many."),
+        "Soon {he} has {times} as many.",
+        "By Monday {he} has {times} as many.",
+        "After a game {he} holds {times} as many.",
+        "A week later {he} has {times} as many {objects}.",
+        "{friend} helps {him} reach {times} as many.",
+        "{He} works until {he} has {times} as many.",
+        "Then {he} owns {times} as many {objects}.",
+        "Good luck leaves {him} with {times} as many.",
+    ),
     "/": (
-        "{He} splits them into {n} equal boxes and keeps one.", "Then {he} makes {n} equal piles and keeps one pile.",
-        "{He} fills {n} bags equally and keeps one bag.", "{He} shares them equally among {n} jars and keeps one.",
-        "Later {he} packs {n} equal bags and sells all but one.", "Next {he} lays {n} equal rows and saves one row.",
+        "{He} splits them into {n} equal boxes and keeps one.",
+        "Then {he} makes {n} equal piles and keeps one pile.",
+        "{He} fills {n} bags equally and keeps one bag.",
+        "{He} shares them equally among {n} jars and keeps one.",
+        "Later {he} packs {n} equal bags and sells all but one.",
+        "Next {he} lays {n} equal rows and saves one row.",
         "{He} forms {n} equal groups and keeps a single group.",
-        "Then {friend} makes {n} equal parts and leaves {him} one."),
+        "Then {friend} makes {n} equal parts and leaves {him} one.",
+    ),
     "question": (
-        "How many {objects} does {name} have now?", "How many {objects} does {he} have now?",
-        "How many {objects} does {name} have in the end?", "How many {objects} does {he} end up with?",
-        "How many does {name} have now?", "How many {objects} are left with {name}?")}
+        "How many {objects} does {name} have now?",
+        "How many {objects} does {he} have now?",
+        "How many {objects} does {name} have in the end?",
+        "How many {objects} does {he} end up with?",
+        "How many does {name} have now?",
+        "How many {objects} are left with {name}?",
+    ),
+}
 UNSEEN: dict[str, tuple[str, ...]] = {
     "opening": (
-        "A shelf of {name}'s holds {n} {objects}.", "At first there are {n} {objects} in {name}'s bag.",
-        "{name} was given {n} {objects} for {his} birthday."),
+        "A shelf of {name}'s holds {n} {objects}.",
+        "At first there are {n} {objects} in {name}'s bag.",
+        "{name} was given {n} {objects} for {his} birthday.",
+    ),
     "+": (
-        "A neighbour adds {n} to the collection.", "The mail brings another {n} {objects}.",
-        "{His} total grows by {n}."),
+        "A neighbour adds {n} to the collection.",
+        "The mail brings another {n} {objects}.",
+        "{His} total grows by {n}.",
+    ),
     "-": (
-        "A dog runs off with {n}.", "{n} {objects} are handed over to {friend}.", "{His} total shrinks by {n}."),
+        "A dog runs off with {n}.",
+        "{n} {objects} are handed over to {friend}.",
+        "{His} total shrinks by {n}.",
+    ),
     "*": (
-        "The collection becomes {times} as large.", "Within a year {his} total is {times} what it was.",
-        "Every one is swapped for {n} others."),
+        "The collection becomes {times} as large.",
+        "Within a year {his} total is {times} what it was.",
+        "Every one is swapped for {n} others.",
+    ),
     "/": (
-        "With {n} people sharing equally, {he} gets one share.", "Only one out of every {n} stays with {him}.",
-        "One of {n} equal crates is all {he} takes home."),
+        "With {n} people sharing equally, {he} gets one share.",
+        "Only one out of every {n} stays with {him}.",
+        "One of {n} equal crates is all {he} takes home.",
+    ),
     "question": (
-        "What number of {objects} does {name} own at last?", "Can you tell how many {objects} {name} has?",
-        "So what is {name}'s count of {objects}?")}
+        "What number of {objects} does {name} own at last?",
+        "Can you tell how many {objects} {name} has?",
+        "So what is {name}'s count of {objects}?",
+    ),
+}
 
 
 # ---- problems
@@ -126,8 +211,13 @@ class Problem:
     @property
     def values(self) -> tuple[int, ...]:
         """The quantity at the start and after every step."""
-        return tuple(itertools.accumulate(self.steps, lambda value, step: _APPLY[step.operation](value, step.operand),
-                                          initial=self.start))
+        return tuple(
+            itertools.accumulate(
+                self.steps,
+                lambda value, step: _APPLY[step.operation](value, step.operand),
+                initial=self.start,
+            )
+        )
 
     @property
     def answer(self) -> int:
@@ -142,20 +232,35 @@ class Problem:
     def question(self) -> str:
         sentences = UNSEEN if self.unseen else SEEN
         numbers = (self.start, *(step.operand for step in self.steps), 0)
-        return " ".join(sentences[part][index].format_map(self._words(number))
-                        for part, index, number in zip(self.parts, self.templates, numbers, strict=True))
+        return " ".join(
+            sentences[part][index].format_map(self._words(number))
+            for part, index, number in zip(self.parts, self.templates, numbers, strict=True)
+        )
 
     def _words(self, number: int) -> dict[str, Any]:
         he, him, his = ("she", "her", "her") if self.name in SHE else ("he", "him", "his")
-        return {"name": self.name, "friend": self.friend, "objects": self.objects, "n": number,
-                "times": "twice" if number == 2 else f"{number} times",
-                "he": he, "He": he.title(), "him": him, "his": his, "His": his.title()}
+        return {
+            "name": self.name,
+            "friend": self.friend,
+            "objects": self.objects,
+            "n": number,
+            "times": "twice" if number == 2 else f"{number} times",
+            "he": he,
+            "He": he.title(),
+            "him": him,
+            "his": his,
+            "His": his.title(),
+        }
 
     @property
     def solution(self) -> str:
         """The worked text: one equation a step, then the answer."""
-        lines = [f"{before} {step.operation} {step.operand} = {after}."
-                 for step, (before, after) in zip(self.steps, itertools.pairwise(self.values), strict=True)]
+        lines = [
+            f"{before} {step.operation} {step.operand} = {after}."
+            for step, (before, after) in zip(
+                self.steps, itertools.pairwise(self.values), strict=True
+            )
+        ]
         return f"<reasoning>{' '.join(lines)}</reasoning><answer>{self.answer}</answer>"
 
 
@@ -187,7 +292,8 @@ def _choices(value: int, max_value: int) -> list[tuple[Operation, Sequence[int]]
         (Operation.ADD, range(2, max_value - value + 1)),
         (Operation.SUBTRACT, range(2, value)),
         (Operation.MULTIPLY, [k for k in range(2, 6) if value * k <= max_value]),
-        (Operation.DIVIDE, [k for k in range(2, 6) if value % k == 0])]
+        (Operation.DIVIDE, [k for k in range(2, 6) if value % k == 0]),
+    ]
     return [(operation, operands) for operation, operands in choices if operands]
 
 
@@ -210,9 +316,12 @@ PROBLEMS = Problems("words", _draw_numbers, numeric_form, ("num_steps", "max_val
 def load(task: TaskSection) -> Task:
     """The task at the dials `task.num_steps` and `task.max_value`; `task.num_eval_questions` 0 holds out 500."""
     empty = Task(
-        name="words", rewards=(reward_of("correct", answers), FORMAT),
-        correct=lambda text, example: answers(text, example.columns["answer"]), well_formed=well_formed,
-        extract=lambda text: answer_key(single_answer(text)) or None)
+        name="words",
+        rewards=(reward_of("correct", answers), FORMAT),
+        correct=lambda text, example: answers(text, example.columns["answer"]),
+        well_formed=well_formed,
+        extract=lambda text: answer_key(single_answer(text)) or None,
+    )
     return generated_task(task, empty, PROBLEMS, _example, ("held_out", UNSEEN_TEMPLATES))
 
 

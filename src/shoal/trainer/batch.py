@@ -38,14 +38,18 @@ class LearnerBatch:
     before: Any  # int32[R, T]: place in the row of the token before it in its sequence; its own where none is
     segment: Any  # int32[R, T]: 0 = padding, else the number of the token's prompt or completion in the row, from 1
     prompt: Any  # int32[R, T]: the segment of its prompt; of a prompt's token its own
-    loss_mask: Any  # bool[R, T]: the model sampled this token; only such tokens have loss, KL and entropy
+    loss_mask: (
+        Any  # bool[R, T]: the model sampled this token; only such tokens have loss, KL and entropy
+    )
     weight: Any  # float32[R, T]: of the token's loss; it holds aggregation and denominator of the whole update
     advantage: Any  # float32[R, T]
     sampler_logprobs: Any  # float32[R, T]: the sampler's
     old_logprobs: Any  # float32[R, T]: the trainer's before the first update on this batch
     ref_logprobs: Any  # float32[R, T]: the reference's
     temperature: Any  # float32[]
-    support_ids: Any = None  # int32[R, T, K]: tokens that a truncating sampler chose from, -1 fills up
+    support_ids: Any = (
+        None  # int32[R, T, K]: tokens that a truncating sampler chose from, -1 fills up
+    )
 
 
 @dataclass(frozen=True)
@@ -73,20 +77,38 @@ class MicroBatch:
 
     arrays: LearnerBatch
     used: list[int]  # tokens of each row so far
-    positions: dict[Key, tuple[int, slice]] = field(default_factory=dict)  # the row of each, and its tokens there
-    prompts: list[tuple[int, int]] = field(default_factory=list)  # tokens of each prompt, completions that follow it
+    positions: dict[Key, tuple[int, slice]] = field(
+        default_factory=dict
+    )  # the row of each, and its tokens there
+    prompts: list[tuple[int, int]] = field(
+        default_factory=list
+    )  # tokens of each prompt, completions that follow it
 
     @classmethod
     def empty(cls, shape: Shape, temperature: float, max_support: int = 0) -> MicroBatch:
         grid = (shape.rows, shape.length)
         tokens, position, segment, prompt = (np.zeros(grid, np.int32) for _ in range(4))
-        weight, advantage, sampler_logprobs, old_logprobs, ref_logprobs = (np.zeros(grid, np.float32) for _ in range(5))
-        return cls(LearnerBatch(
-            tokens=tokens, position=position, before=np.tile(np.arange(shape.length, dtype=np.int32), (shape.rows, 1)),
-            segment=segment, prompt=prompt, loss_mask=np.zeros(grid, bool), weight=weight, advantage=advantage,
-            sampler_logprobs=sampler_logprobs, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs,
-            temperature=np.float32(temperature),
-            support_ids=np.full((*grid, max_support), -1, np.int32) if max_support else None), [0] * shape.rows)
+        weight, advantage, sampler_logprobs, old_logprobs, ref_logprobs = (
+            np.zeros(grid, np.float32) for _ in range(5)
+        )
+        return cls(
+            LearnerBatch(
+                tokens=tokens,
+                position=position,
+                before=np.tile(np.arange(shape.length, dtype=np.int32), (shape.rows, 1)),
+                segment=segment,
+                prompt=prompt,
+                loss_mask=np.zeros(grid, bool),
+                weight=weight,
+                advantage=advantage,
+                sampler_logprobs=sampler_logprobs,
+                old_logprobs=old_logprobs,
+                ref_logprobs=ref_logprobs,
+                temperature=np.float32(temperature),
+                support_ids=np.full((*grid, max_support), -1, np.int32) if max_support else None,
+            ),
+            [0] * shape.rows,
+        )
 
     def add(self, row: int, prompt: np.ndarray, completions: Mapping[Key, np.ndarray]) -> None:
         """Adds a prompt and completions of it, token ids each, to a row."""
@@ -97,7 +119,9 @@ class MicroBatch:
         batch.prompt[row, first : self.used[row]] = number
         self.prompts.append((len(prompt), len(completions)))
 
-    def _add(self, row: int, ids: np.ndarray, position: int, before: int) -> tuple[int, tuple[int, slice]]:
+    def _add(
+        self, row: int, ids: np.ndarray, position: int, before: int
+    ) -> tuple[int, tuple[int, slice]]:
         """The number of a new segment in its row, and its place. `position` and `before` are those of its first
         token."""
         start, stop = self.used[row], self.used[row] + len(ids)
@@ -118,12 +142,17 @@ class MicroBatch:
 
 def unpack(batches: Iterable[MicroBatch], values: Iterable[np.ndarray]) -> TokenValues:
     """values[R, T] of each micro-batch -> the values of each completion's tokens, whatever prompts they follow."""
-    found = {key: array[place] for batch, array in zip(batches, values, strict=True)
-             for key, place in batch.positions.items()}
+    found = {
+        key: array[place]
+        for batch, array in zip(batches, values, strict=True)
+        for key, place in batch.positions.items()
+    }
     whole: dict[tuple[int, int], list[np.ndarray]] = {}
     for key in sorted(found):
         whole.setdefault(key[:2], []).append(found[key])
-    return {key: parts[0] if len(parts) == 1 else np.concatenate(parts) for key, parts in whole.items()}
+    return {
+        key: parts[0] if len(parts) == 1 else np.concatenate(parts) for key, parts in whole.items()
+    }
 
 
 NUM_SHAPES = 4
@@ -136,8 +165,14 @@ def row_unit(tokens: int) -> int:
     return min(256, 2 ** max(4, (tokens // 8).bit_length() - 1))
 
 
-def row_shapes(longest: int, most: int, micro_tokens: int, row_shards: int,
-               count: int = NUM_SHAPES, context: int = 1) -> tuple[Shape, ...]:
+def row_shapes(
+    longest: int,
+    most: int,
+    micro_tokens: int,
+    row_shards: int,
+    count: int = NUM_SHAPES,
+    context: int = 1,
+) -> tuple[Shape, ...]:
     """The shapes of micro-batches, the largest first: rows of `micro_tokens` a device, of a quarter, a sixteenth, ...
     of them. They depend on settings alone. `row_shards` parts of rows are on a device each, `context` of them a row.
 
@@ -175,18 +210,30 @@ def pack(
         group = groups[number]
         for which, (prompt, followers) in enumerate(group.by_prompt()):
             # Completions without a reward have no advantage to learn from; an empty one has no token.
-            members = {(number, i, tokens.start): tokens for i, tokens in followers
-                       if group.valid[i] and tokens.stop > tokens.start}
+            members = {
+                (number, i, tokens.start): tokens
+                for i, tokens in followers
+                if group.valid[i] and tokens.stop > tokens.start
+            }
             if members:
-                sizes[number, which] = len(prompt), {key: one.stop - one.start for key, one in members.items()}
+                sizes[number, which] = (
+                    len(prompt),
+                    {key: one.stop - one.start for key, one in members.items()},
+                )
                 prompts[number, which], places = prompt, places | members
     batches = []
     for shape, rows in in_batches(sizes, shapes):
         batch = MicroBatch.empty(shape, temperature, max_support)
         for row, content in enumerate(rows):
             for which, members in content.parts:
-                batch.add(row, prompts[which], {
-                    key: groups[key[0]].completions[key[1]].token_ids[places[key]] for key in members})
+                batch.add(
+                    row,
+                    prompts[which],
+                    {
+                        key: groups[key[0]].completions[key[1]].token_ids[places[key]]
+                        for key in members
+                    },
+                )
         batches.append(batch)
     for batch in batches:
         arrays = batch.arrays
@@ -194,11 +241,17 @@ def pack(
             key, tokens = part[:2], places[part]
             completion = groups[key[0]].completions[key[1]]
             loss_mask = completion.loss_mask[tokens]
-            arrays.loss_mask[place], arrays.sampler_logprobs[place] = loss_mask, completion.logprobs[tokens]
+            arrays.loss_mask[place], arrays.sampler_logprobs[place] = (
+                loss_mask,
+                completion.logprobs[tokens],
+            )
             arrays.weight[place] = weights[key] * loss_mask
             arrays.advantage[place] = advantages[key]
-            for values, array in ((old_logprobs, arrays.old_logprobs), (ref_logprobs, arrays.ref_logprobs),
-                                  (teacher_bonus, arrays.advantage)):
+            for values, array in (
+                (old_logprobs, arrays.old_logprobs),
+                (ref_logprobs, arrays.ref_logprobs),
+                (teacher_bonus, arrays.advantage),
+            ):
                 if values:
                     array[place] += values[key][tokens]
             # The sampler's own set, not one recomputed from newer weights: that may leave the sampled token out.
@@ -241,14 +294,18 @@ class OpenRows:
         found = bisect_left(self._by_free, (tokens, 0))
         return self._by_free[found][1] if found < len(self._by_free) else None
 
-    def with_most_of(self, prompt: int, members: Mapping[Any, int]) -> tuple[int | None, dict[Any, int]]:
+    def with_most_of(
+        self, prompt: int, members: Mapping[Any, int]
+    ) -> tuple[int | None, dict[Any, int]]:
         """The row that can take most tokens of a group's completions, and these: more than the prompt, which that row
         computes once more. None without such a row. Of equal rows the first is chosen."""
         best, chosen, most = (prompt, 1), {}, None
         stop, shortest = len(self._by_free), min(members.values())
         while stop:
             stop = bisect_left(self._by_free, (self._by_free[stop - 1][0], 0))
-            free, number = self._by_free[stop]  # the first row with so much room; the others would take the same
+            free, number = self._by_free[
+                stop
+            ]  # the first row with so much room; the others would take the same
             if free - prompt < max(best[0], shortest):
                 break
             taken = _that_fit(members, free - prompt)
@@ -274,8 +331,10 @@ def fill_rows(sizes: Mapping[Any, tuple[int, Mapping[Any, int]]], length: int) -
             if row is None:
                 row, taken = rows.with_most_of(prompt, rest)
             if row is None and not (taken := _that_fit(rest, length - prompt)):
-                raise ValueError(f"a prompt of {prompt} tokens with a completion of {min(rest.values())} does not fit "
-                                 f"rows of {length}")
+                raise ValueError(
+                    f"a prompt of {prompt} tokens with a completion of {min(rest.values())} does not fit "
+                    f"rows of {length}"
+                )
             rows.add(row, number, taken, prompt + sum(taken.values()))
             rest = {index: size for index, size in rest.items() if index not in taken}
     return rows.rows
@@ -300,7 +359,9 @@ BATCH_TOKENS = 96
 Batches = list[tuple[Shape, list[Row]]]
 
 
-def in_batches(sizes: Mapping[Any, tuple[int, Mapping[Any, int]]], shapes: Sequence[Shape]) -> Batches:
+def in_batches(
+    sizes: Mapping[Any, tuple[int, Mapping[Any, int]]], shapes: Sequence[Shape]
+) -> Batches:
     """Rows for groups (`fill_rows`) by micro-batch, in the shapes that compute least."""
     longest = max((prompt + max(members.values()) for prompt, members in sizes.values()), default=0)
 

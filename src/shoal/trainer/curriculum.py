@@ -38,20 +38,28 @@ class PassRates:
     """
 
     bound: float = 1.0
-    counts: dict[int, tuple[int, float]] = field(default_factory=dict)  # row -> completions sampled, passed
+    counts: dict[int, tuple[int, float]] = field(
+        default_factory=dict
+    )  # row -> completions sampled, passed
     at_epoch: dict[int, float] = field(default_factory=dict)  # row -> rate when the epoch began
 
     def add(self, groups: Sequence[Group]) -> None:
         """Counts valid completions; passed are the right ones, or without a verdict the reward in [0, 1]."""
         for group in groups:
-            passed = group.rewards.clip(0, 1) if group.correct is None else group.correct.astype(float)
+            passed = (
+                group.rewards.clip(0, 1) if group.correct is None else group.correct.astype(float)
+            )
             sampled, before = self.counts.get(group.example.row, (0, 0.0))
-            self.counts[group.example.row] = (sampled + int(group.valid.sum()),
-                                              before + float(passed[group.valid].sum()))
+            self.counts[group.example.row] = (
+                sampled + int(group.valid.sum()),
+                before + float(passed[group.valid].sum()),
+            )
 
     def begin_epoch(self) -> None:
         # Frozen for an epoch: were rates of its own steps to act, its order would depend on how far ahead it is asked.
-        self.at_epoch = {row: passed / sampled for row, (sampled, passed) in self.counts.items() if sampled}
+        self.at_epoch = {
+            row: passed / sampled for row, (sampled, passed) in self.counts.items() if sampled
+        }
 
     @property
     def active(self) -> bool:
@@ -72,13 +80,22 @@ class PassRates:
 
     def record(self) -> list[dict[str, Any]]:
         """One entry for each prompt that was sampled, in order of its row."""
-        return [{"row": row, "drawn": sampled, "passed": passed, "rate": passed / sampled if sampled else None,
-                 "retired": self.at_epoch.get(row, 0.0) > self.bound}
-                for row, (sampled, passed) in sorted(self.counts.items())]
+        return [
+            {
+                "row": row,
+                "drawn": sampled,
+                "passed": passed,
+                "rate": passed / sampled if sampled else None,
+                "retired": self.at_epoch.get(row, 0.0) > self.bound,
+            }
+            for row, (sampled, passed) in sorted(self.counts.items())
+        ]
 
     def state(self) -> dict[str, Any]:
-        return {"counts": [[row, *count] for row, count in self.counts.items()],
-                "at_epoch": [[row, rate] for row, rate in self.at_epoch.items()]}
+        return {
+            "counts": [[row, *count] for row, count in self.counts.items()],
+            "at_epoch": [[row, rate] for row, rate in self.at_epoch.items()],
+        }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self.counts = {row: (sampled, passed) for row, sampled, passed in state["counts"]}
@@ -115,10 +132,14 @@ class PromptStream:
     rates: PassRates = field(default_factory=PassRates)
     epoch: int = 0
     cursor: int = 0  # within the epoch
-    postponed: list[int] = field(default_factory=list)  # rows that were passed over, for the next step
+    postponed: list[int] = field(
+        default_factory=list
+    )  # rows that were passed over, for the next step
     dropped: int = 0
     refusal: str = ""  # why the chat template refused a prompt, the last time
-    ended: tuple[float, int] | None = None  # the bound of the rates and the `count` with which `next` failed
+    ended: tuple[float, int] | None = (
+        None  # the bound of the rates and the `count` with which `next` failed
+    )
     _order: tuple[int, np.ndarray] = field(default=(-1, np.empty(0, np.int64)), repr=False)
 
     def more(self, count: int, taken: Collection[int]) -> list[TokenizedExample]:
@@ -135,8 +156,11 @@ class PromptStream:
     def next(self, count: int) -> list[TokenizedExample]:
         """The next `count` prompts, no row twice. Raises `DataExhausted` once too few are left, and from then on."""
         if len(self.examples) < count:
-            raise ShoalError(f"the data has {counted(len(self.examples), 'prompt')}, fewer than "
-                             f"batch.prompts_per_step={count}: lower it, or add data", "batch.prompts_per_step")
+            raise ShoalError(
+                f"the data has {counted(len(self.examples), 'prompt')}, fewer than "
+                f"batch.prompts_per_step={count}: lower it, or add data",
+                "batch.prompts_per_step",
+            )
         # Kept in checkpoints: a resumed run ends where this one did, unless the bound or the step's size was changed.
         has_ended = self.ended == (self.rates.bound, count)
         found = [] if has_ended else self._read(count, 4 * len(self.examples) + count)
@@ -147,13 +171,19 @@ class PromptStream:
             self.postponed = [prompt.example.row for prompt in found]
         if retired := len(self.rates.retired()):
             self.ended = self.rates.bound, count
-            raise DataExhausted(f"{counted(retired, 'prompt')} {'is' if retired == 1 else 'are'} retired "
-                                f"(train.retire_above={exact(self.rates.bound)}), fewer than {count} are left")
+            raise DataExhausted(
+                f"{counted(retired, 'prompt')} {'is' if retired == 1 else 'are'} retired "
+                f"(train.retire_above={exact(self.rates.bound)}), fewer than {count} are left"
+            )
         refused = f"; {self.refusal}" if self.refusal else ""
-        raise ShoalError(f"fewer than {counted(count, 'prompt')} of the data have at most {self.max_tokens} tokens: "
-                         f"raise sampling.max_prompt_tokens{refused}")
+        raise ShoalError(
+            f"fewer than {counted(count, 'prompt')} of the data have at most {self.max_tokens} tokens: "
+            f"raise sampling.max_prompt_tokens{refused}"
+        )
 
-    def _read(self, count: int, most_rows: int, taken: Collection[int] = ()) -> list[TokenizedExample]:
+    def _read(
+        self, count: int, most_rows: int, taken: Collection[int] = ()
+    ) -> list[TokenizedExample]:
         """Up to `count` prompts, no row twice and none of `taken`: postponed ones, then from at most so many rows after
         the cursor. Rows that are passed over are postponed."""
         found: dict[int, TokenizedExample] = {}
@@ -203,7 +233,9 @@ class PromptStream:
     def of_row(self, row: int) -> TokenizedExample:
         """One example by its row, without moving the cursor."""
         if not 0 <= row < len(self.examples):
-            raise ShoalError(f"row {row} is not in the data, which has {counted(len(self.examples), 'row')}")
+            raise ShoalError(
+                f"row {row} is not in the data, which has {counted(len(self.examples), 'row')}"
+            )
         # A row asked for by number was sampled before: dropping it in silence would change a step that is repeated.
         prepared = prepare(self.examples[row], self.encode, self.max_tokens, "error")
         assert prepared is not None
@@ -211,18 +243,30 @@ class PromptStream:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint must hold, as JSON values."""
-        return {"epoch": self.epoch, "cursor": self.cursor, "postponed": list(self.postponed), "dropped": self.dropped,
-                "ended": list(self.ended) if self.ended else None, **self.rates.state()}
+        return {
+            "epoch": self.epoch,
+            "cursor": self.cursor,
+            "postponed": list(self.postponed),
+            "dropped": self.dropped,
+            "ended": list(self.ended) if self.ended else None,
+            **self.rates.state(),
+        }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self.rates.restore(state)
         self.ended = (state["ended"][0], state["ended"][1]) if state["ended"] else None
         # Older checkpoints have none; and data that is given anew may have fewer rows.
         postponed = [row for row in state.get("postponed", []) if row < len(self.examples)]
-        self._return_to(_Place(state["epoch"], state["cursor"], postponed, state["dropped"], self.rates.at_epoch))
+        self._return_to(
+            _Place(
+                state["epoch"], state["cursor"], postponed, state["dropped"], self.rates.at_epoch
+            )
+        )
 
     def _place(self) -> _Place:
-        return _Place(self.epoch, self.cursor, list(self.postponed), self.dropped, self.rates.at_epoch)
+        return _Place(
+            self.epoch, self.cursor, list(self.postponed), self.dropped, self.rates.at_epoch
+        )
 
     def _return_to(self, place: _Place) -> None:
         self.epoch, self.cursor, self.dropped = place.epoch, place.cursor, place.dropped
@@ -257,13 +301,20 @@ class PromptStream:
         def refuse(reason: str) -> None:
             self.refusal = reason
 
-        prepared = prepare(self.examples[row], self.encode, self.max_tokens, self.long_prompts, refuse)
+        prepared = prepare(
+            self.examples[row], self.encode, self.max_tokens, self.long_prompts, refuse
+        )
         self.dropped += prepared is None
         return prepared
 
 
-def prepare(example: Example, encode: Encode, max_tokens: int, long_prompts: str,
-            refuse: Callable[[str], object] | None = None) -> TokenizedExample | None:
+def prepare(
+    example: Example,
+    encode: Encode,
+    max_tokens: int,
+    long_prompts: str,
+    refuse: Callable[[str], object] | None = None,
+) -> TokenizedExample | None:
     """The example with its prompt's token ids; None if it is too long and `long_prompts` is "drop". A prompt that the
     chat template refuses raises ShoalError; with "drop" and `refuse`, that is called with the error, and None returned.
     """
@@ -280,6 +331,8 @@ def prepare(example: Example, encode: Encode, max_tokens: int, long_prompts: str
     if 1 <= len(ids) <= max_tokens:
         return TokenizedExample(example, ids)
     if long_prompts == "error":
-        raise ShoalError(f"the prompt of row {example.row} has {counted(len(ids), 'token')}, "
-                         f"sampling.max_prompt_tokens is {max_tokens}: raise it, or set sampling.long_prompts=drop")
+        raise ShoalError(
+            f"the prompt of row {example.row} has {counted(len(ids), 'token')}, "
+            f"sampling.max_prompt_tokens is {max_tokens}: raise it, or set sampling.long_prompts=drop"
+        )
     return None

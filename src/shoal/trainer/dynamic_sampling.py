@@ -29,8 +29,9 @@ def missing(groups: Sequence[Group], wanted: int, is_useful: Callable[[Group], b
     return min(wanted, -(-max(0, wanted - useful) * len(groups) // max(useful, 1)))
 
 
-def divide(groups: Sequence[Group], wanted: int,
-           is_useful: Callable[[Group], bool]) -> tuple[list[Group], list[Group]]:
+def divide(
+    groups: Sequence[Group], wanted: int, is_useful: Callable[[Group], bool]
+) -> tuple[list[Group], list[Group]]:
     """(the groups of the step, those that are discarded): useful ones first, in the order of the prompts, since the
     choice must not depend on which finished first."""
     order = sorted(range(len(groups)), key=lambda n: (not is_useful(groups[n]), n))
@@ -47,8 +48,16 @@ def keeps(group: Group, a: AlgorithmSection, penalty: str = "") -> bool:
     if a.dynamic_sampling_by == "correct" and group.correct is not None:
         return has_variance(group.valid, group.correct[None].astype(float))
     left_out = penalty if a.dynamic_sampling_by == "correct" else ""
-    weights = {name: group.reward_weights.get(name, 1.0) for name in group.reward_components if name != left_out}
-    values = np.array([group.reward_components[name] for name in weights]).reshape(len(weights), len(group.rewards))
+    weights = {
+        name: group.reward_weights.get(name, 1.0)
+        for name in group.reward_components
+        if name != left_out
+    }
+    values = np.array([group.reward_components[name] for name in weights]).reshape(
+        len(weights), len(group.rewards)
+    )
     reward = weighted_sum(list(weights.values()), values) if left_out else group.rewards
     counted = [values[n] for n, weight in enumerate(weights.values()) if weight]
-    return has_variance(group.valid, np.stack([reward, *(counted if ADVANTAGES[a.advantage].by_function else ())]))
+    return has_variance(
+        group.valid, np.stack([reward, *(counted if ADVANTAGES[a.advantage].by_function else ())])
+    )

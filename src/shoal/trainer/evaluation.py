@@ -9,7 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from shoal.report.metrics import known_mean, majority_at_k, pass_at_k, standard_error, wilson_interval
+from shoal.report.metrics import (
+    known_mean,
+    majority_at_k,
+    pass_at_k,
+    standard_error,
+    wilson_interval,
+)
 from shoal.tasks.task import Task
 from shoal.text import exact
 from shoal.trainer.curriculum import TokenizedExample
@@ -21,7 +27,9 @@ class Answers:
     """The answers of one version to the Q questions of a set."""
 
     greedy: Sequence[Group]  # Q, of one completion each
-    sampled: Sequence[Group] = ()  # at most Q, of `pass_k` completions each; empty where none were requested
+    sampled: Sequence[
+        Group
+    ] = ()  # at most Q, of `pass_k` completions each; empty where none were requested
 
 
 @dataclass(frozen=True)
@@ -36,46 +44,87 @@ class Evaluator:
     task: Task
     quick_questions: int = 0
 
-    def passes(self, subset: str, full: bool) -> list[tuple[Sequence[TokenizedExample], int, SamplingParams]]:
+    def passes(
+        self, subset: str, full: bool
+    ) -> list[tuple[Sequence[TokenizedExample], int, SamplingParams]]:
         """The passes over a set, each as questions, completions a question and their settings: a greedy one, and in a
         full evaluation of the main set a sampled one."""
-        few = self.sets[subset][:self.quick_questions or None]
+        few = self.sets[subset][: self.quick_questions or None]
         # At temperature 0 every sample would be the greedy answer: pass@k would say nothing and cost k times as much.
-        sampled = full and self.pass_k > 0 and self.params.temperature > 0 and subset == next(iter(self.sets))
+        sampled = (
+            full
+            and self.pass_k > 0
+            and self.params.temperature > 0
+            and subset == next(iter(self.sets))
+        )
         greedy = self.sets[subset] if full else few, 1, self.params.as_greedy()
         return [greedy, (few, self.pass_k, self.params)] if sampled else [greedy]
 
     def num_completions(self, full: bool) -> int:
         """How many completions an evaluation takes; a full one, as at a run's ends, those of pass@k too."""
-        return sum(len(questions) * count for subset in self.sets for questions, count, _ in self.passes(subset, full))
+        return sum(
+            len(questions) * count
+            for subset in self.sets
+            for questions, count, _ in self.passes(subset, full)
+        )
 
     def ask(self, source: RolloutSource, step: int, version: int, full: bool) -> None:
         """Requests the answers of one version; `collect` takes them."""
         for subset in self.sets:
             for questions, count, params in self.passes(subset, full):
-                source.request([GroupRequest(Purpose.EVALUATE, step, version, question.example, question.prompt_ids,
-                                             count, params, subset) for question in questions])
+                source.request(
+                    [
+                        GroupRequest(
+                            Purpose.EVALUATE,
+                            step,
+                            version,
+                            question.example,
+                            question.prompt_ids,
+                            count,
+                            params,
+                            subset,
+                        )
+                        for question in questions
+                    ]
+                )
 
     def collect(self, source: RolloutSource, step: int, full: bool) -> dict[str, Answers]:
         """The requested answers by data set; nothing where there is no data set."""
         if not self.sets:
             return {}
-        taken = iter(source.take(Purpose.EVALUATE, step))  # in the order asked, whoever finished first
-        return {subset: Answers(*(list(islice(taken, len(questions)))
-                                  for questions, _, _ in self.passes(subset, full))) for subset in self.sets}
+        taken = iter(
+            source.take(Purpose.EVALUATE, step)
+        )  # in the order asked, whoever finished first
+        return {
+            subset: Answers(
+                *(
+                    list(islice(taken, len(questions)))
+                    for questions, _, _ in self.passes(subset, full)
+                )
+            )
+            for subset in self.sets
+        }
 
-    def answers(self, source: RolloutSource, step: int, version: int, full: bool) -> dict[str, Answers]:
+    def answers(
+        self, source: RolloutSource, step: int, version: int, full: bool
+    ) -> dict[str, Answers]:
         """The answers by data set, requested and waited for."""
         self.ask(source, step, version, full)
         return self.collect(source, step, full)
 
     def figures(self, answers: Answers) -> dict[str, Any]:
-        return score_greedy(answers.greedy, self.task) | score_sampled(answers.sampled, self.params, self.task)
+        return score_greedy(answers.greedy, self.task) | score_sampled(
+            answers.sampled, self.params, self.task
+        )
 
-    def score(self, answers: Mapping[str, Answers]) -> tuple[dict[str, dict[str, Any]], list[Group]]:
+    def score(
+        self, answers: Mapping[str, Answers]
+    ) -> tuple[dict[str, dict[str, Any]], list[Group]]:
         """Figures by data set, and the greedy groups."""
-        return ({subset: self.figures(found) for subset, found in answers.items()},
-                [group for found in answers.values() for group in found.greedy])
+        return (
+            {subset: self.figures(found) for subset, found in answers.items()},
+            [group for found in answers.values() for group in found.greedy],
+        )
 
 
 def score_greedy(groups: Sequence[Group], task: Task) -> dict[str, Any]:
@@ -88,19 +137,28 @@ def score_greedy(groups: Sequence[Group], task: Task) -> dict[str, Any]:
         return figures
     if (solved := _solved(groups)) is not None:
         right = int(solved[:, 0].sum())
-        figures |= {"accuracy": right / total, "accuracy_interval": list(wilson_interval(right, total))}
+        figures |= {
+            "accuracy": right / total,
+            "accuracy_interval": list(wilson_interval(right, total)),
+        }
     else:
         figures["mean_reward"] = known_mean(rewards)
     # The text alone is judged again: a reward may be a mixture, and IFEval has four verdicts of one answer.
     if task.figures is not None and task.verdict is not None:
         figures |= task.figures([task.verdict(group.answers[0], group.example) for group in groups])
     if task.well_formed is not None:
-        figures["well_formed"] = float(np.mean([task.well_formed(group.answers[0]) for group in groups]))
+        figures["well_formed"] = float(
+            np.mean([task.well_formed(group.answers[0]) for group in groups])
+        )
     figures.setdefault("mean_reward", known_mean(rewards))
     for name in groups[0].reward_components:
-        figures[f"rewards/{name}"] = known_mean(group.reward_components[name][0] for group in groups)
+        figures[f"rewards/{name}"] = known_mean(
+            group.reward_components[name][0] for group in groups
+        )
     figures["mean_length"] = float(np.mean([group.completions[0].num_sampled for group in groups]))
-    figures["truncated"] = float(np.mean([group.completions[0].stop_reason == "length" for group in groups]))
+    figures["truncated"] = float(
+        np.mean([group.completions[0].stop_reason == "length" for group in groups])
+    )
     return figures
 
 
@@ -118,8 +176,10 @@ def score_sampled(groups: Sequence[Group], params: SamplingParams, task: Task) -
         counts = [int(row.sum()) for row in solved]
         by_question[f"pass@{k}"] = [pass_at_k(k, count, k) for count in counts]
         if (extract := task.extract) is not None:
-            by_question[f"maj@{k}"] = [float(majority_at_k([extract(text) for text in group.answers], row.tolist()))
-                                       for group, row in zip(groups, solved, strict=True)]
+            by_question[f"maj@{k}"] = [
+                float(majority_at_k([extract(text) for text in group.answers], row.tolist()))
+                for group, row in zip(groups, solved, strict=True)
+            ]
         by_question["sampled_accuracy"] = by_question["pass@1"] = [count / k for count in counts]
         for fewer in (2**power for power in range(1, k.bit_length()) if 2**power < k):
             by_question[f"pass@{fewer}"] = [pass_at_k(k, count, fewer) for count in counts]
@@ -127,14 +187,22 @@ def score_sampled(groups: Sequence[Group], params: SamplingParams, task: Task) -
     for name, values in by_question.items():
         figures |= {name: float(np.mean(values)), f"{name}_error": standard_error(values)}
     figures["sampled_mean_reward"] = known_mean(np.concatenate([group.rewards for group in groups]))
-    return figures | {"sampled_num_questions": len(groups), "sampled_protocol": sampled_protocol(k, params)}
+    return figures | {
+        "sampled_num_questions": len(groups),
+        "sampled_protocol": sampled_protocol(k, params),
+    }
 
 
 def sampled_protocol(k: int, params: SamplingParams) -> str:
     """`8 completions a question at temperature 1, top_k 50`."""
-    truncation = (("top_k", params.top_k, 0), ("top_p", params.top_p, 1), ("min_p", params.min_p, 0))
+    truncation = (
+        ("top_k", params.top_k, 0),
+        ("top_p", params.top_p, 1),
+        ("min_p", params.min_p, 0),
+    )
     return f"{k} completions a question at temperature {exact(params.temperature)}" + "".join(
-        f", {name} {exact(value)}" for name, value, off in truncation if value != off)
+        f", {name} {exact(value)}" for name, value, off in truncation if value != off
+    )
 
 
 def _solved(groups: Sequence[Group]) -> np.ndarray | None:

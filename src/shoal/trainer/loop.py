@@ -48,16 +48,24 @@ class Run:
     recorder: Recorder
     schedule: Schedule = field(default_factory=Schedule)
     restored: Restored | None = None
-    fingerprint: Mapping[str, Any] = field(default_factory=dict)  # of machine and data, stored in each checkpoint
+    fingerprint: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # of machine and data, stored in each checkpoint
     stop: StopSignal = field(default_factory=StopSignal)
     resume_command: str = ""
     around_step: Callable[[int], AbstractContextManager[Any]] = lambda step: nullcontext()
     after_step: Callable[[int, dict[str, float]], None] | None = None
     after_save: Callable[[int], None] = lambda version: None
-    keep_settings: Callable[[], None] | None = None  # of a resumed run: stores its settings for later resumes
+    keep_settings: Callable[[], None] | None = (
+        None  # of a resumed run: stores its settings for later resumes
+    )
     requested: int = 0  # steps whose groups have been requested
-    pending: dict[int, list[int]] = field(default_factory=dict)  # step -> rows requested and not trained on yet
-    evaluating: dict[int, float] = field(default_factory=dict)  # version -> when its answers were asked for
+    pending: dict[int, list[int]] = field(
+        default_factory=dict
+    )  # step -> rows requested and not trained on yet
+    evaluating: dict[int, float] = field(
+        default_factory=dict
+    )  # version -> when its answers were asked for
     useful_share: float = 1.0  # of the newest step's groups, with dynamic sampling
     timeline: Timeline = field(default_factory=Timeline)
     saved: int = -1  # the newest version that has a checkpoint
@@ -108,13 +116,17 @@ class Run:
                 if self.publication_due(step + 1):
                     try:
                         self.publish(step + 1, state.trainable)
-                    except ShoalError:  # as of a full disk; the update is saved, and its metrics with it
+                    except (
+                        ShoalError
+                    ):  # as of a full disk; the update is saved, and its metrics with it
                         self.record(step, groups, discarded, outcome, time.perf_counter() - started)
                         with self.saved_if_given_up(step + 1, state):
                             raise
                 self.lookahead.note(waited, time.perf_counter() - started)
                 self.request_published(step + 1)
-                metrics = self.record(step, groups, discarded, outcome, time.perf_counter() - started)
+                metrics = self.record(
+                    step, groups, discarded, outcome, time.perf_counter() - started
+                )
                 with self.saved_if_given_up(step + 1, state):
                     self.source.check_logprobs(groups, outcome.logprobs, step)
             self.settings_work()
@@ -152,11 +164,16 @@ class Run:
         self.schedule = replace(self.schedule, held=(*sorted(self.restored.published), version))
         self.pending.update(extra["pending"])
         for step, rows in self.pending.items():  # in order; the same addresses give the same tokens
-            self.source.request(self.group_requests(step, [self.prompts.of_row(row) for row in rows]))
+            self.source.request(
+                self.group_requests(step, [self.prompts.of_row(row) for row in rows])
+            )
         self.requested, self.saved = version + len(self.pending), version
         # Before publication, which releases the weights that nobody asks for.
-        self.evaluating = {number: time.perf_counter() for number in extra.get("evaluating", ())
-                           if number in self.restored.published}
+        self.evaluating = {
+            number: time.perf_counter()
+            for number in extra.get("evaluating", ())
+            if number in self.restored.published
+        }
         for number in self.evaluating:
             self.evaluator.ask(self.source, number, number, full=False)
         for number, params in self.restored.published.items():
@@ -189,7 +206,9 @@ class Run:
         except (ShoalError, StopRequested) as reason:
             if prompts is not None:
                 self.prompts.restore(prompts)
-            stopped_before_first = isinstance(reason, StopRequested) and version in self.recorder.evaluations
+            stopped_before_first = (
+                isinstance(reason, StopRequested) and version in self.recorder.evaluations
+            )
             # The first update of a step donates the moments: from then on there is nothing left to save.
             if (version > 0 or stopped_before_first) and is_intact(state):
                 self.save(version, state)
@@ -203,22 +222,30 @@ class Run:
         if wrong := next((finding for finding in warned if finding.level == "wrong"), None):
             good = self.last_good()
             place = self.checkpoints.folder / str(good)
-            cure = "no checkpoint is from before" if good is None else \
-                f"the last good checkpoint is of step {good}: shoal train model={place} ..."
+            cure = (
+                "no checkpoint is from before"
+                if good is None
+                else f"the last good checkpoint is of step {good}: shoal train model={place} ..."
+            )
             raise ShoalError(f"stopped after step {version}: {wrong.text} ({cure})")
         if warned and self.config.train.on_warning == "stop":
             self.save(version, state)
             key = f" {warned[0].key}=..., or" if warned[0].key else ""
             text = "; ".join(finding.text for finding in warned)
-            raise ShoalError(f"stopped after step {version} by train.on_warning=stop: {text}; resume: "
-                             f"{self.resume_command}{key} train.on_warning=continue")
+            raise ShoalError(
+                f"stopped after step {version} by train.on_warning=stop: {text}; resume: "
+                f"{self.resume_command}{key} train.on_warning=continue"
+            )
 
     def last_good(self) -> int | None:
         """The newest checkpoint from before the skipped updates of now; None where none is, or none were skipped. The
         weights that the first of them began with were bad already."""
         if (streak := self.recorder.watch.in_a_row.get("skipped")) is None:
             return None
-        return max((number for number in self.checkpoints.versions() if number < streak[1] - 1), default=None)
+        return max(
+            (number for number in self.checkpoints.versions() if number < streak[1] - 1),
+            default=None,
+        )
 
     def stopped_text(self) -> str:
         if self.saved < 0:
@@ -230,8 +257,10 @@ class Run:
     def request_published(self, version: int) -> None:
         """Requests the groups of every step that may sample from `version` or an older one; none once the data is
         exhausted."""
-        while self.requested < min(self.config.steps, version + self.lookahead.steps + 1) \
-                and self.schedule.version(self.requested) <= version:
+        while (
+            self.requested < min(self.config.steps, version + self.lookahead.steps + 1)
+            and self.schedule.version(self.requested) <= version
+        ):
             try:
                 prompts = self.prompts.next(wanted := self.config.batch.prompts_per_step)
             except DataExhausted as exhausted:
@@ -245,13 +274,26 @@ class Run:
 
     def ends_at(self, version: int) -> bool:
         """True if the data is exhausted and no step follows, so that the final evaluation is of this version."""
-        return version not in self.pending and self.prompts.is_exhausted(self.config.batch.prompts_per_step)
+        return version not in self.pending and self.prompts.is_exhausted(
+            self.config.batch.prompts_per_step
+        )
 
     def group_requests(self, step: int, prompts: Sequence[TokenizedExample]) -> list[GroupRequest]:
         size, params = self.config.batch.group_size, self.config.sampling.params
         version = self.schedule.version(step)
-        return [GroupRequest(Purpose.TRAIN, step, version, prompt.example, prompt.prompt_ids, size, params,
-                             exact=not self.schedule.newest) for prompt in prompts]
+        return [
+            GroupRequest(
+                Purpose.TRAIN,
+                step,
+                version,
+                prompt.example,
+                prompt.prompt_ids,
+                size,
+                params,
+                exact=not self.schedule.newest,
+            )
+            for prompt in prompts
+        ]
 
     @timed("trainer", "wait for groups")
     def take(self, step: int) -> tuple[list[Group], list[Group]]:
@@ -264,7 +306,9 @@ class Run:
             return groups, []
         for _ in range(a.max_sampling_rounds):
             count = dynamic_sampling.missing(groups, wanted, self.is_useful)
-            if not count or not (prompts := self.prompts.more(count, {group.example.row for group in groups})):
+            if not count or not (
+                prompts := self.prompts.more(count, {group.example.row for group in groups})
+            ):
                 break
             self.source.request(self.group_requests(step, prompts))
             groups += self.source.take(Purpose.TRAIN, step)
@@ -277,7 +321,9 @@ class Run:
     def step_done(self, step: int, groups: Sequence[Group], discarded: Sequence[Group]) -> None:
         del self.pending[step]
         if self.config.algorithm.dynamic_sampling:
-            self.useful_share = sum(map(self.is_useful, (*groups, *discarded))) / len([*groups, *discarded])
+            self.useful_share = sum(map(self.is_useful, (*groups, *discarded))) / len(
+                [*groups, *discarded]
+            )
         self.prompts.rates.add([*groups, *discarded])
 
     def publish_frozen(self, state: TrainState) -> None:
@@ -287,19 +333,27 @@ class Run:
     def check_frozen(self, state: TrainState) -> None:
         """RuntimeError unless frozen weights have the bits that they had at the start."""
         if state.frozen is not None and weights_text(state.frozen) != self.fingerprint["base"]:
-            raise RuntimeError(f"the frozen weights have changed since the start (checksum {self.fingerprint['base']} "
-                               f"then, {weights_text(state.frozen)} now), so the checkpoints of this run belong to no "
-                               "known model: a memory or a device is faulty")
+            raise RuntimeError(
+                f"the frozen weights have changed since the start (checksum {self.fingerprint['base']} "
+                f"then, {weights_text(state.frozen)} now), so the checkpoints of this run belong to no "
+                "known model: a memory or a device is faulty"
+            )
 
     @timed("publication", "publish")
     def publish(self, version: int, params: Params, step: int | None = None) -> None:
         """Publishes weights before `step` (None: the version's own). The version that this step samples from is kept,
         since the step may ask for more groups, or be given up and start again."""
-        self.source.publish(version, params, keep_from=self.schedule.keep_from(version if step is None else step))
+        self.source.publish(
+            version, params, keep_from=self.schedule.keep_from(version if step is None else step)
+        )
 
     def publication_due(self, version: int) -> bool:
         """On schedule, and where the version is to be evaluated."""
-        return self.schedule.publishes(version) or self.evaluation_due(version) or version == self.config.steps
+        return (
+            self.schedule.publishes(version)
+            or self.evaluation_due(version)
+            or version == self.config.steps
+        )
 
     def evaluation_due(self, version: int) -> bool:
         every = self.config.evaluate_every
@@ -323,18 +377,42 @@ class Run:
                 continue
             full = ends and version == now
             with self.saved_if_given_up(now, state):
-                figures, groups = self.evaluator.score(self.evaluator.collect(self.source, version, full))
-                self.recorder.evaluation(version, figures, groups, self.evaluator.num_completions(full),
-                                         time.perf_counter() - started)
+                figures, groups = self.evaluator.score(
+                    self.evaluator.collect(self.source, version, full)
+                )
+                self.recorder.evaluation(
+                    version,
+                    figures,
+                    groups,
+                    self.evaluator.num_completions(full),
+                    time.perf_counter() - started,
+                )
                 del self.evaluating[version]
 
     @timed("trainer", "record")
-    def record(self, step: int, groups: Sequence[Group], discarded: Sequence[Group], outcome: UpdateResult,
-               seconds: float) -> dict[str, float]:
+    def record(
+        self,
+        step: int,
+        groups: Sequence[Group],
+        discarded: Sequence[Group],
+        outcome: UpdateResult,
+        seconds: float,
+    ) -> dict[str, float]:
         table = outcome.table
-        return self.recorder.step(StepRecord(
-            step, groups, table.advantages, table.nonzero_std, outcome.logprobs, outcome.metrics, seconds,
-            len(discarded), self.prompts.dropped, len(self.prompts.rates.retired())))
+        return self.recorder.step(
+            StepRecord(
+                step,
+                groups,
+                table.advantages,
+                table.nonzero_std,
+                outcome.logprobs,
+                outcome.metrics,
+                seconds,
+                len(discarded),
+                self.prompts.dropped,
+                len(self.prompts.rates.retired()),
+            )
+        )
 
     def save_due(self, version: int) -> bool:
         c = self.config.checkpoint
@@ -351,13 +429,22 @@ class Run:
         self.recorder.sync(self.prompts.rates.record())
         published = self.source.published()
         extra = {
-            "version": version, "prompts": self.prompts.state(), "pending": sorted(self.pending.items()),
-            "useful_share": self.useful_share, "evaluated": version in self.recorder.evaluations,
-            "evaluating": sorted(self.evaluating), "recorder": self.recorder.state(), "config": to_dict(self.config),
-            "facts": dict(self.fingerprint)}
+            "version": version,
+            "prompts": self.prompts.state(),
+            "pending": sorted(self.pending.items()),
+            "useful_share": self.useful_share,
+            "evaluated": version in self.recorder.evaluations,
+            "evaluating": sorted(self.evaluating),
+            "recorder": self.recorder.state(),
+            "config": to_dict(self.config),
+            "facts": dict(self.fingerprint),
+        }
         self.checkpoints.protected = self.last_good()
-        older = {number: published[number] for number in (*self.schedule.older_versions(version), *self.evaluating)
-                 if number in published and number != version}
+        older = {
+            number: published[number]
+            for number in (*self.schedule.older_versions(version), *self.evaluating)
+            if number in published and number != version
+        }
         self.checkpoints.save(version, state, extra, older, self.recorder.scores())
         self.saved = version
         self.after_save(version)

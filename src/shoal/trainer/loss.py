@@ -19,14 +19,25 @@ from shoal.config.algorithm_parts import CORRECTIONS, KL_ESTIMATORS, POLICY_LOSS
 from shoal.config.schema import AlgorithmSection
 from shoal.mesh import Role
 from shoal.model.segment_attention import segment_attention
-from shoal.model.transformer import Model, forward, head_projection, head_slices, logits, output_head
+from shoal.model.transformer import (
+    Model,
+    forward,
+    head_projection,
+    head_slices,
+    logits,
+    output_head,
+)
 from shoal.trainer.batch import LearnerBatch
 from shoal.types import Params
 
 
 def make_objective(a: AlgorithmSection) -> Objective:
     """What the settings minimise."""
-    loss, correction, rejection = POLICY_LOSSES[a.loss], CORRECTIONS[a.correction], REJECTIONS[a.rejection]
+    loss, correction, rejection = (
+        POLICY_LOSSES[a.loss],
+        CORRECTIONS[a.correction],
+        REJECTIONS[a.rejection],
+    )
     return Objective(
         loss=loss.load(),
         settings=tuple(loss.settings(a).items()),
@@ -50,18 +61,26 @@ def make_objective(a: AlgorithmSection) -> Objective:
     )
 
 
-def batch_logprobs(model: Model, parameters: Params, batch: LearnerBatch, chunk_elements: int = 0,
-                   entropy_gradient: bool = False) -> Any:
+def batch_logprobs(
+    model: Model,
+    parameters: Params,
+    batch: LearnerBatch,
+    chunk_elements: int = 0,
+    entropy_gradient: bool = False,
+) -> Any:
     """Log-probs and entropies of completions' tokens, float32[R, T] each, 0 elsewhere; a prompt is computed once for
     all completions that follow it in its row.
 
     A token's log-prob comes from the hidden state before it; for a completion's first token that is its prompt's last.
     """
     role = model.role
-    tokens, position, before, segment, prompt = map(role.split_rows, (
-        batch.tokens, batch.position, batch.before, batch.segment, batch.prompt))
+    tokens, position, before, segment, prompt = map(
+        role.split_rows, (batch.tokens, batch.position, batch.before, batch.segment, batch.prompt)
+    )
     support = None if batch.support_ids is None else role.split_rows(batch.support_ids)
-    hidden, _ = forward(model, parameters, tokens, position, segment_attention(model, segment, prompt))
+    hidden, _ = forward(
+        model, parameters, tokens, position, segment_attention(model, segment, prompt)
+    )
     rows, size = tokens.shape
     rows_here = -(-rows // role.row_shards)
     budget, head = chunk_elements or CHUNK_ELEMENTS[role.platform], output_head(parameters)
@@ -70,26 +89,44 @@ def batch_logprobs(model: Model, parameters: Params, batch: LearnerBatch, chunk_
     inputs = _states_at(role, hidden, before), tokens, batch.temperature
     if role.platform == "tpu" and role.tensor == 1 and chunk < size:
         slices = head_slices(head, max(128, budget // (rows_here * size)))
-        values = sliced_logprobs(*inputs, lambda head, hidden: head_projection(model, head)(hidden), slices,
-                                 model.architecture.vocab_size, support, entropy_gradient)
+        values = sliced_logprobs(
+            *inputs,
+            lambda head, hidden: head_projection(model, head)(hidden),
+            slices,
+            model.architecture.vocab_size,
+            support,
+            entropy_gradient,
+        )
     else:
-        values = token_logprobs(*inputs, head_projection(model, head), chunk, support, entropy_gradient,
-                                dense=role.platform == "gpu")
+        values = token_logprobs(
+            *inputs,
+            head_projection(model, head),
+            chunk,
+            support,
+            entropy_gradient,
+            dense=role.platform == "gpu",
+        )
     return tuple(jnp.where(batch.segment != batch.prompt, role.join_rows(x), 0.0) for x in values)
 
 
-def next_token_logits(model: Model, parameters: Params, batch: LearnerBatch, positions: jax.Array) -> jax.Array:
+def next_token_logits(
+    model: Model, parameters: Params, batch: LearnerBatch, positions: jax.Array
+) -> jax.Array:
     """Logits float32[K, V] of what follows the tokens at positions[K] in the batch's first row."""
     role = model.role
     tokens, position, segment, prompt = map(
-        role.split_rows, (batch.tokens, batch.position, batch.segment, batch.prompt))
-    hidden, _ = forward(model, parameters, tokens, position, segment_attention(model, segment, prompt))
+        role.split_rows, (batch.tokens, batch.position, batch.segment, batch.prompt)
+    )
+    hidden, _ = forward(
+        model, parameters, tokens, position, segment_attention(model, segment, prompt)
+    )
     states = role.join_rows(hidden)[0, positions]  # [K, D]
     return logits(model, parameters, states)
 
 
 def _states_at(role: Role, hidden: jax.Array, place: jax.Array) -> jax.Array:
     """hidden[R, T, D] at the places [R, T] in its rows; where rows are split, they are whole for a moment."""
+
     def of_rows(hidden: jax.Array, place: jax.Array) -> jax.Array:
         if role.context > 1:
             hidden = jax.lax.all_gather(hidden, "context", axis=1, tiled=True)
@@ -98,15 +135,31 @@ def _states_at(role: Role, hidden: jax.Array, place: jax.Array) -> jax.Array:
     if role.context == 1:
         return of_rows(hidden, place)
     rows = PartitionSpec(role.row_axes)
-    return jax.shard_map(of_rows, mesh=role.mesh, in_specs=rows, out_specs=rows, axis_names=set(role.row_axes),
-                         check_vma=False)(hidden, place)
+    return jax.shard_map(
+        of_rows,
+        mesh=role.mesh,
+        in_specs=rows,
+        out_specs=rows,
+        axis_names=set(role.row_axes),
+        check_vma=False,
+    )(hidden, place)
 
 
 def batch_loss(model: Model, objective: Objective, parameters: Params, batch: LearnerBatch) -> Any:
     """(loss, (sums, maxima, log-probs)): a micro-batch's part of the update's loss, and its metrics."""
-    lp, entropy = batch_logprobs(model, parameters, batch, objective.chunk_elements, objective.entropy_coef > 0)
+    lp, entropy = batch_logprobs(
+        model, parameters, batch, objective.chunk_elements, objective.entropy_coef > 0
+    )
     token_loss, sums, maxima = token_losses(
-        objective, lp, entropy, advantage=batch.advantage, weight=batch.weight, loss_mask=batch.loss_mask,
-        segment=batch.segment, old_logprobs=batch.old_logprobs, sampler_logprobs=batch.sampler_logprobs,
-        ref_logprobs=batch.ref_logprobs)
+        objective,
+        lp,
+        entropy,
+        advantage=batch.advantage,
+        weight=batch.weight,
+        loss_mask=batch.loss_mask,
+        segment=batch.segment,
+        old_logprobs=batch.old_logprobs,
+        sampler_logprobs=batch.sampler_logprobs,
+        ref_logprobs=batch.ref_logprobs,
+    )
     return (batch.weight * token_loss).sum(), (sums, maxima, jax.lax.stop_gradient(lp))

@@ -62,15 +62,22 @@ def learning_rate(section: OptimizerSection, num_updates: int) -> Callable[[Any]
     return rate
 
 
-def make_optimizer(section: OptimizerSection, rate: Callable[[Any], Any], weight_decay: Any,
-                   seed: int = 0) -> optax.GradientTransformationExtraArgs:
+def make_optimizer(
+    section: OptimizerSection, rate: Callable[[Any], Any], weight_decay: Any, seed: int = 0
+) -> optax.GradientTransformationExtraArgs:
     """`weight_decay` is a tree of bools over the parameters, or a function that makes it of them: weight decay applies
     where it is True. `seed` is that of `optimizer.moments=bfloat16`, whose update needs its `number` as an extra
     argument. An update of some parameters alone needs the `norm` of the whole gradient, of one layer's its `layer`."""
     # A part that is left out leaves no state either, so 0 or not is part of a checkpoint's layout.
     parts = [clip_by_norm(section.clip_grad_norm)] if section.clip_grad_norm else []
-    adamw = optax.adamw(rate, section.beta1, section.beta2, section.eps, weight_decay=section.weight_decay,
-                        mask=weight_decay)
+    adamw = optax.adamw(
+        rate,
+        section.beta1,
+        section.beta2,
+        section.eps,
+        weight_decay=section.weight_decay,
+        mask=weight_decay,
+    )
     optimizer = optax.with_extra_args_support(optax.chain(*parts, adamw))
     return rounded(optimizer, seed) if section.moments == "bfloat16" else optimizer
 
@@ -78,15 +85,18 @@ def make_optimizer(section: OptimizerSection, rate: Callable[[Any], Any], weight
 def clip_by_norm(most: float) -> optax.GradientTransformationExtraArgs:
     """`optax.clip_by_global_norm`, where an extra argument `norm` may stand for that of the gradient given."""
 
-    def update(gradient: Any, state: Any, parameters: Any = None, *, norm: Any = None, **_: Any) -> tuple[Any, Any]:
+    def update(
+        gradient: Any, state: Any, parameters: Any = None, *, norm: Any = None, **_: Any
+    ) -> tuple[Any, Any]:
         norm = optax.tree.norm(gradient) if norm is None else norm
         return jax.tree.map(lambda g: jnp.where(norm < most, g, g / norm * most), gradient), state
 
-    return optax.GradientTransformationExtraArgs(
-        optax.init_empty_state, update)  # pyright: ignore[reportArgumentType]
+    return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)  # pyright: ignore[reportArgumentType]
 
 
-def rounded(optimizer: optax.GradientTransformationExtraArgs, seed: int) -> optax.GradientTransformationExtraArgs:
+def rounded(
+    optimizer: optax.GradientTransformationExtraArgs, seed: int
+) -> optax.GradientTransformationExtraArgs:
     """An optimizer whose moments are bfloat16 between its updates, and float32 in them.
 
     Rounded to the nearest, a moment that changes by less than 1/256 of itself would stand still: the second moment's
@@ -98,14 +108,23 @@ def rounded(optimizer: optax.GradientTransformationExtraArgs, seed: int) -> opta
     def init(parameters: Any) -> Any:
         return optimizer.init(jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), parameters))
 
-    def update(gradient: Any, state: Any, parameters: Any = None, *, number: Any, layer: Any = None,
-               **more: Any) -> tuple[Any, Any]:
+    def update(
+        gradient: Any,
+        state: Any,
+        parameters: Any = None,
+        *,
+        number: Any,
+        layer: Any = None,
+        **more: Any,
+    ) -> tuple[Any, Any]:
         wide = map_moments(lambda moment: moment.astype(jnp.float32), state)
         change, state = optimizer.update(gradient, wide, parameters, **more)
         key = jax.random.fold_in(jax.random.key(seed), number)
         key = key if layer is None else jax.random.fold_in(key, layer)
         leaf = count()
-        return change, map_moments(lambda moment: round_at_random(moment, jax.random.fold_in(key, next(leaf))), state)
+        return change, map_moments(
+            lambda moment: round_at_random(moment, jax.random.fold_in(key, next(leaf))), state
+        )
 
     return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
 
@@ -118,12 +137,21 @@ def round_at_random(values: jax.Array, key: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(bits, jnp.float32).astype(jnp.bfloat16)
 
 
-def state_shardings(optimizer: optax.GradientTransformation, shapes: Params, shardings: Params, other: Any,
-                    offload: bool = False) -> Any:
+def state_shardings(
+    optimizer: optax.GradientTransformation,
+    shapes: Params,
+    shardings: Params,
+    other: Any,
+    offload: bool = False,
+) -> Any:
     """Shardings of the optimizer's state: moments as their parameters, with `offload` in the host's memory; counters as
     `other`."""
     # By optax's own map, not by shape: a counter and a scalar parameter, or two parameters, may have one shape.
     state = jax.eval_shape(optimizer.init, shapes)
     return optax.tree_utils.tree_map_params(
-        optimizer, lambda _, sharding: sharding.with_memory_kind(PINNED_HOST) if offload else sharding, state,
-        shardings, transform_non_params=lambda _: other)
+        optimizer,
+        lambda _, sharding: sharding.with_memory_kind(PINNED_HOST) if offload else sharding,
+        state,
+        shardings,
+        transform_non_params=lambda _: other,
+    )

@@ -87,7 +87,9 @@ def orbax_silenced() -> Iterator[None]:
     loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
     levels = [logger.level for logger in loggers]
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "coroutine 'async_serialize_from_host.* was never awaited", RuntimeWarning)
+        warnings.filterwarnings(
+            "ignore", "coroutine 'async_serialize_from_host.* was never awaited", RuntimeWarning
+        )
         for logger in loggers:
             logger.setLevel(logging.CRITICAL)
         try:
@@ -108,9 +110,13 @@ def writing(path: Path, then: str = "give the same command again") -> Iterator[N
     try:
         yield
     except Exception as error:
-        full = getattr(error, "errno", None) in _FULL or any(os.strerror(number) in str(error) for number in _FULL)
+        full = getattr(error, "errno", None) in _FULL or any(
+            os.strerror(number) in str(error) for number in _FULL
+        )
         cure = "make room" if full else "mend that"
-        raise ShoalError(f"the checkpoint {path} cannot be written ({cause(error)}): {cure}, then {then}") from error
+        raise ShoalError(
+            f"the checkpoint {path} cannot be written ({cause(error)}): {cure}, then {then}"
+        ) from error
 
 
 @contextmanager
@@ -119,7 +125,9 @@ def reading(path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise ShoalError(f"the checkpoint {path} cannot be read ({cause(error)}): copy it again, whole") from error
+        raise ShoalError(
+            f"the checkpoint {path} cannot be read ({cause(error)}): copy it again, whole"
+        ) from error
 
 
 def cause(error: BaseException) -> str:
@@ -131,7 +139,11 @@ def cause(error: BaseException) -> str:
     while found:
         if one := found.pop():
             traceback.clear_frames(one.__traceback__)
-            found += [one.__cause__, *([] if one.__cause__ else [one.__context__]), *getattr(one, "exceptions", ())]
+            found += [
+                one.__cause__,
+                *([] if one.__cause__ else [one.__context__]),
+                *getattr(one, "exceptions", ()),
+            ]
     gc.collect()
     line = (str(error).strip().splitlines() or [type(error).__name__])[0]
     line = re.sub(r" \[(source locations|tensorstore_spec).*", "", line)
@@ -141,10 +153,16 @@ def cause(error: BaseException) -> str:
 
 def check_room(folder: Path, tree: Any) -> None:
     """OSError if the disk has less room than the arrays take, raised before anything is written."""
-    needed, free = sum(leaf.nbytes for leaf in jax.tree.leaves(tree)), shutil.disk_usage(folder).free
+    needed, free = (
+        sum(leaf.nbytes for leaf in jax.tree.leaves(tree)),
+        shutil.disk_usage(folder).free,
+    )
     if jax.process_count() == 1 and free < needed:
-        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {needed / 2**20:.1f} MiB are needed, "
-                                    f"{free / 2**20:.1f} MiB are free")
+        raise OSError(
+            errno.ENOSPC,
+            f"{os.strerror(errno.ENOSPC)}: {needed / 2**20:.1f} MiB are needed, "
+            f"{free / 2**20:.1f} MiB are free",
+        )
 
 
 @dataclass(frozen=True)
@@ -188,8 +206,9 @@ def leaf_types(on_written: Callable[[int], None] = lambda size: None) -> Any:
     type_handlers = load_orbax().type_handlers
 
     class Slices(type_handlers.NumpyHandler):
-        async def serialize(self, values: Sequence[Any], infos: Sequence[Any],
-                            args: Sequence[Any] | None = None) -> Sequence[Any]:
+        async def serialize(
+            self, values: Sequence[Any], infos: Sequence[Any], args: Sequence[Any] | None = None
+        ) -> Sequence[Any]:
             assert args is not None
             for batch in _batches(values):
                 # All at once, as Orbax does it, every array would have a slice in memory at the same time.
@@ -198,25 +217,34 @@ def leaf_types(on_written: Callable[[int], None] = lambda size: None) -> Any:
             return []
 
         async def _open_and_write(self, value: Any, tspec: Any, ts_context: Any) -> None:
-            array: Any = await tensorstore.open(tensorstore.Spec(tspec), create=True, open=True, context=ts_context)
+            array: Any = await tensorstore.open(
+                tensorstore.Spec(tspec), create=True, open=True, context=ts_context
+            )
             # In the file's own pieces: one written twice in part is read, merged and compressed twice.
             pieces = array.chunk_layout.write_chunk.shape
-            steps = [pieces[axis] if axis in value.axes else size for axis, size in enumerate(value.shape)]
+            steps = [
+                pieces[axis] if axis in value.axes else size
+                for axis, size in enumerate(value.shape)
+            ]
             for part in grid(value.shape, steps):
                 values = np.ascontiguousarray(value.read(part), value.dtype)
                 await array[part].write(values, can_reference_source_data_indefinitely=True)
                 on_written(values.nbytes)
 
     return type_handlers.create_type_handler_registry(
-        (LazyArray, Slices(deepcopy_host_arrays=False)), (int, type_handlers.ScalarHandler()),
-        (jax.Array, type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=REPLICA_BYTES)))
+        (LazyArray, Slices(deepcopy_host_arrays=False)),
+        (int, type_handlers.ScalarHandler()),
+        (jax.Array, type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=REPLICA_BYTES)),
+    )
 
 
 def save_args(leaf: Any) -> Any:
     """How Orbax cuts a `LazyArray` into pieces."""
     cut = isinstance(leaf, LazyArray) and leaf.nbytes > CHUNK_BYTES
     axes = () if not cut or leaf.one_by_one is None else (leaf.one_by_one,)
-    return load_orbax().SaveArgs(**{"chunk_byte_size": CHUNK_BYTES, "shard_axes": axes} if cut else {})
+    return load_orbax().SaveArgs(
+        **{"chunk_byte_size": CHUNK_BYTES, "shard_axes": axes} if cut else {}
+    )
 
 
 def _batches(values: Sequence[LazyArray]) -> Iterator[slice]:

@@ -27,7 +27,9 @@ class Schedule:
     lag: int = 0
     weight_sync_interval: int = 1
     newest: bool = False
-    held: tuple[int, ...] = ()  # versions that a resumed run began with, in order: the checkpoint's own is the last
+    held: tuple[
+        int, ...
+    ] = ()  # versions that a resumed run began with, in order: the checkpoint's own is the last
 
     @property
     def max_staleness(self) -> int:
@@ -44,8 +46,10 @@ class Schedule:
                 versions = one.sampled_versions
                 oldest, newest = group.step - int(versions.min()), group.step - int(versions.max())
                 if newest < 0 or oldest > self.max_staleness:
-                    raise RuntimeError(f"step {group.step + 1} got tokens {newest} to {oldest} versions old, expected "
-                                       f"0 to {self.max_staleness} (train.max_staleness): row {group.example.row}")
+                    raise RuntimeError(
+                        f"step {group.step + 1} got tokens {newest} to {oldest} versions old, expected "
+                        f"0 to {self.max_staleness} (train.max_staleness): row {group.example.row}"
+                    )
 
     def version(self, step: int) -> int:
         wanted = self.weight_sync_interval * (max(0, step - self.lag) // self.weight_sync_interval)

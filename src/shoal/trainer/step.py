@@ -50,7 +50,9 @@ class TrainState:
     optimizer: Any
     updates: Any  # int32[]: updates applied; a skipped one does not count
     loss_scale: LossScale | None = None  # of a computation in float16
-    frozen: Params | None = None  # in the type of the computation, None in place of trained ones; None: all are trained
+    frozen: Params | None = (
+        None  # in the type of the computation, None in place of trained ones; None: all are trained
+    )
 
     @property
     def parameters(self) -> Params:
@@ -59,7 +61,9 @@ class TrainState:
 
 def is_intact(state: TrainState) -> bool:
     """True while no update has consumed the state's buffers."""
-    return not any(leaf.is_deleted() for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array))
+    return not any(
+        leaf.is_deleted() for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array)
+    )
 
 
 @jax.tree_util.register_dataclass
@@ -82,7 +86,9 @@ class UpdateMetrics:
     lr: Any
     skipped: Any  # 1 if the gradient was not finite: parameters and moments are then unchanged
     loss_scale: Any = None  # with which the gradient was computed; None without one
-    overflow: Any = 0  # 1 if the update was skipped, but not its loss, and a smaller loss scale is tried next
+    overflow: Any = (
+        0  # 1 if the update was skipped, but not its loss, and a smaller loss scale is tried next
+    )
 
 
 class Learner:
@@ -92,26 +98,49 @@ class Learner:
     written into them.
     """
 
-    def __init__(self, model: Model, objective: Objective, section: OptimizerSection, num_updates: int,
-                 seed: int = 0):
+    def __init__(
+        self,
+        model: Model,
+        objective: Objective,
+        section: OptimizerSection,
+        num_updates: int,
+        seed: int = 0,
+    ):
         self.objective = objective
         # In a float32 computation the partitioner sums layers in float32, whatever is asked.
-        reduce_dtype = jnp.float32 if model.dtype == jnp.float32 else getattr(jnp, section.reduce_dtype)
+        reduce_dtype = (
+            jnp.float32 if model.dtype == jnp.float32 else getattr(jnp, section.reduce_dtype)
+        )
         self.model = model = replace(model, reduce_dtype=reduce_dtype)
         self.optimizer, self.layout, init, apply = _optimizer_programs(
             # What changes no program is left out: runs of other lengths, or seeds, would compile them anew.
-            model.architecture, model.role, section, num_updates if section.schedule != "constant" else 0,
-            model.dtype == jnp.float16, seed if section.moments == "bfloat16" else 0)
+            model.architecture,
+            model.role,
+            section,
+            num_updates if section.schedule != "constant" else 0,
+            model.dtype == jnp.float16,
+            seed if section.moments == "bfloat16" else 0,
+        )
         zero, accumulate, score = _gradient_programs(model, objective)
         self.programs: dict[str, Callable] = {
-            "init": init, "zero": zero, "accumulate": accumulate, "apply": apply, "score": score}
+            "init": init,
+            "zero": zero,
+            "accumulate": accumulate,
+            "apply": apply,
+            "score": score,
+        }
 
     def init(self, parameters: Params) -> TrainState:
         a = self.model.architecture
-        trainable, frozen = select(trained_specs(a), parameters), select(frozen_specs(a), parameters)
+        trainable, frozen = (
+            select(trained_specs(a), parameters),
+            select(frozen_specs(a), parameters),
+        )
         # A host number has no place: the first `apply` would be compiled for it, the second for the array returned.
-        updates, scale = (jax.tree.map(lambda x: put(x, self.model.role.replicated), start) for start in (
-            np.int32(0), LossScale.first() if self.layout.loss_scale else None))
+        updates, scale = (
+            jax.tree.map(lambda x: put(x, self.model.role.replicated), start)
+            for start in (np.int32(0), LossScale.first() if self.layout.loss_scale else None)
+        )
         return TrainState(trainable, self.programs["init"](trainable), updates, scale, frozen)
 
     def shapes(self) -> TrainState:
@@ -122,23 +151,36 @@ class Learner:
 
         model = self.model
         parameters = _gradient_shapes(model.architecture)
-        shapes = TrainState(parameters, jax.eval_shape(self.optimizer.init, parameters),
-                            jax.ShapeDtypeStruct((), jnp.int32), LossScale.first() if self.layout.loss_scale else None)
+        shapes = TrainState(
+            parameters,
+            jax.eval_shape(self.optimizer.init, parameters),
+            jax.ShapeDtypeStruct((), jnp.int32),
+            LossScale.first() if self.layout.loss_scale else None,
+        )
         frozen = param_shapes(frozen_specs(model.architecture), model.role, model.dtype)
         return replace(jax.tree.map(placed, shapes, self.layout), frozen=frozen)
 
-    def accumulate(self, total: GradientSum | None, state: TrainState, batch: LearnerBatch) -> tuple[GradientSum, Any]:
+    def accumulate(
+        self, total: GradientSum | None, state: TrainState, batch: LearnerBatch
+    ) -> tuple[GradientSum, Any]:
         """(the sum with a micro-batch's gradient and metrics added, its log-probs float32[R, T])."""
         # From zeros: a program of its own for the first micro-batch doubled the longest compilation (5 s), and the
         # buffer is the only one, as layers add to it where they stand.
         before = self.programs["zero"]() if total is None else total
-        return self.programs["accumulate"](before, state.trainable, state.frozen, put_batch(self.model, batch),
-                                           state.loss_scale)
+        return self.programs["accumulate"](
+            before, state.trainable, state.frozen, put_batch(self.model, batch), state.loss_scale
+        )
 
     def apply(self, state: TrainState, total: GradientSum) -> tuple[TrainState, UpdateMetrics]:
         """One update of the optimizer. The buffers of `total` and of the moments are donated."""
-        new, applied = self.programs["apply"](total.loss, state.trainable, state.updates, state.loss_scale,
-                                              gradient=total.gradient, moments=state.optimizer)
+        new, applied = self.programs["apply"](
+            total.loss,
+            state.trainable,
+            state.updates,
+            state.loss_scale,
+            gradient=total.gradient,
+            moments=state.optimizer,
+        )
         return replace(new, frozen=state.frozen), UpdateMetrics(*applied)
 
     def score(self, parameters: Params, batch: LearnerBatch) -> jax.Array:
@@ -174,8 +216,13 @@ class ModelScorer:
     def put(self, batch: LearnerBatch) -> LearnerBatch:
         """The batch on these devices, with rows of padding where they do not divide its rows."""
         if empty := -len(batch.tokens) % self.model.role.batch_shards:
-            batch = replace(jax.tree.map(lambda x: np.pad(x, [(0, empty)] + [(0, 0)] * (x.ndim - 1)),
-                                         replace(batch, temperature=None)), temperature=batch.temperature)
+            batch = replace(
+                jax.tree.map(
+                    lambda x: np.pad(x, [(0, empty)] + [(0, 0)] * (x.ndim - 1)),
+                    replace(batch, temperature=None),
+                ),
+                temperature=batch.temperature,
+            )
         return put_batch(self.model, batch)
 
 
@@ -191,32 +238,54 @@ def _streams(section: OptimizerSection, role: Role) -> bool:
 
 
 @lru_cache(PROGRAMS_KEPT)
-def _optimizer_programs(a: Architecture, role: Role, section: OptimizerSection, num_updates: int,
-                        scaled: bool, seed: int) -> tuple[optax.GradientTransformation, TrainState, Callable, Callable]:
+def _optimizer_programs(
+    a: Architecture,
+    role: Role,
+    section: OptimizerSection,
+    num_updates: int,
+    scaled: bool,
+    seed: int,
+) -> tuple[optax.GradientTransformation, TrainState, Callable, Callable]:
     """The optimizer, the layout of the train state, and two programs: init and apply."""
     # By updates applied, not by steps: with several mini-batches a step moves the schedule several times.
     rate = learning_rate(section, num_updates)
     by_layer = _streams(section, role)
-    optimizer = make_optimizer(section, rate, _matrices if by_layer else _map_specs(lambda d: d.weight_decay, a), seed)
+    optimizer = make_optimizer(
+        section, rate, _matrices if by_layer else _map_specs(lambda d: d.weight_decay, a), seed
+    )
     split, everywhere = shardings_of(trained_specs(a), role), role.replicated
     moments = state_shardings(optimizer, _gradient_shapes(a), split, everywhere, section.offload)
-    layout = TrainState(split, moments, everywhere, LossScale(everywhere, everywhere) if scaled else None)
+    layout = TrainState(
+        split, moments, everywhere, LossScale(everywhere, everywhere) if scaled else None
+    )
     offloads = PINNED_HOST in {sharding.memory_kind for sharding in jax.tree.leaves(moments)}
-    apply = role.jit(partial(_apply, optimizer, rate, by_layer, offloads), donate_argnames=("gradient", "moments"),
-                     out_shardings=(layout, everywhere))
-    init = partial(_begin, role, optimizer, moments) if section.offload else role.jit(
-        optimizer.init, out_shardings=moments)
+    apply = role.jit(
+        partial(_apply, optimizer, rate, by_layer, offloads),
+        donate_argnames=("gradient", "moments"),
+        out_shardings=(layout, everywhere),
+    )
+    init = (
+        partial(_begin, role, optimizer, moments)
+        if section.offload
+        else role.jit(optimizer.init, out_shardings=moments)
+    )
     return optimizer, layout, init, apply
 
 
-def _begin(role: Role, optimizer: optax.GradientTransformation, shardings: Any, parameters: Params) -> Any:
+def _begin(
+    role: Role, optimizer: optax.GradientTransformation, shardings: Any, parameters: Params
+) -> Any:
     """`optimizer.init`, all of which are zeros, an array after the other: of one program's a device might hold all."""
+
     @cache
     def make(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Program:
         return role.jit(partial(jnp.zeros, shape, dtype), out_shardings=sharding)
 
-    return jax.tree.map(lambda zeros, sharding: make(zeros.shape, zeros.dtype, sharding)(),
-                        jax.eval_shape(optimizer.init, parameters), shardings)
+    return jax.tree.map(
+        lambda zeros, sharding: make(zeros.shape, zeros.dtype, sharding)(),
+        jax.eval_shape(optimizer.init, parameters),
+        shardings,
+    )
 
 
 @lru_cache(PROGRAMS_KEPT)
@@ -226,17 +295,28 @@ def _gradient_programs(model: Model, objective: Objective) -> tuple[Callable, Ca
     role, everywhere = model.role, model.role.replicated
     split = shardings_of(trained_specs(model.architecture), role)
     sums = GradientSum(split, everywhere, everywhere, everywhere)
-    zero = role.jit(partial(_zero, _gradient_shapes(model.architecture), objective), out_shardings=sums)
+    zero = role.jit(
+        partial(_zero, _gradient_shapes(model.architecture), objective), out_shardings=sums
+    )
     accumulate = role.with_options(UPDATE_OPTIONS).jit(
-        partial(_accumulate, model, objective), donate_argnums=0, out_shardings=(sums, role.host_layout))
+        partial(_accumulate, model, objective),
+        donate_argnums=0,
+        out_shardings=(sums, role.host_layout),
+    )
     # Scoring sums no gradients: one program, whatever their type is.
-    return zero, accumulate, score_program(replace(model, reduce_dtype=Model.reduce_dtype), objective.chunk_elements)
+    return (
+        zero,
+        accumulate,
+        score_program(replace(model, reduce_dtype=Model.reduce_dtype), objective.chunk_elements),
+    )
 
 
 @lru_cache(PROGRAMS_KEPT)
 def score_program(model: Model, chunk_elements: int) -> Program:
     """The program of log-probs alone: (parameters, batch) -> float32[R, T]."""
-    return model.role.jit(partial(_score, model, chunk_elements), out_shardings=model.role.host_layout)
+    return model.role.jit(
+        partial(_score, model, chunk_elements), out_shardings=model.role.host_layout
+    )
 
 
 def _map_specs(read: Callable[[ParamSpec], Any], a: Architecture) -> Params:
@@ -252,8 +332,15 @@ def _zero(shapes: Params, objective: Objective) -> GradientSum:
     return jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), total)
 
 
-def _accumulate(model: Model, objective: Objective, total: GradientSum, trainable: Params, frozen: Params | None,
-                batch: LearnerBatch, scale: LossScale | None = None) -> tuple[GradientSum, jax.Array]:
+def _accumulate(
+    model: Model,
+    objective: Objective,
+    total: GradientSum,
+    trainable: Params,
+    frozen: Params | None,
+    batch: LearnerBatch,
+    scale: LossScale | None = None,
+) -> tuple[GradientSum, jax.Array]:
     def loss(trainable: Params) -> Any:
         return batch_loss(model, objective, joined(trainable, frozen), batch)
 
@@ -265,15 +352,29 @@ def _accumulate(model: Model, objective: Objective, total: GradientSum, trainabl
     # The gradient is linear in this: scaled here, it is scaled all the way, and loss and metrics are not.
     seed = jnp.ones_like(value) if scale is None else scale.value
     (rest,) = backward.with_refs(replace(total.gradient, blocks=layers))(seed)
-    gradient = jax.tree.map(jnp.add, replace(total.gradient, blocks=None), replace(rest, blocks=None))
+    gradient = jax.tree.map(
+        jnp.add, replace(total.gradient, blocks=None), replace(rest, blocks=None)
+    )
     value, sums = jax.tree.map(jnp.add, (total.loss, total.sums), (value, sums))
     maxima = jax.tree.map(jnp.maximum, total.maxima, maxima)
-    return GradientSum(replace(gradient, blocks=jax.tree.map(jax.freeze, layers)), value, sums, maxima), lp
+    return GradientSum(
+        replace(gradient, blocks=jax.tree.map(jax.freeze, layers)), value, sums, maxima
+    ), lp
 
 
-def _apply(optimizer: optax.GradientTransformationExtraArgs, rate: Any, by_layer: bool, offloads: bool, loss: jax.Array,
-           trainable: Params, updates: jax.Array, scale: LossScale | None = None, *, gradient: Params,
-           moments: Any) -> tuple[TrainState, Any]:
+def _apply(
+    optimizer: optax.GradientTransformationExtraArgs,
+    rate: Any,
+    by_layer: bool,
+    offloads: bool,
+    loss: jax.Array,
+    trainable: Params,
+    updates: jax.Array,
+    scale: LossScale | None = None,
+    *,
+    gradient: Params,
+    moments: Any,
+) -> tuple[TrainState, Any]:
     if scale is not None:
         gradient = jax.tree.map(lambda g: g / scale.value, gradient)
     # The norm before clipping is the metric; one NaN or inf anywhere makes it not finite.
@@ -289,32 +390,50 @@ def _apply(optimizer: optax.GradientTransformationExtraArgs, rate: Any, by_layer
         safe = jax.tree.map(lambda g: jnp.where(finite, g, 0.0), gradient)
         step, new = optimizer.update(safe, moments, parameters, number=updates, **more)
         new = jax.tree.map(keep, new, moments)
-        return jax.tree.map(keep, optax.apply_updates(parameters, step), parameters), \
-            _moved(new, jax.memory.Space.Host) if offloads else new
+        return jax.tree.map(keep, optax.apply_updates(parameters, step), parameters), _moved(
+            new, jax.memory.Space.Host
+        ) if offloads else new
 
-    changed = _change_by_layer(partial(change, norm=jnp.where(finite, norm, 0.0)), gradient, moments, trainable) \
-        if by_layer else change(gradient, moments, trainable)
+    changed = (
+        _change_by_layer(
+            partial(change, norm=jnp.where(finite, norm, 0.0)), gradient, moments, trainable
+        )
+        if by_layer
+        else change(gradient, moments, trainable)
+    )
     state = TrainState(*changed, updates + finite, scale and scale.after(finite))
     applied = loss, norm, rate(updates), 1 - finite.astype(jnp.int32)
     # A loss that is not finite, or a gradient that is not even unscaled, has another cause.
     return state, applied if scale is None else (
-        *applied, scale.value, (~finite & jnp.isfinite(loss) & (scale.value > 1)).astype(jnp.int32))
+        *applied,
+        scale.value,
+        (~finite & jnp.isfinite(loss) & (scale.value > 1)).astype(jnp.int32),
+    )
 
 
-def _change_by_layer(change: Callable[..., tuple[Any, Any]], gradient: Parameters, moments: Any,
-                     parameters: Parameters) -> tuple[Parameters, Any]:
+def _change_by_layer(
+    change: Callable[..., tuple[Any, Any]],
+    gradient: Parameters,
+    moments: Any,
+    parameters: Parameters,
+) -> tuple[Parameters, Any]:
     """`change` of the parameters outside of layers, then of one layer after the other, in the place of its gradient and
     its moments: of these a device needs one layer's."""
 
     def of_layer(held: tuple[Block, list[Block]], number: jax.Array) -> tuple[Block, list[Block]]:
         at: Any = partial(jax.lax.dynamic_index_in_dim, index=number, axis=0, keepdims=False)
         (blocks, own), weights = jax.tree.map(at, held), jax.tree.map(at, parameters.blocks)
-        new, state = change(_alone(blocks), _with_parts(moments, map(_alone, own)), _alone(weights), layer=number)
+        new, state = change(
+            _alone(blocks), _with_parts(moments, map(_alone, own)), _alone(weights), layer=number
+        )
         return new.blocks, [part.blocks for part in _parts(state)]
 
     def put_layer(number: jax.Array, held: tuple[Block, list[Block]]) -> tuple[Block, list[Block]]:
-        return jax.tree.map(lambda whole, one: jax.lax.dynamic_update_index_in_dim(whole, one, number, 0), held,
-                            of_layer(held, number))
+        return jax.tree.map(
+            lambda whole, one: jax.lax.dynamic_update_index_in_dim(whole, one, number, 0),
+            held,
+            of_layer(held, number),
+        )
 
     outside = [replace(tree, blocks=None) for tree in (gradient, *_parts(moments), parameters)]
     new, state = change(outside[0], _with_parts(moments, outside[1:-1]), outside[-1])
@@ -322,7 +441,8 @@ def _change_by_layer(change: Callable[..., tuple[Any, Any]], gradient: Parameter
     (layers,) = {leaf.shape[0] for leaf in jax.tree.leaves(held)} or {0}
     blocks, own = jax.lax.fori_loop(0, layers, put_layer, held)
     return replace(new, blocks=blocks), _with_parts(
-        state, (replace(part, blocks=block) for part, block in zip(_parts(state), own, strict=True)))
+        state, (replace(part, blocks=block) for part, block in zip(_parts(state), own, strict=True))
+    )
 
 
 def _is_part(node: Any) -> bool:
@@ -337,7 +457,9 @@ def _parts(moments: Any) -> list[Parameters]:
 def _with_parts(moments: Any, parts: Iterable[Parameters]) -> Any:
     """The state with others in their places."""
     new = iter(parts)
-    return jax.tree.map(lambda node: next(new) if _is_part(node) else node, moments, is_leaf=_is_part)
+    return jax.tree.map(
+        lambda node: next(new) if _is_part(node) else node, moments, is_leaf=_is_part
+    )
 
 
 def _alone(blocks: Block) -> Parameters:

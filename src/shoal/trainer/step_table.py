@@ -25,30 +25,48 @@ class StepTable:
     nonzero_std: np.ndarray  # [P]
 
     @classmethod
-    def of(cls, groups: Sequence[Group], a: AlgorithmSection, penalty: np.ndarray | None = None) -> StepTable:
+    def of(
+        cls, groups: Sequence[Group], a: AlgorithmSection, penalty: np.ndarray | None = None
+    ) -> StepTable:
         """`penalty[P, G]` is subtracted from the rewards before they become advantages; `gdpo` ignores it, since it
         reads the functions' own values."""
         rewards = np.stack([group.rewards for group in groups])
         valid = np.stack([group.valid for group in groups])
-        lengths = np.array([[int(c.loss_mask.sum()) for c in group.completions] for group in groups])
-        truncated = np.array([[c.stop_reason == StopReason.LENGTH for c in group.completions] for group in groups])
+        lengths = np.array(
+            [[int(c.loss_mask.sum()) for c in group.completions] for group in groups]
+        )
+        truncated = np.array(
+            [[c.stop_reason == StopReason.LENGTH for c in group.completions] for group in groups]
+        )
         components = [group.reward_components for group in groups]
         penalised = rewards if penalty is None else rewards - penalty
-        advantages = step_advantages(a, penalised, valid, lengths, components, groups[0].reward_weights)
+        advantages = step_advantages(
+            a, penalised, valid, lengths, components, groups[0].reward_weights
+        )
         return cls(rewards, valid, lengths, truncated, advantages, nonzero_std(rewards, valid))
 
 
-def step_advantages(a: AlgorithmSection, rewards: np.ndarray, valid: np.ndarray, lengths: np.ndarray,
-                    components: Sequence[Mapping[str, np.ndarray]] = (),
-                    weights: Mapping[str, float] | None = None) -> np.ndarray:
+def step_advantages(
+    a: AlgorithmSection,
+    rewards: np.ndarray,
+    valid: np.ndarray,
+    lengths: np.ndarray,
+    components: Sequence[Mapping[str, np.ndarray]] = (),
+    weights: Mapping[str, float] | None = None,
+) -> np.ndarray:
     """Advantages float64[P, G] of one step's rewards[P, G]; `lengths[P, G]` are numbers of sampled tokens.
 
     `components` are each group's rewards by function and `weights` the functions' weights, for the form that
     normalises the functions separately.
     """
     names = list(weights or {})
-    stacked = np.array([[group[name] for group in components] for name in names]) if names and components else None
+    stacked = (
+        np.array([[group[name] for group in components] for name in names])
+        if names and components
+        else None
+    )
     scale = np.array([weights[name] for name in names]) if stacked is not None and weights else None
     estimator = ADVANTAGES[a.advantage]
-    return estimator.load()(rewards, valid, components=stacked, weights=scale, lengths=lengths,
-                            **estimator.settings(a))
+    return estimator.load()(
+        rewards, valid, components=stacked, weights=scale, lengths=lengths, **estimator.settings(a)
+    )

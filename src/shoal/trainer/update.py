@@ -1,7 +1,7 @@
 """The updates of one step: from its groups to new weights and the step's metrics.
 
-    groups -> log-probs computed beforehand (old, reference, teacher) -> advantages[P, G]
-           -> for each epoch, each mini-batch: token weights -> micro-batches -> accumulate, apply
+groups -> log-probs computed beforehand (old, reference, teacher) -> advantages[P, G]
+       -> for each epoch, each mini-batch: token weights -> micro-batches -> accumulate, apply
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ def needs_all_groups(a: AlgorithmSection, has_teacher: bool) -> bool:
 def needs_old_logprobs(a: AlgorithmSection, has_teacher: bool) -> bool:
     """True if the trainer's log-probs are needed before the first update: for several updates a step, a KL in the
     reward, or a teacher."""
-    return make_objective(a).use_old or (a.kl_placement == "reward" and a.kl_coef > 0) or has_teacher
+    return (
+        make_objective(a).use_old or (a.kl_placement == "reward" and a.kl_coef > 0) or has_teacher
+    )
 
 
 def num_scorings(a: AlgorithmSection, has_teacher: bool) -> int:
@@ -47,8 +49,14 @@ def num_scorings(a: AlgorithmSection, has_teacher: bool) -> int:
     return needs_old_logprobs(a, has_teacher) + a.scores_reference + has_teacher
 
 
-def update_shapes(longest: int, max_tokens: int, batch: BatchSection, num_minibatches: int,
-                  row_shards: int, context: int) -> tuple[Shape, ...]:
+def update_shapes(
+    longest: int,
+    max_tokens: int,
+    batch: BatchSection,
+    num_minibatches: int,
+    row_shards: int,
+    context: int,
+) -> tuple[Shape, ...]:
     """The shapes of an update's micro-batches; `longest`: tokens of the longest prompt with the longest completion,
     which has `max_tokens`."""
     group = longest + (batch.group_size - 1) * max_tokens
@@ -63,7 +71,9 @@ class UpdateResult:
     table: StepTable
     metrics: MetricSet
     logprobs: TokenValues = field(default_factory=dict)
-    correction: np.ndarray = field(default_factory=lambda: np.zeros(3))  # sums of w, 1 and w^2, w = exp(old - sampler)
+    correction: np.ndarray = field(
+        default_factory=lambda: np.zeros(3)
+    )  # sums of w, 1 and w^2, w = exp(old - sampler)
 
 
 @dataclass(frozen=True)
@@ -97,7 +107,9 @@ class Updater:
     max_support: int = 0
     stop: StopSignal = field(default_factory=StopSignal)
 
-    def update(self, state: TrainState, groups: Sequence[Group], step: int) -> tuple[TrainState, UpdateResult]:
+    def update(
+        self, state: TrainState, groups: Sequence[Group], step: int
+    ) -> tuple[TrainState, UpdateResult]:
         started, begun = time.perf_counter(), state
         metrics, table = MetricSet(), StepTable.of(groups, self.algorithm)
         precomputed = self._precompute(state, groups, table)
@@ -110,9 +122,16 @@ class Updater:
         trained = 0
         for epoch in range(self.algorithm.num_epochs):
             for members in self._minibatches(len(groups), step, epoch):
-                batches = self._pack(groups, table, members, old_logprobs, precomputed.ref_logprobs, teacher_bonus)
-                state = self._update_once(state, batches, result, keep=precomputed.old_logprobs is None,
-                                          patience_seconds=0.0 if state is begun else PATIENCE_SECONDS)
+                batches = self._pack(
+                    groups, table, members, old_logprobs, precomputed.ref_logprobs, teacher_bonus
+                )
+                state = self._update_once(
+                    state,
+                    batches,
+                    result,
+                    keep=precomputed.old_logprobs is None,
+                    patience_seconds=0.0 if state is begun else PATIENCE_SECONDS,
+                )
                 trained += sum(batch.num_tokens for batch in batches)
                 _record_packing(metrics, batches)
         # The effective sample size of the whole step, (sum w)^2 / (N sum w^2): a mean of micro-batches' would differ.
@@ -127,10 +146,18 @@ class Updater:
 
     def shapes(self, groups: Sequence[Group]) -> tuple[Shape, ...]:
         """The shapes of micro-batches: the same in every step, unless groups are longer than `longest`."""
-        found = max((len(g.prompt_ids) + max(map(len, g.completions), default=0) for g in groups), default=0)
+        found = max(
+            (len(g.prompt_ids) + max(map(len, g.completions), default=0) for g in groups), default=0
+        )
         role = self.learner.model.role
-        return update_shapes(max(self.longest, found), self.max_tokens, self.batch, self.algorithm.num_minibatches,
-                             role.row_shards, role.context)
+        return update_shapes(
+            max(self.longest, found),
+            self.max_tokens,
+            self.batch,
+            self.algorithm.num_minibatches,
+            role.row_shards,
+            role.context,
+        )
 
     def _minibatches(self, count: int, step: int, epoch: int) -> list[np.ndarray]:
         """Numbers of the groups in each update of an epoch; shuffled by address, so that a resumed run repeats it."""
@@ -141,9 +168,15 @@ class Updater:
             order = np.random.default_rng(key.tolist()).permutation(count)
         return np.array_split(order, parts)
 
-    def _pack(self, groups: Sequence[Group], table: StepTable, members: np.ndarray,
-              old_logprobs: TokenValues | None, ref_logprobs: TokenValues | None,
-              teacher_bonus: TokenValues | None) -> list[MicroBatch]:
+    def _pack(
+        self,
+        groups: Sequence[Group],
+        table: StepTable,
+        members: np.ndarray,
+        old_logprobs: TokenValues | None,
+        ref_logprobs: TokenValues | None,
+        teacher_bonus: TokenValues | None,
+    ) -> list[MicroBatch]:
         """The micro-batches of one update, with the weight of each token.
 
         Groups without variance count in the denominator or not, by `zero_std_groups`. With `mask_truncated` a truncated
@@ -156,34 +189,69 @@ class Updater:
         lengths = np.where(table.truncated, 0, table.lengths) if a.mask_truncated else table.lengths
         weights = np.zeros(table.valid.shape)
         # The denominator is that of these members, the whole mini-batch, whatever micro-batches it is packed into.
-        weights[members] = token_weights(AGGREGATIONS[a.aggregation].load(), lengths[members], table.valid[members],
-                                         counts[members], a.aggregation_tokens or self.max_tokens)
-        return pack(groups, included, table.advantages, weights, self.shapes(groups), self.temperature, old_logprobs,
-                    ref_logprobs, teacher_bonus, self.max_support)
+        weights[members] = token_weights(
+            AGGREGATIONS[a.aggregation].load(),
+            lengths[members],
+            table.valid[members],
+            counts[members],
+            a.aggregation_tokens or self.max_tokens,
+        )
+        return pack(
+            groups,
+            included,
+            table.advantages,
+            weights,
+            self.shapes(groups),
+            self.temperature,
+            old_logprobs,
+            ref_logprobs,
+            teacher_bonus,
+            self.max_support,
+        )
 
     def _included(self, table: StepTable, members: np.ndarray) -> list[int]:
         """Groups to compute: one whose advantages are all 0 is left out unless another term gives it a gradient."""
         everyone = needs_all_groups(self.algorithm, self.teacher is not None)
         return [int(n) for n in members if everyone or (table.advantages[n] != 0).any()]
 
-    def _precompute(self, state: TrainState, groups: Sequence[Group], table: StepTable) -> PrecomputedLogprobs:
+    def _precompute(
+        self, state: TrainState, groups: Sequence[Group], table: StepTable
+    ) -> PrecomputedLogprobs:
         """Log-probs that need a forward pass of their own before the first update."""
         scorers = self._scorers(state.parameters)
         if scorers == (None, None, None):
             return PrecomputedLogprobs()
         # Scoring reads tokens alone; advantages and weights come after a KL in the reward is known.
         nothing = np.zeros_like(table.advantages)
-        batches = pack(groups, self._included(table, np.arange(len(groups))), nothing, nothing,
-                       self.shapes(groups), self.temperature, max_support=self.max_support)
-        return PrecomputedLogprobs(*(None if scorer is None else self._scores(scorer, batches) for scorer in scorers))
+        batches = pack(
+            groups,
+            self._included(table, np.arange(len(groups))),
+            nothing,
+            nothing,
+            self.shapes(groups),
+            self.temperature,
+            max_support=self.max_support,
+        )
+        return PrecomputedLogprobs(
+            *(None if scorer is None else self._scores(scorer, batches) for scorer in scorers)
+        )
 
     def _scorers(self, parameters: Params) -> tuple[Scorer | None, Scorer | None, Scorer | None]:
         """Of the policy's parameters before the update, where an objective reads them, the reference and a teacher."""
         scored = needs_old_logprobs(self.algorithm, self.teacher is not None)
-        return ParameterScorer(self.learner, parameters) if scored else None, self.reference, self.teacher
+        return (
+            ParameterScorer(self.learner, parameters) if scored else None,
+            self.reference,
+            self.teacher,
+        )
 
-    def _kl_penalty(self, groups: Sequence[Group], table: StepTable, precomputed: PrecomputedLogprobs,
-                    metrics: MetricSet) -> np.ndarray | None:
+    def _kl_penalty(
+        self,
+        groups: Sequence[Group],
+        table: StepTable,
+        precomputed: PrecomputedLogprobs,
+        metrics: MetricSet,
+    ) -> np.ndarray | None:
         """The KL in the reward, [P, G]: its weight times the sum over a completion's sampled tokens.
 
         The metric `kl` covers the tokens that are trained on.
@@ -193,22 +261,35 @@ class Updater:
             return None
         longest = max(self.max_tokens, *map(len, old.values()), 0)
         old_logprobs, ref_logprobs, loss_mask = (
-            np.zeros((len(groups), groups[0].size, longest), kind) for kind in (np.float32, np.float32, bool))
+            np.zeros((len(groups), groups[0].size, longest), kind)
+            for kind in (np.float32, np.float32, bool)
+        )
         for (group, index), values in old.items():
             position = (group, index, slice(0, len(values)))
             old_logprobs[position], ref_logprobs[position] = values, ref[group, index]
             loss_mask[position] = groups[group].completions[index].loss_mask
         # One group at a time: one compiled shape whatever the number of groups, and little memory.
-        kl = np.stack([
-            np.asarray(token_kl(KL_ESTIMATORS[a.kl].load(), *map(jnp.asarray, arrays), clamp_input=a.kl_clamp_input,
-                                clamp_value=a.kl_clamp_value), np.float64)
-            for arrays in zip(old_logprobs, ref_logprobs, loss_mask, strict=True)])
+        kl = np.stack(
+            [
+                np.asarray(
+                    token_kl(
+                        KL_ESTIMATORS[a.kl].load(),
+                        *map(jnp.asarray, arrays),
+                        clamp_input=a.kl_clamp_input,
+                        clamp_value=a.kl_clamp_value,
+                    ),
+                    np.float64,
+                )
+                for arrays in zip(old_logprobs, ref_logprobs, loss_mask, strict=True)
+            ]
+        )
         trained = loss_mask & ~table.truncated[..., None] if a.mask_truncated else loss_mask
         metrics.add("kl", kl[trained].sum(), trained.sum())
         return a.kl_coef * kl.sum(axis=-1)
 
-    def _teacher_bonus(self, groups: Sequence[Group], precomputed: PrecomputedLogprobs,
-                       metrics: MetricSet) -> TokenValues | None:
+    def _teacher_bonus(
+        self, groups: Sequence[Group], precomputed: PrecomputedLogprobs, metrics: MetricSet
+    ) -> TokenValues | None:
         """The teacher's part of each token's advantage: minus the reverse KL from it, estimated from one sample."""
         teacher, old = precomputed.teacher, precomputed.old_logprobs
         if teacher is None or old is None:
@@ -227,8 +308,14 @@ class Updater:
             values.append(scorer.score(batch.arrays))
         return unpack(batches, map(np.asarray, values))
 
-    def _update_once(self, state: TrainState, batches: Sequence[MicroBatch], result: UpdateResult, keep: bool,
-                     patience_seconds: float) -> TrainState:
+    def _update_once(
+        self,
+        state: TrainState,
+        batches: Sequence[MicroBatch],
+        result: UpdateResult,
+        keep: bool,
+        patience_seconds: float,
+    ) -> TrainState:
         """One update from its micro-batches. `keep` records their log-probs, those from before the first update."""
         total, logprobs = None, []
         for batch in batches:
@@ -239,8 +326,12 @@ class Updater:
         sums, maxima = total.sums, total.maxima  # `apply` donates the rest
         state, applied = self.learner.apply(state, total)
         # One transfer: each `float(x)` of its own waits for the device.
-        sums, maxima, applied, values = jax.device_get((sums, maxima, applied, logprobs if keep else []))
-        result.correction += [float(x) for x in (*sums.pop("sampler_gap/w"), sums.pop("sampler_gap/w2")[0])]
+        sums, maxima, applied, values = jax.device_get(
+            (sums, maxima, applied, logprobs if keep else [])
+        )
+        result.correction += [
+            float(x) for x in (*sums.pop("sampler_gap/w"), sums.pop("sampler_gap/w2")[0])
+        ]
         result.metrics.add("objective", sums.pop("objective")[0])
         _record_update(result.metrics, sums | maxima, applied)
         if keep:
@@ -255,7 +346,9 @@ def _record_packing(metrics: MetricSet, batches: Sequence[MicroBatch]) -> None:
         computed = batch.arrays.tokens.size
         metrics.add("tokens/padding", computed - batch.num_tokens, computed)
         flattened = sum(length * completions for length, completions in batch.prompts)
-        metrics.add("tokens/prompt_saved", flattened - sum(length for length, _ in batch.prompts), flattened)
+        metrics.add(
+            "tokens/prompt_saved", flattened - sum(length for length, _ in batch.prompts), flattened
+        )
 
 
 def _record_update(metrics: MetricSet, values: dict, applied: UpdateMetrics) -> None:

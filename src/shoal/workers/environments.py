@@ -46,15 +46,25 @@ class EnvironmentKind:
                     made = type(instance := factory())
                     getattr(instance, "close", lambda: None)()
             except Exception as error:
-                raise ShoalError(f"environment.factory {name_of(factory)!r} raised {describe_error(error)}: it must "
-                                 "make an environment, without arguments", "environment.factory") from error
+                raise ShoalError(
+                    f"environment.factory {name_of(factory)!r} raised {describe_error(error)}: it must "
+                    "make an environment, without arguments",
+                    "environment.factory",
+                ) from error
         if not callable(getattr(made, "reset", None)):
-            raise ShoalError(f"environment.factory {name_of(factory)!r}: {made.__name__} has no method "
-                             "reset(**columns), which begins a rollout", "environment.factory")
+            raise ShoalError(
+                f"environment.factory {name_of(factory)!r}: {made.__name__} has no method "
+                "reset(**columns), which begins a rollout",
+                "environment.factory",
+            )
         methods = inspect.getmembers(made, inspect.isroutine)
-        tools = {key: one for key, one in methods if not key.startswith("_") and key not in NOT_TOOLS}
+        tools = {
+            key: one for key, one in methods if not key.startswith("_") and key not in NOT_TOOLS
+        }
         acts = [*tools.values(), *(one for key, one in methods if key in ("reset", "respond"))]
-        return EnvironmentKind(name, factory, made, tools, all(map(inspect.iscoroutinefunction, acts)))
+        return EnvironmentKind(
+            name, factory, made, tools, all(map(inspect.iscoroutinefunction, acts))
+        )
 
     @property
     def responds(self) -> bool:
@@ -70,8 +80,11 @@ class EnvironmentKind:
         """The columns that `reset` is called with."""
         parameters = inspect.signature(self.type.reset).parameters
         takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
-        return {name: value for name, value in columns.items()
-                if takes_all or name in parameters or name not in OPTIONAL_COLUMNS}
+        return {
+            name: value
+            for name, value in columns.items()
+            if takes_all or name in parameters or name not in OPTIONAL_COLUMNS
+        }
 
 
 def name_of(function: Any) -> str:
@@ -81,12 +94,18 @@ def name_of(function: Any) -> str:
 class Environments:
     """The environments that a process of sessions holds, and the tools that it calls."""
 
-    def __init__(self, tools: Mapping[str, Callable[..., Any]], kinds: Mapping[str, EnvironmentKind],
-                 result_bytes: int) -> None:
+    def __init__(
+        self,
+        tools: Mapping[str, Callable[..., Any]],
+        kinds: Mapping[str, EnvironmentKind],
+        result_bytes: int,
+    ) -> None:
         self.tools, self.kinds, self.result_bytes = tools, kinds, result_bytes
         self.live: dict[int, Any] = {}  # environments by session
         self.spare: dict[str, list[Any]] = {}  # to be reset
-        self.scopes: dict[asyncio.Timeout, float] = {}  # limits of the calls that share this process's loop
+        self.scopes: dict[
+            asyncio.Timeout, float
+        ] = {}  # limits of the calls that share this process's loop
         self.runner: asyncio.Runner | None = None
 
     def call(self, header: Header, body: bytes) -> Header:
@@ -148,23 +167,40 @@ class Environments:
             self.spare.setdefault(header["kind"], []).append(environment)
             return {"value": {"reward": value, "state": state_of(environment)}}
         if what != "call" and not (value is None or isinstance(value, str)):
-            raise TypeError(f"{'reset' if what == 'open' else 'respond'} returned {shorten(repr(value))}: expected a "
-                            "text or None")
+            raise TypeError(
+                f"{'reset' if what == 'open' else 'respond'} returned {shorten(repr(value))}: expected a "
+                "text or None"
+            )
         if what != "call" and value is None:
             return {"value": None} | self._reward(session)
-        if isinstance(value, list) and value and all(isinstance(one, Mapping) and "text" in one for one in value):
+        if (
+            isinstance(value, list)
+            and value
+            and all(isinstance(one, Mapping) and "text" in one for one in value)
+        ):
             value = "".join(str(one["text"]) for one in value)  # parts of a message
         data = str(value).encode("utf-8", "replace")
         most = len(data) if isinstance(self.live.get(session), RolloutCall) else self.result_bytes
-        return {"value": data[:most].decode("utf-8", "ignore"), "cut": max(0, len(data) - most)} | self._reward(session)
+        return {
+            "value": data[:most].decode("utf-8", "ignore"),
+            "cut": max(0, len(data) - most),
+        } | self._reward(session)
 
     def _reward(self, session: int) -> Header:
         """The turn's reward: the environment's attribute `reward`, where it has one."""
         value = getattr(self.live.get(session), "__dict__", {}).get("reward")
-        return {"reward": float(value)} if isinstance(value, int | float) and math.isfinite(value) else {}
+        return (
+            {"reward": float(value)}
+            if isinstance(value, int | float) and math.isfinite(value)
+            else {}
+        )
 
     def _failed(self, header: Header, error: BaseException) -> Header:
-        kind, text, spent = "raised", shorten(describe_error(error), 300), isinstance(error, MemoryError)
+        kind, text, spent = (
+            "raised",
+            shorten(describe_error(error), 300),
+            isinstance(error, MemoryError),
+        )
         if isinstance(error, Blocked):
             kind = "timed out"
         elif header["what"] != "open" and header["session"] and header["session"] not in self.live:
@@ -178,7 +214,13 @@ class Environments:
 
 def _is_deep(value: Any, most: int = 32) -> bool:
     """True for what nests deeper than the processes between here and the trainer can read."""
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    inner = (
+        value.values()
+        if isinstance(value, dict)
+        else value
+        if isinstance(value, list | tuple)
+        else ()
+    )
     return not most or any(_is_deep(one, most - 1) for one in inner)
 
 

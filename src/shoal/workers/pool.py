@@ -93,9 +93,15 @@ class WorkerPool:
     what the worker holds in memory is there in the next call. Its calls are never made again elsewhere.
     """
 
-    def __init__(self, handle: Handler, limits: Limits, handle_async: AsyncHandler | None = None,
-                 prepare: Callable[[], Any] = lambda: None,
-                 enter: Callable[[socket.socket], Any] | None = None, restarts: bool = False) -> None:
+    def __init__(
+        self,
+        handle: Handler,
+        limits: Limits,
+        handle_async: AsyncHandler | None = None,
+        prepare: Callable[[], Any] = lambda: None,
+        enter: Callable[[socket.socket], Any] | None = None,
+        restarts: bool = False,
+    ) -> None:
         """`prepare` is called in the supervisor, before it forks the first worker; `enter` stands in for the
         supervisor's life, and becomes it elsewhere with its end of the socket. With `restarts`, another supervisor
         takes the place of one that a call has killed."""
@@ -130,20 +136,38 @@ class WorkerPool:
         self._open.clear()
         _end_supervisor(self._supervisor, self._trainer)
         started = _start_supervisor(self._supervise)
-        self._supervisor.pid, self._supervisor.end = started.pid, started.end  # `close` holds the record
+        self._supervisor.pid, self._supervisor.end = (
+            started.pid,
+            started.end,
+        )  # `close` holds the record
         self._channel = Channel(started.end)
         self._is_ready = False
         self.heard = time.monotonic()
         return [(call, {"kind": "died", "text": LOST_SUPERVISOR}) for call in lost]
 
-    def submit(self, call: int, header: Header, body: bytes = b"", together: bool = False, seat: int = 0,
-               seconds: float = 0.0) -> None:
+    def submit(
+        self,
+        call: int,
+        header: Header,
+        body: bytes = b"",
+        together: bool = False,
+        seat: int = 0,
+        seconds: float = 0.0,
+    ) -> None:
         """Sends a call; `seconds` stands in for the limit of the pool. ConnectionError where the supervisor has ended
         and none takes its place, TimeoutError where it does not read."""
         self.heard = time.monotonic()
         try:
-            self._channel.send({"call": call, "together": together, "seat": seat, "seconds": seconds, "asked": header},
-                               body)
+            self._channel.send(
+                {
+                    "call": call,
+                    "together": together,
+                    "seat": seat,
+                    "seconds": seconds,
+                    "asked": header,
+                },
+                body,
+            )
         except ConnectionError:
             if not self._restarts:
                 raise  # else `receive` finds the end too, and fails the call
@@ -224,10 +248,14 @@ class _Call:
 @dataclass(eq=False)
 class _Worker:
     pid: int
-    seat: int | None  # of stateless calls: 0 for those that share an event loop, None for the others
+    seat: (
+        int | None
+    )  # of stateless calls: 0 for those that share an event loop, None for the others
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
-    waiting: dict[int, asyncio.Future[Header | None]] = field(default_factory=dict)  # by call, on an event loop
+    waiting: dict[int, asyncio.Future[Header | None]] = field(
+        default_factory=dict
+    )  # by call, on an event loop
     heard: float = 0.0  # when it last sent something, or was asked while it had nothing to do
     status: int | None = None  # from waitpid, once it has ended
     killed: bool = False  # by the supervisor
@@ -255,8 +283,14 @@ class _Worker:
 class Supervisor:
     """The process that gives calls to workers, at most `num_workers` at a time, and ends workers at their limits."""
 
-    def __init__(self, trainer_end: socket.socket, handle: Handler, handle_async: AsyncHandler | None, limits: Limits,
-                 trainer: int) -> None:
+    def __init__(
+        self,
+        trainer_end: socket.socket,
+        handle: Handler,
+        handle_async: AsyncHandler | None,
+        limits: Limits,
+        trainer: int,
+    ) -> None:
         self.trainer_end, self.handle, self.handle_async = trainer_end, handle, handle_async
         self.limits, self.trainer = limits, trainer
         self.queue: deque[_Call] = deque()
@@ -265,10 +299,16 @@ class Supervisor:
         self.ending = False
         self.ends = {trainer_end}  # of sockets, that no worker may hold
         self.workers: list[_Worker] = []
-        self.free: list[_Worker] = []  # the last one to become free is used first: it may have things in its memory
-        self.seats: dict[int, asyncio.Task[_Worker]] = {}  # workers that are kept; 0: of stateless calls on one loop
+        self.free: list[
+            _Worker
+        ] = []  # the last one to become free is used first: it may have things in its memory
+        self.seats: dict[
+            int, asyncio.Task[_Worker]
+        ] = {}  # workers that are kept; 0: of stateless calls on one loop
         self.pids: set[int] = set()  # of workers that are not reaped, ended ones too
-        self.unreaped: set[int] = set()  # killed, but not gone: such as those that wait for a device
+        self.unreaped: set[int] = (
+            set()
+        )  # killed, but not gone: such as those that wait for a device
         self.tasks: set[asyncio.Task[Any]] = set()
 
     def run(self, prepare: Callable[[], Any]) -> None:
@@ -286,8 +326,13 @@ class Supervisor:
                 if "cancel" in header:
                     self._cancel(set(header["cancel"]))
                     continue
-                call = _Call(header["call"], header["together"], header["seat"], header["seconds"] or
-                             self.limits.seconds, frame(header, body))
+                call = _Call(
+                    header["call"],
+                    header["together"],
+                    header["seat"],
+                    header["seconds"] or self.limits.seconds,
+                    frame(header, body),
+                )
                 self.num_open += 1
                 if call.together:
                     self._start(self._serve_together(call))
@@ -316,7 +361,9 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(PULSE_SECONDS)
-            if os.getppid() != self.trainer:  # another process may hold the trainer's end of the socket open
+            if (
+                os.getppid() != self.trainer
+            ):  # another process may hold the trainer's end of the socket open
                 reader.feed_eof()
             if self.num_open:
                 self._send({"alive": True})
@@ -347,7 +394,9 @@ class Supervisor:
 
     async def _serve(self, call: _Call) -> None:
         """One call on a worker of its own for that time."""
-        while self.free and self.free[-1].has_ended():  # killed from outside while it had nothing to do
+        while (
+            self.free and self.free[-1].has_ended()
+        ):  # killed from outside while it had nothing to do
             await self._end_worker(self.free[-1])
         reply, worker = await self._ask(self.free.pop() if self.free else None, call)
         if worker in self.workers:
@@ -359,7 +408,12 @@ class Supervisor:
     async def _serve_seat(self, call: _Call) -> None:
         """One call on the worker of its seat, which has one at a time."""
         worker = await self._seated(call)
-        self._reply(call, (await self._ask(worker, call))[0] if worker else {"kind": "died", "text": "as it started"})
+        self._reply(
+            call,
+            (await self._ask(worker, call))[0]
+            if worker
+            else {"kind": "died", "text": "as it started"},
+        )
 
     async def _ask(self, worker: _Worker | None, call: _Call) -> tuple[Header, _Worker | None]:
         """The reply to a call, and its worker, a new one where none is given; it is ended at its limits."""
@@ -370,13 +424,20 @@ class Supervisor:
                 answered, reply = _reply_of((await _read_frame(worker.reader))[0])
             if answered != call.id:
                 raise ValueError  # of an earlier call, or written by something that the worker started
-            if reply.pop("spent", False):  # what it holds may leave too little memory for the next call
+            if reply.pop(
+                "spent", False
+            ):  # what it holds may leave too little memory for the next call
                 await self._end_worker(worker)
         except TimeoutError:
             reply = {"kind": "timed out"}
             if worker:
                 await self._end_worker(worker)
-        except (EOFError, ConnectionError, ValueError, KeyError):  # it is going, or wrote into its socket
+        except (
+            EOFError,
+            ConnectionError,
+            ValueError,
+            KeyError,
+        ):  # it is going, or wrote into its socket
             if worker:
                 await self._end_worker(worker, wait=True)
             reply = {"kind": "died", "text": worker.describe_end() if worker else "as it started"}
@@ -407,8 +468,13 @@ class Supervisor:
             future = worker.waiting[call.id] = asyncio.get_running_loop().create_future()
             worker.writer.write(call.frame)
             limit = call.seconds + GRACE_SECONDS
-            last = time.monotonic() + 3 * limit if call.seat else math.inf  # it may wait for one that blocks the loop
-            while not future.done() and (left := min(worker.heard + limit, last) - time.monotonic()) > 0:
+            last = (
+                time.monotonic() + 3 * limit if call.seat else math.inf
+            )  # it may wait for one that blocks the loop
+            while (
+                not future.done()
+                and (left := min(worker.heard + limit, last) - time.monotonic()) > 0
+            ):
                 await asyncio.wait([future], timeout=left)
             reply = future.result() if future.done() else None
             if not future.done():
@@ -419,7 +485,9 @@ class Supervisor:
         elif call.seat:
             if worker:
                 await _gone(worker.has_ended)
-            self._reply(call, {"kind": "died", "text": worker.describe_end() if worker else "as it started"})
+            self._reply(
+                call, {"kind": "died", "text": worker.describe_end() if worker else "as it started"}
+            )
         else:
             self.queue.append(call)
             self._dispatch()
@@ -477,11 +545,15 @@ class Supervisor:
         if os.getppid() != supervisor:
             return
         channel = Channel(end)
-        os.register_at_fork(after_in_child=end.close)  # else what a call forks holds, and may spoil, the socket
+        os.register_at_fork(
+            after_in_child=end.close
+        )  # else what a call forks holds, and may spoil, the socket
         channel.send({"ready": True})
         if together:
             assert self.handle_async is not None
-            asyncio.run(work_together(channel, self.handle_async, self.limits.seconds if seat else 0.0))
+            asyncio.run(
+                work_together(channel, self.handle_async, self.limits.seconds if seat else 0.0)
+            )
             return
         while True:
             for header, body in channel.receive():

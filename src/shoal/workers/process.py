@@ -76,7 +76,9 @@ class Channel:
             start, stop = SIZES.size + header, SIZES.size + header + body
             if len(self._inbox) < stop:
                 break
-            frames.append((json.loads(self._inbox[SIZES.size:start]), bytes(self._inbox[start:stop])))
+            frames.append(
+                (json.loads(self._inbox[SIZES.size : start]), bytes(self._inbox[start:stop]))
+            )
             del self._inbox[:stop]
         if ended and not frames:
             raise EOFError
@@ -98,15 +100,19 @@ def pickled(value: Any, parts: Iterable[tuple[str, Any]], hint: str) -> bytes:
             try:
                 ForkingPickler.dumps(part)
             except Exception:
-                raise ShoalError(f"{name} holds a {type(part).__name__}, which cannot be sent to another process "
-                                 f"({error}); {hint}") from error
+                raise ShoalError(
+                    f"{name} holds a {type(part).__name__}, which cannot be sent to another process "
+                    f"({error}); {hint}"
+                ) from error
         raise
 
 
 def fork() -> int:
     """Forks with signals held back until the child has its own handlers, and without warnings of other threads: the
     child uses none, and touches no device."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
+    before = signal.pthread_sigmask(
+        signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+    )
     pid = -1
     try:
         with warnings.catch_warnings():
@@ -126,15 +132,26 @@ def live(body: Callable[[], Any]) -> NoReturn:
         gc.freeze()  # nothing that the parent made is ever freed here
         warnings.filterwarnings("ignore", message=".*fork")
         os.setsid()
-        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGALRM, signal.SIGPROF, signal.SIGUSR1, signal.SIGUSR2):
+        for number in (
+            signal.SIGTERM,
+            signal.SIGHUP,
+            signal.SIGALRM,
+            signal.SIGPROF,
+            signal.SIGUSR1,
+            signal.SIGUSR2,
+        ):
             signal.signal(number, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, lambda *_: None)  # unlike SIG_IGN, programs that are started do not inherit it
+        signal.signal(
+            signal.SIGINT, lambda *_: None
+        )  # unlike SIG_IGN, programs that are started do not inherit it
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         null = os.open(os.devnull, os.O_RDWR)
         os.dup2(null, 0)
         os.close(null)
         sys.stdin, sys.stdout, sys.stderr = _stream(0, "r"), _stream(1, "w"), _stream(2, "w")
-        prctl(_ADOPT_ORPHANS, 1)  # processes whose parent ends under this one become its children: it can end them
+        prctl(
+            _ADOPT_ORPHANS, 1
+        )  # processes whose parent ends under this one become its children: it can end them
         body()
         code = 0
     except (ConnectionError, TimeoutError, EOFError):  # the other end is gone
@@ -172,7 +189,9 @@ def end_copies_of_loop(loop: asyncio.AbstractEventLoop) -> None:
     def end() -> None:
         copy = looked_up()
         if copy is not None:
-            with contextlib.suppress(RuntimeError):  # it is closed, or its thread is not in the copy
+            with contextlib.suppress(
+                RuntimeError
+            ):  # it is closed, or its thread is not in the copy
                 copy.call_soon(os._exit, 0)
 
     os.register_at_fork(after_in_child=end)
@@ -180,7 +199,9 @@ def end_copies_of_loop(loop: asyncio.AbstractEventLoop) -> None:
 
 def _stream(number: int, mode: str) -> Any:
     try:
-        return open(number, mode, buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
+        return open(
+            number, mode, buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False
+        )
     except OSError:
         return open(os.devnull, mode, encoding="utf-8")
 
@@ -261,21 +282,39 @@ def limit_memory(memory_bytes: int) -> None:
     if memory_bytes and sys.platform == "linux":  # other systems do not enforce such a limit
         used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
-        most = used + memory_bytes if hard == resource.RLIM_INFINITY else min(used + memory_bytes, hard)
+        most = (
+            used + memory_bytes
+            if hard == resource.RLIM_INFINITY
+            else min(used + memory_bytes, hard)
+        )
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
-def require_bubblewrap(what: str, words: Sequence[str], key: str, case: str = "", expected: str = "passed") -> None:
+def require_bubblewrap(
+    what: str, words: Sequence[str], key: str, case: str = "", expected: str = "passed"
+) -> None:
     """ShoalError where `bwrap` is missing, or a command in a sandbox of it, which is given a case, does not print what
     is expected; without a case, where it cannot print at all."""
     if not shutil.which("bwrap"):
-        raise ShoalError(f"{what}: this machine has no bwrap: install it (apt install bubblewrap)", key)
-    made = subprocess.run([*words, *([] if case else ("echo", "-n", expected))], input=case, capture_output=True,
-                          text=True, timeout=60, check=False, env={})
+        raise ShoalError(
+            f"{what}: this machine has no bwrap: install it (apt install bubblewrap)", key
+        )
+    made = subprocess.run(
+        [*words, *([] if case else ("echo", "-n", expected))],
+        input=case,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={},
+    )
     if made.stdout != expected:
         reason = (made.stderr.strip().splitlines() or ["no output"])[-1]
-        raise ShoalError(f"{what}: bwrap cannot make a sandbox here ({reason}); allow unprivileged user namespaces "
-                         "(sysctl kernel.unprivileged_userns_clone=1, in a container its seccomp profile)", key)
+        raise ShoalError(
+            f"{what}: bwrap cannot make a sandbox here ({reason}); allow unprivileged user namespaces "
+            "(sysctl kernel.unprivileged_userns_clone=1, in a container its seccomp profile)",
+            key,
+        )
 
 
 # ---- the end
@@ -313,10 +352,15 @@ class Watcher:
 
     def __init__(self) -> None:
         self.environment = {MARK: uuid.uuid4().hex}
-        (name, value), = self.environment.items()
+        ((name, value),) = self.environment.items()
         # In a session of its own: Ctrl-C in a terminal is for the process that is watched.
-        self._process = subprocess.Popen([sys.executable, "-ISc", _WATCH, f"{name}={value}"], stdin=subprocess.PIPE,
-                                         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+        self._process = subprocess.Popen(
+            [sys.executable, "-ISc", _WATCH, f"{name}={value}"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
 
     def remove(self, folder: Path) -> None:
         """Has a folder removed once this process has ended."""

@@ -46,11 +46,15 @@ class RolloutSampler:
     def processing_class(self) -> RolloutSampler:
         return self
 
-    def generate(self, prompt: Prompt | Sequence[int], max_tokens: int | None = None) -> dict[str, Any]:
+    def generate(
+        self, prompt: Prompt | Sequence[int], max_tokens: int | None = None
+    ) -> dict[str, Any]:
         """Samples after messages, a text or token ids, with the run's settings. What extends all tokens so far goes on
         from them, anything else is a branch with a prompt of its own. `max_tokens` ends this turn alone, where that is
         less than what is left. Raises RolloutEnded where no token is left."""
-        is_ids = not isinstance(prompt, str) and all(isinstance(one, SupportsIndex) for one in prompt)
+        is_ids = not isinstance(prompt, str) and all(
+            isinstance(one, SupportsIndex) for one in prompt
+        )
         ids = [*map(index, prompt)] if is_ids else self.encode(prompt)  # type: ignore[arg-type]
         found = self.ask("sample", {"prompt": ids, "max_tokens": max_tokens})
         self.sampled += found["completion_ids"]
@@ -63,10 +67,14 @@ class RolloutSampler:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return self.ask("decode", [[*map(index, ids)], skip_special_tokens])
 
-    def batch_decode(self, many: Iterable[Sequence[int]], skip_special_tokens: bool = True) -> list[str]:
+    def batch_decode(
+        self, many: Iterable[Sequence[int]], skip_special_tokens: bool = True
+    ) -> list[str]:
         return [self.decode(ids, skip_special_tokens) for ids in many]
 
-    def apply_chat_template(self, messages: Any, tokenize: bool = True, add_generation_prompt: bool = True) -> Any:
+    def apply_chat_template(
+        self, messages: Any, tokenize: bool = True, add_generation_prompt: bool = True
+    ) -> Any:
         """Messages as text, or as token ids."""
         if tokenize and add_generation_prompt:
             return self.encode(messages)
@@ -74,7 +82,9 @@ class RolloutSampler:
         return self.ask("encode text", text) if tokenize else text
 
 
-def generate_rollout_completions(trainer: RolloutSampler, prompts: Sequence[Any]) -> list[dict[str, Any]]:
+def generate_rollout_completions(
+    trainer: RolloutSampler, prompts: Sequence[Any]
+) -> list[dict[str, Any]]:
     """TRL's function of this name: one completion of each prompt, with `prompt_ids`, `completion_ids`, `logprobs` and
     `text`."""
     return [trainer.generate(prompt) for prompt in prompts]
@@ -89,12 +99,15 @@ class RolloutCall:
         self._requests = SimpleQueue[Any]()
 
     def reset(self, prompt: Prompt, **columns: Any) -> str | None:
-        self._answers.put({"over": "it was dropped", "dropped": True})  # to the function of the rollout before
+        self._answers.put(
+            {"over": "it was dropped", "dropped": True}
+        )  # to the function of the rollout before
         vars(self).update({"_answers": SimpleQueue(), "_requests": SimpleQueue()})
         for name in [name for name in vars(self) if not name.startswith("_")]:
             delattr(self, name)
-        threading.Thread(target=self._run, args=(prompt, {*columns}, self._requests, self._answers),
-                         daemon=True).start()
+        threading.Thread(
+            target=self._run, args=(prompt, {*columns}, self._requests, self._answers), daemon=True
+        ).start()
         return self._next()
 
     def respond(self, message: str) -> str | None:
@@ -110,8 +123,16 @@ class RolloutCall:
         vars(self).update(request)
         return None
 
-    def _run(self, prompt: Prompt, columns: Set[str], requests: SimpleQueue[Any], answers: SimpleQueue[Any]) -> None:
-        lock = threading.Lock()  # of threads of the function's own each gets the answer to what it asked
+    def _run(
+        self,
+        prompt: Prompt,
+        columns: Set[str],
+        requests: SimpleQueue[Any],
+        answers: SimpleQueue[Any],
+    ) -> None:
+        lock = (
+            threading.Lock()
+        )  # of threads of the function's own each gets the answer to what it asked
 
         def ask(what: str, value: Any) -> Any:
             with lock:
@@ -128,8 +149,14 @@ class RolloutCall:
             with ends_copies():
                 returned = self._function([prompt], sampler)
             fields = _fields(returned, sampler.sampled)
-            if wrong := [name for name in fields if name in columns or name.startswith("_") or hasattr(self, name)]:
-                raise ValueError(f"the field {wrong[0]!r} has the name of a column, or of what is used here: rename it")
+            if wrong := [
+                name
+                for name in fields
+                if name in columns or name.startswith("_") or hasattr(self, name)
+            ]:
+                raise ValueError(
+                    f"the field {wrong[0]!r} has the name of a column, or of what is used here: rename it"
+                )
             requests.put(fields)
         except RolloutEnded:
             requests.put({})
@@ -151,16 +178,30 @@ def _fields(returned: Any, sampled: Sequence[int]) -> dict[str, Any]:
     """The further fields of what a function returned. ValueError where its tokens are not those that were sampled: what
     is learnt from is what was sampled."""
     if not sampled:
-        raise ValueError("the rollout function returned before anything was sampled: call generate(prompt)")
+        raise ValueError(
+            "the rollout function returned before anything was sampled: call generate(prompt)"
+        )
     if returned is None:
         return {}
     if not isinstance(returned, Mapping):
-        raise TypeError(f"the rollout function returned {type(returned).__name__}: expected a dict or None")
-    if wrong := [name for name, values in returned.items() if not isinstance(values, list | tuple) or len(values) != 1]:
-        raise ValueError(f"{wrong[0]!r}: expected a list of one value, for the one prompt that was given")
+        raise TypeError(
+            f"the rollout function returned {type(returned).__name__}: expected a dict or None"
+        )
+    if wrong := [
+        name
+        for name, values in returned.items()
+        if not isinstance(values, list | tuple) or len(values) != 1
+    ]:
+        raise ValueError(
+            f"{wrong[0]!r}: expected a list of one value, for the one prompt that was given"
+        )
     ids = [int(id) for id in returned.get("completion_ids", [sampled])[0]]
     mask = returned.get("env_mask", [[1] * len(ids)])[0]
-    if len(ids) != len(mask) or [id for id, is_own in zip(ids, mask, strict=True) if is_own] != list(sampled):
-        raise ValueError("completion_ids, where env_mask is 1, are not the tokens that generate() returned, in order: "
-                         "what is learnt from is what was sampled; give tokens of the environment env_mask 0")
+    if len(ids) != len(mask) or [
+        id for id, is_own in zip(ids, mask, strict=True) if is_own
+    ] != list(sampled):
+        raise ValueError(
+            "completion_ids, where env_mask is 1, are not the tokens that generate() returned, in order: "
+            "what is learnt from is what was sampled; give tokens of the environment env_mask 0"
+        )
     return {name: values[0] for name, values in returned.items() if name not in _TOKENS}

@@ -29,8 +29,10 @@ SHARED = 16
 """Environments whose methods are all `async` that share a process."""
 SILENT_SECONDS = 120.0
 """After how long without a word the supervisor counts as stuck: while it has calls it sends something each second."""
-LOST = "the process that starts sessions of environments ends as it starts, killed from outside or for want of " \
+LOST = (
+    "the process that starts sessions of environments ends as it starts, killed from outside or for want of "
     "memory; free some, or take fewer environment.rollouts"
+)
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,9 @@ class Reply:
     what: str  # open, call, respond or end
     name: str = ""  # of the tool
     value: Any = None  # open, respond: str | None; call: the tool's text; end: {"reward": float | None, "state": dict}
-    kind: str = ""  # of failure: "raised", "unknown tool", "timed out" or "died"; "" where it returned
+    kind: str = (
+        ""  # of failure: "raised", "unknown tool", "timed out" or "died"; "" where it returned
+    )
     error: str = ""  # one line
     fatal: bool = False  # the session is over, and nothing may be asked of it
     cut: int = 0  # bytes of the text beyond environment.result_bytes
@@ -52,8 +56,11 @@ class Reply:
     reward: float | None = None  # of the turn, as far as the environment has said
 
 
-def supervised(tools: Mapping[str, Callable[..., Any]], kinds: Mapping[str, EnvironmentKind],
-               section: EnvironmentSection) -> tuple[Handler, Limits, AsyncHandler]:
+def supervised(
+    tools: Mapping[str, Callable[..., Any]],
+    kinds: Mapping[str, EnvironmentKind],
+    section: EnvironmentSection,
+) -> tuple[Handler, Limits, AsyncHandler]:
     """What a supervisor of sessions is made of."""
     held = Environments(tools, kinds, section.result_bytes)
     limits = Limits(section.workers, section.timeout_seconds, int(section.memory_gib * 2**30))
@@ -66,7 +73,9 @@ class _Session:
     kind: EnvironmentKind | None
     number: int
     seat: int = 0  # of the environment's process
-    queue: deque[tuple[str, str, bytes]] = field(default_factory=deque)  # calls: what, the tool, the body
+    queue: deque[tuple[str, str, bytes]] = field(
+        default_factory=deque
+    )  # calls: what, the tool, the body
     call: tuple[str, str, float] | None = None  # under way: what, the tool, its limit
     seconds: float = 0.0  # that its calls have taken
     dropped: bool = False
@@ -85,8 +94,13 @@ class Sessions:
     system, kills the supervisor, another takes its place: calls of tools that are under way fail, and sessions of
     environments are over."""
 
-    def __init__(self, tools: Sequence[Callable[..., Any]], environments: Mapping[str, Callable[[], Any]],
-                 section: EnvironmentSection, enter: Callable[[socket.socket], Any] | None = None) -> None:
+    def __init__(
+        self,
+        tools: Sequence[Callable[..., Any]],
+        environments: Mapping[str, Callable[[], Any]],
+        section: EnvironmentSection,
+        enter: Callable[[socket.socket], Any] | None = None,
+    ) -> None:
         """Forks the supervisor, or one that will `enter` a sandbox: best before JAX starts its threads. ShoalError for
         two tools of one name, and for what is no environment."""
         self.section, self.tools = section, {name_of(tool): tool for tool in tools}
@@ -94,24 +108,35 @@ class Sessions:
         for owned in (list[str](), *(kind.tools for kind in self.kinds.values())):
             names = Counter([*map(name_of, tools), *owned])
             if twice := [name for name, number in names.items() if number > 1]:
-                raise ShoalError(f"environment.tools: there are two tools of the name {twice[0]!r}; rename one",
-                                 "environment.tools")
+                raise ShoalError(
+                    f"environment.tools: there are two tools of the name {twice[0]!r}; rename one",
+                    "environment.tools",
+                )
         self._sessions: dict[Hashable, _Session] = {}
         self._calls: dict[int, _Session] = {}
         self._seats: dict[EnvironmentKind, list[int]] = {kind: [] for kind in self.kinds.values()}
         self._load: Counter[int] = Counter()  # sessions by seat
         self._done: list[Reply] = []
         self._numbers = 0  # of calls, sessions and seats
-        self._pool = WorkerPool(*supervised(self.tools, self.kinds, section), enter=enter, restarts=True)
+        self._pool = WorkerPool(
+            *supervised(self.tools, self.kinds, section), enter=enter, restarts=True
+        )
         self.close = self._pool.close
         """Ends all processes, and everything that they started."""
 
     def kind_of(self, columns: Mapping[str, Any]) -> EnvironmentKind | None:
         """The environment of a row, by its column `environment` where there are several; ShoalError for others."""
         if len(self.kinds) > 1 and columns.get("environment") not in self.kinds:
-            raise ShoalError(f"column 'environment' holds {columns.get('environment')!r}: expected one of "
-                             f"{', '.join(self.kinds)}", "environment.factory")
-        return self.kinds[columns["environment"]] if len(self.kinds) > 1 else next(iter(self.kinds.values()), None)
+            raise ShoalError(
+                f"column 'environment' holds {columns.get('environment')!r}: expected one of "
+                f"{', '.join(self.kinds)}",
+                "environment.factory",
+            )
+        return (
+            self.kinds[columns["environment"]]
+            if len(self.kinds) > 1
+            else next(iter(self.kinds.values()), None)
+        )
 
     def functions(self, columns: Mapping[str, Any]) -> dict[str, Callable[..., Any]]:
         """The tools of a row's rollouts by name: functions, then the environment's methods."""
@@ -126,9 +151,15 @@ class Sessions:
         body = b""
         if kind:
             given = kind.arguments(columns)
-            body = pickled(given, ((f"column {name!r}", value) for name, value in given.items()), "leave it out")
+            body = pickled(
+                given,
+                ((f"column {name!r}", value) for name, value in given.items()),
+                "leave it out",
+            )
             most, seats = SHARED if kind.shares else 1, self._seats[kind]
-            session.seat = next((seat for seat in seats if self._load[seat] < most), 0) or self._number()
+            session.seat = (
+                next((seat for seat in seats if self._load[seat] < most), 0) or self._number()
+            )
             self._load[session.seat] += 1
             seats += [session.seat] * (session.seat not in seats)
         self._sessions[rollout] = session
@@ -173,8 +204,10 @@ class Sessions:
                 done, self._done = self._done, []
                 return done
             if now - self._pool.heard > SILENT_SECONDS:
-                raise ShoalError(f"the process that starts sessions of environments has said nothing for "
-                                 f"{SILENT_SECONDS:.0f} s: it is stopped or stuck; resume the run")
+                raise ShoalError(
+                    f"the process that starts sessions of environments has said nothing for "
+                    f"{SILENT_SECONDS:.0f} s: it is stopped or stuck; resume the run"
+                )
 
     # ---- calls
 
@@ -195,23 +228,39 @@ class Sessions:
         if what != "end":
             seconds = min(seconds, self.section.episode_seconds - session.seconds)
         session.call = what, name, seconds
-        header = {"what": what, "name": name, "seconds": seconds, "kind": kind and kind.name,
-                  "session": session.number}
+        header = {
+            "what": what,
+            "name": name,
+            "seconds": seconds,
+            "kind": kind and kind.name,
+            "session": session.number,
+        }
         names = [*self.tools, *(kind.tools if kind else ())]
         if what == "call" and name not in names:
             near = did_you_mean(name, names, lists_all=True)
-            self._enter(session, {"kind": "unknown tool", "text": f"there is no tool {shorten(name)!r}{near}"})
+            self._enter(
+                session,
+                {"kind": "unknown tool", "text": f"there is no tool {shorten(name)!r}{near}"},
+            )
         elif seconds <= 0:
             self._enter(session, {"kind": "timed out"})
         elif not (kind or name):
-            self._enter(session, {"value": {"reward": None, "state": {}} if what == "end" else None})
+            self._enter(
+                session, {"value": {"reward": None, "state": {}} if what == "end" else None}
+            )
         else:
             tool = self.tools.get(name)  # of no session
             together = inspect.iscoroutinefunction(tool) if tool else bool(kind and kind.shares)
             self._calls[call := self._number()] = session
             try:
-                self._pool.submit(call, header | ({"session": 0} if tool else {}), body, together,
-                                  0 if tool else session.seat, seconds)
+                self._pool.submit(
+                    call,
+                    header | ({"session": 0} if tool else {}),
+                    body,
+                    together,
+                    0 if tool else session.seat,
+                    seconds,
+                )
             except (ConnectionError, TimeoutError):
                 raise ShoalError(LOST) from None
 
@@ -230,10 +279,24 @@ class Sessions:
             error = f"it ended its process: {error}"
         if kind and what == "call":
             value = failed_call(error)
-        fatal = bool(kind) and (what != "call" or over or (kind in ("timed out", "died") and name not in self.tools))
+        fatal = bool(kind) and (
+            what != "call" or over or (kind in ("timed out", "died") and name not in self.tools)
+        )
         if not session.dropped:
-            self._done.append(Reply(session.rollout, what, name, value, kind, error, fatal, reply.get("cut", 0),
-                                    seconds, reply.get("reward")))
+            self._done.append(
+                Reply(
+                    session.rollout,
+                    what,
+                    name,
+                    value,
+                    kind,
+                    error,
+                    fatal,
+                    reply.get("cut", 0),
+                    seconds,
+                    reply.get("reward"),
+                )
+            )
         if fatal or what == "end":
             session.queue.clear()
             self._load[session.seat] -= 1

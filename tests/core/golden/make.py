@@ -38,7 +38,9 @@ def main() -> None:
             logits = model(torch.tensor(tokens())[None]).logits[0].numpy()
         file = Path(__file__).parent / f"{family}.npz"
         np.savez_compressed(file, tokens=tokens(), positions=POSITIONS, logits=logits[POSITIONS])
-        print(f"{file.name}: standard deviation {logits.std():.2f}, transformers {transformers.__version__}")
+        print(
+            f"{file.name}: standard deviation {logits.std():.2f}, transformers {transformers.__version__}"
+        )
 
 
 if __name__ == "__main__":

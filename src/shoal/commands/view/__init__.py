@@ -41,10 +41,14 @@ def view(config: ViewConfig, console: Console | None = None) -> dict[str, Any]:
         token = secrets.token_urlsafe(16) if config.token == "auto" else config.token
         check_host(config.host, token, "read the runs", 8700)
         if config.groups:
-            raise ShoalError("groups: it chooses what a file contains; name the file with to=page.html")
+            raise ShoalError(
+                "groups: it chooses what a file contains; name the file with to=page.html"
+            )
         viewer = Viewer(config.runs)
         listening = listen(config.host, config.port)
-        link = f"{base_url(config.host, listening)}/" + (f"?token={urllib.parse.quote(token)}" if token else "")
+        link = f"{base_url(config.host, listening)}/" + (
+            f"?token={urllib.parse.quote(token)}" if token else ""
+        )
         with contextlib.suppress(OSError, AttributeError):
             os.nice(NICENESS)
         viewer.start()
@@ -72,13 +76,19 @@ def _write(config: ViewConfig, console: Console) -> dict[str, Any]:
 
     to = check_new_file(config.to, "to")
     runs, size = write_page(config, to)
-    console.note(f"wrote {config.to}, {size / 1e6:.1f} MB: open it in a browser, it needs no network")
+    console.note(
+        f"wrote {config.to}, {size / 1e6:.1f} MB: open it in a browser, it needs no network"
+    )
     return {"runs": [address(run.path) for run in runs], "to": address(to)}
 
 
 def _open_browser(address: str) -> None:
     """Opens a browser where a person sees it: not over SSH, not without a display."""
-    has_display = sys.platform in ("darwin", "win32") or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
+    has_display = (
+        sys.platform in ("darwin", "win32")
+        or os.environ.get("DISPLAY")
+        or os.environ.get("WAYLAND_DISPLAY")
+    )
     if has_display and not os.environ.get("SSH_CONNECTION") and sys.stdout.isatty():
         import webbrowser
 

@@ -21,8 +21,16 @@ MAX_TOKENIZER_BYTES, MAX_REPLAY_BYTES = 64 << 20, 32 << 20
 MAX_PENDING = 8
 """Tokens that a single character may consist of, at most."""
 MAX_SIBLINGS, MAX_TEXT_CHARS, MAX_TOKENS = 1024, 200_000, 200_000
-_LISTS = ("prompt_ids", "token_ids", "logprobs", "loss_mask", "versions", "trainer_logprobs", "support_ids",
-          "own_prompt_ids")
+_LISTS = (
+    "prompt_ids",
+    "token_ids",
+    "logprobs",
+    "loss_mask",
+    "versions",
+    "trainer_logprobs",
+    "support_ids",
+    "own_prompt_ids",
+)
 
 
 def group_detail(index: GroupTable, stem: str, place: int) -> dict[str, Any]:
@@ -30,33 +38,72 @@ def group_detail(index: GroupTable, stem: str, place: int) -> dict[str, Any]:
     file = _file(index, stem)
     columns, as_json = _columns(index, file)
     plain = [column for column in columns if column not in _LISTS]
-    chosen = ", ".join(f"left({name(column)}, {MAX_TEXT_CHARS}) AS {name(column)}" if columns[column] == "VARCHAR"
-                       else name(column) for column in plain)
-    rows = _read(index, file, f"{chosen}, len(token_ids) AS num_tokens, len(prompt_ids) AS num_prompt_tokens, "
-                 "coalesce(list_sum(CAST(loss_mask AS INTEGER[])), len(token_ids)) AS num_trained", place)
+    chosen = ", ".join(
+        f"left({name(column)}, {MAX_TEXT_CHARS}) AS {name(column)}"
+        if columns[column] == "VARCHAR"
+        else name(column)
+        for column in plain
+    )
+    rows = _read(
+        index,
+        file,
+        f"{chosen}, len(token_ids) AS num_tokens, len(prompt_ids) AS num_prompt_tokens, "
+        "coalesce(list_sum(CAST(loss_mask AS INTEGER[])), len(token_ids)) AS num_trained",
+        place,
+    )
     first = rows[0]
-    data = {column.removeprefix("column/"): _value(first[column], column in as_json)
-            for column in plain if column.startswith("column/")}
+    data = {
+        column.removeprefix("column/"): _value(first[column], column in as_json)
+        for column in plain
+        if column.startswith("column/")
+    }
     return {
-        "file": stem, "group": place, "step": first["step"], "version": first["version"], "row": first["row"],
+        "file": stem,
+        "group": place,
+        "step": first["step"],
+        "version": first["version"],
+        "row": first["row"],
         "set": "train" if first["purpose"] == "train" else first["subset"],
-        "prompt": _value(first["prompt"], "prompt" in as_json), "num_prompt_tokens": first["num_prompt_tokens"],
-        "columns": data, "right_answer": ground_truth(data), "weights": _under(first, "weight/"),
+        "prompt": _value(first["prompt"], "prompt" in as_json),
+        "num_prompt_tokens": first["num_prompt_tokens"],
+        "columns": data,
+        "right_answer": ground_truth(data),
+        "weights": _under(first, "weight/"),
         "completions": [_completion(row, as_json) for row in rows],
-        **_neighbours(index, file, place)}
+        **_neighbours(index, file, place),
+    }
 
 
 def _completion(row: Mapping[str, Any], as_json: frozenset[str]) -> dict[str, Any]:
-    kept = ("completion", "text", "reward", "valid", "correct", "advantage", "stop_reason", "num_tokens", "num_trained")
-    return {**{column: row[column] for column in kept}, "components": _under(row, "component/"),
-            "messages": _value(row.get("messages"), "messages" in as_json) or None,
-            "extra": {column.removeprefix("extra/"): _value(row[column], column in as_json)
-                      for column in row if column.startswith("extra/") and row[column] is not None}}
+    kept = (
+        "completion",
+        "text",
+        "reward",
+        "valid",
+        "correct",
+        "advantage",
+        "stop_reason",
+        "num_tokens",
+        "num_trained",
+    )
+    return {
+        **{column: row[column] for column in kept},
+        "components": _under(row, "component/"),
+        "messages": _value(row.get("messages"), "messages" in as_json) or None,
+        "extra": {
+            column.removeprefix("extra/"): _value(row[column], column in as_json)
+            for column in row
+            if column.startswith("extra/") and row[column] is not None
+        },
+    }
 
 
 def _under(row: Mapping[str, Any], head: str) -> dict[str, Any]:
-    return {column.removeprefix(head): value for column, value in row.items()
-            if column.startswith(head) and value is not None}
+    return {
+        column.removeprefix(head): value
+        for column, value in row.items()
+        if column.startswith(head) and value is not None
+    }
 
 
 def _value(value: Any, is_json: bool) -> Any:
@@ -70,22 +117,30 @@ def _value(value: Any, is_json: bool) -> Any:
 
 def _neighbours(index: GroupTable, file: GroupFile, place: int) -> dict[str, Any]:
     """The groups before and after this one in its file, and the files of the same kind before and after."""
-    groups = [row["g"] for row in index.database.rows(
-        f'SELECT "group" AS g FROM {index.table} WHERE file = ? ORDER BY g', file.number)]
+    groups = [
+        row["g"]
+        for row in index.database.rows(
+            f'SELECT "group" AS g FROM {index.table} WHERE file = ? ORDER BY g', file.number
+        )
+    ]
     kind = file.stem.rpartition("_")[0]
     stems = sorted(stem for stem in index.files if stem.rpartition("_")[0] == kind)
     at, own = stems.index(file.stem), groups.index(place) if place in groups else 0
-    return {"previous_group": groups[own - 1] if own > 0 else None,
-            "next_group": groups[own + 1] if own + 1 < len(groups) else None,
-            "previous_file": stems[at - 1] if at else None,
-            "next_file": stems[at + 1] if at + 1 < len(stems) else None}
+    return {
+        "previous_group": groups[own - 1] if own > 0 else None,
+        "next_group": groups[own + 1] if own + 1 < len(groups) else None,
+        "previous_file": stems[at - 1] if at else None,
+        "next_file": stems[at + 1] if at + 1 < len(stems) else None,
+    }
 
 
 def _file(index: GroupTable, stem: str) -> GroupFile:
     file = index.files.get(stem)
     if file is None:
-        raise ShoalError(f"{stem[:80]}: the run has no such groups file"
-                         + (" yet: it is still being read" if index.waiting else ""))
+        raise ShoalError(
+            f"{stem[:80]}: the run has no such groups file"
+            + (" yet: it is still being read" if index.waiting else "")
+        )
     return file
 
 
@@ -96,16 +151,24 @@ def _columns(index: GroupTable, file: GroupFile) -> tuple[dict[str, str], frozen
         raise ShoalError(f"{file.stem}: {reason(error)}") from error
 
 
-def _read(index: GroupTable, file: GroupFile, columns: str, place: int, completion: int | None = None) -> list[dict]:
+def _read(
+    index: GroupTable, file: GroupFile, columns: str, place: int, completion: int | None = None
+) -> list[dict]:
     where = '"group" = ?' + (" AND completion = ?" if completion is not None else "")
     values = [place] if completion is None else [place, completion]
     try:
-        rows = index.database.rows(f"SELECT {columns} FROM read_parquet(?) WHERE {where} ORDER BY completion "
-                                   f"LIMIT {MAX_SIBLINGS}", str(file.path), *values)
+        rows = index.database.rows(
+            f"SELECT {columns} FROM read_parquet(?) WHERE {where} ORDER BY completion "
+            f"LIMIT {MAX_SIBLINGS}",
+            str(file.path),
+            *values,
+        )
     except index.database.error as error:
         raise ShoalError(f"{file.stem}: {reason(error)}") from error
     if not rows:
-        what = f"group {place}" if completion is None else f"completion {completion} in group {place}"
+        what = (
+            f"group {place}" if completion is None else f"completion {completion} in group {place}"
+        )
         raise ShoalError(f"{file.stem} has no {what}")
     return rows
 
@@ -134,7 +197,9 @@ class Pieces:
 
         path = self._run.file("model", "tokenizer.json")
         if path is None:
-            self._run.problem("model/tokenizer.json", "is not there: tokens are shown without their texts")
+            self._run.problem(
+                "model/tokenizer.json", "is not there: tokens are shown without their texts"
+            )
             return None
         if path.stat().st_size > MAX_TOKENIZER_BYTES:
             self._run.problem("model/tokenizer.json", "has more than 64 MiB: it is not read")
@@ -150,11 +215,15 @@ class Pieces:
     def _pieces(self, ids: list[int]) -> list[str]:
         found, start, read = [], 0, 0
         for place in range(len(ids)):
-            before, whole = self._decode(ids[start:read]), self._decode(ids[start:place + 1])
+            before, whole = self._decode(ids[start:read]), self._decode(ids[start : place + 1])
             if whole.endswith("\ufffd") and place - read < MAX_PENDING and place + 1 < len(ids):
                 found.append("")
                 continue
-            found.append(whole[len(before):] if whole.startswith(before) else self._decode(ids[place:place + 1]))
+            found.append(
+                whole[len(before) :]
+                if whole.startswith(before)
+                else self._decode(ids[place : place + 1])
+            )
             start, read = read, place + 1
         return found
 
@@ -167,48 +236,94 @@ class Pieces:
             return "\ufffd"
 
 
-def token_detail(index: GroupTable, stem: str, place: int, completion: int, pieces: Any,
-                 settings: Mapping[str, Any]) -> dict[str, Any]:
+def token_detail(
+    index: GroupTable,
+    stem: str,
+    place: int,
+    completion: int,
+    pieces: Any,
+    settings: Mapping[str, Any],
+) -> dict[str, Any]:
     """Everything that is stored by token of one completion, one list a quantity; null where it was not recorded.
 
     `pieces(ids)` gives each token's text. `ratio` is the trainer's probability before the update by the sampler's."""
     file = _file(index, stem)
-    own = "coalesce(own_prompt_ids, prompt_ids)" if "own_prompt_ids" in _columns(index, file)[0] else "prompt_ids"
-    rows = _read(index, file, f"version, advantage, reward, {own} AS prompt_ids, token_ids, logprobs, "
-                 "trainer_logprobs, loss_mask, versions, support_ids", place, completion)
+    own = (
+        "coalesce(own_prompt_ids, prompt_ids)"
+        if "own_prompt_ids" in _columns(index, file)[0]
+        else "prompt_ids"
+    )
+    rows = _read(
+        index,
+        file,
+        f"version, advantage, reward, {own} AS prompt_ids, token_ids, logprobs, "
+        "trainer_logprobs, loss_mask, versions, support_ids",
+        place,
+        completion,
+    )
     row = rows[0]
     ids = (row["token_ids"] or [])[:MAX_TOKENS]
     size = len(ids)
     sampler, trainer = (_floats(row[column], size) for column in ("logprobs", "trainer_logprobs"))
     ratio = np.exp(np.clip(trainer - sampler, -50, 50))
     advantage = row["advantage"] if row["advantage"] is not None else math.nan
-    mask = np.ones(size, bool) if row["loss_mask"] is None else np.array([bool(one) for one in row["loss_mask"]][:size])
-    low, high = (1 - _number(settings, "algorithm.clip_low", 0.2), 1 + _number(settings, "algorithm.clip_high", 0.2))
-    clipped = np.where(advantage > 0, ratio > high, ratio < low) & np.isfinite(ratio) & (advantage != 0)
+    mask = (
+        np.ones(size, bool)
+        if row["loss_mask"] is None
+        else np.array([bool(one) for one in row["loss_mask"]][:size])
+    )
+    low, high = (
+        1 - _number(settings, "algorithm.clip_low", 0.2),
+        1 + _number(settings, "algorithm.clip_high", 0.2),
+    )
+    clipped = (
+        np.where(advantage > 0, ratio > high, ratio < low) & np.isfinite(ratio) & (advantage != 0)
+    )
     versions = row["versions"] or [row["version"]] * size
     entropy, likeliest = _replayed(index.run, f"replays/{stem}_{place}.json", completion, ids)
     return {
-        "file": stem, "group": place, "completion": completion, "advantage": row["advantage"],
-        "reward": row["reward"], "is_trained": row["trainer_logprobs"] is not None,
-        "prompt": pieces((row["prompt_ids"] or [])[:MAX_TOKENS]), "tokens": pieces(ids) or None, "ids": ids,
-        "logprob": _listed(sampler), "trainer": _listed(trainer), "ratio": _listed(ratio),
-        "gap": _listed(trainer - sampler), "weighted": _listed(advantage * ratio),
-        "clipped": [bool(one) for one in clipped], "mask": [bool(one) for one in mask],
+        "file": stem,
+        "group": place,
+        "completion": completion,
+        "advantage": row["advantage"],
+        "reward": row["reward"],
+        "is_trained": row["trainer_logprobs"] is not None,
+        "prompt": pieces((row["prompt_ids"] or [])[:MAX_TOKENS]),
+        "tokens": pieces(ids) or None,
+        "ids": ids,
+        "logprob": _listed(sampler),
+        "trainer": _listed(trainer),
+        "ratio": _listed(ratio),
+        "gap": _listed(trainer - sampler),
+        "weighted": _listed(advantage * ratio),
+        "clipped": [bool(one) for one in clipped],
+        "mask": [bool(one) for one in mask],
         "versions": versions[:size],
         "support": [len(one) for one in row["support_ids"]][:size] if row["support_ids"] else None,
-        "entropy": entropy, "likeliest": likeliest}
+        "entropy": entropy,
+        "likeliest": likeliest,
+    }
 
 
-def _replayed(run: StoredRun, name: str, completion: int, ids: Sequence[int]) -> tuple[list | None, list | None]:
+def _replayed(
+    run: StoredRun, name: str, completion: int, ids: Sequence[int]
+) -> tuple[list | None, list | None]:
     """By token the entropy, and the likeliest tokens with their log-probs, as `shoal replay likeliest=` stored them;
     None where it did not."""
     text = run.text(name, MAX_REPLAY_BYTES)
     try:
         tokens = bounded_json(text)["completions"][completion]["tokens"] if text else None
-        if tokens is None or [token["id"] for token in tokens] != list(ids):  # a resumed run sampled others since
+        if tokens is None or [token["id"] for token in tokens] != list(
+            ids
+        ):  # a resumed run sampled others since
             return None, None
-        return ([float(token["entropy"]) for token in tokens],
-                [[[str(one["text"]), float(one["logprob"])] for one in token["likeliest"]] for token in tokens])
+        return (
+            [float(token["entropy"]) for token in tokens],
+            [
+                [[str(one["text"]), float(one["logprob"])] for one in token["likeliest"]]
+                for token in tokens
+            ],
+        )
     except (ValueError, LookupError, TypeError, OverflowError) as error:
         run.problem(name, f"is damaged ({type(error).__name__})")
         return None, None
@@ -230,10 +345,17 @@ def _number(settings: Mapping[str, Any], key: str, default: float) -> float:
 
 # ---- two runs
 
-STAGES = ("data", "sampling", "rewards", "update")  # of a step: a difference in one causes others after it
+STAGES = (
+    "data",
+    "sampling",
+    "rewards",
+    "update",
+)  # of a step: a difference in one causes others after it
 
 
-def first_difference(a: Curves, b: Curves, database: Database, keys: Sequence[str]) -> dict[str, Any]:
+def first_difference(
+    a: Curves, b: Curves, database: Database, keys: Sequence[str]
+) -> dict[str, Any]:
     """The first step of both runs with a metric that differs, clocks aside, and the first completion that does.
 
     `step` is None where nothing differs, `num_shared` the number of steps in both; `stage` is None where the step's
@@ -250,8 +372,12 @@ def first_difference(a: Curves, b: Curves, database: Database, keys: Sequence[st
     step = int(steps[min(firsts)])
     found = _first_completion(database, [a.run, b.run], f"step_{step:06d}")
     # Other weights sample other texts, and other rewards make other weights.
-    stages = {"sampling": ("sampling", "rewards", "update"), None: ()}.get(found["stage"], (found["stage"],))
-    acting = acting_keys(keys, (number for one in (a, b) for number in one.columns.get("prompts/dropped", ())))
+    stages = {"sampling": ("sampling", "rewards", "update"), None: ()}.get(
+        found["stage"], (found["stage"],)
+    )
+    acting = acting_keys(
+        keys, (number for one in (a, b) for number in one.columns.get("prompts/dropped", ()))
+    )
     return {"num_shared": len(steps), "step": step, "causes": likely_keys(stages, acting), **found}
 
 
@@ -263,7 +389,9 @@ def _first_completion(database: Database, runs: Sequence[StoredRun], stem: str) 
             """SELECT "group", completion, CASE WHEN a."row" IS DISTINCT FROM b."row" THEN 0 WHEN a.text
                 IS DISTINCT FROM b.text THEN 1 WHEN a.reward IS DISTINCT FROM b.reward THEN 2 ELSE 3 END AS stage
             FROM read_parquet(?) AS a JOIN read_parquet(?) AS b USING ("group", completion)
-            ORDER BY stage, "group", completion LIMIT 1""", *map(str, files))
+            ORDER BY stage, "group", completion LIMIT 1""",
+            *map(str, files),
+        )
     except database.error:  # the step is not in both, or a file is damaged, which the table names
         rows = []
     return {**rows[0], "file": stem, "stage": STAGES[rows[0]["stage"]]} if rows else {"stage": None}

@@ -26,30 +26,48 @@ class Search:
         self._seen: set[int] = set()  # numbers of the files that were searched
         self._hits = 0
         self._lock = threading.Lock()
-        index.database.run(f'CREATE TABLE {self.table} (file INTEGER, "group" INTEGER, hits INTEGER)')
+        index.database.run(
+            f'CREATE TABLE {self.table} (file INTEGER, "group" INTEGER, hits INTEGER)'
+        )
 
     def read_on(self) -> dict[str, Any]:
         """Searches further files, also those that a live run has written since; says how far it has come."""
         until = time.monotonic() + SEARCH_SECONDS
         with self._lock:
-            waiting = sorted((file for file in list(self._index.files.values()) if file.number not in self._seen),
-                             key=lambda file: file.number)
+            waiting = sorted(
+                (
+                    file
+                    for file in list(self._index.files.values())
+                    if file.number not in self._seen
+                ),
+                key=lambda file: file.number,
+            )
             while waiting and self._hits < MAX_HITS and time.monotonic() < until:
                 file = waiting.pop()
                 self._seen.add(file.number)
-                with contextlib.suppress(self._index.database.error):  # replaced or damaged: the table names it
+                with contextlib.suppress(
+                    self._index.database.error
+                ):  # replaced or damaged: the table names it
                     self._read(file)
-            return {"done": not waiting or self._hits >= MAX_HITS, "searched": len(self._seen),
-                    "files": len(self._seen) + len(waiting)}
+            return {
+                "done": not waiting or self._hits >= MAX_HITS,
+                "searched": len(self._seen),
+                "files": len(self._seen) + len(waiting),
+            }
 
     def _read(self, file: GroupFile) -> None:
         database = self._index.database
         found = database.rows(
             'SELECT TRY_CAST("group" AS INTEGER) AS place, count(*) AS hits FROM read_parquet(?) WHERE (contains('
-            "lower(prompt), ?) OR contains(lower(text), ?)) AND place IS NOT NULL GROUP BY place", str(file.path),
-            self._text, self._text)
+            "lower(prompt), ?) OR contains(lower(text), ?)) AND place IS NOT NULL GROUP BY place",
+            str(file.path),
+            self._text,
+            self._text,
+        )
         if found:
-            values = ", ".join(f"({file.number}, {int(row['place'])}, {row['hits']})" for row in found)
+            values = ", ".join(
+                f"({file.number}, {int(row['place'])}, {row['hits']})" for row in found
+            )
             database.run(f"INSERT INTO {self.table} VALUES {values}")
         self._hits += len(found)
 

@@ -29,21 +29,36 @@ from shoal.runs.bounded import one_line
 from shoal.serve.server import foreign
 from shoal.types import ShoalError
 
-POLICY = ("default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
-          "base-uri 'none'; form-action 'none'; frame-ancestors 'none'")
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
 HEADERS = {
-    "Content-Security-Policy": POLICY, "X-Content-Type-Options": "nosniff", "X-Frame-Options": "DENY",
-    "Referrer-Policy": "no-referrer", "Cross-Origin-Resource-Policy": "same-origin",
-    "Cross-Origin-Opener-Policy": "same-origin", "Cache-Control": "no-store"}
-KINDS = {".js": "text/javascript", ".css": "text/css", ".html": "text/html", ".svg": "image/svg+xml"}
+    "Content-Security-Policy": POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+KINDS = {
+    ".js": "text/javascript",
+    ".css": "text/css",
+    ".html": "text/html",
+    ".svg": "image/svg+xml",
+}
 MAX_URL = 16_384
 
 
 def page_files() -> dict[str, bytes]:
     """The page's own files by name."""
     folder = resources.files("shoal.commands.view") / "page"
-    return {entry.name: entry.read_bytes() for entry in folder.iterdir()
-            if entry.name.endswith(tuple(KINDS)) and entry.is_file()}
+    return {
+        entry.name: entry.read_bytes()
+        for entry in folder.iterdir()
+        if entry.name.endswith(tuple(KINDS)) and entry.is_file()
+    }
 
 
 def make_app(viewer: Viewer, token: str = "") -> ASGIApp:
@@ -57,10 +72,14 @@ def make_app(viewer: Viewer, token: str = "") -> ASGIApp:
 
     async def view(request: Request) -> Response:
         try:
-            record = await run_in_threadpool(viewer.answer, request.path_params["view"], request.query_params)
+            record = await run_in_threadpool(
+                viewer.answer, request.path_params["view"], request.query_params
+            )
         except ShoalError as error:
             return _json({"error": " ".join(str(error).split())}, 400)
-        except viewer.database.error as error:  # out of memory, a file that vanished while it was read
+        except (
+            viewer.database.error
+        ) as error:  # out of memory, a file that vanished while it was read
             return _json({"error": " ".join(str(error).split("\nLINE")[0].split())[:300]}, 400)
         return _json(record)
 
@@ -74,8 +93,10 @@ def make_app(viewer: Viewer, token: str = "") -> ASGIApp:
         print(f"{text} ({Path(frame.filename).name}:{frame.lineno})", file=sys.stderr, flush=True)
         return _json({"error": text}, 500)
 
-    app = Starlette(routes=[Route("/", page), Route("/static/{name}", static), Route("/api/{view}", view)],
-                    exception_handlers={404: nothing, Exception: fault})
+    app = Starlette(
+        routes=[Route("/", page), Route("/static/{name}", static), Route("/api/{view}", view)],
+        exception_handlers={404: nothing, Exception: fault},
+    )
     return Guard(app, token)
 
 
@@ -89,7 +110,10 @@ def _file(files: Mapping[str, bytes], name: str) -> Response:
 def _json(record: Any, status: int = 200) -> Response:
     try:
         text = json.dumps(record, ensure_ascii=False, allow_nan=False)
-    except (ValueError, TypeError):  # numbers that JSON lacks, values of DuckDB that it does not know
+    except (
+        ValueError,
+        TypeError,
+    ):  # numbers that JSON lacks, values of DuckDB that it does not know
         text = json.dumps(json_ready(record), ensure_ascii=False, allow_nan=False)
     return Response(text.encode("utf-8", "backslashreplace"), status, media_type="application/json")
 
@@ -108,8 +132,10 @@ class Guard:
 
         async def send_with_headers(message: Any) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message["headers"], *(
-                    (name.lower().encode(), value.encode()) for name, value in HEADERS.items())]
+                message["headers"] = [
+                    *message["headers"],
+                    *((name.lower().encode(), value.encode()) for name, value in HEADERS.items()),
+                ]
             await send(message)
 
         refused = self._refusal(Request(scope))
@@ -125,11 +151,16 @@ class Guard:
             return 414, "the address is too long"
         if refused := foreign(request.headers, bool(self._token)):
             return 403, refused
-        if request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin") and \
-                request.url.path.startswith("/api"):
+        if request.headers.get("sec-fetch-site", "none") not in (
+            "none",
+            "same-origin",
+        ) and request.url.path.startswith("/api"):
             return 403, "this page answers no other site"
         given = request.headers.get("x-shoal-token", "")
-        if self._token and request.url.path.startswith("/api") and not hmac.compare_digest(
-                given.encode(), self._token.encode()):
+        if (
+            self._token
+            and request.url.path.startswith("/api")
+            and not hmac.compare_digest(given.encode(), self._token.encode())
+        ):
             return 401, "a token is needed: open the address with ?token=..., as it was printed"
         return None

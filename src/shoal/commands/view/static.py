@@ -25,8 +25,22 @@ from shoal.report.lines import json_ready
 from shoal.runs.stored_run import StoredRun
 from shoal.types import ShoalError
 
-MODULES = ("dom.js", "text.js", "address.js", "data.js", "plot.js", "charts.js", "lint.js", "home.js", "compare.js",
-           "run.js", "groups.js", "group.js", "tokens.js", "main.js")
+MODULES = (
+    "dom.js",
+    "text.js",
+    "address.js",
+    "data.js",
+    "plot.js",
+    "charts.js",
+    "lint.js",
+    "home.js",
+    "compare.js",
+    "run.js",
+    "groups.js",
+    "group.js",
+    "tokens.js",
+    "main.js",
+)
 """In this order no module needs one after it."""
 DEFAULT_GROUPS, MAX_GROUPS, MAX_PAIRED, LINT_SECONDS = 32, 2000, 8, 120.0
 _SPEC = re.compile(r"(\d{1,9})(?::(\d{1,9})(?:-(\d{1,9}))?)?")
@@ -37,7 +51,9 @@ def write_page(config: ViewConfig, to: Path) -> tuple[list[StoredRun], int]:
     viewer = Viewer(config.runs)
     try:
         if not viewer.runs:
-            raise ShoalError(f"{', '.join(config.runs)}: no folder in there is a run, and a file needs one")
+            raise ShoalError(
+                f"{', '.join(config.runs)}: no folder in there is a run, and a file needs one"
+            )
         viewer.read_all()
         records = dict(_records(viewer, config.groups))
     finally:
@@ -52,13 +68,19 @@ def write_page(config: ViewConfig, to: Path) -> tuple[list[StoredRun], int]:
 def page_text(content: Mapping[str, Any]) -> str:
     files = {name: data.decode() for name, data in page_files().items()}
     script, style = script_of(files), files["page.css"]
-    policy = (f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; img-src data:; "
-              "base-uri 'none'; form-action 'none'")
+    policy = (
+        f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; img-src data:; "
+        "base-uri 'none'; form-action 'none'"
+    )
     # Within JSON a `<` can stand only inside a text, so that no record can end the element that holds it.
-    data = json.dumps(json_ready(content), ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
+    data = json.dumps(json_ready(content), ensure_ascii=False, allow_nan=False).replace(
+        "<", "\\u003c"
+    )
     page = files["index.html"]
-    head = (f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n<style>{style}</style>\n'
-            f'<script type="application/json" id="data">{data}</script>')
+    head = (
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n<style>{style}</style>\n'
+        f'<script type="application/json" id="data">{data}</script>'
+    )
     page = re.sub(r"<link rel=\"stylesheet\"[^>]*>\n", "", page)
     page = re.sub(r"<script type=\"module\"[^>]*></script>", lambda _: head, page)
     # After the elements that it works on: an inline module is run only when the page has been read, yet not everywhere.
@@ -74,7 +96,11 @@ def script_of(files: Mapping[str, str]) -> str:
     parts = []
     for name in MODULES:
         text = re.sub(r"^import\b[^;]*;\n", "", files[name], flags=re.MULTILINE)
-        parts.append(re.sub(r"^export (?=async function|function|const|let|class)", "", text, flags=re.MULTILINE))
+        parts.append(
+            re.sub(
+                r"^export (?=async function|function|const|let|class)", "", text, flags=re.MULTILINE
+            )
+        )
     return "\n".join(parts).replace("</script", "<\\/script")
 
 
@@ -83,7 +109,9 @@ def script_of(files: Mapping[str, str]) -> str:
 
 def record_key(view: str, parameters: Mapping[str, Any]) -> str:
     """As `recordKey` of data.js has it."""
-    pairs = [f"{name}={value}" for name, value in sorted(parameters.items()) if value not in ("", None)]
+    pairs = [
+        f"{name}={value}" for name, value in sorted(parameters.items()) if value not in ("", None)
+    ]
     return "&".join([view, *pairs])
 
 
@@ -92,7 +120,9 @@ def _records(viewer: Viewer, specs: Sequence[str]) -> Iterator[tuple[str, Any]]:
         texts = {name: str(value) for name, value in parameters.items()}
         return record_key(view, parameters), viewer.answer(view, texts)
 
-    differing: dict[str, set[str]] = {name: set() for name in viewer.runs}  # where pairs of runs first differ
+    differing: dict[str, set[str]] = {
+        name: set() for name in viewer.runs
+    }  # where pairs of runs first differ
     yield record("runs")
     if len(viewer.runs) > 1:
         yield record("home")
@@ -114,7 +144,13 @@ def _records(viewer: Viewer, specs: Sequence[str]) -> Iterator[tuple[str, Any]]:
             key, group = record("group", run=name, file=row["file"], group=row["group"])
             yield key, group
             for one_of in group["completions"]:
-                yield record("tokens", run=name, file=row["file"], group=row["group"], completion=one_of["completion"])
+                yield record(
+                    "tokens",
+                    run=name,
+                    file=row["file"],
+                    group=row["group"],
+                    completion=one_of["completion"],
+                )
 
 
 def _whole_lint(viewer: Viewer, name: str) -> dict[str, Any]:
@@ -124,16 +160,23 @@ def _whole_lint(viewer: Viewer, name: str) -> dict[str, Any]:
     return found | {"done": True}
 
 
-def _chosen(one: OpenRun, specs: Sequence[str], lint: Mapping[str, Any], also: Iterable[str]) -> list[dict[str, Any]]:
+def _chosen(
+    one: OpenRun, specs: Sequence[str], lint: Mapping[str, Any], also: Iterable[str]
+) -> list[dict[str, Any]]:
     """Rows of the Groups view for the groups that were asked for; by default the newest step's and lint's examples.
     `also`: filters of further groups."""
     filters = [_filter(spec) for spec in specs]
     limit = MAX_GROUPS
     if not specs:
-        steps = [int(stem.removeprefix("step_")) for stem in one.index.files if stem.startswith("step_")]
+        steps = [
+            int(stem.removeprefix("step_")) for stem in one.index.files if stem.startswith("step_")
+        ]
         filters, limit = [f"set=train step={max(steps)}"] if steps else [], DEFAULT_GROUPS
-        filters += [f"set=train step={int(example['file'].removeprefix('step_'))} group={example['group']}"
-                    for found in lint["findings"] for example in found["examples"][:3]]
+        filters += [
+            f"set=train step={int(example['file'].removeprefix('step_'))} group={example['group']}"
+            for found in lint["findings"]
+            for example in found["examples"][:3]
+        ]
     rows: dict[tuple[str, int], dict[str, Any]] = {}
     for text in [*filters, *also]:
         found, _ = one.index.rows(text, "group", False, 0, limit)
@@ -141,7 +184,9 @@ def _chosen(one: OpenRun, specs: Sequence[str], lint: Mapping[str, Any], also: I
             raise ShoalError(f"groups: {one.run.name} has none with {text}")
         rows |= {(row["file"], row["group"]): row for row in found}
     if len(rows) > MAX_GROUPS:
-        raise ShoalError(f"groups: {len(rows):,} groups make too large a file; choose {MAX_GROUPS:,} or fewer")
+        raise ShoalError(
+            f"groups: {len(rows):,} groups make too large a file; choose {MAX_GROUPS:,} or fewer"
+        )
     return sorted(rows.values(), key=lambda row: (row["step"], row["group"]))
 
 
@@ -149,6 +194,8 @@ def _filter(spec: str) -> str:
     """`12:0-7` as a filter of the Groups view."""
     matched = _SPEC.fullmatch(spec.strip())
     if not matched:
-        raise ShoalError(f"groups={spec}: expected a step (12), a group of it (12:3) or several (12:0-7)")
+        raise ShoalError(
+            f"groups={spec}: expected a step (12), a group of it (12:3) or several (12:0-7)"
+        )
     step, first, last = matched.groups()
     return f"set=train step={step}" + ("" if first is None else f" group={first}..{last or first}")

@@ -20,7 +20,15 @@ from typing import Any
 from shoal.buckets import COPIES, address, area_of, fetch
 from shoal.commands.view import detail
 from shoal.commands.view.lint import TextLint, lint, number_findings
-from shoal.commands.view.overview import Curves, chips, comparison, failure, home_row, overview, progress
+from shoal.commands.view.overview import (
+    Curves,
+    chips,
+    comparison,
+    failure,
+    home_row,
+    overview,
+    progress,
+)
 from shoal.commands.view.search import MAX_TEXT, Searches
 from shoal.files import check_local
 from shoal.report.folder import CONFIG, CONFIG_DIFFERENCE, LAST, SUMMARY, is_run
@@ -44,7 +52,10 @@ class OpenRun:
 
     def __init__(self, run: StoredRun, database: Database, number: int) -> None:
         self.run, self.index, self.curves = run, GroupTable(run, database, number), Curves(run)
-        self.evaluations, self._evaluation_lines = Evaluations(), GrowingLines(run, "evaluations.jsonl")
+        self.evaluations, self._evaluation_lines = (
+            Evaluations(),
+            GrowingLines(run, "evaluations.jsonl"),
+        )
         self.pieces = detail.Pieces(run)
         self.is_opened = False  # somebody asked for it: its groups are read
         self.all_read = threading.Event()  # all of them were, at some time
@@ -88,13 +99,21 @@ class OpenRun:
 
     @property
     def home_row(self) -> dict[str, Any]:
-        return self.kept("home", (self.curves.revision, len(self.evaluations.rows)),
-                         lambda: home_row(self.run, self.curves, self.evaluations, self.settings))
+        return self.kept(
+            "home",
+            (self.curves.revision, len(self.evaluations.rows)),
+            lambda: home_row(self.run, self.curves, self.evaluations, self.settings),
+        )
 
     @property
     def progress(self) -> dict[str, Any]:
-        return progress(self.run, self.curves, self.settings, bool(self._stored(SUMMARY, self.run.summary)),
-                        self._stored("log.txt", lambda: failure(self.run)))
+        return progress(
+            self.run,
+            self.curves,
+            self.settings,
+            bool(self._stored(SUMMARY, self.run.summary)),
+            self._stored("log.txt", lambda: failure(self.run)),
+        )
 
 
 class Viewer:
@@ -104,7 +123,9 @@ class Viewer:
         runs = open_runs(words)
         paths = [check_local(word, "runs", COPIES) for word in words if word != LAST]
         self._folders = [path for path in paths if not is_run(path)]  # where runs may begin
-        self.database = Database([*(path.resolve() for path in self._folders), *(run.root for run in runs)])
+        self.database = Database(
+            [*(path.resolve() for path in self._folders), *(run.root for run in runs)]
+        )
         self.runs: dict[str, OpenRun] = {}
         self.notice = ""  # why runs are not shown
         self._numbers = itertools.count()
@@ -125,21 +146,36 @@ class Viewer:
     def _open(self, runs: Sequence[StoredRun]) -> None:
         """Opens further runs; of more than fit on a page the newest stay."""
         found = [*(one.run for one in self.runs.values()), *runs]
-        self.notice = "" if found else (f"{', '.join(map(str, self._folders))}: no folder in there is a run yet; those "
-                                        "that begin appear here")
+        self.notice = (
+            ""
+            if found
+            else (
+                f"{', '.join(map(str, self._folders))}: no folder in there is a run yet; those "
+                "that begin appear here"
+            )
+        )
         if len(found) > MAX_RUNS:
-            self.notice = f"{len(found)} runs found: the newest {MAX_RUNS} are shown; name others to see them"
+            self.notice = (
+                f"{len(found)} runs found: the newest {MAX_RUNS} are shown; name others to see them"
+            )
             found.sort(key=lambda run: -run.began)
         # Replaced, not changed: a request may be going over it.
-        self.runs = {run.name: self.runs.get(run.name) or OpenRun(run, self.database, next(self._numbers))
-                     for run in found[:MAX_RUNS]}
+        self.runs = {
+            run.name: self.runs.get(run.name) or OpenRun(run, self.database, next(self._numbers))
+            for run in found[:MAX_RUNS]
+        }
 
     def look(self) -> None:
         """Opens runs that have begun below the folders that were named."""
         self._looked_last = time.monotonic()
         try:
             if self._folders:
-                self._open(open_runs(list(map(address, self._folders)), known=[one.run for one in self.runs.values()]))
+                self._open(
+                    open_runs(
+                        list(map(address, self._folders)),
+                        known=[one.run for one in self.runs.values()],
+                    )
+                )
         except ShoalError as error:
             self.notice = str(error)
 
@@ -154,7 +190,9 @@ class Viewer:
                     more |= one.index.refresh()
                     if not one.index.waiting:
                         one.all_read.set()
-            except Exception as error:  # a folder that was removed, whatever a hostile file brings about
+            except (
+                Exception
+            ) as error:  # a folder that was removed, whatever a hostile file brings about
                 one.run.problem("reading", f"{type(error).__name__}: {error}")
         return more
 
@@ -200,7 +238,9 @@ class Viewer:
                 return VIEWS[view](self, asked)
             name = asked.text("run")
             if name not in self.runs:
-                raise ShoalError(f"there is no run {name[:80]!r} here: {', '.join(list(self.runs)[:8])}")
+                raise ShoalError(
+                    f"there is no run {name[:80]!r} here: {', '.join(list(self.runs)[:8])}"
+                )
             return VIEWS[view](self.runs[name], asked, self)
 
     def _await_groups(self, one: OpenRun, view: str) -> None:
@@ -215,8 +255,9 @@ class Viewer:
     def text_lint(self, one: OpenRun) -> TextLint:
         """The lint of a run's texts; begun again once a live run has written more."""
         with self._lint_lock:
-            if one.lint is None or (one.lint.num_read == one.lint.num_files
-                                    and one.lint_revision != one.index.revision):
+            if one.lint is None or (
+                one.lint.num_read == one.lint.num_files and one.lint_revision != one.index.revision
+            ):
                 is_own = one.settings.get("task.name") not in ("custom", ROWS)
                 one.lint, one.lint_revision = TextLint(one.index, is_own), one.index.revision
             texts = one.lint
@@ -233,7 +274,9 @@ class Query:
     def text(self, name: str, most: int = 4000) -> str:
         return str(self._values.get(name, ""))[:most]
 
-    def number(self, name: str, default: int | None = None, least: int = 0, most: int = MAX_NUMBER) -> int:
+    def number(
+        self, name: str, default: int | None = None, least: int = 0, most: int = MAX_NUMBER
+    ) -> int:
         text = self.text(name, 40)
         if not text and default is not None:
             return default
@@ -259,11 +302,23 @@ class Query:
 def _runs(viewer: Viewer, _: Query) -> dict[str, Any]:
     """Each run, how far it is, and the numbers that change when its curves or its groups do. `home`: whether the page
     begins with the list of runs."""
-    return {"notice": viewer.notice, "home": viewer.has_home, "runs": [
-        {"name": name, "path": str(one.run.path), "progress": one.progress, "problems": len(one.run.problems),
-         "revision": one.curves.revision, "index": one.index.revision, "waiting": one.index.waiting,
-         "measured": one.index.is_measured}
-        for name, one in viewer.runs.items()]}
+    return {
+        "notice": viewer.notice,
+        "home": viewer.has_home,
+        "runs": [
+            {
+                "name": name,
+                "path": str(one.run.path),
+                "progress": one.progress,
+                "problems": len(one.run.problems),
+                "revision": one.curves.revision,
+                "index": one.index.revision,
+                "waiting": one.index.waiting,
+                "measured": one.index.is_measured,
+            }
+            for name, one in viewer.runs.items()
+        ],
+    }
 
 
 def _home(viewer: Viewer, _: Query) -> dict[str, Any]:
@@ -271,8 +326,16 @@ def _home(viewer: Viewer, _: Query) -> dict[str, Any]:
     runs = viewer.runs
     settings = [one.settings for one in runs.values()]
     decided = [one.decided_keys for one in runs.values()]
-    rows = [{"name": name, "path": str(one.run.path), "progress": one.progress, "chips": own, **one.home_row}
-            for (name, one), own in zip(runs.items(), chips(settings, decided), strict=True)]
+    rows = [
+        {
+            "name": name,
+            "path": str(one.run.path),
+            "progress": one.progress,
+            "chips": own,
+            **one.home_row,
+        }
+        for (name, one), own in zip(runs.items(), chips(settings, decided), strict=True)
+    ]
     return {"rows": sorted(rows, key=lambda row: -row["began"])}
 
 
@@ -289,9 +352,17 @@ def _compare(viewer: Viewer, asked: Query) -> dict[str, Any]:
 
 def _overview(one: OpenRun, asked: Query, viewer: Viewer) -> dict[str, Any]:
     progress = one.progress  # with a run's end its log has new lines
-    revision = (one.curves.revision, len(one.evaluations.rows), len(one.run.problems), progress["state"])
-    record = one.kept("overview", revision, lambda: overview(one.run, one.curves, one.evaluations, one.index.weights,
-                                                             one.settings))
+    revision = (
+        one.curves.revision,
+        len(one.evaluations.rows),
+        len(one.run.problems),
+        progress["state"],
+    )
+    record = one.kept(
+        "overview",
+        revision,
+        lambda: overview(one.run, one.curves, one.evaluations, one.index.weights, one.settings),
+    )
     return record | {"progress": progress, "waiting": one.index.waiting}
 
 
@@ -307,19 +378,38 @@ def _groups(one: OpenRun, asked: Query, viewer: Viewer) -> dict[str, Any]:
         search = viewer.searches.get(one.index, text)
         state, hits = search.read_on(), search.table
     rows, total = one.index.rows(
-        asked.text("filter", 2000), asked.text("sort") or "step", asked.flag("desc"), asked.number("offset", 0),
-        asked.number("limit", 100, 1, 500), hits, asked.flag("prompts"))
-    return {"rows": rows, "total": total, "functions": one.index.functions, "waiting": one.index.waiting,
-            "search": state}
+        asked.text("filter", 2000),
+        asked.text("sort") or "step",
+        asked.flag("desc"),
+        asked.number("offset", 0),
+        asked.number("limit", 100, 1, 500),
+        hits,
+        asked.flag("prompts"),
+    )
+    return {
+        "rows": rows,
+        "total": total,
+        "functions": one.index.functions,
+        "waiting": one.index.waiting,
+        "search": state,
+    }
 
 
 def _group(one: OpenRun, asked: Query, viewer: Viewer) -> dict[str, Any]:
-    return detail.group_detail(one.index, asked.text("file"), asked.number("group")) | {"path": str(one.run.path)}
+    return detail.group_detail(one.index, asked.text("file"), asked.number("group")) | {
+        "path": str(one.run.path)
+    }
 
 
 def _tokens(one: OpenRun, asked: Query, viewer: Viewer) -> dict[str, Any]:
-    return detail.token_detail(one.index, asked.text("file"), asked.number("group"), asked.number("completion", 0),
-                        one.pieces, one.settings)
+    return detail.token_detail(
+        one.index,
+        asked.text("file"),
+        asked.number("group"),
+        asked.number("completion", 0),
+        one.pieces,
+        one.settings,
+    )
 
 
 def _lint(one: OpenRun, asked: Query, viewer: Viewer) -> dict[str, Any]:
@@ -328,6 +418,14 @@ def _lint(one: OpenRun, asked: Query, viewer: Viewer) -> dict[str, Any]:
 
 
 VIEWS: Mapping[str, Callable[..., dict[str, Any]]] = {
-    "runs": _runs, "home": _home, "compare": _compare, "overview": _overview, "curves": _curves, "groups": _groups,
-    "group": _group, "tokens": _tokens, "lint": _lint}
+    "runs": _runs,
+    "home": _home,
+    "compare": _compare,
+    "overview": _overview,
+    "curves": _curves,
+    "groups": _groups,
+    "group": _group,
+    "tokens": _tokens,
+    "lint": _lint,
+}
 """View -> what answers it."""

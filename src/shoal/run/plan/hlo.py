@@ -19,17 +19,58 @@ from typing import NamedTuple
 
 from shoal.run.plan.transfers import group_size, groups_text
 
-_SIZES = {"pred": 1, "s8": 1, "u8": 1, "s4": 1, "u4": 1, "f8e4m3fn": 1, "f8e5m2": 1, "bf16": 2, "f16": 2, "s16": 2,
-          "u16": 2, "f32": 4, "s32": 4, "u32": 4, "f64": 8, "s64": 8, "u64": 8, "c64": 8}
+_SIZES = {
+    "pred": 1,
+    "s8": 1,
+    "u8": 1,
+    "s4": 1,
+    "u4": 1,
+    "f8e4m3fn": 1,
+    "f8e5m2": 1,
+    "bf16": 2,
+    "f16": 2,
+    "s16": 2,
+    "u16": 2,
+    "f32": 4,
+    "s32": 4,
+    "u32": 4,
+    "f64": 8,
+    "s64": 8,
+    "u64": 8,
+    "c64": 8,
+}
 _ARRAY = re.compile(rf"\b({'|'.join(_SIZES)})\[([\d,]*)\]")
 _ON_CHIP = re.compile(r"\b\w+\[[\d,]*\]\{[^}]*S\(\d+\)\}")
 """An array that a TPU holds on the chip, not in the device's memory."""
 
-COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
+COLLECTIVES = (
+    "all-gather",
+    "all-reduce",
+    "reduce-scatter",
+    "all-to-all",
+    "collective-permute",
+    "ragged-all-to-all",
+)
 
-_FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id", "replica-id",
-         "opt-barrier", "optimization-barrier", "while", "conditional", "call", "async-start", "async-update",
-         "call-start", "iota"}
+_FREE = {
+    "parameter",
+    "constant",
+    "get-tuple-element",
+    "tuple",
+    "bitcast",
+    "after-all",
+    "partition-id",
+    "replica-id",
+    "opt-barrier",
+    "optimization-barrier",
+    "while",
+    "conditional",
+    "call",
+    "async-start",
+    "async-update",
+    "call-start",
+    "iota",
+}
 """Operations that read and write nothing themselves, besides those that end in `-done`."""
 
 _COPIES = {"copy-start", "slice-start"}
@@ -42,8 +83,9 @@ _SLICES = {"dynamic-slice", "gather", "slice"}
 
 _BITCASTS = frozenset({"bitcast", "copy", "convert"})
 
-_ELEMENTWISE = frozenset({
-    "add", "divide", "exponential", "maximum", "multiply", "pad", "reshape", "select", "subtract"})
+_ELEMENTWISE = frozenset(
+    {"add", "divide", "exponential", "maximum", "multiply", "pad", "reshape", "select", "subtract"}
+)
 """Of these a fusion computes only what a slice of their result needs."""
 
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
@@ -56,8 +98,10 @@ def arrays_of(shape: str) -> list[int]:
     >>> arrays_of("(bf16[2,4]{1,0}, f32[])")
     [16, 4]
     """
-    return [_SIZES[kind] * math.prod(int(size) for size in sizes.split(",") if size)
-            for kind, sizes in _ARRAY.findall(shape)]
+    return [
+        _SIZES[kind] * math.prod(int(size) for size in sizes.split(",") if size)
+        for kind, sizes in _ARRAY.findall(shape)
+    ]
 
 
 class Instruction(NamedTuple):
@@ -99,10 +143,16 @@ class Costs:
     """What one run of a program does on a device."""
 
     collectives: list[Collective] = field(default_factory=list)
-    cycles: dict[str, float] = field(default_factory=dict)  # by source; TPU: the compiler's estimate
+    cycles: dict[str, float] = field(
+        default_factory=dict
+    )  # by source; TPU: the compiler's estimate
     bytes: dict[str, float] = field(default_factory=dict)  # by source: read and written
-    operations: list[tuple[float, float, float]] = field(default_factory=list)  # (times, bytes, FLOPs), no collectives
-    unknown: list[tuple[float, float, float]] = field(default_factory=list)  # those whose cycles the compiler lacks
+    operations: list[tuple[float, float, float]] = field(
+        default_factory=list
+    )  # (times, bytes, FLOPs), no collectives
+    unknown: list[tuple[float, float, float]] = field(
+        default_factory=list
+    )  # those whose cycles the compiler lacks
     in_kernels: float = 0.0  # bytes of operations that are kernels for GPUs, or decoding's for TPUs
     memory: float = 0.0  # bytes that operations read from a device's memory and write to it, without copies beside them
     largest: list[tuple[int, str, str]] = field(default_factory=list)  # (bytes, shape, source)
@@ -114,7 +164,10 @@ class _Copies:
     """The copies of one computation that run beside its operations."""
 
     def __init__(self, rate: float) -> None:
-        self.rate, self.left = rate, dict[str, float]()  # bytes a cycle of the memory; name -> bytes, in their order
+        self.rate, self.left = (
+            rate,
+            dict[str, float](),
+        )  # bytes a cycle of the memory; name -> bytes, in their order
 
     def beside(self, cycles: float, size: float) -> None:
         """Copies while an operation of so many cycles leaves the memory free, which reads or writes `size` bytes."""
@@ -152,7 +205,9 @@ class Module:
                 current = found[2]
                 self.computations[current] = []
                 self.entry = current if found[1] else self.entry
-            elif re.match(r"\}(,|$)", line):  # not `}}`: what a kernel says of itself has lines of its own
+            elif re.match(
+                r"\}(,|$)", line
+            ):  # not `}}`: what a kernel says of itself has lines of its own
                 current = ""
 
     @cached_property
@@ -162,23 +217,42 @@ class Module:
     @cached_property
     def _frames(self) -> dict[int, tuple[int, int]]:
         """Stack frame -> (its location, its parent, 0 for none)."""
-        return {int(a): (int(b), int(c) - 1) for a, b, c in re.findall(
-            r"^(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))\}", self.text, re.MULTILINE)}
+        return {
+            int(a): (int(b), int(c) - 1)
+            for a, b, c in re.findall(
+                r"^(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))\}",
+                self.text,
+                re.MULTILINE,
+            )
+        }
 
     @cached_property
     def _locations(self) -> dict[int, str]:
         """Location -> `model/linear.py:29`."""
         head = self.text.partition("\n%")[0]
-        names = dict(re.findall(r'^(\d+) "([^"]*)"$', head.partition("FileNames")[2].partition("FunctionNames")[0],
-                                re.MULTILINE))
-        return {int(a): _place(names.get(b, ""), line) for a, b, line in re.findall(
-            r"^(\d+) \{file_name_id=(\d+) function_name_id=\d+ line=(\d+)", head, re.MULTILINE)}
+        names = dict(
+            re.findall(
+                r'^(\d+) "([^"]*)"$',
+                head.partition("FileNames")[2].partition("FunctionNames")[0],
+                re.MULTILINE,
+            )
+        )
+        return {
+            int(a): _place(names.get(b, ""), line)
+            for a, b, line in re.findall(
+                r"^(\d+) \{file_name_id=(\d+) function_name_id=\d+ line=(\d+)", head, re.MULTILINE
+            )
+        }
 
     def source(self, one: Instruction) -> str:
         """The line of code that made an operation, with the one that called it, and the operation's name."""
         name = re.search(r'op_name="([^"]*)"', one.attributes)
         if name is None and one.op == "fusion":  # nameless, as of several: the last that has a name
-            inside = [i for i in self.computations.get(one.named("calls"), []) if "op_name=" in i.attributes]
+            inside = [
+                i
+                for i in self.computations.get(one.named("calls"), [])
+                if "op_name=" in i.attributes
+            ]
             return self.source(inside[-1]) if inside else one.op
         lines: list[str] = []
         if frame := re.search(r"stack_frame_id=(\d+)", one.attributes):
@@ -205,13 +279,17 @@ class Module:
         found.largest = sorted(((size, *key) for key, size in largest.items()), reverse=True)[:20]
         return found
 
-    def _visit(self, name: str, times: float, trips: tuple[float, ...], found: Costs, channels: set[str]) -> None:
+    def _visit(
+        self, name: str, times: float, trips: tuple[float, ...], found: Costs, channels: set[str]
+    ) -> None:
         instructions = self.computations.get(name, [])
         shapes, copies = {one.name: one.shape for one in instructions}, _Copies(self._rate)
         for one in instructions:
             before = sum(found.cycles.values()), found.memory
             self._visit_one(one, shapes, name, times, trips, found, channels)
-            copies.beside((sum(found.cycles.values()) - before[0]) / times, (found.memory - before[1]) / times)
+            copies.beside(
+                (sum(found.cycles.values()) - before[0]) / times, (found.memory - before[1]) / times
+            )
             if one.op in _COPIES and self._rate:
                 copies.left[one.name] = (size := _copied_bytes(one))
                 found.memory += times * size
@@ -219,8 +297,16 @@ class Module:
                 source = f"waits for {self.source(one)}"
                 found.cycles[source] = found.cycles.get(source, 0) + times * waited
 
-    def _visit_one(self, one: Instruction, shapes: Mapping[str, str], name: str, times: float,
-                   trips: tuple[float, ...], found: Costs, channels: set[str]) -> None:
+    def _visit_one(
+        self,
+        one: Instruction,
+        shapes: Mapping[str, str],
+        name: str,
+        times: float,
+        trips: tuple[float, ...],
+        found: Costs,
+        channels: set[str],
+    ) -> None:
         if one.op == "while":
             self._visit_loop(one, times, trips, found, channels)
             return
@@ -229,11 +315,18 @@ class Module:
         # The largest integer stands where the compiler has no estimate, as of products with 8-bit weights on v6e.
         is_known = cycles and int(cycles[1]) < 2**62
         if cycles and is_known:
-            found.cycles[self.source(one)] = found.cycles.get(self.source(one), 0) + times * int(cycles[1])
+            found.cycles[self.source(one)] = found.cycles.get(self.source(one), 0) + times * int(
+                cycles[1]
+            )
         if one.op in ("call", "conditional", "async-start"):
             called = [*self._called(one)]
             if one.op == "conditional":  # one of its branches runs: that which makes most
-                called = [max(called, key=lambda name: sum(inner.bytes for inner in self.computations[name]))]
+                called = [
+                    max(
+                        called,
+                        key=lambda name: sum(inner.bytes for inner in self.computations[name]),
+                    )
+                ]
             for inside in called:
                 self._visit(inside, times, trips, found, channels)
         elif one.op in ("fusion", "call-start"):  # TPU: the second is run by a SparseCore
@@ -246,8 +339,14 @@ class Module:
                 found.operations.append(operation)
                 found.unknown += [operation] * bool(cycles and not is_known)
 
-    def _visit_loop(self, one: Instruction, times: float, trips: tuple[float, ...], found: Costs,
-                    channels: set[str]) -> None:
+    def _visit_loop(
+        self,
+        one: Instruction,
+        times: float,
+        trips: tuple[float, ...],
+        found: Costs,
+        channels: set[str],
+    ) -> None:
         count = self.trip_count(one)
         if count is None:
             count, trips = (trips[0], trips[1:]) if trips else (1, ())
@@ -278,7 +377,11 @@ class Module:
         if root is None or root.op != "tuple" or index is None:
             return 1
         last = body.get(root.operands[int(index[1])])
-        steps = [_constant(body.get(name)) for name in last.operands] if last and last.op == "add" else []
+        steps = (
+            [_constant(body.get(name)) for name in last.operands]
+            if last and last.op == "add"
+            else []
+        )
         return next(filter(None, steps), 1)
 
     def _called(self, one: Instruction) -> Iterator[str]:
@@ -295,8 +398,15 @@ class Module:
             if one.op in ("fusion", "call", "async-start"):
                 yield from (inner for called in self._called(one) for inner in self._inside(called))
 
-    def _collective(self, one: Instruction, around: Instruction, where: str, times: float, found: Costs,
-                    channels: set[str]) -> None:
+    def _collective(
+        self,
+        one: Instruction,
+        around: Instruction,
+        where: str,
+        times: float,
+        found: Costs,
+        channels: set[str],
+    ) -> None:
         """Adds one if it is a collective, of the computation `where`, inside of the fusion `around`."""
         kind = one.op.removesuffix("-start")
         if kind not in COLLECTIVES:
@@ -317,22 +427,35 @@ class Module:
         source = next((text for text in sources if " " in text), sources[0])
         found.collectives.append(Collective(kind, size, times, groups, source))
 
-    def _operation(self, one: Instruction, shapes: Mapping[str, str], times: float, found: Costs,
-                   trips: tuple[float, ...]) -> tuple[float, float, float]:
+    def _operation(
+        self,
+        one: Instruction,
+        shapes: Mapping[str, str],
+        times: float,
+        found: Costs,
+        trips: tuple[float, ...],
+    ) -> tuple[float, float, float]:
         """(times, bytes that one operation reads and writes, FLOPs of its products). Of decoding's kernel the first of
         `trips` is the share that it reads of its caches."""
         is_decoding = one.op == "custom-call" and "/decode_kernel/" in one.attributes
         share = (*trips, 1.0)[0] if is_decoding else 1.0
         flops, size, source = 0.0, share * self._bytes(one, shapes), self.source(one)
         if one.op == "fusion":
-            flops = sum(self._dot_flops(inner, one.named("calls")) for inner in self._inside(one.named("calls")))
+            flops = sum(
+                self._dot_flops(inner, one.named("calls"))
+                for inner in self._inside(one.named("calls"))
+            )
         elif one.op in ("dot", "convolution", "custom-call"):
             flops = _product_flops(one, shapes)
         if f'"{_KERNEL}"' in one.attributes:
             found.in_kernels += times * size
         if self._rate and one.op not in _COPIES:
             off_chip = {name: _ON_CHIP.sub("", shapes.get(name, "")) for name in one.operands}
-            moved = times * share * self._bytes(one._replace(shape=_ON_CHIP.sub("", one.shape)), off_chip)
+            moved = (
+                times
+                * share
+                * self._bytes(one._replace(shape=_ON_CHIP.sub("", one.shape)), off_chip)
+            )
             found.memory += moved
             if is_decoding:  # which has no cycles: as long as it reads
                 found.in_kernels += moved
@@ -385,11 +508,18 @@ class Module:
         """Bytes of an operand that an operation of a fusion reads, which may be a fusion itself."""
         if use.op != "fusion" or operand.name not in use.operands:
             return use.bytes if use.op in _SLICES else operand.bytes
-        return sum(self._fused_bytes(use, [operand.bytes * (name == operand.name) for name in use.operands])[1])
+        return sum(
+            self._fused_bytes(
+                use, [operand.bytes * (name == operand.name) for name in use.operands]
+            )[1]
+        )
 
     def _dot_flops(self, inner: Instruction, computation: str) -> float:
-        return _product_flops(inner, {one.name: one.shape for one in self._inside(computation)}) \
-            if inner.op in ("dot", "convolution") else 0.0
+        return (
+            _product_flops(inner, {one.name: one.shape for one in self._inside(computation)})
+            if inner.op in ("dot", "convolution")
+            else 0.0
+        )
 
 
 def _aliased(one: Instruction) -> list[int]:
@@ -411,7 +541,11 @@ def _whole_bytes(one: Instruction, kind: str, devices: int) -> int:
 def _results(one: Instruction) -> str:
     """The shape of what an operation makes. That of a `-start` is `(operands, results, ...)`, each one array or several
     in parentheses, and of an `all-reduce-start` the results alone."""
-    if one.op.endswith("-start") and one.op != "all-reduce-start" and len(parts := _parts(one.shape)) > 1:
+    if (
+        one.op.endswith("-start")
+        and one.op != "all-reduce-start"
+        and len(parts := _parts(one.shape)) > 1
+    ):
         return parts[1]
     return one.shape
 
@@ -439,8 +573,9 @@ def _parts(shape: str) -> list[str]:
     return [part.strip() for part in parts if part]
 
 
-def _through(name: str, users: Mapping[str, list[Instruction]],
-             more: frozenset[str] = frozenset()) -> list[Instruction]:
+def _through(
+    name: str, users: Mapping[str, list[Instruction]], more: frozenset[str] = frozenset()
+) -> list[Instruction]:
     """The users of a value, seen through bitcasts and operations of `more` kinds."""
     found: list[Instruction] = []
     for use in users.get(name, []):
@@ -451,17 +586,29 @@ def _through(name: str, users: Mapping[str, list[Instruction]],
 
 def _constant(one: Instruction | None) -> int | None:
     """The value of a constant whole number."""
-    return int(one.operands[0]) if one and one.op == "constant" and one.operands[0].isdigit() else None
+    return (
+        int(one.operands[0]) if one and one.op == "constant" and one.operands[0].isdigit() else None
+    )
 
 
 def _product_flops(one: Instruction, shapes: Mapping[str, str]) -> float:
     """Operations of a matrix product: two for each element of the result and of the contracted dimensions."""
-    sizes = [[int(n) for n in dims.split(",") if n] for _, dims in _ARRAY.findall(shapes.get(one.operands[0], ""))] \
-        if one.operands else []
-    contracted = re.search(r'lhs_contracting_dim(?:ension)?s"?[=:][{\[]([\d,"]*)[}\]]', one.attributes)
+    sizes = (
+        [
+            [int(n) for n in dims.split(",") if n]
+            for _, dims in _ARRAY.findall(shapes.get(one.operands[0], ""))
+        ]
+        if one.operands
+        else []
+    )
+    contracted = re.search(
+        r'lhs_contracting_dim(?:ension)?s"?[=:][{\[]([\d,"]*)[}\]]', one.attributes
+    )
     results = _ARRAY.findall(one.shape)
     if contracted and sizes and results:
-        inner = math.prod(sizes[0][int(n)] for n in re.findall(r"\d+", contracted[1]) if int(n) < len(sizes[0]))
+        inner = math.prod(
+            sizes[0][int(n)] for n in re.findall(r"\d+", contracted[1]) if int(n) < len(sizes[0])
+        )
         return 2.0 * inner * math.prod(int(n) for n in results[0][1].split(",") if n)
     return 0.0
 
@@ -470,18 +617,19 @@ def _instruction(line: str) -> Instruction | None:
     found = re.match(r"\s+(ROOT )?%?([\w.\-]+) = ", line)
     if found is None:
         return None
-    rest = line[found.end():]
+    rest = line[found.end() :]
     end = _closing(rest, 0) if rest.startswith("(") else rest.find(" ")
     if rest.startswith("("):
-        shape, rest = rest[:end + 1], rest[end + 1:].lstrip()
+        shape, rest = rest[: end + 1], rest[end + 1 :].lstrip()
     else:
-        shape, rest = rest[:end], rest[end + 1:]
+        shape, rest = rest[:end], rest[end + 1 :]
     op, _, _ = rest.partition("(")
     end = _closing(rest, len(op))
-    inside = rest[len(op) + 1:end]
-    operands = tuple(re.findall(r"%([\w.\-]+)", inside)) or tuple(filter(None, (part.strip() for part in
-                                                                             inside.split(","))))
-    return Instruction(found[2], shape, op.strip(), operands, rest[end + 1:], bool(found[1]))
+    inside = rest[len(op) + 1 : end]
+    operands = tuple(re.findall(r"%([\w.\-]+)", inside)) or tuple(
+        filter(None, (part.strip() for part in inside.split(",")))
+    )
+    return Instruction(found[2], shape, op.strip(), operands, rest[end + 1 :], bool(found[1]))
 
 
 def _closing(text: str, start: int) -> int:

@@ -66,7 +66,9 @@ class Planned:
 
 
 @contextmanager
-def planned_job(config: Config, topology: str, layers: int = 0, compiles: bool = True) -> Iterator[PlannedJob]:
+def planned_job(
+    config: Config, topology: str, layers: int = 0, compiles: bool = True
+) -> Iterator[PlannedJob]:
     """A training job on a topology (empty: the devices here). `layers`: fewer than the model has, 0 for all. Where
     nothing `compiles` no compiler need be installed."""
     where = parse_topology(topology) if topology else None
@@ -93,16 +95,26 @@ class PlannedJob:
     def __init__(self, job: Job, topology: Topology | None, layers: int) -> None:
         self.job, self.topology = job, topology
         self.roles, self.config, self.architecture = job.roles, job.config, job.spec.architecture
-        if layers:  # of the job's model: with fewer layers model.remat=auto would choose another program
-            job.opened["model"] = replace(job.model, architecture=replace(self.architecture, num_layers=layers))
+        if (
+            layers
+        ):  # of the job's model: with fewer layers model.remat=auto would choose another program
+            job.opened["model"] = replace(
+                job.model, architecture=replace(self.architecture, num_layers=layers)
+            )
         self.model, self.learner = job.model, job.learner
-        self.shapes = micro_batch_shapes(self.config, self.roles.trainer.row_shards)  # the whole one first
+        self.shapes = micro_batch_shapes(
+            self.config, self.roles.trainer.row_shards
+        )  # the whole one first
         self.shape = self.shapes[0]
 
     @property
     def known(self) -> Accelerator | None:
         """What the makers say of its devices."""
-        return accelerator_of(self.roles.trainer.device_kind) if self.topology is None else self.topology.accelerator
+        return (
+            accelerator_of(self.roles.trainer.device_kind)
+            if self.topology is None
+            else self.topology.accelerator
+        )
 
     @cached_property
     def calibration(self) -> Mapping[str, Any] | None:
@@ -116,11 +128,18 @@ class PlannedJob:
 
     @cached_property
     def engines(self) -> dict[str, Engine]:
-        return dict(run_engines(self.config, self.model, self.roles, _NO_TOKENIZER, self.architecture))
+        return dict(
+            run_engines(self.config, self.model, self.roles, _NO_TOKENIZER, self.architecture)
+        )
 
     def _copied(self) -> list[tuple[Any, Any]]:
-        return copied_shapes(self.learner.shapes().trainable, trained_specs(self.model.architecture),
-                             self.roles.sampler, self.model.dtype, self.model.on(self.roles.sampler).architecture)
+        return copied_shapes(
+            self.learner.shapes().trainable,
+            trained_specs(self.model.architecture),
+            self.roles.sampler,
+            self.model.dtype,
+            self.model.on(self.roles.sampler).architecture,
+        )
 
     def _scorers(self) -> dict[str, Model]:
         """The models whose weights are only scored with, on the reference's devices."""
@@ -140,14 +159,21 @@ class PlannedJob:
 
     def _sampling(self) -> dict[str, Planned]:
         c, role, engine = self.config, self.roles.sampler, self.engines["training"]
-        prompts, parameters = -(-c.batch.prompts_per_step // num_hosts(self.roles)), published_shapes(engine.model)
+        prompts, parameters = (
+            -(-c.batch.prompts_per_step // num_hosts(self.roles)),
+            published_shapes(engine.model),
+        )
         rows = engine.scheduler.batch_rows(prompt_bucket(c.sampling.max_prompt_tokens))
-        joins = prompts * (-(-c.batch.group_size // engine.siblings) - 1) / engine.scheduler.join_rows
+        joins = (
+            prompts * (-(-c.batch.group_size // engine.siblings) - 1) / engine.scheduler.join_rows
+        )
         waves = -(-prompts // engine.num_groups)
         tokens = c.sampling.max_completion_tokens - 1
         # Over a completion's tokens its own keys grow from one block to all. Keys in one block need no loop.
-        lengths = (-(-size // engine.model.key_parts)
-                   for size in (c.sampling.max_prompt_tokens, c.sampling.max_completion_tokens))
+        lengths = (
+            -(-size // engine.model.key_parts)
+            for size in (c.sampling.max_prompt_tokens, c.sampling.max_completion_tokens)
+        )
         prompt, own = (-(-size // keys_at_once(role.platform, size)) for size in lengths)
         turns = [turns for turns, most in ((prompt, prompt), ((own + 1) / 2, own)) if most > 1]
         blocks = sum(turns) / max(1, len(turns))
@@ -164,26 +190,50 @@ class PlannedJob:
             trips["prefill"] = pieces, (pieces * piece // block_size(piece, role.platform) + 1) / 2
         # An embedding that is no head is read in single rows.
         table = bytes_per_device(parameters.embed_tokens)
-        looked_up = {"embed": table, **dict.fromkeys(("decode", "enter"), parameters.lm_head is not None and table)}
-        found = {part: Planned(engine.programs[part], role, args, arrays, count * times, trips.get(part, ()),
-                               looked_up=looked_up.get(part, 0))
-                 for name, count in runs.items() if count
-                 for part, (times, args, arrays) in engine.calls(name, parameters).items()}
-        found["decode"] = replace(found["decode"], weights_read=chunk, keys_read=chunk * self._live_keys(engine))
+        looked_up = {
+            "embed": table,
+            **dict.fromkeys(("decode", "enter"), parameters.lm_head is not None and table),
+        }
+        found = {
+            part: Planned(
+                engine.programs[part],
+                role,
+                args,
+                arrays,
+                count * times,
+                trips.get(part, ()),
+                looked_up=looked_up.get(part, 0),
+            )
+            for name, count in runs.items()
+            if count
+            for part, (times, args, arrays) in engine.calls(name, parameters).items()
+        }
+        found["decode"] = replace(
+            found["decode"], weights_read=chunk, keys_read=chunk * self._live_keys(engine)
+        )
         return found
 
     def _live_keys(self, engine: Engine, block: int = 1) -> float:
         """Bytes on a device of the keys and values that one token of every slot reads, in whole blocks: of the longest
         prompts, and half of completions, as these grow, of the mean length where it is set, or of the longest."""
         s, parts, total = self.config.sampling, engine.model.key_parts, 0.0
-        prompt, mean = block * -(-s.max_prompt_tokens // block), s.mean_completion_tokens or s.max_completion_tokens
+        prompt, mean = (
+            block * -(-s.max_prompt_tokens // block),
+            s.mean_completion_tokens or s.max_completion_tokens,
+        )
         for cache in engine.state_shapes().caches:
             # Of a slot, or its share of a pool.
-            own = math.prod(cache.own_k.shape[2:-1]) // engine.model.key_heads if cache.own_k.ndim == 5 else \
-                cache.own_k.shape[0] * cache.own_k.shape[2] / (engine.num_rows * engine.siblings)
+            own = (
+                math.prod(cache.own_k.shape[2:-1]) // engine.model.key_heads
+                if cache.own_k.ndim == 5
+                else cache.own_k.shape[0]
+                * cache.own_k.shape[2]
+                / (engine.num_rows * engine.siblings)
+            )
             for arrays, tokens, held in (
-                    ((cache.prefix_k, cache.prefix_v), prompt, cache.prefix_k.shape[-2]),
-                    ((cache.own_k, cache.own_v), (mean + block - 1) / 2, own)):
+                ((cache.prefix_k, cache.prefix_v), prompt, cache.prefix_k.shape[-2]),
+                ((cache.own_k, cache.own_v), (mean + block - 1) / 2, own),
+            ):
                 total += bytes_per_device(arrays) * tokens / (parts * held)
         return total
 
@@ -192,27 +242,53 @@ class PlannedJob:
         batch = self._batch(role)
         a, size = c.algorithm, bytes_per_device(batch)
         prompts, parts = c.batch.prompts_per_step, a.num_minibatches
-        smaller, larger = prompts // parts, prompts % parts  # so many mini-batches have a prompt more
-        trained = a.num_epochs * ((parts - larger) * self._runs(smaller) + larger * self._runs(smaller + 1))
+        smaller, larger = (
+            prompts // parts,
+            prompts % parts,
+        )  # so many mini-batches have a prompt more
+        trained = a.num_epochs * (
+            (parts - larger) * self._runs(smaller) + larger * self._runs(smaller + 1)
+        )
         programs: dict[str, Any] = self.learner.programs
         total, found = programs["zero"].eval_shape(), {}
         scored = self._runs(prompts)  # whole steps, whatever the mini-batches
         if needs_old_logprobs(a, bool(c.teacher.path)):
-            found["score"] = Planned(programs["score"], role, (state.parameters, batch), runs=scored,
-                                     assumed_trips=self._blocks_read(self.model), batch_bytes=size)
+            found["score"] = Planned(
+                programs["score"],
+                role,
+                (state.parameters, batch),
+                runs=scored,
+                assumed_trips=self._blocks_read(self.model),
+                batch_bytes=size,
+            )
         for name, model in self._scorers().items():
             own = self._batch(model.role)
             weights = param_shapes(param_specs(model.architecture), model.role, model.dtype)
             program = score_program(model, Objective.chunk_elements)
-            found[name] = Planned(program, model.role, (weights, own), runs=scored,
-                                  assumed_trips=self._blocks_read(model), batch_bytes=bytes_per_device(own))
+            found[name] = Planned(
+                program,
+                model.role,
+                (weights, own),
+                runs=scored,
+                assumed_trips=self._blocks_read(model),
+                batch_bytes=bytes_per_device(own),
+            )
         found["accumulate"] = Planned(
-            programs["accumulate"], role, (total, state.trainable, state.frozen, batch, state.loss_scale), runs=trained,
-            assumed_trips=self._blocks_read(self.model), batch_bytes=size)
+            programs["accumulate"],
+            role,
+            (total, state.trainable, state.frozen, batch, state.loss_scale),
+            runs=trained,
+            assumed_trips=self._blocks_read(self.model),
+            batch_bytes=size,
+        )
         found["apply"] = Planned(
-            programs["apply"], role, (total.loss, state.trainable, state.updates, state.loss_scale),
-            {"gradient": total.gradient, "moments": state.optimizer}, a.num_epochs * parts,
-            batch_bytes=self._moments_in_flight(state.trainable) if role.platform == "gpu" else 0)
+            programs["apply"],
+            role,
+            (total.loss, state.trainable, state.updates, state.loss_scale),
+            {"gradient": total.gradient, "moments": state.optimizer},
+            a.num_epochs * parts,
+            batch_bytes=self._moments_in_flight(state.trainable) if role.platform == "gpu" else 0,
+        )
         return found
 
     def _moments_in_flight(self, trainable: Parameters) -> int:
@@ -220,7 +296,9 @@ class PlannedJob:
         JAX knows no memory of the host, and compiles the update as if the moments stayed on it."""
         section = self.config.optimizer
         layer = bytes_per_device(trainable.blocks) // self.model.architecture.num_layers
-        once = 2 * (bytes_per_device(replace(trainable, blocks=None)) + layer)  # two moments, in and out
+        once = 2 * (
+            bytes_per_device(replace(trainable, blocks=None)) + layer
+        )  # two moments, in and out
         return section.offload * once * (1 if section.moments == "bfloat16" else 2)
 
     def _runs(self, prompts: int) -> float:
@@ -238,12 +316,19 @@ class PlannedJob:
         if kind == "pallas":  # each as many as it needs
             from shoal.model import pallas_attention, tpu_attention
 
-            block = tpu_attention.block_size(size) if model.role.platform == "tpu" else \
-                pallas_attention.block_size(model.architecture.head_dim, model.dtype)
+            block = (
+                tpu_attention.block_size(size)
+                if model.role.platform == "tpu"
+                else pallas_attention.block_size(model.architecture.head_dim, model.dtype)
+            )
             # Of a row's parts the last reads most, and the others wait for it.
             share = 1 - 0.5 / model.role.context
-            return (min(1.0, (s.max_prompt_tokens + s.max_completion_tokens * share + block) / size),)
-        block = block_size(size // model.role.context, model.role.platform)  # all as many as any needs
+            return (
+                min(1.0, (s.max_prompt_tokens + s.max_completion_tokens * share + block) / size),
+            )
+        block = block_size(
+            size // model.role.context, model.role.platform
+        )  # all as many as any needs
         return (min(size / block, (s.max_prompt_tokens + s.max_completion_tokens) / block + 2),)
 
     def _publishing(self) -> dict[str, Planned]:
@@ -255,10 +340,18 @@ class PlannedJob:
         if isinstance(own, Quantised):  # made before
             own, mine = own.values, mine.update(dtype=own.values.dtype)
         mine = mine.update(sharding=in_order_of(mine.sharding, own.sharding))
-        program = publication_program(self.model.on(self.roles.sampler), mine.sharding, own.sharding, own.dtype)
+        program = publication_program(
+            self.model.on(self.roles.sampler), mine.sharding, own.sharding, own.dtype
+        )
         arrays = sum(bytes_per_device(own) for _, own in pairs) / bytes_per_device(own)
-        return {"publish": Planned(program, self.roles.trainer, (mine, jax.ShapeDtypeStruct((), jnp.uint32)),
-                                   runs=arrays / self.config.train.weight_sync_interval)}
+        return {
+            "publish": Planned(
+                program,
+                self.roles.trainer,
+                (mine, jax.ShapeDtypeStruct((), jnp.uint32)),
+                runs=arrays / self.config.train.weight_sync_interval,
+            )
+        }
 
     def _batch(self, role: Role) -> LearnerBatch:
         """The shapes of a micro-batch, laid out as `put_batch` does it, with rows for all of the role's devices."""
@@ -271,38 +364,79 @@ class PlannedJob:
 
         whole, real, support = rows(jnp.int32), rows(jnp.float32), max_support(self.config)
         return LearnerBatch(
-            tokens=whole, position=whole, before=whole, segment=whole, prompt=whole, loss_mask=rows(jnp.bool_),
-            weight=real, advantage=real, sampler_logprobs=real, old_logprobs=real, ref_logprobs=real,
+            tokens=whole,
+            position=whole,
+            before=whole,
+            segment=whole,
+            prompt=whole,
+            loss_mask=rows(jnp.bool_),
+            weight=real,
+            advantage=real,
+            sampler_logprobs=real,
+            old_logprobs=real,
+            ref_logprobs=real,
             temperature=jax.ShapeDtypeStruct((), jnp.float32, sharding=role.replicated),
-            support_ids=rows(jnp.int32, (*grid, support)) if support else None)
+            support_ids=rows(jnp.int32, (*grid, support)) if support else None,
+        )
 
     # ---- in figures
 
     def describe(self) -> Figures:
         """What is known before anything is compiled."""
         c, a, kind = self.config, self.architecture, self.accelerator
-        hosts = self.topology.hosts(self.job.devices) if self.topology else dict.fromkeys(self.job.devices, 0)
-        group = (c.sampling.max_prompt_tokens, [c.sampling.max_completion_tokens] * c.batch.group_size)
+        hosts = (
+            self.topology.hosts(self.job.devices)
+            if self.topology
+            else dict.fromkeys(self.job.devices, 0)
+        )
+        group = (
+            c.sampling.max_prompt_tokens,
+            [c.sampling.max_completion_tokens] * c.batch.group_size,
+        )
         groups = [group] * c.batch.prompts_per_step
         found = outline(self.job)
         if kind:
-            found |= {"memory_bytes": kind.usable_bytes or found["memory_bytes"], "link": kind.link, "hbm": kind.hbm,
-                      "peak_flops": (self.known or kind).peaks.get(self.model.dtype.name), "kernels": kind.kernels,
-                      "launch": kind.launch, "is_tpu": kind.is_tpu, "calibration": self.calibration}
+            found |= {
+                "memory_bytes": kind.usable_bytes or found["memory_bytes"],
+                "link": kind.link,
+                "hbm": kind.hbm,
+                "peak_flops": (self.known or kind).peaks.get(self.model.dtype.name),
+                "kernels": kind.kernels,
+                "launch": kind.launch,
+                "is_tpu": kind.is_tpu,
+                "calibration": self.calibration,
+            }
         if self.roles.disaggregated:
             found["published_bytes"] = bytes_per_device([own for _, own in self._copied()])
-        return Figures(c, found | {
-            "devices": self.topology.describe() if self.topology else f"the {count(len(hosts), 'device')} here",
-            "machines": self.topology.machines if self.topology else 1,
-            "programs": {name: {"runs": one.runs, "role": one.role.name} for name, one in self.programs().items()},
-            "tokens": {"sampled": c.batch.prompts_per_step * sum(group[1]),
-                       "prompts": c.batch.prompts_per_step * group[0]},
-            "model_flops": model_flops(a, groups, groups, c.algorithm.num_epochs,
-                                       num_scorings(c.algorithm, bool(c.teacher.path))),
-            "hosts": len(set(hosts.values())), "refusal": refusal(c.mesh, self.roles, hosts),
-        }, {})
+        return Figures(
+            c,
+            found
+            | {
+                "devices": self.topology.describe()
+                if self.topology
+                else f"the {count(len(hosts), 'device')} here",
+                "machines": self.topology.machines if self.topology else 1,
+                "programs": {
+                    name: {"runs": one.runs, "role": one.role.name}
+                    for name, one in self.programs().items()
+                },
+                "tokens": {
+                    "sampled": c.batch.prompts_per_step * sum(group[1]),
+                    "prompts": c.batch.prompts_per_step * group[0],
+                },
+                "model_flops": model_flops(
+                    a,
+                    groups,
+                    groups,
+                    c.algorithm.num_epochs,
+                    num_scorings(c.algorithm, bool(c.teacher.path)),
+                ),
+                "hosts": len(set(hosts.values())),
+                "refusal": refusal(c.mesh, self.roles, hosts),
+            },
+            {},
+        )
 
 
 _NO_TOKENIZER: Any = SimpleNamespace(eos_ids=(0,), decode=None)
 """In place of a tokenizer: which tokens end a completion changes no cost."""
-

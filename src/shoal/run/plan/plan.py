@@ -1,7 +1,7 @@
 """Makes the plan of a job: describes it, compiles its programs side by side, and joins their figures.
 
-    config, topology -> PlannedJob.describe (a process) -> prints what is held, and what is impossible
-                     -> each program compiled, a deep model's decoding with 2 and 4 layers -> Figures
+config, topology -> PlannedJob.describe (a process) -> prints what is held, and what is impossible
+                 -> each program compiled, a deep model's decoding with 2 and 4 layers -> Figures
 """
 
 from __future__ import annotations
@@ -44,13 +44,28 @@ COMPILER_BYTES = 3 << 29
 LARGE_BYTES = 3 << 30
 """Memory of a process that compiles, and what it needs besides for a model of 70e9 parameters (measured)."""
 
-_LONGEST_FIRST = ("accumulate", "decode", "teacher", "reference", "score", "prefill", "join", "enter", "embed", "apply",
-                  "publish")
+_LONGEST_FIRST = (
+    "accumulate",
+    "decode",
+    "teacher",
+    "reference",
+    "score",
+    "prefill",
+    "join",
+    "enter",
+    "embed",
+    "apply",
+    "publish",
+)
 """Programs in the order in which they are compiled."""
 
 
-def make_plan(config: PlanConfig, say: Callable[[str], None], show: Callable[[Figures], None] = lambda _: None,
-              compiles: bool = True) -> Figures:
+def make_plan(
+    config: PlanConfig,
+    say: Callable[[str], None],
+    show: Callable[[Figures], None] = lambda _: None,
+    compiles: bool = True,
+) -> Figures:
     """The figures of a job, with advice; those estimated where nothing `compiles`. `show` is given the job before
     anything is compiled, and at an interrupt what was compiled by then."""
     each = COMPILER_BYTES + LARGE_BYTES * parameter_count(planned_architecture(config.model)) / 70e9
@@ -70,19 +85,29 @@ def make_plan(config: PlanConfig, say: Callable[[str], None], show: Callable[[Fi
                     kept = {name: figures.job["programs"][name] for name in programs}
                     show(replace(figures, job={**figures.job, "programs": kept}, programs=programs))
                 raise
-            figures = replace(figures, programs={name: programs[name] for name in figures.job["programs"]})
+            figures = replace(
+                figures, programs={name: programs[name] for name in figures.job["programs"]}
+            )
         (found,) = answers([(advice, figures, config.topology, compiles)])
         return replace(figures, advice=found)
 
 
-def _compile(config: PlanConfig, job: Mapping[str, Any], answers: Answers, say: Callable[[str], None],
-             programs: dict[str, Mapping[str, Any]]) -> None:
+def _compile(
+    config: PlanConfig,
+    job: Mapping[str, Any],
+    answers: Answers,
+    say: Callable[[str], None],
+    programs: dict[str, Mapping[str, Any]],
+) -> None:
     """Puts what each program costs into `programs`, as it is compiled."""
     layers, calls = job["model"]["layers"], {}
     for name in sorted(job["programs"], key=_LONGEST_FIRST.index):
         # Publication goes by arrays, and which is the largest depends on the layers.
-        shallow = layers > DEEP and name != "publish" and (config.layers == "shallow" or
-                                                           (config.layers == "auto" and name == "decode"))
+        shallow = (
+            layers > DEEP
+            and name != "publish"
+            and (config.layers == "shallow" or (config.layers == "auto" and name == "decode"))
+        )
         for number in reversed(SHALLOW) if shallow else (0,):
             calls[name, number] = (cost, config, config.topology, name, number)
     found: dict[tuple[str, int], dict[str, Any]] = {}
@@ -98,13 +123,17 @@ def _compile(config: PlanConfig, job: Mapping[str, Any], answers: Answers, say: 
         elif all((name, each) in found for each in SHALLOW):
             programs[name] = extrapolate(found[name, SHALLOW[0]], found[name, SHALLOW[1]], layers)
         left = ", ".join(title(*one) for one in calls if one not in found)
-        say(f"{len(found)} of {len(calls)} compiled: {title(name, number)}, "
-            f"{seconds_text(answer['compiled_seconds'])}{f'; left: {left}' * bool(left)}")
+        say(
+            f"{len(found)} of {len(calls)} compiled: {title(name, number)}, "
+            f"{seconds_text(answer['compiled_seconds'])}{f'; left: {left}' * bool(left)}"
+        )
 
     answers(list(calls.values()), done)
 
 
-def extrapolate(shallow: Mapping[str, Any], deeper: Mapping[str, Any], layers: int) -> dict[str, Any]:
+def extrapolate(
+    shallow: Mapping[str, Any], deeper: Mapping[str, Any], layers: int
+) -> dict[str, Any]:
     """The figures of a program with `layers` layers, from those with two smaller numbers of them: each further layer
     costs what those between the two did."""
     first, second = shallow["layers"], deeper["layers"]
@@ -112,22 +141,47 @@ def extrapolate(shallow: Mapping[str, Any], deeper: Mapping[str, Any], layers: i
     def line(a: float, b: float) -> float:
         return max(0.0, a + (b - a) / (second - first) * (layers - first))
 
-    numbers = {name: line(shallow[name], deeper[name]) for name in
-               ("flops", "floor_seconds", "extra_bytes", "compute_seconds", "transfer_seconds", "launches",
-                "kernel_flops", "code_bytes")}
-    sources = {source: line(shallow["sources"].get(source, 0.0), value) for source, value in deeper["sources"].items()}
+    numbers = {
+        name: line(shallow[name], deeper[name])
+        for name in (
+            "flops",
+            "floor_seconds",
+            "extra_bytes",
+            "compute_seconds",
+            "transfer_seconds",
+            "launches",
+            "kernel_flops",
+            "code_bytes",
+        )
+    }
+    sources = {
+        source: line(shallow["sources"].get(source, 0.0), value)
+        for source, value in deeper["sources"].items()
+    }
     sources = dict(sorted(sources.items(), key=lambda item: -item[1]))
     rows = {(row["kind"], row["axis"], row["source"]): row for row in shallow["collectives"]}
     collectives = []
     for row in deeper["collectives"]:
         before = rows.get((row["kind"], row["axis"], row["source"]), {})
-        collectives.append(row | {name: line(before.get(name, 0.0), row[name]) for name in
-                                  ("times", "bytes", "seconds")})
+        collectives.append(
+            row
+            | {
+                name: line(before.get(name, 0.0), row[name])
+                for name in ("times", "bytes", "seconds")
+            }
+        )
     whole = {name: round(numbers[name]) for name in ("extra_bytes", "code_bytes")}
-    return {**deeper, **numbers, **whole, "sources": sources,
-            "error": shallow["error"] or deeper["error"], "layers": layers, "extrapolated": [first, second],
-            "collectives": sorted(collectives, key=lambda row: -row["bytes"]),
-            "compiled_seconds": shallow["compiled_seconds"] + deeper["compiled_seconds"]}
+    return {
+        **deeper,
+        **numbers,
+        **whole,
+        "sources": sources,
+        "error": shallow["error"] or deeper["error"],
+        "layers": layers,
+        "extrapolated": [first, second],
+        "collectives": sorted(collectives, key=lambda row: -row["bytes"]),
+        "compiled_seconds": shallow["compiled_seconds"] + deeper["compiled_seconds"],
+    }
 
 
 # ---- in processes of their own
@@ -169,7 +223,9 @@ def compilers(count: int, topology: str) -> Iterator[Answers]:
     try:
         yield lambda calls, done=None: _answers(pool, calls, done)
     finally:
-        for process in list((pool._processes or {}).values()):  # a compiler does not hear that it is to stop
+        for process in list(
+            (pool._processes or {}).values()
+        ):  # a compiler does not hear that it is to stop
             process.kill()
         pool.shutdown(cancel_futures=True)
         os.environ.clear()
@@ -193,8 +249,10 @@ def _answers(pool: ProcessPoolExecutor, calls: Sequence[Call], done: Done | None
             if done:
                 done(futures[future], answer)
     except (BrokenProcessPool, MemoryError) as error:
-        raise ShoalError("a compiler ended without an answer, as a process does that the machine's memory cannot hold: "
-                         "compile fewer layers (layers=shallow), or plan on a larger machine") from error
+        raise ShoalError(
+            "a compiler ended without an answer, as a process does that the machine's memory cannot hold: "
+            "compile fewer layers (layers=shallow), or plan on a larger machine"
+        ) from error
     return [future.result() for future in futures]
 
 

@@ -21,28 +21,48 @@ if TYPE_CHECKING:
     from shoal.run.plan.hlo import Collective
 
 
-def transfer_rows(collectives: Sequence[Collective], topology: Topology | None, kind: Accelerator | None,
-                  mesh: Any) -> list[dict[str, Any]]:
+def transfer_rows(
+    collectives: Sequence[Collective],
+    topology: Topology | None,
+    kind: Accelerator | None,
+    mesh: Any,
+) -> list[dict[str, Any]]:
     """Collectives by kind, mesh axes and source, with bytes of the whole arrays, and seconds by the links."""
-    rows: dict[tuple[str, str, str], dict[str, Any]] = defaultdict(lambda: {"times": 0.0, "bytes": 0.0, "seconds": 0.0})
+    rows: dict[tuple[str, str, str], dict[str, Any]] = defaultdict(
+        lambda: {"times": 0.0, "bytes": 0.0, "seconds": 0.0}
+    )
     places: dict[tuple[str, bool], tuple[str, float, float, int]] = {}
     for one in collectives:
         # Of an array that all of a group get or sum up, a machine's devices take a part each from other machines.
         place = one.groups, one.kind in ("all-gather", "all-reduce", "reduce-scatter")
         if place not in places:
             groups = device_groups(one.groups) or [[]]
-            groups = groups if all(number < mesh.size for group in groups for number in group) else [[]]
+            groups = (
+                groups if all(number < mesh.size for group in groups for number in group) else [[]]
+            )
             # Of pairs the farthest are waited for.
             some = groups if one.kind == "collective-permute" else groups[:1]
-            rates, latencies = zip(*(link_of(topology, kind, mesh, group, place[1]) for group in some), strict=True)
-            places[place] = axes_of(mesh, groups[0]), min(rates), max(latencies), group_size(one.groups)
+            rates, latencies = zip(
+                *(link_of(topology, kind, mesh, group, place[1]) for group in some), strict=True
+            )
+            places[place] = (
+                axes_of(mesh, groups[0]),
+                min(rates),
+                max(latencies),
+                group_size(one.groups),
+            )
         axes, rate, latency, size = places[place]
         row = rows[one.kind, axes, one.source]
         row["times"] += one.times
         row["bytes"] += one.total
         row["seconds"] += _moved(one.kind, one.total, size) / rate
-        row["seconds"] += one.times * latency * (2 if one.kind == "all-reduce" else 1)  # which scatters, then gathers
-    found = [{"kind": kind, "axis": axes, "source": source, **row} for (kind, axes, source), row in rows.items()]
+        row["seconds"] += (
+            one.times * latency * (2 if one.kind == "all-reduce" else 1)
+        )  # which scatters, then gathers
+    found = [
+        {"kind": kind, "axis": axes, "source": source, **row}
+        for (kind, axes, source), row in rows.items()
+    ]
     return sorted(found, key=lambda row: -row["bytes"])
 
 
@@ -57,10 +77,12 @@ def _moved(kind: str, size: float, devices: int) -> float:
 
 def groups_text(attributes: str) -> str:
     """Which devices exchange, as the attributes of an operation say it."""
-    for pattern in (r"replica_groups=(mesh\[[^\]]*\](?:, device_ids=\([^)]*(?:\([^)]*\)[^)]*)?\))?\s*\{[^}]*\})",
-                    r"replica_groups=(\{\{[\d,{}]*\}\})",
-                    r"replica_groups=(\[[\d,]*\]<=\[[\d,]*\](?:T\([\d,]*\))?)",
-                    r"source_target_pairs=(\{[\d,{}]*\})"):
+    for pattern in (
+        r"replica_groups=(mesh\[[^\]]*\](?:, device_ids=\([^)]*(?:\([^)]*\)[^)]*)?\))?\s*\{[^}]*\})",
+        r"replica_groups=(\{\{[\d,{}]*\}\})",
+        r"replica_groups=(\[[\d,]*\]<=\[[\d,]*\](?:T\([\d,]*\))?)",
+        r"source_target_pairs=(\{[\d,{}]*\})",
+    ):
         if found := re.search(pattern, attributes):
             return found[1]
     return ""
@@ -73,7 +95,10 @@ def device_groups(text: str) -> list[list[int]]:
     ([[0, 2], [1, 3]], [[0, 1], [2, 3]])
     """
     if text.startswith("{{"):
-        return [[int(n) for n in group.split(",") if n] for group in re.findall(r"\{([\d,]*)\}", text[1:-1])]
+        return [
+            [int(n) for n in group.split(",") if n]
+            for group in re.findall(r"\{([\d,]*)\}", text[1:-1])
+        ]
     if found := re.fullmatch(r"\[([\d,]*)\]<=(\[[\d,]*\](?:T\([\d,]*\))?)", text):
         return _order(found[2]).reshape([int(n) for n in found[1].split(",")]).tolist()
     return _mesh_groups(text)
@@ -82,7 +107,9 @@ def device_groups(text: str) -> list[list[int]]:
 def _order(text: str) -> np.ndarray:
     """The numbers of devices in the order of `[2,4]T(1,0)`: counted in a grid that is then transposed."""
     dims, _, order = text.partition("T")
-    grid = np.arange(math.prod(map(int, re.findall(r"\d+", dims)))).reshape([*map(int, re.findall(r"\d+", dims))])
+    grid = np.arange(math.prod(map(int, re.findall(r"\d+", dims)))).reshape(
+        [*map(int, re.findall(r"\d+", dims))]
+    )
     return (grid.transpose([*map(int, re.findall(r"\d+", order))]) if order else grid).reshape(-1)
 
 
@@ -93,8 +120,11 @@ def _mesh_groups(text: str) -> list[list[int]]:
     if found is None:
         return []
     axes = [(name, int(size)) for name, size in re.findall(r"'([^']*)'=(\d+)", found[1])]
-    taken = {name: (int(before or 1), int(size) if size else dict(axes)[name])
-             for name, before, size in re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", found[3]) if name in dict(axes)}
+    taken = {
+        name: (int(before or 1), int(size) if size else dict(axes)[name])
+        for name, before, size in re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", found[3])
+        if name in dict(axes)
+    }
     shape, inside = [], []
     for name, size in axes:
         before, part = taken.get(name, (size, 1))
@@ -103,7 +133,11 @@ def _mesh_groups(text: str) -> list[list[int]]:
     order = [n for n in range(len(shape)) if n not in inside] + inside
     numbers = np.arange(math.prod(shape))
     if found[2]:
-        numbers = _order(found[2]) if found[2].startswith("[") else np.array([*map(int, found[2].split(","))])
+        numbers = (
+            _order(found[2])
+            if found[2].startswith("[")
+            else np.array([*map(int, found[2].split(","))])
+        )
     grid = numbers.reshape(shape).transpose(order)
     return grid.reshape(-1, math.prod(shape[n] for n in inside)).tolist()
 
@@ -112,7 +146,11 @@ def group_size(text: str) -> int:
     """Devices that exchange with one another."""
     groups = device_groups(text)
     if text.startswith("{{") and groups and all(len(pair) == 2 for pair in groups):
-        return len(groups[0]) if len({n for pair in groups for n in pair}) == 2 * len(groups) else len(groups)
+        return (
+            len(groups[0])
+            if len({n for pair in groups for n in pair}) == 2 * len(groups)
+            else len(groups)
+        )
     return len(groups[0]) if groups else 1
 
 
@@ -124,11 +162,18 @@ def axes_of(mesh: Any, group: Sequence[int]) -> str:
     if not group:
         return "?"
     places = np.array([np.unravel_index(number, mesh.devices.shape) for number in group])
-    return "+".join(axis for number, axis in enumerate(mesh.axis_names) if len(set(places[:, number])) > 1)
+    return "+".join(
+        axis for number, axis in enumerate(mesh.axis_names) if len(set(places[:, number])) > 1
+    )
 
 
-def link_of(topology: Topology | None, kind: Accelerator | None, mesh: Any, group: Sequence[int],
-            in_parts: bool = True) -> tuple[float, float]:
+def link_of(
+    topology: Topology | None,
+    kind: Accelerator | None,
+    mesh: Any,
+    group: Sequence[int],
+    in_parts: bool = True,
+) -> tuple[float, float]:
     """(bytes a second that each device of a group can receive from the others, seconds before the bytes). `in_parts`:
     what comes from other machines or slices comes once, a part to each of the group's devices there."""
     if kind is None or len(group) < 2:
@@ -144,7 +189,9 @@ def link_of(topology: Topology | None, kind: Accelerator | None, mesh: Any, grou
     return within, latency
 
 
-def _within(topology: Topology | None, kind: Accelerator, sizes: Mapping[int, int], count: int) -> tuple[float, float]:
+def _within(
+    topology: Topology | None, kind: Accelerator, sizes: Mapping[int, int], count: int
+) -> tuple[float, float]:
     """`link_of` for `count` devices of one machine or slice, so many along each dimension."""
     if not kind.is_tpu:
         return kind.link or kind.hbm / 2, MACHINE_SECONDS  # or devices in one memory
@@ -154,8 +201,12 @@ def _within(topology: Topology | None, kind: Accelerator, sizes: Mapping[int, in
         joined = _wraps(kind, shape, axis) and size == shape[axis]
         ways += (2 if joined else 1) * (size > 1)
         hops += size // 2 if joined else size - 1
-    ways = min(ways, 1) if count == 2 else ways  # two chips exchange along one way, however it turns
-    return (kind.link * ways, HOP_SECONDS * hops) if ways else (kind.hbm / 2, 0.0)  # or two devices of one chip
+    ways = (
+        min(ways, 1) if count == 2 else ways
+    )  # two chips exchange along one way, however it turns
+    return (
+        (kind.link * ways, HOP_SECONDS * hops) if ways else (kind.hbm / 2, 0.0)
+    )  # or two devices of one chip
 
 
 def _wraps(kind: Accelerator, shape: Sequence[int], axis: int) -> bool:

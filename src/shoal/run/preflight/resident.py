@@ -81,8 +81,12 @@ class ResidentPeak:
         self._reader.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         self._ended.set()
         self._reader.join()
         now = resident_bytes()

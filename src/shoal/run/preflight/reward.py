@@ -31,7 +31,8 @@ FORMS = {
     "<think> and <answer>": ("<think>\n{thought}\n</think>\n{answer}", "<answer>\n{}\n</answer>"),
     "####": ("{thought}\n{answer}", "#### {}"),
     "\\boxed": ("{thought}\n{answer}", "\\boxed{{{}}}"),
-    "bare": ("{answer}", "{}")}
+    "bare": ("{answer}", "{}"),
+}
 """Name -> a completion, and the part of it that holds the answer."""
 NUM_EXAMPLES = 3
 REPEATS = 8
@@ -51,12 +52,20 @@ class Probe:
     """
 
     form: str  # in which they were written; empty where the data has no gold answer
-    rows: Mapping[str, Mapping[str, float]]  # kind -> `total` (weighted) and each function's score; NaN: no score
+    rows: Mapping[
+        str, Mapping[str, float]
+    ]  # kind -> `total` (weighted) and each function's score; NaN: no score
     texts: Mapping[str, str]  # kind -> the text for the first example
-    failures: tuple[str, ...] = ()  # errors of functions, where `reward.on_error` lets a run continue
-    useless: tuple[str, ...] = ()  # the first error of each function that gave no right answer a score
+    failures: tuple[
+        str, ...
+    ] = ()  # errors of functions, where `reward.on_error` lets a run continue
+    useless: tuple[
+        str, ...
+    ] = ()  # the first error of each function that gave no right answer a score
     stopped: bool = False  # a function took too long, so not all answers were tried
-    lost: str = ""  # what a completion cannot hold of the form that the reward wants, and what that costs
+    lost: str = (
+        ""  # what a completion cannot hold of the form that the reward wants, and what that costs
+    )
 
     @property
     def functions(self) -> list[str]:
@@ -66,7 +75,10 @@ class Probe:
         return self.rows[kind]["total"]
 
     def records(self) -> list[dict[str, Any]]:
-        return [{"answer": kind, "text": self.texts[kind], **values} for kind, values in self.rows.items()]
+        return [
+            {"answer": kind, "text": self.texts[kind], **values}
+            for kind, values in self.rows.items()
+        ]
 
     def describe(self) -> str:
         """One line: `right 1.1, wrong 0.1, empty 0, repeated 0, many at once 0`."""
@@ -108,7 +120,9 @@ def sampled(tokenizer: Tokenizer, prompt: str, text: str) -> Sampled:
     ids = tokenizer.encode(text)
     end = next((at for at, id in enumerate(ids) if id in tokenizer.eos_ids), None)
     ids = [*ids, *tokenizer.eos_ids[:1]] if end is None else ids[: end + 1]
-    skipped = tuple(token for token, special in tokenizer.added_tokens().values() if special and token in text)
+    skipped = tuple(
+        token for token, special in tokenizer.added_tokens().values() if special and token in text
+    )
     return Sampled(tokenizer.decode(ids), ids, opened, skipped)
 
 
@@ -145,8 +159,10 @@ def write_answer(example: Example, gold: str, answer: str, form: str = next(iter
     thought = inner[1] if inner else text.partition("####")[0].strip()
     thought = "Step by step." if thought in ("", gold) else thought
     whole, part = FORMS[form]
-    return whole.format(thought=re.sub(rf"(?<!\w){re.escape(gold)}(?!\w)", lambda _: answer, thought),
-                        answer=part.format(answer))
+    return whole.format(
+        thought=re.sub(rf"(?<!\w){re.escape(gold)}(?!\w)", lambda _: answer, thought),
+        answer=part.format(answer),
+    )
 
 
 def wrong_answers(gold: str) -> list[str]:
@@ -155,7 +171,9 @@ def wrong_answers(gold: str) -> list[str]:
     if number is None:
         return ["none of these", "unknown", "something else", "no such thing", "who knows"]
     found = (f"{number + k:f}" for k in range(1, 100))
-    return [text for text in found if gold not in text][:5] or [f"{number + k:f}" for k in range(1, 6)]
+    return [text for text in found if gold not in text][:5] or [
+        f"{number + k:f}" for k in range(1, 6)
+    ]
 
 
 def answers(example: Example) -> dict[tuple[str, str], str]:
@@ -181,8 +199,9 @@ def answer_name(form: str, kind: str) -> str:
 # ---- their scores
 
 
-def probe(pool: RewardPool, examples: Sequence[Example], sample: Sample,
-          on_error: Policy | None = None) -> Probe:
+def probe(
+    pool: RewardPool, examples: Sequence[Example], sample: Sample, on_error: Policy | None = None
+) -> Probe:
     """Scores the known answers of the first examples, as completions; stops when a function exceeds its time limit.
     Raises ShoalError if a function breaks the convention, or fails with `on_error=error` (by default
     `reward.on_error`)."""
@@ -191,17 +210,29 @@ def probe(pool: RewardPool, examples: Sequence[Example], sample: Sample,
     if not (made and all(made)):  # an empty answer and some text, where there is no gold one
         examples, made = examples[:1], [{("", "empty"): "", ("", "some text"): "The answer is 42."}]
     keys = list(made[0])
-    given = [[sample(example, texts[key]) for key in keys] for example, texts in zip(examples, made, strict=True)]
-    scores = score(pool, examples, [[one.text for one in group] for group in given],
-                   [[one.ids for one in group] for group in given], on_error,
-                   trial=[answer_name(*key) for key in keys])
+    given = [
+        [sample(example, texts[key]) for key in keys]
+        for example, texts in zip(examples, made, strict=True)
+    ]
+    scores = score(
+        pool,
+        examples,
+        [[one.text for one in group] for group in given],
+        [[one.ids for one in group] for group in given],
+        on_error,
+        trial=[answer_name(*key) for key in keys],
+    )
     columns = {"total": scores.rewards, **scores.components}
-    means = {key: {name: float(np.mean(values[:, place])) for name, values in columns.items()}
-             for place, key in enumerate(keys)}
+    means = {
+        key: {name: float(np.mean(values[:, place])) for name, values in columns.items()}
+        for place, key in enumerate(keys)
+    }
 
     def worth(form: str) -> tuple[bool, float, float]:
         """Orders forms: first those in which scores differ, then by the right answer's score, and the wrong one's."""
-        totals = [float(np.nan_to_num(means[key]["total"], nan=-np.inf)) for key in keys if key[0] == form]
+        totals = [
+            float(np.nan_to_num(means[key]["total"], nan=-np.inf)) for key in keys if key[0] == form
+        ]
         return len(set(totals)) > 1, totals[0], -totals[1]
 
     best = max(dict.fromkeys(form for form, _ in keys), key=worth)
@@ -209,11 +240,19 @@ def probe(pool: RewardPool, examples: Sequence[Example], sample: Sample,
     rights = [place for place, (form, kind) in enumerate(keys) if not form or kind == "right"]
     failed = {failure.function: failure.text for failure in reversed(scores.failures)}
     stopped = any(failure.kind == "timed out" for failure in scores.failures)
-    return Probe(best, {kind: means[key] for kind, key in chosen.items()},
-                 {kind: made[0][key] for kind, key in chosen.items()},
-                 tuple(failure.text for failure in scores.failures),
-                 tuple(text for name, text in failed.items() if np.isnan(scores.components[name][:, rights]).all()),
-                 stopped, "" if stopped else lost_in_tokens(pool, examples, sample))
+    return Probe(
+        best,
+        {kind: means[key] for kind, key in chosen.items()},
+        {kind: made[0][key] for kind, key in chosen.items()},
+        tuple(failure.text for failure in scores.failures),
+        tuple(
+            text
+            for name, text in failed.items()
+            if np.isnan(scores.components[name][:, rights]).all()
+        ),
+        stopped,
+        "" if stopped else lost_in_tokens(pool, examples, sample),
+    )
 
 
 def lost_in_tokens(pool: RewardPool, examples: Sequence[Example], sample: Sample) -> str:
@@ -225,11 +264,20 @@ def lost_in_tokens(pool: RewardPool, examples: Sequence[Example], sample: Sample
     for example in examples:
         gold = gold_of(example) or _ANY_ANSWER
         whole.append([write_answer(example, gold, gold, form) for form in FORMS])
-    given = [[sample(example, text) for text in texts] for example, texts in zip(examples, whole, strict=True)]
-    if all(one.text == text for group, texts in zip(given, whole, strict=True)
-           for one, text in zip(group, texts, strict=True)):
+    given = [
+        [sample(example, text) for text in texts]
+        for example, texts in zip(examples, whole, strict=True)
+    ]
+    if all(
+        one.text == text
+        for group, texts in zip(given, whole, strict=True)
+        for one, text in zip(group, texts, strict=True)
+    ):
         return ""
-    texts = [[*written, *(one.text for one in group)] for written, group in zip(whole, given, strict=True)]
+    texts = [
+        [*written, *(one.text for one in group)]
+        for written, group in zip(whole, given, strict=True)
+    ]
     ids = [[one.ids for one in (*group, *group)] for group in given]
     names = [answer_name(form, "right") for form in FORMS] * 2
     scores = score(pool, examples, texts, ids, "skip", trial=names)
@@ -239,25 +287,38 @@ def lost_in_tokens(pool: RewardPool, examples: Sequence[Example], sample: Sample
     if not as_text[at] > as_completion.max() + 1e-9:
         return ""
     form, one = list(FORMS)[at], given[0][at]
-    loss = f"an answer written as {form} scores {as_completion[at]:.3g} in place of {as_text[at]:.3g}"
+    loss = (
+        f"an answer written as {form} scores {as_completion[at]:.3g} in place of {as_text[at]:.3g}"
+    )
     if one.opened:
-        return (f"the prompt ends with {one.opened}, so a completion begins behind it, and the reward never sees it: "
-                f"{loss}; give another model.template, whose generation prompt ends before {one.opened}, or a reward "
-                "that takes completions without it")
+        return (
+            f"the prompt ends with {one.opened}, so a completion begins behind it, and the reward never sees it: "
+            f"{loss}; give another model.template, whose generation prompt ends before {one.opened}, or a reward "
+            "that takes completions without it"
+        )
     if one.skipped:
-        return (f"{', '.join(one.skipped)} are special tokens, which decoding leaves out, so the reward never sees "
-                f"them: {loss}; give other tags, or set their `special` to false in the model's tokenizer.json and "
-                "tokenizer_config.json")
-    return (f"the tokenizer does not keep the text: {loss}; {shorten(whole[0][at])!r} is decoded as "
-            f"{shorten(one.text)!r}")
+        return (
+            f"{', '.join(one.skipped)} are special tokens, which decoding leaves out, so the reward never sees "
+            f"them: {loss}; give other tags, or set their `special` to false in the model's tokenizer.json and "
+            "tokenizer_config.json"
+        )
+    return (
+        f"the tokenizer does not keep the text: {loss}; {shorten(whole[0][at])!r} is decoded as "
+        f"{shorten(one.text)!r}"
+    )
 
 
-def score(pool: RewardPool, examples: Sequence[Example], texts: Sequence[Sequence[str]],
-          completion_ids: Sequence[Sequence[Sequence[int]]], on_error: Policy | None = None,
-          trial: Sequence[str] = ()) -> Scores:
+def score(
+    pool: RewardPool,
+    examples: Sequence[Example],
+    texts: Sequence[Sequence[str]],
+    completion_ids: Sequence[Sequence[Sequence[int]]],
+    on_error: Policy | None = None,
+    trial: Sequence[str] = (),
+) -> Scores:
     """Scores of texts[P][G], waited for; nothing else may be under way in the pool."""
     pool.submit("tried", examples, texts, completion_ids, 0, on_error, trial)
-    (_, scores), = pool.collect(wait=True)
+    ((_, scores),) = pool.collect(wait=True)
     return scores
 
 
@@ -269,18 +330,29 @@ def reward_findings(probe: Probe, has_calls: bool = False) -> list[Finding]:
 
     With `has_calls` completions have calls of tools, or turns with an environment, whose answers nobody knows before
     the run: the answers tried have none, so what they score does not show that a reward is wrong."""
-    found: list[tuple[Level, str]] = [("warning", f"{text} (reward.on_error lets the run continue)")
-                                      for text in probe.failures[:1]]
+    found: list[tuple[Level, str]] = [
+        ("warning", f"{text} (reward.on_error lets the run continue)")
+        for text in probe.failures[:1]
+    ]
     if probe.lost:
         found.append(("warning", probe.lost))
-    if silent := [name for name in probe.functions if all(np.isnan(row[name]) for row in probe.rows.values())]:
-        found.append(("wrong" if len(silent) == len(probe.functions) else "warning",
-                      f"{', '.join(silent)} gave no number for any answer tried, so nothing is learned from it: return "
-                      "a number, or set reward.functions to others"))
+    if silent := [
+        name for name in probe.functions if all(np.isnan(row[name]) for row in probe.rows.values())
+    ]:
+        found.append(
+            (
+                "wrong" if len(silent) == len(probe.functions) else "warning",
+                f"{', '.join(silent)} gave no number for any answer tried, so nothing is learned from it: return "
+                "a number, or set reward.functions to others",
+            )
+        )
     found += _faults_of_totals(probe)
     if has_calls:
         without = "; tried without calls of tools and their answers, which a reward may need"
-        found = [("warning", f"{text}{without}") if level == "wrong" else (level, text) for level, text in found]
+        found = [
+            ("warning", f"{text}{without}") if level == "wrong" else (level, text)
+            for level, text in found
+        ]
     if not found:
         return [Finding("reward", "ok", probe.describe())]
     return [Finding("reward", level, text, _KEY) for level, text in found]
@@ -291,38 +363,67 @@ def _faults_of_totals(probe: Probe) -> Iterable[tuple[Level, str]]:
     scored = {kind: round(total, 9) for kind, total in totals.items() if not np.isnan(total)}
     if len(set(scored.values())) == 1 and (probe.form or len(scored) == len(totals)):
         kinds = "all" if len(scored) == len(totals) else f"only {', '.join(scored)}"
-        yield ("wrong" if probe.form else "warning",
-               f"of the answers tried {kinds} score {score_text(next(iter(scored.values())))}: if the model's do too, "
-               "nothing is learned; set reward.functions to one that tells answers apart")
+        yield (
+            "wrong" if probe.form else "warning",
+            f"of the answers tried {kinds} score {score_text(next(iter(scored.values())))}: if the model's do too, "
+            "nothing is learned; set reward.functions to one that tells answers apart",
+        )
     if len(set(scored.values())) < 2:
         return
     right, wrong = totals.get("right", np.nan), totals.get("wrong", np.nan)
     if totals["empty"] > 0:
-        yield "warning", (f"an empty answer scores {totals['empty']:.3g}: the model may learn to say nothing; give it "
-                          "0 or less")
+        yield (
+            "warning",
+            (
+                f"an empty answer scores {totals['empty']:.3g}: the model may learn to say nothing; give it "
+                "0 or less"
+            ),
+        )
     if not probe.form:
         return
     if not right > wrong:
-        yield "warning", (f"the right answer scores {score_text(right)}, a wrong one {score_text(wrong)} (written as "
-                          f"{probe.form}): make sure that the reward wants what the data calls right")
+        yield (
+            "warning",
+            (
+                f"the right answer scores {score_text(right)}, a wrong one {score_text(wrong)} (written as "
+                f"{probe.form}): make sure that the reward wants what the data calls right"
+            ),
+        )
         return
     if totals["repeated"] > right:
-        yield "warning", (f"the right answer written {REPEATS} times scores {totals['repeated']:.3g}, more than once "
-                          f"({right:.3g}): the model will repeat itself; count one answer only")
+        yield (
+            "warning",
+            (
+                f"the right answer written {REPEATS} times scores {totals['repeated']:.3g}, more than once "
+                f"({right:.3g}): the model will repeat itself; count one answer only"
+            ),
+        )
     if totals["many at once"] >= right:  # the same is enough: who gives them all is never wrong
-        yield "warning", (f"many answers at once, right and wrong, score {totals['many at once']:.3g}, no less than "
-                          f"the right answer alone ({right:.3g}): the model will guess; count one answer only")
+        yield (
+            "warning",
+            (
+                f"many answers at once, right and wrong, score {totals['many at once']:.3g}, no less than "
+                f"the right answer alone ({right:.3g}): the model will guess; count one answer only"
+            ),
+        )
 
 
-def check_first_prompt(config: Config, tokenizer: Tokenizer, first: TokenizedExample, pool: RewardPool,
-                       has_calls: bool = False) -> list[Finding]:
+def check_first_prompt(
+    config: Config,
+    tokenizer: Tokenizer,
+    first: TokenizedExample,
+    pool: RewardPool,
+    has_calls: bool = False,
+) -> list[Finding]:
     """The short check before each run: the reward of known answers to the first prompt, as `ok`, and warnings.
 
     A reward that fails for some answers is a warning. ShoalError for one that cannot work: it breaks the convention, or
     `reward.on_error` is `error` and it fails for all right ones. Nothing else may be under way in the pool."""
     if not config.algorithm.uses_rewards:
         return []
-    tried = probe(pool, [first.example], sampled_by(tokenizer, lambda _: first.prompt_ids), on_error="skip")
+    tried = probe(
+        pool, [first.example], sampled_by(tokenizer, lambda _: first.prompt_ids), on_error="skip"
+    )
     if tried.useless and config.reward.on_error == "error":
         raise ShoalError(f"{tried.useless[0]}; it gave no right answer a score: fix it")
     rest = "; no more answers were tried" if tried.stopped else ""

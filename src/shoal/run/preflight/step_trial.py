@@ -53,7 +53,9 @@ class TimedProgram:
         self.compile_bytes, self.code_bytes = 0, 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        key = tuple((leaf.shape, str(np.dtype(leaf.dtype))) for leaf in jax.tree.leaves((args, kwargs)))
+        key = tuple(
+            (leaf.shape, str(np.dtype(leaf.dtype))) for leaf in jax.tree.leaves((args, kwargs))
+        )
         if key not in self.compiled:
             started = time.perf_counter()
             with ResidentPeak() as peak:
@@ -67,9 +69,18 @@ class TimedProgram:
     def extra_bytes(self) -> int:
         """The most memory that a call needs on a device besides its arguments: temporaries, and results that overwrite
         none. 0 if the compiler does not report it."""
-        found = [analysis for program in self.compiled.values() if (analysis := program.memory_analysis())]
-        return max((one.temp_size_in_bytes + max(0, one.output_size_in_bytes - one.alias_size_in_bytes)
-                    for one in found), default=0)
+        found = [
+            analysis
+            for program in self.compiled.values()
+            if (analysis := program.memory_analysis())
+        ]
+        return max(
+            (
+                one.temp_size_in_bytes + max(0, one.output_size_in_bytes - one.alias_size_in_bytes)
+                for one in found
+            ),
+            default=0,
+        )
 
 
 @dataclass
@@ -85,7 +96,9 @@ class StepTrial:
     num_batches: int = 0  # micro-batches of one pass over all groups
     accumulate_seconds: float = 0.0  # of one micro-batch
     apply_seconds: float = 0.0
-    differences: np.ndarray = field(default_factory=lambda: np.zeros(0))  # |trainer's - sampler's log-prob|, by token
+    differences: np.ndarray = field(
+        default_factory=lambda: np.zeros(0)
+    )  # |trainer's - sampler's log-prob|, by token
     entropy: float = 0.0
     skipped: bool = False  # the update had no finite gradient, and no smaller loss scale would help
     process_bytes: int = 0  # of this process in RAM without its arrays, when all programs had run
@@ -98,7 +111,11 @@ class StepTrial:
     @property
     def truncated(self) -> float:
         """Share of completions that reached their limit."""
-        return float(np.mean([c.stop_reason == StopReason.LENGTH for g in self.groups for c in g.completions]))
+        return float(
+            np.mean(
+                [c.stop_reason == StopReason.LENGTH for g in self.groups for c in g.completions]
+            )
+        )
 
     @property
     def compile_seconds(self) -> float:
@@ -107,7 +124,11 @@ class StepTrial:
     @property
     def nonzero_std(self) -> float:
         """Share of groups whose rewards differ."""
-        return float(np.mean([nonzero_std(group.rewards[None], group.valid[None])[0] for group in self.groups]))
+        return float(
+            np.mean(
+                [nonzero_std(group.rewards[None], group.valid[None])[0] for group in self.groups]
+            )
+        )
 
     @property
     def mean_reward(self) -> float:
@@ -121,29 +142,46 @@ class StepTrial:
         return max(0.0, 1 - real / (self.num_batches * self.shape.tokens))
 
 
-def try_step(config: Config, task: Task, tokenizer: Tokenizer, pool: RewardPool, engine: Engine, learner: Learner,
-             parameters: Params, prompts: Sequence[TokenizedExample]) -> StepTrial:
+def try_step(
+    config: Config,
+    task: Task,
+    tokenizer: Tokenizer,
+    pool: RewardPool,
+    engine: Engine,
+    learner: Learner,
+    parameters: Params,
+    prompts: Sequence[TokenizedExample],
+) -> StepTrial:
     """Samples the groups of the run's first step, as many as the engine holds at once, and makes part of an update on
     them. The weights that it gives are discarded."""
     for owner in (engine, learner):
         owner.programs = {name: TimedProgram(function) for name, function in owner.programs.items()}
     programs: dict[str, TimedProgram] = {**engine.programs, **learner.programs}  # type: ignore[dict-item]
     size, params = config.batch.group_size, config.sampling.params
-    requests = [GroupRequest(Purpose.TRAIN, 0, 0, prompt.example, prompt.prompt_ids, size, params)
-                for prompt in prompts[: engine.num_groups]]
+    requests = [
+        GroupRequest(Purpose.TRAIN, 0, 0, prompt.example, prompt.prompt_ids, size, params)
+        for prompt in prompts[: engine.num_groups]
+    ]
     engine.load(0, publish_to(engine.model, parameters))
     engine.submit([sample_request(request, id, config.seed) for id, request in enumerate(requests)])
     sampled, sample_seconds = _sample(engine, programs)
     engine.release_memory()
     siblings = [sampled[id] for id in range(len(requests))]
-    texts = [[tokenizer.decode(completion.token_ids.tolist()) for completion in group] for group in siblings]
+    texts = [
+        [tokenizer.decode(completion.token_ids.tolist()) for completion in group]
+        for group in siblings
+    ]
     ids = [[completion.token_ids.tolist() for completion in group] for group in siblings]
     started = time.perf_counter()
     scores = score(pool, [request.example for request in requests], texts, ids)
     reward_seconds = time.perf_counter() - started
-    groups = [make_group(task, request, siblings[number], texts[number], scores, number)
-              for number, request in enumerate(requests)]
-    cancelled = sum(completion.stop_reason == StopReason.CANCELLED for group in siblings for completion in group)
+    groups = [
+        make_group(task, request, siblings[number], texts[number], scores, number)
+        for number, request in enumerate(requests)
+    ]
+    cancelled = sum(
+        completion.stop_reason == StopReason.CANCELLED for group in siblings for completion in group
+    )
     shape = micro_batch_shapes(config, learner.model.role.row_shards)[0]
     trial = StepTrial(groups, cancelled, sample_seconds, reward_seconds, programs, shape)
     _update(trial, config, learner, parameters)
@@ -152,7 +190,9 @@ def try_step(config: Config, task: Task, tokenizer: Tokenizer, pool: RewardPool,
     return trial
 
 
-def _sample(engine: Engine, programs: dict[str, TimedProgram]) -> tuple[dict[int, list[Completion]], float]:
+def _sample(
+    engine: Engine, programs: dict[str, TimedProgram]
+) -> tuple[dict[int, list[Completion]], float]:
     """Completions by request, and the seconds without compilation."""
 
     def clock() -> float:
@@ -171,14 +211,33 @@ def _sample(engine: Engine, programs: dict[str, TimedProgram]) -> tuple[dict[int
 def _update(trial: StepTrial, config: Config, learner: Learner, parameters: Params) -> None:
     """Part of an update on the trial's groups, those without variance included: times, and the trainer's log-probs."""
     table = StepTable.of(trial.groups, config.algorithm)
-    groups = [replace(group, valid=np.ones(group.size, bool)) for group in trial.groups]  # log-probs of each completion
+    groups = [
+        replace(group, valid=np.ones(group.size, bool)) for group in trial.groups
+    ]  # log-probs of each completion
     valid = np.ones_like(table.valid)
-    weights = token_weights(AGGREGATIONS[config.algorithm.aggregation].load(), table.lengths, valid, valid,
-                            config.algorithm.aggregation_tokens or config.sampling.max_completion_tokens)
-    sampled = {(p, g): c.logprobs for p, group in enumerate(groups) for g, c in enumerate(group.completions)}
-    batches = pack(groups, range(len(groups)), np.nan_to_num(table.advantages), weights, [trial.shape],
-                   config.sampling.temperature, old_logprobs=sampled, ref_logprobs=sampled,
-                   max_support=max_support(config))
+    weights = token_weights(
+        AGGREGATIONS[config.algorithm.aggregation].load(),
+        table.lengths,
+        valid,
+        valid,
+        config.algorithm.aggregation_tokens or config.sampling.max_completion_tokens,
+    )
+    sampled = {
+        (p, g): c.logprobs
+        for p, group in enumerate(groups)
+        for g, c in enumerate(group.completions)
+    }
+    batches = pack(
+        groups,
+        range(len(groups)),
+        np.nan_to_num(table.advantages),
+        weights,
+        [trial.shape],
+        config.sampling.temperature,
+        old_logprobs=sampled,
+        ref_logprobs=sampled,
+        max_support=max_support(config),
+    )
     trial.num_batches = len(batches)
     state, total, seconds, differences = learner.init(parameters), None, [], []
     for number in range(max(2, min(NUM_MICRO_BATCHES, len(batches)))):

@@ -12,10 +12,14 @@ from shoal.types import RewardFunction
 
 _ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 _TAGGED = r"<{0}>(?:(?!</?(?:reasoning|answer)>).)+</{0}>"
-_WELL_FORMED = re.compile(_TAGGED.format("reasoning") + r"\s*" + _TAGGED.format("answer"), re.DOTALL)
+_WELL_FORMED = re.compile(
+    _TAGGED.format("reasoning") + r"\s*" + _TAGGED.format("answer"), re.DOTALL
+)
 _SPACE = "[ \u00a0\u2009\u202f]"
-_NUMBER = re.compile(rf"([+-]?)[\s$]*((?:[0-9]+|[0-9]{{1,3}}(?:,[0-9]{{3}})+|[0-9]{{1,3}}(?:{_SPACE}[0-9]{{3}})+)?"
-                     r"(?:\.[0-9]+)?)")
+_NUMBER = re.compile(
+    rf"([+-]?)[\s$]*((?:[0-9]+|[0-9]{{1,3}}(?:,[0-9]{{3}})+|[0-9]{{1,3}}(?:{_SPACE}[0-9]{{3}})+)?"
+    r"(?:\.[0-9]+)?)"
+)
 _MARKS = "$% \t\n\r\f\v\u00a0\u2009\u202f"
 
 
@@ -53,7 +57,7 @@ def last_boxed(text: str) -> str | None:
     for at in range(begin, len(text)) if start >= 0 else ():
         depth += (text[at] == "{") - (text[at] == "}")
         if depth == 0:
-            return text[begin + 1:at].strip()
+            return text[begin + 1 : at].strip()
     return None
 
 
@@ -63,10 +67,12 @@ def solution_of(text: str) -> str:
     >>> solution_of("<think>5?</think> It is 6.\\n\\nQuestion: and 7?")
     ' It is 6.\\n\\n'
     """
-    end = max(text.rfind(tag) + len(tag) if tag in text else 0 for tag in ("</think>", "</reasoning>"))
+    end = max(
+        text.rfind(tag) + len(tag) if tag in text else 0 for tag in ("</think>", "</reasoning>")
+    )
     text = text[end:] if text[end:].strip() else text
     asked = _NEXT_QUESTION.search(text)
-    return text[:asked.start()] if asked and _has_digit(text[:asked.start()]) else text
+    return text[: asked.start()] if asked and _has_digit(text[: asked.start()]) else text
 
 
 def parse_number(text: str | None) -> Decimal | None:
@@ -94,13 +100,20 @@ def well_formed(text: str) -> bool:
     return _WELL_FORMED.fullmatch(text.strip()) is not None
 
 
-def reward_of(name: str, points: Callable[..., float], weight: float = 1.0,
-              columns: Sequence[str] = ("answer",)) -> RewardFunction:
+def reward_of(
+    name: str,
+    points: Callable[..., float],
+    weight: float = 1.0,
+    columns: Sequence[str] = ("answer",),
+) -> RewardFunction:
     """A function of a text and the values of these columns as one in TRL's convention, run in the caller's process."""
 
     def reward(completions: Sequence[Any], **given: Any) -> list[float]:
         texts = [completion_text(completion) for completion in completions]
-        return [float(points(*values)) for values in zip(texts, *map(given.__getitem__, columns), strict=True)]
+        return [
+            float(points(*values))
+            for values in zip(texts, *map(given.__getitem__, columns), strict=True)
+        ]
 
     reward.__name__ = name
     return RewardFunction(name, reward, weight, runs_in_process=True)
@@ -119,20 +132,46 @@ _MAX_CHARS = 1000
 _MAX_SAID = 20
 """So many last places with "the answer is" are read."""
 
-_GROUPED = (r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,2}(?:,[0-9]{2})+,[0-9]{3}"
-            r"|(?<![0-9.,] )(?<![0-9.,])[0-9]{1,3}(?: [0-9]{3})+(?! ?[0-9/]))(?![0-9])")
+_GROUPED = (
+    r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,2}(?:,[0-9]{2})+,[0-9]{3}"
+    r"|(?<![0-9.,] )(?<![0-9.,])[0-9]{1,3}(?: [0-9]{3})+(?! ?[0-9/]))(?![0-9])"
+)
 _DIGITS = rf"(?:{_GROUPED}|[0-9]+)(?:\.[0-9]+)?|(?<![0-9A-Za-z])\.[0-9]+"
-_SIGNED = re.compile(rf"(?P<minus>(?<![0-9A-Za-z)\]}}.])-)?(?:\$\s?(?P<second>-)?)?(?P<number>{_DIGITS})"
-                     rf"(?:(?P<mixed>\s[0-9]{{1,9}})?\s?/\s?(?P<below>[0-9]{{1,9}})(?![0-9./]))?")
+_SIGNED = re.compile(
+    rf"(?P<minus>(?<![0-9A-Za-z)\]}}.])-)?(?:\$\s?(?P<second>-)?)?(?P<number>{_DIGITS})"
+    rf"(?:(?P<mixed>\s[0-9]{{1,9}})?\s?/\s?(?P<below>[0-9]{{1,9}})(?![0-9./]))?"
+)
 _UNITS = r"(?:[\s*]*(?:[^\W\d_][\w'./^²³-]{0,20}|[%°]))"
-_BARE = re.compile(rf"[~≈\s]*(?:about\s|approximately\s)?-?\s?\$?(?:{_DIGITS})"
-                   rf"(?:\s?[0-9]{{0,9}}\s?/\s?[0-9]{{1,9}})?{_UNITS}{{0,3}}[\s.!*]*", re.IGNORECASE)
-_WRAPS = str.maketrans("", "", "$*\\()[]{}`\"")
-_FRACTION = re.compile(r"([0-9]\s?)?\\[dt]?frac\s?(?:\{\s?(-?[0-9]{1,9})\s?\}|([0-9]))"
-                       r"\s?(?:\{\s?([0-9]{1,9})\s?\}|([0-9]))")
+_BARE = re.compile(
+    rf"[~≈\s]*(?:about\s|approximately\s)?-?\s?\$?(?:{_DIGITS})"
+    rf"(?:\s?[0-9]{{0,9}}\s?/\s?[0-9]{{1,9}})?{_UNITS}{{0,3}}[\s.!*]*",
+    re.IGNORECASE,
+)
+_WRAPS = str.maketrans("", "", '$*\\()[]{}`"')
+_FRACTION = re.compile(
+    r"([0-9]\s?)?\\[dt]?frac\s?(?:\{\s?(-?[0-9]{1,9})\s?\}|([0-9]))"
+    r"\s?(?:\{\s?([0-9]{1,9})\s?\}|([0-9]))"
+)
 _WORDS = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
-_PLAIN = {"−": "-", "–": "-", "\\$": "$", "\\%": "%", "{,}": ",", "\\!": "", "\\,": "", "\\;": " ", "\\ ": " ",
-          "~": " ", "\\left": "", "\\right": "", "&nbsp;": " ", "\u00a0": " ", "\u202f": " ", "€": "$", "£": "$"}
+_PLAIN = {
+    "−": "-",
+    "–": "-",
+    "\\$": "$",
+    "\\%": "%",
+    "{,}": ",",
+    "\\!": "",
+    "\\,": "",
+    "\\;": " ",
+    "\\ ": " ",
+    "~": " ",
+    "\\left": "",
+    "\\right": "",
+    "&nbsp;": " ",
+    "\u00a0": " ",
+    "\u202f": " ",
+    "€": "$",
+    "£": "$",
+}
 
 _ANNOTATION = re.compile(r"<<[^<>\n]*(?:>>|\Z)")
 _NEXT_QUESTION = re.compile(r"^[^\S\n]*\**(?:Q|Question)\**:", re.MULTILINE)
@@ -161,11 +200,11 @@ def final_number(text: str) -> Fraction | None:
         return number_in(boxed if boxed is not None else tagged or "")
     last_digit = max(map(text.rfind, "0123456789"))
     for said in reversed(list(_SAID.finditer(text))[-_MAX_SAID:]):
-        rest = text[said.end():].partition("\n")[0]
+        rest = text[said.end() :].partition("\n")[0]
         first = _SENTENCE.split(rest[:_MAX_CHARS], maxsplit=1)[0]
         if is_bare(first) or said.end() <= last_digit < said.end() + len(rest):
             return number_in(first if is_bare(first) else rest)
-    line = text[:last_digit + 1].rpartition("\n")[2] + text[last_digit + 1:].partition("\n")[0]
+    line = text[: last_digit + 1].rpartition("\n")[2] + text[last_digit + 1 :].partition("\n")[0]
     bold = list(filter(_has_digit, _BOLD.findall(line)))
     return number_in(bold[-1] if bold else "last: " + line)
 
@@ -189,7 +228,7 @@ def number_in(text: str) -> Fraction | None:
     found = list(_SIGNED.finditer(text))
     if not found:
         return None
-    begins = not text[:found[0].start()].strip(" \t\n$*({[\\`\"'~≈:")
+    begins = not text[: found[0].start()].strip(" \t\n$*({[\\`\"'~≈:")
     return _value(found[0] if begins else found[-1])
 
 

@@ -108,7 +108,7 @@ def sentences(text: str) -> list[str]:
         found = (_CANDIDATE if following else _INNER_CANDIDATE).match(word.group())
         if found is None:
             continue
-        rest = word.group()[found.end():]
+        rest = word.group()[found.end() :]
         after = rest[:1] or (following.group() if following else "")
         if _ends(found.group(), after) or (not rest and _ends_within(after)):
             end = word.start() + found.end()
@@ -152,7 +152,7 @@ def _ends(word: str, after: str) -> bool:
 def _ends_within(word: str) -> bool:
     """True if a sentence ends before the last sign of a word, as in `(No!)`."""
     found = _INNER_CANDIDATE.match(word)
-    return found is not None and _ends(found.group(), word[found.end():][:1])
+    return found is not None and _ends(found.group(), word[found.end() :][:1])
 
 
 def _opens(after: str) -> bool:
@@ -168,12 +168,16 @@ def _first_word(text: str) -> str:
 
 # ---- words in capitals
 
-_BREAK = re.compile(r"[\"«»“”‘’„`()\[\]{}<>;@#$%&?!*]|''|--|\.{2,}|[:,](?!\d)|(?i:(?<=')(?![mtsdn])(?=\w\b))")
+_BREAK = re.compile(
+    r"[\"«»“”‘’„`()\[\]{}<>;@#$%&?!*]|''|--|\.{2,}|[:,](?!\d)|(?i:(?<=')(?![mtsdn])(?=\w\b))"
+)
 _CLOSERS = "])}>\"'»”’ "
 _CLITIC = re.compile(r"(?<=[^'])(?:'[sSmMdD]|')$")
 _LONG_CLITIC = re.compile(r"(?<=[^'])(?:'ll|'LL|'re|'RE|'ve|'VE|n't|N'T)$")
-_JOINED = re.compile(r"\b(?:(can)(not)|(d)('ye)|(gim)(me)|(gon)(na)|(got)(ta)|(lem)(me)|(more)('n)|(wan)(na))\b",
-                     re.IGNORECASE)
+_JOINED = re.compile(
+    r"\b(?:(can)(not)|(d)('ye)|(gim)(me)|(gon)(na)|(got)(ta)|(lem)(me)|(more)('n)|(wan)(na))\b",
+    re.IGNORECASE,
+)
 
 
 def count_capital_words(text: str) -> int:
@@ -194,9 +198,11 @@ def _treebank(sentence: str) -> list[str]:
     spaced = _BREAK.sub(" ", sentence)
     for piece, space in re.findall(r"(\S+)(\s|$)", spaced):
         parts = [piece]
-        for clitic in (_CLITIC, _LONG_CLITIC) if space in ("", " ") else ():  # before a line's end they stay
+        for clitic in (
+            (_CLITIC, _LONG_CLITIC) if space in ("", " ") else ()
+        ):  # before a line's end they stay
             if found := clitic.search(parts[0]):
-                parts[:1] = [parts[0][:found.start()], found.group()]
+                parts[:1] = [parts[0][: found.start()], found.group()]
         words += [word for part in parts for word in _JOINED.sub(_apart, part).split()]
     return words
 

@@ -89,13 +89,17 @@ _OF_THE_SCALE = re.compile(
 _ITEM_OF_LIST = re.compile(r"[.)][ \t]+\S")
 """Behind the number of a line below the label: `Score:`, then `1. The answer is wrong`."""
 _LABEL = re.compile(
-    r"(?<![0-9A-Za-z])score(?![0-9A-Za-z])[\s*_`\"']*(?:\([^()\n]{0,80}\)[\s*_`\"']*)?[:：]", re.IGNORECASE
+    r"(?<![0-9A-Za-z])score(?![0-9A-Za-z])[\s*_`\"']*(?:\([^()\n]{0,80}\)[\s*_`\"']*)?[:：]",
+    re.IGNORECASE,
 )
 _LABELLED_NUMBER = re.compile(_OPENING + _NUMBER + _NOT_BEHIND, re.IGNORECASE)
 _NUMBER_ALONE = re.compile(_OPENING + _NUMBER + _CLOSING + r"(?:\.[\s*_`]*)?", re.IGNORECASE)
 _FENCED = re.compile(r"```(?:json)?\s*(.*?)\s*```", re.DOTALL)
 _LAST_DIGITS = re.compile(r"[0-9]+(?:\.[0-9]*)?\Z")
-_OTHER_TEMPERATURE = re.compile(r"temperature[^.]{0,80}support|support[^.]{0,80}temperature", re.IGNORECASE)
+_OTHER_TEMPERATURE = re.compile(
+    r"temperature[^.]{0,80}support|support[^.]{0,80}temperature", re.IGNORECASE
+)
+
 
 @dataclass(frozen=True)
 class Reply:
@@ -119,10 +123,16 @@ class JudgeFunction:
     __name__ = "judge"
 
     def __init__(self, url: str, section: RewardSection) -> None:
-        self.url, self.section, self.timeout_seconds = _address(url), section.judge, section.timeout_seconds
+        self.url, self.section, self.timeout_seconds = (
+            _address(url),
+            section.judge,
+            section.timeout_seconds,
+        )
         if not self.section.model:
-            raise ShoalError(f"reward={PREFIX}{url}: reward.judge.model is missing; give the model's name there",
-                             "reward.judge.model")
+            raise ShoalError(
+                f"reward={PREFIX}{url}: reward.judge.model is missing; give the model's name there",
+                "reward.judge.model",
+            )
         template = self.section.template
         if not template:
             low, high = (f"{bound:g}" for bound in self.section.score_range)
@@ -139,12 +149,27 @@ class JudgeFunction:
         """A hash of what its scores depend on."""
         return _hash([self.url, asdict(self.section)])[:16]
 
-    async def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Any], **columns: Any) -> list[Any]:
+    async def __call__(
+        self, prompts: Sequence[Prompt], completions: Sequence[Any], **columns: Any
+    ) -> list[Any]:
         lists = {name: values for name, values in columns.items() if isinstance(values, list)}
-        rows = [{name: values[i] for name, values in lists.items()} for i in range(len(completions))]
-        texts = [fill(*self._template, {"answer": ground_truth(row), **row, "prompt": _prompt_text(prompt),
-                                        "completion": completion_text(completion)}, "the data", KEY)
-                 for row, prompt, completion in zip(rows, prompts, completions, strict=True)]
+        rows = [
+            {name: values[i] for name, values in lists.items()} for i in range(len(completions))
+        ]
+        texts = [
+            fill(
+                *self._template,
+                {
+                    "answer": ground_truth(row),
+                    **row,
+                    "prompt": _prompt_text(prompt),
+                    "completion": completion_text(completion),
+                },
+                "the data",
+                KEY,
+            )
+            for row, prompt, completion in zip(rows, prompts, completions, strict=True)
+        ]
         replies = await asyncio.gather(*map(self._reply, texts))
         if log_metric := columns.get("log_metric"):
             for reply in replies:
@@ -161,15 +186,21 @@ class JudgeFunction:
         score = read_score(reply.text, high)
         if score is None or not low <= score <= high:
             form = "`Score: N`" if self.section.response_format == "text" else '`"score": N`'
-            return (f"no {form} with a number from {low:g} to {high:g} in the reply {shorten(reply.text)!r}: have "
-                    f"{KEY} ask for it, or raise reward.judge.max_tokens")
+            return (
+                f"no {form} with a number from {low:g} to {high:g} in the reply {shorten(reply.text)!r}: have "
+                f"{KEY} ask for it, or raise reward.judge.max_tokens"
+            )
         return (score - low) / (high - low)
 
     # ---- one text
 
     async def _reply(self, text: str) -> Reply:
-        body = {"model": self.section.model, "messages": [{"role": "user", "content": text}], "temperature": 0,
-                "max_tokens": self.section.max_tokens}
+        body = {
+            "model": self.section.model,
+            "messages": [{"role": "user", "content": text}],
+            "temperature": 0,
+            "max_tokens": self.section.max_tokens,
+        }
         if self.section.response_format == "json_object":
             body["response_format"] = {"type": "json_object"}
         elif self.section.response_format == "json_schema":
@@ -203,17 +234,23 @@ class JudgeFunction:
                 requests += 1
             self._has_answered |= status > 0
             if status in REFUSED:
-                raise ShoalError(f"reward={PREFIX}{self.url}: HTTP {status}, {shorten(found)}; check the address, "
-                                 f"reward.judge.model={self.section.model} and the key in {KEY_VARIABLE}")
+                raise ShoalError(
+                    f"reward={PREFIX}{self.url}: HTTP {status}, {shorten(found)}; check the address, "
+                    f"reward.judge.model={self.section.model} and the key in {KEY_VARIABLE}"
+                )
             match found:
                 case {"usage": {"total_tokens": int(counted)}}:
                     tokens += counted
             match found:
                 case {"choices": [{"message": {"content": str(text)}, "finish_reason": "length"}]}:
                     text = _without_cut_number(text, self.section.score_range[1])
-                    return Reply(self._keep(name, text), "", requests, tokens, time.monotonic() - started)
+                    return Reply(
+                        self._keep(name, text), "", requests, tokens, time.monotonic() - started
+                    )
                 case {"choices": [{"message": {"content": str(text)}}]}:
-                    return Reply(self._keep(name, text), "", requests, tokens, time.monotonic() - started)
+                    return Reply(
+                        self._keep(name, text), "", requests, tokens, time.monotonic() - started
+                    )
                 case dict():
                     found = f"expected one choice with a text, got {_shown(found)}"
             fault = f"{self.url}: {f'HTTP {status}, ' if status not in (0, 200) else ''}{shorten(found)}"
@@ -221,9 +258,15 @@ class JudgeFunction:
                 if "response_format" in body and "response_format" in found:
                     fault += "; set reward.judge.response_format=text"
                 break
-        if not self._has_answered and "ConnectError" in fault:  # it never was there: no other completion is asked
-            raise ShoalError(f"reward={PREFIX}{fault} (requests: {requests}); is the address right, and its server up?")
-        return Reply("", f"{fault} (requests: {requests})", requests, tokens, time.monotonic() - started)
+        if (
+            not self._has_answered and "ConnectError" in fault
+        ):  # it never was there: no other completion is asked
+            raise ShoalError(
+                f"reward={PREFIX}{fault} (requests: {requests}); is the address right, and its server up?"
+            )
+        return Reply(
+            "", f"{fault} (requests: {requests})", requests, tokens, time.monotonic() - started
+        )
 
     def _note_refusal(self, reason: str) -> None:
         """Notes which fields of a request the address refuses, for all further ones."""
@@ -250,10 +293,18 @@ class JudgeFunction:
         key = os.environ.get(KEY_VARIABLE, "")
         try:
             # A connection a request: kept ones would outlive the loop, and a reply takes longer than to connect.
-            async with self._slots, asyncio.timeout(self.timeout_seconds / 2), httpx.AsyncClient(timeout=None) as http:
-                got = await http.post(self.url, json=body, headers={"Authorization": f"Bearer {key}"} if key else {})
+            async with (
+                self._slots,
+                asyncio.timeout(self.timeout_seconds / 2),
+                httpx.AsyncClient(timeout=None) as http,
+            ):
+                got = await http.post(
+                    self.url, json=body, headers={"Authorization": f"Bearer {key}"} if key else {}
+                )
             found = got.json() if got.status_code == 200 else got.text
-            return got.status_code, found if isinstance(found, dict) else str(found).replace(key or "\0", "***")
+            return got.status_code, found if isinstance(found, dict) else str(found).replace(
+                key or "\0", "***"
+            )
         except TimeoutError:
             return 0, f"no answer in {self.timeout_seconds / 2:g} s, half of reward.timeout_seconds"
         except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
@@ -274,8 +325,10 @@ class JudgeFunction:
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError) as error:
-            raise ShoalError(f"reward.judge.cache: {file} cannot be read ({error}): remove it", "reward.judge.cache") \
-                from error
+            raise ShoalError(
+                f"reward.judge.cache: {file} cannot be read ({error}): remove it",
+                "reward.judge.cache",
+            ) from error
 
     def _keep(self, name: str, text: str) -> str:
         """The first reply that a process stored for a text: theirs, where it was sooner."""
@@ -361,25 +414,34 @@ def _without_cut_number(text: str, highest: float) -> str:
     if digits is None:
         return text
     may_go_on = digits[0].endswith(".") or 0 < float(digits[0]) * 10 <= highest
-    return text[:digits.start()] if may_go_on else text
+    return text[: digits.start()] if may_go_on else text
 
 
 def _hash(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode("utf-8", "backslashreplace")).hexdigest()
+    return hashlib.sha256(
+        json.dumps(value, sort_keys=True).encode("utf-8", "backslashreplace")
+    ).hexdigest()
 
 
 def _address(url: str) -> str:
     """The address of chat completions: of a server, of its `/v1`, or in full."""
     try:
         parts = urlsplit(url)
-        is_right = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+        is_right = (
+            parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+        )
     except ValueError:
         is_right, parts = False, urlsplit("")
     if not is_right or parts.username is not None or parts.query:
-        raise ShoalError(f"reward={PREFIX}{url.rpartition('@')[2]}: expected http://HOST:PORT/v1 or https://HOST/v1; a "
-                         f"key is read from {KEY_VARIABLE}", "reward.functions")
+        raise ShoalError(
+            f"reward={PREFIX}{url.rpartition('@')[2]}: expected http://HOST:PORT/v1 or https://HOST/v1; a "
+            f"key is read from {KEY_VARIABLE}",
+            "reward.functions",
+        )
     path = parts.path.rstrip("/") or "/v1"
-    return f"{parts.scheme}://{parts.netloc}{path.removesuffix('/chat/completions')}/chat/completions"
+    return (
+        f"{parts.scheme}://{parts.netloc}{path.removesuffix('/chat/completions')}/chat/completions"
+    )
 
 
 def _prompt_text(prompt: Prompt) -> str:
@@ -387,4 +449,6 @@ def _prompt_text(prompt: Prompt) -> str:
     if isinstance(prompt, str):
         return prompt
     heads = [f"{message.get('role')}: " * (len(prompt) > 1) for message in prompt]
-    return "\n\n".join(f"{head}{one.get('content') or ''}" for head, one in zip(heads, prompt, strict=True))
+    return "\n\n".join(
+        f"{head}{one.get('content') or ''}" for head, one in zip(heads, prompt, strict=True)
+    )

@@ -32,14 +32,18 @@ MAX_DEPTH = 25
 """So is one with more brackets inside one another."""
 
 _NUMBER = re.compile(r"([+-]?)([0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)?(?:\.([0-9]+))?")
-_RATIO = re.compile(r"([+-]?)(?:\\frac\{([+-]?[0-9]{1,30})\}\{([0-9]{1,30})\}|([0-9]{1,30})/([0-9]{1,30}))")
+_RATIO = re.compile(
+    r"([+-]?)(?:\\frac\{([+-]?[0-9]{1,30})\}\{([0-9]{1,30})\}|([0-9]{1,30})/([0-9]{1,30}))"
+)
 _WRAPPED = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mbox)\{([^{}]*)\}")
 _LARGE_FRACTION = re.compile(r"\\[dt]frac(?![A-Za-z])")
 _SHORT_FRACTION = re.compile(r"\\frac([0-9])([0-9])(?![0-9])")
 _OPTION = re.compile(r"\(([A-Za-z])\)")
 _PI = re.compile(r"(?<![\\A-Za-z])pi(?![A-Za-z])")
-_ROOT = re.compile(r"(?:√|(?<![\\A-Za-z])sqrt)\s*(?:\(([^()√]+)\)|\{([^{}√]+)\}"
-                   r"|([0-9]+(?:\.[0-9]+)?|[A-Za-z](?![A-Za-z])|\\pi(?![A-Za-z])))")
+_ROOT = re.compile(
+    r"(?:√|(?<![\\A-Za-z])sqrt)\s*(?:\(([^()√]+)\)|\{([^{}√]+)\}"
+    r"|([0-9]+(?:\.[0-9]+)?|[A-Za-z](?![A-Za-z])|\\pi(?![A-Za-z])))"
+)
 _ROOT_ALONE = re.compile(r"√|(?<![\\A-Za-z])sqrt")
 _EXP = re.compile(r"(?<![A-Za-z])\\?exp\s*(?:\\left)?\(")
 _MIXED = re.compile(r"([+-]?)([0-9]{1,30})\\frac\{([0-9]{1,30})\}\{([0-9]{1,30})\}")
@@ -55,7 +59,9 @@ _SCIENTIFIC = re.compile(
 _REPEATING = re.compile(
     r"(?<![0-9.])([0-9]{0,50})\.([0-9]{0,50})\\(?:overline|bar|dot)\s*(?:\{([0-9]{1,50})\}|([0-9]))(?![0-9])"
 )
-_DEGREES = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(?:\^\s*(?:\\circ|\{\s*\\circ\s*\})|\\degree)(?![A-Za-z])\s*")
+_DEGREES = re.compile(
+    r"([0-9]+(?:\.[0-9]+)?)\s*(?:\^\s*(?:\\circ|\{\s*\\circ\s*\})|\\degree)(?![A-Za-z])\s*"
+)
 _TRIGONOMETRIC = re.compile(
     r"(?<![A-Za-z])(?<!\\operatorname\{)\\?((?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])"
     r"\s*(?:\^\s*(?:[0-9]|\{[0-9]+\}))?)\s*"
@@ -71,9 +77,22 @@ behind an operator all."""
 _TWO_SIGNS = {r"\+\s*-": "-", r"-\s*-": "+", r"-\s*\+": "-"}
 _ELLIPSIS = re.compile(r"\\[lc]?dots(?![A-Za-z])|\.\.\.|…")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
-_SIGNS = {"−": "-", "π": "\\pi ", "∞": "\\infty ", "×": "\\times ", "÷": "/", "·": "\\cdot ", "≤": "\\leq ",
-          "≥": "\\geq ", "°": "^\\circ ", "²": "^2", "³": "^3", "∪": "\\cup ", "∅": "\\emptyset ",
-          "~": " "}
+_SIGNS = {
+    "−": "-",
+    "π": "\\pi ",
+    "∞": "\\infty ",
+    "×": "\\times ",
+    "÷": "/",
+    "·": "\\cdot ",
+    "≤": "\\leq ",
+    "≥": "\\geq ",
+    "°": "^\\circ ",
+    "²": "^2",
+    "³": "^3",
+    "∪": "\\cup ",
+    "∅": "\\emptyset ",
+    "~": " ",
+}
 _SPACING = re.compile(r"\\(?:left|right)(?![A-Za-z])|\\[!,;: ]|(?<![0-9])\s+|\s+(?![0-9])")
 _SPACE = re.compile(r"\\[!,;: ]")
 _DROPPED = ("^\\circ", "^{\\circ}", "\\$", "$", "\\%", "%")
@@ -134,7 +153,7 @@ def at_a_glance(gold: str, answer: str) -> bool | None:
 
 def _is_readable(answer: str) -> bool:
     depth = most = 0
-    for character in answer[:MAX_CHARS + 1]:
+    for character in answer[: MAX_CHARS + 1]:
         depth += (character in "([{") - (character in ")]}")
         most = max(most, depth)
     return len(answer) <= MAX_CHARS and most <= MAX_DEPTH
@@ -144,7 +163,7 @@ def is_whole(gold: str) -> bool:
     """True if a gold answer can be read: it is not too long, and its braces come in pairs. For a large data set
     math-verify would take minutes."""
     depth = 0
-    for brace in _BRACE.findall(gold[:MAX_CHARS + 1]):
+    for brace in _BRACE.findall(gold[: MAX_CHARS + 1]):
         depth += {"{": 1, "}": -1}.get(brace, 0)
         if depth < 0:
             return False
@@ -158,7 +177,9 @@ def latex(answer: str) -> str:
         answer = re.sub(signs, sign, answer)
     more = 1
     while more:  # the inner roots first
-        answer, more = _ROOT.subn(lambda match: f"\\sqrt{{{match[1] or match[2] or match[3]}}}", answer)
+        answer, more = _ROOT.subn(
+            lambda match: f"\\sqrt{{{match[1] or match[2] or match[3]}}}", answer
+        )
     return _LETTERS.sub(r"(\1\2)", _ROOT_ALONE.sub(r"\\sqrt ", answer))
 
 
@@ -215,7 +236,7 @@ def _in_radians(answer: str) -> str:
             end = start + alone.end()
         elif not match[0].startswith("\\"):  # `5 sec`
             continue
-        parts.append(f"{answer[place:match.start()]}\\{match[1]}")
+        parts.append(f"{answer[place : match.start()]}\\{match[1]}")
         argument = _DEGREES.sub(r"{(\\frac{\1\\pi}{180})}", answer[start:end])
         parts.append(argument or " ")
         place = end
@@ -242,7 +263,7 @@ def _exponentials(answer: str) -> str:
         end = _closing(answer, start)
         if end == start:
             return answer
-        answer = f"{answer[:match.start()]}e^{{{answer[start + 1:end - 1]}}}{answer[end:]}"
+        answer = f"{answer[: match.start()]}e^{{{answer[start + 1 : end - 1]}}}{answer[end:]}"
         match = _EXP.search(answer)
     return answer
 
@@ -294,7 +315,9 @@ Pair = tuple[str, str]
 def require_math_verify() -> None:
     """ShoalError where it is not installed."""
     if importlib.util.find_spec("math_verify") is None:
-        raise ShoalError("task math: math-verify is not installed: pip install '.[math]' in the clone of Shoal")
+        raise ShoalError(
+            "task math: math-verify is not installed: pip install '.[math]' in the clone of Shoal"
+        )
 
 
 @functools.cache
@@ -348,7 +371,9 @@ class Checker:
         results: list[bool | None] = [False if key[0] == "trl" else None for key in keys]
         limits = Limits(self.num_workers, WALL_SECONDS, MEMORY_BYTES)
         if keys and self._workers is None:
-            self._workers = WorkerPool(_Handler(self.cpu_seconds).check, limits, prepare=_import_math_verify)
+            self._workers = WorkerPool(
+                _Handler(self.cpu_seconds).check, limits, prepare=_import_math_verify
+            )
         first, self._next_call = self._next_call, self._next_call + len(keys)
         left = set(range(len(keys)))
         deadline = time.monotonic() + limits.most_seconds * (1 + len(keys) / self.num_workers)
@@ -361,12 +386,16 @@ class Checker:
                     if call - first in left:  # not of a check that an interrupt ended
                         left.discard(call - first)
                         if "unusable" in reply:
-                            raise ShoalError(f"math-verify cannot be used ({reply['unusable']}): "
-                                             f"pip install '.[math]' in the clone of Shoal")
+                            raise ShoalError(
+                                f"math-verify cannot be used ({reply['unusable']}): "
+                                f"pip install '.[math]' in the clone of Shoal"
+                            )
                         results[call - first] = reply.get("same", results[call - first])
         except (EOFError, ConnectionError, TimeoutError):
             pass
-        except BaseException:  # a stop may fall between two halves of a frame: other runs of this process start anew
+        except (
+            BaseException
+        ):  # a stop may fall between two halves of a frame: other runs of this process start anew
             self.close()
             raise
         if left:
@@ -391,7 +420,11 @@ def _import_math_verify() -> None:
     try:
         from math_verify import parse, verify  # pyright: ignore[reportMissingImports]
 
-        verify(parse("\\boxed{1}", parsing_timeout=0), parse("\\boxed{1}", parsing_timeout=0), timeout_seconds=None)
+        verify(
+            parse("\\boxed{1}", parsing_timeout=0),
+            parse("\\boxed{1}", parsing_timeout=0),
+            timeout_seconds=None,
+        )
     except Exception as error:
         _unusable = f"{type(error).__name__}: {error}".replace("\n", " ")
 
@@ -409,10 +442,15 @@ class _Handler:
             return {"unusable": _unusable}
         how, gold, answer = header["texts"]
         self.num_checks += 1
-        signal.setitimer(signal.ITIMER_PROF, self.cpu_seconds)  # at its end the system ends the process
+        signal.setitimer(
+            signal.ITIMER_PROF, self.cpu_seconds
+        )  # at its end the system ends the process
         try:
-            reply: Header = {"same": _same_as_trl(gold, answer) if how == "trl" else
-                             _same(gold, answer if how == "text" else f"\\boxed{{{answer}}}")}
+            reply: Header = {
+                "same": _same_as_trl(gold, answer)
+                if how == "trl"
+                else _same(gold, answer if how == "text" else f"\\boxed{{{answer}}}")
+            }
         except (Exception, RecursionError):
             reply = {}
         signal.setitimer(signal.ITIMER_PROF, 0)
@@ -431,8 +469,10 @@ def _same(gold: str, answer: str) -> bool:
         _unwrap_equations(golds, answers)
         _name_imaginary_units(golds, answers)
         # Of an interval and an inequality math-verify takes only the interval as the answer.
-        return bool(verify(golds, answers, timeout_seconds=None, allow_set_relation_comp=True)
-                    and verify(answers, golds, timeout_seconds=None, allow_set_relation_comp=True))
+        return bool(
+            verify(golds, answers, timeout_seconds=None, allow_set_relation_comp=True)
+            and verify(answers, golds, timeout_seconds=None, allow_set_relation_comp=True)
+        )
 
 
 _COORDINATES = {"x", "y", "z"}
@@ -478,7 +518,10 @@ def _our_comparison() -> Iterator[None]:
     from math_verify import grader  # pyright: ignore[reportMissingImports]
     from sympy import Tuple  # pyright: ignore[reportMissingImports]
 
-    read_set, compare_elements = _Latex2Sympy.convert_finite_set, grader.sympy_deep_compare_set_and_tuple
+    read_set, compare_elements = (
+        _Latex2Sympy.convert_finite_set,
+        grader.sympy_deep_compare_set_and_tuple,
+    )
     compare_numbers = grader.sympy_numeric_eq
 
     def read_noted_set(self: Any, expr: Any) -> Any:
@@ -504,13 +547,17 @@ def _our_comparison() -> Iterator[None]:
         grader.sympy_numeric_eq = compare_numbers
 
 
-def _is_same_number(first: Any, second: Any, float_rounding: int = 0, numeric_precision: int = 0) -> bool:
+def _is_same_number(
+    first: Any, second: Any, float_rounding: int = 0, numeric_precision: int = 0
+) -> bool:
     """True if two expressions of sympy are the same number, or matrices of the same numbers."""
     from math_verify.grader import get_pct_val  # pyright: ignore[reportMissingImports]
     from sympy import MatrixBase  # pyright: ignore[reportMissingImports]
 
     if isinstance(first, MatrixBase) and isinstance(second, MatrixBase):
-        return first.shape == second.shape and all(map(_is_same_number, first.flat(), second.flat()))
+        return first.shape == second.shape and all(
+            map(_is_same_number, first.flat(), second.flat())
+        )
     if first.free_symbols or second.free_symbols:
         return False  # left to sympy's simplify
     without_percent = get_pct_val(first), get_pct_val(second)
@@ -538,16 +585,23 @@ def _is_same_value(first: Any, second: Any) -> bool:
     first, second = exact(first), exact(second)
     if first == second:
         return True
-    if first.is_finite is False or second.is_finite is False:  # a difference with infinity says nothing
+    if (
+        first.is_finite is False or second.is_finite is False
+    ):  # a difference with infinity says nothing
         return False
     if not has_decimal:
         if first.is_Rational and second.is_Rational:
             return False
         difference = (first - second).evalf(15, maxn=_MOST_DIGITS).as_real_imag()
-        return all(part.is_number and part.is_finite and not (part.is_comparable and _is_significant(part))
-                   for part in difference)
+        return all(
+            part.is_number and part.is_finite and not (part.is_comparable and _is_significant(part))
+            for part in difference
+        )
     parts = zip(first.evalf(40).as_real_imag(), second.evalf(40).as_real_imag(), strict=True)
-    return all(a.is_Number and b.is_Number and _rounds_to(Fraction(str(a)), Fraction(str(b))) for a, b in parts)
+    return all(
+        a.is_Number and b.is_Number and _rounds_to(Fraction(str(a)), Fraction(str(b)))
+        for a, b in parts
+    )
 
 
 def _is_significant(number: Any) -> bool:
@@ -572,7 +626,12 @@ def _same_as_trl(solution: str, completion: str) -> bool | None:
     golds: list[Any] = parse(solution, parsing_timeout=0)
     if not golds:
         return None
-    config = LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=False,
-                                   normalization_config=NormalizationConfig(units=True))
-    answers = parse(completion, extraction_config=[config], extraction_mode="first_match", parsing_timeout=0)
+    config = LatexExtractionConfig(
+        boxed_match_priority=0,
+        try_extract_without_anchor=False,
+        normalization_config=NormalizationConfig(units=True),
+    )
+    answers = parse(
+        completion, extraction_config=[config], extraction_mode="first_match", parsing_timeout=0
+    )
     return bool(verify(golds, answers, timeout_seconds=None))

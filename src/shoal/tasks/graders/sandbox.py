@@ -1,6 +1,6 @@
 """Tests of a model's code, in bubblewrap (`bwrap`): no network, nothing of this machine but its libraries and Python.
 
-    code, tests -> bwrap -> sandbox_main.py -> passed | failed | timed out | crashed
+code, tests -> bwrap -> sandbox_main.py -> passed | failed | timed out | crashed
 """
 
 from __future__ import annotations
@@ -27,7 +27,14 @@ from shoal.workers.process import num_cores, require_bubblewrap
 OUTCOMES = ("passed", "failed", "timed out", "crashed")
 CPU_SECONDS, WALL_SECONDS, START_SECONDS, MEMORY_BYTES = 5, 10, 10, 1 << 29
 """Of one completion's tests; how much longer the sandbox may take to start and end."""
-_CASE = {"code": "x = 1", "setup": "", "tests": ["assert x == 1"], "entry_point": "", "given": "", "reference": ""}
+_CASE = {
+    "code": "x = 1",
+    "setup": "",
+    "tests": ["assert x == 1"],
+    "entry_point": "",
+    "given": "",
+    "reference": "",
+}
 
 
 @functools.cache
@@ -35,12 +42,39 @@ def command() -> list[str]:
     python = os.path.realpath(sys.executable)
     # Its first process has the environment that it is started with, which code could read there: an empty one.
     bwrap = shutil.which("bwrap") or "bwrap"
-    words = [bwrap, "--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL", "--uid", "65534",
-             "--gid", "65534", "--clearenv", "--hostname", "sandbox"]
-    for folder in dict.fromkeys(("/usr", "/lib", "/lib64", "/bin", os.path.realpath(sys.base_prefix))):
+    words = [
+        bwrap,
+        "--unshare-all",
+        "--die-with-parent",
+        "--new-session",
+        "--cap-drop",
+        "ALL",
+        "--uid",
+        "65534",
+        "--gid",
+        "65534",
+        "--clearenv",
+        "--hostname",
+        "sandbox",
+    ]
+    for folder in dict.fromkeys(
+        ("/usr", "/lib", "/lib64", "/bin", os.path.realpath(sys.base_prefix))
+    ):
         words += ["--ro-bind-try", folder, folder]
-    words += ["--proc", "/proc", "--dev", "/dev", "--size", str(MEMORY_BYTES // 16), "--tmpfs", "/tmp", "--chdir",
-              "/tmp", "--remount-ro", "/"]
+    words += [
+        "--proc",
+        "/proc",
+        "--dev",
+        "/dev",
+        "--size",
+        str(MEMORY_BYTES // 16),
+        "--tmpfs",
+        "/tmp",
+        "--chdir",
+        "/tmp",
+        "--remount-ro",
+        "/",
+    ]
     # -I and -S: neither the environment nor installed packages reach it.
     source = Path(__file__).with_name("sandbox_main.py").read_text(encoding="utf-8")
     return [*words, python, "-ISBc", source, *map(str, (CPU_SECONDS, WALL_SECONDS, MEMORY_BYTES))]
@@ -50,9 +84,13 @@ def command() -> list[str]:
 def require_sandbox() -> None:
     """ShoalError where the sandbox cannot be made: tested code runs nowhere else."""
     if platform.machine() not in NUMBERS:
-        raise ShoalError(f"task code: a model's code is run in bubblewrap alone, on Linux for {' or '.join(NUMBERS)}",
-                         "task.name")
-    require_bubblewrap("task code", command(), "task.name", _sealed(json.dumps(_CASE), "here"), "passed here")
+        raise ShoalError(
+            f"task code: a model's code is run in bubblewrap alone, on Linux for {' or '.join(NUMBERS)}",
+            "task.name",
+        )
+    require_bubblewrap(
+        "task code", command(), "task.name", _sealed(json.dumps(_CASE), "here"), "passed here"
+    )
 
 
 def run(case: Mapping[str, Any]) -> str:
@@ -70,7 +108,11 @@ def run(case: Mapping[str, Any]) -> str:
 async def run_all(cases: Sequence[Mapping[str, Any]]) -> list[str]:
     """The outcomes of several cases, as many at once as there are cores."""
     loop = asyncio.get_running_loop()
-    return list(await asyncio.gather(*(loop.run_in_executor(_threads(os.getpid()), run, case) for case in cases)))
+    return list(
+        await asyncio.gather(
+            *(loop.run_in_executor(_threads(os.getpid()), run, case) for case in cases)
+        )
+    )
 
 
 @functools.cache
@@ -83,8 +125,15 @@ def _threads(process: int) -> ThreadPoolExecutor:
 def _run(text: str) -> str:
     seal = secrets.token_hex(16)  # the tester alone reads it, so nothing else can write a verdict
     try:
-        made = subprocess.run(command(), input=_sealed(text, seal).encode(), stdout=subprocess.PIPE,
-                              stderr=subprocess.DEVNULL, timeout=WALL_SECONDS + START_SECONDS, check=False, env={})
+        made = subprocess.run(
+            command(),
+            input=_sealed(text, seal).encode(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            timeout=WALL_SECONDS + START_SECONDS,
+            check=False,
+            env={},
+        )
     except subprocess.TimeoutExpired:  # bwrap was killed, and with it everything in its namespace
         return "timed out"
     outcome, _, found = made.stdout.decode(errors="replace").rpartition(" ")
@@ -95,5 +144,13 @@ def _sealed(text: str, seal: str) -> str:
     """A case as the tester reads it."""
     case = json.loads(text)
     tested = tested_names(case)
-    return json.dumps({**case, "given": tested.given, "names": tested.names, "spare": tested.spare,
-                       "imports": tested.imports, "seal": seal})
+    return json.dumps(
+        {
+            **case,
+            "given": tested.given,
+            "names": tested.names,
+            "spare": tested.spare,
+            "imports": tested.imports,
+            "seal": seal,
+        }
+    )

@@ -30,7 +30,10 @@ from typing import Any, NoReturn
 
 MOST_BYTES = 1 << 20
 """Of one answer of the candidate."""
-NUMBERS = {"x86_64": (0xC000003E, 56, 435, (57, 58, 101, 272, 308)), "aarch64": (0xC00000B7, 220, 435, (97, 117, 268))}
+NUMBERS = {
+    "x86_64": (0xC000003E, 56, 435, (57, 58, 101, 272, 308)),
+    "aarch64": (0xC00000B7, 220, 435, (97, 117, 268)),
+}
 """Machine -> Linux's number of its system calls, of clone, of clone3; of fork, vfork, ptrace, unshare and setns."""
 PLAIN = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 DICTS = {"Counter": Counter, "OrderedDict": OrderedDict, "dict": dict}  # subclasses before dict
@@ -47,10 +50,21 @@ MADE = {
     timedelta: lambda value: [value.days, value.seconds, value.microseconds],
 }
 """Type -> what a value of it is made of anew."""
-MAKERS = {"bytes": bytes.fromhex, "bytearray": bytearray.fromhex, "datetime": datetime.fromisoformat,
-          "date": date.fromisoformat}
-TYPES = {**PLAIN, **DICTS, **{kind.__name__: kind for kind in (*MADE, deque)}, "int": int, "float": float, "str": str,
-         "bool": bool}
+MAKERS = {
+    "bytes": bytes.fromhex,
+    "bytearray": bytearray.fromhex,
+    "datetime": datetime.fromisoformat,
+    "date": date.fromisoformat,
+}
+TYPES = {
+    **PLAIN,
+    **DICTS,
+    **{kind.__name__: kind for kind in (*MADE, deque)},
+    "int": int,
+    "float": float,
+    "str": str,
+    "bool": bool,
+}
 """What MBPP's tests pass as an argument, such as `int` in `remove_datatype((4, 7.7), int)`."""
 
 
@@ -154,17 +168,40 @@ def forbid_processes() -> None:
     """No process can be started from now on; threads can. Limits of processes do not hold for root."""
     system, clone, clone3, denied = NUMBERS[platform.machine()]
     load, equal, least, bit, done = 0x20, 0x15, 0x35, 0x45, 0x06
-    allow, refuse, missing = 0x7FFF0000, 0x00050001, 0x00050026  # EPERM; ENOSYS, upon which libc takes clone
-    rules = [(load, 0, 0, 4), (equal, 1, 0, system), (done, 0, 0, refuse), (load, 0, 0, 0),
-             (least, 0, 1, 0x40000000), (done, 0, 0, refuse), (equal, 0, 1, clone3), (done, 0, 0, missing)]
+    allow, refuse, missing = (
+        0x7FFF0000,
+        0x00050001,
+        0x00050026,
+    )  # EPERM; ENOSYS, upon which libc takes clone
+    rules = [
+        (load, 0, 0, 4),
+        (equal, 1, 0, system),
+        (done, 0, 0, refuse),
+        (load, 0, 0, 0),
+        (least, 0, 1, 0x40000000),
+        (done, 0, 0, refuse),
+        (equal, 0, 1, clone3),
+        (done, 0, 0, missing),
+    ]
     for number in denied:
         rules += [(equal, 0, 1, number), (done, 0, 0, refuse)]
-    rules += [(equal, 0, 3, clone), (load, 0, 0, 16), (bit, 1, 0, 0x10000), (done, 0, 0, refuse), (done, 0, 0, allow)]
+    rules += [
+        (equal, 0, 3, clone),
+        (load, 0, 0, 16),
+        (bit, 1, 0, 0x10000),
+        (done, 0, 0, refuse),
+        (done, 0, 0, allow),
+    ]
     code = b"".join(struct.pack("HBBI", *rule) for rule in rules)
-    program = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(rules), ctypes.addressof(
-        buffer := ctypes.create_string_buffer(code))))
+    program = ctypes.create_string_buffer(
+        struct.pack(
+            "HxxxxxxP", len(rules), ctypes.addressof(buffer := ctypes.create_string_buffer(code))
+        )
+    )
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(38, 1, 0, 0, 0) or libc.prctl(22, 2, program, 0, 0):  # no new privileges; the filter
+    if libc.prctl(38, 1, 0, 0, 0) or libc.prctl(
+        22, 2, program, 0, 0
+    ):  # no new privileges; the filter
         os._exit(3)
     del buffer
 
@@ -218,7 +255,9 @@ def run(channel: socket.socket, pid: int, case: dict[str, Any], seconds: float) 
         unsent: list[Any] = []
         text = json.dumps(pack((what, *rest), unsent)).encode() + b"\n"
         if unsent:
-            raise Over("failed")  # a function of the tests' own: by its number the candidate would find another object
+            raise Over(
+                "failed"
+            )  # a function of the tests' own: by its number the candidate would find another object
         try:
             channel.settimeout(max(0.01, deadline - time.monotonic()))
             channel.sendall(text)
@@ -229,7 +268,9 @@ def run(channel: socket.socket, pid: int, case: dict[str, Any], seconds: float) 
                     raise Over("failed" if part else how_it_ended(pid))
                 lines.extend(part)
         except OSError as error:
-            raise Over("timed out" if isinstance(error, TimeoutError) else how_it_ended(pid)) from None
+            raise Over(
+                "timed out" if isinstance(error, TimeoutError) else how_it_ended(pid)
+            ) from None
         line, _, lines[:] = bytes(lines).partition(b"\n")
         try:
             good, value = json.loads(line)
@@ -247,9 +288,14 @@ def run(channel: socket.socket, pid: int, case: dict[str, Any], seconds: float) 
         for text in case["imports"]:
             with contextlib.suppress(ImportError):  # no installed package is here
                 exec(compile(text, "<imports>", "exec"), names)
-        names.update({name: found[name] for name in case["spare"] if name in found and name not in names})
-        tested = {name: found[name] for name in case["names"]
-                  if name in found and not (name == case["entry_point"] and hasattr(builtins, name))}
+        names.update(
+            {name: found[name] for name in case["spare"] if name in found and name not in names}
+        )
+        tested = {
+            name: found[name]
+            for name in case["names"]
+            if name in found and not (name == case["entry_point"] and hasattr(builtins, name))
+        }
         missing = [name for name in case["names"] if name not in found]
 
         def put_tested() -> None:
@@ -273,9 +319,16 @@ def run(channel: socket.socket, pid: int, case: dict[str, Any], seconds: float) 
 
 def main() -> NoReturn:
     cpu, seconds, memory = map(int, sys.argv[1:])
-    ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # the candidate can neither trace this process nor open its files
-    for limit, value in ((resource.RLIMIT_AS, memory), (resource.RLIMIT_FSIZE, memory // 16), (resource.RLIMIT_CORE, 0),
-                         (resource.RLIMIT_NOFILE, 64), (resource.RLIMIT_NPROC, 64)):
+    ctypes.CDLL(None).prctl(
+        4, 0, 0, 0, 0
+    )  # the candidate can neither trace this process nor open its files
+    for limit, value in (
+        (resource.RLIMIT_AS, memory),
+        (resource.RLIMIT_FSIZE, memory // 16),
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_NOFILE, 64),
+        (resource.RLIMIT_NPROC, 64),
+    ):
         resource.setrlimit(limit, (value, value))
     here, there = socket.socketpair()
     pid = os.fork()  # before the tests are read

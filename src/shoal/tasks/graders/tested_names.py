@@ -23,7 +23,9 @@ class TestedNames:
     TestedNames(names=(), spare=('area',), given='', imports=('import math',))
     """
 
-    names: tuple[str, ...]  # of the candidate: the reference solution defines them, or has nothing but their import
+    names: tuple[
+        str, ...
+    ]  # of the candidate: the reference solution defines them, or has nothing but their import
     spare: tuple[str, ...]  # of the candidate, where no import brings them
     given: str  # the prompt's code, which is run first
     imports: tuple[str, ...]  # statements that are run before the tests
@@ -47,7 +49,11 @@ def tested_names(case: Mapping[str, Any]) -> TestedNames:
     wanted -= names
     imports = [text for text, bound in reference.imports if bound & (wanted | {"*"})]
     wanted -= {name for _, bound in reference.imports for name in bound}
-    modules = {name for name in wanted & sys.stdlib_module_names if name in tests.opened and name not in tests.called}
+    modules = {
+        name
+        for name in wanted & sys.stdlib_module_names
+        if name in tests.opened and name not in tests.called
+    }
     imports += [f"import {name}" for name in sorted(modules)]
     spare = {name for name in wanted - modules if not hasattr(builtins, name)}
     if not (names or spare or entry_point or case.get("reference")):
@@ -118,7 +124,11 @@ class _Code:
             except (SyntaxError, ValueError, RecursionError, MemoryError):
                 continue
             used.update(_global_uses(table))
-            bound.update(one.get_name() for one in table.get_symbols() if one.is_assigned() or one.is_imported())
+            bound.update(
+                one.get_name()
+                for one in table.get_symbols()
+                if one.is_assigned() or one.is_imported()
+            )
             defined.update(one.get_name() for one in table.get_symbols() if one.is_assigned())
             for node in ast.walk(tree):
                 if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
@@ -130,7 +140,12 @@ class _Code:
                     names = (one.asname or one.name.partition(".")[0] for one in statement.names)
                     imports.append((ast.unparse(statement), frozenset(names)))
         return _Code(
-            frozenset(used), frozenset(bound), frozenset(defined), frozenset(called), frozenset(opened), tuple(imports)
+            frozenset(used),
+            frozenset(bound),
+            frozenset(defined),
+            frozenset(called),
+            frozenset(opened),
+            tuple(imports),
         )
 
 

@@ -1,18 +1,23 @@
-"""How much of a GPU or TPU do sampling, update and a whole GRPO step use? One command on one device, under 9 minutes.
+"""How much of a GPU or TPU do sampling, update and a whole GRPO step use? One command on one
+device, under 9 minutes.
 
-    python benchmarks/accelerator.py [--calibration FILE] [--minutes 9] [--models 1.5B,0.5B,7B] [--parts PARTS] [--tiny]
+    python benchmarks/accelerator.py [--calibration FILE] [--minutes 9] [--models 1.5B,0.5B,7B]
+                                     [--parts PARTS] [--tiny]
 
-Measures what the device's memory and matrix units really give, what an operation takes that has nothing to do, and, on
-several devices, how fast they gather an array; FILE is written for `shoal plan calibration=FILE` (with `--parts ''` no
-more is done). Then, for random models of Qwen2.5's sizes and against these rates, in bfloat16: prefill and decoding at
-64, 256 and 1,024 places (prompts of 256 tokens, groups of 8, 128 tokens each), one micro-batch of the update at 1k, 4k
-and 16k tokens, and whole GRPO steps of 32 x 8 completions of 256 tokens. Where vLLM or TRL are installed in this
-environment, they do the same work beside it. A line is printed as soon as it is measured. What does not fit the time is
-skipped, and said; a size that the memory cannot hold is a line. Each part runs in a process of its own, so that it has
-the device's whole memory. `--tiny`: everything on a CPU, with models of no size.
+Measures what the device's memory and matrix units really give, what an operation takes that has
+nothing to do, and, on several devices, how fast they gather an array; FILE is written for `shoal
+plan calibration=FILE` (with `--parts ''` no more is done). Then, for random models of Qwen2.5's
+sizes and against these rates, in bfloat16: prefill and decoding at 64, 256 and 1,024 places
+(prompts of 256 tokens, groups of 8, 128 tokens each), one micro-batch of the update at 1k, 4k and
+16k tokens, and whole GRPO steps of 32 x 8 completions of 256 tokens. Where vLLM or TRL are
+installed in this environment, they do the same work beside it. A line is printed as soon as it is
+measured. What does not fit the time is skipped, and said; a size that the memory cannot hold is a
+line. Each part runs in a process of its own, so that it has the device's whole memory. `--tiny`:
+everything on a CPU, with models of no size.
 
-Shares: of decoding, the weights and live keys read once a token, over the measured bandwidth; of the rest, the model's
-operations, with neither recomputation nor padding, over the measured matrix rate.
+Shares: of decoding, the weights and live keys read once a token, over the measured bandwidth; of
+the rest, the model's operations, with neither recomputation nor padding, over the measured matrix
+rate.
 """
 
 from __future__ import annotations
@@ -154,7 +159,8 @@ def launches(number: int = 512) -> list[float]:
 
 
 def links(plan: Plan) -> list[float]:
-    """Bytes a second and way that a device receives where all devices gather an array; of a TPU over each link."""
+    """Bytes a second and way that a device receives where all devices gather an array; of a TPU
+    over each link."""
     import jax
     import jax.numpy as jnp
     from jax.sharding import NamedSharding, PartitionSpec
@@ -215,7 +221,8 @@ def timed(call: Callable[[], Any], repeats: int) -> list[float]:
 
 
 def decode(plan: Plan, measured: Mapping[str, float]) -> Iterator[Line]:
-    """Prefill and decoding at several numbers of places, with no weights but those that are sampled from."""
+    """Prefill and decoding at several numbers of places, with no weights but those that are sampled
+    from."""
     import jax
 
     from step import Trial
@@ -601,7 +608,8 @@ class Clock:
 def run_part(
     part: str, options: argparse.Namespace, model: str, clock: Clock, measured: Any = None
 ) -> str:
-    """Runs a part in a process of its own, which prints its lines; what else there is to say of it."""
+    """Runs a part in a process of its own, which prints its lines; what else there is to say of
+    it."""
     command = [
         sys.executable,
         __file__,
@@ -613,7 +621,8 @@ def run_part(
         "--measured",
         json.dumps(measured),
     ]
-    # vLLM in the same process: one of its own would outlive a part that is stopped, with the device's memory.
+    # vLLM in the same process: one of its own would outlive a part that is stopped, with the
+    # device's memory.
     environment = {
         "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92",
         "TF_CPP_MIN_LOG_LEVEL": "3",
@@ -678,8 +687,10 @@ def main(words: Sequence[str] | None = None) -> None:
             options.calibration.write_text(json.dumps(calibration, indent=1) + "\n")
         measured = {name: middle for name, (middle, *_) in calibration["figures"].items()}
         print(
-            f"{calibration['devices']} x {calibration['device']}: {measured['hbm'] / 1e9:,.0f} GB/s, "
-            f"{measured['bfloat16'] / 1e12:,.1f} bfloat16 TFLOP/s, {1e6 * measured['launch']:.1f} us an operation, "
+            f"{calibration['devices']} x {calibration['device']}: {measured['hbm'] / 1e9:,.0f} "
+            f"GB/s, "
+            f"{measured['bfloat16'] / 1e12:,.1f} bfloat16 TFLOP/s, {1e6 * measured['launch']:.1f} "
+            f"us an operation, "
             f"{measured.get('link', 0) / 1e9:,.0f} GB/s a link, as measured\n",
             flush=True,
         )

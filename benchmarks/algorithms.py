@@ -1,10 +1,12 @@
-"""Does each algorithm learn, and how much does each one clip? Every preset of `algorithm=`, three seeds.
+"""Does each algorithm learn, and how much does each one clip? Every preset of `algorithm=`, three
+seeds.
 
-    python benchmarks/algorithms.py [--seeds 0 1 2] [--steps 20] [--names grpo gspo cispo] [--minibatches 4]
+    python benchmarks/algorithms.py [--seeds 0 1 2] [--steps 20] [--names grpo gspo cispo]
+                                    [--minibatches 4]
 
-`shoal train algorithm=NAME` on word problems, with several updates a step, so that clipping acts. Greedy accuracy on
-held-out problems (250); clip fraction and entropy are means over steps. `distill`: no rewards, the teacher is the first
-algorithm's last checkpoint of the same seed.
+`shoal train algorithm=NAME` on word problems, with several updates a step, so that clipping acts.
+Greedy accuracy on held-out problems (250); clip fraction and entropy are means over steps.
+`distill`: no rewards, the teacher is the first algorithm's last checkpoint of the same seed.
 """
 
 from __future__ import annotations
@@ -63,7 +65,7 @@ def one(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--questions", type=int, default=250)
@@ -77,11 +79,13 @@ def main() -> None:
         return
     names = options.names or [*all_names(), DISTILL]
     print(
-        f"{options.steps} steps of {options.minibatches} updates; greedy accuracy in percent on {options.questions} "
+        f"{options.steps} steps of {options.minibatches} updates; greedy accuracy in percent on "
+        f"{options.questions} "
         f"held-out problems, means of seeds {options.seeds}; {os.cpu_count()} CPU cores"
     )
     print(
-        f"{'algorithm':>22} {'before':>7} {'after':>7} {'change':>7} {'(each)':>20} {'clip %':>8} {'low %':>8} "
+        f"{'algorithm':>22} {'before':>7} {'after':>7} {'change':>7} {'(each)':>20} {'clip %':>8} "
+        f"{'low %':>8} "
         f"{'high %':>8} {'entropy':>8} {'seconds':>8}"
     )
     with tempfile.TemporaryDirectory() as folder:
@@ -109,7 +113,8 @@ def show(name: str, found: list[dict[str, Any]]) -> None:
     m = {key: mean(row[key] for row in found) for key in found[0]}
     each = " ".join(f"{row['after'] - row['before']:+.1f}" for row in found)
     print(
-        f"{name:>22} {m['before']:7.1f} {m['after']:7.1f} {m['after'] - m['before']:+7.1f} {each:>20} "
+        f"{name:>22} {m['before']:7.1f} {m['after']:7.1f} {m['after'] - m['before']:+7.1f} "
+        f"{each:>20} "
         f"{100 * m['clip']:8.3f} {100 * m['low']:8.3f} {100 * m['high']:8.3f} {m['entropy']:8.3f} "
         f"{m['seconds']:8.1f}",
         flush=True,

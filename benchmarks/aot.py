@@ -1,16 +1,20 @@
-"""How near are the programs of large models to what their devices allow? Compiled here, for devices that are not here.
+"""How near are the programs of large models to what their devices allow? Compiled here, for devices
+that are not here.
 
-    python benchmarks/aot.py [JOB ...] [--programs decode,prefill,accumulate] [--cache FOLDER] [--sources 8] [key=value]
+    python benchmarks/aot.py [JOB ...] [--programs decode,prefill,accumulate] [--cache FOLDER]
+                             [--sources 8] [key=value]
 
-Compiles the sampler's and the trainer's programs of each job as `shoal plan` does, of deep models with 2 and 4 layers,
-from which all follow; prints a row of the table for each job's programs as they are done. `key=value` is added to
-every job, such as `model.attention=blocked`. `--sources` prints the lines of code that take longest, and the largest
-arrays. Needs compilers: `pip install '.[plan]'`.
+Compiles the sampler's and the trainer's programs of each job as `shoal plan` does, of deep models
+with 2 and 4 layers, from which all follow; prints a row of the table for each job's programs as
+they are done. `key=value` is added to every job, such as `model.attention=blocked`. `--sources`
+prints the lines of code that take longest, and the largest arrays. Needs compilers: `pip install
+'.[plan]'`.
 
-Seconds are the compiler's cycles at the clock, on TPU, or the larger of bytes and operations at the maker's rates, on
-GPU; without transfers between devices. Floors, which no program can pass: of a token in decoding, the weights and the
-live keys (whole prompts, once a group, and half of the longest completion) read once; of a prefill and an update, the
-model's operations at the peak rate, with neither recomputation nor padding. Nothing here was measured.
+Seconds are the compiler's cycles at the clock, on TPU, or the larger of bytes and operations at the
+maker's rates, on GPU; without transfers between devices. Floors, which no program can pass: of a
+token in decoding, the weights and the live keys (whole prompts, once a group, and half of the
+longest completion) read once; of a prefill and an update, the model's operations at the peak rate,
+with neither recomputation nor padding. Nothing here was measured.
 """
 
 from __future__ import annotations
@@ -138,14 +142,16 @@ def compiled(config: PlanConfig, programs: Sequence[str], say: Callable[[str], N
                 started = time.perf_counter()
                 few += answers([(cost, config, config.topology, name, layers)])
                 say(
-                    f"{name}{f' of {layers} layers' * bool(layers)}: {time.perf_counter() - started:.0f} s"
+                    f"{name}{f' of {layers} layers' * bool(layers)}: "
+                    f"{time.perf_counter() - started:.0f} s"
                 )
             costs[name] = extrapolate(*few, all_layers) if deep else few[0]
     return replace(figures, programs=costs)
 
 
 def decode_bytes(a: Architecture, groups: float, size: int, prompt: int, completion: int) -> float:
-    """What one token of all completions reads: the weights and the live keys and values, in bfloat16."""
+    """What one token of all completions reads: the weights and the live keys and values, in
+    bfloat16."""
     keys = groups * (prompt + size * completion / 2)
     return BFLOAT16 * (parameter_count(a) + 2 * a.num_layers * a.num_kv_heads * a.head_dim * keys)
 
@@ -218,7 +224,8 @@ def scope(figures: Figures, program: str) -> str:
 def print_sources(program: str, figures: Figures, number: int) -> None:
     one = figures.programs[program]
     print(
-        f"\n{program}: model.remat={figures.job['model']['remat']}; shares of its seconds, and its largest arrays"
+        f"\n{program}: model.remat={figures.job['model']['remat']}; shares of its seconds, and its "
+        f"largest arrays"
     )
     for source, seconds in list(one["sources"].items())[:number]:
         print(f"    {100 * seconds / one['compute_seconds']:5.1f}%  {source}")

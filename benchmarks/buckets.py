@@ -1,10 +1,11 @@
-"""How fast and with how much memory does a checkpoint go to and from an S3 server, against boto3 alone?
+"""How fast and with how much memory does a checkpoint go to and from an S3 server, against boto3
+alone?
 
     python benchmarks/buckets.py [--gigabytes 1] [--rounds 3]
 
-Both in turns, against one moto server on this machine: `upload_file` and `download_file` of boto3 for each file, and
-`Mirror` and `complete`, which also compute the checksums of a manifest. Memory is the peak of a process of its own that
-holds nothing else, above what it had before.
+Both in turns, against one moto server on this machine: `upload_file` and `download_file` of boto3
+for each file, and `Mirror` and `complete`, which also compute the checksums of a manifest. Memory
+is the peak of a process of its own that holds nothing else, above what it had before.
 """
 
 from __future__ import annotations
@@ -62,8 +63,8 @@ def environment(address: str) -> dict[str, str]:
 
 
 class Faults:
-    """A port before a server, through which a share of all connections breaks off after a random number of bytes, and
-    all are refused while `is_down`."""
+    """A port before a server, through which a share of all connections breaks off after a random
+    number of bytes, and all are refused while `is_down`."""
 
     def __init__(self, address: str, share: float, seed: int = 0) -> None:
         self.server = ("localhost", int(address.rpartition(":")[2]))
@@ -159,7 +160,8 @@ def main() -> None:
     options = parser.parse_args()
     sizes = [int(options.gigabytes * 1e9 * share) for share in (0.4, 0.3, 0.2, 0.1)]
     print(
-        f"{sum(sizes) / 1e9:.1f} GB in {len(sizes)} files\n\nround  what        MB/s  MB of memory above"
+        f"{sum(sizes) / 1e9:.1f} GB in {len(sizes)} files\n\nround  what        MB/s  MB of memory "
+        f"above"
     )
     for number in range(1, options.rounds + 1):
         for system in ("boto3", "shoal")[:: 1 if number % 2 else -1]:
@@ -194,7 +196,8 @@ def main() -> None:
                     )
                     seconds, memory = json.loads(done.stdout.splitlines()[-1])
                     print(
-                        f"{number:>5}  {system} {way:<4}  {sum(sizes) / 1e6 / seconds:>6.0f}  {memory:>8.0f}",
+                        f"{number:>5}  {system} {way:<4}  {sum(sizes) / 1e6 / seconds:>6.0f}  "
+                        f"{memory:>8.0f}",
                         flush=True,
                     )
 

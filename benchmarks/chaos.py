@@ -1,21 +1,26 @@
-"""Does a run over hosts that die, hang, lie and come and go train on every group exactly once, and in time?
+"""Does a run over hosts that die, hang, lie and come and go train on every group exactly once, and
+in time?
 
-    python benchmarks/chaos.py [--steps 100] [--kills 50] [--stops 10] [--seeds 0 1 2] [--modes fixed-0 newest-2 ...]
+    python benchmarks/chaos.py [--steps 100] [--kills 50] [--stops 10] [--seeds 0 1 2]
+                               [--modes fixed-0 newest-2 ...]
 
-The fleet and the training loop are the real ones; engines and updates sleep (benchmarks/fakes.py). A token is a
-function of its address, so groups can be compared bit for bit. One host is ten times slower than the others. On the way
+The fleet and the training loop are the real ones; engines and updates sleep (benchmarks/fakes.py).
+A token is a function of its address, so groups can be compared bit for bit. One host is ten times
+slower than the others. On the way
 
     kills          a host dies with an answer in its hands, and is made anew
     stops          a host hangs: no answers, no progress
     interruptions  a host dies while it reads new weights
-    trainer kills  the trainer is killed in an update, and resumes with other hosts from a checkpoint up to 3 steps old
+    trainer kills  the trainer is killed in an update, and resumes with other hosts from a
+                   checkpoint up to 3 steps old
     leaves         a host leaves and comes back a second later; another is not there at the start
     answers        10% come up to three steps later, 5% never, 5% twice, 2% are rubbish
 
-Checked at each step: its groups are those that it asked for, each once, in order; each token's version is within the
-bound, and with fixed versions the one asked for; what was sampled is what the undisturbed run has; no more groups are
-under way than the bound allows. Every tenth version is evaluated on the way, by the answers of that version alone.
-Nothing waits longer than DEADLINE_SECONDS. All tokens that hosts sampled were taken, or lost with their host.
+Checked at each step: its groups are those that it asked for, each once, in order; each token's
+version is within the bound, and with fixed versions the one asked for; what was sampled is what the
+undisturbed run has; no more groups are under way than the bound allows. Every tenth version is
+evaluated on the way, by the answers of that version alone. Nothing waits longer than
+DEADLINE_SECONDS. All tokens that hosts sampled were taken, or lost with their host.
 """
 
 from __future__ import annotations
@@ -137,7 +142,8 @@ def play(
     kills: Sequence[int] = (),
     on_note: Callable[[str], None] = lambda text: None,
 ) -> tuple[Account, str]:
-    """One run, resumed as often as its trainer is killed; its account and a line of figures. Raises Wrong."""
+    """One run, resumed as often as its trainer is killed; its account and a line of figures. Raises
+    Wrong."""
     account = Account(mode, k, expected, set(kills))
     trainer, hosts = FakeTrainer(UPDATE_SECONDS, account.note), Hosts(plan)
     newest, ended, began = mode == "newest", False, time.perf_counter()
@@ -196,7 +202,8 @@ def play(
     for one in trainer.stats:
         total.update(one.fleet)
     return account, (
-        f"{time.perf_counter() - began:5.1f} s, longest wait {longest:4.1f} s, oldest {account.oldest}, "
+        f"{time.perf_counter() - began:5.1f} s, longest wait {longest:4.1f} s, oldest "
+        f"{account.oldest}, "
         f"groups asked again {total['asked_again']}, tokens lost {total['tokens_lost']}, "
         f"second answers {total['duplicates']}, hosts made {sum(hosts.made.values())}"
     )

@@ -1,7 +1,9 @@
-"""Parts of a run that sleep instead of computing, around the fleet, hosts and training loop as they are.
+"""Parts of a run that sleep instead of computing, around the fleet, hosts and training loop as they
+are.
 
-    Run (trainer/loop.py) -> Fleet (rollout/fleet.py) -> ThreadHost -> EngineHost (rollout/host.py) -> SleepingEngine
-      SleepingUpdater        FakeChannel: numbers
+    Run (trainer/loop.py) -> Fleet (rollout/fleet.py) -> ThreadHost
+      SleepingUpdater        FakeChannel: numbers         -> EngineHost (rollout/host.py)
+                                                          -> SleepingEngine
 
 A version of the weights is its number; a token takes the time of one dispatch.
 """
@@ -57,7 +59,7 @@ class FakePublisher(Publisher):
     """A publisher whose weights are numbers. `seconds`: of a publication."""
 
     def __init__(self, seconds: float = 0.0) -> None:
-        self.seconds, self.model, self.num_bytes, self.versions = seconds, VOCABULARY, 0, {}  # type: ignore[assignment]
+        self.seconds, self.model, self.num_bytes, self.versions = seconds, VOCABULARY, 0, {}
 
     def publish_frozen(self, params: Any) -> None:
         raise AssertionError("all of these weights are trained")
@@ -75,7 +77,8 @@ class FakePublisher(Publisher):
 
 @dataclass
 class InProgress:
-    """A completion that is sampled: its token numbers are those of its address and position, in any host."""
+    """A completion that is sampled: its token numbers are those of its address and position, in any
+    host."""
 
     request: SampleRequest
     index: int
@@ -99,7 +102,8 @@ class InProgress:
 
 @dataclass
 class SleepingEngine:
-    """Places that sample completions of given lengths, a token each `token_seconds`; what an `EngineHost` calls."""
+    """Places that sample completions of given lengths, a token each `token_seconds`; what an
+    `EngineHost` calls."""
 
     places: int
     length_of: Callable[[SampleRequest, int], int]
@@ -171,7 +175,7 @@ class SleepingEngine:
 def thread_host(
     name: str, engine: SleepingEngine, capacity: int, woken: threading.Event
 ) -> ThreadHost:
-    host = EngineHost(lambda *_: engine, capacity, shares_memory=False)  # type: ignore[arg-type, return-value]
+    host = EngineHost(lambda *_: engine, capacity, shares_memory=False)  # type: ignore
     return ThreadHost(host, woken.set, name)
 
 
@@ -270,8 +274,8 @@ def make_run(
     questions: int = 0,
     pins: bool = False,
 ) -> Run:
-    """A run, or the rest of one that the trainer has a checkpoint of; every third step has one. Every tenth version is
-    evaluated where there are questions."""
+    """A run, or the rest of one that the trainer has a checkpoint of; every third step has one.
+    Every tenth version is evaluated where there are questions."""
     trainer.after_step = lambda: trainer.stats.append(fleet.read_stats(Purpose.TRAIN))
     config, _ = compose(
         "train",

@@ -1,16 +1,19 @@
-"""Kills runs with SIGKILL at random moments, saving included, gives the same command again, and compares the ends.
+"""Kills runs with SIGKILL at random moments, saving included, gives the same command again, and
+compares the ends.
 
-    python benchmarks/kills.py [--kills 30] [--kills-a-run 5] [--seed 0] [--processes 2 --devices 4] [--bucket]
+    python benchmarks/kills.py [--kills 30] [--kills-a-run 5] [--seed 0]
+                               [--processes 2 --devices 4] [--bucket]
 
-Each is compared with an unbroken run. It is killed up to `--kills-a-run` times, each time at a moment drawn evenly
-from the time of a whole run (every third time: later, while a checkpoint is being written), and then left to its end;
-a run that ended before its moment was not killed. Of several processes one is killed, drawn each time; the others
-must end by themselves, and all are started again. Equal means: parameters, optimizer, metrics (clocks aside), groups
-and evaluations, bit for bit; each step once.
+Each is compared with an unbroken run. It is killed up to `--kills-a-run` times, each time at a
+moment drawn evenly from the time of a whole run (every third time: later, while a checkpoint is
+being written), and then left to its end; a run that ended before its moment was not killed. Of
+several processes one is killed, drawn each time; the others must end by themselves, and all are
+started again. Equal means: parameters, optimizer, metrics (clocks aside), groups and evaluations,
+bit for bit; each step once.
 
-With `--bucket` the folders of the killed runs are in a bucket of a moto server, to which 5% of the connections break
-off and which is away for six seconds at a random moment of each life. Every other killed run goes on on "another
-machine", one with an empty cache.
+With `--bucket` the folders of the killed runs are in a bucket of a moto server, to which 5% of the
+connections break off and which is away for six seconds at a random moment of each life. Every other
+killed run goes on on "another machine", one with an empty cache.
 """
 
 from __future__ import annotations
@@ -86,7 +89,8 @@ def start(words: list[str], log: Path, count: int) -> list[subprocess.Popen[byte
 
 
 def kill(processes: list[subprocess.Popen[bytes]], random_: random.Random) -> str:
-    """SIGKILL to the whole of one; the others end by themselves. Which it was, and after how long all had ended."""
+    """SIGKILL to the whole of one; the others end by themselves. Which it was, and after how long
+    all had ended."""
     number = random_.randrange(len(processes))
     os.killpg(processes[number].pid, signal.SIGKILL)
     began = time.monotonic()
@@ -111,7 +115,8 @@ def is_saving(run: Path) -> bool:
 
 
 class Machines:
-    """Caches of machines, by the environment: a run is in a bucket, and its folder in the cache of one of them."""
+    """Caches of machines, by the environment: a run is in a bucket, and its folder in the cache of
+    one of them."""
 
     def __init__(self, base: Path, address: str, share: float) -> None:
         import buckets
@@ -163,7 +168,8 @@ def break_run(
     machines: Machines | None = None,
     first: int = 0,
 ) -> list[str]:
-    """Kills the command `kills` times on its way, then lets it end; where it was each time. `first`: kills before."""
+    """Kills the command `kills` times on its way, then lets it end; where it was each time.
+    `first`: kills before."""
     places = []
     for number in range(first, first + kills):
         if machines:
@@ -209,8 +215,9 @@ def without_clocks(file: Path) -> list[dict[str, object]]:
 
 
 def differences(a: Path, b: Path, weights: Sequence[str] = ("state", "published")) -> list[str]:
-    """What two finished runs differ in; empty where they are equal bit for bit. `weights`: of a checkpoint. Which
-    versions are published in it depends on evaluations that are under way, where these stop no training."""
+    """What two finished runs differ in; empty where they are equal bit for bit. `weights`: of a
+    checkpoint. Which versions are published in it depends on evaluations that are under way, where
+    these stop no training."""
     found = []
     for name in ("metrics.jsonl", "evaluations.jsonl"):
         if without_clocks(a / name) != without_clocks(b / name):
@@ -281,13 +288,14 @@ def main() -> None:
             different = differences(base / "whole", run)
             total, equal, killed = total + 1, equal + (not different), killed + len(places)
             print(
-                f"{total:>3}  {len(places):>5}  {'no: ' + ', '.join(different) if different else 'yes':>5}  "
+                f"{total:>3}  {len(places):>5}  "
+                f"{'no: ' + ', '.join(different) if different else 'yes':>5}  "
                 f"{'; '.join(places)}",
                 flush=True,
             )
         print(
-            f"\n{equal} of {total} runs, killed {killed} times in all, ended equal to the unbroken one"
-            + (f"; {machines.faults.broken} connections broke off" if machines else "")
+            f"\n{equal} of {total} runs, killed {killed} times in all, ended equal to the unbroken "
+            f"one" + (f"; {machines.faults.broken} connections broke off" if machines else "")
         )
         sys.exit(equal != total)
 

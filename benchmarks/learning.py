@@ -1,11 +1,14 @@
-"""Does the default run learn, and from the rewards alone? Five seeds, and two controls of three seeds and one.
+"""Does the default run learn, and from the rewards alone? Five seeds, and two controls of three
+seeds and one.
 
-    python benchmarks/learning.py [--seeds 0 1 2 3 4] [--steps 40] [--kinds trained permuted "lr 0"] [--keys KEY=VALUE]
+    python benchmarks/learning.py [--seeds 0 1 2 3 4] [--steps 40]
+                                  [--kinds trained permuted "lr 0"] [--keys KEY=VALUE]
 
-`trained`: `shoal train` as it is. `permuted`: the same rewards, exchanged at random among the completions of each
-group, so that they carry no signal. `lr 0`: nothing may change at all. Greedy accuracy on the 500 held-out problems.
-`no tools`: the task without what it acts with. `--keys`: other settings, as `model.lora.rank=8 optimizer.lr=1.5e-3`, or
-another task that is made here: `task=calculator`, `task=guess`.
+`trained`: `shoal train` as it is. `permuted`: the same rewards, exchanged at random among the
+completions of each group, so that they carry no signal. `lr 0`: nothing may change at all. Greedy
+accuracy on the 500 held-out problems. `no tools`: the task without what it acts with. `--keys`:
+other settings, as `model.lora.rank=8 optimizer.lr=1.5e-3`, or another task that is made here:
+`task=calculator`, `task=guess`.
 """
 
 from __future__ import annotations
@@ -97,7 +100,7 @@ def one(kind: str, seed: int, steps: int, keys: Sequence[str]) -> dict[str, Any]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).split("\n\n")[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--steps", type=int, default=Config().steps)
     parser.add_argument("--kinds", nargs="+", default=["trained", "permuted", "lr 0"])
@@ -143,7 +146,8 @@ def show(kind: str, seed: int, summary: dict[str, Any]) -> float:
         [side.get(name, math.nan) for side in (before, after)] for name in ("well_formed", "pass@8")
     )
     print(
-        f"{kind:>9} {seed:>5} {100 * before['accuracy']:7.1f} {100 * after['accuracy']:7.1f} {change:+7.1f} "
+        f"{kind:>9} {seed:>5} {100 * before['accuracy']:7.1f} {100 * after['accuracy']:7.1f} "
+        f"{change:+7.1f} "
         f"{_pair(*pass_8):>15} {_pair(*well_formed):>15} {summary['seconds_total']:8.1f}",
         flush=True,
     )

@@ -2,11 +2,12 @@
 
     python benchmarks/loading.py FOLDER [--layers 16] [--window-mib 32]
 
-Writes a synthetic checkpoint of Llama 3.1 8B's widths into FOLDER unless it is there (bfloat16, five shards; 16 layers
-are 9.1 GB), then in processes of their own: reads its files plainly; loads it in bfloat16 onto 8 simulated devices, in
-one process and in two of 4 devices; converts it to MaxText's layout and back. `beyond` is the largest resident memory
-of a process less its arrays, the interpreter and the libraries included; `read` is how often the bytes of the tensors
-were read by all processes together: exactly once, or the line says so.
+Writes a synthetic checkpoint of Llama 3.1 8B's widths into FOLDER unless it is there (bfloat16,
+five shards; 16 layers are 9.1 GB), then in processes of their own: reads its files plainly; loads
+it in bfloat16 onto 8 simulated devices, in one process and in two of 4 devices; converts it to
+MaxText's layout and back. `beyond` is the largest resident memory of a process less its arrays, the
+interpreter and the libraries included; `read` is how often the bytes of the tensors were read by
+all processes together: exactly once, or the line says so.
 """
 
 from __future__ import annotations
@@ -197,9 +198,11 @@ def main() -> None:
 
     def line(what: str, results: list[dict[str, Any]], read: str = "") -> None:
         worst = max(results, key=lambda result: result["peak"] - result["arrays"])
+        seconds, cpu = max(r["seconds"] for r in results), sum(r["cpu"] for r in results)
         print(
-            f"{what:34}{max(r['seconds'] for r in results):9.1f}{sum(r['cpu'] for r in results):8.1f}"
-            f"{worst['peak']:10.2f}{worst['arrays']:8.2f}{worst['peak'] - worst['arrays']:8.2f}  {read}",
+            f"{what:34}{seconds:9.1f}{cpu:8.1f}"
+            f"{worst['peak']:10.2f}{worst['arrays']:8.2f}{worst['peak'] - worst['arrays']:8.2f}  "
+            f"{read}",
             flush=True,
         )
 
@@ -236,7 +239,8 @@ def main() -> None:
         for name, tensor in both[0].items()
         if name not in both[1] or values_of(tensor) != values_of(both[1][name])
     }
-    # Queries are divided by the square root of 128 in MaxText's layout, which rounds bfloat16 once more.
+    # Queries are divided by the square root of 128 in MaxText's layout, which rounds bfloat16 once
+    # more.
     others = ", ".join(sorted(changed - {"q_proj"})) or "none but the queries"
     print(f"\nafter both conversions, tensors that changed: {others}")
 

@@ -1,10 +1,12 @@
-"""Does a long run stay as it began? Memory in use and the seconds of each of 300 steps of the packaged model.
+"""Does a long run stay as it began? Memory in use and the seconds of each of 300 steps of the
+packaged model.
 
     python benchmarks/long_run.py [--steps 300] [key=value ...]
 
-A run of `shoal train` in a process of its own; this one reads its resident memory whenever metrics.jsonl grows. It
-prints memory once all is compiled and at the end, the steps after the first ten that took over three medians, and those
-that compiled a program. The exit status is 1 where such a step is, or where memory grew by more than 3%.
+A run of `shoal train` in a process of its own; this one reads its resident memory whenever
+metrics.jsonl grows. It prints memory once all is compiled and at the end, the steps after the first
+ten that took over three medians, and those that compiled a program. The exit status is 1 where such
+a step is, or where memory grew by more than 3%.
 """
 
 from __future__ import annotations

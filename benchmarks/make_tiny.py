@@ -1,10 +1,12 @@
 """Makes the packaged models from random weights, by `shoal sft`.
 
-    python benchmarks/make_tiny.py tiny FOLDER          worked solutions of `words`
-    python benchmarks/make_tiny.py tiny-tools FOLDER    dialogues of `calculator` and `guess`, good and clumsy ones
-                                   [key=value ...]      other keys of `shoal sft`
+    python benchmarks/make_tiny.py tiny FOLDER        worked solutions of `words`
+    python benchmarks/make_tiny.py tiny-tools FOLDER  dialogues of `calculator` and `guess`, good
+                                                      and clumsy ones
+                                   [key=value ...]    other keys of `shoal sft`
 
-A tokenizer is trained on the same dialogues first. Clumsy dialogues leave reinforcement learning something to improve.
+A tokenizer is trained on the same dialogues first. Clumsy dialogues leave reinforcement learning
+something to improve.
 """
 
 from __future__ import annotations
@@ -48,15 +50,18 @@ TOOLS_TEMPLATE = """\
     {%- if messages[0].role == 'system' %}{{- messages[0].content + '\\n\\n' }}{% endif %}
     {{- '# Tools\\n\\n<tools>' }}
     {%- for tool in tools %}{{- '\\n' + (tool | tojson) }}{% endfor %}
-    {{- '\\n</tools>\\n\\nA call: <tool_call>\\n{"name": <name>, "arguments": <object>}\\n</tool_call><|im_end|>\\n' }}
+    {{- '\\n</tools>\\n\\nA call: <tool_call>\\n{"name": <name>, "arguments": \
+<object>}\\n</tool_call><|im_end|>\\n' }}
 {%- elif messages[0].role == 'system' %}
     {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
 {%- endif %}
 {%- for message in messages %}
     {%- if message.role == 'tool' %}
-        {%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{- '<|im_start|>user' }}{% endif %}
+        {%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{- '<|im_start|>user' \
+}}{% endif %}
         {{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
-        {%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\\n' }}{% endif %}
+        {%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\\n' }}{% \
+endif %}
     {%- elif message.role == 'assistant' %}
         {{- '<|im_start|>assistant\\n' + (message.content or '') }}
         {%- for tool_call in message.tool_calls or [] %}
@@ -77,7 +82,8 @@ TOOLS_TEMPLATE = """\
 
 @dataclass(frozen=True)
 class Stage:
-    """What is learned one after the other: `dialogue(row)` for so many rows, with these settings."""
+    """What is learned one after the other: `dialogue(row)` for so many rows, with these
+    settings."""
 
     dialogue: Callable[[int], dict[str, Any]]
     rows: int
@@ -114,7 +120,8 @@ def word_problem(row: int) -> dict[str, Any]:
 
 
 def skill(row: int) -> dict[str, Any]:
-    """What a dialogue needs, well done and without the tool's description: copying, calling, halving."""
+    """What a dialogue needs, well done and without the tool's description: copying, calling,
+    halving."""
     rng = Random(row)
     if row % 4 == 0:
         text = " ".join(
@@ -134,7 +141,8 @@ def dialogue(row: int) -> dict[str, Any]:
 
 
 def calculation(rng: Random, row: int, kind: float) -> dict[str, Any]:
-    """A problem with the tool: well done, without it, with a call that cannot be read, of a part, or without tags."""
+    """A problem with the tool: well done, without it, with a call that cannot be read, of a part,
+    or without tags."""
     question, expression = calculator.PROBLEMS.train(10**6 + row, TaskSection())
     messages: Messages = [{"role": "user", "content": question}]
 
@@ -156,7 +164,8 @@ def calculation(rng: Random, row: int, kind: float) -> dict[str, Any]:
     if 0.12 < kind < 0.25:
         call(
             "",
-            f'<tool_call>\n{{"name": "calculate", "arguments": {{"expression": "{expression}"\n</tool_call>',
+            f'<tool_call>\n{{"name": "calculate", "arguments": {{"expression": '
+            f'"{expression}"\n</tool_call>',
         )
     if kind > 0.2:
         call((" ".join(parts[:-2]) or parts[0]) if 0.25 < kind < 0.35 else expression)
@@ -259,7 +268,8 @@ RECIPES = {
 
 
 def make(name: str, folder: str, keys: Sequence[str]) -> None:
-    """Trains a tokenizer, then random weights on the dialogues, and writes both in Hugging Face format."""
+    """Trains a tokenizer, then random weights on the dialogues, and writes both in Hugging Face
+    format."""
     recipe = RECIPES[name]
     check_new_folder(folder, "FOLDER")
     with tempfile.TemporaryDirectory() as place:
@@ -300,14 +310,16 @@ def example_of(stage: Stage, row: int) -> Example:
 
 
 def write_tokenizer(folder: Path, corpus: Iterable[str], recipe: Recipe) -> None:
-    """Trains a byte-level BPE tokenizer in which every digit is a token, and writes it with its chat template."""
+    """Trains a byte-level BPE tokenizer in which every digit is a token, and writes it with its
+    chat template."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
-    # A number of several digits as one token hides its parts: sums of such tokens must be memorised.
+    # A number of several digits as one token hides its parts: sums of such tokens must be
+    # memorised.
     digits = pre_tokenizers.Split(Regex(r"\p{N}"), "isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])  # type: ignore[assignment]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])  # type: ignore
     tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
     trainer = trainers.BpeTrainer(
         vocab_size=recipe.vocabulary - len(recipe.tags),

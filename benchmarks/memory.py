@@ -1,12 +1,14 @@
-"""How near is `shoal doctor`'s "at most" to what a run takes on a CPU, where RAM is the device's memory?
+"""How near is `shoal doctor`'s "at most" to what a run takes on a CPU, where RAM is the device's
+memory?
 
     python benchmarks/memory.py [CASE ...] [--model NAME=FOLDER ...] [--keep FOLDER]
 
-For each case: `shoal doctor`, then `shoal train` with the same words for two steps, each in a process of its own, with
-compiled programs that no case shares with another. `said` is what doctor says is needed at most, `measured` the largest
-resident memory of the run's process plus, at the same time, what its workers share with no other process. Models are
-the packaged one and random ones of 8M and 50M parameters; `--model` adds those of folders. `shoal eval`, of which
-doctor says nothing, is measured alone.
+For each case: `shoal doctor`, then `shoal train` with the same words for two steps, each in a
+process of its own, with compiled programs that no case shares with another. `said` is what doctor
+says is needed at most, `measured` the largest resident memory of the run's process plus, at the
+same time, what its workers share with no other process. Models are the packaged one and random ones
+of 8M and 50M parameters; `--model` adds those of folders. `shoal eval`, of which doctor says
+nothing, is measured alone.
 """
 
 from __future__ import annotations
@@ -101,7 +103,8 @@ def write_data(folder: Path) -> None:
 def run_measured(
     command: Sequence[str], environment: Mapping[str, str], log: Path
 ) -> tuple[int, str]:
-    """The largest resident memory of a process and its workers, in bytes, and its standard output."""
+    """The largest resident memory of a process and its workers, in bytes, and its standard
+    output."""
     from shoal.run.preflight.resident import children_bytes
 
     with open(log, "w") as errors:

@@ -1,11 +1,13 @@
-"""Is every mesh right? Updates and sampling of a small model on all meshes of N simulated devices, against one device.
+"""Is every mesh right? Updates and sampling of a small model on all meshes of N simulated devices,
+against one device.
 
     python benchmarks/meshes.py [--devices 8] [--dtype float32|bfloat16]
 
-Trainer meshes: every data x fsdp x tensor = N. Sampler meshes: views of the trainer's devices with every
-`sampler_tensor`, and the other half of the devices. Differences of loss and gradient are relative, by norm; a sampler's
-are the largest of a token's log-prob from those that one device gives for the same tokens. In bfloat16 both are
-compared with float32, beside what one device differs by.
+Trainer meshes: every data x fsdp x tensor = N. Sampler meshes: views of the trainer's devices with
+every `sampler_tensor`, and the other half of the devices. Differences of loss and gradient are
+relative, by norm; a sampler's are the largest of a token's log-prob from those that one device
+gives for the same tokens. In bfloat16 both are compared with float32, beside what one device
+differs by.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ def divisors(number: int) -> list[int]:
 
 
 class Trial:
-    """What each mesh computes: one model, one batch of random completions, one set of prompts to sample from."""
+    """What each mesh computes: one model, one batch of random completions, one set of prompts to
+    sample from."""
 
     def __init__(self, tensor: int, dtype: str) -> None:
         import jax
@@ -180,7 +183,8 @@ class Trial:
         return drain(engine)
 
     def gap(self, scorer: Any, completions: dict[tuple[int, int], Any]) -> float:
-        """The largest difference of a token's log-prob from the scorer's, which is of one device."""
+        """The largest difference of a token's log-prob from the scorer's, which is of one
+        device."""
         batch = self.batch(self.groups(completions), 1)
         scored = np.asarray(scorer.score(self.state(scorer).trainable, batch.arrays))
         return max(
@@ -194,7 +198,7 @@ def relative(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--devices", type=int, default=8)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     options = parser.parse_args()
@@ -213,7 +217,8 @@ def main() -> None:
     drawn, scorer = trial.sample(alone), trial.learner(alone.trainer, jnp.float32)
     own = trial.update(alone.trainer)
     print(
-        f"{options.devices} devices, {options.dtype}; one device differs from itself in float32: gradient "
+        f"{options.devices} devices, {options.dtype}; one device differs from itself in float32: "
+        f"gradient "
         f"{relative(own[1], gradient):.1e}, log-probs {trial.gap(scorer, drawn):.1e}\n"
     )
     print("trainer (data, fsdp, tensor) | loss | gradient | twice the same bits")
@@ -223,7 +228,8 @@ def main() -> None:
         (a, first), (b, second) = trial.update(role), trial.update(role)
         same = a == b and (first == second).all()
         print(
-            f"{data}, {fsdp}, {tensor} | {abs(a - loss) / abs(loss):.1e} | {relative(first, gradient):.1e} | "
+            f"{data}, {fsdp}, {tensor} | {abs(a - loss) / abs(loss):.1e} | "
+            f"{relative(first, gradient):.1e} | "
             f"{'yes' if same else 'NO'}",
             flush=True,
         )
@@ -244,7 +250,8 @@ def main() -> None:
                 )
                 print(
                     f"{data}, {fsdp}, {tensor}; {size // sampler_tensor} x {sampler_tensor}"
-                    f"{' of its own' if apart else ''} | {trial.gap(scorer, played):.1e} | {equal} of {len(drawn)}",
+                    f"{' of its own' if apart else ''} | {trial.gap(scorer, played):.1e} | {equal} "
+                    f"of {len(drawn)}",
                     flush=True,
                 )
 

@@ -1,11 +1,14 @@
-"""Seconds of an update on a CPU by the length of its rows: the measurement behind an open `batch.micro_tokens`.
+"""Seconds of an update on a CPU by the length of its rows: the measurement behind an open
+`batch.micro_tokens`.
 
-    python benchmarks/micro_tokens.py [--models 8M 50M] [--completions 128 256 512 1024] [--repeats 5] [--peaks]
+    python benchmarks/micro_tokens.py [--models 8M 50M] [--completions 128 256 512 1024]
+                                      [--repeats 5] [--peaks]
 
-An update has one prompt of 64 tokens with 8 completions, on random weights of `benchmarks/step.py`. Each line of the
-table is a model and a longest completion; completions are all of that length, or (`lognormal`) have a median of a third
-of it with sigma 1. Columns are values of `batch.micro_tokens`: 2,048, what a run decides, twice that. Updates of a line
-take turns in one process; a figure is a median. `--peaks` also prints the most memory that a process with one value
+An update has one prompt of 64 tokens with 8 completions, on random weights of `benchmarks/step.py`.
+Each line of the table is a model and a longest completion; completions are all of that length, or
+(`lognormal`) have a median of a third of it with sigma 1. Columns are values of
+`batch.micro_tokens`: 2,048, what a run decides, twice that. Updates of a line take turns in one
+process; a figure is a median. `--peaks` also prints the most memory that a process with one value
 alone takes.
 """
 
@@ -81,7 +84,8 @@ def make_group(number: int, lengths: Sequence[int], vocabulary: int) -> Group:
 
 
 def row_sizes(longest: int) -> list[int]:
-    """The values of `batch.micro_tokens` that are compared for completions of at most so many tokens."""
+    """The values of `batch.micro_tokens` that are compared for completions of at most so many
+    tokens."""
     from shoal.config.schema import BatchSection, Config, SamplingSection
     from shoal.run.fitting import cpu_micro_tokens
 
@@ -129,7 +133,7 @@ def peak_gib(model: str, longest: int, lognormal: bool, size: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--models", nargs="+", default=["8M", "50M"])
     parser.add_argument("--completions", type=int, nargs="+", default=[128, 256, 512, 1024])
     parser.add_argument("--repeats", type=int, default=5)
@@ -144,7 +148,8 @@ def main() -> None:
         print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
         return
     print(
-        f"median seconds of {options.repeats} updates of {NUM_PROMPTS} x {GROUP_SIZE} completions, float32"
+        f"median seconds of {options.repeats} updates of {NUM_PROMPTS} x {GROUP_SIZE} completions, "
+        f"float32"
     )
     for model in options.models:
         for longest in options.completions:

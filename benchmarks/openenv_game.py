@@ -2,8 +2,9 @@
 
     python benchmarks/openenv_game.py FOLDER [--steps 20]
 
-Makes an environment of Python with openenv 0.10 in FOLDER, serves a game there (a number from 1 to 100, guessed in five
-questions), trains `tiny-tools` on it, and prints the rate of games won before and after.
+Makes an environment of Python with openenv 0.10 in FOLDER, serves a game there (a number from 1 to
+100, guessed in five questions), trains `tiny-tools` on it, and prints the rate of games won before
+and after.
 """
 
 # pyright: reportMissingImports=false

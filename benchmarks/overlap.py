@@ -1,22 +1,29 @@
-"""How much do sampling and training at once gain, by simulation and with the real fleet and loop over sleeping parts?
+"""How much do sampling and training at once gain, by simulation and with the real fleet and loop
+over sleeping parts?
 
-    python benchmarks/overlap.py [--cases targets|all|none] [--table] [--real] [--steps 30] [--token-ms 10] [--seed 0]
+    python benchmarks/overlap.py [--cases targets|all|none] [--table] [--real] [--steps 30]
+                                 [--token-ms 10] [--seed 0]
 
-A step learns from P x G completions. One place samples one of them at a time, a token each `--token-ms`. Lengths are
-constant, or lognormal with a given sigma. An update takes a share of the synchronous sampling time: what a step's
-completions take when nothing else is sampled, in the mean. Nothing else takes time in the simulation.
+A step learns from P x G completions. One place samples one of them at a time, a token each
+`--token-ms`. Lengths are constant, or lognormal with a given sigma. An update takes a share of the
+synchronous sampling time: what a step's completions take when nothing else is sampled, in the mean.
+Nothing else takes time in the simulation.
 
-    fixed k     step t samples from version t - k; a host samples all of a version before it loads the next
-    newest k    step t is asked for k steps ahead, starts on the newest weights, and goes on through new ones
+    fixed k     step t samples from version t - k; a host samples all of a version before it loads
+                the next
+    newest k    step t is asked for k steps ahead, starts on the newest weights, and goes on
+                through new ones
     auto k      the same, asked for 1 to k steps ahead, as few as keep the trainer from waiting
 
-`--table` prints the simulation alone. Each case of `--cases` is simulated, and run with `rollout/fleet.py`,
-`rollout/host.py` and `trainer/loop.py` as they are over engines and updates that sleep (benchmarks/fakes.py), with the
-same lengths; `run/sim` is the run's seconds a step over those predicted. The first steps, in which the pipeline fills,
-and the last are left out of all figures.
+`--table` prints the simulation alone. Each case of `--cases` is simulated, and run with
+`rollout/fleet.py`, `rollout/host.py` and `trainer/loop.py` as they are over engines and updates
+that sleep (benchmarks/fakes.py), with the same lengths; `run/sim` is the run's seconds a step over
+those predicted. The first steps, in which the pipeline fills, and the last are left out of all
+figures.
 
-`--real` is the default command with nothing that sleeps, on eight simulated devices of this CPU: four of the trainer's
-and four of the sampler's. They share its cores, so that it shows idle shares and not what real devices would gain.
+`--real` is the default command with nothing that sleeps, on eight simulated devices of this CPU:
+four of the trainer's and four of the sampler's. They share its cores, so that it shows idle shares
+and not what real devices would gain.
 """
 
 from __future__ import annotations
@@ -68,7 +75,8 @@ TABLE = [
     replace(LONG, places=32),
     replace(LONG, hosts=4, capacity=64),
 ]
-"""What the simulation alone says something of; the default has as many places as a step has completions."""
+"""What the simulation alone says something of; the default has as many places as a step has
+completions."""
 ENDLESS = replace(LONG, most=0)
 TARGETS = [
     *modes(Case(), [("fixed", 0), ("fixed", 1)]),
@@ -102,9 +110,11 @@ def print_table(steps: int, seed: int, token_seconds: float) -> None:
 
 
 def print_capacities(steps: int, seed: int, token_seconds: float) -> None:
-    """How much a host must have at once where the sampler is the bottleneck: a group counts until its longest ends."""
+    """How much a host must have at once where the sampler is the bottleneck: a group counts until
+    its longest ends."""
     print(
-        "\nidle places, newest 2, update 0.2: completions that a host has at once, over its places\n"
+        "\nidle places, newest 2, update 0.2: completions that a host has at once, over its "
+        "places\n"
         "longest  hosts  places of each      1x      2x      4x      8x"
     )
     for most, hosts, places in itertools.product((4, 16), (1, 4), (4, 8, 16)):
@@ -121,7 +131,8 @@ def print_capacities(steps: int, seed: int, token_seconds: float) -> None:
 
 
 def print_runs(cases: Sequence[Case], steps: int, seed: int, token_seconds: float) -> None:
-    """Simulation and run of each case, one below the other; `speed` is over that of the first with the same work."""
+    """Simulation and run of each case, one below the other; `speed` is over that of the first with
+    the same work."""
     slowest: dict[str, tuple[float, float]] = {}
     ratios = []
     for case in cases:
@@ -131,7 +142,8 @@ def print_runs(cases: Sequence[Case], steps: int, seed: int, token_seconds: floa
         ran = figures(run_case(case, lengths, seconds, token_seconds), case)
         if str(case) not in slowest:
             print(
-                f"\n{case}: sampling {seconds / case.update:.2f} s, update {seconds:.2f} s\n      {HEAD}  ms of CPU"
+                f"\n{case}: sampling {seconds / case.update:.2f} s, update {seconds:.2f} s\n      "
+                f"{HEAD}  ms of CPU"
             )
         base = slowest.setdefault(str(case), (simulated.seconds, ran.seconds))
         ratios.append(ran.seconds / simulated.seconds)
@@ -149,7 +161,8 @@ def print_runs(cases: Sequence[Case], steps: int, seed: int, token_seconds: floa
 
 
 def print_real(steps: int, seed: int) -> None:
-    """Real models on simulated devices; of each run the mean over the steps after the first fifth."""
+    """Real models on simulated devices; of each run the mean over the steps after the first
+    fifth."""
     print(
         f"\n4 + 4 simulated devices, {os.cpu_count()} cores, {steps} steps\n"
         "mode      idle: trainer  sampler  staleness: mean  seconds a step"

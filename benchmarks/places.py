@@ -1,10 +1,11 @@
-"""Share of the sampler's places that draw, and tokens a second, by how many siblings share a row; random weights.
+"""Share of the sampler's places that draw, and tokens a second, by how many siblings share a row;
+random weights.
 
     python benchmarks/places.py [--sigmas 0 0.5 1] [--rows-of 1 2 4 8] [--repeats 3] [--shape 1M]
 
-Sampling alone: groups of 8, many more prompts than places, lengths forced to a lognormal distribution (sigma 0: all
-equal) of one median. Measured while prompts wait: what is left then is cancelled. The engines take turns in one
-process; all draw the same lengths.
+Sampling alone: groups of 8, many more prompts than places, lengths forced to a lognormal
+distribution (sigma 0: all equal) of one median. Measured while prompts wait: what is left then is
+cancelled. The engines take turns in one process; all draw the same lengths.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ def lognormal_lengths(prompts: int, median: int, sigma: float, cap: int) -> np.n
 def measure(
     engine: Forced, lengths: np.ndarray, prompt: int, step: int
 ) -> tuple[float, float, float]:
-    """Share of places that draw in decoding, and tokens a second and a CPU second, while prompts wait."""
+    """Share of places that draw in decoding, and tokens a second and a CPU second, while prompts
+    wait."""
     rng = np.random.default_rng(1)
     engine.lengths = lengths
     params = SamplingParams(max_tokens=engine.max_completion_tokens)
@@ -78,7 +80,7 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--shape", default="1M", choices=SHAPES)
     parser.add_argument("--sigmas", nargs="+", type=float, default=[0.0, 0.5, 1.0])
     parser.add_argument("--rows-of", nargs="+", type=int, default=[1, 2, 4, 8])
@@ -107,12 +109,15 @@ def main() -> None:
         short = np.full((2 * options.slots // GROUP_SIZE, GROUP_SIZE), 3)
         measure(engines[siblings], short, options.prompt, 0)  # compiles
     print(
-        f"{options.shape}, {jax.devices()[0].device_kind}, {os.cpu_count()} cores: {options.prompts} prompts of "
-        f"{options.prompt} tokens, groups of {GROUP_SIZE}, {options.slots} places, median {options.median}, cap "
+        f"{options.shape}, {jax.devices()[0].device_kind}, {os.cpu_count()} cores: "
+        f"{options.prompts} prompts of "
+        f"{options.prompt} tokens, groups of {GROUP_SIZE}, {options.slots} places, median "
+        f"{options.median}, cap "
         f"{options.cap}; the fastest of {options.repeats}"
     )
     print(
-        f"{'sigma':>6} {'siblings a row':>15} {'places drawing':>15} {'tokens/s':>10} {'against 8':>10} "
+        f"{'sigma':>6} {'siblings a row':>15} {'places drawing':>15} {'tokens/s':>10} "
+        f"{'against 8':>10} "
         f"{'/CPU s':>10} {'against 8':>10}"
     )
     for sigma in options.sigmas:
@@ -125,7 +130,8 @@ def main() -> None:
         for siblings, (share, rate, cpu_rate) in best.items():
             _, *whole = best[siblings] / best.get(GROUP_SIZE, np.nan)
             print(
-                f"{sigma:6.1f} {siblings:15d} {share:15.3f} {rate:10.0f} {whole[0]:10.2f} {cpu_rate:10.0f} "
+                f"{sigma:6.1f} {siblings:15d} {share:15.3f} {rate:10.0f} {whole[0]:10.2f} "
+                f"{cpu_rate:10.0f} "
                 f"{whole[1]:10.2f}",
                 flush=True,
             )

@@ -3,24 +3,28 @@
     python benchmarks/plan_arithmetic.py [JOB ...] [--cache FOLDER]
     python benchmarks/plan_arithmetic.py --traced [JOB ...]
 
-Plans ten jobs, reckons the same figures again from nothing but the model's sizes, the makers' rates and the job's
-settings as they stand here, and prints both. The arithmetic imports nothing of Shoal's own code, so a mistake there is
-not made twice. Ends with 1 where a figure is outside of its bounds. Needs compilers: `pip install '.[plan]'`.
+Plans ten jobs, reckons the same figures again from nothing but the model's sizes, the makers' rates
+and the job's settings as they stand here, and prints both. The arithmetic imports nothing of
+Shoal's own code, so a mistake there is not made twice. Ends with 1 where a figure is outside of its
+bounds. Needs compilers: `pip install '.[plan]'`.
 
-`--traced` compares what is known before anything is compiled, each within 1%: what a device holds, the decode floor and
-the operations of a micro-batch outside of attention's kernels (of a layer forward, backward and forward again without
-the last product, which no gradient needs; of the head both forward passes whole). Without it the programs are compiled,
-and compared is
+`--traced` compares what is known before anything is compiled, each within 1%: what a device holds,
+the decode floor and the operations of a micro-batch outside of attention's kernels (of a layer
+forward, backward and forward again without the last product, which no gradient needs; of the head
+both forward passes whole). Without it the programs are compiled, and compared is
 
-    gathered   weights that a micro-batch gathers: each layer's in bfloat16, forward and backward; the head
+    gathered   weights that a micro-batch gathers: each layer's in bfloat16, forward and backward;
+               the head
     scattered  its gradients, in float32, each once
     exchanged  the embedding's columns against rows, forward and backward
-    decoding   what a token moves within a replica: a sum after attention, after each feed-forward part and of the
-               embedding; the sums of the vocabulary's blocks, and the block that is drawn from
+    decoding   what a token moves within a replica: a sum after attention, after each feed-forward
+               part and of the embedding; the sums of the vocabulary's blocks, and the block that
+               is drawn from
     published  all weights once, in bfloat16, and a device's own part
-    seconds    of each phase: the longest of an operation's products at the peak rate, its bytes at the memory's and its
-               launch; training's kernels at their share of the peak, decoding's at the memory's rate, in whole blocks;
-               transfers at the links' rate, each after its latency
+    seconds    of each phase: the longest of an operation's products at the peak rate, its bytes at
+               the memory's and its launch; training's kernels at their share of the peak,
+               decoding's at the memory's rate, in whole blocks; transfers at the links' rate, each
+               after its latency
 """
 
 from __future__ import annotations
@@ -152,9 +156,9 @@ class Job:
         return self.prompts * GROUP // self.replicas
 
 
-# NVLink 450 GB/s each way, NCCL 10 us; a machine's eight networks of 50 GB/s, 30 us. A TPU's links: as many as its
-# slice has dimensions, without a way round, and 1 us for each chip on the longest way. Of 4x4 chips a replica of eight
-# is no rectangle: two ways, five chips.
+# NVLink 450 GB/s each way, NCCL 10 us; a machine's eight networks of 50 GB/s, 30 us. A TPU's links:
+# as many as its slice has dimensions, without a way round, and 1 us for each chip on the longest
+# way. Of 4x4 chips a replica of eight is no rectangle: two ways, five chips.
 NVLINK, V6E_8, V5P_16, V5P_64 = (450e9, 1e-5), (200e9, 4e-6), (300e9, 3e-6), (300e9, 7e-6)
 JOBS: Mapping[str, Job] = {
     "1.5b-h200": Job("h200:1 qwen2.5-1.5b", QWEN_1_5B, 32, 1, 1, H200),
@@ -190,7 +194,8 @@ with planned_job(config, config.topology) as job:
     for name in ("decode", "accumulate"):
         one = programs[name]
         traced[name] = one.runs, *traced_costs(job, one, one.program.trace(*one.args, **one.kwargs))
-    print(json.dumps([figures.estimated.needed("accumulate"), figures.estimated.needed("decode"), traced]))
+    estimates = [figures.estimated.needed("accumulate"), figures.estimated.needed("decode")]
+    print(json.dumps([*estimates, traced]))
 """
 
 Row = tuple[str, float, float, float, float]
@@ -249,14 +254,15 @@ def moved(job: Job) -> dict[str, float]:
     a, head = job.sizes, job.sizes.vocabulary * job.sizes.hidden
     found = {}
     if job.trainers > 1:
-        # Looked up by columns: where it is no head, the embedding moves in no other way. A TPU gathers slices of the
-        # head, forward and again in the backward pass.
+        # Looked up by columns: where it is no head, the embedding moves in no other way. A TPU
+        # gathers slices of the head, forward and again in the backward pass.
         again = 1 if job.device.launch else 2
         found |= {
             "gathered": 2 * (2 * a.layers * a.weights + again * head),
             "scattered": 4 * (a.layers * a.weights + head),
             "exchanged": 2 * 2 * TOKENS * a.hidden,
-            # A device's part first changes places within a replica, from one dimension of a matrix to the other.
+            # A device's part first changes places within a replica, from one dimension of a matrix
+            # to the other.
             "published": 2 * a.parameters * (1 / job.tensor + (job.tensor > 1) / job.trainers),
         }
     if job.tensor > 1:
@@ -270,7 +276,8 @@ BLOCK = 512
 
 
 def sent(link: Link, size: float, devices: int, times: float = 1.0, both: bool = False) -> float:
-    """Seconds of so many transfers of `size` bytes in all; `both`: sums, which are scattered and then gathered."""
+    """Seconds of so many transfers of `size` bytes in all; `both`: sums, which are scattered and
+    then gathered."""
     return (1 + both) * (size * (devices - 1) / devices / link[0] + times * link[1])
 
 
@@ -290,7 +297,8 @@ def update_seconds(job: Job) -> tuple[float, float]:
     products = (
         3 * sum(forward) - forward[-1] + sum(backward)
     )  # forward, again without the last, both gradients
-    # Each reads and writes: two norms, rope, two sums, silu; then their gradients, and the sums of those of one input.
+    # Each reads and writes: two norms, rope, two sums, silu; then their gradients, and the sums of
+    # those of one input.
     once = [4 * h, 4 * h, 4 * (q + k), 6 * h, 6 * h, 6 * f]
     gradients = [12 * f, 8 * h, 8 * h, 4 * (q + k), 8 * h, 6 * h]
     values = sum(operation(d, 0, t * size) for size in (*once, *once, *gradients))
@@ -299,10 +307,12 @@ def update_seconds(job: Job) -> tuple[float, float]:
         2 * operation(d, 0, 6 * i * o / n) + operation(d, 0, 12 * i * o / n) for i, o in a.matrices
     )
     mean = (PROMPT * PROMPT / 2 + GROUP * COMPLETION * (PROMPT + COMPLETION / 2)) / TOKENS
-    # Two products forward, again, and seven backward, as dq and dk with dv compute the scores and their gradient each.
+    # Two products forward, again, and seven backward, as dq and dk with dv compute the scores and
+    # their gradient each.
     kernels = 22 * t * q * (mean + d.block / 2) / (d.kernels * d.peak)
-    # The head in parts of the logits: twice forward, both gradients; of logits the largest, the sum, the entropy, and
-    # the first two again, each read; their gradient read and written; the head's gradient added for each part.
+    # The head in parts of the logits: twice forward, both gradients; of logits the largest, the
+    # sum, the entropy, and the first two again, each read; their gradient read and written; the
+    # head's gradient added for each part.
     parts = -(-t * a.vocabulary // d.logits)
     logits, whole, each = 4 * t * a.vocabulary / parts, h * a.vocabulary, t / parts
     head = parts * (
@@ -349,7 +359,8 @@ def decode_seconds(job: Job) -> tuple[float, float]:
 
 
 SMALL = {"update": 40, "decoding": 3, "token": 25}
-"""Operations besides, of a layer and of a sampled token, which read next to nothing: counted in the programs."""
+"""Operations besides, of a layer and of a sampled token, which read next to nothing: counted in the
+programs."""
 
 
 def step_seconds(job: Job) -> dict[str, tuple[float, float]]:
@@ -363,7 +374,8 @@ def step_seconds(job: Job) -> dict[str, tuple[float, float]]:
     prefill = 2 * prompts * PROMPT * (a.layers * a.weights) / job.tensor / d.peak
     token = decode_seconds(job)
     own, copy = 2 * a.parameters / n, 2 * a.parameters / job.tensor * (n > 1)
-    # Read in float32, written, of several devices read to be summed; what changes places or is gathered is copied.
+    # Read in float32, written, of several devices read to be summed; what changes places or is
+    # gathered is copied.
     laid_out = (3 + (n > 1) + 2 * (job.tensor > 1)) * own + 2 * copy
     published = sent(job.between, copy, job.replicas) + sent(
         job.inside, own * (job.tensor > 1), job.tensor
@@ -423,7 +435,8 @@ RESIDUALS: Mapping[tuple[str, str], tuple[float, float, str]] = {
         "products at 91 to 95% of the peak, 3 to 5% copies, by the cycles; the ring",
     ),
 }
-"""Of what differs by more than its bounds: (kind of device, the figure's first word) -> (least, most, why)."""
+"""Of what differs by more than its bounds: (kind of device, the figure's first word) -> (least,
+most, why)."""
 
 
 def compiled_rows(name: str, plan: Mapping[str, Any]) -> Iterator[Row]:

@@ -1,15 +1,18 @@
-"""What do the five jobs of docs/scale.md need on their devices, and how long does a step of each take?
+"""What do the five jobs of docs/scale.md need on their devices, and how long does a step of each
+take?
 
-    python benchmarks/plans.py [JOB ...] [--estimated] [--cache FOLDER] [--out FOLDER] [key=value ...]
+    python benchmarks/plans.py [JOB ...] [--estimated] [--cache FOLDER] [--out FOLDER]
+                               [key=value ...]
     python benchmarks/plans.py --fits [key=value ...]
 
-Plans each job by `shoal plan`, with the settings that it advises for the job's mesh, and prints the tables of
-docs/scale.md. `--cache` takes what FOLDER stores; `--out` keeps the plans as JSON, and the tables are then of all plans
-in FOLDER. `key=value` is added to every job, such as `layers=shallow`. `--estimated` compiles nothing: without seconds,
-and with activations as they are estimated. Needs compilers: `pip install '.[plan]'`.
+Plans each job by `shoal plan`, with the settings that it advises for the job's mesh, and prints the
+tables of docs/scale.md. `--cache` takes what FOLDER stores; `--out` keeps the plans as JSON, and
+the tables are then of all plans in FOLDER. `key=value` is added to every job, such as
+`layers=shallow`. `--estimated` compiles nothing: without seconds, and with activations as they are
+estimated. Needs compilers: `pip install '.[plan]'`.
 
-`--fits` prints the table of docs/models-and-devices.md: whether full training of a model fits on devices, by what a
-plan knows of a job before it compiles anything.
+`--fits` prints the table of docs/models-and-devices.md: whether full training of a model fits on
+devices, by what a plan knows of a job before it compiles anything.
 """
 
 from __future__ import annotations
@@ -34,9 +37,11 @@ from shoal.run.plan.plan import compilers, describe, make_plan
 LENGTHS = "batch.group_size=8 sampling.max_prompt_tokens=256 sampling.max_completion_tokens=512"
 
 JOBS: Mapping[str, str] = {
-    "70B, v5p-256": "topology=v5p-256 model.name=llama3.3-70b mesh.trainer=64 mesh.sampler=64 mesh.fsdp=-1 "
+    "70B, v5p-256": "topology=v5p-256 model.name=llama3.3-70b mesh.trainer=64 mesh.sampler=64 "
+    "mesh.fsdp=-1 "
     "mesh.sampler_tensor=8 batch.prompts_per_device=1",
-    "70B, v5p-64": "topology=v5p-64 model.name=llama3.1-70b mesh.trainer=16 mesh.sampler=16 mesh.fsdp=-1 "
+    "70B, v5p-64": "topology=v5p-64 model.name=llama3.1-70b mesh.trainer=16 mesh.sampler=16 "
+    "mesh.fsdp=-1 "
     "mesh.sampler_tensor=8 batch.prompts_per_device=1",
     "8B, v5p-8": "topology=v5p-8 model.name=llama3.1-8b mesh.fsdp=-1",
     "8B, v6e-8": "topology=v6e-8 model.name=llama3.1-8b mesh.fsdp=-1",
@@ -83,7 +88,8 @@ GIB = 2**30
 
 
 def need(topology: str, words: Sequence[str]) -> tuple[int, int]:
-    """(bytes that a device needs at its fullest, bytes that it has), before anything is compiled."""
+    """(bytes that a device needs at its fullest, bytes that it has), before anything is
+    compiled."""
     config, *_ = compose("plan", [f"topology={topology}", *words])
     figures = describe(config, topology).estimated
     return figures.peak, figures.memory
@@ -165,8 +171,8 @@ def plan(words: Sequence[str], cache: str) -> dict[str, Any]:
 
 
 def best_plan(words: Sequence[str], cache: str) -> tuple[list[str], dict[str, Any]]:
-    """(words, plan) with the settings that are advised. What was estimated to fit may not once it is compiled: then
-    with what that plan advises."""
+    """(words, plan) with the settings that are advised. What was estimated to fit may not once it
+    is compiled: then with what that plan advises."""
     settings = {word.partition("=")[0]: word for word in advised(words)}
     while not (found := plan(list(settings.values()), cache))["ok"] and (
         values := found["advice"][0]["values"]

@@ -1,20 +1,23 @@
-"""What does publication cost? A model of 1 GiB, from a trainer to four samplers on this machine, by each channel.
+"""What does publication cost? A model of 1 GiB, from a trainer to four samplers on this machine, by
+each channel.
 
-    python benchmarks/publication.py [--channels memory,files,ray] [--workers 4] [--layers 16] [--repeat 3] [--no-pause]
+    python benchmarks/publication.py [--channels memory,files,ray] [--workers 4] [--layers 16]
+                                     [--repeat 3] [--no-pause]
 
-memory: the samplers are simulated devices of the trainer's process. files, ray: they are processes of their own. Of
-every figure the median over `--repeat` publications is printed, after a first one that compiles; `copy` is one copy of
-the model's bytes to memory that was written before (`numpy.copyto`), in the trainer's process between the publications.
+memory: the samplers are simulated devices of the trainer's process. files, ray: they are processes
+of their own. Of every figure the median over `--repeat` publications is printed, after a first one
+that compiles; `copy` is one copy of the model's bytes to memory that was written before
+(`numpy.copyto`), in the trainer's process between the publications.
 
     write      the trainer's publish()
     alone      a sampler's fetch(), verified by checksum, while the others do nothing
     together   the slowest fetch() of all samplers at once
-    peak       the trainer's largest memory while it publishes, less that before, as a multiple of the largest tensor;
-               /dev/shm and the samplers' devices apart
-    copies     a sampler's memory while it holds a version and has fetched the next, less that before, over the model's
-               bytes; of shared pages its share
-    pause      by how much longer a sampler takes for its dispatches because it loads the next version on the way, while
-               completions go on; beside it the median time of a dispatch
+    peak       the trainer's largest memory while it publishes, less that before, as a multiple of
+               the largest tensor; /dev/shm and the samplers' devices apart
+    copies     a sampler's memory while it holds a version and has fetched the next, less that
+               before, over the model's bytes; of shared pages its share
+    pause      by how much longer a sampler takes for its dispatches because it loads the next
+               version on the way, while completions go on; beside it the median time of a dispatch
 """
 
 from __future__ import annotations
@@ -124,8 +127,9 @@ class Reader:
         self.held = None
 
     def pause(self, first: Any, second: Any) -> tuple[float, float]:
-        """Seconds: the median of a dispatch, and those around a load beyond what their dispatches usually take. The
-        load itself also waits for the dispatches that are under way, in which the sampler does not stand still."""
+        """Seconds: the median of a dispatch, and those around a load beyond what their dispatches
+        usually take. The load itself also waits for the dispatches that are under way, in which the
+        sampler does not stand still."""
         from shoal.rollout.host import EngineHost
         from shoal.sampler.engine import Engine
         from shoal.sampler.programs import CHUNK
@@ -273,7 +277,8 @@ def line(
 
     last = f"  {pauses[0][1]:.2f} s, a dispatch {pauses[0][0]:.2f} s" if pauses else ""
     print(
-        f"{name:7s}{trainer.bytes / GIB:5.2f} GiB  {copy:6.2f} {shown([write])}{shown(alone)}{shown(together)} "
+        f"{name:7s}{trainer.bytes / GIB:5.2f} GiB  {copy:6.2f} "
+        f"{shown([write])}{shown(alone)}{shown(together)} "
         f"{max(one for _, one in writes) / trainer.largest:6.2f} {copies:7.2f}{last}",
         flush=True,
     )
@@ -287,7 +292,8 @@ def head() -> None:
 
 
 def measure_memory(args: argparse.Namespace) -> None:
-    """Samplers that are devices of the trainer's process: what they are given is copied by `publish`."""
+    """Samplers that are devices of the trainer's process: what they are given is copied by
+    `publish`."""
     import jax
 
     from shoal.config.schema import MeshSection
@@ -395,7 +401,10 @@ def main(argv: list[str] | None = None) -> None:
         return
     head()
     for channel in args.channels.split(","):
-        flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={args.workers + 1}"
+        flags = (
+            f"{os.environ.get('XLA_FLAGS', '')} "
+            f"--xla_force_host_platform_device_count={args.workers + 1}"
+        )
         # What a run sets for itself: large pages, which memory that is written anew comes in.
         environment = (
             {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1", "JAX_PLATFORMS": "cpu"}

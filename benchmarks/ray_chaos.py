@@ -1,18 +1,22 @@
-"""Does a run over Ray's workers end with the bits of the caller's thread, whatever becomes of them and of the trainer?
+"""Does a run over Ray's workers end with the bits of the caller's thread, whatever becomes of them
+and of the trainer?
 
-    python benchmarks/ray_chaos.py [bits] [kills] [newest] [node] [trainer] [--seed 0] [--log FILE] [KEY=VALUE ...]
+    python benchmarks/ray_chaos.py [bits] [kills] [newest] [node] [trainer] [--seed 0] [--log FILE]
+                                   [KEY=VALUE ...]
 
-Real commands (`shoal train`, the tiny model) over a real cluster on this machine; processes get real signals, at
-moments drawn from the seed. Equal means: groups, metrics (clocks and what counts hosts apart), evaluations and final
-weights, bit for bit.
+Real commands (`shoal train`, the tiny model) over a real cluster on this machine; processes get
+real signals, at moments drawn from the seed. Equal means: groups, metrics (clocks and what counts
+hosts apart), evaluations and final weights, bit for bit.
 
-    bits      fixed, lag 0, 1 and 3: 1 and 3 workers; 3 of which five are killed and one is stopped (SIGSTOP); a run
-              cut twice (SIGKILL, SIGTERM) and resumed on another number of workers. Each against the caller's thread
+    bits      fixed, lag 0, 1 and 3: 1 and 3 workers; 3 of which five are killed and one is stopped
+              (SIGSTOP); a run cut twice (SIGKILL, SIGTERM) and resumed on another number of
+              workers. Each against the caller's thread
     kills     fixed, lag 1: 50 times a worker is killed, those that are just starting included
-    newest    the same with versions=newest: each row exactly once, the bound held, accuracy beside undisturbed runs
+    newest    the same with versions=newest: each row exactly once, the bound held, accuracy beside
+              undisturbed runs
     node      fixed, lag 1: one of two nodes is taken away, a third joins
-    trainer   fixed, lag 1: the trainer is killed 10 times and resumed, over a cluster of its own and a running one in
-              turn; no process is left over
+    trainer   fixed, lag 1: the trainer is killed 10 times and resumed, over a cluster of its own
+              and a running one in turn; no process is left over
 """
 
 from __future__ import annotations
@@ -138,7 +142,8 @@ class Bench:
     def attacking(
         self, kills: int, stops: int, steps: int
     ) -> Callable[[str, subprocess.Popen[bytes]], None]:
-        """Signals to workers drawn at moments drawn: steps, and up to a second after their record."""
+        """Signals to workers drawn at moments drawn: steps, and up to a second after their
+        record."""
         signals = [signal.SIGKILL] * kills + [signal.SIGSTOP] * stops
         self.random.shuffle(signals)
         moments = sorted(self.random.randrange(1, steps) for _ in signals)
@@ -165,7 +170,8 @@ class Bench:
         return attack
 
     def left_over(self, name: str = "", seconds: float = 20.0) -> int:
-        """Processes of a run, or samplers of the cluster, that are still there after so many seconds."""
+        """Processes of a run, or samplers of the cluster, that are still there after so many
+        seconds."""
         deadline = time.monotonic() + seconds
         while (found := marked(name) if name else self.workers()) and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -178,7 +184,8 @@ class Bench:
             for name in ("lost", "asked_again")
         }
         print(
-            f"| {what} | {'equal' if not found else 'DIFFERS: ' + ', '.join(found)} | {total['lost']} | "
+            f"| {what} | {'equal' if not found else 'DIFFERS: ' + ', '.join(found)} | "
+            f"{total['lost']} | "
             f"{total['asked_again']} | {time.monotonic() - began:.0f} | {more} |",
             flush=True,
         )
@@ -248,7 +255,8 @@ def newest(bench: Bench) -> bool:
     runs = [bench.run(f"newest-{number}", *words, workers=3) for number in range(4)]
     killed = bench.run("newest-killed", *words, workers=3, attack=bench.attacking(50, 0, 59))
     print(
-        "\n| newest, k=2, 3 workers | rows, each once | oldest token | workers lost | accuracy at the end | "
+        "\n| newest, k=2, 3 workers | rows, each once | oldest token | workers lost | accuracy at "
+        "the end | "
         "reward, last 20 steps |\n| --- | --- | --- | --- | --- | --- |",
         flush=True,
     )
@@ -266,14 +274,16 @@ def newest(bench: Bench) -> bool:
         figures.append((accuracy, reward))
         good &= once and oldest <= 2
         print(
-            f"| {'50 kills' if run is killed else 'undisturbed'} | {'yes' if once else 'NO'} | {oldest:.0f} | "
+            f"| {'50 kills' if run is killed else 'undisturbed'} | {'yes' if once else 'NO'} | "
+            f"{oldest:.0f} | "
             f"{sum(row['fleet/lost'] for row in rows):.0f} | {accuracy:.3f} | {reward:.3f} |",
             flush=True,
         )
     for name, place in (("accuracy", 0), ("reward", 1)):
         *undisturbed, last = [one[place] for one in figures]
         print(
-            f"{name} with kills {last:.3f}, undisturbed {min(undisturbed):.3f} to {max(undisturbed):.3f}"
+            f"{name} with kills {last:.3f}, undisturbed {min(undisturbed):.3f} to "
+            f"{max(undisturbed):.3f}"
         )
     return good
 
@@ -289,7 +299,8 @@ def rows_of(run: Path) -> Mapping[int, list[int]]:
 
 
 def node(bench: Bench) -> bool:
-    """A cluster of its own: a node of 1 CPU, where the trainer is, and one of 2, which goes; one of 2 comes."""
+    """A cluster of its own: a node of 1 CPU, where the trainer is, and one of 2, which goes; one of
+    2 comes."""
     head()
     began, shared = time.monotonic(), bench.nodes
     whole = bench.run("node-caller", *FIXED)

@@ -1,11 +1,13 @@
-"""What does it cost to record a step of a million tokens? The loop's own seconds, the thread's, and the file's size.
+"""What does it cost to record a step of a million tokens? The loop's own seconds, the thread's, and
+the file's size.
 
     python benchmarks/recording.py [--tokens 1000000] [--prompts 64] [--siblings 16] [--steps 5]
 
-Groups with random tokens and log-probs, as a step leaves them, go through the recorder that a run uses: metrics are
-counted, the line of metrics.jsonl is written, the groups are handed to the thread. While the thread writes, the loop
-computes something of its own (a matrix product), as a step does; `slowed` is what that product then takes longer. The
-share is of a step of `--step-seconds`: 10 s, a million tokens sampled and trained on at 100 thousand a second.
+Groups with random tokens and log-probs, as a step leaves them, go through the recorder that a run
+uses: metrics are counted, the line of metrics.jsonl is written, the groups are handed to the
+thread. While the thread writes, the loop computes something of its own (a matrix product), as a
+step does; `slowed` is what that product then takes longer. The share is of a step of
+`--step-seconds`: 10 s, a million tokens sampled and trained on at 100 thousand a second.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ from shoal.types import Completion, Example, Group, Purpose, StopReason
 def make_groups(
     step: int, options: argparse.Namespace
 ) -> tuple[list[Group], dict[tuple[int, int], np.ndarray]]:
-    """A step's groups and the trainer's log-probs; lengths vary by a quarter, words by Zipf's law."""
+    """A step's groups and the trainer's log-probs; lengths vary by a quarter, words by Zipf's
+    law."""
     random = np.random.default_rng(step)
     mean = options.tokens / (options.prompts * options.siblings)
     groups, logprobs = [], {}
@@ -80,7 +83,7 @@ def product_seconds(matrix: np.ndarray) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--tokens", type=int, default=1_000_000)
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--siblings", type=int, default=16)
@@ -117,10 +120,12 @@ def main() -> None:
             size = (run.groups_path / f"step_{step + 1:06d}.parquet").stat().st_size
         recorder.close()
     print(
-        f"{options.prompts} groups of {options.siblings}, {count:,} tokens, prompts of {options.prompt_tokens}"
+        f"{options.prompts} groups of {options.siblings}, {count:,} tokens, prompts of "
+        f"{options.prompt_tokens}"
     )
     print(
-        f"loop        {median(loop):.3f} s, {100 * median(loop) / options.step_seconds:.2f}% of a step of "
+        f"loop        {median(loop):.3f} s, {100 * median(loop) / options.step_seconds:.2f}% of a "
+        f"step of "
         f"{options.step_seconds:g} s"
     )
     print(

@@ -1,14 +1,17 @@
 """What does the address of `shoal serve` cost, and does it outlive any request?
 
-    python benchmarks/serve.py [--sizes 1M 8M 50M] [--requests 96] [--tokens 128] [--repeats 3] [--fuzz 0]
+    python benchmarks/serve.py [--sizes 1M 8M 50M] [--requests 96] [--tokens 128] [--repeats 3]
+                               [--fuzz 0]
 
-The same completions, 32 in flight at any time: of an engine that is called directly, and over HTTP by a client in a
-process of its own that shares the machine. Random weights, and none ends early. `share` is the second's tokens a second
-over the first's, by turns, the median of `--repeats`; `cpu` the same by this process's seconds of CPUs, which others on
-the machine do not change; `full` the share of places that drew a token.
+The same completions, 32 in flight at any time: of an engine that is called directly, and over HTTP
+by a client in a process of its own that shares the machine. Random weights, and none ends early.
+`share` is the second's tokens a second over the first's, by turns, the median of `--repeats`; `cpu`
+the same by this process's seconds of CPUs, which others on the machine do not change; `full` the
+share of places that drew a token.
 
-`--fuzz` sends so many random requests instead, 32 at once: bodies cut and mixed, settings of every name with values of
-every kind, clients that hang up. It fails if one is answered with 500 or above, or if anything is left.
+`--fuzz` sends so many random requests instead, 32 at once: bodies cut and mixed, settings of every
+name with values of every kind, clients that hang up. It fails if one is answered with 500 or above,
+or if anything is left.
 """
 
 from __future__ import annotations
@@ -111,7 +114,8 @@ def directly(engine: Engine, requests: int, tokens: int) -> None:
 
 
 async def ask(port: int, raw: bytes, hang_up: float | None = None) -> tuple[int, bytes]:
-    """Status and body of one request on a connection of its own; 0 where it is left after so many seconds."""
+    """Status and body of one request on a connection of its own; 0 where it is left after so many
+    seconds."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         writer.write(raw)
@@ -125,7 +129,10 @@ async def ask(port: int, raw: bytes, hang_up: float | None = None) -> tuple[int,
 
 
 def request(path: str, body: bytes, method: str = "POST") -> bytes:
-    head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = (
+        f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: "
+        f"{len(body)}\r\n\r\n"
+    )
     return head.encode() + body
 
 
@@ -183,7 +190,8 @@ def measure(size: str, requests: int, tokens: int, repeats: int) -> None:
     full = [statistics.median(one[i][2] for one in rates) for i in (0, 1)]
     print(
         f"{size:>4}  directly {direct:7,.0f} tokens/s   over HTTP {http:7,.0f}   share "
-        f"{statistics.median(shares):.2f}  of {', '.join(f'{share:.2f}' for share in shares)}   cpu {cpu:.2f}   "
+        f"{statistics.median(shares):.2f}  of {', '.join(f'{share:.2f}' for share in shares)}   "
+        f"cpu {cpu:.2f}   "
         f"full {full[1]:.2f}, over HTTP {full[0]:.2f}",
         flush=True,
     )
@@ -342,13 +350,14 @@ def survive(count: int) -> None:
             left = len(serving.api.going), len(sampler.waiting), len(sampler.engine.progress)
         print(
             f"{count:,} requests in {time.perf_counter() - started:.0f} s, by status (0: hung up) "
-            f"{dict(sorted(found.items()))}; left: requests {left[0]}, calls {left[1]}, rows {left[2]}"
+            f"{dict(sorted(found.items()))}; left: requests {left[0]}, calls {left[1]}, rows "
+            f"{left[2]}"
         )
         assert not any(left)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).split("\n\n")[0])
     parser.add_argument("--sizes", nargs="*", default=list(SIZES), choices=list(SIZES))
     for name, value in (
         ("requests", 96),

@@ -1,8 +1,10 @@
-"""Sampling while training as events: what benchmarks/overlap.py predicts, and its figures of what a run did.
+"""Sampling while training as events: what benchmarks/overlap.py predicts, and its figures of what a
+run did.
 
     publish -> ask -> assign -> feed -> start -> end -> learn -> publish
 
-The rules are those of the fleet, of a host and of the loop; that an update and a token take time is all that there is.
+The rules are those of the fleet, of a host and of the loop; that an update and a token take time is
+all that there is.
 """
 
 from __future__ import annotations
@@ -43,7 +45,10 @@ class Case:
         lengths = f"lognormal {self.sigma:g}" if self.sigma else "constant"
         lengths += f" (at most {self.most:g} medians)" if self.most else ""
         places = self.places_per_host * self.hosts / (self.prompts * self.group_size)
-        return f"{lengths}, update {self.update:g}, {self.hosts} host{'s' * (self.hosts > 1)}, places {places:.2g}"
+        return (
+            f"{lengths}, update {self.update:g}, {self.hosts} host{'s' * (self.hosts > 1)}, places "
+            f"{places:.2g}"
+        )
 
     @property
     def schedule(self) -> Schedule:
@@ -123,7 +128,8 @@ class SimulatedHost:
 
 
 class Simulation:
-    """Events in the order of their time: a completion ends, an update ends. Groups are numbered in the order asked."""
+    """Events in the order of their time: a completion ends, an update ends. Groups are numbered in
+    the order asked."""
 
     def __init__(
         self, case: Case, lengths: np.ndarray, update_seconds: float, token_seconds: float
@@ -195,7 +201,8 @@ class Simulation:
     # -- the hosts
 
     def assign(self) -> None:
-        """Gives groups to hosts, which are alike, the oldest first, each to the one with the most room."""
+        """Gives groups to hosts, which are alike, the oldest first, each to the one with the most
+        room."""
         while self.waiting:
             room = [
                 self.case.capacity - host.given if self.case.capacity else 1 for host in self.hosts

@@ -1,12 +1,14 @@
-"""What the age of samples does to learning: accuracy on `words` by mode and lag, paired by seed with that of lag 0.
+"""What the age of samples does to learning: accuracy on `words` by mode and lag, paired by seed
+with that of lag 0.
 
-    python benchmarks/staleness.py [--seeds 0 1 2 3 4] [--modes fixed-0 fixed-1 ...] [--steps 80] [--folder FOLDER]
+    python benchmarks/staleness.py [--seeds 0 1 2 3 4] [--modes fixed-0 fixed-1 ...] [--steps 80]
+                                   [--folder FOLDER]
 
-Each run is `shoal train` with its own process; greedy accuracy on the 500 held-out questions. `newest` asks for as many
-steps ahead as the lag allows, so that samples are as old as they can be. `slow`: the sampler
-does so little for each version that a completion lives through several of them. The controls have no correction, and
-four updates for each step: eight versions of lag are then thirty-two updates. A run that has ended is read, not run
-again.
+Each run is `shoal train` with its own process; greedy accuracy on the 500 held-out questions.
+`newest` asks for as many steps ahead as the lag allows, so that samples are as old as they can be.
+`slow`: the sampler does so little for each version that a completion lives through several of them.
+The controls have no correction, and four updates for each step: eight versions of lag are then
+thirty-two updates. A run that has ended is read, not run again.
 """
 
 from __future__ import annotations
@@ -42,8 +44,8 @@ MODES = {
 
 
 def run(mode: str, seed: int, steps: int, folder: Path) -> dict[str, float]:
-    """A run's accuracy in percent; the mean age of its tokens in versions, and the share of samples that is left after
-    weighting by the ratio of trainer to sampler."""
+    """A run's accuracy in percent; the mean age of its tokens in versions, and the share of samples
+    that is left after weighting by the ratio of trainer to sampler."""
     place = folder / f"{mode}-seed{seed}"
     if (found := last_accuracy(place, steps)) is None:
         flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2" * (
@@ -99,8 +101,8 @@ def train_pinned(words: Sequence[str]) -> None:
 
 
 def train_slowly(words: Sequence[str]) -> None:
-    """`shoal train` with a sampler that stands still after STEPS_A_VERSION compiled steps of CHUNK tokens, until the
-    next version is published or the trainer waits for its groups."""
+    """`shoal train` with a sampler that stands still after STEPS_A_VERSION compiled steps of CHUNK
+    tokens, until the next version is published or the trainer waits for its groups."""
     from shoal.sampler import programs
 
     programs.CHUNK = CHUNK
@@ -161,17 +163,19 @@ def main() -> None:
         train_slowly(sys.argv[2:])
     if sys.argv[1:2] == ["--pinned"]:
         train_pinned(sys.argv[2:])
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--modes", nargs="+", default=list(MODES), choices=list(MODES))
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--folder", type=Path, default=Path("outputs/staleness"))
     options = parser.parse_args()
     print(
-        f"{options.steps} steps, {len(options.seeds)} seeds; greedy accuracy in percent on 500 held-out questions"
+        f"{options.steps} steps, {len(options.seeds)} seeds; greedy accuracy in percent on 500 "
+        f"held-out questions"
     )
     print(
-        f"{'':18} {'accuracy':>8} {'by seed':^{5 * len(options.seeds)}} {'less that of fixed-0':>21} {'age':>5} "
+        f"{'':18} {'accuracy':>8} {'by seed':^{5 * len(options.seeds)}} "
+        f"{'less that of fixed-0':>21} {'age':>5} "
         f"{'share left':>10}"
     )
     first: list[float] = []
@@ -182,7 +186,8 @@ def main() -> None:
         by_seed = " ".join(f"{one:4.1f}" for one in accuracies)
         difference = interval([one - other for one, other in zip(accuracies, first, strict=True)])
         print(
-            f"{mode:18} {mean(accuracies):8.1f} {by_seed} {difference if accuracies is not first else '':>21} "
+            f"{mode:18} {mean(accuracies):8.1f} {by_seed} "
+            f"{difference if accuracies is not first else '':>21} "
             f"{mean(one['age'] for one in runs):5.2f} {mean(one['ess'] for one in runs):10.3f}",
             flush=True,
         )

@@ -1,12 +1,16 @@
-"""Seconds of a training step on random weights, without early stop: sampling, update, whole; compile time; memory.
+"""Seconds of a training step on random weights, without early stop: sampling, update, whole;
+compile time; memory.
 
     python benchmarks/step.py [shape ...] [--repeats 5] [--dtype float32] [--lora 0 16]
 
-Each shape runs in a process of its own, so that peak memory is its own. A step publishes the weights, draws P x G
-completions, computes advantages from random rewards (so that no group drops out), and makes one update of AdamW.
-Completions are all as long as they may be; those of `8M-lognormal` have lognormal lengths (median 150, sigma 1), cut at
-512. `computed`: tokens that the update computes, over those that are real (prompts once a group, and completions).
-`--lora`: ranks of an adapter that is trained in place of all weights (0: none), one after the other.
+Each shape runs in a process of its own, so that peak memory is its own. A step publishes the
+weights, draws P x G completions, computes advantages from random rewards (so that no group drops
+out), and makes one update of AdamW. Completions are all as long as they may be; those of
+`8M-lognormal` have lognormal lengths (median 150, sigma 1), cut at
+512. `computed`: tokens that the update computes, over those that are real (prompts once a group,
+     and completions).
+`--lora`: ranks of an adapter that is trained in place of all weights (0: none), one after the
+other.
 """
 
 from __future__ import annotations
@@ -34,7 +38,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Shape:
-    """A model, and what a step draws with it. `median`: of lognormal lengths with sigma 1; 0: all are `completion`."""
+    """A model, and what a step draws with it. `median`: of lognormal lengths with sigma 1; 0: all
+    are `completion`."""
 
     hidden_size: int
     layers: int
@@ -208,7 +213,8 @@ def computed_tokens(batch: LearnerBatch) -> int:
 
 
 def limited_engine(model: Any, **sizes: Any) -> Any:
-    """An engine whose completions have limits of their own: `lengths`, request -> tokens of each completion."""
+    """An engine whose completions have limits of their own: `lengths`, request -> tokens of each
+    completion."""
     from shoal.sampler.engine import Engine
 
     class Limited(Engine):
@@ -229,7 +235,8 @@ def measure(name: str, repeats: int, dtype: str, rank: int = 0) -> dict[str, flo
 
     trial = Trial(SHAPES[name], dtype, rank)
     state, times, real = trial.learner.init(trial.parameters), [], 0
-    # Lengths that differ make shapes that differ: each is met, and compiled, before anything is timed.
+    # Lengths that differ make shapes that differ: each is met, and compiled, before anything is
+    # timed.
     warm = repeats if trial.shape.median else 1
     for step in range(warm + repeats):
         lengths = trial.shape.lengths(step % repeats)
@@ -259,7 +266,7 @@ def measure(name: str, repeats: int, dtype: str, rank: int = 0) -> dict[str, flo
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument(
         "shapes", nargs="*", default=DEFAULT, help=f"of {', '.join(SHAPES)}; default: three"
     )
@@ -304,8 +311,10 @@ def main() -> None:
         spread = f"{row['fastest']:.2f}-{row['slowest']:.2f}"
         label = f"{name} r{rank}" if rank else name
         print(
-            f"{label:>13} {row['parameters'] / 1e6:7.1f}M {row['step']:8.3f} {spread:>15} {row['sampling']:9.3f} "
-            f"{row['update']:8.3f} {row['compile']:8.2f} {row['computed']:8.2f}x {row['peak_gib']:9.2f}",
+            f"{label:>13} {row['parameters'] / 1e6:7.1f}M {row['step']:8.3f} {spread:>15} "
+            f"{row['sampling']:9.3f} "
+            f"{row['update']:8.3f} {row['compile']:8.2f} {row['computed']:8.2f}x "
+            f"{row['peak_gib']:9.2f}",
             flush=True,
         )
 

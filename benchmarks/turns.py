@@ -1,11 +1,13 @@
 """How full are the sampler's places while tools take their time?
 
-    python benchmarks/turns.py [--places 16] [--factor 4] [--turns 8] [--seconds 1.0] [--groups 24] [--tokens 60]
+    python benchmarks/turns.py [--places 16] [--factor 4] [--turns 8] [--seconds 1.0] [--groups 24]
+                               [--tokens 60]
 
-Rollouts of `--turns` turns, `--factor` times as many in flight as there are places, whose tools sleep for a lognormal
-time around `--seconds` (sigma 1). The engine, its host in a thread, the fleet and the player are the program's own, on
-a random model; sessions are replaced by a clock. `full` is the share of places that sample, over the seconds in which
-more rollouts are under way than there are places; `twice` counts prompts that were computed a second time.
+Rollouts of `--turns` turns, `--factor` times as many in flight as there are places, whose tools
+sleep for a lognormal time around `--seconds` (sigma 1). The engine, its host in a thread, the fleet
+and the player are the program's own, on a random model; sessions are replaced by a clock. `full` is
+the share of places that sample, over the seconds in which more rollouts are under way than there
+are places; `twice` counts prompts that were computed a second time.
 """
 
 from __future__ import annotations
@@ -102,7 +104,7 @@ class Format:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     for name, value in (
         ("places", 16),
         ("factor", 4),
@@ -185,9 +187,11 @@ def main() -> None:
     tokens = sum(one.num_sampled for group in groups for one in group.completions)
     turns = np.mean([len(one.messages) / 2 for group in groups for one in group.completions])
     print(
-        f"places {a.places}, rollouts in flight {a.factor * a.places}, turns {turns:.1f}, tokens a turn "
+        f"places {a.places}, rollouts in flight {a.factor * a.places}, turns {turns:.1f}, tokens a "
+        f"turn "
         f"{tokens / (a.groups * GROUP * turns):.0f}, tools {a.seconds:g} s\n"
-        f"full {busy * drawn / places:.0%} of {ended - began:.0f} s (busy {busy:.0%}, places that sample then "
+        f"full {busy * drawn / places:.0%} of {ended - began:.0f} s (busy {busy:.0%}, places that "
+        f"sample then "
         f"{drawn / places:.0%}); twice {len(prompts) - a.groups}"
     )
 

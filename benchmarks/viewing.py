@@ -1,13 +1,16 @@
-"""How quick is `shoal view` on a large run? Makes the run, serves it, asks for every view as a person does.
+"""How quick is `shoal view` on a large run? Makes the run, serves it, asks for every view as a
+person does.
 
-    python benchmarks/viewing.py make /tmp/large [--steps 1000 --prompts 512 --siblings 8 --tokens 500]
+    python benchmarks/viewing.py make /tmp/large
+                                 [--steps 1000 --prompts 512 --siblings 8 --tokens 500]
     python benchmarks/viewing.py serve /tmp/large [--requests 600]
     python benchmarks/viewing.py fuzz RUN [--requests 10000]
 
-`make` writes a run of given size with random texts, rewards and log-probs: 1,000 steps of 512 x 8 completions of 500
-tokens are 2 billion tokens. `serve` starts the server as a process of its own, waits for its first answer, then
-measures views in random order: their time on the clock and of processors, and the server's memory. `fuzz` sends
-requests with random paths, parameters and headers: none may be answered with a fault of the server, or with a file.
+`make` writes a run of given size with random texts, rewards and log-probs: 1,000 steps of 512 x 8
+completions of 500 tokens are 2 billion tokens. `serve` starts the server as a process of its own,
+waits for its first answer, then measures views in random order: their time on the clock and of
+processors, and the server's memory. `fuzz` sends requests with random paths, parameters and
+headers: none may be answered with a fault of the server, or with a file.
 """
 
 from __future__ import annotations
@@ -35,7 +38,8 @@ import numpy as np
 
 
 def make(options: argparse.Namespace) -> None:
-    """Writes the run folder. The first step's texts and tokens serve all steps, given to other prompts each time."""
+    """Writes the run folder. The first step's texts and tokens serve all steps, given to other
+    prompts each time."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -68,8 +72,8 @@ def make(options: argparse.Namespace) -> None:
             options.siblings
         )
         names = [
-            f"Question {row}: how many of {row * 7 % 1009} things are left after {row % 97} of them are gone? "
-            + "Think step by step and give a number. " * 5
+            f"Question {row}: how many of {row * 7 % 1009} things are left after {row % 97} of "
+            f"them are gone? " + "Think step by step and give a number. " * 5
             for row in rows[:: options.siblings]
         ]
         prompts = pa.array(
@@ -128,7 +132,8 @@ def _groups(options: argparse.Namespace, numbers: np.random.Generator) -> list[A
         completions, texts = [], []
         for sibling in range(options.siblings):
             length = max(8, int(numbers.normal(options.tokens, options.tokens / 5)))
-            # Rounded, as log-probs of a bfloat16 model nearly are: files of half the size, on this disk.
+            # Rounded, as log-probs of a bfloat16 model nearly are: files of half the size, on this
+            # disk.
             logprobs = (np.round(-numbers.gamma(0.3, 1.0, length) * 512) / 512).astype(np.float32)
             completions.append(
                 Completion(
@@ -220,14 +225,16 @@ def serve(options: argparse.Namespace) -> None:
         seconds.append(ask(address, f"/api/overview?run={run}")[0])
         seconds.append(ask(address, f"/api/curves?run={run}")[0])
         print(
-            f"first page: {sum(seconds):.2f} s of requests, {time.perf_counter() - started:.2f} s from the command"
+            f"first page: {sum(seconds):.2f} s of requests, {time.perf_counter() - started:.2f} s "
+            f"from the command"
         )
         waiting = 1
         while waiting:
             time.sleep(0.2)
             waiting = ask(address, f"/api/groups?run={run}&limit=1")[1]["waiting"]
         print(
-            f"all groups in the table after {time.perf_counter() - started:.1f} s, memory {_memory(process)}"
+            f"all groups in the table after {time.perf_counter() - started:.1f} s, memory "
+            f"{_memory(process)}"
         )
         by_view: dict[str, list[tuple[float, float]]] = {}
         chance = random.Random(0)
@@ -240,7 +247,8 @@ def serve(options: argparse.Namespace) -> None:
         for name, times in [*sorted(by_view.items()), ("all", every)]:
             walls, busy = ([1000 * one[place] for one in times] for place in (0, 1))
             print(
-                f"{name:12} median {median(walls):5.0f} ms  95% {quantiles(walls, n=20)[-1]:5.0f} ms  worst "
+                f"{name:12} median {median(walls):5.0f} ms  95% {quantiles(walls, n=20)[-1]:5.0f} "
+                f"ms  worst "
                 f"{max(walls):5.0f} ms;  processor: median {median(busy):5.0f} ms  95% "
                 f"{quantiles(busy, n=20)[-1]:5.0f} ms  ({len(times)})"
             )
@@ -262,8 +270,10 @@ def _view(chance: random.Random, run: str, options: argparse.Namespace) -> tuple
         "groups": groups,
         "groups, text": groups + "&text=" + chance.choice(("left", "zqzq", "abc", "question%2017")),
         "group": f"/api/group?run={run}&file={file}&group={group}",
-        "tokens": f"/api/tokens?run={run}&file={file}&group={group}&completion={chance.randrange(options.siblings)}",
-        "prompt": f"/api/groups?run={run}&filter=set%3Dtrain+row%3D{chance.randrange(20 * options.prompts)}",
+        "tokens": f"/api/tokens?run={run}&file={file}&group={group}"
+        f"&completion={chance.randrange(options.siblings)}",
+        "prompt": f"/api/groups?run={run}&filter=set%3Dtrain"
+        f"+row%3D{chance.randrange(20 * options.prompts)}",
         "prompts": f"/api/groups?run={run}&prompts=1&sort=change&desc=1",
         "lint": f"/api/lint?run={run}",
     }
@@ -272,7 +282,8 @@ def _view(chance: random.Random, run: str, options: argparse.Namespace) -> tuple
 
 
 def _processor_seconds(process: int) -> float:
-    """What all threads of a process have had of processors: on a machine that others use, what a view really costs."""
+    """What all threads of a process have had of processors: on a machine that others use, what a
+    view really costs."""
     total = 0
     for thread in Path(f"/proc/{process}/task").iterdir():
         with contextlib.suppress(OSError):  # it has ended
@@ -393,7 +404,8 @@ def fuzz(options: argparse.Namespace) -> None:
             if status >= 500 or b"root:x:0" in body:
                 print(f"{status}: {method} {path} {headers}: {body[:200]!r}")
         print(
-            f"{options.requests} requests: {dict(sorted(statuses.items()))}, memory {_memory(process)}"
+            f"{options.requests} requests: {dict(sorted(statuses.items()))}, memory "
+            f"{_memory(process)}"
         )
 
 

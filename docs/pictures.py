@@ -1,10 +1,12 @@
-"""Makes the pictures of the README from a run and what it printed: `python docs/pictures.py FOLDER`.
+"""Makes the pictures of the README from a run and what it printed: `python docs/pictures.py
+FOLDER`.
 
 The folder is made by the default run, in an empty folder; nothing else is drawn than what is there:
 
     mkdir /tmp/run && cd /tmp/run && shoal train | tee recording.txt
 
-It needs Chromium for the screenshots (`apt install chromium`), and `pip install '.[test]'`. `docs/pictures/` then has
+It needs Chromium for the screenshots (`apt install chromium`), and `pip install '.[test]'`.
+`docs/pictures/` then has
 
     banner.svg, licence.svg    the head of the README
     recording.svg              the lines of recording.txt, one after the other
@@ -51,8 +53,10 @@ MONO = "ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace"
 def svg(width: float, height: float, title: str, body: str, style: str = "") -> str:
     """A picture with a title that is read aloud."""
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
-        f'height="{height:g}" role="img" aria-label="{escape(title)}"><title>{escape(title)}</title>'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" '
+        f'width="{width:g}" '
+        f'height="{height:g}" role="img" '
+        f'aria-label="{escape(title)}"><title>{escape(title)}</title>'
         f"<style>{style}</style>{body}</svg>\n"
     )
 
@@ -64,7 +68,8 @@ CHARACTER, LINE = 7.8, 18.0
 """Width of a character and height of a line, in pixels."""
 HOLD_SECONDS = 9.0
 PACES = (("== ", 0.7), ("step ", 0.22), ("", 0.12))
-"""Beginning of a line, and the seconds that it stands before the next: the run's own pace would take minutes."""
+"""Beginning of a line, and the seconds that it stands before the next: the run's own pace would
+take minutes."""
 STYLES = (
     (r"^\$ .*", "prompt"),
     (r"^== .*", "head"),
@@ -78,7 +83,8 @@ STYLES = (
 
 
 def recorded_lines(text: str) -> list[str]:
-    """The lines of a recording, long ones cut at COLUMNS; where the package lies is that machine's own.
+    """The lines of a recording, long ones cut at COLUMNS; where the package lies is that machine's
+    own.
 
     >>> recorded_lines("a\\x1b[2mb\\nfrom /here/shoal/assets/tiny\\n")
     ['$ shoal train', 'ab', 'from .../shoal/assets/tiny']
@@ -121,7 +127,8 @@ def line_svg(place: int, line: str) -> str:
 
 
 def recording_svg(lines: Sequence[str]) -> str:
-    """Lines that appear one after the other in a terminal, which then scrolls; it begins again after HOLD_SECONDS."""
+    """Lines that appear one after the other in a terminal, which then scrolls; it begins again
+    after HOLD_SECONDS."""
     starts, now = [], 0.6
     for line in lines:
         starts.append(now)
@@ -142,9 +149,12 @@ def recording_svg(lines: Sequence[str]) -> str:
     rows = "".join(line_svg(place, line) for place, line in enumerate(lines))
     width, height = COLUMNS * CHARACTER + 32, VISIBLE_LINES * LINE + 56
     style = (
-        f"text{{font:13px {MONO};fill:#c9d1d9;white-space:pre}}.prompt{{fill:#7ee0d3;font-weight:600}}"
-        ".head{fill:#79c0ff;font-weight:600}.warn{fill:#e3b341}.step{fill:#8b949e}.good{fill:#7ee787;font-weight:600}"
-        f".cover{{transform:translateY({shown * LINE:g}px)}}.lines{{transform:translateY({end:g}px)}}"
+        f"text{{font:13px "
+        f"{MONO};fill:#c9d1d9;white-space:pre}}.prompt{{fill:#7ee0d3;font-weight:600}}"
+        ".head{fill:#79c0ff;font-weight:600}.warn{fill:#e3b341}.step{fill:#8b949e}"
+        ".good{fill:#7ee787;font-weight:600}"
+        f".cover{{transform:translateY({shown * LINE:g}px)}}"
+        f".lines{{transform:translateY({end:g}px)}}"
         f"@keyframes cover{{{''.join(covers)}}}"
         f"@keyframes scroll{{0%{{transform:none}}{''.join(scrolls)}}}"
         "@media (prefers-reduced-motion:no-preference){"
@@ -153,9 +163,11 @@ def recording_svg(lines: Sequence[str]) -> str:
     )
     body = (
         f'<rect width="100%" height="100%" rx="10" fill="#0d1117"/>'
-        '<circle cx="20" cy="19" r="6" fill="#ff5f57"/><circle cx="40" cy="19" r="6" fill="#febc2e"/>'
+        '<circle cx="20" cy="19" r="6" fill="#ff5f57"/><circle cx="40" cy="19" r="6" '
+        'fill="#febc2e"/>'
         '<circle cx="60" cy="19" r="6" fill="#28c840"/>'
-        f'<svg x="16" y="40" width="{COLUMNS * CHARACTER:g}" height="{shown * LINE:g}" overflow="hidden">'
+        f'<svg x="16" y="40" width="{COLUMNS * CHARACTER:g}" height="{shown * LINE:g}" '
+        f'overflow="hidden">'
         f'<g class="lines">{rows}</g>'
         f'<rect class="cover" width="100%" height="100%" fill="#0d1117"/></svg>'
     )
@@ -172,17 +184,21 @@ def recording_svg(lines: Sequence[str]) -> str:
 
 PAPER = (
     ".paper{fill:#fff;stroke:#d9dee5}.ink{fill:#1a2230}.faint{fill:#55606f}.grid{stroke:#e5e9ef}"
-    ".band{fill:#0b6363;opacity:.16}.line{stroke:#0b6363;fill:none;stroke-width:2.5}.dot{fill:#0b6363}"
+    ".band{fill:#0b6363;opacity:.16}.line{stroke:#0b6363;fill:none;stroke-width:2.5}"
+    ".dot{fill:#0b6363}"
     ".bar{stroke:#0b6363;opacity:.45}"
-    "@media (prefers-color-scheme:dark){.paper{fill:#0d1117;stroke:#333d4a}.ink{fill:#e5e9ef}.faint{fill:#a2adbb}"
-    ".grid{stroke:#252d38}.band{fill:#68cfcb}.line{stroke:#68cfcb}.dot{fill:#68cfcb}.bar{stroke:#68cfcb}}"
+    "@media (prefers-color-scheme:dark){.paper{fill:#0d1117;stroke:#333d4a}"
+    ".ink{fill:#e5e9ef}.faint{fill:#a2adbb}"
+    ".grid{stroke:#252d38}.band{fill:#68cfcb}.line{stroke:#68cfcb}"
+    ".dot{fill:#68cfcb}.bar{stroke:#68cfcb}}"
 )
 
 
 def accuracy_points(
     evaluations: Sequence[dict[str, Any]], name: str = "held_out"
 ) -> list[dict[str, Any]]:
-    """The evaluations of a data set that have an accuracy, by step; of a step the one with the most questions."""
+    """The evaluations of a data set that have an accuracy, by step; of a step the one with the most
+    questions."""
     best: dict[int, dict[str, Any]] = {}
     for row in evaluations:
         if row.get("name") == name and row.get("accuracy") is not None:
@@ -193,7 +209,8 @@ def accuracy_points(
 
 
 def accuracy_svg(points: Sequence[dict[str, Any]]) -> str:
-    """Accuracy over steps in percent, with the 95% interval of each evaluation; ValueError without two of them."""
+    """Accuracy over steps in percent, with the 95% interval of each evaluation; ValueError without
+    two of them."""
     if len(points) < 2:
         raise ValueError("accuracy over steps needs at least two evaluations")
     width, height, left, right, top, bottom = 640.0, 320.0, 54.0, 70.0, 62.0, 46.0
@@ -209,11 +226,13 @@ def accuracy_svg(points: Sequence[dict[str, Any]]) -> str:
 
     grid = "".join(
         f'<path class="grid" d="M{left:g} {y(p / 100):.1f}H{width - right:g}"/>'
-        f'<text class="faint" x="{left - 8:g}" y="{y(p / 100) + 4:.1f}" text-anchor="end">{p}%</text>'
+        f'<text class="faint" x="{left - 8:g}" y="{y(p / 100) + 4:.1f}" '
+        f'text-anchor="end">{p}%</text>'
         for p in range(low, high + 1, 10)
     )
     ticks = "".join(
-        f'<text class="faint" x="{x(point["step"]):.1f}" y="{height - bottom + 20:g}" text-anchor="middle">'
+        f'<text class="faint" x="{x(point["step"]):.1f}" y="{height - bottom + 20:g}" '
+        f'text-anchor="middle">'
         f"{point['step']}</text>"
         for point in points
     )
@@ -236,11 +255,14 @@ def accuracy_svg(points: Sequence[dict[str, Any]]) -> str:
     asked = " or ".join(map(str, numbers))
     body = (
         f'<rect class="paper" x=".5" y=".5" width="{width - 1:g}" height="{height - 1:g}" rx="8"/>'
-        '<text class="ink" x="20" y="28" font-size="15" font-weight="600">Right answers to questions that training '
+        '<text class="ink" x="20" y="28" font-size="15" font-weight="600">Right answers to '
+        "questions that training "
         "never sees</text>"
-        f'<text class="faint" x="20" y="47">greedy, {asked} questions; the band is the 95% interval</text>'
+        f'<text class="faint" x="20" y="47">greedy, {asked} questions; the band is the 95% '
+        f"interval</text>"
         f'{grid}{ticks}<text class="faint" x="{(left + width - right) / 2:g}" y="{height - 9:g}" '
-        f'text-anchor="middle">step</text><polygon class="band" points="{" ".join(upper + lower)}"/>'
+        f'text-anchor="middle">step</text><polygon class="band" '
+        f'points="{" ".join(upper + lower)}"/>'
         f'<polyline class="line" points="{line}"/>{dots}{ends}'
     )
     first, end = (f"{100 * points[place]['accuracy']:.1f}%" for place in (0, -1))
@@ -277,8 +299,10 @@ def banner_svg(description: str) -> str:
         124,
         f"Shoal. {description}",
         body,
-        f"text{{font-family:{SANS}}}.ink{{fill:#0b6363}}.faint{{fill:#55606f}}.fish{{fill:#0b6363;opacity:.55}}"
-        ".right{fill:#e08a1e}@media (prefers-color-scheme:dark){.ink{fill:#68cfcb}.faint{fill:#a2adbb}"
+        f"text{{font-family:{SANS}}}.ink{{fill:#0b6363}}.faint{{fill:#55606f}}"
+        ".fish{fill:#0b6363;opacity:.55}"
+        ".right{fill:#e08a1e}@media "
+        "(prefers-color-scheme:dark){.ink{fill:#68cfcb}.faint{fill:#a2adbb}"
         ".fish{fill:#68cfcb}.right{fill:#f0b45b}}",
     )
 
@@ -304,11 +328,13 @@ def badge_svg(label: str, value: str) -> str:
 # ---- screenshots
 
 WIDTH, HEIGHT, SCALE, COLOURS = 1000, 800, 1.2, 64
-"""Of the page in its own pixels, how many of a screenshot's pixels each is wide, and how many colours it keeps."""
+"""Of the page in its own pixels, how many of a screenshot's pixels each is wide, and how many
+colours it keeps."""
 
 
 def group_to_show(run: Path, name: str) -> str:
-    """The address, on the page, of a group of the last step: of those whose rewards differ the one with most texts."""
+    """The address, on the page, of a group of the last step: of those whose rewards differ the one
+    with most texts."""
     from shoal.runs.result import load_run
 
     result = load_run(run)
@@ -410,7 +436,8 @@ def main(folder: Path) -> None:
     print("\n".join(f"{name:18} {size:8,} bytes" for name, size in sizes.items()))
     if sum(sizes.values()) >= MOST_BYTES:
         raise SystemExit(
-            f"{sum(sizes.values()):,} bytes in all, the limit is {MOST_BYTES:,}: lower COLOURS or HEIGHT"
+            f"{sum(sizes.values()):,} bytes in all, the limit is {MOST_BYTES:,}: lower COLOURS or "
+            f"HEIGHT"
         )
 
 

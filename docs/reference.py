@@ -92,8 +92,9 @@ After reading this page you know what each number of a run means, and what TRL a
 
 <!-- made by `python docs/reference.py`; change `src/shoal/report/metrics.py` instead -->
 
-Each step writes a line to `metrics.jsonl`, with `step` counted from 1. TensorBoard (`report.tensorboard=true`) and
-Weights & Biases (`report.wandb.mode=online`, or `offline`) get the same figures under the same names. In Python:
+Each step writes a line to `metrics.jsonl`, with `step` counted from 1. TensorBoard
+(`report.tensorboard=true`) and Weights & Biases (`report.wandb.mode=online`, or `offline`) get the
+same figures under the same names. In Python:
 
 ```python
 run = shoal.load_run("outputs/first")
@@ -103,21 +104,22 @@ run.metrics.to_pandas()        # one row for each step
 
 The column *reduction* says how values become one figure for a step:
 
-* **mean**: their sum over all items of the step, divided by the number of items; never a mean of means;
+* **mean**: their sum over all items of the step, divided by the number of items; never a mean of
+  means;
 * **sum**, **min**, **max**: over all items of the step;
 * **last**: the value at the end of the step.
 
-A metric that was not measured in a step is absent, not zero: `kl` without a reference, `mfu` on a device with an
-unknown peak rate, a reward function that scored nothing. Metrics marked ⏱ depend on the machine; a resumed run repeats
-all others bit for bit.
+A metric that was not measured in a step is absent, not zero: `kl` without a reference, `mfu` on a
+device with an unknown peak rate, a reward function that scored nothing. Metrics marked ⏱ depend on
+the machine; a resumed run repeats all others bit for bit.
 """
 
 _EVALUATION_HEAD = """
 ## Evaluations
 
-Each evaluation of a data set writes a line to `evaluations.jsonl`: `step` is the version of the weights, `name` the
-data set. TensorBoard and Weights & Biases get the numbers as `evaluate/<name>/<figure>`. verl calls `accuracy`
-`val-core/<name>/acc/mean@1`.
+Each evaluation of a data set writes a line to `evaluations.jsonl`: `step` is the version of the
+weights, `name` the data set. TensorBoard and Weights & Biases get the numbers as
+`evaluate/<name>/<figure>`. verl calls `accuracy` `val-core/<name>/acc/mean@1`.
 """
 
 
@@ -157,7 +159,8 @@ DIFFERENCES: dict[str, Difference] = {
         "TRL",
         "`max_staleness`",
         "learns from groups as they finish; drops a sample that is older when its turn comes",
-        "a step learns from the groups it asked for; none starts on older weights, so none is dropped",
+        "a step learns from the groups it asked for; none starts on older weights, so none is "
+        "dropped",
     ),
     "trl weights in flight": Difference(
         "TRL",
@@ -198,7 +201,8 @@ DIFFERENCES: dict[str, Difference] = {
     "verl rejected rewards": Difference(
         "verl",
         "`rollout_rs` with `adv_estimator=reinforce_plus_plus`",
-        "a reward whose token is rejected is lost, and rejected tokens are left out of the whitening",
+        "a reward whose token is rejected is lost, and rejected tokens are left out of the "
+        "whitening",
         "rejection changes no advantage",
     ),
     "verl geo_mean": Difference(
@@ -240,7 +244,8 @@ DIFFERENCES: dict[str, Difference] = {
     "torchrl KL in the reward": Difference(
         "TorchRL",
         "`train.kl_coef_in_loss=false`",
-        "subtracts each token's divergence from its reward; mean and deviation are over the group's tokens",
+        "subtracts each token's divergence from its reward; mean and deviation are over the "
+        "group's tokens",
         "subtracts the sum over a completion's tokens from its reward",
     ),
     "torchrl scale": Difference(
@@ -253,7 +258,8 @@ DIFFERENCES: dict[str, Difference] = {
         "MaxText",
         "the ratio that is clipped",
         "to the sampler's log-probs",
-        "to the trainer's from before the update; `algorithm.correction` weights by their ratio to the sampler's",
+        "to the trainer's from before the update; `algorithm.correction` weights by their ratio to "
+        "the sampler's",
     ),
     "maxtext reward": Difference(
         "MaxText",
@@ -275,7 +281,8 @@ DIFFERENCES: dict[str, Difference] = {
     ),
     "verl rejected means": Difference(
         "verl",
-        "`rollout_rs` by token with `loss_agg_mode=seq-mean-token-mean`, `loss_mode` `sapo`, `geo_mean`",
+        "`rollout_rs` by token with `loss_agg_mode=seq-mean-token-mean`, `loss_mode` `sapo`, "
+        "`geo_mean`",
         "the mean of a completion is over the tokens that are kept",
         "it is over all its tokens, the rejected as 0",
     ),
@@ -340,8 +347,9 @@ DIFFERENCES: dict[str, Difference] = {
         "`completions/truncated` are those that the limit ended",
     ),
 }
-"""What differs from another system although its flag or recipe is accepted, by a name that tests use:
-`tests/compat/test_figures.py` compares with numbers of the systems' own code, and says which each row explains."""
+"""What differs from another system although its flag or recipe is accepted, by a name that tests
+use: `tests/compat/test_figures.py` compares with numbers of the systems' own code, and says which
+each row explains."""
 
 
 def metrics_page() -> str:
@@ -376,12 +384,14 @@ def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
 
 _INSTALLATION: tuple[tuple[str, str], ...] = (
     (
-        "`pip install trl`, `pip install verl`, `pip install google-tunix`, MaxText's `pip install -e .`, `bash "
+        "`pip install trl`, `pip install verl`, `pip install google-tunix`, MaxText's `pip install "
+        "-e .`, `bash "
         "tools/setup/setup.sh` and `bash src/MaxText/examples/install_tunix_vllm_requirement.sh`",
         "nothing: Shoal is installed already",
     ),
     (
-        "`pip install -r sota-implementations/grpo/requirements_gsm8k.txt`, `requirements_ifeval.txt`",
+        "`pip install -r sota-implementations/grpo/requirements_gsm8k.txt`, "
+        "`requirements_ifeval.txt`",
         "`shoal compat FOLDER` writes files of these names, which ask for nothing",
     ),
     (
@@ -408,57 +418,64 @@ _INSTALLATION: tuple[tuple[str, str], ...] = (
 _MIGRATING_HEAD = """\
 # Migrating
 
-After reading this page you can run your command of TRL, verl, MaxText, Tunix or TorchRL here, and know which numbers
-differ.
+After reading this page you can run your command of TRL, verl, MaxText, Tunix or TorchRL here, and
+know which numbers differ.
 
 <!-- made by `python docs/reference.py`; change the tables in `src/shoal/compat/` instead -->
 
 A page for each system, with its lines in Shoal's words and every flag: ^^.
 
-`shoal train` and `shoal doctor` accept the flags of MaxText, TorchRL, TRL, Tunix and verl under their own names, and so
-do `shoal eval` and `shoal convert` if the flag has a use there. They work on the command line (`name=value`,
-`--name=value`, `--name value`), in files, in sweeps and in Python. A flag with the value `None`, or none, keeps its
-default. The run reports each flag whose meaning differs; `--dry-run` lists what every flag becomes (a name that is
-Shoal's too, such as `checkpoint_period`, stands with the keys that differ from the defaults). MaxText's names are those
+`shoal train` and `shoal doctor` accept the flags of MaxText, TorchRL, TRL, Tunix and verl under
+their own names, and so do `shoal eval` and `shoal convert` if the flag has a use there. They work
+on the command line (`name=value`, `--name=value`, `--name value`), in files, in sweeps and in
+Python. A flag with the value `None`, or none, keeps its default. The run reports each flag whose
+meaning differs; `--dry-run` lists what every flag becomes (a name that is Shoal's too, such as
+`checkpoint_period`, stands with the keys that differ from the defaults). MaxText's names are those
 of its `base.yml`, `grpo.yml` and `rl.yml` of August 2026, Tunix's those of 0.1.7:
 
 ```bash
-shoal train --model_name_or_path Qwen/Qwen3-8B --dataset_name openai/gsm8k --num_generations 4 --beta 0.04 --dry-run
+shoal train --model_name_or_path Qwen/Qwen3-8B --dataset_name openai/gsm8k --num_generations 4 \
+--beta 0.04 --dry-run
 shoal train grpo.yml --model_name=llama3.1-8b --num_generations=4 --grpo_beta=0.04 --dry-run
 shoal train --help num_generations
 ```
 
-A flag changes only what it names. All other settings keep Shoal's defaults. For another system's defaults use its
-preset or recipe:
+A flag changes only what it names. All other settings keep Shoal's defaults. For another system's
+defaults use its preset or recipe:
 
 @@
 
-A configuration file of these systems loads unchanged: `shoal train their.yml`, or with an entry point
-`python grpo_demo.py --config_file=their.yml`, over that entry point's preset. Keys with a counterpart
-work. One line lists the keys that have no effect here. Keys that matter but have no counterpart are errors, all in one
-message; override such a key on the command line (`train.kl_to_inference_coeff=0`).
+A configuration file of these systems loads unchanged: `shoal train their.yml`, or with an entry
+point `python grpo_demo.py --config_file=their.yml`, over that entry point's preset. Keys with a
+counterpart work. One line lists the keys that have no effect here. Keys that matter but have no
+counterpart are errors, all in one message; override such a key on the command line
+(`train.kl_to_inference_coeff=0`).
 
-`hf_access_token=` sets `HF_TOKEN` for the process; Shoal never writes it anywhere. If two flags set one key, the last
-one counts, and a line says so; in a file this is an error, and so are `steps` and `num_batches` together anywhere.
+`hf_access_token=` sets `HF_TOKEN` for the process; Shoal never writes it anywhere. If two flags set
+one key, the last one counts, and a line says so; in a file this is an error, and so are `steps` and
+`num_batches` together anywhere.
 
 The lines of these systems' own documents that install them have no work here, so leave them out:
 
 &&
 
-verl's functions get `reward_model.ground_truth` of each row. Rows whose `reward_model` has none, or is a text of JSON
-in place of an object, are an error that counts them and names the first, before any step.
+verl's functions get `reward_model.ground_truth` of each row. Rows whose `reward_model` has none, or
+is a text of JSON in place of an object, are an error that counts them and names the first, before
+any step.
 
-TorchRL's metrics have other names here: `training/loss_objective` is `objective`, `training/clip_fraction`
-`clip/fraction`, `training/kl_to_ref` `kl`, `training/kl_to_inference` `sampler_gap/kl`, `training/ESS`
-`sampler_gap/ess` (a share), `training/grad_norm` `grad_norm`, `inference/staleness_mean` and `_max` `staleness` and
-`staleness/max`, `buffer/reward_mean` `reward/mean`, `buffer/seq_length_mean` `completions/length_mean`.
+TorchRL's metrics have other names here: `training/loss_objective` is `objective`,
+`training/clip_fraction` `clip/fraction`, `training/kl_to_ref` `kl`, `training/kl_to_inference`
+`sampler_gap/kl`, `training/ESS` `sampler_gap/ess` (a share), `training/grad_norm` `grad_norm`,
+`inference/staleness_mean` and `_max` `staleness` and `staleness/max`, `buffer/reward_mean`
+`reward/mean`, `buffer/seq_length_mean` `completions/length_mean`.
 
-A mapping in a file below a key without effect (`accelerator_config`, `gradient_checkpointing_kwargs`) has none either,
-and TRL's `max_steps=-1` is as if it were not there. A schedule that ends before the run
-(`learning_rate_schedule_steps`, Tunix's `decay_steps`) is an error.
+A mapping in a file below a key without effect (`accelerator_config`,
+`gradient_checkpointing_kwargs`) has none either, and TRL's `max_steps=-1` is as if it were not
+there. A schedule that ends before the run (`learning_rate_schedule_steps`, Tunix's `decay_steps`)
+is an error.
 
-TRL's `delta` below 1 + `epsilon_high` is an error: TRL then also bounds the ratio of completions with a positive
-advantage, which `algorithm.clip_dual` does not.
+TRL's `delta` below 1 + `epsilon_high` is an error: TRL then also bounds the ratio of completions
+with a positive advantage, which `algorithm.clip_dual` does not.
 
 Shoal accepts these flags and recipes, but the numbers differ:
 
@@ -467,7 +484,8 @@ Shoal accepts these flags and recipes, but the numbers differ:
 _FLAGS_HEAD = """\
 # Coming from @@
 
-After reading this page you can run your line of @@ here, or write it in Shoal's words, and know which numbers differ.
+After reading this page you can run your line of @@ here, or write it in Shoal's words, and know
+which numbers differ.
 
 <!-- made by `python docs/reference.py`; change the tables in `src/shoal/compat/` instead -->
 
@@ -495,41 +513,57 @@ class SameJob(NamedTuple):
 
 SAME_JOBS: Mapping[str, SameJob] = {
     "MaxText": SameJob(
-        "python3 src/MaxText/examples/grpo_demo.py --model_name=llama3.1-8b --num_generations=4 --grpo_beta=0.04 "
+        "python3 src/MaxText/examples/grpo_demo.py --model_name=llama3.1-8b --num_generations=4 "
+        "--grpo_beta=0.04 "
         "--grpo_epsilon=0.15 --learning_rate=5e-6 --steps=200",
-        "shoal train --config-name grpo --model_name=llama3.1-8b --num_generations=4 --grpo_beta=0.04 "
+        "shoal train --config-name grpo --model_name=llama3.1-8b --num_generations=4 "
+        "--grpo_beta=0.04 "
         "--grpo_epsilon=0.15 --learning_rate=5e-6 --steps=200",
-        "shoal train --config-name grpo model.name=llama3.1-8b batch.group_size=4 algorithm.kl_coef=0.04 "
+        "shoal train --config-name grpo model.name=llama3.1-8b batch.group_size=4 "
+        "algorithm.kl_coef=0.04 "
         "algorithm.clip_low=0.15 algorithm.clip_high=0.15 optimizer.lr=5e-6 steps=200",
     ),
     "Tunix": SameJob(
-        "python3 -m tunix.cli.grpo_main base_config.yaml grpo_config.num_generations=4 grpo_config.beta=0.04 "
-        "rl_training_config.max_steps=200 rl_training_config.actor_optimizer_config.peak_value=3e-6",
+        "python3 -m tunix.cli.grpo_main base_config.yaml grpo_config.num_generations=4 "
+        "grpo_config.beta=0.04 "
+        "rl_training_config.max_steps=200 "
+        "rl_training_config.actor_optimizer_config.peak_value=3e-6",
         "shoal train recipe=tunix grpo_config.num_generations=4 grpo_config.beta=0.04 "
-        "rl_training_config.max_steps=200 rl_training_config.actor_optimizer_config.peak_value=3e-6",
-        "shoal train recipe=tunix batch.group_size=4 algorithm.kl_coef=0.04 steps=200 optimizer.lr=3e-6",
+        "rl_training_config.max_steps=200 "
+        "rl_training_config.actor_optimizer_config.peak_value=3e-6",
+        "shoal train recipe=tunix batch.group_size=4 algorithm.kl_coef=0.04 steps=200 "
+        "optimizer.lr=3e-6",
     ),
     "TorchRL": SameJob(
-        "python grpo.py --config-name grpo_ifeval env.repeats=8 optimizer.lr=2e-5 train_model.num_devices=2 "
+        "python grpo.py --config-name grpo_ifeval env.repeats=8 optimizer.lr=2e-5 "
+        "train_model.num_devices=2 "
         "ref_model.num_devices=2 inference_model.num_devices=2",
-        "shoal train --config-name grpo_ifeval env.repeats=8 optimizer.lr=2e-5 train_model.num_devices=2 "
+        "shoal train --config-name grpo_ifeval env.repeats=8 optimizer.lr=2e-5 "
+        "train_model.num_devices=2 "
         "ref_model.num_devices=2 inference_model.num_devices=2",
-        "shoal train --config-name grpo_ifeval batch.group_size=8 optimizer.lr=2e-5 mesh.trainer=2 mesh.reference=2 "
+        "shoal train --config-name grpo_ifeval batch.group_size=8 optimizer.lr=2e-5 mesh.trainer=2 "
+        "mesh.reference=2 "
         "mesh.sampler=2",
     ),
     "TRL": SameJob(
-        "trl grpo --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --num_generations 4 --beta 0.04 --learning_rate 1e-5",
-        "shoal train recipe=trl --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --num_generations 4 --beta 0.04 "
+        "trl grpo --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --num_generations 4 --beta 0.04 "
         "--learning_rate 1e-5",
-        "shoal train recipe=trl model=Qwen/Qwen2.5-0.5B-Instruct batch.group_size=4 algorithm.kl_coef=0.04 "
+        "shoal train recipe=trl --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --num_generations "
+        "4 --beta 0.04 "
+        "--learning_rate 1e-5",
+        "shoal train recipe=trl model=Qwen/Qwen2.5-0.5B-Instruct batch.group_size=4 "
+        "algorithm.kl_coef=0.04 "
         "optimizer.lr=1e-5",
     ),
     "verl": SameJob(
-        "python3 -m verl.trainer.main_ppo data.train_batch_size=128 actor_rollout_ref.actor.ppo_mini_batch_size=64 "
+        "python3 -m verl.trainer.main_ppo data.train_batch_size=128 "
+        "actor_rollout_ref.actor.ppo_mini_batch_size=64 "
         "actor_rollout_ref.rollout.n=8 actor_rollout_ref.actor.optim.lr=1e-6",
-        "shoal train recipe=verl data.train_batch_size=128 actor_rollout_ref.actor.ppo_mini_batch_size=64 "
+        "shoal train recipe=verl data.train_batch_size=128 "
+        "actor_rollout_ref.actor.ppo_mini_batch_size=64 "
         "actor_rollout_ref.rollout.n=8 actor_rollout_ref.actor.optim.lr=1e-6",
-        "shoal train recipe=verl batch.prompts_per_step=128 algorithm.num_minibatches=2 batch.group_size=8 "
+        "shoal train recipe=verl batch.prompts_per_step=128 algorithm.num_minibatches=2 "
+        "batch.group_size=8 "
         "optimizer.lr=1e-6",
     ),
 }
@@ -552,7 +586,8 @@ _PLACES = (
         "`algorithm=dapo`, `algorithm=gspo` and others: `shoal train --help algorithm`",
     ),
     (
-        "`grpo_demo.py`, `train_rl`, `grpo.py`, `grpo-async.py`, `to_maxtext`, `test_grpo.sh`, `trl grpo`, "
+        "`grpo_demo.py`, `train_rl`, `grpo.py`, `grpo-async.py`, `to_maxtext`, `test_grpo.sh`, "
+        "`trl grpo`, "
         "`verl.trainer.main_ppo`, `tunix.cli.grpo_main`",
         "scripts of these names and paths: `shoal compat FOLDER` "
         "writes them, and [Lines](lines.md) lists what runs",
@@ -616,8 +651,8 @@ def _flags(rows: Iterable[Flag]) -> Iterator[str]:
 _LINES_HEAD = """\
 # Lines
 
-After reading this page you know which command lines of MaxText's, TorchRL's, TRL's, verl's and Tunix's documents run
-here as they are typed, and what the others need.
+After reading this page you know which command lines of MaxText's, TorchRL's, TRL's, verl's and
+Tunix's documents run here as they are typed, and what the others need.
 
 <!-- made by `python docs/reference.py` from the files in `tests/compat/lines/` -->
 
@@ -626,13 +661,15 @@ shoal compat doors             # writes their scripts under the paths that are t
 cd doors && export PATH="$PWD/bin:$PATH"
 ```
 
-In that folder type a line as its document has it, also `python3 -m ...` and `bash ...`; `bin/trl` stands for `trl`.
-Configuration files that the line names are read from disk where they are; without them the packaged presets of the same
-names stand in. In a checkout of their repository nothing is overwritten: write the scripts elsewhere and type the path
-to one, `python3 ../doors/grpo.py env.dataset=ifeval`; `config/grpo_gsm8k.yaml` is then read from the checkout.
+In that folder type a line as its document has it, also `python3 -m ...` and `bash ...`; `bin/trl`
+stands for `trl`. Configuration files that the line names are read from disk where they are; without
+them the packaged presets of the same names stand in. In a checkout of their repository nothing is
+overwritten: write the scripts elsewhere and type the path to one, `python3 ../doors/grpo.py
+env.dataset=ifeval`; `config/grpo_gsm8k.yaml` is then read from the checkout.
 
-A test runs every line with small models in place of those that it names, and compares the step below. Lines marked with
-a bucket run with folders in its place. *needs*: the line ends with one sentence that names it.
+A test runs every line with small models in place of those that it names, and compares the step
+below. Lines marked with a bucket run with folders in its place. *needs*: the line ends with one
+sentence that names it.
 """
 
 

@@ -1,4 +1,5 @@
-"""Takes the folder `examples/` into the site as it is, the notebook also as a page; read by MkDocs (`hooks`)."""
+"""Takes the folder `examples/` into the site as it is, the notebook also as a page; read by MkDocs
+(`hooks`)."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""Runs the transcripts of the pages and rewrites their output: `python docs/transcripts.py [--quick] [PAGE.md ...]`.
+"""Runs the transcripts of the pages and rewrites their output: `python docs/transcripts.py
+[--quick] [PAGE.md ...]`.
 
-A `console` block is a transcript: `$ ` begins a command, the lines below it are its output, of which `...` alone leaves
-some out. A block with a title (```python title="rewards.py") is a file that the commands read. The blocks of a page run
-in order in one empty folder. `--quick` leaves out the blocks that need a run; `tests/test_docs.py` compares the others
-with what their commands print.
+A `console` block is a transcript: `$ ` begins a command, the lines below it are its output, of
+which `...` alone leaves some out. A block with a title (```python title="rewards.py") is a file
+that the commands read. The blocks of a page run in order in one empty folder. `--quick` leaves out
+the blocks that need a run; `tests/test_docs.py` compares the others with what their commands print.
 """
 
 from __future__ import annotations
@@ -81,9 +82,11 @@ def files(page: str) -> Iterator[tuple[str, str]]:
 
 
 def renewed(shown: list[str], printed: list[str]) -> list[str]:
-    """The lines that were shown, as a command prints them today; ValueError for one that it no longer prints.
+    """The lines that were shown, as a command prints them today; ValueError for one that it no
+    longer prints.
 
-    >>> renewed(["step 1  0:02", "...", "loss 3"], ["step 1  0:05", "step 2  0:09", "loss 4", "took 5 s"])
+    >>> printed = ["step 1  0:05", "step 2  0:09", "loss 4", "took 5 s"]
+    >>> renewed(["step 1  0:02", "...", "loss 3"], printed)
     ['step 1  0:05', '...', 'loss 4', 'took 5 s']
     """
     printed = [_cut(line.rstrip()) for line in printed]
@@ -110,7 +113,8 @@ def renewed(shown: list[str], printed: list[str]) -> list[str]:
 
 
 def _find(line: str, printed: list[str], start: int) -> int:
-    """The place of the first line that resembles this one about as much as any, its numbers apart."""
+    """The place of the first line that resembles this one about as much as any, its numbers
+    apart."""
     ratios = [
         difflib.SequenceMatcher(None, _words(line), _words(each), autojunk=False).ratio()
         for each in printed[start:]

@@ -1,4 +1,5 @@
-"""An agent that only knows an address: it asks, looks over what it got, and asks again until there is an answer.
+"""An agent that only knows an address: it asks, looks over what it got, and asks again until there
+is an answer.
 
 shoal train model=Qwen/Qwen2.5-1.5B-Instruct task=gsm8k agent='python agent.py'
 """
@@ -34,7 +35,8 @@ if __name__ == "__main__":
         )
         if number(text):
             break
-        # What is added to the conversation goes on from its tokens; anything else would begin a branch.
+        # What is added to the conversation goes on from its tokens; anything else would begin a
+        # branch.
         messages += [
             {"role": "assistant", "content": text},
             {"role": "user", "content": "Write the last line, too."},

@@ -1,6 +1,7 @@
 """An environment with a state, a tool and a reward of its own: a safe to be opened.
 
-shoal train model=Qwen/Qwen3-0.6B task=custom task.path=safes.jsonl environment=environment.py:Safe \\
+shoal train model=Qwen/Qwen3-0.6B task=custom task.path=safes.jsonl environment=environment.py:Safe
+\\
     reward=environment.py:few_tries
 
 A row of safes.jsonl: {"prompt": [{"role": "user", "content": "Open the safe."}], "code": 417}
@@ -9,7 +10,8 @@ A row of safes.jsonl: {"prompt": [{"role": "user", "content": "Open the safe."}]
 
 class Safe:
     def reset(self, code: int, **columns) -> str:
-        """Begins a rollout with a row's columns; what it returns is appended to the user's message."""
+        """Begins a rollout with a row's columns; what it returns is appended to the user's
+        message."""
         self.code, self.tries, self.is_open = code, 0, False
         return f" Its code has {len(str(code))} digits."
 

@@ -1,4 +1,5 @@
-"""A model learns to estimate, with your own data and reward. `python own_task.py [STEPS]`, half a minute on 2 cores."""
+"""A model learns to estimate, with your own data and reward. `python own_task.py [STEPS]`, half a
+minute on 2 cores."""
 
 import random
 import re
@@ -10,14 +11,18 @@ NEAR_ENOUGH = 10
 
 
 def row(number):
-    """One sum in words. The packaged model knows such sentences, but has only seen problems of three steps."""
+    """One sum in words. The packaged model knows such sentences, but has only seen problems of
+    three steps."""
     rng = random.Random(number)
     name, things = (
         rng.choice(["Amy", "Ben", "Clara", "Dan"]),
         rng.choice(["apples", "coins", "books", "keys"]),
     )
     a, b = rng.randint(10, 60), rng.randint(2, 30)
-    question = f"{name} has {a} {things}. {name} finds {b} more {things}. How many {things} does {name} have now?"
+    question = (
+        f"{name} has {a} {things}. {name} finds {b} more {things}. How many {things} does {name} "
+        f"have now?"
+    )
     return {"prompt": [{"role": "user", "content": question}], "total": a + b}
 
 
@@ -27,7 +32,8 @@ def distance(text, total):
 
 
 def nearness(completions, total, **_):
-    """1 for the exact number, up to 0.5 for one that is near, 0 for one that is 20 off or none at all."""
+    """1 for the exact number, up to 0.5 for one that is near, 0 for one that is 20 off or none at
+    all."""
     distances = [
         distance(message[0]["content"], wanted)
         for message, wanted in zip(completions, total, strict=True)

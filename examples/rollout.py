@@ -1,4 +1,5 @@
-"""A rollout function: the model answers, looks over its answer, and answers again; the second answer counts.
+"""A rollout function: the model answers, looks over its answer, and answers again; the second
+answer counts.
 
 shoal train task=gsm8k model=Qwen/Qwen2.5-1.5B-Instruct rollout=rollout.py:think_twice \\
     reward=rollout.py:right,rollout.py:better
@@ -10,7 +11,8 @@ AGAIN = "Look over your solution. Correct what is wrong, and end with the answer
 
 
 def think_twice(prompts, trainer):
-    """Called with one prompt for each rollout; samples as often as it likes. What it returns goes to the rewards."""
+    """Called with one prompt for each rollout; samples as often as it likes. What it returns goes
+    to the rewards."""
     messages = list(prompts[0])
     first = trainer.generate(messages)
     messages += [

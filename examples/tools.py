@@ -1,6 +1,7 @@
 """A tool for arithmetic, and a reward for answers that used it.
 
-shoal train task=gsm8k model=Qwen/Qwen2.5-1.5B-Instruct tools=tools.py:calculate reward=tools.py:right,tools.py:called
+shoal train task=gsm8k model=Qwen/Qwen2.5-1.5B-Instruct tools=tools.py:calculate
+reward=tools.py:right,tools.py:called
 """
 
 import ast

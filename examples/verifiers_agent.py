@@ -1,7 +1,7 @@
 """An agent of verifiers 0.4: plays its tasksets, with the Python that has it.
 
-VENV/bin/python verifiers_agent.py TASKSET > tasks.jsonl
-shoal train model=Qwen/Qwen3-0.6B task=custom task.path=tasks.jsonl agent="VENV/bin/python verifiers_agent.py TASKSET"
+VENV/bin/python verifiers_agent.py TASKSET > tasks.jsonl shoal train model=Qwen/Qwen3-0.6B
+task=custom task.path=tasks.jsonl agent="VENV/bin/python verifiers_agent.py TASKSET"
 """
 
 # pyright: reportMissingImports=false

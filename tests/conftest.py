@@ -1,4 +1,5 @@
-"""Eight simulated CPU devices for every test, most use the first one alone; programs compiled once; the order."""
+"""Eight simulated CPU devices for every test, most use the first one alone; programs compiled once;
+the order."""
 
 from __future__ import annotations
 
@@ -13,12 +14,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-# Of the environment, so that processes under test have them too. Many tests compile the same small programs: once in a
-# run is enough, and once for several runs. JAX finds a program again where flags and options are equal, also those of
-# one compilation. Modules are kept too: of each process under test that is a quarter of a second.
-# Without XLA's fusion emitters the gradient of a tiny model compiles in 0.6 s of a core instead of 3.1; in one part,
-# not split for threads that the other worker needs, a run's programs compile in 4.1 s instead of 5.4. From 0.11 on JAX
-# has no other code for fusions, and no option.
+# Of the environment, so that processes under test have them too. Many tests compile the same small
+# programs: once in a run is enough, and once for several runs. JAX finds a program again where
+# flags and options are equal, also those of one compilation. Modules are kept too: of each process
+# under test that is a quarter of a second. Without XLA's fusion emitters the gradient of a tiny
+# model compiles in 0.6 s of a core instead of 3.1; in one part, not split for threads that the
+# other worker needs, a run's programs compile in 4.1 s instead of 5.4. From 0.11 on JAX has no
+# other code for fusions, and no option.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ |= {
     "JAX_PLATFORMS": "cpu",
@@ -43,7 +45,8 @@ import pytest
 if TYPE_CHECKING:
     from tiny_runs import Workshop
 
-# Traces stay in JAX's caches: looking through a million objects again and again took a tenth of a worker's time.
+# Traces stay in JAX's caches: looking through a million objects again and again took a tenth of a
+# worker's time.
 gc.set_threshold(10_000, 10, 10)
 if (
     signal.getsignal(signal.SIGINT) is signal.SIG_IGN
@@ -63,8 +66,8 @@ FIRST = (
     "test_judge",
     "test_code",
 )
-"""Files that fork a hundred times: from a process that has run others and holds gigabytes a fork takes 0.1 s of kernel
-time, from a new one a hundredth."""
+"""Files that fork a hundred times: from a process that has run others and holds gigabytes a fork
+takes 0.1 s of kernel time, from a new one a hundredth."""
 RUNS = (
     "test_ray",
     "test_resume",
@@ -105,14 +108,15 @@ LONGEST = (
     "test_checkpoint",
     "test_figures",
 )
-"""Files that take ten seconds and more: begun next, so that no worker ends with one of them while the other has
-nothing to do."""
+"""Files that take ten seconds and more: begun next, so that no worker ends with one of them while
+the other has nothing to do."""
 
 
 @pytest.hookimpl(tryfirst=True)  # before those without a mark are chosen
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        # README's command installs neither: in the fast tier no test is skipped for want of a package.
+        # README's command installs neither: in the fast tier no test is skipped for want of a
+        # package.
         if "transformers" in getattr(item, "fixturenames", ()) and not item.get_closest_marker(
             "system"
         ):
@@ -141,10 +145,10 @@ def tier(item: pytest.Item) -> str:
 
 
 class Costs:
-    """Appends to the file named by CPU_SECONDS what each test costs: seconds in programs, in the kernel, by the clock;
-    its tier, whether it ran or was skipped, its name (`cpu_seconds.py` reads them). What several tests share, a fixture
-    of a file, has a line of its own. Processes that others start and leave, such as Ray's, are in the clock's seconds
-    alone."""
+    """Appends to the file named by CPU_SECONDS what each test costs: seconds in programs, in the
+    kernel, by the clock; its tier, whether it ran or was skipped, its name (`cpu_seconds.py` reads
+    them). What several tests share, a fixture of a file, has a line of its own. Processes that
+    others start and leave, such as Ray's, are in the clock's seconds alone."""
 
     tier = "fast"
     """Of the test that runs."""
@@ -200,16 +204,16 @@ def pytest_fixture_setup(fixturedef: pytest.FixtureDef) -> Generator[None, objec
 
 @pytest.fixture(scope="module", autouse=True)
 def little_garbage() -> None:
-    """What the files before have left in this process is looked through once more, and never again: else one collection
-    comes to take two seconds."""
+    """What the files before have left in this process is looked through once more, and never again:
+    else one collection comes to take two seconds."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def own_import_path() -> Generator[None]:
-    """Folders of reward files stay on the import path of whoever loads them: of a process of tests only until its file
-    has ended, as a folder `trl` in one of them would look like that package."""
+    """Folders of reward files stay on the import path of whoever loads them: of a process of tests
+    only until its file has ended, as a folder `trl` in one of them would look like that package."""
     before = [*sys.path]
     yield
     sys.path[:] = before

@@ -82,8 +82,8 @@ def noun_of(path: Path, package: Path) -> str:
 
 
 def imports(path: Path, package: Path) -> Iterator[tuple[int, str]]:
-    """Line and full dotted name of everything that a file imports, inside functions too; `shoal.types.Group` where a
-    name is taken from a module."""
+    """Line and full dotted name of everything that a file imports, inside functions too;
+    `shoal.types.Group` where a name is taken from a module."""
     here = ("shoal", *path.relative_to(package).with_suffix("").parts)
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -152,8 +152,8 @@ def test_the_package_imports_downwards_only():
 
 
 def circle_of(package: Path, folder: str) -> list[str]:
-    """Modules of a folder between which a circle of imports runs, those in functions included; those for types alone
-    are not counted."""
+    """Modules of a folder between which a circle of imports runs, those in functions included;
+    those for types alone are not counted."""
     names = {
         ".".join(("shoal", *path.relative_to(package).with_suffix("").parts)): path
         for path in (package / folder).rglob("*.py")
@@ -187,7 +187,8 @@ def circle_of(package: Path, folder: str) -> list[str]:
 
 @pytest.mark.slow
 def test_nothing_in_run_is_imported_in_a_circle():
-    """From the settings and sizes up to the job, the head and the plan: `preflight` judges what it is given."""
+    """From the settings and sizes up to the job, the head and the plan: `preflight` judges what it
+    is given."""
     assert circle_of(PACKAGE, "run") == []
     below = {
         name

@@ -1,4 +1,5 @@
-"""Benchmarks run: on models of no size, in this process; what they say of faults and times is right."""
+"""Benchmarks run: on models of no size, in this process; what they say of faults and times is
+right."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ def benchmark(monkeypatch, folder) -> Any:
 
 @pytest.mark.system
 def test_a_run_takes_no_more_memory_than_doctor_says(folder, tmp_path):
-    """It took half as much again: libraries, compilation and the process itself were not counted."""
+    """It took half as much again: libraries, compilation and the process itself were not
+    counted."""
     import memory
 
     memory.write_data(tmp_path)

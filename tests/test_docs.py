@@ -1,4 +1,5 @@
-"""The documentation: its commands, keys, paths and functions exist, and the site builds without a warning."""
+"""The documentation: its commands, keys, paths and functions exist, and the site builds without a
+warning."""
 
 from __future__ import annotations
 
@@ -96,7 +97,8 @@ def joined(text: str) -> list[str]:
 
 
 def check_command(line: str, folder: Path) -> None:
-    """The command exists and its arguments compose to a configuration; missing YAML files are created first."""
+    """The command exists and its arguments compose to a configuration; missing YAML files are
+    created first."""
     _, command, *words = shlex.split(line, comments=True)
     words = [word for word in words if word not in ("|", "source", "...")]
     if command == "--help":
@@ -129,7 +131,8 @@ def test_every_command_composes(page: Path, tmp_path: Path, monkeypatch: pytest.
 def test_quick_transcripts_are_what_the_commands_print(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
-    """Help texts, dry runs and errors that need no run; `python docs/transcripts.py` rewrites all transcripts."""
+    """Help texts, dry runs and errors that need no run; `python docs/transcripts.py` rewrites all
+    transcripts."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "110")
     text = page.read_text(encoding="utf-8")
@@ -162,7 +165,8 @@ FILES = re.compile(r"\.(py|md|yaml|yml|json|jsonl|parquet|ipynb|txt)$")
 
 @pages
 def test_every_key_in_the_prose_exists(page: Path):
-    """A dotted name in a section of keys is a key or a section; the value of `key=value` is accepted."""
+    """A dotted name in a section of keys is a key or a section; the value of `key=value` is
+    accepted."""
     keys, sections = keys_of(Config), sections_of(Config)
     tops = {section.partition(".")[0] for section in sections}
     for text in inline(page):
@@ -240,7 +244,8 @@ def strings_of(path: Path) -> Iterator[str]:
 
 @pytest.mark.slow
 def test_messages_that_troubleshooting_quotes_are_in_the_code():
-    """Those in bold, and in the first column of its tables; `...` and names in capitals stand for any text."""
+    """Those in bold, and in the first column of its tables; `...` and names in capitals stand for
+    any text."""
     text = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
     quoted = re.findall(r"\*\*`([^`]+)`", text)
     cells = "".join(re.findall(r"^\| ([^|]+) \|", text, re.MULTILINE))

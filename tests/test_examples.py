@@ -21,8 +21,8 @@ pytestmark = pytest.mark.system
 
 
 def smaller(source: str) -> str:
-    """Few rows, prompts and tokens, as many in the notebook as in the script: what the first compiles the second
-    finds."""
+    """Few rows, prompts and tokens, as many in the notebook as in the script: what the first
+    compiles the second finds."""
     source, of_rows = re.subn(r"for i in range\(\d+\)\]", "for i in range(8)]", source)
     source, of_steps = re.subn(r'(prompts_per_step\\?"): \d+', r"\1: 4", source)
     source, of_tokens = re.subn(r'(micro_tokens\\?"): \d+', r"\1: 512", source)

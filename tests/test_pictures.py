@@ -1,4 +1,5 @@
-"""The README's pictures: made by docs/pictures.py, all there, small; what draws them works on a few lines."""
+"""The README's pictures: made by docs/pictures.py, all there, small; what draws them works on a few
+lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Names and messages use the field's words: a short list of others is refused where a user or a reader meets them."""
+"""Names and messages use the field's words: a short list of others is refused where a user or a
+reader meets them."""
 
 from __future__ import annotations
 

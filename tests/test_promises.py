@@ -1,5 +1,5 @@
-"""What PROMISES.md says: each promise of the README has a witness in the fast tier and a full proof; and what
-cpu_seconds.py finds too expensive for that tier."""
+"""What PROMISES.md says: each promise of the README has a witness in the fast tier and a full
+proof; and what cpu_seconds.py finds too expensive for that tier."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def named_tests(cell: str) -> list[tuple[str, str]]:
 
 
 def marks(expressions: list[ast.expr]) -> set[str]:
-    """Names of `pytest.mark.NAME`, also in lists and with arguments; not those of single cases of a test."""
+    """Names of `pytest.mark.NAME`, also in lists and with arguments; not those of single cases of a
+    test."""
     found = set()
     for expression in expressions:
         if isinstance(expression, ast.Call):
@@ -82,7 +83,8 @@ def test_each_point_of_what_you_get_has_its_promises():
 def test_a_test_without_a_mark_takes_at_most_five_seconds(tmp_path: Path):
     file = tmp_path / "seconds.tsv"
     file.write_text(
-        "4.00\t0.90\t9.00\tfast\tran\ta\n9.00\t0.00\t9.00\tslow\tran\tb\n4.00\t2.00\t5.00\tfast\tran\tc\n"
+        "4.00\t0.90\t9.00\tfast\tran\ta\n9.00\t0.00\t9.00\tslow\tran\tb\n"
+        "4.00\t2.00\t5.00\tfast\tran\tc\n"
         "6.00\t0.00\t6.00\tfast\tran\td\n8.00\t0.00\t8.00\tfast\tran\te.py: fixture whole\n"
     )
     costs = cpu_seconds.read_costs(file)

@@ -1,5 +1,5 @@
-"""What the README promises: two commands of one line, commands that compose, links that lead somewhere; and the path
-from the command to the gradient that the architecture page draws."""
+"""What the README promises: two commands of one line, commands that compose, links that lead
+somewhere; and the path from the command to the gradient that the architecture page draws."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ def resolve(name: str) -> Any:
 
 @contextmanager
 def watched(functions: Mapping[str, Any], watch: Callable[[str], None]) -> Iterator[None]:
-    """Each function calls `watch` with its name first, whoever has imported it. (A profile hook would be called two
-    million times.)"""
+    """Each function calls `watch` with its name first, whoever has imported it. (A profile hook
+    would be called two million times.)"""
     kept = {name: function.__code__ for name, function in functions.items()}
     for name, function in functions.items():
         body = FunctionType(function.__code__, function.__globals__, name, function.__defaults__)
@@ -108,8 +108,8 @@ def watched(functions: Mapping[str, Any], watch: Callable[[str], None]) -> Itera
 
 @pytest.mark.slow
 def test_a_run_takes_the_path_that_the_page_draws(tmp_path: Path):
-    """Each function of the list is called, and by those above it: the job and the loop are two branches under the
-    command, the source's two and the trainer's four under the loop."""
+    """Each function of the list is called, and by those above it: the job and the loop are two
+    branches under the command, the source's two and the trainer's four under the loop."""
     names = path_of_the_page()
     assert len(names) == 11
     functions = {name: resolve(name) for name in names}

@@ -1,7 +1,9 @@
 """Shoal post-trains language models by reinforcement learning from verifiable rewards, in JAX.
 
 >>> import shoal
->>> result = shoal.train(model="Qwen/Qwen2.5-0.5B-Instruct", task="gsm8k", reward=my_function, steps=100)
+>>> result = shoal.train(
+...     model="Qwen/Qwen2.5-0.5B-Instruct", task="gsm8k", reward=my_function, steps=100
+... )
 >>> result["accuracy_after"], result.metrics["reward/mean"]
 """
 
@@ -67,18 +69,19 @@ def train(
     correct: Callable[[str, Example], bool] | None = None,
     **overrides: Any,
 ) -> Result:
-    """Evaluates, trains, evaluates again. Prints as `shoal train` does; raises ShoalError for what a user can fix.
+    """Evaluates, trains, evaluates again. Prints as `shoal train` does; raises ShoalError for what
+    a user can fix.
 
-    `task`: a name, settings as a dict, or data of your own: dicts with `prompt` (text or messages), whose other columns
-    go to the reward; columns; a table of pandas, polars, arrow or datasets; a `shoal.Task`. `held_out`: rows to
-    evaluate on, which are not trained on, or "train" for the rows that are; without, the last of the data are.
-    `correct(text, example)`: whether a completion solves its example; without, there is no accuracy, only the mean
-    reward.
-    `reward`: a function or several, `f(prompts, completions, completion_ids, **columns) -> list of numbers`.
-    `tools`, `environment`, `rollout`: functions that the model may call, a class of environments, a function that plays
-    rollouts (docs/agents.md), or the names of such.
-    All other keys are those of `shoal train --help`: nested (`optimizer={"lr": 1e-5}`), dotted
-    (`**{"optimizer.lr": 1e-5}`) or with two underscores (`optimizer__lr=1e-5`). One that is None is not given.
+    `task`: a name, settings as a dict, or data of your own: dicts with `prompt` (text or messages),
+    whose other columns go to the reward; columns; a table of pandas, polars, arrow or datasets; a
+    `shoal.Task`. `held_out`: rows to evaluate on, which are not trained on, or "train" for the rows
+    that are; without, the last of the data are. `correct(text, example)`: whether a completion
+    solves its example; without, there is no accuracy, only the mean reward. `reward`: a function or
+    several, `f(prompts, completions, completion_ids, **columns) -> list of numbers`. `tools`,
+    `environment`, `rollout`: functions that the model may call, a class of environments, a function
+    that plays rollouts (docs/agents.md), or the names of such. All other keys are those of `shoal
+    train --help`: nested (`optimizer={"lr": 1e-5}`), dotted (`**{"optimizer.lr": 1e-5}`) or with
+    two underscores (`optimizer__lr=1e-5`). One that is None is not given.
     """
     from shoal.commands.train import train as run
     from shoal.run.cache import cache_by_configuration
@@ -103,10 +106,12 @@ def evaluate(
     correct: Callable[[str, Example], bool] | None = None,
     **overrides: Any,
 ) -> dict[str, Any]:
-    """Figures of one model by set of questions, with their protocol; as `train`, with the keys of `shoal eval --help`.
-    With `responses=FILE`, the figures of answers made elsewhere, for rows of your own too.
+    """Figures of one model by set of questions, with their protocol; as `train`, with the keys of
+    `shoal eval --help`. With `responses=FILE`, the figures of answers made elsewhere, for rows of
+    your own too.
 
-    Of rows of your own, `held_out` is evaluated; without it, all of `task`, up to `task.num_eval_questions`."""
+    Of rows of your own, `held_out` is evaluated; without it, all of `task`, up to
+    `task.num_eval_questions`."""
     from shoal.commands.own_task import with_own_task
     from shoal.config.loading import from_overrides
     from shoal.config.schema import EvalConfig
@@ -174,7 +179,8 @@ def _task_of_data(
 
 
 def _with_functions_named(config: Any, functions: Sequence[Callable]) -> Any:
-    """The configuration with the names of the functions given, so that a run folder shows that there were some."""
+    """The configuration with the names of the functions given, so that a run folder shows that
+    there were some."""
     from shoal.config.loading import FROM_PYTHON
     from shoal.rewards.functions import name_functions
 

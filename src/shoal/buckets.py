@@ -1,11 +1,14 @@
-"""Files in buckets, `gs://`, `s3://` and whatever else fsspec knows, by way of a cache on this machine:
+"""Files in buckets, `gs://`, `s3://` and whatever else fsspec knows, by way of a cache on this
+machine:
 
     copies/s3/BUCKET/...     what was fetched: models, data, runs that are read
-    runs/s3/BUCKET/...       run folders that train here; report/mirror.py keeps the bucket equal to them
+    runs/s3/BUCKET/...       run folders that train here; report/mirror.py keeps the bucket equal to
+                             them
     outputs/s3/BUCKET/...    what is being written; it is uploaded when it is whole
 
-A path of the cache says its address, and everything else reads and writes local paths. A copied file has its object's
-size, and as time of modification that of the object with a digest of its ETag: one that has both is not fetched again.
+A path of the cache says its address, and everything else reads and writes local paths. A copied
+file has its object's size, and as time of modification that of the object with a digest of its
+ETag: one that has both is not fetched again.
 """
 
 from __future__ import annotations
@@ -37,7 +40,8 @@ EXTRAS = {"gs": "gcs", "gcs": "gcs", "s3": "s3", "s3a": "s3"}
 """Scheme -> the extra of the package that reads it."""
 
 WAIT_SECONDS, FIRST_PAUSE, LONGEST_PAUSE = 60.0, 0.5, 15.0
-"""How long a command waits for a bucket that does not answer; seconds between the first two attempts, and at most."""
+"""How long a command waits for a bucket that does not answer; seconds between the first two
+attempts, and at most."""
 CAUSE_LENGTH = 400
 """Characters of a library's error that are shown."""
 DISK_FAULTS = (
@@ -62,10 +66,12 @@ WAITED_CODES = (
 FRESH_SECONDS = 10.0
 """How long a copy counts as the bucket's newest within one process."""
 FILES_AT_ONCE, PART_BYTES = 4, 16 << 20
-"""Files that are downloaded at the same time, each as a stream; parts of an upload, of which two are in memory."""
+"""Files that are downloaded at the same time, each as a stream; parts of an upload, of which two
+are in memory."""
 
 MANIFESTS, LOCKS, INCOMPLETE = ".manifests", ".lock", ".incomplete"
-"""In a run: a manifest for each checkpoint that is whole; who writes there. In a folder: it is being written."""
+"""In a run: a manifest for each checkpoint that is whole; who writes there. In a folder: it is
+being written."""
 CHECKPOINT = re.compile(r"(?:(?P<run>.*)/)?checkpoints/(?P<version>\d+)(?:/.*)?", re.DOTALL)
 
 
@@ -85,12 +91,14 @@ def is_bucket(path: str | os.PathLike[str]) -> bool:
 
 
 def place(url: str, area: str, key: str = "") -> Path:
-    """Where a bucket's file or folder lies in an area of the cache. ShoalError for an address that names none."""
+    """Where a bucket's file or folder lies in an area of the cache. ShoalError for an address that
+    names none."""
     scheme, _, rest = url.partition("://")
     parts = [part for part in rest.split("/") if part not in ("", ".")]
     if not parts or ".." in parts or "\0" in rest:
         raise ShoalError(
-            f"{_named(key, url)}: expected SCHEME://BUCKET/PATH without '..', as s3://bucket/run, or "
+            f"{_named(key, url)}: expected SCHEME://BUCKET/PATH without '..', as s3://bucket/run, "
+            f"or "
             "SCHEME://BUCKET"
         )
     return cache_folder("buckets").resolve() / area / scheme.lower() / Path(*parts)
@@ -120,7 +128,8 @@ def _named(key: str, url: str) -> str:
 
 
 def connect(url: str, key: str = "") -> tuple[Any, str]:
-    """The file system of an address, and the path in it. ShoalError for an unknown scheme or a missing package."""
+    """The file system of an address, and the path in it. ShoalError for an unknown scheme or a
+    missing package."""
     import fsspec
 
     scheme = check_scheme(url, key)
@@ -140,7 +149,8 @@ def connect(url: str, key: str = "") -> tuple[Any, str]:
 
 
 def check_scheme(url: str, key: str = "") -> str:
-    """The scheme of an address; ShoalError for an unknown one, and where the package that reads it is missing."""
+    """The scheme of an address; ShoalError for an unknown one, and where the package that reads it
+    is missing."""
     import fsspec
 
     scheme = url.partition("://")[0].lower()
@@ -182,7 +192,8 @@ def lasting_fault(error: BaseException) -> str:
         )
     if "Credentials" in name or "Token" in name or name == "ProfileNotFound":
         return (
-            f"no credentials that work were found ({text}): set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or "
+            f"no credentials that work were found ({text}): set AWS_ACCESS_KEY_ID and "
+            f"AWS_SECRET_ACCESS_KEY or "
             "AWS_PROFILE for s3://, GOOGLE_APPLICATION_CREDENTIALS for gs://"
         )
     if isinstance(error, TypeError | NotImplementedError):
@@ -191,7 +202,8 @@ def lasting_fault(error: BaseException) -> str:
         return f"access is refused ({text}): these credentials may not do that there"
     if isinstance(error, OSError) and error.errno in DISK_FAULTS:
         return (
-            f"this machine cannot hold the files ({text}): make room in {cache_folder('buckets')}, or set "
+            f"this machine cannot hold the files ({text}): make room in {cache_folder('buckets')}, "
+            f"or set "
             "XDG_CACHE_HOME to another disk"
         )
     if _is_refused(error):
@@ -238,8 +250,9 @@ def _is_refused(error: BaseException) -> bool:
 
 
 def attempt(do: Callable[[], T], url: str, key: str = "") -> T:
-    """What `do` returns, repeated with growing pauses where the bucket does not answer. ShoalError where it is missing
-    or refuses, `Unreachable` after WAIT_SECONDS. FileExistsError is the caller's."""
+    """What `do` returns, repeated with growing pauses where the bucket does not answer. ShoalError
+    where it is missing or refuses, `Unreachable` after WAIT_SECONDS. FileExistsError is the
+    caller's."""
     began, pause = time.monotonic(), FIRST_PAUSE
     while True:
         try:
@@ -257,7 +270,8 @@ def attempt(do: Callable[[], T], url: str, key: str = "") -> T:
                 raise ShoalError(f"{_named(key, url)}: {fault}") from error
             if time.monotonic() + pause - began > WAIT_SECONDS:
                 raise Unreachable(
-                    f"{_named(key, url)} has not answered for {WAIT_SECONDS:.0f} s ({cause(error)}): "
+                    f"{_named(key, url)} has not answered for {WAIT_SECONDS:.0f} s "
+                    f"({cause(error)}): "
                     "is the address right, and this machine online?"
                 ) from error
             if pause == FIRST_PAUSE:
@@ -276,18 +290,21 @@ class Object:
 
     path: str  # in its file system
     size: int
-    stamp: int  # nanoseconds since the epoch: when it was modified, with a digest of its ETag below the second
+    # nanoseconds since the epoch: when it was modified, with a digest of its ETag below the second
+    stamp: int
     md5: str  # hexadecimal; empty where the bucket does not say
 
     @property
     def modified(self) -> int:
-        """When it was modified, in seconds since the epoch by the bucket's clock; 0 where the bucket does not say."""
+        """When it was modified, in seconds since the epoch by the bucket's clock; 0 where the
+        bucket does not say."""
         return self.stamp // 10**9
 
 
 def objects(fs: Any, path: str) -> dict[str, Object]:
-    """The files below a path by their names from there, the one at the path itself under the empty name. ShoalError for
-    a name that leads out of the path, and for one that is also the folder of another."""
+    """The files below a path by their names from there, the one at the path itself under the empty
+    name. ShoalError for a name that leads out of the path, and for one that is also the folder of
+    another."""
     found = {}
     top = path.strip("/")
     for key, info in fs.find(path, detail=True).items():
@@ -307,7 +324,8 @@ def objects(fs: Any, path: str) -> dict[str, Object]:
         for parent in PurePosixPath(name).parents:
             if name and str(parent) in found:
                 raise ShoalError(
-                    f"the bucket's folder {path} holds {parent} and {name}: one name cannot be a file and "
+                    f"the bucket's folder {path} holds {parent} and {name}: one name cannot be a "
+                    f"file and "
                     "a folder here; remove or rename one of them there"
                 )
     return found
@@ -354,14 +372,16 @@ def put(fs: Any, file: Path, path: str) -> None:
 
 
 def remove(fs: Any, path: str) -> None:
-    """Removes an object; one that is gone was removed before, by a request whose answer was lost."""
+    """Removes an object; one that is gone was removed before, by a request whose answer was
+    lost."""
     with contextlib.suppress(FileNotFoundError):
         fs.rm_file(path)
 
 
 @contextlib.contextmanager
 def _arriving(fs: Any, source: str, file: Path, key: str = "") -> Iterator[Path]:
-    """Downloads an object, yields the copy to be checked, then moves it to `file`; after an error there is none.
+    """Downloads an object, yields the copy to be checked, then moves it to `file`; after an error
+    there is none.
 
     The copy's name is its own: two processes, or two threads, may fetch the same file at once."""
     temporary = file.with_name(f".{secrets.token_hex(8)}.part")
@@ -375,7 +395,8 @@ def _arriving(fs: Any, source: str, file: Path, key: str = "") -> Iterator[Path]
 
 
 def download(fs: Any, wanted: Mapping[Path, Object], key: str = "") -> list[Path]:
-    """Copies objects to files, each whole or not at all; those that are the same already stay. The files copied."""
+    """Copies objects to files, each whole or not at all; those that are the same already stay. The
+    files copied."""
 
     def copy(file: Path, one: Object) -> bool:
         if is_same(one, file):
@@ -397,9 +418,10 @@ _fetched: dict[tuple[str, bool, bool, str], float] = {}
 def fetch(
     url: str, key: str = "", weights: bool = True, groups: bool = True, may_be_empty: bool = False
 ) -> Path:
-    """The copy of a bucket's file or folder, made equal to it; without `weights` no arrays of models and checkpoints,
-    without `groups` no completions of runs (`complete` fetches them later). Those of a run's checkpoint are always
-    fetched by `complete`. ShoalError where there is nothing, it cannot be read, or is not whole."""
+    """The copy of a bucket's file or folder, made equal to it; without `weights` no arrays of
+    models and checkpoints, without `groups` no completions of runs (`complete` fetches them later).
+    Those of a run's checkpoint are always fetched by `complete`. ShoalError where there is nothing,
+    it cannot be read, or is not whole."""
     seen = (url, weights, groups, str(cache_folder("buckets")))
     if time.monotonic() - _fetched.get(seen, -FRESH_SECONDS) > FRESH_SECONDS:
         root, (fs, path) = url, connect(url, key)
@@ -414,7 +436,8 @@ def fetch(
 
 
 def fetch_matching(pattern: str, key: str) -> list[Path]:
-    """The copies of what a pattern names in a bucket, in order; ShoalError where that is nothing."""
+    """The copies of what a pattern names in a bucket, in order; ShoalError where that is
+    nothing."""
     (fs, path), scheme = connect(pattern, key), pattern.partition("://")[0]
     names = attempt(lambda: fs.glob(path), pattern, key) if re.search(r"[*?[]", path) else [path]
     if not names:
@@ -425,7 +448,8 @@ def fetch_matching(pattern: str, key: str) -> list[Path]:
 def fetch_into(
     to: Path, key: str = "", weights: bool = True, groups: bool = True, may_be_empty: bool = False
 ) -> None:
-    """Makes a file or folder of the cache equal to the bucket's; what is there beyond it is removed."""
+    """Makes a file or folder of the cache equal to the bucket's; what is there beyond it is
+    removed."""
     url = address(to)
     fs, path = connect(url, key)
     found = attempt(lambda: objects(fs, path), url, key)
@@ -458,13 +482,15 @@ def fetch_into(
         name for name, one in held.items() if to / name in wanted and now.get(name) != one
     ]:
         raise ShoalError(
-            f"{_named(key, url)}: {changed[0]} changed while it was fetched: give the same command again "
+            f"{_named(key, url)}: {changed[0]} changed while it was fetched: give the same command "
+            f"again "
             "when nobody writes there"
         )
 
 
 def is_partial(name: str, found: Iterable[str]) -> bool:
-    """True for a lock, and for a file of a checkpoint without manifest in a run that a mirror writes."""
+    """True for a lock, and for a file of a checkpoint without manifest in a run that a mirror
+    writes."""
     parts = PurePosixPath(name).parts
     if LOCKS in parts:
         return True
@@ -494,8 +520,8 @@ def _remove_others(folder: Path, held: Mapping[str, Object]) -> None:
 
 
 def complete(path: Path) -> None:
-    """Fetches what was left out below a path of the cache. ShoalError for a checkpoint's file that is missing or is not
-    the one that its manifest names."""
+    """Fetches what was left out below a path of the cache. ShoalError for a checkpoint's file that
+    is missing or is not the one that its manifest names."""
     url, matched = address(path), CHECKPOINT.fullmatch(path.as_posix())
     if area_of(path) not in (COPIES, RUNS):
         return
@@ -527,7 +553,8 @@ def complete(path: Path) -> None:
 
 
 def _read_manifest(manifest: Path, checkpoint: Path) -> dict[Path, tuple[int, str]]:
-    """The files of a checkpoint with size and checksum; ShoalError for a manifest that is damaged or names others."""
+    """The files of a checkpoint with size and checksum; ShoalError for a manifest that is damaged
+    or names others."""
     try:
         entries = json.loads(manifest.read_text("utf-8"))
         named = {str(name): (int(size), str(digest)) for name, (size, digest) in entries.items()}
@@ -543,8 +570,9 @@ def _read_manifest(manifest: Path, checkpoint: Path) -> dict[Path, tuple[int, st
 
 
 def check_new(url: str, key: str) -> Path:
-    """The path in the cache of what is to be written to an address, with nothing there. ShoalError where the bucket
-    holds something under it, but for what was not written to its end, or cannot be written."""
+    """The path in the cache of what is to be written to an address, with nothing there. ShoalError
+    where the bucket holds something under it, but for what was not written to its end, or cannot be
+    written."""
     fs, path = connect(url, key)
     found = attempt(lambda: objects(fs, path), url, key)
     if found and INCOMPLETE not in found:
@@ -576,8 +604,9 @@ def send(file: Path) -> None:
 
 
 def deliver(path: Path) -> None:
-    """Uploads a finished file or folder of OUTPUTS and removes it here; nothing for any other path. A folder's marker
-    INCOMPLETE is there until all of it is, and config.json, by which others know a model, comes last."""
+    """Uploads a finished file or folder of OUTPUTS and removes it here; nothing for any other path.
+    A folder's marker INCOMPLETE is there until all of it is, and config.json, by which others know
+    a model, comes last."""
     if area_of(path) != OUTPUTS or any(".partial-" in part for part in path.parts):
         return
     if path.is_file():

@@ -1,4 +1,5 @@
-"""The command line, `shoal <command> [key=value ...]`: finds the command, composes its configuration, calls it.
+"""The command line, `shoal <command> [key=value ...]`: finds the command, composes its
+configuration, calls it.
 
 Nothing heavy is imported before a command runs.
 """
@@ -56,7 +57,8 @@ def program() -> int:
 
 
 def run_as(name: str) -> int:
-    """Runs a script of another system, by its name in DOORS, with the words that were typed after it."""
+    """Runs a script of another system, by its name in DOORS, with the words that were typed after
+    it."""
     from shoal.commands.compat import words_of_door
 
     try:
@@ -68,8 +70,8 @@ def run_as(name: str) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns the exit code: 0; 1 where a run of a sweep failed; 2 for a mistake that the user
-    can fix, also one that `shoal doctor` found; 130 when interrupted.
+    """Runs one command and returns the exit code: 0; 1 where a run of a sweep failed; 2 for a
+    mistake that the user can fix, also one that `shoal doctor` found; 130 when interrupted.
 
     Such a mistake is one line on stderr; any other exception is a bug and keeps its traceback.
     """
@@ -180,7 +182,8 @@ def _run_command(command: str, words: list[str], job: Sequence[str] = ()) -> int
 
 @contextlib.contextmanager
 def _explained(command: str, config: Any, resolved: Resolved) -> Iterator[None]:
-    """Names in an error the flag, or the file's line, of each key in it; where memory ran out, the keys to change."""
+    """Names in an error the flag, or the file's line, of each key in it; where memory ran out, the
+    keys to change."""
     try:
         yield
     except Exception as error:
@@ -197,7 +200,8 @@ def _explained(command: str, config: Any, resolved: Resolved) -> Iterator[None]:
 
 
 def _in_their_names(resolved: Resolved) -> Callable[[str], str]:
-    """A function that adds to a message the flags that set its keys, if flags of another system were typed."""
+    """A function that adds to a message the flags that set its keys, if flags of another system
+    were typed."""
     if not resolved.became:
         return str
     from shoal.compat.translation import in_their_names
@@ -245,7 +249,8 @@ def _call(command: str, config: Any, resolved: Resolved) -> Any:
 
 @contextlib.contextmanager
 def _stdout_is_stderr() -> Iterator[None]:
-    """Redirects stdout, of this process and of those it starts, to stderr: stdout is for the JSON."""
+    """Redirects stdout, of this process and of those it starts, to stderr: stdout is for the
+    JSON."""
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)
@@ -258,10 +263,12 @@ def _stdout_is_stderr() -> Iterator[None]:
 
 
 def use_huge_pages(pages: Path = Path("/sys/kernel/mm/transparent_hugepage/enabled")) -> None:
-    """Restarts this process with glibc's allocator on huge pages, where Linux grants them on request.
+    """Restarts this process with glibc's allocator on huge pages, where Linux grants them on
+    request.
 
-    On CPU every compiled step allocates and frees its buffers; with small pages the kernel takes a third of an update
-    to map them (docs/decisions/0003). The allocator reads the setting only when a process starts.
+    On CPU every compiled step allocates and frees its buffers; with small pages the kernel takes a
+    third of an update to map them (docs/decisions/0003). The allocator reads the setting only when
+    a process starts.
     """
     if "GLIBC_TUNABLES" in os.environ or not sys.platform.startswith("linux"):
         return

@@ -26,13 +26,15 @@ from shoal.types import ShoalError
 MOST_OF_NAME = 200
 """Characters of a file's name that its temporary file has too: a name may have 255 bytes."""
 LATE_WRITES = 10
-"""Attempts, a tenth of a second apart, to remove a folder in which other threads still write (Orbax's do)."""
+"""Attempts, a tenth of a second apart, to remove a folder in which other threads still write
+(Orbax's do)."""
 
 SAMPLES, SAMPLE_BYTES = 16, 1 << 12
 """Pieces of a long file that are compared, and the bytes of each."""
 
 HUB_SECONDS, SILENT_SECONDS = 30.0, 2.0
-"""How long the hub may take for an answer, or for the next bytes; of waiting before a line says for what."""
+"""How long the hub may take for an answer, or for the next bytes; of waiting before a line says for
+what."""
 
 
 _OFFLINE: ContextVar[bool] = ContextVar("offline", default=False)
@@ -58,14 +60,16 @@ def is_offline() -> bool:
 
 
 def waits_for_hub() -> bool:
-    """True where a run alone would ask the hub: in a dry run, unless HF_HUB_OFFLINE leaves it the cache alone too."""
+    """True where a run alone would ask the hub: in a dry run, unless HF_HUB_OFFLINE leaves it the
+    cache alone too."""
     asked = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE") or ""
     return is_offline() and asked.upper() not in ("1", "ON", "YES", "TRUE")
 
 
 def from_hub(name: str, **options: Any) -> Path:
-    """The folder in the hub's cache of a model or data set, downloaded if need be; `options` and errors are those of
-    `huggingface_hub.snapshot_download`, which by itself waits for ever, and silently."""
+    """The folder in the hub's cache of a model or data set, downloaded if need be; `options` and
+    errors are those of `huggingface_hub.snapshot_download`, which by itself waits for ever, and
+    silently."""
     if waits_for_hub():
         raise NotHere(name)
     from huggingface_hub import get_session, snapshot_download
@@ -75,7 +79,10 @@ def from_hub(name: str, **options: Any) -> Path:
         _limit_wait not in hooks
     ):  # huggingface_hub asks for no limit in each request, whatever its client's is
         hooks.append(_limit_wait)
-    text = f"waiting for {name} of the Hugging Face hub (it may take {HUB_SECONDS:.0f} s to answer) ..."
+    text = (
+        f"waiting for {name} of the Hugging Face hub (it may take {HUB_SECONDS:.0f} s to answer) "
+        f"..."
+    )
     note = threading.Timer(SILENT_SECONDS, print, (text,), {"file": sys.stderr, "flush": True})
     note.start()
     try:
@@ -93,7 +100,8 @@ def _limit_wait(request: Any) -> None:
 
 @contextlib.contextmanager
 def writing(path: str | Path, key: str = "") -> Iterator[None]:
-    """Raises ShoalError, naming `key` where `path` is its value, in place of the system's refusal to write."""
+    """Raises ShoalError, naming `key` where `path` is its value, in place of the system's refusal
+    to write."""
     try:
         yield
     except OSError as error:
@@ -103,15 +111,16 @@ def writing(path: str | Path, key: str = "") -> Iterator[None]:
                 f"{key}={path} cannot be written: {reason}; choose another place"
             ) from error
         raise ShoalError(
-            f"cannot write {path}: {reason}; make room or set base_output_directory to a folder that can "
+            f"cannot write {path}: {reason}; make room or set base_output_directory to a folder "
+            f"that can "
             "be written"
         ) from error
 
 
 @contextlib.contextmanager
 def appearing(path: Path, key: str = "") -> Iterator[Path]:
-    """Yields a temporary path beside `path`: the file written there replaces `path`, or is removed after an error. It
-    is uploaded where `path` stands for one in a bucket.
+    """Yields a temporary path beside `path`: the file written there replaces `path`, or is removed
+    after an error. It is uploaded where `path` stands for one in a bucket.
 
     A device or a pipe is written to as it is: /dev/null would be a file afterwards."""
     if path.exists() and not path.is_file() and not path.is_dir():
@@ -135,9 +144,11 @@ def appearing(path: Path, key: str = "") -> Iterator[Path]:
 
 @contextlib.contextmanager
 def scratch_folder(target: Path) -> Iterator[Path]:
-    """Yields an empty folder on the disk of `target`, from which results are moved; it is removed afterwards.
+    """Yields an empty folder on the disk of `target`, from which results are moved; it is removed
+    afterwards.
 
-    It lies in the nearest folder that exists, so a failure leaves none of the folders above `target` behind."""
+    It lies in the nearest folder that exists, so a failure leaves none of the folders above
+    `target` behind."""
     folder = nearest_folder(target) / f".{target.name}.partial-{os.getpid()}"
     try:
         folder.mkdir()
@@ -154,7 +165,8 @@ def scratch_folder(target: Path) -> Iterator[Path]:
 
 
 def move_folder(folder: Path, target: Path) -> None:
-    """Moves a folder to `target`, which is missing or empty, and to the bucket where it stands for a folder there."""
+    """Moves a folder to `target`, which is missing or empty, and to the bucket where it stands for
+    a folder there."""
     target.parent.mkdir(parents=True, exist_ok=True)
     if target.is_dir():
         target.rmdir()
@@ -173,8 +185,9 @@ _ONE_SLASH = re.compile(r"(gs|gcs|s3|s3a|az|abfss?|hdfs|memory):/(?!/)(.*)", re.
 
 
 def check_local(path: str | Path, key: str, area: str = "") -> Path:
-    """The path, the value of `key`, with `~` expanded; that of a bucket's file in an `area` of the cache, as it is
-    there. ShoalError for buckets without an area, of unknown kinds, and for `gs:/`, which would become a folder."""
+    """The path, the value of `key`, with `~` expanded; that of a bucket's file in an `area` of the
+    cache, as it is there. ShoalError for buckets without an area, of unknown kinds, and for `gs:/`,
+    which would become a folder."""
     if wrong := _ONE_SLASH.fullmatch(str(path)):
         raise ShoalError(f"{key}={path} has one slash too few: give {wrong[1]}://{wrong[2]}")
     if is_bucket(path):
@@ -191,7 +204,8 @@ def check_local(path: str | Path, key: str, area: str = "") -> Path:
 
 
 def find_input(path: str | Path, key: str, weights: bool = False, groups: bool = False) -> Path:
-    """Where what `key` names can be read on this machine, if it exists: a bucket's is fetched, see `fetch`."""
+    """Where what `key` names can be read on this machine, if it exists: a bucket's is fetched, see
+    `fetch`."""
     local = check_local(path, key, COPIES)
     return buckets.fetch(str(path), key, weights, groups) if is_bucket(path) else local
 
@@ -207,7 +221,8 @@ INPUTS = {
 
 
 def check_input(path: str | Path, key: str) -> Path:
-    """The local path of a file to read, the value of `key`, one of INPUTS; ShoalError where there is none."""
+    """The local path of a file to read, the value of `key`, one of INPUTS; ShoalError where there
+    is none."""
     local = find_input(path, key)
     if not local.is_file():
         raise ShoalError(f"{key}={path}: there is no such file; give {INPUTS[key]}")
@@ -215,8 +230,8 @@ def check_input(path: str | Path, key: str) -> Path:
 
 
 def check_new_file(path: str | Path, key: str) -> Path:
-    """The local path of a file of JSON to write, the value of `key`; ShoalError where it exists or cannot be written,
-    and for a name that promises another format."""
+    """The local path of a file of JSON to write, the value of `key`; ShoalError where it exists or
+    cannot be written, and for a name that promises another format."""
     local = check_local(path, key, OUTPUTS)
     if local.is_dir() and not is_bucket(path):
         raise ShoalError(f"{key}={path} is a folder: give the name of a file")
@@ -234,7 +249,8 @@ def check_new_file(path: str | Path, key: str) -> Path:
 
 
 def check_new_folder(path: str | Path, key: str) -> Path:
-    """The local path of a folder to write, the value of `key`; ShoalError where it holds files or cannot be written."""
+    """The local path of a folder to write, the value of `key`; ShoalError where it holds files or
+    cannot be written."""
     local = check_local(path, key, OUTPUTS)
     if is_bucket(path):
         return buckets.check_new(str(path), key)
@@ -247,7 +263,8 @@ def check_new_folder(path: str | Path, key: str) -> Path:
 
 
 def check_base(path: str | Path, key: str = "base_output_directory") -> Path:
-    """The local folder of the runs in a folder, the value of `key`; ShoalError where none can be written there."""
+    """The local folder of the runs in a folder, the value of `key`; ShoalError where none can be
+    written there."""
     local = check_local(path, key, RUNS)
     if is_bucket(path):
         buckets.check_writable(str(path), key)
@@ -256,8 +273,8 @@ def check_base(path: str | Path, key: str = "base_output_directory") -> Path:
 
 
 def check_place(path: Path, key: str, within: bool = False) -> None:
-    """ShoalError, naming `key` and its value, unless a file can be made in the nearest existing folder above `path`;
-    `within`: in the folder `path` itself, where it exists."""
+    """ShoalError, naming `key` and its value, unless a file can be made in the nearest existing
+    folder above `path`; `within`: in the folder `path` itself, where it exists."""
     above = nearest_folder(path / "any" if within else path)
     if not above.is_dir():
         raise ShoalError(
@@ -280,8 +297,8 @@ def nearest_folder(path: Path) -> Path:
 
 
 def sample_of(file: Path, start: int = 0, size: int | None = None) -> bytes:
-    """Bytes from all over `size` bytes of a file (None: all of it): a short part whole, of a longer one SAMPLES
-    pieces, with the first and the last. OSError where the file cannot be read."""
+    """Bytes from all over `size` bytes of a file (None: all of it): a short part whole, of a longer
+    one SAMPLES pieces, with the first and the last. OSError where the file cannot be read."""
     with open(file, "rb", buffering=0) as stream:
         total = os.fstat(stream.fileno()).st_size - start if size is None else size
         if total <= SAMPLES * SAMPLE_BYTES:

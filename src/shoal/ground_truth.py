@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 GOLD_COLUMNS = ("ground_truth", "answer", "solution", "target", "label")
-"""Data columns that may hold the right answer, by priority: where a row has `answer` and `solution`, the solution is a
-worked one."""
+"""Data columns that may hold the right answer, by priority: where a row has `answer` and
+`solution`, the solution is a worked one."""
 
 
 def ground_truth(columns: Mapping[str, Any]) -> Any:
-    """A row's right answer: verl's `reward_model.ground_truth`, else the first of GOLD_COLUMNS that is not empty; None
-    where there is none.
+    """A row's right answer: verl's `reward_model.ground_truth`, else the first of GOLD_COLUMNS that
+    is not empty; None where there is none.
 
     >>> ground_truth({"solution": "2 + 3 = 5", "answer": "5"})
     '5'
@@ -37,9 +37,13 @@ def truth_fault(columns: Mapping[str, Any]) -> str:
     '`reward_model` has no `ground_truth`'
     """
     model = columns.get("reward_model")
-    # verl takes no text either. A right answer elsewhere in the row would be another than the one that is meant.
+    # verl takes no text either. A right answer elsewhere in the row would be another than the one
+    # that is meant.
     if isinstance(model, str) and model.lstrip().startswith("{"):
-        return f"`reward_model` is text, {model[:40]!r}: expected an object with `ground_truth`, parsed from that JSON"
+        return (
+            f"`reward_model` is text, {model[:40]!r}: expected an object with `ground_truth`, "
+            f"parsed from that JSON"
+        )
     if ground_truth(columns) is not None:
         return ""
     if isinstance(model, Mapping):
@@ -51,6 +55,7 @@ def truth_fault(columns: Mapping[str, Any]) -> str:
     if found:
         return f"`{found[0]}` is empty"
     return (
-        "expected a column `reward_model` with `ground_truth` in it, or a column `ground_truth`, `answer`, "
+        "expected a column `reward_model` with `ground_truth` in it, or a column `ground_truth`, "
+        "`answer`, "
         f"`solution`, `target` or `label`; there are: {', '.join(columns) or 'none'}"
     )

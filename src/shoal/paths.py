@@ -1,4 +1,5 @@
-"""Names of files that come from outside: keys of a bucket, lines of a manifest, entries of a model's index."""
+"""Names of files that come from outside: keys of a bucket, lines of a manifest, entries of a
+model's index."""
 
 from __future__ import annotations
 
@@ -9,11 +10,12 @@ from shoal.types import ShoalError
 
 
 def path_within(folder: Path, name: Any, named_by: str) -> Path:
-    """The path in `folder` that a name from outside stands for; `named_by` says where the name was read.
+    """The path in `folder` that a name from outside stands for; `named_by` says where the name was
+    read.
 
-    ShoalError for a name that is not a plain relative path: a bucket or a model that somebody else made could otherwise
-    write, or have read, any file of this machine. A `.`, a `//` and a backslash are refused as well: two names would be
-    one file, or a name a path on another system.
+    ShoalError for a name that is not a plain relative path: a bucket or a model that somebody else
+    made could otherwise write, or have read, any file of this machine. A `.`, a `//` and a
+    backslash are refused as well: two names would be one file, or a name a path on another system.
 
     >>> path_within(Path("/cache/run"), "checkpoints/2/array", "s3://bucket/run")
     PosixPath('/cache/run/checkpoints/2/array')
@@ -22,7 +24,8 @@ def path_within(folder: Path, name: Any, named_by: str) -> Path:
     is_plain = bool(parts) and all(part not in ("", ".", "..") for part in parts)
     if not is_plain or "\\" in name or "\0" in name:
         raise ShoalError(
-            f"{named_by} names the file {name!r}, which is refused: expected a relative path without "
+            f"{named_by} names the file {name!r}, which is refused: expected a relative path "
+            f"without "
             "'..', '//' or a backslash; remove or rename it there"
         )
     return folder.joinpath(*parts)

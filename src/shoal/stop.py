@@ -9,15 +9,18 @@ from collections.abc import Iterator
 
 
 class StopRequested(KeyboardInterrupt):
-    """Raised where a run can be left after somebody asked it to stop; the step under way is given up."""
+    """Raised where a run can be left after somebody asked it to stop; the step under way is given
+    up."""
 
 
 class NotHere(BaseException):
-    """Raised in a dry run in place of a download. No `Exception`: it is no fault that a handler may explain."""
+    """Raised in a dry run in place of a download. No `Exception`: it is no fault that a handler may
+    explain."""
 
 
 class StopSignal:
-    """Whether somebody asked the run to stop. Loops and waits call `check` wherever the step can be given up."""
+    """Whether somebody asked the run to stop. Loops and waits call `check` wherever the step can be
+    given up."""
 
     def __init__(self) -> None:
         self.requested_at: float | None = None
@@ -46,7 +49,8 @@ class StopSignal:
 
     @contextlib.contextmanager
     def raising_at_once(self) -> Iterator[None]:
-        """Around a wait, or a call of a user's code, that may hang: a signal raises StopRequested out of it."""
+        """Around a wait, or a call of a user's code, that may hang: a signal raises StopRequested
+        out of it."""
         self.raises_at_once = (
             True  # before the check: a request between the two would only be recorded
         )

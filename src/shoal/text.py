@@ -14,14 +14,16 @@ BEGINNING = 0.9
 
 
 def likeness(a: str, b: str) -> float:
-    """0 (nothing in common) to 1 (equal but for case); letters that changed places are a slip of the fingers."""
+    """0 (nothing in common) to 1 (equal but for case); letters that changed places are a slip of
+    the fingers."""
     if a.lower() != b.lower() and sorted(a.lower()) == sorted(b.lower()):
         return 0.95
     return difflib.SequenceMatcher(None, a.lower(), b.lower()).ratio()
 
 
 def nearest(key: str, names: Iterable[str]) -> str:
-    """The name most like `key`, as a whole or in the last of its dotted parts; of equals, the first."""
+    """The name most like `key`, as a whole or in the last of its dotted parts; of equals, the
+    first."""
 
     # Of 350 keys a few have so many of the letters that their order is looked at.
     best, most = "", -1.0
@@ -41,7 +43,8 @@ def nearness(key: str, name: str, like: Callable[[str, str], float] = likeness) 
 
 
 def _at_most(a: str, b: str) -> float:
-    """No less than `likeness`, in a tenth of the time: as if all letters in common stood in the same order."""
+    """No less than `likeness`, in a tenth of the time: as if all letters in common stood in the
+    same order."""
     a, b = a.lower(), b.lower()
     return (
         2 * sum([min(a.count(letter), b.count(letter)) for letter in {*a}]) / len(a + b)
@@ -51,7 +54,8 @@ def _at_most(a: str, b: str) -> float:
 
 
 def exact(number: float) -> str:
-    """The shortest decimal that gives a number back. `:g` keeps six digits of it, and names another value.
+    """The shortest decimal that gives a number back. `:g` keeps six digits of it, and names another
+    value.
 
     >>> exact(1e-06), exact(8.0), exact(0.30000001)
     ('1e-06', '8', '0.30000001')
@@ -62,8 +66,8 @@ def exact(number: float) -> str:
 def did_you_mean(
     key: str, names: Iterable[str], shown: Mapping[str, str] | None = None, lists_all: bool = False
 ) -> str:
-    """`, did you mean X?` where a name is near, else nothing, or all names. `shown`: names as they are written in the
-    text.
+    """`, did you mean X?` where a name is near, else nothing, or all names. `shown`: names as they
+    are written in the text.
 
     >>> did_you_mean("optimizr.lr", ["optimizer.lr"]), did_you_mean("use_peft", ["task.subset"])
     (', did you mean optimizer.lr?', '')
@@ -104,7 +108,8 @@ def describe_error(error: BaseException) -> str:
 
 
 FAILED_CALL = '{"error":'
-"""How the answer to a tool call begins that could not be read, or whose tool failed (TRL's form)."""
+"""How the answer to a tool call begins that could not be read, or whose tool failed (TRL's
+form)."""
 
 
 def failed_call(reason: str) -> str:

@@ -1,23 +1,27 @@
-"""Records that cross borders between the folders, and the protocols between sampling, scoring and training.
+"""Records that cross borders between the folders, and the protocols between sampling, scoring and
+training.
 
 Dimensions, used in the whole package:
 
-    P prompts      G completions a group   R rows of a micro-batch   S slots a group   C tokens a slot
-    T tokens       V vocabulary            D hidden size             F intermediate    L layers
-    H query heads  K key/value heads       A head size
+    P prompts      G completions a group  R rows of a micro-batch  S slots a group  C tokens a slot
+    T tokens       V vocabulary           D hidden size            F intermediate   L layers
+    H query heads  K key/value heads      A head size
 
 Words, used in code, metrics and documents alike:
 
     example      one row of a data set: a prompt and the columns that rewards read
-    group        the G completions of one prompt, with rewards: the unit of sampling, advantages, records and metrics
-    completion   the tokens after a prompt; `loss_mask` is True at those that the model sampled itself
-    row          a stream of prompts and completions in a micro-batch, the tokens of one after the other
+    group        the G completions of one prompt, with rewards: the unit of sampling, advantages,
+                 records and metrics
+    completion   the tokens after a prompt; `loss_mask` is True at those that the model sampled
+                 itself
+    row          a stream of prompts and completions in a micro-batch, the tokens of one after the
+                 other
     segment      one prompt or completion in a row
     slot         room for one completion in the sampler, G a group
     version      the number of steps that the weights had been trained for
     sampler_logprobs, old_logprobs, ref_logprobs
-                 log-probs of the same tokens: the sampler's when it sampled them, the trainer's before the first
-                 update on this batch, the reference model's
+                 log-probs of the same tokens: the sampler's when it sampled them, the trainer's
+                 before the first update on this batch, the reference model's
 """
 
 from __future__ import annotations
@@ -43,8 +47,8 @@ Params: TypeAlias = Any
 
 
 class ShoalError(Exception):
-    """An error that the user can fix: its text says what is wrong, what was expected and what to change; `key` is the
-    key that fixes it, where one alone does.
+    """An error that the user can fix: its text says what is wrong, what was expected and what to
+    change; `key` is the key that fixes it, where one alone does.
 
     The command line prints the text alone, without a traceback."""
 
@@ -54,11 +58,13 @@ class ShoalError(Exception):
 
 
 class HostLost(Exception):
-    """A host does not answer any more: its process has ended, or cannot be reached. Its text says why."""
+    """A host does not answer any more: its process has ended, or cannot be reached. Its text says
+    why."""
 
 
 class HostRefused(HostLost):
-    """Raised by a host whose numbers differ from those of the others, where they must not. It is not made anew."""
+    """Raised by a host whose numbers differ from those of the others, where they must not. It is
+    not made anew."""
 
 
 class Purpose(enum.StrEnum):
@@ -70,22 +76,27 @@ class Purpose(enum.StrEnum):
 class StopReason(enum.StrEnum):
     EOS = "eos"  # the model sampled an end-of-sequence token; it is the completion's last token
     STOP = "stop"  # a stop string appeared; the completion ends with the token that completed it
-    LENGTH = "length"  # the completion was truncated at max_tokens, or its last turn at a limit of its own
+    # the completion was truncated at max_tokens, or its last turn at a limit of its own
+    LENGTH = "length"
     CANCELLED = "cancelled"
     MAX_TURNS = "max_turns"  # the last turn that a rollout may have ended with a tool call
     ENVIRONMENT = "environment"  # the environment said that the rollout is over
     FAILED = "failed"  # the environment failed, or took too long
-    DATA = "data"  # the data's own answer is over, without an end-of-sequence token: it does not teach to end one
+    # the data's own answer is over, without an end-of-sequence token: it does not teach to end one
+    DATA = "data"
 
 
 @dataclass(frozen=True)
 class Address:
-    """The address of a random number: the same address gives the same number, on any machine and in any batch.
+    """The address of a random number: the same address gives the same number, on any machine and in
+    any batch.
 
-    Noise by address instead of by a running key makes sampling resumable and independent of what else is sampled.
+    Noise by address instead of by a running key makes sampling resumable and independent of what
+    else is sampled.
 
+    >>> # folded with the position after the prompt, it gives one token's uniform
     >>> Address(seed=0, purpose="train", step=3, row=17).key(completion=2)
-    array([...], dtype=uint32)      # folded with the position after the prompt, it gives one token's uniform
+    array([...], dtype=uint32)
     """
 
     seed: int
@@ -94,7 +105,8 @@ class Address:
     row: int
 
     def key(self, completion: int) -> np.ndarray:
-        """The two uint32 words from which a completion's uniforms are derived, position by position."""
+        """The two uint32 words from which a completion's uniforms are derived, position by
+        position."""
         text = (
             struct.pack("<qqqq", self.seed, self.step, self.row, completion) + self.purpose.encode()
         )
@@ -103,7 +115,8 @@ class Address:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are sampled. `temperature=0` is greedy. `top_k=0`, `top_p=1`, `min_p=0` truncate nothing."""
+    """How tokens are sampled. `temperature=0` is greedy. `top_k=0`, `top_p=1`, `min_p=0` truncate
+    nothing."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -138,7 +151,8 @@ class Example:
 
 @dataclass(frozen=True)
 class RewardFunction:
-    """A reward function in TRL's or verl's convention, its name in metrics, and its weight in the sum."""
+    """A reward function in TRL's or verl's convention, its name in metrics, and its weight in the
+    sum."""
 
     name: str
     function: Callable[..., Any]
@@ -168,7 +182,8 @@ class RewardFunction:
 class SampleRequest:
     """A request to a `Host` for G completions of one prompt.
 
-    `version`: of the weights that it is sampled from, or with `exact=False` the oldest that it may start on.
+    `version`: of the weights that it is sampled from, or with `exact=False` the oldest that it may
+    start on.
 
     >>> SampleRequest(id=4, prompt_ids=np.array([5, 8, 13]), num_completions=8,
     ...               address=Address(0, "train", 3, 17), params=SamplingParams(max_tokens=64))
@@ -192,18 +207,20 @@ class SampleRequest:
     ] = ()  # tokens by completion after which its first turn is cut; 0, or (): no such limit
 
     def turn_limit_of(self, number: int) -> int:
-        """After how many tokens the first turn of a completion is cut, by its number here, from 0; 0: only where the
-        completion is."""
+        """After how many tokens the first turn of a completion is cut, by its number here, from 0;
+        0: only where the completion is."""
         return self.turn_limits[number] if self.turn_limits else 0
 
     @property
     def is_read_first(self) -> bool:
-        """True if what follows a token may depend on its text: it may end with a stop string, or be answered."""
+        """True if what follows a token may depend on its text: it may end with a stop string, or be
+        answered."""
         return bool(self.params.stop) or self.has_turns
 
 
 class Branch(NamedTuple):
-    """What follows another prompt than the tokens before it, because what had been said was told anew."""
+    """What follows another prompt than the tokens before it, because what had been said was told
+    anew."""
 
     start: int  # the first of the completion's tokens that follow it
     prompt_ids: (
@@ -213,13 +230,18 @@ class Branch(NamedTuple):
 
 @dataclass(frozen=True)
 class Completion:
-    """One completion of a group; T tokens, the end-of-sequence token included if the model sampled it.
+    """One completion of a group; T tokens, the end-of-sequence token included if the model sampled
+    it.
 
-    `logprobs` are under the distribution that was sampled from (greedy: temperature 1, untruncated); 0 where
-    `loss_mask` is False.
+    `logprobs` are under the distribution that was sampled from (greedy: temperature 1,
+    untruncated); 0 where `loss_mask` is False.
 
-    >>> Completion(request_id=4, index=0, token_ids=np.array([7, 9, 2]), logprobs=np.array([-.1, -.7, -.2]),
-    ...            loss_mask=np.array([True, True, True]), versions=np.array([3, 3, 3]), stop_reason=StopReason.EOS)
+    >>> Completion(
+    ...     request_id=4, index=0,
+    ...     token_ids=np.array([7, 9, 2]), logprobs=np.array([-.1, -.7, -.2]),
+    ...     loss_mask=np.array([True, True, True]), versions=np.array([3, 3, 3]),
+    ...     stop_reason=StopReason.EOS,
+    ... )
     """
 
     request_id: int
@@ -247,7 +269,8 @@ class Completion:
 
     @property
     def num_sampled(self) -> int:
-        """The tokens that the model sampled: its length, to whoever judges or counts what the model did."""
+        """The tokens that the model sampled: its length, to whoever judges or counts what the model
+        did."""
         return int(np.count_nonzero(self.loss_mask))
 
     @property
@@ -268,7 +291,8 @@ class Group:
 
     purpose: Purpose
     step: int  # the step that requested it
-    version: int  # the weights that it was requested from; with newest weights the oldest that a token is of
+    # the weights that it was requested from; with newest weights the oldest that a token is of
+    version: int
     example: Example
     prompt_ids: np.ndarray  # int32[Tp]
     completions: tuple[Completion, ...]  # G, in order of their index
@@ -294,7 +318,8 @@ class Group:
         )
 
     def prompt_of(self, number: int) -> np.ndarray:
-        """The prompt of a completion, int32[Tp]: the group's, unless its environment began it with other words."""
+        """The prompt of a completion, int32[Tp]: the group's, unless its environment began it with
+        other words."""
         own = self.completions[number].prompt_ids
         return self.prompt_ids if own is None else own
 
@@ -309,8 +334,9 @@ class Group:
         ]
 
     def by_prompt(self) -> list[tuple[np.ndarray, list[tuple[int, slice]]]]:
-        """The prompts of its completions, each with the number and the tokens of what follows it: one prompt, unless
-        environments began rollouts differently, or what had been said was told anew."""
+        """The prompts of its completions, each with the number and the tokens of what follows it:
+        one prompt, unless environments began rollouts differently, or what had been said was told
+        anew."""
         prompts: dict[bytes, tuple[np.ndarray, list[tuple[int, slice]]]] = {}
         for number in range(self.size):
             for ids, tokens in self.branches_of(number):
@@ -320,8 +346,9 @@ class Group:
 
 @dataclass(frozen=True)
 class GroupRequest:
-    """A request to a `RolloutSource` for G completions of one example, sampled from the weights of one version; with
-    `exact=False` from that version or newer ones, which may change while they are sampled."""
+    """A request to a `RolloutSource` for G completions of one example, sampled from the weights of
+    one version; with `exact=False` from that version or newer ones, which may change while they are
+    sampled."""
 
     purpose: Purpose
     step: int
@@ -336,9 +363,13 @@ class GroupRequest:
 
 @dataclass(frozen=True)
 class Failure:
-    """A completion for which a reward function gave no value because it failed, or whose environment failed.
+    """A completion for which a reward function gave no value because it failed, or whose
+    environment failed.
 
-    >>> Failure("checker", row=17, completion=2, kind="timed out", text="reward function 'checker' after ...")
+    >>> Failure(
+    ...     "checker", row=17, completion=2, kind="timed out",
+    ...     text="reward function 'checker' after ...",
+    ... )
     """
 
     function: str
@@ -382,7 +413,8 @@ class RolloutStats:
 
 
 class Manifest(Protocol):
-    """Where a published version of the weights can be fetched from. It is light: it holds no weights."""
+    """Where a published version of the weights can be fetched from. It is light: it holds no
+    weights."""
 
     @property
     def version(self) -> int: ...
@@ -395,11 +427,13 @@ class Manifest(Protocol):
     def read(
         self, model: Any, frozen: MutableMapping[str, Any] | None = None
     ) -> Future[Callable[[], Params]]:
-        """Begins to bring the weights to the devices of `model`, in its type and layout, while these may sample.
-        `frozen` is the host's: what no version changes is kept there, and read once.
+        """Begins to bring the weights to the devices of `model`, in its type and layout, while
+        these may sample. `frozen` is the host's: what no version changes is kept there, and read
+        once.
 
-        What it ends with gives them, once, in the thread that dispatches to these devices. LookupError where the
-        version does not exist any more, ShoalError where the weights are not those that were published."""
+        What it ends with gives them, once, in the thread that dispatches to these devices.
+        LookupError where the version does not exist any more, ShoalError where the weights are not
+        those that were published."""
         ...
 
 
@@ -431,29 +465,30 @@ class HostProgress:
 
 
 class Host(Protocol):
-    """Samples completions by itself, wherever it is, from the versions of the weights that it was told of; it knows
-    nothing of rewards.
+    """Samples completions by itself, wherever it is, from the versions of the weights that it was
+    told of; it knows nothing of rewards.
 
-    `Fleet` calls all of these from one thread at a time, and none of them waits for another host. Each may raise
-    HostLost; the fleet then closes the host, asks its groups again elsewhere and makes it anew, unless that was
-    HostRefused. A process elsewhere implements it as well as `EngineHost` does: docs/architecture.md, "A sampler on
-    another machine".
+    `Fleet` calls all of these from one thread at a time, and none of them waits for another host.
+    Each may raise HostLost; the fleet then closes the host, asks its groups again elsewhere and
+    makes it anew, unless that was HostRefused. A process elsewhere implements it as well as
+    `EngineHost` does: docs/architecture.md, "A sampler on another machine".
     """
 
     def load(self, manifest: Manifest) -> None:
-        """Says where a version can be fetched; it is fetched when a request needs it, or, for those that may start on
-        newer weights, between two compiled steps."""
+        """Says where a version can be fetched; it is fetched when a request needs it, or, for those
+        that may start on newer weights, between two compiled steps."""
         ...
 
     def submit(self, requests: Sequence[SampleRequest]) -> None:
-        """Queues requests. ShoalError for one that cannot be sampled, as a prompt that is too long."""
+        """Queues requests. ShoalError for one that cannot be sampled, as a prompt that is too
+        long."""
         ...
 
     def extend(self, id: int, index: int, context: Sequence[int], turn_limit: int = 0) -> None:
-        """Has a completion whose turn has ended go on after tokens of context. There is room for them and one more
-        within the request's `max_tokens`. The turn that begins is cut after `turn_limit` tokens, if that is not 0: it
-        has ended then, as by an end-of-sequence token, with StopReason.LENGTH. Such a turn may be continued by no
-        tokens of context."""
+        """Has a completion whose turn has ended go on after tokens of context. There is room for
+        them and one more within the request's `max_tokens`. The turn that begins is cut after
+        `turn_limit` tokens, if that is not 0: it has ended then, as by an end-of-sequence token,
+        with StopReason.LENGTH. Such a turn may be continued by no tokens of context."""
         ...
 
     def end(self, id: int, index: int) -> None:
@@ -461,10 +496,12 @@ class Host(Protocol):
         ...
 
     def poll(self) -> dict[int, list[Completion]]:
-        """The requests that have finished since the last call, by id: all completions of each, in order of their index.
-        Of requests with turns: each completion by itself, whenever a turn has ended, and then all of its tokens.
+        """The requests that have finished since the last call, by id: all completions of each, in
+        order of their index. Of requests with turns: each completion by itself, whenever a turn has
+        ended, and then all of its tokens.
 
-        A host in the caller's thread samples in here, one compiled step at a time. Raises what went wrong."""
+        A host in the caller's thread samples in here, one compiled step at a time. Raises what went
+        wrong."""
         ...
 
     def progress(self) -> HostProgress: ...
@@ -475,7 +512,8 @@ class Host(Protocol):
 
 
 class Scorer(Protocol):
-    """Log-probs of given tokens: the reference's, a teacher's, or the trainer's before its update."""
+    """Log-probs of given tokens: the reference's, a teacher's, or the trainer's before its
+    update."""
 
     def score(self, batch: Any) -> Any:
         """LearnerBatch -> float32[R, T], 0 at prompts and padding."""
@@ -483,7 +521,8 @@ class Scorer(Protocol):
 
 
 class RolloutSource(Protocol):
-    """Hands over finished groups, with rewards, sampled from the requested version of the weights."""
+    """Hands over finished groups, with rewards, sampled from the requested version of the
+    weights."""
 
     def request(self, requests: Sequence[GroupRequest]) -> None:
         """Queues groups."""
@@ -496,8 +535,9 @@ class RolloutSource(Protocol):
     def check_logprobs(
         self, groups: Sequence[Group], logprobs: Mapping[tuple[int, int], np.ndarray], version: int
     ) -> None:
-        """Compares log-probs that a step's groups were sampled with with the trainer's under the weights of `version`,
-        float32[T] by the numbers of group and completion. A host of another engine that differs is given up."""
+        """Compares log-probs that a step's groups were sampled with with the trainer's under the
+        weights of `version`, float32[T] by the numbers of group and completion. A host of another
+        engine that differs is given up."""
         ...
 
     def is_ready(self, purpose: Purpose, step: int) -> bool:
@@ -505,24 +545,26 @@ class RolloutSource(Protocol):
         ...
 
     def publish_frozen(self, params: Params) -> None:
-        """Makes weights available that are the same in every version, once, before the first version; None in place of
-        the others, which alone are then published."""
+        """Makes weights available that are the same in every version, once, before the first
+        version; None in place of the others, which alone are then published."""
         ...
 
     def publish(self, version: int, params: Params, keep_from: int | None = None) -> None:
         """Makes weights available under a number.
 
-        Versions from `keep_from` on (None: this one) stay available; an older one is released once no pending request
-        names it.
+        Versions from `keep_from` on (None: this one) stay available; an older one is released once
+        no pending request names it.
         """
         ...
 
     def published_shapes(self) -> Params:
-        """Shapes, type and layout of published weights: a checkpoint restores older versions to them."""
+        """Shapes, type and layout of published weights: a checkpoint restores older versions to
+        them."""
         ...
 
     def read_stats(self, purpose: Purpose) -> RolloutStats:
-        """The figures of a purpose since they were last read; those of the hosts are with training's."""
+        """The figures of a purpose since they were last read; those of the hosts are with
+        training's."""
         ...
 
     def published(self) -> Mapping[int, Params]:

@@ -350,7 +350,8 @@ def test_interrupt_and_bug(capsys, calls, monkeypatch):
 def test_ctrl_c_before_a_run_begins_is_one_line(module, tmp_path):
     """The signal comes when a module is imported, early or late in a start."""
     code = (
-        "import os, runpy, signal, sys\nclass Finder:\n    @staticmethod\n    def find_spec(name, *args):\n"
+        "import os, runpy, signal, sys\nclass Finder:\n    @staticmethod\n    def find_spec(name, "
+        "*args):\n"
         f"        if name == {module!r}:\n            os.kill(os.getpid(), signal.SIGINT)\n"
         "sys.meta_path.insert(0, Finder)\nsys.argv[:] = ['-m', 'train']\n"
         "sys.orig_argv[:] = ['python', '-m', 'shoal', 'train']\n"
@@ -468,13 +469,15 @@ def test_memory_that_ran_out_is_answered_with_the_plans_advice_in_the_users_flag
     assert error.startswith(
         "error: memory ran out (12.50GiB more were asked for); besides, a device holds KV caches"
     )
-    # A group, 256 + 8 x 256 tokens, is an update, and half of it is advised. Of the tiny model in float32: its weights,
-    # a layer with its gradient; for each token the layers' inputs, three arrays of logits, what is kept.
+    # A group, 256 + 8 x 256 tokens, is an update, and half of it is advised. Of the tiny model in
+    # float32: its weights, a layer with its gradient; for each token the layers' inputs, three
+    # arrays of logits, what is kept.
     fixed = 4 * 875_520 + (2 * 4 + 4) * 196_928
     a_token = 4 * 4 * 128 + 3 * 4 * 685 + 4 * 4 * (3 * 128 + (4 + 2 * 2) * 32 + 2 * 384)
     saved = 12.5 * (1 - (fixed + 1152 * a_token) / (fixed + 2304 * a_token))
     for part in (
-        f"order: batch.micro_tokens=1152 (now 4096): about {saved:.1f} GiB less a device, weights are",
+        f"order: batch.micro_tokens=1152 (now 4096): about {saved:.1f} GiB less a device, weights "
+        f"are",
         "batch.micro_tokens: --per_device_train_batch_size",
         "batch.group_size: --num_generations",
         "model.remat is gradient_checkpointing",
@@ -491,8 +494,8 @@ def test_a_dry_run_says_what_an_adapter_trains_and_warns_of_a_high_rank(capsys, 
     out = capsys.readouterr().out
     assert "# LoRA of rank 64 trains 622,592 parameters beside 875,520 frozen ones" in out
     assert (
-        "warning: configuration: model.lora.rank=64: in published runs of GRPO 73% accuracy fell to 9%"
-        in out
+        "warning: configuration: model.lora.rank=64: in published runs of GRPO 73% accuracy fell "
+        "to 9%" in out
     )
     assert cli.main(["train", "model.lora.rank=32", "--dry-run"]) == 0
     assert "published runs" not in capsys.readouterr().out
@@ -533,7 +536,8 @@ def test_a_dry_run_shows_what_would_run(capsys, calls, tmp_path):
     for line in (
         "#   batch.group_size=4  # command line (default 8)",
         "#   run_name=a  # command line (default empty)",
-        "# this step = 32 prompts x 4 completions = 128 completions, 6 updates (2 epochs x 3 mini-batches); "
+        "# this step = 32 prompts x 4 completions = 128 completions, 6 updates (2 epochs x 3 "
+        "mini-batches); "
         "40 steps",
     ):
         assert f"\n{line}\n" in out
@@ -580,8 +584,10 @@ def test_every_command_has_a_dry_run(capsys, calls, command):
 def test_a_dry_run_touches_nothing(tmp_path):
     done = python(
         "import sys\nfrom shoal.cli import main\n"
-        "assert main(['train', '-m', '--dry-run', 'steps=1,2']) == 0\nassert 'jax' not in sys.modules\n"
-        f"assert main(['train', 'model=not/there', 'base_output_directory={tmp_path}/runs', '--dry-run']) == 0"
+        "assert main(['train', '-m', '--dry-run', 'steps=1,2']) == 0\nassert 'jax' not in "
+        "sys.modules\n"
+        f"assert main(['train', 'model=not/there', 'base_output_directory={tmp_path}/runs', "
+        f"'--dry-run']) == 0"
     )
     assert done.returncode == 0, done.stderr
     assert "path: not/there" in done.stdout and list(tmp_path.iterdir()) == []
@@ -593,7 +599,8 @@ def test_a_dry_run_touches_nothing(tmp_path):
     [
         ("plan topology=h100:16 mesh.fsdp=16", 0, ""),
         (
-            "plan topology=v5p-256 mesh.trainer=64 mesh.sampler=64 mesh.fsdp=-1 mesh.sampler_tensor=8",
+            "plan topology=v5p-256 mesh.trainer=64 mesh.sampler=64 mesh.fsdp=-1 "
+            "mesh.sampler_tensor=8",
             0,
             "",
         ),
@@ -652,7 +659,8 @@ def test_a_dry_run_judges_the_mesh_on_the_jobs_devices(capsys, words, code, part
         (["mesh.fsdp=3"], "mesh.fsdp=3 does not divide 8 devices; use 1, 2, 4 or 8"),
         (
             ["mesh.tensor=2", "mesh.fsdp=3"],
-            "mesh.fsdp=3 does not divide the 4 of 8 devices that the other axes leave; use 1, 2 or 4",
+            "mesh.fsdp=3 does not divide the 4 of 8 devices that the other axes leave; use 1, 2 or "
+            "4",
         ),
         (["mesh.trainer=6", "mesh.sampler=4"], "6 (trainer) + 4 (sampler) devices are requested"),
         (["run_name=../out"], "without '..'"),
@@ -765,7 +773,8 @@ jax.config.update("jax_platforms", "kpu")
 assert [main(words) for words in {commands!r}] == [2] * 12""",
         JAX_PLATFORMS="cuda",
     )
-    # Where the plug-in is installed, JAX itself prints once why it does not start: a cause, and what came of it.
+    # Where the plug-in is installed, JAX itself prints once why it does not start: a cause, and
+    # what came of it.
     printed_by_jax = 2 * done.stderr.count("Jax plugin configuration error")
     assert done.returncode == 0 and done.stderr.count("Traceback") == printed_by_jax <= 2, (
         done.stderr
@@ -873,7 +882,8 @@ def test_version(capsys):
 
 def test_help_is_quick_and_light():
     code = (
-        "import sys\nfrom shoal.cli import main\nassert main(['--help']) == main(['train', '--help']) == 0\n"
+        "import sys\nfrom shoal.cli import main\nassert main(['--help']) == main(['train', "
+        "'--help']) == 0\n"
         "heavy = [m for m in ('jax', 'hydra', 'omegaconf', 'orbax', 'rich') if m in sys.modules]\n"
         "assert not heavy, heavy"
     )

@@ -1,4 +1,5 @@
-"""Where two runs diverge, and the key that caused it: whole runs, and stored steps that differ in one place."""
+"""Where two runs diverge, and the key that caused it: whole runs, and stored steps that differ in
+one place."""
 
 from __future__ import annotations
 
@@ -452,7 +453,8 @@ INERT_BUT_KEPT = {
 
 @pytest.mark.parametrize("name", keys_of(Config))
 def test_each_key_that_alone_differs_is_named_in_the_stages_that_it_acts_on(name):
-    """`stages=` of every field says which; none is forgotten, and those without a stage are so on purpose."""
+    """`stages=` of every field says which; none is forgotten, and those without a stage are so on
+    purpose."""
     key, values = (
         keys_of(Config)[name],
         {one: known.default for one, known in keys_of(Config).items()},
@@ -531,7 +533,8 @@ def test_the_cause_is_named_not_denied(first, tmp_path, setting, what, stages, c
 
 
 def test_an_update_that_is_seen_in_what_follows_alone_is_a_cause(first, tmp_path):
-    """AdamW's beta2 changes no metric of the first step: the second samples other completions, or is evaluated."""
+    """AdamW's beta2 changes no metric of the first step: the second samples other completions, or
+    is evaluated."""
     copy = edited(first, tmp_path, ("beta2: 0.95", "beta2: 0.5"))
     shutil.rmtree(copy / "groups")
     rows = metrics(first)

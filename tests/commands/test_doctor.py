@@ -1,4 +1,5 @@
-"""`shoal doctor`: nothing is wrong with what is right, and each planted mistake is found under its key."""
+"""`shoal doctor`: nothing is wrong with what is right, and each planted mistake is found under its
+key."""
 
 from __future__ import annotations
 
@@ -60,14 +61,18 @@ REWARDS = """
 import re, time
 def text_of(c): return c if isinstance(c, str) else c[0]["content"]
 def found(c): return re.findall(r"<answer>(.*?)</answer>", text_of(c))
-def last(completions, answer, **kw): return [float(found(c)[-1:] == [a]) for c, a in zip(completions, answer)]
+def last(completions, answer, **kw):
+    return [float(found(c)[-1:] == [a]) for c, a in zip(completions, answer)]
 def raises(completions, **kw): raise KeyError("no such thing")
 def constant(completions, **kw): return [0.5] * len(completions)
 def silent(completions, **kw): return [None] * len(completions)
 def lazy(completions, **kw): return [1.0 if not text_of(c) else 0.0 for c in completions]
-def any_tag(completions, answer, **kw): return [float(a in found(c)) for c, a in zip(completions, answer)]
-def count_tags(completions, answer, **kw): return [float(found(c).count(a)) for c, a in zip(completions, answer)]
-def contrary(completions, answer, **kw): return [float(found(c)[-1:] != [a]) for c, a in zip(completions, answer)]
+def any_tag(completions, answer, **kw):
+    return [float(a in found(c)) for c, a in zip(completions, answer)]
+def count_tags(completions, answer, **kw):
+    return [float(found(c).count(a)) for c, a in zip(completions, answer)]
+def contrary(completions, answer, **kw):
+    return [float(found(c)[-1:] != [a]) for c, a in zip(completions, answer)]
 def picky(completions, answer, **kw):
     if not all(map(text_of, completions)): raise ValueError("nothing to read")
     return last(completions, answer)
@@ -196,7 +201,10 @@ def test_what_processes_hold_in_ram_is_read():
         array.shape, array.sharding, [array.addressable_data(0)]
     )
     assert array_bytes() == before + array.nbytes == before + again.nbytes  # one memory counts once
-    takes = "import sys; own = bytearray(b'1' * (32 << 20)); print('ready', flush=True); sys.stdin.read()"
+    takes = (
+        "import sys; own = bytearray(b'1' * (32 << 20)); print('ready', flush=True); "
+        "sys.stdin.read()"
+    )
     with subprocess.Popen(
         [sys.executable, "-c", takes], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as child:
@@ -655,7 +663,8 @@ TAGS = ("<reasoning>", "</reasoning>", "<answer>", "</answer>", "<think>", "</th
             TAGS,
             "",
             True,
-            "<reasoning>, </reasoning>, <answer>, </answer> are special tokens, which decoding leaves out",
+            "<reasoning>, </reasoning>, <answer>, </answer> are special tokens, which decoding "
+            "leaves out",
         ),
         (TAGS[4:], "", True, ""),  # the reward takes the other tags too
         (
@@ -782,7 +791,10 @@ def test_a_reward_that_no_policy_lets_pass_ends_the_run_before_it_begins(
 
 
 def test_a_reward_that_fails_at_all_known_answers_ends_the_run_before_it_begins(workshop):
-    told = r"'raises' tried on known answers raised KeyError: 'no such thing' for .*it gave no right answer a score"
+    told = (
+        r"'raises' tried on known answers raised KeyError: 'no such thing' for .*it gave no right "
+        r"answer a score"
+    )
     with pytest.raises(ShoalError, match=told):
         in_brief(workshop, "raises")
     for policy in ("zero", "skip"):

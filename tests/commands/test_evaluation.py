@@ -1,4 +1,5 @@
-"""`shoal eval`: what is counted of answers, by hand; files of answers; models from everywhere; progress."""
+"""`shoal eval`: what is counted of answers, by hand; files of answers; models from everywhere;
+progress."""
 
 from __future__ import annotations
 
@@ -107,8 +108,8 @@ def test_right_answers_without_the_tags_are_counted_too(texts, tagged, any_form)
     assert figures["accuracy"] == tagged / 3 and figures["accuracy_any_form"] == any_form / 3
     line = evaluation_text(figures)
     assert (
-        f"accuracy {100 * tagged / 3:.1f}% in the tags asked for, {100 * any_form / 3:.1f}% read in any form"
-        in line
+        f"accuracy {100 * tagged / 3:.1f}% in the tags asked for, {100 * any_form / 3:.1f}% read "
+        f"in any form" in line
     )
     assert "any form" not in evaluation_text(figures | {"accuracy_any_form": figures["accuracy"]})
     assert "shoal sft task=gsm8k" in well_formed_advice(gsm8k)
@@ -254,8 +255,8 @@ def test_the_line_has_protocol_size_interval_and_errors():
         "accuracy 50.0% (greedy, gsm8k, split test, 2 questions; 95% interval 9.5-90.5)"
     )
     assert (
-        "pass@2 100.0% (2 completions a question at temperature 1; standard error 0.0)  maj@2 50.0% (stand"
-        in text
+        "pass@2 100.0% (2 completions a question at temperature 1; standard error 0.0)  maj@2 "
+        "50.0% (stand" in text
     )
     assert (
         text.count("2 completions") == 1
@@ -338,7 +339,7 @@ def test_a_quick_evaluation_and_the_samples_take_the_first_questions():
 def test_samples_are_left_out(temperature, pass_k, sampled):
     source = Source()
     evaluator = Evaluator({"main": prepared(4)}, SamplingParams(temperature), pass_k, task())
-    figures, groups = evaluator.score(evaluator.answers(source, 3, 3, sampled))  # pyright: ignore[reportArgumentType]
+    figures, groups = evaluator.score(evaluator.answers(source, 3, 3, sampled))  # pyright: ignore
     assert len(source.asked) == len(groups) == 1 and "sampled_protocol" not in figures["main"]
 
 
@@ -467,8 +468,8 @@ def test_a_file_holds_every_answer_and_a_run_its_checkpoint_and_its_export_have_
         if line.startswith("held_out: accuracy")
     )
     assert (
-        f"(greedy, gsm8k of {workshop.data}, split test, model.template, 4 questions; 95% interval 0.0-49.0)"
-        in line
+        f"(greedy, gsm8k of {workshop.data}, split test, model.template, 4 questions; 95% interval "
+        f"0.0-49.0)" in line
     )
 
 
@@ -583,7 +584,8 @@ def test_an_output_that_cannot_be_written_is_an_error_first(workshop, tmp_path, 
 
 @pytest.mark.system
 def test_rewards_are_forked_before_jax_has_threads(workshop, run, tmp_path):
-    """By each command that scores, in a process of which each ends at the fork: the next finds it without JAX too."""
+    """By each command that scores, in a process of which each ends at the fork: the next finds it
+    without JAX too."""
     trained = [word for word in workshop.words("forks") if not word.startswith("reward.workers")]
     commands = [
         words(workshop, workshop.model),

@@ -1,4 +1,5 @@
-"""`shoal launch`: what it prints for each target, that the schemas accept it, and that what it prints resumes a run."""
+"""`shoal launch`: what it prints for each target, that the schemas accept it, and that what it
+prints resumes a run."""
 
 from __future__ import annotations
 
@@ -249,7 +250,8 @@ def test_roles_on_hosts_of_their_own_run_through_pathways(launched):
         "--termination-grace-period-seconds=300",
     } <= {*words}
     assert words[-1] == (
-        "--command=JAX_PLATFORMS=proxy JAX_BACKEND_TARGET=grpc://127.0.0.1:29000 ENABLE_PATHWAYS_PERSISTENCE=1 shoal "
+        "--command=JAX_PLATFORMS=proxy JAX_BACKEND_TARGET=grpc://127.0.0.1:29000 "
+        "ENABLE_PATHWAYS_PERSISTENCE=1 shoal "
         "train mesh.pathways=true mesh.trainer=16 mesh.sampler=16 mesh.fsdp=-1 run_name=w"
     )
 
@@ -357,7 +359,8 @@ def test_the_dockerfile_knows_every_mode_and_extra():
         "optional-dependencies"
     ]
     assert all(extra in extras for case in cases.values() for extra in case.split(","))
-    # Buckets are read in every mode, and the lines of other systems' documents are typed in the work folder.
+    # Buckets are read in every mode, and the lines of other systems' documents are typed in the
+    # work folder.
     assert "/shoal[$extras,gcs,s3,wandb,tensorboard]" in text and "RUN shoal compat /work" in text
 
 
@@ -597,7 +600,8 @@ class TakenAway:
         )
 
     def take_away(self, argv: list[str], grace_seconds: int) -> int:
-        """The exit code of a process that gets SIGTERM in its fourth step, and SIGKILL after its grace."""
+        """The exit code of a process that gets SIGTERM in its fourth step, and SIGKILL after its
+        grace."""
         process = self.start(argv)
         while not self.reached.exists():
             assert process.poll() is None, process.communicate()[0]

@@ -1,4 +1,5 @@
-"""MaxText checkpoints: read as its sources lay them out, written so, and back; what does not fit is refused."""
+"""MaxText checkpoints: read as its sources lay them out, written so, and back; what does not fit is
+refused."""
 
 from __future__ import annotations
 
@@ -49,8 +50,9 @@ def folder_of(folder: Path, family: str = "llama3", style: str = "llama3", **cha
 
 
 def maxtext_tree(folder: Path, pairs: bool, scan_layers: bool) -> dict[str, Any]:
-    """The weights of a folder in the tree of MaxText, by MaxText's own steps in NumPy: reshape_kernel, adjust_rope,
-    scale_query_layer of checkpoint_conversion/utils/param_mapping.py, layers stacked on axis 1. Llama and Qwen."""
+    """The weights of a folder in the tree of MaxText, by MaxText's own steps in NumPy:
+    reshape_kernel, adjust_rope, scale_query_layer of checkpoint_conversion/utils/param_mapping.py,
+    layers stacked on axis 1. Llama and Qwen."""
     config = json.loads((folder / "config.json").read_text())
     d, heads, keys = (
         config["hidden_size"],
@@ -114,8 +116,8 @@ def maxtext_tree(folder: Path, pairs: bool, scan_layers: bool) -> dict[str, Any]
 
 
 def save_maxtext(base: Path, tree: dict[str, Any], trained: bool = False) -> Path:
-    """Saved as MaxText saves: a manager's step 0, item `items`, `params/params`; of a training run with the optimizer's
-    moments. Returns `.../0/items`."""
+    """Saved as MaxText saves: a manager's step 0, item `items`, `params/params`; of a training run
+    with the optimizer's moments. Returns `.../0/items`."""
     state: dict[str, Any] = {"step": 0, "params": {"params": tree}, "opt_state": {}}
     if trained:
         ones = jax.tree.map(np.ones_like, tree)
@@ -156,8 +158,9 @@ def load(section: ModelSection, role=ROLE) -> Any:
 def maxtext_logits(
     tree: dict[str, Any], config: dict[str, Any], pairs: bool, tokens: np.ndarray
 ) -> np.ndarray:
-    """float64[T, V] as MaxText's layers compute them: normalizations.RMSNorm, attention that does not scale,
-    embeddings.LLaMARotaryEmbedding (pairs, stretched) or RotaryEmbedding (halves), a gated feed-forward part."""
+    """float64[T, V] as MaxText's layers compute them: normalizations.RMSNorm, attention that does
+    not scale, embeddings.LLaMARotaryEmbedding (pairs, stretched) or RotaryEmbedding (halves), a
+    gated feed-forward part."""
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     exponents = 2 * np.arange(head_dim // 2) / head_dim
     scales = config.get("rope_theta", 10000.0) ** exponents
@@ -316,7 +319,8 @@ def run_convert(**keys: Any) -> dict[str, Any]:
     ids=["llama3", "llama2", "qwen3", "qwen2"],
 )
 def test_there_and_back_is_the_same_to_the_bit(tmp_path, family, pairs, changes, scan_layers):
-    """sqrt(A) is a power of two in these; see below for others. What is written is what MaxText's own steps give."""
+    """sqrt(A) is a power of two in these; see below for others. What is written is what MaxText's
+    own steps give."""
     folder = folder_of(tmp_path / "hf", family, "llama3", **changes)
     items, back = tmp_path / "m" / "0" / "items", tmp_path / "back"
     run_convert(source=folder, base_output_directory=tmp_path / "m", scan_layers=scan_layers)
@@ -361,7 +365,8 @@ def test_a_head_of_a_tied_model_that_is_not_its_embedding_goes_there_and_back(tm
 def test_queries_scaled_by_a_root_that_is_no_power_of_two_come_back_to_the_last_bits(
     tmp_path, capsys
 ):
-    """Not every float32 is some float32 times sqrt(8); values that came from bfloat16 are themselves again."""
+    """Not every float32 is some float32 times sqrt(8); values that came from bfloat16 are
+    themselves again."""
     folder = folder_of(tmp_path / "hf", "llama3", head_dim=8)
     weights = load_file(folder / "model.safetensors")
     run_convert(source=folder, to=tmp_path / "items", tokenizer=folder)
@@ -404,7 +409,10 @@ def test_bfloat16_that_does_not_come_back_is_warned_of(tmp_path, capsys, family,
         tmp_path / "hf", family, dtype=jax.numpy.bfloat16, vocab_size=270, head_dim=head_dim
     )
     run_convert(source=folder, to=tmp_path / "items", dtype="bfloat16")
-    line = f"divided by the square root of head_dim={head_dim}, which rounds them once more; dtype=float32 keeps"
+    line = (
+        f"divided by the square root of head_dim={head_dim}, which rounds them once more; "
+        f"dtype=float32 keeps"
+    )
     out = " ".join(capsys.readouterr().out.split())
     assert (line in out) == warned
     run_convert(
@@ -463,7 +471,8 @@ def test_what_is_large_is_written_a_piece_at_a_time(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("scan_layers", [True, False], ids=["scanned", "unscanned"])
 def test_large_models_pass_in_parts(tmp_path, monkeypatch, scan_layers):
-    """To two devices, and back to files: no part is larger than a window, or a piece of the file with whole heads."""
+    """To two devices, and back to files: no part is larger than a window, or a piece of the file
+    with whole heads."""
     from shoal.model import spread
     from shoal.trainer import orbax
 
@@ -608,7 +617,8 @@ def test_eval_and_generate_say_the_same_on_both(tmp_path, capsys):
 
 
 def test_a_run_gets_a_config_of_its_own(tmp_path):
-    """The tokenizer's folder may be another model's: config.json is then made from the architecture."""
+    """The tokenizer's folder may be another model's: config.json is then made from the
+    architecture."""
     folder, other = folder_of(tmp_path / "hf"), folder_of(tmp_path / "other", "qwen3", "chatml")
     items = save_maxtext(tmp_path / "m", maxtext_tree(folder, True, True))
     section = ModelSection(path=str(items), tokenizer=str(folder))
@@ -677,8 +687,8 @@ def test_what_does_not_fit_is_refused(place, tmp_path):
     )
     told = refusal(ModelSection(path=stacked))
     assert (
-        "does not say what model it is: give model.name (llama3.1-8b, ...), or as model.tokenizer a folder"
-        in told
+        "does not say what model it is: give model.name (llama3.1-8b, ...), or as model.tokenizer "
+        "a folder" in told
     )
     told = refusal(ModelSection(path=stacked, tokenizer=own, name="llama3.1-8b"))
     assert (

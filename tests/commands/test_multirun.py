@@ -269,7 +269,8 @@ def test_an_interrupt_stops_the_sweep_and_says_how_to_resume(ran, capsys):
         ["interrupted", "not run"],
     )
     assert err == (
-        f"interrupted; the same command with base_output_directory={root.parent} run_name={root.name} "
+        f"interrupted; the same command with base_output_directory={root.parent} "
+        f"run_name={root.name} "
         "resumes it\n"
     )
     place = [f"base_output_directory={root.parent}", f"run_name={root.name}"]
@@ -296,7 +297,8 @@ def test_a_dry_run_of_a_sweep_starts_nothing(ran, capsys):
         ),
         (
             ["batch.prompts_per_device=0,5"],
-            "6 steps, 24 completions (1 run) and 60 completions on each device (1 run) to train on, and",
+            "6 steps, 24 completions (1 run) and 60 completions on each device (1 run) to train "
+            "on, and",
         ),
     ],
 )
@@ -320,7 +322,8 @@ def test_a_process_is_a_shoal_of_its_own(capfd, monkeypatch):
 
 @pytest.mark.system
 def test_real_runs_and_resuming(workshop, capfd, monkeypatch):
-    """The runs themselves, in this process: one that cannot be, and one that is skipped when it is finished."""
+    """The runs themselves, in this process: one that cannot be, and one that is skipped when it is
+    finished."""
     monkeypatch.setattr(multirun, "run_process", lambda words: (cli.main(words), False))
     words = workshop.words(
         "sweep", "steps=0", "train.pass_k=0", "reward.workers=0", "mesh.data=64,1"

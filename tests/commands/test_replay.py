@@ -1,4 +1,5 @@
-"""Any stored group is sampled again bit for bit, whatever checkpoints remain; what has changed since is named."""
+"""Any stored group is sampled again bit for bit, whatever checkpoints remain; what has changed
+since is named."""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ from shoal.types import Purpose, ShoalError
 
 @pytest.fixture(scope="module")
 def run(workshop) -> Path:
-    """Two steps and, resumed, a third, with a reference and two mini-batches; of the versions 1 to 3 only the second
-    and the last remain."""
+    """Two steps and, resumed, a third, with a reference and two mini-batches; of the versions 1 to
+    3 only the second and the last remain."""
     words = (
         "algorithm.kl_coef=0.1",
         "algorithm.num_minibatches=2",
@@ -82,7 +83,8 @@ def again(run: Path, step: int = 1, group: int = 0, **changes) -> dict:
 def test_groups_of_every_step_are_sampled_again_bit_for_bit(
     run, step, group, start, retrained, capsys
 ):
-    """Step 2 was sampled by version 1, which no checkpoint holds: it is retrained on the stored groups."""
+    """Step 2 was sampled by version 1, which no checkpoint holds: it is retrained on the stored
+    groups."""
     result = again(run, step, group)
     assert result["identical"] is True and result["difference"] is None
     assert (
@@ -218,7 +220,8 @@ def test_groups_of_an_evaluation(run):
 
 @pytest.mark.slow
 def test_other_settings_are_detected(run, tmp_path, capsys):
-    """Another seed gives other tokens; another learning rate shows in the first log-probs that are computed again."""
+    """Another seed gives other tokens; another learning rate shows in the first log-probs that are
+    computed again."""
     copy = copy_of(run, tmp_path, ("seed: 0", "seed: 5"))
     result = again(copy, 1)
     difference = result["difference"]
@@ -242,7 +245,8 @@ def test_another_learning_rate_is_detected_where_it_acts(run, tmp_path, capsys):
 
 
 def with_segment(run: Path, folder: Path, setting: tuple[str, str], last: int) -> Path:
-    """A copy whose newest segment, from version `last`, has another setting; with 0 it is the only one."""
+    """A copy whose newest segment, from version `last`, has another setting; with 0 it is the only
+    one."""
     copy = shutil.copytree(run, folder / f"copy-{last}")
     text = (copy / "config.yaml").read_text()
     for file in copy.glob("config_[0-9]*.yaml"):

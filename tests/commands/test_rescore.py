@@ -1,4 +1,5 @@
-"""Stored groups under other rewards, and in other systems' formats: without a model, without devices."""
+"""Stored groups under other rewards, and in other systems' formats: without a model, without
+devices."""
 
 from __future__ import annotations
 
@@ -299,7 +300,7 @@ def exported(run):
 
     def export(format: str) -> Path:
         to = run.parent / format
-        config = ExportRolloutsConfig(run=str(run), to=str(to), format=format)  # type: ignore[arg-type]
+        config = ExportRolloutsConfig(run=str(run), to=str(to), format=format)  # type: ignore
         assert export_rollouts(config)["completions"] == 16
         return to
 

@@ -1,4 +1,5 @@
-"""`shoal eval responses=FILE`: answers made elsewhere, with a task in place of the published ones."""
+"""`shoal eval responses=FILE`: answers made elsewhere, with a task in place of the published
+ones."""
 
 from __future__ import annotations
 
@@ -68,7 +69,8 @@ def blank(section: TaskSection) -> Task:
 
 @pytest.fixture
 def loads(monkeypatch) -> list[TaskSection]:
-    """The task `sums`, three questions held out and one to train on; the sections that its data was loaded with."""
+    """The task `sums`, three questions held out and one to train on; the sections that its data was
+    loaded with."""
     asked: list[TaskSection] = []
 
     def load(section: TaskSection, *_: Any) -> Task:
@@ -91,7 +93,7 @@ def loads(monkeypatch) -> list[TaskSection]:
 
     module = types.ModuleType("sums")
     module.load, module.blank = load, blank  # pyright: ignore[reportAttributeAccessIssue]
-    module.PUBLISHED = Published("sums", "", ("question", "answer"))  # pyright: ignore[reportAttributeAccessIssue]
+    module.PUBLISHED = Published("sums", "", ("question", "answer"))  # pyright: ignore
     monkeypatch.setitem(sys.modules, "sums", module)
     monkeypatch.setitem(tasks.TASKS, "sums", "sums")
     return asked
@@ -157,7 +159,8 @@ def test_rows_with_their_gold_need_no_data(loads, tmp_path, capsys):
     ]
     line = capsys.readouterr().out.splitlines()[-1]
     assert line == (
-        f"sums: accuracy 33.3% (answers of {tmp_path / 'responses.jsonl'}, 3 responses, 2 questions; "
+        f"sums: accuracy 33.3% (answers of {tmp_path / 'responses.jsonl'}, 3 responses, 2 "
+        f"questions; "
         "95% interval 6.1-79.2)  prompt loose 66.7%"
     )
 
@@ -200,7 +203,8 @@ def test_gold_is_found_by_the_question(loads, tmp_path, capsys):
         and "1 of 1 training questions are answered" in out
     )
     assert (
-        f"2 of 7 responses cannot be scored and are not counted; the first, {tmp_path / 'responses.jsonl'}, line 3:"
+        f"2 of 7 responses cannot be scored and are not counted; the first, "
+        f"{tmp_path / 'responses.jsonl'}, line 3:"
         " its question is not in"
     ) in out and "sums: 0 rows were dropped" in out
 
@@ -512,7 +516,8 @@ def test_conversations_are_distinguished_by_all_their_messages(tmp_path, capsys)
     ]
     assert shoal.evaluate(**settings, responses=str(write(tmp_path, rows)))["mean_reward"] == 1
     assert (
-        "warning: 2 of 3 responses match several rows of the data with different ground truth, and the first row "
+        "warning: 2 of 3 responses match several rows of the data with different ground truth, and "
+        "the first row "
         f"is used; the first such response, {tmp_path / 'responses.jsonl'}, line 2"
     ) in capsys.readouterr().out
 

@@ -1,4 +1,5 @@
-"""`shoal serve`: what OpenAI's client and vLLM's callers get, what is refused, and what is left behind."""
+"""`shoal serve`: what OpenAI's client and vLLM's callers get, what is refused, and what is left
+behind."""
 
 from __future__ import annotations
 
@@ -511,7 +512,8 @@ def test_random_requests_end_and_leave_nothing(server: Served, monkeypatch):
 
 
 def test_what_an_engine_cannot_do_does_not_end_it(server: Served, monkeypatch):
-    """Found by random requests: an engine without truncation refused a request in its own thread, and ended."""
+    """Found by random requests: an engine without truncation refused a request in its own thread,
+    and ended."""
     monkeypatch.setattr(server.sampler.engine, "truncated", False)
     asked = {"prompt": "a", "max_tokens": 1}
     assert (
@@ -617,7 +619,8 @@ def test_weights_are_replaced_as_vllms_are(server: Served, folder: Path, tmp_pat
 
 
 def test_a_pause_keeps_or_gives_up_what_is_under_way(server: Served, folder: Path):
-    """With `keep` a call goes on where it was, with newer weights; with `abort` it ends with the tokens that it has."""
+    """With `keep` a call goes on where it was, with newer weights; with `abort` it ends with the
+    tokens that it has."""
 
     def start() -> tuple[threading.Thread, list[Any]]:
         answer: list[Any] = []

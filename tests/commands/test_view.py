@@ -1,4 +1,5 @@
-"""`shoal view` without a browser: what it reads of runs, live, damaged or hostile, and what its server answers."""
+"""`shoal view` without a browser: what it reads of runs, live, damaged or hostile, and what its
+server answers."""
 
 from __future__ import annotations
 

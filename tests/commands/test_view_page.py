@@ -1,4 +1,5 @@
-"""The page of `shoal view` in a real browser: headless Chromium of the system, driven by Playwright."""
+"""The page of `shoal view` in a real browser: headless Chromium of the system, driven by
+Playwright."""
 
 from __future__ import annotations
 
@@ -132,7 +133,8 @@ def odd(tmp_path_factory) -> Iterator[str]:
 def new_page(
     browser: Any, width: int = 1280, theme: str = "light", **options: Any
 ) -> Iterator[Any]:
-    """A page whose console stays empty: an exception, or what the policy forbids, fails the test."""
+    """A page whose console stays empty: an exception, or what the policy forbids, fails the
+    test."""
     context = browser.new_context(
         viewport={"width": width, "height": 800}, color_scheme=theme, **options
     )
@@ -183,9 +185,15 @@ def test_each_view_has_an_address_and_fits(browser, address, width, theme):
             assert page.url == address + link, name
             wide = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
             assert page.evaluate(wide) <= 0, name
-            cut = "[...document.querySelectorAll('.scroll')].some(box => box.scrollWidth > box.clientWidth)"
+            cut = (
+                "[...document.querySelectorAll('.scroll')].some(box => box.scrollWidth > "
+                "box.clientWidth)"
+            )
             assert name not in ("comparison", "groups") or not page.evaluate(cut), name
-            broken = "[...document.querySelectorAll('.gain')].filter(one => one.getClientRects().length > 1)"
+            broken = (
+                "[...document.querySelectorAll('.gain')].filter(one => one.getClientRects().length "
+                "> 1)"
+            )
             assert page.evaluate(f"{broken}.map(one => one.textContent)") == [], name
             assert page.evaluate("window.shift") < 0.1, name
             if source:
@@ -193,7 +201,8 @@ def test_each_view_has_an_address_and_fits(browser, address, width, theme):
 
 
 def axe_source() -> str:
-    """axe-core, where the package that brings it is installed; else accessibility is not checked."""
+    """axe-core, where the package that brings it is installed; else accessibility is not
+    checked."""
     try:
         return (resources.files("axe_playwright_python") / "axe.min.js").read_text()
     except (ModuleNotFoundError, FileNotFoundError):
@@ -254,22 +263,25 @@ PLOT = """async () => {
         const found = Array.from({ length: pixels }, () => null);
         for (const index of indices) {
             const pixel = Math.min(pixels - 1, Math.floor(index / ((size - 1) / pixels)));
-            if (y[index] !== null) found[pixel] = found[pixel] === null ? y[index] : pick(found[pixel], y[index]);
+            if (y[index] !== null)
+                found[pixel] = found[pixel] === null ? y[index] : pick(found[pixel], y[index]);
         }
         return found;
     };
     const box = document.body.appendChild(document.createElement('div'));
-    const plot = new LinePlot(box, { width: 600, height: 240, data: [x, y], lines: [{ stroke: 'red', width: 1 }],
-        bands: [], log: false, range: [10, 20], share: 'own', label: '', formatX: String, formatY: String });
+    const plot = new LinePlot(box, { width: 600, height: 240, data: [x, y],
+        lines: [{ stroke: 'red', width: 1 }], bands: [], log: false, range: [10, 20],
+        share: 'own', label: '', formatX: String, formatY: String });
     const ranges = [plot.x, plot.y.map(Math.abs).every((bound) => bound <= 1.2)];
     plot.destroy();
     return {
-        kept: kept.length, sameLowest: String(extreme(kept, Math.min)) === String(extreme(x, Math.min)),
+        kept: kept.length,
+        sameLowest: String(extreme(kept, Math.min)) === String(extreme(x, Math.min)),
         sameHighest: String(extreme(kept, Math.max)) === String(extreme(x, Math.max)), ranges,
-        ticks: [linearTicks(0, 1, 5), linearTicks(-3, 12, 4), linearTicks(1e-4, 3e-4, 3), logTicks(1e-5, 1, 3),
-                logTicks(2, 60, 9), logTicks(3, 4, 4)],
-        nearest: [nearest([], 1), nearest([5], 9), nearest([0, 10, 20], 14), nearest([0, 10, 20], 16),
-                  nearest([0, 1], -4)],
+        ticks: [linearTicks(0, 1, 5), linearTicks(-3, 12, 4), linearTicks(1e-4, 3e-4, 3),
+                logTicks(1e-5, 1, 3), logTicks(2, 60, 9), logTicks(3, 4, 4)],
+        nearest: [nearest([], 1), nearest([5], 9), nearest([0, 10, 20], 14),
+                  nearest([0, 10, 20], 16), nearest([0, 1], -4)],
         few: visible([0, 1, 2, 3, 4], [1, null, 3, 4, 5], [1.5, 2.5], 100),
         gap: visible([0, 1, 2, 100, 101], [1, null, null, null, 2], [10, 60], 100),
     };
@@ -515,7 +527,8 @@ def test_tokens_show_their_numbers(page, address):
 
 
 def test_colours_are_fitted_to_the_completion(page, address):
-    """The surest token of a confident model is pale, its least sure one strong, by the sign of the advantage."""
+    """The surest token of a confident model is pale, its least sure one strong, by the sign of the
+    advantage."""
 
     def colours(completion: int, **more: str) -> tuple[list[str], list[str]]:
         page.goto(
@@ -597,7 +610,10 @@ def test_links_show_what_they_name(browser, odd):
     with new_page(browser, 390) as page:
         page.goto(f"{odd}#/group?run=odd&file=step_000001&group=1&completion=2&sort=sampled")
         settle(page, "3 completions")
-        seen = "node => { const box = node.getBoundingClientRect(); return box.top >= 0 && box.top < innerHeight; }"
+        seen = (
+            "node => { const box = node.getBoundingClientRect(); return box.top >= 0 && box.top < "
+            "innerHeight; }"
+        )
         page.wait_for_function(f"() => ({seen})(document.querySelector('[data-completion=\"2\"]'))")
         page.goto(f"{odd}#/tokens?run=odd&file=step_000001&group=3&token=1400")
         settle(page, "token by token")

@@ -31,7 +31,8 @@ def curve(*points: tuple[int, float, int]) -> dict[str, Any]:
 
 
 class Columns:
-    """The metrics of a run whose reward functions go linearly from one value to another, with noise."""
+    """The metrics of a run whose reward functions go linearly from one value to another, with
+    noise."""
 
     def __init__(
         self,

@@ -1,4 +1,5 @@
-"""The table of command lines: `lines/*.sh`, one file a line as it is typed, with its source and what is expected.
+"""The table of command lines: `lines/*.sh`, one file a line as it is typed, with its source and
+what is expected.
 
 `python tests/compat/lines.py` writes what each becomes, `# becomes:`, into its file anew.
 """
@@ -101,7 +102,8 @@ TOKEN = stand_ins.TOKEN
 
 @contextlib.contextmanager
 def among(folder: Path, devices: int) -> Iterator[None]:
-    """In this process: the hub is the stand-ins' cache, MaxText's names are theirs, JAX has so many devices."""
+    """In this process: the hub is the stand-ins' cache, MaxText's names are theirs, JAX has so many
+    devices."""
     environment = stand_ins.environment(folder)
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (

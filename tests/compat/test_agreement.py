@@ -1,6 +1,8 @@
-"""A dry run and the run never disagree whether a job is accepted: lines of the table, and random mixtures of flags.
+"""A dry run and the run never disagree whether a job is accepted: lines of the table, and random
+mixtures of flags.
 
-`python tests/compat/test_agreement.py FOLDER 200` tries so many mixtures among the stand-ins in FOLDER.
+`python tests/compat/test_agreement.py FOLDER 200` tries so many mixtures among the stand-ins in
+FOLDER.
 """
 
 from __future__ import annotations
@@ -98,7 +100,8 @@ def mixture(number: int, models: Path) -> list[str]:
         "train",
         f"model.path={draw.choice([models / 'qwen3', models / 'llama3'])}",
         "task=gsm8k",
-        f"task.path={models.parent / 'hub/datasets--openai--gsm8k/snapshots' / ('1' * 40) / 'main'}",
+        "task.path="
+        f"{models.parent / 'hub/datasets--openai--gsm8k/snapshots' / ('1' * 40) / 'main'}",
         *SHORT[:3],
         "batch.prompts_per_step=2",
         "batch.group_size=2",

@@ -1,5 +1,5 @@
-"""Flags of asynchronous training: what TRL's AsyncGRPOConfig, verl's fully_async_policy and TorchRL's grpo-async
-become, and that a dry run says so."""
+"""Flags of asynchronous training: what TRL's AsyncGRPOConfig, verl's fully_async_policy and
+TorchRL's grpo-async become, and that a dry run says so."""
 
 from __future__ import annotations
 

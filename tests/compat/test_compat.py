@@ -1,4 +1,5 @@
-"""Other systems' flags as their users type them: the token, rewards, the table of flags, and the pages made of it."""
+"""Other systems' flags as their users type them: the token, rewards, the table of flags, and the
+pages made of it."""
 
 from __future__ import annotations
 
@@ -54,7 +55,10 @@ def test_maxtexts_scripts_read_the_environment(monkeypatch):
 
 def test_pathways_alone_says_that_roles_share_devices(capsys):
     """MaxText's defaults there are one sampler of four devices."""
-    shared = "use_pathways=true became mesh.pathways=true: all roles share all devices; inference_devices_per_replica=4"
+    shared = (
+        "use_pathways=true became mesh.pathways=true: all roles share all devices; "
+        "inference_devices_per_replica=4"
+    )
     for words, is_said in (([], True), (["--sampler_devices_fraction=0.5"], False)):
         config, resolved = compose("train", ["--use_pathways", *words])
         assert config.mesh.pathways and (shared in "\n".join(resolved.became)) == is_said
@@ -194,7 +198,8 @@ def test_the_token_is_kept_out_of_arguments_files_and_processes(tmp_path, monkey
         ),
         (
             [
-                "reward=think_format_reward,get_cosine_scaled_reward(max_len=512, min_value_wrong=-2),accuracy_reward"
+                "reward=think_format_reward,get_cosine_scaled_reward(max_len=512, "
+                "min_value_wrong=-2),accuracy_reward"
             ],
             ["think_format_reward", "cosine_scaled_reward", "accuracy_reward"],
             (),
@@ -217,7 +222,7 @@ def test_the_token_is_kept_out_of_arguments_files_and_processes(tmp_path, monkey
 )
 def test_trls_ready_rewards_compose_and_load(words, names, weights, tmp_path):
     config, _ = compose("train", words)
-    assert [one.name for one in find_functions(config.reward, config.reward.functions)] == names  # type: ignore[union-attr]
+    assert [one.name for one in find_functions(config.reward, config.reward.functions)] == names
     assert config.reward.weights == weights
     (tmp_path / "mine.yml").write_text(
         "reward_funcs: [accuracy_reward, get_cosine_scaled_reward(max_len=5)]\n"
@@ -239,7 +244,8 @@ def test_trls_reward_model_is_a_reward():
 
 def test_other_systems_gsm8k_rewards_are_found_when_they_are_used():
     code = (
-        "import sys, shoal; from shoal.tasks.gsm8k import REWARD_PRESETS as PRESETS, load_reward_preset\n"
+        "import sys, shoal; from shoal.tasks.gsm8k import REWARD_PRESETS as PRESETS, "
+        "load_reward_preset\n"
         "assert 'shoal.compat.gsm8k_rewards' not in sys.modules and len(PRESETS) == 5\n"
         "print(*(len(load_reward_preset(name).rewards) for name in PRESETS))"
     )
@@ -302,15 +308,17 @@ def test_what_cannot_be_a_rejection_is_one_error(words, message):
 # ---- the table
 
 SECTION_D = """
-model_name tokenizer_path load_parameters_path base_output_directory hf_access_token hf_path hf_data_split
-hf_data_files steps per_device_batch_size learning_rate run_name num_generations grpo_beta grpo_epsilon
-max_prefill_predict_length max_target_length use_pathways inference_devices_per_replica inference_replicas
-ici_fsdp_parallelism ici_tensor_parallelism profiler checkpoint_period config_file loss_algo inference_rollouts
-trainer_devices_fraction sampler_devices_fraction decode_sampling_temperature scan_layers train_model.num_devices
-ref_model.num_devices inference_model.num_devices train_model.devices ref_model.devices inference_model.devices
-inference_model.gpu_memory_utilization env.dataset env.num_envs env.repeats model.name optimizer.lr
-optimizer.weight_decay optimizer.clip_grad_norm policy.kl_coef train.kl_to_ref_coeff train.total_dialog_turns
-train.optim_batch_size train.gradient_accumulation_steps train.checkpoint_frequency train.mixed_precision
+model_name tokenizer_path load_parameters_path base_output_directory hf_access_token hf_path
+hf_data_split hf_data_files steps per_device_batch_size learning_rate run_name num_generations
+grpo_beta grpo_epsilon max_prefill_predict_length max_target_length use_pathways
+inference_devices_per_replica inference_replicas ici_fsdp_parallelism ici_tensor_parallelism
+profiler checkpoint_period config_file loss_algo inference_rollouts trainer_devices_fraction
+sampler_devices_fraction decode_sampling_temperature scan_layers train_model.num_devices
+ref_model.num_devices inference_model.num_devices train_model.devices ref_model.devices
+inference_model.devices inference_model.gpu_memory_utilization env.dataset env.num_envs env.repeats
+model.name optimizer.lr optimizer.weight_decay optimizer.clip_grad_norm policy.kl_coef
+train.kl_to_ref_coeff train.total_dialog_turns train.optim_batch_size
+train.gradient_accumulation_steps train.checkpoint_frequency train.mixed_precision
 train_model.lora.enabled
 """
 VALUES = {
@@ -379,12 +387,14 @@ PEFT = ("q_proj", "v_proj")
     [
         ("use_peft=true", LoraSection(16, 32.0, PEFT)),
         (
-            "use_peft=true lora_r=8 lora_alpha=16 lora_target_modules=[o_proj] use_rslora=true lora_dropout=0.0",
+            "use_peft=true lora_r=8 lora_alpha=16 lora_target_modules=[o_proj] use_rslora=true "
+            "lora_dropout=0.0",
             LoraSection(8, 16.0, ("o_proj",), True),
         ),
         ("use_peft=true lora_target_modules=all-linear model.lora.rank=2", LoraSection(2)),
         (
-            "lora_r=8 lora_alpha=16 lora_target_modules=q_proj use_rslora=true lora_dropout=0.1 use_dora=true",
+            "lora_r=8 lora_alpha=16 lora_target_modules=q_proj use_rslora=true lora_dropout=0.1 "
+            "use_dora=true",
             LoraSection(),
         ),
         ("use_peft=false lora_r=8 lora_modules_to_save=lm_head", LoraSection()),
@@ -400,7 +410,8 @@ PEFT = ("q_proj", "v_proj")
         ("V.lora_rank=4 V.lora_adapter_path=./adapter", LoraSection(path="./adapter")),
         ("train_model.lora.enabled=true", LoraSection(8, 16.0)),
         (
-            "train_model.lora.enabled=true train_model.lora.r=2 train_model.lora.alpha=3 train_model.lora.dropout=0.1",
+            "train_model.lora.enabled=true train_model.lora.r=2 train_model.lora.alpha=3 "
+            "train_model.lora.dropout=0.1",
             LoraSection(2, 3.0),
         ),
         ("train_model.lora.r=2 train_model.lora.alpha=3", LoraSection()),
@@ -497,7 +508,8 @@ def test_the_tables_are_whole():
 
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_a_systems_page_has_one_job_in_two_forms(system):
-    """Their line ends with the flags that are taken here; both forms resolve to the same configuration."""
+    """Their line ends with the flags that are taken here; both forms resolve to the same
+    configuration."""
     job = load("docs/reference.py").SAME_JOBS[system]
     by_flags, by_keys = (compose("train", line.split()[2:])[0] for line in (job.flags, job.keys))
     assert by_flags == by_keys and by_flags != Config()

@@ -1,4 +1,5 @@
-"""Command lines of other systems, run: to the end on tiny stand-ins, or to the line that says what is missing."""
+"""Command lines of other systems, run: to the end on tiny stand-ins, or to the line that says what
+is missing."""
 
 from __future__ import annotations
 
@@ -107,7 +108,8 @@ def test_a_sweep_over_their_names_ends_with_a_table(world, monkeypatch):
         ),
         (
             "15-grpo-counts",
-            "2 (trainer) + 2 (sampler) + 2 (reference) devices are requested, but JAX finds 3 devices",
+            "2 (trainer) + 2 (sampler) + 2 (reference) devices are requested, but JAX finds 3 "
+            "devices",
         ),
         ("16-grpo-lists", "there is no device 5; JAX finds 3 devices"),
     ],

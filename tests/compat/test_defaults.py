@@ -1,4 +1,5 @@
-"""Every field of the five systems at its own default (`defaults/`) is accepted: none is unknown, none is refused."""
+"""Every field of the five systems at its own default (`defaults/`) is accepted: none is unknown,
+none is refused."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ WITHOUT_COUNTERPART: dict[str, set[str]] = {
         "assistant_only_loss",
     },  # false there: rows in order, the prompt learned too
 }
-"""Defaults that matter and that nothing here computes: refused with a sentence, and left out by the user."""
+"""Defaults that matter and that nothing here computes: refused with a sentence, and left out by the
+user."""
 
 
 def defaults_of(name: str) -> dict[str, Any]:
@@ -87,7 +89,8 @@ def test_a_recipes_line_that_changes_nothing_is_accepted(line, tmp_path):
     [
         (
             "chat_template_kwargs: {enable_thinking: false}",
-            "chat_template_kwargs.enable_thinking=false is not supported: set its variables in the template, model.template",
+            "chat_template_kwargs.enable_thinking=false is not supported: set its variables in the "
+            "template, model.template",
         ),
         ("lr_scheduler_kwargs: {min_lr: 0}", "lr_scheduler_kwargs.min_lr=0 is not supported"),
         ("gradient_checkpointing_kwarg: {use_reentrant: false}", "gradient_checkpointing_kwarg"),
@@ -114,7 +117,8 @@ def test_a_pattern_of_a_system_counts_beside_its_recipe():
 @pytest.mark.parametrize(
     ("words", "warmup"),
     [
-        # transformers rounds a share up, verl and MaxText round it down; verl counts training steps, of 4 updates here.
+        # transformers rounds a share up, verl and MaxText round it down; verl counts training
+        # steps, of 4 updates here.
         ("max_steps=45 warmup_ratio=0.1", 5),
         ("max_steps=45 warmup_steps=0.1", 5),
         ("max_steps=45 warmup_steps=7", 7),

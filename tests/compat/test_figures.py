@@ -1,8 +1,8 @@
-"""Flags compute what theirs compute: each system's own code was run on the inputs in `figures/`, and its loss,
-advantages, gradients and schedule are compared with Shoal's under the same flags.
+"""Flags compute what theirs compute: each system's own code was run on the inputs in `figures/`,
+and its loss, advantages, gradients and schedule are compared with Shoal's under the same flags.
 
-What differs is in DIFFERENCES of `docs/reference.py`, with the reason; DIFFERENT says which cases show it. What asks
-for something that has no counterpart is in REFUSED.
+What differs is in DIFFERENCES of `docs/reference.py`, with the reason; DIFFERENT says which cases
+show it. What asks for something that has no counterpart is in REFUSED.
 """
 
 from __future__ import annotations
@@ -112,7 +112,8 @@ def _typed(system: str, case: dict[str, Any]) -> Iterator[str]:
     for name, value in case.get("arguments", {}).items():
         yield from ARGUMENTS.get(name, lambda value: [])(value)
     if system == "trl" and not uses_vllm(case):
-        yield "vllm_importance_sampling_correction=false"  # the recipe's is what TRL does when vLLM draws
+        # the recipe's is what TRL does when vLLM draws
+        yield "vllm_importance_sampling_correction=false"
 
 
 def uses_vllm(case: dict[str, Any]) -> bool:
@@ -129,8 +130,8 @@ class Ours:
     got: UpdateResult
 
     def loss(self, rows: list[int] | None = None) -> tuple[float, np.ndarray, np.ndarray]:
-        """The loss of an update with these completions, all without `rows`, and its gradients by log-probs and
-        entropies, [P, G, C]."""
+        """The loss of an update with these completions, all without `rows`, and its gradients by
+        log-probs and entropies, [P, G, C]."""
         a, valid = self.config.algorithm, self.update.valid
         counts = np.isin(
             np.arange(valid.size).reshape(valid.shape), range(valid.size) if rows is None else rows
@@ -150,7 +151,8 @@ class Ours:
 
 
 def components_of(system: str, case: dict[str, Any]) -> tuple[np.ndarray, dict[str, float]]:
-    """Each function's rewards, [F, P, G], NaN where a completion could not be judged; the functions' weights."""
+    """Each function's rewards, [F, P, G], NaN where a completion could not be judged; the
+    functions' weights."""
     given = inputs(case["inputs"])
     rewards = {"own": case["rewards"]} if "rewards" in case else given["rewards"]
     parts = np.array(
@@ -286,7 +288,8 @@ DIFFERENT: dict[str, str] = {
     "trl unscorable": r"unscorable-.*",
     "trl updates": r"two-updates-(dapo|cispo|kl|mask_truncated)",
     "trl means of means": r"(accumulate|two-updates)-(bnpo|entropy)|entropy-(grpo|dr_grpo|luspo)",
-    "verl longest response": r"(vanilla|gspo|cispo|kl_loss|entropy|micro_batch-2)-seq-mean-token-sum-norm",
+    "verl longest response": r"(vanilla|gspo|cispo|kl_loss|entropy|micro_batch-2)"
+    r"-seq-mean-token-sum-norm",
     "verl clip_ratio": r"clip_ratio-alone",
     "verl rewards to go": r"kl_in_reward-reinforce_plus_plus",
     "verl means": r"kl_loss-(sapo|geo_mean)-.*|entropy-kl-sapo",
@@ -294,7 +297,8 @@ DIFFERENT: dict[str, str] = {
     "verl geo_mean": r"rollout_is-geo_mean|micro_batch-4-geo_mean",
     "tunix unscorable": r"unscorable-.*",
     "tunix micro-batches": r"micro-.-token-mean",
-    "torchrl means": r"kl_to_ref-(0\.1|prompt)|kl_to_inference|kl-both|recipe-default|aggregation-none",
+    "torchrl means": r"kl_to_ref-(0\.1|prompt)|kl_to_inference|kl-both|recipe-default|"
+    r"aggregation-none",
     "torchrl KL in the reward": r"kl-in-reward",
 }
 """A documented difference -> the cases that show it."""
@@ -323,13 +327,16 @@ NOT_SHOWN = {
     "verl metric aggregation",
     "verl metric length",
 }
-"""Differences in what the figures hold equal: which completions an update has and how old they are, whose log-probs are
-old, rewards; those of tiny deviations and of ratios beyond e^10, which they do not reach; and those of metrics, of the
-learning rate and of what is decayed, which are no part of a loss."""
+"""Differences in what the figures hold equal: which completions an update has and how old they are,
+whose log-probs are old, rewards; those of tiny deviations and of ratios beyond e^10, which they do
+not reach; and those of metrics, of the learning rate and of what is decayed, which are no part of a
+loss."""
 
 REFUSED: dict[str, str] = {
-    "trl": r".*vespo.*|(cispo|sapo)-sequence|delta-(1\.1|0\.9|sequence)|off_policy_mask-.*|.*top(_entropy)?(-.*)?",
-    "verl": r"[a-z_]+-token-sum|gpg|dro|dppo_.*|adv-(opo|gpg|grpo_passk|rpp-gamma)|kl_(loss|in_reward)-(abs|.*\+)|"
+    "trl": r".*vespo.*|(cispo|sapo)-sequence|delta-(1\.1|0\.9|sequence)|off_policy_mask-.*|"
+    r".*top(_entropy)?(-.*)?",
+    "verl": r"[a-z_]+-token-sum|gpg|dro|dppo_.*|adv-(opo|gpg|grpo_passk|rpp-gamma)|"
+    r"kl_(loss|in_reward)-(abs|.*\+)|"
     r".*-normalize|bypass-reinforce.*",
     "tunix": r"agentic.*|dapo-overlong",
     "torchrl": r"",

@@ -1,5 +1,6 @@
-"""Every key of other systems' files (`files/`) acts here, or is listed once as one that cannot matter, or is an error
-once it is switched on. A key acts where another value of it makes another configuration, or is refused as a value."""
+"""Every key of other systems' files (`files/`) acts here, or is listed once as one that cannot
+matter, or is an error once it is switched on. A key acts where another value of it makes another
+configuration, or is refused as a value."""
 
 from __future__ import annotations
 

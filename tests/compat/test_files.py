@@ -1,8 +1,8 @@
-"""Configuration files of other systems, with the keys and values that these have: what acts, what is listed once, what
-is an error; files over an entry point's preset; where each value came from.
+"""Configuration files of other systems, with the keys and values that these have: what acts, what
+is listed once, what is an error; files over an entry point's preset; where each value came from.
 
-The files under `files/` hold the keys and values of MaxText's base.yml, grpo.yml and rl.yml (August 2026), TorchRL's
-grpo_gsm8k.yaml and grpo_ifeval.yaml, and verl's ppo_trainer.yaml as it prints it.
+The files under `files/` hold the keys and values of MaxText's base.yml, grpo.yml and rl.yml (August
+2026), TorchRL's grpo_gsm8k.yaml and grpo_ifeval.yaml, and verl's ppo_trainer.yaml as it prints it.
 """
 
 from __future__ import annotations
@@ -154,8 +154,8 @@ def test_what_matters_and_has_no_counterpart_is_named_all_at_once(tmp_path):
         compose("train", [str(file)])
     text = str(caught.value)
     assert (
-        "train_model.quantization.enabled=true is not supported: 8-bit weights are model.quantise=int8"
-        in text
+        "train_model.quantization.enabled=true is not supported: 8-bit weights are "
+        "model.quantise=int8" in text
     )
     assert "env.reasoning=true is not supported" in text
     assert text.count("grpo_gsm8k.yaml:") == 2 and "\n" not in text
@@ -240,13 +240,16 @@ def test_what_matters_in_verls_files_is_no_pattern(line, tmp_path):
 def test_verls_file_of_fully_asynchronous_training_loads(tmp_path):
     file = tmp_path / "async.yml"
     file.write_text("""\
-async_training: {staleness_threshold: 0.1, trigger_parameter_sync_step: 4, require_batches: 1, partial_rollout: true,
-  use_trainer_do_validate: false, use_dynamic_resource_scheduling: false, dynamic_schedule_policy: default,
+async_training: {staleness_threshold: 0.1, trigger_parameter_sync_step: 4, require_batches: 1, \
+partial_rollout: true,
+  use_trainer_do_validate: false, use_dynamic_resource_scheduling: false, dynamic_schedule_policy: \
+default,
   dynamic_schedule_deactivate_ratio: 0.3, concurrent_samples_per_replica: 16}
 rollout: {nnodes: 1, n_gpus_per_node: 8, n: 4, total_rollout_steps: 100}
 data: {gen_batch_size: 1, train_batch_size: 0}
 actor_rollout_ref:
-  rollout: {calculate_log_probs: true, standalone_gpu_memory_utilization: null, checkpoint_engine: {backend: nccl}}
+  rollout: {calculate_log_probs: true, standalone_gpu_memory_utilization: null, checkpoint_engine: \
+{backend: nccl}}
   actor: {use_rollout_log_probs: true, ppo_mini_batch_size: 8}
   model: {use_remove_padding: true}
 algorithm.rollout_correction.bypass_mode: true
@@ -404,8 +407,8 @@ def test_a_runs_error_names_their_flags_beside_our_keys():
     )
     assert "(batch.prompts_per_device: --per_device_batch_size)" in said
     assert (
-        "(in MaxText: sampling.max_completion_tokens is max_target_length, HF_TOKEN is hf_access_token)"
-        in said
+        "(in MaxText: sampling.max_completion_tokens is max_target_length, HF_TOKEN is "
+        "hf_access_token)" in said
     )
     _, resolved = compose("train", ["steps=3"])
     assert (
@@ -463,7 +466,10 @@ def test_a_file_of_another_system_over_a_recipe_is_said(tmp_path):
     file.write_text(
         "env: {num_envs: 4, repeats: 4}\ntrain: {total_dialog_turns: 100, optim_batch_size: 4}\n"
     )
-    said = "is TorchRL's, and what it does not name is as in maxtext: recipe=torchrl takes TorchRL's defaults"
+    said = (
+        "is TorchRL's, and what it does not name is as in maxtext: recipe=torchrl takes TorchRL's "
+        "defaults"
+    )
     for recipe, is_said in (("maxtext", True), ("torchrl", False)):
         _, resolved = compose("train", [f"recipe={recipe}", f"config_file={file}"])
         assert any(said in note for note in resolved.notes) == is_said

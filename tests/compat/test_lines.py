@@ -1,4 +1,5 @@
-"""The table of command lines, through the scripts that `shoal compat` writes: each runs, or says what is missing."""
+"""The table of command lines, through the scripts that `shoal compat` writes: each runs, or says
+what is missing."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ def world(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def dry_runs(world) -> dict[str, tuple[int, str, str]]:
-    """The dry runs of all lines, in one process with as many simulated devices as the largest wants."""
+    """The dry runs of all lines, in one process with as many simulated devices as the largest
+    wants."""
     most = max(line.devices for line in LINES.values())
     flags = os.environ["XLA_FLAGS"].replace("device_count=8", f"device_count={most}")
     environment = os.environ | {
@@ -144,7 +146,9 @@ def look(event, args):
     if event == "socket.__new__" and args[1] == 1:
         return  # AF_UNIX: to a process that was forked to check answers
     if event.startswith(("socket.", "urllib", "http")):
-        print("TOUCHED", event, args, file=sys.stderr); sys.stderr.flush(); __import__("os")._exit(9)
+        print("TOUCHED", event, args, file=sys.stderr)
+        sys.stderr.flush()
+        __import__("os")._exit(9)
 sys.addaudithook(look)
 """
 
@@ -381,9 +385,11 @@ def test_torchrls_share_of_memory_is_always_the_samplers():
 @pytest.mark.parametrize(
     ("words", "prompts", "slots"),
     [
-        # Without dialog_turns_per_batch num_envs are the prompts of a step, and all are sampled at once.
+        # Without dialog_turns_per_batch num_envs are the prompts of a step, and all are sampled at
+        # once.
         ("env.num_envs=8", 8, 0),
-        # With it, num_envs completions are sampled at once, on all of the sampler's devices together.
+        # With it, num_envs completions are sampled at once, on all of the sampler's devices
+        # together.
         ("env.num_envs=32 train.dialog_turns_per_batch=64 mesh.fsdp=1", 16, 32),
         ("env.num_envs=32 train.dialog_turns_per_batch=64 inference_model.num_devices=2", 16, 16),
         ("env.num_envs=20 train.dialog_turns_per_batch=64 inference_model.devices=[4,5]", 16, 10),
@@ -455,10 +461,12 @@ ROWS = 1160
 @pytest.mark.parametrize(
     ("door", "words", "updates", "completions", "tokens"),
     [
-        # grpo_gsm8k.yaml: 100,000 turns, 32 a batch and an update. grpo_ifeval.yaml: 64 a batch, 16 an update.
+        # grpo_gsm8k.yaml: 100,000 turns, 32 a batch and an update. grpo_ifeval.yaml: 64 a batch, 16
+        # an update.
         ("grpo", [], 3125, 32, (512, 1024)),
         ("grpo", ["--config-name", "grpo_ifeval"], 1563 * 4, 64, (1024, 2048)),
-        # The demo: 100 steps, 1 prompt a device, 2 generations, 256 + 512 tokens. rl.yml: 4 batches of 1 prompt.
+        # The demo: 100 steps, 1 prompt a device, 2 generations, 256 + 512 tokens. rl.yml: 4 batches
+        # of 1 prompt.
         ("grpo_demo", ["model_name=llama3.1-8b"], 100, 2, (256, 512)),
         ("train_rl", ["model_name=llama3.1-8b"], 4, 2, (256, 768)),
         ("grpo_llama3_1_70b_demo_pw", [], 4, 2, (256, 768)),

@@ -1,5 +1,6 @@
-"""`recipe=` gives the other system's loss: each is written here once more in NumPy from that system's own definition,
-on padded arrays [B, T] as it has them, and compared with Shoal's in value and gradient. `algorithm=` composes."""
+"""`recipe=` gives the other system's loss: each is written here once more in NumPy from that
+system's own definition, on padded arrays [B, T] as it has them, and compared with Shoal's in value
+and gradient. `algorithm=` composes."""
 
 from __future__ import annotations
 
@@ -72,7 +73,8 @@ def draw(seed: int, beta: float) -> Batch:
 
 
 Loss = Callable[[Batch, np.ndarray], Any]
-"""(batch, log-probs[B, T], perhaps complex) -> the loss. Minima and clips of complex numbers go by the real part."""
+"""(batch, log-probs[B, T], perhaps complex) -> the loss. Minima and clips of complex numbers go by
+the real part."""
 
 
 def clip(x: np.ndarray, low: float, high: float) -> np.ndarray:
@@ -84,8 +86,8 @@ def larger(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def trl(b: Batch, lp: np.ndarray) -> Any:
-    """trl/trainer/grpo_trainer.py 1.16.0: scale_rewards "group", loss_type "dapo", use_bias_correction_kl, and vLLM's
-    "sequence_mask" with clip_max 3."""
+    """trl/trainer/grpo_trainer.py 1.16.0: scale_rewards "group", loss_type "dapo",
+    use_bias_correction_kl, and vLLM's "sequence_mask" with clip_max 3."""
     deviation = b.grouped.std(axis=1, ddof=1, keepdims=True)
     advantage = ((b.grouped - b.grouped.mean(axis=1, keepdims=True)) / (deviation + 1e-4)).reshape(
         -1, 1
@@ -102,8 +104,8 @@ def trl(b: Batch, lp: np.ndarray) -> Any:
 
 
 def verl(b: Batch, lp: np.ndarray) -> Any:
-    """verl/trainer/ppo/core_algos.py 0.9.1: grpo outcome advantage, the vanilla policy loss with clip_ratio_c 3,
-    low_var_kl, token-mean."""
+    """verl/trainer/ppo/core_algos.py 0.9.1: grpo outcome advantage, the vanilla policy loss with
+    clip_ratio_c 3, low_var_kl, token-mean."""
     scores = b.grouped - b.grouped.mean(axis=1, keepdims=True)
     advantage = (scores / (b.grouped.std(axis=1, ddof=1, keepdims=True) + 1e-6)).reshape(-1, 1)
     ratio = np.exp(clip(lp - b.old_logprobs, -20, 20))
@@ -116,7 +118,8 @@ def verl(b: Batch, lp: np.ndarray) -> Any:
 
 
 def maxtext(b: Batch, lp: np.ndarray) -> Any:
-    """src/maxtext/experimental/rl/grpo_trainer.py: population deviation with 1e-8, k3, means of means."""
+    """src/maxtext/experimental/rl/grpo_trainer.py: population deviation with 1e-8, k3, means of
+    means."""
     deviation = b.grouped.std(axis=1)
     advantage = (b.rewards - np.repeat(b.grouped.mean(axis=1), G)) / (
         np.repeat(deviation, G) + 1e-8
@@ -128,7 +131,8 @@ def maxtext(b: Batch, lp: np.ndarray) -> Any:
 
 
 def tunix(b: Batch, lp: np.ndarray) -> Any:
-    """tunix/rl/algo_core.py and tunix/rl/common.py 0.1.7: kl_loss_mode "kl", sequence-mean-token-mean."""
+    """tunix/rl/algo_core.py and tunix/rl/common.py 0.1.7: kl_loss_mode "kl",
+    sequence-mean-token-mean."""
     deviation = np.repeat(b.grouped.std(axis=1, ddof=1), G)
     advantage = ((b.rewards - np.repeat(b.grouped.mean(axis=1), G)) / (deviation + 1e-6))[:, None]
     ratio = np.exp(clip(lp - b.old_logprobs, -20, 20))
@@ -139,9 +143,9 @@ def tunix(b: Batch, lp: np.ndarray) -> Any:
 
 
 def torchrl(b: Batch, lp: np.ndarray) -> Any:
-    """torchrl/objectives/llm/grpo.py: MCAdvantage with a least deviation of 1e-6, the ratio to the sampler, clip in
-    logarithms, token_mean, k3 to the sampler of 0.01, entropy bonus. (Its own divergences are means over padding too,
-    which Shoal does not follow.)"""
+    """torchrl/objectives/llm/grpo.py: MCAdvantage with a least deviation of 1e-6, the ratio to the
+    sampler, clip in logarithms, token_mean, k3 to the sampler of 0.01, entropy bonus. (Its own
+    divergences are means over padding too, which Shoal does not follow.)"""
     assert not b.beta
     deviation = np.maximum(b.grouped.std(axis=1, ddof=1, keepdims=True), 1e-6)
     advantage = ((b.grouped - b.grouped.mean(axis=1, keepdims=True)) / deviation).reshape(-1, 1)
@@ -153,8 +157,8 @@ def torchrl(b: Batch, lp: np.ndarray) -> Any:
 
 
 def scalerl(b: Batch, lp: np.ndarray) -> Any:
-    """arXiv 2510.13786: CISPO with eps_max 5 and the ratio to the policy that drew the sample, advantages over their
-    deviation in the batch, prompt average."""
+    """arXiv 2510.13786: CISPO with eps_max 5 and the ratio to the policy that drew the sample,
+    advantages over their deviation in the batch, prompt average."""
     assert not b.beta
     centred = (b.grouped - b.grouped.mean(axis=1, keepdims=True)).reshape(-1, 1)
     advantage = centred / (centred.std(ddof=1) + 1e-4)
@@ -175,12 +179,13 @@ SYSTEMS: dict[str, Loss] = {
 }
 WITH_KL = ("trl", "verl", "maxtext", "tunix")
 ONE_UPDATE = ("scalerl",)
-"""Held as the recipe is, with one update a step; the others with several, where their bounds act."""
+"""Held as the recipe is, with one update a step; the others with several, where their bounds
+act."""
 
 
 def by_recipe(a: AlgorithmSection, b: Batch, use_old: bool = True) -> tuple[float, np.ndarray]:
-    """Shoal's loss and its gradient, [B, T], with a recipe's settings, in float32. `use_old`: as if several updates
-    were made; else as the settings say."""
+    """Shoal's loss and its gradient, [B, T], with a recipe's settings, in float32. `use_old`: as if
+    several updates were made; else as the settings say."""
     advantages = step_advantages(a, b.grouped, np.ones((P, G), bool), b.mask.sum(1).reshape(P, G))
     rows = [
         oracle.Completion(
@@ -225,7 +230,8 @@ def test_a_recipe_gives_that_systems_loss(name: str, beta: float):
 
 
 def test_the_data_reach_what_tells_systems_apart():
-    """Tokens clipped on both sides, sequences over the cap, and no two systems with the same loss."""
+    """Tokens clipped on both sides, sequences over the cap, and no two systems with the same
+    loss."""
     b = draw(1, 0.0)
     ratio = np.exp(b.lp - b.old_logprobs)[b.mask]
     assert (ratio < 0.8).sum() > 3 and (ratio > 1.2).sum() > 3
@@ -271,7 +277,8 @@ def test_scalerls_samples_are_weighed_against_the_sampler_up_to_5():
 
 PPO = {"clip_low": 0.2, "clip_high": 0.2, "clip_dual": 0.0}
 PAPERS: dict[str, dict[str, Any]] = {
-    # MiniMax-M1: eps_low of no effect, no number for eps_high, no divergence; 16 rounds of off-policy updates.
+    # MiniMax-M1: eps_low of no effect, no number for eps_high, no divergence; 16 rounds of
+    # off-policy updates.
     "cispo": {
         "advantage": "grpo",
         "loss": "cispo",
@@ -281,7 +288,8 @@ PAPERS: dict[str, dict[str, Any]] = {
         "kl_coef": 0.0,
         "num_minibatches": 16,
     },
-    # DAPO, section 4.1: 512 prompts in mini-batches of 512 of their 8,192 completions, 0.2 and 0.28.
+    # DAPO, section 4.1: 512 prompts in mini-batches of 512 of their 8,192 completions, 0.2 and
+    # 0.28.
     "dapo": {
         "advantage": "grpo",
         "loss": "grpo",
@@ -387,7 +395,8 @@ PAPERS: dict[str, dict[str, Any]] = {
     },
     "sft": {"advantage": "sft", "loss": "reinforce", "aggregation": "token-mean", "kl_coef": 0.0},
 }
-"""What each paper sets, of the keys that the loss reads; where it names no clip range, Shoal's own."""
+"""What each paper sets, of the keys that the loss reads; where it names no clip range, Shoal's
+own."""
 
 
 def test_each_algorithm_sets_what_its_paper_does():

@@ -1,8 +1,10 @@
-"""What command lines and files resolve to, recorded: flags, recipes, algorithms, presets, files, and random mixtures of
-them. `resolved.txt` has a line for each: the digest of the keys that differ from the defaults with their origins, the
-command, a file's text, the words. Where a recorded fault was corrected, the earlier digest stands in front (`was>now`).
+"""What command lines and files resolve to, recorded: flags, recipes, algorithms, presets, files,
+and random mixtures of them. `resolved.txt` has a line for each: the digest of the keys that differ
+from the defaults with their origins, the command, a file's text, the words. Where a recorded fault
+was corrected, the earlier digest stands in front (`was>now`).
 
-`python tests/compat/test_resolved.py` prints the lines whose digest is another now, with what they resolve to.
+`python tests/compat/test_resolved.py` prints the lines whose digest is another now, with what they
+resolve to.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ PARTS = 8
 
 
 def resolve(command: str, file: str, words: list[str], folder: Path) -> str:
-    """The keys of a case that differ from the defaults, each with its origin; `error` where it is refused."""
+    """The keys of a case that differ from the defaults, each with its origin; `error` where it is
+    refused."""
     mine = folder / "mine.yml"
     mine.write_text(file, encoding="utf-8")
     places = {

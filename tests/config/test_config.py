@@ -1,4 +1,5 @@
-"""Configuration: what is typed arrives as meant, what is wrong is named, what is written composes to the same."""
+"""Configuration: what is typed arrives as meant, what is wrong is named, what is written composes
+to the same."""
 
 from __future__ import annotations
 
@@ -79,7 +80,8 @@ def difference(command: str, *argv: str) -> dict:
 
 
 OWN = [command for command in COMMANDS if command != "sft"]
-"""The commands that have defaults of their own: `shoal sft` is `shoal train` with some keys given."""
+"""The commands that have defaults of their own: `shoal sft` is `shoal train` with some keys
+given."""
 
 
 def test_fine_tuning_is_training_with_keys_given():
@@ -554,8 +556,8 @@ def test_a_training_configuration_can_be_given_to_other_commands(tmp_path, comma
     }
     [note] = resolved.notes
     assert (
-        f"holds {len(set(keys_of(Config)) - set(keys))} keys that only training reads, passed over: "
-        in note
+        f"holds {len(set(keys_of(Config)) - set(keys))} keys that only training reads, passed "
+        f"over: " in note
     )
 
 
@@ -735,7 +737,8 @@ def test_objects_of_one_name_do_not_take_each_others_place():
     assert names == ("python:search", "python:search-2", "python:search")
     assert load_named(names, "tool") == [one, other, one]
     assert load_named([config.environment.factory], "environment")[0]("") == "third"
-    # The same object again is the same name; a later call that gives another makes a stored name ambiguous.
+    # The same object again is the same name; a later call that gives another makes a stored name
+    # ambiguous.
     assert from_overrides(Config, tools=[one])[0].environment.tools == ("python:search",)
     assert "python:search" in GIVEN
     from_overrides(Config, tools=[make_tool("fourth")])
@@ -829,7 +832,8 @@ def test_a_part_of_a_name_is_a_topic_of_the_help(topic, keys):
 
 @given(st.floats(allow_nan=False))
 def test_a_number_that_is_shown_is_the_number(value):
-    """Six digits of it would be another one: `.hydra/overrides.yaml` and an error's cure are typed again."""
+    """Six digits of it would be another one: `.hydra/overrides.yaml` and an error's cure are typed
+    again."""
     assert float(shown(value)) == float(exact(value)) == value
     assert shown((value, 8.0, 1e-06)) == f"[{exact(value)},8,1e-06]"
 
@@ -963,8 +967,9 @@ def test_sections_are_frozen():
 
 
 def read_names() -> set[str]:
-    """Every attribute that the package outside config/ reads (`x.split`, not the call `x.split()`), or gets by name,
-    and the settings of policy losses and advantages, which each function takes by name."""
+    """Every attribute that the package outside config/ reads (`x.split`, not the call `x.split()`),
+    or gets by name, and the settings of policy losses and advantages, which each function takes by
+    name."""
     names = {
         key
         for parts in (POLICY_LOSSES, ADVANTAGES)

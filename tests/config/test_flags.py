@@ -1,4 +1,5 @@
-"""What flags of other systems become; recipes and algorithms: what lies over what, and what is said."""
+"""What flags of other systems become; recipes and algorithms: what lies over what, and what is
+said."""
 
 from __future__ import annotations
 
@@ -337,8 +338,8 @@ def test_of_two_names_for_one_key_the_later_stands_and_is_said():
     config, resolved = compose("train", ["grpo_beta=0.04", "algorithm.kl_coef=0.1"])
     assert config.algorithm.kl_coef == 0.1
     assert (
-        "grpo_beta and algorithm.kl_coef both set algorithm.kl_coef: the later one stands, algorithm.kl_coef"
-        in (resolved.notes)
+        "grpo_beta and algorithm.kl_coef both set algorithm.kl_coef: the later one stands, "
+        "algorithm.kl_coef" in (resolved.notes)
     )
     assert compose("train", ["grpo_beta=0.04", "algorithm.kl_coef=0.04"])[1].notes == ()
 
@@ -383,7 +384,8 @@ def test_of_two_names_for_one_key_the_later_stands_and_is_said():
         ),
         (
             ["nokey=1", "--other", "x", "steps=2", "stpes=3"],
-            "nokey: there is no such key; other: there is no such key; stpes: there is no such key, did you mean steps? "
+            "nokey: there is no such key; other: there is no such key; stpes: there is no such "
+            "key, did you mean steps? "
             "(`shoal train --help` lists all keys)",
         ),
         (
@@ -400,7 +402,8 @@ def test_of_two_names_for_one_key_the_later_stands_and_is_said():
         (["shuffle_dataset=false"], "shuffle_dataset=false: expected true"),
         (
             ["use_vllm=true"],
-            "use_vllm=true without vllm_mode=server: on the trainer's devices our own engine samples",
+            "use_vllm=true without vllm_mode=server: on the trainer's devices our own engine "
+            "samples",
         ),
         (
             ["sampler.kind=vllm"],
@@ -477,7 +480,8 @@ def test_a_function_goes_by_their_name_too():
 def test_what_gave_way_is_not_said_to_have_become():
     _, resolved = compose("train", ["per_device_batch_size=2", "batch.prompts_per_step=4"])
     assert not resolved.became and resolved.notes == (
-        "per_device_batch_size and batch.prompts_per_step both set how many prompts a step has: the later one stands, "
+        "per_device_batch_size and batch.prompts_per_step both set how many prompts a step has: "
+        "the later one stands, "
         "batch.prompts_per_step",
     )
     _, resolved = compose("train", ["max_target_length=768", "sampling.max_completion_tokens=9"])
@@ -618,7 +622,8 @@ def test_unknown_keys_of_a_file_are_named_together(tmp_path):
     with pytest.raises(ShoalError) as caught:
         with_file(tmp_path, "stpes: 3\noptimizer: {lrr: 1}\n")
     assert str(caught.value) == (
-        "their.yml:1: stpes: there is no such key, did you mean steps?; their.yml:2: optimizer.lrr: there is no such "
+        "their.yml:1: stpes: there is no such key, did you mean steps?; their.yml:2: "
+        "optimizer.lrr: there is no such "
         "key, did you mean optimizer.lr? (`shoal train --help` lists all keys)"
     )
 
@@ -665,7 +670,10 @@ def test_of_verls_losses_only_vanilla_has_the_dual_clip(words, dual):
 
 
 def test_a_recipe_on_the_line_names_the_settings_of_the_file_that_it_replaces(tmp_path):
-    text = "beta: 0.04\nnum_generations: 4\nper_device_train_batch_size: 4\nlearning_rate: 1.0e-6\nsteps: 7\n"
+    text = (
+        "beta: 0.04\nnum_generations: 4\nper_device_train_batch_size: 4\nlearning_rate: "
+        "1.0e-6\nsteps: 7\n"
+    )
     config, resolved = with_file(tmp_path, text, "recipe=trl")
     assert (config.algorithm.kl_coef, config.batch.group_size, config.steps) == (0.0, 8, 7)
     [line] = [line for line in resolved.start_lines if "replaces there" in line]
@@ -735,7 +743,8 @@ def test_epochs_of_a_local_file_are_steps(tmp_path):
     config, resolved = compose("train", words)
     assert config.steps == 3 * (108 // 8) and resolved.origins["steps"] == "--trainer.total_epochs"
     assert (
-        "trainer.total_epochs=3 became steps=39: 3 epochs of 108 training rows in rows.jsonl, 8 prompts a step; "
+        "trainer.total_epochs=3 became steps=39: 3 epochs of 108 training rows in rows.jsonl, 8 "
+        "prompts a step; "
         "312 of 324 rows, as an epoch's last rows that fill no step are not counted"
         in resolved.start_lines
     )
@@ -959,8 +968,10 @@ def test_what_lies_over_what(packaged):
 def test_what_a_recipe_sets_is_said(packaged):
     _, resolved = compose("train", ["recipe=theirs", "algorithm=mine", "algorithm.clip_low=0.3"])
     assert resolved.notes == (
-        "recipe=theirs differs from Shoal's defaults in: optimizer.lr=0.5 (ours: 0.00015), steps=80 (ours: 40)",
-        "algorithm=mine differs from Shoal's defaults in: algorithm.clip_high=0.5 (ours: 0.2), algorithm.loss=cispo "
+        "recipe=theirs differs from Shoal's defaults in: optimizer.lr=0.5 (ours: 0.00015), "
+        "steps=80 (ours: 40)",
+        "algorithm=mine differs from Shoal's defaults in: algorithm.clip_high=0.5 (ours: 0.2), "
+        "algorithm.loss=cispo "
         "(ours: grpo)",
     )
     for word, part in (

@@ -1,4 +1,5 @@
-"""Mistakes on the command line: each is one line on stderr that has the words that matter, within a second."""
+"""Mistakes on the command line: each is one line on stderr that has the words that matter, within a
+second."""
 
 from __future__ import annotations
 
@@ -35,8 +36,10 @@ FILES = {
 
 MISTAKES = """
 train steps=1k                        | steps='1k' | whole number
-train clouds.yml                      | base_output_directory=zz://a: | model.path=zz://b: | clouds.yml:2
-train model_name=gemma3-12b           | Gemma, mixtures of experts and other families are not supported | qwen3-14b
+train clouds.yml                      | base_output_directory=zz://a: | model.path=zz://b: | \
+clouds.yml:2
+train model_name=gemma3-12b           | Gemma, mixtures of experts and other families are not \
+supported | qwen3-14b
 train model_name=qwen3-30b-a3b        | mixtures of experts and other families are not supported
 plan compile_topology=v5p-8           | there it is topology=v5p-8 | v5p-8@2
 plan topology=v5p-8x2                 | 2 slices are written v5p-8@2
@@ -60,11 +63,14 @@ train seed=0x10                       | seed='0x10'
 train optimizer.lr=3e-6x              | optimizer.lr='3e-6x' | finite number
 train optimizer.lr=nan                | optimizer.lr='nan'
 train optimizer.lr=-1                 | optimizer.lr=-1.0 | 0 or more
-train optimizer.reduce_dtype=bfloat16 model.dtype=float32 | optimizer.reduce_dtype='bfloat16' | model.dtype=bfloat16
-train optimizer.reduce_dtype=bfloat16 model.dtype=float16 | optimizer.reduce_dtype='bfloat16' | model.dtype=bfloat16
+train optimizer.reduce_dtype=bfloat16 model.dtype=float32 | optimizer.reduce_dtype='bfloat16' | \
+model.dtype=bfloat16
+train optimizer.reduce_dtype=bfloat16 model.dtype=float16 | optimizer.reduce_dtype='bfloat16' | \
+model.dtype=bfloat16
 train learning_rate=3e-6x             | optimizer.lr='3e-6x' | --learning_rate
 train lr=1                            | did you mean optimizer.lr?
-train foo=1                           | foo: there is no such key (`shoal train --help` lists all keys)
+train foo=1                           | foo: there is no such key (`shoal train --help` lists all \
+keys)
 train report.groups=maybe             | true or false
 train model.dtype=BF16                | one of auto, float32
 train 'sampling.stop=["a","b]'        | cannot be read after | quotes
@@ -73,17 +79,20 @@ train sampling.top_p=0                | (0, 1]
 train optimizer=adamw                 | section | optimizer.lr
 train algorithm=grpoo                 | did you mean grpo?
 train recipe=hf                       | no such recipe. | trl
-train use_peft=true lora_dropout=0.1  | lora_dropout=0.1 is not supported: sampler and trainer would be two models
+train use_peft=true lora_dropout=0.1  | lora_dropout=0.1 is not supported: sampler and trainer \
+would be two models
 train use_lora=true                   | use_lora: LoRA is model.lora.rank, alpha, targets
 train use_tools=true                  | use_tools: tools are tools=file.py:f,g
 train load_in_4bit=true               | 8-bit weights are model.quantise=int8 or fp8
 train model.quantise=int8 --dry-run   | expected none, or model.lora.rank=16 with it
 train sampler.quantise=int8 sampler.kind=vllm vllm.urls=[http://h:1] | vllm.arguments
-train sampler.quantise=int8 model.quantise=fp8 | none with model.quantise=fp8, which the sampler has too
+train sampler.quantise=int8 model.quantise=fp8 | \
+none with model.quantise=fp8, which the sampler has too
 train sampler.quantise=fp8 model.dtype=float16 | none with model.dtype=float16
 train model.lora.path=nothere --dry-run | model.lora.path=nothere: There is no model folder
 train model.lora.rank=65 --dry-run    | model.lora.rank=65: expected 1 to 64
-train model.lora.rank=2 model.lora.targets=[qproj] --dry-run | model.lora.targets=qproj | did you mean q_proj?
+train model.lora.rank=2 model.lora.targets=[qproj] --dry-run | model.lora.targets=qproj | \
+did you mean q_proj?
 train num_gpus=2                      | JAX_PLATFORMS | mesh.trainer
 train old.yml                         | old.yml:1: train.publish_every: there is no such key
 train task=data.jsonl                 | write task=custom task.path=data.jsonl
@@ -91,8 +100,10 @@ train data.jsonl                      | did you mean task=custom task.path=data.
 train gsm8k                           | did you mean task=gsm8k?
 train steps=3 mine.yml old.yml        | two presets were named, mine.yml and old.yml
 train --preset gsm8k typo.yml         | typo.yml:2: optimizer.lrr | did you mean optimizer.lr?
-train recipe=trl algorithm=gspo       | gives 1 prompt a step, fewer than algorithm.num_minibatches=4
-train optimizer.lr=1e-5,1e-4          | expected a finite number; for a run with each: shoal train --multirun
+train recipe=trl algorithm=gspo       | gives 1 prompt a step, fewer than \
+algorithm.num_minibatches=4
+train optimizer.lr=1e-5,1e-4          | expected a finite number; for a run with each: shoal train \
+--multirun
 train wandb=true                      | section | report.wandb.mode
 train --dataset train.jsonl           | task=custom task.path=FILE, or dataset_name=FILE
 train train_dataset=rows              | train_dataset: data is task=, a name or rows from Python

@@ -1,4 +1,5 @@
-"""The mathematics: numbers worked by hand, masks, signatures. (`test_proof.py` holds all of it against an oracle.)"""
+"""The mathematics: numbers worked by hand, masks, signatures. (`test_proof.py` holds all of it
+against an oracle.)"""
 
 from __future__ import annotations
 
@@ -150,7 +151,8 @@ def test_grpo_loss_worked_by_hand() -> None:
     np.testing.assert_allclose(loss, [-2.4, 3.0, -1.0, 1.6, -2.0], rtol=1e-6)
     # clipped: 0     -ratio A = 3     -ratio A = -1  clipped: 0       -A
     np.testing.assert_allclose(gradient, [0.0, 3.0, -1.0, 0.0, -2.0], rtol=1e-6)
-    # Ratios of 4 of 5 tokens are outside [0.8, 1.2]; only for 2 of them is the clipped term the active one.
+    # Ratios of 4 of 5 tokens are outside [0.8, 1.2]; only for 2 of them is the clipped term the
+    # active one.
     assert metrics["clip/fraction"] == (2, 5)
     assert metrics["clip/low"] == (1, 5) and metrics["clip/high"] == (1, 5)
     assert metrics["ratio/mean"] == (pytest.approx(1.5 + 1.5 + 0.5 + 0.5 + 1.0), 5)
@@ -165,7 +167,8 @@ def test_grpo_clips_high_and_low_apart() -> None:
 
 
 def test_gspo_token_loss_worked_by_hand() -> None:
-    # Segment 1: ratios 2 and 8, s = sqrt(16) = 4. Segment 2: 1/4 and 1, s = 1/2; its third token was not drawn.
+    # Segment 1: ratios 2 and 8, s = sqrt(16) = 4. Segment 2: 1/4 and 1, s = 1/2; its third token
+    # was not drawn.
     given_ = {
         "ratio": [2, 8, 0.25, 1, 100],
         "advantage": [1, 1, 2, 2, 2],
@@ -259,7 +262,8 @@ def test_a_soft_gate_is_shut_where_the_ratio_overflows(sign: float) -> None:
 
 
 def test_k3_worked_by_hand() -> None:
-    # reference / policy = 1/2: 1/2 + log 2 - 1, slope 1 - 1/2. 2: 2 - log 2 - 1, slope 1 - 2. Equal: 0, slope 0.
+    # reference / policy = 1/2: 1/2 + log 2 - 1, slope 1 - 1/2. 2: 2 - log 2 - 1, slope 1 - 2.
+    # Equal: 0, slope 0.
     lp = jnp.log(jnp.array([0.5, 0.25, 0.5]))
     ref_logprobs = jnp.log(jnp.array([0.25, 0.5, 0.5]))
     np.testing.assert_allclose(k3(ref_logprobs - lp), [0.19314718, 0.30685282, 0], rtol=1e-6)
@@ -296,7 +300,8 @@ def weights_of(mode: str, *arrays: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("mode", "counted_all", "counted_first"), [
-    # lengths (1, 3) and (2, 2): 8 tokens, 4 completions; of the first group alone 4 tokens, 2 completions
+    # lengths (1, 3) and (2, 2): 8 tokens, 4 completions; of the first group alone 4 tokens, 2
+    # completions
     ("token-mean", [[1 / 8, 1 / 8], [1 / 8, 1 / 8]], [[1 / 4, 1 / 4], [0, 0]]),
     ("seq-mean-token-mean", [[1 / 4, 1 / 12], [1 / 8, 1 / 8]], [[1 / 2, 1 / 6], [0, 0]]),
     ("seq-mean-token-sum", [[1 / 4, 1 / 4], [1 / 4, 1 / 4]], [[1 / 2, 1 / 2], [0, 0]]),
@@ -394,8 +399,8 @@ def test_chunks_of_tokens_are_equal():
 @pytest.mark.slow
 @pytest.mark.parametrize("entropy_gradient", [False, True])
 def test_slices_of_the_vocabulary_give_what_chunks_of_tokens_give(entropy_gradient: bool) -> None:
-    """In float32, with positions whose sampler chose from a few tokens, and a last slice that is partly filled up. And
-    so do chunks in the form for GPUs."""
+    """In float32, with positions whose sampler chose from a few tokens, and a last slice that is
+    partly filled up. And so do chunks in the form for GPUs."""
     rng = np.random.default_rng(0)
     hidden, head = (
         jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((2, 12, 8), (8, 300))

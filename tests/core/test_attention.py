@@ -1,4 +1,5 @@
-"""Attention by blocks and by kernels against the reference: values and gradients, ragged, several groups in a row."""
+"""Attention by blocks and by kernels against the reference: values and gradients, ragged, several
+groups in a row."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ from shoal.types import ShoalError
 
 
 def rows_of(size: int) -> tuple[np.ndarray, np.ndarray]:
-    """A row of ragged groups with padding at its end, one of a single prompt, one of padding alone."""
+    """A row of ragged groups with padding at its end, one of a single prompt, one of padding
+    alone."""
     rng = np.random.default_rng(0)
     segment, prompt = np.zeros((2, 3, size), np.int32)
     at, number = 0, 0
@@ -246,7 +248,8 @@ def gradient_jaxpr(remat: str, dtype=jnp.float32):
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_each_remat_computes_less_again_than_the_next(dtype):
-    """In bfloat16 `dots` once computed all products again: the policy did not see those of cast weights."""
+    """In bfloat16 `dots` once computed all products again: the policy did not see those of cast
+    weights."""
     kinds = ("none", "dots", "attention", "full")
     none, dots, attention, full = (jaxpr_flops(gradient_jaxpr(remat, dtype)) for remat in kinds)
     assert none == dots < attention < full  # dots keeps what attention's own backward pass needs

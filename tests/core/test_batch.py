@@ -1,4 +1,5 @@
-"""Groups to rows and back: every valid completion once, its numbers at its tokens, one shape whatever the lengths."""
+"""Groups to rows and back: every valid completion once, its numbers at its tokens, one shape
+whatever the lengths."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ LONGEST = 30 + 40
 def make_groups(
     seed: int, prompts: int, siblings: int, longest_prompt: int = 30, longest: int = 40
 ) -> list[Group]:
-    """Ragged groups, some completions not valid, some empty, some with tokens that the model did not draw, some with
-    branches that follow prompts of their own."""
+    """Ragged groups, some completions not valid, some empty, some with tokens that the model did
+    not draw, some with branches that follow prompts of their own."""
     rng = np.random.default_rng(seed)
     groups = []
     for row in range(prompts):
@@ -218,8 +219,8 @@ def test_shapes_follow_from_settings():
 
 @pytest.mark.parametrize(("median", "cap"), [(300, 1024), (500, 4096), (1500, 8192)])
 def test_little_is_padding_whatever_the_lengths(median, cap):
-    """64 prompts of up to 256 tokens, 8 completions of lognormal lengths each, micro-batches of 16k: computed tokens
-    over real ones, prompts that a second row computes again included."""
+    """64 prompts of up to 256 tokens, 8 completions of lognormal lengths each, micro-batches of
+    16k: computed tokens over real ones, prompts that a second row computes again included."""
     rng = np.random.default_rng(0)
     lengths = np.clip(rng.lognormal(np.log(median), 1.0, (64, 8)), 1, cap).astype(int)
     sizes = {

@@ -1,4 +1,5 @@
-"""Computation in bfloat16 over float32 parameters: sampler and trainer agree, and small updates are not lost."""
+"""Computation in bfloat16 over float32 parameters: sampler and trainer agree, and small updates are
+not lost."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from shoal.types import Example, Group, Purpose
 
 
 def largest_gap(dtype) -> tuple[float, float]:
-    """(largest, mean) difference of the sampler's log-probs and the trainer's for the tokens of one engine."""
+    """(largest, mean) difference of the sampler's log-probs and the trainer's for the tokens of one
+    engine."""
     parameters = random_parameters(QWEN3, scale=5.0)
     model = Model(QWEN3, roles().sampler, dtype)
     engine = Engine(
@@ -62,8 +64,8 @@ def largest_gap(dtype) -> tuple[float, float]:
 
 @pytest.mark.slow
 def test_log_probs_of_sampler_and_trainer_agree():
-    """They read the same rounded weights; the order of sums is all that differs. bfloat16 has 8 bits, a step of 1/256
-    relative to a logit."""
+    """They read the same rounded weights; the order of sums is all that differs. bfloat16 has 8
+    bits, a step of 1/256 relative to a logit."""
     largest, mean = largest_gap(jnp.bfloat16)
     assert largest < 0.1 and mean < 0.01
     assert largest_gap(jnp.float32)[0] < 2e-5 < mean  # so the first was bfloat16 indeed
@@ -103,7 +105,8 @@ def test_an_update_moves_float32_masters_by_less_than_bfloat16_can_hold():
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_what_tpus_compute_in_another_way_has_the_same_values_and_gradients(dtype):
-    """To the bit where it is the same sums: compared without a compiler, which may sum in another order."""
+    """To the bit where it is the same sums: compared without a compiler, which may sum in another
+    order."""
     rng = np.random.default_rng(0)
     q = jnp.asarray(rng.standard_normal((2, 5, 3, QWEN3.head_dim)), dtype)
     rope = rotary(QWEN3, jnp.arange(10).reshape(2, 5))

@@ -31,8 +31,10 @@ def folder(tmp_path: Path) -> Path:
     [
         "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
         "{% for a in range(99999) %}{% for b in range(99999) if false %}{% endfor %}{% endfor %}",
-        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(50) }}",
-        "{% macro f() %}{{ caller() }}{% endmacro %}{% for a in range(9999) %}{% call f() %}{% endcall %}{% endfor %}",
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(50) "
+        "}}",
+        "{% macro f() %}{{ caller() }}{% endmacro %}{% for a in range(9999) %}{% call f() %}{% "
+        "endcall %}{% endfor %}",
     ],
 )
 def test_a_template_that_loops_is_refused(monkeypatch: pytest.MonkeyPatch, template: str) -> None:
@@ -57,12 +59,17 @@ def test_a_template_that_takes_too_long_is_refused(monkeypatch: pytest.MonkeyPat
         "{{ 10**12 * 'a' }}",
         "{{ [1] * 10**12 }}",
         "{{ 9 ** 9 ** 9 }}",
-        "{% set ns = namespace(s='aaaaaaaa') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
-        "{% set ns = namespace(s='aaaaaaaa') %}{% for i in range(60) %}{% set ns.s = ns.s + ns.s %}{% endfor %}",
-        "{% set ns = namespace(s='aaaaaaaa') %}{% for i in range(60) %}{% set ns.s = [ns.s, ns.s] | join %}{% endfor %}",
-        "{% set ns = namespace(s='aaaaaaaa') %}{% for i in range(60) %}{% set s %}{{ ns.s }}{{ ns.s }}{% endset %}"
+        "{% set ns = namespace(s='aaaaaaaa') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s "
+        "%}{% endfor %}",
+        "{% set ns = namespace(s='aaaaaaaa') %}{% for i in range(60) %}{% set ns.s = ns.s + ns.s "
+        "%}{% endfor %}",
+        "{% set ns = namespace(s='aaaaaaaa') %}{% for i in range(60) %}{% set ns.s = [ns.s, ns.s] "
+        "| join %}{% endfor %}",
+        "{% set ns = namespace(s='aaaaaaaa') %}{% for i in range(60) %}{% set s %}{{ ns.s }}{{ "
+        "ns.s }}{% endset %}"
         "{% set ns.s = s %}{% endfor %}",
-        "{% set ns = namespace(n=9) %}{% for i in range(60) %}{% set ns.n = ns.n * ns.n %}{% endfor %}",
+        "{% set ns = namespace(n=9) %}{% for i in range(60) %}{% set ns.n = ns.n * ns.n %}{% "
+        "endfor %}",
         "{% for i in range(9999) %}{{ 'aaaaaaaa' }}{% endfor %}",
         "{{ '%100000d' % 1 }}",
         "{{ '%*d' % (100000, 1) }}",
@@ -129,7 +136,8 @@ def test_a_template_that_widens_texts_without_measure_is_refused(template: str) 
 def test_widths_and_numbers_of_a_template_are_written() -> None:
     template = (
         "{{ '%d %05d' | format(1234567890123, 42) }}|{{ '{} {:>3}'.format(1234567, 'x') }}|"
-        "{{ '{\"id\": 1234567} %s' % 3 }}|{{ 'a' | center(3) }}|{{ 7 % 3 }}|{{ ['a', 'b'] | join(', ') }}|"
+        "{{ '{\"id\": 1234567} %s' % 3 }}|{{ 'a' | center(3) }}|{{ 7 % 3 }}|{{ ['a', 'b'] | "
+        "join(', ') }}|"
         "{{ 'aa'.replace('a', 'b') }}|{{ 'x\ny' | indent(2) }}|{{ messages | length }}"
     )
     assert Tokenizer.load(TINY, template).render(QUESTION, whole=True) == (
@@ -140,7 +148,8 @@ def test_widths_and_numbers_of_a_template_are_written() -> None:
 def test_what_bounded_templates_write_is_what_jinja_writes() -> None:
     template = (
         "{% macro f(x) %}<{{ x }}>{% endmacro %}"
-        "{% for m in messages if m.role != 'system' %}{{ loop.index ~ '/' ~ loop.length ~ m.content }}"
+        "{% for m in messages if m.role != 'system' %}{{ loop.index ~ '/' ~ loop.length ~ "
+        "m.content }}"
         "{% if loop.last %}!{% else %}{{ loop.nextitem.role }}{% endif %}{% else %}none{% endfor %}"
         "{{ f(1 + 2) }}{{ 'a' * 3 + 'b' }}{{ ([1] + [2]) | length }}{{ 2 ** 10 }}{{ none ~ true }}"
         "{% for n in [1, [2]] recursive %}{{ loop(n) if n is not number else n }}{% endfor %}"

@@ -141,7 +141,8 @@ def test_small_arrays_of_several_replicas_are_written_by_one_and_compile_nothing
 
 
 def on_host(parameters: Parameters, used: list[int]) -> Parameters:
-    """The parameters as a publisher of files has them; `used` gets the bytes of each that is read."""
+    """The parameters as a publisher of files has them; `used` gets the bytes of each that is
+    read."""
 
     def lazy(leaf: jax.Array) -> LazyArray:
         values = np.asarray(leaf)
@@ -157,7 +158,8 @@ def on_host(parameters: Parameters, used: list[int]) -> Parameters:
 
 @pytest.mark.slow
 def test_weights_outside_of_devices_are_saved_and_restored_there(tmp_path, monkeypatch):
-    """One array at a time is on a device, for its checksum: a copy of the sampler's weights would not fit there."""
+    """One array at a time is on a device, for its checksum: a copy of the sampler's weights would
+    not fit there."""
     one, parameters, held = learner(QWEN3), random_parameters(3), []
     sizes = [leaf.nbytes for leaf in jax.tree.leaves(parameters)]
 
@@ -197,7 +199,8 @@ def test_weights_outside_of_devices_are_saved_and_restored_there(tmp_path, monke
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_of_an_array_outside_of_devices_one_has_a_piece_at_a_time(monkeypatch, dtype):
-    """With the checksum of the whole; positions that begin again in a later layer, as in a very large array, too."""
+    """With the checksum of the whole; positions that begin again in a later layer, as in a very
+    large array, too."""
     on_device, part = [], checksum._part
 
     def counted(piece, *args):
@@ -322,7 +325,8 @@ def test_a_job_leaves_loggers_and_warnings_as_they_were(tmp_path):
 
 @pytest.mark.slow
 def test_when_a_read_fails_all_others_have_ended(tmp_path, monkeypatch):
-    """Those that Orbax dropped called back while the run went on, which then could wait for ever."""
+    """Those that Orbax dropped called back while the run went on, which then could wait for
+    ever."""
     checkpoints = Checkpoints(tmp_path / "checkpoints", keep_last=1)
     checkpoints.save(1, state_on((1, 4, 2)), {})
     checkpoints.close()

@@ -1,4 +1,5 @@
-"""The compiled update: how often weights and gradients move between devices, in which type, and how many are held."""
+"""The compiled update: how often weights and gradients move between devices, in which type, and how
+many are held."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ SIZES = {"bf16": 2, "f32": 4}
 
 
 def of_weights(text: str) -> list[Collective]:
-    """Collectives of matrices: of the head, and of layers (the smallest matrix has hidden_size^2 elements)."""
+    """Collectives of matrices: of the head, and of layers (the smallest matrix has hidden_size^2
+    elements)."""
     return [one for one in collectives(text) if one.elements >= SMALL.hidden_size**2]
 
 
@@ -86,14 +88,16 @@ def test_accelerators_gather_bfloat16_and_sum_gradients_in_reduce_dtype(topology
 
 
 def test_the_kernels_for_gpus_fit_the_one_with_least_shared_memory():
-    """An L4 has 99 KiB, of which heads of 128 take 96: with one more array there it would fall back on `blocked`."""
+    """An L4 has 99 KiB, of which heads of 128 take 96: with one more array there it would fall back
+    on `blocked`."""
     text = compiled_elsewhere("l4:1", "kernels", 128)
     assert all(f"{name}_kernel" in text for name in ("forward", "query", "key"))
 
 
 def test_between_products_and_attention_a_tpu_moves_nothing():
-    """Three kernels, one of them again, and no array in which heads and tokens are dimensions of their own: on a TPU
-    that is another order in memory, and a product that makes it takes twice as long."""
+    """Three kernels, one of them again, and no array in which heads and tokens are dimensions of
+    their own: on a TPU that is another order in memory, and a product that makes it takes twice as
+    long."""
     text = compiled_elsewhere("v6e:2x2", "update by kernels")
     kernels = re.findall(r'custom-call\(.*op_name="[^"]*/(\w+)_kernel/', text)
     assert sorted(kernels) == ["forward", "forward", "key", "query"]
@@ -101,7 +105,8 @@ def test_between_products_and_attention_a_tpu_moves_nothing():
 
 
 def test_the_update_holds_one_gradient():
-    """Each layer adds to the sum where it stands: a stack of new gradients beside it would be as large as the sum."""
+    """Each layer adds to the sum where it stands: a stack of new gradients beside it would be as
+    large as the sum."""
     memory = compiled_update(jax.devices()[:1], "float32", num_layers=24).memory_analysis()
     gradient = 4 * (WEIGHTS - 2 * HEAD) // SMALL.num_layers * 24
     assert memory.temp_size_in_bytes < 0.8 * gradient < memory.alias_size_in_bytes

@@ -1,6 +1,8 @@
-"""What compilers make of sampling: no loop over slots, no weight copied, nothing exchanged between replicas.
+"""What compilers make of sampling: no loop over slots, no weight copied, nothing exchanged between
+replicas.
 
-The TPU's and the GPU's are asked where they are installed (libtpu, jax-cuda13-plugin); no accelerator is needed.
+The TPU's and the GPU's are asked where they are installed (libtpu, jax-cuda13-plugin); no
+accelerator is needed.
 """
 
 from __future__ import annotations
@@ -47,7 +49,8 @@ NOT_MADE = {
 
 
 def sizes(one: Instruction, dtype: str = "") -> list[int]:
-    """Elements of the arrays that it makes in the device's memory; the TPU's own, S(1), is a cache."""
+    """Elements of the arrays that it makes in the device's memory; the TPU's own, S(1), is a
+    cache."""
     found = re.findall(r"\b\w+\[[\d,]*\](?:\{[^}]*\})?", one.shape)
     made = found[:1] if one.op == "copy-start" else found  # then comes what is copied
     return [
@@ -65,7 +68,8 @@ def loops(hlo: Module, name: str) -> list[str]:
 
 
 def sequences(hlo: Module) -> dict[str, list[Instruction]]:
-    """What the device runs one by one: the entry and the loops' bodies, not what is inside fusions."""
+    """What the device runs one by one: the entry and the loops' bodies, not what is inside
+    fusions."""
     (tokens,) = loops(hlo, hlo.entry)
     return {name: hlo.computations[name] for name in (hlo.entry, tokens, *loops(hlo, tokens))}
 
@@ -80,7 +84,8 @@ def collectives(hlo: Module) -> list[Instruction]:
 
 
 def weight_sizes(a: Architecture, tensor: int) -> set[int]:
-    """Elements on one device of each matrix of a layer, of q, k and v together, and of L and 2 of them stacked."""
+    """Elements on one device of each matrix of a layer, of q, k and v together, and of L and 2 of
+    them stacked."""
     one = {
         math.prod(spec.shape[1:]) // tensor
         for spec in jax.tree.leaves(param_specs(a).blocks)
@@ -128,9 +133,9 @@ def test_structure_on_tpu(on_tpu, layers):
 
 
 def share_of_floor(found: dict[int, Module], a: Architecture, name: str, chips: int) -> float:
-    """How many times as long a token takes as reading weights and live keys, at 256 tokens of the prompt and half of
-    512 of the completion; by the compiler's cycles and the waits for copies of two depths, and the time in which the
-    kernel reads live keys, without collectives."""
+    """How many times as long a token takes as reading weights and live keys, at 256 tokens of the
+    prompt and half of 512 of the completion; by the compiler's cycles and the waits for copies of
+    two depths, and the time in which the kernel reads live keys, without collectives."""
     chip = ACCELERATORS[name]
     held, live = (SLOTS // GROUP_SIZE * 256 + SLOTS * own for own in (512, 256))
     (few, first), (more, second) = (
@@ -167,7 +172,8 @@ def test_the_kernel_compiles_for_heads_of_64_and_128_in_both_types():
 
 
 def test_caches_that_fit_into_a_tpus_on_chip_memory_are_not_copied_there():
-    """Else they were copied in and out at every token, whole, though the kernel reads live pages."""
+    """Else they were copied in and out at every token, whole, though the kernel reads live
+    pages."""
     hlo = Module(compiled_elsewhere("v6e:2x2", "decode"))
     (tokens,) = loops(hlo, hlo.entry)
     shapes = {one.name: one.shape for one in hlo.computations[tokens]}
@@ -181,7 +187,8 @@ def test_caches_that_fit_into_a_tpus_on_chip_memory_are_not_copied_there():
 
 
 def test_a_layer_of_prefill_takes_at_most_1_9_times_as_long_as_its_products():
-    """It copies no weight: divided into heads within its product, that of q would be turned round for it (2.1)."""
+    """It copies no weight: divided into heads within its product, that of q would be turned round
+    for it (2.1)."""
     chip, hlo = ACCELERATORS["v5p"], Module(compiled_elsewhere("v5p:2x2x2", "prefill of 70b"))
     tokens = SLOTS // GROUP_SIZE // 4 * 256
     products = (
@@ -207,8 +214,8 @@ def test_a_layer_of_prefill_takes_at_most_1_9_times_as_long_as_its_products():
 
 @pytest.mark.parametrize("topology", ["h200:1", "v6e:1x1"])
 def test_context_moves_the_rows_that_it_is_for(topology):
-    """Of 64 rows 4 get context, or give way and come back. Keys are written in place; a scatter of all heads was a copy
-    of the whole cache before and after, and gathered rows a read of all."""
+    """Of 64 rows 4 get context, or give way and come back. Keys are written in place; a scatter of
+    all heads was a copy of the whole cache before and after, and gathered rows a read of all."""
     for program, text in zip(
         ("feed", "save", "restore"),
         compiled_elsewhere(topology, "context").split("\f"),
@@ -246,8 +253,9 @@ def test_structure_on_gpu():
 
 @pytest.mark.parametrize("topology", ["h200:4", "v6e:2x2"])
 def test_weights_of_8_bits_are_widened_when_they_are_needed(topology):
-    """They enter the loop as they are. A TPU's products widen what they read; cuBLAS, which is compiled for here, is
-    given each widened: without a barrier, on one device XLA widens those of all layers at the start of each turn."""
+    """They enter the loop as they are. A TPU's products widen what they read; cuBLAS, which is
+    compiled for here, is given each widened: without a barrier, on one device XLA widens those of
+    all layers at the start of each turn."""
     hlo = Module(compiled_elsewhere(topology, "decode of 8 bits"))
     (tokens,) = loops(hlo, hlo.entry)
     weights, body = weight_sizes(SAMPLED, 1), hlo.computations[tokens]
@@ -290,8 +298,8 @@ def test_weights_of_8_bits_are_widened_when_they_are_needed(topology):
     ],
 )
 def test_replicas_exchange_nothing(mesh, program, truncated):
-    """Also with fewer key/value heads (2) than `tensor` (4). A loop that ends by replica must hold no permutation: all
-    devices take part in one."""
+    """Also with fewer key/value heads (2) than `tensor` (4). A loop that ends by replica must hold
+    no permutation: all devices take part in one."""
     where = roles(*mesh).sampler
     a = replace(QWEN3, num_layers=1)
     engine = Engine(

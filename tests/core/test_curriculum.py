@@ -1,4 +1,5 @@
-"""The order of prompts: a permutation an epoch, no row twice a step, a cursor that resumes, none cut in silence."""
+"""The order of prompts: a permutation an epoch, no row twice a step, a cursor that resumes, none
+cut in silence."""
 
 from __future__ import annotations
 

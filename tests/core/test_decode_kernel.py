@@ -1,4 +1,5 @@
-"""Decoding's kernels, in interpret mode: their numbers are the other form's, and a slot's bits its own."""
+"""Decoding's kernels, in interpret mode: their numbers are the other form's, and a slot's bits its
+own."""
 
 from __future__ import annotations
 
@@ -88,7 +89,8 @@ def by_softmax(inputs: Inputs) -> tuple[jax.Array, jax.Array, jax.Array]:
     ],
 )
 def test_it_gives_what_the_other_form_gives(share, width, dtype, programs, tolerance):
-    """At the edges of blocks, with query heads that fill no power of two; the last case has the tiles of a GPU."""
+    """At the edges of blocks, with query heads that fill no power of two; the last case has the
+    tiles of a GPU."""
     inputs = drawn(share, width, dtype)
     assert dtype == jnp.float32 or block_keys(width, dtype) == 64
     for ours, theirs in zip(by_kernel(inputs, programs), by_softmax(inputs), strict=True):
@@ -143,8 +145,9 @@ class Paged(NamedTuple):
 
 
 def paged(width: int, heads: int, seed: int = 0, dtype: Any = jnp.float32) -> Paged:
-    """Four rows of two slots, three query heads to a key head; prompts of up to 256 tokens, completions of up to 384 in
-    scattered pages of a pool. Lengths at the edges of pages; a slot and a row that sample nothing."""
+    """Four rows of two slots, three query heads to a key head; prompts of up to 256 tokens,
+    completions of up to 384 in scattered pages of a pool. Lengths at the edges of pages; a slot and
+    a row that sample nothing."""
     rng = np.random.default_rng(seed)
 
     def draw(*shape: int) -> jax.Array:
@@ -199,7 +202,8 @@ def test_a_tpus_gives_what_the_other_form_gives(monkeypatch, width, heads, dtype
 @pytest.mark.slow
 @pytest.mark.bitwise
 def test_a_tpus_slots_bits_are_its_own_wherever_its_pages_are():
-    """Whatever its neighbours and all other pages hold, how long these are, and what lies beyond its own keys."""
+    """Whatever its neighbours and all other pages hold, how long these are, and what lies beyond
+    its own keys."""
     base, other = paged(64, 2), paged(64, 2, seed=1)
     row, slot = 1, 1
     kept = (np.arange(2 * PAGE) < base.prefix_len[row])[:, None]
@@ -303,8 +307,9 @@ def test_without_it_where_it_cannot_run(monkeypatch):
 
 
 def test_what_a_tpu_reads_in_a_turn_fits_its_memory():
-    """64 places of 8B in groups of 8, in two parts of their heads; of 70B on 8 devices four rows at once, two steps;
-    one prompt of 16,384 tokens and one head; 32 siblings in float32: a page of all at once."""
+    """64 places of 8B in groups of 8, in two parts of their heads; of 70B on 8 devices four rows at
+    once, two steps; one prompt of 16,384 tokens and one head; 32 siblings in float32: a page of all
+    at once."""
     assert [
         tuple(Tiles.of(*sizes))
         for sizes in (
@@ -318,7 +323,8 @@ def test_what_a_tpu_reads_in_a_turn_fits_its_memory():
 
 @pytest.mark.slow
 def test_more_slots_a_program_where_there_are_enough_programs():
-    """256 places of 1.5B in groups of 8: two slots; of 8B, with 8 key heads: all; one prompt: one."""
+    """256 places of 1.5B in groups of 8: two slots; of 8B, with 8 key heads: all; one prompt:
+    one."""
     assert [
         slots_at_once(*sizes)
         for sizes in (

@@ -17,7 +17,8 @@ TINY = Path(__file__).parents[2] / "src" / "shoal" / "assets" / "tiny"
 CHAT = (
     "{%- if tools %}<|system|>{{ tools | tojson }}\n{% endif %}"
     "{%- for m in messages %}<|{{ m.role }}|>\n{% if m.role == 'assistant' %}BEGIN{{ m.content }}"
-    "{% for call in m.tool_calls or [] %}<call>{{ call.function | tojson }}</call>{% endfor %}<|end|>END\n"
+    "{% for call in m.tool_calls or [] %}<call>{{ call.function | tojson }}</call>{% endfor "
+    "%}<|end|>END\n"
     "{% else %}{{ m.content }}\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
@@ -62,7 +63,8 @@ def whole(tokenizer: Tokenizer, stream: Stream) -> str:
 
 @pytest.mark.parametrize("template", [PLAIN, MARKED])
 def test_the_assistants_turns_alone_each_with_its_end(template: str):
-    """A tag in a user's text neither begins nor ends a turn; the line break that a template writes behind is left."""
+    """A tag in a user's text neither begins nor ends a turn; the line break that a template writes
+    behind is left."""
     tokenizer = Tokenizer.load(TINY, template)
     (stream,) = streams_of(tokenizer, DIALOGUE, TOOLS)
     assert learned(tokenizer, stream) == [
@@ -150,7 +152,8 @@ def test_prompts_and_completions_of_text():
         ),
         (
             DIALOGUE[:2],
-            "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}",
+            "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor "
+            "%}",
             "leaves out what the assistant says",
         ),
     ],
@@ -162,7 +165,8 @@ def test_what_cannot_be_learned(messages: list, template: str, error: str):
 
 NO_TOOLS = PLAIN.replace("{%- if tools %}<|system|>{{ tools | tojson }}\n{% endif %}", "")
 NO_CALLS = (
-    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% if m.role == 'assistant' %}<|end|>{% endif %}"
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% if m.role == 'assistant' %}<|end|>{% "
+    "endif %}"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 NO_RESULTS = NO_CALLS.replace(

@@ -1,4 +1,5 @@
-"""The fleet: groups in the order asked whatever hosts do, lost hosts, wrong answers, newest weights, own devices."""
+"""The fleet: groups in the order asked whatever hosts do, lost hosts, wrong answers, newest
+weights, own devices."""
 
 from __future__ import annotations
 
@@ -262,7 +263,8 @@ def test_the_groups_of_a_lost_host_are_asked_again_elsewhere_and_it_is_made_anew
         40 * TOKENS,
     )
     assert said == [
-        f"sampler host a is lost: its process was killed; {stats.fleet['asked_again']} groups asked again"
+        f"sampler host a is lost: its process was killed; {stats.fleet['asked_again']} groups "
+        f"asked again"
     ]
 
 
@@ -549,7 +551,8 @@ def test_health_is_progress_and_not_life():
 
 @pytest.mark.parametrize("stall_seconds", [0, 5])
 def test_a_host_that_compiles_or_reads_weights_has_not_stalled_while_it_is_heard_of(stall_seconds):
-    """Also before it is ready, when it has no groups yet; one that is stopped meanwhile is heard of no more."""
+    """Also before it is ready, when it has no groups yet; one that is stopped meanwhile is heard of
+    no more."""
     tells = HostProgress(preparing=True)
     host: Any = SimpleNamespace(progress=lambda: replace(tells))
     for groups in ({}, {1: requests([0])[0]}):
@@ -654,8 +657,8 @@ def test_an_evaluation_has_its_share_where_a_group_is_larger():
     alone=st.booleans(),
 )
 def test_of_training_and_evaluation_none_starves_on_a_host(capacity, sizes, ends, alone):
-    """Groups of both wait always, perhaps after training had the host alone; each that ends is followed at once,
-    training first."""
+    """Groups of both wait always, perhaps after training had the host alone; each that ends is
+    followed at once, training first."""
     host = Member("a", FakeHost(), progress=HostProgress(capacity=capacity))
     train = replace(requests([0])[0], num_completions=sizes[0])
     evaluation = replace(train, purpose=Purpose.EVALUATE, num_completions=sizes[1])
@@ -720,13 +723,13 @@ def test_the_lane_of_a_host_elsewhere_shows_what_it_tells(tmp_path, monkeypatch)
     """Also of the next host of that name; no event begins before the last one's end."""
     now, tells = [100.0], HostProgress()
     monkeypatch.setattr("shoal.report.timeline.time.time", lambda: now[0])
-    one = Member("worker 0", SimpleNamespace(progress=lambda: replace(tells)), restarts=1)  # type: ignore[arg-type]
+    one = Member("worker 0", SimpleNamespace(progress=lambda: replace(tells)), restarts=1)
     with closing(Timeline(tmp_path / "timeline.json", print)) as timeline:
         one.timeline = timeline
         for now[0], tells.busy_seconds in ((101.0, 0.5), (101.3, 0.5), (102.0, 1.75)):
             one.look(now[0])
         one.lose(now[0])
-        one.begin(SimpleNamespace(progress=lambda: HostProgress(busy_seconds=0.25)), now[0])  # type: ignore[arg-type]
+        one.begin(SimpleNamespace(progress=lambda: HostProgress(busy_seconds=0.25)), now[0])
         now[0] = 103.0
         one.look(now[0])
     events = json.loads((tmp_path / "timeline.json").read_text().rstrip().rstrip(",") + "]")
@@ -835,7 +838,8 @@ def test_a_host_tells_that_it_reads_weights_or_compiles(monkeypatch):
         name: [preparing for one, preparing in seen if one == name]
         for name in ("give", "prefill", "decode")
     }
-    # Those that may compile, not every one: a host that hangs in a later call would have 10 minutes.
+    # Those that may compile, not every one: a host that hangs in a later call would have 10
+    # minutes.
     assert (calls["give"], calls["prefill"], calls["decode"][:5]) == (
         [True] * 2,
         [True, False],
@@ -884,8 +888,8 @@ def test_an_exact_version_waits_until_others_are_drawn_and_newest_weights_are_ta
 
 
 def test_newest_weights_that_were_released_are_passed_over():
-    """A host that was busy while two versions were published finds the first gone; no group starts on older weights
-    than it may."""
+    """A host that was busy while two versions were published finds the first gone; no group starts
+    on older weights than it may."""
 
     class Released(Weights):
         def give(self) -> Any:
@@ -939,7 +943,8 @@ def test_newest_weights_are_read_while_completions_go_on():
 
 
 def test_a_thread_that_cannot_sample_waits():
-    """For weights that the trainer has not published yet: it asks its host no more often than it is called."""
+    """For weights that the trainer has not published yet: it asks its host no more often than it is
+    called."""
     polls, polled = [], threading.Event()
 
     def poll() -> dict[int, list[Completion]]:
@@ -1079,8 +1084,9 @@ def test_devices_of_their_own_and_more_hosts_change_no_bit(workshop, together):
 
 @pytest.mark.slow
 def test_programs_of_devices_that_meet_are_dispatched_one_at_a_time(workshop, monkeypatch):
-    """Two hosts of two devices decode in threads, while the trainer's thread compares what it publishes and scores with
-    the reference on all four: in different orders on two devices, programs with collectives wait for each other."""
+    """Two hosts of two devices decode in threads, while the trainer's thread compares what it
+    publishes and scores with the reference on all four: in different orders on two devices,
+    programs with collectives wait for each other."""
     dispatch, spans = Program._known_options, []
 
     def slow(self: Program, call: Callable[[], Any]) -> Any:
@@ -1148,7 +1154,8 @@ def test_a_run_that_was_cut_resumes_on_other_hosts_to_the_same_end(workshop, tog
 
 @pytest.mark.slow
 def test_evaluations_that_are_under_way_are_in_the_checkpoint(workshop, together, monkeypatch):
-    """None is ready before the end: each is filed under its own version with the answers of that version."""
+    """None is ready before the end: each is filed under its own version with the answers of that
+    version."""
     monkeypatch.setattr(Fleet, "is_ready", lambda self, purpose, step: False)
     late = workshop.train("late", *LAGGING, "mesh.sampler=[1]")
     extra = json.loads((late / "checkpoints" / "5" / "extra" / "metadata").read_text())

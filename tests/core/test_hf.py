@@ -517,8 +517,8 @@ def test_harmless_leftovers(tmp_path):
 def by_blocks(
     folder: Path, hidden: int = 160, inner: int = 320, change: Any = len
 ) -> tuple[Path, Path]:
-    """A model whose products are stored in 8 bits by blocks, and the same with the values that these mean, in float64
-    until they are written."""
+    """A model whose products are stored in 8 bits by blocks, and the same with the values that
+    these mean, in float64 until they are written."""
     write_model(folder / "plain", "qwen3", hidden_size=hidden, intermediate_size=inner, head_dim=64)
     shutil.copytree(folder / "plain", folder / "stored")
     plain = load_file(folder / "plain" / "model.safetensors")
@@ -636,7 +636,8 @@ parameters = jax.block_until_ready(hf.load(sys.argv[2], a, role))
 peak = status("VmHWM")
 hf.save(sys.argv[3], parameters, a)
 model = sum(x.nbytes for x in jax.tree.leaves(parameters))
-print(model, max(x.nbytes for x in jax.tree.leaves(parameters)), peak - before, status("VmHWM") - peak)
+largest = max(x.nbytes for x in jax.tree.leaves(parameters))
+print(model, largest, peak - before, status("VmHWM") - peak)
 """
 
 

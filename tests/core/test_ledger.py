@@ -1,4 +1,5 @@
-"""The ledger: whatever hosts answer, lose or repeat, every group is handed over once, in the order asked."""
+"""The ledger: whatever hosts answer, lose or repeat, every group is handed over once, in the order
+asked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The loop: which version each step samples from, in what order things are asked for, and that nothing is missed."""
+"""The loop: which version each step samples from, in what order things are asked for, and that
+nothing is missed."""
 
 from __future__ import annotations
 
@@ -62,7 +63,8 @@ def state_of(version: int) -> State:
 
 
 class Diary:
-    """A source, updater, evaluator, recorder and checkpoints that only write down what is asked of them."""
+    """A source, updater, evaluator, recorder and checkpoints that only write down what is asked of
+    them."""
 
     older = 0  # versions by which what is taken is older than what was asked for
 
@@ -202,7 +204,7 @@ def play(
     prompts = PromptStream(
         [Example(row, str(row)) for row in range(50)], lambda prompt: np.array([1]), 0, 10
     )
-    run = Run(config, ("weights", 0), diary, diary, prompts, diary, diary, diary, schedule)  # type: ignore[arg-type]
+    run = Run(config, ("weights", 0), diary, diary, prompts, diary, diary, diary, schedule)
     return diary, run.train()
 
 
@@ -376,15 +378,16 @@ def test_a_warning_ends_the_run_only_where_that_was_asked():
 
 
 def test_a_hopeless_run_ends_and_names_the_checkpoint_from_before():
-    """Step 3 was skipped, so the weights of step 2 were bad already; nothing is saved of what followed."""
+    """Step 3 was skipped, so the weights of step 2 were bad already; nothing is saved of what
+    followed."""
     diary, error = run_warned("wrong", "continue")
     assert "after step 3: a dull reward" in error and diary.versions() == [1, 2]
     assert "the last good checkpoint is of step 1: shoal train model=checkpoints/1" in error
 
 
 class Learning(Diary):
-    """A diary of a run in which row 0 is never solved and the others are before step `solved_until`; weights are let go
-    of as `LocalSource` does."""
+    """A diary of a run in which row 0 is never solved and the others are before step
+    `solved_until`; weights are let go of as `LocalSource` does."""
 
     def __init__(self, solved_until: int) -> None:
         super().__init__()
@@ -428,7 +431,8 @@ class Learning(Diary):
 
 
 def learn(lag: int, *words: str, before: Learning | None = None, version: int = -1) -> Learning:
-    """Four prompts, two a step, of which three are soon solved: a whole run, or the rest of one from a checkpoint."""
+    """Four prompts, two a step, of which three are soon solved: a whole run, or the rest of one
+    from a checkpoint."""
     diary = Learning(solved_until=lag + 2)
     config, _ = compose(
         "train",
@@ -490,8 +494,8 @@ LAGS = pytest.mark.parametrize("lag", [0, 1, 2, 3])
     "dynamic", ["algorithm.dynamic_sampling=true", "algorithm.dynamic_sampling=false"]
 )
 def test_once_the_data_is_learnt_nothing_more_is_asked_for(lag, dynamic):
-    """What is pending then is learnt from, though it may bring solved prompts back; the last version is evaluated once,
-    at the end."""
+    """What is pending then is learnt from, though it may bring solved prompts back; the last
+    version is evaluated once, at the end."""
     diary = learn(lag, dynamic)
     last, updates = diary.summary["last"], steps_of(diary.events, "update")
     assert updates == list(range(last)) and 1 <= last < 15
@@ -511,7 +515,8 @@ def test_once_the_data_is_learnt_nothing_more_is_asked_for(lag, dynamic):
 
 
 class Third(Diary):
-    """A diary of a run in which a third of the groups is useful; `rounds` has the groups asked for by step."""
+    """A diary of a run in which a third of the groups is useful; `rounds` has the groups asked for
+    by step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -539,7 +544,8 @@ class Third(Diary):
 
 @pytest.mark.parametrize("lag", [0, 1])
 def test_with_a_lag_as_many_groups_are_asked_for_as_the_last_step_shows_useful(lag):
-    """Without a lag a step asks again for what is missing; with one that would have to be waited for."""
+    """Without a lag a step asks again for what is missing; with one that would have to be waited
+    for."""
     diary = Third()
     config, _ = compose(
         "train",
@@ -554,7 +560,7 @@ def test_with_a_lag_as_many_groups_are_asked_for_as_the_last_step_shows_useful(l
     prompts = PromptStream(
         [Example(row, str(row)) for row in range(300)], lambda prompt: np.array([1]), 0, 10
     )
-    Run(config, ("weights", 0), diary, diary, prompts, diary, diary, diary, Schedule(lag)).train()  # type: ignore
+    Run(config, ("weights", 0), diary, diary, prompts, diary, diary, diary, Schedule(lag)).train()
     assert list(diary.rounds) == list(range(5))
     for step, rounds in diary.rounds.items():
         learnt = step - 1 - lag  # the newest step when this one was asked for
@@ -618,7 +624,7 @@ def test_a_stop_saves_without_requesting_anything_again():
     prompts = PromptStream(
         [Example(row, str(row)) for row in range(50)], lambda prompt: np.array([1]), 0, 10
     )
-    run = Run(config, ("weights", 0), diary, diary, prompts, diary, diary, diary, Schedule(lag=2))  # type: ignore[arg-type]
+    run = Run(config, ("weights", 0), diary, diary, prompts, diary, diary, diary, Schedule(lag=2))
     run.after_step = lambda step, _: run.stop.request() if step == 3 else None
     with pytest.raises(KeyboardInterrupt, match="stopped after step 4 of 9"):
         run.train()
@@ -670,7 +676,8 @@ def test_weights_that_cannot_be_published_are_saved_with_their_step():
 
 
 def test_a_resumed_run_samples_from_what_its_checkpoint_holds():
-    """Whatever schedule it had before: of the versions that its steps would name, the checkpoint has 4 and 5."""
+    """Whatever schedule it had before: of the versions that its steps would name, the checkpoint
+    has 4 and 5."""
     schedule = Schedule(lag=3, held=(4, 5))
     assert [schedule.version(step) for step in range(5, 11)] == [4, 4, 4, 5, 6, 7]
     assert schedule.older_versions(6) == [4, 5] and schedule.keep_from(6) == 4

@@ -1,4 +1,5 @@
-"""Adapters: their gradients, what is trained and what stays, PEFT's files in both directions, and mistakes."""
+"""Adapters: their gradients, what is trained and what stays, PEFT's files in both directions, and
+mistakes."""
 
 from __future__ import annotations
 
@@ -102,8 +103,9 @@ def kernels(weights: Any) -> dict[str, Adapted]:
     "a", [QWEN3, LLAMA2, replace(QWEN3, qkv_bias=True)], ids=["qwen3", "llama", "with biases"]
 )
 def test_on_a_gpu_an_adapters_products_stay_three(a, monkeypatch):
-    """Those of q, k and v are joined for decoding where they have none. Joined, a's columns would be three times b's
-    rows, which ended every run with an adapter on a GPU whose model has no biases."""
+    """Those of q, k and v are joined for decoding where they have none. Joined, a's columns would
+    be three times b's rows, which ended every run with an adapter on a GPU whose model has no
+    biases."""
     monkeypatch.setattr(Role, "platform", "gpu")
     monkeypatch.setattr(kv_cache, "kernel_refusal", lambda model: "")
     for one in (a, adapted(a)):
@@ -127,7 +129,8 @@ def test_on_a_gpu_an_adapters_products_stay_three(a, monkeypatch):
 def float64_logprobs(
     a: Architecture, parameters: Any, tokens: np.ndarray, start: int
 ) -> np.ndarray:
-    """Log-probs of tokens[start:], each after those before it, in NumPy alone: also of complex parameters."""
+    """Log-probs of tokens[start:], each after those before it, in NumPy alone: also of complex
+    parameters."""
 
     def norm(x: Any, weight: Any) -> Any:
         return x / np.sqrt((x * x).mean(-1, keepdims=True) + a.norm_eps) * weight
@@ -178,8 +181,8 @@ def float64_logprobs(
     ids=["llama", "qwen2", "qwen3"],
 )
 def test_the_gradients_are_the_oracles(a):
-    """The loss and its slope by log-probs are the oracle's, in float64; an imaginary step along A or B, through a model
-    in NumPy, gives how log-probs change."""
+    """The loss and its slope by log-probs are the oracle's, in float64; an imaginary step along A
+    or B, through a model in NumPy, gives how log-probs change."""
     one = replace(adapted(a), num_layers=2)
     parameters = jax.tree.map(
         lambda leaf, spec: leaf * (0.3 if spec.trained else 1.0),
@@ -240,7 +243,8 @@ def loss_and_gradient(a: Architecture, parameters: Any, where: Any = None) -> tu
     ("a", "rslora"), [(PLAINEST, True), (FULLEST, False)], ids=["plainest", "fullest"]
 )
 def test_the_gradients_are_those_of_the_merged_weights_by_the_chain_rule(a, rslora):
-    """W' = W + scale A B, so dA = scale dW' B^T and dB = scale A^T dW'; dW' is full training's, held to the oracle."""
+    """W' = W + scale A B, so dA = scale dW' B^T and dB = scale A^T dW'; dW' is full training's,
+    held to the oracle."""
     one = adapted(a, Adapter(3, 6.0, PRODUCTS, rslora))
     # Of larger weights, whose attention is sharper, float32 gives fewer digits.
     parameters = jax.tree.map(
@@ -425,7 +429,8 @@ def base(tmp_path_factory) -> Path:
         (
             {"rank": 4, "targets": ("q_prj",)},
             "model.lora.targets=q_prj: no product of the model is called so; it has "
-            "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, and all-linear for all of them, did you mean "
+            "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, and all-linear for all "
+            "of them, did you mean "
             "q_proj?",
         ),
         ({"rank": 33}, "model.lora.rank=33: expected 1 to 32, the smaller dimension of down_proj"),
@@ -769,8 +774,9 @@ def test_an_adapter_keeps_no_products_for_the_backward_pass():
 
 @pytest.mark.slow
 def test_the_backward_pass_computes_only_the_narrow_products_again():
-    """With model.remat=dots, read from the compiled update of one layer's loop. The change of each product was computed
-    twice, and A's gradient as [in, rank], which takes four times as long on CPU."""
+    """With model.remat=dots, read from the compiled update of one layer's loop. The change of each
+    product was computed twice, and A's gradient as [in, rank], which takes four times as long on
+    CPU."""
     rank = 5  # as no other dimension
     a = replace(PLAINEST, adapter=Adapter(rank, 8.0, PRODUCTS))
     one = learner(a)

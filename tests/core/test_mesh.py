@@ -1,4 +1,5 @@
-"""Eight simulated devices: the same update and the same log-probs as one, with everything really split."""
+"""Eight simulated devices: the same update and the same log-probs as one, with everything really
+split."""
 
 from __future__ import annotations
 
@@ -139,7 +140,8 @@ def share(array: jax.Array) -> float:
 
 @pytest.mark.slow
 def test_with_fewer_key_value_heads_than_tensor_an_update_is_that_of_one_device(alone):
-    """Key/value heads are repeated in groups; the products that make them are whole on each device of `tensor`."""
+    """Key/value heads are repeated in groups; the products that make them are whole on each device
+    of `tensor`."""
     assert SMALL.num_kv_heads < FEW_HEADS[2]
     spread = update(roles(*FEW_HEADS))
     assert share(spread.state.trainable.blocks.k.kernel) == 1 / 2
@@ -170,8 +172,8 @@ def test_one_update_is_that_of_one_device(alone, spread):
 
 
 def test_parameters_and_moments_are_split(spread):
-    """Of each matrix, and of both its moments, a device holds 1 / (fsdp x context x tensor), before and after an
-    update."""
+    """Of each matrix, and of both its moments, a device holds 1 / (fsdp x context x tensor), before
+    and after an update."""
     role = spread.learner.model.role
     whole = 1 / parts(role, (*EMBED, "tensor"))
     for state in (spread.before, spread.state):
@@ -189,7 +191,8 @@ def test_parameters_and_moments_are_split(spread):
 
 @pytest.mark.slow
 def test_the_compiled_update_holds_its_part_alone():
-    """Read from the compiled program: shardings of what goes in and out, and the bytes a device takes for them."""
+    """Read from the compiled program: shardings of what goes in and out, and the bytes a device
+    takes for them."""
     one = learner(SMALL, where=roles(fsdp=4, tensor=2))
     role = one.model.role
     shapes = jax.tree.map(
@@ -225,7 +228,8 @@ def test_the_compiled_update_holds_its_part_alone():
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [(2, 4, 1), (2, 2, 2), (2, 2, 1, 2)])
 def test_no_array_is_made_whole_for_want_of_a_way_between_two_layouts(mesh, capfd):
-    """So were the embeddings of all tokens, forward and backward, where both `data` and `fsdp` split rows."""
+    """So were the embeddings of all tokens, forward and backward, where both `data` and `fsdp`
+    split rows."""
     forget_programs()  # what is compiled already would say nothing
     one = Learner(Model(SMALL, roles(*mesh).trainer), ON_POLICY, OptimizerSection(), 10)
     batch = put_batch(one.model, batches(random_groups(SMALL, 12, 3, 16, 16), SHAPE)[0])
@@ -255,8 +259,9 @@ def test_no_array_is_made_whole_for_want_of_a_way_between_two_layouts(mesh, capf
     ids=lambda section: " ".join(f"{key}={value}" for key, value in section.items()),
 )
 def test_sampled_log_probs_are_those_of_one_device(section, alone, monkeypatch):
-    """On one mesh, on another view of its devices, on others; with fewer key/value heads than `tensor` too; with
-    siblings that share a row, or have one each; with layers apart and feed-forward matrices in pieces."""
+    """On one mesh, on another view of its devices, on others; with fewer key/value heads than
+    `tensor` too; with siblings that share a row, or have one each; with layers apart and
+    feed-forward matrices in pieces."""
     monkeypatch.setattr(Model, "pieces", section.get("pieces", 0))
     section = {key: value for key, value in section.items() if key != "pieces"}
     where, siblings = (
@@ -360,9 +365,9 @@ def long_rows() -> dict[tuple[int, int], Completion]:
 def test_with_keys_split_by_position_tokens_are_those_of_one_device(
     tensor, piece, long_rows, monkeypatch
 ):
-    """A key/value head is on 2 devices, then on 4. Their parts of the longest prompt and of completions are longer than
-    a block, and some hold no key of the shortest; second siblings join; in the second case prompts enter in pieces, and
-    weights are given in pieces too."""
+    """A key/value head is on 2 devices, then on 4. Their parts of the longest prompt and of
+    completions are longer than a block, and some hold no key of the shortest; second siblings join;
+    in the second case prompts enter in pieces, and weights are given in pieces too."""
     monkeypatch.setattr(programs, "PIECE", piece)
     monkeypatch.setattr(Model, "pieces", 2 * (piece < 1024))
     engine = engine_of_long_rows(MeshSection(fsdp=8, sampler_tensor=tensor))
@@ -419,7 +424,8 @@ def test_publishing_lays_whole_matrices_out_for_sampling(where, monkeypatch):
 
 
 def test_a_reference_is_the_same_in_a_new_run_and_in_a_resumed_one(monkeypatch):
-    """Also where the sampler reads layers one by one: a resumed run compares the reference's checksum."""
+    """Also where the sampler reads layers one by one: a resumed run compares the reference's
+    checksum."""
     monkeypatch.setattr(Model, "pieces", 1)
     where, first = roles(), jax.device_put(weights())
     model, config = Model(SMALL, where.trainer), Config(algorithm=AlgorithmSection(kl_coef=0.1))
@@ -481,7 +487,8 @@ def test_on_one_device_publishing_copies_nothing():
 
 @pytest.mark.slow
 def test_publishing_to_the_same_devices_in_another_order():
-    """As where a replica is to lie within a host, and the trainer's order is a torus's: the parts change places."""
+    """As where a replica is to lie within a host, and the trainer's order is a torus's: the parts
+    change places."""
     where = roles(data=2, fsdp=2, tensor=2)
     mesh = as_mesh(
         np.asarray(jax.devices())[[0, 5, 2, 7, 4, 1, 6, 3]].reshape(4, 2), ("data", "tensor")
@@ -551,7 +558,8 @@ def test_layers_beyond_what_a_position_can_count_differ(monkeypatch):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("shape", [(), (5,), (3, 4, 6), (4, 3, 16)])
 def test_checksums_are_those_of_their_definition(shape, dtype):
-    """However neighbours are added, and from any layout: by integers of any size, an element at a time."""
+    """However neighbours are added, and from any layout: by integers of any size, an element at a
+    time."""
 
     def mix(x: int) -> int:
         x = (x ^ x >> 16) * 0x85EBCA6B % 2**32
@@ -636,12 +644,14 @@ def test_sizes_that_do_not_divide_the_devices_are_refused(section, message):
         (
             (1, 2, 1, 4),
             {"hidden_size": 36},
-            "mesh.fsdp=2 x mesh.context=4 does not divide the model's hidden_size=36; use 1, 2 or 4",
+            "mesh.fsdp=2 x mesh.context=4 does not divide the model's hidden_size=36; use 1, 2 or "
+            "4",
         ),
         (
             (1, 1, 4),
             {"num_heads": 12, "num_kv_heads": 6},
-            "mesh.tensor=4 neither divides the model's num_key_value_heads=6 nor is a multiple of it; use 1 or 2",
+            "mesh.tensor=4 neither divides the model's num_key_value_heads=6 nor is a multiple of "
+            "it; use 1 or 2",
         ),
     ],
 )

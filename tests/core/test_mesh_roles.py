@@ -63,7 +63,8 @@ def test_devices_of_the_roles(there, asked, trainer, sampler, reference):
         (
             1,
             {"trainer": "2", "sampler": "2", "reference": "2"},
-            "2 (trainer) + 2 (sampler) + 2 (reference) devices are requested, but JAX finds 1 device",
+            "2 (trainer) + 2 (sampler) + 2 (reference) devices are requested, but JAX finds 1 "
+            "device",
         ),
         (4, {"trainer": "3", "sampler": "2"}, "3 (trainer) + 2 (sampler) devices are requested"),
         (
@@ -74,7 +75,8 @@ def test_devices_of_the_roles(there, asked, trainer, sampler, reference):
         (
             4,
             {"trainer": "2", "sampler": "2", "reference": "2"},
-            "2 (trainer) + 2 (sampler) + 2 (reference) devices are requested, but JAX finds 4 devices",
+            "2 (trainer) + 2 (sampler) + 2 (reference) devices are requested, but JAX finds 4 "
+            "devices",
         ),
         (
             8,
@@ -96,7 +98,8 @@ def test_devices_of_the_roles(there, asked, trainer, sampler, reference):
         (
             6,
             {"trainer": "[0,1]", "sampler": "[4,5]", "reference": "[1,2]"},
-            "device 1 would be both the trainer's and the reference's; they share all of their devices or none",
+            "device 1 would be both the trainer's and the reference's; they share all of their "
+            "devices or none",
         ),
         (
             6,
@@ -128,7 +131,8 @@ def test_devices_of_the_roles(there, asked, trainer, sampler, reference):
         (
             8,
             {"trainer": "[0,9]"},
-            "there is no device 9; JAX finds 8 devices, numbered from 0. All roles share all devices "
+            "there is no device 9; JAX finds 8 devices, numbered from 0. All roles share all "
+            "devices "
             "with mesh.trainer=",
         ),
         (
@@ -270,8 +274,10 @@ def test_slices_may_give_some_of_their_devices():
     [
         (
             {"fsdp": 32},
-            "these 32 devices are 2 slices, but mesh.dcn_data x mesh.dcn_fsdp is 1: set mesh.dcn_data=2 "
-            "mesh.dcn_fsdp=1 (the slices exchange gradients alone) or mesh.dcn_data=1 mesh.dcn_fsdp=2",
+            "these 32 devices are 2 slices, but mesh.dcn_data x mesh.dcn_fsdp is 1: set "
+            "mesh.dcn_data=2 "
+            "mesh.dcn_fsdp=1 (the slices exchange gradients alone) or mesh.dcn_data=1 "
+            "mesh.dcn_fsdp=2",
         ),
         (
             {"fsdp": 4, "dcn_data": 4},
@@ -290,7 +296,8 @@ def test_another_number_of_slices_is_refused(section, text):
 
 
 def test_a_sampler_of_its_own_may_span_slices():
-    """Replicas and copies of the reference are independent: each lies within a slice, however many a slice has."""
+    """Replicas and copies of the reference are independent: each lies within a slice, however many
+    a slice has."""
     made = make_roles(
         MeshSection(trainer="8", sampler="24", fsdp=8, sampler_tensor=4), tpu("v6e", 4, 4, slices=2)
     )
@@ -319,7 +326,8 @@ def test_a_reference_has_copies_where_its_devices_do_not_divide_the_model():
 
 
 def test_slices_are_outermost_on_their_axis():
-    """Eight devices as two slices of four: neighbours on `fsdp` are of one slice, the copies of `data` of both."""
+    """Eight devices as two slices of four: neighbours on `fsdp` are of one slice, the copies of
+    `data` of both."""
     mesh = make_mesh(MeshSection(data=2, fsdp=2, dcn_data=2), jax.devices())
     numbers = [[device.id for device in row] for row in mesh.devices[..., 0, 0]]
     assert dict(mesh.shape) == {"data": 4, "fsdp": 2, "context": 1, "tensor": 1}
@@ -360,7 +368,8 @@ def test_all_roles_are_on_the_devices_of_the_trainer():
     ],
 )
 def test_a_tpus_sampler_is_given_large_matrices_in_pieces(name, devices, changes, pieces):
-    """Not where they may be the trainer's own arrays: frozen, or in float32; weights of 8 bits never are."""
+    """Not where they may be the trainer's own arrays: frozen, or in float32; weights of 8 bits
+    never are."""
     a = replace(model_named(name).architecture, **changes)
     role = make_roles(MeshSection(tensor=len(devices)), devices).sampler
     assert layer_pieces(a, role, jnp.bfloat16) == pieces

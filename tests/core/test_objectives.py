@@ -1,4 +1,5 @@
-"""What a step does with its groups: truncation replayed, groups chosen, a teacher, penalties (runs: tests/run)."""
+"""What a step does with its groups: truncation replayed, groups chosen, a teacher, penalties (runs:
+tests/run)."""
 
 from __future__ import annotations
 
@@ -272,7 +273,8 @@ def test_a_divergence_in_the_reward_by_hand():
         StepTable.of(made, a, penalty).advantages, [[0.4, -0.4]], rtol=1e-6
     )  # (0.7, -0.1) - 0.3
     np.testing.assert_allclose(StepTable.of(made, a).rewards, [[1.0, 0.0]])
-    # A completion that was cut and is masked loses its reward's part all the same; the metric is of those trained on.
+    # A completion that was cut and is masked loses its reward's part all the same; the metric is of
+    # those trained on.
     first, second = made[0].completions
     made[0] = replace(made[0], completions=(replace(first, stop_reason=StopReason.LENGTH), second))
     recorded, masked = MetricSet(), replace(a, mask_truncated=True)
@@ -366,7 +368,8 @@ def median(rewards: Rewards, valid: Valid, **unread: object) -> Rewards:
 
 @pytest.mark.slow
 def test_a_loss_and_an_advantage_are_one_function_and_one_row_each(monkeypatch):
-    """docs/algorithms.md, "Adding a loss": names, help, errors, warnings and a step follow from the two rows."""
+    """docs/algorithms.md, "Adding a loss": names, help, errors, warnings and a step follow from the
+    two rows."""
     monkeypatch.setitem(POLICY_LOSSES, "bounded", PolicyLoss(f"{__name__}:bounded", ("clip_high",)))
     monkeypatch.setitem(ADVANTAGES, "median", Advantage(f"{__name__}:median"))
     words = ["algorithm.loss=bounded", "algorithm.advantage=median", "algorithm.clip_high=0.3"]

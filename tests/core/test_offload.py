@@ -234,7 +234,7 @@ def test_the_gradient_of_what_is_offloaded_is_that_of_what_is_kept(mesh):
     (batch,) = batches(GROUPS, shards=role.row_shards)
     found = []
     for remat in ("attention", "offload"):
-        one = Learner(Model(QWEN3, role, remat=remat), ON_POLICY, OptimizerSection(), 10)  # type: ignore[arg-type]
+        one = Learner(Model(QWEN3, role, remat=remat), ON_POLICY, OptimizerSection(), 10)
         total, lp = one.accumulate(None, one.init(initialise(QWEN3, 1, role)), batch)
         found.append(
             [

@@ -1,4 +1,5 @@
-"""AdamW: the learning rate at every update, what decays, what clipping does, where the moments lie."""
+"""AdamW: the learning rate at every update, what decays, what clipping does, where the moments
+lie."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Places by pages: whose pages they are, and that rows which give way and come back change no bit."""
+"""Places by pages: whose pages they are, and that rows which give way and come back change no
+bit."""
 
 from __future__ import annotations
 
@@ -83,8 +84,9 @@ def test_a_pool_holds_a_row_of_whole_limits():
 
 @pytest.fixture(scope="module", autouse=True)
 def by_pages() -> Iterator[None]:
-    """As on a TPU, by the kernel in interpret mode. Of that JAX 0.11 makes an empty constant, which as an argument of
-    what each replica runs, JAX's default, ends XLA's compiler by a segmentation fault."""
+    """As on a TPU, by the kernel in interpret mode. Of that JAX 0.11 makes an empty constant, which
+    as an argument of what each replica runs, JAX's default, ends XLA's compiler by a segmentation
+    fault."""
     before = jax.config.values["jax_use_simplified_jaxpr_constants"]
     jax.config.update("jax_use_simplified_jaxpr_constants", True)
     with pytest.MonkeyPatch.context() as patch:
@@ -150,7 +152,8 @@ def base() -> dict:
 @pytest.mark.bitwise
 @pytest.mark.parametrize("pages", [8, 11])
 def test_rows_that_give_way_have_the_same_bits(base, pages):
-    """In rows of half a group, of which the second half joins; the engine takes a second step's prompts as well."""
+    """In rows of half a group, of which the second half joins; the engine takes a second step's
+    prompts as well."""
     engine = make(pages, eos_ids=())
     for ids in (0, 100):
         before = engine.preempted
@@ -210,7 +213,8 @@ def in_turns(row: int) -> SampleRequest:
 @pytest.mark.slow
 @pytest.mark.parametrize("siblings", [1, 2])
 def test_turns_in_few_pages(siblings):
-    """Contexts long enough to be fed; rows whose completions wait give way before those that sample."""
+    """Contexts long enough to be fed; rows whose completions wait give way before those that
+    sample."""
 
     def played(pages: int, seed: int) -> tuple[Engine, dict, dict]:
         engine = make(

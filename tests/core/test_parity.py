@@ -1,4 +1,5 @@
-"""Shoal's logits against transformers': live where torch is installed, and by golden files everywhere."""
+"""Shoal's logits against transformers': live where torch is installed, and by golden files
+everywhere."""
 
 from __future__ import annotations
 

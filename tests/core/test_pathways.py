@@ -1,5 +1,5 @@
-"""Pathways: the order of its calls, and a proxy that does not answer. `pathwaysutils` has a stand-in, which registers
-either JAX's own client of the proxy or the CPU in its place."""
+"""Pathways: the order of its calls, and a proxy that does not answer. `pathwaysutils` has a
+stand-in, which registers either JAX's own client of the proxy or the CPU in its place."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ from jax.extend.backend import ifrt_proxy
 
 def connect():
     options = ifrt_proxy.ClientConnectionOptions()
-    options.connection_timeout_in_seconds = int(os.environ["PATHWAYS_PROXY_CONNECTION_TIMEOUT_SECS"])
+    seconds = int(os.environ["PATHWAYS_PROXY_CONNECTION_TIMEOUT_SECS"])
+    options.connection_timeout_in_seconds = seconds
     return ifrt_proxy.get_client(jax.config.read("jax_backend_target"), options)
 
 
@@ -37,7 +38,8 @@ def initialize():
     assert "proxy" in jax.config.jax_platforms and not xla_bridge.backends_are_initialized()
     print("initialised")
     answers = os.environ["JAX_BACKEND_TARGET"].endswith(":1")
-    xla_bridge.register_backend_factory("proxy", xla_bridge.make_cpu_client if answers else connect, priority=-1)
+    make = xla_bridge.make_cpu_client if answers else connect
+    xla_bridge.register_backend_factory("proxy", make, priority=-1)
 """
 ANSWERING, MUTE = "grpc://localhost:1", "grpc://localhost:2"
 

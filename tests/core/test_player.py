@@ -1,4 +1,5 @@
-"""Rollouts of several turns through the fleet: tools and environments answer, tokens only grow, nothing is lost."""
+"""Rollouts of several turns through the fleet: tools and environments answer, tokens only grow,
+nothing is lost."""
 
 from __future__ import annotations
 
@@ -60,7 +61,8 @@ LIMIT = 30
 
 
 class Format:
-    """Turns of a model whose tokens are numbers: it calls a tool with the numbers of its turn when their sum is odd."""
+    """Turns of a model whose tokens are numbers: it calls a tool with the numbers of its turn when
+    their sum is odd."""
 
     def plain(self, message: dict[str, Any]) -> dict[str, Any]:
         return message
@@ -164,7 +166,7 @@ def fleet(
         eos_ids=EOS,
     )
     section, woken = dataclasses.replace(sessions.section, **changes), threading.Event()
-    player = Player(sessions, lambda columns: form(), section, 64, 64, tokenizer)  # pyright: ignore[reportArgumentType]
+    player = Player(sessions, lambda columns: form(), section, 64, 64, tokenizer)  # pyright: ignore
     host = EngineHost(lambda purpose, size: engine, capacity=64 if thread else 0)
     hosts: dict[str, Any] = {"a": ThreadHost(host, woken.set, "a") if thread else host}
     scored = dataclasses.replace(rewards(TASK), on_error=section.on_error)
@@ -329,7 +331,8 @@ def test_environments_that_begin_differently_have_their_own_prompts():
 
 
 class Retold(Format):
-    """Conversations as a chat template renders them: all that was said, or, of earlier turns, only their last words."""
+    """Conversations as a chat template renders them: all that was said, or, of earlier turns, only
+    their last words."""
 
     keeps = False
 
@@ -490,7 +493,8 @@ def test_a_rollout_function_samples_as_often_as_it_likes():
         for one, reward in zip(group.completions, group.rewards, strict=True):
             context = one.token_ids[~one.loss_mask].tolist()
             assert context in ([], [5, 6]) and not one.branches and not one.messages
-            # Where nothing was left after the first, the function had no say, and there is no field.
+            # Where nothing was left after the first, the function had no say, and there is no
+            # field.
             assert reward == (2.0 if context else 0.0)
             assert context or one.stop_reason is StopReason.LENGTH
             went_on += bool(context)
@@ -505,8 +509,8 @@ TURN_LIMITS = (2, 5, None, 3)
 
 
 def asks_with_limits(prompts: list[str], trainer: Any) -> dict[str, list[Any]]:
-    """A limit for each of four turns: the first begins a rollout, two go on, the last is a branch. What is cut goes on
-    as what has ended."""
+    """A limit for each of four turns: the first begins a rollout, two go on, the last is a branch.
+    What is cut goes on as what has ended."""
     ids, sizes = trainer.encode(prompts[0]), []
     for number, max_tokens in enumerate(TURN_LIMITS):
         turn = trainer.generate(ids if number < 3 else [1, 2], max_tokens=max_tokens)
@@ -667,7 +671,8 @@ def asks_in_threads(prompts: list[str], trainer: Any) -> dict[str, list[Any]]:
 
 
 def test_tools_that_a_template_does_not_show_are_an_error_of_the_agents():
-    """Of token ids no template is asked before the turn is read, where an error would end the run."""
+    """Of token ids no template is asked before the turn is read, where an error would end the
+    run."""
     tokenizer = Tokenizer.load(Path(shoal.__file__).parent / "assets" / "tiny")
     player = Player(None, None, EnvironmentSection(), 64, 4, tokenizer)  # type: ignore
     tools = [{"function": {"name": "add", "parameters": {"properties": {}}}}]
@@ -854,7 +859,8 @@ def test_a_host_that_is_lost_while_tools_answer_changes_no_bit(first, monkeypatc
     recounts: list[int] = []
 
     def recount(source: Fleet, guard: Any) -> Any:
-        """What hosts wait for is counted at each change of a rollout, and never by looking through all of them."""
+        """What hosts wait for is counted at each change of a rollout, and never by looking through
+        all of them."""
         found = play_moves(source, guard)
         for entry in source.ledger.entries.values():
             assert entry.num_idle == sum(one.state in IDLE for one in entry.rollouts)
@@ -932,7 +938,8 @@ def test_what_is_cut_of_an_answer_stands_in_its_message():
     ],
 )
 def test_turns_of_a_host_that_is_out_of_order_are_refused(first, change, reason):
-    """Each is answered a second time, with other tokens before the second turn or while its tools act."""
+    """Each is answered a second time, with other tokens before the second turn or while its tools
+    act."""
     whole = next(one for group in first for one in group.completions if not one.loss_mask.all())
     size = int(whole.loss_mask.cumprod().sum())
     turn = dataclasses.replace(
@@ -944,7 +951,7 @@ def test_turns_of_a_host_that_is_out_of_order_are_refused(first, change, reason)
         },
     )
     with closing(tools()) as sessions:
-        player = Player(sessions, lambda columns: Format(), sessions.section, 32, most=64)  # pyright: ignore[reportArgumentType]
+        player = Player(sessions, lambda columns: Format(), sessions.section, 32, most=64)
         entry = PendingGroup(0, requests([0])[0])
         player.open([entry])
         assert not player.wrong_turns(entry, [turn])

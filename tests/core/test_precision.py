@@ -93,7 +93,8 @@ def test_the_scale_keeps_small_gradients_which_float16_alone_loses():
 
 @pytest.mark.slow
 def test_metrics_and_the_update_are_those_of_the_gradient_without_its_scale():
-    """Of two micro-batches too: one scale an update, and the norm, by which it is clipped, is unscaled."""
+    """Of two micro-batches too: one scale an update, and the norm, by which it is clipped, is
+    unscaled."""
     groups = random_groups(QWEN3, 5, 4, 20, 20)
     ends = []
     for dtype in (jnp.float32, jnp.float16):

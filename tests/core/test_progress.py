@@ -30,8 +30,8 @@ def in_whole_text(decode, stop: Sequence[str], tokens: Sequence[int], new: int) 
 
 
 class Vocabulary:
-    """Tokens of one to three bytes, so that a character may span tokens and a token characters; id 0 has no text. Like
-    SentencePiece's, the decoder drops a leading space."""
+    """Tokens of one to three bytes, so that a character may span tokens and a token characters; id
+    0 has no text. Like SentencePiece's, the decoder drops a leading space."""
 
     def __init__(self, pieces: Sequence[bytes]) -> None:
         self.pieces, self.decoded = [b"", *pieces], 0
@@ -90,7 +90,8 @@ END = 9
 
 
 def sample_step(*tokens: int, limit: int, before: int = 0) -> SampledTokens:
-    """What a compiled step gives of one slot, which ends at an END and at the limit of its completion."""
+    """What a compiled step gives of one slot, which ends at an END and at the limit of its
+    completion."""
     size = next((number for number, token in enumerate(tokens, 1) if token == END), len(tokens))
     size = min(size, limit - before)
     has_end = tokens[size - 1] == END

@@ -1,5 +1,5 @@
-"""Every loss x aggregation x divergence x clip against a float64 oracle, value and gradient; numbers worked by hand;
-what padding, packing, order and garbage must not change."""
+"""Every loss x aggregation x divergence x clip against a float64 oracle, value and gradient;
+numbers worked by hand; what padding, packing, order and garbage must not change."""
 
 from __future__ import annotations
 
@@ -86,7 +86,8 @@ def update() -> Update:
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled_operations() -> None:
-    """Each operation of an update is a small program: most of them are compiled here, once for all tests."""
+    """Each operation of an update is a small program: most of them are compiled here, once for all
+    tests."""
     settings = replace(with_kl(LOSSES["grpo"], "k3"), correction="tis", cap=1.2, floor=0.8)
     with jax.enable_x64(True):
         by_shoal(layout(update(), per_row=2), objective(settings)).gradients(
@@ -100,7 +101,8 @@ def compiled_operations() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LOSSES)
 def test_the_oracle_against_finite_differences(name: str):
-    """An imaginary step is exact only where the function is written for it: held against central differences."""
+    """An imaginary step is exact only where the function is written for it: held against central
+    differences."""
     completions, step = update().counted()[0][:6], 1e-6
     for kl, (correction, level) in zip(["none", *list(KLS)[1:]], CORRECTED, strict=False):
         s = replace(
@@ -192,8 +194,8 @@ def cut() -> list[oracle.Completion]:
 
 
 def assert_metrics_equal_oracle(got: UpdateResult, s: Settings) -> None:
-    """Metrics of the loss cover the tokens in it, those of sampler and trainer's difference all that were sampled;
-    truncated completions are in the batch and not in the loss."""
+    """Metrics of the loss cover the tokens in it, those of sampler and trainer's difference all
+    that were sampled; truncated completions are in the batch and not in the loss."""
     everything = [update().completions[p][g] for p, g in update().keys]
     sampled, tokens = (
         sum(int(c.loss_mask.sum()) for c in those)
@@ -322,9 +324,10 @@ def test_a_log_prob_that_is_no_number_is_not_rejected():
 
 @pytest.mark.parametrize("old_from", [0.0, 0.08, -0.08])
 def test_old_logprobs_with_a_correction_are_the_decoupled_objective(old_from: float):
-    """Hilton et al., "Batch size-invariance for policy optimization" (2021), eq. 5: pi_old / pi_sampler x min(r A,
-    clip(r) A) with r = pi / pi_old. Inside the clip range the gradient is that of pi / pi_sampler, whatever `old` is:
-    `old` says where the range is, the sampler what the samples are worth."""
+    """Hilton et al., "Batch size-invariance for policy optimization" (2021), eq. 5: pi_old /
+    pi_sampler x min(r A, clip(r) A) with r = pi / pi_old. Inside the clip range the gradient is
+    that of pi / pi_sampler, whatever `old` is: `old` says where the range is, the sampler what the
+    samples are worth."""
 
     def moved(c: oracle.Completion) -> oracle.Completion:
         return replace(
@@ -408,8 +411,8 @@ def test_padding_packing_and_order_change_nothing(name: str):
 
 
 def with_context(whole: Update) -> tuple[Update, dict[Key, np.ndarray]]:
-    """The update with what tools said before, between and after the turns of its completions, and where in these their
-    own tokens are."""
+    """The update with what tools said before, between and after the turns of its completions, and
+    where in these their own tokens are."""
     rng, kept = np.random.default_rng(5), {}
     completions, entropies = (
         [list(group) for group in groups] for groups in (whole.completions, whole.entropies)
@@ -507,8 +510,8 @@ def test_micro_batches_add_up_to_the_whole(name: str):
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_before_the_first_step_every_loss_is_the_policy_gradient(name: str):
-    """old = lp: nothing is clipped and the gradient is -A at each token, of each completion's mean for the sequence
-    losses."""
+    """old = lp: nothing is clipped and the gradient is -A at each token, of each completion's mean
+    for the sequence losses."""
     same = replace(
         update(),
         completions=[
@@ -548,8 +551,8 @@ def in_slot(
     weight: list[float] | None = None,
     **settings: Any,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Token losses of one slot, and the gradient of their weighted sum, for tokens of these ratios; old is -1.5. The
-    slot is filled up with padding, to one shape for all."""
+    """Token losses of one slot, and the gradient of their weighted sum, for tokens of these ratios;
+    old is -1.5. The slot is filled up with padding, to one shape for all."""
 
     def fill(values: list, rest: float) -> Any:
         return np.array([*values, *[rest] * (8 - len(values))], np.asarray(values).dtype)[
@@ -587,7 +590,8 @@ def test_dual_clip_worked_by_hand():
 
 
 def test_luspo_worked_by_hand():
-    """GSPO's completion loss times its length, the mean over completions (TRL's loss_type=luspo)."""
+    """GSPO's completion loss times its length, the mean over completions (TRL's
+    loss_type=luspo)."""
     # s = 4 and 1/2 as below, A = 1 and -2, lengths 2 and 3: (2 x -4 + 3 x 1) / 2.
     ratio, advantage, segment = [2.0, 8, 0.25, 0.5, 1], [1.0, 1, -2, -2, -2], [1, 1, 2, 2, 2]
     every = np.ones((1, 2), bool)
@@ -622,7 +626,8 @@ def test_gspo_worked_by_hand():
 
 
 def test_cispo_worked_by_hand():
-    # Ratio 3, A = 2, lp = -1.5 + log 3 = -0.4013877; ratio 1/2, A = -2, lp = -1.5 - log 2 = -2.1931472.
+    # Ratio 3, A = 2, lp = -1.5 + log 3 = -0.4013877; ratio 1/2, A = -2, lp = -1.5 - log 2 =
+    # -2.1931472.
     ratio, advantage = [3.0, 0.5], [2.0, -2.0]
     # paper: weights 1.2 and 1/2: -1.2 x 2 x lp, 0.5 x 2 x lp; the bounded one keeps its gradient.
     close(in_slot("cispo", ratio, advantage), [0.9633305, -2.1931472], [-2.4, 1.0])
@@ -638,16 +643,18 @@ def test_cispo_worked_by_hand():
 
 
 def test_gmpo_worked_by_hand():
-    # Bounds log 2 = 0.6931472: ratios 4 and 1/4. A > 0: 4 is cut to 2, sqrt(2 / 4) = 0.7071068; d / dlp of the second
-    # is half of it, twice for two tokens. A < 0: 1/4 is raised to 1/2, sqrt(4 / 2) = 1.4142136.
+    # Bounds log 2 = 0.6931472: ratios 4 and 1/4. A > 0: 4 is cut to 2, sqrt(2 / 4) = 0.7071068; d /
+    # dlp of the second is half of it, twice for two tokens. A < 0: 1/4 is raised to 1/2, sqrt(4 /
+    # 2) = 1.4142136.
     bounds = {"clip_low": 0.6931471806, "clip_high": 0.6931471806}
     close(in_slot("gmpo", [4, 0.25], [1, 1], **bounds), [-0.7071068] * 2, [0, -0.7071068])
     close(in_slot("gmpo", [4, 0.25], [-1, -1], **bounds), [1.4142136] * 2, [1.4142136, 0])
 
 
 def test_sapo_worked_by_hand():
-    # Ratio 1: (4 / tau) / 2 = 2 / tau, slope 1. Ratio 2, tau 1: 4 sigmoid(1) = 2.9242343, slope
-    # 4 x 0.1966119 x 2 = 1.5728955. Ratio 2, tau 2: 2 sigmoid(2) = 1.7615942, slope 4 x 0.1049936 x 2 = 0.8399487.
+    # Ratio 1: (4 / tau) / 2 = 2 / tau, slope 1. Ratio 2, tau 1: 4 sigmoid(1) = 2.9242343, slope 4 x
+    # 0.1966119 x 2 = 1.5728955. Ratio 2, tau 2: 2 sigmoid(2) = 1.7615942, slope 4 x 0.1049936 x 2 =
+    # 0.8399487.
     close(
         in_slot("sapo", [1, 1, 2, 2], [3, -1, 1, -1], sapo_positive=1.0, sapo_negative=2.0),
         [-6, 1, -2.9242343, 1.7615942],
@@ -708,7 +715,8 @@ def test_aggregation_worked_by_hand(mode: str, want: list[list[float]]):
 @pytest.mark.parametrize(
     ("kind", "level", "bounds", "want"),
     [
-        # Completion 1: weights 1/4, 1, 4, product and geometric mean 1. Completion 2: 2 and 2, product 4, mean 2.
+        # Completion 1: weights 1/4, 1, 4, product and geometric mean 1. Completion 2: 2 and 2,
+        # product 4, mean 2.
         ("tis", "token", (2, 0), [0.25, 1, 2, 2, 2]),
         ("mis", "token", (2, 0), [0.25, 1, 0, 2, 2]),
         ("icepop", "token", (2, 0.5), [0, 1, 0, 2, 2]),
@@ -780,7 +788,8 @@ def test_the_direct_ratio_is_the_one_to_old_logprobs_that_are_the_samplers(name:
 
 
 def test_the_bounds_of_a_correction_by_kind():
-    """IcePop's floor is its paper's, the others have none; a floor that is set is used as it is, 0 included."""
+    """IcePop's floor is its paper's, the others have none; a floor that is set is used as it is, 0
+    included."""
     got = {
         kind: make_objective(AlgorithmSection(correction=kind)).correction_bounds for kind in KINDS
     }
@@ -791,8 +800,9 @@ def test_the_bounds_of_a_correction_by_kind():
 
 
 def test_the_bias_of_truncated_sampling_is_the_kept_mass():
-    """A sampler keeps the likeliest tokens and divides by their mass m. Where the trainer's log-prob is over all tokens
-    the mean ratio is m; over the same kept set it is 1. Expectations are exact: all kept tokens, by probability."""
+    """A sampler keeps the likeliest tokens and divides by their mass m. Where the trainer's
+    log-prob is over all tokens the mean ratio is m; over the same kept set it is 1. Expectations
+    are exact: all kept tokens, by probability."""
     logits = jnp.asarray(np.random.default_rng(0).standard_normal((1, 1, 9)) * 1.5)
     p = np.asarray(jax.nn.softmax(logits))[0, 0]
     order = np.argsort(-p)

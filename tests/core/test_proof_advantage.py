@@ -49,7 +49,8 @@ def advantages(
     )
 
 
-# Two groups, (0, 2) and (4, 6): means 1 and 5, squares 1 + 1 each; over all: mean 3, squares 9 + 1 + 1 + 9 = 20.
+# Two groups, (0, 2) and (4, 6): means 1 and 5, squares 1 + 1 each; over all: mean 3, squares 9 + 1
+# + 1 + 9 = 20.
 REWARDS = [[0, 2], [4, 6]]
 
 
@@ -69,14 +70,16 @@ REWARDS = [[0, 2], [4, 6]]
         ("reinforce++-baseline", {"ddof": 0}, [[-1, 1]] * 2),  # -1, 1, -1, 1: mean 0, std 1
         ("reinforce++-baseline", {"ddof": 0, "eps": 1.0}, [[-0.5, 0.5]] * 2),
         ("maxrl", {}, [[-1, 1], [-0.2, 0.2]]),
-        # First function: (-1, 1) and nothing to compare; second, scaled by 10: (-1, 1) and (1, -1). Sums with weights 1 and
-        # 1/2: -3/2, 3/2, 1/2, -1/2, of mean 0 and variance (9 + 9 + 1 + 1) / 16 = 5/4.
+        # First function: (-1, 1) and nothing to compare; second, scaled by 10: (-1, 1) and (1, -1).
+        # Sums with weights 1 and 1/2: -3/2, 3/2, 1/2, -1/2, of mean 0 and variance (9 + 9 + 1 + 1)
+        # / 16 = 5/4.
         (
             "gdpo",
             {"ddof": 0, "parts": [[[0, 1], [0, 0]], [[0, 10], [10, 0]]], "weights": [1, 0.5]},
             np.array([[-1.5, 1.5], [0.5, -0.5]]) / 1.25**0.5,
         ),
-        # Lengths 1, 3, 2, 2: mean (0 + 6 + 8 + 12) / 8 = 13/4, squares less the mean's (0 + 12 + 32 + 72) / 8 - 169/16.
+        # Lengths 1, 3, 2, 2: mean (0 + 6 + 8 + 12) / 8 = 13/4, squares less the mean's (0 + 12 + 32
+        # + 72) / 8 - 169/16.
         (
             "reinforce++",
             {"ddof": 0, "lengths": [[1, 3], [2, 2]]},
@@ -87,7 +90,8 @@ REWARDS = [[0, 2], [4, 6]]
             {"ddof": 1, "eps": 1.0, "lengths": [[1, 3], [2, 2]]},
             (np.array([[0, 2], [4, 6]]) - 3.25) / (((14.5 - 169 / 16) * 8 / 7) ** 0.5 + 1),
         ),
-        # Centred -1, 1, -1, 1 with lengths 1, 3, 2, 2: mean (-1 + 3 - 2 + 2) / 8 = 1/4, variance 1 - 1/16.
+        # Centred -1, 1, -1, 1 with lengths 1, 3, 2, 2: mean (-1 + 3 - 2 + 2) / 8 = 1/4, variance 1
+        # - 1/16.
         (
             "reinforce++-baseline",
             {"ddof": 0, "lengths": [[1, 3], [2, 2]]},
@@ -149,7 +153,8 @@ def lists(values: np.ndarray, there: np.ndarray) -> list[list[float | None]]:
     ("eps", "eps_mode"), [(1e-4, "add"), (1e-6, "add"), (0.3, "max"), (0.0, "add")]
 )
 def test_against_the_oracle(name: str, eps: float, eps_mode: str):
-    """Continuous, binary and constant rewards; siblings missing, alone, all missing; parts that could not judge."""
+    """Continuous, binary and constant rewards; siblings missing, alone, all missing; parts that
+    could not judge."""
     rng = np.random.default_rng(5)
     for ddof, draw in itertools.product((0, 1), range(8)):
         parts = (
@@ -191,7 +196,8 @@ def test_against_the_oracle(name: str, eps: float, eps_mode: str):
 
 @pytest.mark.parametrize("name", sorted({*NAMES} - {"sft"}))
 def test_constant_rewards_give_exactly_0(name: str):
-    """Exactly: 0.1 x 3 has a mean that is not 0.1. Over the batch for the forms that look beyond the group."""
+    """Exactly: 0.1 x 3 has a mean that is not 0.1. Over the batch for the forms that look beyond
+    the group."""
     for value in (0.1, 1.0, 0.0, -0.7):
         rewards = np.full((4, 3), value)
         assert (

@@ -1,7 +1,8 @@
-"""A whole step through the trainer, every update of it, against the oracle: rewards to advantages, what is given
-beforehand, mini-batches, micro-batches, the compiled loss. The oracle says what an update's loss is to each token's
-log-prob and entropy; the model's own derivative carries that to the parameters. The model is a table of next tokens by
-the token before, so that much compiles in little time; where it says so, a transformer."""
+"""A whole step through the trainer, every update of it, against the oracle: rewards to advantages,
+what is given beforehand, mini-batches, micro-batches, the compiled loss. The oracle says what an
+update's loss is to each token's log-prob and entropy; the model's own derivative carries that to
+the parameters. The model is a table of next tokens by the token before, so that much compiles in
+little time; where it says so, a transformer."""
 
 from __future__ import annotations
 
@@ -115,8 +116,8 @@ def parameters(seed: int) -> Any:
 
 @cache
 def groups() -> tuple[Group, ...]:
-    """Sampled tokens with gaps, a completion that is not valid, a truncated one, a group without variance; the
-    sampler's log-probs are near the trainer's."""
+    """Sampled tokens with gaps, a completion that is not valid, a truncated one, a group without
+    variance; the sampler's log-probs are near the trainer's."""
     sampled = random_groups(ARCHITECTURE, P, G, 7, MAX_TOKENS, seed=3)
     lps = scores(sampled, 0)
     rng = np.random.default_rng(11)
@@ -305,8 +306,8 @@ def advantages(a: AlgorithmSection, old_logprobs: dict, ref_logprobs: dict) -> l
 def expected(
     a: AlgorithmSection, at: Any, members: Sequence[int], teacher: bool
 ) -> tuple[float, Any, list, list]:
-    """Loss, gradient by the parameters, and the oracle's completions and entropies of one update at these
-    parameters."""
+    """Loss, gradient by the parameters, and the oracle's completions and entropies of one update at
+    these parameters."""
     batch = everything(groups())
     lp, entropy = (unpack([batch], [np.asarray(x, np.float64)]) for x in LOGPROBS(at, batch.arrays))
     several = a.num_epochs * a.num_minibatches > 1
@@ -412,8 +413,8 @@ def test_every_update_of_a_step_against_the_oracle(name: str):
 def test_what_stands_at_tokens_of_context_changes_no_bit(
     name: str, monkeypatch: pytest.MonkeyPatch
 ):
-    """Log-probs of the samplers in groups, and in a batch log-probs and advantages, are anything but 0 at tokens that
-    were not sampled: the same loss, the same gradient, the same weights."""
+    """Log-probs of the samplers in groups, and in a batch log-probs and advantages, are anything
+    but 0 at tokens that were not sampled: the same loss, the same gradient, the same weights."""
     first, outcome, _ = run(CASES[name], micro_tokens=60)
     accumulate, chosen = Learner.accumulate, groups()
     for value in (1e30, -np.inf, np.nan):
@@ -501,7 +502,8 @@ def test_devices_and_micro_batches_change_no_update():
             "correction/weight",
         ):
             assert metrics[name] == pytest.approx(expected[name], rel=1e-3), name
-        # k3 is e to the power of 10 here: its relative error is the absolute one of a log-ratio of 10.
+        # k3 is e to the power of 10 here: its relative error is the absolute one of a log-ratio of
+        # 10.
         assert np.log(metrics["kl"]) == pytest.approx(np.log(expected["kl"]), rel=2e-4)
 
 
@@ -533,7 +535,8 @@ def test_lengths_that_drift_over_200_steps_compile_few_updates():
 @pytest.mark.slow
 @pytest.mark.usefixtures("table")
 def test_without_a_divergence_nothing_is_scored(monkeypatch: pytest.MonkeyPatch):
-    """One update a step reads its own log-probs as old: no forward pass beside it, and no reference."""
+    """One update a step reads its own log-probs as old: no forward pass beside it, and no
+    reference."""
     calls: list[Any] = []
     score = Learner.score
     monkeypatch.setattr(

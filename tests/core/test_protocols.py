@@ -1,4 +1,5 @@
-"""Each protocol of `types` has an implementation, each member of it is used, and no more than its members are needed.
+"""Each protocol of `types` has an implementation, each member of it is used, and no more than its
+members are needed.
 
 The assignments under TYPE_CHECKING are checked by pyright, the signatures and the uses here.
 """
@@ -154,7 +155,8 @@ def test_every_member_of_a_protocol_is_used(protocol, name, users):
 
 
 def test_a_host_needs_no_more_than_the_protocol():
-    """Groups, their order, versions, rewards and figures come from a host that knows the protocol alone."""
+    """Groups, their order, versions, rewards and figures come from a host that knows the protocol
+    alone."""
     task = Task(
         "t",
         (),

@@ -1,4 +1,5 @@
-"""Versions of the weights in files: whole or not at all, verified, written once, gone when nobody names them."""
+"""Versions of the weights in files: whole or not at all, verified, written once, gone when nobody
+names them."""
 
 from __future__ import annotations
 
@@ -82,7 +83,8 @@ def test_a_sampler_of_another_type_and_layout_has_the_trainers_bits(
 
 @pytest.mark.slow
 def test_each_device_has_the_same_part_of_each_piece(folder, monkeypatch):
-    """In memory and of files, layers apart and the feed-forward matrices in two pieces: nothing is exchanged for it."""
+    """In memory and of files, layers apart and the feed-forward matrices in two pieces: nothing is
+    exchanged for it."""
     monkeypatch.setattr(Model, "pieces", 2)
     model, params = Model(QWEN3, roles(tensor=2).sampler), random_parameters(QWEN3)
     held, read = (
@@ -107,7 +109,8 @@ def test_each_device_has_the_same_part_of_each_piece(folder, monkeypatch):
 
 
 def test_weights_that_are_sampled_from_stay_though_newer_ones_are_published(folder):
-    """JAX on CPU computes with mapped memory as it is: the trap, and that publication is out of it."""
+    """JAX on CPU computes with mapped memory as it is: the trap, and that publication is out of
+    it."""
     file = folder / "trap"
     file.write_bytes(np.zeros(4096, np.float32).tobytes())
     trapped = jax.device_put(np.memmap(file, np.float32, "r"))
@@ -143,7 +146,8 @@ def test_a_version_is_there_whole_or_not_at_all(folder, monkeypatch):
         pytest.raises(
             ShoalError,
             match=(
-                f"publish.folder={folder} cannot be written: No space left on device; choose another place"
+                f"publish.folder={folder} cannot be written: No space left on device; choose "
+                f"another place"
             ),
         ),
     ):
@@ -199,7 +203,8 @@ def test_checksums_differ_where_weights_do(folder):
 def test_weights_of_a_checkpoint_are_published_with_a_piece_at_a_time_on_a_device(
     folder, monkeypatch
 ):
-    """As a resumed run does it, whose older versions were read to the host; with the same checksums."""
+    """As a resumed run does it, whose older versions were read to the host; with the same
+    checksums."""
     on_device, part = [], checksum._part
 
     def counted(piece, *args):
@@ -254,8 +259,9 @@ def test_what_a_killed_trainer_left_is_removed(tmp_path):
 
 
 def test_folders_that_a_publisher_did_not_mark_stay(tmp_path):
-    """A run folder, with a lock file that nobody holds; folders of other hosts; one that was copied, marker and all;
-    markers that hold anything; and all of them where other hosts may write."""
+    """A run folder, with a lock file that nobody holds; folders of other hosts; one that was
+    copied, marker and all; markers that hold anything; and all of them where other hosts may
+    write."""
     run = tmp_path / "shoal-runs" / "checkpoints"
     run.mkdir(parents=True)
     (tmp_path / "shoal-locked").mkdir()
@@ -284,8 +290,8 @@ def test_folders_that_a_publisher_did_not_mark_stay(tmp_path):
 
 @pytest.mark.slow
 def test_parts_are_made_once_by_the_thread_that_publishes():
-    """Hosts in threads read a version at once, which has new arrays: JAX fills an array's list of shards at the first
-    look, without a lock."""
+    """Hosts in threads read a version at once, which has new arrays: JAX fills an array's list of
+    shards at the first look, without a lock."""
     model, interval = Model(QWEN3, roles(data=4).sampler), sys.getswitchinterval()
     hosts = [
         model.on(replace(model.role, mesh=as_mesh(replica[None], model.role.mesh.axis_names)))

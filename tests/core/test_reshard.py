@@ -1,4 +1,5 @@
-"""An array from one layout to another on eight devices: the same values, and no whole copy on the way."""
+"""An array from one layout to another on eight devices: the same values, and no whole copy on the
+way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""One uniform an address, and the inverse of the distribution: which token it gives, and at which log-prob."""
+"""One uniform an address, and the inverse of the distribution: which token it gives, and at which
+log-prob."""
 
 from __future__ import annotations
 
@@ -79,7 +80,8 @@ def grid(count: int) -> np.ndarray:
 def truncated_probabilities(
     logits: np.ndarray, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
 ) -> np.ndarray:
-    """What is sampled from, float64[V], token by token: top_k, then top_p of the rest, then min_p."""
+    """What is sampled from, float64[V], token by token: top_k, then top_p of the rest, then
+    min_p."""
     scaled = np.asarray(logits, np.float64) / temperature
     p = np.exp(scaled - scaled.max())
     p /= p.sum()
@@ -191,7 +193,8 @@ def test_inverse_follows_the_distribution(size):
 
 @pytest.mark.slow
 def test_a_split_vocabulary_is_searched_by_part():
-    """12,000 tokens on eight devices: 1,500 on each, so that its last block is not full. Blocks are as on TPUs."""
+    """12,000 tokens on eight devices: 1,500 on each, so that its last block is not full. Blocks are
+    as on TPUs."""
     role, size = roles(tensor=8).sampler, 12_000
     masses = (
         np.random.default_rng(1).integers(0, 3, (64, size)).astype(np.float32)

@@ -1,4 +1,5 @@
-"""The engine: its log-probs are the trainer's, its tokens a function of address and weights alone, its ends exact."""
+"""The engine: its log-probs are the trainer's, its tokens a function of address and weights alone,
+its ends exact."""
 
 from __future__ import annotations
 
@@ -55,7 +56,8 @@ def text(ids: Sequence[int]) -> str:
 
 
 def weights(a: Architecture, seed: int = 0, scale: float = 10.0) -> Parameters:
-    """Large enough that logits have standard deviation 1 and more; drawn by NumPy, nothing is compiled."""
+    """Large enough that logits have standard deviation 1 and more; drawn by NumPy, nothing is
+    compiled."""
     rng = np.random.default_rng(seed)
 
     def draw(d) -> jax.Array:
@@ -140,7 +142,8 @@ def _all_logits(m: Model, parameters, tokens: jax.Array, length: jax.Array) -> j
 
 
 def full_logits(engine: Engine, row_prompt: np.ndarray, completion: Completion) -> np.ndarray:
-    """Of each of the completion's tokens, float32[T, V], from one forward over prompt and completion."""
+    """Of each of the completion's tokens, float32[T, V], from one forward over prompt and
+    completion."""
     whole = np.concatenate([row_prompt, completion.token_ids])
     tokens = np.zeros((1, 192 if len(whole) <= 192 else 2176), np.int32)
     tokens[0, : len(whole)] = whole
@@ -162,8 +165,9 @@ def base(engine: Engine) -> dict[tuple[int, int], Completion]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("platform", "by_kernel"), [("gpu", False), ("gpu", True), ("tpu", True)])
 def test_an_accelerators_programs_draw_the_same_tokens(monkeypatch, base, platform, by_kernel):
-    """A GPU's layers apart, smaller blocks of keys, or a kernel for them in interpret mode, on a TPU by pages, and on a
-    GPU one product for queries, keys and values: all of it runs on a CPU too."""
+    """A GPU's layers apart, smaller blocks of keys, or a kernel for them in interpret mode, on a
+    TPU by pages, and on a GPU one product for queries, keys and values: all of it runs on a CPU
+    too."""
     monkeypatch.setattr(Role, "platform", platform)
     if by_kernel:
         monkeypatch.setattr(
@@ -193,8 +197,8 @@ def test_an_accelerators_programs_draw_the_same_tokens(monkeypatch, base, platfo
     ours.load(0, parameters)
     counter = CompilationCounter()
     found = play(ours, [request(row) for row in range(len(LENGTHS))])
-    # The state, decode, and of two sizes what enters the first layer, one layer of prefill, and what leaves the last;
-    # or a prefill of layers that are stacked, as a TPU's in float32.
+    # The state, decode, and of two sizes what enters the first layer, one layer of prefill, and
+    # what leaves the last; or a prefill of layers that are stacked, as a TPU's in float32.
     assert counter.read() == (4 if platform == "tpu" else 8)
     assert {key: c.token_ids.tolist() for key, c in found.items()} == {
         key: c.token_ids.tolist() for key, c in base.items()
@@ -261,7 +265,8 @@ def long(row: int, **changes) -> SampleRequest:
 
 @pytest.fixture(scope="module")
 def in_pieces() -> tuple[Engine, dict[tuple[int, int], Completion]]:
-    """An engine for prompts of up to 2,100 tokens, and what it samples for long and short ones together."""
+    """An engine for prompts of up to 2,100 tokens, and what it samples for long and short ones
+    together."""
     engine = make(group_size=1, slots=8, max_prompt_tokens=2100, max_completion_tokens=64)
     counter, played = CompilationCounter(), play(engine, [long(row) for row in range(len(PIECES))])
     assert counter.read() == 5  # the state, prefill of 64 tokens, of 1,024 and in pieces, decode
@@ -389,7 +394,8 @@ def test_steps_and_siblings_differ(engine, base):
     ],
 )
 def in_rows(request: Any) -> tuple[Engine, dict[tuple[int, int], Completion]]:
-    """An engine with places for three to four groups of 4, and what it samples for seven prompts."""
+    """An engine with places for three to four groups of 4, and what it samples for seven
+    prompts."""
     engine = make(siblings_per_row=request.param)
     return engine, play(engine, [asked(row) for row in range(len(LENGTHS))])
 
@@ -484,7 +490,8 @@ def test_stop_strings_in_rows_of_any_size(in_rows):
 
 @pytest.mark.slow
 def test_places_by_completion_are_filled_while_prompts_wait(in_rows):
-    """Lengths forced apart: a place is free as soon as its own completion ends, and the figures count it."""
+    """Lengths forced apart: a place is free as soon as its own completion ends, and the figures
+    count it."""
     engine, _ = in_rows
     engine.limit_of = lambda request, index: (80, 4, 4, 4)[index]  # type: ignore[method-assign]
     try:
@@ -543,7 +550,8 @@ def test_an_eos_as_the_last_token_allowed_is_an_eos(engine, base):
 
 @pytest.mark.parametrize("place", [0, 1, 5, CHUNK, CHUNK + 1, 2 * CHUNK + 2])
 def test_a_stop_string_ends_with_the_token_that_completes_it(engine, base, place):
-    """At the first token, within a piece of decoding, over the border of two, after it; it spans up to three tokens."""
+    """At the first token, within a piece of decoding, over the border of two, after it; it spans up
+    to three tokens."""
     (row, index), whole = next((k, c) for k, c in base.items() if len(c) > place + 4)
     size = 1 if place == 0 else 3 if place == CHUNK else 2
     string = text(whole.token_ids[place : place + size])
@@ -683,7 +691,8 @@ def test_each_token_has_the_version_that_sampled_it_and_weights_change_on_the_wa
         engine.load(9, new)
         whole = play(engine, [request(0)])
         assert all((c.versions == 9).all() for c in whole.values())
-        # Keys and values of the weights before are kept, so a swap is not the same as starting anew.
+        # Keys and values of the weights before are kept, so a swap is not the same as starting
+        # anew.
         assert any(others[at].logprobs.tolist() != whole[at].logprobs.tolist() for at in whole)
     finally:
         engine.load(0, before)

@@ -1,4 +1,5 @@
-"""Rollouts of several turns in the engine: context enters as forced tokens, and changes no bit of anything else."""
+"""Rollouts of several turns in the engine: context enters as forced tokens, and changes no bit of
+anything else."""
 
 from __future__ import annotations
 
@@ -59,8 +60,8 @@ def play(
     limit: int = MAX_TOKENS,
     turn_limit: Callable[[int, int, int], int] = lambda *_: 0,
 ) -> tuple[dict[Key, Completion], dict[Key, int]]:
-    """Plays rollouts to their ends, tools being answered in a random order after random waits; the completions, and
-    turns, by (row, index). `turn_limit`: of the turn of a number, from 1."""
+    """Plays rollouts to their ends, tools being answered in a random order after random waits; the
+    completions, and turns, by (row, index). `turn_limit`: of the turn of a number, from 1."""
     rng, rows = random.Random(seed), {one.id: one.address.row for one in requests}
     done, turns, waiting = {}, {}, []
     engine.submit(requests)
@@ -126,7 +127,8 @@ def test_waits_and_company_change_no_bit(engine, base):
 
 @pytest.mark.slow
 def test_a_rollout_of_a_request_of_its_own_differs_in_its_first_token_alone(engine, base):
-    """Which entered by a join in a request of four: another program, whose last bits differ on some processors."""
+    """Which entered by a join in a request of four: another program, whose last bits differ on some
+    processors."""
     (one,), other = play(engine, [in_turns(2, 1, first=3)])[0].values(), base[0][2, 3]
     assert one.token_ids.tolist() == other.token_ids.tolist()
     assert one.logprobs[1:].tobytes() == other.logprobs[1:].tobytes()
@@ -144,7 +146,8 @@ def test_siblings_in_one_row(base):
 
 @pytest.mark.slow
 def test_more_rollouts_than_places(base, monkeypatch):
-    """While they wait their keys go to the host's memory and come back; no prompt is computed twice."""
+    """While they wait their keys go to the host's memory and come back; no prompt is computed
+    twice."""
     monkeypatch.setattr("shoal.sampler.engine.SWAP_SHARE", 2)
     engine = make(
         slots=4,
@@ -238,7 +241,8 @@ def test_long_contexts_enter_in_pieces(siblings, slots, monkeypatch):
 
 @pytest.mark.slow
 def test_turns_by_pages(monkeypatch):
-    """As a TPU has its keys: long contexts enter, rows give way and come back, and tokens are those of a CPU."""
+    """As a TPU has its keys: long contexts enter, rows give way and come back, and tokens are those
+    of a CPU."""
 
     def played(longest: int) -> dict[Key, Completion]:
         engine = make(
@@ -288,7 +292,8 @@ def test_a_turn_ends_with_a_stop_string(engine, base):
 
 
 def own_limit(row: int, index: int, turn: int) -> int:
-    """Of a turn: none, within a compiled step, at its border, beyond it, and beyond what is left."""
+    """Of a turn: none, within a compiled step, at its border, beyond it, and beyond what is
+    left."""
     return (0, 1, 2, 5, CHUNK, CHUNK + 1, 1000)[(row + 3 * index + 2 * turn) % 7]
 
 

@@ -8,8 +8,8 @@ from shoal.trainer.schedule import MOST_PATIENCE, PATIENCE, Lookahead, Schedule
 
 
 def play(lookahead: Lookahead, steps: int, needed: int) -> list[int]:
-    """A trainer that waits in each step while fewer than `needed` are asked for ahead, else a little in every tenth.
-    How many steps ahead were asked for, by step."""
+    """A trainer that waits in each step while fewer than `needed` are asked for ahead, else a
+    little in every tenth. How many steps ahead were asked for, by step."""
     asked = []
     for step in range(steps):
         lookahead.note(0.3 if lookahead.steps < needed else 0.12 * (step % 10 == 3), 1.0)

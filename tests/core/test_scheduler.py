@@ -1,4 +1,5 @@
-"""What runs next: no row twice, nobody forgotten, in the order of arrival by bucket, prompts kept while needed."""
+"""What runs next: no row twice, nobody forgotten, in the order of arrival by bucket, prompts kept
+while needed."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ def prefill(bucket: int, *entries: tuple[int, int, int]) -> Admission:
 def check_prefill(
     admission: Admission, waiting: list[tuple[int, int, int]], scheduler: Scheduler
 ) -> None:
-    """One bucket, the head's; of that bucket those that came first; each enters a row of its own replica."""
+    """One bucket, the head's; of that bucket those that came first; each enters a row of its own
+    replica."""
     ids, rows, positions = (
         [getattr(entry, name) for entry in admission.entries] for name in ("id", "row", "position")
     )
@@ -39,7 +41,8 @@ def check_prefill(
 
 
 class Machine(RuleBasedStateMachine):
-    """A plain model beside the scheduler: a list that waits, who holds which row, and whose keys each row has."""
+    """A plain model beside the scheduler: a list that waits, who holds which row, and whose keys
+    each row has."""
 
     @initialize(
         rows=st.integers(1, 6),
@@ -255,7 +258,8 @@ def test_rows_of_a_prefill_enter_rows_of_their_replica():
 
 
 def test_a_prefill_waits_until_most_of_its_rows_have_a_place_of_their_replica():
-    """It costs the same however few rows are used: with one row for the places of one replica it is not worth it."""
+    """It costs the same however few rows are used: with one row for the places of one replica it is
+    not worth it."""
     scheduler = Scheduler(num_rows=16, prefill_rows=4, join_rows=4, replicas=4)
     for id in range(24):
         scheduler.submit(id, 64)

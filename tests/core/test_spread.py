@@ -49,7 +49,8 @@ class Stored:
 
 
 def check(name: str, mesh: MeshSection, source: Any, target: Any) -> np.ndarray:
-    """Spreads a parameter and returns how often each of its rows was read; compares this process's shards."""
+    """Spreads a parameter and returns how often each of its rows was read; compares this process's
+    shards."""
     declared = PARAMETERS[name]
     layout = ParamLayout.of(declared, make_roles(mesh).trainer)
     stored: Any = Stored(declared.file_shape, source)
@@ -104,7 +105,8 @@ def test_other_meshes_and_windows(monkeypatch, mesh, window):
 @pytest.mark.parametrize("rows", [1, 9, 16, 17])
 @pytest.mark.parametrize("kind", ["a vector", "a matrix", "scaled blocks"])
 def test_devices_beyond_the_last_row_read_nothing_from_the_file(tmp_path, monkeypatch, kind, rows):
-    """Of 9 rows on 8 devices each has a run of 2: three have none, as 64 of 192 devices have none of 128 rows."""
+    """Of 9 rows on 8 devices each has a run of 2: three have none, as 64 of 192 devices have none
+    of 128 rows."""
     monkeypatch.setattr(spread, "SMALL_BYTES", 0)
     random = np.random.default_rng(0)
     shape = (rows,) if kind == "a vector" else (rows, 6)
@@ -199,7 +201,8 @@ def test_a_file_cut_short_while_it_is_read_is_named_with_the_byte(tmp_path):
     with pytest.raises(ShoalError) as error:
         down.read(slice(0, 2), slice(0, 32))
     assert str(error.value) == (
-        f"{file} ends at byte {last.offset + 100}, within the tensor model.layers.1.mlp.down_proj.weight: bytes up to "
+        f"{file} ends at byte {last.offset + 100}, within the tensor "
+        f"model.layers.1.mlp.down_proj.weight: bytes up to "
         f"{last.offset + 32 * 48 * 4} were expected. Download it again."
     )
     file.unlink()

@@ -1,5 +1,6 @@
-"""The compiled update: a shared prompt equals the flattened computation, any split gives the same gradient, no buffer
-of all tokens x vocabulary exists, a gradient that is not finite changes nothing."""
+"""The compiled update: a shared prompt equals the flattened computation, any split gives the same
+gradient, no buffer of all tokens x vocabulary exists, a gradient that is not finite changes
+nothing."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ BY_TOKEN = ("loss_mask", "weight", "advantage", "sampler_logprobs", "old_logprob
 
 
 def flattened(batch: LearnerBatch) -> LearnerBatch:
-    """The same tokens with a row for each completion: the prompt's first token, then one segment of all others."""
+    """The same tokens with a row for each completion: the prompt's first token, then one segment of
+    all others."""
     segment, prompt = np.asarray(batch.segment), np.asarray(batch.prompt)
     completions = [
         (row, number)
@@ -144,7 +146,8 @@ def test_any_split_into_micro_batches_gives_the_same_update():
 
 @pytest.mark.slow
 def test_several_groups_in_a_row_equal_fewer_in_each():
-    """Segments see their own tokens and their prompt, nothing of each other, whatever row they stand in."""
+    """Segments see their own tokens and their prompt, nothing of each other, whatever row they
+    stand in."""
     a, groups = QWEN3, random_groups(QWEN3, 3, 2, 9, 8)
     parameters = random_parameters(a)
     (together,), alone = batches(groups), batches(groups, Shape(1, 32))
@@ -254,8 +257,8 @@ def test_log_probs_are_one_program_whatever_the_type_of_gradients():
 
 @pytest.mark.slow
 def test_no_buffer_of_all_tokens_by_vocabulary_in_the_update():
-    """V = 1009, 16 tokens a chunk: the compiled update holds logits of a chunk and none of all tokens; without chunks
-    it holds them, so the search can find one."""
+    """V = 1009, 16 tokens a chunk: the compiled update holds logits of a chunk and none of all
+    tokens; without chunks it holds them, so the search can find one."""
     a = replace(QWEN3, num_layers=1, vocab_size=1009, tie_embeddings=False)
     groups = random_groups(a, 2, 6, 16, 64)
     (batch,) = batches(groups)
@@ -317,7 +320,8 @@ def test_a_norms_gradient_is_the_exact_sum_and_in_float32_a_product(dtype):
 @pytest.mark.slow
 @pytest.mark.parametrize("fsdp", [1, 4])
 def test_an_update_as_tpus_compute_it_has_the_same_numbers(monkeypatch, fsdp):
-    """Products, rotations and the head in their forms for TPUs, here on CPUs, with several slices of the vocabulary."""
+    """Products, rotations and the head in their forms for TPUs, here on CPUs, with several slices
+    of the vocabulary."""
     a = replace(QWEN3, vocab_size=300)
     (batch,) = batches(random_groups(a, 8, 2, 9, 12), shards=4)
     objective = replace(ON_POLICY, chunk_elements=batch.tokens.shape[1] * 4 // fsdp * 128)
@@ -325,7 +329,8 @@ def test_an_update_as_tpus_compute_it_has_the_same_numbers(monkeypatch, fsdp):
     for platform in ("cpu", "tpu"):
         monkeypatch.setattr(Role, "platform", platform)
         where = roles(fsdp=fsdp)
-        # Named, as kernels would be chosen; other settings, else the programs of the first would be found again.
+        # Named, as kernels would be chosen; other settings, else the programs of the first would be
+        # found again.
         attention = "reference" if platform == "tpu" else "auto"
         one = Learner(
             Model(a, where.trainer, attention=attention), objective, OptimizerSection(), 10

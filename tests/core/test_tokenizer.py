@@ -39,7 +39,8 @@ LLAMA3 = """{{- bos_token }}
 {{- "Today Date: " + date_string + "\\n\\n" }}
 {{- system_message + "<|eot_id|>" }}
 {%- for message in messages %}
-    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n'+ message['content'] | trim + '<|eot_id|>' }}
+    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n'+ message['content'] | \
+trim + '<|eot_id|>' }}
 {%- endfor %}
 {%- if add_generation_prompt %}
     {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
@@ -65,7 +66,8 @@ QWEN25 = """{%- if tools %}
     {%- elif message.role == "assistant" %}
         {{- '<|im_start|>' + message.role }}
         {%- for call in message.tool_calls %}
-            {{- '\\n{"name": "' + call.function.name + '", "arguments": ' + call.function.arguments | tojson + '}' }}
+            {{- '\\n{"name": "' + call.function.name + '", "arguments": ' + \
+call.function.arguments | tojson + '}' }}
         {%- endfor %}
         {{- '<|im_end|>\\n' }}
     {%- endif %}
@@ -90,10 +92,12 @@ QWEN3 = """{%- set ns = namespace(multi_step=true, last=messages|length - 1) %}
         {%- if message.reasoning_content is string %}
             {%- set reasoning = message.reasoning_content %}
         {%- elif '</think>' in content %}
-            {%- set reasoning = content.split('</think>')[0].rstrip('\\n').split('<think>')[-1].lstrip('\\n') %}
+            {%- set reasoning = \
+content.split('</think>')[0].rstrip('\\n').split('<think>')[-1].lstrip('\\n') %}
             {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
         {%- endif %}
-        {{- '<|im_start|>assistant\\n<think>\\n' + reasoning + '\\n</think>\\n\\n' + content + '<|im_end|>\\n' }}
+        {{- '<|im_start|>assistant\\n<think>\\n' + reasoning + '\\n</think>\\n\\n' + content + \
+'<|im_end|>\\n' }}
     {%- else %}
         {{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>\\n' }}
     {%- endif %}
@@ -232,8 +236,10 @@ def test_what_the_templates_give(tmp_path):
     tokenizer = Tokenizer.load(tmp_path)
     today = datetime.now().strftime("%d %b %Y")
     assert tokenizer.render(user(" 1 ")) == (
-        f"<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nToday Date: {today}\n\n<|eot_id|>"
-        "<|start_header_id|>user<|end_header_id|>\n\n1<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
+        f"<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nToday Date: "
+        f"{today}\n\n<|eot_id|>"
+        "<|start_header_id|>user<|end_header_id|>\n\n1<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n"
     )
     ids = tokenizer.encode_prompt(user("1")).tolist()
     assert (
@@ -427,7 +433,8 @@ def test_what_hosts_compare_has_the_template_of_tools(tmp_path):
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "adds", "parameters": {}}}]
 NAMED = {
     "default": "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}",
-    "tool_use": "TOOLS:{{ tools | tojson }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}",
+    "tool_use": "TOOLS:{{ tools | tojson }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% "
+    "endfor %}",
     "rag": "RAG{% for m in messages %}{{ m.content }}{% endfor %}",
 }
 
@@ -493,7 +500,8 @@ def test_what_a_template_makes_altogether_is_bounded(tmp_path, monkeypatch, grow
     monkeypatch.setattr(tokenizers_of_ours, "MOST_BYTES", 1 << 24)
     write_tokenizer(tmp_path)
     template = (
-        "{% set long = range(50000) | list %}{% set text = 'b' * 100000 %}{% set kept = namespace(all=[]) %}"
+        "{% set long = range(50000) | list %}{% set text = 'b' * 100000 %}{% set kept = "
+        "namespace(all=[]) %}"
         "{% for i in range(3000) %}{% set kept.all = [kept.all, " + grow + "] %}{% endfor %}"
         "{{ messages | length }}"
     )
@@ -505,8 +513,10 @@ def test_what_a_template_only_reads_counts_for_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(tokenizers_of_ours, "MOST_BYTES", 1 << 24)
     write_tokenizer(tmp_path)
     template = (
-        "{% for i in range(3000) %}{% set one = messages[0].content %}{% set one = messages[0]['content'] %}"
-        "{% set one = messages[0].get('content') | default('a') %}{% set all = messages %}{% endfor %}"
+        "{% for i in range(3000) %}{% set one = messages[0].content %}{% set one = "
+        "messages[0]['content'] %}"
+        "{% set one = messages[0].get('content') | default('a') %}{% set all = messages %}{% "
+        "endfor %}"
         "{{ messages[0].content[:3] }}"
     )
     assert Tokenizer.load(tmp_path, template).render(user("a" * 100_000)) == "aaa"

@@ -1,4 +1,5 @@
-"""Turns in tokens: what is appended equals the whole conversation rendered once; calls are read from markers' ids."""
+"""Turns in tokens: what is appended equals the whole conversation rendered once; calls are read
+from markers' ids."""
 
 from __future__ import annotations
 
@@ -106,7 +107,8 @@ def answers(*texts: str) -> list[dict[str, Any]]:
 def sampled(
     tokenizer: Tokenizer, theirs: Any, before: list[dict], turn: dict, tools: Any
 ) -> list[int]:
-    """The ids that a model samples when it answers as `turn` is rendered, the end of the turn included."""
+    """The ids that a model samples when it answers as `turn` is rendered, the end of the turn
+    included."""
     prompt = theirs.apply_chat_template(
         before, tools=tools, add_generation_prompt=True, tokenize=False
     )
@@ -170,7 +172,8 @@ texts = st.lists(st.one_of(st.sampled_from(MARKERS), words), min_size=1, max_siz
 def test_what_grows_equals_the_conversation_rendered_once(formats, ours, theirs, family, data):
     rounds = []
     for _ in range(data.draw(st.integers(1, 3), "rounds")):
-        # Llama 3.1 takes one call in a message; Gemma 4 renders what is said beside a call after its answer.
+        # Llama 3.1 takes one call in a message; Gemma 4 renders what is said beside a call after
+        # its answer.
         count = 1 if family == "llama3_1" else data.draw(st.integers(1, 3), "calls")
         calls = [
             ("add", {"a": data.draw(st.integers(-99, 99))})
@@ -218,7 +221,8 @@ def test_a_template_that_rewrites_history_is_said_at_the_start(formats, ours):
 
 
 def test_a_run_says_it_once(ours):
-    """For each environment's tools its own format; the same line for two of them is printed once."""
+    """For each environment's tools its own format; the same line for two of them is printed
+    once."""
     sessions: Any = SimpleNamespace(
         kind_of=lambda columns: columns["environment"], functions=lambda columns: {"add": add}
     )
@@ -229,9 +233,10 @@ def test_a_run_says_it_once(ours):
 
 
 @pytest.mark.parametrize(("family", "last", "first"), [
-    ("qwen2_5", "<|im_end|>", "\n"), ("qwen2_5", "<|endoftext|>", "\n"), ("qwen2_5", "x", "<|im_end|>"),
-    ("llama3_1", "<|eot_id|>", "<|start_header_id|>"), ("llama3_1", "<|eom_id|>", "<|start_header_id|>"),
-    ("llama3_1", "x", "<|eot_id|>"), ("gemma4", "<|tool_response>", "r"), ("gemma4", "<turn|>", "<|tool_response>"),
+    ("qwen2_5", "<|im_end|>", "\n"), ("qwen2_5", "<|endoftext|>", "\n"),
+    ("qwen2_5", "x", "<|im_end|>"), ("llama3_1", "<|eot_id|>", "<|start_header_id|>"),
+    ("llama3_1", "<|eom_id|>", "<|start_header_id|>"), ("llama3_1", "x", "<|eot_id|>"),
+    ("gemma4", "<|tool_response>", "r"), ("gemma4", "<turn|>", "<|tool_response>"),
     ("gemma4", "x", "<|tool_response>"),
 ])  # fmt: skip
 def test_a_turn_that_did_not_end_is_ended(formats, ours, family, last, first):
@@ -311,7 +316,8 @@ def test_equal_to_renderers(formats, ours, theirs, family):
 
 CALLS = {
     "qwen2_5": '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call>',
-    "qwen3_5": "<tool_call>\n<function=add>\n<parameter=a>\n2\n</parameter>\n</function>\n</tool_call>",
+    "qwen3_5": "<tool_call>\n<function=add>\n<parameter=a>\n2\n</parameter>\n</function>\n"
+    "</tool_call>",
     "llama3_1": '{"name": "add", "parameters": {"a": 2}}',
     "gemma4": "<|tool_call>call:add{a:2}<tool_call|>",
 }
@@ -329,7 +335,8 @@ def test_one_call_several_and_none(formats, ours, family):
 
 
 @pytest.mark.parametrize("text", [
-    f"<|python_tag|>{CALLS['llama3_1']}<|eom_id|>", '{"type": "function", "name": "add", "parameters": {"a": 2}}',
+    f"<|python_tag|>{CALLS['llama3_1']}<|eom_id|>", '{"type": "function", "name": "add", '
+                                                    '"parameters": {"a": 2}}',
     '{"type": "function", "function": {"name": "add", "arguments": {"a": "2"}}}',
 ])  # fmt: skip
 def test_llama_writes_calls_in_several_ways(formats, ours, text):
@@ -387,14 +394,20 @@ def test_calls_in_thoughts_are_thoughts(formats, ours, tmp_path):
 
 
 @pytest.mark.parametrize(("body", "why"), [
-    ("", "no valid JSON"), ("{", "no valid JSON"), ("[]", "no name"), ("5", "no name"), ("null", "no name"),
+    ("", "no valid JSON"), ("{", "no valid JSON"), ("[]", "no name"), ("5", "no name"),
+    ("null", "no name"),
     ('{"function": "add"}', "no name"),
-    ('{"arguments": {}}', "no name"), ('{"name": 5}', "no name"), ('{"name": "add", "arguments": [1]}', "no object"),
-    ('{"name": "add", "arguments": "x"}', "no valid JSON"), ('{"name": "add", "name": "add"}', "twice"),
-    ('{"name": "add", "arguments": {"a": 1, "a": 2}}', "twice"), ('{"name": "add", "arguments": {"a": NaN}}', "NaN"),
-    ('{"name": "add", "arguments": {"a": 1e999}}', "NaN"), ('{"name": "add", "arguments": {"a": "\\ud800"}}', "half"),
+    ('{"arguments": {}}', "no name"), ('{"name": 5}', "no name"), ('{"name": "add", "arguments": '
+                                                                   '[1]}', "no object"),
+    ('{"name": "add", "arguments": "x"}', "no valid JSON"), ('{"name": "add", "name": '
+                                                             '"add"}', "twice"),
+    ('{"name": "add", "arguments": {"a": 1, "a": 2}}', "twice"), ('{"name": "add", "arguments": '
+                                                                  '{"a": NaN}}', "NaN"),
+    ('{"name": "add", "arguments": {"a": 1e999}}', "NaN"), ('{"name": "add", "arguments": {"a": '
+                                                            '"\\ud800"}}', "half"),
     ('{"name": "add", "arguments": {"a": ' + "[" * 1000 + "]" * 1000 + "}}", "nested"),
-    ("[" * 500_000, "nested"), ('{"name": "' + '\\"' * 300_000, "no valid JSON"), ("1" * 5000, "digits"),
+    ("[" * 500_000, "nested"), ('{"name": "' + '\\"' * 300_000, "no valid JSON"),
+    ("1" * 5000, "digits"),
     (CALLS["qwen2_5"], "no valid JSON"), ("x" * (LONGEST + 1), "longer"),
 ])  # fmt: skip
 def test_what_cannot_be_read_is_answered(formats, ours, body, why):
@@ -415,8 +428,10 @@ def test_what_cannot_be_read_is_answered(formats, ours, body, why):
     ("qwen3_5", "<tool_call></tool_call>", "no name"),
     ("qwen3_5", "<tool_call><function=add><parameter=a>2</function></tool_call>", "no argument"),
     ("qwen3_5", "<tool_call><function=add>a=2</function></tool_call>", "no argument"),
-    ("qwen3_5", "<tool_call><function=f>" + "<parameter=a>1</parameter>" * 2 + "</function></tool_call>", "twice"),
-    ("qwen3_5", "<tool_call><function=f>" + "<parameter=a>" * 60_000 + "</function></tool_call>", "no argument"),
+    ("qwen3_5", "<tool_call><function=f>" + "<parameter=a>1</parameter>" * 2
+     + "</function></tool_call>", "twice"),
+    ("qwen3_5", "<tool_call><function=f>" + "<parameter=a>" * 60_000
+     + "</function></tool_call>", "no argument"),
     ("llama3_1", '{"name": "add", "parameters": {"a": 2}} is the call', "no valid JSON"),
     ("llama3_1", '<|python_tag|>print("hello")', "no valid JSON"),
     ("llama3_1", '{"name": "add", "parameters": {"a": 2', "no valid JSON"),
@@ -500,7 +515,8 @@ def test_any_json_in_a_call_is_a_call_or_an_error(formats, ours, family, value, 
 
 
 @pytest.mark.parametrize(("text", "value"), [
-    ("7", 7), (" 7\n", 7), ("7.0", 7), ("seven", "seven"), ("7.5", "7.5"), ("true", "true"), ("[7]", "[7]"),
+    ("7", 7), (" 7\n", 7), ("7.0", 7), ("seven", "seven"), ("7.5", "7.5"), ("true", "true"),
+    ("[7]", "[7]"),
 ])  # fmt: skip
 def test_texts_get_the_types_of_the_schema(formats, ours, text, value):
     xml = f"<tool_call><function=add><parameter=a>\n{text}\n</parameter></function></tool_call>"
@@ -517,7 +533,8 @@ def test_texts_get_the_types_of_the_schema(formats, ours, text, value):
 
 def test_types_of_other_arguments(formats, ours):
     xml = (
-        '<tool_call><function=look><parameter=where>\n 7 \n</parameter><parameter=tags>\n["a"]\n</parameter>'
+        "<tool_call><function=look><parameter=where>\n 7 "
+        '\n</parameter><parameter=tags>\n["a"]\n</parameter>'
         "<parameter=deep>\nTrue\n</parameter></function></tool_call>"
     )
     assert formats["qwen3_5"].read(ours["qwen3_5"].encode(xml))[1] == [
@@ -527,7 +544,10 @@ def test_types_of_other_arguments(formats, ours):
     assert formats["qwen3_5"].read(ours["qwen3_5"].encode(none))[1] == [
         ToolCall("look", {"tags": None})
     ]
-    gemma = '<|tool_call>call:look{where:<|"|>a, b: {"c"}<|"|>,tags:[<|"|>x<|"|>],deep:true}<tool_call|>'
+    gemma = (
+        '<|tool_call>call:look{where:<|"|>a, b: '
+        '{"c"}<|"|>,tags:[<|"|>x<|"|>],deep:true}<tool_call|>'
+    )
     assert formats["gemma4"].read(ours["gemma4"].encode(gemma))[1] == [
         ToolCall("look", {"where": 'a, b: {"c"}', "tags": ["x"], "deep": True})
     ]
@@ -623,7 +643,8 @@ TURNS = {
     ],
     "xml": ["So\n" + CALLS["qwen3_5"] * 2, "None."],
     "list": [
-        '<tool_call>[{"tool": "add", "input": {"a": 2}}, {"tool": "add", "input": {"a": 2}}]</tool_call>'
+        '<tool_call>[{"tool": "add", "input": {"a": 2}}, {"tool": "add", "input": {"a": '
+        "2}}]</tool_call>"
     ],
     "gemma": [
         "<|channel>thought\nWhy?<channel|>" + CALLS["gemma4"] * 2,
@@ -654,7 +675,8 @@ def test_response_template_as_transformers_reads_it(tmp_path, transformers, kind
 @pytest.mark.parametrize("table", [
     {"fields": {}}, [], {"fields": {"tool_calls": {"open": "<t>", "content": "kv-lines"}}},
     {"fields": {"tool_calls": {"open_pattern": "(", "content": "json"}}},
-    {"fields": {"tool_calls": {"open": "<t>", "content": "xml-inline", "content_args": {"tag_pattern": "(.)"}}}},
+    {"fields": {"tool_calls": {"open": "<t>", "content": "xml-inline",
+                               "content_args": {"tag_pattern": "(.)"}}}},
 ])  # fmt: skip
 def test_a_response_template_that_cannot_be_used(tmp_path, table):
     tokenizer = Tokenizer.load(write_chat_tokenizer(tmp_path, "qwen3", response_template=table))
@@ -702,7 +724,10 @@ def test_templates_without_tools_or_ends_are_refused(ours, tmp_path):
     tokenizer = Tokenizer.load(write_chat_tokenizer(tmp_path / "2", "qwen2_5", no_answers))
     with pytest.raises(ShoalError, match="no place for answers"):
         TurnFormat(tokenizer, SCHEMAS)
-    glm = "{% for c in message.tool_calls %}<tool_call>{{ c.function.name }}<arg>{{ c.function.arguments }}</tool_call>"
+    glm = (
+        "{% for c in message.tool_calls %}<tool_call>{{ c.function.name }}<arg>{{ "
+        "c.function.arguments }}</tool_call>"
+    )
     unknown = only_tools.replace("{{- '<|im_start|>'", glm + "{% endfor %}{{- '<|im_start|>'")
     tokenizer = Tokenizer.load(write_chat_tokenizer(tmp_path / "3", "qwen2_5", unknown))
     with pytest.raises(ShoalError, match=r"form that is not known.*environment\.call_format"):

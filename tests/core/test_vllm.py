@@ -1,4 +1,5 @@
-"""Servers of vLLM as hosts: what they are asked, whose weights they have, and that what they do wrong is noticed."""
+"""Servers of vLLM as hosts: what they are asked, whose weights they have, and that what they do
+wrong is noticed."""
 
 from __future__ import annotations
 
@@ -156,7 +157,8 @@ def server() -> Iterator[ScriptedServer]:
 
 
 class CuringNotes(list[str]):
-    """What a fleet says of its hosts; with its first word the server's fault is over, and its sleep."""
+    """What a fleet says of its hosts; with its first word the server's fault is over, and its
+    sleep."""
 
     def __init__(self, server: ScriptedServer) -> None:
         super().__init__()
@@ -224,7 +226,8 @@ FAULTS = {
     "spans": "weight_versions that do not cover",
     "minus": "a log-prob of -9999",
     "ends": "an end at token 3, which is none of",
-    "short": r"finish_reason length at \d tokens, and max_tokens was 6: has the server another limit",
+    "short": r"finish_reason length at \d tokens, and max_tokens was 6: has the server another "
+    r"limit",
     "more": "finish_reason length at 7 tokens, and max_tokens was 6",
     "middle": r"the end token 0 at position 0 of \d, and tokens after it",
     "choices": "not enough values to unpack",
@@ -303,7 +306,8 @@ def test_an_answer_that_trickles_ends_at_its_deadline(
     [
         (
             "raw",
-            "the log-probs of tokens that it samples differ from the trainer's by up to 0.4 at version 0, more than "
+            "the log-probs of tokens that it samples differ from the trainer's by up to 0.4 at "
+            "version 0, more than "
             "vllm.tolerance=0.001: start it with --logprobs-mode=processed_logprobs",
         ),
         ("empty probe", "not enough values to unpack"),
@@ -503,12 +507,15 @@ def test_completions_under_way_keep_their_adapter_and_it_is_unloaded_after_them(
     [
         (
             True,
-            "refused: it answered load_lora_adapter with 200 and still has the weights of version 0, not 1",
+            "refused: it answered load_lora_adapter with 200 and still has the weights of version "
+            "0, not 1",
         ),
         (
             False,
-            "does not take the adapter (it answered /v1/load_lora_adapter with 500: LoRA is not enabled. Use "
-            "--enable-lora to enable LoRA.): start it with --enable-lora, --max-lora-rank of at least",
+            "does not take the adapter (it answered /v1/load_lora_adapter with 500: LoRA is not "
+            "enabled. Use "
+            "--enable-lora to enable LoRA.): start it with --enable-lora, --max-lora-rank of at "
+            "least",
         ),
     ],
 )
@@ -718,7 +725,8 @@ def test_a_server_is_asked_for_no_more_than_the_limit_of_a_turn(
         ),
         (
             {},
-            "takes 64 tokens, and a prompt with its completion may have 65: start it with --max-model-len=65",
+            "takes 64 tokens, and a prompt with its completion may have 65: start it with "
+            "--max-model-len=65",
         ),
     ],
 )
@@ -773,7 +781,8 @@ def test_servers_that_are_killed_and_stopped_cost_no_group(tmp_path: Path):
 def test_a_server_that_is_stopped_while_it_loads_is_lost_in_a_minute(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Without `sampler.stall_seconds`: a first compilation may be silent for ten minutes, a server may not."""
+    """Without `sampler.stall_seconds`: a first compilation may be silent for ten minutes, a server
+    may not."""
     assert vllm.SILENCE_SECONDS == 60.0
     monkeypatch.setattr(vllm, "SILENCE_SECONDS", 1.0)
     processes, notes = list[Server](), []
@@ -938,7 +947,8 @@ def test_the_tokens_that_truncation_kept_come_with_each_token():
 @pytest.mark.slow
 @pytest.mark.parametrize(("versions", "words"), [("fixed", []), ("newest", ["model.lora.rank=2"])])
 def test_one_shoal_samples_for_another(versions: str, words: list[str], workshop: Workshop):
-    """A whole run against `shoal serve`, resumed: versions, correction, and log-probs as the trainer's."""
+    """A whole run against `shoal serve`, resumed: versions, correction, and log-probs as the
+    trainer's."""
     sizes = ("sampling.max_prompt_tokens=64", "sampling.max_completion_tokens=12")
     with serving(f"model={workshop.model}", f"model.template={PLAIN}", *sizes, "batch=8") as served:
         for steps in (

@@ -1,4 +1,5 @@
-"""Groups on disk: bit for bit, opened by pandas and polars, written by a thread; what is damaged is named."""
+"""Groups on disk: bit for bit, opened by pandas and polars, written by a thread; what is damaged is
+named."""
 
 from __future__ import annotations
 
@@ -239,10 +240,12 @@ def test_a_step_is_read_back_with_what_was_stored_beside(tmp_path):
 
 
 def test_reading_a_file_starts_no_thread(tmp_path):
-    """One that pyarrow starts may still be on its way when a short command ends, and aborts it (exit code 134)."""
+    """One that pyarrow starts may still be on its way when a short command ends, and aborts it
+    (exit code 134)."""
     path = write(tmp_path)
     code = (
-        "import os, sys, pyarrow.parquet\nfrom pathlib import Path\nfrom shoal.report.groups import read_file\n"
+        "import os, sys, pyarrow.parquet\nfrom pathlib import Path\nfrom shoal.report.groups "
+        "import read_file\n"
         "before = os.listdir('/proc/self/task')\nassert len(read_file(Path(sys.argv[1]))) == 2\n"
         "assert os.listdir('/proc/self/task') == before, 'a thread was started'\n"
     )

@@ -1,4 +1,5 @@
-"""What metrics are called and mean: the page made from the table, names that stand for many, clocks, MFU."""
+"""What metrics are called and mean: the page made from the table, names that stand for many,
+clocks, MFU."""
 
 from __future__ import annotations
 
@@ -201,7 +202,8 @@ SMALL = Architecture(
 
 
 def counted(a: Architecture, prompt: int, completions: list[int]) -> int:
-    """Token by token, from the parameters as declared: two operations an element of each product."""
+    """Token by token, from the parameters as declared: two operations an element of each
+    product."""
     leaves = jax.tree.leaves(param_specs(a))
     blocks = sum(int(np.prod(leaf.shape)) for leaf in leaves if len(leaf.shape) == 3)
     pair = (

@@ -430,7 +430,8 @@ def test_an_evaluation_that_is_asked_for_again_is_recorded_once(tmp_path):
 
 
 def test_settings_of_a_part_that_was_lost_hold_from_where_the_run_goes_on(tmp_path):
-    """Resumed at step 40 with other settings; the checkpoints from 40 on are lost, so it goes on at 30 with those."""
+    """Resumed at step 40 with other settings; the checkpoints from 40 on are lost, so it goes on at
+    30 with those."""
     with RunFolder.create(tmp_path, "run") as folder:
         for version, config in ((0, "first\n"), (40, "other\n")):
             folder.write_config(config, "", version)
@@ -558,7 +559,8 @@ def test_the_end_of_a_run_says_what_became_of_its_tokens_and_what_to_do_next(tmp
         "== evaluation after step 1, 1 completion, about 0:01",
     ]
     assert (
-        "16 tokens sampled: 3 trained on, 3 in the KL, entropy or teacher term alone, 2 without an advantage, "
+        "16 tokens sampled: 3 trained on, 3 in the KL, entropy or teacher term alone, 2 without an "
+        "advantage, "
         "8 in evaluations"
     ) in lines
     assert "a question that was answered wrong before and right after:" in lines
@@ -690,7 +692,8 @@ def test_an_evaluation_states_its_size_and_protocol():
     )
     assert (
         text
-        == "accuracy 50.0% (greedy, 100 questions; 95% interval 40.4-59.6)  pass@8 80.5%  mean reward 0.61"
+        == "accuracy 50.0% (greedy, 100 questions; 95% interval 40.4-59.6)  pass@8 80.5%  mean "
+        "reward 0.61"
     )
     assert evaluation_text({"mean_reward": 0.5, "num_questions": 3, "protocol": "greedy"}) == (
         "mean reward 0.5 (greedy, 3 questions)"

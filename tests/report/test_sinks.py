@@ -1,4 +1,5 @@
-"""Metrics beyond the run's own files: TensorBoard and W&B by their real packages, sinks that fail, profiler traces."""
+"""Metrics beyond the run's own files: TensorBoard and W&B by their real packages, sinks that fail,
+profiler traces."""
 
 from __future__ import annotations
 
@@ -230,7 +231,8 @@ def alone(tmp_path, monkeypatch):
 
 
 def records(file: Path) -> list[Any]:
-    """The records of a `.wandb` file: blocks of 32 KiB of (checksum, length, kind) and bytes, after 7 of a head."""
+    """The records of a `.wandb` file: blocks of 32 KiB of (checksum, length, kind) and bytes, after
+    7 of a head."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     data, at, found, parts = file.read_bytes(), 7, [], b""
@@ -275,7 +277,8 @@ import json, sys
 from pathlib import Path
 from shoal.config.sections import ReportSection, WandbSection
 from shoal.report.sink import make_sinks
-section, config = ReportSection(wandb=WandbSection(mode=sys.argv[4], project="fish")), {"seed": 0, "batch": {"size": 8}}
+section = ReportSection(wandb=WandbSection(mode=sys.argv[4], project="fish"))
+config = {"seed": 0, "batch": {"size": 8}}
 (sink,) = make_sinks(Path(sys.argv[1]), section, config, "first", None, print, print)
 for step, row in json.loads(sys.argv[2]):
     if step == 2:
@@ -371,7 +374,8 @@ def test_a_resumed_run_is_the_same_run_at_wandb(alone):
 def test_a_killed_process_loses_a_second_of_wandb_at_most(alone):
     alone.mkdir()
     code = (
-        "import os, signal, sys, time\nfrom pathlib import Path\nfrom shoal.config.sections import WandbSection\n"
+        "import os, signal, sys, time\nfrom pathlib import Path\nfrom shoal.config.sections import "
+        "WandbSection\n"
         "from shoal.report.wandb import WandbSink, SECONDS_BETWEEN_FLUSHES\n"
         "sink = WandbSink(Path(sys.argv[1]), WandbSection(mode='offline'), {}, '')\n"
         "sink.write(1, {'lr': 1}); sink.write(2, {'lr': 2})\n"
@@ -389,11 +393,15 @@ def test_wandb_whose_service_dies_is_switched_off_at_once(alone):
     alone.mkdir()
     code = (
         "import sys, time\nfrom pathlib import Path\nimport psutil\n"
-        "from shoal.config.sections import ReportSection, WandbSection\nfrom shoal.report.sink import make_sinks\n"
+        "from shoal.config.sections import ReportSection, WandbSection\nfrom shoal.report.sink "
+        "import make_sinks\n"
         "section = ReportSection(wandb=WandbSection(mode='offline'))\n"
-        "(sink,) = make_sinks(Path(sys.argv[1]), section, {}, '', None, print, print)\nsink.write(1, {'lr': 1})\n"
-        "for child in psutil.Process().children(recursive=True):\n    child.kill()\n    child.wait()\n"
-        "for step in range(2, 22):\n    sink.write(step, {'lr': step})\n    time.sleep(0.02)\nsink.close()\n"
+        "(sink,) = make_sinks(Path(sys.argv[1]), section, {}, '', None, print, "
+        "print)\nsink.write(1, {'lr': 1})\n"
+        "for child in psutil.Process().children(recursive=True):\n    child.kill()\n    "
+        "child.wait()\n"
+        "for step in range(2, 22):\n    sink.write(step, {'lr': step})\n    "
+        "time.sleep(0.02)\nsink.close()\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, str(alone)], capture_output=True, text=True, timeout=60
@@ -492,7 +500,7 @@ def test_a_background_sink_gets_every_row_in_order():
 def test_a_row_is_what_it_was_when_written():
     seen, metrics = [], {"lr": 1.0}
     sink = Recording()
-    sink.write = lambda step, row: seen.append((sink.let_go.wait(60), dict(row)))  # type: ignore[method-assign]
+    sink.write = lambda step, row: seen.append((sink.let_go.wait(60), dict(row)))  # type: ignore
     background = Background(sink, "It", Said())
     background.write(1, metrics)
     metrics["lr"] = 2.0
@@ -511,7 +519,8 @@ def test_a_sink_that_fails_is_switched_off_with_one_warning():
     background.close()
     assert sink.rows == [0, 1, 2] and sink.closed == 1
     assert warned == [
-        "It is switched off: OSError: [Errno 28] No space left on device; metrics.jsonl continues and "
+        "It is switched off: OSError: [Errno 28] No space left on device; metrics.jsonl continues "
+        "and "
         "holds every step"
     ]
 

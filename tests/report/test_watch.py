@@ -1,4 +1,5 @@
-"""Warnings while a run goes on: when each is given, that it is given once, and that a resumed run remembers."""
+"""Warnings while a run goes on: when each is given, that it is given once, and that a resumed run
+remembers."""
 
 from __future__ import annotations
 
@@ -126,7 +127,8 @@ def test_each_way_in_which_a_function_fails_is_warned_of_once():
 
 
 def test_the_loop_sees_the_first_failure_of_a_function():
-    """`train.on_warning=stop` ends a run at what the recorder has `warned`; a failure was printed and no more."""
+    """`train.on_warning=stop` ends a run at what the recorder has `warned`; a failure was printed
+    and no more."""
     shown: list[str] = []
     failure = Failure("checker", 17, 2, "raised", "checker raised ValueError")
     folder = SimpleNamespace(write_groups=None, path="r")

@@ -1,4 +1,5 @@
-"""Rewards that hang, die, leak and lie: limits, blame and policies of the pool, and that nothing is left behind."""
+"""Rewards that hang, die, leak and lie: limits, blame and policies of the pool, and that nothing is
+left behind."""
 
 from __future__ import annotations
 
@@ -210,7 +211,8 @@ def test_by_default_the_run_ends_with_the_example_named(
         (1.0, "returned 1.0: it must return a list .*; 4 were given"),
         (
             None,
-            r"returned None: it must return a list with one number \(or None where .*; 4 were given, the first",
+            r"returned None: it must return a list with one number \(or None where .*; 4 were "
+            r"given, the first",
         ),
     ],
 )
@@ -259,7 +261,10 @@ def test_a_batch_that_fails_though_no_part_does() -> None:
             raise RuntimeError("too many")
         return [2.0]
 
-    message = r"raised RuntimeError: too many in a batch of 4 that starts with data row 17.*for no part of it alone"
+    message = (
+        r"raised RuntimeError: too many in a batch of 4 that starts with data row 17.*for no part "
+        r"of it alone"
+    )
     for workers in (0, 2):
         with pytest.raises(ShoalError, match=message):
             scored(checker, workers=workers)
@@ -1080,8 +1085,10 @@ def test_a_function_that_fails_for_everything_ends_the_run(
     started = time.monotonic()
     with RewardPool(name_functions([at_bad(act)]), section(on_error=policy, **keys)) as pool:
         expected = (
-            rf"'checker' failed for 33 of the last \d+ completions, more than reward.max_failed_share=0.5 of "
-            rf"64; the first: reward function 'checker' after step 3 {happened} for data row 4, comple"
+            rf"'checker' failed for 33 of the last \d+ completions, more than "
+            rf"reward.max_failed_share=0.5 of "
+            rf"64; the first: reward function 'checker' after step 3 {happened} for data row 4, "
+            rf"comple"
         )
         with pytest.raises(ShoalError, match=expected):
             for ticket in range(500):
@@ -1097,10 +1104,12 @@ def test_a_function_that_fails_for_everything_ends_the_run(
 def test_a_function_that_hangs_on_everything_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of the 32 completions of a step, few are tried: none of so many is enough only where failing is fast."""
+    """Of the 32 completions of a step, few are tried: none of so many is enough only where failing
+    is fast."""
     monkeypatch.setattr(scores_module, "HOPELESS_SECONDS", 1.4)
     expected = (
-        r"'checker' failed for (\d+) of the last \1 completions, more than reward.max_failed_share=0.5, and "
+        r"'checker' failed for (\d+) of the last \1 completions, more than "
+        r"reward.max_failed_share=0.5, and "
         r"returned nothing in \d s of waiting; the first: .* took longer than"
     )
     with RewardPool(
@@ -1229,7 +1238,8 @@ def test_a_wait_is_given_up_once_the_run_is_to_stop() -> None:
 
 @pytest.mark.slow
 def test_pools_start_while_threads_of_jax_are_busy() -> None:
-    """As in a second run of a notebook: a process is forked while other threads hold whatever locks they hold."""
+    """As in a second run of a notebook: a process is forked while other threads hold whatever locks
+    they hold."""
     import jax
     import jax.numpy as jnp
 

@@ -1,4 +1,5 @@
-"""Reward functions in TRL's convention: what they are given, what they may return, and errors that name the place."""
+"""Reward functions in TRL's convention: what they are given, what they may return, and errors that
+name the place."""
 
 from __future__ import annotations
 
@@ -290,7 +291,10 @@ def test_a_wrong_count_is_an_error(result: list[float]) -> None:
 
 @pytest.mark.parametrize("result", [None, 1.0, "111111", {1: 2}, (x for x in range(6))])
 def test_what_is_no_list_is_an_error(result: Any) -> None:
-    wanted = r"after step 3 returned .*: it must return a list .* for each completion; 6 were given, .*row 17"
+    wanted = (
+        r"after step 3 returned .*: it must return a list .* for each completion; 6 were given, "
+        r".*row 17"
+    )
     with pytest.raises(ShoalError, match=wanted):
         run(lambda **kwargs: result)
 

@@ -41,7 +41,8 @@ class Client:
             return json.load(error)["error"]
 
     def chat(self, messages, **settings):
-        return self.post("/chat/completions", model="any", messages=messages, return_token_ids=True, **settings)
+        return self.post("/chat/completions", model="any", messages=messages,
+                         return_token_ids=True, **settings)
 
 
 def talk(row, url, key):
@@ -61,7 +62,8 @@ def talk(row, url, key):
         ids = one["prompt_token_ids"] + one["choices"][0]["token_ids"]
         assert two["prompt_token_ids"][:len(ids)] == ids, "tokens were rendered again"
     client.chat([{"role": "user", "content": "Other"}])
-    for name, value in (("temperature", 0.5), ("n", 2), ("seed", 1), ("max_tokens", 0), ("stop", ["a"])):
+    for name, value in (
+            ("temperature", 0.5), ("n", 2), ("seed", 1), ("max_tokens", 0), ("stop", ["a"])):
         refused = client.chat(messages, **{name: value})
         assert name in refused["message"] and refused["type"] == "invalid_request_error", refused
     client.post("/reward", reward=len(said[0]["choices"][0]["token_ids"]))
@@ -69,10 +71,12 @@ def talk(row, url, key):
 
 
 def limited(row, url, key):
-    """Each turn has a limit of its own, by either name; history is told anew once. Posts how many were cut."""
+    """Each turn has a limit of its own, by either name; history is told anew once. Posts how many
+    were cut."""
     client, messages, cut = Client(url, key), list(row["prompt"]), 0
     before = []
-    for limit in ({"max_tokens": 5}, {"max_completion_tokens": 7}, {"max_tokens": 10**6, "max_completion_tokens": 3},
+    for limit in ({"max_tokens": 5}, {"max_completion_tokens": 7},
+                  {"max_tokens": 10**6, "max_completion_tokens": 3},
                   {"max_tokens": 4, "max_completion_tokens": None}, {"max_tokens": 6}):
         answer = client.chat(messages, **limit)
         if "choices" not in answer:
@@ -80,14 +84,16 @@ def limited(row, url, key):
             break
         choice, = answer["choices"]
         ids, most = choice["token_ids"], min(value for value in limit.values() if value)
-        assert len(ids) <= most and (choice["finish_reason"] == "length") <= (len(ids) == most), choice
+        at_limit = choice["finish_reason"] == "length"
+        assert len(ids) <= most and at_limit <= (len(ids) == most), choice
         assert answer["prompt_token_ids"][:len(before)] == before, "tokens were rendered again"
         cut += choice["finish_reason"] == "length"
         before = answer["prompt_token_ids"] + ids
         messages = [*messages, choice["message"], {"role": "user", "content": "And then?"}]
         if len(messages) == 7:
             messages, before = [{"role": "user", "content": "Other"}], []
-    for name, value in (("max_tokens", 0), ("max_tokens", -1), ("max_tokens", "3"), ("max_completion_tokens", 2.0)):
+    for name, value in (("max_tokens", 0), ("max_tokens", -1), ("max_tokens", "3"),
+                        ("max_completion_tokens", 2.0)):
         refused = client.chat(messages, **{name: value})
         assert name in refused["message"] and refused["type"] == "invalid_request_error", refused
     client.post("/reward", reward=cut)
@@ -211,7 +217,7 @@ class Asked(SimpleNamespace):
 )
 def test_a_calls_limit_reaches_the_rollout(given: dict[str, Any], limit: int) -> None:
     asked = Asked(sampled=[])
-    played = AgentSampler(asked, SamplingSection(max_completion_tokens=512), "model")  # type: ignore[arg-type]
+    played = AgentSampler(asked, SamplingSection(max_completion_tokens=512), "model")
     call = read_call("chat", {"messages": [{"role": "user", "content": "a"}], **given}, played)
     asyncio.run(played.sample(call))
     assert asked.value["max_tokens"] == limit
@@ -230,7 +236,7 @@ def test_a_program_need_not_read_its_row_nor_print_text() -> None:
     says = r"import sys; sys.stdout.buffer.write(bytes([255, 10])); print(0.5)"
     played = SimpleNamespace(is_over=False)
     command = shlex.join([sys.executable, "-c", says])
-    assert _run(command, {"document": "a" * 10**6}, "http://127.0.0.1:1/v1", "key", played) == 0.5  # type: ignore
+    assert _run(command, {"document": "a" * 10**6}, "http://127.0.0.1:1/v1", "key", played) == 0.5
 
 
 def test_what_a_program_started_ends_with_it_once_no_tokens_are_left(
@@ -248,20 +254,23 @@ def test_what_a_program_started_ends_with_it_once_no_tokens_are_left(
 
     monkeypatch.setattr("shoal.serve.agent.GRACE", 0.5)
     command = shlex.join(["sh", "-c", "echo 0.5; sleep 60; echo 1.5"])
-    assert _run(command, {}, "http://127.0.0.1:1/v1", "key", Played(is_over=True)) == 0.5  # type: ignore
+    assert _run(command, {}, "http://127.0.0.1:1/v1", "key", Played(is_over=True)) == 0.5
     assert not descendants() - before
 
 
 def test_a_program_whose_rollout_was_dropped_ends_without_a_word(tmp_path: Path) -> None:
-    """Each set's first row is tried before the run: an agent that learns of that prints a traceback."""
+    """Each set's first row is tried before the run: an agent that learns of that prints a
+    traceback."""
     before = descendants()
 
     def ask(what: str, value: Any) -> Any:
         raise RolloutDropped("it was dropped")
 
     program = (
-        "import os, urllib.request as u\ntry:\n    u.urlopen(u.Request(os.environ['OPENAI_BASE_URL'] + "
-        "'/completions', b'{\"prompt\": \"a\"}', {'Authorization': 'Bearer ' + os.environ['OPENAI_API_KEY']}))\n"
+        "import os, urllib.request as u\ntry:\n    "
+        "u.urlopen(u.Request(os.environ['OPENAI_BASE_URL'] + "
+        "'/completions', b'{\"prompt\": \"a\"}', {'Authorization': 'Bearer ' + "
+        "os.environ['OPENAI_API_KEY']}))\n"
         f"finally:\n    open({str(tmp_path / 'complaint')!r}, 'w').close()\n"
     )
     agent = AgentProgram(shlex.join([sys.executable, "-c", program]), SamplingSection(), "model")

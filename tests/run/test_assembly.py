@@ -1,4 +1,5 @@
-"""Whole runs through the command line: evaluate, train, evaluate, export, generate; and from Python."""
+"""Whole runs through the command line: evaluate, train, evaluate, export, generate; and from
+Python."""
 
 from __future__ import annotations
 
@@ -346,7 +347,8 @@ def test_fewer_prompts_draw_the_same(workshop, sampled):
 @pytest.mark.slow
 @pytest.mark.bitwise
 def test_fewer_prompts_draw_the_same_of_the_packaged_model(workshop):
-    """Its rows of one and of two siblings differ in the last bits on processors with AVX-512 too."""
+    """Its rows of one and of two siblings differ in the last bits on processors with AVX-512
+    too."""
     every, few = (
         generate(workshop, "model=tiny", prompts=prompts) for prompts in (PROMPTS, PROMPTS[:2])
     )
@@ -420,8 +422,8 @@ def test_unusual_lines_are_read(workshop, capsys):
     assert cli.main(words) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert (
-        "1 of 3 prompts of odd.jsonl have more than sampling.max_prompt_tokens=64 tokens and are dropped"
-        in out
+        "1 of 3 prompts of odd.jsonl have more than sampling.max_prompt_tokens=64 tokens and are "
+        "dropped" in out
     )
     assert f"model: {workshop.model} (" in out and "names another" not in out
     assert "prompts: 1 of messages, " in out and "; 1 of text, as it is" in out
@@ -468,7 +470,8 @@ def test_learning_rate_0_changes_nothing(workshop):
 
 @pytest.mark.slow
 def test_a_run_a_checkpoint_and_their_export_are_one_model(workshop, base, tmp_path, capsys):
-    """The run folder (its newest checkpoint), one checkpoint of it, and folders exported from them."""
+    """The run folder (its newest checkpoint), one checkpoint of it, and folders exported from
+    them."""
     saved = base / "checkpoints"
     for source, target in ((base, "whole"), (saved / "3", "single"), (saved / "1", "old")):
         assert cli.main(["export", f"from={source}", f"to={tmp_path / target}"]) == 0
@@ -640,7 +643,8 @@ def test_from_python_with_a_function(workshop):
         (run / "summary.json").read_text()
     )
     known, *seen = (
-        seen  # first the known answers, then a call a group: greedy ones of evaluations, sampled ones
+        # first the known answers, then a call a group: greedy ones of evaluations, sampled ones
+        seen
     )
     assert known[:2] == (0, 1)
     assert {(step, total, count) for step, total, count, _ in seen} == {
@@ -818,7 +822,8 @@ def test_what_was_set_for_all_of_jax_stays_as_it_was(workshop, before):
 
 
 def test_a_long_compilation_gives_freed_memory_back(monkeypatch):
-    """On a CPU what a compiler has freed would come on top of what updates take. Short ones leave little."""
+    """On a CPU what a compiler has freed would come on top of what updates take. Short ones leave
+    little."""
     returned: list[float] = []
     monkeypatch.setattr(records, "return_freed_memory", lambda: returned.append(1))
     records._listen(records._EVENT, 0.1)

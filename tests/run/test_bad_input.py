@@ -1,4 +1,5 @@
-"""Bad input: exit code 2 and one line that says what to do; no traceback, and nothing left behind."""
+"""Bad input: exit code 2 and one line that says what to do; no traceback, and nothing left
+behind."""
 
 from __future__ import annotations
 

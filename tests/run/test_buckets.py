@@ -1,5 +1,5 @@
-"""Models, data, runs and exports in buckets: a real S3 server and GCS's emulator, and fsspec's memory where the order
-of single operations counts."""
+"""Models, data, runs and exports in buckets: a real S3 server and GCS's emulator, and fsspec's
+memory where the order of single operations counts."""
 
 from __future__ import annotations
 
@@ -318,7 +318,8 @@ def test_a_manifest_that_is_damaged_is_named(memory, text):
 
 
 def test_the_marks_of_folders_are_no_files(s3):
-    """A console makes an object without content, whose key ends with a slash, where one asks for a folder."""
+    """A console makes an object without content, whose key ends with a slash, where one asks for a
+    folder."""
     client = boto3.client("s3")
     for key in ("marked/m/", "marked/m/sub/", "marked/m/sub/b", "marked/m/a"):
         client.put_object(Bucket="bucket", Key=key, Body=b"" if key.endswith("/") else b"x")
@@ -425,7 +426,8 @@ def test_a_lease_ends_with_its_process_or_its_time(s3, monkeypatch):
 
 @pytest.mark.parametrize("ahead", [-7200, -120, 120, 7200])
 def test_no_clock_but_the_buckets_decides_how_old_a_lease_is(memory, monkeypatch, ahead):
-    """Of machines whose clocks differ: a lease that lives is left alone, a dead one is taken after its time."""
+    """Of machines whose clocks differ: a lease that lives is left alone, a dead one is taken after
+    its time."""
     of_another_machine(monkeypatch)
     true_time = time.time
 
@@ -465,7 +467,8 @@ def test_a_lost_answer_leaves_the_lease_with_its_process(memory, monkeypatch, op
     ("record", "name"),
     [
         (
-            '{"name": "process 7 on a", "id": "x", "machine": "m", "pid": 7, "start": "1", "until": 9}',
+            '{"name": "process 7 on a", "id": "x", "machine": "m", "pid": 7, "start": "1", '
+            '"until": 9}',
             "process 7 on a",
         ),
         ("", "a process that its lease does not name"),
@@ -710,7 +713,8 @@ def test_training_goes_on_without_its_bucket_up_to_a_bound(memory, monkeypatch, 
         work.save(6)
     # Training does not continue now, and nothing says that it did.
     assert work.said[-1:] == [
-        f"memory://b/run does not answer (no put_file today): the run waits for it, at most 0 s, as more than "
+        f"memory://b/run does not answer (no put_file today): the run waits for it, at most 0 s, "
+        f"as more than "
         f"checkpoint.most_unsaved=2 checkpoints are in {work.folder} alone"
     ]
     with pytest.raises(ShoalError, match="has not answered"):
@@ -911,7 +915,8 @@ class Expired(BaseHTTPRequestHandler):
         self.send_response(400)
         self.end_headers()
         self.wfile.write(
-            b"<Error><Code>ExpiredToken</Code><Message>The provided token has expired.</Message></Error>"
+            b"<Error><Code>ExpiredToken</Code><Message>The provided token has "
+            b"expired.</Message></Error>"
         )
 
     do_PUT = do_HEAD = do_GET

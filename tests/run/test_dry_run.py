@@ -1,4 +1,5 @@
-"""A dry run and its run go through the same checks: what one refuses, the other refuses with the same error."""
+"""A dry run and its run go through the same checks: what one refuses, the other refuses with the
+same error."""
 
 from __future__ import annotations
 
@@ -123,8 +124,8 @@ def test_a_folder_without_weights_is_refused_also_where_it_looks_like_a_hub_id(
 def test_sequences_beyond_a_models_positions_are_refused_before_weights_are_read(
     workshop: Workshop, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the policy, and so of its reference, by every command; and of a teacher. Once in the run, once in its dry
-    run."""
+    """Of the policy, and so of its reference, by every command; and of a teacher. Once in the run,
+    once in its dry run."""
     monkeypatch.setattr(Job, "load_weights", lambda *_: pytest.fail("weights were read"))
     model, lengths = (
         f"model={workshop.model}",
@@ -148,7 +149,8 @@ def test_sequences_beyond_a_models_positions_are_refused_before_weights_are_read
         ["serve", model, *lengths],
     ]
     said = (
-        f"model.path={workshop.model}: it has positions for 2,048 tokens (max_position_embeddings), but "
+        f"model.path={workshop.model}: it has positions for 2,048 tokens "
+        f"(max_position_embeddings), but "
         "sampling.max_prompt_tokens=64 and sampling.max_completion_tokens=2000 are 2,064; lower one"
     )
     for words in commands:

@@ -1,4 +1,5 @@
-"""How many completions a run samples at once, in which rows, within which memory; and by how many engines."""
+"""How many completions a run samples at once, in which rows, within which memory; and by how many
+engines."""
 
 from __future__ import annotations
 
@@ -114,7 +115,8 @@ def test_every_engine_stays_within_the_caches():
 
 @pytest.mark.parametrize("num_kv_heads", [2, 1])
 def test_the_shapes_of_engines_are_known_without_them(num_kv_heads):
-    """Also where two devices share a key/value head: of 300 and 100 tokens each caches a half, in blocks of 64."""
+    """Also where two devices share a key/value head: of 300 and 100 tokens each caches a half, in
+    blocks of 64."""
     config = Config(sampling=sampling(300, 100), batch=BatchSection(4, 6))
     made, a = (
         make_roles(MeshSection(fsdp=4, tensor=2)),
@@ -137,7 +139,8 @@ def test_the_shapes_of_engines_are_known_without_them(num_kv_heads):
 
 
 def test_on_an_accelerator_a_step_that_does_not_fit_is_sampled_in_parts():
-    """8B on 8 chips of 31 GiB: 12 GB of masters and moments and 8 of weights leave some 8 of each."""
+    """8B on 8 chips of 31 GiB: 12 GB of masters and moments and 8 of weights leave some 8 of
+    each."""
     config = Config(
         model=ModelSection(dtype="bfloat16"),
         mesh=MeshSection(fsdp=8),
@@ -220,7 +223,8 @@ def add(a: int) -> int:
 def job_of(
     tmp_path: Path, *words: str, lengths: Sequence[int] = (5, 9, 7, 70), resumed: Path | None = None
 ) -> Job:
-    """A job of own data with prompts of so many words, each a token or two; the last row is held out."""
+    """A job of own data with prompts of so many words, each a token or two; the last row is held
+    out."""
     rows = tmp_path / "rows.jsonl"
     prompts = [[{"role": "user", "content": " ".join(["one"] * length)}] for length in lengths]
     rows.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
@@ -242,7 +246,8 @@ def job_of(
 
 
 def test_slots_have_room_for_the_longest_prompt_of_own_data(tmp_path):
-    """They had it for 1,024 tokens whatever the data held: 4.5 GiB of keys for prompts of 64 tokens."""
+    """They had it for 1,024 tokens whatever the data held: 4.5 GiB of keys for prompts of 64
+    tokens."""
     with job_of(tmp_path, "train.pass_k=0") as job:
         task = job.questions
         longest = max(

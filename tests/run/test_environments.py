@@ -1,4 +1,5 @@
-"""The tools and environments of a run: by name from files, refused where they cannot work, and their rewards."""
+"""The tools and environments of a run: by name from files, refused where they cannot work, and
+their rewards."""
 
 from __future__ import annotations
 
@@ -172,7 +173,8 @@ def test_a_mapping_of_environments_is_chosen_from_by_a_column(file: Path) -> Non
         (
             {"environment": "FILE:Narrow"},
             "environment Narrow: reset failed for data row 0: TypeError: .*got an unexpected "
-            r"keyword argument 'answer'; it must return .* of the columns question, answer; \*\*columns takes what",
+            r"keyword argument 'answer'; it must return .* of the columns question, answer; "
+            r"\*\*columns takes what",
         ),
         (
             {"environment": "FILE:Demanding"},
@@ -206,7 +208,8 @@ def test_a_limit_that_no_answer_fits_is_an_error() -> None:
         Job(config, Console(io.StringIO())) as made,
         pytest.raises(
             ShoalError,
-            match=r"sampling\.max_completion_tokens=15: all tokens of a rollout .* takes at least 16",
+            match=r"sampling\.max_completion_tokens=15: all tokens of a rollout .* takes at least "
+            r"16",
         ),
     ):
         made.encode(examples[0])
@@ -346,7 +349,8 @@ def opened() -> str:
 def look() -> str:
     """Looks around."""
     processes = [name for name in os.listdir("/proc") if name.isdigit()]
-    return f"{os.environ.get('SECRET')} {len(processes) < 10} {tempfile.gettempdir()} {os.path.exists('prying.py')}"
+    seen = f"{os.environ.get('SECRET')} {len(processes) < 10} {tempfile.gettempdir()}"
+    return f"{seen} {os.path.exists('prying.py')}"
 
 def leave() -> str:
     """Leaves a child."""
@@ -447,7 +451,8 @@ def test_a_socket_of_another_network_namespace_is_found(tmp_path: Path) -> None:
     """A file's socket is reached from every namespace, and /proc/net/unix lists those of one."""
     path = tmp_path.resolve() / "apart.sock"
     listening = (
-        f"import socket; end = socket.socket(socket.AF_UNIX); end.bind({str(path)!r}); end.listen(); "
+        f"import socket; end = socket.socket(socket.AF_UNIX); end.bind({str(path)!r}); "
+        f"end.listen(); "
         "print('up', flush=True); input()"
     )
     words = [

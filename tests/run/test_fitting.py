@@ -1,4 +1,5 @@
-"""What settings leave open: the devices of one replica of the sampler, and what the backward pass keeps."""
+"""What settings leave open: the devices of one replica of the sampler, and what the backward pass
+keeps."""
 
 from __future__ import annotations
 
@@ -277,7 +278,8 @@ def test_a_device_holds_what_all_of_its_roles_do_and_rays_samplers_have_their_ow
 
 @pytest.mark.parametrize(("staleness", "versions"), [(-1, 1), (1, 2)])
 def test_what_an_adapter_takes_by_hand(staleness, versions):
-    """Rank 16 of Qwen3 4B on one GPU, whose sampler reads layers apart: 36 layers of q, k, v, o and three products."""
+    """Rank 16 of Qwen3 4B on one GPU, whose sampler reads layers apart: 36 layers of q, k, v, o and
+    three products."""
     made = replace(
         config(0.1, max_staleness=staleness), model=ModelSection(lora=LoraSection(rank=16))
     )

@@ -255,7 +255,8 @@ def test_a_job_that_cannot_fit_ends_before_weights_are_read(workshop, monkeypatc
                 {"no number": 12},
             ),
             {
-                "data": "trains on a/train-0.parquet and 1 more file (7,473 rows); holds out a/test.parquet (1,319 rows)",
+                "data": "trains on a/train-0.parquet and 1 more file (7,473 rows); holds out "
+                "a/test.parquet (1,319 rows)",
                 "training prompts": "0 of 7,473 rows; dropped: 12 (no number)",
             },
         ),
@@ -395,7 +396,8 @@ VLLM = ["sampler.kind=vllm", "vllm.python=python"]
         (
             ["train.weight_sync_interval=3", "algorithm.correction=none"],
             True,
-            "up to 2 versions old, not corrected (algorithm.correction=none); the sampler goes on while the trainer learns",
+            "up to 2 versions old, not corrected (algorithm.correction=none); the sampler goes on "
+            "while the trainer learns",
         ),
         (
             ["train.max_staleness=2", "train.versions=newest"],
@@ -410,7 +412,8 @@ VLLM = ["sampler.kind=vllm", "vllm.python=python"]
         (
             VLLM,
             True,
-            "by vLLM, whose numbers are not the trainer's and which samples other tokens when it is asked again; "
+            "by vLLM, whose numbers are not the trainer's and which samples other tokens when it "
+            "is asked again; "
             "up to 0 versions old, corrected by importance weights (algorithm.correction=tis)",
         ),
         (

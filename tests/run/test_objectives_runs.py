@@ -1,4 +1,5 @@
-"""Whole runs of what a step can do with its groups: truncation replayed, further groups, a teacher, penalties."""
+"""Whole runs of what a step can do with its groups: truncation replayed, further groups, a teacher,
+penalties."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ def test_a_truncated_step_is_learnt_again_from_its_stored_groups(workshop, capsy
 
 @pytest.fixture(scope="module")
 def choosy(workshop):
-    """Words of a run whose reward tells the completions of every other prompt apart, and none of the others."""
+    """Words of a run whose reward tells the completions of every other prompt apart, and none of
+    the others."""
     file = workshop.folder / "choosy.py"
     file.write_text("""\
 def choosy(completions, answer, **kwargs):
@@ -119,7 +121,8 @@ def test_a_step_that_cannot_be_filled_goes_on(workshop, choosy):
 
 @pytest.mark.slow
 def test_a_failure_in_a_further_round_loses_nothing(workshop, choosy, capsys):
-    """The step is saved as a whole: it is asked for again from its first prompt, once the reward is mended."""
+    """The step is saved as a whole: it is asked for again from its first prompt, once the reward is
+    mended."""
     words = [*choosy[1:], "train.max_staleness=1", "checkpoint.every=1"]
     file = workshop.folder / "tired.py"
     text = (workshop.folder / "choosy.py").read_text()
@@ -244,7 +247,8 @@ def test_kl_without_a_weight_is_reported_and_changes_nothing(workshop):
         workshop.train("kl", "steps=3", "algorithm.kl_metric=true", "report.hydra=true"),
     )
     rows = numbers(with_it)
-    # Before the first update both are the same weights; on some processors two programs round them otherwise.
+    # Before the first update both are the same weights; on some processors two programs round them
+    # otherwise.
     assert 0 <= rows[0]["kl"] < 1e-12 and all(row["kl"] > 1e-9 for row in rows[1:])
     assert [
         {name: value for name, value in row.items() if name != "kl"} for row in rows

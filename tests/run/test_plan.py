@@ -203,8 +203,8 @@ def test_a_plan_for_the_devices_here(model, tmp_path, capsys):
     said = capsys.readouterr()
     assert "; a step with completions of 64 tokens takes about" in said.out
     assert (
-        "measured on 8 cpus with JAX 0.10.2, in place of what the maker says: hbm 2e+10 (1e+10 to 3e+10)"
-        in said.out
+        "measured on 8 cpus with JAX 0.10.2, in place of what the maker says: hbm 2e+10 (1e+10 to "
+        "3e+10)" in said.out
     )
     assert "nothing here was measured" not in said.out
     assert "fits: " in said.out and list((tmp_path / "cache" / "plan").iterdir()) == files
@@ -432,8 +432,8 @@ def test_roles_apart_hold_their_own():
 
 @pytest.fixture
 def job_here(planned) -> Callable[..., tuple[Figures, Any]]:
-    """(figures, describe) of a job of the tiny model on the 8 simulated devices, as if they were accelerators of
-    `memory` bytes; each program takes 1000 bytes, or those that are given."""
+    """(figures, describe) of a job of the tiny model on the 8 simulated devices, as if they were
+    accelerators of `memory` bytes; each program takes 1000 bytes, or those that are given."""
 
     def make(
         keys: Mapping[str, Any], memory: int = 100_000_000, **extra: int
@@ -469,9 +469,10 @@ def job_here(planned) -> Callable[..., tuple[Figures, Any]]:
 
 
 def reckoned(tokens: int) -> int:
-    """Bytes that an update of so many tokens of the tiny model, in bfloat16, is reckoned to need on one of 8 devices
-    besides what roles hold: the weights, a layer of them whole with its gradient, each layer's input, three arrays of
-    logits in float32, and what the backward pass finds stored."""
+    """Bytes that an update of so many tokens of the tiny model, in bfloat16, is reckoned to need on
+    one of 8 devices besides what roles hold: the weights, a layer of them whole with its gradient,
+    each layer's input, three arrays of logits in float32, and what the backward pass finds
+    stored."""
     whole, layer, layers, hidden, heads, inner, vocabulary = (
         256,
         196_928,
@@ -501,7 +502,8 @@ SAVED = 150_000_000 * (1 - reckoned(256) / reckoned(512))
         (
             {"mesh.fsdp": 8},
             {"accumulate": 150_000_000},
-            f"batch.micro_tokens=256 (now 512): about {SAVED / 2**20:.1f} MiB less a device, weights are gathered more often",
+            f"batch.micro_tokens=256 (now 512): about {SAVED / 2**20:.1f} MiB less a device, "
+            f"weights are gathered more often",
         ),
         (
             {"mesh.fsdp": 8, "batch.micro_tokens": 128, "model.remat": "dots"},
@@ -520,7 +522,8 @@ def test_what_does_not_fit_names_the_key_that_mends_it(job_here, keys, extra, ex
 
 
 def test_what_is_held_is_mended_by_the_mesh(job_here):
-    """Without a compiled program: the masters of data-parallel copies, a copy of the sampler, no key at all."""
+    """Without a compiled program: the masters of data-parallel copies, a copy of the sampler, no
+    key at all."""
 
     def advised(memory: int, **keys: Any) -> str:
         figures, describe = job_here(keys, memory)
@@ -583,7 +586,8 @@ def test_what_fits_is_told_what_its_free_memory_is_good_for(job_here):
 
 
 def test_rows_of_whole_groups_are_advised_where_others_compute_more(job_here):
-    """32 groups of 576 tokens are 18,432: in rows of 2,048 prompts are computed twice, and the last row is padding."""
+    """32 groups of 576 tokens are 18,432: in rows of 2,048 prompts are computed twice, and the last
+    row is padding."""
 
     def sizes(**keys: Any) -> dict[int, str]:
         figures, _ = job_here(
@@ -741,8 +745,8 @@ def test_what_a_compiler_finds_wrong_is_raised_and_one_that_dies_is_said():
 def test_the_floor_of_decoding_reads_weights_and_live_keys_for_each_token(
     tmp_path, planned, monkeypatch, tied
 ):
-    """By hand: 2 layers of 2 heads of 16, keys and values; half of a completion's on average; of an embedding that is
-    no head, single rows. Others read what they are called with once."""
+    """By hand: 2 layers of 2 heads of 16, keys and values; half of a completion's on average; of an
+    embedding that is no head, single rows. Others read what they are called with once."""
     a = replace(SMALL, tie_embeddings=tied)
     model = write_model(tmp_path, a)
     job = planned(
@@ -767,7 +771,8 @@ def test_the_floor_of_decoding_reads_weights_and_live_keys_for_each_token(
 def test_decodings_kernel_reads_whole_blocks_of_live_keys(
     model, planned, monkeypatch, pages, block
 ):
-    """Of 8 prompts of 64 tokens and 16 completions of half of 64; of each the last block is half beyond, on average."""
+    """Of 8 prompts of 64 tokens and 16 completions of half of 64; of each the last block is half
+    beyond, on average."""
     job = planned(
         Config(model=model, sampling=SAMPLING, batch=BATCH, mesh=MeshSection(trainer="1"))
     )
@@ -781,7 +786,8 @@ def test_decodings_kernel_reads_whole_blocks_of_live_keys(
     ("name", "seconds"), [("h200", 4 * 3e-6 + 1.0 + 7e-5), ("v5p", 100 / 1.75e9)]
 )
 def test_an_operation_takes_its_launch_and_a_kernel_a_share_of_the_peak(name, seconds):
-    """Of a GPU four small operations, one that reads for a second, seven turns of a loop; of both, kernels."""
+    """Of a GPU four small operations, one that reads for a second, seven turns of a loop; of both,
+    kernels."""
     kind = ACCELERATORS[name]
     job: Any = SimpleNamespace(
         accelerator=kind, model=SimpleNamespace(dtype=jnp.dtype(jnp.bfloat16))
@@ -869,10 +875,11 @@ def test_a_file_that_is_no_calibration_is_refused(tmp_path, capsys, content):
 
 
 def test_a_product_that_nobody_reads_is_no_operation():
-    """On a TPU each layer's last product was counted again where the backward pass recomputes it: 7% of 1.5B's."""
+    """On a TPU each layer's last product was counted again where the backward pass recomputes it:
+    7% of 1.5B's."""
     square = jax.ShapeDtypeStruct((8, 8), jnp.float32)
     traced = jax.jit(lambda x: (x @ x, (x @ x @ x).sum())[1]).trace(square)
-    planned = Planned(None, SimpleNamespace(mesh=SimpleNamespace(size=1)), (), {})  # type: ignore[arg-type]
+    planned = Planned(None, SimpleNamespace(mesh=SimpleNamespace(size=1)), (), {})  # type: ignore
     job: Any = SimpleNamespace(accelerator=None)
     assert traced_costs(job, planned, traced) == (2 * 2 * 8**3, 0.0, 0.0)
 
@@ -882,7 +889,8 @@ def test_a_product_that_nobody_reads_is_no_operation():
 def test_micro_batches_are_counted_in_the_shapes_that_the_run_packs_them_in(
     model, planned, num_minibatches, trained
 ):
-    """32 groups of 1,088 tokens: rows of 4,096 on 8 devices would be 65,536 of which the last are empty."""
+    """32 groups of 1,088 tokens: rows of 4,096 on 8 devices would be 65,536 of which the last are
+    empty."""
     config = Config(
         model=model,
         mesh=MeshSection(fsdp=8),
@@ -953,8 +961,9 @@ def test_a_plan_for_devices_that_are_not_here(model, tmp_path, topology, needed,
 
 @pytest.mark.system
 def test_a_token_of_1_5b_on_an_h200(tmp_path, monkeypatch):
-    """256 places, prompts of 256 tokens: reading weights and live keys once is its floor, and no operation is thought
-    shorter than 3 us. A kernel a layer for attention (before, 757 and 2,565 launches, and 3.4 and 5.1 times the floor).
+    """256 places, prompts of 256 tokens: reading weights and live keys once is its floor, and no
+    operation is thought shorter than 3 us. A kernel a layer for attention (before, 757 and 2,565
+    launches, and 3.4 and 5.1 times the floor).
     """
     if find_spec("jax_cuda13_plugin") is None:
         pytest.skip("jax_cuda13_plugin is not installed")
@@ -991,8 +1000,8 @@ def test_a_token_of_1_5b_on_an_h200(tmp_path, monkeypatch):
 def test_the_default_update_of_1_5b_on_an_h200_takes_at_most_1_9_times_its_operations(
     tmp_path, monkeypatch
 ):
-    """Of the model, none of them twice, at the peak; attention's kernels at a share of it. With rows of 4,096 tokens,
-    in which no group fits, 2.5."""
+    """Of the model, none of them twice, at the peak; attention's kernels at a share of it. With
+    rows of 4,096 tokens, in which no group fits, 2.5."""
     if find_spec("jax_cuda13_plugin") is None:
         pytest.skip("jax_cuda13_plugin is not installed")
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
@@ -1049,7 +1058,8 @@ def test_where_slots_are_counted_by_the_longest_completion_a_mean_is_advised(cap
     def advised(*more: str) -> list[str]:
         assert cli.main([*words, *more]) == 0
         return re.findall(
-            r"mean_completion_tokens=(\d+) \(now the longest\): (\d+) completions at once instead of "
+            r"mean_completion_tokens=(\d+) \(now the longest\): (\d+) completions at once instead "
+            r"of "
             r"(\d+)",
             capsys.readouterr().out,
         )

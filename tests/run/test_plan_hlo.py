@@ -1,4 +1,5 @@
-"""Compiled programs as text: collectives in loops, groups of devices in every form, bytes, FLOPs."""
+"""Compiled programs as text: collectives in loops, groups of devices in every form, bytes,
+FLOPs."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ LAYERS, SIZE, ROWS = 5, 64, 16
 
 @pytest.fixture(scope="module")
 def layered() -> tuple:
-    """Traced and compiled: rows through LAYERS products whose weights are split over `fsdp`, as a trainer's."""
+    """Traced and compiled: rows through LAYERS products whose weights are split over `fsdp`, as a
+    trainer's."""
     mesh = make_mesh(MeshSection(data=2, fsdp=4), jax.devices())
 
     def spread(shape: tuple[int, ...], *axes: str | None) -> jax.ShapeDtypeStruct:
@@ -67,7 +69,8 @@ def test_flops_of_the_jaxpr_are_those_of_the_program(layered):
 
 def test_bytes_of_a_loop_are_those_of_its_slices(layered):
     costs = Module(layered[1].as_text()).costs()
-    # A layer's part is sliced, gathered, multiplied: some thrice the weights, never the stack once a layer.
+    # A layer's part is sliced, gathered, multiplied: some thrice the weights, never the stack once
+    # a layer.
     assert LAYERS * SIZE * SIZE * 4 < sum(costs.bytes.values()) < 6 * LAYERS * SIZE * SIZE * 4
 
 
@@ -131,7 +134,8 @@ def test_one_branch_of_a_conditional_runs():
 ENTRY %main (n: s32[], p: bf16[8,30]) -> bf16[8,30] {
   %n = s32[] parameter(0)
   %p = bf16[8,30] parameter(1)
-  ROOT %conditional.1 = bf16[8,30] conditional(%n, %p, %p, %p), branch_computations={%branch.20, %branch.30, %branch.10}
+  ROOT %conditional.1 = bf16[8,30] conditional(%n, %p, %p, %p), branch_computations={%branch.20, \
+%branch.30, %branch.10}
 }
 """
     )
@@ -160,26 +164,36 @@ StackFrames
 
 %fused.1 (p: bf16[8,16]) -> (bf16[8,64], u32[]) {
   %p = bf16[8,16]{1,0} parameter(0)
-  %all-gather.1 = bf16[8,64]{1,0:T(8,128)(2,1)} all-gather(%p), channel_id=3, replica_groups=mesh['axis_0'=4] {'axis_0'}, dimensions={1}, metadata={op_name="jit(f)/dot_general" stack_frame_id=2}
+  %all-gather.1 = bf16[8,64]{1,0:T(8,128)(2,1)} all-gather(%p), channel_id=3, \
+replica_groups=mesh['axis_0'=4] {'axis_0'}, dimensions={1}, metadata={op_name="jit(f)/dot_general" \
+stack_frame_id=2}
   ROOT %tuple.1 = (bf16[8,64]{1,0}, u32[]) tuple(%all-gather.1)
 }
 
 %fused.2 (p: bf16[8,16]) -> bf16[8,64] {
   %p = bf16[8,16]{1,0} parameter(0)
-  ROOT %all-gather.2 = bf16[8,64]{1,0:T(8,128)(2,1)} all-gather(%p), channel_id=3, replica_groups=mesh['axis_0'=4] {'axis_0'}, dimensions={1}, metadata={op_name="jit(f)/dot_general" stack_frame_id=2}
+  ROOT %all-gather.2 = bf16[8,64]{1,0:T(8,128)(2,1)} all-gather(%p), channel_id=3, \
+replica_groups=mesh['axis_0'=4] {'axis_0'}, dimensions={1}, metadata={op_name="jit(f)/dot_general" \
+stack_frame_id=2}
 }
 
 %all-reduce-scatter.1 (p: f32[64,16]) -> f32[16,16] {
   %p = f32[64,16]{1,0} parameter(0)
-  %all-reduce.1 = f32[64,16]{1,0} all-reduce(%p), channel_id=4, replica_groups={{0,1,2,3}}, to_apply=%add
-  ROOT %dynamic-slice.1 = f32[16,16]{1,0} dynamic-slice(%all-reduce.1, %p), dynamic_slice_sizes={16,16}
+  %all-reduce.1 = f32[64,16]{1,0} all-reduce(%p), channel_id=4, replica_groups={{0,1,2,3}}, \
+to_apply=%add
+  ROOT %dynamic-slice.1 = f32[16,16]{1,0} dynamic-slice(%all-reduce.1, %p), \
+dynamic_slice_sizes={16,16}
 }
 
 %body (s: (s32[], bf16[8,16])) -> (s32[], bf16[8,16]) {
   %s = (s32[], bf16[8,16]{1,0}) parameter(0)
   %gte = bf16[8,16]{1,0} get-tuple-element(%s), index=1
-  %fusion.1 = (bf16[8,64]{1,0}, u32[]) fusion(%gte), kind=kCustom, calls=%fused.1, metadata={op_name="jit(f)/dot_general" stack_frame_id=2}, backend_config={"window_config":{"estimated_cycles":"100"}}
-  %fusion.2 = bf16[8,64]{1,0} fusion(%gte), kind=kCustom, calls=%fused.2, metadata={op_name="jit(f)/dot_general" stack_frame_id=2}, backend_config={"window_config":{"estimated_cycles":"50"}}
+  %fusion.1 = (bf16[8,64]{1,0}, u32[]) fusion(%gte), kind=kCustom, calls=%fused.1, \
+metadata={op_name="jit(f)/dot_general" stack_frame_id=2}, \
+backend_config={"window_config":{"estimated_cycles":"100"}}
+  %fusion.2 = bf16[8,64]{1,0} fusion(%gte), kind=kCustom, calls=%fused.2, \
+metadata={op_name="jit(f)/dot_general" stack_frame_id=2}, \
+backend_config={"window_config":{"estimated_cycles":"50"}}
   ROOT %tuple.2 = (s32[], bf16[8,16]{1,0}) tuple(%gte)
 }
 
@@ -192,7 +206,8 @@ StackFrames
 
 %called (p: f32[64,16]) -> f32[16,16] {
   %p = f32[64,16]{1,0} parameter(0)
-  ROOT %reduce-scatter.1 = f32[16,16]{1,0} reduce-scatter(%p), channel_id=5, replica_groups={{0,1,2,3}}, dimensions={0}, to_apply=%add
+  ROOT %reduce-scatter.1 = f32[16,16]{1,0} reduce-scatter(%p), channel_id=5, \
+replica_groups={{0,1,2,3}}, dimensions={0}, to_apply=%add
 }
 
 ENTRY %main (a: bf16[8,16], b: f32[64,16]) -> f32[16,16] {
@@ -201,13 +216,16 @@ ENTRY %main (a: bf16[8,16], b: f32[64,16]) -> f32[16,16] {
   %tuple.3 = (s32[], bf16[8,16]{1,0}) tuple(%a)
   %while.1 = (s32[], bf16[8,16]{1,0}) while(%tuple.3), condition=%condition, body=%body
   %dot.1 = f32[64,16]{1,0} add(%b, %b), metadata={op_name="jit(f)/dot_general" stack_frame_id=2}
-  %call-start.1 = ((f32[64,16]{1,0}), f32[16,16]{1,0}) call-start(%dot.1), async_execution_thread="sparsecore", to_apply=%called
+  %call-start.1 = ((f32[64,16]{1,0}), f32[16,16]{1,0}) call-start(%dot.1), \
+async_execution_thread="sparsecore", to_apply=%called
   %call-done.1 = f32[16,16]{1,0} call-done(%call-start.1)
-  ROOT %fusion.3 = f32[16,16]{1,0} fusion(%b), kind=kCustom, calls=%all-reduce-scatter.1, metadata={op_name="jit(f)/add" stack_frame_id=1}, backend_config={"window_config":{"estimated_cycles":"7"}}
+  ROOT %fusion.3 = f32[16,16]{1,0} fusion(%b), kind=kCustom, calls=%all-reduce-scatter.1, \
+metadata={op_name="jit(f)/add" stack_frame_id=1}, \
+backend_config={"window_config":{"estimated_cycles":"7"}}
 }
-"""  # noqa: E501
-"""As libtpu writes it: a gather that two fusions share, a sum of which a fusion keeps a part, one that a SparseCore
-makes beside, cycles, stack frames."""
+"""
+"""As libtpu writes it: a gather that two fusions share, a sum of which a fusion keeps a part, one
+that a SparseCore makes beside, cycles, stack frames."""
 
 
 OF_A_GPU = """HloModule m
@@ -225,14 +243,17 @@ ENTRY %main (a: f32[8,1000], b: f32[8,1000], i: s32[8,1], cache: bf16[4000]) -> 
   %b = f32[8,1000]{1,0} parameter(1)
   %i = s32[8,1]{1,0} parameter(2)
   %cache = bf16[4000]{0} parameter(3)
-  %kernel.1 = (f32[8]{0}, bf16[4000]{0}) custom-call(%i, %cache), custom_call_target="__gpu$xla.gpu.triton", output_to_operand_aliasing={{1}: (1, {})}, api_version=API_VERSION_TYPED_FFI, metadata={op_name="jit(f)/decode_kernel/pallas_call"}
+  %kernel.1 = (f32[8]{0}, bf16[4000]{0}) custom-call(%i, %cache), \
+custom_call_target="__gpu$xla.gpu.triton", output_to_operand_aliasing={{1}: (1, {})}, \
+api_version=API_VERSION_TYPED_FFI, metadata={op_name="jit(f)/decode_kernel/pallas_call"}
   ROOT %fusion.1 = f32[8]{0} fusion(%a, %b, %i), kind=kLoop, calls=%fused
 }
-"""  # noqa: E501
+"""
 
 
 def test_a_gpu_reads_what_a_gather_needs_and_a_share_of_what_a_kernel_writes_into():
-    """8 numbers, their places and what is gathered of two arrays; and of the kernel's 8 KB a quarter, and not twice."""
+    """8 numbers, their places and what is gathered of two arrays; and of the kernel's 8 KB a
+    quarter, and not twice."""
     costs = Module(OF_A_GPU).costs([0.25])
     assert [size for _, size, _ in costs.operations] == [(32 + 8000 + 32) / 4, 32 + 32 + 32 + 32]
     assert costs.in_kernels == (32 + 8000 + 32) / 4
@@ -276,7 +297,8 @@ def test_decodings_kernel_on_a_tpu_takes_as_long_as_its_live_pages_at_the_memory
 ENTRY %main (q: f32[8], cache: bf16[4000]) -> f32[8] {
   %q = f32[8]{0} parameter(0)
   %cache = bf16[4000]{0} parameter(1)
-  ROOT %k = f32[8]{0} custom-call(%q, %cache), target="tpu_custom_call", metadata={op_name="/decode_kernel/"}
+  ROOT %k = f32[8]{0} custom-call(%q, %cache), target="tpu_custom_call", \
+metadata={op_name="/decode_kernel/"}
 }
 """).costs([0.25], 2.0)
     assert list(costs.cycles.values()) == [1008] and costs.in_kernels == costs.memory == 2016
@@ -315,19 +337,22 @@ ENTRY %main (a: bf16[1000], b: bf16[4000]) -> bf16[64,64] {
   %b = bf16[4000]{0} parameter(1)
   %first = (bf16[1000]{0:S(1)}, bf16[1000]{0}, u32[]{:S(2)}) copy-start(%a)
   %second = ((bf16[4000]{0}), bf16[2000]{0:S(1)}, s32[]{:S(2)}) slice-start(%b), slice={[0:2000]}
-  %busy = bf16[500]{0:S(1)} fusion(%a), kind=kLoop, calls=%fused, backend_config={"window_config":{"estimated_cycles":"400"}}
-  %quiet = bf16[500]{0:S(1)} fusion(%busy), kind=kLoop, calls=%fused, backend_config={"window_config":{"estimated_cycles":"100"}}
+  %busy = bf16[500]{0:S(1)} fusion(%a), kind=kLoop, calls=%fused, \
+backend_config={"window_config":{"estimated_cycles":"400"}}
+  %quiet = bf16[500]{0:S(1)} fusion(%busy), kind=kLoop, calls=%fused, \
+backend_config={"window_config":{"estimated_cycles":"100"}}
   %done = bf16[1000]{0:S(1)} copy-done(%first)
   %third = (bf16[1000]{0}, bf16[1000]{0:S(1)}, u32[]{:S(2)}) copy-start(%done)
   %rest = bf16[2000]{0:S(1)} slice-done(%second)
   ROOT %out = bf16[1000]{0} copy-done(%third)
 }
-"""  # noqa: E501
+"""
 
 
 def test_copies_run_beside_operations_while_these_leave_the_memory_free():
-    """By hand, 10 bytes a cycle. `busy` reads 2,000 bytes in 400 cycles and leaves 2,000 to copies: all of the first;
-    `quiet` 1,000 of the second's 4,000. The second waits for 300 cycles, the third, behind it, for its own 200."""
+    """By hand, 10 bytes a cycle. `busy` reads 2,000 bytes in 400 cycles and leaves 2,000 to copies:
+    all of the first; `quiet` 1,000 of the second's 4,000. The second waits for 300 cycles, the
+    third, behind it, for its own 200."""
     costs = Module(COPIES).costs(memory_rate=10.0)
     waits = [cycles for source, cycles in costs.cycles.items() if source.startswith("waits for")]
     assert waits == [300.0, 200.0] and sum(costs.cycles.values()) == 1000
@@ -357,7 +382,8 @@ def one_collective(shape: str, op: str) -> tuple[str, int]:
         # as GPUs start them: operands and results, each an array or several
         ("(bf16[16,16]{1,0}, bf16[64,16]{1,0})", "all-gather-start", 2048),
         (
-            "((bf16[16,16]{1,0:T(8,128)(2,1)}, bf16[4]{0}), (bf16[64,16]{1,0:T(8,128)(2,1)}, bf16[16]{0}))",
+            "((bf16[16,16]{1,0:T(8,128)(2,1)}, bf16[4]{0}), (bf16[64,16]{1,0:T(8,128)(2,1)}, "
+            "bf16[16]{0}))",
             "all-gather-start",
             2048 + 32,
         ),
@@ -386,7 +412,8 @@ def test_an_asynchronous_transfer_reads_and_writes_its_arrays_once():
     shape = "((f32[64,16]{1,0}), f32[16,16]{1,0})"
     text = f"""ENTRY %main (a: f32[64,16]) -> f32[16,16] {{
   %a = f32[64,16]{{1,0}} parameter(0)
-  %start = {shape} reduce-scatter-start(%a), channel_id=1, replica_groups={{{{0,1,2,3}}}}, dimensions={{0}}
+  %start = {shape} reduce-scatter-start(%a), channel_id=1, replica_groups={{{{0,1,2,3}}}}, \
+dimensions={{0}}
   ROOT %done = f32[16,16]{{1,0}} reduce-scatter-done(%start)
 }}"""
     costs = Module(text).costs()
@@ -450,7 +477,8 @@ def test_a_small_transfer_takes_its_latency(kind, seconds):
     ],
 )
 def test_machines_exchange_an_array_over_the_network_of_all_their_devices(kind, group, rate):
-    """Four machines of eight GPUs: of an array that all get, each brings a part into its machine."""
+    """Four machines of eight GPUs: of an array that all get, each brings a part into its
+    machine."""
     found = parse_topology("h200:4x8")
     devices = [SimpleNamespace(id=n, slice_index=0, coords=(n // 8, n % 8, 0)) for n in range(32)]
     mesh: Any = SimpleNamespace(devices=np.array(devices), size=32, axis_names=("fsdp",))
@@ -462,7 +490,8 @@ def test_machines_exchange_an_array_over_the_network_of_all_their_devices(kind, 
 
 
 def test_pairs_of_chips_exchange_along_one_way_and_wait_for_the_farthest():
-    """A ring over 2x2x2 chips in the order of their numbers: from 1 to 2 and from 3 to 4 are two and three steps."""
+    """A ring over 2x2x2 chips in the order of their numbers: from 1 to 2 and from 3 to 4 are two
+    and three steps."""
     found = parse_topology("v5p:2x2x2")
     devices = [
         SimpleNamespace(id=n, slice_index=0, coords=(n % 2, n // 2 % 2, n // 4)) for n in range(8)
@@ -494,7 +523,8 @@ def test_a_loop_in_steps_of_two_runs_half_as_often():
 
 
 def test_what_follows_a_kernel_counts():
-    """A kernel's configuration is written in lines of its own, which begin as the end of a computation does."""
+    """A kernel's configuration is written in lines of its own, which begin as the end of a
+    computation does."""
     text = TPU.replace(
         "  %dot.1 =",
         """  %kernel.1 = f32[8]{0} custom-call(%b), frontend_attributes={
@@ -507,8 +537,8 @@ def test_what_follows_a_kernel_counts():
 
 @pytest.mark.parametrize(("platform", "width"), [("gpu", 64), ("tpu", 128)])
 def test_a_kernel_is_counted_by_the_share_that_is_read(platform, width):
-    """The products of the three kernels of a gradient: two, three and four. A TPU's heads of 64 fill registers of
-    128."""
+    """The products of the three kernels of a gradient: two, three and four. A TPU's heads of 64
+    fill registers of 128."""
     q, k = (jax.ShapeDtypeStruct((1, 512, heads, 64), jnp.bfloat16) for heads in (4, 2))
     ones = Tokens.of(*[jnp.ones((1, 512), jnp.int32)] * 2)
 

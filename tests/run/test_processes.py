@@ -1,4 +1,5 @@
-"""Several processes: that they do what one does, agree on how to end, and refuse what cannot work."""
+"""Several processes: that they do what one does, agree on how to end, and refuse what cannot
+work."""
 
 from __future__ import annotations
 
@@ -201,7 +202,8 @@ def test_a_checkpoint_of_two_processes_is_resumed_by_one_with_roles_apart(
     )
     assert tokens(run, 2) == tokens(whole, 2)
     for name in ("loss", "grad_norm", "kl"):
-        # Sums in another order: float32 keeps 1e-7 of a norm of 7, of which CPUs with other vectors used up to 1.4e-6.
+        # Sums in another order: float32 keeps 1e-7 of a norm of 7, of which CPUs with other vectors
+        # used up to 1.4e-6.
         assert metrics(run)[1][name] == pytest.approx(metrics(whole)[1][name], rel=5e-6, abs=1e-5)
 
 
@@ -209,7 +211,8 @@ def test_a_checkpoint_of_two_processes_is_resumed_by_one_with_roles_apart(
 def test_a_damaged_checkpoint_is_passed_over_by_both_and_a_killed_process_named_by_the_other(
     two: Processes, whole: Path
 ):
-    """As after a kill in the second step, of whose checkpoint each process reads what it wrote itself."""
+    """As after a kill in the second step, of whose checkpoint each process reads what it wrote
+    itself."""
     run = two.workshop.runs / "again"
     shutil.copytree(whole, run)
     (run / "summary.json").unlink()
@@ -525,7 +528,8 @@ def test_processes_that_differ_are_named_with_the_difference():
         ),
     ):
         assert str(error) == (
-            "processes differ in configuration: process 2 has optimizer.lr 1e-4, process 0 has 1e-5; "
+            "processes differ in configuration: process 2 has optimizer.lr 1e-4, process 0 has "
+            "1e-5; "
             "start all of them alike"
         )
 
@@ -872,7 +876,8 @@ def test_a_coordinator_where_nobody_answers_and_processes_that_do_not_come(
     with pytest.raises(ShoalError, match=r"nobody answers there .* start process 0"):
         join(section(coordinator=free))
     assert capsys.readouterr().err == (
-        f"waiting for process 0 at {free}, where nobody answers yet (Connection refused; localhost is 127.0.0.1 on "
+        f"waiting for process 0 at {free}, where nobody answers yet (Connection refused; localhost "
+        f"is 127.0.0.1 on "
         "this machine), 0 s at most\n"
     )
     monkeypatch.setattr(meeting, "REPEAT_SECONDS", 0.1)
@@ -1014,14 +1019,15 @@ def test_where_a_name_is_loopback_on_its_own_machine_process_0_can_be_reached_by
     with pytest.raises(ShoalError, match="has not come within"):
         meeting.meet_others(section(coordinator=f"m1:{port}", process=0))
     assert capsys.readouterr().err.startswith(
-        f"mesh.coordinator=m1:{port}: m1 is 127.0.1.1 on this machine (its hosts file), which no other reaches"
+        f"mesh.coordinator=m1:{port}: m1 is 127.0.1.1 on this machine (its hosts file), which no "
+        f"other reaches"
     )
 
 
 def test_gloo_gives_others_an_address_that_they_reach(monkeypatch: pytest.MonkeyPatch):
     ends = {"10.77.0.1": False, "127.0.1.1": True}
     links = [SimpleNamespace(getsockname=lambda address=address: (address, 1)) for address in ends]
-    assert [meeting._address_here([link]) for link in links] == ["10.77.0.1", ""]  # type: ignore[list-item]
+    assert [meeting._address_here([link]) for link in links] == ["10.77.0.1", ""]  # type: ignore
     assert meeting._address_here(links[::-1]) == "10.77.0.1"  # type: ignore[arg-type]
 
 
@@ -1035,7 +1041,8 @@ def test_a_coordinator_that_does_not_answer_is_said_at_once_with_what_its_name_i
     ):
         meeting.meet_main(section(coordinator=free))
     assert (
-        f"waiting for process 0 at {free}, where nobody answers yet (Connection refused; localhost is 127.0.0.1 "
+        f"waiting for process 0 at {free}, where nobody answers yet (Connection refused; localhost "
+        f"is 127.0.0.1 "
         "on this machine)" in capsys.readouterr().err
     )
 

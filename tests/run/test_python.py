@@ -94,7 +94,8 @@ PLAIN_ROWS = [{"prompt": f"{i}?", "answer": i} for i in range(4)]
 
 
 class Hub:
-    """What `datasets` has: iteration over dicts, and a `to_dict` of another meaning than pandas'."""
+    """What `datasets` has: iteration over dicts, and a `to_dict` of another meaning than
+    pandas'."""
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return iter(PLAIN_ROWS)
@@ -178,7 +179,8 @@ MISTAKES: list[tuple[Any, str]] = [
     ([], "task is empty"),
     (
         [GOOD],
-        "task has 1 row and no other split to evaluate on: add rows, or evaluate on the row that is trained "
+        "task has 1 row and no other split to evaluate on: add rows, or evaluate on the row that "
+        "is trained "
         "on, held_out='train'",
     ),
     (
@@ -211,7 +213,8 @@ MISTAKES: list[tuple[Any, str]] = [
     ),
     (
         [GOOD, {**GOOD, "prompt": MESSAGES}],
-        "task row 1: `prompt` is messages, that of task row 0 is text: make all prompts of one kind",
+        "task row 1: `prompt` is messages, that of task row 0 is text: make all prompts of one "
+        "kind",
     ),
     ([GOOD, {"prompt": "7"}], "task row 1 has no column 'answer', task row 0 has"),
     ([GOOD, {**GOOD, "level": 3}], "task row 0 has no column 'level', task row 1 has"),
@@ -506,8 +509,9 @@ def reproducible(run: Path) -> tuple[Any, ...]:
 
 @pytest.mark.slow
 def test_runs_of_one_process_know_nothing_of_each_other(result, workshop, tmp_path):
-    """Another model with other data, rewards and settings between two equal runs: it is the run of a process of its
-    own, and they are equal. Rewards are called in forked processes although JAX has threads by then."""
+    """Another model with other data, rewards and settings between two equal runs: it is the run of
+    a process of its own, and they are equal. Rewards are called in forked processes although JAX
+    has threads by then."""
     other = Workshop(tmp_path, "llama3", "llama3", num_hidden_layers=1)
     calls = tmp_path / "calls"
     other.rewards.write_text(f"""\
@@ -516,7 +520,8 @@ import os
 def vowels(completions, **kwargs):
     with open({str(calls)!r}, "a") as file:
         print(os.getpid(), file=file)
-    return [sum(letter in "aeiou" for letter in completion[0]["content"]) / 10 for completion in completions]
+    texts = [completion[0]["content"] for completion in completions]
+    return [sum(letter in "aeiou" for letter in text) / 10 for text in texts]
 """)
     keys = settings(
         other,
@@ -535,13 +540,15 @@ def vowels(completions, **kwargs):
     assert {int(line) for line in calls.read_text().split()}.isdisjoint({os.getpid()})
     code = f"""import jax, shoal
 misses = []
-jax.monitoring.register_event_listener(lambda name, **_: misses.append(name) if name.endswith("cache_misses") else 0)
+jax.monitoring.register_event_listener(
+    lambda name, **_: misses.append(name) if name.endswith("cache_misses") else 0)
 shoal.train(**{keys!r}, run_name='alone')
 print(len(misses))"""
     alone = subprocess.run(
         [sys.executable, "-c", code], check=True, timeout=200, capture_output=True, text=True
     )
-    # Else the tests compile twice what processes run: JAX finds a program only with all flags and options equal.
+    # Else the tests compile twice what processes run: JAX finds a program only with all flags and
+    # options equal.
     assert int(alone.stdout.split()[-1]) < 3
     assert reproducible(between.folder) == reproducible(other.runs / "alone")
     again = shoal.train(
@@ -670,7 +677,8 @@ def test_a_cache_that_the_user_has_set_stays(no_cache, monkeypatch):
 def test_the_import_is_light_and_names_are_there():
     code = (
         "import sys, shoal\n"
-        "assert not {'jax', 'hydra', 'rich', 'IPython', 'matplotlib', 'pandas'} & set(sys.modules)\n"
+        "assert not {'jax', 'hydra', 'rich', 'IPython', 'matplotlib', 'pandas'} & "
+        "set(sys.modules)\n"
         "assert shoal.Task and shoal.Result and shoal.RewardFunction and shoal.Example\n"
         "assert 'jax' not in sys.modules\n"
         "try:\n    shoal.tarin\nexcept AttributeError as error:\n    assert 'tarin' in str(error)\n"

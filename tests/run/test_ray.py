@@ -1,4 +1,5 @@
-"""Samplers in a Ray cluster: the bits of the caller's thread, whatever becomes of them; and what goes wrong.
+"""Samplers in a Ray cluster: the bits of the caller's thread, whatever becomes of them; and what
+goes wrong.
 
 One cluster for all, without a dashboard; workers of one simulated CPU device.
 """
@@ -123,8 +124,9 @@ def assert_same_run(a: Path, b: Path) -> None:
 
 
 def attacking(monkeypatch, attacks: Sequence[signal.Signals]) -> set[int]:
-    """Sends each worker that is given requests a signal, which it then has, until all are sent; who got one. The groups
-    of such a worker are given to another: so all are sent, however groups are dealt."""
+    """Sends each worker that is given requests a signal, which it then has, until all are sent; who
+    got one. The groups of such a worker are given to another: so all are sent, however groups are
+    dealt."""
     submit, left, hit = cluster.RayHost.submit, list(attacks), set[int]()
 
     def attacked(self, requests):
@@ -277,8 +279,8 @@ def test_fewer_workers_than_wanted_sample_from_the_newest_weights(
         *words("sampler.workers=2", "sampler.resources=[CPU=6]", "ray.wait_seconds=60"),
     )
     assert (
-        "of sampler.workers=2, which ask for 6 CPU each, 1 started in ray.wait_seconds=60; the cluster has 8 CPU"
-        in " ".join(capfd.readouterr().out.split())
+        "of sampler.workers=2, which ask for 6 CPU each, 1 started in ray.wait_seconds=60; the "
+        "cluster has 8 CPU" in " ".join(capfd.readouterr().out.split())
     )
     assert len(metrics(run)) == 4 and all(row["staleness/max"] <= 2 for row in metrics(run))
 
@@ -289,7 +291,8 @@ def test_fewer_workers_than_wanted_sample_from_the_newest_weights(
     [
         (
             ("sampler.resources=[unicorn=1]", "ray.wait_seconds=1"),
-            "of sampler.workers=1, which ask for 1 unicorn each, 0 started in ray.wait_seconds=1; the cluster has 8 CPU",
+            "of sampler.workers=1, which ask for 1 unicorn each, 0 started in ray.wait_seconds=1; "
+            "the cluster has 8 CPU",
         ),
         (
             ("sampler.devices_per_worker=99", "sampler.resources=[CPU=1]", "sampler.restarts=0"),
@@ -450,7 +453,8 @@ class Recorder:
 
 
 def test_what_ray_begins_in_another_order_is_done_in_the_order_sent(monkeypatch):
-    """An actor with coroutines begins calls in any order: a group of a version came before that version."""
+    """An actor with coroutines begins calls in any order: a group of a version came before that
+    version."""
     actor, made = (
         Actor(),
         cluster.Cluster(cluster.Connection(""), 1, {"CPU": 1}, 300.0, {}, NO_MEASURE, print),
@@ -515,7 +519,8 @@ def test_the_reason_of_a_workers_end_is_one_line():
             OutOfMemoryError(
                 "killed ... 3.46GB used / 23.54GB limit (0.146)\n... pid=11128, actual memory"
             ),
-            "Ray has killed it, as the memory of its machine ran out (3.46GB used / 23.54GB limit): lower sampling.s",
+            "Ray has killed it, as the memory of its machine ran out (3.46GB used / 23.54GB "
+            "limit): lower sampling.s",
         ),
         (
             ActorUnavailableError("rpc error 14", b"0" * 16),
@@ -523,15 +528,19 @@ def test_the_reason_of_a_workers_end_is_one_line():
         ),
         (
             died(
-                "The actor is dead because its node has died. Node Id: 5f3a: missed too many heartbeats."
+                "The actor is dead because its node has died. Node Id: 5f3a: missed too many "
+                "heartbeats."
             ),
-            "Ray does not reach its machine any more (Ray: The actor is dead because its node has died. Node Id: 5f3",
+            "Ray does not reach its machine any more (Ray: The actor is dead because its node has "
+            "died. Node Id: 5f3",
         ),
         (
             died(
-                "The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR"
+                "The actor is dead because its worker process has died. Worker exit type: "
+                "SYSTEM_ERROR"
             ),
-            "its process has ended (Ray: The actor is dead because its worker process has died. Worker exit type: S",
+            "its process has ended (Ray: The actor is dead because its worker process has died. "
+            "Worker exit type: S",
         ),
         (ActorDiedError(), "its process has ended"),
     ):
@@ -675,7 +684,8 @@ def test_where_no_worker_is_like_the_trainer_the_first_is_the_measure():
 
 @pytest.mark.parametrize("odd", [proof(token=4), proof({"device": "gpu"})])
 def test_after_a_resume_an_odd_worker_is_refused_although_it_joins_first(tmp_path, odd):
-    """The trainer cannot sample as a worker does; what the first worker of the run showed is kept with the run."""
+    """The trainer cannot sample as a worker does; what the first worker of the run showed is kept
+    with the run."""
     before = judging()
     before.keep(tmp_path)
     assert (
@@ -704,7 +714,8 @@ def test_a_run_that_moves_to_other_devices_has_a_new_measure(tmp_path):
 
 
 def test_a_proof_is_of_the_settings_with_which_a_worker_samples(monkeypatch):
-    """A run that is resumed with another temperature has workers that draw other tokens: they are not odd."""
+    """A run that is resumed with another temperature has workers that draw other tokens: they are
+    not odd."""
     monkeypatch.setattr(hosts, "prove", lambda engine, params, size, facts: facts)
     monkeypatch.setattr(hosts, "multiply_exactly", lambda dtype, stack: None)
     spec = open_model(ModelSection(), None)
@@ -762,7 +773,8 @@ def test_a_worker_that_hangs_before_its_proof_does_not_stop_the_others(monkeypat
     now[0] += 1
     assert made.judge("worker 0", THREE) is made.judge("worker 1", THREE) is False
     assert said == [
-        "no worker that is ready has the devices and settings of the trainer, and after 600 s worker 2 "
+        "no worker that is ready has the devices and settings of the trainer, and after 600 s "
+        "worker 2 "
         "still prepare: worker 0's numbers are the measure of others'"
     ]
     with pytest.raises(HostRefused, match="worker 2 differs from worker 0: it draws other tokens"):
@@ -882,8 +894,8 @@ JOB = {"RAY_JOB_CONFIG_JSON_ENV_VAR": "{}"}
 def test_accelerators_are_held_unless_ray_gave_this_process_its_own(
     monkeypatch, own, variables, held
 ):
-    """Not to be confused with those that the user or Slurm has made visible: as an actor, and in a job with and without
-    accelerators of its entry point's."""
+    """Not to be confused with those that the user or Slurm has made visible: as an actor, and in a
+    job with and without accelerators of its entry point's."""
     machine_of(monkeypatch, 4, 0, own)
     for name in (*JOB, "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)

@@ -1,4 +1,5 @@
-"""Going on with a run: bitwise the unbroken one, wherever it was cut; what is damaged, changed or in use is named."""
+"""Going on with a run: bitwise the unbroken one, wherever it was cut; what is damaged, changed or
+in use is named."""
 
 from __future__ import annotations
 
@@ -150,7 +151,8 @@ def saved(run: Path, version: int) -> dict:
 def cut(
     workshop: Workshop, name: str, monkeypatch, place, method: str, call: int, *words: str
 ) -> Path:
-    """A run that dies at the `call`-th call of a method, before or (a name that ends in `+`) after it."""
+    """A run that dies at the `call`-th call of a method, before or (a name that ends in `+`) after
+    it."""
     after, method = method.endswith("+"), method.rstrip("+")
     original, count = getattr(place, method), 0
 
@@ -284,14 +286,15 @@ def test_a_resumed_run_may_keep_its_moments_elsewhere(workshop, monkeypatch, cap
 
 
 DATED = (
-    "{% for m in messages %}<|im_start|>{{ strftime_now('%d %b %Y') }} {{ m.content }}<|im_end|>{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ strftime_now('%d %b %Y') }} {{ m.content }}<|im_end|>{% "
+    "endfor %}"
     "{% if add_generation_prompt %}<|im_start|>{% endif %}"
 )
 
 
 def test_the_date_of_the_first_start_belongs_to_the_run(workshop, tmp_path, monkeypatch):
-    """It stays when the run is resumed on another day, and where the run is the model; a run that begins from it has
-    the date of its own start."""
+    """It stays when the run is resumed on another day, and where the run is the model; a run that
+    begins from it has the date of its own start."""
 
     def on(day: int) -> None:
         class Clock(datetime):
@@ -351,8 +354,8 @@ def test_weights_published_as_files_resume_from_a_checkpoint(workshop, monkeypat
 
 @pytest.mark.slow
 def test_an_adapter_is_published_and_saved_alone(workshop, monkeypatch):
-    """With samplers of their own, frozen weights go to them once, as arrays or files, and into no checkpoint; where
-    they are not those of the start, a resumed run is refused."""
+    """With samplers of their own, frozen weights go to them once, as arrays or files, and into no
+    checkpoint; where they are not those of the start, a resumed run is refused."""
     words = (
         *WORDS,
         "model.lora.rank=4",
@@ -412,7 +415,8 @@ def test_an_adapter_is_published_and_saved_alone(workshop, monkeypatch):
 def test_an_adapter_goes_on_without_the_one_it_began_with_and_keeps_its_base(
     workshop, tmp_path, monkeypatch, capsys
 ):
-    """The base is the checkpoint that it was trained on, though that run has gone on; template and settings hold."""
+    """The base is the checkpoint that it was trained on, though that run has gone on; template and
+    settings hold."""
     first = workshop.train("plain_base", "steps=1")
     begun = workshop.train(
         "on_plain", f"model={first}", "model.lora.rank=2", "model.quantise=int8", *UNEVALUATED
@@ -478,7 +482,8 @@ def test_an_adapter_goes_on_without_the_one_it_began_with_and_keeps_its_base(
 def test_kl_is_measured_from_the_policy_at_the_start_however_it_is_stored(
     workshop, tmp_path, monkeypatch, capsys
 ):
-    """Of a run with an adapter, of PEFT's folder on its base, and of the merged model: 0 before the first update."""
+    """Of a run with an adapter, of PEFT's folder on its base, and of the merged model: 0 before the
+    first update."""
     begun = workshop.train(
         "with_adapter", "model.lora.rank=2", "optimizer.lr=0.2", "steps=2", *UNEVALUATED
     )
@@ -1046,7 +1051,8 @@ def test_vllm_in_place_of_this_process_is_no_free_change(decided, tmp_path, caps
     )
     resolve_run(compose("train", [*words, "sampler.kind=ray"])[0], Console())
     assert (
-        "sampler.kind changes from local to ray, for later resumes too: from here on numbers may differ in their "
+        "sampler.kind changes from local to ray, for later resumes too: from here on numbers may "
+        "differ in their "
         "last bits" in " ".join(capsys.readouterr().out.split())
     )
 
@@ -1180,8 +1186,8 @@ def test_a_run_goes_on_on_another_mesh(begun, tmp_path, capsys, words):
     assert (plan.run, plan.config.mesh.fsdp, plan.config.run_name) == (begun, 4, "begun")
     said = capsys.readouterr().out
     assert (
-        "mesh.trainer changes from '' to 4, for later resumes too: from here on numbers may differ in their"
-        in said
+        "mesh.trainer changes from '' to 4, for later resumes too: from here on numbers may differ "
+        "in their" in said
     )
 
 
@@ -1433,7 +1439,10 @@ def test_a_clock_set_back_changes_nothing(tmp_path):
 def process(workshop: Workshop, name: str, *words: str) -> subprocess.Popen[str]:
     """The program itself."""
     words = (*words, "reward.workers=2")
-    code = f"import sys; from shoal.cli import main; sys.exit(main({workshop.words(name, *WORDS, *words)!r}))"
+    code = (
+        f"import sys; from shoal.cli import main; "
+        f"sys.exit(main({workshop.words(name, *WORDS, *words)!r}))"
+    )
     return subprocess.Popen(
         [sys.executable, "-c", code],
         text=True,
@@ -1463,8 +1472,8 @@ def is_saving(run: Path) -> bool:
 
 @pytest.mark.system
 def test_kills_of_the_process(workshop, whole):
-    """Twice SIGKILL, then to the end here: equal to the unbroken run. Killed as it saves first, the run has lines of
-    metrics and no whole checkpoint; killed later, both."""
+    """Twice SIGKILL, then to the end here: equal to the unbroken run. Killed as it saves first, the
+    run has lines of metrics and no whole checkpoint; killed later, both."""
     kill_and_end(
         workshop, whole, "process_cut", lambda run: is_saving(run), lambda run: num_lines(run) == 3
     )
@@ -1498,15 +1507,17 @@ def letters(completions, trainer_state, **kwargs):
     if reached.with_name("hang_at").read_text() == str(trainer_state.global_step):
         reached.touch()
         time.sleep(1000)
-    texts = [completion if isinstance(completion, str) else completion[0]["content"] for completion in completions]
+    texts = [completion if isinstance(completion, str) else completion[0]["content"]
+             for completion in completions]
     return [sum(map(ord, text)) % 3 for text in texts]
 """
 
 
 @pytest.fixture(scope="module")
 def hanging(workshop, tmp_path_factory) -> tuple[Path, tuple[str, ...], Path]:
-    """The file that is touched where a stop is to be requested, the words of the runs, and an unbroken one. Rewards
-    hang at the step that stands in `hang_at`; an update has as many micro-batches as completions."""
+    """The file that is touched where a stop is to be requested, the words of the runs, and an
+    unbroken one. Rewards hang at the step that stands in `hang_at`; an update has as many
+    micro-batches as completions."""
     reached = tmp_path_factory.mktemp("hanging") / "reached"
     rewards = reached.with_name("hanging.py")
     rewards.write_text(HANGING.format(reached=str(reached)))
@@ -1559,7 +1570,8 @@ def test_an_interrupted_process_whose_workers_hang_ends_within_seconds(workshop,
 def test_a_stop_takes_seconds_wherever_the_run_is(
     workshop, hanging, monkeypatch, capfd, stage, hang_at, saved_step, workers, waits_for
 ):
-    """SIGTERM to this process; device work of the fifth step, sampling or its update, comes in pieces of a second."""
+    """SIGTERM to this process; device work of the fifth step, sampling or its update, comes in
+    pieces of a second."""
     reached, words, unbroken = hanging
     words = (*words, f"reward.workers={workers}")
     run = workshop.runs / f"stopped_in_{stage}"
@@ -1662,7 +1674,7 @@ def test_a_stop_says_what_was_kept_and_how_to_start_again(tmp_path):
     run = SimpleNamespace(saved=-1, resume_command=command)
     assert Run.stopped_text(run) == f"stopped: {nothing}"  # type: ignore[arg-type]
     run.saved = 0
-    assert Run.stopped_text(run).startswith("stopped before the first step, with its")  # type: ignore[arg-type]
+    assert Run.stopped_text(run).startswith("stopped before the first step, with its")
     assert kept_text(tmp_path, command) == nothing
     for name in ("2", "10", "12.orbax-checkpoint-tmp"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
@@ -1683,7 +1695,8 @@ def test_a_signal_is_raised_out_of_a_wait():
 
 @pytest.mark.slow
 def test_several_updates_a_step_end_within_the_patience_or_go_back(workshop, several, monkeypatch):
-    """After the first update of a step the state that it began with is spent: the newest checkpoint stands."""
+    """After the first update of a step the state that it began with is spent: the newest checkpoint
+    stands."""
     original, calls = Updater._update_once, 0
 
     def stops(self, *args, **kwargs):

@@ -1,4 +1,5 @@
-"""Reward models: the numbers of transformers, in a run, its evaluations and `rescore`, and what is refused."""
+"""Reward models: the numbers of transformers, in a run, its evaluations and `rescore`, and what is
+refused."""
 
 from __future__ import annotations
 

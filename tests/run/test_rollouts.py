@@ -1,4 +1,5 @@
-"""Runs whose rollouts have turns: the same bits however they are sampled, and an end whatever environments do."""
+"""Runs whose rollouts have turns: the same bits however they are sampled, and an end whatever
+environments do."""
 
 from __future__ import annotations
 
@@ -113,7 +114,8 @@ def test_killed_while_tools_answer_and_resumed_it_is_the_same_run(
 
 @pytest.mark.slow
 def test_newest_weights_and_an_evaluation_between_steps(turns: TurnWorkshop) -> None:
-    """Tokens of a rollout may be of several versions; what was asked of a version is sampled from no older one."""
+    """Tokens of a rollout may be of several versions; what was asked of a version is sampled from
+    no older one."""
     run = turns.train(
         "newest",
         "mesh.trainer=1",
@@ -153,10 +155,13 @@ def once(prompts, trainer):
 def play(prompts, trainer):
     """Asks twice: what was sampled is said again, then something else."""
     tokenizer, messages = trainer.processing_class, list(prompts[0])
-    first, = generate_rollout_completions(trainer, [tokenizer.apply_chat_template(messages, tokenize=False)])
-    messages += [{"role": "assistant", "content": first["text"]}, {"role": "user", "content": "Again"}]
+    prompt = tokenizer.apply_chat_template(messages, tokenize=False)
+    first, = generate_rollout_completions(trainer, [prompt])
+    messages += [{"role": "assistant", "content": first["text"]},
+                 {"role": "user", "content": "Again"}]
     second = trainer.generate(messages)
-    third = trainer.generate(second["prompt_ids"] + second["completion_ids"] + tokenizer.encode("More"))
+    more = tokenizer.encode("More")
+    third = trainer.generate(second["prompt_ids"] + second["completion_ids"] + more)
     ids = [one["completion_ids"] for one in (first, second, third)]
     return {"completion_ids": [sum(ids, [])], "lengths": [[len(one) for one in ids]]}
 
@@ -309,7 +314,8 @@ class Chaos(Board):
 
 
 def calm(completions, environments, **columns):
-    return [len(one) + (environment.asked or 0) for one, environment in zip(completions, environments)]
+    return [len(one) + (environment.asked or 0)
+            for one, environment in zip(completions, environments)]
 '''
 )
 

@@ -95,7 +95,8 @@ def test_what_is_meant_is_not_spoken_of(words):
 
 
 def test_an_own_loss_may_read_any_key(monkeypatch):
-    """Its texts and numbers are not taken for bounds of a ratio, which cannot act in a step of one update."""
+    """Its texts and numbers are not taken for bounds of a ratio, which cannot act in a step of one
+    update."""
     monkeypatch.setitem(
         POLICY_LOSSES, "own", PolicyLoss("module:own", ("cispo_bound", "entropy_coef"))
     )

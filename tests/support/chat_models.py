@@ -1,4 +1,5 @@
-"""Stand-in tokenizers of model families: their chat templates and markers, and about 270 other tokens."""
+"""Stand-in tokenizers of model families: their chat templates and markers, and about 270 other
+tokens."""
 
 from __future__ import annotations
 
@@ -25,9 +26,11 @@ class Chat:
     bos: str = ""
 
 
-# Qwen's, and Llama 3's but for the length of numbers: newlines stay together, whatever follows them.
+# Qwen's, and Llama 3's but for the length of numbers: newlines stay together, whatever follows
+# them.
 _WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| "
+    r"?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
     r"\s+(?!\S)|\s+"
 )
 _QWEN = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -36,15 +39,16 @@ _QWEN3 = (*_CALL, "<tool_response>", "</tool_response>", "<think>", "</think>")
 CHATS = {
     "qwen2_5": Chat(_QWEN, _CALL, ("<|im_end|>", "<|endoftext|>")),
     "qwen3": Chat(_QWEN, _QWEN3, ("<|im_end|>", "<|endoftext|>")),
-    "qwen3_5": Chat((*_QWEN, "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"), _QWEN3,
-                     ("<|im_end|>", "<|endoftext|>")),
-    "llama3_1": Chat(("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>",
-                      "<|eot_id|>", "<|python_tag|>"), (), ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"),
-                     "<|begin_of_text|>"),
-    "gemma3": Chat(("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"), (), ("<eos>", "<end_of_turn>"), "<bos>"),
-    "gemma4": Chat(("<bos>", "<eos>", "<|turn>", "<turn|>", "<|tool>", "<tool|>", "<|tool_call>", "<tool_call|>",
-                    "<|tool_response>", "<tool_response|>", '<|"|>', "<|channel>", "<channel|>", "<|think|>",
-                    "<|image>", "<|image|>", "<image|>"), (),
+    "qwen3_5": Chat((*_QWEN, "<|vision_start|>", "<|vision_end|>", "<|image_pad|>",
+                     "<|video_pad|>"), _QWEN3, ("<|im_end|>", "<|endoftext|>")),
+    "llama3_1": Chat(("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>",
+                      "<|end_header_id|>", "<|eom_id|>", "<|eot_id|>", "<|python_tag|>"), (),
+                     ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"), "<|begin_of_text|>"),
+    "gemma3": Chat(("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"), (),
+                   ("<eos>", "<end_of_turn>"), "<bos>"),
+    "gemma4": Chat(("<bos>", "<eos>", "<|turn>", "<turn|>", "<|tool>", "<tool|>", "<|tool_call>",
+                    "<tool_call|>", "<|tool_response>", "<tool_response|>", '<|"|>', "<|channel>",
+                    "<channel|>", "<|think|>", "<|image>", "<|image|>", "<image|>"), (),
                    ("<eos>", "<turn|>", "<|tool_response>"), "<bos>"),
 }  # fmt: skip
 

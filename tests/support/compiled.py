@@ -1,6 +1,8 @@
 """Programs compiled for devices that are here or not, and what their collectives move.
 
-python compiled.py v5p:2x2x2 update bfloat16 float32    # prints the optimised program, one for each reduce_dtype
+python compiled.py v5p:2x2x2 update bfloat16 float32
+
+prints the optimised program, one for each reduce_dtype.
 """
 
 from __future__ import annotations
@@ -78,7 +80,8 @@ SLOTS, GROUP_SIZE = 64, 8
 
 
 def compiled_elsewhere(topology: str, program: str, *arguments: object) -> str:
-    """The optimised program for devices that are not here, by a process of its own: JAX takes one backend for good."""
+    """The optimised program for devices that are not here, by a process of its own: JAX takes one
+    backend for good."""
     compiler = "libtpu" if parse_topology(topology).accelerator.is_tpu else "jax_cuda13_plugin"
     if find_spec(compiler) is None:
         pytest.skip(f"{compiler} is not installed")
@@ -174,7 +177,8 @@ def compiled_decode(
     program: str = "decode",
     siblings: int = 0,
 ) -> Any:
-    """Decoding in bfloat16, for prompts of 256 tokens and completions of 512; nothing is allocated."""
+    """Decoding in bfloat16, for prompts of 256 tokens and completions of 512; nothing is
+    allocated."""
     role = make_roles(MeshSection(data, 1, tensor), devices).sampler
     engine = Engine(
         Model(a, role, jnp.bfloat16),
@@ -190,7 +194,8 @@ def compiled_decode(
 
 
 def compiled_kernels(device: Any, head_dim: int) -> Any:
-    """Training's attention by the kernels for GPUs and its gradient, of three query heads to a key head."""
+    """Training's attention by the kernels for GPUs and its gradient, of three query heads to a key
+    head."""
     where = jax.sharding.SingleDeviceSharding(device)
     q, k = (
         jax.ShapeDtypeStruct((1, 256, heads, head_dim), jnp.bfloat16, sharding=where)
@@ -210,7 +215,8 @@ def compiled_kernels(device: Any, head_dim: int) -> Any:
 
 
 def compiled_kernel(device: Any, width: int, dtype: Any) -> Any:
-    """Decoding's kernel for TPUs: eight rows of 16 slots, prompts of 256 tokens, completions of 512."""
+    """Decoding's kernel for TPUs: eight rows of 16 slots, prompts of 256 tokens, completions of
+    512."""
     here = jax.sharding.SingleDeviceSharding(device)
 
     def shape(*sizes: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:

@@ -1,13 +1,16 @@
-"""Reads what tests cost from files that conftest.py writes (CPU_SECONDS), and keeps the fast tier fast.
+"""Reads what tests cost from files that conftest.py writes (CPU_SECONDS), and keeps the fast tier
+fast.
 
     python tests/support/cpu_seconds.py FILE
 
-prints the seconds of each tier and the most expensive tests, and ends with exit 1 where a test of the fast tier takes
-more than 5 s of CPU or was skipped: what README's command does not install is for the other tiers.
+prints the seconds of each tier and the most expensive tests, and ends with exit 1 where a test of
+the fast tier takes more than 5 s of CPU or was skipped: what README's command does not install is
+for the other tiers.
 
-The seconds of one test differ from run to run, by the load of the machine and by which test was the first to need a
-program: a test that takes more is run once more, alone and with an empty compilation cache, and the less of both
-counts. A fixture that the tests of a file share has a line of its own and counts in its tier alone.
+The seconds of one test differ from run to run, by the load of the machine and by which test was the
+first to need a program: a test that takes more is run once more, alone and with an empty
+compilation cache, and the less of both counts. A fixture that the tests of a file share has a line
+of its own and counts in its tier alone.
 """
 
 from __future__ import annotations
@@ -21,7 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MOST_SECONDS = 5.0
-"""CPU seconds, of the process and those that it starts and waits for, above which a test needs a mark."""
+"""CPU seconds, of the process and those that it starts and waits for, above which a test needs a
+mark."""
 NUM_SHOWN = 10
 
 
@@ -71,7 +75,8 @@ def summary(costs: Sequence[Cost]) -> list[str]:
         wall_seconds = sum(cost.wall_seconds for cost in own)
         num_tests = sum(not cost.is_fixture for cost in own)
         lines.append(
-            f"{tier:6}  {num_tests:5} tests  {cpu_seconds:6.0f} s of CPU  {wall_seconds:6.0f} s one by one"
+            f"{tier:6}  {num_tests:5} tests  {cpu_seconds:6.0f} s of CPU  {wall_seconds:6.0f} s "
+            f"one by one"
         )
     dearest = sorted(costs, key=lambda cost: cost.cpu_seconds, reverse=True)
     lines += [
@@ -97,14 +102,16 @@ def main(file: Path) -> int:
     for cost in costs:
         if cost.tier == "fast" and cost.outcome == "skipped":
             wrong.append(
-                f"{cost.test} was skipped: what it needs is for the tier `slow` or `system` (CONTRIBUTING.md)"
+                f"{cost.test} was skipped: what it needs is for the tier `slow` or `system` "
+                f"(CONTRIBUTING.md)"
             )
     doubtful = too_expensive(costs)
     if doubtful:
         run_again(doubtful, file)
         for cost in too_expensive(read_costs(file)):
             wrong.append(
-                f"{cost.test} takes {cost.cpu_seconds:.1f} s of CPU: above {MOST_SECONDS:g} s a test needs "
+                f"{cost.test} takes {cost.cpu_seconds:.1f} s of CPU: above {MOST_SECONDS:g} s a "
+                f"test needs "
                 f"the mark `slow` or `system` (CONTRIBUTING.md)"
             )
     print(*wrong, sep="\n")

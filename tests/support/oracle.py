@@ -1,10 +1,12 @@
-"""An update's loss once more, in float64 NumPy, one completion at a time, written from the papers' definitions alone.
+"""An update's loss once more, in float64 NumPy, one completion at a time, written from the papers'
+definitions alone.
 
-Nothing of shoal is called here. Forms differ from shoal's on purpose: clipped minima are written out by the sign of
-the advantage, sequence ratios are geometric means of ratios, a denominator is counted where shoal weighs tokens. What
-stands under a stop-gradient is taken at `Completion.lp`, everything else at the argument `lp`, which may be complex:
-gradients come from an imaginary step, exact to rounding, of the value itself. (`test_proof.py` holds them against
-finite differences.) Advantages are in `oracle_advantage.py`.
+Nothing of shoal is called here. Forms differ from shoal's on purpose: clipped minima are written
+out by the sign of the advantage, sequence ratios are geometric means of ratios, a denominator is
+counted where shoal weighs tokens. What stands under a stop-gradient is taken at `Completion.lp`,
+everything else at the argument `lp`, which may be complex: gradients come from an imaginary step,
+exact to rounding, of the value itself. (`test_proof.py` holds them against finite differences.)
+Advantages are in `oracle_advantage.py`.
 """
 
 from __future__ import annotations
@@ -92,8 +94,8 @@ def ratios(s: Settings, c: Completion, lp: np.ndarray) -> np.ndarray:
 
 
 def bounded(ratio: complex, advantage: float, least: float, most: float) -> complex:
-    """Where the advantage is positive a ratio may earn no more than `most`; where it is negative it costs no less than
-    `least`."""
+    """Where the advantage is positive a ratio may earn no more than `most`; where it is negative it
+    costs no less than `least`."""
     if advantage > 0:
         return ratio if ratio.real <= most else most
     return ratio if ratio.real >= least else least
@@ -127,7 +129,8 @@ def token_losses(s: Settings, c: Completion, lp: np.ndarray) -> np.ndarray:
 
 
 def clipped_tokens(s: Settings, c: Completion) -> tuple[int, int]:
-    """Numbers of drawn tokens where the bound from below, and from above, is what the loss goes by."""
+    """Numbers of drawn tokens where the bound from below, and from above, is what the loss goes
+    by."""
     low = high = 0
     own = np.exp(c.lp - c.old_logprobs)
     for t, advantage in enumerate(c.advantages):
@@ -159,7 +162,8 @@ def reported_ratios(s: Settings, c: Completion) -> np.ndarray:
 
 
 def token_kls(s: Settings, c: Completion, lp: np.ndarray) -> np.ndarray:
-    """The estimate at each drawn token, times the ratio (GSPO's own for its forms) where `weighted`; 0 elsewhere."""
+    """The estimate at each drawn token, times the ratio (GSPO's own for its forms) where
+    `weighted`; 0 elsewhere."""
     weights = ratios(s, c, lp) if s.loss.startswith("gspo") else np.exp(lp) / np.exp(c.old_logprobs)
     values = np.zeros(len(lp), lp.dtype)
     for t in np.flatnonzero(c.loss_mask):
@@ -191,8 +195,9 @@ def corrections(s: Settings, c: Completion) -> np.ndarray:
 
 
 def remaining(s: Settings, c: Completion) -> Completion:
-    """The completion without the drawn tokens that are rejected: with k1 by the ratio of trainer and sampler, its
-    product or geometric mean; else by an estimate of their divergence, its sum, mean or maximum."""
+    """The completion without the drawn tokens that are rejected: with k1 by the ratio of trainer
+    and sampler, its product or geometric mean; else by an estimate of their divergence, its sum,
+    mean or maximum."""
     if s.rejection == "none":
         return c
     level, _, kl = s.rejection.rpartition("_")
@@ -254,7 +259,8 @@ def loss(
     lps: Sequence[np.ndarray] | None = None,
     entropies: Sequence[np.ndarray] | None = None,
 ) -> float:
-    """The whole update's. `entropies` of each token's distribution, where they have a part in it."""
+    """The whole update's. `entropies` of each token's distribution, where they have a part in
+    it."""
     lps = [c.lp for c in completions] if lps is None else lps
     per_token = []
     for i, (c, lp) in enumerate(zip(completions, lps, strict=True)):

@@ -1,7 +1,7 @@
 """Advantages once more, in plain float64 numbers, written from the papers' definitions alone.
 
-Rewards come as lists of groups; None stands for a sibling that is missing or could not be judged. Nothing of shoal is
-called here, and no array arithmetic is shared with it.
+Rewards come as lists of groups; None stands for a sibling that is missing or could not be judged.
+Nothing of shoal is called here, and no array arithmetic is shared with it.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def there(group: Group) -> list[float]:
 
 
 def within(group: Group, value: Callable[[float, list[float]], float]) -> list[float]:
-    """value(r, the group's rewards) for each sibling; 0 for one that is missing, and where there is nothing to
-    compare."""
+    """value(r, the group's rewards) for each sibling; 0 for one that is missing, and where there is
+    nothing to compare."""
     rewards = there(group)
     alike = len(set(rewards)) < 2
     return [0.0 if r is None or alike else value(r, rewards) for r in group]
@@ -45,7 +45,8 @@ def whiten(
     eps_mode: str,
     lengths: Sequence[Sequence[int]] | None = None,
 ) -> list[list[float]]:
-    """Over all that are there, each as often as it has tokens where `lengths` are given; 0 where all are the same."""
+    """Over all that are there, each as often as it has tokens where `lengths` are given; 0 where
+    all are the same."""
     counts = lengths or [[1] * len(group) for group in groups]
     groups = [
         [r if n else None for r, n in zip(group, row, strict=True)]
@@ -81,7 +82,8 @@ def advantages(
     weights: Sequence[float] | None = None,
     lengths: Sequence[Sequence[int]] | None = None,
 ) -> list[list[float]]:
-    """`parts` are the reward functions' own values, a list of groups for each; `lengths` are tokens to whiten over."""
+    """`parts` are the reward functions' own values, a list of groups for each; `lengths` are tokens
+    to whiten over."""
 
     def normalised(r: float, rewards: list[float]) -> float:
         return (r - mean(rewards)) / divisor(deviation(rewards, ddof), eps, eps_mode)

@@ -1,4 +1,5 @@
-"""Devices of TPU slices and of hosts with GPUs that are not here, as JAX numbers them: enough to make meshes of."""
+"""Devices of TPU slices and of hosts with GPUs that are not here, as JAX numbers them: enough to
+make meshes of."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ class Device:
 
 
 def tpu(kind: str, x: int, y: int, z: int = 1, slices: int = 1) -> list[Device]:
-    """Slices of x x y x z chips, host by host: a host has 2 x 2 of them, or the one that there is."""
+    """Slices of x x y x z chips, host by host: a host has 2 x 2 of them, or the one that there
+    is."""
     wide, high = min(2, x), min(2, y)
     hosts = itertools.product(range(slices), range(z), range(0, y, high), range(0, x, wide))
     chips = (

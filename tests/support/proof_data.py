@@ -1,4 +1,5 @@
-"""Updates to prove the algorithms on: random completions, their layout in a batch, and shoal's loss of them."""
+"""Updates to prove the algorithms on: random completions, their layout in a batch, and shoal's loss
+of them."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ Key = tuple[int, int]
 
 @dataclass(frozen=True)
 class Update:
-    """P x G completions. One that is not `valid` is missing; one that does not count leaves the denominator too; one
-    that is `cut`, truncated, has no part in the loss but is counted."""
+    """P x G completions. One that is not `valid` is missing; one that does not count leaves the
+    denominator too; one that is `cut`, truncated, has no part in the loss but is counted."""
 
     completions: list[list[oracle.Completion]]
     entropies: list[list[np.ndarray]]
@@ -48,7 +49,8 @@ class Update:
         )
 
     def counted(self) -> tuple[list[oracle.Completion], list[np.ndarray], list[Key]]:
-        """What the oracle sees: completions that count, their entropies and places; nothing drawn in a cut one."""
+        """What the oracle sees: completions that count, their entropies and places; nothing drawn
+        in a cut one."""
         keys = [key for key in self.keys if self.counts[key]]
         chosen = [
             replace(
@@ -62,8 +64,8 @@ class Update:
 def draw_update(
     seed: int, prompts: int = 3, siblings: int = 4, longest: int = 6, plain: bool = False
 ) -> Update:
-    """Ragged completions with tokens that were not drawn, advantages of both signs and one of 0; unless `plain`, one
-    completion is not valid, three are cut and one does not count."""
+    """Ragged completions with tokens that were not drawn, advantages of both signs and one of 0;
+    unless `plain`, one completion is not valid, three are cut and one does not count."""
     rng = np.random.default_rng(seed)
 
     def one(p: int, g: int) -> oracle.Completion:
@@ -117,8 +119,9 @@ def layout(
     order: Sequence[int] | None = None,
     dtype: Any = np.float64,
 ) -> Layout:
-    """`per_row` completions in each row, one after the other; `garbage` wherever no drawn token stands. One shape for
-    all, the grid [R, T], so that nothing compiles anew. Tokens of a cut completion weigh nothing."""
+    """`per_row` completions in each row, one after the other; `garbage` wherever no drawn token
+    stands. One shape for all, the grid [R, T], so that nothing compiles anew. Tokens of a cut
+    completion weigh nothing."""
     keys = update.keys if order is None else [update.keys[i] for i in order]
     names = ("lp", "old_logprobs", "ref_logprobs", "sampler_logprobs", "advantage", "entropy")
     values = {name: np.full(grid, garbage, dtype) for name in names}
@@ -197,7 +200,8 @@ def loss_by_name(
     segment: jax.Array,
     **settings: Any,
 ) -> tuple[jax.Array, Any]:
-    """Token losses and metrics of a registered loss; settings that it does not read are left out, others default."""
+    """Token losses and metrics of a registered loss; settings that it does not read are left out,
+    others default."""
     row = POLICY_LOSSES[name]
     log_ratio = policy_log_ratio(row.ratio, lp, old_logprobs, mask, segment)
     read = {

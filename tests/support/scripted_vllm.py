@@ -1,8 +1,8 @@
-"""A server with vLLM's calls, by the standard library: its tokens are the seed's, its weights a JSON file, its faults
-are named. `python scripted_vllm.py --port=N ...` serves until it is killed.
+"""A server with vLLM's calls, by the standard library: its tokens are the seed's, its weights a
+JSON file, its faults are named. `python scripted_vllm.py --port=N ...` serves until it is killed.
 
-A folder of weights, or of an adapter, has `weights.json`: {"checksum": ..., "probe": [log-probs of the second and later
-tokens]}.
+A folder of weights, or of an adapter, has `weights.json`: {"checksum": ..., "probe": [log-probs of
+the second and later tokens]}.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ class Listener(ThreadingHTTPServer):
 
 
 class ScriptedServer:
-    """`fault` is one of those in `change`, or 500, 429, cut, hang, trickle, old, noop, html, deep, choices,
-    aborts, raw, "JSON metrics", "no counters", "empty probe" or "no models"; it strikes `times` answers. Or it is a
-    call for sleep, which answers 500. `takes_adapters`: None for no such call, False without --enable-lora."""
+    """`fault` is one of those in `change`, or 500, 429, cut, hang, trickle, old, noop, html, deep,
+    choices, aborts, raw, "JSON metrics", "no counters", "empty probe" or "no models"; it strikes
+    `times` answers. Or it is a call for sleep, which answers 500. `takes_adapters`: None for no
+    such call, False without --enable-lora."""
 
     def __init__(
         self,
@@ -170,7 +171,8 @@ class ScriptedServer:
         if not name or (path == "/v1/load_lora_adapter") == (name in self.adapters):
             return (
                 400,
-                "Both 'lora_name' and 'lora_path' must be provided, or the name is known, or unknown",
+                "Both 'lora_name' and 'lora_path' must be provided, or the name is known, or "
+                "unknown",
             )
         if not self.takes_adapters:
             return 500, "LoRA is not enabled. Use --enable-lora to enable LoRA."

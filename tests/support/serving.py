@@ -25,7 +25,8 @@ from shoal.serve.server import served
 
 
 def write_chat_model(folder: Path, seed: int = 0) -> Path:
-    """A tiny random model with Qwen3's chat template, which ends a turn with every third of its bytes' tokens."""
+    """A tiny random model with Qwen3's chat template, which ends a turn with every third of its
+    bytes' tokens."""
     write_chat_tokenizer(folder, "qwen3")
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     write_model(folder, "qwen3", seed, vocab_size=tokenizer.get_vocab_size(), num_hidden_layers=1)

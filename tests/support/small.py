@@ -35,7 +35,8 @@ LLAMA3 = Architecture(
 LLAMA2 = replace(LLAMA3, rope_scaling=None, num_kv_heads=4)
 QWEN3 = replace(LLAMA3, rope_scaling=None, qk_norm=True, tie_embeddings=True)
 PLAINEST, FULLEST = LLAMA2, replace(LLAMA3, qkv_bias=True, qk_norm=True, tie_embeddings=True)
-"""The families' parts: none of them, and all. (Each family as it is: test_parity.py and test_hf.py.)"""
+"""The families' parts: none of them, and all. (Each family as it is: test_parity.py and
+test_hf.py.)"""
 ON_POLICY = make_objective(AlgorithmSection())
 
 
@@ -49,7 +50,8 @@ def num_compiled(program: Program) -> int:
 
 
 def random_parameters(a: Architecture, seed: int = 0, scale: float = 8.0) -> Parameters:
-    """Weights large enough that attention and logits are far from flat; norms and biases away from 1 and 0."""
+    """Weights large enough that attention and logits are far from flat; norms and biases away from
+    1 and 0."""
     rng = np.random.default_rng(seed)
 
     def draw(d: ParamSpec) -> jax.Array:
@@ -69,7 +71,8 @@ def random_groups(
     seed: int = 0,
     logprobs: bool = True,
 ) -> list[Group]:
-    """Groups of ragged prompts and completions with random rewards; the first has both at full length."""
+    """Groups of ragged prompts and completions with random rewards; the first has both at full
+    length."""
     rng = np.random.default_rng(seed)
     groups = []
     for row in range(prompts):

@@ -1,7 +1,9 @@
-"""Small stand-ins for what other systems' command lines name: models and data sets of the hub in its cache, MaxText's
-names, a MaxText checkpoint, verl's files, buckets as folders. `python stand_ins.py FOLDER` makes them.
+"""Small stand-ins for what other systems' command lines name: models and data sets of the hub in
+its cache, MaxText's names, a MaxText checkpoint, verl's files, buckets as folders. `python
+stand_ins.py FOLDER` makes them.
 
-A line runs as it stands, in FOLDER/here, which `shoal compat` fills; `environment` has its variables.
+A line runs as it stands, in FOLDER/here, which `shoal compat` fills; `environment` has its
+variables.
 """
 
 from __future__ import annotations
@@ -88,9 +90,11 @@ HUB_DATA = {
     "HuggingFaceH4/OpenR1-Math-220k-default-verified": ("", SOLUTIONS),
 }
 FILES = {
-    "grpo_config.yaml": "model_name_or_path: Qwen/Qwen2.5-0.5B\ndataset_name: HuggingFaceH4/Polaris-Dataset-53K\n"
+    "grpo_config.yaml": "model_name_or_path: Qwen/Qwen2.5-0.5B\ndataset_name: "
+    "HuggingFaceH4/Polaris-Dataset-53K\n"
     "reward_funcs:\n  - accuracy_reward\n",
-    "rloo_config.yaml": "model_name_or_path: Qwen/Qwen2.5-0.5B\ndataset_name: HuggingFaceH4/Polaris-Dataset-53K\n"
+    "rloo_config.yaml": "model_name_or_path: Qwen/Qwen2.5-0.5B\ndataset_name: "
+    "HuggingFaceH4/Polaris-Dataset-53K\n"
     "reward_funcs:\n  - accuracy_reward\n",
     "custom_config.yml": "num_generations: 8\nmax_target_length: 1024\n",
 }
@@ -176,7 +180,8 @@ def _write(file: Path, rows: list[dict]) -> None:
 
 
 def environment(folder: Path, devices: int = 1) -> dict[str, str]:
-    """The variables of the lines, and those that let a process find the stand-ins and so many devices."""
+    """The variables of the lines, and those that let a process find the stand-ins and so many
+    devices."""
     flags = re.sub(
         r"--xla_force_host_platform_device_count=\d+", "", os.environ.get("XLA_FLAGS", "")
     )

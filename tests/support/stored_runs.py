@@ -91,7 +91,8 @@ MESSAGES = (
 
 
 def in_turns(group: Group) -> Group:
-    """The group with a first completion of two turns, on a prompt of its own: tokens 1 and 2 are context."""
+    """The group with a first completion of two turns, on a prompt of its own: tokens 1 and 2 are
+    context."""
     first = group.completions[0]
     mask = np.ones(len(first), bool)
     mask[1:3] = False
@@ -119,7 +120,8 @@ def write_run(
     settings: Sequence[str] = (),
     spike: int = 0,
 ) -> Path:
-    """A run of so many steps with two groups each, evaluated before and after; `spike`: a step of large gradients."""
+    """A run of so many steps with two groups each, evaluated before and after; `spike`: a step of
+    large gradients."""
     config = compose(Config, [f"steps={steps}", *settings])[0]
     make = groups or (
         lambda step: [

@@ -1,7 +1,9 @@
-"""Tiny random models and tokenizers in Hugging Face format, written without torch; the same bytes for a seed, always.
+"""Tiny random models and tokenizers in Hugging Face format, written without torch; the same bytes
+for a seed, always.
 
-`FAMILIES` has a config.json for every kind of model that Shoal reads; `write_model` makes a folder of one,
-`write_tokenizer` puts a tokenizer into a folder. Names of tensors stand here once more, apart from shoal.model.hf.
+`FAMILIES` has a config.json for every kind of model that Shoal reads; `write_model` makes a folder
+of one, `write_tokenizer` puts a tokenizer into a folder. Names of tensors stand here once more,
+apart from shoal.model.hf.
 """
 
 from __future__ import annotations
@@ -62,7 +64,8 @@ FAMILIES: Mapping[str, dict[str, Any]] = {
 
 
 def tensors(config: Mapping[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
-    """Random float32 tensors by name: logits of standard deviation above 1, biases and norms that matter."""
+    """Random float32 tensors by name: logits of standard deviation above 1, biases and norms that
+    matter."""
     random = np.random.RandomState(seed)  # its stream is frozen, unlike default_rng's
     d, f = config["hidden_size"], config["intermediate_size"]
     heads, keys = config["num_attention_heads"], config["num_key_value_heads"]
@@ -112,7 +115,8 @@ def write_model(
     dtype: Any = np.float32,
     **changes: Any,
 ) -> Path:
-    """A model folder: config.json and model.safetensors; `changes` are keys of config.json. Returns the folder."""
+    """A model folder: config.json and model.safetensors; `changes` are keys of config.json. Returns
+    the folder."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     config = {**FAMILIES[family], **changes}
@@ -163,8 +167,8 @@ def write_tokenizer(
 ) -> tokenizers.Tokenizer:
     """A byte-level tokenizer of about 270 tokens: every text goes through and comes back.
 
-    `style`: chatml (Qwen: no bos), llama3 (bos first), plain (bos first, and no template unless one is given), bare (no
-    special token).
+    `style`: chatml (Qwen: no bos), llama3 (bos first), plain (bos first, and no template unless one
+    is given), bare (no special token).
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -197,6 +201,7 @@ def write_tokenizer(
 def write_model_with_tokenizer(
     folder: str | Path, family: str = "qwen3", style: str = "chatml", seed: int = 0, **changes: Any
 ) -> Path:
-    """A whole model folder: weights with a vocabulary that fits the tokenizer, both written here."""
+    """A whole model folder: weights with a vocabulary that fits the tokenizer, both written
+    here."""
     size = write_tokenizer(folder, style).get_vocab_size()
     return write_model(folder, family, seed, vocab_size=size, **changes)

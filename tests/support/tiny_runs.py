@@ -1,4 +1,5 @@
-"""Whole runs that take a second: a tiny model, a tiny GSM8K, and the command line called in this process."""
+"""Whole runs that take a second: a tiny model, a tiny GSM8K, and the command line called in this
+process."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ REWARDS = '''\
 
 
 def _texts(completions):
-    return [completion if isinstance(completion, str) else completion[0]["content"] for completion in completions]
+    return [completion if isinstance(completion, str) else completion[0]["content"]
+            for completion in completions]
 
 
 def letters(completions, **kwargs):
@@ -71,8 +73,8 @@ def number(completions, **kwargs):
 PLAIN = "{{ messages[-1].content }}="
 """A chat template that keeps prompts short."""
 PROGRAMS_OF_TWO = ("sampling.slots_per_device=8", "batch.micro_tokens=160")
-"""Words that let a step of more prompts use the programs of a step of two: 8 slots, and micro-batches of 2 rows with a
-prompt and 4 completions of 16 tokens."""
+"""Words that let a step of more prompts use the programs of a step of two: 8 slots, and
+micro-batches of 2 rows with a prompt and 4 completions of 16 tokens."""
 
 
 FLAGS = os.environ.get("XLA_FLAGS", "")
@@ -90,8 +92,8 @@ def thorough_options(
 
 
 def compile_quickly(quick: bool) -> None:
-    """Compiles programs with little effort, as conftest.py has it, or as usual from now on, in this process and in
-    those that it starts."""
+    """Compiles programs with little effort, as conftest.py has it, or as usual from now on, in this
+    process and in those that it starts."""
     if jax.config.values["jax_disable_most_optimizations"] != quick:
         jax.devices()  # XLA has read its flags by then: what follows is for other processes
         os.environ["XLA_FLAGS"] = FLAGS if quick else FLAGS.replace(LITTLE_EFFORT, "")
@@ -109,8 +111,8 @@ PROGRAMS = [
 
 
 def kept(make: Callable[..., Any]) -> Callable[..., Any]:
-    """What was made, by the effort of compilation and a pretended platform too: files and tests of either kind come by
-    turns. A process trains one or two models, tests a dozen."""
+    """What was made, by the effort of compilation and a pretended platform too: files and tests of
+    either kind come by turns. A process trains one or two models, tests a dozen."""
     made = lru_cache(32)(lambda effort, platform, *args: make(*args))
 
     def get(*args: Any) -> Any:
@@ -125,7 +127,8 @@ for module, name in PROGRAMS:
 
 
 def forget_programs() -> None:
-    """The next engine and learner of this process are traced and compiled anew, or read from the cache of files."""
+    """The next engine and learner of this process are traced and compiled anew, or read from the
+    cache of files."""
     for module, name in PROGRAMS:
         getattr(module, name).cache_clear()
 
@@ -156,8 +159,9 @@ class Workshop:
         self.runs = folder / "runs"
 
     def words(self, name: str, *changes: str) -> list[str]:
-        """The command line of a short run called `name`; later words win. Rewards are called in this process: forking
-        the tests' own process for workers costs 0.2 s of kernel time a run."""
+        """The command line of a short run called `name`; later words win. Rewards are called in
+        this process: forking the tests' own process for workers costs 0.2 s of kernel time a
+        run."""
         return [
             "train",
             f"model={self.model}",

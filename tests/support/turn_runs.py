@@ -1,6 +1,8 @@
-"""Whole runs whose rollouts have turns: a tiny model that ends turns often, and an environment that it plays with.
+"""Whole runs whose rollouts have turns: a tiny model that ends turns often, and an environment that
+it plays with.
 
-What a random model samples is no tool call: `calling` reads one from every turn whose ids have an odd sum."""
+What a random model samples is no tool call: `calling` reads one from every turn whose ids have an
+odd sum."""
 
 from __future__ import annotations
 
@@ -47,7 +49,8 @@ class Board:
 
 def own(completions, environments, **columns):
     """What the model said, and what the environment counted."""
-    return [sum(len(message["content"]) % 5 for message in one if message["role"] == "assistant") + environment.asked
+    return [sum(len(message["content"]) % 5 for message in one if message["role"] == "assistant")
+            + environment.asked
             for one, environment in zip(completions, environments)]
 '''
 

@@ -1,4 +1,5 @@
-"""The task `code`: rows of MBPP and HumanEval, and hostile code in the sandbox; skipped where there is none."""
+"""The task `code`: rows of MBPP and HumanEval, and hostile code in the sandbox; skipped where there
+is none."""
 
 from __future__ import annotations
 
@@ -39,9 +40,11 @@ MBPP = {
 HUMAN_EVAL = {
     "task_id": "HumanEval/0",
     "entry_point": "add",
-    "prompt": "from typing import List\n\n\ndef add(a: int, b: List[int]) -> int:\n    '''a and all b'''\n",
+    "prompt": "from typing import List\n\n\ndef add(a: int, b: List[int]) -> int:\n    '''a and "
+    "all b'''\n",
     "canonical_solution": "    return a + sum(b)\n",
-    "test": "def check(candidate):\n    assert candidate(1, [2, 3]) == 6\n    assert candidate(0, []) == 0\n",
+    "test": "def check(candidate):\n    assert candidate(1, [2, 3]) == 6\n    assert candidate(0, "
+    "[]) == 0\n",
 }
 
 
@@ -75,7 +78,8 @@ def outcome(code: str, *tests: str, entry_point: str = "", setup: str = "", **gi
         ),
         ("def f(x): raise TimeoutError", "f(1)", "failed"),
         (
-            "class P:\n    def __init__(self, a): self.a = a\ndef f(ps): return sum(p.a for p in ps)",
+            "class P:\n    def __init__(self, a): self.a = a\ndef f(ps): return sum(p.a for p in "
+            "ps)",
             "assert f([P(1), P(2)]) == 3\np = P(1)\np.a = 5\nassert f([p]) == p.a == 5",
             "passed",
         ),
@@ -86,13 +90,16 @@ def outcome(code: str, *tests: str, entry_point: str = "", setup: str = "", **gi
         ),
         (
             "def f(x): return x",
-            "for v in [(1, (2,)), {1: {2}}, frozenset([1]), b'a', 2j, None, True, 1.5, {'a': [()]}]:\n"
-            "    assert f(v) == v and type(f(v)) is type(v)\nassert f(float('inf')) == float('inf')",
+            "for v in [(1, (2,)), {1: {2}}, frozenset([1]), b'a', 2j, None, True, 1.5, {'a': "
+            "[()]}]:\n"
+            "    assert f(v) == v and type(f(v)) is type(v)\nassert f(float('inf')) == "
+            "float('inf')",
             "passed",
         ),
         ("def f(x): return (i for i in range(x))", "assert list(f(3)) == [0, 1, 2]", "passed"),
         (
-            "import threading\ndef f(x):\n    out = []\n    t = threading.Thread(target=lambda: out.append(x))\n"
+            "import threading\ndef f(x):\n    out = []\n    t = threading.Thread(target=lambda: "
+            "out.append(x))\n"
             "    t.start()\n    t.join()\n    return out[0]",
             "assert f(2) == 2",
             "passed",
@@ -110,7 +117,8 @@ def test_what_code_may_do(code: str, test: str, expected: str) -> None:
     [
         ("def f(x):\n    while True: pass", "timed out"),
         (
-            "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\ndef f(x):\n    while True: pass",
+            "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\ndef f(x):\n    while "
+            "True: pass",
             "timed out",
         ),
         ("import os\ndef f(x):\n    while True: os.fork()", "failed"),
@@ -119,12 +127,14 @@ def test_what_code_may_do(code: str, test: str, expected: str) -> None:
             "failed",
         ),
         (
-            "import threading, time\ndef f(x):\n    while True: threading.Thread(target=time.sleep, args=(9,)).start()",
+            "import threading, time\ndef f(x):\n    while True: "
+            "threading.Thread(target=time.sleep, args=(9,)).start()",
             "failed",
         ),
         ("def f(x): return len(bytearray(10**10))", "failed"),
         (
-            "def f(x):\n    with open('/tmp/a', 'wb') as file:\n        while True: file.write(bytes(1 << 20))",
+            "def f(x):\n    with open('/tmp/a', 'wb') as file:\n        while True: "
+            "file.write(bytes(1 << 20))",
             "failed",
         ),
         ("def f(x): return 'a' * (1 << 22)", "failed"),
@@ -141,24 +151,29 @@ def test_what_code_may_do(code: str, test: str, expected: str) -> None:
         ("import os\ndef f(x): os.kill(os.getppid(), 9)\n", "crashed"),
         ("import os\ndef f(x): os.kill(-1, 9)\n", "crashed"),
         (
-            "import os\nfor n in range(3, 64):\n    try: os.close(n)\n    except OSError: pass\ndef f(x): return 2",
+            "import os\nfor n in range(3, 64):\n    try: os.close(n)\n    except OSError: "
+            "pass\ndef f(x): return 2",
             "crashed",
         ),
         (
-            "import os\ndef f(x):\n    p = os.getppid()\n    os.write(os.open(f'/proc/{p}/fd/1', os.O_WRONLY), b'passed')\n"
+            "import os\ndef f(x):\n    p = os.getppid()\n    os.write(os.open(f'/proc/{p}/fd/1', "
+            "os.O_WRONLY), b'passed')\n"
             "    os.kill(p, 9)",
             "failed",
         ),
         (
-            "import ctypes\ndef f(x): return 2 if ctypes.CDLL(None).ptrace(16, __import__('os').getppid(), 0, 0) == 0 else 3",
+            "import ctypes\ndef f(x): return 2 if ctypes.CDLL(None).ptrace(16, "
+            "__import__('os').getppid(), 0, 0) == 0 else 3",
             "failed",
         ),
         (
-            "import ctypes\ndef f(x): return 2 if ctypes.CDLL(None).unshare(0x10000000) == 0 else 3",
+            "import ctypes\ndef f(x): return 2 if ctypes.CDLL(None).unshare(0x10000000) == 0 else "
+            "3",
             "failed",
         ),
         (
-            "import os\ndef f(x):\n    for n in range(3, 64):\n        try: os.write(n, b'[true, 0]\\n[true, 3]\\n')\n"
+            "import os\ndef f(x):\n    for n in range(3, 64):\n        try: os.write(n, b'[true, "
+            "0]\\n[true, 3]\\n')\n"
             "        except OSError: pass",
             "failed",
         ),
@@ -184,7 +199,8 @@ CHECK_ADD = (
     [
         ("class Same(set):\n    pass\ndef set(x): return 0\ndef f(x): return []", CHECK_F),
         (
-            "set = lambda x: {2, 3}\nsorted = lambda x: [2, 3]\nabs = lambda x: 2\ndef f(x): return [0]",
+            "set = lambda x: {2, 3}\nsorted = lambda x: [2, 3]\nabs = lambda x: 2\ndef f(x): "
+            "return [0]",
             CHECK_F,
         ),
         (
@@ -193,7 +209,8 @@ CHECK_ADD = (
             CHECK_F,
         ),
         (
-            "__builtins__ = {'set': lambda x: {2, 3}, 'sorted': lambda x: [2, 3], 'abs': lambda x: 2}\ndef f(x): return [0]",
+            "__builtins__ = {'set': lambda x: {2, 3}, 'sorted': lambda x: [2, 3], 'abs': lambda x: "
+            "2}\ndef f(x): return [0]",
             CHECK_F,
         ),
         ("def len(x): return 2\ndef f(x): return [0]", "assert len(f(1)) == 2"),
@@ -204,7 +221,8 @@ CHECK_ADD = (
         ),
         ("def print(*x): raise SystemExit\ndef f(x): return 0", "print(f(1))\nassert f(1) == 2"),
         (
-            "class math:\n    pi = 3\n    isclose = staticmethod(lambda *x, **y: True)\ndef f(x): return 0",
+            "class math:\n    pi = 3\n    isclose = staticmethod(lambda *x, **y: True)\ndef f(x): "
+            "return 0",
             "assert math.isclose(f(1), 1)",
         ),
         (
@@ -212,7 +230,8 @@ CHECK_ADD = (
             "assert math.isclose(f(1), 1)",
         ),
         (
-            "import sys, math\nclass M:\n    isclose = staticmethod(lambda *x: True)\nsys.modules['math'] = M\n"
+            "import sys, math\nclass M:\n    isclose = staticmethod(lambda *x: "
+            "True)\nsys.modules['math'] = M\n"
             "def f(x): return 0",
             "import math\nassert math.isclose(f(1), 1)",
         ),
@@ -242,29 +261,35 @@ CHECK_ADD = (
             "try:\n    f(1)\nexcept TypeError: pass",
         ),
         (
-            "import sys\nframe = sys._getframe()\nwhile frame:\n    frame.f_globals['all'] = frame.f_builtins['all'] = "
+            "import sys\nframe = sys._getframe()\nwhile frame:\n    frame.f_globals['all'] = "
+            "frame.f_builtins['all'] = "
             "lambda x: True\n    frame = frame.f_back\ndef f(x): return 0",
             ALL_CASES,
         ),
         (
-            "import __main__\n__main__.pack = lambda value, refs: {'module': 'this'}\ndef f(x): return 0",
+            "import __main__\n__main__.pack = lambda value, refs: {'module': 'this'}\ndef f(x): "
+            "return 0",
             "try:\n    assert f(1) == 2\nexcept Exception: pass",
         ),
         (
-            "import __main__\n__main__.pack = lambda value, refs: {'list': [[]] * 3, 'set': []}\ndef f(x): return 0",
+            "import __main__\n__main__.pack = lambda value, refs: {'list': [[]] * 3, 'set': "
+            "[]}\ndef f(x): return 0",
             "try:\n    assert f(1) == 2\nexcept Exception: pass",
         ),
         ("import atexit\natexit.register(print, 'passed')\ndef f(x): return 0", "assert f(1) == 2"),
         ("def f(x):\n    def inner(y): return True\n    return inner", "assert f(1) is True"),
         ("def f(g): return g", "assert f(abs)(-1) == 1 and f(lambda: 1) is None"),
         (
-            "def f(x): return type('Any', (), {'__eq__': lambda s, o: True, '__len__': lambda s: 2, "
+            "def f(x): return type('Any', (), {'__eq__': lambda s, o: True, '__len__': lambda s: "
+            "2, "
             "'__bool__': lambda s: True, '__lt__': lambda s, o: True, '__float__': lambda s: 1})()",
             "assert len(f(1)) == 2",
         ),
         (
-            "import os\ndef f(x):\n    for p in os.listdir('/proc'):\n        for n in range(4):\n            try:\n"
-            "                if p.isdigit(): os.write(os.open(f'/proc/{p}/fd/{n}', os.O_WRONLY), b'passed')\n"
+            "import os\ndef f(x):\n    for p in os.listdir('/proc'):\n        for n in range(4):\n "
+            "           try:\n"
+            "                if p.isdigit(): os.write(os.open(f'/proc/{p}/fd/{n}', os.O_WRONLY), "
+            "b'passed')\n"
             "            except OSError: pass\n    return 0",
             "assert f(1) == 2",
         ),
@@ -274,9 +299,12 @@ CHECK_ADD = (
             "assert f(1) == 2",
         ),
         (
-            "import os\nfound = []\nfor p in os.listdir('/proc'):\n    for name in ('environ', 'fd/0', 'mem'):\n"
-            "        try: found.append(open(f'/proc/{p}/{name}', 'rb').read(100))\n        except OSError: pass\n"
-            "def f(x): return len([one for one in found if one and b'SHELL' not in one]) - len(found)",
+            "import os\nfound = []\nfor p in os.listdir('/proc'):\n    for name in ('environ', "
+            "'fd/0', 'mem'):\n"
+            "        try: found.append(open(f'/proc/{p}/{name}', 'rb').read(100))\n        except "
+            "OSError: pass\n"
+            "def f(x): return len([one for one in found if one and b'SHELL' not in one]) - "
+            "len(found)",
             "assert f(1) == 2",
         ),
     ],
@@ -363,7 +391,8 @@ def test_a_candidate_redefines_neither_the_check_nor_what_its_prompt_gives(
             "try:\n    f(1)\n    assert False\nexcept LookupError: pass",
             {},
         ),
-        # Names of modules and builtins that the solution defines, called by something else or beside another function.
+        # Names of modules and builtins that the solution defines, called by something else or
+        # beside another function.
         (
             "def copy(x): return x",
             "assert list(map(copy, [1])) == [1]",
@@ -389,7 +418,8 @@ def test_a_candidate_redefines_neither_the_check_nor_what_its_prompt_gives(
             "def f(x): return x",
             "assert isclose(f(1), 1)",
             {
-                "reference": "try:\n    from math import isclose\nexcept ImportError: pass\ndef f(x): return x"
+                "reference": "try:\n    from math import isclose\nexcept ImportError: pass\ndef "
+                "f(x): return x"
             },
         ),
         # MBPP 533: a type is an argument.
@@ -438,7 +468,8 @@ def test_a_candidate_redefines_neither_the_check_nor_what_its_prompt_gives(
         (
             "from datetime import date, datetime, timedelta\ndef f(x): return x + timedelta(1)",
             "import datetime as d\n"
-            "assert f(d.date(2024, 2, 28)) == d.date(2024, 2, 29) and f(d.datetime(2024, 1, 1)) == d.datetime(2024, 1, 2)\n"
+            "assert f(d.date(2024, 2, 28)) == d.date(2024, 2, 29) and f(d.datetime(2024, 1, 1)) == "
+            "d.datetime(2024, 1, 2)\n"
             "assert f(d.timedelta(1)) == d.timedelta(days=2)",
             {},
         ),
@@ -490,12 +521,14 @@ def test_what_the_solution_defines_is_tested_though_an_import_brings_the_same_na
             "",
         ),
         (
-            "from decimal import Decimal\nclass D(Decimal):\n    def __eq__(self, other): return True\ndef f(): return D(3)",
+            "from decimal import Decimal\nclass D(Decimal):\n    def __eq__(self, other): return "
+            "True\ndef f(): return D(3)",
             "assert f() == 2",
             "",
         ),
         (
-            "from fractions import Fraction\nclass F(Fraction):\n    denominator = 0\ndef f(): return F(3)",
+            "from fractions import Fraction\nclass F(Fraction):\n    denominator = 0\ndef f(): "
+            "return F(3)",
             "f()",
             "",
         ),
@@ -516,12 +549,14 @@ def test_nothing_of_this_machine_is_seen(tmp_path: Path, monkeypatch: pytest.Mon
     code = (
         "import os, socket\n"
         "def env():\n    found = [str(dict(os.environ))]\n    for p in os.listdir('/proc'):\n"
-        "        try: found.append(open(f'/proc/{p}/environ').read())\n        except OSError: pass\n"
+        "        try: found.append(open(f'/proc/{p}/environ').read())\n        except OSError: "
+        "pass\n"
         "    return ' '.join(found)\n"
         "def there(p): return os.path.exists(p)\n"
         "def write(p):\n    try:\n        open(p, 'w').write('x')\n        return True\n"
         "    except OSError: return False\n"
-        "def net():\n    try: socket.create_connection(('127.0.0.1', %d), 2)\n    except OSError: return 'closed'\n"
+        "def net():\n    try: socket.create_connection(('127.0.0.1', %d), 2)\n    except OSError: "
+        "return 'closed'\n"
         "def processes(): return len([p for p in os.listdir('/proc') if p.isdigit()])\n"
     )
     with __import__("socket").create_server(("127.0.0.1", 0)) as server:
@@ -529,7 +564,8 @@ def test_nothing_of_this_machine_is_seen(tmp_path: Path, monkeypatch: pytest.Mon
             outcome(
                 code % server.getsockname()[1],
                 "assert 'secret' not in env() and 'HF_' not in env()",
-                f"assert not there({str(secret)!r}) and not there({str(Path.home() / '.cache')!r}) and not there('/etc')",
+                f"assert not there({str(secret)!r}) and not there({str(Path.home() / '.cache')!r}) "
+                f"and not there('/etc')",
                 "assert not any(write(p) for p in ('/x', '/usr/x', '/bin/x', '/home/x'))",
                 "assert write('/tmp/x')",
                 "assert net() == 'closed'",

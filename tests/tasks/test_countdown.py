@@ -1,4 +1,5 @@
-"""Countdown: problems that can be solved, held-out ones apart, and a parser that reads expressions and nothing else."""
+"""Countdown: problems that can be solved, held-out ones apart, and a parser that reads expressions
+and nothing else."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from shoal.types import ShoalError
 
 
 def section(**keys: int) -> TaskSection:
-    return TaskSection(**{"name": "countdown", "num_eval_questions": 40} | keys)  # type: ignore[arg-type]
+    return TaskSection(**{"name": "countdown", "num_eval_questions": 40} | keys)  # type: ignore
 
 
 def load(**keys: int) -> Task:
@@ -226,7 +227,8 @@ def test_held_out_problems_are_not_trained_on() -> None:
 
 
 def test_rows_are_the_same_on_every_machine() -> None:
-    """Written down once: another number is another data set, which stored runs would not be resumed on."""
+    """Written down once: another number is another data set, which stored runs would not be resumed
+    on."""
     one, last = load().train[0], load().train[-1]
     assert (one.row, one.columns["numbers"], one.columns["target"]) == (0, [14, 9, 90, 16], 51)
     assert one.columns["solution"] == "90 - ((16 + 9) + 14)"
@@ -238,7 +240,8 @@ def test_the_dials_and_the_path(tmp_path: object) -> None:
     assert len(load(num_eval_questions=0).evaluations["held_out"]) == 500
     small = load(num_numbers=2, max_value=20, num_eval_questions=500)
     assert small.notes == (
-        f"countdown: held_out has {len(small.evaluations['held_out'])} problems, not 500: there are "
+        f"countdown: held_out has {len(small.evaluations['held_out'])} problems, not 500: there "
+        f"are "
         "no more at task.num_numbers=2 task.max_value=20",
     )
     with pytest.raises(

@@ -1,4 +1,5 @@
-"""One's own data: every form of files and folders, renamed columns, templates, verl's and TRL's rows as they are."""
+"""One's own data: every form of files and folders, renamed columns, templates, verl's and TRL's
+rows as they are."""
 
 from __future__ import annotations
 
@@ -131,7 +132,8 @@ def test_prompts_held_out_too_are_not_trained_on(tmp_path: Path) -> None:
         ),
         (
             '{"tags": ["x"], "question": [{"role": "user", "content": "a"}], "solution": "1"}\n',
-            "its columns: tags, question, solution. Take the messages of question, task.columns=[prompt=question]",
+            "its columns: tags, question, solution. Take the messages of question, "
+            "task.columns=[prompt=question]",
         ),
         ('{"solution": "1", "Problem": "a"}\n', "task.template='{Problem}'"),
         ('{"answer": "1", "note": "a"}\n', "task.template='{note}'"),
@@ -353,7 +355,10 @@ MAIN, EXAM, MORE, MORE_TEST = (
     ["q30?", "q31?"],
     ["q40?", "q41?"],
 )
-SAID = "custom: task.split=main names a subset of the data set, so it is the subset, and the split is train"
+SAID = (
+    "custom: task.split=main names a subset of the data set, so it is the subset, and the split is "
+    "train"
+)
 
 
 @pytest.mark.parametrize(
@@ -468,7 +473,8 @@ def test_a_hub_data_set_without_names_of_splits_is_fetched_whole(
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     fails(
-        "holds no train.jsonl or parquet file of the split 'train'; it holds rows.jsonl (task.files",
+        "holds no train.jsonl or parquet file of the split 'train'; it holds rows.jsonl "
+        "(task.files",
         "some/data",
     )
     assert prompts(load("some/data", files=("rows.jsonl",)).train) == ["q0?", "q1?"]
@@ -536,7 +542,8 @@ def test_a_readme_may_name_a_file_of_another_kind(tmp_path: Path) -> None:
         "---\nconfigs:\n- config_name: default\n  data_files: train.xml\n---\n"
     )
     fails(
-        "train.xml is of a kind that is not read: unpack or convert it; expected .jsonl, .json, .parquet",
+        "train.xml is of a kind that is not read: unpack or convert it; expected .jsonl, .json, "
+        ".parquet",
         tmp_path,
     )
 
@@ -688,7 +695,8 @@ def test_a_run_on_trls_rows(workshop: Workshop) -> None:
     (workshop.folder / "trl.py").write_text(
         "def right(completions, solution, level, **_):\n"
         "    assert all(one == 'L' for one in level)\n"
-        "    return [float(len(c[0]['content']) + len(s)) for c, s in zip(completions, solution, strict=True)]\n"
+        "    return [float(len(c[0]['content']) + len(s)) for c, s in zip(completions, solution, "
+        "strict=True)]\n"
     )
     rows = [
         {"prompt": asked(f"{10 + i} + 17 = ?")[0], "solution": str(i), "level": "L"}

@@ -1,4 +1,5 @@
-"""Mistakes with data: each ends in one line that names file, row and cure, or is read as it was meant."""
+"""Mistakes with data: each ends in one line that names file, row and cure, or is read as it was
+meant."""
 
 from __future__ import annotations
 

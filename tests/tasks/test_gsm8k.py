@@ -1,4 +1,5 @@
-"""GSM8K: every way to name the data, how splits are found, and errors that say what the data lacks."""
+"""GSM8K: every way to name the data, how splits are found, and errors that say what the data
+lacks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""GSM8K's reward presets against tables worked by hand, and the answer check for solutions made elsewhere."""
+"""GSM8K's reward presets against tables worked by hand, and the answer check for solutions made
+elsewhere."""
 
 from __future__ import annotations
 
@@ -305,7 +306,7 @@ def write(folder: Path, rows: list[dict[str, str]]) -> Path:
 
 
 def load(path: Path, preset: str) -> Task:
-    return load_task(TaskSection(name="gsm8k", path=str(path)), RewardSection(preset=preset))  # type: ignore[arg-type]
+    return load_task(TaskSection(name="gsm8k", path=str(path)), RewardSection(preset=preset))
 
 
 @pytest.mark.parametrize(
@@ -487,7 +488,8 @@ WORKING = "She eats 3 of 16, so 16 - 3 = 13 are left.\nShe sells 9 * 2 = 18 doll
         ("<reasoning>#### 3</reasoning> so 18", "18"),
         ("<think>the answer is 3</think> \n", "3"),
         (
-            "So 9.\nThe answer is 18.\n\nQuestion: Tom has 3 and 4?\nAnswer: It is 3+4=7. The answer is 7",
+            "So 9.\nThe answer is 18.\n\nQuestion: Tom has 3 and 4?\nAnswer: It is 3+4=7. The "
+            "answer is 7",
             "18",
         ),
         ("It is 18.\n\n**Q:** and 5?\nA: 5", "18"),

@@ -1,4 +1,5 @@
-"""IFEval: each kind of instruction by hand, strict and loose, the four figures, the reward, what load refuses."""
+"""IFEval: each kind of instruction by hand, strict and loose, the four figures, the reward, what
+load refuses."""
 
 from __future__ import annotations
 
@@ -41,8 +42,14 @@ from shoal.tasks.ifeval import (
 )
 from shoal.types import Example, ShoalError
 
-ENGLISH = "the children walked slowly through the garden and looked at all the flowers that grew beside the old wall"
-GERMAN = "Die Kinder gingen langsam durch den Garten und sahen sich die Blumen an, die neben der alten Mauer wuchsen."
+ENGLISH = (
+    "the children walked slowly through the garden and looked at all the flowers that grew beside "
+    "the old wall"
+)
+GERMAN = (
+    "Die Kinder gingen langsam durch den Garten und sahen sich die Blumen an, die neben der alten "
+    "Mauer wuchsen."
+)
 LENGTH, NTH = "length_constraints:number_words", "length_constraints:nth_paragraph_first_word"
 AT_LEAST, LESS = {"relation": "at least"}, {"relation": "less than"}
 

@@ -1,4 +1,5 @@
-"""A judge behind an OpenAI-style address: scores, cache, costs, and a server that misbehaves in every way."""
+"""A judge behind an OpenAI-style address: scores, cache, costs, and a server that misbehaves in
+every way."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ GRADER = ["reward.judge.model=grader"]
 
 
 class Server:
-    """Answers with `reply(text asked, number of the request)`: a text, an object, a status, or None to hang."""
+    """Answers with `reply(text asked, number of the request)`: a text, an object, a status, or None
+    to hang."""
 
     def __init__(self) -> None:
         self.asked: list[dict[str, Any]] = []

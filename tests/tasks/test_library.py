@@ -18,7 +18,8 @@ from shoal.tasks.library import (
 )
 from shoal.types import ShoalError
 
-RECORDED = [  # completion, solution, and what TRL 1.16.0 gives: accuracy, reasoning accuracy, think format
+# completion, solution, and what TRL 1.16.0 gives: accuracy, reasoning accuracy, think format
+RECORDED = [
     ("\\boxed{\\frac{1}{3}}", "\\frac{1}{3}", 1.0, 0.0, 0.0),
     ("\\boxed{\\frac{1}{2}}", "\\frac{1}{3}", 0.0, 0.0, 0.0),
     ("so $x=5$", "5", 0.0, 0.0, 0.0),
@@ -138,7 +139,8 @@ def test_names_stand_for_functions_of_a_run() -> None:
     [
         (
             "acuracy_reward",
-            r"expected `file\.py:function`, or the name of a ready one, did you mean accuracy_reward\?",
+            r"expected `file\.py:function`, or the name of a ready one, did you mean "
+            r"accuracy_reward\?",
         ),
         ("correctness_reward", "for your own, write reward=FILE.py:correctness_reward"),
         (

@@ -1,4 +1,5 @@
-"""MATH: answers compared by text, by value and by math-verify, which no text can keep busy; rows, gold, rewards."""
+"""MATH: answers compared by text, by value and by math-verify, which no text can keep busy; rows,
+gold, rewards."""
 
 from __future__ import annotations
 
@@ -535,7 +536,7 @@ def test_rows_and_what_was_dropped(tmp_path: Path) -> None:
     )
     write(tmp_path / "test.jsonl", [row(8), row(9, answer="9/7"), {"problem": "r", "solution": ""}])
     task = load(tmp_path)
-    assert [one.prompt[-1]["content"] for one in task.train] == ["p1?", "p2?", "p3?"]  # type: ignore[index]
+    assert [one.prompt[-1]["content"] for one in task.train] == ["p1?", "p2?", "p3?"]
     assert [one.columns["answer"] for one in task.evaluations["held_out"]] == [
         "\\frac{8}{7}",
         "9/7",

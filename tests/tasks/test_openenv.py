@@ -1,4 +1,5 @@
-"""Environments of OpenEnv servers, by one that speaks their wire: words, tools, other actions, and what goes wrong."""
+"""Environments of OpenEnv servers, by one that speaks their wire: words, tools, other actions, and
+what goes wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The tasks of several turns, `calculator` and `guess`: problems, the tool and the environment, dialogues, rewards."""
+"""The tasks of several turns, `calculator` and `guess`: problems, the tool and the environment,
+dialogues, rewards."""
 
 from __future__ import annotations
 

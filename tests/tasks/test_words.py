@@ -1,4 +1,5 @@
-"""`words`: solutions are right, held-out problems are fixed and never trained on, unseen sentences stay unseen."""
+"""`words`: solutions are right, held-out problems are fixed and never trained on, unseen sentences
+stay unseen."""
 
 from __future__ import annotations
 
@@ -156,7 +157,8 @@ def test_splits_are_disjoint_at_other_dials_too(section: TaskSection, row: int) 
 
 @pytest.mark.slow
 def test_few_possible_problems_are_still_split() -> None:
-    """One step up to 20: a few hundred problems in all, so thousands of rows meet every one of them."""
+    """One step up to 20: a few hundred problems in all, so thousands of rows meet every one of
+    them."""
     section = TaskSection(num_steps=1, max_value=20)
     held = {numeric_form(problem) for problem in PROBLEMS.held_out(500, section)}
     trained = {numeric_form(PROBLEMS.train(row, section)) for row in range(4000)}
@@ -193,7 +195,7 @@ def test_held_out_problems_are_distinct_and_cut_from_one_order(task: Task) -> No
     assert list(task.evaluations) == ["held_out", "unseen_templates"]
     for name, examples in task.evaluations.items():
         assert len(examples) == 500
-        assert len({example.prompt[0]["content"] for example in examples}) == 500  # type: ignore[index]
+        assert len({example.prompt[0]["content"] for example in examples}) == 500  # type: ignore
         shorter = load_task(TaskSection(num_eval_questions=7)).evaluations[name]
         assert list(shorter) == list(examples[:7])
     held = [numeric_form(problem) for problem in PROBLEMS.held_out(500, DIALS)]
@@ -205,7 +207,8 @@ def test_held_out_problems_are_distinct_and_cut_from_one_order(task: Task) -> No
 
 @pytest.mark.slow
 def test_held_out_is_the_same_everywhere(task: Task) -> None:
-    """Whatever the seed: neither Python's random state nor its hash seed reaches it, and it stays as published."""
+    """Whatever the seed: neither Python's random state nor its hash seed reaches it, and it stays
+    as published."""
     examples = [
         *task.evaluations["held_out"],
         *task.evaluations["unseen_templates"],
@@ -227,7 +230,8 @@ def test_held_out_is_the_same_everywhere(task: Task) -> None:
         == HELD_OUT_DIGEST
     )
     code = (
-        "import sys; from shoal.config.schema import TaskSection; from shoal.run.task import load_task; "
+        "import sys; from shoal.config.schema import TaskSection; from shoal.run.task import "
+        "load_task; "
         "t = load_task(TaskSection(num_eval_questions=40)); "
         "print(*(e.prompt[0]['content'] for r in t.evaluations.values() for e in r), sep='\\n'); "
         "assert 'jax' not in sys.modules"
@@ -240,7 +244,7 @@ def test_held_out_is_the_same_everywhere(task: Task) -> None:
         timeout=60,
         env={**os.environ, "PYTHONHASHSEED": "77"},
     ).stdout.splitlines()
-    assert told == [e.prompt[0]["content"] for r in task.evaluations.values() for e in r[:40]]  # type: ignore[index]
+    assert told == [e.prompt[0]["content"] for r in task.evaluations.values() for e in r[:40]]
 
 
 def pattern(template: str) -> re.Pattern[str]:
@@ -282,7 +286,7 @@ def sentences(problem: Problem) -> list[str]:
 def test_training_rows_are_made_when_asked_for(task: Task) -> None:
     train = task.train
     assert len(train) == 1_000_000
-    assert train[17] == train[17] == train[np.int64(17)] == train[17 - 1_000_000]  # type: ignore[index]
+    assert train[17] == train[17] == train[np.int64(17)] == train[17 - 1_000_000]  # type: ignore
     assert train[17].row == 17
     assert train[-1].row == 999_999
     assert [example.row for example in train[3:9:2]] == [3, 5, 7]

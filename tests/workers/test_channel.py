@@ -1,4 +1,5 @@
-"""The frames between a process and its workers: several at once, torn ones, and the end of the other side."""
+"""The frames between a process and its workers: several at once, torn ones, and the end of the
+other side."""
 
 from __future__ import annotations
 

@@ -146,7 +146,8 @@ def awaitable_reward(way: Callable[[], None]) -> Callable[..., Any]:
 
 
 def by_tier(cases: list[tuple[Any, ...]], all_ways: Any) -> list[Any]:
-    """Cases of which those are slow that fork in a rarer way, but for one kind of call that is tried in all ways."""
+    """Cases of which those are slow that fork in a rarer way, but for one kind of call that is
+    tried in all ways."""
     sorted_cases = []
     for case in cases:
         is_usual = fork_once in case or fork_and_answer_later in case or all_ways in case
@@ -157,7 +158,8 @@ def by_tier(cases: list[tuple[Any, ...]], all_ways: Any) -> list[Any]:
 REWARDS = [
     (make, way, 1) for make in (plain_reward, async_reward, awaitable_reward) for way in WAYS
 ]
-# A copy that Python has not seen shares the loop's wakeup socket until the call is over: no loop in a thread bears it.
+# A copy that Python has not seen shares the loop's wakeup socket until the call is over: no loop in
+# a thread bears it.
 REWARDS.remove((awaitable_reward, fork_below_python, 1))
 REWARDS += [(make, fork_once, 0) for make in (plain_reward, async_reward, awaitable_reward)]
 

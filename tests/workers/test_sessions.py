@@ -1,4 +1,5 @@
-"""Sessions of tools and environments: what they answer, their limits, and that nothing is left behind."""
+"""Sessions of tools and environments: what they answer, their limits, and that nothing is left
+behind."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""The maths of the algorithms: pure functions from arrays and floats to advantages, token losses, KL and weights.
+"""The maths of the algorithms: pure functions from arrays and floats to advantages, token losses,
+KL and weights.
 
-Nothing here knows the configuration, the model or the trainer. A new algorithm is one function in the file of its noun,
-and one row in `shoal.config.algorithm_parts`.
+Nothing here knows the configuration, the model or the trainer. A new algorithm is one function in
+the file of its noun, and one row in `shoal.config.algorithm_parts`.
 """

@@ -2,13 +2,15 @@
 
 Each function has a row in `shoal.config.algorithm_parts`, and takes what it needs of these:
 
-    estimator(rewards[P, G], valid[P, G], components=, weights=, lengths=, **settings) -> float64[P, G]
+    estimator(rewards[P, G], valid[P, G], components=, weights=, lengths=, **settings)
+        -> float64[P, G]
 
-`valid` is False where a sibling is missing or unscorable: whatever its reward holds, NaN included, it is left out of
-every mean and deviation, and its advantage is 0. A NaN at a valid place is not hidden: it spreads over its group.
-`components[F, P, G]` are the values of the F reward functions, NaN where one could not judge, `weights[F]` their
-weights. `lengths[P, G]` are numbers of sampled tokens, None where forms that whiten over the step count each completion
-once (verl counts it once a token). Settings are those that the row names.
+`valid` is False where a sibling is missing or unscorable: whatever its reward holds, NaN included,
+it is left out of every mean and deviation, and its advantage is 0. A NaN at a valid place is not
+hidden: it spreads over its group. `components[F, P, G]` are the values of the F reward functions,
+NaN where one could not judge, `weights[F]` their weights. `lengths[P, G]` are numbers of sampled
+tokens, None where forms that whiten over the step count each completion once (verl counts it once a
+token). Settings are those that the row names.
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ Lengths = Int[np.ndarray, "P G"]
 def nonzero_std(rewards: Rewards, valid: Valid) -> Bool[np.ndarray, "P"]:
     """True for each group that has two valid siblings or more whose rewards are not all the same.
 
-    The largest and the smallest are compared exactly: the computed deviation of equal rewards need not be 0
-    (0.1, 0.1, 0.1 have a mean that is not 0.1).
+    The largest and the smallest are compared exactly: the computed deviation of equal rewards need
+    not be 0 (0.1, 0.1, 0.1 have a mean that is not 0.1).
     """
     largest = np.where(valid, rewards, -np.inf).max(axis=1)
     smallest = np.where(valid, rewards, np.inf).min(axis=1)
@@ -33,9 +35,9 @@ def nonzero_std(rewards: Rewards, valid: Valid) -> Bool[np.ndarray, "P"]:
 
 
 def has_variance(valid: Bool[np.ndarray, "G"], values: Float[np.ndarray, "N G"]) -> bool:
-    """True if the valid siblings of one group differ in any of N values; a NaN leaves its sibling out of that value.
-    Dynamic sampling replaces groups without: all right or all wrong, they have no gradient (DAPO, arXiv 2503.14476,
-    eq. 11)."""
+    """True if the valid siblings of one group differ in any of N values; a NaN leaves its sibling
+    out of that value. Dynamic sampling replaces groups without: all right or all wrong, they have
+    no gradient (DAPO, arXiv 2503.14476, eq. 11)."""
     return bool(nonzero_std(values, valid & ~np.isnan(values)).any())
 
 
@@ -50,23 +52,24 @@ def grpo(
 ) -> Rewards:
     """(r - mean) / (std + std_eps) within each group; `std_eps_mode="max"`: / max(std, std_eps).
 
-    The variance divides by the number of valid siblings less `std_ddof`. DeepSeekMath, arXiv 2402.03300, section 4.1.2
-    (outcome supervision).
+    The variance divides by the number of valid siblings less `std_ddof`. DeepSeekMath, arXiv
+    2402.03300, section 4.1.2 (outcome supervision).
     """
     centred = _centred(rewards, valid)
     return centred / _divisor(_std(centred, valid, std_ddof, axis=1), std_eps, std_eps_mode)
 
 
 def dr_grpo(rewards: Rewards, valid: Valid, **unread: object) -> Rewards:
-    """r - mean, not divided by the deviation, which would give very easy and very hard prompts more weight.
-    Dr. GRPO, arXiv 2503.20783, section 3.2."""
+    """r - mean, not divided by the deviation, which would give very easy and very hard prompts more
+    weight. Dr. GRPO, arXiv 2503.20783, section 3.2."""
     return _centred(rewards, valid)
 
 
 def rloo(rewards: Rewards, valid: Valid, **unread: object) -> Rewards:
-    """r - mean of the other valid siblings. Kool et al., "Buy 4 REINFORCE Samples, Get a Baseline for
-    Free!" (2019); for language models RLOO, arXiv 2402.14740."""
-    # r less the others' mean is (r - mean) n / (n - 1): scaled, a group of equal rewards stays exactly 0.
+    """r - mean of the other valid siblings. Kool et al., "Buy 4 REINFORCE Samples, Get a Baseline
+    for Free!" (2019); for language models RLOO, arXiv 2402.14740."""
+    # r less the others' mean is (r - mean) n / (n - 1): scaled, a group of equal rewards stays
+    # exactly 0.
     number = valid.sum(axis=1, keepdims=True)
     return _centred(rewards, valid) * (number / np.maximum(number - 1, 1))
 
@@ -80,8 +83,8 @@ def batch_std(
     std_eps_mode: str = "add",
     **unread: object,
 ) -> Rewards:
-    """(r - mean of the group) / (std of all valid rewards of the step + std_eps). "Tricks or Traps", arXiv 2508.08221;
-    TRL's scale_rewards="batch"."""
+    """(r - mean of the group) / (std of all valid rewards of the step + std_eps). "Tricks or
+    Traps", arXiv 2508.08221; TRL's scale_rewards="batch"."""
     spread = _std(_centred_over(rewards, valid, axis=None), valid, std_ddof, axis=None)
     return _centred(rewards, valid) / _divisor(spread, std_eps, std_eps_mode)
 
@@ -97,8 +100,8 @@ def reinforce_pp(
     lengths: Lengths | None = None,
     **unread: object,
 ) -> Rewards:
-    """(r - mean) / (std + std_eps) over all valid rewards of the step, whatever their group. REINFORCE++, arXiv
-    2501.03262."""
+    """(r - mean) / (std + std_eps) over all valid rewards of the step, whatever their group.
+    REINFORCE++, arXiv 2501.03262."""
     return _whitened(
         rewards,
         valid,
@@ -120,7 +123,8 @@ def reinforce_pp_baseline(
     lengths: Lengths | None = None,
     **unread: object,
 ) -> Rewards:
-    """r - mean of the group, then whitened over the step. REINFORCE++-baseline, arXiv 2501.03262."""
+    """r - mean of the group, then whitened over the step. REINFORCE++-baseline, arXiv
+    2501.03262."""
     return _whitened_groups(
         _centred(rewards, valid),
         valid,
@@ -132,10 +136,11 @@ def reinforce_pp_baseline(
 
 
 def maxrl(rewards: Rewards, valid: Valid, **unread: object) -> Rewards:
-    """(r - mean) / mean of the group: with rewards 0 and 1 the mean gradient is that of a truncated log-likelihood of
-    success. Defined for rewards of 0 or more, where it is at most G - 1: a group with a reward below 0, or with none
-    above 0, has advantage 0. MaxRL, arXiv 2602.02710."""
-    # Near a mean of 0 the quotient has no bound: with a penalty below 0, (1, -0.99) would have advantages of 199.
+    """(r - mean) / mean of the group: with rewards 0 and 1 the mean gradient is that of a truncated
+    log-likelihood of success. Defined for rewards of 0 or more, where it is at most G - 1: a group
+    with a reward below 0, or with none above 0, has advantage 0. MaxRL, arXiv 2602.02710."""
+    # Near a mean of 0 the quotient has no bound: with a penalty below 0, (1, -0.99) would have
+    # advantages of 199.
     number = np.maximum(valid.sum(axis=1, keepdims=True), 1)
     mean = np.where(valid, rewards, 0.0).sum(axis=1, keepdims=True) / number
     undefined = (mean <= 0) | (np.where(valid, rewards, 0.0) < 0).any(axis=1, keepdims=True)
@@ -155,13 +160,15 @@ def gdpo(
     whiten_over: str = "completions",
     lengths: Lengths | None = None,
 ) -> Rewards:
-    """Normalises each reward function's values within their groups as `grpo` does, adds them up by weight and whitens
-    the sum over the step: a reward of large spread does not drown the others. GDPO, arXiv 2601.05242."""
+    """Normalises each reward function's values within their groups as `grpo` does, adds them up by
+    weight and whitens the sum over the step: a reward of large spread does not drown the others.
+    GDPO, arXiv 2601.05242."""
     parts = rewards[None] if components is None else components
     scale = np.ones(len(parts)) if weights is None else weights
     total = np.zeros(rewards.shape)
     for part, weight in zip(parts, scale, strict=True):
-        # As 0 a completion that one function could not judge would move that function's mean for its siblings.
+        # As 0 a completion that one function could not judge would move that function's mean for
+        # its siblings.
         judged = valid & ~np.isnan(part)
         total += weight * grpo(
             part, judged, std_ddof=std_ddof, std_eps=std_eps, std_eps_mode=std_eps_mode
@@ -177,7 +184,8 @@ def none(rewards: Rewards, valid: Valid, **unread: object) -> Rewards:
 
 
 def sft(rewards: Rewards, valid: Valid, **unread: object) -> Rewards:
-    """1 for each completion: with the loss `reinforce`, the data's answers are learned by their log-likelihood."""
+    """1 for each completion: with the loss `reinforce`, the data's answers are learned by their
+    log-likelihood."""
     return valid.astype(np.float64)
 
 
@@ -205,8 +213,8 @@ def _std(centred: np.ndarray, counts: np.ndarray, ddof: int, axis: int | None) -
 
 def _divisor(std: np.ndarray, eps: float, eps_mode: str) -> np.ndarray:
     """The size to divide by; 1 where it would be 0, since then every numerator is 0 too."""
-    # TRL, verl and Tunix add (1e-4, 1e-6, 1e-6); TorchRL takes the maximum. With G=2 and rewards 0 and 1 the ddof
-    # matters more: 0.707 with ddof 1, 1.0 with ddof 0 (MaxText).
+    # TRL, verl and Tunix add (1e-4, 1e-6, 1e-6); TorchRL takes the maximum. With G=2 and rewards 0
+    # and 1 the ddof matters more: 0.707 with ddof 1, 1.0 with ddof 0 (MaxText).
     size = np.maximum(std, eps) if eps_mode == "max" else std + eps
     return np.where(size == 0, 1.0, size)
 
@@ -219,7 +227,8 @@ def _whitened(
     eps: float,
     eps_mode: str,
 ) -> np.ndarray:
-    """(x - mean) / (std + eps) over the step's completions, or their tokens; exactly 0 where all x are the same."""
+    """(x - mean) / (std + eps) over the step's completions, or their tokens; exactly 0 where all x
+    are the same."""
     counts = valid if lengths is None else np.where(valid, lengths, 0)
     if not nonzero_std(values.reshape(1, -1), (counts > 0).reshape(1, -1))[0]:
         return np.zeros(values.shape)
@@ -235,10 +244,11 @@ def _whitened_groups(
     eps: float,
     eps_mode: str,
 ) -> np.ndarray:
-    """`_whitened` of values whose mean is 0 within each group, and so over completions (not over tokens).
+    """`_whitened` of values whose mean is 0 within each group, and so over completions (not over
+    tokens).
 
-    There nothing is subtracted again: rounding would make a group's exact zeros small numbers, and such a group would
-    then be computed for nothing.
+    There nothing is subtracted again: rounding would make a group's exact zeros small numbers, and
+    such a group would then be computed for nothing.
     """
     if lengths is not None:
         return _whitened(values, valid, lengths, ddof, eps, eps_mode)

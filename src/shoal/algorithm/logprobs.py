@@ -1,4 +1,5 @@
-"""Log-probs and entropies from hidden states, a chunk of tokens at a time: logits of all tokens are never in memory.
+"""Log-probs and entropies from hidden states, a chunk of tokens at a time: logits of all tokens are
+never in memory.
 
 For 64k tokens of a vocabulary of 152k they would take 37 GiB in float32, forward alone.
 """
@@ -13,12 +14,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 CHUNK_ELEMENTS = {"cpu": 2**25, "gpu": 2**28, "tpu": 5 * 2**25}
-"""Logits that may be in memory at once on each device that rows are split over: 128 MiB of float32 on a CPU, 1 GiB on a
-GPU.
+"""Logits that may be in memory at once on each device that rows are split over: 128 MiB of float32
+on a CPU, 1 GiB on a GPU.
 
-After every chunk the gradient of the head is read and written whole. By the TPU compiler's cycles that took a sixth of
-an update of 8B with 2,048 tokens on a v6e in chunks of 261 tokens (docs/LOG.md); by the GPU compiler's account of an
-H200 a micro-batch of 1.5B takes 536 ms with chunks of 2^25 and 484 with these, in the same memory."""
+After every chunk the gradient of the head is read and written whole. By the TPU compiler's cycles
+that took a sixth of an update of 8B with 2,048 tokens on a v6e in chunks of 261 tokens
+(docs/LOG.md); by the GPU compiler's account of an H200 a micro-batch of 1.5B takes 536 ms with
+chunks of 2^25 and 484 with these, in the same memory."""
 
 
 def token_logprobs(
@@ -33,14 +35,15 @@ def token_logprobs(
 ) -> tuple[Float[Array, "R T"], Float[Array, "R T"]]:
     """(log-prob of the target, entropy of the distribution) in nats at each position.
 
-    hidden[r, t] is the state *before* the target; `project` turns [..., D] into float32 logits [..., V], which are
-    divided by the temperature. `chunk` tokens of each row are computed at once, and, of several chunks, again in the
-    backward pass.
-    `support_ids` are the tokens that a truncating sampler chose from (-1 fills up): the distribution is then over these
-    alone, and over the whole vocabulary where a position has none. The entropy has a gradient only if
-    `entropy_gradient` is set. `dense` is for XLA on GPU: the gradient of the targets' logits is one of all logits,
-    fused with the normaliser's, where a scatter would stand between and all pass through memory twice; and the entropy
-    has no guards, of which each is a constant as large as the logits, read in every chunk.
+    hidden[r, t] is the state *before* the target; `project` turns [..., D] into float32 logits
+    [..., V], which are divided by the temperature. `chunk` tokens of each row are computed at once,
+    and, of several chunks, again in the backward pass. `support_ids` are the tokens that a
+    truncating sampler chose from (-1 fills up): the distribution is then over these alone, and over
+    the whole vocabulary where a position has none. The entropy has a gradient only if
+    `entropy_gradient` is set. `dense` is for XLA on GPU: the gradient of the targets' logits is one
+    of all logits, fused with the normaliser's, where a scatter would stand between and all pass
+    through memory twice; and the entropy has no guards, of which each is a constant as large as the
+    logits, read in every chunk.
     """
     rows, size, _ = hidden.shape
     count = -(-size // chunk)
@@ -54,7 +57,8 @@ def token_logprobs(
         states, ids, *support = inputs
         scores = project(states) / temperature
         target = (_picked if dense else _taken)(scores, ids)
-        # One normaliser serves the log-prob and the entropy: both are of the same logits, which exist only here.
+        # One normaliser serves the log-prob and the entropy: both are of the same logits, which
+        # exist only here.
         normaliser = jax.nn.logsumexp(scores, axis=-1)
         entropy = _entropy(scores - normaliser[..., None], entropy_gradient, guarded=not dense)
         if support:
@@ -67,15 +71,17 @@ def token_logprobs(
     parts = tuple(
         map(chunks, (hidden, targets) if support_ids is None else (hidden, targets, support_ids))
     )
-    # lax.map of one chunk would still compile a loop, and pad what needs no padding. The one chunk's logits are kept:
-    # the backward pass begins with them, so they are in memory then anyway.
+    # lax.map of one chunk would still compile a loop, and pad what needs no padding. The one
+    # chunk's logits are kept: the backward pass begins with them, so they are in memory then
+    # anyway.
     if count == 1:
         logprob, entropy = (x[None] for x in of_chunk(tuple(part[0] for part in parts)))
     else:
-        # Else the backward pass would keep every chunk's logits, all of [tokens, V]. A loop needs no barrier against
-        # common subexpressions, which would hold what `project` never reads.
+        # Else the backward pass would keep every chunk's logits, all of [tokens, V]. A loop needs
+        # no barrier against common subexpressions, which would hold what `project` never reads.
         logprob, entropy = jax.lax.map(jax.checkpoint(of_chunk, prevent_cse=False), parts)
-    return tuple(x.swapaxes(0, 1).reshape(rows, -1)[:, :size] for x in (logprob, entropy))  # type: ignore[return-value]
+    both = (x.swapaxes(0, 1).reshape(rows, -1)[:, :size] for x in (logprob, entropy))
+    return tuple(both)  # type: ignore[return-value]
 
 
 def _taken(scores: jax.Array, ids: jax.Array) -> jax.Array:
@@ -106,10 +112,11 @@ def sliced_logprobs(
     support_ids: Int[Array, "R T K"] | None = None,
     entropy_gradient: bool = False,
 ) -> tuple[Float[Array, "R T"], Float[Array, "R T"]]:
-    """`token_logprobs` for all tokens at once, a slice of the vocabulary at a time: neither the head nor its gradient
-    is ever whole on a device.
+    """`token_logprobs` for all tokens at once, a slice of the vocabulary at a time: neither the
+    head nor its gradient is ever whole on a device.
 
-    `project(slice, hidden)` gives the float32 logits of a slice's v tokens; those from `vocabulary` on are padding.
+    `project(slice, hidden)` gives the float32 logits of a slice's v tokens; those from `vocabulary`
+    on are padding.
     """
     width = slices.shape[-1]
     ids = (
@@ -154,7 +161,8 @@ def sliced_logprobs(
 def _over_support(
     kept: jax.Array, support: jax.Array, normaliser: jax.Array, entropy: jax.Array, gradient: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """(normaliser, entropy) over the tokens `support`[..., K] alone, of logits `kept`, where a position has any."""
+    """(normaliser, entropy) over the tokens `support`[..., K] alone, of logits `kept`, where a
+    position has any."""
     used = support >= 0
     truncated = used.any(-1)
     kept = jnp.where(used | ~truncated[..., None], kept, -jnp.inf)
@@ -175,7 +183,7 @@ def _entropy(logs: jax.Array, gradient: bool, guarded: bool = True) -> jax.Array
 
 
 def chunk_size(rows: int, size: int, vocabulary: int, budget: int) -> int:
-    """Tokens of each of `rows` rows to compute at once, so that their logits stay within the budget; 8 fit any.
-    Chunks are equal, as the last could else be mostly padding."""
+    """Tokens of each of `rows` rows to compute at once, so that their logits stay within the
+    budget; 8 fit any. Chunks are equal, as the last could else be mostly padding."""
     count = -(-size // max(8, budget // (rows * vocabulary)))
     return -(-size // count)

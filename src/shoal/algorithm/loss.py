@@ -1,22 +1,27 @@
-"""The loss of GRPO and its kin for each token, from log-probs and advantages; pure and differentiable.
+"""The loss of GRPO and its kin for each token, from log-probs and advantages; pure and
+differentiable.
 
-    ratio       = exp(lp - old)                                          policy_log_ratio: of a token, or a completion
-    policy loss = -min(ratio A, clip(ratio, 1 - low, 1 + high) A)        `clipped`, or another below
-    w           = exp(sg(old - sampler)), truncated or masked            correction_weights
-    mask        = without what is too far from the sampler               kept_tokens
+    ratio       = exp(lp - old)                                     policy_log_ratio: of a token,
+                                                                    or a completion
+    policy loss = -min(ratio A, clip(ratio, 1 - low, 1 + high) A)   `clipped`, or another below
+    w           = exp(sg(old - sampler)), truncated or masked       correction_weights
+    mask        = without what is too far from the sampler          kept_tokens
     token loss  = w x policy loss + kl_coef x KL(lp, ref) - entropy_coef x entropy
                   + kl_sampler_coef x k3(lp, sampler)
-    loss        = sum(weight x token loss)                               weights of a whole update: `aggregation`
-    objective   = sum(weight x w x policy loss)                          a metric: the loss without KL and entropy
+    loss        = sum(weight x token loss)                          weights of a whole update:
+                                                                    `aggregation`
+    objective   = sum(weight x w x policy loss)                     a metric: the loss without KL
+                                                                    and entropy
 
-`lp` are the log-probs of the policy that is trained, `old` the trainer's from before the first update on this batch,
-`sampler` those that the tokens were sampled with, `ref` the reference's; A is the completion's advantage (`advantage`).
-If a batch gets one update only, `old` is lp itself without gradient: every ratio is 1, and clipping never acts.
+`lp` are the log-probs of the policy that is trained, `old` the trainer's from before the first
+update on this batch, `sampler` those that the tokens were sampled with, `ref` the reference's; A is
+the completion's advantage (`advantage`). If a batch gets one update only, `old` is lp itself
+without gradient: every ratio is 1, and clipping never acts.
 
-Arrays are [R, T], in nats: rows of prompts and completions. `mask` is True at tokens that the model sampled; `segment`
-numbers the prompts and completions within a row from 1, 0 is padding. Where the mask is False every part and its
-gradient are exactly 0, whatever the inputs hold. Where it is True nothing is guarded: a log-prob that is not finite
-shows in the loss.
+Arrays are [R, T], in nats: rows of prompts and completions. `mask` is True at tokens that the model
+sampled; `segment` numbers the prompts and completions within a row from 1, 0 is padding. Where the
+mask is False every part and its gradient are exactly 0, whatever the inputs hold. Where it is True
+nothing is guarded: a log-prob that is not finite shows in the loss.
 
 Policy losses, KL estimators and corrections have rows in `shoal.config.algorithm_parts`.
 """
@@ -33,7 +38,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 Metrics: TypeAlias = dict[str, tuple[Float[Array, ""], Float[Array, ""]]]
-"""Name -> (sum, count): the value is sum / count, after sums and counts of all micro-batches are added."""
+"""Name -> (sum, count): the value is sum / count, after sums and counts of all micro-batches are
+added."""
 
 Tokens = Float[Array, "R T"]
 Mask = Bool[Array, "R T"]
@@ -54,7 +60,8 @@ class Objective:
     )
     kl_sampler_coef: float = 0.0
     to_sampler: bool = False  # the ratio is to the log-probs that the tokens were sampled with
-    use_old: bool = False  # the batch holds old_logprobs; else they are this update's own, and clipping never acts
+    # the batch holds old_logprobs; else they are this update's own, and clipping never acts
+    use_old: bool = False
     kl_clamps: tuple[float, float] = (0.0, 0.0)  # of input and value; 0 for none
     kl_weighted: bool = False
     entropy_coef: float = 0.0
@@ -81,14 +88,17 @@ def token_losses(
     sampler_logprobs: Tokens,
     ref_logprobs: Tokens,
 ) -> tuple[Tokens, Metrics, Metrics]:
-    """(token losses, sums, maxima) of a micro-batch; sums and maxima of 0 or more are (value, count) by metric.
+    """(token losses, sums, maxima) of a micro-batch; sums and maxima of 0 or more are (value,
+    count) by metric.
 
-    Tokens of weight 0 (with `mask_truncated` those of truncated completions) count in the metrics of sampler and
-    trainer's difference and in no other; completions without a reward are not in a batch at all.
+    Tokens of weight 0 (with `mask_truncated` those of truncated completions) count in the metrics
+    of sampler and trainer's difference and in no other; completions without a reward are not in a
+    batch at all.
     """
     # Weight 0 is not enough: a NaN of a masked token would survive the product with 0.
     sampled = mask = loss_mask & (weight > 0)
-    # With one update a batch `old` equals lp to the bit: a forward pass of its own would compute nothing new.
+    # With one update a batch `old` equals lp to the bit: a forward pass of its own would compute
+    # nothing new.
     old_logprobs = old_logprobs if o.use_old else jax.lax.stop_gradient(lp)
     sampler_logprobs = old_logprobs if o.given else sampler_logprobs
     if o.rejection:
@@ -120,7 +130,8 @@ def token_losses(
             *o.correction_bounds,
         )
         w = jnp.where(mask, w, 0)
-        # The correction multiplies the policy term alone: KL and entropy are of the trainer's own distribution.
+        # The correction multiplies the policy term alone: KL and entropy are of the trainer's own
+        # distribution.
         token_loss = w * token_loss
         sums["correction/weight"] = (w.sum(), count)
         sums["correction/zero"] = ((mask & (w == 0)).sum(dtype=jnp.float32), count)
@@ -152,11 +163,12 @@ def token_losses(
 def policy_log_ratio(
     level: str, lp: Tokens, old_logprobs: Tokens, mask: Mask, segment: Segments
 ) -> Tokens:
-    """The logarithm of the ratio of policy and old policy, 0 outside the mask at the level of tokens.
+    """The logarithm of the ratio of policy and old policy, 0 outside the mask at the level of
+    tokens.
 
-    `token`: lp - old. `sequence`: its mean over the completion's sampled tokens, GSPO, arXiv 2507.18071, eqs. 5 to 7.
-    `sequence-token`: the same in value, with the gradient of the token's own: sg(mean) + lp - sg(lp), GSPO-token, eqs.
-    13 and 14.
+    `token`: lp - old. `sequence`: its mean over the completion's sampled tokens, GSPO, arXiv
+    2507.18071, eqs. 5 to 7. `sequence-token`: the same in value, with the gradient of the token's
+    own: sg(mean) + lp - sg(lp), GSPO-token, eqs. 13 and 14.
     """
     # Before the maths, not only after: the derivative of exp at infinity times 0 would be NaN.
     lp, old_logprobs = jnp.where(mask, lp, 0), jnp.where(mask, old_logprobs, 0)
@@ -181,9 +193,9 @@ def policy_loss(
 ) -> tuple[Tokens, Metrics]:
     """The token losses of one of the functions below, and the metrics of its bounds.
 
-    Each of them takes (log_ratio, lp, advantage, mask, segment) and its settings, and gives (token losses, True where
-    the lower bound is active, True where the upper one is); outside the mask, `lp` and `advantage` are 0 there and what
-    it gives is dropped.
+    Each of them takes (log_ratio, lp, advantage, mask, segment) and its settings, and gives (token
+    losses, True where the lower bound is active, True where the upper one is); outside the mask,
+    `lp` and `advantage` are 0 there and what it gives is dropped.
     """
     lp, advantage = jnp.where(mask, lp, 0), jnp.where(mask, advantage, 0)
     token_loss, low, high = loss(log_ratio, lp, advantage, mask, segment, **settings)
@@ -211,17 +223,20 @@ def clipped(
     clip_high: float,
     clip_dual: float,
 ) -> tuple[Tokens, Mask, Mask]:
-    """-min(ratio A, clip(ratio, 1 - low, 1 + high) A): the loss of GRPO with the token's ratio, of GSPO with the
-    completion's.
+    """-min(ratio A, clip(ratio, 1 - low, 1 + high) A): the loss of GRPO with the token's ratio, of
+    GSPO with the completion's.
 
-    PPO, arXiv 1707.06347, eq. 7, as in GRPO: DeepSeekMath, arXiv 2402.03300, eq. 3 (without its KL term, which is
-    `kl`). With high > low it is the clip-higher of DAPO, arXiv 2503.14476, eq. 10. GSPO's paper clips at 3e-4 below
-    and 4e-4 above: a completion's ratio moves far less than a token's does. With `clip_dual` c, where A < 0 the loss is
-    at most -c A: arXiv 1912.09729, eq. 5; 0 turns it off.
+    PPO, arXiv 1707.06347, eq. 7, as in GRPO: DeepSeekMath, arXiv 2402.03300, eq. 3 (without its KL
+    term, which is `kl`). With high > low it is the clip-higher of DAPO, arXiv 2503.14476, eq. 10.
+    GSPO's paper clips at 3e-4 below and 4e-4 above: a completion's ratio moves far less than a
+    token's does. With `clip_dual` c, where A < 0 the loss is at most -c A: arXiv 1912.09729, eq. 5;
+    0 turns it off.
 
-    Where the clipped loss is strictly above the unclipped one its gradient is 0; at a tie the gradient is whole.
+    Where the clipped loss is strictly above the unclipped one its gradient is 0; at a tie the
+    gradient is whole.
     """
-    # Not jnp.minimum and jnp.clip: at a tie, the common case of ratio 1, both would halve the gradient.
+    # Not jnp.minimum and jnp.clip: at a tie, the common case of ratio 1, both would halve the
+    # gradient.
     ratio = jax.lax.stop_gradient(jnp.exp(log_ratio))
     constant, unclipped = (
         -jnp.clip(ratio, 1 - clip_low, 1 + clip_high) * advantage,
@@ -233,7 +248,8 @@ def clipped(
         capped = (advantage < 0) & (jnp.where(active, constant, unclipped) > -clip_dual * advantage)
         constant, active = jnp.where(capped, -clip_dual * advantage, constant), active | capped
         high = high | capped
-    # Where a bound is active the exponent is 0, so that a ratio of inf leaves no NaN in the gradient.
+    # Where a bound is active the exponent is 0, so that a ratio of inf leaves no NaN in the
+    # gradient.
     live = -jnp.exp(jnp.where(active, 0, log_ratio)) * advantage
     return jnp.where(active, constant, live), low, high
 
@@ -249,14 +265,14 @@ def cispo(
     clip_high: float,
     cispo_bound: str,
 ) -> tuple[Tokens, Mask, Mask]:
-    """-sg(bounded ratio) A lp: the weight is bounded, and no token loses its gradient. MiniMax-M1, arXiv 2506.13585,
-    eqs. 4 and 5.
+    """-sg(bounded ratio) A lp: the weight is bounded, and no token loses its gradient. MiniMax-M1,
+    arXiv 2506.13585, eqs. 4 and 5.
 
-    `cispo_bound`: `paper`, at most 1 + high; `absolute`, at most high (TRL); `both`, also at least 1 - low (verl). A
-    bound is active where it changed the weight.
+    `cispo_bound`: `paper`, at most 1 + high; `absolute`, at most high (TRL); `both`, also at least
+    1 - low (verl). A bound is active where it changed the weight.
     """
-    # Without the stop-gradient the bounded tokens would have none at all: the fault of a port that clips the ratio
-    # and forgets the log-prob.
+    # Without the stop-gradient the bounded tokens would have none at all: the fault of a port that
+    # clips the ratio and forgets the log-prob.
     ratio = jax.lax.stop_gradient(jnp.exp(log_ratio))
     top = clip_high if cispo_bound == "absolute" else 1 + clip_high
     weight = jnp.clip(ratio, 1 - clip_low if cispo_bound == "both" else None, top)
@@ -266,8 +282,8 @@ def cispo(
 def reinforce(
     log_ratio: Tokens, lp: Tokens, advantage: Tokens, mask: Mask, segment: Segments
 ) -> tuple[Tokens, Mask, Mask]:
-    """-A lp, without a ratio or a bound: Williams 1992, doi 10.1007/BF00992696, section 4. Where A is 1 it is the
-    negative log-likelihood, the loss of supervised fine-tuning."""
+    """-A lp, without a ratio or a bound: Williams 1992, doi 10.1007/BF00992696, section 4. Where A
+    is 1 it is the negative log-likelihood, the loss of supervised fine-tuning."""
     never = jnp.zeros_like(mask)
     return -advantage * lp, never, never
 
@@ -282,12 +298,15 @@ def gmpo(
     clip_low: float,
     clip_high: float,
 ) -> tuple[Tokens, Mask, Mask]:
-    """-A times the geometric mean over a completion of its tokens' clipped ratios, gradient through those not clipped.
+    """-A times the geometric mean over a completion of its tokens' clipped ratios, gradient through
+    those not clipped.
 
-    Ratios are clipped in logarithms, from above at `clip_high` where A > 0, from below at -`clip_low` where A < 0; the
-    paper has 0.4 for both. Every token has its completion's loss. GMPO, arXiv 2507.20673.
+    Ratios are clipped in logarithms, from above at `clip_high` where A > 0, from below at
+    -`clip_low` where A < 0; the paper has 0.4 for both. Every token has its completion's loss.
+    GMPO, arXiv 2507.20673.
     """
-    # The bounds are decided by the value: a comparison has no gradient, but a clipped term must not carry one either.
+    # The bounds are decided by the value: a comparison has no gradient, but a clipped term must not
+    # carry one either.
     value = jax.lax.stop_gradient(log_ratio)
     above, below = (advantage > 0) & (value > clip_high), (advantage < 0) & (value < -clip_low)
     clipped = jnp.where(above, clip_high, jnp.where(below, -clip_low, log_ratio))
@@ -304,9 +323,10 @@ def sapo(
     sapo_positive: float,
     sapo_negative: float,
 ) -> tuple[Tokens, Mask, Mask]:
-    """-(4 / tau) sigmoid(tau (ratio - 1)) A, tau by the sign of the advantage: in place of a clip, a gate that closes
-    smoothly on both sides. SAPO, arXiv 2511.20347."""
-    # Above exp(88) the ratio is inf in float32, and its slope times that of the closed gate, 0, would be NaN.
+    """-(4 / tau) sigmoid(tau (ratio - 1)) A, tau by the sign of the advantage: in place of a clip,
+    a gate that closes smoothly on both sides. SAPO, arXiv 2511.20347."""
+    # Above exp(88) the ratio is inf in float32, and its slope times that of the closed gate, 0,
+    # would be NaN.
     ratio = jnp.exp(jnp.minimum(log_ratio, 80.0))
     tau = jnp.where(advantage > 0, sapo_positive, sapo_negative)
     never = jnp.zeros_like(mask)
@@ -325,12 +345,14 @@ def token_kl(
     clamp_input: float = 0.0,
     clamp_value: float = 0.0,
 ) -> Float[Array, "*tokens"]:
-    """The estimate where `mask` is True; elsewhere value and gradient are exactly 0, whatever the inputs hold.
+    """The estimate where `mask` is True; elsewhere value and gradient are exactly 0, whatever the
+    inputs hold.
 
-    `clamp_input` limits |ref - lp| and `clamp_value` the size of the estimate (verl: 20 and 10); 0 sets no limit.
-    Beyond a limit the gradient is 0.
+    `clamp_input` limits |ref - lp| and `clamp_value` the size of the estimate (verl: 20 and 10); 0
+    sets no limit. Beyond a limit the gradient is 0.
     """
-    # Each side is masked before the difference: -inf minus -inf at padding would be NaN, and 0 * NaN stays NaN.
+    # Each side is masked before the difference: -inf minus -inf at padding would be NaN, and 0 *
+    # NaN stays NaN.
     log_ratio = jnp.where(mask, ref_logprobs, 0) - jnp.where(mask, lp, 0)
     if clamp_input:
         log_ratio = jnp.clip(log_ratio, -clamp_input, clamp_input)
@@ -341,14 +363,16 @@ def token_kl(
 
 
 def k1(log_ratio: Float[Array, "*tokens"]) -> Float[Array, "*tokens"]:
-    """lp - ref: unbiased, of either sign. Subtracted from the reward it regularises; as a term of the loss its
-    on-policy gradient is zero in expectation."""
+    """lp - ref: unbiased, of either sign. Subtracted from the reward it regularises; as a term of
+    the loss its on-policy gradient is zero in expectation."""
     return -log_ratio
 
 
 def k2(log_ratio: Float[Array, "*tokens"]) -> Float[Array, "*tokens"]:
-    """(lp - ref)^2 / 2: biased, but as a term of the loss its on-policy gradient is that of the true KL."""
-    # The score function's part of KL's gradient is E[(lp - ref) grad lp]: exactly this value's own derivative.
+    """(lp - ref)^2 / 2: biased, but as a term of the loss its on-policy gradient is that of the
+    true KL."""
+    # The score function's part of KL's gradient is E[(lp - ref) grad lp]: exactly this value's own
+    # derivative.
     return log_ratio**2 / 2
 
 
@@ -357,11 +381,13 @@ def k3(log_ratio: Float[Array, "*tokens"]) -> Float[Array, "*tokens"]:
 
     DeepSeekMath, arXiv 2402.03300, eq. 4.
     """
-    # Near 0, where policy and reference are for most of a run, exp(x) - 1 in float32 would be rounding only.
+    # Near 0, where policy and reference are for most of a run, exp(x) - 1 in float32 would be
+    # rounding only.
     return jnp.expm1(log_ratio) - log_ratio
 
 
-# ---- importance weights for what separates sampler and trainer: functions of w = exp(old - sampler)
+# ---- importance weights for what separates sampler and trainer: functions of
+# w = exp(old - sampler)
 
 
 def correction_weights(
@@ -376,11 +402,12 @@ def correction_weights(
 ) -> Float[Array, "R T"]:
     """The weight of each token where `mask` is True, 0 elsewhere.
 
-    `level`: `token`, the token's own ratio; `sequence`, the product over the sampled tokens of its completion;
-    `geometric`, their geometric mean (GSPO's ratio, which does not grow with length).
+    `level`: `token`, the token's own ratio; `sequence`, the product over the sampled tokens of its
+    completion; `geometric`, their geometric mean (GSPO's ratio, which does not grow with length).
     """
     log_ratio = sampler_log_ratio(old_logprobs, sampler_logprobs, mask)
-    # TRL calls its `sequence_*` modes what `sequence` is here, the product; papers on GSPO mean `geometric`.
+    # TRL calls its `sequence_*` modes what `sequence` is here, the product; papers on GSPO mean
+    # `geometric`.
     if level == "sequence":
         log_ratio = segment_sum(log_ratio, segment)
     elif level == "geometric":
@@ -399,10 +426,11 @@ def kept_tokens(
     least: float,
     most: float,
 ) -> Mask:
-    """`mask` without the tokens whose divergence of trainer and sampler is outside of [least, most].
+    """`mask` without the tokens whose divergence of trainer and sampler is outside of [least,
+    most].
 
-    `level`: `token`, its own estimate; `seq_sum`, `seq_mean`, `seq_max`, that of its completion's sampled tokens. J.
-    Liu et al., "When Speed Kills Stability" (2025); verl's rollout_rs.
+    `level`: `token`, its own estimate; `seq_sum`, `seq_mean`, `seq_max`, that of its completion's
+    sampled tokens. J. Liu et al., "When Speed Kills Stability" (2025); verl's rollout_rs.
     """
     value = estimator(sampler_log_ratio(old_logprobs, sampler_logprobs, mask))
     if level == "seq_mean":
@@ -423,14 +451,15 @@ def sampler_log_ratio(old_logprobs: Tokens, sampler_logprobs: Tokens, mask: Mask
 
 
 def tis(w: Float[Array, "*tokens"], cap: float, floor: float) -> Float[Array, "*tokens"]:
-    """w clipped to [floor, cap]: truncated importance sampling. F. Yao et al., "Your Efficient RL Framework Secretly
-    Brings You Off-Policy RL Training" (2025); the lower bound is TRL's."""
+    """w clipped to [floor, cap]: truncated importance sampling. F. Yao et al., "Your Efficient RL
+    Framework Secretly Brings You Off-Policy RL Training" (2025); the lower bound is TRL's."""
     return jnp.clip(w, floor, cap)
 
 
 def mis(w: Float[Array, "*tokens"], cap: float, floor: float) -> Float[Array, "*tokens"]:
-    """w where floor <= w <= cap, else 0: masked importance sampling. J. Liu et al., "When Speed Kills Stability"
-    (2025), without a floor; with one it is IcePop, in "Every Step Evolves", arXiv 2510.18855."""
+    """w where floor <= w <= cap, else 0: masked importance sampling. J. Liu et al., "When Speed
+    Kills Stability" (2025), without a floor; with one it is IcePop, in "Every Step Evolves", arXiv
+    2510.18855."""
     return jnp.where((w >= floor) & (w <= cap), w, 0)
 
 
@@ -442,22 +471,23 @@ def segment_sum(
     segment: Int[Array, "*rows T"],
     reduce: Callable[..., Array] = jax.ops.segment_sum,
 ) -> Float[Array, "*rows T"]:
-    """The sum of `x` over a token's segment, or what else `reduce` makes of it, at each of its tokens, in x's type.
-    Segment numbers are at most T."""
+    """The sum of `x` over a token's segment, or what else `reduce` makes of it, at each of its
+    tokens, in x's type. Segment numbers are at most T."""
 
     def in_row(x: jax.Array, segment: jax.Array) -> jax.Array:
         # Number 0, padding, has a bucket of its own: its sum is computed and read by nobody.
         return reduce(x, segment, num_segments=segment.shape[0] + 1)[segment]
 
-    # A matrix of which token belongs to which segment would be T x T a row: 64 MiB at 4,096 tokens, for each row.
+    # A matrix of which token belongs to which segment would be T x T a row: 64 MiB at 4,096 tokens,
+    # for each row.
     return jnp.vectorize(in_row, signature="(t),(t)->(t)")(x, segment)
 
 
 def segment_mean(
     x: Float[Array, "*rows T"], segment: Int[Array, "*rows T"], mask: Bool[Array, "*rows T"]
 ) -> Float[Array, "*rows T"]:
-    """The mean of `x` over the tokens of a segment where `mask` is True, at each token of the segment (masked-out ones
-    too); 0 where the mask has none."""
+    """The mean of `x` over the tokens of a segment where `mask` is True, at each token of the
+    segment (masked-out ones too); 0 where the mask has none."""
     total = segment_sum(jnp.where(mask, x, 0), segment)
     return total / jnp.maximum(segment_sum(mask.astype(x.dtype), segment), 1)
 
@@ -465,7 +495,8 @@ def segment_mean(
 def sampler_gap(
     old_logprobs: Tokens, sampler_logprobs: Tokens, loss_mask: Mask
 ) -> tuple[Metrics, Metrics]:
-    """(sums, maxima): how far the trainer's log-probs are from the sampler's, over all sampled tokens."""
+    """(sums, maxima): how far the trainer's log-probs are from the sampler's, over all sampled
+    tokens."""
     log_ratio = jnp.where(loss_mask, old_logprobs - sampler_logprobs, 0.0)
     difference, w = jnp.abs(log_ratio), jnp.where(loss_mask, jnp.exp(log_ratio), 0.0)
     count = loss_mask.sum(dtype=jnp.float32)
@@ -478,7 +509,8 @@ def sampler_gap(
 
 
 def metric_shapes(o: Objective) -> tuple[Any, Any]:
-    """Names and shapes of the sums and maxima that `token_losses` returns: they are named there alone."""
+    """Names and shapes of the sums and maxima that `token_losses` returns: they are named there
+    alone."""
     real, whole, truth = (
         jax.ShapeDtypeStruct((1, 1), dtype) for dtype in (jnp.float32, jnp.int32, jnp.bool_)
     )

@@ -1,4 +1,5 @@
-"""`shoal compat`: writes the scripts of MaxText, TorchRL, TRL, verl and Tunix under the paths that their users type.
+"""`shoal compat`: writes the scripts of MaxText, TorchRL, TRL, verl and Tunix under the paths that
+their users type.
 
 src/MaxText/rl/train_rl.py   ->  run_as("train_rl")   ->  shoal train --config-name train_rl ...
 """
@@ -38,7 +39,8 @@ if __name__ == "__main__":
 
 @dataclass(frozen=True)
 class Door:
-    """A script of another system: the preset and the command that stand for it, and the paths that are typed."""
+    """A script of another system: the preset and the command that stand for it, and the paths that
+    are typed."""
 
     preset: str  # unless the user names a file or another one
     paths: tuple[str, ...]
@@ -109,7 +111,8 @@ SHELL = (
 REQUIREMENTS = tuple(
     f"{folder}requirements_{name}.txt" for folder in ("", _TORCHRL) for name in ("gsm8k", "ifeval")
 )
-"""Files that TorchRL's users install from, which are in `assets/doors` by name and ask for nothing."""
+"""Files that TorchRL's users install from, which are in `assets/doors` by name and ask for
+nothing."""
 
 
 def compat(config: CompatConfig, console: Console | None = None) -> dict[str, Any]:
@@ -122,14 +125,16 @@ def compat(config: CompatConfig, console: Console | None = None) -> dict[str, An
             if path.suffix != ".txt":
                 path.chmod(0o755)
         console.note(
-            f"wrote {count(len(scripts), 'script')} to {config.to}: type your command lines there, or the "
+            f"wrote {count(len(scripts), 'script')} to {config.to}: type your command lines there, "
+            f"or the "
             f"scripts' paths elsewhere; bin/trl stands for `trl`"
         )
     return {"to": config.to, "scripts": len(scripts)}
 
 
 def planned(config: CompatConfig) -> dict[Path, str]:
-    """The scripts by path. ShoalError where a path holds another's file, as in a checkout of their system."""
+    """The scripts by path. ShoalError where a path holds another's file, as in a checkout of their
+    system."""
     folder = check_local(config.to, "to")
     check_place(folder, "to", within=True)
     scripts = {
@@ -148,15 +153,18 @@ def planned(config: CompatConfig) -> dict[Path, str]:
     ]
     if foreign:
         raise ShoalError(
-            f"to={config.to}: nothing was written, for {', '.join(map(str, foreign))} would be replaced: "
-            f"give a folder outside, to=DIR, and type here python3 DIR/{foreign[0].relative_to(folder)} "
+            f"to={config.to}: nothing was written, for {', '.join(map(str, foreign))} would be "
+            f"replaced: "
+            f"give a folder outside, to=DIR, and type here python3 "
+            f"DIR/{foreign[0].relative_to(folder)} "
             "...; your own configuration files are read"
         )
     return scripts
 
 
 def words_of_door(name: str, words: Sequence[str]) -> list[str]:
-    """The words of `shoal` that stand for those of a script: the user's file and words lie over its own.
+    """The words of `shoal` that stand for those of a script: the user's file and words lie over its
+    own.
 
     >>> words_of_door("grpo_demo", ["--steps=4"])
     ['train', '--config-name', 'grpo_demo', '--steps=4']
@@ -189,8 +197,8 @@ def words_of_door(name: str, words: Sequence[str]) -> list[str]:
 
 
 def _torchrl_words() -> list[str]:
-    """What TorchRL's recipe writes: Hydra's files, `kl` for a forward pass a step where its weight is 0, and Weights &
-    Biases where the package is installed."""
+    """What TorchRL's recipe writes: Hydra's files, `kl` for a forward pass a step where its weight
+    is 0, and Weights & Biases where the package is installed."""
     return [
         "report.hydra=true",
         "algorithm.kl_metric=true",

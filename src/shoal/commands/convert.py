@@ -1,8 +1,8 @@
 """`shoal convert`: converts a checkpoint of Hugging Face or Shoal to MaxText's layout, and back.
 
-Values pass in windows. On the way back one tensor of all layers at a time is in a temporary file beside the target:
-pieces of a MaxText checkpoint may hold a part of every layer, and each is decompressed once. A run's own checkpoint is
-read whole.
+Values pass in windows. On the way back one tensor of all layers at a time is in a temporary file
+beside the target: pieces of a MaxText checkpoint may hold a part of every layer, and each is
+decompressed once. A run's own checkpoint is read whole.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ def convert(config: ConvertConfig, console: Console | None = None) -> dict[str, 
     """Writes the folder completely or not at all; raises ShoalError if it exists already."""
     if not (config.source or config.model_name):
         raise ShoalError(
-            "from: nothing was given; expected a checkpoint, or model_name alone for the hub's model of "
+            "from: nothing was given; expected a checkpoint, or model_name alone for the hub's "
+            "model of "
             "that name"
         )
     source = config.source or model_path(ModelSection(name=config.model_name))
@@ -69,7 +70,8 @@ def convert(config: ConvertConfig, console: Console | None = None) -> dict[str, 
         )
     if config.format != "maxtext" and not found:
         raise ShoalError(
-            f"from={source} is no MaxText checkpoint (.../0/items): give one, or use `shoal export`, "
+            f"from={source} is no MaxText checkpoint (.../0/items): give one, or use `shoal "
+            f"export`, "
             "which writes a run's weights in Hugging Face's format"
         )
     make_roles(MeshSection(fsdp=1))  # ShoalError where JAX finds no devices
@@ -80,7 +82,8 @@ def convert(config: ConvertConfig, console: Console | None = None) -> dict[str, 
             else _to_maxtext(config, source, target, console)
         )
         console.note(
-            f"wrote {address(target)}: {count(written['tensors'], 'tensor')}, {gib(written['bytes'])} in "
+            f"wrote {address(target)}: {count(written['tensors'], 'tensor')}, "
+            f"{gib(written['bytes'])} in "
             f"{time.perf_counter() - started:.1f} s"
         )
     return {"to": address(target), **written}
@@ -131,7 +134,8 @@ def _to_maxtext(
     stored = maxtext.arrays_of(a, config.scan_layers, pairs)
     if dtype.name == "bfloat16" and any(math.frexp(one.factor)[0] != 0.5 for one in stored):
         console.warning(
-            f"dtype=bfloat16: MaxText's queries are divided by the square root of head_dim={a.head_dim}, "
+            f"dtype=bfloat16: MaxText's queries are divided by the square root of "
+            f"head_dim={a.head_dim}, "
             "which rounds them once more; dtype=float32 keeps bfloat16 weights as they are"
         )
     arrays = maxtext.arrays_to_write(read, stored, dtype)
@@ -151,7 +155,8 @@ def _to_maxtext(
 
 
 def open_source(source: str) -> tuple[Architecture, maxtext.ReadPart]:
-    """The architecture of a folder of Hugging Face's or of a run, and a function that reads parts of its parameters."""
+    """The architecture of a folder of Hugging Face's or of a run, and a function that reads parts
+    of its parameters."""
     local = find_input(source, "from")
     checkpoint = find_checkpoint(local) if local.is_dir() else None
     folder = checkpoint[0] / MODEL_FOLDER if checkpoint else locate(source)
@@ -194,7 +199,8 @@ def _to_hugging_face(
     console.note(checkpoint.describe())
     if tokenizer is None:
         console.warning(
-            "no tokenizer was given: the folder will hold none; copy the tokenizer's files into it, or "
+            "no tokenizer was given: the folder will hold none; copy the tokenizer's files into "
+            "it, or "
             "give tokenizer=FOLDER or a hub id"
         )
     a, dtype = checkpoint.architecture, np.dtype(jnp.dtype(config.dtype))

@@ -73,7 +73,8 @@ def _report(result: dict[str, Any], console: Console) -> None:
         )
         one, other = map(exact_figure, first["values"])
         console.text(
-            f"step {first['step']}, {where}: {first['what']} is {one} in {names[0]}, {other} in {names[1]}"
+            f"step {first['step']}, {where}: {first['what']} is {one} in {names[0]}, {other} in "
+            f"{names[1]}"
         )
     if first := result["first_evaluation"]:
         table(f"{version_text(first['version'])}, {first['name']}", first["figures"])
@@ -81,7 +82,8 @@ def _report(result: dict[str, Any], console: Console) -> None:
 
 
 def exact_figure(value: Any) -> str:
-    """A figure with the fewest digits that tell it from every other, of a float32 9 at most; of a float64 9."""
+    """A figure with the fewest digits that tell it from every other, of a float32 9 at most; of a
+    float64 9."""
     if isinstance(value, (list, tuple)):  # an interval
         return " to ".join(map(exact_figure, value))
     if isinstance(value, float) and abs(value) < FLOAT32_MAX and float(np.float32(value)) == value:
@@ -103,9 +105,13 @@ def describe_difference(result: dict[str, Any]) -> str:
         cause = f"the likeliest cause is {first}" + (f" (or {', '.join(others)})" if others else "")
     elif act_on_steps(result["config"]):
         cause = (
-            "no key that differs acts there: the cause is another key, other files (data, model, rewards), "
+            "no key that differs acts there: the cause is another key, other files (data, model, "
+            "rewards), "
             "another machine or other versions"
         )
     else:
-        cause = "no key is the cause: other files (data, model, rewards), another machine, threads or versions"
+        cause = (
+            "no key is the cause: other files (data, model, rewards), another machine, threads or "
+            "versions"
+        )
     return f"{result['divergence']['sentence']}; {cause}"

@@ -42,8 +42,8 @@ LARGEST_DIFFERENCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.0125}
 def doctor(
     config: DoctorConfig, console: Console, reward_functions: Sequence[Callable] = ()
 ) -> dict[str, Any]:
-    """Prints findings as the job's stages make them and returns them; `ok` is False if the run would stop or could not
-    train."""
+    """Prints findings as the job's stages make them and returns them; `ok` is False if the run
+    would stop or could not train."""
     with (
         console,
         Job(config, console, functions=reward_functions, findings=Findings(console)) as job,
@@ -86,7 +86,8 @@ def check_data(job: Job, result: dict[str, Any]) -> bool:
         check.warning(note)
     for reason, number in data.data.dropped.items():
         check.warning(
-            f"{number:,} of {sum(data.data.train_files.values()):,} training rows were dropped: {reason}"
+            f"{number:,} of {sum(data.data.train_files.values()):,} training rows were dropped: "
+            f"{reason}"
         )
     if not (job.collect("lengths") and job.collect("sets", "prompts")):
         return False
@@ -106,8 +107,8 @@ def check_data(job: Job, result: dict[str, Any]) -> bool:
 
 
 def check_reward(job: Job, result: dict[str, Any]) -> bool:
-    """Scores known answers to the run's first prompt and to the data's first rows, and prints the table; False for a
-    reward that cannot work."""
+    """Scores known answers to the run's first prompt and to the data's first rows, and prints the
+    table; False for a reward that cannot work."""
     data = job.questions
     examples = [data.train[row] for row in range(min(2, len(data.train)))]
     if "prompts" in job.opened:
@@ -139,7 +140,8 @@ def check_reward(job: Job, result: dict[str, Any]) -> bool:
 
 
 def check_step(job: Job, result: dict[str, Any], tries: bool) -> None:
-    """Loads the weights, unless they cannot fit, and tries a step; only the weights if part of the job is wrong."""
+    """Loads the weights, unless they cannot fit, and tries a step; only the weights if part of the
+    job is wrong."""
     check_size(job.config, parameter_count(job.model.architecture), job.findings)
     if not job.collect("engines"):
         return
@@ -186,12 +188,14 @@ def check_weights(job: Job, parameters: Params) -> bool:
     ]
     if bad:
         check.wrong(
-            f"NaN or infinity in the weights {', '.join(bad[:5])} of {job.config.model.path}: take another "
+            f"NaN or infinity in the weights {', '.join(bad[:5])} of {job.config.model.path}: take "
+            f"another "
             "checkpoint"
         )
         return False
     check.ok(
-        f"{sum(leaf.size for leaf in jax.tree.leaves(parameters)) / 1e6:.1f}M parameters, all finite"
+        f"{sum(leaf.size for leaf in jax.tree.leaves(parameters)) / 1e6:.1f}M parameters, all "
+        f"finite"
     )
     return True
 
@@ -250,8 +254,10 @@ def report_agreement(job: Job, result: dict[str, Any], trial: StepTrial) -> None
     else:
         agreement.ok(text)
     samples.ok(
-        f"{trial.lengths.size} completions: entropy {trial.entropy:.2f}, {100 * trial.truncated:.0f}% truncated "
-        f"at {limit} tokens, {100 * trial.nonzero_std:.0f}% of {len(trial.groups)} groups with variance, mean "
+        f"{trial.lengths.size} completions: entropy {trial.entropy:.2f}, "
+        f"{100 * trial.truncated:.0f}% truncated "
+        f"at {limit} tokens, {100 * trial.nonzero_std:.0f}% of {len(trial.groups)} groups with "
+        f"variance, mean "
         f"reward {trial.mean_reward:.3g}"
     )
     if trial.truncated > 0.5:
@@ -269,7 +275,8 @@ def report_agreement(job: Job, result: dict[str, Any], trial: StepTrial) -> None
         )
         first = "raise sampling.max_completion_tokens first, then " if trial.truncated > 0.5 else ""
         samples.warning(
-            f"{same}, so this step would teach nothing: {first}make the task easier or harder, or raise "
+            f"{same}, so this step would teach nothing: {first}make the task easier or harder, or "
+            f"raise "
             f"batch.group_size={job.config.batch.group_size}",
             "batch.group_size",
         )
@@ -278,7 +285,8 @@ def report_agreement(job: Job, result: dict[str, Any], trial: StepTrial) -> None
 def report_memory(
     job: Job, result: dict[str, Any], figures: Figures, available: AvailableMemory
 ) -> None:
-    """Reports the memory needed and free on each device, and if it is tight, the key that saves most."""
+    """Reports the memory needed and free on each device, and if it is tight, the key that saves
+    most."""
     needed = figures.needed(figures.fullest)
     result["memory"] = {
         "needed_bytes": figures.peak * available.sharing,

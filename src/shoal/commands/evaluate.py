@@ -1,4 +1,5 @@
-"""`shoal eval`: the figures of one model on one task, with their protocol, and every answer in a file."""
+"""`shoal eval`: the figures of one model on one task, with their protocol, and every answer in a
+file."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ def evaluate(
     console: Console | None = None,
     task: Task | None = None,
 ) -> dict[str, Any]:
-    """The figures by set of questions, with their protocol; every answer is written to `config.output`."""
+    """The figures by set of questions, with their protocol; every answer is written to
+    `config.output`."""
     output = check_new_file(config.output, "output") if config.output else None
     check_model(config.model)
     with (
@@ -47,13 +49,15 @@ def evaluate(
         task = job.task
         if output and (taken := sorted(set(OUTPUT_FIELDS) & set(task.evaluations))):
             raise ShoalError(
-                f"output={output}: a set of questions is called {taken[0]!r}, the name of a field of this "
+                f"output={output}: a set of questions is called {taken[0]!r}, the name of a field "
+                f"of this "
                 "file; rename the set"
             )
         params = config.sampling.params
         if config.pass_k and params.temperature == 0:
             console.note(
-                "sampling.temperature=0: greedy answers alone; pass@k and maj@k need samples that differ"
+                "sampling.temperature=0: greedy answers alone; pass@k and maj@k need samples that "
+                "differ"
             )
         source, sets, tokenizer = job.source, job.sets, job.tokenizer
         source.publish(0, job.load_weights())
@@ -102,8 +106,8 @@ def evaluate(
 
 
 def read_in_any_form(answers: Answers, task: Task) -> dict[str, float]:
-    """`accuracy_any_form`, the share of questions whose answer is right wherever the text says it, as the rows of the
-    output have it; empty where the task reads answers in one way."""
+    """`accuracy_any_form`, the share of questions whose answer is right wherever the text says it,
+    as the rows of the output have it; empty where the task reads answers in one way."""
     if task.verdict is None or task.extract is None or not answers.greedy:
         return {}
     verdicts = [task.verdict(group.answers[0], group.example) for group in answers.greedy]
@@ -120,7 +124,8 @@ def well_formed_advice(task: Task) -> str:
         else "task.path=DIALOGUES.jsonl with answers in that form"
     )
     return (
-        f"hardly any answer has the form that the prompt asks for, so a run would get few rewards: have the model "
+        f"hardly any answer has the form that the prompt asks for, so a run would get few rewards: "
+        f"have the model "
         f"learn the form first, shoal sft {data}, or take an instruct model that follows the prompt"
     )
 
@@ -128,7 +133,8 @@ def well_formed_advice(task: Task) -> str:
 def describe_data(
     section: TaskSection, task: Task, tokenizer: Tokenizer, template_given: bool
 ) -> str:
-    """The questions' source and the template of their messages: `gsm8k, split test, the model's chat template`."""
+    """The questions' source and the template of their messages: `gsm8k, split test, the model's
+    chat template`."""
     if section.name == ROWS:
         source = "rows from Python"
     elif section.path:
@@ -140,7 +146,8 @@ def describe_data(
 
 
 def answer_rows(subset: str, answers: Answers, task: Task) -> Iterator[dict[str, Any]]:
-    """A row a question: the question, its ground truth, the scored greedy answer and the scored samples."""
+    """A row a question: the question, its ground truth, the scored greedy answer and the scored
+    samples."""
     for greedy, sampled in zip_longest(answers.greedy, answers.sampled):
         example = greedy.example
         row = {

@@ -1,4 +1,5 @@
-"""`shoal export`: the newest weights of a run, or one checkpoint, as a folder that transformers loads."""
+"""`shoal export`: the newest weights of a run, or one checkpoint, as a folder that transformers
+loads."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ def export(config: ExportConfig, console: Console | None = None) -> dict[str, An
     check_model(ModelSection(path=config.source), key="from")
     if find_tree(source):
         raise ShoalError(
-            f"from={config.source} is a MaxText checkpoint: use `shoal convert format=huggingface`, "
+            f"from={config.source} is a MaxText checkpoint: use `shoal convert "
+            f"format=huggingface`, "
             "which writes it as a folder that transformers loads"
         )
     with console or Console() as console, orbax_silenced():
@@ -71,7 +73,8 @@ def export(config: ExportConfig, console: Console | None = None) -> dict[str, An
         )
         if adapter_alone and is_unknown:
             console.note(
-                "PEFT wants base_model_name_or_path to be a folder or hub id in Hugging Face format: export "
+                "PEFT wants base_model_name_or_path to be a folder or hub id in Hugging Face "
+                "format: export "
                 f"from={model.base} too, and write that folder into {config.to}/{lora.CONFIG}"
             )
     return {"to": address(to)}

@@ -1,10 +1,12 @@
 """`shoal export-rollouts`: a run's training groups in the file formats of TRL and verl.
 
-    trl    completions_00001.parquet, ...   step, prompt, completion, each reward function, extra columns, advantage
-    verl   1.jsonl, ...                     input, output, gts, score, step, each reward function, extra columns
+    trl    completions_00001.parquet, ...   step, prompt, completion, each reward function, extra
+                                            columns, advantage
+    verl   1.jsonl, ...                     input, output, gts, score, step, each reward function,
+                                            extra columns
 
-Prompts are the text that the model read, special tokens included; steps count from 1. TRL's completion is the messages
-of a rollout with turns as JSON, verl's output the text of all of it.
+Prompts are the text that the model read, special tokens included; steps count from 1. TRL's
+completion is the messages of a rollout with turns as JSON, verl's output the text of all of it.
 """
 
 from __future__ import annotations

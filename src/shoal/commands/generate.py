@@ -38,8 +38,8 @@ WRITTEN = (
 
 
 def generate(config: GenerateConfig, console: Console | None = None) -> dict[str, Any]:
-    """Writes the rows in the order of the prompts, whole or not at all. Raises ShoalError for a row that cannot be
-    used before the first token is sampled."""
+    """Writes the rows in the order of the prompts, whole or not at all. Raises ShoalError for a row
+    that cannot be used before the first token is sampled."""
     require_given(config, "prompts", "output")
     output = check_new_file(config.output, "output")
     check_model(config.model)
@@ -78,8 +78,8 @@ def generate(config: GenerateConfig, console: Console | None = None) -> dict[str
 
 
 def read_prompts(path: Path) -> list[Example]:
-    """The example of every row; its `prompt` is text or messages, or its `messages` are. ShoalError with the first row
-    that has none."""
+    """The example of every row; its `prompt` is text or messages, or its `messages` are. ShoalError
+    with the first row that has none."""
     found = [example_of(number, place, row) for number, (place, row) in enumerate(read_file(path))]
     if not found:
         raise ShoalError(f'{path} holds no prompt: write one JSON object a line, {{"prompt": ...}}')

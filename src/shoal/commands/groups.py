@@ -18,8 +18,8 @@ TABLE = ("step", "group", "set", "reward", "spread", "pass", "length", "truncate
 
 
 def groups(config: GroupsConfig, console: Console | None = None) -> dict[str, Any]:
-    """Prints the table that `shoal view` shows; with `step` every group of a step, or the one at place `group` in the
-    step's file. The records are returned."""
+    """Prints the table that `shoal view` shows; with `step` every group of a step, or the one at
+    place `group` in the step's file. The records are returned."""
     with console or Console() as console:
         run = StoredRun(find_run(config.run))
         if not config.step and config.group < 0:
@@ -40,7 +40,8 @@ def groups(config: GroupsConfig, console: Console | None = None) -> dict[str, An
 
 
 def _table(run: StoredRun, config: GroupsConfig, console: Console) -> dict[str, Any]:
-    """The rows of the page's Groups view, of all files that can be read, with a warning for each that cannot."""
+    """The rows of the page's Groups view, of all files that can be read, with a warning for each
+    that cannot."""
     from shoal.runs.group_table import Database, GroupTable, reason
 
     run.require_groups()

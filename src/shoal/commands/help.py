@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from shoal.config.loading import Resolved
 
 EXAMPLES = """\
-shoal train                                        a tiny model, word problems, one to three minutes on a CPU
+shoal train                                        a tiny model, word problems, one to three \
+minutes on a CPU
 shoal train model=Qwen/Qwen2.5-1.5B-Instruct task=gsm8k
 shoal train resume=last                            resumes the run started last
 shoal doctor model=... task=... reward=f.py:g      checks a job before it runs
@@ -86,15 +87,16 @@ def overview() -> str:
 
 
 def purpose(config_type: type) -> str:
-    """The purpose of a command: the first line of its dataclass's docstring, without the command's name."""
-    text = (config_type.__doc__ or "").strip().splitlines()[0]
+    """The purpose of a command: the first sentence of its dataclass's docstring, without the
+    command's name."""
+    text = " ".join((config_type.__doc__ or "").partition("\n\n")[0].split())
     text = (text.partition(": ")[2] or text).partition(". ")[0]
     return text[:1].lower() + text[1:].rstrip(".")
 
 
 def command_help(command: str, topics: Sequence[str] = ()) -> str:
-    """The text of `shoal COMMAND --help`: every key by topic with type, default and meaning, and the short forms; with
-    `topics` only these sections or keys."""
+    """The text of `shoal COMMAND --help`: every key by topic with type, default and meaning, and
+    the short forms; with `topics` only these sections or keys."""
     config_type = COMMANDS[command]
     if topics:
         return "\n\n".join(_topic_help(config_type, topic) for topic in topics)
@@ -118,7 +120,8 @@ def command_help(command: str, topics: Sequence[str] = ()) -> str:
     ):
         lines += [
             "",
-            f"flags of {', '.join(systems)} are accepted, too; what one becomes: shoal {command} --help FLAG",
+            f"flags of {', '.join(systems)} are accepted, too; what one becomes: shoal {command} "
+            f"--help FLAG",
         ]
     if topics := [topic for topic in TOPICS if topic in sections_of(config_type)]:
         lines += [
@@ -231,8 +234,9 @@ def _width() -> int:
 
 
 def dry_run(config: Any, resolved: Resolved, warnings: Sequence[str] = ()) -> str:
-    """The resolved configuration as YAML, but that of a plan, with comments: values that differ from the defaults and
-    their origins, the keys that other systems' flags became, a step's size, and the warnings given."""
+    """The resolved configuration as YAML, but that of a plan, with comments: values that differ
+    from the defaults and their origins, the keys that other systems' flags became, a step's size,
+    and the warnings given."""
     from shoal.config.layers import origin_text
     from shoal.config.text import difference_from_defaults
 

@@ -1,11 +1,13 @@
-"""`shoal launch`: a job of `shoal` as an image, a command, a manifest or a script for a cluster, and its start there.
+"""`shoal launch`: a job of `shoal` as an image, a command, a manifest or a script for a cluster,
+and its start there.
 
-    target, topology, -- train ...  ->  Workload: hosts, chips, the words of the job
-                                    ->  words of a shell, or a manifest as a dictionary: quoted or dumped, then printed
-                                    ->  given to docker, ray, sbatch, kubectl or xpk unless it is a dry run
+    target, topology, -- train ...
+        ->  Workload: hosts, chips, the words of the job
+        ->  words of a shell, or a manifest as a dictionary: quoted or dumped, then printed
+        ->  given to docker, ray, sbatch, kubectl or xpk unless it is a dry run
 
-No value is put into a text of a shell or of YAML: it would be read as more than a value. A job is resumed by its own
-command: by its run_name, which it gets from here if it has none.
+No value is put into a text of a shell or of YAML: it would be read as more than a value. A job is
+resumed by its own command: by its run_name, which it gets from here if it has none.
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ CLIENTS = {
         "xpk, in an environment of its own (pipx install xpk), with gcloud and kubectl",
     ),
 }
-"""Target -> the program that starts a job there, how it is called with what is printed, what has to be installed."""
+"""Target -> the program that starts a job there, how it is called with what is printed, what has to
+be installed."""
 
 NAMES = {
     "v4": ("tpu-v4-podslice", "v4"),
@@ -65,7 +68,8 @@ NAMES = {
     "h200": ("nvidia-h200-141gb", "h200-141gb"),
     "b200": ("nvidia-b200", "b200"),
 }
-"""Kind of a topology -> GKE's name of the accelerator, and the first part of xpk's name of a machine or slice."""
+"""Kind of a topology -> GKE's name of the accelerator, and the first part of xpk's name of a
+machine or slice."""
 
 PROXY = (
     "JAX_PLATFORMS=proxy",
@@ -78,8 +82,8 @@ SECRETS = ("HF_TOKEN", "WANDB_API_KEY", "SHOAL_MESH_TOKEN")
 
 
 def launch(config: LaunchConfig, console: Console) -> None:
-    """Prints what starts the job, and starts it unless it is a dry run. ShoalError for a job that cannot run on these
-    devices, for a client that is not installed, and for one that fails."""
+    """Prints what starts the job, and starts it unless it is a dry run. ShoalError for a job that
+    cannot run on these devices, for a client that is not installed, and for one that fails."""
     write = {
         "docker": docker_script,
         "ray": ray_script,
@@ -94,7 +98,8 @@ def launch(config: LaunchConfig, console: Console) -> None:
     client, argv, needed = CLIENTS[config.target]
     if shutil.which(client) is None:
         raise ShoalError(
-            f"target={config.target}: {client} is not on PATH, so nothing was started; what it is to be "
+            f"target={config.target}: {client} is not on PATH, so nothing was started; what it is "
+            f"to be "
             f"given is printed. It needs {needed}; --dry-run only prints"
         )
     as_word = argv[0] == "bash"
@@ -103,7 +108,8 @@ def launch(config: LaunchConfig, console: Console) -> None:
     ).returncode
     if code:
         raise ShoalError(
-            f"target={config.target}: {client} ended with exit code {code}; what it was given is printed"
+            f"target={config.target}: {client} ended with exit code {code}; what it was given is "
+            f"printed"
         )
 
 
@@ -119,14 +125,16 @@ class Workload:
 
     @cached_property
     def training(self) -> Config | None:
-        """The configuration of a job `train ...`; None for another command. ShoalError for wrong keys."""
+        """The configuration of a job `train ...`; None for another command. ShoalError for wrong
+        keys."""
         job = self.config.job
         is_training = job[:1] == ("train",) and not {"-h", "--help"} & {*job}
         return configuration(job[1:]) if is_training else None
 
     @cached_property
     def pathways(self) -> bool:
-        """True if the job asks for Pathways: by its keys, or, another command, by the words of its line."""
+        """True if the job asks for Pathways: by its keys, or, another command, by the words of its
+        line."""
         asked = {"use_pathways", "use_pathways=true", PROXY[0]}
         return (
             self.training.mesh.pathways
@@ -136,7 +144,8 @@ class Workload:
 
     @property
     def name(self) -> str:
-        """The job's name, as Kubernetes allows it: at most 40 of a-z, 0-9 and -, first a letter, not - at the end."""
+        """The job's name, as Kubernetes allows it: at most 40 of a-z, 0-9 and -, first a letter,
+        not - at the end."""
         given = self.config.name or (self.training.run_name if self.training else "")
         name = re.sub(r"[^a-z0-9]+", "-", given.lower()).strip("-")
         if name[:1].isdigit():
@@ -154,11 +163,13 @@ class Workload:
 
     @cached_property
     def words(self) -> list[str]:
-        """The words of the job, with what it needs to resume, to use all devices, and to sample in Ray's cluster."""
+        """The words of the job, with what it needs to resume, to use all devices, and to sample in
+        Ray's cluster."""
         job, train, topology = list(self.config.job), self.training, self.topology
         if not job:
             raise ShoalError(
-                "there is no job: give one after --, as shoal launch target=slurm topology=h100:8 -- "
+                "there is no job: give one after --, as shoal launch target=slurm topology=h100:8 "
+                "-- "
                 "train task=gsm8k"
             )
         if train is None:
@@ -189,7 +200,8 @@ class Workload:
             reason := refusal(mesh, roles, {one: one.id // each for one in devices})
         ):
             raise ShoalError(
-                f"topology={topology}: {reason}; or use Pathways: target=xpk with mesh.pathways=true"
+                f"topology={topology}: {reason}; or use Pathways: target=xpk with "
+                f"mesh.pathways=true"
             )
 
     @property
@@ -231,7 +243,8 @@ def docker_script(work: Workload) -> str:
     if c.mode:
         if not (root / "deploy" / "Dockerfile").is_file():
             raise ShoalError(
-                f"mode={c.mode}: an image is built from a clone of Shoal; install it with pip install -e "
+                f"mode={c.mode}: an image is built from a clone of Shoal; install it with pip "
+                f"install -e "
                 "in its folder"
             )
         steps.append(
@@ -278,8 +291,9 @@ def ray_script(work: Workload) -> str:
 def ray_word(word: str) -> str:
     """A word of a job as `ray job submit` must get it to hand it on unchanged.
 
-    It joins words by the rules of Windows (`subprocess.list2cmdline`: double quotes around what holds a space, a
-    backslash before a double quote), and a shell reads the result, in which `$` and `;` would act."""
+    It joins words by the rules of Windows (`subprocess.list2cmdline`: double quotes around what
+    holds a space, a backslash before a double quote), and a shell reads the result, in which `$`
+    and `;` would act."""
     if shlex.quote(word) == word:
         return word
     if " " in word or "\t" in word or not word:  # it comes to stand in double quotes
@@ -292,7 +306,8 @@ def ray_word(word: str) -> str:
 def slurm_script(work: Workload) -> str:
     if work.topology and work.topology.accelerator.is_tpu:
         raise ShoalError(
-            f"topology={work.topology}: Slurm has machines with GPUs here, as h100:8x8; use target=gke or "
+            f"topology={work.topology}: Slurm has machines with GPUs here, as h100:8x8; use "
+            f"target=gke or "
             "xpk for a TPU"
         )
     # B: the script itself receives the signal, and hands it on to the run.
@@ -364,7 +379,8 @@ DISRUPTED = {"type": "DisruptionTarget", "status": "True"}
 
 
 def manifest(work: Workload) -> str:
-    """Of Kubernetes: a Job on one host, a JobSet on several, a RayJob where samplers are in a Ray cluster."""
+    """Of Kubernetes: a Job on one host, a JobSet on several, a RayJob where samplers are in a Ray
+    cluster."""
     train, topology = work.training, work.topology
     if train and train.sampler.kind == "ray":
         found = ray_job(work, train)
@@ -408,7 +424,8 @@ def job_set(work: Workload, topology: Topology) -> dict[str, Any]:
         }
     elif work.training:
         command += (
-            f" mesh.coordinator={work.name}-workers-0-0.{work.name}:7777 mesh.processes={work.hosts} "
+            f" mesh.coordinator={work.name}-workers-0-0.{work.name}:7777 "
+            f"mesh.processes={work.hosts} "
             "mesh.process=$JOB_COMPLETION_INDEX"
         )
     hosts = work.hosts // topology.slices
@@ -422,7 +439,8 @@ def job_set(work: Workload, topology: Topology) -> dict[str, Any]:
         "podFailurePolicy": {"rules": [taken_away]},
         "template": {"spec": pod(work, work.chips, command)},
     }
-    # All processes start again together, and resume the run; a host that the cluster takes away does not count.
+    # All processes start again together, and resume the run; a host that the cluster takes away
+    # does not count.
     policy = {
         "maxRestarts": work.config.restarts,
         "rules": [
@@ -482,13 +500,15 @@ def ray_job(work: Workload, train: Config) -> dict[str, Any]:
 
 
 def container_command(work: Workload) -> str:
-    """The job for `bash -c` in a container. Kubernetes itself reads `$(NAME)` and `$$` in it, before bash does."""
+    """The job for `bash -c` in a container. Kubernetes itself reads `$(NAME)` and `$$` in it,
+    before bash does."""
     # exec: SIGTERM reaches the run itself, which saves its last complete step.
     return "exec " + re.sub(r"\$(?=[$(])", "$$", work.command)
 
 
 def pod(work: Workload, chips: int, command: str = "") -> dict[str, Any]:
-    """The specification of a pod with so many accelerators; without a command of one that Ray starts."""
+    """The specification of a pod with so many accelerators; without a command of one that Ray
+    starts."""
     topology, limits, selector = work.topology, {}, {}
     if topology and topology.accelerator.is_tpu:
         selector = {

@@ -1,8 +1,10 @@
-"""`shoal train --multirun`: a run for each combination of values, one after the other, each in its own process.
+"""`shoal train --multirun`: a run for each combination of values, one after the other, each in its
+own process.
 
 optimizer.lr=1e-4,1e-5 seed=range(3)     6 runs; a list [a,b] and text in quotes are one value
 
-multirun/YYYY-MM-DD/HH-MM-SS/0 1 2 ...   the run folders; with run_name: <base_output_directory>/<run_name>/0 1 2
+multirun/YYYY-MM-DD/HH-MM-SS/0 1 2 ...   the run folders; with run_name:
+                                         <base_output_directory>/<run_name>/0 1 2
 .../multirun.json                        the swept values and the result of each run
 """
 
@@ -75,7 +77,8 @@ def multirun(
 ) -> dict[str, Any]:
     """Runs every combination and returns the content of multirun.json; a dry run prints the runs.
 
-    All combinations are validated before the first one starts. A failed run does not stop the others, Ctrl-C does."""
+    All combinations are validated before the first one starts. A failed run does not stop the
+    others, Ctrl-C does."""
     combinations = list(combine(dataclass_of(command), words))
     configs = [compose(command, each)[0] for _, each in combinations]
     if configs[0].resume:
@@ -125,10 +128,12 @@ def multirun(
 
 
 def combine(config_type: type, words: Sequence[str]) -> Iterator[tuple[dict[str, str], list[str]]]:
-    """Every combination of swept values, the last key fastest: (name -> text, the whole command line).
+    """Every combination of swept values, the last key fastest: (name -> text, the whole command
+    line).
 
     >>> list(combine(Config, ["optimizer.lr=1e-4,1e-5", "steps=3"]))
-    [({'optimizer.lr': '1e-4'}, ['optimizer.lr=1e-4', 'steps=3']), ({'optimizer.lr': '1e-5'}, [...])]
+    [({'optimizer.lr': '1e-4'}, ['optimizer.lr=1e-4', 'steps=3']),
+     ({'optimizer.lr': '1e-5'}, [...])]
     """
     line = joined(config_type, words)
     choices: dict[str, list[str]] = {}
@@ -144,7 +149,8 @@ def combine(config_type: type, words: Sequence[str]) -> Iterator[tuple[dict[str,
         if len(texts) > 1:
             if name in _FIXED:
                 raise ShoalError(
-                    f"{name}={text}: this key cannot be swept, the runs of a sweep get folders by number; "
+                    f"{name}={text}: this key cannot be swept, the runs of a sweep get folders by "
+                    f"number; "
                     "put quotes around a value that holds commas"
                 )
             choices[name] = texts
@@ -173,7 +179,8 @@ def sweep_texts(text: str) -> list[str]:
         numbers = range(start or 0) if stop is None else range(start or 0, stop, step or 1)
         if not numbers:
             raise ShoalError(
-                f"{text}: there is no number in this range; write range(stop) or range(start,stop,step)"
+                f"{text}: there is no number in this range; write range(stop) or "
+                f"range(start,stop,step)"
             )
         return [str(number) for number in numbers]
     items = [item.strip() for item in _ITEM.findall(text)]
@@ -201,7 +208,8 @@ def root_of(config: Config, now: datetime | None = None) -> Path:
 
 
 def check_same_sweep(root: Path, runs: Sequence[SweptRun]) -> None:
-    """ShoalError if the folder holds another sweep: a resumed run must have the values of its number."""
+    """ShoalError if the folder holds another sweep: a resumed run must have the values of its
+    number."""
     if (root / "config.yaml").is_file():
         raise ShoalError(f"{root} is the folder of a run, not of a sweep: choose another run_name")
     if not (root / SUMMARY).is_file():
@@ -218,8 +226,8 @@ def check_same_sweep(root: Path, runs: Sequence[SweptRun]) -> None:
 
 
 def _read_figures(folder: Path) -> dict[str, Any]:
-    """Accuracy before and after (the mean reward if the task defines none) and seconds, from the run's summary.json;
-    empty without one."""
+    """Accuracy before and after (the mean reward if the task defines none) and seconds, from the
+    run's summary.json; empty without one."""
     if (summary := read_summary(folder)) is None:
         return {}
     kind = "mean_reward" if summary.get("accuracy_after") is None else "accuracy"
@@ -258,9 +266,11 @@ def _write_record(root: Path, runs: Sequence[SweptRun]) -> None:
 
 
 def run_process(words: Sequence[str]) -> tuple[int, bool]:
-    """Runs `shoal` with these words in a new process: its exit code, and whether the user interrupted it.
+    """Runs `shoal` with these words in a new process: its exit code, and whether the user
+    interrupted it.
 
-    The terminal sends Ctrl-C to the new process too; it saves and ends, and this process waits for it."""
+    The terminal sends Ctrl-C to the new process too; it saves and ends, and this process waits for
+    it."""
     interrupts: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, frame: interrupts.append(number))
     try:
@@ -271,7 +281,8 @@ def run_process(words: Sequence[str]) -> tuple[int, bool]:
 
 
 def cost_text(configs: Sequence[Config]) -> str:
-    """`6 runs, one after the other: 480 steps, 122,880 completions to train on, and their evaluations`."""
+    """`6 runs, one after the other: 480 steps, 122,880 completions to train on, and their
+    evaluations`."""
     steps = sum(one.steps for one in configs)
     kinds = {
         "": [one for one in configs if not one.batch.prompts_per_device],

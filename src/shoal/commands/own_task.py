@@ -1,4 +1,5 @@
-"""The task of a run for `shoal eval model=RUN`: what the run was trained on is what its model is evaluated on."""
+"""The task of a run for `shoal eval model=RUN`: what the run was trained on is what its model is
+evaluated on."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from shoal.trainer.checkpoint import find_checkpoint
 from shoal.types import ShoalError
 
 SECTIONS = ("task.", "reward.", "environment.", "sampling.")
-"""Sections of a run's settings that decide what its model is asked, what it may call, and how that is scored."""
+"""Sections of a run's settings that decide what its model is asked, what it may call, and how that
+is scored."""
 REWARD = ("reward.functions", "reward.weights")
 PLAYS = tuple(f"environment.{name}" for name in ("tools", "factory", "rollout", "agent"))
 """Of each of these the keys that are given replace all that the run has."""
@@ -24,9 +26,9 @@ PLAYS = tuple(f"environment.{name}" for name in ("tools", "factory", "rollout", 
 def with_own_task(
     config: EvalConfig, resolved: Resolved, has_functions: bool = False
 ) -> tuple[EvalConfig, Resolved]:
-    """The configuration with the task, rewards, environment and lengths of the run in `model.path` beneath the user's
-    keys, unless another task is named; unchanged for a model that is no run. `has_functions`: reward functions were
-    given from Python."""
+    """The configuration with the task, rewards, environment and lengths of the run in `model.path`
+    beneath the user's keys, unless another task is named; unchanged for a model that is no run.
+    `has_functions`: reward functions were given from Python."""
     path = config.model.path
     found = None if config.responses else find_checkpoint(find_input(path, "model.path"))
     if not (found and is_run(run := found[0])):
@@ -47,7 +49,8 @@ def with_own_task(
     ):
         what, rows = ("task", "task=rows, ") if stored.task.name == ROWS else ("reward", "")
         raise ShoalError(
-            f"model={path}: the {what} of this run came from Python: give it again there, shoal.evaluate("
+            f"model={path}: the {what} of this run came from Python: give it again there, "
+            f"shoal.evaluate("
             f"model=RUN, {rows}reward=f), or name another task, task=NAME"
         )
     plays = {key: value for key, value in settings.items() if key in PLAYS}
@@ -55,8 +58,10 @@ def with_own_task(
         for name in value if isinstance(value, list) else [value]:
             if name.startswith(FROM_PYTHON) and name not in GIVEN:
                 raise ShoalError(
-                    f"model={path}: {key}={name} of this run came from Python: give it again there, "
-                    f"shoal.evaluate(model=RUN, {key.partition('.')[2].replace('factory', 'environment')}="
+                    f"model={path}: {key}={name} of this run came from Python: give it again "
+                    f"there, "
+                    f"shoal.evaluate(model=RUN, "
+                    f"{key.partition('.')[2].replace('factory', 'environment')}="
                     f"...), or as file.py:NAME",
                     key,
                 )
@@ -70,7 +75,8 @@ def with_own_task(
     )
     data = f"{config.task.name}, {config.task.path}" if config.task.path else config.task.name
     line = (
-        f"{path}: evaluates its own task ({data}), reward{', environment' * bool(plays)} and lengths; task=NAME "
+        f"{path}: evaluates its own task ({data}), reward{', environment' * bool(plays)} and "
+        f"lengths; task=NAME "
         "for another"
     )
     return config, replace(resolved, notes=(line, *resolved.notes))

@@ -1,4 +1,5 @@
-"""`shoal plan`: what a training job costs on devices that need not be here, read from its own compiled programs."""
+"""`shoal plan`: what a training job costs on devices that need not be here, read from its own
+compiled programs."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ SHOWN = 5
 
 
 def plan(config: PlanConfig, console: Console) -> dict[str, Any]:
-    """Prints the plan, its verdict last, and returns it; `ok` is False where the job does not fit."""
+    """Prints the plan, its verdict last, and returns it; `ok` is False where the job does not
+    fit."""
     check_trainable(config)
     with console, terminate_as_interrupt():
         figures = make_plan(config, console.note, partial(show, console=console))
@@ -63,7 +65,8 @@ def show(figures: Figures, console: Console) -> None:
         console.warning(idle)
     _show_memory(figures.estimated, console)
     console.note(
-        "exact: what is held; estimated: activations; temporary arrays are known when all is compiled"
+        "exact: what is held; estimated: activations; temporary arrays are known when all is "
+        "compiled"
     )
 
 
@@ -73,7 +76,8 @@ def _show_memory(figures: Figures, console: Console) -> None:
         console.table(*_memory_table(figures, roles))
     if host := host_text(figures):
         console.note(
-            f"for each device in the host's memory: {host}; how long it takes to move is not in the seconds"
+            f"for each device in the host's memory: {host}; how long it takes to move is not in "
+            f"the seconds"
         )
 
 
@@ -84,8 +88,10 @@ def report(figures: Figures, console: Console) -> None:
         console.table(*_program_table(figures))
     if figures.is_timed:
         console.note(
-            "seconds: floor, what its operations take at the peak rate, or its weights and caches to be read; "
-            "hidden, with all transfers between devices behind the computation; not hidden, after it"
+            "seconds: floor, what its operations take at the peak rate, or its weights and caches "
+            "to be read; "
+            "hidden, with all transfers between devices behind the computation; not hidden, after "
+            "it"
         )
         longest = max(figures.programs, key=lambda name: figures.seconds(name)[1])
         console.heading(f"where {longest} takes its time, without transfers")
@@ -149,9 +155,12 @@ def _head(figures: Figures) -> Iterator[str]:
             else "or as a process on each"
         )
     yield (
-        f"assumed: every prompt has {config.sampling.max_prompt_tokens} tokens and every completion "
-        f"{config.sampling.max_completion_tokens}; {job['prompts']} x {config.batch.group_size} completions a step, "
-        f"{job['slots']} at once; a micro-batch is {count(shape['rows'], 'row')} of {shape['length']} tokens"
+        f"assumed: every prompt has {config.sampling.max_prompt_tokens} tokens and every "
+        f"completion "
+        f"{config.sampling.max_completion_tokens}; {job['prompts']} x {config.batch.group_size} "
+        f"completions a step, "
+        f"{job['slots']} at once; a micro-batch is {count(shape['rows'], 'row')} of "
+        f"{shape['length']} tokens"
     )
 
 
@@ -170,8 +179,8 @@ def _apart(figures: Figures) -> list[list[str]]:
 def _memory_table(
     figures: Figures, roles: list[str]
 ) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """A row for each kind, a column for each program that runs on these roles' devices, or for those that need the
-    same."""
+    """A row for each kind, a column for each program that runs on these roles' devices, or for
+    those that need the same."""
     columns: dict[str, dict[str, int]] = {}
     for program in (name for name, one in figures.job["programs"].items() if one["role"] in roles):
         parts = figures.needed(program)
@@ -193,8 +202,8 @@ def _memory_table(
 def _program_table(
     figures: Figures, whole: bool = True
 ) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """A row for each program: what it computes and moves in all its runs of a step, and how long that takes; of a
-    `whole` job with their sums."""
+    """A row for each program: what it computes and moves in all its runs of a step, and how long
+    that takes; of a `whole` job with their sums."""
     head = ("", "runs", "TFLOPs", "moved", *("floor", "hidden", "not hidden") * figures.is_timed)
     rows = []
     for name, one in figures.programs.items():
@@ -270,22 +279,30 @@ def _unknown(figures: Figures) -> Iterator[str]:
         yield "nothing was compiled: what the roles hold does not fit"
         return
     if copied := figures.job["published_bytes"]:
-        yield f"publication copies {gib(copied)} to each of the sampler's devices, counted at the rate of one link"
+        yield (
+            f"publication copies {gib(copied)} to each of the sampler's devices, counted at the "
+            f"rate of one link"
+        )
     shallow = [name for name, one in figures.programs.items() if one.get("extrapolated")]
     if shallow:
-        yield f"extrapolated from 2 and 4 layers: {', '.join(shallow)}; layers=all compiles every layer"
+        yield (
+            f"extrapolated from 2 and 4 layers: {', '.join(shallow)}; layers=all compiles every "
+            f"layer"
+        )
     if one := figures.job.get("calibration"):
         shown = ", ".join(
             f"{name} {middle:.3g} ({least:.3g} to {most:.3g})"
             for name, (middle, least, most) in one["figures"].items()
         )
         yield (
-            f"measured on {count(one['devices'], one['device'])} with JAX {one['jax']}, in place of what the maker "
+            f"measured on {count(one['devices'], one['device'])} with JAX {one['jax']}, in place "
+            f"of what the maker "
             f"says: {shown}, in bytes, operations and seconds"
         )
     if share := figures.job.get("kernels"):
         yield (
-            f"assumed: attention's kernels reach {share:.0%} of the peak rate, or the memory's; a transfer's first "
+            f"assumed: attention's kernels reach {share:.0%} of the peak rate, or the memory's; a "
+            f"transfer's first "
             "bytes take 1 us a chip on its way (TPU) or 10 (GPU), 30 over a network"
             + (
                 ""
@@ -297,7 +314,8 @@ def _unknown(figures: Figures) -> Iterator[str]:
     if figures.job["peak_flops"] is None:
         yield "seconds are not known: the table of accelerators does not hold these devices"
     yield (
-        "not in these figures: rewards, evaluation, checkpoints, the host's work, contention of links, and all that "
+        "not in these figures: rewards, evaluation, checkpoints, the host's work, contention of "
+        "links, and all that "
         "a compiler's estimate leaves out"
         + "; nothing here was measured"
         * (not figures.job.get("calibration"))

@@ -1,4 +1,5 @@
-"""`shoal replay`: samples a stored group again from its address and compares it, bit for bit, with what was stored."""
+"""`shoal replay`: samples a stored group again from its address and compares it, bit for bit, with
+what was stored."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from shoal.text import count, ranges
 def replay(
     config: ReplayConfig, console: Console | None = None, name: str = "step"
 ) -> dict[str, Any]:
-    """Samples group `config.group` of `groups/<name>_<config.step>` again and prints whether it was reproduced."""
+    """Samples group `config.group` of `groups/<name>_<config.step>` again and prints whether it was
+    reproduced."""
     with console or Console() as console:
         run = StoredRun(find_run(config.run))
         result = sample_again(
@@ -57,14 +59,16 @@ def report_replay(result: dict[str, Any], console: Console) -> None:
         if places[1:]:
             noun = f"completions {ranges(places)} (the same {len(places)} times)"
         console.text(
-            f"{noun}, each token with its log-prob (the sampler's, and the trainer's where it differs):"
+            f"{noun}, each token with its log-prob (the sampler's, and the trainer's where it "
+            f"differs):"
         )
         console.text(f"    {text}")
     console.text(describe_replay(result), "bold")
     if not result["identical"]:
         for what, (then, now) in weights["machine"].items():
             console.warning(
-                f"{what} is {now or 'not set'}, it was {then or 'not set'} in the run: bits may differ"
+                f"{what} is {now or 'not set'}, it was {then or 'not set'} in the run: bits may "
+                f"differ"
             )
 
 
@@ -101,9 +105,10 @@ def describe_replay(result: dict[str, Any]) -> str:
     if d["kind"] == "log-prob":
         return (
             place
-            + f"the same token, its log-prob differs by {d['logprob_difference']:+.3g} from the stored one"
+            + f"the same token, its log-prob differs by {d['logprob_difference']:+.3g} from the "
+            f"stored one"
         )
     return (
-        place
-        + f"the stored completion ends by {d['stop_reasons'][0]}, the new one by {d['stop_reasons'][1]}"
+        place + f"the stored completion ends by {d['stop_reasons'][0]}, the new one by "
+        f"{d['stop_reasons'][1]}"
     )

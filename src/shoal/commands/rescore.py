@@ -1,4 +1,5 @@
-"""`shoal rescore`: a run's stored groups scored with other rewards, without a model, and the two compared."""
+"""`shoal rescore`: a run's stored groups scored with other rewards, without a model, and the two
+compared."""
 
 from __future__ import annotations
 
@@ -14,18 +15,21 @@ from shoal.text import count
 
 
 def rescore(config: RescoreConfig, console: Console | None = None) -> dict[str, Any]:
-    """Scores stored groups again and prints how many advantages flip, and what is suspicious about the new reward."""
+    """Scores stored groups again and prints how many advantages flip, and what is suspicious about
+    the new reward."""
     with console or Console() as console:
         run = StoredRun(find_run(config.run))
         algorithm = run.config.algorithm
         if algorithm.kl_placement == "reward" and algorithm.kl_coef:
             console.note(
-                "the run subtracted a divergence from its rewards (algorithm.kl_placement=reward): stored "
+                "the run subtracted a divergence from its rewards (algorithm.kl_placement=reward): "
+                "stored "
                 "advantages contain it, new ones do not"
             )
         if run.config.turns:
             console.note(
-                "environments are not stored, nor are fields of rollout functions: functions get the messages "
+                "environments are not stored, nor are fields of rollout functions: functions get "
+                "the messages "
                 "of rollouts without them, and the environments' own rewards are left out"
             )
         result = score_again(run, config.reward, config.step)
@@ -48,7 +52,8 @@ def _report(result: dict[str, Any], console: Console) -> None:
         ],
     )
     console.text(
-        f"{c['advantages_flipped']} of {count(c['completions_compared'], 'advantage')} change their sign"
+        f"{c['advantages_flipped']} of {count(c['completions_compared'], 'advantage')} change "
+        f"their sign"
     )
     console.table(
         ("the new reward", ""),
@@ -71,11 +76,13 @@ def _report(result: dict[str, Any], console: Console) -> None:
     if number := result["advantages_not_stored"]:
         verb = "was" if number == 1 else "were"
         console.note(
-            f"{count(number, 'group')} {verb} stored without advantages: their old ones follow the settings"
+            f"{count(number, 'group')} {verb} stored without advantages: their old ones follow the "
+            f"settings"
         )
     for hack in result["hacks"]:
         console.text(
             f"scored {figure(hack['reward'], 3)} where the stored reward was lowest "
-            f"({figure(hack['old_reward'], 3)}): step {hack['step']}, group {hack['group']}, completion "
+            f"({figure(hack['old_reward'], 3)}): step {hack['step']}, group {hack['group']}, "
+            f"completion "
             f"{hack['completion']}: {hack['text'][:200]!r}"
         )

@@ -1,4 +1,5 @@
-"""`shoal eval responses=FILE`: answers made elsewhere, scored by a task without a model or a device."""
+"""`shoal eval responses=FILE`: answers made elsewhere, scored by a task without a model or a
+device."""
 
 from __future__ import annotations
 
@@ -36,16 +37,19 @@ def score_responses(
     console: Console | None = None,
     python_task: Task | None = None,
 ) -> dict[str, Any]:
-    """The figures of the answers in `config.responses`; each row with its verdict is written to `config.output`.
+    """The figures of the answers in `config.responses`; each row with its verdict is written to
+    `config.output`.
 
-    Reward functions (`config.reward.functions`, and `functions` from Python) are called if any are given, the task's
-    own if weights or a preset are. `python_task`: a task whose data came from Python."""
+    Reward functions (`config.reward.functions`, and `functions` from Python) are called if any are
+    given, the task's own if weights or a preset are. `python_task`: a task whose data came from
+    Python."""
     file, output = check_input(config.responses, "responses"), None
     if config.output:
         output = check_local(config.output, "output", OUTPUTS)
         if output.resolve() == file.resolve():
             raise ShoalError(
-                f"output={output} is the file of responses itself, which would be overwritten: give "
+                f"output={output} is the file of responses itself, which would be overwritten: "
+                f"give "
                 "another name"
             )
         check_new_file(config.output, "output")
@@ -96,7 +100,8 @@ def _report_unused_keys(config: EvalConfig, console: Console) -> None:
         )
     if config.reward.overlong_buffer_tokens:
         console.warning(
-            f"reward.overlong_buffer_tokens={config.reward.overlong_buffer_tokens} has no effect: the "
+            f"reward.overlong_buffer_tokens={config.reward.overlong_buffer_tokens} has no effect: "
+            f"the "
             "lengths in tokens of answers made elsewhere are not known"
         )
 
@@ -104,13 +109,15 @@ def _report_unused_keys(config: EvalConfig, console: Console) -> None:
 def _load_scoring_task(
     config: EvalConfig, module: Any, functions: Sequence[Callable], console: Console
 ) -> tuple[Task, Task | None, bool]:
-    """The task, itself again if its data had to be read for it, and whether rewards are asked for."""
+    """The task, itself again if its data had to be read for it, and whether rewards are asked
+    for."""
     with_data = None if hasattr(module, "blank") else load_with_data(config.task, console)
     has_preset = config.reward.preset != RewardSection.preset
     takes_preset = with_data is None and "reward" in inspect.signature(module.blank).parameters
     if has_preset and (functions or config.reward.functions or not takes_preset):
         console.warning(
-            f"reward.preset={config.reward.preset} has no effect: it is for the own rewards of task=gsm8k"
+            f"reward.preset={config.reward.preset} has no effect: it is for the own rewards of "
+            f"task=gsm8k"
         )
         has_preset = False
     task = with_data or (
@@ -127,7 +134,8 @@ def _load_scoring_task(
 def output_rows(
     responses: Sequence[Response], verdicts: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Each row as given, with its verdict; a column that any verdict has too is renamed `given_...` in all rows."""
+    """Each row as given, with its verdict; a column that any verdict has too is renamed `given_...`
+    in all rows."""
     names = given_names(
         (name for response in responses for name in response.row),
         {name for verdict in verdicts for name in verdict},
@@ -139,7 +147,8 @@ def output_rows(
 
 
 def given_names(given: Iterable[str], taken: Collection[str]) -> dict[str, str]:
-    """The names of an input's columns in the output; one that the output has itself is `given_...` there."""
+    """The names of an input's columns in the output; one that the output has itself is `given_...`
+    there."""
     given, names = set(given), {}
     for name in sorted(given):
         new = name

@@ -27,8 +27,8 @@ def train(
     console: Console | None = None,
     task: Task | None = None,
 ) -> dict[str, Any]:
-    """Returns the run's summary, which its folder holds too. A run that its folder shows unfinished is resumed, one
-    that has made its steps is left as it is."""
+    """Returns the run's summary, which its folder holds too. A run that its folder shows unfinished
+    is resumed, one that has made its steps is left as it is."""
     with console or Console() as console:
         plan = resolve_run(config, console)
         summary = read_summary(plan.run) if plan.run else None
@@ -38,7 +38,8 @@ def train(
             )
         if plan.run and summary and summary.get("steps") == plan.config.steps:
             console.note(
-                f"{address(plan.run)} has made its {count(plan.config.steps, 'step')} already: give more "
+                f"{address(plan.run)} has made its {count(plan.config.steps, 'step')} already: "
+                f"give more "
                 "steps to continue, or another run_name"
             )
             return summary
@@ -67,8 +68,8 @@ def train(
 
 
 def unfinished(config: Config) -> Path | None:
-    """The run started last under the same folder, if it has these settings and a checkpoint, and its process ended
-    before its last step."""
+    """The run started last under the same folder, if it has these settings and a checkpoint, and
+    its process ended before its last step."""
     if is_bucket(config.base_output_directory):
         return None
     try:

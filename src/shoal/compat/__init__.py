@@ -1,1 +1,2 @@
-"""Other systems: their flags and configuration files turned into native keys, their checkpoints, their presets."""
+"""Other systems: their flags and configuration files turned into native keys, their checkpoints,
+their presets."""

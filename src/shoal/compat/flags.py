@@ -1,11 +1,14 @@
-"""One flag of another system, and the readers of its text. The tables are in `trl.py`, `verl.py` and the like.
+"""One flag of another system, and the readers of its text. The tables are in `trl.py`, `verl.py`
+and the like.
 
-rename     num_generations=4           batch.group_size=4
-read       grpo_epsilon=0.2            algorithm.clip_low=0.2, algorithm.clip_high=0.2: from the value alone
+rename     num_generations=4        batch.group_size=4
+read       grpo_epsilon=0.2         algorithm.clip_low=0.2, algorithm.clip_high=0.2: from the value
+                                    alone
 group      epsilon=0.1 epsilon_high=0.3    from several flags together
-late       max_target_length=768       sampling.max_completion_tokens=512: from other keys, too (rules.py)
-idle       lazy_load_tensors=true      nothing: it cannot matter here
-refused    repetition_penalty=1.1      an error if it is switched on: it matters and has no counterpart
+late       max_target_length=768    sampling.max_completion_tokens=512: from other keys, too
+                                    (rules.py)
+idle       lazy_load_tensors=true   nothing: it cannot matter here
+refused    repetition_penalty=1.1   an error if it is switched on: it matters and has no counterpart
 """
 
 from __future__ import annotations
@@ -38,7 +41,10 @@ NOTHING = ("", "none", "null", "{}", "[]")
 OFF = (*NOTHING, "false", "no", "off", "0", "0.0", "-1", "disabled")
 """Texts of a flag that is not switched on."""
 
-REPLICA = "devices that share a sampler, or vLLM's server; dropped where mesh.* counts devices that it does not divide"
+REPLICA = (
+    "devices that share a sampler, or vLLM's server; dropped where mesh.* counts devices that it "
+    "does not divide"
+)
 REPLICA_KEYS = "mesh.sampler_tensor sampler.devices_per_worker"
 MEMORY = (
     "the sampler takes what sampling.slots_per_device needs; with devices of its own the share is "
@@ -46,20 +52,31 @@ MEMORY = (
 )
 MEMORY_KEYS = "sampling.memory_share vllm.memory"
 SHARDED = "mesh.fsdp=-1 shards parameters, gradients and moments over all devices"
-QUANTISED = "8-bit weights are model.quantise=int8 or fp8, for LoRA's frozen weights alone, or sampler.quantise"
+QUANTISED = (
+    "8-bit weights are model.quantise=int8 or fp8, for LoRA's frozen weights alone, or "
+    "sampler.quantise"
+)
 UNSUPPORTED: Mapping[str, str] = {
-    "^dataset$|^(train|eval)_(dataset|data|files?)$": "data is task=, a name or rows from Python, and held_out= the rows to evaluate on; from files task=custom "
+    "^dataset$|^(train|eval)_(dataset|data|files?)$": "data is task=, a name or rows from Python, "
+    "and held_out= the rows to evaluate on; from "
+    "files task=custom "
     "task.path=FILE, or dataset_name=FILE",
-    "lora|peft|dora": "LoRA is model.lora.rank, alpha, targets, rslora and path; of its relatives none is supported",
+    "lora|peft|dora": "LoRA is model.lora.rank, alpha, targets, rslora and path; of its relatives "
+    "none is supported",
     "quant|4bit|8bit|fp8|int8": QUANTISED,
     "vllm|sglang": "the sampler is the model itself, or with sampler.kind=vllm a server of vLLM",
-    "tool|agent|multi_turn|environment": "tools are tools=file.py:f,g, environments environment=file.py:Factory or openenv:URL, an agent "
+    "tool|agent|multi_turn|environment": "tools are tools=file.py:f,g, environments "
+    "environment=file.py:Factory or openenv:URL, an agent "
     "agent='python my_agent.py', their limits environment.*",
     "critic|value_model|value_function": "there is no critic: advantages come from groups",
     "image|video|audio|vision": "models and data are text only",
-    "megatron|deepspeed|pipeline_parallel|expert_parallel": "devices share the work by mesh.data, mesh.fsdp, mesh.tensor and mesh.context alone",
+    "megatron|deepspeed|pipeline_parallel|expert_parallel": "devices share the work by mesh.data, "
+    "mesh.fsdp, mesh.tensor and "
+    "mesh.context alone",
     "context_parallel|sequence_parallel|^cp_size$": "rows are split over devices by mesh.context",
-    r"^(num_|n_)?(device|gpu|tpu|core)s?$|^cuda$": "JAX_PLATFORMS chooses the platform, mesh.trainer the devices, mesh.data, mesh.fsdp, mesh.tensor, mesh.context "
+    r"^(num_|n_)?(device|gpu|tpu|core)s?$|^cuda$": "JAX_PLATFORMS chooses the platform, "
+    "mesh.trainer the devices, mesh.data, "
+    "mesh.fsdp, mesh.tensor, mesh.context "
     "their shares",
 }
 """Parts of a name, as a pattern -> why no key has it."""
@@ -167,7 +184,8 @@ def idle(meaning: str, *names: str, **more: Any) -> list[Flag]:
 
 
 def refused(meaning: str, *names: str, accepts: tuple[str, ...] = ()) -> list[Flag]:
-    """Flags that matter and have no counterpart; `accepts`: texts beside OFF that ask for what happens here."""
+    """Flags that matter and have no counterpart; `accepts`: texts beside OFF that ask for what
+    happens here."""
     return [
         Flag(name, meaning=meaning, refused=True, accepts=(*OFF, *accepts), is_switch=True)
         for name in names
@@ -269,8 +287,8 @@ KNOWN_TASKS = {
 
 
 def read_data_set(name: str, text: str) -> Values:
-    """A task of ours, or a data set of the user's own: in MaxText's demo rows as GSM8K's. What a preset says of other
-    data falls away."""
+    """A task of ours, or a data set of the user's own: in MaxText's demo rows as GSM8K's. What a
+    preset says of other data falls away."""
     task = KNOWN_TASKS.get(text.lower())
     own = Yielding("gsm8k") if name == "hf_path" else "custom"
     return {

@@ -1,4 +1,5 @@
-"""GSM8K as MaxText, Tunix, TorchRL and verl put it: prompt, rewards and the place of the answer, by `reward.preset`.
+"""GSM8K as MaxText, Tunix, TorchRL and verl put it: prompt, rewards and the place of the answer, by
+`reward.preset`.
 
 The tags and the points are each system's own, the prompts say the same in other words.
 """
@@ -20,12 +21,15 @@ from shoal.tasks.graders.answer import (
 from shoal.tasks.gsm8k import RewardPreset, reward_of, system_prompt, user_prompt
 
 _REASONING = (
-    "You get a problem. Work it out step by step between <reasoning> and </reasoning>. After that, give the "
+    "You get a problem. Work it out step by step between <reasoning> and </reasoning>. After that, "
+    "give the "
     "final answer, one number and nothing else, between <answer> and </answer>."
 )
 _THINK = (
-    "The user asks a question and you solve it. First think it through between <think> and </think>, then give "
-    "the answer between <answer> and </answer>: <think>your thoughts</think> <answer>your answer</answer>."
+    "The user asks a question and you solve it. First think it through between <think> and "
+    "</think>, then give "
+    "the answer between <answer> and </answer>: <think>your thoughts</think> <answer>your "
+    "answer</answer>."
 )
 _HASHES = 'Think step by step, and write the final answer after "####".'
 _TAIL_CHARS = 300
@@ -40,7 +44,8 @@ _AFTER_HASHES = re.compile(r"#### (-?[0-9.,]+)")
 
 
 def has_reasoning_and_answer(text: str) -> bool:
-    """Whether there is `<reasoning>...</reasoning>` and later an `<answer>...</answer>` that is not empty."""
+    """Whether there is `<reasoning>...</reasoning>` and later an `<answer>...</answer>` that is not
+    empty."""
     _, found = _after(text, 0, "<reasoning>", "</reasoning>", 0)
     return found >= 0 and _after(text, found, "<answer>", "</answer>")[1] >= 0
 
@@ -52,7 +57,8 @@ def tagged_or_boxed(text: str) -> str | None:
 
 
 def same_value(answer: str | None, gold: str) -> bool:
-    """Whether an answer is the gold text, or has its value: one number with units, or an expression of numbers."""
+    """Whether an answer is the gold text, or has its value: one number with units, or an expression
+    of numbers."""
     if answer is None:
         return False
     if answer.strip() == gold.strip():
@@ -70,8 +76,8 @@ def same_value(answer: str | None, gold: str) -> bool:
 
 
 def _after(text: str, start: int, opening: str, closing: str, least: int = 1) -> tuple[int, int]:
-    """Where the first `opening` from `start` on has its content, and the end of the first `closing` behind a content
-    of `least` characters or more; -1 for what is not there."""
+    """Where the first `opening` from `start` on has its content, and the end of the first `closing`
+    behind a content of `least` characters or more; -1 for what is not there."""
     begin = text.find(opening, start)
     if begin < 0:
         return -1, -1
@@ -84,8 +90,9 @@ def _after(text: str, start: int, opening: str, closing: str, least: int = 1) ->
 
 
 def exact_answer(text: str) -> str | None:
-    """The answer of a text in Tunix's format, `<reasoning>...</reasoning>` and later `<answer>`: what stands up to
-    `</answer>` or the end of its line, one character or more. None for another text."""
+    """The answer of a text in Tunix's format, `<reasoning>...</reasoning>` and later `<answer>`:
+    what stands up to `</answer>` or the end of its line, one character or more. None for another
+    text."""
     _, found = _after(text, 0, "<reasoning>", "</reasoning>")
     opened = text.find("<answer>", found) + len("<answer>") if found >= 0 else 0
     if opened < len("<answer>") or opened >= len(text):
@@ -107,9 +114,9 @@ def tag_points(text: str) -> float:
 
 
 def answer_points(text: str, gold: str) -> float:
-    """For the answer of a text in the format, without commas and white space around: 3 where it is the gold number, by
-    text or by value; by its ratio to the gold number 0.5 from 0.9 to 1.1, 0.25 from 0.8 to 1.2, else -1; -0.5 where it
-    is no number."""
+    """For the answer of a text in the format, without commas and white space around: 3 where it is
+    the gold number, by text or by value; by its ratio to the gold number 0.5 from 0.9 to 1.1, 0.25
+    from 0.8 to 1.2, else -1; -0.5 where it is no number."""
     answer, gold = exact_answer(text), gold.strip().replace(",", "")
     if answer is None:
         return 0.0
@@ -124,8 +131,8 @@ def answer_points(text: str, gold: str) -> float:
 
 
 def number_points(text: str, gold: str) -> float:
-    """1.5 where the first digits after the first `<answer>` are the gold number; signs and commas of the answer are not
-    read."""
+    """1.5 where the first digits after the first `<answer>` are the gold number; signs and commas
+    of the answer are not read."""
     opened = text.find("<answer>")
     found = _DIGITS.search(text, opened) if opened >= 0 else None
     value = _float(found[0]) if found else None
@@ -163,7 +170,8 @@ def same_bare(answer: str | None, gold: str) -> bool:
 
 
 def hash_answer(text: str) -> str | None:
-    """The number behind the last `####` and one space in the last 300 characters, commas removed."""
+    """The number behind the last `####` and one space in the last 300 characters, commas
+    removed."""
     found = _AFTER_HASHES.findall(text[-_TAIL_CHARS:])
     return found[-1].replace(",", "") if found else None
 

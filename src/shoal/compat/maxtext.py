@@ -1,5 +1,5 @@
-"""MaxText: the flat flags of its trainers (base.yml, grpo.yml, rl.yml). Tunix 0.1.7, whose learner `train_rl` is: the
-dotted keys of its command line (tunix/cli/base_config.yaml)."""
+"""MaxText: the flat flags of its trainers (base.yml, grpo.yml, rl.yml). Tunix 0.1.7, whose learner
+`train_rl` is: the dotted keys of its command line (tunix/cli/base_config.yaml)."""
 
 from __future__ import annotations
 
@@ -64,7 +64,8 @@ def read_lora(given: Given) -> Values:
 
 
 def read_adapter(given: Given) -> Values:
-    """Rank and alpha, which have no default; module_path is a regular expression over paths in their models."""
+    """Rank and alpha, which have no default; module_path is a regular expression over paths in
+    their models."""
     named = {name.removeprefix("lora_"): text for name, text in flags.last_part(given).items()}
     if missing := {"rank", "alpha"} - named.keys():
         raise ShoalError(
@@ -85,7 +86,8 @@ def read_adapter(given: Given) -> Values:
         found = []
     if not found:
         raise ShoalError(
-            f"module_path={pattern}: expected a regular expression for some products; in their place set "
+            f"module_path={pattern}: expected a regular expression for some products; in their "
+            f"place set "
             "model.lora.targets, such as [q_proj,v_proj]"
         )
     return flags.lora_values(
@@ -96,7 +98,8 @@ def read_adapter(given: Given) -> Values:
 
 
 def read_mesh(given: Given) -> Values:
-    """Tunix's meshes of fsdp and tp, one for all roles here; model_config's is for roles without their own."""
+    """Tunix's meshes of fsdp and tp, one for all roles here; model_config's is for roles without
+    their own."""
     own = {
         text.strip("()[]").replace(" ", "")
         for name, text in given.items()
@@ -106,7 +109,8 @@ def read_mesh(given: Given) -> Values:
     sizes = shape.split(",")
     if others or len(sizes) != 2:
         raise ShoalError(
-            f"{', '.join(given)}: expected (FSDP,TENSOR), the same for all roles; got {(shape, *others)}"
+            f"{', '.join(given)}: expected (FSDP,TENSOR), the same for all roles; got "
+            f"{(shape, *others)}"
         )
     return {"mesh.fsdp": sizes[0], "mesh.tensor": sizes[1]}
 
@@ -380,7 +384,8 @@ FLAGS: list[Flag] = [
                 "qkv_proj_offloaded": {"model.remat": "offload"},
             }
         ),
-        "full, minimal (dots) or none; custom: auto; minimal_offloaded, qkv_proj_offloaded: offload",
+        "full, minimal (dots) or none; custom: auto; minimal_offloaded, qkv_proj_offloaded: "
+        "offload",
     ),
     reads(
         "optimizer_memory_host_offload",
@@ -422,7 +427,8 @@ FLAGS: list[Flag] = [
         accepts=("1",),
     ),
     *refused(
-        "shoal plan compiles for devices that are not here: there it is topology=v5p-8, two slices v5p-8@2",
+        "shoal plan compiles for devices that are not here: there it is topology=v5p-8, two slices "
+        "v5p-8@2",
         "compile_topology",
         "compile_topology_num_slices",
         accepts=("1",),
@@ -485,7 +491,8 @@ FLAGS: list[Flag] = [
     # ---- what differs, with a line each
     *idle("checkpoints are always written", "enable_checkpointing", is_quiet=False),
     *idle(
-        "that file is not read: recipe=maxtext sets MaxText's defaults, --config-name or `defaults` a preset",
+        "that file is not read: recipe=maxtext sets MaxText's defaults, --config-name or "
+        "`defaults` a preset",
         "base_config",
         is_quiet=False,
     ),
@@ -543,46 +550,52 @@ FLAGS: list[Flag] = [
     *idle(
         "the model's shape comes with its checkpoint",
         """
-        decoder_block base_* head_dim global_* local_* attention_* share_kv_projections mlp_* num_experts*
-        normalization_layer_epsilon vocab_size logits_* normalize_embedding_logits rope_* *rope_proportion mscale
-        beta_fast beta_slow max_position_embeddings original_max_position_embeddings partial_rotary_factor
-        trainable_position_size use_untrainable_positional_embedding use_iota_embed use_qk_norm* use_qk_clip
-        qk_clip_threshold q_lora_rank kv_lora_rank o_lora_rank o_groups qk_*_head_dim qk_norm_with_scale
-        v_head_dim v_norm_with_scale use_post_* sliding_window_size chunk_attn_window_size attn_logits_soft_cap
-        final_logits_soft_cap moba* indexer_* use_indexer compress* gdn_* mhc_* enable_mhc_lite use_mhc_* engram*
-        sinkhorn_iterations n_routing_groups topk_routing_group first_num_* shared_experts routed_*
-        norm_topk_prob interleave_moe_layer_step nope_layer_interval temperature_tuning inhomogeneous_layer_*
-        hidden_size_per_layer_input vocab_size_per_layer_input num_kv_shared_layers use_double_wide_mlp fused_qkv
-        fused_mlp mla_* use_mrope mrope_section mtp_* dense_init_scale causal_block_size override_model_config
-        position_id_per_seconds use_sequential_layers
+        decoder_block base_* head_dim global_* local_* attention_* share_kv_projections mlp_*
+        num_experts* normalization_layer_epsilon vocab_size logits_* normalize_embedding_logits
+        rope_* *rope_proportion mscale beta_fast beta_slow max_position_embeddings
+        original_max_position_embeddings partial_rotary_factor trainable_position_size
+        use_untrainable_positional_embedding use_iota_embed use_qk_norm* use_qk_clip
+        qk_clip_threshold q_lora_rank kv_lora_rank o_lora_rank o_groups qk_*_head_dim
+        qk_norm_with_scale v_head_dim v_norm_with_scale use_post_* sliding_window_size
+        chunk_attn_window_size attn_logits_soft_cap final_logits_soft_cap moba* indexer_*
+        use_indexer compress* gdn_* mhc_* enable_mhc_lite use_mhc_* engram* sinkhorn_iterations
+        n_routing_groups topk_routing_group first_num_* shared_experts routed_* norm_topk_prob
+        interleave_moe_layer_step nope_layer_interval temperature_tuning inhomogeneous_layer_*
+        hidden_size_per_layer_input vocab_size_per_layer_input num_kv_shared_layers
+        use_double_wide_mlp fused_qkv fused_mlp mla_* use_mrope mrope_section mtp_* dense_init_scale
+        causal_block_size override_model_config position_id_per_seconds use_sequential_layers
         """,
     ),
     *idle(
         "text only",
         """
-        use_multimodal use_audio* use_audio_in_video freeze_*_encoder_params *_for_vit *_for_audio *_placeholder
-        image_path video_* audio_path dtype_mm max_num_images_per_example vision_output_length *_image_column
+        use_multimodal use_audio* use_audio_in_video freeze_*_encoder_params *_for_vit *_for_audio
+        *_placeholder image_path video_* audio_path dtype_mm max_num_images_per_example
+        vision_output_length *_image_column
         """,
     ),
     *idle(
         "kernels, compilation and layout are chosen here, and change no number beyond rounding",
         """
-        attention sa_* local_sa_* use_tokamax_* use_jax_splash use_splash_scheduler local_use_splash_scheduler
-        use_ragged_* ragged_* w?_tile_* megablox sparse_matmul capacity_factor use_gmm_v2 merge_gating_gmm
-        use_custom_sort_vjp use_random_routing use_ring_of_experts num_moe_* moe_* use_gather_mosaic_kernel
-        use_batch_split_schedule batch_split_factor matmul_precision activations_in_float32 float32_*
-        cast_logits_to_fp32 cost_estimate_* dq_reduction_steps use_max_logit_estimate force_* fused_*
-        context context_* decoder_layer_input *_proj mlpw* query_wa_proj kv_wa_proj attention_out *_offload*
-        param_scan_axis scan_* num_layers_per_pipeline_stage num_pipeline_* pipeline_* set_remat_policy_* te_*
-        shard_* shardy sharding_tolerance logical_axis_rules* mesh_axes data_sharding input_data_sharding_*
-        custom_mesh* allow_split_physical_axes optimize_mesh_for_* remove_size_one_* subslice_shape
-        ulysses_* override_logical_axis_rules num_slices dense_fsdp_* use_2d_fsdp_sharding check_vma
-        num_vocab_tiling vocab_tiling_* enable_nnx pure_nnx* use_sliced_mla_proj compile* internal_compile*
-        jax_* constant_bound_config quantization_local_* replicate_quant_scale kv_quant_* *_quantization_*
+        attention sa_* local_sa_* use_tokamax_* use_jax_splash use_splash_scheduler
+        local_use_splash_scheduler use_ragged_* ragged_* w?_tile_* megablox sparse_matmul
+        capacity_factor use_gmm_v2 merge_gating_gmm use_custom_sort_vjp use_random_routing
+        use_ring_of_experts num_moe_* moe_* use_gather_mosaic_kernel use_batch_split_schedule
+        batch_split_factor matmul_precision activations_in_float32 float32_* cast_logits_to_fp32
+        cost_estimate_* dq_reduction_steps use_max_logit_estimate force_* fused_* context context_*
+        decoder_layer_input *_proj mlpw* query_wa_proj kv_wa_proj attention_out *_offload*
+        param_scan_axis scan_* num_layers_per_pipeline_stage num_pipeline_* pipeline_*
+        set_remat_policy_* te_* shard_* shardy sharding_tolerance logical_axis_rules* mesh_axes
+        data_sharding input_data_sharding_* custom_mesh* allow_split_physical_axes
+        optimize_mesh_for_* remove_size_one_* subslice_shape ulysses_* override_logical_axis_rules
+        num_slices dense_fsdp_* use_2d_fsdp_sharding check_vma num_vocab_tiling vocab_tiling_*
+        enable_nnx pure_nnx* use_sliced_mla_proj compile* internal_compile* jax_*
+        constant_bound_config quantization_local_* replicate_quant_scale kv_quant_* *_quantization_*
         save_quantized_*
-        use_manual_quantization weight_sparsity_* experimental_sa_* ring_scan_unroll global_parameter_scale
-        prefill_* ar_cache_axis_order compute_axis_order reshape_q use_chunked_prefill enable_prefix_caching
-        prefix_caching_* stack_prefill_result_cache enable_padding_causal_mask record_internal_nn_metrics
+        use_manual_quantization weight_sparsity_* experimental_sa_* ring_scan_unroll
+        global_parameter_scale prefill_* ar_cache_axis_order compute_axis_order reshape_q
+        use_chunked_prefill enable_prefix_caching prefix_caching_* stack_prefill_result_cache
+        enable_padding_causal_mask record_internal_nn_metrics
         """,
     ),
     *derived(rules.sampler_memory, flags.MEMORY_KEYS, flags.MEMORY, "hbm_utilization_vllm"),
@@ -591,49 +604,54 @@ FLAGS: list[Flag] = [
         """
         kv_cache_buffer swap_space_vllm_gb vllm_* enable_dp_attention max_num_batched_tokens
         max_num_seqs async_scheduling rollout_data_parallelism rollout_subslice_shape
-        rollout_enable_single_controller rollout_micro_batch_size train_micro_batch_size micro_batch_size
-        num_trainer_slices num_samplers_slices chips_per_vm rl.max_concurrency rl.reshard_chunk_size
-        inference_* multi_sampling return_log_prob enable_model_warmup enable_llm_inference_pool
-        autoregressive_decode_assert load_from_prefill_dir model_call_mode generate_slice
+        rollout_enable_single_controller rollout_micro_batch_size train_micro_batch_size
+        micro_batch_size num_trainer_slices num_samplers_slices chips_per_vm rl.max_concurrency
+        rl.reshard_chunk_size inference_* multi_sampling return_log_prob enable_model_warmup
+        enable_llm_inference_pool autoregressive_decode_assert load_from_prefill_dir model_call_mode
+        generate_slice
         """,
     ),
     *idle(
         "data come from task.*: hub id, jsonl or parquet",
         """
-        dataset_type dataset_path hf_data_dir hf_eval_files grain_* olmo_* colocated_python_* train_data_columns
-        tokenizer_type tokenize_* add_bos add_eos use_truncation max_corpus_chars packing default_prompt prompt
-        generate_padding_* max_segments_per_seq expansion_factor_real_data
+        dataset_type dataset_path hf_data_dir hf_eval_files grain_* olmo_* colocated_python_*
+        train_data_columns tokenizer_type tokenize_* add_bos add_eos use_truncation max_corpus_chars
+        packing default_prompt prompt generate_padding_* max_segments_per_seq
+        expansion_factor_real_data
         sft_* enable_rampup_* per_device_batch_size_* global_rampup_samples
         """,
     ),
     *idle(
         "checkpoints are written as checkpoint.* says",
         """
-        async_checkpointing save_checkpoint_on_* enable_continuous_checkpointing checkpoint_storage_*
-        checkpoint_storage_use_ocdbt checkpoint_storage_use_zarr3 checkpoint_storage_concurrent_gb
-        checkpoint_storage_target_data_file_size_bytes
-        checkpoint_todelete_* checkpoint_conversion_fn convert_checkpoint_if_possible source_checkpoint_layout
-        enable_single_replica_* enable_orbax_v1 enable_emergency_checkpoint enable_multi_tier_* multi_tier_* mtc_*
-        local_checkpoint_* enable_autocheckpoint enable_checkpoint_* save_config_to_gcs
+        async_checkpointing save_checkpoint_on_* enable_continuous_checkpointing
+        checkpoint_storage_* checkpoint_storage_use_ocdbt checkpoint_storage_use_zarr3
+        checkpoint_storage_concurrent_gb checkpoint_storage_target_data_file_size_bytes
+        checkpoint_todelete_* checkpoint_conversion_fn convert_checkpoint_if_possible
+        source_checkpoint_layout enable_single_replica_* enable_orbax_v1 enable_emergency_checkpoint
+        enable_multi_tier_* multi_tier_* mtc_* local_checkpoint_* enable_autocheckpoint
+        enable_checkpoint_* save_config_to_gcs
         """,
     ),
     *idle(
         "logs, profiles and monitoring are report.*",
         """
-        log_period log_config debug debug.* debug_* gcs_* metrics_file enable_tunix_perf_metrics wandb_run_name
-        use_vertex_* vertex_* enable_goodput_* monitor_* goodput_* enable_pathways_goodput step_deviation_* enable_gcp_*
-        enable_goodput_recording monitor_goodput goodput_upload_interval_seconds enable_gcp_goodput_metrics
+        log_period log_config debug debug.* debug_* gcs_* metrics_file enable_tunix_perf_metrics
+        wandb_run_name use_vertex_* vertex_* enable_goodput_* monitor_* goodput_*
+        enable_pathways_goodput step_deviation_* enable_gcp_* enable_goodput_recording
+        monitor_goodput goodput_upload_interval_seconds enable_gcp_goodput_metrics
         monitor_step_time_deviation
-        report_* heartbeat_* profile_* skip_first_n_steps_for_profiler profiler_steps hide_profiler_* upload_all_*
-        enable_tpu_* tpu_* managed_* dump_* xprof_* enable_jax_profiler jax_profiler_port prometheus_port
-        max_checkify write_estimator_result block_for_accurate_timing max_inflight_computations
+        report_* heartbeat_* profile_* skip_first_n_steps_for_profiler profiler_steps
+        hide_profiler_* upload_all_* enable_tpu_* tpu_* managed_* dump_* xprof_* enable_jax_profiler
+        jax_profiler_port prometheus_port max_checkify write_estimator_result
+        block_for_accurate_timing max_inflight_computations
         """,
     ),
     *idle(
         "it belongs to another trainer of MaxText",
         """
-        distill_* diloco_* dcn_bandwidth_* enable_streaming_diloco num_diloco_fragments num_communication_*
-        communication_* elastic_* block_diffusion_* muon_* skip_step_* wsd_*
+        distill_* diloco_* dcn_bandwidth_* enable_streaming_diloco num_diloco_fragments
+        num_communication_* communication_* elastic_* block_diffusion_* muon_* skip_step_* wsd_*
         enable_dropout init_weights_seed abort_on_* math_verify_*
         """,
     ),

@@ -1,7 +1,7 @@
 """What flags become that need the final values of other keys: the one list of such rules.
 
-Each is called once, after presets, file and command line are merged, with the flags of its group that were given and a
-way to ask for any key. It returns values by key and a sentence for the start.
+Each is called once, after presets, file and command line are merged, with the flags of its group
+that were given and a way to ask for any key. It returns values by key and a sentence for the start.
 """
 
 from __future__ import annotations
@@ -46,8 +46,9 @@ def lengths(given: Given, get: Get) -> tuple[Values, str]:
 
 
 def devices(given: Given, get: Get) -> tuple[Values, str]:
-    """MaxText: shares of the devices, the trainer's the first, the sampler's the last, and so many samplers of so many
-    devices each. Both shares 1.0 are the same devices; if fsdp is fixed, the trainer's number follows from it."""
+    """MaxText: shares of the devices, the trainer's the first, the sampler's the last, and so many
+    samplers of so many devices each. Both shares 1.0 are the same devices; if fsdp is fixed, the
+    trainer's number follows from it."""
     shares = {
         name.lower(): to_float(name, text)
         for name, text in given.items()
@@ -61,7 +62,8 @@ def devices(given: Given, get: Get) -> tuple[Values, str]:
     if len(shares) == 2 and sum(shares.values()) > 1 and set(shares.values()) != {1.0}:
         shown = " and ".join(f"{name}={exact(share)}" for name, share in shares.items())
         raise ShoalError(
-            f"{shown} are more than all devices: expected 1.0 for both (the same devices), or a sum of at "
+            f"{shown} are more than all devices: expected 1.0 for both (the same devices), or a "
+            f"sum of at "
             "most 1"
         )
     values = {f"mesh.{name.partition('_')[0]}": str(share) for name, share in shares.items()}
@@ -85,7 +87,8 @@ def devices(given: Given, get: Get) -> tuple[Values, str]:
 
 
 def pathways(given: Given, get: Get) -> tuple[Values, str]:
-    """MaxText: with Pathways a sampler has four devices of its own by default; here roles share all devices."""
+    """MaxText: with Pathways a sampler has four devices of its own by default; here roles share all
+    devices."""
     *_, (name, text) = given.items()
     shares = to_bool(name, text) and not (get("mesh.trainer") or get("mesh.sampler"))
     return (
@@ -102,8 +105,9 @@ AXES = ("data", "fsdp", "context", "tensor")
 
 
 def sampler_tensor(given: Given, get: Get) -> tuple[Values, str]:
-    """MaxText, TRL, verl: devices that share a sampler; -1 and 1 leave it open. Scripts name it for a machine of eight:
-    it is dropped where the keys count the sampler's devices and it does not divide them, as on a mesh of one."""
+    """MaxText, TRL, verl: devices that share a sampler; -1 and 1 leave it open. Scripts name it for
+    a machine of eight: it is dropped where the keys count the sampler's devices and it does not
+    divide them, as on a mesh of one."""
     *_, (name, text) = given.items()
     if text in (
         "-1",
@@ -119,21 +123,24 @@ def sampler_tensor(given: Given, get: Get) -> tuple[Values, str]:
     if devices and devices % size:
         return (
             {},
-            f"it does not divide the sampler's {count(devices, 'device')}; mesh.fsdp=-1 takes all devices",
+            f"it does not divide the sampler's {count(devices, 'device')}; mesh.fsdp=-1 takes all "
+            f"devices",
         )
     return {"mesh.sampler_tensor": str(size)}, f"each sampler over {count(size, 'device')}"
 
 
 def sampler_memory(given: Given, get: Get) -> tuple[Values, str]:
-    """TRL, verl, MaxText: the share of a GPU that vLLM takes. It is the share of our own sampler where that has devices
-    of its own: on devices that it shares, weights and optimizer of the trainer count in ours and not in theirs."""
+    """TRL, verl, MaxText: the share of a GPU that vLLM takes. It is the share of our own sampler
+    where that has devices of its own: on devices that it shares, weights and optimizer of the
+    trainer count in ours and not in theirs."""
     if not get("mesh.sampler") and get("sampler.kind") != "vllm":
         return {}, MEMORY
     return torchrl_memory(given, get)
 
 
 def torchrl_memory(given: Given, get: Get) -> tuple[Values, str]:
-    """TorchRL: the share of a device that vLLM takes; its recipe gives the sampler devices of its own."""
+    """TorchRL: the share of a device that vLLM takes; its recipe gives the sampler devices of its
+    own."""
     *_, (name, text) = given.items()
     is_served = get("sampler.kind") == "vllm"
     if text.lower() in NOTHING or (is_served and not get("vllm.python")):
@@ -161,8 +168,9 @@ def _counted(text: str) -> int | None:
 
 
 def turns_per_batch(given: Given, get: Get) -> tuple[Values, str]:
-    """TorchRL: a dialog turn is one completion: so many a step, of whole groups. Without dialog_turns_per_batch a step
-    has repeats completions of each of num_envs environments; with it, num_envs says how many are sampled at once."""
+    """TorchRL: a dialog turn is one completion: so many a step, of whole groups. Without
+    dialog_turns_per_batch a step has repeats completions of each of num_envs environments; with it,
+    num_envs says how many are sampled at once."""
     name = "train.dialog_turns_per_batch"
     if name not in given:
         return {
@@ -182,9 +190,9 @@ def turns_per_batch(given: Given, get: Get) -> tuple[Values, str]:
 
 
 def _slots(at_once: int, step: int, group: int, get: Get) -> tuple[int, str]:
-    """The slots of each device of the sampler that sample so many completions at once, and a sentence on them. Where
-    the keys leave the number of devices open, each has them all. The completions of a prompt, and those of pass@k, are
-    sampled together."""
+    """The slots of each device of the sampler that sample so many completions at once, and a
+    sentence on them. Where the keys leave the number of devices open, each has them all. The
+    completions of a prompt, and those of pass@k, are sampled together."""
     if at_once >= step:
         return 0, "all at once"
     own = get("mesh.sampler")
@@ -201,7 +209,8 @@ def turns(given: Given, get: Get) -> tuple[Values, str]:
     *_, (name, text) = given.items()
     if get("batch.prompts_per_device"):
         raise ShoalError(
-            f"{name}={text} needs env.num_envs (batch.prompts_per_step): the number of devices that "
+            f"{name}={text} needs env.num_envs (batch.prompts_per_step): the number of devices "
+            f"that "
             "batch.prompts_per_device is for is known only later; or give steps"
         )
     total, step = to_int(name, text), get("batch.prompts_per_step") * get("batch.group_size")
@@ -213,14 +222,15 @@ def _micro(completions: int, get: Get) -> tuple[Values, str]:
     tokens = get("sampling.max_prompt_tokens") + get("sampling.max_completion_tokens")
     return (
         {"batch.micro_tokens": str(completions * tokens)},
-        f"{count(completions, 'completion')} of {tokens} tokens at once on a device: batch.micro_tokens decides "
+        f"{count(completions, 'completion')} of {tokens} tokens at once on a device: "
+        f"batch.micro_tokens decides "
         "memory, never the result",
     )
 
 
 def micro_batch(given: Given, get: Get) -> tuple[Values, str]:
-    """TorchRL: completions of an update, and the parts that it is computed in. An update has whole groups here, so that
-    a step has at most as many updates as prompts."""
+    """TorchRL: completions of an update, and the parts that it is computed in. An update has whole
+    groups here, so that a step has at most as many updates as prompts."""
     named, prompts = last_part(given), get("batch.prompts_per_step")
     parts = to_int(
         "train.gradient_accumulation_steps", named.get("gradient_accumulation_steps", "1")
@@ -244,8 +254,8 @@ def micro_batch_per_gpu(given: Given, get: Get) -> tuple[Values, str]:
 
 
 def mini_batches(given: Given, get: Get) -> tuple[Values, str]:
-    """verl: prompts of an update; a step of fewer is one update. In fully_async_policy a step is require_batches
-    updates."""
+    """verl: prompts of an update; a step of fewer is one update. In fully_async_policy a step is
+    require_batches updates."""
     named = last_part(given)
     if "ppo_mini_batch_size" not in named:
         raise ShoalError(
@@ -271,8 +281,8 @@ def mini_batches(given: Given, get: Get) -> tuple[Values, str]:
 
 
 def verl_staleness(given: Given, get: Get) -> tuple[Values, str]:
-    """verl's fully_async_policy: the share of the steps between two weight updates that is sampled before the first of
-    them, and whether completions go on through it."""
+    """verl's fully_async_policy: the share of the steps between two weight updates that is sampled
+    before the first of them, and whether completions go on through it."""
     name, partial = "async_training.staleness_threshold", "async_training.partial_rollout"
     interval, values, reasons = get("train.weight_sync_interval"), {}, []
     if name in given:
@@ -303,7 +313,8 @@ VERL_COUNTS = {
 
 
 def verl_counts(given: Given, get: Get) -> tuple[Values, str]:
-    """verl counts weight updates of the sampler, between which there may be several steps; -1 is our 0."""
+    """verl counts weight updates of the sampler, between which there may be several steps; -1 is
+    our 0."""
     each = get("train.weight_sync_interval")
     values = {
         VERL_COUNTS[name]: str(max(0, to_int(name, text, -1)) * each)
@@ -325,9 +336,10 @@ def rollout_steps(given: Given, get: Get) -> tuple[Values, str]:
 
 
 def trl_batch(given: Given, get: Get) -> tuple[Values, str]:
-    """TRL: a step samples per_device_train_batch_size (8) x steps_per_generation completions on each device, and makes
-    steps_per_generation / gradient_accumulation_steps updates of them. generation_batch_size is the number of
-    completions on all devices, in place of steps_per_generation."""
+    """TRL: a step samples per_device_train_batch_size (8) x steps_per_generation completions on
+    each device, and makes steps_per_generation / gradient_accumulation_steps updates of them.
+    generation_batch_size is the number of completions on all devices, in place of
+    steps_per_generation."""
     given = {name: text for name, text in given.items() if text.lower() not in NOTHING}
     size = to_int("per_device_train_batch_size", given.get("per_device_train_batch_size", "8"))
     parts = to_int("gradient_accumulation_steps", given.get("gradient_accumulation_steps", "1"))
@@ -337,7 +349,8 @@ def trl_batch(given: Given, get: Get) -> tuple[Values, str]:
         batches = _batches_of(whole, size, given, get)
     if batches % parts:
         raise ShoalError(
-            f"steps_per_generation={batches}: expected a multiple of gradient_accumulation_steps={parts}, "
+            f"steps_per_generation={batches}: expected a multiple of "
+            f"gradient_accumulation_steps={parts}, "
             "so that a step ends with an update"
         )
     group, total, updates = get("batch.group_size"), whole or size * batches, batches // parts
@@ -367,13 +380,15 @@ def _batches_of(whole: int, size: int, given: Given, get: Get) -> int:
     """The steps_per_generation that generation_batch_size stands for."""
     if "steps_per_generation" in given:
         raise ShoalError(
-            f"generation_batch_size={whole} and steps_per_generation={given['steps_per_generation']} say "
+            f"generation_batch_size={whole} and "
+            f"steps_per_generation={given['steps_per_generation']} say "
             "the same: give one of them"
         )
     devices = _trainer_devices(get)
     if not devices:
         raise ShoalError(
-            f"generation_batch_size={whole} is divided by the number of devices, which mesh.fsdp=-1 "
+            f"generation_batch_size={whole} is divided by the number of devices, which "
+            f"mesh.fsdp=-1 "
             "leaves open: set mesh.fsdp, or give steps_per_generation"
         )
     if whole % (size * devices):
@@ -385,7 +400,8 @@ def _batches_of(whole: int, size: int, given: Given, get: Get) -> int:
 
 
 def trl_updates(given: Given, get: Get) -> tuple[Values, str]:
-    """TRL: a run is so many updates, of which a step here may make several; -1 leaves its length to the epochs."""
+    """TRL: a run is so many updates, of which a step here may make several; -1 leaves its length to
+    the epochs."""
     [(name, text)] = given.items()
     if to_int(name, text, -1) == -1:
         return {}, "num_train_epochs says how long the run is"
@@ -396,7 +412,8 @@ TRL_COUNTS = {"save_steps": "checkpoint.every", "eval_steps": "train.evaluate_ev
 
 
 def trl_counts(given: Given, get: Get) -> tuple[Values, str]:
-    """TRL: updates between checkpoints and between evaluations; below 1 a share of all updates, rounded up."""
+    """TRL: updates between checkpoints and between evaluations; below 1 a share of all updates,
+    rounded up."""
     updates = _updates(get)
     values = {}
     for name, text in given.items():
@@ -426,8 +443,8 @@ def _counted_in_updates(get: Get) -> str:
 
 
 def trl_staleness(given: Given, get: Get) -> tuple[Values, str]:
-    """TRL's AsyncGRPOConfig: the age of samples, in weight updates of the sampler, each after weight_sync_steps
-    updates of the trainer."""
+    """TRL's AsyncGRPOConfig: the age of samples, in weight updates of the sampler, each after
+    weight_sync_steps updates of the trainer."""
     each = get("algorithm.num_minibatches") * get("algorithm.num_epochs")
     steps = -(-to_int("weight_sync_steps", given["weight_sync_steps"]) // each)
     values, reasons = (
@@ -442,9 +459,9 @@ def trl_staleness(given: Given, get: Get) -> tuple[Values, str]:
 
 
 def epochs(given: Given, get: Get) -> tuple[Values, str]:
-    """verl, TRL: a run is so many passes over the training rows, without those that it holds out. As there, the steps
-    of an epoch are rounded up in supervised fine-tuning, and down in reinforcement learning. Rows are counted only
-    where their files are."""
+    """verl, TRL: a run is so many passes over the training rows, without those that it holds out.
+    As there, the steps of an epoch are rounded up in supervised fine-tuning, and down in
+    reinforcement learning. Rows are counted only where their files are."""
     *_, (name, text) = given.items()
     epochs, path, prompts = (
         to_float(name, text),
@@ -458,7 +475,8 @@ def epochs(given: Given, get: Get) -> tuple[Values, str]:
         steps_of_epoch = f"(rows / {a_step}, rounded up)" if rounds_up else f"rows // {a_step}"
         return (
             {},
-            "a run's length is in steps, and those of an epoch are known only when the data is read; set "
+            "a run's length is in steps, and those of an epoch are known only when the data is "
+            "read; set "
             f"steps to {exact(epochs)} x {steps_of_epoch}",
         )
     task = TaskSection(**{one.name: get(f"task.{one.name}") for one in fields(TaskSection)})
@@ -473,8 +491,10 @@ def epochs(given: Given, get: Get) -> tuple[Values, str]:
     if each and not devices:
         one, four, eight = (steps_of(each * number) for number in (1, 4, 8))
         raise ShoalError(
-            f"{name}={text} needs the number of devices, which mesh.fsdp=-1 leaves open: set mesh.fsdp to "
-            f"it, or give steps in its place, {one} on 1 device, {four} on 4, {eight} on 8 ({said}, "
+            f"{name}={text} needs the number of devices, which mesh.fsdp=-1 leaves open: set "
+            f"mesh.fsdp to "
+            f"it, or give steps in its place, {one} on 1 device, {four} on 4, {eight} on 8 "
+            f"({said}, "
             f"{count(each, 'prompt')} a device)"
         )
     prompts = each * (devices or 1) or prompts
@@ -484,7 +504,10 @@ def epochs(given: Given, get: Get) -> tuple[Values, str]:
         said += f" ({each} a device x {devices})"
     wanted, trained = round(epochs * rows), steps * prompts
     if trained < wanted:
-        said += f"; {trained:,} of {wanted:,} rows, as an epoch's last rows that fill no step are not counted"
+        said += (
+            f"; {trained:,} of {wanted:,} rows, as an epoch's last rows that fill no step are not "
+            f"counted"
+        )
     elif trained > wanted:
         said += f"; {trained:,} rows, the last {trained - wanted:,} of a further epoch"
     return {"steps": str(steps)}, said
@@ -506,7 +529,8 @@ TRL_SCHEDULES = {
 
 
 def trl_schedule(given: Given, get: Get) -> tuple[Values, str]:
-    """TRL: warm-up is a number of updates, or below 1 a share of them, rounded up; `constant` has none."""
+    """TRL: warm-up is a number of updates, or below 1 a share of them, rounded up; `constant` has
+    none."""
     given = {name: text for name, text in given.items() if text.lower() not in NOTHING}
     values = {}
     kind = given.get("lr_scheduler_type", "")
@@ -530,8 +554,8 @@ def trl_schedule(given: Given, get: Get) -> tuple[Values, str]:
 
 
 def verl_warmup(given: Given, get: Get) -> tuple[Values, str]:
-    """verl: warm-up is a number of training steps, or a share of them, rounded down. All updates of a step have one
-    rate there."""
+    """verl: warm-up is a number of training steps, or a share of them, rounded down. All updates of
+    a step have one rate there."""
     named, each = last_part(given), _updates_of_a_step(get)
     steps = to_int("lr_warmup_steps", named.get("lr_warmup_steps", "-1"), -1)
     if steps <= 0:
@@ -555,21 +579,22 @@ def warmup(given: Given, get: Get) -> tuple[Values, str]:
 
 
 def schedule_length(given: Given, get: Get) -> tuple[Values, str]:
-    """MaxText, Tunix: updates in which the learning rate warms up and falls; after them it is 0 there. Here these are
-    the updates of the run."""
+    """MaxText, Tunix: updates in which the learning rate warms up and falls; after them it is 0
+    there. Here these are the updates of the run."""
     *_, (name, text) = given.items()
     length, updates = to_int(name, text, -1), _updates(get)
     if length > 0 and length != updates and get("optimizer.schedule") != "constant":
         raise ShoalError(
-            f"{name}={text}: expected {updates}, the updates of this run: the learning rate falls over "
+            f"{name}={text}: expected {updates}, the updates of this run: the learning rate falls "
+            f"over "
             f"the whole run here; leave {name} out"
         )
     return {}, f"the learning rate falls over all {updates} updates"
 
 
 def train_rl(given: Given, get: Get) -> tuple[Values, str]:
-    """MaxText's train_rl: batches of an epoch, the share of them that is trained on, epochs; where that share is all,
-    none are left to evaluate on between steps."""
+    """MaxText's train_rl: batches of an epoch, the share of them that is trained on, epochs; where
+    that share is all, none are left to evaluate on between steps."""
     share = to_float("train_fraction", given.get("train_fraction", "1.0"))
     values, reasons = {}, []
     if "num_batches" in given:
@@ -610,8 +635,8 @@ def reward_model(given: Given, get: Get) -> tuple[Values, str]:
 
 
 def trl_delta(given: Given, get: Get) -> tuple[Values, str]:
-    """TRL: an upper bound of the ratio. Below 1 + epsilon_high it would cut positive advantages too, which the dual
-    clip here does not."""
+    """TRL: an upper bound of the ratio. Below 1 + epsilon_high it would cut positive advantages
+    too, which the dual clip here does not."""
     text, high = given["delta"], get("algorithm.clip_high")
     if text.lower() in NOTHING or get("algorithm.loss") in (
         "cispo",
@@ -621,7 +646,8 @@ def trl_delta(given: Given, get: Get) -> tuple[Values, str]:
     bound = to_float("delta", text)
     if bound < 1 + high - 1e-9:
         raise ShoalError(
-            f"delta={text}: expected {exact(1 + high)} (1 + epsilon_high) or more; below it TRL cuts "
+            f"delta={text}: expected {exact(1 + high)} (1 + epsilon_high) or more; below it TRL "
+            f"cuts "
             "positive advantages too, which algorithm.clip_dual does not"
         )
     return {"algorithm.clip_dual": text}, ""
@@ -665,4 +691,5 @@ RULES = (
     schedule_length,
     reward_model,
 )
-"""Every rule, in the order in which they are applied: each after those that set the keys which it asks for."""
+"""Every rule, in the order in which they are applied: each after those that set the keys which it
+asks for."""

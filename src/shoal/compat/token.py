@@ -1,4 +1,5 @@
-"""The token of the Hugging Face hub, given as a flag: into the environment of this process and nowhere else."""
+"""The token of the Hugging Face hub, given as a flag: into the environment of this process and
+nowhere else."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ def redact_token(words: Sequence[str]) -> list[str]:
         if name.lstrip("-+").replace("-", "_") == TOKEN:
             if not equals:
                 raise ShoalError(
-                    f"{TOKEN}: expected a value: write {TOKEN}=VALUE, or set HF_TOKEN in the environment"
+                    f"{TOKEN}: expected a value: write {TOKEN}=VALUE, or set HF_TOKEN in the "
+                    f"environment"
                 )
             take_token(text)
             word = f"{TOKEN}="

@@ -100,7 +100,8 @@ FLAGS: list[Flag] = [
         rules.turns_per_batch,
         "batch.prompts_per_step sampling.slots_per_device",
         "prompts of a step, each with "
-        "env.repeats completions; with train.dialog_turns_per_batch completions that are sampled at once",
+        "env.repeats completions; with train.dialog_turns_per_batch completions that are sampled "
+        "at once",
         "env.num_envs",
         is_quiet=False,
     ),

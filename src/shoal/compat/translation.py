@@ -1,7 +1,8 @@
 """The flags among what a user gave, as settings of our keys.
 
-entries of every layer  ->  the highest of each flag  ->  settings at its place          from what was given alone
-                                                          rules with claims at its place  once all layers are merged
+entries of every layer  ->  the highest of each flag
+    ->  settings at its place           from what was given alone
+        rules with claims at its place  once all layers are merged
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ SYSTEMS: Mapping[str, Sequence[Flag]] = {
     "TorchRL": torchrl.FLAGS,
     "Tunix": maxtext.TUNIX_FLAGS,
 }
-"""Of a name that several systems have, the first row counts, unless a layer's other names are another system's."""
+"""Of a name that several systems have, the first row counts, unless a layer's other names are
+another system's."""
 
 _EXACT = {
     system: {flag.name: flag for flag in flags if not flag.is_pattern}
@@ -59,7 +61,8 @@ _PATTERNS = {
 
 @dataclass(frozen=True, eq=False)
 class FlagUse:
-    """One use of a flag: its row in the table, its system, its entry, and the layer and index of that."""
+    """One use of a flag: its row in the table, its system, its entry, and the layer and index of
+    that."""
 
     flag: Flag
     system: str
@@ -77,7 +80,8 @@ class FlagUse:
         return f"{self.entry.origin}: " if ":" in self.entry.origin else ""
 
     def setting(self, key: str, value: Any, flags: FlagEffect) -> Setting:
-        """The setting of a key at the flag's place; a value that yields lies beneath its layer, or all layers."""
+        """The setting of a key at the flag's place; a value that yields lies beneath its layer, or
+        all layers."""
         place: Place = (self.layer, 1, self.index)
         if isinstance(value, Yielding):
             place, value = (-1 if value.to_all else self.layer, 0, self.index), value.value
@@ -108,7 +112,8 @@ class FlagEffect:
 
 
 ENOUGH = 3
-"""Flags of one system in a file, or on the command line, from which its patterns of names count there."""
+"""Flags of one system in a file, or on the command line, from which its patterns of names count
+there."""
 
 
 def find_flag(
@@ -138,8 +143,8 @@ def find_flag(
 
 
 def _rows_above(order: Sequence[str], name: str) -> list[tuple[str, Flag]]:
-    """Rows of a mapping in which the name lies, as `accelerator_config.split_batches` in one without effect. Where the
-    mapping is refused, so is all that it sets."""
+    """Rows of a mapping in which the name lies, as `accelerator_config.split_batches` in one
+    without effect. Where the mapping is refused, so is all that it sets."""
     rows = []
     head = name.rpartition(".")[0]
     while head:
@@ -318,8 +323,9 @@ class FlagSettings:
         self._add(made, [(one, key, value) for key, value in values.items()])
 
     def add_group(self, read: Group, members: Sequence[FlagUse]) -> None:
-        """Flags that are read together. What lies between a file's flag and a higher one of the group, as a recipe on
-        the command line, may replace it: it then counts beneath that alone."""
+        """Flags that are read together. What lies between a file's flag and a higher one of the
+        group, as a recipe on the command line, may replace it: it then counts beneath that
+        alone."""
         top = max(one.layer for one in members)
         counting = [
             one
@@ -358,7 +364,8 @@ class FlagSettings:
             self.translation.rules.append(Rule(made.claims, partial(made.apply, derive)))
 
     def _set_in(self, one: FlagUse) -> set[int]:
-        """The layers in which a flag's first key is set by its own name, or by a flag that stands for itself."""
+        """The layers in which a flag's first key is set by its own name, or by a flag that stands
+        for itself."""
         names, first = names_of(self.config_type), one.flag.keys[0]
         own = {
             number
@@ -399,8 +406,9 @@ class FlagSettings:
             self.translation.settings += made
 
     def _is_wide(self, one: FlagUse, key: str) -> bool:
-        """True if another system's flag in the layer names this key and only some of the flag's others: the narrower
-        one stands, whatever the order. Flags of one system say by themselves which of them stands."""
+        """True if another system's flag in the layer names this key and only some of the flag's
+        others: the narrower one stands, whatever the order. Flags of one system say by themselves
+        which of them stands."""
         return any(
             other.layer == one.layer
             and other.system != one.system
@@ -413,8 +421,8 @@ class FlagSettings:
     def lines(
         self, settings: Sequence[Setting], top: Mapping[str, Setting], values: Mapping[str, Any]
     ) -> list[tuple[str, bool]]:
-        """A line for each flag of the user's that is in effect, and whether it is a note of its own; the flags of a
-        file that change nothing share one line."""
+        """A line for each flag of the user's that is in effect, and whether it is a note of its
+        own; the flags of a file that change nothing share one line."""
         found, idle = [], dict[int, list[str]]()
         for effect in sorted(self.effects, key=lambda one: one.place):
             layer = self.layers[effect.place[0]]
@@ -476,7 +484,8 @@ def _read_without(read: Group, members: Sequence[FlagUse], one: FlagUse) -> Valu
 
 
 def _owner(members: Sequence[FlagUse], key: str) -> FlagUse:
-    """The flag at whose place a key stands: the highest that names it, in one layer the one that names fewest keys."""
+    """The flag at whose place a key stands: the highest that names it, in one layer the one that
+    names fewest keys."""
     naming = (
         [one for one in members if key in one.flag.keys]
         or [one for one in members if key in one.flag.lowest]
@@ -488,7 +497,8 @@ def _owner(members: Sequence[FlagUse], key: str) -> FlagUse:
 def _is_said(
     one: Setting, settings: Sequence[Setting], values: Mapping[str, Any], config_type: type
 ) -> bool:
-    """False for a value that came with another key's flag and is as it was in the layers beneath."""
+    """False for a value that came with another key's flag and is as it was in the layers
+    beneath."""
     below = [other.value for other in settings if other.key == one.key and other.place < one.place]
     before = below[-1] if below else keys_of(config_type)[one.key].default
     return one.place[1] == 1 or before != values[one.key]
@@ -497,8 +507,8 @@ def _is_said(
 def _recipe_notes(
     config_type: type, layers: Sequence[Layer], given: Sequence[FlagUse]
 ) -> list[str]:
-    """A line on the recipe of a system, where names that it alone has stand without the recipe or a preset, and where
-    a file of the user's is another system's."""
+    """A line on the recipe of a system, where names that it alone has stand without the recipe or a
+    preset, and where a file of the user's is another system's."""
     entries = [entry for layer in layers for entry in layer.entries]
     recipe = next(
         (str(entry.value) for entry in entries if entry.name == "recipe" and entry.value), ""
@@ -507,7 +517,8 @@ def _recipe_notes(
         likely, is_sure = likely_system(entry.name for entry in layer.entries)
         if layer.file and layer.is_users and is_sure and likely.lower() != recipe:
             return [
-                f"{layer.file} is {likely}'s, and what it does not name is as in {recipe}: recipe={likely.lower()} "
+                f"{layer.file} is {likely}'s, and what it does not name is as in {recipe}: "
+                f"recipe={likely.lower()} "
                 f"takes {likely}'s defaults"
             ]
     if (
@@ -522,15 +533,16 @@ def _recipe_notes(
         if one.flag.keys and sum(one.flag.name in rows for rows in _EXACT.values()) == 1
     )
     return [
-        f"{system}'s flags change only what they name; recipe={system.lower()} sets its other defaults too"
+        f"{system}'s flags change only what they name; recipe={system.lower()} sets its other "
+        f"defaults too"
         for system, number in own.most_common(1)
         if number > 1
     ]
 
 
 def likely_system(names: Iterable[str]) -> tuple[str, bool]:
-    """The system that has most of the names, and whether it has enough of them for its patterns to count. Among fewer
-    a recipe, as `recipe=verl`, says the system."""
+    """The system that has most of the names, and whether it has enough of them for its patterns to
+    count. Among fewer a recipe, as `recipe=verl`, says the system."""
     names = [*names]
     votes = Counter(system for name in names for system, rows in _EXACT.items() if name in rows)
     likely = max(SYSTEMS, key=lambda one: votes[one]) if votes else ""
@@ -541,8 +553,8 @@ def likely_system(names: Iterable[str]) -> tuple[str, bool]:
 
 
 def in_their_names(message: str, resolved: Resolved) -> str:
-    """The message with the flag or the file's line of each key in it; where the user typed flags of one system, also
-    with that system's names of the other keys.
+    """The message with the flag or the file's line of each key in it; where the user typed flags of
+    one system, also with that system's names of the other keys.
 
     >>> in_their_names("set batch.group_size lower", resolved)
     'set batch.group_size lower (batch.group_size: --num_generations)'
@@ -572,8 +584,9 @@ _REFERENCE = re.compile(r"(\\*)\$\{(?:([^${}]*)\})?")
 
 
 def interpolate(name: str, value: Any, get: Callable[[str], Any]) -> Any:
-    """A value with `${other.name}`, `${.sibling}`, `${oc.env:NAME,default}` and `${oc.select:name,default}` replaced;
-    `\\${` is a plain `${`. `get` raises KeyError for a name that does not exist."""
+    """A value with `${other.name}`, `${.sibling}`, `${oc.env:NAME,default}` and
+    `${oc.select:name,default}` replaced; `\\${` is a plain `${`. `get` raises KeyError for a name
+    that does not exist."""
     if isinstance(value, list):
         return [interpolate(name, item, get) for item in value]
     if not isinstance(value, str):

@@ -1,4 +1,5 @@
-"""TRL 1.16: flags of GRPOConfig and SFTConfig, of the TrainingArguments under it, and of its scripts."""
+"""TRL 1.16: flags of GRPOConfig and SFTConfig, of the TrainingArguments under it, and of its
+scripts."""
 
 from __future__ import annotations
 
@@ -39,14 +40,15 @@ _LEVELS = {"token": "", "sequence": "gspo", "sequence_token": "gspo-token"}
 
 
 def read_loss(given: Given) -> Values:
-    """loss_type says how token losses become one number, and for some which loss; importance_sampling_level whose ratio
-    is clipped."""
+    """loss_type says how token losses become one number, and for some which loss;
+    importance_sampling_level whose ratio is clipped."""
     kind, level = given.get("loss_type", ""), given.get("importance_sampling_level", "token")
     name, aggregation = chosen("loss_type", kind, _LOSS_TYPES) if kind else ("", "")
     ratio = chosen("importance_sampling_level", level, _LEVELS)
     if ratio and name not in ("grpo", ""):
         raise ShoalError(
-            f"importance_sampling_level={level} with loss_type={kind}: expected token, the loss has a "
+            f"importance_sampling_level={level} with loss_type={kind}: expected token, the loss "
+            f"has a "
             "ratio of its own"
         )
     name = ratio or name
@@ -97,14 +99,16 @@ _HEAD = "vllm_importance_sampling_"
 
 
 def read_correction(given: Given) -> Values:
-    """Truncated or masked importance weights for what sampler and trainer disagree on; a bound of None is no bound."""
+    """Truncated or masked importance weights for what sampler and trainer disagree on; a bound of
+    None is no bound."""
     if not to_bool(_HEAD + "correction", given.get(_HEAD + "correction", "true")):
         return {"algorithm.correction": "none"}
     mode = given.get(_HEAD + "mode", "sequence_mask")
     level, _, kind = mode.partition("_")
     if level not in ("token", "sequence") or kind not in ("mask", "truncate"):
         raise ShoalError(
-            f"{_HEAD}mode={mode}: expected token_truncate, token_mask, sequence_truncate or sequence_mask"
+            f"{_HEAD}mode={mode}: expected token_truncate, token_mask, sequence_truncate or "
+            f"sequence_mask"
         )
     cap = given.get(_HEAD + "clip_max", given.get(_HEAD + "cap", "3.0")).lower()
     floor = given.get(_HEAD + "clip_min", "none").lower()
@@ -127,8 +131,10 @@ def read_vllm(given: Given) -> Values:
         return {}
     if given.get("vllm_mode", "colocate") != "server":
         raise ShoalError(
-            "use_vllm=true without vllm_mode=server: on the trainer's devices our own engine samples; "
-            "leave it out, or give vllm_mode=server and the address, or sampler.kind=vllm and vllm.python"
+            "use_vllm=true without vllm_mode=server: on the trainer's devices our own engine "
+            "samples; "
+            "leave it out, or give vllm_mode=server and the address, or sampler.kind=vllm and "
+            "vllm.python"
         )
     host = given.get("vllm_server_host", "127.0.0.1").replace("0.0.0.0", "127.0.0.1")
     url = (
@@ -139,7 +145,8 @@ def read_vllm(given: Given) -> Values:
 
 
 def read_reward(item: str) -> str:
-    """A dotted path, `my_lib.rewards.f`, as the file of that module: `my_lib/rewards.py:f`; other names stay."""
+    """A dotted path, `my_lib.rewards.f`, as the file of that module: `my_lib/rewards.py:f`; other
+    names stay."""
     if item.endswith(".py") or not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)+", item):
         return item
     *modules, name = item.split(".")
@@ -200,7 +207,8 @@ def read_trackers(name: str, text: str) -> Values:
 
 
 def read_resume(name: str, text: str) -> Values:
-    """The run started last under the output folder, or the run that a path is of, or that a checkpoint is in."""
+    """The run started last under the output folder, or the run that a path is of, or that a
+    checkpoint is in."""
     if text.lower() in (*flags.OFF, "true"):
         return {} if text.lower() in flags.OFF else {"resume": flags.Yielding(LAST)}
     path = Path(text).expanduser()
@@ -212,8 +220,10 @@ def read_resume(name: str, text: str) -> Values:
         if int(step[0]) not in saved[-1:]:
             own = f"{run}/checkpoints/{step[0] if int(step[0]) in saved else 'STEP'}"
             raise ShoalError(
-                f"{name}={text}: {run} has checkpoints of steps {', '.join(map(str, saved)) or '(none)'}, "
-                f"and a run is resumed from its newest one alone, resume={run}; a new run begins with the "
+                f"{name}={text}: {run} has checkpoints of steps "
+                f"{', '.join(map(str, saved)) or '(none)'}, "
+                f"and a run is resumed from its newest one alone, resume={run}; a new run begins "
+                f"with the "
                 f"weights of another, model={own}"
             )
     return {"resume": str(run)}
@@ -654,10 +664,12 @@ FLAGS: list[Flag] = [
           activation_checkpointing activation_checkpointing_kwargs
           activation_offloading torch_compile_backend torch_compile_mode liger_kernel_config
           use_cache cache_implementation torch_empty_cache_steps parallelism_config
-          dataloader_drop_last dataloader_persistent_workers dataloader_multiprocessing_context dataloader_in_order
-          ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend local_rank full_determinism
-          enable_jit_checkpoint bf16_full_eval fp16_full_eval cast_lm_head_to_fp32 ignore_bias_buffers lora_task_type
-          use_transformers_continuous_batching transformers_continuous_batching_config use_transformers_paged
+          dataloader_drop_last dataloader_persistent_workers dataloader_multiprocessing_context
+          dataloader_in_order ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend
+          local_rank full_determinism enable_jit_checkpoint bf16_full_eval fp16_full_eval
+          cast_lm_head_to_fp32 ignore_bias_buffers lora_task_type
+          use_transformers_continuous_batching transformers_continuous_batching_config
+          use_transformers_paged
           """,
     ),
     *idle(
@@ -666,9 +678,10 @@ FLAGS: list[Flag] = [
     *idle(
         "logs and metrics are in the run folder; report.* sends them elsewhere",
         """
-          log_level log_level_replica log_on_each_node logging_nan_inf_filter include_num_input_tokens_seen project
-          trackio_space_id trackio_bucket_id trackio_static_space_id skip_memory_metrics log_multimodal
-          log_unique_prompts log_completions_hub_repo
+          log_level log_level_replica log_on_each_node logging_nan_inf_filter
+          include_num_input_tokens_seen project trackio_space_id trackio_bucket_id
+          trackio_static_space_id skip_memory_metrics log_multimodal log_unique_prompts
+          log_completions_hub_repo
           """,
     ),
     *idle(
@@ -678,9 +691,9 @@ FLAGS: list[Flag] = [
     *idle(
         "an evaluation answers the questions of task.eval_split",
         """
-          eval_delay prediction_loss_only eval_do_concat_batches eval_use_gather_object eval_accumulation_steps
-          include_for_metrics batch_eval_metrics metric_for_best_model greater_is_better label_names
-          length_column_name
+          eval_delay prediction_loss_only eval_do_concat_batches eval_use_gather_object
+          eval_accumulation_steps include_for_metrics batch_eval_metrics metric_for_best_model
+          greater_is_better label_names length_column_name
           """,
     ),
     *idle(
@@ -692,9 +705,10 @@ FLAGS: list[Flag] = [
     *idle(
         "it counts with a setting that is refused",
         """
-          vllm_group_port vespo_k_pos vespo_k_neg vespo_lambda_pos vespo_lambda_neg ref_model_mixup_alpha
-          ref_model_sync_steps entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target
-          bnb_4bit_quant_type bnb_4bit_quant_storage use_bnb_nested_quant
+          vllm_group_port vespo_k_pos vespo_k_neg vespo_lambda_pos vespo_lambda_neg
+          ref_model_mixup_alpha ref_model_sync_steps entropy_coef_min entropy_coef_max
+          entropy_coef_delta entropy_target bnb_4bit_quant_type bnb_4bit_quant_storage
+          use_bnb_nested_quant
           """,
     ),
     *idle(

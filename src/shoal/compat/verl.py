@@ -13,7 +13,8 @@ _REF, _MODEL = "actor_rollout_ref.ref.", "actor_rollout_ref.model."
 
 
 def same(key: str, *names: str) -> list[Flag]:
-    """Rows of flags that stand for one key and occur together in verl's file; the one given last counts."""
+    """Rows of flags that stand for one key and occur together in verl's file; the one given last
+    counts."""
 
     def read(given: Given) -> Values:
         return {key: list(given.values())[-1]}
@@ -306,7 +307,8 @@ FLAGS: list[Flag] = [
             f"rollout.{name}",
             ("mesh.sampler",),
             group=readers.sampler_gpus,
-            meaning="devices of the sampler alone, on all nodes together; one_step_off_policy is train.max_staleness=1",
+            meaning="devices of the sampler alone, on all nodes together; one_step_off_policy is "
+            "train.max_staleness=1",
         )
         for name in ("n_gpus_per_node", "nnodes")
     ],
@@ -374,7 +376,8 @@ FLAGS: list[Flag] = [
             (
                 "lora_adapter_path",
                 "model.lora.path algorithm.reference",
-                "an adapter in PEFT's format: its rank, alpha and targets hold; the reference is the model without it",
+                "an adapter in PEFT's format: its rank, alpha and targets hold; the reference is "
+                "the model without it",
             ),
         )
     ],
@@ -491,7 +494,8 @@ FLAGS: list[Flag] = [
     *refused("a run's length is in steps; an evaluation alone is `shoal eval`", _T + "val_only"),
     *only("a divergence has a fixed weight", "fixed", names="algorithm.kl_ctrl.type"),
     *idle(
-        "the first weights are evaluated, which changes nothing else; train.evaluate_every=-1 turns all off",
+        "the first weights are evaluated, which changes nothing else; train.evaluate_every=-1 "
+        "turns all off",
         _T + "val_before_train",
         is_quiet=False,
     ),
@@ -570,8 +574,8 @@ FLAGS: list[Flag] = [
         *_under(
             _R,
             """
-        enforce_eager free_cache_engine enable_chunked_prefill max_num_batched_tokens max_num_seqs max_model_len
-        load_format dtype layered_summon mode name""",
+        enforce_eager free_cache_engine enable_chunked_prefill max_num_batched_tokens
+        max_num_seqs max_model_len load_format dtype layered_summon mode name""",
         ),
     ),
     *idle(
@@ -585,8 +589,8 @@ FLAGS: list[Flag] = [
         *_under(
             _A,
             """
-        policy_loss.dro_beta policy_loss.clip_cov_ratio policy_loss.clip_cov_lb policy_loss.clip_cov_ub
-        policy_loss.kl_cov_ratio policy_loss.ppo_kl_coef router_replay.*""",
+        policy_loss.dro_beta policy_loss.clip_cov_ratio policy_loss.clip_cov_lb
+        policy_loss.clip_cov_ub policy_loss.kl_cov_ratio policy_loss.ppo_kl_coef router_replay.*""",
         ),
         *_under(
             _MODEL,
@@ -646,7 +650,8 @@ FLAGS: list[Flag] = [
             _R,
             """
         *_size cudagraph_* enable_prefix_caching scheduling_policy disable_log_stats engine_kwargs.*
-        multi_stage_wake_up agent.* checkpoint_engine.* skip_tokenizer_init trace.* profiler.* prometheus.*""",
+        multi_stage_wake_up agent.* checkpoint_engine.* skip_tokenizer_init trace.* profiler.*
+        prometheus.*""",
         ),
         *_under(
             _MODEL,

@@ -35,10 +35,12 @@ _AGGREGATIONS = (
 
 
 def lora(given: Given) -> Values:
-    """A folder's adapter has its own rank, alpha and targets; without rank or folder there is none."""
+    """A folder's adapter has its own rank, alpha and targets; without rank or folder there is
+    none."""
     named = last_part(given)
     if path := named.get("lora_adapter_path"):
-        # Its reference is the actor with the adapter switched off, whatever the adapter has learned already.
+        # Its reference is the actor with the adapter switched off, whatever the adapter has learned
+        # already.
         return {"model.lora.path": path, "algorithm.reference": "base"}
     if named.get("lora_rank", "0") == "0":
         return {}
@@ -47,8 +49,9 @@ def lora(given: Given) -> Values:
 
 
 def loss(given: Given) -> Values:
-    """The policy loss. geo_mean and sapo take the mean over completions whatever loss_agg_mode says; gspo's gradient is
-    a token's own, so that its loss is gspo-token here. Only vanilla has a dual clip (rules.verl_dual_clip)."""
+    """The policy loss. geo_mean and sapo take the mean over completions whatever loss_agg_mode
+    says; gspo's gradient is a token's own, so that its loss is gspo-token here. Only vanilla has a
+    dual clip (rules.verl_dual_clip)."""
     named = last_part(given)
     mode = named.get("loss_mode", "")
     values = dict(chosen("loss_mode", mode, _MODES)) if mode else {}
@@ -78,15 +81,16 @@ _ESTIMATES: dict[str, Values] = {
 
 
 def divergence(given: Given) -> Values:
-    """Two places for a divergence, each with its switch, coefficient and estimator; these count only there. Without
-    either switch the coefficient is 0 where nothing else gives one."""
+    """Two places for a divergence, each with its switch, coefficient and estimator; these count
+    only there. Without either switch the coefficient is 0 where nothing else gives one."""
     named = last_part(given)
     in_loss, in_reward = (
         to_bool(name, named.get(name, "false")) for name in ("use_kl_loss", "use_kl_in_reward")
     )
     if in_loss and in_reward:
         raise ShoalError(
-            "use_kl_loss and use_kl_in_reward are both on, and there is one divergence at a time: switch "
+            "use_kl_loss and use_kl_in_reward are both on, and there is one divergence at a time: "
+            "switch "
             "one of them off"
         )
     if in_reward:
@@ -120,13 +124,14 @@ _ESTIMATORS = {
 
 
 def estimator(given: Given) -> Values:
-    """Advantages of groups; there is no critic, so no gae. Whether the deviation is divided by counts for grpo alone;
-    verl whitens over tokens. Dividing
-    is the default: alone it names no estimator, and yields to one that is given in our names."""
+    """Advantages of groups; there is no critic, so no gae. Whether the deviation is divided by
+    counts for grpo alone; verl whitens over tokens. Dividing is the default: alone it names no
+    estimator, and yields to one that is given in our names."""
     name, flag = "algorithm.adv_estimator", "algorithm.norm_adv_by_std_in_grpo"
     if given.get(name) == "gae":
         raise ShoalError(
-            f"{name}=gae: expected one of {', '.join(_ESTIMATORS)}; gae, verl's default, needs a critic"
+            f"{name}=gae: expected one of {', '.join(_ESTIMATORS)}; gae, verl's default, needs a "
+            f"critic"
         )
     advantage = chosen(name, given.get(name, "grpo"), _ESTIMATORS)
     by_deviation = to_bool(flag, given.get(flag, "true"))
@@ -143,20 +148,24 @@ def estimator(given: Given) -> Values:
 
 
 def rollout_correction(given: Given) -> Values:
-    """Importance weights, by token or by completion: truncated at one threshold, 0 outside the two of `low_high`. With
-    bypass_mode the loss has the ratio to the sampler's log-probs, and no weights."""
+    """Importance weights, by token or by completion: truncated at one threshold, 0 outside the two
+    of `low_high`. With bypass_mode the loss has the ratio to the sampler's log-probs, and no
+    weights."""
     named = last_part(given)
     if to_bool("bypass_mode", named.get("bypass_mode", "false")):
         head = "algorithm.rollout_correction."
         if named.get("loss_type", "ppo_clip") != "ppo_clip":
             raise ShoalError(
-                f"{head}loss_type={named['loss_type']}: expected ppo_clip, the clipped ratio to the "
+                f"{head}loss_type={named['loss_type']}: expected ppo_clip, the clipped ratio to "
+                f"the "
                 "sampler's log-probs"
             )
         if named.get("rollout_rs", "null").lower() not in flags.NOTHING:
             raise ShoalError(
-                f"{head}rollout_rs={named['rollout_rs']} with bypass_mode=true: it compares the weights "
-                "of each update with the sampler's there, those of the step here; leave one of them out"
+                f"{head}rollout_rs={named['rollout_rs']} with bypass_mode=true: it compares the "
+                f"weights "
+                "of each update with the sampler's there, those of the step here; leave one of "
+                "them out"
             )
         return {"algorithm.correction": "direct"}
     if not {"rollout_is", "rollout_is_threshold"} & named.keys():
@@ -179,8 +188,8 @@ def rollout_correction(given: Given) -> Values:
 
 
 def rejection(given: Given) -> Values:
-    """One rule that removes tokens or completions from the loss. The bounds of k1 are of the sampler's probability over
-    the trainer's: those of its inverse here."""
+    """One rule that removes tokens or completions from the loss. The bounds of k1 are of the
+    sampler's probability over the trainer's: those of its inverse here."""
     head = "algorithm.rollout_correction.rollout_rs"
     rule, text = given.get(head, "null"), given.get(f"{head}_threshold", "null").strip("'\"")
     if rule.lower() in flags.NOTHING:
@@ -206,7 +215,8 @@ def rejection(given: Given) -> Values:
 
 
 def long_prompts(given: Given) -> Values:
-    """Prompts over the limit are filtered out first; what is left of them is an error, unless our own key is given."""
+    """Prompts over the limit are filtered out first; what is left of them is an error, unless our
+    own key is given."""
     name = "data.truncation"
     chosen(name, given.get(name, "error").strip("'"), {"error": ""})
     name = "data.filter_overlong_prompts"
@@ -246,7 +256,8 @@ def reward_file(given: Given) -> Values:
         return {}
     if "path" not in named:
         raise ShoalError(
-            f"{next(iter(given))} needs custom_reward_function.path, the file that the function stands in"
+            f"{next(iter(given))} needs custom_reward_function.path, the file that the function "
+            f"stands in"
         )
     return {"reward.functions": [f"{named['path']}:{named.get('name', 'compute_score')}"]}
 
@@ -259,7 +270,8 @@ def betas(name: str, text: str) -> Values:
 
 
 def train_files(name: str, text: str) -> Values:
-    """Parquet files; one is the data set itself, several are files of the folder above all of them."""
+    """Parquet files; one is the data set itself, several are files of the folder above all of
+    them."""
     files = flags.items_of(text)
     if not files or text == "null":
         raise ShoalError(f"{name}={text}: expected a file, or a list of files")

@@ -1,4 +1,5 @@
-"""The registry of an algorithm's parts: by the name that a user sets, a function and what else must be known of it.
+"""The registry of an algorithm's parts: by the name that a user sets, a function and what else must
+be known of it.
 
     AlgorithmSection   the names that each key accepts, and the range of its bounds
     help, completion, preflight   names, and which keys act on which part
@@ -32,7 +33,8 @@ class Part:
         return getattr(importlib.import_module(module), name)
 
     def settings(self, section: Any) -> dict[str, Any]:
-        """The values of the keys that it reads, by name: policy losses and advantages take them as keywords."""
+        """The values of the keys that it reads, by name: policy losses and advantages take them as
+        keywords."""
         return {key: getattr(section, key) for key in self.reads}
 
 
@@ -81,13 +83,14 @@ class Correction(Part):
 
 @dataclass(frozen=True)
 class Rejection(Part):
-    """A divergence of trainer and sampler that takes tokens out of the loss; `function` is an estimator of it."""
+    """A divergence of trainer and sampler that takes tokens out of the loss; `function` is an
+    estimator of it."""
 
     level: str = "token"  # or what a completion's tokens become: seq_sum, seq_mean, seq_max
 
     def bounds(self, cap: float, floor: float) -> tuple[float, float]:
-        """The least and largest value that keeps a token. k1 is -log w and is bounded by w: floor <= w <= cap, with
-        floor -1 for 1 / cap; the others have no lower bound."""
+        """The least and largest value that keeps a token. k1 is -log w and is bounded by w: floor
+        <= w <= cap, with floor -1 for 1 / cap; the others have no lower bound."""
         if not self.function.endswith(":k1"):
             return -math.inf, cap
         floor = 1 / cap if floor == -1 else floor
@@ -128,7 +131,8 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
 """By the names of `algorithm.loss`."""
 
 RATIO_BOUNDS = (*_CLIP, "sapo_positive", "sapo_negative")
-"""Numbers that change nothing where every ratio is 1: a run with one update a step warns of them."""
+"""Numbers that change nothing where every ratio is 1: a run with one update a step warns of
+them."""
 
 KL_ESTIMATORS: dict[str, KL] = {
     "k1": KL(f"{_LOSS}:k1", in_loss=False, in_reward=True),

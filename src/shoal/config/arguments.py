@@ -1,4 +1,5 @@
-"""Parses a command line into entries: `key=value`, `--key=value`, `--key value`, `--flag`, short forms, files.
+"""Parses a command line into entries: `key=value`, `--key=value`, `--key value`, `--flag`, short
+forms, files.
 
     --run-name=a,b   model=X   --report.groups   gsm8k.yml   --config-name gsm8k
 
@@ -25,7 +26,8 @@ from shoal.types import ShoalError
 
 @dataclass(frozen=True)
 class Alias:
-    """A short form of a key: the key, the commands that accept it (empty: all that have it), a note for the help."""
+    """A short form of a key: the key, the commands that accept it (empty: all that have it), a note
+    for the help."""
 
     key: str
     commands: tuple[str, ...] = ()
@@ -62,8 +64,8 @@ SWITCHES = ("dryrun", "plan", "multirun")
 
 
 def switch_of(word: str) -> str:
-    """`dryrun` for `--dry-run` in any spelling, `plan` for `--plan`, `multirun` for `--multirun` and `-m`; empty for
-    any other word."""
+    """`dryrun` for `--dry-run` in any spelling, `plan` for `--plan`, `multirun` for `--multirun`
+    and `-m`; empty for any other word."""
     name = (
         re.sub("[-_]", "", word.removesuffix("=true"))
         if word.startswith("--")
@@ -73,13 +75,16 @@ def switch_of(word: str) -> str:
 
 
 OURS_FIRST = 0.1
-"""How much nearer to a misspelled name another system's flag must be to be named in place of a key of ours."""
+"""How much nearer to a misspelled name another system's flag must be to be named in place of a key
+of ours."""
 
 FILE_OPTIONS = ("config_name", "cn", "config_file", "config", "preset")
-"""Options that name a preset or a file: `--config-name X`, `config_file=X`; `preset` is the one beneath a file."""
+"""Options that name a preset or a file: `--config-name X`, `config_file=X`; `preset` is the one
+beneath a file."""
 
 FOLDER_OPTIONS = ("config_path", "cp", "config_dir", "cd")
-"""Hydra's options for the folder of `--config-name X`: of its own files, or one that is searched first."""
+"""Hydra's options for the folder of `--config-name X`: of its own files, or one that is searched
+first."""
 
 POSITIONALS: Mapping[str, tuple[str, ...]] = {
     "groups": ("run",),
@@ -90,7 +95,8 @@ POSITIONALS: Mapping[str, tuple[str, ...]] = {
     "view": ("runs",),
     "compat": ("to",),
 }
-"""Command -> the keys of its positional arguments: `shoal diff A B` is `run=A other=B`. A list takes all words."""
+"""Command -> the keys of its positional arguments: `shoal diff A B` is `run=A other=B`. A list
+takes all words."""
 
 COMMA_LISTS = frozenset({"reward.functions", "environment.tools", "reward.weights", "groups"})
 """Lists whose items contain no commas: `a,b` is two items (of `sampling.stop` it is one)."""
@@ -148,7 +154,8 @@ def find_key(config_type: type, name: str) -> Key:
         if name in (section, section.rpartition(".")[2]):
             inside = next(key for key in names if key.startswith(f"{section}."))
             raise ShoalError(
-                f"{name}: that is a section of keys, not a key; set one of its keys, such as {inside}"
+                f"{name}: that is a section of keys, not a key; set one of its keys, such as "
+                f"{inside}"
             )
     if name in names_of(Config) or translator().find(Config, name):
         raise ShoalError(
@@ -210,9 +217,9 @@ def read_arguments(command: str | type, argv: Sequence[str]) -> Arguments:
 
 
 def joined(config_type: type, words: Sequence[str]) -> list[str]:
-    """The words, with `--name VALUE` as `--name=VALUE`, and all words behind a list's name as its items. For a command
-    of POSITIONALS only `true` or `false` is the value of a switch, and a list takes one word: another one is an
-    argument."""
+    """The words, with `--name VALUE` as `--name=VALUE`, and all words behind a list's name as its
+    items. For a command of POSITIONALS only `true` or `false` is the value of a switch, and a list
+    takes one word: another one is an argument."""
     rest, whole, has_words = list(words), [], command_of(config_type) in POSITIONALS
     while rest:
         word = rest.pop(0)
@@ -244,15 +251,15 @@ def joined(config_type: type, words: Sequence[str]) -> list[str]:
 
 
 def _is_value(word: str) -> bool:
-    """True for a word that can be the value of the option before it: no flag, no key=value, perhaps a call
-    `f(key=value)` or a text as `Solve x=1: {q}`, since no name has a space."""
+    """True for a word that can be the value of the option before it: no flag, no key=value, perhaps
+    a call `f(key=value)` or a text as `Solve x=1: {q}`, since no name has a space."""
     name, equals, _ = word.partition("=")
     return not word.startswith("--") and (not equals or "(" in name or " " in name.strip())
 
 
 def _is_text(config_type: type, word: str) -> bool:
-    """True for a word such as `x={q}` or `a.b={q}` behind an option that wants a text: it names no key and no flag,
-    nor, with a dot, something that is near to a key."""
+    """True for a word such as `x={q}` or `a.b={q}` behind an option that wants a text: it names no
+    key and no flag, nor, with a dot, something that is near to a key."""
     name = _plain(word.partition("=")[0]).lstrip("+").rstrip()
     is_name = name in names_of(config_type) or translator().find(config_type, name) is not None
     is_like_key = "." in name and bool(
@@ -263,7 +270,8 @@ def _is_text(config_type: type, word: str) -> bool:
 
 
 def is_file_option(word: str) -> bool:
-    """True for `--config-name X`, `config_file=X`, `--preset=X`: a word that names a preset or a file."""
+    """True for `--config-name X`, `config_file=X`, `--preset=X`: a word that names a preset or a
+    file."""
     return _is_option(word, FILE_OPTIONS)
 
 
@@ -308,14 +316,16 @@ def _take_options(words: Sequence[str]) -> tuple[str, str, list[str]]:
             files.append(value)
     if len(files) > 1:
         raise ShoalError(
-            f"two presets were named, {files[0]} and {files[1]}: name one, a file may build on others "
+            f"two presets were named, {files[0]} and {files[1]}: name one, a file may build on "
+            f"others "
             "by its `defaults` list"
         )
     return _in_folder(*folder, files[0] if files else ""), preset, rest
 
 
 def _in_folder(option: str, folder: str, name: str) -> str:
-    """The file of that name in the folder of an option, if there is one; in that of --config-dir it may be missing."""
+    """The file of that name in the folder of an option, if there is one; in that of --config-dir it
+    may be missing."""
     file = Path(folder).expanduser() / (
         name if name.endswith((".yml", ".yaml")) else f"{name}.yaml"
     )
@@ -323,7 +333,8 @@ def _in_folder(option: str, folder: str, name: str) -> str:
         return name
     if not (name and file.is_file()):
         raise ShoalError(
-            f"{option}={folder}: expected --config-name NAME with it, a file in that folder; there is no "
+            f"{option}={folder}: expected --config-name NAME with it, a file in that folder; there "
+            f"is no "
             f"{file if name else 'NAME'}"
         )
     return str(file)
@@ -348,14 +359,16 @@ def _with_keys(config_type: type, words: Sequence[str]) -> list[str]:
         return [*rest, f"{keys[0]}={_list_text(bare)}"]
     if len(bare) > len(keys):
         raise ShoalError(
-            f"{bare[-1]}: one word too many, expected `shoal {command} {positionals_text(command)}` and "
+            f"{bare[-1]}: one word too many, expected `shoal {command} "
+            f"{positionals_text(command)}` and "
             "keys as key=value"
         )
     return [*(f"{key}={word}" for key, word in zip(keys, bare, strict=False)), *rest]
 
 
 def positionals_text(command: str) -> str:
-    """A command's positional arguments as its usage shows them: `RUN OTHER`, or `[RUN ...]` for a list."""
+    """A command's positional arguments as its usage shows them: `RUN OTHER`, or `[RUN ...]` for a
+    list."""
     keys = keys_of(COMMANDS[command]) if command in COMMANDS else {}
     return " ".join(
         f"[{key.upper().removesuffix('S')} ...]" if keys[key].is_list else key.upper()
@@ -364,7 +377,8 @@ def positionals_text(command: str) -> str:
 
 
 def read_word(config_type: type, word: str, among: Sequence[str] = ()) -> tuple[str, str]:
-    """The name (our dotted key, or another system's flag) and the text of the value of one argument."""
+    """The name (our dotted key, or another system's flag) and the text of the value of one
+    argument."""
     name, equals, value = word.partition("=")
     name = (_plain(name) if name.startswith("-") else name).lstrip("+").rstrip()
     flag = translator().find(config_type, name, value, among) if name else None
@@ -384,7 +398,8 @@ def read_word(config_type: type, word: str, among: Sequence[str] = ()) -> tuple[
 
 
 def argument_for(command: str, word: str) -> str:
-    """The argument that a word without a key stands for: `task=gsm8k` for `gsm8k`; empty if none is likely."""
+    """The argument that a word without a key stands for: `task=gsm8k` for `gsm8k`; empty if none is
+    likely."""
     file, names = packaged(command, word), names_of(COMMANDS[command])
     if file:
         return f"task={word}" if file.is_relative_to(PRESETS) else f"--config-name {word}"
@@ -418,7 +433,8 @@ def split_list(key: Key, text: str) -> list[str]:
         match = _ITEM.match(inside, place)
         if match is None:
             raise ShoalError(
-                f"{key.name}={text}: the list cannot be read after {inside[:place]!r}; put each item "
+                f"{key.name}={text}: the list cannot be read after {inside[:place]!r}; put each "
+                f"item "
                 "that holds a comma or a quote in quotes"
             )
         double, single, plain, _ = match.groups()

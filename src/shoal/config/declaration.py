@@ -6,7 +6,8 @@ from dataclasses import field
 from typing import Literal, TypeVar, get_args
 
 Stage = Literal["data", "sampling", "environment", "rewards", "update", "evaluation"]
-"""A part of a run whose numbers settings change. `environment` is what tools and environments say."""
+"""A part of a run whose numbers settings change. `environment` is what tools and environments
+say."""
 
 STAGES: tuple[Stage, ...] = get_args(Stage)
 
@@ -18,7 +19,8 @@ def key(default: T, *, stages: tuple[Stage, ...]) -> T:
 
         lr: float = key(1.5e-4, stages=("update",))
 
-    `stages`: those whose numbers another value changes itself, the likeliest first; what follows from them is not
-    counted. Empty for a key that changes no number: how long is waited, where files are, what is reported. Where two
-    runs differ, `shoal diff` looks for the cause among the keys of the stage that differs first."""
+    `stages`: those whose numbers another value changes itself, the likeliest first; what follows
+    from them is not counted. Empty for a key that changes no number: how long is waited, where
+    files are, what is reported. Where two runs differ, `shoal diff` looks for the cause among the
+    keys of the stage that differs first."""
     return field(default=default, metadata={"stages": stages})

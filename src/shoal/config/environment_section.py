@@ -14,27 +14,31 @@ class EnvironmentSection:
     tools: tuple[str, ...] = key(
         (), stages=("environment", "data", "sampling", "rewards", "evaluation")
     )
-    """Functions that the model may call, as `file.py:function`, with type hints and a Google docstring."""
+    """Functions that the model may call, as `file.py:function`, with type hints and a Google
+    docstring."""
     factory: str = key("", stages=("environment", "data", "sampling", "rewards", "evaluation"))
-    """Class or function of no arguments that makes an environment of a rollout, as `file.py:Factory`: its
-    `reset(**columns)` begins a rollout, its public methods are tools, `respond(message)` answers in words, and
-    `get_reward()` is a further reward. A mapping of names to factories is chosen from by the column `environment`. Or
-    `openenv:URL`, an OpenEnv server."""
+    """Class or function of no arguments that makes an environment of a rollout, as
+    `file.py:Factory`: its `reset(**columns)` begins a rollout, its public methods are tools,
+    `respond(message)` answers in words, and `get_reward()` is a further reward. A mapping of names
+    to factories is chosen from by the column `environment`. Or `openenv:URL`, an OpenEnv server."""
     rollout: str = key("", stages=("environment", "data", "sampling", "rewards", "evaluation"))
-    """Function that plays a rollout, as `file.py:function`, in TRL's convention: `function([prompt], sampler)` calls
-    `sampler.generate(...)` as often as it likes, and returns fields for the reward functions."""
+    """Function that plays a rollout, as `file.py:function`, in TRL's convention:
+    `function([prompt], sampler)` calls `sampler.generate(...)` as often as it likes, and returns
+    fields for the reward functions."""
     agent: str = key("", stages=("environment", "data", "sampling", "rewards", "evaluation"))
-    """Program that plays a rollout, as `python my_agent.py`, or function, as `file.py:function`: it asks the address in
-    OPENAI_BASE_URL, with a key of its own, as often as it likes, and gets its row as JSON on standard input."""
+    """Program that plays a rollout, as `python my_agent.py`, or function, as `file.py:function`: it
+    asks the address in OPENAI_BASE_URL, with a key of its own, as often as it likes, and gets its
+    row as JSON on standard input."""
     max_turns: int = key(8, stages=("environment", "sampling", "evaluation"))
-    """Most turns of the model in a rollout. All of a rollout's tokens, those of tools included, are limited by
-    sampling.max_completion_tokens."""
+    """Most turns of the model in a rollout. All of a rollout's tokens, those of tools included, are
+    limited by sampling.max_completion_tokens."""
     history: Literal["keep", "template"] = key(
         "keep", stages=("environment", "sampling", "evaluation")
     )
-    """What a turn reads of those before it: keep, the tokens that were sampled; template, what the chat template makes
-    of the messages each time, which may leave out thoughts. Where that differs from what is there, the rollout goes on
-    in a branch with a prompt of its own, of at most sampling.max_prompt_tokens."""
+    """What a turn reads of those before it: keep, the tokens that were sampled; template, what the
+    chat template makes of the messages each time, which may leave out thoughts. Where that differs
+    from what is there, the rollout goes on in a branch with a prompt of its own, of at most
+    sampling.max_prompt_tokens."""
     call_format: Literal["auto", "hermes", "xml", "llama", "gemma", "template"] = key(
         "auto", stages=("environment", "data", "sampling", "evaluation")
     )
@@ -42,8 +46,9 @@ class EnvironmentSection:
     on_error: Literal["error", "zero", "skip"] = key(
         "error", stages=("environment", "sampling", "rewards", "evaluation")
     )
-    """If an environment fails, hangs or dies: error stops the run, zero ends that rollout with reward 0, skip excludes
-    it from its group. A tool that raises is answered with its error, and the rollout goes on."""
+    """If an environment fails, hangs or dies: error stops the run, zero ends that rollout with
+    reward 0, skip excludes it from its group. A tool that raises is answered with its error, and
+    the rollout goes on."""
     timeout_seconds: float = key(60.0, stages=("environment", "sampling", "evaluation"))
     """Time limit of one call of a tool or an environment; its process is killed after it."""
     episode_seconds: float = key(600.0, stages=("environment", "sampling", "evaluation"))
@@ -53,19 +58,20 @@ class EnvironmentSection:
     result_bytes: int = key(65536, stages=("environment", "sampling", "evaluation"))
     """Longest result of a call; what is beyond is cut."""
     special_tokens: bool = key(True, stages=("environment", "sampling", "evaluation"))
-    """Special and other added tokens of the tokenizer that the words of tools and environments spell out, as
-    `<|im_end|>`, become those tokens, as in TRL. false: they stay plain text, so that words of strangers, such as web
-    pages, cannot end a turn or speak as the system."""
+    """Special and other added tokens of the tokenizer that the words of tools and environments
+    spell out, as `<|im_end|>`, become those tokens, as in TRL. false: they stay plain text, so that
+    words of strangers, such as web pages, cannot end a turn or speak as the system."""
     sandbox: Literal["none", "bwrap"] = key(
         "none", stages=("environment", "sampling", "evaluation")
     )
-    """bwrap: sessions run in the system's bubblewrap, without network, with a read-only file system and without the
-    sockets of other programs."""
+    """bwrap: sessions run in the system's bubblewrap, without network, with a read-only file system
+    and without the sockets of other programs."""
     workers: int = key(32, stages=("environment", "sampling", "evaluation"))
-    """Calls of tools that are functions at once, each in a process; `async` ones share one process, as many as come."""
+    """Calls of tools that are functions at once, each in a process; `async` ones share one process,
+    as many as come."""
     rollouts: int = key(0, stages=("environment", "sampling", "evaluation"))
-    """Rollouts in flight at once; more than the sampler's places keeps them busy while others wait for tools. 0: as
-    many as there are places."""
+    """Rollouts in flight at once; more than the sampler's places keeps them busy while others wait
+    for tools. 0: as many as there are places."""
 
     def __post_init__(self) -> None:
         at_least(self, "environment.", 1, "max_turns", "result_bytes", "workers")

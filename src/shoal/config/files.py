@@ -22,7 +22,8 @@ COMMAND_OF_PRESETS: Mapping[str, str] = {"doctor": "train", "plan": "train"}
 
 
 def preset_folders(folder: str) -> tuple[Path, Path]:
-    """The folders of a command's presets, or of those that a key names: ours, and the translator's."""
+    """The folders of a command's presets, or of those that a key names: ours, and the
+    translator's."""
     folder = COMMAND_OF_PRESETS.get(folder, folder)
     return PRESETS / folder, translator().presets / folder
 
@@ -48,7 +49,8 @@ def is_packaged(file: Path) -> bool:
 
 
 def find_file(command: str, name: str) -> Path:
-    """The file of `--config-name X` or of a word `X.yml`: an existing file, else the preset of that base name."""
+    """The file of `--config-name X` or of a word `X.yml`: an existing file, else the preset of that
+    base name."""
     path = Path(name)
     is_yaml = path.suffix in (".yml", ".yaml")
     if is_yaml and path.is_file():
@@ -100,7 +102,8 @@ def read_files(
         lower = beside or packaged(command, item)
         if lower is None:
             raise ShoalError(
-                f"{file}: its `defaults` name {item}, which is no file in {file.parent} and no preset of "
+                f"{file}: its `defaults` name {item}, which is no file in {file.parent} and no "
+                f"preset of "
                 f"{command or 'this command'}: {', '.join(presets_of(command)) or 'it has none'}"
             )
         found += read_files(command, lower, is_key, (*above, file))
@@ -108,8 +111,8 @@ def read_files(
 
 
 def flat_values(file: Path) -> dict[str, Any]:
-    """A file's values by dotted name, none of an empty one. ShoalError where it is not there or is no YAML of names and
-    values."""
+    """A file's values by dotted name, none of an empty one. ShoalError where it is not there or is
+    no YAML of names and values."""
     try:
         is_empty = not file.read_bytes().strip()
     except OSError as error:

@@ -1,4 +1,5 @@
-"""The interface to `compat`, which turns other systems' flags into keys, and the records that both sides share.
+"""The interface to `compat`, which turns other systems' flags into keys, and the records that both
+sides share.
 
 shoal/__init__.py  ->  register(...)     says where the translator is
 loading.py         ->  translator()      flags of all layers as settings of keys, before the merge;
@@ -19,8 +20,8 @@ Get = Callable[[str], Any]
 """The value of one of our keys, in its type."""
 
 Place = tuple[int, int, int]
-"""Where a setting stands: its layer, 0 if it yields to the layer's others (else 1), its index. The highest place of a
-key counts."""
+"""Where a setting stands: its layer, 0 if it yields to the layer's others (else 1), its index. The
+highest place of a key counts."""
 
 
 @dataclass(frozen=True)
@@ -84,8 +85,8 @@ class Translation:
     lines: Callable[
         [Sequence[Setting], Mapping[str, Setting], Mapping[str, Any]], list[tuple[str, bool]]
     ] = lambda settings, top, values: []
-    """(all settings, lowest first; those in effect; their values) -> a line for each of the user's flags, and whether
-    it is a note at the start."""
+    """(all settings, lowest first; those in effect; their values) -> a line for each of the user's
+    flags, and whether it is a note at the start."""
 
 
 @dataclass(frozen=True)
@@ -113,8 +114,8 @@ class Translator(Protocol):
     def find(
         self, config_type: type, name: str, value: Any = None, among: Sequence[str] = ()
     ) -> ForeignFlag | None:
-        """The flag of a name that a command accepts; for some names the value decides whether it is ours. Beside enough
-        names of one system, `among`, its patterns of names count too."""
+        """The flag of a name that a command accepts; for some names the value decides whether it is
+        ours. Beside enough names of one system, `among`, its patterns of names count too."""
         ...
 
     def redact(self, name: str, value: Any) -> Any:
@@ -130,7 +131,8 @@ class Translator(Protocol):
         ...
 
     def interpolate(self, name: str, value: Any, get: Get) -> Any:
-        """A file's value with `${...}` replaced; `get` raises KeyError for a name that does not exist."""
+        """A file's value with `${...}` replaced; `get` raises KeyError for a name that does not
+        exist."""
         ...
 
 

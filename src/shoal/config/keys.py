@@ -1,4 +1,5 @@
-"""The keys of each command, read from its dataclass: dotted name, type, default and the help text under the field."""
+"""The keys of each command, read from its dataclass: dotted name, type, default and the help text
+under the field."""
 
 from __future__ import annotations
 
@@ -60,8 +61,8 @@ class Key:
     """One setting of a command.
 
     >>> keys_of(Config)["optimizer.lr"]
-    Key(name='optimizer.lr', type=<class 'float'>, default=0.00015, help='Peak learning rate of AdamW.',
-        stages=('update',))
+    Key(name='optimizer.lr', type=<class 'float'>, default=0.00015,
+        help='Peak learning rate of AdamW.', stages=('update',))
     """
 
     name: str
@@ -95,7 +96,8 @@ _TYPE_TEXT = {str: "text", int: "integer", float: "number", bool: "true | false"
 
 
 def choices_of(wanted: Any) -> tuple[str, ...]:
-    """The values of a Literal, or the names of a registry as in `Annotated[str, registry]`; empty for other types."""
+    """The values of a Literal, or the names of a registry as in `Annotated[str, registry]`; empty
+    for other types."""
     if get_origin(wanted) is Annotated:
         return tuple(wanted.__metadata__[0])  # read anew each time: a part may be registered late
     return get_args(wanted) if get_origin(wanted) is Literal else ()
@@ -148,7 +150,8 @@ def keys_of(config_type: type) -> Mapping[str, Key]:
 
 
 def stages_of(name: str) -> tuple[Stage, ...]:
-    """The stages that a key of training acts on, the likeliest first; all for one that this version does not know."""
+    """The stages that a key of training acts on, the likeliest first; all for one that this version
+    does not know."""
     known = keys_of(Config).get(name)
     return STAGES if known is None else known.stages or ()
 

@@ -1,11 +1,13 @@
-"""The layers of a configuration, lowest first, and their merge: the highest setting of a key counts.
+"""The layers of a configuration, lowest first, and their merge: the highest setting of a key
+counts.
 
     defaults < preset < file < command line
 
-    entries  ->  settings (other systems' names by the translator)  ->  one a key  ->  values in their types
+    entries  ->  settings (other systems' names by the translator)  ->  one a key
+             ->  values in their types
 
-The preset of a task, recipe or algorithm lies directly beneath the layer that names it, the files of `defaults`
-beneath their file.
+The preset of a task, recipe or algorithm lies directly beneath the layer that names it, the files
+of `defaults` beneath their file.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ PACKAGED: Mapping[str, str] = {"recipe": "recipe", "algorithm.name": "algorithm"
 """Key that names a packaged preset -> the folder of these presets."""
 
 PROMPT_KEYS = ("batch.prompts_per_step", "batch.prompts_per_device")
-"""Two keys for one number: the first unsets the second of lower layers; on a command line the later of them stands."""
+"""Two keys for one number: the first unsets the second of lower layers; on a command line the later
+of them stands."""
 
 
 # ---- from arguments to layers
@@ -51,8 +54,9 @@ def layers_of(
     stored: Path | None = None,
     open_keys: Container[str] = (),
 ) -> tuple[list[Layer], Path | None]:
-    """The user's layers, beneath each the presets that it names; and the preset or file that was loaded. `stored`: a
-    run's configuration in place of presets and files, of which `open_keys` are not read."""
+    """The user's layers, beneath each the presets that it names; and the preset or file that was
+    loaded. `stored`: a run's configuration in place of presets and files, of which `open_keys` are
+    not read."""
     layers, file = users_layers(config_type, arguments, stored)
     if stored:
         layers = [
@@ -131,8 +135,9 @@ def named_layers(config_type: type, key: str, name: str, where: str = "") -> lis
 
 
 def file_layers(config_type: type, file: Path, label: str) -> list[Layer]:
-    """The layers of a file and of its `defaults`, without empty sections and, for a command other than training,
-    without the keys that only training reads. Without `label` each setting's origin is its line."""
+    """The layers of a file and of its `defaults`, without empty sections and, for a command other
+    than training, without the keys that only training reads. Without `label` each setting's origin
+    is its line."""
     found = []
     keys, sections = keys_of(config_type), sections_of(config_type) | sections_of(Config)
     for place, entries in read_files(command_of(config_type), file, lambda name: name in keys):
@@ -220,8 +225,8 @@ class Merged:
         return self._values[key]
 
     def value_of(self, one: Setting) -> Any:
-        """A setting's value in its type; a file's with `${...}` replaced by final values of keys, or by other names of
-        the file."""
+        """A setting's value in its type; a file's with `${...}` replaced by final values of keys,
+        or by other names of the file."""
         layer, value = self.layers[one.place[0]], one.value
         if layer.file and is_interpolated(value) and not one.flags:
             names, raw = (
@@ -250,8 +255,9 @@ class Merged:
 
 
 def merge(config_type: type, layers: Sequence[Layer]) -> tuple[Merged, list[str]]:
-    """The settings of layers, lowest first, and what is wrong with them. The rules of other systems' flags come last:
-    a rule's settings stand at the places of its flags, so none replaces what lies above."""
+    """The settings of layers, lowest first, and what is wrong with them. The rules of other
+    systems' flags come last: a rule's settings stand at the places of its flags, so none replaces
+    what lies above."""
     translation = translator().translate(config_type, layers)
     settings, errors, unknown = [*translation.settings], [*translation.errors], []
     for number, layer in enumerate(layers):
@@ -285,7 +291,8 @@ def merge(config_type: type, layers: Sequence[Layer]) -> tuple[Merged, list[str]
 
 
 def _in_effect(settings: Sequence[Setting], line: int) -> dict[str, Setting]:
-    """Key -> its highest setting, in the order of places. `line`: the number of the command line's layer."""
+    """Key -> its highest setting, in the order of places. `line`: the number of the command line's
+    layer."""
     given = [
         one
         for one in settings
@@ -309,12 +316,12 @@ def _in_effect(settings: Sequence[Setting], line: int) -> dict[str, Setting]:
 
 
 def check_names(merged: Merged) -> tuple[list[str], list[str]]:
-    """Two names in one layer that give a key different values: notes of those on the command line, where the later
-    stands, and errors of those in a file, which has no order, unless a higher layer sets the key, and of `steps`
-    beside a flag that counts batches.
+    """Two names in one layer that give a key different values: notes of those on the command line,
+    where the later stands, and errors of those in a file, which has no order, unless a higher layer
+    sets the key, and of `steps` beside a flag that counts batches.
 
-    PROMPT_KEYS count as one key. A file with most of the keys is a run's own and may have both: there
-    `batch.prompts_per_step` followed from the other."""
+    PROMPT_KEYS count as one key. A file with most of the keys is a run's own and may have both:
+    there `batch.prompts_per_step` followed from the other."""
     notes, errors = [], []
     claims = [one for rule in merged.translation.rules for one in rule.claims]
     made = {(one.flags, one.key) for one in claims}
@@ -335,7 +342,8 @@ def check_names(merged: Merged) -> tuple[list[str], list[str]]:
             what = "how many prompts a step has" if before.key != one.key else one.key
             if layer.file is None and not (one.key == "steps" and {before, one} & {*claims}):
                 notes.append(
-                    f"{before.name} and {one.name} both set {what}: the later one stands, {one.name}"
+                    f"{before.name} and {one.name} both set {what}: the later one stands, "
+                    f"{one.name}"
                 )
             elif all(
                 key not in merged.top or merged.top[key].place[0] <= number

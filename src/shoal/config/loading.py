@@ -1,7 +1,8 @@
-"""Loads the configuration of a command: from a command line, from Python, over a stored one; and says what presets set.
+"""Loads the configuration of a command: from a command line, from Python, over a stored one; and
+says what presets set.
 
-Names of other systems become keys before the layers are merged (`compat`, behind foreign.py); `${...}` in a file is
-the final value of another key.
+Names of other systems become keys before the layers are merged (`compat`, behind foreign.py);
+`${...}` in a file is the final value of another key.
 """
 
 from __future__ import annotations
@@ -90,12 +91,15 @@ def from_overrides(
     /,
     **overrides: Any,
 ) -> tuple[Any, Resolved, tuple[Callable[..., Any], ...]]:
-    """A configuration from keywords in Python: (configuration, its origins, reward functions given as callables).
+    """A configuration from keywords in Python: (configuration, its origins, reward functions given
+    as callables).
 
-    >>> from_overrides(Config, model="tiny", optimizer={"lr": 1e-5}, batch__group_size=4, reward=my_reward)
+    >>> from_overrides(
+    ...     Config, model="tiny", optimizer={"lr": 1e-5}, batch__group_size=4, reward=my_reward
+    ... )
 
-    Keys may be nested dicts, joined by `__` or by dots, or short forms; `config_name` names a preset or a file.
-    `stored`, `open_keys`: as in `load`.
+    Keys may be nested dicts, joined by `__` or by dots, or short forms; `config_name` names a
+    preset or a file. `stored`, `open_keys`: as in `load`.
     """
     config_name = str(overrides.pop("config_name", None) or "")
     entries, functions = [], ()
@@ -123,14 +127,15 @@ def from_overrides(
 
 
 def text_given(value: Any) -> str:
-    """A value from Python as text. Of a kind of text, as an Enum's or NumPy's, plainly what it says: YAML has no other
-    form of it."""
+    """A value from Python as text. Of a kind of text, as an Enum's or NumPy's, plainly what it
+    says: YAML has no other form of it."""
     return str.__str__(value) if isinstance(value, str) else str(value)
 
 
 def python_leaves(config_type: type, overrides: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Every keyword from Python with its dotted name. A key of ours that is None is not given, as an argument that
-    somebody's own function has by default; another system's flag that is None is its `null` in a file."""
+    """Every keyword from Python with its dotted name. A key of ours that is None is not given, as
+    an argument that somebody's own function has by default; another system's flag that is None is
+    its `null` in a file."""
     for name, value in leaves_of(config_type, nested_names(overrides)):
         is_list = isinstance(value, list | tuple)
         key = key_of(config_type, name)
@@ -165,10 +170,12 @@ FROM_PYTHON = "python:"
 
 
 class GivenObjects:
-    """Tools, environments and rollout functions that were given from Python, by the name that stands for them.
+    """Tools, environments and rollout functions that were given from Python, by the name that
+    stands for them.
 
-    Two objects of one name, given in one call, get a number each. A name that has meant two objects in two calls means
-    neither where a stored configuration has it: it is not known which one the run had."""
+    Two objects of one name, given in one call, get a number each. A name that has meant two objects
+    in two calls means neither where a stored configuration has it: it is not known which one the
+    run had."""
 
     def __init__(self) -> None:
         self._objects: dict[str, Any] = {}
@@ -227,7 +234,8 @@ def _take_callables(value: Any) -> tuple[list[Any], tuple[Callable[..., Any], ..
     functions = tuple(item for item in items if callable(item))
     if functions and len(functions) < len(items):
         raise ShoalError(
-            f"reward={value!r}: expected functions, or names of the form file.py:function, not both: "
+            f"reward={value!r}: expected functions, or names of the form file.py:function, not "
+            f"both: "
             "import the named ones and give them as functions"
         )
     return ([], functions) if functions else (items, ())
@@ -239,8 +247,9 @@ def load(
     stored: Path | None = None,
     open_keys: Container[str] = (),
 ) -> tuple[Any, Resolved]:
-    """The configuration of the arguments; `stored`: a run's configuration in place of presets and files, of which
-    `open_keys` are not read: what the run decided itself is decided by its settings of now.
+    """The configuration of the arguments; `stored`: a run's configuration in place of presets and
+    files, of which `open_keys` are not read: what the run decided itself is decided by its settings
+    of now.
 
     >>> config, resolved = load(Config, resolved.arguments, run / "config.yaml")
     """
@@ -294,8 +303,8 @@ def packaged_values(config: Any) -> dict[str, Any]:
 
 
 def _notes(config: Any, merged: Merged, file: Path | None, has_preset: bool) -> Iterator[str]:
-    """Lines for the start: keys of a file that were skipped, a task's preset that was not loaded, and the values of
-    presets in effect that differ from Shoal's defaults."""
+    """Lines for the start: keys of a file that were skipped, a task's preset that was not loaded,
+    and the values of presets in effect that differ from Shoal's defaults."""
     config_type, keys = type(config), keys_of(type(config))
     if file and (skipped := [name for layer in merged.layers for name in layer.skipped]):
         yield (
@@ -311,8 +320,10 @@ def _notes(config: Any, merged: Merged, file: Path | None, has_preset: bool) -> 
         }
         if preset and (left := [key for key in beneath if key not in given]):
             yield (
-                f"{file.name} does not load the preset of task={config.task.name} ({left[0]} and {len(left) - 1} "
-                f"more keep their defaults): `defaults: [{preset.stem}, _self_]` in the file loads it"
+                f"{file.name} does not load the preset of task={config.task.name} ({left[0]} and "
+                f"{len(left) - 1} "
+                f"more keep their defaults): `defaults: [{preset.stem}, _self_]` in the file loads "
+                f"it"
             )
     yield from _replaced_in_files(merged)
     changed: dict[str, list[str]] = {}
@@ -337,7 +348,8 @@ def _notes(config: Any, merged: Merged, file: Path | None, has_preset: bool) -> 
 
 
 def _replaced_in_files(merged: Merged) -> Iterator[str]:
-    """A line for a recipe or an algorithm on the command line that replaces settings of the user's file beneath it."""
+    """A line for a recipe or an algorithm on the command line that replaces settings of the user's
+    file beneath it."""
     now = merged.values()[0]
     for number, layer in enumerate(merged.layers):
         files = [below for below in merged.layers[:number] if below.is_users and below.file]
@@ -354,6 +366,7 @@ def _replaced_in_files(merged: Merged) -> Iterator[str]:
             texts = ", ".join(f"{name}={text}" for name, text in lost.items())
             file = Path(files[-1].label).name
             yield (
-                f"{layer.label.replace(' ', '=', 1)} on the command line lies over {file} and replaces there: "
+                f"{layer.label.replace(' ', '=', 1)} on the command line lies over {file} and "
+                f"replaces there: "
                 f"{texts}; named in the file, it would lie beneath them"
             )

@@ -1,4 +1,5 @@
-"""Every key that a user can set, by command: frozen dataclasses made of the sections in `sections.py`."""
+"""Every key that a user can set, by command: frozen dataclasses made of the sections in
+`sections.py`."""
 
 from __future__ import annotations
 
@@ -49,17 +50,19 @@ class Config:
     seed: int = key(0, stages=("data", "sampling", "update", "evaluation"))
     """Seed of the data order and of sampling."""
     steps: int = key(40, stages=("evaluation", "update"))
-    """Training steps: each samples completions of batch.prompts_per_step prompts and trains on them."""
+    """Training steps: each samples completions of batch.prompts_per_step prompts and trains on
+    them."""
     run_name: str = key("", stages=())
-    """Name of the run's folder in base_output_directory; empty for date and time in outputs/. The same command with the
-    same name resumes the run."""
+    """Name of the run's folder in base_output_directory; empty for date and time in outputs/. The
+    same command with the same name resumes the run."""
     base_output_directory: str = key("outputs", stages=())
     """Folder in which run folders are created."""
     resume: str = key("", stages=())
-    """Run folder to resume, or `last`: the newest run in base_output_directory. The run's own configuration is loaded,
-    with your keys over it."""
+    """Run folder to resume, or `last`: the newest run in base_output_directory. The run's own
+    configuration is loaded, with your keys over it."""
     recipe: str = key("", stages=())
-    """All defaults of another system, loaded under your own keys: trl, verl, maxtext, tunix, torchrl, scalerl."""
+    """All defaults of another system, loaded under your own keys: trl, verl, maxtext, tunix,
+    torchrl, scalerl."""
     model: ModelSection = field(default_factory=ModelSection)
     task: TaskSection = field(default_factory=TaskSection)
     reward: RewardSection = field(default_factory=RewardSection)
@@ -166,7 +169,8 @@ class Config:
                     value == unset or (name == "processes" and value == 1),
                     f"mesh.{name}",
                     value,
-                    f"{unset!r} with sampler.kind={self.sampler.kind}: its workers have devices of their own "
+                    f"{unset!r} with sampler.kind={self.sampler.kind}: its workers have devices of "
+                    f"their own "
                     "(sampler.devices_per_worker), and the trainer is one process",
                 )
         if self.sampler.kind == "vllm":
@@ -174,7 +178,8 @@ class Config:
                 bool(self.vllm.urls) != bool(self.vllm.python),
                 "vllm.python",
                 self.vllm.python,
-                "a Python that has vLLM, to start servers, or vllm.urls, those that run already; one of the two",
+                "a Python that has vLLM, to start servers, or vllm.urls, those that run already; "
+                "one of the two",
             )
             require(
                 not self.vllm.memory
@@ -186,7 +191,8 @@ class Config:
                 "vllm.memory",
                 self.vllm.memory,
                 "0 (vLLM's default), or vllm.python in a run with train.max_staleness=0: on the "
-                "trainer's GPU a server sleeps while the trainer learns; on others give vllm.arguments="
+                "trainer's GPU a server sleeps while the trainer learns; on others give "
+                "vllm.arguments="
                 f"[--gpu-memory-utilization={exact(self.vllm.memory)}]",
             )
             require(
@@ -239,12 +245,14 @@ class Config:
 
     @property
     def pass_k(self) -> int:
-        """Completions a question for pass@k, resolved: by default 8 for word problems, which are quick, else none."""
+        """Completions a question for pass@k, resolved: by default 8 for word problems, which are
+        quick, else none."""
         return samples_for_pass_k(self.train.pass_k, self.task.name)
 
     @property
     def evaluate_every(self) -> int:
-        """Steps between evaluations, resolved: by default 10 for word problems, else 0, for the first and the last."""
+        """Steps between evaluations, resolved: by default 10 for word problems, else 0, for the
+        first and the last."""
         return (
             self.train.evaluate_every
             if self.train.evaluate_every >= -1
@@ -253,14 +261,16 @@ class Config:
 
     @property
     def quick_questions(self) -> int:
-        """Questions of quick evaluations and of pass@k, resolved: by default 100 for word problems, else 0 (all)."""
+        """Questions of quick evaluations and of pass@k, resolved: by default 100 for word problems,
+        else 0 (all)."""
         few = 0 if self.checkpoint.keep_best else self.train.quick_questions
         return few if few >= 0 else 100 * (self.task.name == "words")
 
 
 @dataclass(frozen=True)
 class SftConfig(Config):
-    """`shoal sft`: fine-tunes a model on answers that are given: dialogues, or prompts with completions."""
+    """`shoal sft`: fine-tunes a model on answers that are given: dialogues, or prompts with
+    completions."""
 
     def __post_init__(self) -> None:
         require(
@@ -281,8 +291,8 @@ class EvalConfig:
     output: str = ""
     """JSON file for the figures and every answer with its score; empty for the terminal only."""
     responses: str = ""
-    """jsonl file of responses made elsewhere, scored without a model: rows with `response` and the question as the
-    task's data has it (`question`; ifeval: `prompt`)."""
+    """jsonl file of responses made elsewhere, scored without a model: rows with `response` and the
+    question as the task's data has it (`question`; ifeval: `prompt`)."""
     json: bool = False
     """Print the figures as JSON."""
     batch: int = 128
@@ -338,7 +348,8 @@ class GenerateConfig:
 
 @dataclass(frozen=True)
 class ServeConfig:
-    """`shoal serve`: samples for programs that speak OpenAI's or vLLM's API, and says every token's log-prob."""
+    """`shoal serve`: samples for programs that speak OpenAI's or vLLM's API, and says every token's
+    log-prob."""
 
     host: str = "127.0.0.1"
     """Address to serve at; any other than this machine's own needs `token`."""
@@ -347,7 +358,8 @@ class ServeConfig:
     token: str = ""
     """The API key that requests must bring; `auto` makes one. Without it any key will do."""
     publication: bool = False
-    """Let requests replace the weights: vLLM's calls pause, resume, collective_rpc and others, for a trainer."""
+    """Let requests replace the weights: vLLM's calls pause, resume, collective_rpc and others, for
+    a trainer."""
     timeout_seconds: float = 600.0
     """Limit of a request."""
     seed: int = 0
@@ -367,7 +379,8 @@ class ServeConfig:
 
 @dataclass(frozen=True)
 class ExportConfig:
-    """`shoal export`: writes a run's weights as a folder that transformers loads. (`from` is `source` in Python.)"""
+    """`shoal export`: writes a run's weights as a folder that transformers loads. (`from` is
+    `source` in Python.)"""
 
     source: str = ""
     """Run folder, one of its checkpoints, or a model folder."""
@@ -376,7 +389,8 @@ class ExportConfig:
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Type of the weights written."""
     merge: bool = False
-    """Of a run that trained an adapter: add it to the model's weights (in float32), and write a whole model."""
+    """Of a run that trained an adapter: add it to the model's weights (in float32), and write a
+    whole model."""
 
 
 @dataclass(frozen=True)
@@ -384,7 +398,8 @@ class ConvertConfig:
     """`shoal convert`: converts a checkpoint to MaxText's layout, or from it to Hugging Face's."""
 
     source: str = ""
-    """Model folder or hub id, run folder or one of its checkpoints, or a MaxText checkpoint (`.../0/items`)."""
+    """Model folder or hub id, run folder or one of its checkpoints, or a MaxText checkpoint
+    (`.../0/items`)."""
     to: str = ""
     """Folder to write; empty for base_output_directory/run_name/0/items."""
     format: Literal["maxtext", "huggingface"] = "maxtext"
@@ -394,8 +409,8 @@ class ConvertConfig:
     run_name: str = ""
     """Name of that folder; empty for base_output_directory/0/items."""
     model_name: str = ""
-    """MaxText's name of the architecture (llama3.1-8b, ...), for a checkpoint without config.json. Without `from`, the
-    hub's model of that name is converted."""
+    """MaxText's name of the architecture (llama3.1-8b, ...), for a checkpoint without config.json.
+    Without `from`, the hub's model of that name is converted."""
     tokenizer: str = ""
     """Folder or hub id of the tokenizer (and config.json) to copy into a Hugging Face folder."""
     scan_layers: bool = True
@@ -414,18 +429,18 @@ class DoctorConfig(Config):
 
 @dataclass(frozen=True)
 class PlanConfig(Config):
-    """`shoal plan`: compiles a training job for devices that need not be here: does it fit, how fast is a step. With
-    --dry-run it estimates the memory in seconds, without compiling."""
+    """`shoal plan`: compiles a training job for devices that need not be here: does it fit, how
+    fast is a step. With --dry-run it estimates the memory in seconds, without compiling."""
 
     topology: str = ""
-    """Devices to plan for: v5p-256, v5p:4x4x8, v6e:4x8@2 (two slices), h100:8, h200:8x8 (eight machines); empty for the
-    devices here."""
+    """Devices to plan for: v5p-256, v5p:4x4x8, v6e:4x8@2 (two slices), h100:8, h200:8x8 (eight
+    machines); empty for the devices here."""
     layers: Literal["auto", "shallow", "all"] = "auto"
-    """Layers to compile: auto takes 2 and 4 for a deep model's decoding and extrapolates, shallow does so for every
-    program, all compiles every layer."""
+    """Layers to compile: auto takes 2 and 4 for a deep model's decoding and extrapolates, shallow
+    does so for every program, all compiles every layer."""
     calibration: str = ""
-    """File with what `benchmarks/accelerator.py --calibration` measured on such a device, in place of what its maker
-    says of bandwidths, products and links."""
+    """File with what `benchmarks/accelerator.py --calibration` measured on such a device, in place
+    of what its maker says of bandwidths, products and links."""
     json: bool = False
     """Print the plan as JSON."""
 
@@ -441,7 +456,8 @@ class ReplayConfig:
     group: int = 0
     """Index of the group in the step's file, from 0."""
     likeliest: int = 0
-    """Likeliest tokens, with the entropy, listed at each token in the JSON and on the page of the run; 0 for none."""
+    """Likeliest tokens, with the entropy, listed at each token in the JSON and on the page of the
+    run; 0 for none."""
     json: bool = False
     """Print the result as JSON."""
     mesh: MeshSection = field(default_factory=MeshSection)
@@ -453,7 +469,8 @@ class ReplayConfig:
 
 @dataclass(frozen=True)
 class RescoreConfig:
-    """`shoal rescore`: scores a run's stored groups with another reward and says what is suspicious about it."""
+    """`shoal rescore`: scores a run's stored groups with another reward and says what is suspicious
+    about it."""
 
     run: str = ""
     """Run folder, or `last`."""
@@ -469,7 +486,8 @@ class RescoreConfig:
 
 @dataclass(frozen=True)
 class DiffConfig:
-    """`shoal diff`: finds the first step and token where two runs differ, and the likeliest cause."""
+    """`shoal diff`: finds the first step and token where two runs differ, and the likeliest
+    cause."""
 
     run: str = ""
     """Run folder, or `last`."""
@@ -481,7 +499,8 @@ class DiffConfig:
 
 @dataclass(frozen=True)
 class GroupsConfig:
-    """`shoal groups`: prints a table of a run's groups, or the groups of a step with rewards and advantages."""
+    """`shoal groups`: prints a table of a run's groups, or the groups of a step with rewards and
+    advantages."""
 
     run: str = "last"
     """Run folder; `last` for the run started last."""
@@ -514,7 +533,8 @@ class GroupsConfig:
 
 @dataclass(frozen=True)
 class ViewConfig:
-    """`shoal view`: serves a page with a run's curves, groups and tokens, or writes it to one file."""
+    """`shoal view`: serves a page with a run's curves, groups and tokens, or writes it to one
+    file."""
 
     runs: tuple[str, ...] = ()
     """Run folders, folders of runs, or `last`; without any, the newest run."""
@@ -529,7 +549,8 @@ class ViewConfig:
     to: str = ""
     """File to write the page to, in place of serving it; it needs no network."""
     groups: tuple[str, ...] = ()
-    """Groups to put into that file: 12 (all of a step), 12:3, 12:0-7; without any, groups of the newest step."""
+    """Groups to put into that file: 12 (all of a step), 12:3, 12:0-7; without any, groups of the
+    newest step."""
 
     def __post_init__(self) -> None:
         at_least(self, "", 0, "port")
@@ -550,7 +571,8 @@ class ExportRolloutsConfig:
 
 @dataclass(frozen=True)
 class CompatConfig:
-    """`shoal compat`: writes the scripts of MaxText, TorchRL, TRL, verl and Tunix under the paths that are typed."""
+    """`shoal compat`: writes the scripts of MaxText, TorchRL, TRL, verl and Tunix under the paths
+    that are typed."""
 
     to: str = ""
     """Folder to write them to; nothing in it is overwritten."""
@@ -558,19 +580,23 @@ class CompatConfig:
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """`shoal launch`: starts a job in a cluster, and prints the command, manifest or script that does. The job stands
-    after `--`: shoal launch target=gke topology=v5p-256 -- train model.name=llama3.3-70b."""
+    """`shoal launch`: starts a job in a cluster, and prints the command, manifest or script that
+    does. The job stands after `--`: shoal launch target=gke topology=v5p-256 -- train
+    model.name=llama3.3-70b."""
 
     target: Literal["docker", "ray", "slurm", "gke", "xpk"] = "docker"
-    """What starts the job: a container here, `ray job submit`, sbatch, kubectl (a Job, JobSet or RayJob), xpk."""
+    """What starts the job: a container here, `ray job submit`, sbatch, kubectl (a Job, JobSet or
+    RayJob), xpk."""
     topology: str = ""
-    """Devices of the job, as `shoal plan` names them: v5p-256, v6e:4x8@2, h100:8, h200:8x8; empty for none."""
+    """Devices of the job, as `shoal plan` names them: v5p-256, v6e:4x8@2, h100:8, h200:8x8; empty
+    for none."""
     name: str = ""
     """Name of the job, and of its run unless that has a run_name; empty for the run's, or shoal."""
     image: str = "shoal"
     """Image of the job's containers."""
     mode: Literal["", "cuda", "tpu", "cpu", "grpo", "grpo-experimental"] = ""
-    """docker: build the image for these devices. MaxText's grpo and grpo-experimental are both tpu with Pathways."""
+    """docker: build the image for these devices. MaxText's grpo and grpo-experimental are both tpu
+    with Pathways."""
     push: str = ""
     """docker: the address in a registry that the image is pushed to."""
     cluster: str = ""
@@ -580,9 +606,11 @@ class LaunchConfig:
     grace_seconds: int = 300
     """Seconds between SIGTERM and the end, in which a run saves its last complete step."""
     restarts: int = 10
-    """gke, xpk: how often the job is started again after a failure; being taken away does not count."""
+    """gke, xpk: how often the job is started again after a failure; being taken away does not
+    count."""
     options: tuple[str, ...] = ()
-    """Further words for the client: of xpk [--zone=Z,--project=P], of ray [--no-wait], of Slurm lines of #SBATCH."""
+    """Further words for the client: of xpk [--zone=Z,--project=P], of ray [--no-wait], of Slurm
+    lines of #SBATCH."""
     dry_run: bool = False
     """Only print."""
     job: tuple[str, ...] = ()

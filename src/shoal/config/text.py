@@ -1,4 +1,5 @@
-"""Writes a configuration as nested plain values, or as YAML that loads as the same configuration."""
+"""Writes a configuration as nested plain values, or as YAML that loads as the same
+configuration."""
 
 from __future__ import annotations
 
@@ -59,10 +60,11 @@ DECIDED = (
 
 
 def texts_of(config: Any, decided: Container[str] = ()) -> tuple[str, str]:
-    """A configuration as YAML: every key, and the keys that were set to something else than their default.
+    """A configuration as YAML: every key, and the keys that were set to something else than their
+    default.
 
-    `decided`: the keys of DECIDED that the run chose. They are left out of the second text, which tells them from
-    what somebody set (`report/folder.py`, `decided_keys`)."""
+    `decided`: the keys of DECIDED that the run chose. They are left out of the second text, which
+    tells them from what somebody set (`report/folder.py`, `decided_keys`)."""
     given = {
         key: value for key, value in difference_from_defaults(config).items() if key not in decided
     }

@@ -1,4 +1,5 @@
-"""Converts text from a command line, and numbers and lists from YAML or Python, to the types of the schema."""
+"""Converts text from a command line, and numbers and lists from YAML or Python, to the types of the
+schema."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ def text_of(value: Any) -> str:
 
 
 def shown(value: Any) -> str:
-    """A configuration's value as a user types it, numbers in short but not rounded: it may be typed again."""
+    """A configuration's value as a user types it, numbers in short but not rounded: it may be typed
+    again."""
     if isinstance(value, tuple):
         return f"[{','.join(map(shown, value))}]"
     return exact(value) if isinstance(value, float) else text_of(value)

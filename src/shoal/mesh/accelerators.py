@@ -21,15 +21,17 @@ import numpy as np
 from shoal.types import ShoalError
 
 GPU_SHARE = 0.92
-"""Of a GPU's memory that a run takes; JAX by itself takes 0.75. What is left serves CUDA, NCCL and cuBLAS."""
+"""Of a GPU's memory that a run takes; JAX by itself takes 0.75. What is left serves CUDA, NCCL and
+cuBLAS."""
 
 
 @dataclass(frozen=True)
 class Accelerator:
     """One kind of device; bandwidths are in bytes a second.
 
-    TPU: `link` is one direction of one link of the torus, `dcn` a device's part of its host's network. GPU: `link` is
-    one direction of all of a device's links to the others of its machine, `dcn` to other machines.
+    TPU: `link` is one direction of one link of the torus, `dcn` a device's part of its host's
+    network. GPU: `link` is one direction of all of a device's links to the others of its machine,
+    `dcn` to other machines.
     """
 
     kind: str  # a pattern of JAX's device_kind
@@ -44,9 +46,10 @@ class Accelerator:
     devices: int = 1  # that JAX shows, a chip
     largest: int = 0  # chips of a slice
     target: Mapping[str, Any] | None = None  # of a GPU: what its compiler asks about it
-    # Share of the peak that attention's kernels are assumed to reach. GPU: FlashAttention-2's, of an A100 0.6 (arXiv
-    # 2307.08691), of an H100 0.35 (2407.08608); Shoal's own were measured on no device. TPU: instructions that Mosaic
-    # schedules, of which there is one a cycle, for rows of whole groups (docs/LOG.md).
+    # Share of the peak that attention's kernels are assumed to reach. GPU: FlashAttention-2's, of
+    # an A100 0.6 (arXiv 2307.08691), of an H100 0.35 (2407.08608); Shoal's own were measured on no
+    # device. TPU: instructions that Mosaic schedules, of which there is one a cycle, for rows of
+    # whole groups (docs/LOG.md).
     kernels: float = 0.5
     launch: float = (
         3e-6  # seconds between two operations' launches by a GPU's host, which works ahead; assumed
@@ -87,8 +90,9 @@ _HOPPER = {
 }
 
 ACCELERATORS: Mapping[str, Accelerator] = {
-    # https://cloud.google.com/tpu/docs: the page of each version. Memory is what the compiler grants a program of the
-    # chip's 32, 16, 95, 32 and 2 x 96 GiB. Clocks follow from the peak: cores x matrix units x their multipliers x 2.
+    # https://cloud.google.com/tpu/docs: the page of each version. Memory is what the compiler
+    # grants a program of the chip's 32, 16, 95, 32 and 2 x 96 GiB. Clocks follow from the peak:
+    # cores x matrix units x their multipliers x 2.
     "v4": Accelerator(
         "TPU v4",
         {"bfloat16": 275e12},
@@ -248,9 +252,10 @@ MEASURED = ("hbm", "launch", "bfloat16", "float32")
 
 
 def read_calibration(file: str, device_kind: str, known: Accelerator | None) -> dict[str, Any]:
-    """What `benchmarks/accelerator.py --calibration` wrote: {"device": JAX's device_kind, "devices": their number,
-    "jax": its version, "figures": {name: [median, least, most]}}, a figure being a field of `Accelerator` or a type of
-    its `peaks`. ShoalError for one of another device than `device_kind`, or that does not have this form."""
+    """What `benchmarks/accelerator.py --calibration` wrote: {"device": JAX's device_kind,
+    "devices": their number, "jax": its version, "figures": {name: [median, least, most]}}, a figure
+    being a field of `Accelerator` or a type of its `peaks`. ShoalError for one of another device
+    than `device_kind`, or that does not have this form."""
     again = f"measure anew with `python benchmarks/accelerator.py --calibration {file}`"
     try:
         found = json.loads(Path(file).read_text())
@@ -272,7 +277,8 @@ def read_calibration(file: str, device_kind: str, known: Accelerator | None) -> 
             raise ShoalError(f"calibration={file}: {name} is not three positive numbers: {again}")
     if not re.fullmatch(known.kind if known else re.escape(device_kind), device):
         raise ShoalError(
-            f"calibration={file} was measured on {device}, and the plan is for {device_kind}: give one "
+            f"calibration={file} was measured on {device}, and the plan is for {device_kind}: give "
+            f"one "
             "that was measured there, or the topology of that device"
         )
     return {**found, "figures": measured}
@@ -290,7 +296,8 @@ def calibrated(known: Accelerator | None, calibration: Mapping[str, Any]) -> Acc
 
 
 def peak_flops(device_kind: str, dtype: Any) -> float | None:
-    """Floating point operations a second of one device in products of this type; None if it is not known.
+    """Floating point operations a second of one device in products of this type; None if it is not
+    known.
 
     >>> peak_flops("NVIDIA H100 80GB HBM3", "bfloat16")
     989000000000000.0

@@ -1,9 +1,9 @@
-"""Which devices JAX finds, and which of them a role uses: all, a fraction, a number or a list, as `mesh.trainer`,
-`.sampler` and `.reference` say.
+"""Which devices JAX finds, and which of them a role uses: all, a fraction, a number or a list, as
+`mesh.trainer`, `.sampler` and `.reference` say.
 
 Under Pathways one process has the devices of all hosts, by way of a proxy:
 
-    JAX_PLATFORMS=proxy JAX_BACKEND_TARGET=grpc://HOST:PORT    or that address and mesh.pathways=true
+    JAX_PLATFORMS=proxy JAX_BACKEND_TARGET=grpc://HOST:PORT   or that address and mesh.pathways=true
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ ANSWER_SECONDS = 15
 
 
 def available_devices(section: MeshSection = NO_KEYS, shared: bool = False) -> list[Any]:
-    """JAX's devices, of all hosts under Pathways; ShoalError where JAX finds none of the platform that JAX_PLATFORMS
-    names. `section` says whether Pathways is used, as the environment may too. `shared`: what is freed on a GPU is
-    another process's to take, which XLA's own pool would keep."""
+    """JAX's devices, of all hosts under Pathways; ShoalError where JAX finds none of the platform
+    that JAX_PLATFORMS names. `section` says whether Pathways is used, as the environment may too.
+    `shared`: what is freed on a GPU is another process's to take, which XLA's own pool would
+    keep."""
     through_proxy = uses_pathways(section)
     if through_proxy:
         start_pathways()
@@ -63,8 +64,10 @@ def available_devices(section: MeshSection = NO_KEYS, shared: bool = False) -> l
                 "" if "establish connection" in reason else f" ({reason})"
             )  # of missing credentials, too
             raise ShoalError(
-                f"JAX_BACKEND_TARGET={jax.config.values['jax_backend_target']}: no proxy of Pathways "
-                f"answers there{cause}; start it, or unset JAX_PLATFORMS and leave out mesh.pathways to "
+                f"JAX_BACKEND_TARGET={jax.config.values['jax_backend_target']}: no proxy of "
+                f"Pathways "
+                f"answers there{cause}; start it, or unset JAX_PLATFORMS and leave out "
+                f"mesh.pathways to "
                 "use the devices of this machine"
             ) from error
         raise _no_devices(asked, reason) from error
@@ -76,13 +79,15 @@ def _no_devices(asked: Any, reason: str) -> ShoalError:
         f", or install {' and '.join(extras)} where the machine has the devices" if extras else ""
     )
     return ShoalError(
-        f"JAX_PLATFORMS={asked}: JAX finds no such devices{reason and f' ({reason})'}; unset it, or set "
+        f"JAX_PLATFORMS={asked}: JAX finds no such devices{reason and f' ({reason})'}; unset it, "
+        f"or set "
         f"JAX_PLATFORMS=cpu{install}"
     )
 
 
 def check_platforms(section: MeshSection = NO_KEYS, root: Path = Path("/")) -> None:
-    """ShoalError for a platform of JAX_PLATFORMS that this machine certainly lacks. It asks JAX for no devices."""
+    """ShoalError for a platform of JAX_PLATFORMS that this machine certainly lacks. It asks JAX for
+    no devices."""
     if uses_pathways(section):
         check_pathways()
     asked = jax.config.values["jax_platforms"] or ""
@@ -114,8 +119,8 @@ def has_gpu(root: Path = Path("/")) -> bool:
 def accelerators_possible(root: Path = Path("/")) -> bool:
     """Whether JAX may find more than CPUs on this machine; False only where it certainly cannot.
 
-    The compilers of the extra `plan` are JAX's plug-ins for TPUs and GPUs: asked for devices on a machine with
-    neither, each prints a page of errors.
+    The compilers of the extra `plan` are JAX's plug-ins for TPUs and GPUs: asked for devices on a
+    machine with neither, each prints a page of errors.
     """
     folders = spec.submodule_search_locations if (spec := find_spec("jax_plugins")) else ()
     plugins = {
@@ -130,7 +135,8 @@ def accelerators_possible(root: Path = Path("/")) -> bool:
 
 
 def memory_stats(device: Any) -> Mapping[str, int]:
-    """Bytes by name of a device's memory, as it counts them itself; nothing on a CPU and behind a proxy of Pathways."""
+    """Bytes by name of a device's memory, as it counts them itself; nothing on a CPU and behind a
+    proxy of Pathways."""
     try:
         return device.memory_stats() or {}
     except jax.errors.JaxRuntimeError:
@@ -146,10 +152,11 @@ def _trimming() -> Callable[[int], Any] | None:
 
 
 def return_freed_memory() -> None:
-    """Gives what the allocator keeps of freed memory back to the system, where the RAM is the device's memory too.
+    """Gives what the allocator keeps of freed memory back to the system, where the RAM is the
+    device's memory too.
 
-    A compilation, or a checkpoint that was written, leaves some hundred MB of freed pieces, which large arrays cannot
-    use: they come on top of what the update then takes."""
+    A compilation, or a checkpoint that was written, leaves some hundred MB of freed pieces, which
+    large arrays cannot use: they come on top of what the update then takes."""
     trim = _trimming()
     if trim is not None and jax.default_backend() == "cpu":
         trim(0)
@@ -171,13 +178,13 @@ class RoleDevices:
 
 
 def role_devices(section: MeshSection, available: int) -> RoleDevices:
-    """The devices of each role: of counts and fractions the trainer has the first and the sampler the last, the
-    reference the first that both leave.
+    """The devices of each role: of counts and fractions the trainer has the first and the sampler
+    the last, the reference the first that both leave.
 
-    Two roles share all of their devices or none: where both name the same list, all devices as the fraction 1.0, or
-    the only one. A role that is not mentioned shares, the sampler with the trainer and the reference with the sampler;
-    a trainer that is not mentioned has what the others leave, or all.
-    ShoalError for devices that are not there, too few, and roles that overlap in part.
+    Two roles share all of their devices or none: where both name the same list, all devices as the
+    fraction 1.0, or the only one. A role that is not mentioned shares, the sampler with the trainer
+    and the reference with the sampler; a trainer that is not mentioned has what the others leave,
+    or all. ShoalError for devices that are not there, too few, and roles that overlap in part.
     """
     texts = {
         name: text
@@ -214,7 +221,8 @@ def role_devices(section: MeshSection, available: int) -> RoleDevices:
             ]
             asked += ["1 or more (trainer)"] * ("trainer" not in sizes)
             raise ShoalError(
-                f"{shown}: {' + '.join(asked)} devices are requested, but JAX finds {devices}. Lower "
+                f"{shown}: {' + '.join(asked)} devices are requested, but JAX finds {devices}. "
+                f"Lower "
                 f"them. {_all_devices(section, available)}"
             )
         return list(free[: counts[name]])
@@ -243,14 +251,16 @@ def role_devices(section: MeshSection, available: int) -> RoleDevices:
         if mine & its and mine != its:
             common = ", ".join(map(str, sorted(mine & its)))
             raise ShoalError(
-                f"{shown}: device{'s' * (len(mine & its) > 1)} {common} would be both the {other}'s and "
+                f"{shown}: device{'s' * (len(mine & its) > 1)} {common} would be both the "
+                f"{other}'s and "
                 f"the {name}'s; they share all of their devices or none"
             )
     return roles
 
 
 def _all_devices(section: MeshSection, available: int) -> str:
-    """The words with which all roles share all devices, over a stored configuration too, whose keys stay."""
+    """The words with which all roles share all devices, over a stored configuration too, whose keys
+    stay."""
     words = [
         f"mesh.{role}=" for role in ("trainer", "sampler", "reference") if getattr(section, role)
     ]
@@ -277,7 +287,8 @@ def devices_asked(key: str, text: str, available: int) -> int | list[int]:
     (4, [0, 2])
     """
     wrong = ShoalError(
-        f"{key}={text}: expected a fraction up to 1.0, a number of devices, or a list of their numbers "
+        f"{key}={text}: expected a fraction up to 1.0, a number of devices, or a list of their "
+        f"numbers "
         "as [0,1]"
     )
     try:
@@ -302,7 +313,8 @@ def devices_asked(key: str, text: str, available: int) -> int | list[int]:
 
 
 def uses_pathways(section: MeshSection) -> bool:
-    """True if the environment asks for Pathways, or `mesh.pathways` does and the environment names a proxy."""
+    """True if the environment asks for Pathways, or `mesh.pathways` does and the environment names
+    a proxy."""
     return _is_chosen() or (section.pathways and bool(jax.config.values["jax_backend_target"]))
 
 
@@ -310,7 +322,8 @@ def check_pathways() -> None:
     """ShoalError where the proxy's address or Pathways' client is missing."""
     if not (target := jax.config.values["jax_backend_target"]):
         raise ShoalError(
-            f"JAX_PLATFORMS={PROXY}: JAX_BACKEND_TARGET is missing; set it to the address of the proxy of "
+            f"JAX_PLATFORMS={PROXY}: JAX_BACKEND_TARGET is missing; set it to the address of the "
+            f"proxy of "
             "Pathways, as grpc://HOST:29000, or unset JAX_PLATFORMS"
         )
     if find_spec("pathwaysutils") is None:
@@ -321,7 +334,8 @@ def check_pathways() -> None:
 
 
 def start_pathways() -> None:
-    """Registers the proxy as JAX's platform, which it has to be before JAX looks for its devices."""
+    """Registers the proxy as JAX's platform, which it has to be before JAX looks for its
+    devices."""
     if (
         not _is_chosen()
         and jax.config.values["jax_backend_target"]

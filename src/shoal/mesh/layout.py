@@ -17,18 +17,19 @@ AXES = ("data", "fsdp", "context", "tensor")
 
 
 def make_mesh(section: MeshSection, devices: Sequence[Any]) -> Mesh:
-    """The trainer's mesh `data x fsdp x context x tensor` over the first devices; fsdp=-1 takes all that the others
-    leave.
+    """The trainer's mesh `data x fsdp x context x tensor` over the first devices; fsdp=-1 takes all
+    that the others leave.
 
-    `mesh.dcn_data` and `mesh.dcn_fsdp` slices (or hosts) multiply their axes, with as many devices of each.
-    ShoalError for a size that does not divide the devices: the rest would stay idle.
+    `mesh.dcn_data` and `mesh.dcn_fsdp` slices (or hosts) multiply their axes, with as many devices
+    of each. ShoalError for a size that does not divide the devices: the rest would stay idle.
     """
     slices = (section.dcn_data, section.dcn_fsdp, 1, 1)
     count, parts = math.prod(slices), by_slice(devices)
     if count != len(parts):
         if len(devices) % count:
             raise ShoalError(
-                f"mesh.dcn_data={section.dcn_data} x mesh.dcn_fsdp={section.dcn_fsdp} does not divide "
+                f"mesh.dcn_data={section.dcn_data} x mesh.dcn_fsdp={section.dcn_fsdp} does not "
+                f"divide "
                 f"{_devices(len(devices))} into {count} slices of one size"
             )
         parts = np.reshape(
@@ -67,8 +68,8 @@ def make_mesh(section: MeshSection, devices: Sequence[Any]) -> Mesh:
 
 
 def as_mesh(grid: np.ndarray, axes: Sequence[str]) -> Mesh:
-    # Auto: the compiler propagates shardings between the few constraints of the model; explicit axes would need one at
-    # every operation.
+    # Auto: the compiler propagates shardings between the few constraints of the model; explicit
+    # axes would need one at every operation.
     return Mesh(grid, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
 
 
@@ -83,7 +84,8 @@ def arrange(devices: Sequence[Any], shape: Sequence[int]) -> np.ndarray:
 
 
 def arrange_copies(devices: Sequence[Any], shape: Sequence[int]) -> np.ndarray:
-    """Devices as copies of `shape`, each within a slice where the slices' sizes allow it: copies exchange nothing."""
+    """Devices as copies of `shape`, each within a slice where the slices' sizes allow it: copies
+    exchange nothing."""
     size, parts = math.prod(shape), by_slice(devices)
     if any(len(part) % size for part in parts):
         parts = [list(devices)]
@@ -91,7 +93,8 @@ def arrange_copies(devices: Sequence[Any], shape: Sequence[int]) -> np.ndarray:
 
 
 def by_slice(devices: Sequence[Any]) -> list[list[Any]]:
-    """The devices of each slice, as JAX numbers them, in their order; those without a number are of one."""
+    """The devices of each slice, as JAX numbers them, in their order; those without a number are of
+    one."""
     slices: dict[int, list[Any]] = {}
     for device in devices:
         slices.setdefault(getattr(device, "slice_index", None) or 0, []).append(device)
@@ -99,7 +102,8 @@ def by_slice(devices: Sequence[Any]) -> list[list[Any]]:
 
 
 def by_host(devices: np.ndarray, size: int) -> np.ndarray:
-    """Devices as rows of `size`: in their order, or host by host where only so each row lies within a host."""
+    """Devices as rows of `size`: in their order, or host by host where only so each row lies within
+    a host."""
 
     def within_hosts(grid: np.ndarray) -> bool:
         return all(len({device.process_index for device in row}) == 1 for row in grid)
@@ -119,13 +123,15 @@ def _check_slices(parts: Sequence[Sequence[Any]]) -> None:
         len(by_slice(part)) for part in parts
     ):
         cure = (
-            f"set mesh.dcn_data={number} mesh.dcn_fsdp=1 (the slices exchange gradients alone) or mesh.dcn_data=1 "
+            f"set mesh.dcn_data={number} mesh.dcn_fsdp=1 (the slices exchange gradients alone) or "
+            f"mesh.dcn_data=1 "
             f"mesh.dcn_fsdp={number}"
             if number > 1
             else "leave both out"
         )
         raise ShoalError(
-            f"these {len(devices)} devices are {number} slice{'s' * (number > 1)}, but mesh.dcn_data x "
+            f"these {len(devices)} devices are {number} slice{'s' * (number > 1)}, but "
+            f"mesh.dcn_data x "
             f"mesh.dcn_fsdp is {count}: {cure}"
         )
 

@@ -1,9 +1,11 @@
-"""How the processes of a run meet before JAX starts: each sends process 0 a signed line that says who it is.
+"""How the processes of a run meet before JAX starts: each sends process 0 a signed line that says
+who it is.
 
     process 1  ->  SIGNATURE {"process": 1, "processes": 2, "name": "process 1 (host, pid 12)"}
     process 0  ->  SIGNATURE {"names": [...]}    once all have come, or {"error": "..."}
 
-Lines are signed with the secret in SHOAL_MESH_TOKEN. The links stay open: they show each process the end of another.
+Lines are signed with the secret in SHOAL_MESH_TOKEN. The links stay open: they show each process
+the end of another.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ GREETING_SECONDS, GREETING_BYTES = 2.0, 1 << 12
 """Limits of a stranger's line: process 0 reads one link at a time."""
 ANSWER_SECONDS, ANSWER_BYTES = 10.0, 1 << 20
 OUTLIVES_SECONDS = 5
-"""So long JAX's coordination service outlives process 0: by then the other processes have seen its end."""
+"""So long JAX's coordination service outlives process 0: by then the other processes have seen its
+end."""
 TOKEN = "SHOAL_MESH_TOKEN"
 """The environment's, since a key would stand in the list of processes and in the run folder."""
 BIND_ADDRESS = "JAX_COORDINATOR_BIND_ADDRESS"
@@ -53,8 +56,9 @@ def is_loopback(host: str) -> bool:
 
 
 def bind_address(section: MeshSection) -> str:
-    """HOST:PORT where process 0 and JAX's service listen: the coordinator's, or all addresses of this machine where its
-    name is a loopback address here, as in the hosts file of Debian and Ubuntu (127.0.1.1), which no other reaches."""
+    """HOST:PORT where process 0 and JAX's service listen: the coordinator's, or all addresses of
+    this machine where its name is a loopback address here, as in the hosts file of Debian and
+    Ubuntu (127.0.1.1), which no other reaches."""
     if given := os.environ.get(BIND_ADDRESS):
         return given
     host, _, port = section.coordinator.rpartition(":")
@@ -62,8 +66,8 @@ def bind_address(section: MeshSection) -> str:
 
 
 def loopback_of_name(name: str) -> str:
-    """The address that a name has on this machine, where it is loopback alone though the name does not say so; "" for
-    all others."""
+    """The address that a name has on this machine, where it is loopback alone though the name does
+    not say so; "" for all others."""
     if is_loopback(name):
         return ""
     try:
@@ -75,7 +79,8 @@ def loopback_of_name(name: str) -> str:
 
 
 def _address_here(links: Iterable[socket.socket]) -> str:
-    """An address of this machine by which another one's process has a link to it; "" where all are of this machine."""
+    """An address of this machine by which another one's process has a link to it; "" where all are
+    of this machine."""
     addresses = (str(link.getsockname()[0]) for link in links)
     return next((address for address in addresses if not is_loopback(address)), "")
 
@@ -113,14 +118,15 @@ class Met(NamedTuple):
 def meet_others(section: MeshSection) -> Met:
     """In process 0: waits until all have come.
 
-    Links without a correct line are closed and counted. JAX's service listens at the same port afterwards; it would
-    abort the process where another does not come.
+    Links without a correct line are closed and counted. JAX's service listens at the same port
+    afterwards; it would abort the process where another does not come.
     """
     names, links, dropped = {0: _name(0)}, {}, 0
     host = section.coordinator.rpartition(":")[0]
     if BIND_ADDRESS not in os.environ and (address := loopback_of_name(host)):
         print(
-            f"mesh.coordinator={section.coordinator}: {host} is {address} on this machine (its hosts file), which no "
+            f"mesh.coordinator={section.coordinator}: {host} is {address} on this machine (its "
+            f"hosts file), which no "
             "other reaches, so process 0 listens at all addresses of this machine",
             file=sys.stderr,
             flush=True,
@@ -137,7 +143,8 @@ def meet_others(section: MeshSection) -> Met:
                 raise _refused(
                     links.values(),
                     f"mesh.processes={section.processes}: {awaited} has not come within "
-                    f"{START_SECONDS} s{strangers}; start each with its own mesh.process, the same {TOKEN} "
+                    f"{START_SECONDS} s{strangers}; start each with its own mesh.process, the same "
+                    f"{TOKEN} "
                     f"and mesh.coordinator={section.coordinator}",
                 )
             try:
@@ -170,7 +177,8 @@ def meet_others(section: MeshSection) -> Met:
 
 
 def _read_greeting(link: socket.socket, processes: int) -> tuple[int, int, str]:
-    """Number, count of processes and name that a process sends; one of MALFORMED if it is none of this run."""
+    """Number, count of processes and name that a process sends; one of MALFORMED if it is none of
+    this run."""
     line = _read_line(link, GREETING_SECONDS, GREETING_BYTES)
     number, count, name = line["process"], line["processes"], line["name"]
     if [type(value) for value in (number, count, name)] != [
@@ -205,7 +213,8 @@ def _listener(section: MeshSection) -> socket.socket:
         except OSError as error:
             if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
                 raise ShoalError(
-                    f"mesh.coordinator={section.coordinator}: process 0 cannot listen at {host}:{port} "
+                    f"mesh.coordinator={section.coordinator}: process 0 cannot listen at "
+                    f"{host}:{port} "
                     f"({error.strerror}); give an address of this host and a free port"
                 ) from error
         time.sleep(0.5)
@@ -234,7 +243,8 @@ def meet_main(section: MeshSection) -> Met:
             answer = _read_line(link, ANSWER_SECONDS, ANSWER_BYTES)
             if "error" not in answer:
                 print(
-                    f"process {section.process}: all {section.processes} have come; process 0 prints what they do",
+                    f"process {section.process}: all {section.processes} have come; process 0 "
+                    f"prints what they do",
                     file=sys.stderr,
                     flush=True,
                 )
@@ -248,7 +258,8 @@ def meet_main(section: MeshSection) -> Met:
             link.close()
             if time.monotonic() > deadline:
                 raise ShoalError(
-                    f"mesh.coordinator={section.coordinator}: what answers there is no process 0 of a "
+                    f"mesh.coordinator={section.coordinator}: what answers there is no process 0 "
+                    f"of a "
                     f"run with this {TOKEN}, or it has ended; start it again, or give another port"
                 ) from error
             time.sleep(0.5)
@@ -326,13 +337,14 @@ os._exit(0)
 
 
 class CoordinationService:
-    """JAX's coordination service of an address in a process of its own, with JAX's arguments; it listens once this is
-    made.
+    """JAX's coordination service of an address in a process of its own, with JAX's arguments; it
+    listens once this is made.
 
-    In process 0, where JAX would have it, it ends with that process, and JAX's clients in all others abort with a page
-    of text, often before they can say who has ended. So they do wherever the service reports the end of a process: JAX
-    0.10.2 cannot call Python then (`missed_heartbeat_callback` ends in std::bad_cast), and without links of our own
-    nobody would hear why.
+    In process 0, where JAX would have it, it ends with that process, and JAX's clients in all
+    others abort with a page of text, often before they can say who has ended. So they do wherever
+    the service reports the end of a process: JAX 0.10.2 cannot call Python then
+    (`missed_heartbeat_callback` ends in std::bad_cast), and without links of our own nobody would
+    hear why.
     """
 
     def __init__(self, address: str, count: int, **options: Any):
@@ -347,7 +359,8 @@ class CoordinationService:
         assert self.process.stdout
         if self.process.stdout.readline() != "ready\n":
             raise ShoalError(
-                f"mesh.coordinator: JAX's coordination service cannot listen at {address}; choose another "
+                f"mesh.coordinator: JAX's coordination service cannot listen at {address}; choose "
+                f"another "
                 "port"
             )
 

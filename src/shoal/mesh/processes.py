@@ -1,6 +1,8 @@
-"""Several processes that train one model: they find each other, exchange bytes, and hear of each other's end.
+"""Several processes that train one model: they find each other, exchange bytes, and hear of each
+other's end.
 
-    find_processes   the number of processes and of this one, from the keys, Slurm or a TPU slice; starts nothing
+    find_processes   the number of processes and of this one, from the keys, Slurm or a TPU slice;
+                     starts nothing
     join             JAX's world of all processes, and the `World` in which they exchange
     World.exchange   every process gives bytes and gets those of all, in the processes' order
 
@@ -46,12 +48,13 @@ KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
 HEARTBEAT_SECONDS = 40
 """After so long without a sign of life of a process (it is frozen) JAX ends the others."""
 LEAVE_SECONDS = 45
-"""How long a process that fails waits for the others to fail too; if they do not, it has failed alone."""
+"""How long a process that fails waits for the others to fail too; if they do not, it has failed
+alone."""
 REPORT_SECONDS = 60
 """After so long the process that is waited for is named."""
 STORE_BYTES = 1 << 16
-"""More than this of a process goes by the devices' collectives: process 0 would send all that its store holds to all
-others (100 MB between two processes of a machine: 2.2 s, by Gloo 0.7)."""
+"""More than this of a process goes by the devices' collectives: process 0 would send all that its
+store holds to all others (100 MB between two processes of a machine: 2.2 s, by Gloo 0.7)."""
 ROUND_BYTES = 64 << 20
 """What a device holds of all processes at once."""
 LEAST_BYTES = 1 << 14
@@ -62,15 +65,16 @@ PER_NODE = {
     "SLURM_STEP_TASKS_PER_NODE": "SLURM_LOCALID",
     "OMPI_COMM_WORLD_LOCAL_SIZE": "OMPI_COMM_WORLD_LOCAL_RANK",
 }
-"""Variables of launchers: the processes on this node (Slurm's may be `4(x2)`, of nodes), and which of them this is."""
+"""Variables of launchers: the processes on this node (Slurm's may be `4(x2)`, of nodes), and which
+of them this is."""
 NO_SECTION = {"coordinator": "", "processes": 0, "process": -1}
 """The keys of a run in one process. They say how a run is started, not what it computes."""
 
 
 def find_processes(section: MeshSection) -> MeshSection:
-    """The section with `coordinator`, `processes` and `process` of a run in several processes, which are read from the
-    launcher's environment where they are not given; without them for a run in one. ShoalError for those that are
-    missing or cannot be. Nothing is started."""
+    """The section with `coordinator`, `processes` and `process` of a run in several processes,
+    which are read from the launcher's environment where they are not given; without them for a run
+    in one. ShoalError for those that are missing or cannot be. Nothing is started."""
     given = {
         name: getattr(section, name)
         for name, none in NO_SECTION.items()
@@ -79,7 +83,8 @@ def find_processes(section: MeshSection) -> MeshSection:
     if uses_pathways(section):  # its hosts may look like those of several processes
         if given:
             raise ShoalError(
-                f"{_shown(given)}: under Pathways one process has the devices of all hosts; leave out "
+                f"{_shown(given)}: under Pathways one process has the devices of all hosts; leave "
+                f"out "
                 "mesh.coordinator, mesh.processes and mesh.process"
             )
         return section
@@ -103,7 +108,8 @@ def find_processes(section: MeshSection) -> MeshSection:
         )
     if section.process >= max(section.processes, 1):
         raise ShoalError(
-            f"mesh.process={section.process}: with mesh.processes={section.processes} expected 0 to "
+            f"mesh.process={section.process}: with mesh.processes={section.processes} expected 0 "
+            f"to "
             f"{section.processes - 1}"
         )
     host, _, port = section.coordinator.rpartition(":")
@@ -121,7 +127,8 @@ def find_processes(section: MeshSection) -> MeshSection:
 
 
 def _environment() -> Any:
-    """JAX's class for the environment that this process was started in, if it is one of ENVIRONMENTS."""
+    """JAX's class for the environment that this process was started in, if it is one of
+    ENVIRONMENTS."""
     from jax._src.clusters import ClusterEnv
 
     return next(
@@ -142,7 +149,8 @@ def _shown(given: dict[str, Any]) -> str:
 class World:
     """The processes of a run; a single one, which exchanges with nobody, unless `join` made it.
 
-    Entered, it ends orderly: all processes leave together, or the one that leaves alone is named by the others.
+    Entered, it ends orderly: all processes leave together, or the one that leaves alone is named by
+    the others.
     """
 
     count: int = 1
@@ -161,12 +169,14 @@ class World:
         return self.index == 0
 
     def exchange(self, what: str, data: bytes) -> list[bytes]:
-        """The bytes of all processes, in their order; `what` names the wait, and is the same in all."""
+        """The bytes of all processes, in their order; `what` names the wait, and is the same in
+        all."""
         if self.count == 1:
             return [data]
         self.sequence += 1
         head, length = f"{what}\n".encode(), len(data) if len(data) > STORE_BYTES else 0
-        # The length goes before what is gathered, so that all processes are there, and know how much there is.
+        # The length goes before what is gathered, so that all processes are there, and know how
+        # much there is.
         mark = json.dumps([length, jax.process_index()]).encode() + b"\n"
         mine = mark if length else mark + data
         self.client.key_value_set_bytes(f"shoal/{self.sequence}/{self.index}", head + mine)
@@ -188,7 +198,8 @@ class World:
         return [json.loads(data) for data in self.exchange(what, json.dumps(value).encode())]
 
     def _wait(self, number: int, head: bytes) -> bytes:
-        """What process `number` gives to this exchange, without the head; waits for as long as that process lives."""
+        """What process `number` gives to this exchange, without the head; waits for as long as that
+        process lives."""
         report_at = time.monotonic() + REPORT_SECONDS
         while True:
             try:  # a second at a time: in between, Ctrl-C is heard
@@ -199,7 +210,8 @@ class World:
             except jax.errors.JaxRuntimeError as error:
                 if "DEADLINE_EXCEEDED" not in str(error):
                     raise
-            # No deadline: a slow process is waited for, one that has ended ends this one (`_watch`).
+            # No deadline: a slow process is waited for, one that has ended ends this one
+            # (`_watch`).
             if time.monotonic() > report_at and self.is_main:
                 report_at += REPORT_SECONDS
                 print(
@@ -238,10 +250,11 @@ class World:
         return number == self.count
 
     def watch(self, links: dict[int, socket.socket]) -> None:
-        """Begins to watch other processes: a link that closes without a farewell ends this process too.
+        """Begins to watch other processes: a link that closes without a farewell ends this process
+        too.
 
-        The kernel closes it however a process ends, at once; where a machine is gone, the kernels of the others find it
-        out (KEEPALIVE).
+        The kernel closes it however a process ends, at once; where a machine is gone, the kernels
+        of the others find it out (KEEPALIVE).
         """
         self.links = list(links.values())
         for number, link in links.items():
@@ -255,7 +268,8 @@ class World:
             ).start()
 
     def _watch(self, link: socket.socket, number: int) -> None:
-        """Reads a link until it closes, and ends this process unless the other one said farewell."""
+        """Reads a link until it closes, and ends this process unless the other one said
+        farewell."""
         text = b""
         with contextlib.suppress(OSError):
             while part := link.recv(4096):
@@ -269,7 +283,8 @@ class World:
                 if other is not link:
                     other.sendall(ended.encode())
         reason = (
-            f"error: {ended}, so this one ends too: the output of that process says why. Start all of them "
+            f"error: {ended}, so this one ends too: the output of that process says why. Start all "
+            f"of them "
             "again to resume\n"
         )
         with contextlib.suppress(OSError):
@@ -280,7 +295,8 @@ class World:
     def farewell(self) -> None:
         """At the exit of the process, whose errors are printed by then."""
         if self.alone_code is not None:
-            # JAX would wait for the others first, and end this process where they end because this one has failed.
+            # JAX would wait for the others first, and end this process where they end because this
+            # one has failed.
             sys.stdout.flush()
             os._exit(self.alone_code)
         for link in self.links:
@@ -289,7 +305,8 @@ class World:
 
 
 def own_gpus() -> list[int] | None:
-    """The GPU of this process where a launcher starts several on a node; None for all that it sees."""
+    """The GPU of this process where a launcher starts several on a node; None for all that it
+    sees."""
     for per_node, number in PER_NODE.items():
         if (
             os.environ.get(per_node, "1").partition("(")[0] != "1"
@@ -300,7 +317,8 @@ def own_gpus() -> list[int] | None:
 
 
 def exit_code_of(kind: type[BaseException]) -> int:
-    """The exit code of the command line for an exception, where Python is left without its own way out."""
+    """The exit code of the command line for an exception, where Python is left without its own way
+    out."""
     return 2 if issubclass(kind, ShoalError) else 130 if issubclass(kind, KeyboardInterrupt) else 1
 
 
@@ -309,7 +327,8 @@ _joined: list[World] = []
 
 
 def join(section: MeshSection) -> World:
-    """The world of the processes that the section names; ShoalError where they do not come together."""
+    """The world of the processes that the section names; ShoalError where they do not come
+    together."""
     if _joined:
         return _joined[0]
     if section.processes <= 1:
@@ -354,13 +373,18 @@ def join(section: MeshSection) -> World:
 
 
 def gather_bytes(data: bytes, rows: Sequence[int], lengths: Sequence[int]) -> list[bytes]:
-    """The bytes of all processes by the devices' own collectives, over the links between hosts, each to each.
+    """The bytes of all processes by the devices' own collectives, over the links between hosts,
+    each to each.
 
-        process 0, devices 0 1: [a0 a1]   ->   device 0: [a0 b0]  device 1: [a1 b1]   ->   process 0: a0 a1, b0 b1
-        process 1, devices 2 3: [b0 b1]   ->   device 2: [a0 b0]  device 3: [a1 b1]   ->   process 1: a0 a1, b0 b1
+        process 0, devices 0 1: [a0 a1]       ->  device 0: [a0 b0]  device 1: [a1 b1]
+        process 1, devices 2 3: [b0 b1]       ->  device 2: [a0 b0]  device 3: [a1 b1]
 
-    They are in the processes' order: of `lengths`, and each with its `jax.process_index()` of `rows`.
-    All processes call this at the same point in the order of their computations, with the same rows and lengths.
+        device 0: [a0 b0]  device 1: [a1 b1]  ->  process 0: a0 a1, b0 b1
+        device 2: [a0 b0]  device 3: [a1 b1]  ->  process 1: a0 a1, b0 b1
+
+    They are in the processes' order: of `lengths`, and each with its `jax.process_index()` of
+    `rows`. All processes call this at the same point in the order of their computations, with the
+    same rows and lengths.
     """
     local, most = jax.local_device_count(), ROUND_BYTES // len(lengths)
     wanted = max(-(-max(lengths) // local), LEAST_BYTES)
@@ -376,7 +400,8 @@ def gather_bytes(data: bytes, rows: Sequence[int], lengths: Sequence[int]) -> li
 
 @cache
 def _gather() -> Callable[[np.ndarray], np.ndarray]:
-    """A function of this process's bytes: (size,) -> (processes, size), by `jax.process_index()`."""
+    """A function of this process's bytes: (size,) -> (processes, size), by
+    `jax.process_index()`."""
     processes = jax.process_count()
     devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
     mesh = Mesh(np.array(devices).reshape(processes, -1), ("processes", "local"))

@@ -1,6 +1,8 @@
-"""The one door of compiled programs: a `Role` makes them, with the compiler options of its platform.
+"""The one door of compiled programs: a `Role` makes them, with the compiler options of its
+platform.
 
-What the door makes is what `shoal plan` lowers for devices that are not here, so a plan is of the run's own programs.
+What the door makes is what `shoal plan` lowers for devices that are not here, so a plan is of the
+run's own programs.
 """
 
 from __future__ import annotations
@@ -17,8 +19,8 @@ import jax
 from jax.core import Tracer
 
 MAX_IN_FLIGHT = 2
-"""Compiled steps that may run undrained. On simulated CPU devices more of them, with collectives, can abort the process
-after a rendezvous of 40 s."""
+"""Compiled steps that may run undrained. On simulated CPU devices more of them, with collectives,
+can abort the process after a rendezvous of 40 s."""
 
 _V5P = {
     "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": True,
@@ -35,32 +37,34 @@ COMPILER_OPTIONS: Mapping[str, Mapping[str, Any]] = {
         "xla_enable_async_all_gather": True,
         "xla_tpu_prefer_async_allgather_to_allreduce": True,
     },
-    # Products of one input are not joined: for that the weights of q, k and v (of a small model also gate and up) would
-    # be copied beside each other, in decoding at every token.
+    # Products of one input are not joined: for that the weights of q, k and v (of a small model
+    # also gate and up) would be copied beside each other, in decoding at every token.
     "gpu": {"xla_gpu_dot_merger_threshold_mb": 0},
-    # As JAX names them. Beyond four chips XLA's defaults sum gradients by an all-reduce, since that uses all dimensions
-    # of the torus: twice the bytes, and each gradient whole on each chip (70B on 64 chips: 10.7 GB of temporaries, with
-    # these 9.5). A SparseCore scatters over all dimensions too, while the products go on; without padding it refuses
-    # parts that six links do not divide.
+    # As JAX names them. Beyond four chips XLA's defaults sum gradients by an all-reduce, since that
+    # uses all dimensions of the torus: twice the bytes, and each gradient whole on each chip (70B
+    # on 64 chips: 10.7 GB of temporaries, with these 9.5). A SparseCore scatters over all
+    # dimensions too, while the products go on; without padding it refuses parts that six links do
+    # not divide.
     "TPU v5": _V5P,
     "TPU v5p": _V5P,
 }
-"""Platform or kind of device -> XLA's options for all programs. On a whole 4x4x4 torus XLA's defaults turn every gather
-of weights into an all-reduce; with those for TPUs they are gathers, and run under the products."""
+"""Platform or kind of device -> XLA's options for all programs. On a whole 4x4x4 torus XLA's
+defaults turn every gather of weights into an all-reduce; with those for TPUs they are gathers, and
+run under the products."""
 
 _VMEM = {"xla_tpu_scoped_vmem_limit_kib": "32768"}
 
 SAMPLER_OPTIONS: Mapping[str, Mapping[str, Any]] = {"TPU v5": _VMEM, "TPU v5p": _VMEM}
-"""Kind of device -> options of the sampler's programs besides. Products of few rows wait for weights, which are read in
-larger parts with 32 MB of on-chip memory for an operation (v6e's default) in place of 16: 70B on 8 v5p by cycles 15.9
--> 14.9 ms a token."""
+"""Kind of device -> options of the sampler's programs besides. Products of few rows wait for
+weights, which are read in larger parts with 32 MB of on-chip memory for an operation (v6e's
+default) in place of 16: 70B on 8 v5p by cycles 15.9 -> 14.9 ms a token."""
 
 PIECES_OPTIONS: Mapping[str, Mapping[str, Any]] = {
     kind: {"xla_tpu_scoped_vmem_limit_kib": "16384"}
     for kind in ("TPU v5", "TPU v5p", "TPU v6 lite", "TPU v6e")
 }
-"""The same of decoding with matrices in pieces (`layer_pieces`), which are copied ahead into the rest of that memory:
-70B on 8 v5p with 16 MB for an operation 10.5 ms a token, with 32 12.5."""
+"""The same of decoding with matrices in pieces (`layer_pieces`), which are copied ahead into the
+rest of that memory: 70B on 8 v5p with 16 MB for an operation 10.5 ms a token, with 32 12.5."""
 
 _V6E = {
     "xla_tpu_scoped_vmem_limit_kib": "65536",
@@ -72,16 +76,18 @@ UPDATE_OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "TPU v6e": _V6E,
     **SAMPLER_OPTIONS,
 }
-"""Kind of device -> options of the trainer's gradient besides. 70B on 64 v5p with 4,352 tokens each by cycles: 5.95 ->
-5.47 s with 32 MB of on-chip memory for an operation. 8B on 8 v6e with 4,352 tokens each, a layer: 19.1 -> 17.6 ms if
-gradients of weights are whole products and then scattered, not eighths between exchanges; -> 16.1 with 64 MB of
-on-chip memory for an operation in place of 32, for twice the time to compile."""
+"""Kind of device -> options of the trainer's gradient besides. 70B on 64 v5p with 4,352 tokens each
+by cycles: 5.95 -> 5.47 s with 32 MB of on-chip memory for an operation. 8B on 8 v6e with 4,352
+tokens each, a layer: 19.1 -> 17.6 ms if gradients of weights are whole products and then scattered,
+not eighths between exchanges; -> 16.1 with 64 MB of on-chip memory for an operation in place of 32,
+for twice the time to compile."""
 
 _unknown: set[str] = set()
 """Options that the installed compiler has refused."""
 
 _in_flight: dict[frozenset[Any], deque[Any]] = {}
-"""Devices -> outputs of their unfinished programs, oldest first: one queue, whichever roles and meshes they serve."""
+"""Devices -> outputs of their unfinished programs, oldest first: one queue, whichever roles and
+meshes they serve."""
 
 
 _order: dict[Any, threading.RLock] = {}
@@ -90,10 +96,12 @@ _order: dict[Any, threading.RLock] = {}
 
 @contextlib.contextmanager
 def dispatching(devices: Iterable[Any]) -> Iterator[None]:
-    """Around the dispatch of a program that did not come from the door: one thread at a time for devices that meet.
+    """Around the dispatch of a program that did not come from the door: one thread at a time for
+    devices that meet.
 
-    Two programs with collectives that reach two devices in different orders wait for each other for ever: samplers
-    decode in threads of their own, while the trainer's thread compares and scores on the same devices."""
+    Two programs with collectives that reach two devices in different orders wait for each other for
+    ever: samplers decode in threads of their own, while the trainer's thread compares and scores on
+    the same devices."""
     with contextlib.ExitStack() as stack:
         for device in sorted(devices, key=lambda device: device.id):
             stack.enter_context(_order.setdefault(device, threading.RLock()))
@@ -110,11 +118,12 @@ def device_options(device: Any) -> Mapping[str, Any]:
 class Program:
     """A function compiled once a shape, as `jax.jit` does it.
 
-    A call waits while MAX_IN_FLIGHT earlier programs of the same devices are unfinished, and while another thread
-    dispatches to one of them. What it waits for is the last output (of a tuple) or the only one, which must not be
-    donated to a later program unless that is of these devices too. One that is not `queued`, a part of a sequence of
-    programs, neither waits nor is waited for, except on CPU devices. Compiler options that the installed compiler does
-    not know are dropped with a warning.
+    A call waits while MAX_IN_FLIGHT earlier programs of the same devices are unfinished, and while
+    another thread dispatches to one of them. What it waits for is the last output (of a tuple) or
+    the only one, which must not be donated to a later program unless that is of these devices too.
+    One that is not `queued`, a part of a sequence of programs, neither waits nor is waited for,
+    except on CPU devices. Compiler options that the installed compiler does not know are dropped
+    with a warning.
     """
 
     def __init__(
@@ -147,7 +156,8 @@ class Program:
         """Calls the compiled function and enters its output in the queue of its devices."""
         result = self._known_options(lambda: self._jitted(*args, **kwargs))
         last = result[-1] if isinstance(result, tuple) else result
-        # The smallest array stands for all: a program's outputs are ready at once, and a queue must hold no memory.
+        # The smallest array stands for all: a program's outputs are ready at once, and a queue must
+        # hold no memory.
         leaves = sorted(jax.tree.leaves(last), key=lambda leaf: leaf.nbytes)
         # Traced: only the program's shapes are asked for.
         if leaves and self._is_queued and not isinstance(leaves[0], Tracer):
@@ -155,15 +165,18 @@ class Program:
         return result
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
-        """JAX's traced program for arrays or shapes with shardings, also of devices that are not here."""
+        """JAX's traced program for arrays or shapes with shardings, also of devices that are not
+        here."""
         return self._jitted.trace(*args, **kwargs)
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
-        """JAX's lowered program for arrays or shapes with shardings, also of devices that are not here."""
+        """JAX's lowered program for arrays or shapes with shardings, also of devices that are not
+        here."""
         return self._jitted.lower(*args, **kwargs)
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
-        """Shapes, types and (where they are fixed) shardings of the outputs; nothing is compiled."""
+        """Shapes, types and (where they are fixed) shardings of the outputs; nothing is
+        compiled."""
         # Not jax.eval_shape(program): a jit inside another's trace may have no compiler options.
         return self._jitted.eval_shape(*args, **kwargs)
 
@@ -178,7 +191,8 @@ class Program:
         return jax.jit(self.function, compiler_options=options or None, **self.options)
 
     def _known_options(self, call: Callable[[], Any]) -> Any:
-        """Makes a call that compiles; options that the compiler refuses are dropped, and the call made again."""
+        """Makes a call that compiles; options that the compiler refuses are dropped, and the call
+        made again."""
         for _ in self.compiler_options:  # each failure is of another one
             try:
                 return call()
@@ -191,7 +205,8 @@ class Program:
                 if unknown[1] not in _unknown:
                     _unknown.add(unknown[1])
                     warnings.warn(
-                        f"this compiler has no option {unknown[1]}: the programs are compiled without it",
+                        f"this compiler has no option {unknown[1]}: the programs are compiled "
+                        f"without it",
                         stacklevel=3,
                     )
                 self._jitted = self._jit()
@@ -203,7 +218,7 @@ def _wait(output: Any) -> None:
         if not output.is_deleted() and not output.is_ready():
             jax.block_until_ready(output)
     except RuntimeError:
-        # Donated since, perhaps by another thread meanwhile: the program that it was given to stands behind it in the
-        # queue.
+        # Donated since, perhaps by another thread meanwhile: the program that it was given to
+        # stands behind it in the queue.
         if not output.is_deleted():
             raise

@@ -1,8 +1,9 @@
-"""Moves an array from one layout of some devices to another, by all-to-all, gather, slice and exchange alone.
+"""Moves an array from one layout of some devices to another, by all-to-all, gather, slice and
+exchange alone.
 
-XLA's partitioner replicates an array as a last resort where the two layouts cut the devices differently: a whole
-stacked weight on each device. Here no more than the part of one of the two layouts stands on a device, but for a
-dimension that both split in different orders.
+XLA's partitioner replicates an array as a last resort where the two layouts cut the devices
+differently: a whole stacked weight on each device. Here no more than the part of one of the two
+layouts stands on a device, but for a dimension that both split in different orders.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ Layout = list[list[str]]
 
 
 def reshard(array: jax.Array, source: NamedSharding, target: NamedSharding) -> jax.Array:
-    """Inside a compiled function: an array that is laid out as `source`, laid out as `target` on the same devices.
+    """Inside a compiled function: an array that is laid out as `source`, laid out as `target` on
+    the same devices.
 
-    Both meshes list the devices in one order. Where their sizes do not divide each other the partitioner moves it.
+    Both meshes list the devices in one order. Where their sizes do not divide each other the
+    partitioner moves it.
     """
     mesh = _common_mesh(source.mesh, target.mesh)
     if mesh is None:
@@ -55,7 +58,8 @@ def reshard(array: jax.Array, source: NamedSharding, target: NamedSharding) -> j
 
 
 def in_order_of(source: NamedSharding, target: NamedSharding) -> NamedSharding:
-    """The layout `source` with the devices in the order of `target`; itself where these are others."""
+    """The layout `source` with the devices in the order of `target`; itself where these are
+    others."""
     before, after = np.asarray(source.mesh.devices), np.asarray(target.mesh.devices)
     if set(before.flat) != set(after.flat) or list(before.flat) == list(after.flat):
         return source
@@ -63,9 +67,10 @@ def in_order_of(source: NamedSharding, target: NamedSharding) -> NamedSharding:
 
 
 def exchange_parts(array: jax.Array, source: NamedSharding, ordered: NamedSharding) -> jax.Array:
-    """Inside a compiled function: the part of each device that it has in the layout `ordered`, which is `source` with
-    the devices in another order. A program knows one order, so its output is the parts in a row along the first
-    dimension; as arrays of single devices they make the array in `ordered`."""
+    """Inside a compiled function: the part of each device that it has in the layout `ordered`,
+    which is `source` with the devices in another order. A program knows one order, so its output is
+    the parts in a row along the first dimension; as arrays of single devices they make the array in
+    `ordered`."""
     before, after = (list(np.asarray(sharding.mesh.devices).flat) for sharding in (source, ordered))
     names, moves = (
         source.mesh.axis_names,
@@ -114,7 +119,8 @@ def _layout(common: Mesh, sharding: NamedSharding, ndim: int) -> Layout:
 
 
 def _moves(before: Layout, after: Layout) -> Iterator[tuple[str, str, int, int]]:
-    """(move, gather or slice; axis; dimension; for a move the dimension that it then splits), in order."""
+    """(move, gather or slice; axis; dimension; for a move the dimension that it then splits), in
+    order."""
     now = [list(axes) for axes in before]
 
     def is_prefix(dim: int) -> bool:
@@ -138,6 +144,7 @@ def _moves(before: Layout, after: Layout) -> Iterator[tuple[str, str, int, int]]
             now[open_ends[free]].append(free)
             yield "slice", free, open_ends[free], -1
         else:
-            # First where the target splits too: what is gathered there is split again before more is gathered.
+            # First where the target splits too: what is gathered there is split again before more
+            # is gathered.
             dim = min(wrong, key=lambda dim: not after[dim])
             yield "gather", now[dim].pop(), dim, -1

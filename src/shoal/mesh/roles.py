@@ -1,10 +1,10 @@
 """The three roles that use the devices, and the logical names of array dimensions.
 
-A parameter or activation names its dimensions logically (`embed`, `heads`, ...); a `Role` turns the names into a
-sharding on its mesh. The trainer's mesh is data x fsdp x context x tensor and splits `embed` over `fsdp` and
-`context`. A row of a batch is split into equal parts over `context`, which are rows to all but attention. The
-sampler's is replicas (`data`) x tensor: a replica has all weights, so that sampling a token moves none. Two roles may
-be two views of the same devices.
+A parameter or activation names its dimensions logically (`embed`, `heads`, ...); a `Role` turns the
+names into a sharding on its mesh. The trainer's mesh is data x fsdp x context x tensor and splits
+`embed` over `fsdp` and `context`. A row of a batch is split into equal parts over `context`, which
+are rows to all but attention. The sampler's is replicas (`data`) x tensor: a replica has all
+weights, so that sampling a token moves none. Two roles may be two views of the same devices.
 """
 
 from __future__ import annotations
@@ -27,15 +27,17 @@ from shoal.types import ShoalError
 TRAINER_RULES: Mapping[str, str | tuple[str, ...] | None] = {
     "batch": ("data", "fsdp"),  # whole rows
     "rows": ("data", "fsdp", "context"),  # their parts
-    "fsdp_rows": "data",  # rows of all devices of `fsdp` together, where these share another dimension
+    # rows of all devices of `fsdp` together, where these share another dimension
+    "fsdp_rows": "data",
     "embed": ("fsdp", "context"),
     "heads": "tensor",
     "mlp": "tensor",
     "vocab": "tensor",
     "layers": None,
 }
-# A token reads every weight once: gathering them over `fsdp` for each of some hundred tokens would move the whole
-# model that often, so a replica of the sampler holds them whole or splits them over `tensor` alone.
+# A token reads every weight once: gathering them over `fsdp` for each of some hundred tokens would
+# move the whole model that often, so a replica of the sampler holds them whole or splits them over
+# `tensor` alone.
 SAMPLER_RULES = {**TRAINER_RULES, "batch": ("data",), "rows": ("data",), "embed": None}
 SAMPLER_AXES = ("data", "tensor")
 
@@ -54,7 +56,8 @@ class Role:
     compiler_options: tuple[tuple[str, Any], ...] = ()
 
     def jit(self, function: Callable, queued: bool = True, **options: Any) -> Program:
-        """A function compiled for the role's devices, with its compiler options; `options` are those of `jax.jit`."""
+        """A function compiled for the role's devices, with its compiler options; `options` are
+        those of `jax.jit`."""
         return Program(
             function, dict(self.compiler_options), self.mesh.devices.flat, options, queued
         )
@@ -84,8 +87,9 @@ class Role:
         return mesh.devices.flat[0] if isinstance(mesh, Mesh) else mesh.abstract_device
 
     def spec(self, axes: Sequence[str | None], shape: Sequence[int]) -> PartitionSpec:
-        """Mesh axes for logical ones. ValueError for a size that its axes do not divide: a copy on every device would
-        go unnoticed. The sizes of a model are checked before (`shoal.model.transformer.check_mesh`)."""
+        """Mesh axes for logical ones. ValueError for a size that its axes do not divide: a copy on
+        every device would go unnoticed. The sizes of a model are checked before
+        (`shoal.model.transformer.check_mesh`)."""
         rules = dict(self.rules)
         parts: list[Any] = []
         for axis, size in zip(axes, shape, strict=True):
@@ -93,7 +97,8 @@ class Role:
             names = (mapped,) if isinstance(mapped, str) else (mapped or ())
             if size % (count := math.prod(self.mesh.shape[n] for n in names)):
                 raise ValueError(
-                    f"{axis} of {tuple(shape)} has {size} elements, which {count} devices do not divide"
+                    f"{axis} of {tuple(shape)} has {size} elements, which {count} devices do not "
+                    f"divide"
                 )
             parts.append(mapped)
         return PartitionSpec(*parts)
@@ -119,8 +124,8 @@ class Role:
         )
 
     def split_rows(self, x: jax.Array) -> jax.Array:
-        """Inside a compiled function: rows [R, T, ...] as the parts [R * context, T / context, ...] that devices hold;
-        those of a row are on neighbours."""
+        """Inside a compiled function: rows [R, T, ...] as the parts [R * context, T / context, ...]
+        that devices hold; those of a row are on neighbours."""
         if self.context == 1:
             return x
         x = x.reshape(
@@ -139,12 +144,14 @@ class Role:
 
     @property
     def host_layout(self) -> NamedSharding | None:
-        """Of an output that the host reads: whole in each of several processes; of one, as the compiler has it."""
+        """Of an output that the host reads: whole in each of several processes; of one, as the
+        compiler has it."""
         return self.replicated if jax.process_count() > 1 else None
 
     @property
     def local(self) -> Role:
-        """The role on this process's devices alone, whole parts of its first axis; itself with one process."""
+        """The role on this process's devices alone, whole parts of its first axis; itself with one
+        process."""
         if jax.process_count() == 1:
             return self
         own = [
@@ -154,12 +161,14 @@ class Role:
 
     @property
     def row_shards(self) -> int:
-        """Number of devices that rows and their parts are split over; the sampler's groups are a multiple of it."""
+        """Number of devices that rows and their parts are split over; the sampler's groups are a
+        multiple of it."""
         return math.prod(self.mesh.shape[axis] for axis in self.row_axes)
 
     @property
     def batch_shards(self) -> int:
-        """Number of parts that whole rows are split into, on `context` devices each: R is a multiple of it."""
+        """Number of parts that whole rows are split into, on `context` devices each: R is a
+        multiple of it."""
         return self.row_shards // self.context
 
     @property
@@ -169,7 +178,8 @@ class Role:
 
     @property
     def row_axes(self) -> tuple[str, ...]:
-        """Mesh axes over which rows of a batch and groups of a sampler are split; none in a program of one replica."""
+        """Mesh axes over which rows of a batch and groups of a sampler are split; none in a program
+        of one replica."""
         return dict(self.rules)["rows"] or ()
 
     @property
@@ -206,8 +216,8 @@ class Roles:
 
     @property
     def hosts(self) -> list[Role]:
-        """The sampler's role on the devices of each of its hosts in this process: one with all, or, where these are its
-        own, one for each replica, which then waits for no other."""
+        """The sampler's role on the devices of each of its hosts in this process: one with all, or,
+        where these are its own, one for each replica, which then waits for no other."""
         local = self.sampler.local
         if not self.disaggregated:
             return [local]
@@ -222,13 +232,14 @@ def make_roles(
 ) -> Roles:
     """The roles on their devices; two that share devices may divide them differently.
 
-    A reference on other devices than the trainer's splits a model's `hidden_size` over as many of them as divide it.
-    ShoalError for devices that are not there, roles that overlap in part, sizes that do not divide, and what several
-    processes cannot do.
+    A reference on other devices than the trainer's splits a model's `hidden_size` over as many of
+    them as divide it. ShoalError for devices that are not there, roles that overlap in part, sizes
+    that do not divide, and what several processes cannot do.
     """
     if section.processes > 1:
         raise ShoalError(
-            f"mesh.processes={section.processes}: only shoal train runs in several processes; leave out "
+            f"mesh.processes={section.processes}: only shoal train runs in several processes; "
+            f"leave out "
             "mesh.coordinator, mesh.processes and mesh.process"
         )
     devices = devices if devices is not None else available_devices(section)
@@ -281,14 +292,16 @@ def _sampler_mesh(
     count = trainer.size if shared else len(numbers.sampler)
     if count % tensor:
         key = "mesh.sampler_tensor" if section.sampler_tensor else "mesh.tensor"
+        hint = "" if section.sampler_tensor else " for mesh.sampler_tensor"
         raise ShoalError(
             f"{key}={tensor} does not divide the sampler's {count} device{'s' * (count > 1)}; use "
-            f"{listed_divisors(count)}{'' if section.sampler_tensor else ' for mesh.sampler_tensor'}",
+            f"{listed_divisors(count)}{hint}",
             key,
         )
     if shared:
-        # In the trainer's order where that will do: weights are published without an exchange of parts before. Of a
-        # torus it puts neighbours on different hosts, but a process samples with whole replicas on its own devices.
+        # In the trainer's order where that will do: weights are published without an exchange of
+        # parts before. Of a torus it puts neighbours on different hosts, but a process samples with
+        # whole replicas on its own devices.
         return as_mesh(by_host(trainer.devices, tensor), SAMPLER_AXES)
     return as_mesh(
         arrange_copies([devices[number] for number in numbers.sampler], (tensor,)), SAMPLER_AXES
@@ -296,7 +309,8 @@ def _sampler_mesh(
 
 
 def refusal(section: MeshSection, roles: Roles, hosts: Mapping[Any, int]) -> str:
-    """Why a process on each host cannot have these roles; "" if it can. `hosts`: of each device that is available.
+    """Why a process on each host cannot have these roles; "" if it can. `hosts`: of each device
+    that is available.
 
     Refused are idle devices, roles on devices of their own, and a replica over two processes.
     """
@@ -305,26 +319,30 @@ def refusal(section: MeshSection, roles: Roles, hosts: Mapping[Any, int]) -> str
         return ""
     if any(set(role.mesh.devices.flat) != set(trainer.devices.flat) for role in roles.all):
         return (
-            f"a run in {processes} processes has all roles on all devices, since each process samples on its own: "
+            f"a run in {processes} processes has all roles on all devices, since each process "
+            f"samples on its own: "
             "leave out mesh.trainer, mesh.sampler and mesh.reference, or start one process"
         )
     if trainer.size != len(hosts):
         axes = " x ".join(f"mesh.{axis}={getattr(section, axis)}" for axis in trainer.axis_names)
         return (
-            f"{axes} uses {trainer.size} of {len(hosts)} devices, but {processes} processes train on all of "
+            f"{axes} uses {trainer.size} of {len(hosts)} devices, but {processes} processes train "
+            f"on all of "
             "theirs: set mesh.fsdp=-1"
         )
     if any(len({hosts[device] for device in replica.flat}) > 1 for replica in sampler.mesh.devices):
         each = len(hosts) // processes
         return (
-            f"a replica of the sampler ({sampler.tensor} devices) would lie in two processes, which have {each} "
+            f"a replica of the sampler ({sampler.tensor} devices) would lie in two processes, "
+            f"which have {each} "
             f"devices each: set mesh.sampler_tensor={math.gcd(sampler.tensor, each)}"
         )
     return ""
 
 
 def view_of(role: Role, devices: Sequence[Any]) -> Role:
-    """A role as it would be on other devices, in parts that hold whole parts of its own: as many as divide both."""
+    """A role as it would be on other devices, in parts that hold whole parts of its own: as many as
+    divide both."""
     if set(devices) == set(role.mesh.devices.flat):
         return role
     shape, left = [], len(devices)

@@ -1,8 +1,10 @@
-"""The devices of a machine that is not here: what `topology=` names, and JAX's description of it for a compiler.
+"""The devices of a machine that is not here: what `topology=` names, and JAX's description of it
+for a compiler.
 
     v5p-256  v5p:4x4x8  v6e-8  v6e:4x8@2 (two slices)  h100:8  h200:8x8 (eight machines of eight)
 
-TPU names count what their maker counts: cores for v4, v5p and TPU7x (two a chip), chips for v5e and v6e.
+TPU names count what their maker counts: cores for v4, v5p and TPU7x (two a chip), chips for v5e and
+v6e.
 """
 
 from __future__ import annotations
@@ -30,8 +32,8 @@ _SMALL = {
     },
     3: {4: (2, 2, 1), 8: (2, 2, 2), 16: (2, 2, 4), 32: (2, 4, 4)},
 }
-"""Dimensions of the torus -> chips -> the shape of the slice. From 64 chips on a torus of three dimensions is made of
-cubes of 4x4x4, which are joined to the shape that is nearest to a cube."""
+"""Dimensions of the torus -> chips -> the shape of the slice. From 64 chips on a torus of three
+dimensions is made of cubes of 4x4x4, which are joined to the shape that is nearest to a cube."""
 
 _LONGEST = 256
 """Chips along one dimension of a slice that are not offered any more."""
@@ -46,9 +48,10 @@ ENVIRONMENT = {
     "TF_CPP_MIN_LOG_LEVEL": "2",
     "XLA_FLAGS": "--xla_gpu_enable_triton_gemm=false",
 }
-"""What a process that compiles for other devices needs: without it libtpu looks for a TPU and asks the cloud about it,
-and takes a lock that a run on the same machine needs. JAX's cache keeps nothing for devices that are not there. XLA's
-own products for GPUs are chosen by trials on one: without a GPU their compilation can fail, cuBLAS's cannot."""
+"""What a process that compiles for other devices needs: without it libtpu looks for a TPU and asks
+the cloud about it, and takes a lock that a run on the same machine needs. JAX's cache keeps nothing
+for devices that are not there. XLA's own products for GPUs are chosen by trials on one: without a
+GPU their compilation can fail, cuBLAS's cannot."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,8 @@ class Topology:
 
     @property
     def num_hosts(self) -> int:
-        """Machines with processes of their own: those of four chips, of eight v5e or v6e, or with GPUs."""
+        """Machines with processes of their own: those of four chips, of eight v5e or v6e, or with
+        GPUs."""
         chips = math.prod(self.shape)
         if not self.accelerator.is_tpu:
             return self.shape[0]
@@ -102,7 +106,10 @@ class Topology:
         if not a.is_tpu:
             machines = f" ({shape.replace('x', ' machines of ')})" * (self.shape[0] > 1)
             return f"{self.num_devices} {self.kind.upper()}{machines}"
-        text = f"{self.num_chips} {self.kind} chips ({f'{self.slices} slices of ' * (self.slices > 1)}{shape})"
+        text = (
+            f"{self.num_chips} {self.kind} chips "
+            f"({f'{self.slices} slices of ' * (self.slices > 1)}{shape})"
+        )
         return text + f", {self.num_devices} devices" * (a.devices > 1)
 
     def hosts(self, devices: Sequence[Any]) -> dict[Any, int]:
@@ -110,8 +117,8 @@ class Topology:
         a = self.accelerator
         if a.is_tpu and not (a.torus == 2 and math.prod(self.shape) <= 8):
             return {device: device.process_index for device in devices}
-        # JAX takes a GPU that is not here for a host of its own, and eight chips of v5e or v6e, which one host has, for
-        # two hosts.
+        # JAX takes a GPU that is not here for a host of its own, and eight chips of v5e or v6e,
+        # which one host has, for two hosts.
         each = len(devices) // (self.slices if a.is_tpu else self.shape[0])
         return {device: number // each for number, device in enumerate(devices)}
 
@@ -134,7 +141,8 @@ def parse_topology(text: str) -> Topology:
         meant = nearest(name, ACCELERATORS)
         raise ShoalError(
             f"topology={text}: there is no such topology, did you mean {example(meant)}? Kinds: "
-            f"{', '.join(ACCELERATORS)}; written as v5p-256, v5p:4x4x8, v6e:4x8@2 (two slices), h200:8x8 "
+            f"{', '.join(ACCELERATORS)}; written as v5p-256, v5p:4x4x8, v6e:4x8@2 (two slices), "
+            f"h200:8x8 "
             "(eight machines of eight)"
         )
     slices = int(match["slices"] or 1)
@@ -142,7 +150,8 @@ def parse_topology(text: str) -> Topology:
         sizes = [int(size) for size in (match["shape"] or match["count"]).split("x")]
         if len(sizes) > 2 or 0 in sizes or slices != 1:
             raise ShoalError(
-                f"topology={text}: expected {kind}:GPUS of one machine or {kind}:MACHINESxGPUS, such as "
+                f"topology={text}: expected {kind}:GPUS of one machine or {kind}:MACHINESxGPUS, "
+                f"such as "
                 f"{example(kind)}"
             )
         return Topology(kind, (1, *sizes) if len(sizes) == 1 else tuple(sizes))
@@ -209,7 +218,8 @@ def _check_shape(text: str, kind: str, shape: tuple[int, ...]) -> None:
 
 
 def _no_slice(text: str, kind: str, chips: float, show: Callable[[str], str]) -> ShoalError:
-    """The error for a slice that does not exist, with the nearest ones, as `show` writes their names."""
+    """The error for a slice that does not exist, with the nearest ones, as `show` writes their
+    names."""
     a = ACCELERATORS[kind]
     nearest_two = sorted(
         slice_names(kind), key=lambda name: abs(int(name.partition("-")[2]) / a.cores - chips)
@@ -224,8 +234,9 @@ def _no_slice(text: str, kind: str, chips: float, show: Callable[[str], str]) ->
 
 
 def topology_devices(topology: Topology) -> list[Any]:
-    """JAX's devices of a topology, for a compiler: nothing can run on them. ShoalError where the compiler is not
-    installed. The process's environment is to be ENVIRONMENT, from before JAX was imported."""
+    """JAX's devices of a topology, for a compiler: nothing can run on them. ShoalError where the
+    compiler is not installed. The process's environment is to be ENVIRONMENT, from before JAX was
+    imported."""
     from importlib.util import find_spec
 
     from jax.experimental.topologies import get_topology_desc
@@ -234,7 +245,8 @@ def topology_devices(topology: Topology) -> list[Any]:
     needed = "libtpu" if a.is_tpu else "jax_cuda13_plugin"
     if find_spec(needed) is None and (a.is_tpu or find_spec("jax_cuda12_plugin") is None):
         raise ShoalError(
-            f"topology={topology}: compiling for {'a TPU' if a.is_tpu else 'a GPU'} needs {needed}: pip "
+            f"topology={topology}: compiling for {'a TPU' if a.is_tpu else 'a GPU'} needs "
+            f"{needed}: pip "
             "install '.[plan]'"
         )
     shape = "x".join(map(str, topology.shape))
@@ -264,7 +276,8 @@ DEVICE_KINDS = {
 
 @dataclass(frozen=True)
 class PlaceholderDevice:
-    """A device of a topology without its compiler: roles can be given it, and nothing can be compiled for it."""
+    """A device of a topology without its compiler: roles can be given it, and nothing can be
+    compiled for it."""
 
     id: int
     platform: str
@@ -283,7 +296,8 @@ class PlaceholderDevice:
 
 
 def placeholder_devices(topology: Topology) -> list[PlaceholderDevice]:
-    """As many devices as a topology has, for estimates and for a check of meshes, which need no compiler."""
+    """As many devices as a topology has, for estimates and for a check of meshes, which need no
+    compiler."""
     platform, each = (
         "tpu" if topology.accelerator.is_tpu else "gpu",
         topology.num_devices // topology.slices,
@@ -334,7 +348,8 @@ def gpu_target(kind: str) -> str:
     )
     name = f"NVIDIA {kind.upper()}"
     return (
-        f'gpu_device_info {{\n{inside}{versions}  name: "{name}"\n  device_vendor: "NVIDIA Corporation"\n'
+        f'gpu_device_info {{\n{inside}{versions}  name: "{name}"\n  device_vendor: "NVIDIA '
+        f'Corporation"\n'
         f"  cuda_compute_capability {{ major: {major}{feature} }}\n"
         "  device_interconnect_info { active_links: 18 }\n}\n"
         'platform_name: "CUDA"\ndnn_version_info { major: 9 minor: 10 }\n'

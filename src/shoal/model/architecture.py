@@ -8,7 +8,8 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Scaling of rotary frequencies beyond the pretraining length: `llama3` (by wavelength) or `linear`."""
+    """Scaling of rotary frequencies beyond the pretraining length: `llama3` (by wavelength) or
+    `linear`."""
 
     kind: Literal["llama3", "linear"]
     factor: float
@@ -19,7 +20,8 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class Adapter:
-    """Low-rank changes of a frozen model's products (LoRA, Hu et al. 2021, arXiv:2106.09685, equation 3):
+    """Low-rank changes of a frozen model's products (LoRA, Hu et al. 2021, arXiv:2106.09685,
+    equation 3):
 
     x W + (x A) B * scale        A[in, rank], B[rank, out]
     """
@@ -27,7 +29,8 @@ class Adapter:
     rank: int
     alpha: float
     targets: tuple[str, ...]  # of PRODUCTS
-    rslora: bool = False  # scale alpha / sqrt(rank) (Kalajdzievski 2023, arXiv:2312.03732) in place of alpha / rank
+    # scale alpha / sqrt(rank) (Kalajdzievski 2023, arXiv:2312.03732) in place of alpha / rank
+    rslora: bool = False
 
     @property
     def scale(self) -> float:
@@ -40,7 +43,8 @@ PRODUCTS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "dow
 
 @dataclass(frozen=True)
 class Architecture:
-    """Sizes and switches of a decoder: Llama 2/3, Qwen2/2.5 (biases on q, k, v), Qwen3 (norms on q and k)."""
+    """Sizes and switches of a decoder: Llama 2/3, Qwen2/2.5 (biases on q, k, v), Qwen3 (norms on q
+    and k)."""
 
     vocab_size: int  # V
     hidden_size: int  # D
@@ -61,11 +65,13 @@ class Architecture:
     quantised: Literal["", "int8", "float8_e4m3fn"] = (
         ""  # the type of frozen products' weights; empty: as the others'
     )
-    # Tokens of the longest sequence that its positions are made for; 0: not known. No other model without it.
+    # Tokens of the longest sequence that its positions are made for; 0: not known. No other model
+    # without it.
     max_positions: int = field(default=0, compare=False)
 
     def key_parts(self, tensor: int) -> int:
-        """Devices of `tensor` that share a key/value head: each holds a part of the positions of its cache."""
+        """Devices of `tensor` that share a key/value head: each holds a part of the positions of
+        its cache."""
         return max(1, tensor // self.num_kv_heads)
 
     @property

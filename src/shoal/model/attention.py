@@ -1,8 +1,9 @@
 """Attention by one softmax, and over caches.
 
-`attend` is the reference of the others: all scores of a row, ordinary autodiff. `online_softmax` serves decoding: the
-same sum over two sets of keys, the prompt's and the completion's own, gathered over fixed blocks of keys in order, so
-that a row's result does not depend, to the bit, on how far the caches are padded or on who else is in the batch.
+`attend` is the reference of the others: all scores of a row, ordinary autodiff. `online_softmax`
+serves decoding: the same sum over two sets of keys, the prompt's and the completion's own, gathered
+over fixed blocks of keys in order, so that a row's result does not depend, to the bit, on how far
+the caches are padded or on who else is in the batch.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ import jax
 import jax.numpy as jnp
 
 LOG2E = math.log2(math.e)
-"""GPUs compute powers of two: in their kernels scores, and their log-sum-exp, are exponents in base 2."""
+"""GPUs compute powers of two: in their kernels scores, and their log-sum-exp, are exponents in base
+2."""
 
 LOWEST = -1e30
-"""In place of minus infinity for masked scores: in a row without any key, -inf minus -inf would be NaN."""
+"""In place of minus infinity for masked scores: in a row without any key, -inf minus -inf would be
+NaN."""
 
 
 class Tokens(NamedTuple):
@@ -45,7 +48,8 @@ class Tokens(NamedTuple):
 class Keys(NamedTuple):
     """A cache's keys and values, and which of them are read.
 
-    `k, v` are [R, K, T, A], shared by all slots of a row, or [R, S, K, T, A]; `mask` is bool, [R, T] or [R, S, T].
+    `k, v` are [R, K, T, A], shared by all slots of a row, or [R, S, K, T, A]; `mask` is bool, [R,
+    T] or [R, S, T].
     """
 
     k: jax.Array
@@ -54,16 +58,18 @@ class Keys(NamedTuple):
 
 
 def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
-    """Softmax attention of q[R, C, H, A] to k, v[R, T, K, A] where mask[R, C, T] is True -> [R, C, H, A].
+    """Softmax attention of q[R, C, H, A] to k, v[R, T, K, A] where mask[R, C, T] is True -> [R, C,
+    H, A].
 
-    H is a multiple of K; each key/value head serves H // K consecutive query heads. Scores and sums are float32.
-    A query without any key gives 0, and no gradient.
+    H is a multiple of K; each key/value head serves H // K consecutive query heads. Scores and sums
+    are float32. A query without any key gives 0, and no gradient.
     """
     q = by_key_head(q, k.shape[-2])  # [R, C, K, g, A]
     scores = _masked(einsum32("rckga,rtka->rkgct", q, k), mask[:, None, None])
     # The maximum cancels in the quotient, so it needs no gradient.
     top = jax.lax.stop_gradient(scores.max(-1, keepdims=True))
-    # Not exp alone: in a row without keys all scores equal the maximum, and exp(0) would weigh padding by 1.
+    # Not exp alone: in a row without keys all scores equal the maximum, and exp(0) would weigh
+    # padding by 1.
     p = jnp.where(scores > LOWEST, jnp.exp(scores - top), 0.0)
     total = p.sum(-1)
     total = jnp.where(total == 0.0, 1.0, total)
@@ -73,8 +79,9 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Arr
 
 
 def reads(query: tuple[jax.Array, ...], key: tuple[jax.Array, ...]) -> jax.Array:
-    """Which queries of a row read which keys, from (segment, prompt, position) of both, ready to meet: the tokens at or
-    before them of their own segment and of their prompt's. Padding, segment 0, reads nothing."""
+    """Which queries of a row read which keys, from (segment, prompt, position) of both, ready to
+    meet: the tokens at or before them of their own segment and of their prompt's. Padding, segment
+    0, reads nothing."""
     (own, prompt, position), (segment, _, key_position) = query, key
     return ((segment == own) | (segment == prompt)) & (own > 0) & (key_position <= position)
 
@@ -102,8 +109,8 @@ def _masked(scores: jax.Array, mask: jax.Array) -> jax.Array:
 def attend_at_once(
     q: jax.Array, k: jax.Array, v: jax.Array, query: Tokens, key: Tokens
 ) -> jax.Array:
-    """`attend` of rows of several sequences, or of queries that are a part of each row, all scores at once: the
-    reference of blocks and kernels."""
+    """`attend` of rows of several sequences, or of queries that are a part of each row, all scores
+    at once: the reference of blocks and kernels."""
     return attend(q, k, v, reads(query.to_meet(2), key.to_meet(1)))
 
 
@@ -116,13 +123,15 @@ def online_softmax(
     blocks: tuple[int, int],
     merge: Callable[[tuple], tuple] = lambda parts: parts,
 ) -> jax.Array:
-    """`attend` for one token a slot: q[R, S, 1, H, A], an online softmax over fixed blocks of keys, prompt first.
+    """`attend` for one token a slot: q[R, S, 1, H, A], an online softmax over fixed blocks of keys,
+    prompt first.
 
-    Keys and values are [R, K, T, A] and [R, S, K, T, A]. Of each set only the first `num_*` keys (int32 scalars) are
-    read, rounded up to blocks; the others must be masked. A wholly masked block changes no bit of a row that already
-    has a key, so neither the padding of a row nor the other rows of the batch show in its result. A block has the most
-    keys, at most the prompt's and the own of `blocks`, that divide T. No gradient. `merge` may change the maxima and
-    sums [R, S, K, g] and outputs [R, S, K, g, A] before these are divided.
+    Keys and values are [R, K, T, A] and [R, S, K, T, A]. Of each set only the first `num_*` keys
+    (int32 scalars) are read, rounded up to blocks; the others must be masked. A wholly masked block
+    changes no bit of a row that already has a key, so neither the padding of a row nor the other
+    rows of the batch show in its result. A block has the most keys, at most the prompt's and the
+    own of `blocks`, that divide T. No gradient. `merge` may change the maxima and sums [R, S, K, g]
+    and outputs [R, S, K, g, A] before these are divided.
     """
     q = by_key_head(q, own.k.shape[-3])[:, :, 0]  # [R, S, K, g, A]
     # The slots of a row are queries of one product each with its prompt's keys and values.
@@ -141,7 +150,8 @@ def online_softmax(
 
 
 def _over_blocks(q: jax.Array, keys: Keys, num_keys: jax.Array, block: int, carry: tuple) -> tuple:
-    """Adds the first `num_keys` of keys[..., K, T, A] to the maxima, sums and outputs of queries [..., K, M, A]."""
+    """Adds the first `num_keys` of keys[..., K, T, A] to the maxima, sums and outputs of queries
+    [..., K, M, A]."""
     count = keys.k.shape[-2]
     size = largest_block(count, block)
 
@@ -179,7 +189,8 @@ def largest_block(size: int, most: int) -> int:
 
 
 def segment_index(segment: jax.Array) -> jax.Array:
-    """segment[..., C] (0 = padding; runs of equal numbers) -> each token's index within its run, int32[..., C]."""
+    """segment[..., C] (0 = padding; runs of equal numbers) -> each token's index within its run,
+    int32[..., C]."""
     position = jnp.arange(segment.shape[-1], dtype=jnp.int32)
     before = jnp.pad(segment, [(0, 0)] * (segment.ndim - 1) + [(1, 0)])[..., :-1]
     starts = jnp.where(segment != before, position, 0)

@@ -1,9 +1,11 @@
-"""Attention of rows of several sequences, by blocks of queries and the blocks of keys that they read.
+"""Attention of rows of several sequences, by blocks of queries and the blocks of keys that they
+read.
 
-A block of queries goes through the list of its blocks of keys; what lies between, other groups and other completions,
-is never computed. Memory grows with tokens, not with their square: one softmax gathered over blocks (Milakov and
-Gimelshein 2018, arXiv 1805.02867), whose scores the backward pass computes again from the log-sum-exp
-(FlashAttention-2, Dao 2023, arXiv 2307.08691, algorithm 2). `attend` is its reference.
+A block of queries goes through the list of its blocks of keys; what lies between, other groups and
+other completions, is never computed. Memory grows with tokens, not with their square: one softmax
+gathered over blocks (Milakov and Gimelshein 2018, arXiv 1805.02867), whose scores the backward pass
+computes again from the log-sum-exp (FlashAttention-2, Dao 2023, arXiv 2307.08691, algorithm 2).
+`attend` is its reference.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ BLOCK = {"cpu": 64, "gpu": 256, "tpu": 512}
 """Queries, and keys, of a block. On CPU 32 and 128 take longer (docs/LOG.md)."""
 
 SCORES_AT_ONCE = 2**18
-"""Scores of a pass over blocks on CPU: 1 MiB, beyond which each operation on them would leave the cache."""
+"""Scores of a pass over blocks on CPU: 1 MiB, beyond which each operation on them would leave the
+cache."""
 
 
 class BlockTokens(NamedTuple):
@@ -47,8 +50,8 @@ class BlockTokens(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """Blocks of queries, and the blocks of keys that each reads; or of keys, and the blocks of queries that read
-    each."""
+    """Blocks of queries, and the blocks of keys that each reads; or of keys, and the blocks of
+    queries that read each."""
 
     own: BlockTokens  # N of them
     other: BlockTokens
@@ -64,7 +67,8 @@ class Blocks(NamedTuple):
 def blocks_of(
     query: Tokens, key: Tokens, block: int, of_keys: bool = False, whole_first: bool = False
 ) -> Blocks:
-    """The blocks of rows' queries or of their keys. Queries may be a part of each row. `whole_first` is for queries."""
+    """The blocks of rows' queries or of their keys. Queries may be a part of each row.
+    `whole_first` is for queries."""
     is_needed = needed_blocks(query, key, block)
     is_needed = is_needed.mT if of_keys else is_needed
     rows, _, others = is_needed.shape
@@ -88,8 +92,9 @@ def blocks_of(
 
 
 def needed_blocks(query: Tokens, key: Tokens, block: int) -> jax.Array:
-    """bool[R, n, m]: whether any query of a block may read any key of another one, by positions and by segments, whose
-    numbers rise along a row: those of a block are all from the first to the last."""
+    """bool[R, n, m]: whether any query of a block may read any key of another one, by positions and
+    by segments, whose numbers rise along a row: those of a block are all from the first to the
+    last."""
 
     def span(numbers: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The first and the last of each block; 0, padding, is nobody's."""
@@ -110,7 +115,8 @@ def needed_blocks(query: Tokens, key: Tokens, block: int) -> jax.Array:
 
 
 def whole_blocks(query: Tokens, key: Tokens, block: int) -> jax.Array:
-    """bool[R, n, m]: whether every query of a block reads every key of another one, which is of one segment."""
+    """bool[R, n, m]: whether every query of a block reads every key of another one, which is of one
+    segment."""
 
     def only(numbers: jax.Array) -> jax.Array:
         """The number that all tokens of a block have; 0, padding's, where they differ."""
@@ -141,9 +147,9 @@ def attend_by_blocks(
 ) -> jax.Array:
     """Softmax attention of q[R, T, H, A] to k, v[R, S, K, A] -> [R, T, H, A]; in whole rows S is T.
 
-    A query reads the keys at or before it of its own segment and of its prompt's; a query of segment 0, padding, none:
-    its result is 0, and so is its gradient. Scores and sums are float32. `at_once` blocks of queries are computed
-    together (0: all).
+    A query reads the keys at or before it of its own segment and of its prompt's; a query of
+    segment 0, padding, none: its result is 0, and so is its gradient. Scores and sums are float32.
+    `at_once` blocks of queries are computed together (0: all).
     """
     heads, (count, block) = k.shape[-2], blocks.own.segment.shape
     grouped = by_key_head(q, heads).reshape(count, block, heads, -1, q.shape[-1])
@@ -160,7 +166,8 @@ def _attend(at_once: int, q: jax.Array, k: jax.Array, v: jax.Array, blocks: Bloc
 def _forward(
     at_once: int, q: jax.Array, k: jax.Array, v: jax.Array, blocks: Blocks
 ) -> tuple[jax.Array, Any]:
-    """Output, and what the backward pass reads: output and log-sum-exp of each query beside the inputs."""
+    """Output, and what the backward pass reads: output and log-sum-exp of each query beside the
+    inputs."""
 
     def some(inputs: tuple[jax.Array, tuple]) -> tuple[jax.Array, jax.Array]:
         q, mine = inputs
@@ -190,7 +197,8 @@ def _forward(
 def _backward(at_once: int, residuals: Any, d_out: jax.Array) -> tuple:
     """Gradients of q, k and v; scores are computed again, a pair of blocks at a time."""
     q, k, v, blocks, out, lse = residuals
-    # Softmax's gradient: p * (dp - delta), with delta the sum of out * d_out over a head's dimensions.
+    # Softmax's gradient: p * (dp - delta), with delta the sum of out * d_out over a head's
+    # dimensions.
     delta = jnp.moveaxis(einsum32("nckga,nckga->nckg", out, d_out), 1, 3)
 
     def some(d_keys: tuple, inputs: tuple) -> tuple[tuple, jax.Array]:
@@ -233,7 +241,8 @@ def _own(blocks: Blocks) -> tuple[BlockTokens, jax.Array, jax.Array]:
 
 
 def _turn(keys: BlockTokens, mine: tuple, turn: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The blocks of keys that some blocks of queries read in this turn [n], and which of their keys [n, 1, 1, c, t]."""
+    """The blocks of keys that some blocks of queries read in this turn [n], and which of their keys
+    [n, 1, 1, c, t]."""
     own, lists, counts = mine
     number = lists[:, turn]
     mask = reads(own.tokens.to_meet(2), BlockTokens(*(x[number] for x in keys)).tokens.to_meet(1))

@@ -22,9 +22,11 @@ FOLD = 8
 
 
 def checksum(parameters: Any) -> int:
-    """32 bits over the bits of every array of a tree, independent of how the arrays are split over devices. Arrays
-    outside of any device are brought to one, a piece at a time; those in the memory of a device's host one by one."""
-    # Of leaves: a tree with names that change, as the numbers of versions, would be traced and compiled anew.
+    """32 bits over the bits of every array of a tree, independent of how the arrays are split over
+    devices. Arrays outside of any device are brought to one, a piece at a time; those in the memory
+    of a device's host one by one."""
+    # Of leaves: a tree with names that change, as the numbers of versions, would be traced and
+    # compiled anew.
     leaves = jax.tree.leaves(parameters)
     on_devices = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
     with dispatching({device for leaf in on_devices for device in leaf.sharding.device_set}):
@@ -65,8 +67,8 @@ def types_text(parameters: Any) -> str:
 
 
 def host_checksum(array: np.ndarray, number: int) -> int:
-    """`array_checksum` of an array outside of any device. Of a whole one, which on devices is split over them, there
-    may be no room on one."""
+    """`array_checksum` of an array outside of any device. Of a whole one, which on devices is split
+    over them, there may be no room on one."""
     most = PIECE_BYTES // array.dtype.itemsize
     steps = [
         max(1, min(size, most // max(1, math.prod(array.shape[axis + 1 :]))))
@@ -90,7 +92,8 @@ def host_checksum(array: np.ndarray, number: int) -> int:
 
 @jax.jit
 def _checksum(leaves: list[jax.Array]) -> jax.Array:
-    # Arrays of one shape are traced once, for both sums of a checkpoint: that was a sixth of what a tiny run traces.
+    # Arrays of one shape are traced once, for both sums of a checkpoint: that was a sixth of what a
+    # tiny run traces.
     parts = (_part(leaf, jnp.uint32(number)) for number, leaf in enumerate(leaves))
     return functools.reduce(jnp.add, parts, jnp.uint32(0))
 
@@ -101,11 +104,12 @@ def array_checksum(
     whole: tuple[int, ...] | None = None,
     start: jax.Array | None = None,
 ) -> jax.Array:
-    """The part of the array of this number (uint32, from 0) in the checksum of a tree; of a piece of an array, from
-    `start` (uint32, by axis) in the `whole`, the piece's part.
+    """The part of the array of this number (uint32, from 0) in the checksum of a tree; of a piece
+    of an array, from `start` (uint32, by axis) in the `whole`, the piece's part.
 
-    Each element's bits are mixed with its position first (one to one), so that any change of one element, and any
-    exchange of two, changes the sum. Sums of integers have no rounding, hence no order.
+    Each element's bits are mixed with its position first (one to one), so that any change of one
+    element, and any exchange of two, changes the sum. Sums of integers have no rounding, hence no
+    order.
     """
 
     def index(axis: int) -> jax.Array:
@@ -129,8 +133,8 @@ _part = jax.jit(array_checksum, static_argnames="whole")
 
 
 def _fold_and_sum(terms: jax.Array) -> jax.Array:
-    """The sum of all. XLA for CPU sums a whole array element by element, at 2.4 ns each; a few neighbours it adds by
-    vectors, at 0.35 ns."""
+    """The sum of all. XLA for CPU sums a whole array element by element, at 2.4 ns each; a few
+    neighbours it adds by vectors, at 0.35 ns."""
     size = math.gcd(FOLD, terms.shape[-1]) if terms.ndim else 1
     if size > 1:
         folded = jnp.sum(terms.reshape(*terms.shape[:-1], -1, size), axis=-1)
@@ -139,7 +143,8 @@ def _fold_and_sum(terms: jax.Array) -> jax.Array:
 
 
 def mixed(x: jax.Array) -> jax.Array:
-    """The finaliser of MurmurHash3: uint32 -> uint32, one to one, each bit of the input moves half of the output."""
+    """The finaliser of MurmurHash3: uint32 -> uint32, one to one, each bit of the input moves half
+    of the output."""
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
     return x ^ (x >> 16)

@@ -1,11 +1,13 @@
-"""Attention of decoding by one kernel a layer: on GPU in Pallas for Triton, on TPU in Pallas for Mosaic.
+"""Attention of decoding by one kernel a layer: on GPU in Pallas for Triton, on TPU in Pallas for
+Mosaic.
 
-Both go through the keys of a row's prompt, once for all of its slots, then through each slot's own: no block is read
-beyond its row's length, and one softmax is gathered over all (Milakov and Gimelshein 2018, arXiv 1805.02867). What a
-slot computes depends on no other, to the bit. On GPU a program has one key head of some slots of a row; it also turns
-their queries and their new key by rotary positions, and writes that key and its value into the cache. On TPU a step
-has some rows; their keys come in turns, prompts' before slots' own, which are in pages anywhere, and the next turn's
-are copied on the chip while one's are read.
+Both go through the keys of a row's prompt, once for all of its slots, then through each slot's own:
+no block is read beyond its row's length, and one softmax is gathered over all (Milakov and
+Gimelshein 2018, arXiv 1805.02867). What a slot computes depends on no other, to the bit. On GPU a
+program has one key head of some slots of a row; it also turns their queries and their new key by
+rotary positions, and writes that key and its value into the cache. On TPU a step has some rows;
+their keys come in turns, prompts' before slots' own, which are in pages anywhere, and the next
+turn's are copied on the chip while one's are read.
 """
 
 from __future__ import annotations
@@ -27,10 +29,12 @@ HEADS = (32, 64, 128, 256)
 """Dimensions of a head that the kernel takes: powers of two, whose halves it rotates."""
 
 PROGRAMS = 256
-"""Programs of a kernel that keep a GPU busy: where there are more, each takes more slots, and fewer read a prompt."""
+"""Programs of a kernel that keep a GPU busy: where there are more, each takes more slots, and fewer
+read a prompt."""
 
 MOST_RESULTS = 64 * 128
-"""Queries of a program times the dimensions of a head, of 16 bits: they stay in registers and shared memory."""
+"""Queries of a program times the dimensions of a head, of 16 bits: they stay in registers and
+shared memory."""
 
 
 def block_keys(head_dim: int, dtype: Any) -> int:
@@ -68,10 +72,11 @@ def attend_slots(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Attention of one token for each of [N, W] slots -> (out[N, W, H, A], own keys, own values).
 
-    `heads`[N, W, H + 2 K, A] are queries, key and value as products gave them; cos and sin float32[N, W, A/2]. `keys`
-    are a cache's: of prompts [N, K, Tp, A] twice, of which prefix_len[N] are read; of slots [N, W, K, C, A] twice, of
-    which those before position[N, W], where the new ones are written, in place. A is a power of two from 32 on; Tp and
-    C are multiples of 64. Scores and sums are float32.
+    `heads`[N, W, H + 2 K, A] are queries, key and value as products gave them; cos and sin
+    float32[N, W, A/2]. `keys` are a cache's: of prompts [N, K, Tp, A] twice, of which prefix_len[N]
+    are read; of slots [N, W, K, C, A] twice, of which those before position[N, W], where the new
+    ones are written, in place. A is a power of two from 32 on; Tp and C are multiples of 64. Scores
+    and sums are float32.
     """
     rows, siblings, key_heads, size, width = keys[2].shape
     num_heads = heads.shape[2] - 2 * key_heads
@@ -104,8 +109,9 @@ def attend_slots(
 def add_block(
     scores: jax.Array, mask: jax.Array, values: jax.Array, carry: tuple, product: Callable
 ) -> tuple:
-    """Adds a block of keys to the maxima and sums [.., M, 1] and outputs [.., M, A] of queries, from their products
-    with it [.., M, T]. What is masked changes no bit of a query that has a key."""
+    """Adds a block of keys to the maxima and sums [.., M, 1] and outputs [.., M, A] of queries,
+    from their products with it [.., M, T]. What is masked changes no bit of a query that has a
+    key."""
     top, total, out = carry
     scores = jnp.where(mask, scores * LOG2E, LOWEST)
     new_top = jnp.maximum(top, scores.max(-1, keepdims=True))
@@ -120,8 +126,8 @@ def add_block(
 def trial(
     device: Any, share: int, head_dim: int, dtype: str, interpret: bool
 ) -> tuple[tuple, tuple]:
-    """What the kernel gives on a device for a few slots of random numbers, and what the reference does: results, own
-    keys, own values."""
+    """What the kernel gives on a device for a few slots of random numbers, and what the reference
+    does: results, own keys, own values."""
     rng, prefix_len, position = (
         np.random.default_rng(0),
         np.array([70, 1]),
@@ -178,8 +184,8 @@ def trial(
 def trial_of_pages(
     device: Any, share: int, head_dim: int, dtype: str, interpret: bool
 ) -> tuple[tuple, tuple]:
-    """What the kernel for TPUs gives for a few slots of random numbers on scattered pages, in two turns and two steps,
-    and what the reference does."""
+    """What the kernel for TPUs gives for a few slots of random numbers on scattered pages, in two
+    turns and two steps, and what the reference does."""
     rng, pages = np.random.default_rng(0), np.random.default_rng(1).permutation(24).reshape(2, 2, 6)
     prefix_len, length = np.array([70, 128]), np.array([[1, 128], [700, 385]])
 
@@ -230,8 +236,8 @@ def _kernel(
     row, part, head = (pl.program_id(axis) for axis in range(3))
     key_heads, width, num_heads = prefix_k.shape[1], heads_ref.shape[3], out_ref.shape[2]
     share, half = num_heads // key_heads, heads_ref.shape[3] // 2
-    # Triton's arrays have sizes of powers of two, and its products at least 16: what is beyond repeats the
-    # last slot, and writes the same again.
+    # Triton's arrays have sizes of powers of two, and its products at least 16: what is beyond
+    # repeats the last slot, and writes the same again.
     index = jnp.arange(max(16, pl.next_power_of_2(slots * share)), dtype=jnp.int32)
     within = jnp.minimum(jax.lax.div(index, share), slots - 1)
     slot, query = part * slots + within, jax.lax.rem(index, share)
@@ -313,15 +319,17 @@ MOST_PAGES = 4
 """Pages of a slot, or of a prompt, in a turn."""
 
 BUFFER_BYTES = 6 << 20
-"""Of a TPU's on-chip memory, for own keys of two turns, unless one page of every slot takes more."""
+"""Of a TPU's on-chip memory, for own keys of two turns, unless one page of every slot takes
+more."""
 
 ROWS_OF_PRODUCTS = 64
-"""As many a product of few rows takes a TPU's time of: its keys have to enter the matrix units. With products at half
-of the peak about what Mosaic schedules for a page on v5p."""
+"""As many a product of few rows takes a TPU's time of: its keys have to enter the matrix units.
+With products at half of the peak about what Mosaic schedules for a page on v5p."""
 
 
 class Tiles(NamedTuple):
-    """What a step has: rows and key heads, and of each the pages that a turn reads of a prompt and of every slot."""
+    """What a step has: rows and key heads, and of each the pages that a turn reads of a prompt and
+    of every slot."""
 
     rows: int
     heads: int
@@ -356,9 +364,10 @@ def attend_pages(
 ) -> jax.Array:
     """Attention of one token for each of [N, W] slots, q[N, W, H, A] -> [N, W, H, A].
 
-    Values stand beside their keys: of prompts [N, K, Tp, 2 A], of which prefix_len[N] are read; of slots as pages
-    [P, K, B, 2 A], of which those of length[N, W] keys are read, a slot's being pages[N, W, T]. Where both lengths are
-    0 a result means nothing. A is a multiple of 64, B of 128, and Tp of B. Scores and sums are float32.
+    Values stand beside their keys: of prompts [N, K, Tp, 2 A], of which prefix_len[N] are read; of
+    slots as pages [P, K, B, 2 A], of which those of length[N, W] keys are read, a slot's being
+    pages[N, W, T]. Where both lengths are 0 a result means nothing. A is a multiple of 64, B of
+    128, and Tp of B. Scores and sums are float32.
     """
     (rows, slots, num_heads, head_dim), (_, heads, size, width) = q.shape, prompts.shape
     page, share, item = own.shape[2], num_heads // heads, own.dtype.itemsize
@@ -391,7 +400,8 @@ def attend_pages(
     )
     by_lane = pl.BlockSpec((t.rows, 1 + slots, 1, LANES), lambda *at: (place(*at)[0], 0, 0, 0))
     read = rows * heads * (size + slots * pages.shape[2] * page)
-    if not interpret:  # else XLA copies whole caches into on-chip memory and back, as if the kernel read all of them
+    # else XLA copies whole caches into on-chip memory and back, as if the kernel read all of them
+    if not interpret:
         prompts, own = (
             tpu.with_memory_space_constraint(x, tpu.MemorySpace.HBM) for x in (prompts, own)
         )
@@ -444,7 +454,8 @@ def _digits(number: Any, *sizes: int) -> tuple[Any, ...]:
 
 
 def _products(a: jax.Array, b: jax.Array, contracted: int = 1) -> jax.Array:
-    """Of matrices [U, M, X] with as many, of which X is the first dimension or the second, in float32."""
+    """Of matrices [U, M, X] with as many, of which X is the first dimension or the second, in
+    float32."""
     precision = (
         None if b.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     )  # Mosaic has no other of 16 bits
@@ -496,7 +507,8 @@ def _page_kernel(
         jax.lax.fori_loop(0, t.rows * count * each, one, None)
 
     def over_turns(is_own: bool, carry: tuple, then: Callable[[], None]) -> tuple:
-        """Adds all turns of prompts, or of slots, to maxima, sums and outputs; after the last, `then`."""
+        """Adds all turns of prompts, or of slots, to maxima, sums and outputs; after the last,
+        `then`."""
         count, buffer = turns[int(is_own), _digits(step, parts)[0]], buffers[is_own]
         carry = tuple(x.reshape(t.rows * t.heads * buffer.shape[3], -1, x.shape[-1]) for x in carry)
         q = q_ref[...].reshape(carry[2].shape).astype(own.dtype)

@@ -1,10 +1,13 @@
-"""Dialogues as streams of tokens to learn from: which tokens are the assistant's, and what each turn was answered to.
+"""Dialogues as streams of tokens to learn from: which tokens are the assistant's, and what each
+turn was answered to.
 
-    messages -> for each turn of the assistant: the text before it, as a model is asked, and the text with it
+    messages -> for each turn of the assistant: the text before it, as a model is asked, and the
+                text with it
              -> streams, each growing while the template only adds to it -> tokens, a mask
 
-A turn is learned in the context in which a model samples it. Where a template rewrites earlier turns for a later one
-(Qwen3 leaves out their reasoning), the later turn begins a stream of its own, and each turn is still learned once.
+A turn is learned in the context in which a model samples it. Where a template rewrites earlier
+turns for a later one (Qwen3 leaves out their reasoning), the later turn begins a stream of its own,
+and each turn is still learned once.
 """
 
 from __future__ import annotations
@@ -23,7 +26,8 @@ ASSISTANT = "assistant"
 
 @dataclass(frozen=True)
 class Stream:
-    """A prompt and what follows it, `5<|im_end|>...7<|im_end|>`; where `loss_mask` is True it is learned."""
+    """A prompt and what follows it, `5<|im_end|>...7<|im_end|>`; where `loss_mask` is True it is
+    learned."""
 
     prompt_ids: np.ndarray  # int32[Tp], one or more
     token_ids: np.ndarray  # int32[T], up to the last that is learned
@@ -31,7 +35,8 @@ class Stream:
 
     @classmethod
     def of(cls, ids: np.ndarray, mask: np.ndarray) -> Stream:
-        """`mask[T]`: the tokens of ids[T] that are learned; the first cannot be, as nothing comes before it."""
+        """`mask[T]`: the tokens of ids[T] that are learned; the first cannot be, as nothing comes
+        before it."""
         first, last = np.flatnonzero(mask[1:])[[0, -1]] + 1
         return cls(ids[:first], ids[first : last + 1], mask[first : last + 1])
 
@@ -42,8 +47,9 @@ def streams_of(
     tools: Sequence[dict[str, Any]] | None = None,
     first: int = 0,
 ) -> list[Stream]:
-    """The streams of a dialogue, of which the assistant's messages from number `first` on are learned. ShoalError
-    without such a message, and where the template does not begin it as it asks a model to."""
+    """The streams of a dialogue, of which the assistant's messages from number `first` on are
+    learned. ShoalError without such a message, and where the template does not begin it as it asks
+    a model to."""
     found: list[
         tuple[str, list[tuple[int, int]], bool]
     ] = []  # a text, what is learned of it, whether that is marked
@@ -65,7 +71,8 @@ def streams_of(
         )
         if not text.startswith(asked):
             raise ShoalError(
-                f"the chat template does not write message {at} where it asks a model for it (behind "
+                f"the chat template does not write message {at} where it asks a model for it "
+                f"(behind "
                 f"{asked[-40:]!r}): give another with model.template",
                 "model.template",
             )
@@ -84,8 +91,8 @@ def streams_of(
 def unwritten(
     tokenizer: Tokenizer, messages: Messages, tools: Sequence[dict[str, Any]] | None = None
 ) -> list[str]:
-    """What a dialogue holds and the chat template does not write, found by rendering it without: `tools`, keys of
-    messages besides role and content, and the contents of a role's messages.
+    """What a dialogue holds and the chat template does not write, found by rendering it without:
+    `tools`, keys of messages besides role and content, and the contents of a role's messages.
 
     >>> unwritten(tokenizer_of_plain_chatml, messages, tools)
     ['tools', 'tool_calls']
@@ -136,20 +143,24 @@ def unwritten(
 
 
 _LINKS = {"tool": ("tool_call_id", "name")}
-"""Role -> keys that only say which call a message answers: the order says it too, and most templates leave them out."""
+"""Role -> keys that only say which call a message answers: the order says it too, and most
+templates leave them out."""
 
 
 def _rendering(
     tokenizer: Tokenizer, messages: Messages, tools: Sequence[dict[str, Any]] | None
 ) -> str:
-    """The text of a dialogue: whole where the assistant has the last word, else up to where it answers."""
+    """The text of a dialogue: whole where the assistant has the last word, else up to where it
+    answers."""
     return tokenizer.render(messages, whole=messages[-1]["role"] == ASSISTANT, tools=tools)
 
 
 def text_stream(tokenizer: Tokenizer, prompt: str, completion: str) -> Stream:
-    """The stream of a prompt and a completion of plain text, which an end-of-sequence token ends."""
+    """The stream of a prompt and a completion of plain text, which an end-of-sequence token
+    ends."""
     asked, ids = tokenizer.encode_prompt(prompt), tokenizer.encode_prompt(prompt + completion)
-    # Where a token reaches over the border, the model would be asked with another prompt than the one it learned.
+    # Where a token reaches over the border, the model would be asked with another prompt than the
+    # one it learned.
     if not np.array_equal(ids[: len(asked)], asked):
         ids = np.concatenate([asked, tokenizer.encode_spans(completion, [])[0]])
     ids = np.append(ids, np.asarray(tokenizer.eos_ids[:1], np.int32))
@@ -161,8 +172,8 @@ def text_stream(tokenizer: Tokenizer, prompt: str, completion: str) -> Stream:
 def _stream(
     tokenizer: Tokenizer, text: str, spans: Sequence[tuple[int, int]], exact: bool
 ) -> Stream:
-    """`exact`: the spans are just what is learned; else each ends with its last end-of-sequence token, without what a
-    template writes behind that."""
+    """`exact`: the spans are just what is learned; else each ends with its last end-of-sequence
+    token, without what a template writes behind that."""
     ids, places = tokenizer.encode_spans(text, spans)
     mask = np.zeros(len(ids), bool)
     for start, stop in places:
@@ -175,7 +186,8 @@ def _stream(
         )
     if not mask[1:].any():
         raise ShoalError(
-            "the chat template leaves out what the assistant says: give another with model.template",
+            "the chat template leaves out what the assistant says: give another with "
+            "model.template",
             "model.template",
         )
     return Stream.of(ids, mask)

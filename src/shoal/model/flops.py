@@ -1,9 +1,11 @@
-"""Floating point operations that a step needs, from which its MFU (model FLOPs utilisation) is computed.
+"""Floating point operations that a step needs, from which its MFU (model FLOPs utilisation) is
+computed.
 
-A product of a matrix with n elements and a vector counts 2n. Counted are the products with weights and the two
-products of attention, as in the PaLM paper (Chowdhery et al. 2022, arXiv:2204.02311, appendix B), but with the number
-of keys that each token really has; norms, activations and sampling are left out, and so is what a program recomputes or
-computes on padding. A backward pass costs two forward passes; of frozen weights' products, one.
+A product of a matrix with n elements and a vector counts 2n. Counted are the products with weights
+and the two products of attention, as in the PaLM paper (Chowdhery et al. 2022, arXiv:2204.02311,
+appendix B), but with the number of keys that each token really has; norms, activations and sampling
+are left out, and so is what a program recomputes or computes on padding. A backward pass costs two
+forward passes; of frozen weights' products, one.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ GroupLengths = tuple[int, Sequence[int]]
 
 
 def forward_flops(a: Architecture, prompt: int, completions: Sequence[int]) -> float:
-    """One forward pass over a prompt, once, and its completions: with N the weights of the blocks' products,
+    """One forward pass over a prompt, once, and its completions: with N the weights of the blocks'
+    products,
 
         prompt        2 N Tp            + 4 L H A Tp (Tp + 1) / 2
         completion    2 (N + D V) T     + 4 L H A (T Tp + T (T + 1) / 2)
@@ -36,7 +39,8 @@ def forward_flops(a: Architecture, prompt: int, completions: Sequence[int]) -> f
 
 
 def _product_flops(a: Architecture, prompt: int, completions: Sequence[int]) -> float:
-    """The products with weights in one forward pass; those of an adapter, some hundredths of them, are left out."""
+    """The products with weights in one forward pass; those of an adapter, some hundredths of them,
+    are left out."""
     queries, keys = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
     blocks = a.num_layers * a.hidden_size * (2 * queries + 2 * keys + 3 * a.intermediate_size)
     tokens = sum(completions)
@@ -50,8 +54,9 @@ def model_flops(
     num_epochs: int = 1,
     num_scorings: int = 0,
 ) -> float:
-    """A whole step: a forward pass over what was sampled; over what was trained on, a forward and a backward pass an
-    epoch and a forward pass for each scoring (the reference's, and the one before the first of several updates)."""
+    """A whole step: a forward pass over what was sampled; over what was trained on, a forward and a
+    backward pass an epoch and a forward pass for each scoring (the reference's, and the one before
+    the first of several updates)."""
     trained, passes = list(trained), 3 * num_epochs + num_scorings
     saved = num_epochs * sum(_product_flops(a, *group) for group in trained) if a.adapter else 0.0
     return (
@@ -91,7 +96,8 @@ class Utilisation:
     def share(
         self, groups: Sequence[Group], entered: Container[tuple[int, int]], seconds: float
     ) -> float:
-        """MFU of a step of so many seconds; `entered` holds the (group, completion) pairs that entered the update."""
+        """MFU of a step of so many seconds; `entered` holds the (group, completion) pairs that
+        entered the update."""
         sampled, trained = [], []
         for number, group in enumerate(groups):
             for prompt, members in group.by_prompt():

@@ -3,8 +3,8 @@
     load    its safetensors -> parameters, each array created on the devices that hold it
     save    parameters -> a folder that transformers loads
 
-`param_specs` holds each parameter's name in the files. Values pass in windows (`shoal.model.spread`), so the host never
-holds a second copy of the model, nor of one parameter.
+`param_specs` holds each parameter's name in the files. Values pass in windows
+(`shoal.model.spread`), so the host never holds a second copy of the model, nor of one parameter.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ from shoal.types import ShoalError
 COMPARED_BYTES = 16 << 20
 """Bytes of a tensor that are compared at once."""
 TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "chat_template.jinja",
     "generation_config.json", "vocab.json", "merges.txt", "tokenizer.model",
 )  # fmt: skip
 
@@ -60,13 +61,15 @@ def load(
     keep: Keep = lambda _, array: array,
     specs: Parameters | None = None,
 ) -> Parameters:
-    """The parameters in a folder's safetensors (bf16, f16, f32, or fp8 by blocks) as `dtype`, in the role's sharding;
-    `keep` is given each as soon as it is read, and returns what takes its place. `specs`: others than `param_specs`.
+    """The parameters in a folder's safetensors (bf16, f16, f32, or fp8 by blocks) as `dtype`, in
+    the role's sharding; `keep` is given each as soon as it is read, and returns what takes its
+    place. `specs`: others than `param_specs`.
 
-    Every byte is read once, by one of the processes. ShoalError names every tensor that is missing, left over or
-    misshapen, and a truncated file.
+    Every byte is read once, by one of the processes. ShoalError names every tensor that is missing,
+    left over or misshapen, and a truncated file.
     """
-    # Checked whole before the first read: a wrong file is refused in a second, not after half of 100 GB.
+    # Checked whole before the first read: a wrong file is refused in a second, not after half of
+    # 100 GB.
     specs = specs or param_specs(architecture)
     return read_tensors(open_tensors(folder, architecture, specs), specs, role, dtype, keep)
 
@@ -85,8 +88,9 @@ def read_tensors(
 
 
 def stored_architecture(folder: Path) -> Architecture:
-    """The architecture of a model folder: of its config.json, but with a head of its own where that says that it is the
-    embedding and the files hold another, as merged adapters do. transformers 5 loads both, too."""
+    """The architecture of a model folder: of its config.json, but with a head of its own where that
+    says that it is the embedding and the files hold another, as merged adapters do. transformers 5
+    loads both, too."""
     a = architecture_of(folder)
     if not a.tie_embeddings or not has_weights(folder):
         return a
@@ -120,8 +124,8 @@ def _has_other_head(folder: Path) -> bool:
 def open_tensors(
     folder: str | Path, a: Architecture, specs: Parameters | None = None
 ) -> dict[str, StoredParameter]:
-    """The parameters in a folder's safetensors, by their names in `param_specs`; ShoalError unless they are exactly
-    those of the architecture, or of the `specs` given."""
+    """The parameters in a folder's safetensors, by their names in `param_specs`; ShoalError unless
+    they are exactly those of the architecture, or of the `specs` given."""
     folder, stored = Path(folder), dict[str, StoredTensor]()
     for file in _weight_files(folder):
         stored |= read_header(file)
@@ -139,7 +143,8 @@ def open_tensors(
 def check_tensors(
     stored: Mapping[str, StoredTensor], specs: Any, where: str
 ) -> dict[str, StoredParameter]:
-    """Stored tensors by the names of a tree of `ParamSpec`; ShoalError unless they are exactly those."""
+    """Stored tensors by the names of a tree of `ParamSpec`; ShoalError unless they are exactly
+    those."""
     specs = jax.tree.leaves(specs)
     shapes = {name: spec.tensor_shape for spec in specs for name in spec.tensor_names}
     misshapen = [
@@ -178,7 +183,8 @@ def _weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a folder: the only one, those that its index names, or all."""
     if not folder.is_dir():
         raise ShoalError(
-            f"{folder}: this machine has no such folder; expected one with a model's safetensors files"
+            f"{folder}: this machine has no such folder; expected one with a model's safetensors "
+            f"files"
         )
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.is_file():
@@ -188,12 +194,14 @@ def _weight_files(folder: Path) -> list[Path]:
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict):
             raise ShoalError(
-                f"{index} has no weight_map, which names the file of each tensor. Download it again."
+                f"{index} has no weight_map, which names the file of each tensor. Download it "
+                f"again."
             )
         files = sorted({path_within(folder, name, str(index)) for name in weight_map.values()})
         if absent := [file.name for file in files if not file.is_file()]:
             raise ShoalError(
-                f"{folder}: {index.name} names {_listed(absent)}, which is missing. Download it again."
+                f"{folder}: {index.name} names {_listed(absent)}, which is missing. Download it "
+                f"again."
             )
     if not files:
         raise ShoalError(
@@ -220,11 +228,12 @@ def save(
     shard_bytes: int = 4_000_000_000,
     config: dict[str, Any] | None = None,
 ) -> None:
-    """Writes a folder that transformers loads: config.json, safetensors, and the source's tokenizer files.
-
-    The config is the given one, or the source's own, with the type of the weights set; without a source it is made from
-    the architecture. Everything is written to a temporary folder and renamed at the end. ShoalError if the folder holds
+    """Writes a folder that transformers loads: config.json, safetensors, and the source's tokenizer
     files.
+
+    The config is the given one, or the source's own, with the type of the weights set; without a
+    source it is made from the architecture. Everything is written to a temporary folder and renamed
+    at the end. ShoalError if the folder holds files.
     """
     folder, source = (
         Path(folder).expanduser(),
@@ -259,7 +268,8 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
 
 
 def output_tensors(parameters: Any, specs: Any) -> Iterator[OutputTensor]:
-    """The tensors of parameters as files hold them, each read when it is written; `specs`: a tree of `ParamSpec`."""
+    """The tensors of parameters as files hold them, each read when it is written; `specs`: a tree
+    of `ParamSpec`."""
     for array, spec in zip(jax.tree.leaves(parameters), jax.tree.leaves(specs), strict=True):
         if tuple(array.shape) != spec.shape:
             raise ValueError(

@@ -18,7 +18,8 @@ from shoal.types import ShoalError
 class Family:
     """What a `model_type` of config.json implies beside the entries of the file.
 
-    Entries that its class in transformers does not read are ignored here too; `config_of` writes those that it reads.
+    Entries that its class in transformers does not read are ignored here too; `config_of` writes
+    those that it reads.
     """
 
     transformers_class: str
@@ -47,7 +48,8 @@ FAMILIES: Mapping[str, Family] = {
 """`model_type` of config.json -> the family."""
 
 MOST_LAYERS, MOST_HEADS, MOST_OF_A_SIZE = 10_000, 100_000, 2**31 - 1
-"""What a config.json may say: a list of 10^9 layers would be made before any of their weights is missed."""
+"""What a config.json may say: a list of 10^9 layers would be made before any of their weights is
+missed."""
 MOST_OF_A_NUMBER = 1e18
 """Above are infinity and what no position can be multiplied by."""
 
@@ -56,18 +58,20 @@ COMPUTED: Mapping[str, Sequence[Any]] = {
     "partial_rotary_factor": (1,),
     "rope_type": ("default", "linear", "llama3"),
 }
-"""Entry of config.json -> the values that `forward` computes; absent, null or empty is right, too. Any other is an
-error, which is better than wrong logits."""
+"""Entry of config.json -> the values that `forward` computes; absent, null or empty is right, too.
+Any other is an error, which is better than wrong logits."""
 
 
 def architecture_of(folder: str | Path) -> Architecture:
-    """Reads config.json, as transformers 4 or 5 writes it. ShoalError for a model that is not supported."""
+    """Reads config.json, as transformers 4 or 5 writes it. ShoalError for a model that is not
+    supported."""
     folder = Path(folder)
     config = read_config(folder)
     family = FAMILIES.get(str(config.get("model_type")))
     if family is None:
         raise ShoalError(
-            f"{folder}: model_type is {config.get('model_type')!r}; supported are {', '.join(FAMILIES)}."
+            f"{folder}: model_type is {config.get('model_type')!r}; supported are "
+            f"{', '.join(FAMILIES)}."
         )
     for key, kind in (
         ("rope_scaling", dict),
@@ -96,7 +100,8 @@ def architecture_of(folder: str | Path) -> Architecture:
         )
         if not is_number or not least <= value < MOST_OF_A_NUMBER:
             raise ShoalError(
-                f"{folder}/config.json: {key} is {'missing' if value is None else repr(value)}; expected "
+                f"{folder}/config.json: {key} is {'missing' if value is None else repr(value)}; "
+                f"expected "
                 f"a {'whole ' * whole}number of {least:g} or more."
             )
         return value
@@ -121,7 +126,8 @@ def architecture_of(folder: str | Path) -> Architecture:
     )
     if heads % key_heads:
         raise ShoalError(
-            f"{folder}: num_attention_heads={heads} is no multiple of num_key_value_heads={key_heads}."
+            f"{folder}: num_attention_heads={heads} is no multiple of "
+            f"num_key_value_heads={key_heads}."
         )
     scaling = None
     if config["rope_type"] == "linear":
@@ -166,8 +172,8 @@ def architecture_of(folder: str | Path) -> Architecture:
 
 
 def _max_positions(config: Mapping[str, Any], scaling: RopeScaling | None) -> int:
-    """Tokens of the longest sequence; 0 where the file does not say. Linear scaling stretches the positions of
-    max_position_embeddings; with Llama 3's rule they are those after it."""
+    """Tokens of the longest sequence; 0 where the file does not say. Linear scaling stretches the
+    positions of max_position_embeddings; with Llama 3's rule they are those after it."""
     positions = config.get("max_position_embeddings")
     if not isinstance(positions, int) or isinstance(positions, bool) or positions < 1:
         return 0
@@ -175,8 +181,9 @@ def _max_positions(config: Mapping[str, Any], scaling: RopeScaling | None) -> in
 
 
 def weight_block(folder: Path) -> tuple[int, int] | None:
-    """Rows and columns of a block of 8-bit floats with one scale, where a folder's weights are stored so, as
-    DeepSeek's and Qwen3's are; None where they are not quantised. ShoalError where they are in another way."""
+    """Rows and columns of a block of 8-bit floats with one scale, where a folder's weights are
+    stored so, as DeepSeek's and Qwen3's are; None where they are not quantised. ShoalError where
+    they are in another way."""
     found = read_config(folder).get("quantization_config") or {}
     method, block = found.get("quant_method"), found.get("weight_block_size")
     is_known = (
@@ -196,21 +203,23 @@ def weight_block(folder: Path) -> tuple[int, int] | None:
     )
     raise ShoalError(
         f"{folder}/config.json: the weights are quantised by quant_method {method}"
-        f"{f' ({entries})' * bool(entries)}; expected fp8 (e4m3) with a weight_block_size, or none: give "
+        f"{f' ({entries})' * bool(entries)}; expected fp8 (e4m3) with a weight_block_size, or "
+        f"none: give "
         "the model's folder with weights in bfloat16; model.quantise=int8 makes frozen ones small"
     )
 
 
 def _refuse_windows(config: Mapping[str, Any], layers: int, folder: Path) -> None:
-    """ShoalError where a layer attends to a window. Newer files name each layer's kind; older ones have switches, and
-    windows from layer max_window_layers on."""
+    """ShoalError where a layer attends to a window. Newer files name each layer's kind; older ones
+    have switches, and windows from layer max_window_layers on."""
     kinds = config.get("layer_types")
     if not kinds and config.get("use_sliding_window") and config.get("sliding_window"):
         first = config.get("max_window_layers", 28)
         kinds = ["use_sliding_window"] if first < layers else []
     if others := sorted({*(kinds or ())} - {"full_attention"}):
         raise ShoalError(
-            f"{folder}/config.json: {', '.join(others)}, which is not supported; expected full attention "
+            f"{folder}/config.json: {', '.join(others)}, which is not supported; expected full "
+            f"attention "
             "in all layers."
         )
 
@@ -276,8 +285,8 @@ def config_of(a: Architecture) -> dict[str, Any]:
 def config_to_save(
     a: Architecture, source: Path | None, config: dict[str, Any] | None, dtype: np.dtype
 ) -> dict[str, Any]:
-    """The config.json to write with parameters of `dtype`: the given one, else the source's, else one made from the
-    architecture."""
+    """The config.json to write with parameters of `dtype`: the given one, else the source's, else
+    one made from the architecture."""
     if config is None and source is not None and (source / "config.json").is_file():
         if architecture_of(source) != a:
             raise ShoalError(
@@ -292,7 +301,8 @@ def config_to_save(
 def make_config(
     a: Architecture, tokenizer: Path | None, config: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """A config for an architecture (or the given one), with the special token ids of a tokenizer's folder."""
+    """A config for an architecture (or the given one), with the special token ids of a tokenizer's
+    folder."""
     made = dict(config or config_of(a))
     for name in ("config.json", "generation_config.json"):
         if tokenizer and (tokenizer / name).is_file():

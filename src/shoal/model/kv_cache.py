@@ -1,4 +1,5 @@
-"""The keys and values of sampling: a prompt's once a row, a completion's in its own slot; one cache a layer.
+"""The keys and values of sampling: a prompt's once a row, a completion's in its own slot; one cache
+a layer.
 
 Attention over them: of a token a slot in decoding, and of a piece of a long prompt in prefill.
 """
@@ -23,7 +24,8 @@ KEY_BLOCK = 64
 """The sizes of caches are multiples of it."""
 
 PAGE = 128
-"""Keys of a completion that a page holds. On TPUs, whose kernel reads pages, sizes of caches are multiples of it."""
+"""Keys of a completion that a page holds. On TPUs, whose kernel reads pages, sizes of caches are
+multiples of it."""
 
 NO_PAGE = 2**31 - 1
 """In a table: past the end of any pool, so nothing is written."""
@@ -33,10 +35,12 @@ MOST_SIBLINGS = 32
 
 
 def keys_at_once(platform: str, keys: int) -> int:
-    """Keys in one block of decoding's online softmax over a cache of so many. One block is read without a loop.
+    """Keys in one block of decoding's online softmax over a cache of so many. One block is read
+    without a loop.
 
-    By the TPU compiler's cycles a token of 70B (8 v5p chips, 512 keys) takes 14.9 ms without a loop and 16.5 with two
-    blocks of 256. On CPU a loop copies each block, but reads no keys that nobody has: there blocks are short.
+    By the TPU compiler's cycles a token of 70B (8 v5p chips, 512 keys) takes 14.9 ms without a loop
+    and 16.5 with two blocks of 256. On CPU a loop copies each block, but reads no keys that nobody
+    has: there blocks are short.
     """
     if platform == "cpu":
         return KEY_BLOCK if keys <= 4 * KEY_BLOCK else 2 * KEY_BLOCK
@@ -44,11 +48,13 @@ def keys_at_once(platform: str, keys: int) -> int:
 
 
 def cache_size(tokens: int, platform: str, parts: int = 1) -> int:
-    """Keys of a cache for so many tokens: whole pages on a TPU, else in each part few blocks of equal size, each at
-    most `keys_at_once`.
+    """Keys of a cache for so many tokens: whole pages on a TPU, else in each part few blocks of
+    equal size, each at most `keys_at_once`.
 
-    >>> cache_size(200, "cpu"), cache_size(320, "gpu"), cache_size(1600, "gpu"), cache_size(1600, "tpu")
-    (256, 320, 1792, 1664)
+    >>> cache_size(200, "cpu"), cache_size(320, "gpu")
+    (256, 320)
+    >>> cache_size(1600, "gpu"), cache_size(1600, "tpu")
+    (1792, 1664)
     """
     if platform == "tpu" and parts == 1:
         return PAGE * -(-tokens // PAGE)
@@ -60,15 +66,17 @@ def cache_size(tokens: int, platform: str, parts: int = 1) -> int:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LayerCache:
-    """One layer's keys and values for N rows of W siblings: of prompts [N, K, Tp, A], of completions [N, W, K, C, A].
+    """One layer's keys and values for N rows of W siblings: of prompts [N, K, Tp, A], of
+    completions [N, W, K, C, A].
 
-    Heads before positions, as attention reads them: else all keys would be transposed before each product. Where a head
-    is on several devices (`Model.key_parts`), K counts its parts, and position p is the one at p // parts of part
-    p % parts: all parts grow alike.
+    Heads before positions, as attention reads them: else all keys would be transposed before each
+    product. Where a head is on several devices (`Model.key_parts`), K counts its parts, and
+    position p is the one at p // parts of part p % parts: all parts grow alike.
 
-    Where decoding reads by pages (`by_pages`), values stand beside their keys, [.., 2 A], in prefix_k and own_k, and
-    prefix_v and own_v are None; own_k is a pool of pages for all slots, [P, K, PAGE, 2 A]. Which are whose says a table
-    int32[N, W, C / PAGE] of the host's. Of rows that were saved it is [N, W, C / PAGE, K, PAGE, 2 A].
+    Where decoding reads by pages (`by_pages`), values stand beside their keys, [.., 2 A], in
+    prefix_k and own_k, and prefix_v and own_v are None; own_k is a pool of pages for all slots, [P,
+    K, PAGE, 2 A]. Which are whose says a table int32[N, W, C / PAGE] of the host's. Of rows that
+    were saved it is [N, W, C / PAGE, K, PAGE, 2 A].
     """
 
     prefix_k: Any
@@ -80,8 +88,8 @@ class LayerCache:
 def empty(
     model: Model, rows: int, siblings: int, prefix: int, own: int, pages: int = 0
 ) -> tuple[LayerCache, ...]:
-    """One cache of zeros for each layer, in the type of the computation. `prefix` and `own`: of all parts. Own keys are
-    by pages: so many, or with 0 each slot's own."""
+    """One cache of zeros for each layer, in the type of the computation. `prefix` and `own`: of all
+    parts. Own keys are by pages: so many, or with 0 each slot's own."""
     a, dtype = model.architecture, model.dtype
     heads, parts = model.key_heads, model.key_parts
 
@@ -111,7 +119,8 @@ def write_prefixes(
     keys: Sequence[tuple[jax.Array, jax.Array]],
     rows: jax.Array,
 ) -> tuple[LayerCache, ...]:
-    """Writes prompts' keys and values, (k, v) a layer [R, T, K, A], to rows[R]; a row past the end is dropped.
+    """Writes prompts' keys and values, (k, v) a layer [R, T, K, A], to rows[R]; a row past the end
+    is dropped.
 
     T may be padded beyond the size of the caches; what is beyond is padding and not written.
     """
@@ -131,7 +140,8 @@ def write_prefixes(
             heads,
             keys,
         )
-    # The buckets of prompts are 64 x 2^n and may exceed the caches, which are sized by max_prompt_tokens.
+    # The buckets of prompts are 64 x 2^n and may exceed the caches, which are sized by
+    # max_prompt_tokens.
     size = min(keys[0][0].shape[1], caches[0].prefix_k.shape[2])
 
     def write(cache: jax.Array, new: jax.Array) -> jax.Array:
@@ -160,7 +170,8 @@ def copy_prefixes(
 
 
 def read_pages(pool: jax.Array, pages: jax.Array) -> jax.Array:
-    """The pages[..] of a pool [P, K, PAGE, 2 A], [.., K, PAGE, 2 A]; one past the end means the last."""
+    """The pages[..] of a pool [P, K, PAGE, 2 A], [.., K, PAGE, 2 A]; one past the end means the
+    last."""
     # One after another: XLA for TPU reads all of a pool where it gathers pages of it.
     found = jax.lax.map(
         lambda page: jax.lax.dynamic_index_in_dim(pool, page, keepdims=False), pages.reshape(-1)
@@ -184,13 +195,14 @@ def out_of_pages(cache: LayerCache) -> LayerCache:
 
 
 def _on_parts(model: Model, function: Callable, specs: tuple, out: Any, *args: Any) -> Any:
-    """A function of arrays on each device of `tensor`, and of the part of its head's positions that it holds, where
-    that is not all."""
+    """A function of arrays on each device of `tensor`, and of the part of its head's positions that
+    it holds, where that is not all."""
     mesh, part = (
         model.role.mesh,
         [jnp.arange(model.key_heads) % model.key_parts] * (model.key_parts > 1),
     )
-    # All axes that are not split by rows already: kernels for TPUs may not have any that XLA could split.
+    # All axes that are not split by rows already: kernels for TPUs may not have any that XLA could
+    # split.
     return jax.shard_map(
         function,
         mesh=mesh,
@@ -208,7 +220,8 @@ def kernel_refusal(model: Model) -> str:
         return f"it is for GPUs and TPUs, and this is a {platform.upper()}"
     if model.key_parts > 1:
         return (
-            f"a key head would be on {model.key_parts} devices: it needs mesh.sampler_tensor of at most "
+            f"a key head would be on {model.key_parts} devices: it needs mesh.sampler_tensor of at "
+            f"most "
             f"{model.architecture.num_kv_heads}, the model's key/value heads"
         )
     if platform == "tpu":
@@ -225,7 +238,8 @@ def kernel_refusal(model: Model) -> str:
 
 
 def decodes_by_kernel(model: Model) -> bool:
-    """True if decoding takes the kernel, as `auto` does where it can. ShoalError if it cannot and was asked for."""
+    """True if decoding takes the kernel, as `auto` does where it can. ShoalError if it cannot and
+    was asked for."""
     reason = kernel_refusal(model)
     if reason and model.attention == "pallas" and model.role.platform != "cpu":
         raise ShoalError(
@@ -243,7 +257,8 @@ def by_pages(model: Model) -> bool:
 
 @dataclass(frozen=True)
 class KernelAttention:
-    """The `AttentionFn` of `decode_attention` by a kernel. That for GPUs also rotates and writes the new keys."""
+    """The `AttentionFn` of `decode_attention` by a kernel. That for GPUs also rotates and writes
+    the new keys."""
 
     model: Model
     prefix_len: jax.Array
@@ -289,7 +304,8 @@ def _attend_pages(
     from shoal.model.decode_kernel import attend_pages  # Pallas takes a second to import
 
     live, prefix_len, position, pages = slots
-    # Slots that sample nothing write past the end, each elsewhere: a scatter whose places might coincide is a loop.
+    # Slots that sample nothing write past the end, each elsewhere: a scatter whose places might
+    # coincide is a loop.
     nowhere = len(cache.own_k) + jnp.arange(live.size, dtype=jnp.int32).reshape(live.shape)
     page = jnp.take_along_axis(pages, position[..., None] // PAGE, 2)
     page = jnp.where(live[..., None], page, nowhere[..., None])
@@ -308,7 +324,8 @@ def _attend_pages(
 
 
 def _by_heads(model: Model, function: Callable, *args: Any) -> Any:
-    """An attention of q, k, v [N, W, heads, A], a layer's cache and arrays by slot, on each device of its own heads."""
+    """An attention of q, k, v [N, W, heads, A], a layer's cache and arrays by slot, on each device
+    of its own heads."""
     heads, cache = (
         PartitionSpec(None, None, "tensor"),
         jax.tree.map(lambda keys: PartitionSpec(*(None,) * (keys.ndim - 3), "tensor"), args[3]),
@@ -329,9 +346,10 @@ def decode_attention(
 ) -> AttentionFn:
     """The `AttentionFn` of decoding: one token for each of [N, W] slots.
 
-    The token's key and value are written at position[N, W] of its slot; it then attends to its row's prompt and to
-    its slot. `num_prefix` and `num_own` are upper bounds of the keys that any slot has. Of slots that are not
-    live[N, W] the results mean nothing, and the kernel for TPUs reads and writes no keys. `pages`: its table of them.
+    The token's key and value are written at position[N, W] of its slot; it then attends to its
+    row's prompt and to its slot. `num_prefix` and `num_own` are upper bounds of the keys that any
+    slot has. Of slots that are not live[N, W] the results mean nothing, and the kernel for TPUs
+    reads and writes no keys. `pages`: its table of them.
     """
     if decodes_by_kernel(model):
         return KernelAttention(model, prefix_len, position, live, pages)
@@ -357,8 +375,9 @@ def decode_attention(
             index = jnp.where(index % parts == part, index // parts, cache.own_k.shape[3])
 
         def write(keys: jax.Array, new: jax.Array) -> jax.Array:
-            # XLA for TPU compiles a scatter to a loop over slots where two of them might coincide. Written with all
-            # heads at once, it transposes the whole cache at both ends of every dispatch.
+            # XLA for TPU compiles a scatter to a loop over slots where two of them might coincide.
+            # Written with all heads at once, it transposes the whole cache at both ends of every
+            # dispatch.
             return keys.at[row, slot, head, index].set(
                 new,
                 unique_indices=True,
@@ -377,7 +396,8 @@ def decode_attention(
             keys_at_once(platform, cache.prefix_k.shape[2]),
             keys_at_once(platform, cache.own_k.shape[3]),
         )
-        # Up to and with the token itself; what an earlier completion left behind lies beyond and stays masked.
+        # Up to and with the token itself; what an earlier completion left behind lies beyond and
+        # stays masked.
         own_mask = positions(cache.own_k) <= position[..., None]
         out = online_softmax(
             q[:, :, None],
@@ -402,7 +422,8 @@ def decode_attention(
         slots: tuple[jax.Array, ...],
         part: Any = 0,
     ) -> tuple[jax.Array, LayerCache]:
-        """Each device computes all queries of its key head against its part, and merges those of its own."""
+        """Each device computes all queries of its key head against its part, and merges those of
+        its own."""
         if (
             parts == 1
         ):  # here too: else the partitioner gathers for each what all devices of a replica write
@@ -416,7 +437,8 @@ def decode_attention(
 
 
 def _merge_parts(parts: int, groups: list[list[int]], found: tuple) -> tuple:
-    """The maxima, sums and outputs of a device's own queries, from those that each part of their keys gave."""
+    """The maxima, sums and outputs of a device's own queries, from those that each part of their
+    keys gave."""
     top, total, out = found
     packed = jnp.concatenate([top[..., None], total[..., None], out], -1)[
         :, :, 0
@@ -431,10 +453,11 @@ def _merge_parts(parts: int, groups: list[list[int]], found: tuple) -> tuple:
 
 
 def piece_attention(start: jax.Array, longest: jax.Array, block: int) -> AttentionFn:
-    """The `AttentionFn` of a piece of R prompts: C tokens of each, from `start` on, of at most `longest`.
+    """The `AttentionFn` of a piece of R prompts: C tokens of each, from `start` on, of at most
+    `longest`.
 
-    The cache holds the keys of the pieces before, [R, K, T, A], and then the piece's own too. A token reads its
-    prompt's up to its own, as a slot does in decoding.
+    The cache holds the keys of the pieces before, [R, K, T, A], and then the piece's own too. A
+    token reads its prompt's up to its own, as a slot does in decoding.
     """
 
     def attention(
@@ -466,7 +489,8 @@ def piece_attention(start: jax.Array, longest: jax.Array, block: int) -> Attenti
                 (block, block),
             )[:, :, 0]
 
-        # By blocks of queries, none of which reads keys beyond its own: half of all pairs, and few scores at once.
+        # By blocks of queries, none of which reads keys beyond its own: half of all pairs, and few
+        # scores at once.
         queries = jnp.moveaxis(q.reshape(len(q), -1, block, *q.shape[2:]), 1, 0)
         out = jax.lax.map(read, (queries, start + block * jnp.arange(len(queries))))
         return jnp.moveaxis(out, 0, 1).reshape(q.shape), keys
@@ -475,10 +499,12 @@ def piece_attention(start: jax.Array, longest: jax.Array, block: int) -> Attenti
 
 
 def context_attention(platform: str, prefix_len: jax.Array, start: jax.Array) -> AttentionFn:
-    """The `AttentionFn` of C tokens of context of each of M completions, after start[M] tokens of their own.
+    """The `AttentionFn` of C tokens of context of each of M completions, after start[M] tokens of
+    their own.
 
-    The cache holds their rows' prompts, [M, K, Tp, A], of prefix_len[M] tokens, and their own keys, [M, K, T, A]. A
-    token reads its prompt, and its completion up to itself. Returned are the own keys and values, with the new ones.
+    The cache holds their rows' prompts, [M, K, Tp, A], of prefix_len[M] tokens, and their own keys,
+    [M, K, T, A]. A token reads its prompt, and its completion up to itself. Returned are the own
+    keys and values, with the new ones.
     """
 
     def attention(

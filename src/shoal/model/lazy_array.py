@@ -12,7 +12,8 @@ import numpy as np
 
 @dataclass(frozen=True)
 class LazyArray:
-    """An array whose values are read each time that they are used. A large one is written in parts along `axes`."""
+    """An array whose values are read each time that they are used. A large one is written in parts
+    along `axes`."""
 
     shape: tuple[int, ...]
     dtype: np.dtype

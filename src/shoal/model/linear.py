@@ -1,4 +1,5 @@
-"""The one matrix product of the model: kinds of weight (plain, biased, adapted, quantised, cast) differ here alone."""
+"""The one matrix product of the model: kinds of weight (plain, biased, adapted, quantised, cast)
+differ here alone."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ class Biased:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Adapted:
-    """A frozen kernel[in, out] with a low-rank change: `x kernel + (x a) b * scale`, a[in, rank], b[rank, out]."""
+    """A frozen kernel[in, out] with a low-rank change: `x kernel + (x a) b * scale`, a[in, rank],
+    b[rank, out]."""
 
     kernel: Any
     a: Any
@@ -34,8 +36,8 @@ class Adapted:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Quantised:
-    """A frozen kernel in one byte an element: `values[in, out] * scale[out]`, by output channel. `scale` is a bfloat16
-    value, so that a computation in bfloat16 does not round it."""
+    """A frozen kernel in one byte an element: `values[in, out] * scale[out]`, by output channel.
+    `scale` is a bfloat16 value, so that a computation in bfloat16 does not round it."""
 
     values: Any
     scale: Any
@@ -44,8 +46,8 @@ class Quantised:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Cast:
-    """A kernel in the type of the computation. Its gradient goes to `master` (same shape, never read) in that one's
-    type, and is summed over devices in `reduce_dtype`.
+    """A kernel in the type of the computation. Its gradient goes to `master` (same shape, never
+    read) in that one's type, and is summed over devices in `reduce_dtype`.
 
     Autodiff alone would give the gradient the kernel's type: rounded to bfloat16 before every sum.
     """
@@ -63,7 +65,8 @@ QUANTISED = {"none": "", "int8": "int8", "fp8": "float8_e4m3fn"}
 
 
 def linear(weight: Weight, x: jax.Array, out_dtype: Any = None) -> jax.Array:
-    """x[..., in] -> [..., out]: the weight is cast to x's type, and so is the result unless `out_dtype` is given."""
+    """x[..., in] -> [..., out]: the weight is cast to x's type, and so is the result unless
+    `out_dtype` is given."""
     product: jax.Array
     if isinstance(weight, Biased):
         product = linear(weight.kernel, x, out_dtype)
@@ -72,11 +75,13 @@ def linear(weight: Weight, x: jax.Array, out_dtype: Any = None) -> jax.Array:
         product = adapted_product(weight.scale, out_dtype, x, weight.kernel, (weight.a, weight.b))
         return checkpoint_name(product, "product")
     if isinstance(weight, Quantised):
-        # Else XLA for GPU widens the values of all layers at the start of a token, as no widening waits for anything.
+        # Else XLA for GPU widens the values of all layers at the start of a token, as no widening
+        # waits for anything.
         values, x = jax.lax.optimization_barrier((weight.values, x))
         product = linear(values, x, out_dtype)
         return product * weight.scale.astype(product.dtype)
-    # Flattened to two dimensions: on CPU the weight's gradient over several batch dimensions is a fifth slower.
+    # Flattened to two dimensions: on CPU the weight's gradient over several batch dimensions is a
+    # fifth slower.
     flat = x.reshape(-1, x.shape[-1])
     if isinstance(weight, Cast):
         product = cast_product(flat, weight.kernel, weight.master, out_dtype, weight.reduce_dtype)
@@ -91,14 +96,16 @@ def linear(weight: Weight, x: jax.Array, out_dtype: Any = None) -> jax.Array:
 def cast_product(
     x: jax.Array, kernel: jax.Array, master: jax.Array | None, out_dtype: Any, reduce_dtype: Any
 ) -> jax.Array:
-    """x[..., T, in] times `Cast`'s kernel[..., in, out]; without a master the gradient is the kernel's own."""
+    """x[..., T, in] times `Cast`'s kernel[..., in, out]; without a master the gradient is the
+    kernel's own."""
     return jnp.matmul(x, kernel, preferred_element_type=out_dtype)
 
 
 def _cast_product_forward(
     x: jax.Array, kernel: jax.Array, master: jax.Array | None, out_dtype: Any, reduce_dtype: Any
 ) -> tuple[jax.Array, Any]:
-    # Not `cast_product` again: no policy of `jax.checkpoint` looks into it, so that none would keep the product.
+    # Not `cast_product` again: no policy of `jax.checkpoint` looks into it, so that none would keep
+    # the product.
     return jnp.matmul(x, kernel, preferred_element_type=out_dtype), (x, kernel)
 
 
@@ -106,9 +113,11 @@ def _cast_product_backward(
     out_dtype: Any, reduce_dtype: Any, kept: Any, gradient: jax.Array
 ) -> tuple:
     x, kernel = kept
-    # Of x's type also where the product is float32 (logits): the kernel would be converted whole for float32 products.
+    # Of x's type also where the product is float32 (logits): the kernel would be converted whole
+    # for float32 products.
     gradient = gradient.astype(x.dtype)
-    # The partitioner sums over devices what the product gives, so its type is that of the reduction.
+    # The partitioner sums over devices what the product gives, so its type is that of the
+    # reduction.
     of_kernel = jnp.matmul(x.mT, gradient, preferred_element_type=reduce_dtype)
     of_x = jnp.matmul(gradient, kernel.mT)
     return (
@@ -134,8 +143,8 @@ def adapted_product(
 ) -> jax.Array:
     """x[..., in] kernel + (x a) b * scale -> [..., out]; the kernel is frozen and has no gradient.
 
-    No policy of `jax.checkpoint` looks into it: the sum, named `product`, is kept in place of what it is made of, and
-    the backward pass computes only x a again, which is little."""
+    No policy of `jax.checkpoint` looks into it: the sum, named `product`, is kept in place of what
+    it is made of, and the backward pass computes only x a again, which is little."""
     return _adapted(scale, out_dtype, x, kernel, pair)
 
 
@@ -145,7 +154,8 @@ def _adapted_product_backward(
     x, kernel, pair = kept
     _, backward = jax.vjp(lambda x, pair: _adapted(scale, out_dtype, x, kernel, pair), x, pair)
     of_x, (of_a, of_b) = backward(gradient)
-    # Computed as [rank, in], four times as fast on CPU; without a barrier XLA exchanges the product's factors again.
+    # Computed as [rank, in], four times as fast on CPU; without a barrier XLA exchanges the
+    # product's factors again.
     of_a = jax.tree.map(lambda leaf: jax.lax.optimization_barrier(leaf.mT).mT, of_a)
     return of_x, None, (of_a, of_b)
 
@@ -156,11 +166,13 @@ adapted_product.defvjp(
 
 
 def quantise(kernel: jax.Array, dtype: Any) -> Quantised:
-    """kernel[..., in, out] in one byte an element, int8 or a float of 8 bits: the nearest of them by output channel."""
+    """kernel[..., in, out] in one byte an element, int8 or a float of 8 bits: the nearest of them
+    by output channel."""
     wide, dtype = kernel.astype(jnp.float32), jnp.dtype(dtype)
     most = float((jnp.iinfo if dtype.kind == "i" else jnp.finfo)(dtype).max)
     scale = jnp.abs(wide).max(axis=-2) / most
-    # Up to the next bfloat16, whose upper 16 bits are float32's: no value may pass the type's largest.
+    # Up to the next bfloat16, whose upper 16 bits are float32's: no value may pass the type's
+    # largest.
     bits = (jax.lax.bitcast_convert_type(scale, jnp.uint32) + jnp.uint32(0xFFFF)) & jnp.uint32(
         0xFFFF0000
     )
@@ -170,7 +182,8 @@ def quantise(kernel: jax.Array, dtype: Any) -> Quantised:
 
 
 def broadcast(vector: jax.Array, like: jax.Array) -> jax.Array:
-    """A norm's weight or a bias in another array's type, ready to meet it; the gradient is summed in the vector's."""
+    """A norm's weight or a bias in another array's type, ready to meet it; the gradient is summed
+    in the vector's."""
     if vector.dtype != jnp.float32:
         return vector.astype(like.dtype)
     return _broadcast(vector, like.shape, like.dtype)
@@ -186,7 +199,8 @@ def _broadcast_backward(
 ) -> tuple[jax.Array]:
     rows = gradient.reshape(-1, shape[-1])
     if dtype == jnp.float32:
-        # A product: XLA's sum over rows on CPU has an eighth of its speed, an eighth of a small model's update.
+        # A product: XLA's sum over rows on CPU has an eighth of its speed, an eighth of a small
+        # model's update.
         return (jnp.matmul(jnp.ones(len(rows), dtype), rows, precision="highest"),)
     return (rows.astype(jnp.float32).sum(0),)
 

@@ -1,4 +1,5 @@
-"""Adapters (LoRA) in PEFT's format, read, written and merged: adapter_config.json, adapter_model.safetensors."""
+"""Adapters (LoRA) in PEFT's format, read, written and merged: adapter_config.json,
+adapter_model.safetensors."""
 
 from __future__ import annotations
 
@@ -62,10 +63,11 @@ BEGINNINGS = (None, True, False, "gaussian", "orthogonal", "eva")
 def make_adapter(
     a: Architecture, rank: int, alpha: float, targets: Sequence[str], rslora: bool
 ) -> Adapter:
-    """The adapter of an architecture; ShoalError for targets that it does not have, and for too high a rank.
+    """The adapter of an architecture; ShoalError for targets that it does not have, and for too
+    high a rank.
 
-    `targets`: names of products (q_proj, ...), ends of their paths (self_attn.q_proj), one regular expression over
-    whole paths (`.*_attn\\.(q|v)_proj`), or `all-linear`.
+    `targets`: names of products (q_proj, ...), ends of their paths (self_attn.q_proj), one regular
+    expression over whole paths (`.*_attn\\.(q|v)_proj`), or `all-linear`.
     """
     paths = _paths(a)
     covered: list[set[str]] = [
@@ -89,11 +91,13 @@ def make_adapter(
         for products, found in zip(covered, layers, strict=True):
             products |= found
             named_by |= dict.fromkeys(found, target)
-    # PEFT writes the product of each layer in full where an adapter has fewer than 20: together they may be all layers.
+    # PEFT writes the product of each layer in full where an adapter has fewer than 20: together
+    # they may be all layers.
     for name, target in named_by.items():
         if any(name not in products for products in covered):
             raise ShoalError(
-                f"model.lora.targets={target} is a product in some layers alone: give one of all layers"
+                f"model.lora.targets={target} is a product in some layers alone: give one of all "
+                f"layers"
             )
     chosen = tuple(name for name in paths if name in named_by)
     sizes = {
@@ -141,14 +145,16 @@ def read_base(folder: Path) -> str:
     """Folder or hub id of the model that an adapter was trained on."""
     if not (base := read_json(folder / CONFIG).get("base_model_name_or_path")):
         raise ShoalError(
-            f"{folder / CONFIG} does not name the model it belongs to (base_model_name_or_path): give "
+            f"{folder / CONFIG} does not name the model it belongs to (base_model_name_or_path): "
+            f"give "
             f"that one as model.path, and this as model.lora.path={folder}"
         )
     return str(base)
 
 
 def read_adapter(folder: Path, a: Architecture) -> Adapter:
-    """The adapter in a folder of PEFT's, for a model; ShoalError where it is none of the kind computed here."""
+    """The adapter in a folder of PEFT's, for a model; ShoalError where it is none of the kind
+    computed here."""
     config = read_json(folder / CONFIG)
     others = [name for name in REFUSED if config.get(name)]
     others += [f"init_lora_weights {config.get('init_lora_weights')}"] * (
@@ -158,7 +164,8 @@ def read_adapter(folder: Path, a: Architecture) -> Adapter:
     others += [f"bias {config.get('bias')}"] * (config.get("bias", "none") != "none")
     if others:
         raise ShoalError(
-            f"{folder / CONFIG} has {', '.join(others)}, which is not supported: expected plain LoRA"
+            f"{folder / CONFIG} has {', '.join(others)}, which is not supported: expected plain "
+            f"LoRA"
         )
     targets = config.get("target_modules") or ()
     try:
@@ -176,7 +183,8 @@ def read_adapter(folder: Path, a: Architecture) -> Adapter:
 
 
 def open_tensors(folder: Path, a: Architecture) -> dict[str, StoredParameter]:
-    """The tensors of an adapter in a folder; ShoalError unless they are exactly those of the architecture."""
+    """The tensors of an adapter in a folder; ShoalError unless they are exactly those of the
+    architecture."""
     if not (folder / WEIGHTS).is_file():
         raise ShoalError(f"{folder} holds no {WEIGHTS}: expected an adapter as PEFT saves it")
     stored, specs = read_header(folder / WEIGHTS), trained_specs(a)
@@ -212,7 +220,8 @@ def load(folder: Path, a: Architecture, role: Role, dtype: Any) -> Parameters:
 
 
 def begin(a: Architecture, role: Role, dtype: Any, seed: int) -> Parameters:
-    """An adapter that changes nothing yet, as PEFT makes it: A uniform within 1/sqrt(in), B zero."""
+    """An adapter that changes nothing yet, as PEFT makes it: A uniform within 1/sqrt(in), B
+    zero."""
     return jax.tree.map(
         lambda leaf: leaf.astype(dtype), initialise_specs(trained_specs(a), seed, role)
     )
@@ -222,7 +231,8 @@ def begin(a: Architecture, role: Role, dtype: Any, seed: int) -> Parameters:
 
 
 def write_config(folder: Path, adapter: Adapter, base: str) -> None:
-    """adapter_config.json with the entries that PEFT writes; `base`: folder or hub id of the frozen model."""
+    """adapter_config.json with the entries that PEFT writes; `base`: folder or hub id of the frozen
+    model."""
     config = {
         "alpha_pattern": {},
         "base_model_name_or_path": base,
@@ -252,8 +262,8 @@ def save(
     tokenizer: Path,
     dtype: Any = "float32",
 ) -> None:
-    """Writes a folder that `peft.PeftModel.from_pretrained` loads on the base, with the tokenizer's files;
-    `parameters`: those of the adapter."""
+    """Writes a folder that `peft.PeftModel.from_pretrained` loads on the base, with the tokenizer's
+    files; `parameters`: those of the adapter."""
     assert a.adapter
     with scratch_folder(folder) as scratch:
         write_file(

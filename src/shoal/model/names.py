@@ -1,9 +1,10 @@
-"""Models by their names: the folder of a path, of a packaged one or of a hub id; and those that MaxText names.
+"""Models by their names: the folder of a path, of a packaged one or of a hub id; and those that
+MaxText names.
 
-Of the latter, sizes are those of MaxText's `src/maxtext/configs/models/<name>.yml`, hub ids those of its
-`src/maxtext/utils/globals.py` where it has the name; of Llama 3.2 and of Qwen2.5 in sizes that it has not, those of
-the hub's config.json. Llama 3.1 to 3.3 stretch their rotary frequencies as their
-config.json on the hub says.
+Of the latter, sizes are those of MaxText's `src/maxtext/configs/models/<name>.yml`, hub ids those
+of its `src/maxtext/utils/globals.py` where it has the name; of Llama 3.2 and of Qwen2.5 in sizes
+that it has not, those of the hub's config.json. Llama 3.1 to 3.3 stretch their rotary frequencies
+as their config.json on the hub says.
 """
 
 from __future__ import annotations
@@ -30,13 +31,15 @@ NAMED_TEMPLATES = "additional_chat_templates"
 
 
 def locate(path: str | Path, token: str | None = None, weights: bool = True) -> Path:
-    """The folder of a model: a local one, the copy of one in a bucket, a packaged one by its name, or a downloaded one
-    of a hub id.
+    """The folder of a model: a local one, the copy of one in a bucket, a packaged one by its name,
+    or a downloaded one of a hub id.
 
-    `token` is the hub's access token; None for the one in HF_TOKEN. Without `weights`, config and tokenizer alone are
-    downloaded. A local folder called `tiny` is `./tiny`. ShoalError if there is no such model.
+    `token` is the hub's access token; None for the one in HF_TOKEN. Without `weights`, config and
+    tokenizer alone are downloaded. A local folder called `tiny` is `./tiny`. ShoalError if there is
+    no such model.
     """
-    # Before folders are looked at: a run must not change because a folder `tiny` lies where it is started.
+    # Before folders are looked at: a run must not change because a folder `tiny` lies where it is
+    # started.
     if str(path) in PACKAGED:
         folder = Path(str(resources.files("shoal").joinpath("assets", str(path))))
         if not folder.is_dir():
@@ -64,7 +67,8 @@ def locate(path: str | Path, token: str | None = None, weights: bool = True) -> 
 
 
 def cached_folder(path: str) -> Path | None:
-    """The folder of a model whose config.json is on this machine: a local one, or one in the hub's cache."""
+    """The folder of a model whose config.json is on this machine: a local one, or one in the hub's
+    cache."""
     if path in PACKAGED or Path(path).expanduser().is_dir():
         return locate(path)
     # By hand: a dry run does not wait for huggingface_hub to be imported.
@@ -79,8 +83,8 @@ def cached_folder(path: str) -> Path | None:
     return folder if (folder / "config.json").is_file() else None
 
 
-# Other subfolders hold the same weights in other formats. Each pattern names the folders that differ from the one that
-# is wanted in their next letter.
+# Other subfolders hold the same weights in other formats. Each pattern names the folders that
+# differ from the one that is wanted in their next letter.
 OTHER_FOLDERS = (
     "*/*/*",
     *(f"{NAMED_TEMPLATES[:length]}[!{letter}]*/*" for length, letter in enumerate(NAMED_TEMPLATES)),
@@ -89,7 +93,8 @@ OTHER_FOLDERS = (
 
 
 def _download(repository: str, token: str | None, weights: bool) -> Path:
-    """The folder in the cache of the hub to which a model is downloaded; ShoalError if it cannot be."""
+    """The folder in the cache of the hub to which a model is downloaded; ShoalError if it cannot
+    be."""
     from huggingface_hub import errors
 
     # No *.bin: pickles are never read.
@@ -301,12 +306,14 @@ def model_named(name: str) -> NamedModel:
     by_lower = {known.lower(): model for known, model in MODELS.items()}
     if name.lower() == "tiny":
         raise ShoalError(
-            "model.name=tiny: the packaged model is model.path=tiny, the default: leave model.name out",
+            "model.name=tiny: the packaged model is model.path=tiny, the default: leave model.name "
+            "out",
             "model.name",
         )
     if name.lower() not in by_lower and UNSUPPORTED.match(name.lower()):
         raise ShoalError(
-            f"model.name={name}: Gemma, mixtures of experts and other families are not supported; Llama "
+            f"model.name={name}: Gemma, mixtures of experts and other families are not supported; "
+            f"Llama "
             f"2 and 3.x, Qwen2, Qwen2.5 and dense Qwen3 are. Names: {', '.join(MODELS)}",
             "model.name",
         )
@@ -319,9 +326,11 @@ def model_named(name: str) -> NamedModel:
 
 
 def check_name(name: str, a: Architecture, where: object, key: str) -> None:
-    """ShoalError unless `a`, the model at `where`, is the one that `name`, the value of `key`, means."""
+    """ShoalError unless `a`, the model at `where`, is the one that `name`, the value of `key`,
+    means."""
     if model_named(name).architecture != a:
         raise ShoalError(
-            f"{key}={name} is not the model at {where}, whose config.json has other sizes: leave {key} "
+            f"{key}={name} is not the model at {where}, whose config.json has other sizes: leave "
+            f"{key} "
             "out, or give the right one"
         )

@@ -1,8 +1,10 @@
-"""Attention of rows of several sequences on GPU by kernels in Pallas for Triton: forward; dq; dk and dv.
+"""Attention of rows of several sequences on GPU by kernels in Pallas for Triton: forward; dq; dk
+and dv.
 
-A program of a kernel holds one block of a head, of queries or of keys, and goes through the list of the blocks that it
-reads or that read it: what lies between is neither loaded nor computed, and only results are written (FlashAttention-2,
-Dao 2023, arXiv 2307.08691, algorithms 1 and 2). Gradients of keys and values are summed over a key head's query heads.
+A program of a kernel holds one block of a head, of queries or of keys, and goes through the list of
+the blocks that it reads or that read it: what lies between is neither loaded nor computed, and only
+results are written (FlashAttention-2, Dao 2023, arXiv 2307.08691, algorithms 1 and 2). Gradients of
+keys and values are summed over a key head's query heads.
 """
 
 from __future__ import annotations
@@ -41,9 +43,10 @@ def block_lists(query: Tokens, key: Tokens, block: int) -> BlockLists:
 
 
 TILES = {128: (64, 2), 256: (32, 1)}
-"""The most dimensions of a head -> the tokens of a block, of queries and of keys, and the query heads of a key head for
-which a program loads keys and values together: what registers and shared memory of an A100, L4, H200 or B200 hold
-(docs/LOG.md). float32 has half the tokens, and one head."""
+"""The most dimensions of a head -> the tokens of a block, of queries and of keys, and the query
+heads of a key head for which a program loads keys and values together: what registers and shared
+memory of an A100, L4, H200 or B200 hold (docs/LOG.md). float32 has half the tokens, and one
+head."""
 
 
 def block_size(head_dim: int, dtype: Any) -> int:
@@ -58,8 +61,8 @@ def _tiles(head_dim: int) -> tuple[int, int]:
 def attend_rows(
     q: jax.Array, k: jax.Array, v: jax.Array, lists: BlockLists, interpret: bool = False
 ) -> jax.Array:
-    """Softmax attention of q[R, T, H, A] to k, v[R, S, K, A] -> [R, T, H, A]; padding gives 0, and in whole rows S is
-    T. Scores and sums are float32."""
+    """Softmax attention of q[R, T, H, A] to k, v[R, S, K, A] -> [R, T, H, A]; padding gives 0, and
+    in whole rows S is T. Scores and sums are float32."""
     rows, size, _, head_dim = q.shape
     block = lists.queries.own.segment.shape[1]
     # Triton's arrays have sizes of powers of two, and its products at least 16.
@@ -79,9 +82,9 @@ MOST_DIFFERENCE = {"bfloat16": 2e-2, "float16": 2e-2, "float32": 1e-3}
 
 
 def fault_on(device: Any, share: int, head_dim: int, dtype: str, interpret: bool = False) -> str:
-    """What is wrong with our kernels on a device, in seconds: values and gradients of a packed row of three blocks,
-    with `share` query heads to a key head, and decoding's of a few slots, against the reference's; empty if nothing
-    is. Found once a process."""
+    """What is wrong with our kernels on a device, in seconds: values and gradients of a packed row
+    of three blocks, with `share` query heads to a key head, and decoding's of a few slots, against
+    the reference's; empty if nothing is. Found once a process."""
     try:
         return _fault_on(device, share, head_dim, dtype, interpret)
     except (
@@ -136,7 +139,8 @@ def _fault_on(device: Any, share: int, head_dim: int, dtype: str, interpret: boo
         "values in decoding",
     )
     try:
-        # As the model multiplies; the reference in float32 has nothing that a kernel's faults could hide behind.
+        # As the model multiplies; the reference in float32 has nothing that a kernel's faults could
+        # hide behind.
         with jax.default_matmul_precision("highest" if dtype == "float32" else "default"):
             exactly = partial(attend_at_once, query=tokens, key=tokens)
             if on_tpu:
@@ -224,7 +228,8 @@ def _call(
     k: jax.Array,
     *rest: Any,
 ) -> Any:
-    """A kernel of so many products a pair of blocks: a program for each block of a key head, or of some query heads."""
+    """A kernel of so many products a pair of blocks: a program for each block of a key head, or of
+    some query heads."""
     (_, block, num_heads, width), key_heads, (count, each) = (
         q.shape,
         k.shape[2],
@@ -256,7 +261,8 @@ def _heads(q: Any, k: Any) -> tuple[int, int]:
 
 
 def _exp2(x: jax.Array) -> jax.Array:
-    """2 to the power of float32 x; 0 below 2^-126, for which each would take three instructions more."""
+    """2 to the power of float32 x; 0 below 2^-126, for which each would take three instructions
+    more."""
     return triton.elementwise_inline_asm(
         "ex2.approx.ftz.f32 $0, $1;",
         args=[x],
@@ -267,7 +273,8 @@ def _exp2(x: jax.Array) -> jax.Array:
 
 
 def _queries(q_ref: Any, k_ref: Any, blocks: Any) -> tuple:
-    """A program's block and key head; of its queries places in the block, heads (the last, repeated) and tokens."""
+    """A program's block and key head; of its queries places in the block, heads (the last,
+    repeated) and tokens."""
     number, part, share = pl.program_id(0), pl.program_id(1), q_ref.shape[2] // k_ref.shape[2]
     (heads, parts), block = _heads(q_ref, k_ref), q_ref.shape[1]
     key_head, index = jax.lax.div(part, parts), jnp.arange(heads * block, dtype=jnp.int32)
@@ -283,8 +290,9 @@ def _queries(q_ref: Any, k_ref: Any, blocks: Any) -> tuple:
 
 
 def _over(blocks: Any, number: jax.Array, query: Tokens, add: Callable, carry: Any) -> Any:
-    """`add(masked, other, carry)` for each block of keys that a block reads; `masked` changes the scores of keys that a
-    query does not read. Blocks that are read whole have none, and a loop of their own."""
+    """`add(masked, other, carry)` for each block of keys that a block reads; `masked` changes the
+    scores of keys that a query does not read. Blocks that are read whole have none, and a loop of
+    their own."""
 
     def turn(is_whole: bool, turn: jax.Array, carry: Any) -> Any:
         other = blocks.lists[number, turn]
@@ -343,8 +351,8 @@ def _query_kernel(
     blocks: Any,
     d_q_ref: Any,
 ) -> None:
-    """The gradient of one block of queries of some heads. Softmax's, of scores, is p * (dp - delta), with delta the sum
-    of out * d_out over a head's dimensions."""
+    """The gradient of one block of queries of some heads. Softmax's, of scores, is p * (dp -
+    delta), with delta the sum of out * d_out over a head's dimensions."""
     number, key_head, place, head, query = _queries(q_ref, k_ref, blocks)
     q, d_out = q_ref[number, place, head], d_out_ref[number, place, head]
     lse, delta = lse_ref[number, head, place], delta_ref[number, head, place]
@@ -387,8 +395,9 @@ def _key_kernel(
             d_out_ref[other, :, head],
             _reads(_tokens(blocks.other, other), key).T,
         )
-        # Scores as [keys, queries], an operand of both sums, stay in registers. All are masked: with a second loop for
-        # two sums each of Hopper's products waits for the one before (docs/LOG.md).
+        # Scores as [keys, queries], an operand of both sums, stay in registers. All are masked:
+        # with a second loop for two sums each of Hopper's products waits for the one before
+        # (docs/LOG.md).
         p = exp2(jnp.where(mask, product32(k, q.T) * LOG2E - lse_ref[other, head], LOWEST))
         d_v = carry[1] + product32(
             p.astype(q.dtype), d_out
@@ -405,7 +414,8 @@ def _key_kernel(
 
 
 def _tokens(of: Any, number: jax.Array) -> Tokens:
-    """Of a block. Positions follow from the first, so that none has to be held beside the others."""
+    """Of a block. Positions follow from the first, so that none has to be held beside the
+    others."""
     return Tokens(
         of.segment[number], of.prompt[number], of.first[number] + jnp.arange(of.segment.shape[1])
     )

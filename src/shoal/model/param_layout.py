@@ -1,7 +1,7 @@
 """How a parameter lies on devices and in files, and the windows in which it passes between them.
 
-A file holds a parameter as `layers` tensors [rows, columns]; the array is [layers, columns, rows] where the kernel is
-transposed, without `layers` where it has none.
+A file holds a parameter as `layers` tensors [rows, columns]; the array is [layers, columns, rows]
+where the kernel is transposed, without `layers` where it has none.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from shoal.mesh import Role
 from shoal.model.parameters import ParamSpec
 
 WINDOW_BYTES = 32 << 20
-"""Bytes of the files in one window of a process. A window is cast and moved: about ten copies of it exist at once."""
+"""Bytes of the files in one window of a process. A window is cast and moved: about ten copies of it
+exist at once."""
 
 
 @dataclass(frozen=True)
@@ -83,8 +84,9 @@ class ParamLayout:
 
     @property
     def runs(self) -> PartitionSpec:
-        """A window [layers, rows, columns] split into runs of rows, one a device: the parts of `row_axes`, in each of
-        them runs for `column_axes`, in each of these runs for `copy_axes`."""
+        """A window [layers, rows, columns] split into runs of rows, one a device: the parts of
+        `row_axes`, in each of them runs for `column_axes`, in each of these runs for
+        `copy_axes`."""
         return PartitionSpec(
             None, (*self.row_axes, *self.column_axes, *self.copy_axes) or None, None
         )
@@ -112,8 +114,9 @@ class ParamLayout:
         ]
 
     def windows(self, itemsize: int) -> Iterator[tuple[slice, slice]]:
-        """Layers and rows of each window; rows are counted within each of the parts that the rows are split into, of
-        which a window has the same: so a device writes into its own part alone."""
+        """Layers and rows of each window; rows are counted within each of the parts that the rows
+        are split into, of which a window has the same: so a device writes into its own part
+        alone."""
         layers, rows, columns = self.declared.file_shape
         part, tensor = rows // self.parts(self.row_axes), rows * columns * itemsize
         window = WINDOW_BYTES * len({device.process_index for device in self.mesh.devices.flat})
@@ -128,6 +131,7 @@ class ParamLayout:
 
 
 def _even_step(size: int, most: int) -> int:
-    """A step of at most `most` that divides `size` if there is a large one: each size of window is compiled."""
+    """A step of at most `most` that divides `size` if there is a large one: each size of window is
+    compiled."""
     divisor = next(step for step in range(most, 0, -1) if size % step == 0)
     return divisor if 2 * divisor > most else most

@@ -40,15 +40,16 @@ class Block:
 @dataclass(frozen=True)
 class Parameters:
     embed_tokens: Any  # [V, D]
-    blocks: Any  # a Block whose leaves have L in front; or, where a sampler reads layers apart, L Blocks
+    # a Block whose leaves have L in front; or, where a sampler reads layers apart, L Blocks
+    blocks: Any
     final_norm: Any  # [D]
     lm_head: Any = None  # [D, V]; None where tied to the embedding
 
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """One parameter: its shape, the logical axes of its dimensions, its initialisation, and how Hugging Face's files
-    hold it. A leaf of JAX's trees."""
+    """One parameter: its shape, the logical axes of its dimensions, its initialisation, and how
+    Hugging Face's files hold it. A leaf of JAX's trees."""
 
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
@@ -60,7 +61,8 @@ class ParamSpec:
     trained: bool = (
         True  # else frozen: in the type of the computation, without gradient and moments
     )
-    dtype: str = ""  # on devices, whatever the computation's is; empty: that one's, or float32 of what is trained
+    # on devices, whatever the computation's is; empty: that one's, or float32 of what is trained
+    dtype: str = ""
 
     @property
     def stacked(self) -> bool:
@@ -101,8 +103,9 @@ class ParamSpec:
         return role.sharding(self.axes_on(role), self.shape)
 
     def axes_on(self, role: Role) -> tuple[str | None, ...]:
-        """The axes that a role splits, by whole heads. Key/value heads fewer than `tensor`, and a vocabulary that it
-        does not divide (a resized embedding may have any size), are whole on each of its devices: None."""
+        """The axes that a role splits, by whole heads. Key/value heads fewer than `tensor`, and a
+        vocabulary that it does not divide (a resized embedding may have any size), are whole on
+        each of its devices: None."""
         units = dict(zip(self.axes, self.shape, strict=True)) | {"heads": self.heads}
         return tuple(
             None if axis in ("heads", "vocab") and units[axis] % role.tensor else axis
@@ -120,7 +123,8 @@ ADAPTER_PREFIX = "base_model.model."
 
 
 def param_specs(a: Architecture) -> Parameters:
-    """Every parameter of an architecture: `Parameters` with `ParamSpec` leaves, the one place that declares them.
+    """Every parameter of an architecture: `Parameters` with `ParamSpec` leaves, the one place that
+    declares them.
 
     An adapter's have the names of PEFT's files. With one, all others are frozen."""
     trained = a.adapter is None
@@ -250,13 +254,15 @@ def param_specs(a: Architecture) -> Parameters:
 
 
 def classifier_specs(a: Architecture) -> Parameters:
-    """The `param_specs` of a sequence classifier with one label: its head is in place of that of logits."""
+    """The `param_specs` of a sequence classifier with one label: its head is in place of that of
+    logits."""
     head = ParamSpec((a.hidden_size, 1), ("embed", None), transposed=True, name="score.weight")
     return replace(param_specs(a), lm_head=head)
 
 
 def trained_specs(a: Architecture) -> Parameters:
-    """The `param_specs` that are trained, None in place of the others: leaves that JAX's trees do not have."""
+    """The `param_specs` that are trained, None in place of the others: leaves that JAX's trees do
+    not have."""
     return trained_of(param_specs(a))
 
 
@@ -313,7 +319,8 @@ def without_adapter(a: Architecture, parameters: Parameters) -> Parameters:
 
 
 def as_frozen(a: Architecture, base: Parameters) -> Parameters:
-    """The parameters of the base of an architecture where its adapter has them, None in place of the adapter's."""
+    """The parameters of the base of an architecture where its adapter has them, None in place of
+    the adapter's."""
     return jax.tree.unflatten(jax.tree.structure(frozen_specs(a)), jax.tree.leaves(base))
 
 
@@ -328,7 +335,8 @@ def shardings_of(specs: Any, role: Role) -> Any:
 
 
 def param_shapes(specs: Any, role: Role, dtype: Any) -> Any:
-    """Shapes, type and layout on a role's devices of the parameters in a tree of `ParamSpec`; nothing is allocated."""
+    """Shapes, type and layout on a role's devices of the parameters in a tree of `ParamSpec`;
+    nothing is allocated."""
     return jax.tree.map(
         lambda d: jax.ShapeDtypeStruct(
             d.shape, jnp.dtype(d.dtype or dtype), sharding=d.sharding(role)
@@ -342,13 +350,15 @@ Keep = Callable[[ParamSpec, jax.Array], Any]
 
 
 def quantised_specs(a: Architecture) -> dict[str, Quantised]:
-    """The quantised weights of an architecture, by the name of the kernel in whose place they are."""
+    """The quantised weights of an architecture, by the name of the kernel in whose place they
+    are."""
     weights = jax.tree.leaves(param_specs(a), is_leaf=lambda weight: isinstance(weight, Quantised))
     return {weight.values.name: weight for weight in weights if isinstance(weight, Quantised)}
 
 
 def quantiser(a: Architecture, role: Role) -> Keep:
-    """What turns each parameter of a model that is read into what `param_specs` of the quantised architecture has."""
+    """What turns each parameter of a model that is read into what `param_specs` of the quantised
+    architecture has."""
     wanted = quantised_specs(a)
 
     def keep(spec: ParamSpec, array: jax.Array) -> Any:
@@ -363,18 +373,21 @@ def quantiser(a: Architecture, role: Role) -> Keep:
 
 
 PIECE_BYTES = 16 << 20
-"""Of a device's part of a feed-forward matrix, the most in one array of a TPU's sampler: as much is copied into on-chip
-memory while the product before is computed. A matrix of at most two such pieces is left whole."""
+"""Of a device's part of a feed-forward matrix, the most in one array of a TPU's sampler: as much is
+copied into on-chip memory while the product before is computed. A matrix of at most two such pieces
+is left whole."""
 
 
 def layer_pieces(a: Architecture, role: Role, dtype: Any) -> int:
-    """Arrays of which a sampler on these devices is given each matrix of a layer's feed-forward part; 1: each layer's
-    matrices are arrays of their own; 0: those of all layers are stacked in one.
+    """Arrays of which a sampler on these devices is given each matrix of a layer's feed-forward
+    part; 1: each layer's matrices are arrays of their own; 0: those of all layers are stacked in
+    one.
 
-    XLA for GPU copies nearly all of a layer out of stacked weights before its products, at every token; for TPU it
-    reads them in place, but copies no part of them into on-chip memory ahead. By its account, with waits for copies,
-    70B on 8 v5p takes 10.5 ms a token in place of 14.9, and 8B on one v6e 14.3 in place of 18.0 (int8: 10.8 apart, 18.7
-    stacked). What is frozen, or in the trainer's float32, stays stacked on TPUs: on one mesh it is the trainer's array.
+    XLA for GPU copies nearly all of a layer out of stacked weights before its products, at every
+    token; for TPU it reads them in place, but copies no part of them into on-chip memory ahead. By
+    its account, with waits for copies, 70B on 8 v5p takes 10.5 ms a token in place of 14.9, and 8B
+    on one v6e 14.3 in place of 18.0 (int8: 10.8 apart, 18.7 stacked). What is frozen, or in the
+    trainer's float32, stays stacked on TPUs: on one mesh it is the trainer's array.
     """
     if role.device_kind not in PIECES_OPTIONS:
         return int(role.platform == "gpu")
@@ -391,8 +404,9 @@ def layer_pieces(a: Architecture, role: Role, dtype: Any) -> int:
 
 
 def layers_apart(parameters: Parameters, num_layers: int, pieces: int = 1) -> Parameters:
-    """Parameters with a tuple of L blocks in place of the stacked one: of ParamSpecs, of arrays, and of tuples of each
-    layer's array in place of a stacked one. With `pieces` each matrix of the feed-forward part is a tuple of them."""
+    """Parameters with a tuple of L blocks in place of the stacked one: of ParamSpecs, of arrays,
+    and of tuples of each layer's array in place of a stacked one. With `pieces` each matrix of the
+    feed-forward part is a tuple of them."""
 
     def layer(leaf: Any, number: int) -> Any:
         if not isinstance(leaf, ParamSpec):
@@ -415,8 +429,8 @@ def layers_apart(parameters: Parameters, num_layers: int, pieces: int = 1) -> Pa
 
 
 def split_layers(stacked: jax.Array, spec: ParamSpec, pieces: int, tensor: int) -> tuple[Any, ...]:
-    """Each layer of a stacked array: its array, or with `pieces` that of each. A piece is the same part of what each
-    device has: nothing is exchanged."""
+    """Each layer of a stacked array: its array, or with `pieces` that of each. A piece is the same
+    part of what each device has: nothing is exchanged."""
     if pieces == 1 or "mlp" not in spec.axes:
         return tuple(stacked)
     at = spec.axes.index("mlp")
@@ -430,8 +444,9 @@ def split_layers(stacked: jax.Array, spec: ParamSpec, pieces: int, tensor: int) 
 
 
 def products_joined(block: Block) -> Block:
-    """A layer's block with the weights of k and v beside those of q, for one product in place of three, and None in
-    their places; itself where they are no such weights (an adapter's are products of two)."""
+    """A layer's block with the weights of k and v beside those of q, for one product in place of
+    three, and None in their places; itself where they are no such weights (an adapter's are
+    products of two)."""
     weights = block.q, block.k, block.v
     kinds = {jax.tree.structure(weight) for weight in weights}
     if len(kinds) > 1 or isinstance(
@@ -446,8 +461,9 @@ def products_joined(block: Block) -> Block:
 def check_mesh(a: Architecture, role: Role) -> None:
     """ShoalError unless the mesh divides the model's heads, feed-forward size and hidden size.
 
-    Key/value heads may be fewer than `tensor`, which is then a multiple of theirs: they are repeated in groups. A
-    vocabulary that does not divide is whole on each device (a warning at the head of a run says so).
+    Key/value heads may be fewer than `tensor`, which is then a multiple of theirs: they are
+    repeated in groups. A vocabulary that does not divide is whole on each device (a warning at the
+    head of a run says so).
     """
     tensor, fsdp, context = role.tensor, role.mesh.shape.get("fsdp", 1), role.context
     on = "mesh.reference: " if role.name == "reference" else "mesh."
@@ -463,7 +479,8 @@ def check_mesh(a: Architecture, role: Role) -> None:
             )
     if tensor not in tensor_sizes(a, tensor):
         raise ShoalError(
-            f"{key}={tensor} neither divides the model's num_key_value_heads={a.num_kv_heads} nor is a "
+            f"{key}={tensor} neither divides the model's num_key_value_heads={a.num_kv_heads} nor "
+            f"is a "
             f"multiple of it; {use}",
             "mesh.tensor",
         )

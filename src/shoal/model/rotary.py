@@ -1,5 +1,5 @@
-"""Rotary positions (Su et al. 2021, arXiv:2104.09864): pairs of a head's dimensions turned by angles that grow with the
-position."""
+"""Rotary positions (Su et al. 2021, arXiv:2104.09864): pairs of a head's dimensions turned by
+angles that grow with the position."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from shoal.model.architecture import Architecture
 def frequencies(a: Architecture) -> jax.Array:
     """Rotary frequencies, float32[A/2], scaled by the architecture's rule.
 
-    Llama 3's rule divides the frequencies of long wavelengths by `factor`, keeps those of short ones and interpolates
-    between. https://github.com/meta-llama/llama-models, `apply_scaling`.
+    Llama 3's rule divides the frequencies of long wavelengths by `factor`, keeps those of short
+    ones and interpolates between. https://github.com/meta-llama/llama-models, `apply_scaling`.
     """
     base = a.rope_theta ** -(jnp.arange(0, a.head_dim, 2, dtype=jnp.float32) / a.head_dim)
     scaling = a.rope_scaling
@@ -35,7 +35,8 @@ def rotary(a: Architecture, positions: jax.Array) -> tuple[jax.Array, jax.Array]
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotates the pairs (i, i + A/2) of x[R, T, heads, A]: the layout of Hugging Face checkpoints."""
+    """Rotates the pairs (i, i + A/2) of x[R, T, heads, A]: the layout of Hugging Face
+    checkpoints."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate(
         [first * cos - second * sin, second * cos + first * sin], axis=-1
@@ -44,8 +45,8 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def rotate_by_product(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """`rotate` with the halves exchanged by a product with a permutation, exact in any type: XLA for TPU would copy
-    halves of a register's 128 lanes."""
+    """`rotate` with the halves exchanged by a product with a permutation, exact in any type: XLA
+    for TPU would copy halves of a register's 128 lanes."""
     half = x.shape[-1] // 2
     exchange = jnp.roll(jnp.eye(2 * half, dtype=x.dtype), half, axis=1)
     cos, sin = jnp.concatenate([cos, cos], -1), jnp.concatenate([-sin, sin], -1)

@@ -1,4 +1,5 @@
-"""The `AttentionFn`s of training, scoring and prefill, over rows of several sequences, and which kind computes them.
+"""The `AttentionFn`s of training, scoring and prefill, over rows of several sequences, and which
+kind computes them.
 
 A token reads the tokens at or before it of its own segment and of its prompt's (`LearnerBatch`).
 """
@@ -22,26 +23,31 @@ from shoal.model.transformer import AttentionFn, Model
 from shoal.types import ShoalError
 
 SCORE_BYTES = 2**31
-"""Scores on a GPU or TPU above which `model.attention=auto` computes them by blocks, where it takes no kernel: of a
-layer, since the backward pass computes them again, or of all where `model.remat=none` keeps them."""
+"""Scores on a GPU or TPU above which `model.attention=auto` computes them by blocks, where it takes
+no kernel: of a layer, since the backward pass computes them again, or of all where
+`model.remat=none` keeps them."""
 
 SHORT = 128
-"""Tokens of a row up to which all its scores are computed at once on CPU: blocks would leave out next to nothing."""
+"""Tokens of a row up to which all its scores are computed at once on CPU: blocks would leave out
+next to nothing."""
 
 KERNEL_TOKENS = 512
-"""Tokens of a row from which `auto` takes a kernel. On TPU a shorter row is one or two blocks. By the compiler's
-account of an H200 a micro-batch of 1.5B with a row of 4,096 tokens takes 208 ms with all scores at once and 76 with the
-kernels."""
+"""Tokens of a row from which `auto` takes a kernel. On TPU a shorter row is one or two blocks. By
+the compiler's account of an H200 a micro-batch of 1.5B with a row of 4,096 tokens takes 208 ms with
+all scores at once and 76 with the kernels."""
 
 MOST_PALLAS_HEAD = 256
-"""Dimensions of a head in the kernels: of wider ones, not even a small block fits a GPU's registers."""
+"""Dimensions of a head in the kernels: of wider ones, not even a small block fits a GPU's
+registers."""
 
 MOST_TPU_TOKENS = 2**16
-"""Of a row in the kernels for TPUs: the list of its pairs of blocks is in the memory of the scalar core."""
+"""Of a row in the kernels for TPUs: the list of its pairs of blocks is in the memory of the scalar
+core."""
 
 
 def attention_kind(model: Model, rows: int, size: int) -> str:
-    """How attention is computed for rows of so many tokens: `model.attention`; for `auto` by device and shape."""
+    """How attention is computed for rows of so many tokens: `model.attention`; for `auto` by device
+    and shape."""
     kind, platform = model.attention, model.role.platform
     if kind == "pallas" and (reason := _kernel_refusal(model, size)):
         instead = attention_kind(replace(model, attention="auto"), rows, size)
@@ -66,8 +72,9 @@ def attention_kind(model: Model, rows: int, size: int) -> str:
 
 
 def kernel_fault(model: Model) -> str:
-    """Why our kernels that `model.attention=auto` takes do not work on this device, found by trying them once a
-    process; empty if they work, or are not taken. Some GPUs have too little shared memory, or are too old for Triton.
+    """Why our kernels that `model.attention=auto` takes do not work on this device, found by trying
+    them once a process; empty if they work, or are not taken. Some GPUs have too little shared
+    memory, or are too old for Triton.
 
     Never inside of a compiled function: a model is made with `blocked` where there is a fault."""
     if model.attention != "auto" or _kernel_refusal(model, KERNEL_TOKENS):
@@ -99,7 +106,8 @@ def _kernel_refusal(model: Model, size: int) -> str:
         return fault
     if model.architecture.head_dim > MOST_PALLAS_HEAD:
         return (
-            f"pallas attention needs heads of at most {MOST_PALLAS_HEAD}, and the model's head_dim is "
+            f"pallas attention needs heads of at most {MOST_PALLAS_HEAD}, and the model's head_dim "
+            f"is "
             f"{model.architecture.head_dim}"
         )
     if size > MOST_TPU_TOKENS and model.role.platform == "tpu":
@@ -133,20 +141,22 @@ class RowAttention:
         own = of_keys = side_by_side(rope)
         if self.is_prefill:  # whose keys are kept as they are read
             k, of_keys = rotate_by_product(k, *rope), unrotated(own)
-        # As products take and give them, for each device: with heads as a dimension XLA would divide them in products.
+        # As products take and give them, for each device: with heads as a dimension XLA would
+        # divide them in products.
         out = self.over_rows(*(jax.lax.collapse(x, 2) for x in (q, k, v)), own, of_keys)
         return out.reshape(q.shape), (k, v) if self.is_prefill else None
 
 
 def prefill_attention(model: Model, length: jax.Array, size: int, reads: tuple = ()) -> AttentionFn:
-    """Prompts [R, T] of length[R] attend to themselves; their keys and values are the new cache. `reads`: of
-    `prompt_reads`, where a program before has found them."""
+    """Prompts [R, T] of length[R] attend to themselves; their keys and values are the new cache.
+    `reads`: of `prompt_reads`, where a program before has found them."""
     segment = (jnp.arange(size) < length[:, None]).astype(jnp.int32)
     return replace(_over_rows(model, segment, segment, reads)[0], is_prefill=True)
 
 
 def prompt_reads(model: Model, length: jax.Array, size: int) -> tuple:
-    """What the tokens of prompts read, in the form that the kind of attention takes: arrays by row."""
+    """What the tokens of prompts read, in the form that the kind of attention takes: arrays by
+    row."""
     segment = (jnp.arange(size) < length[:, None]).astype(jnp.int32)
     return _over_rows(model, segment, segment)[1]
 
@@ -154,9 +164,9 @@ def prompt_reads(model: Model, length: jax.Array, size: int) -> tuple:
 def _over_rows(
     model: Model, segment: jax.Array, prompt: jax.Array, reads: tuple = ()
 ) -> tuple[RowAttention, tuple]:
-    """Attention of whole rows, or of the parts that they are split into: q[R, T, H, A], k and v[R, T, K, A] ->
-    [R, T, H, A]; for `tpu_attention` all with heads beside each other, and with angles. With what each token reads, if
-    that is not known."""
+    """Attention of whole rows, or of the parts that they are split into: q[R, T, H, A], k and v[R,
+    T, K, A] -> [R, T, H, A]; for `tpu_attention` all with heads beside each other, and with angles.
+    With what each token reads, if that is not known."""
     role, (parts, size) = model.role, segment.shape
     kind = attention_kind(model, parts // role.context, size * role.context)
 
@@ -173,8 +183,8 @@ def _over_rows(
                 query = Tokens(*(jax.lax.dynamic_slice_in_dim(x, first, size, 1) for x in key))
             return known_of(query, key)
 
-        # Queries stay where they are. Keys and values of a row are gathered, those of few heads: a layer's alone, as
-        # the backward pass gathers them again.
+        # Queries stay where they are. Keys and values of a row are gathered, those of few heads: a
+        # layer's alone, as the backward pass gathers them again.
         known = reads or _on_each_device(role, find)(segment, prompt)
         return RowAttention(
             lambda q, k, v, *angles: _on_each_device(
@@ -214,8 +224,8 @@ def _over_rows(
 
 
 def _on_each_device(role: Role, function: Callable, *known: jax.Array) -> Callable:
-    """Each device computes its own rows, and its heads of [R, T, heads, ...]: the partitioner cannot split a kernel,
-    nor skip by device. `known`, by row, follows the arguments of a call."""
+    """Each device computes its own rows, and its heads of [R, T, heads, ...]: the partitioner
+    cannot split a kernel, nor skip by device. `known`, by row, follows the arguments of a call."""
     if role.mesh.size == 1:
         return lambda *args: function(*args, *known)
     by_row = PartitionSpec(role.row_axes or None)

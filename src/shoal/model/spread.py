@@ -1,11 +1,13 @@
 """Parameters between files and a role's devices, a window at a time.
 
-    spread     rows of a stored parameter -> the devices -> transposed, cast and written into its array
+    spread     rows of a stored parameter -> the devices -> transposed, cast and written into its
+               array
     assemble   parts that are laid out as the array is, as in MaxText's checkpoints -> the devices
     collect    devices -> rows of the file's form
 
-Each device is given an equal run of a window's rows: every byte is read once, by one process, and reaches
-the devices that hold it through the devices; no host holds more than some windows (decision 0015).
+Each device is given an equal run of a window's rows: every byte is read once, by one process, and
+reaches the devices that hold it through the devices; no host holds more than some windows (decision
+0015).
 """
 
 from __future__ import annotations
@@ -26,12 +28,14 @@ from shoal.model.param_layout import ParamLayout
 from shoal.model.tensor_file import StoredParameter
 
 SMALL_BYTES = 32 << 20
-"""Largest parameter that one process lays out on the host: no program is compiled for norms and tiny models."""
+"""Largest parameter that one process lays out on the host: no program is compiled for norms and
+tiny models."""
 
 
 def carrier(dtype: Any, mesh: Any) -> np.dtype:
-    """The type in which values are moved. On CPU, XLA widens bfloat16 to float32 even for that: a whole array to write
-    a part of it (525 MB: 220 ms, as integers 3), and all that devices exchange (five times the cost)."""
+    """The type in which values are moved. On CPU, XLA widens bfloat16 to float32 even for that: a
+    whole array to write a part of it (525 MB: 220 ms, as integers 3), and all that devices exchange
+    (five times the cost)."""
     dtype = np.dtype(dtype)
     return (
         np.dtype(np.uint16)
@@ -59,7 +63,8 @@ def spread(stored: StoredParameter, layout: ParamLayout, dtype: Any) -> jax.Arra
         return jax.make_array_from_callback(shape, layout.sharding, lambda index: values[index])
     array = zeros(shape, carrier(dtype, layout.mesh), layout.sharding)
     windows = list(layout.windows(stored.dtype.itemsize))
-    # One window is read while the one before it is on its way; a thread, because reading holds no lock.
+    # One window is read while the one before it is on its way; a thread, because reading holds no
+    # lock.
     with ThreadPoolExecutor(1) as reader:
         ahead = reader.submit(_put_rows, stored, layout, *windows[0])
         for number, (layers, rows) in enumerate(windows):
@@ -78,14 +83,16 @@ def finished(array: jax.Array, sharding: NamedSharding, dtype: np.dtype) -> jax.
     parts = [shard.data for shard in array.addressable_shards]
     if array.dtype != dtype:  # through NumPy's views: a compiled cast would need the memory twice
         parts = [jax.device_put(np.asarray(part).view(dtype), part.sharding) for part in parts]
-    # Compiled programs leave mesh axes of size 1 out of a sharding: another spelling, for which others compile again.
+    # Compiled programs leave mesh axes of size 1 out of a sharding: another spelling, for which
+    # others compile again.
     return jax.make_array_from_single_device_arrays(array.shape, sharding, parts, dtype=dtype)
 
 
 def _put_rows(
     stored: StoredParameter, layout: ParamLayout, layers: slice, rows: slice
 ) -> jax.Array:
-    """A window on the devices in the file's form, a run of rows each; the last runs are filled up."""
+    """A window on the devices in the file's form, a run of rows each; the last runs are filled
+    up."""
     _, all_rows, columns = stored.shape
     parts = layout.parts(layout.row_axes)
     height, sharers = rows.stop - rows.start, layout.mesh.size // parts
@@ -122,7 +129,8 @@ def _move(
         if layout.copy_axes:
             x = lax.all_gather(x, layout.copy_axes, axis=1, tiled=True)
         if layout.column_axes:
-            # A dimension of its own for the parts: split within one, on CPU it takes three times as long.
+            # A dimension of its own for the parts: split within one, on CPU it takes three times as
+            # long.
             apart = x.reshape(*x.shape[:2], layout.parts(layout.column_axes), -1)
             x = lax.all_to_all(apart, layout.column_axes, split_axis=2, concat_axis=1, tiled=True)
             x = x.reshape(x.shape[0], -1, x.shape[-1])
@@ -134,7 +142,8 @@ def _move(
     )(block)
 
 
-# A program of its own: in one with the transposition XLA writes element by element on CPU (81 ms for 16 MiB; apart 12).
+# A program of its own: in one with the transposition XLA writes element by element on CPU (81 ms
+# for 16 MiB; apart 12).
 @partial(jax.jit, static_argnums=4, donate_argnums=0)
 def _write(
     array: jax.Array, moved: jax.Array, layer: Any, row: Any, layout: ParamLayout
@@ -162,7 +171,8 @@ Part = tuple[tuple[slice, ...], Callable[[], np.ndarray]]
 def assemble(
     parts: Iterable[Part], sharding: NamedSharding, shape: tuple[int, ...], dtype: Any
 ) -> jax.Array:
-    """The array of parts that are laid out as it is. A process reads those that its devices hold, each once."""
+    """The array of parts that are laid out as it is. A process reads those that its devices hold,
+    each once."""
     dtype = np.dtype(dtype)
     if math.prod(shape) * dtype.itemsize <= SMALL_BYTES:
         whole = np.empty(shape, dtype)

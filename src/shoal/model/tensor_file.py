@@ -1,7 +1,8 @@
-"""Safetensors files: headers checked by the library, rows read by position, tensors written by runs of rows.
+"""Safetensors files: headers checked by the library, rows read by position, tensors written by runs
+of rows.
 
-The library maps files, and pages that were read count as this process's memory; its writer takes all tensors of a file
-at once. Format: https://github.com/huggingface/safetensors#format
+The library maps files, and pages that were read count as this process's memory; its writer takes
+all tensors of a file at once. Format: https://github.com/huggingface/safetensors#format
 """
 
 from __future__ import annotations
@@ -38,9 +39,11 @@ OWN_DTYPES: Mapping[str, np.dtype] = {
 """Those of the files that are written here for samplers, too."""
 
 ALIGNMENT = 64
-"""Of the first tensor in a file that is written, in bytes: JAX on CPU uses mapped memory aligned so as it is."""
+"""Of the first tensor in a file that is written, in bytes: JAX on CPU uses mapped memory aligned so
+as it is."""
 WRITERS, PART_BYTES = 4, 2**25
-"""Threads that write, and bytes that one writes at a time: new pages cost six times a copy, also in memory."""
+"""Threads that write, and bytes that one writes at a time: new pages cost six times a copy, also in
+memory."""
 SAMPLERS = 16
 """Threads that read samples of tensors."""
 
@@ -56,7 +59,8 @@ class StoredTensor:
     offset: int  # of its first byte in the file
 
     def read(self, start: int, values: np.ndarray) -> None:
-        """Fills `values` with rows from `start` on. ShoalError with the byte where the file cannot be read further."""
+        """Fills `values` with rows from `start` on. ShoalError with the byte where the file cannot
+        be read further."""
         if not len(values):  # the run of a device that comes after the last row
             return
         position = self.offset + start * values[0].nbytes
@@ -66,9 +70,11 @@ class StoredTensor:
                 stream.seek(position)
                 while left:
                     count = stream.readinto(left)
-                    if not count:  # checked at the start, but a copy may still run, or a network disk lose a part
+                    # checked at the start, but a copy may still run, or a network disk lose a part
+                    if not count:
                         raise ShoalError(
-                            f"{self.file} ends at byte {position}, within the tensor {self.name}: bytes "
+                            f"{self.file} ends at byte {position}, within the tensor {self.name}: "
+                            f"bytes "
                             f"up to {end} were expected. Download it again."
                         )
                     position, left = position + count, left[count:]
@@ -86,7 +92,8 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class BlockScaledTensor(StoredTensor):
-    """A matrix of 8-bit floats with a scale for each block of it, read as their products in float32."""
+    """A matrix of 8-bit floats with a scale for each block of it, read as their products in
+    float32."""
 
     scales: StoredTensor
     block: tuple[int, int]  # rows and columns; the last ones may be smaller
@@ -163,7 +170,8 @@ class StoredParameter:
 
 
 def digests(stored: Mapping[str, StoredParameter]) -> dict[str, str]:
-    """A digest of each parameter's `StoredTensor.sample`s, by name. ShoalError for a file that cannot be read."""
+    """A digest of each parameter's `StoredTensor.sample`s, by name. ShoalError for a file that
+    cannot be read."""
 
     def digest(parameter: StoredParameter) -> str:
         hashed = hashlib.blake2b(digest_size=8)
@@ -172,7 +180,8 @@ def digests(stored: Mapping[str, StoredParameter]) -> dict[str, str]:
                 hashed.update(tensor.sample())
             except OSError as error:
                 raise ShoalError(
-                    f"{tensor.file} cannot be read in the tensor {tensor.name} ({error.strerror}): check "
+                    f"{tensor.file} cannot be read in the tensor {tensor.name} ({error.strerror}): "
+                    f"check "
                     "the disk, then repeat the command."
                 ) from error
         return hashed.hexdigest()
@@ -182,7 +191,8 @@ def digests(stored: Mapping[str, StoredParameter]) -> dict[str, str]:
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
-    """The tensors of a safetensors file by name. ShoalError if the file is truncated or is something else."""
+    """The tensors of a safetensors file by name. ShoalError if the file is truncated or is
+    something else."""
     if file.exists() and not file.is_file():  # whoever opens a pipe waits for its writer for ever
         raise ShoalError(
             f"{file} is no file but a pipe, a device or a folder. Put the weights there."
@@ -192,7 +202,8 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
             pass
     except SafetensorError as error:
         raise ShoalError(
-            f"{file} is no whole safetensors file: it has {file.stat().st_size:,} bytes and is cut short, "
+            f"{file} is no whole safetensors file: it has {file.stat().st_size:,} bytes and is cut "
+            f"short, "
             "damaged or something else. Download it again."
         ) from error
     with open(file, "rb") as stream:
@@ -209,7 +220,8 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 
 @dataclass(frozen=True)
 class OutputTensor:
-    """A tensor to be written: `runs` gives its rows in a type, in runs, each with the number of its first row."""
+    """A tensor to be written: `runs` gives its rows in a type, in runs, each with the number of its
+    first row."""
 
     name: str
     shape: tuple[int, ...]
@@ -218,7 +230,8 @@ class OutputTensor:
 
 
 def write_file(file: Path, tensors: Sequence[OutputTensor], dtype: np.dtype) -> None:
-    """Writes a file; each run of rows is fetched when it is written, its parts by several threads."""
+    """Writes a file; each run of rows is fetched when it is written, its parts by several
+    threads."""
     kinds = {value: kind for kind, value in OWN_DTYPES.items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     starts, end = [], 0

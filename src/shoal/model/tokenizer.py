@@ -1,9 +1,9 @@
 """Text to tokens and back, by the model's tokenizer.json and chat template.
 
-Prompt ids equal those of transformers' `apply_chat_template(messages, add_generation_prompt=True)`, or with
-`continue_final_message=True` where the last message is the assistant's. Templates come with
-checkpoints and are untrusted code: they run in Jinja's immutable sandbox on plain data. The names that they may use
-follow https://huggingface.co/docs/transformers/chat_templating_writing.
+Prompt ids equal those of transformers' `apply_chat_template(messages, add_generation_prompt=True)`,
+or with `continue_final_message=True` where the last message is the assistant's. Templates come with
+checkpoints and are untrusted code: they run in Jinja's immutable sandbox on plain data. The names
+that they may use follow https://huggingface.co/docs/transformers/chat_templating_writing.
 """
 
 from __future__ import annotations
@@ -44,21 +44,25 @@ _NAMED = (
     "mask_token",
 )
 MARK = "\u2402END OF MESSAGE\u2402 "
-"""Marks where an assistant's message that is continued ends. A template that trims messages takes its space away."""
+"""Marks where an assistant's message that is continued ends. A template that trims messages takes
+its space away."""
 GENERATION = {
     "generation_begins": "\ue0f1GENERATION\ue0f1",
     "generation_ends": "\ue0f2GENERATION\ue0f2",
 }
-"""What marks where a template's `generation` blocks begin and end, by the names of two variables in it."""
+"""What marks where a template's `generation` blocks begin and end, by the names of two variables in
+it."""
 TOOL_USE = "tool_use"
 """The name of the template for prompts with tools, as in transformers."""
 DATE_FILE = "template_date.json"
-"""Beside the tokenizer of a run: the date that the chat template writes, the one on which the run first started."""
+"""Beside the tokenizer of a run: the date that the chat template writes, the one on which the run
+first started."""
 LONG_TEXT = 1 << 14
-"""Characters, some 0.1 s of work, above which a text is encoded without holding up other threads."""
+"""Characters, some 0.1 s of work, above which a text is encoded without holding up other
+threads."""
 MOST_ROUNDS, RENDER_SECONDS, MOST_CHARACTERS, MOST_BYTES = 300_000, 30.0, 1 << 26, 1 << 30
-"""Of one rendering: rounds of loops and calls of macros, and time; what an operator of a template may make; and what
-all of them may, as it could keep each."""
+"""Of one rendering: rounds of loops and calls of macros, and time; what an operator of a template
+may make; and what all of them may, as it could keep each."""
 _TEMPLATE_NAME = re.compile(r"\w[\w. -]{0,99}")
 _FLAGS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
 
@@ -79,20 +83,24 @@ class TurnEnd:
 class Tokenizer:
     """The tokens of one model.
 
-    eos_ids        token ids that end a completion: of generation_config.json, else config.json, else eos_token
+    eos_ids        token ids that end a completion: of generation_config.json, else config.json,
+                   else eos_token
     pad_id         the pad token, else an end-of-sequence one; the model never attends to it
     bos_id         None if the model has none
     vocab_size     the largest token id + 1
     has_template   True if messages are rendered by a chat template
     named_templates
-                   the model's other templates by name; prompts with tools are rendered by the one named `tool_use`
+                   the model's other templates by name; prompts with tools are rendered by the one
+                   named `tool_use`
     date           the date that the template writes (`strftime_now`); None for the present one
     response_template
-                   how to read a turn, as tokenizer_config.json has it (transformers' `parse_response`); else None
+                   how to read a turn, as tokenizer_config.json has it (transformers'
+                   `parse_response`); else None
     notes          warnings for the user, a line each
 
     >>> tokenizer = Tokenizer.load(folder)
-    >>> tokenizer.decode(tokenizer.encode_prompt([{"role": "user", "content": "2 + 3 = ?"}]), skip_special_tokens=False)
+    >>> ids = tokenizer.encode_prompt([{"role": "user", "content": "2 + 3 = ?"}])
+    >>> tokenizer.decode(ids, skip_special_tokens=False)
     '<|im_start|>user\\n2 + 3 = ?<|im_end|>\\n<|im_start|>assistant\\n'
     """
 
@@ -108,7 +116,8 @@ class Tokenizer:
         named_templates: Mapping[str, str] | None = None,
         date: datetime | None = None,
     ):
-        # tokenizer.json may store both from training the tokenizer; they would change prompts without an error.
+        # tokenizer.json may store both from training the tokenizer; they would change prompts
+        # without an error.
         backend.no_padding()
         backend.no_truncation()
         self._backend = backend
@@ -146,8 +155,9 @@ class Tokenizer:
     def load(
         cls, folder: str | Path, template: str = "", date: datetime | None = None
     ) -> Tokenizer:
-        """Reads a model folder. `template`, a chat template, a file with one or the name of one of the folder's,
-        replaces the folder's. `date`: the one that the template writes, in place of the folder's."""
+        """Reads a model folder. `template`, a chat template, a file with one or the name of one of
+        the folder's, replaces the folder's. `date`: the one that the template writes, in place of
+        the folder's."""
         folder = Path(folder)
         config = _read(folder / "tokenizer_config.json")
         backend = _backend(folder / "tokenizer.json")
@@ -155,7 +165,8 @@ class Tokenizer:
         _add_tokens(backend, config, special)
         model, generation = _read(folder / "config.json"), _read(folder / "generation_config.json")
         own_eos = backend.token_to_id(special["eos_token"]) if "eos_token" in special else None
-        # generation_config.json first: chat models end a turn with another token than a document (Llama 3: eot_id).
+        # generation_config.json first: chat models end a turn with another token than a document
+        # (Llama 3: eot_id).
         eos_ids = (
             _ids(generation.get("eos_token_id")) or _ids(model.get("eos_token_id")) or _ids(own_eos)
         )
@@ -164,7 +175,8 @@ class Tokenizer:
             []
             if text
             else [
-                f"no chat template in {folder}: messages are rendered as plain 'User: ...' lines; set "
+                f"no chat template in {folder}: messages are rendered as plain 'User: ...' lines; "
+                f"set "
                 "model.template to choose one"
             ]
         )
@@ -174,7 +186,8 @@ class Tokenizer:
             )
         elif own_eos is not None and own_eos not in eos_ids:
             notes.append(
-                f"eos_token {special['eos_token']!r} of {folder} is not among its eos_token_id {eos_ids}"
+                f"eos_token {special['eos_token']!r} of {folder} is not among its eos_token_id "
+                f"{eos_ids}"
             )
         pad_id = next(
             iter(_ids(generation.get("pad_token_id")) or _ids(model.get("pad_token_id"))), None
@@ -195,8 +208,8 @@ class Tokenizer:
 
     @functools.cached_property
     def _tool_template(self) -> jinja2.Template | None:
-        """The template of prompts with tools. Compiled where there are some: a broken one keeps nobody from prompts
-        without them."""
+        """The template of prompts with tools. Compiled where there are some: a broken one keeps
+        nobody from prompts without them."""
         tool_use = self.named_templates.get(TOOL_USE)
         return (
             _compile(tool_use, self.date, f"The chat template {TOOL_USE}")
@@ -216,7 +229,8 @@ class Tokenizer:
 
     @property
     def turn_end(self) -> TurnEnd | None:
-        """What ends a turn of the assistant's; None without a template, or where it does not write such a turn."""
+        """What ends a turn of the assistant's; None without a template, or where it does not write
+        such a turn."""
         if self._template is None:
             return None
         turns = [{"role": "user", "content": "What next?"}, {"role": "assistant", "content": MARK}]
@@ -241,25 +255,29 @@ class Tokenizer:
             return []
         known = " or ".join(self.token_text(id) for id in self.eos_ids)
         return [
-            f"the chat template ends a turn with {self.token_text(end.id)} (id {end.id}), which does not end a "
-            f"completion ({known} does): completions run on to their limit; add {end.id} to eos_token_id in the "
+            f"the chat template ends a turn with {self.token_text(end.id)} (id {end.id}), which "
+            f"does not end a "
+            f"completion ({known} does): completions run on to their limit; add {end.id} to "
+            f"eos_token_id in the "
             "model's generation_config.json, or give another model.template"
         ]
 
     def encode_prompt(
         self, prompt: Prompt, tools: Sequence[dict[str, Any]] | None = None
     ) -> np.ndarray:
-        """Token ids of a prompt, int32[T]: messages by the chat template, ready for the answer; a text as it is.
+        """Token ids of a prompt, int32[T]: messages by the chat template, ready for the answer; a
+        text as it is.
 
-        `tools`: schemas that the template shows. ShoalError if the template raises for these messages.
+        `tools`: schemas that the template shows. ShoalError if the template raises for these
+        messages.
         """
         text = prompt if isinstance(prompt, str) else self.render(prompt, tools=tools)
         is_rendered = self.has_template and not isinstance(prompt, str)
         return np.asarray(self.encode(text) if is_rendered else self._encode_text(text), np.int32)
 
     def encode_answered(self, prompt: Prompt, answer: str) -> list[int]:
-        """Token ids of a prompt with its answer, as a model that judges it reads them: messages whole by the chat
-        template, a text with the tokenizer's special tokens."""
+        """Token ids of a prompt with its answer, as a model that judges it reads them: messages
+        whole by the chat template, a text with the tokenizer's special tokens."""
         if isinstance(prompt, str):
             return self.encode(prompt + answer, special=True)
         begun = (
@@ -280,14 +298,15 @@ class Tokenizer:
         tools: Sequence[dict[str, Any]] | None = None,
         marked: bool = False,
     ) -> str:
-        """The text of messages, up to where the answer starts; a last message of the assistant's is continued, as by
-        transformers' `continue_final_message`. `whole`: the conversation is over. `tools`: schemas to show.
-        `marked`: with GENERATION's marks."""
+        """The text of messages, up to where the answer starts; a last message of the assistant's is
+        continued, as by transformers' `continue_final_message`. `whole`: the conversation is over.
+        `tools`: schemas to show. `marked`: with GENERATION's marks."""
         if not messages or not all(isinstance(message, Mapping) for message in messages):
             raise ShoalError(
                 f"A prompt is a text or a list of messages with role and content; got {messages!r}."
             )
-        # Without keys of None, which data sets with columns of several roles fill in: templates ask `is defined`.
+        # Without keys of None, which data sets with columns of several roles fill in: templates ask
+        # `is defined`.
         clean = [
             {key: _plain(value) for key, value in m.items() if value is not None} for m in messages
         ]
@@ -329,18 +348,22 @@ class Tokenizer:
         return text if rest.startswith(" ") else text.rstrip()
 
     def encode(self, text: str, special: bool = False) -> list[int]:
-        """Token ids of a rendered text; `special`: with what the tokenizer puts around a text, as bos."""
+        """Token ids of a rendered text; `special`: with what the tokenizer puts around a text, as
+        bos."""
         if len(text) > LONG_TEXT:
-            # Unlike `encode`, a batch lets other threads of Python run meanwhile: a server's, and a fleet's.
+            # Unlike `encode`, a batch lets other threads of Python run meanwhile: a server's, and a
+            # fleet's.
             return self._backend.encode_batch([text], add_special_tokens=special)[0].ids
         return self._backend.encode(text, add_special_tokens=special).ids
 
     def encode_spans(
         self, text: str, spans: Sequence[tuple[int, int]]
     ) -> tuple[np.ndarray, list[tuple[int, int]]]:
-        """Token ids of a rendered text, int32[T], and the tokens of each span of its characters, from, to."""
+        """Token ids of a rendered text, int32[T], and the tokens of each span of its characters,
+        from, to."""
         encoding = self._backend.encode(text, add_special_tokens=False)
-        # A token that reaches over a span's start belongs to it, as in transformers. Offsets may lack leading spaces.
+        # A token that reaches over a span's start belongs to it, as in transformers. Offsets may
+        # lack leading spaces.
         starts, ends = zip(*encoding.offsets, strict=True) if encoding.offsets else ((), ())
         return np.asarray(encoding.ids, np.int32), [
             (bisect_right(ends, start), bisect_left(starts, stop)) for start, stop in spans
@@ -353,7 +376,8 @@ class Tokenizer:
         )
 
     def token_text(self, id: int) -> str:
-        """One token as text, for tables: special tokens and leading spaces are shown, so texts cannot be joined."""
+        """One token as text, for tables: special tokens and leading spaces are shown, so texts
+        cannot be joined."""
         token = self._backend.id_to_token(int(id))
         if token is None:
             return f"<{int(id)}>"
@@ -368,7 +392,8 @@ class Tokenizer:
         return self._backend.get_vocab(with_added_tokens=True)
 
     def facts(self) -> dict[str, Any]:
-        """What prompts and answers depend on, each as a short text: equal in tokenizers that do the same."""
+        """What prompts and answers depend on, each as a short text: equal in tokenizers that do the
+        same."""
         question = [{"role": "user", "content": "2 + 3 = ?"}]
         try:
             rendered = self.encode_prompt(question).tolist()  # a template may write the date
@@ -395,7 +420,8 @@ class Tokenizer:
         return {**hashed, **{name: str(value) for name, value in short.items()}}
 
     def added_tokens(self) -> dict[int, tuple[str, bool]]:
-        """Id -> text of the tokens that are found before a text is split, and True for those that decoding skips."""
+        """Id -> text of the tokens that are found before a text is split, and True for those that
+        decoding skips."""
         return {
             id: (token.content, token.special)
             for id, token in self._backend.get_added_tokens_decoder().items()
@@ -407,14 +433,16 @@ class Tokenizer:
         if largest >= architecture.vocab_size:
             raise ShoalError(
                 f"The tokenizer has token ids up to {largest}, but the model's vocabulary has "
-                f"{architecture.vocab_size} entries: the tokenizer and the weights belong to different "
+                f"{architecture.vocab_size} entries: the tokenizer and the weights belong to "
+                f"different "
                 "models."
             )
 
     def _encode_text(self, text: str) -> list[int]:
         """A text with the tokenizer's special tokens, but neither a second bos nor a closing eos.
 
-        Some tokenizers append eos: a prompt that ends with it is finished, and a model continues it with another text.
+        Some tokenizers append eos: a prompt that ends with it is finished, and a model continues it
+        with another text.
         """
         ids, plain = self.encode(text, special=True), self.encode(text)
         if self.bos_id is not None and ids[:2] == [self.bos_id, self.bos_id]:
@@ -442,7 +470,8 @@ def _backend(file: Path) -> tokenizers.Tokenizer:
     """The tokenizer in a tokenizer.json; ShoalError if it is missing or invalid."""
     if not file.is_file():
         raise ShoalError(
-            f"{file.parent} holds no tokenizer.json; save the tokenizer with transformers to make one."
+            f"{file.parent} holds no tokenizer.json; save the tokenizer with transformers to make "
+            f"one."
         )
     try:
         return tokenizers.Tokenizer.from_file(str(file))
@@ -451,8 +480,8 @@ def _backend(file: Path) -> tokenizers.Tokenizer:
 
 
 def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """`bos_token`, `eos_token`, ... with their text. The older special_tokens_map.json counts only if
-    tokenizer_config.json lists no added tokens, as in transformers."""
+    """`bos_token`, `eos_token`, ... with their text. The older special_tokens_map.json counts only
+    if tokenizer_config.json lists no added tokens, as in transformers."""
     older = {} if "added_tokens_decoder" in config else _read(folder / "special_tokens_map.json")
     texts = {
         name: value.get("content") if isinstance(value, Mapping) else value
@@ -468,7 +497,8 @@ def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
 def _add_tokens(
     backend: tokenizers.Tokenizer, config: Mapping[str, Any], special: Mapping[str, str]
 ) -> None:
-    """Adds tokens that only tokenizer_config.json has, in the order of transformers, which decides their ids."""
+    """Adds tokens that only tokenizer_config.json has, in the order of transformers, which decides
+    their ids."""
     known = {repr(token) for token in backend.get_added_tokens_decoder().values()}
     listed = sorted(config.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0]))
     tokens = [
@@ -497,8 +527,8 @@ def _ids(value: Any) -> list[int]:
 def _templates(
     folder: Path, config: Mapping[str, Any], given: str = ""
 ) -> tuple[str, dict[str, str]]:
-    """The chat template of a model, and its further ones by name; empty if it has none. `given`: the value of
-    model.template, which then is the only one, as transformers' `chat_template=`."""
+    """The chat template of a model, and its further ones by name; empty if it has none. `given`:
+    the value of model.template, which then is the only one, as transformers' `chat_template=`."""
     own = _own_templates(folder, config)
     if given in own:
         return own[given], {}
@@ -514,8 +544,8 @@ def _templates(
 
 
 def _own_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """The chat templates of a model folder by name, the usual one as `default`. Files count before the entry of
-    tokenizer_config.json, as in transformers."""
+    """The chat templates of a model folder by name, the usual one as `default`. Files count before
+    the entry of tokenizer_config.json, as in transformers."""
     files = {file.stem: file for file in sorted((folder / NAMED_TEMPLATES).glob("*.jinja"))}
     default = folder / "chat_template.jinja"
     if default.is_file():
@@ -528,7 +558,8 @@ def _own_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     named = _listed_templates(entry)
     if named is None:
         raise ShoalError(
-            f"{folder}/tokenizer_config.json has the chat_template {entry!r:.60}: expected a template, or "
+            f"{folder}/tokenizer_config.json has the chat_template {entry!r:.60}: expected a "
+            f"template, or "
             "a list of entries with name and template",
             "model.template",
         )
@@ -536,7 +567,8 @@ def _own_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
         # They become names of files in the folder of a run.
         if not _TEMPLATE_NAME.fullmatch(name):
             raise ShoalError(
-                f"{folder}/tokenizer_config.json has a chat template called {name!r:.60}: expected a name "
+                f"{folder}/tokenizer_config.json has a chat template called {name!r:.60}: expected "
+                f"a name "
                 "of letters, digits, '_', '-', '.' and spaces",
                 "model.template",
             )
@@ -544,8 +576,8 @@ def _own_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _listed_templates(entry: Any) -> dict[str, str] | None:
-    """The templates of an entry of tokenizer_config.json that is no text, by name: of a list with name and template, or
-    of an object, which transformers reads too. None for anything else."""
+    """The templates of an entry of tokenizer_config.json that is no text, by name: of a list with
+    name and template, or of an object, which transformers reads too. None for anything else."""
     if isinstance(entry, list) and all(isinstance(one, Mapping) for one in entry):
         pairs = [(one.get("name"), one.get("template")) for one in entry]
     elif isinstance(entry, Mapping):
@@ -562,7 +594,8 @@ def _read_template(file: Path) -> str:
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ShoalError(
-            f"the chat template {file} is not UTF-8 ({error.reason} at byte {error.start}): save it as "
+            f"the chat template {file} is not UTF-8 ({error.reason} at byte {error.start}): save "
+            f"it as "
             "UTF-8",
             "model.template",
         ) from error
@@ -583,7 +616,8 @@ def _given_template(template: str, own: Mapping[str, str]) -> str:
 
 
 def write_templates(tokenizer: Tokenizer, folder: Path) -> None:
-    """Writes the chat templates of a tokenizer into a model folder, in files as transformers has them."""
+    """Writes the chat templates of a tokenizer into a model folder, in files as transformers has
+    them."""
     if tokenizer.template:
         (folder / "chat_template.jinja").write_text(tokenizer.template, encoding="utf-8")
     for name, template in tokenizer.named_templates.items():
@@ -598,7 +632,8 @@ def read_date(folder: Path) -> datetime | None:
         return datetime.fromisoformat(value) if value else None
     except (TypeError, ValueError) as error:
         raise ShoalError(
-            f"{folder / DATE_FILE} holds no date ({value!r:.60}): write the one on which the run first "
+            f"{folder / DATE_FILE} holds no date ({value!r:.60}): write the one on which the run "
+            f"first "
             "started, as 2026-01-31T12:00:00"
         ) from error
 
@@ -613,7 +648,8 @@ def write_date(date: datetime, folder: Path) -> None:
 
 
 class _Generation(Extension):
-    """`{% generation %} ... {% endgeneration %}`, which marks the assistant's text: rendered as its body."""
+    """`{% generation %} ... {% endgeneration %}`, which marks the assistant's text: rendered as its
+    body."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -629,7 +665,8 @@ _ENTRY_BYTES = 8
 
 
 class _Renderings(threading.local):
-    """The rendering of this thread, which may take so many rounds and so long, and write so much."""
+    """The rendering of this thread, which may take so many rounds and so long, and write so
+    much."""
 
     written = made = 0
 
@@ -696,7 +733,8 @@ class _Measured(NodeTransformer):
 
 
 class _Bounded(Extension):
-    """What a template's loops, macros and concatenations call, so that none goes on without an end."""
+    """What a template's loops, macros and concatenations call, so that none goes on without an
+    end."""
 
     def bound(self, template: nodes.Template) -> nodes.Template:
         """The same template, with its rounds counted and its texts measured."""
@@ -751,8 +789,8 @@ _WIDENERS = {
     "slice": 64,
     "tojson": 1 << 20,
 }
-"""Methods of texts, and filters, that make a text or a list as long as a number says: of how many bytes for each, or
-for JSON, whose every entry is indented, of how many entries."""
+"""Methods of texts, and filters, that make a text or a list as long as a number says: of how many
+bytes for each, or for JSON, whose every entry is indented, of how many entries."""
 _FORM = re.compile(r"%(?:\([^)]*\))?[-+ #0-9.*]*|\{[^{}]*")
 _NUMBER = re.compile(r"\d{1,20}")
 
@@ -797,7 +835,8 @@ def _size(value: Any) -> int:
 
 
 def _check_format(form: str, values: Sequence[Any]) -> None:
-    """Refuses a format with a width without measure, in it or among the values, as `"%*d"` takes it."""
+    """Refuses a format with a width without measure, in it or among the values, as `"%*d"` takes
+    it."""
     for spec in _FORM.findall(form):
         widths = [int(number) for number in _NUMBER.findall(spec)]
         _check_size(max(widths, default=0))
@@ -828,8 +867,8 @@ def _bounded_filter(name: str, made_by: Any) -> Any:
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, with a limit of what an operator, a filter or a method of a text makes: `"a" * 10**12` is a text
-    of 1 TB."""
+    """Jinja's sandbox, with a limit of what an operator, a filter or a method of a text makes: `"a"
+    * 10**12` is a text of 1 TB."""
 
     intercepted_binops = frozenset(("+", "*", "**", "%"))
 
@@ -893,8 +932,9 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 def _compile(
     template: str, date: datetime | None = None, name: str = "The chat template"
 ) -> jinja2.Template:
-    """A chat template, ready to be rendered in the sandbox, with loops and texts that are bounded; on a `date`, else on
-    the present one. ShoalError if it is no valid Jinja, or does not write messages."""
+    """A chat template, ready to be rendered in the sandbox, with loops and texts that are bounded;
+    on a `date`, else on the present one. ShoalError if it is no valid Jinja, or does not write
+    messages."""
     environment = _Sandbox(
         trim_blocks=True,
         lstrip_blocks=True,
@@ -944,7 +984,8 @@ def _raise_exception(message: str) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Plain data for an untrusted template: JSON types, NumPy values as JSON types, the text of anything else."""
+    """Plain data for an untrusted template: JSON types, NumPy values as JSON types, the text of
+    anything else."""
     return json.loads(
         json.dumps(
             value,
@@ -960,7 +1001,8 @@ def _plain(value: Any) -> Any:
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    """A message with its reasoning under both names that templates read, of the three that data sets use."""
+    """A message with its reasoning under both names that templates read, of the three that data
+    sets use."""
     names = ("reasoning_content", "thinking", "reasoning")
     reasoning = next((message[name] for name in names if name in message), None)
     return (
@@ -971,7 +1013,8 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain_text(messages: Messages, opens_answer: bool) -> str:
-    """Messages without a template: the system's text, then `User: ...` and `Assistant: ...` lines."""
+    """Messages without a template: the system's text, then `User: ...` and `Assistant: ...`
+    lines."""
     lines = []
     for message in messages:
         role, content = str(message.get("role", "user")), str(message.get("content", ""))

@@ -1,8 +1,10 @@
-"""Tool calls in the tokens of a turn; one that cannot be read is a call with an error, and nothing raises.
+"""Tool calls in the tokens of a turn; one that cannot be read is a call with an error, and nothing
+raises.
 
-Tables say where calls are and how they are written, in the form of `response_template` in tokenizer_config.json
-(https://huggingface.co/docs/transformers/chat_response_parsing), which can take their place. A marker that is one token
-is found by its id: the same text in other tokens never matches. A model wrote the text, so no step is quadratic in it.
+Tables say where calls are and how they are written, in the form of `response_template` in
+tokenizer_config.json (https://huggingface.co/docs/transformers/chat_response_parsing), which can
+take their place. A marker that is one token is found by its id: the same text in other tokens never
+matches. A model wrote the text, so no step is quadratic in it.
 """
 
 from __future__ import annotations
@@ -64,7 +66,8 @@ class ToolCall(NamedTuple):
 
 
 class CallReader:
-    """Reads the calls of turns. `start`: ids that the chat template begins a turn with, which may open a thought."""
+    """Reads the calls of turns. `start`: ids that the chat template begins a turn with, which may
+    open a thought."""
 
     def __init__(
         self,
@@ -83,7 +86,8 @@ class CallReader:
             "start_anchor_pattern": f".*(?={_THOUGHTS['open_pattern']})",
         }
         table = tokenizer.response_template if form == "template" else table
-        # A marker that is one token is a private character in texts and patterns, which no other token decodes to.
+        # A marker that is one token is a private character in texts and patterns, which no other
+        # token decodes to.
         used = json.dumps(table, ensure_ascii=False).replace("\\\\", "").replace('\\"', '"')
         added = sorted(
             (
@@ -130,7 +134,8 @@ class CallReader:
         except (KeyError, TypeError, AttributeError, ValueError, re.error) as error:
             key = "environment.call_format"
             raise ShoalError(
-                f"The response_template of tokenizer_config.json cannot be used ({error!r}): choose "
+                f"The response_template of tokenizer_config.json cannot be used ({error!r}): "
+                f"choose "
                 f"{key}=hermes, xml, llama or gemma.",
                 key,
             ) from error
@@ -140,7 +145,8 @@ class CallReader:
         ]
 
     def read(self, ids: Sequence[int]) -> tuple[str, list[ToolCall]]:
-        """The text outside calls, and the calls; a turn without one that can be read is text as a whole."""
+        """The text outside calls, and the calls; a turn without one that can be read is text as a
+        whole."""
         whole, text = self._tokenizer.decode(ids), self._start + self._text(ids)
         if len(text) > LONGEST:
             return whole, [_unread(f"the turn is longer than {LONGEST:,} characters")]
@@ -229,7 +235,8 @@ class CallReader:
     def _contents(self, text: str) -> list[Any]:
         """The values of a region's text: JSON, one or several, or one object of tags."""
         if self._field["content"] == "json":
-            # JSON's own strings may have other quotes, and its keys none; every second part is the inside of a string.
+            # JSON's own strings may have other quotes, and its keys none; every second part is the
+            # inside of a string.
             quotes = [
                 re.escape(self._marked(quote))
                 for pair in self._args.get("string_delims", ())
@@ -255,7 +262,8 @@ class CallReader:
 
 
 _PRIVATE = re.compile("[\U000f0000-\U000f0fff]")
-_STRING = r'"(?:[^"\\]|\\.)*"?'  # one without an end goes on to the end, else each later quote would be tried
+# one without an end goes on to the end, else each later quote would be tried
+_STRING = r'"(?:[^"\\]|\\.)*"?'
 _BARE_KEY = re.compile(rf"{_STRING}|([{{,]\s*)([A-Za-z_][\w.-]*)\s*:", re.DOTALL)
 _BRACKET = re.compile(rf"{_STRING}|[\[{{]|[\]}}]", re.DOTALL)
 _WORDS = {"True": "true", "False": "false", "None": "null"}  # as templates write Python's values
@@ -287,7 +295,8 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_unique)
 
 
 def _values(text: str) -> list[Any]:
-    """The JSON values in a text, one after the other; ValueError for none, for NaN, and for what is nested too deep."""
+    """The JSON values in a text, one after the other; ValueError for none, for NaN, and for what is
+    nested too deep."""
     steps = ({"[": 1, "{": 1, "]": -1, "}": -1}.get(part, 0) for part in _BRACKET.findall(text))
     if max(accumulate(steps), default=0) > DEEPEST:
         raise ValueError(f"it is nested deeper than {DEEPEST} levels")
@@ -323,7 +332,8 @@ def _filled(form: Any, values: Mapping[str, Any]) -> Any:
 
 
 def _typed(value: Any, schema: Mapping[str, Any]) -> Any:
-    """An argument that came as text in another type that the tool's schema allows; else as it is."""
+    """An argument that came as text in another type that the tool's schema allows; else as it
+    is."""
     others = schema.get("anyOf")  # by strangers, perhaps: it may be anything
     allowed = [
         schema,

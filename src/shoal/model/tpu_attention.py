@@ -1,10 +1,12 @@
-"""Attention of rows of several sequences on TPU by kernels in Pallas for Mosaic: forward; dq; dk and dv.
+"""Attention of rows of several sequences on TPU by kernels in Pallas for Mosaic: forward; dq; dk
+and dv.
 
-The grid of a kernel is the list of the pairs of blocks in which a query may read a key, for each key head: what lies
-between is neither loaded nor computed, and takes no step. Pairs of one block of queries follow each other (those of one
-block of keys in the third kernel), so that its sums stay in on-chip memory (FlashAttention-2, Dao 2023,
-arXiv 2307.08691, algorithms 1 and 2). Heads stay where products put them, beside each other in [tokens, heads x A], and
-q and k are rotated within the kernels: between products and attention nothing is transposed or copied.
+The grid of a kernel is the list of the pairs of blocks in which a query may read a key, for each
+key head: what lies between is neither loaded nor computed, and takes no step. Pairs of one block of
+queries follow each other (those of one block of keys in the third kernel), so that its sums stay in
+on-chip memory (FlashAttention-2, Dao 2023, arXiv 2307.08691, algorithms 1 and 2). Heads stay where
+products put them, beside each other in [tokens, heads x A], and q and k are rotated within the
+kernels: between products and attention nothing is transposed or copied.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ from shoal.model.decode_kernel import LANES
 
 
 class Pairs(NamedTuple):
-    """Pairs of blocks, by their numbers among those of all rows, and -1 after the last: those of queries, or those of
-    keys, in order."""
+    """Pairs of blocks, by their numbers among those of all rows, and -1 after the last: those of
+    queries, or those of keys, in order."""
 
     query: jax.Array  # int32[P + 1]
     key: jax.Array  # int32[P + 1]
@@ -34,7 +36,8 @@ class Pairs(NamedTuple):
 
 
 class RowPairs(NamedTuple):
-    """What queries [R, T] read of keys [R, S], both rounded up to whole blocks; in whole rows S is T."""
+    """What queries [R, T] read of keys [R, S], both rounded up to whole blocks; in whole rows S is
+    T."""
 
     by_query: Pairs
     by_key: Pairs
@@ -46,10 +49,12 @@ BLOCK = 256
 """Tokens of a block, of queries and of keys: prompts and completions are often not much longer."""
 
 MOST_LANES = 8 * LANES
-"""Of query heads in a step: one head a step would cost as much again for itself, and its products be waited for."""
+"""Of query heads in a step: one head a step would cost as much again for itself, and its products
+be waited for."""
 
 LONG = 2**15
-"""Tokens of a row from which blocks are twice as long, as the list of pairs is in the scalar core's memory."""
+"""Tokens of a row from which blocks are twice as long, as the list of pairs is in the scalar core's
+memory."""
 
 
 def block_size(size: int) -> int:
@@ -102,8 +107,9 @@ def attend_rows(
     pairs: RowPairs,
     interpret: bool = False,
 ) -> jax.Array:
-    """Softmax attention of q[R, T, H * A] to k, v[R, S, K * A] -> [R, T, H * A]; padding gives 0. Scores and sums are
-    float32. Before it q and k are rotated by `angles`, float32[R, T, A] and [R, S, A] (`side_by_side`)."""
+    """Softmax attention of q[R, T, H * A] to k, v[R, S, K * A] -> [R, T, H * A]; padding gives 0.
+    Scores and sums are float32. Before it q and k are rotated by `angles`, float32[R, T, A] and [R,
+    S, A] (`side_by_side`)."""
     (rows, size, _), block, head_dim = q.shape, block_size(k.shape[1]), angles[0].shape[-1]
     static = Static(
         rows, q.shape[2] // k.shape[2], k.shape[2] // head_dim, block, head_dim, interpret
@@ -217,8 +223,9 @@ _attend.defvjp(_forward, _backward)
 def _call(
     kernel: Callable, products: int, static: Static, pairs: RowPairs, inputs: list, results: list
 ) -> Any:
-    """A kernel of so many products a pair. Inputs and results are named by what a block of theirs is, of h query heads:
-    of q [b, h x A], of k [b, key heads x A], of queries' and keys' angles (a, c) [b, A], or of sums (s) [1, h, b]."""
+    """A kernel of so many products a pair. Inputs and results are named by what a block of theirs
+    is, of h query heads: of q [b, h x A], of k [b, key heads x A], of queries' and keys' angles (a,
+    c) [b, A], or of sums (s) [1, h, b]."""
     rows, share, heads, block, _, interpret = static
     few, some = static.at_once, share * static.at_once
     (q, _), (k, _) = inputs[:2]
@@ -341,8 +348,8 @@ def _query_kernel(
     turned: Any,
     sums: Any,
 ) -> None:
-    """The gradient of q. Softmax's, of scores, is p * (dp - delta), with delta the sum of out * d_out over a head's
-    dimensions."""
+    """The gradient of q. Softmax's, of scores, is p * (dp - delta), with delta the sum of out *
+    d_out over a head's dimensions."""
     is_first, is_last = _ends(query)
 
     @pl.when(is_first)

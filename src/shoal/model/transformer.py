@@ -1,8 +1,9 @@
 """The model: an architecture, its parameters declared once, and the one `forward`.
 
-`forward` runs on rows of tokens [R, T] and takes attention as an `AttentionFn`: in training and scoring, completions
-attend to a shared prompt; in prefill, a prompt attends to itself and its keys and values are returned; in decoding, one
-new token a row attends to caches. Everything else, and so every number, is the same code.
+`forward` runs on rows of tokens [R, T] and takes attention as an `AttentionFn`: in training and
+scoring, completions attend to a shared prompt; in prefill, a prompt attends to itself and its keys
+and values are returned; in decoding, one new token a row attends to caches. Everything else, and so
+every number, is the same code.
 """
 
 from __future__ import annotations
@@ -57,13 +58,15 @@ class Model:
 
     @property
     def key_heads(self) -> int:
-        """Key/value heads as attention has them, repeated in groups where devices outnumber them. Caches have as many:
-        in place of copies, the parts of the positions of each (`key_parts`)."""
+        """Key/value heads as attention has them, repeated in groups where devices outnumber them.
+        Caches have as many: in place of copies, the parts of the positions of each
+        (`key_parts`)."""
         return max(self.architecture.num_kv_heads, self.role.tensor)
 
     @property
     def key_parts(self) -> int:
-        """Parts into which the positions of a key/value head's cache are split, one on each device that has it."""
+        """Parts into which the positions of a key/value head's cache are split, one on each device
+        that has it."""
         return self.architecture.key_parts(self.role.tensor)
 
     @property
@@ -112,15 +115,15 @@ REMAT: dict[str, Callable[[Callable], Callable]] = {
         ),
     ),
 }
-"""What a block's backward pass computes again: nothing; all but products with weights; the feed-forward part; all; and
-the feed-forward part, with what is kept, the block's input too, in the host's memory.
-`kernel`: output and log-sum-exp of an attention with its own backward pass; `attention`: its inputs, and x behind it;
-`product`: of a kernel with an adapter.
-On CPU `dots` is fastest: `none` writes and reads four times the memory (docs/LOG.md)."""
+"""What a block's backward pass computes again: nothing; all but products with weights; the
+feed-forward part; all; and the feed-forward part, with what is kept, the block's input too, in the
+host's memory. `kernel`: output and log-sum-exp of an attention with its own backward pass;
+`attention`: its inputs, and x behind it; `product`: of a kernel with an adapter. On CPU `dots` is
+fastest: `none` writes and reads four times the memory (docs/LOG.md)."""
 
 AttentionFn = Callable[..., tuple[jax.Array, Any]]
-"""(q[R, T, H, A], k[R, T, K, A], v[R, T, K, A], cache of the layer) -> (out[R, T, H, A], cache). One with `rotates` is
-given q and k without rotary positions, and `rope`, what `rotary` gives."""
+"""(q[R, T, H, A], k[R, T, K, A], v[R, T, K, A], cache of the layer) -> (out[R, T, H, A], cache).
+One with `rotates` is given q and k without rotary positions, and `rope`, what `rotary` gives."""
 
 
 def forward(
@@ -133,7 +136,8 @@ def forward(
 ) -> tuple[jax.Array, Any]:
     """Hidden states of tokens[R, T] at positions[R, T] -> (hidden[R, T, D], aux).
 
-    aux is what `attention` returned next to its output, an entry a layer: nothing in training, new caches in decoding.
+    aux is what `attention` returned next to its output, an entry a layer: nothing in training, new
+    caches in decoding.
     """
     x, rope = embed(model, parameters.embed_tokens, tokens), rotary(model.architecture, positions)
     if caches is not None:
@@ -153,10 +157,11 @@ def through_layers(
     layer: Callable[..., tuple[jax.Array, Any]],
     caches: Any = None,
 ) -> tuple[jax.Array, tuple]:
-    """x[R, T, D] through layers, each (weights, x, cache) -> (x, aux): (x, the aux of each). Stacked ones are scanned;
-    unrolled with caches, one a layer, and where they are apart."""
-    # Decoding is unrolled because a scan copies each layer's cache in and out: 46M parameters, 16 rows and 256 keys on
-    # two CPU cores take 67 ms a token with the caches as the scan's input and output, 44 as its carry, 29 unrolled.
+    """x[R, T, D] through layers, each (weights, x, cache) -> (x, aux): (x, the aux of each).
+    Stacked ones are scanned; unrolled with caches, one a layer, and where they are apart."""
+    # Decoding is unrolled because a scan copies each layer's cache in and out: 46M parameters, 16
+    # rows and 256 keys on two CPU cores take 67 ms a token with the caches as the scan's input and
+    # output, 44 as its carry, 29 unrolled.
     if isinstance(blocks, Block) and caches is None:
         specs = param_specs(model.architecture).blocks
 
@@ -189,8 +194,9 @@ def embed(model: Model, table: jax.Array, tokens: jax.Array) -> jax.Array:
 
     if "fsdp" not in model.role.row_axes:
         return constrain(look_up(tokens), "rows", None, None)
-    # A device of `fsdp` looks up its columns for the rows of all of these, then columns and rows change places. From
-    # tokens alone the partitioner makes [R, T, D] whole on each device where `data` splits rows too.
+    # A device of `fsdp` looks up its columns for the rows of all of these, then columns and rows
+    # change places. From tokens alone the partitioner makes [R, T, D] whole on each device where
+    # `data` splits rows too.
     columns = constrain(look_up(constrain(tokens, "fsdp_rows", None)), "fsdp_rows", None, "embed")
     return constrain(columns, "rows", None, None)
 
@@ -235,7 +241,8 @@ def block(
     else:
         q, k, v = (linear(weight, h) for weight in (w.q, w.k, w.v))
         if cache is not None or (is_tpu and model.role.name == "sampler"):
-            # Else XLA for TPU makes the heads of q inside the product, for which it copies the weight in another order.
+            # Else XLA for TPU makes the heads of q inside the product, for which it copies the
+            # weight in another order.
             q = jax.lax.optimization_barrier(q)
         q, k, v = (x.reshape(*x.shape[:-1], -1, a.head_dim) for x in (q, k, v))
     if a.qk_norm:
@@ -273,8 +280,8 @@ def block(
 
 @jax.custom_vjp
 def _apart(x: jax.Array) -> jax.Array:
-    """x, whose gradient is an array of its own: fused with the products that give it, a norm's backward pass halves
-    their rate."""
+    """x, whose gradient is an array of its own: fused with the products that give it, a norm's
+    backward pass halves their rate."""
     return x
 
 
@@ -287,8 +294,8 @@ def _gated(model: Model, gate: jax.Array, up: jax.Array) -> jax.Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def gated_product(model: Model, gate: jax.Array, up: jax.Array, down: Weight) -> jax.Array:
-    """The product of `_gated` with down, for TPU: XLA would compute silu and its gradient within products, for each of
-    their blocks again."""
+    """The product of `_gated` with down, for TPU: XLA would compute silu and its gradient within
+    products, for each of their blocks again."""
     return linear(down, jax.lax.optimization_barrier(_gated(model, gate, up)))
 
 
@@ -307,14 +314,15 @@ gated_product.defvjp(
 def _cast(
     model: Model, weight: jax.Array, axes: tuple[str | None, ...], trained: bool = True
 ) -> jax.Array | Cast:
-    """A kernel in the type of the computation, with its master; vectors, what has that type and what is frozen stay as
-    they are."""
+    """A kernel in the type of the computation, with its master; vectors, what has that type and
+    what is frozen stay as they are."""
     whole = tuple(None if axis == "embed" else axis for axis in axes)
     if not trained and weight.ndim > 1:  # gathered in the bytes that are stored
         return model.role.constrain(model.role.constrain(weight, *axes), *whole)
     if weight.ndim == 1 or weight.dtype == model.dtype:
         return weight
-    # Split as the master is, then gathered: with the second alone XLA may gather the master, twice the bytes.
+    # Split as the master is, then gathered: with the second alone XLA may gather the master, twice
+    # the bytes.
     kernel = model.role.constrain(jax.lax.stop_gradient(weight).astype(model.dtype), *axes)
     return Cast(model.role.constrain(kernel, *whole), weight, model.reduce_dtype)
 
@@ -323,7 +331,8 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension; mean and division in float32."""
     wide = x.astype(jnp.float32)
     wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    # Rounded before the weight, as transformers' LlamaRMSNorm does: parity in bfloat16 needs the same order.
+    # Rounded before the weight, as transformers' LlamaRMSNorm does: parity in bfloat16 needs the
+    # same order.
     return broadcast(weight, x) * wide.astype(x.dtype)
 
 
@@ -343,7 +352,8 @@ def _project(head: Weight, hidden: jax.Array) -> jax.Array:
 
 
 def head_slices(head: jax.Array, size: int) -> jax.Array:
-    """A head[D, V] as slices [n, D, v], v at most `size`, by whole registers; the last ones are filled up by zeros."""
+    """A head[D, V] as slices [n, D, v], v at most `size`, by whole registers; the last ones are
+    filled up by zeros."""
     count = -(-head.shape[1] // size)
     width = -(-head.shape[1] // (128 * count)) * 128
     head = jnp.pad(head, ((0, 0), (0, count * width - head.shape[1])))
@@ -351,14 +361,15 @@ def head_slices(head: jax.Array, size: int) -> jax.Array:
 
 
 def head_projection(model: Model, head: jax.Array) -> Callable[[jax.Array], jax.Array]:
-    """`logits` for many chunks hidden[R, T, D] of a batch: the head[D, V] is cast and gathered once, before the first,
-    and its gradient is summed over the devices once, after the last."""
+    """`logits` for many chunks hidden[R, T, D] of a batch: the head[D, V] is cast and gathered
+    once, before the first, and its gradient is summed over the devices once, after the last."""
     role = model.role
     shards = role.row_shards
     if shards == 1:
         return partial(_project, _cast(model, head, ("embed", model.vocab_axis)))
-    # A copy for each part of the rows, each on that part's devices: in a loop over chunks the products are then local,
-    # and so is the sum of their gradients. One head for all would be summed over the devices in every chunk.
+    # A copy for each part of the rows, each on that part's devices: in a loop over chunks the
+    # products are then local, and so is the sum of their gradients. One head for all would be
+    # summed over the devices in every chunk.
     kernel = jax.lax.stop_gradient(_copies(model, jnp.float32, head.astype(model.dtype)))
     master = _copies(model, model.reduce_dtype, head)
 
@@ -374,8 +385,8 @@ def head_projection(model: Model, head: jax.Array) -> Callable[[jax.Array], jax.
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _copies(model: Model, reduce_dtype: Any, head: jax.Array) -> jax.Array:
-    """[D, V] -> a copy for each part of the rows, on its devices; the gradient is summed over them in
-    `reduce_dtype`."""
+    """[D, V] -> a copy for each part of the rows, on its devices; the gradient is summed over them
+    in `reduce_dtype`."""
     copies = jnp.broadcast_to(head, (model.role.row_shards, *head.shape))
     return model.role.constrain(copies, "rows", None, model.vocab_axis)
 

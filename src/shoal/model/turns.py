@@ -1,7 +1,9 @@
-"""Turns in one model's tokens: prompts with tools, the calls of a turn, and the tokens of what comes back.
+"""Turns in one model's tokens: prompts with tools, the calls of a turn, and the tokens of what
+comes back.
 
-Tokens only grow. What a message adds is taken from a short conversation, rendered up to and from a mark in the
-assistant's turn, and is encoded alone; history is never rendered or encoded again (docs/decisions/0046).
+Tokens only grow. What a message adds is taken from a short conversation, rendered up to and from a
+mark in the assistant's turn, and is encoded alone; history is never rendered or encoded again
+(docs/decisions/0046).
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ _CUT = "\ue0f4"
 """Marks where a text is encoded in two pieces."""
 _QUESTION = {"role": "user", "content": "What next?"}
 _NO_PLACE = (
-    "The chat template has no place for {}: choose a model that calls tools, or give another template with "
+    "The chat template has no place for {}: choose a model that calls tools, or give another "
+    "template with "
     "model.template."
 )
 
@@ -34,9 +37,11 @@ _NO_PLACE = (
 class TurnFormat:
     """How turns look in one model's tokens.
 
-    schemas      of the tools that may be called, as `schema` makes them; empty where an environment answers in words
+    schemas      of the tools that may be called, as `schema` makes them; empty where an environment
+                 answers in words
     call_format  hermes, xml, llama, gemma, template; auto: as the chat template writes calls
-    special      False: words of tools and environments become no added tokens of the tokenizer, whatever they spell
+    special      False: words of tools and environments become no added tokens of the tokenizer,
+                 whatever they spell
     notes        what the chat template would change in earlier turns, a line each
 
     ShoalError if the template shows no tools or no answers of tools, or if nothing ends a turn.
@@ -84,7 +89,8 @@ class TurnFormat:
         """Token ids of a prompt with the tools, int32[T]."""
         if isinstance(prompt, str):
             raise ShoalError(
-                f"Rollouts of several turns need prompts of messages, but {prompt!r:.60} is a text: give "
+                f"Rollouts of several turns need prompts of messages, but {prompt!r:.60} is a "
+                f"text: give "
                 '[{"role": "user", "content": ...}].'
             )
         if self._added is None:
@@ -98,7 +104,8 @@ class TurnFormat:
         return np.asarray(self._encode(self._render(prompt)), np.int32)
 
     def plain(self, message: dict[str, Any]) -> dict[str, Any]:
-        """A message of a tool or an environment, with its text cut within each added token that it spells out."""
+        """A message of a tool or an environment, with its text cut within each added token that it
+        spells out."""
         text = message.get("content")
         if self._added is None or not isinstance(text, str):
             return message
@@ -123,8 +130,9 @@ class TurnFormat:
         return ids
 
     def read(self, ids: Sequence[int]) -> tuple[dict[str, Any], list[ToolCall]]:
-        """The assistant's message of a turn's sampled ids, and all calls in order, those with an error too. The content
-        is the turn's text, thoughts included, without the calls that were read."""
+        """The assistant's message of a turn's sampled ids, and all calls in order, those with an
+        error too. The content is the turn's text, thoughts included, without the calls that were
+        read."""
         content, calls = (
             self._reader.read(ids) if self._reader else (self._tokenizer.decode(ids), [])
         )
@@ -147,7 +155,8 @@ class TurnFormat:
         end, ids = self._following(
             messages, ([call.name for call in calls] or answered) if answered else []
         )
-        # Another end will do, but not where the answers are part of the turn, as Gemma 4's: its end opens them.
+        # Another end will do, but not where the answers are part of the turn, as Gemma 4's: its end
+        # opens them.
         ended = last in (None, end) or (
             last in self._tokenizer.eos_ids and end == self._following([_QUESTION])[0]
         )
@@ -192,8 +201,10 @@ class TurnFormat:
         end = next((i for i, id in enumerate(ids) if id in self._tokenizer.eos_ids), None)
         if end is None:
             raise ShoalError(
-                f"The model has no end-of-turn token: its chat template ends a turn with {rest[:40]!r}, "
-                "without a token of eos_token_id in generation_config.json. Add the one that ends turns."
+                f"The model has no end-of-turn token: its chat template ends a turn with "
+                f"{rest[:40]!r}, "
+                "without a token of eos_token_id in generation_config.json. Add the one that ends "
+                "turns."
             )
         return ids[end], ids[end + 1 :]
 
@@ -217,14 +228,16 @@ class TurnFormat:
         form = next((form for form, is_there in signs.items() if is_there), "")
         if not form:
             raise ShoalError(
-                f"The chat template writes tool calls in a form that is not known, {before[-40:]!r}: "
+                f"The chat template writes tool calls in a form that is not known, "
+                f"{before[-40:]!r}: "
                 "choose environment.call_format=hermes, xml, llama or gemma.",
                 "environment.call_format",
             )
         return form
 
     def _history_note(self, answer: dict[str, Any]) -> list[str]:
-        """What apply_chat_template would change in a turn, tried on one with a thought, once this message follows."""
+        """What apply_chat_template would change in a turn, tried on one with a thought, once this
+        message follows."""
         calls = (
             {"tool_calls": [_in_message(ToolCall(answer["name"], {}))]} if "name" in answer else {}
         )
@@ -234,7 +247,8 @@ class TurnFormat:
             []
             if self._render([_QUESTION, turn, answer]).startswith(last)
             else [
-                f"the chat template renders a turn in another way once a {answer['role']} message follows it, as without "
+                f"the chat template renders a turn in another way once a {answer['role']} message "
+                f"follows it, as without "
                 "its thoughts; rollouts keep the tokens that were sampled"
             ]
         )
@@ -259,8 +273,9 @@ _JSON_TYPES = {
 
 
 def schema(function: Callable[..., Any]) -> dict[str, Any]:
-    """The JSON schema of a tool by its type hints and its docstring in Google's style, equal to that of transformers'
-    `get_json_schema`; ShoalError if the docstring, or an argument's type or description, is missing."""
+    """The JSON schema of a tool by its type hints and its docstring in Google's style, equal to
+    that of transformers' `get_json_schema`; ShoalError if the docstring, or an argument's type or
+    description, is missing."""
     if made := getattr(function, "schema", None):
         return made
     name = getattr(function, "__name__", "operation")
@@ -348,6 +363,7 @@ def _json_type(hint: Any, where: str) -> dict[str, Any]:
     elif origin is dict and len(args) == 2:
         return {"type": "object", "additionalProperties": _json_type(args[1], where)}
     raise ShoalError(
-        f"{where} has the type {hint}, which JSON does not have: use int, float, str, bool, list, dict, "
+        f"{where} has the type {hint}, which JSON does not have: use int, float, str, bool, list, "
+        f"dict, "
         "Literal, an Enum, or a union of them."
     )

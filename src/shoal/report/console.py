@@ -1,4 +1,5 @@
-"""What one sees of a run: colours and a progress bar on a terminal, plain lines in a notebook or a file."""
+"""What one sees of a run: colours and a progress bar on a terminal, plain lines in a notebook or a
+file."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ from shoal.report.figures import (
 from shoal.types import Group, Prompt
 
 LINES_A_RUN, FIRST_STEPS, QUIET_SECONDS = 40, 3, 60.0
-"""A run prints its first steps, then about LINES_A_RUN lines at equal distances; at least one a minute."""
+"""A run prints its first steps, then about LINES_A_RUN lines at equal distances; at least one a
+minute."""
 FIRST_ANSWERS_SECONDS, ANSWERS_SECONDS = 2.0, 10.0
 """When an evaluation first prints how long it will take, and how often it does from then on."""
 _MOST_UNKEPT = 1000
@@ -32,10 +34,11 @@ _MOST_UNKEPT = 1000
 
 
 class Console:
-    """Prints a run's progress. Use in a `with`, or call `close`, so that the terminal is left as it was.
+    """Prints a run's progress. Use in a `with`, or call `close`, so that the terminal is left as it
+    was.
 
-    `terminal=None` asks the stream; `clock` gives seconds. No text can make it fail: what the stream cannot show, and
-    control characters, are printed as escapes."""
+    `terminal=None` asks the stream; `clock` gives seconds. No text can make it fail: what the
+    stream cannot show, and control characters, are printed as escapes."""
 
     def __init__(
         self,
@@ -109,7 +112,8 @@ class Console:
         self._write(text, style)
 
     def passage(self, title: str, text: str, lines: int = 200, characters: int = 2000) -> None:
-        """A text under its title, indented; of one with more lines or characters its beginning and its end."""
+        """A text under its title, indented; of one with more lines or characters its beginning and
+        its end."""
         rows = text.split("\n")
         head, tail = (
             "\n".join(rows[: lines // 2])[: characters // 2],
@@ -127,7 +131,8 @@ class Console:
     # ---- a run
 
     def step(self, step: int, steps: int, metrics: Mapping[str, float]) -> None:
-        """`step` of `steps` (from 1) is done: one of about LINES_A_RUN lines that stay, and the bar."""
+        """`step` of `steps` (from 1) is done: one of about LINES_A_RUN lines that stay, and the
+        bar."""
         now, programs = self._clock(), metrics.get("compilations", 0)
         compiled = round(programs - self._programs)
         self._pace.mark(now, step, compiled=compiled > 0)
@@ -170,8 +175,8 @@ class Console:
         )
 
     def answered(self, part: str, done: int, total: int) -> None:
-        """`done` (one more at each call) of the `total` questions of an evaluation's part: a line after 2 s where 10 s
-        or more are left, then every 10 s.
+        """`done` (one more at each call) of the `total` questions of an evaluation's part: a line
+        after 2 s where 10 s or more are left, then every 10 s.
 
         >>> console.answered("held_out, greedy", 120, 500)
         held_out, greedy: 120 of 500, 0:48 left
@@ -189,8 +194,10 @@ class Console:
     def evaluation(self, name: str, figures: Mapping[str, Any]) -> None:
         """The figures of one set of questions, with their number and protocol.
 
-        >>> console.evaluation("held_out", {"accuracy": 0.5, "accuracy_interval": [0.456, 0.544], "pass@8": 0.8,
-        ...                                 "num_questions": 500, "protocol": "greedy"})
+        >>> console.evaluation("held_out", {
+        ...     "accuracy": 0.5, "accuracy_interval": [0.456, 0.544], "pass@8": 0.8,
+        ...     "num_questions": 500, "protocol": "greedy",
+        ... })
         held_out: accuracy 50.0% (greedy, 500 questions; 95% interval 45.6-54.4)  pass@8 80.0%
         """
         self._write(f"{one_line(name)}: {evaluation_text(figures)}", "bold")
@@ -203,11 +210,11 @@ class Console:
         facts: Sequence[str] = (),
         reward_since: int = 0,
     ) -> None:
-        """The end: a table of figures by set of questions before and after, facts in a line each, and a question that
-        was answered wrong before and right after, as both groups.
+        """The end: a table of figures by set of questions before and after, facts in a line each,
+        and a question that was answered wrong before and right after, as both groups.
 
-        `before`, `after`: name of the set -> its figures, as given to `evaluation`; `reward_since`: see
-        `summary_rows`."""
+        `before`, `after`: name of the set -> its figures, as given to `evaluation`; `reward_since`:
+        see `summary_rows`."""
         if rows := summary_rows(before, after, reward_since):
             self.table(("", "before", "after", "change"), rows)
         for fact in filter(None, facts):
@@ -252,8 +259,8 @@ class Console:
 
 
 class Pace:
-    """The time that is left, by the mean duration of the last steps. The first step, and steps that compile a program,
-    are left out, since they would make it jump."""
+    """The time that is left, by the mean duration of the last steps. The first step, and steps that
+    compile a program, are left out, since they would make it jump."""
 
     def __init__(self, start: float, window: int = 20) -> None:
         self.start = self._last = start
@@ -269,7 +276,8 @@ class Pace:
         self._last, self._done = now, done
 
     def left(self, number: int) -> float | None:
-        """Seconds for so many steps more; None until a step after the first has compiled nothing."""
+        """Seconds for so many steps more; None until a step after the first has compiled
+        nothing."""
         usual = [step for step in self._steps if not step[2]]
         if not usual and len(self._steps) > 5:  # every step compiles: that is this run's pace
             usual = list(self._steps)
@@ -278,7 +286,8 @@ class Pace:
 
 
 def printable(text: str, encoding: str = "utf-8") -> str:
-    """The text with control characters (but line ends and tabs) and what `encoding` lacks written as escapes."""
+    """The text with control characters (but line ends and tabs) and what `encoding` lacks written
+    as escapes."""
     shown = "".join(
         c if c in "\n\t" or not _CONTROL.match(c) else c.encode("unicode_escape").decode()
         for c in text
@@ -303,9 +312,8 @@ def prompt_text(prompt: Prompt) -> str:
         )
         lines.append(f"{message.get('role', '?')}{name}{paid}: {message.get('content') or ''}")
         for called in (call.get("function") or {} for call in message.get("tool_calls") or ()):
-            lines.append(
-                f"  calls {called.get('name')}({json.dumps(called.get('arguments'), ensure_ascii=False)})"
-            )
+            arguments = json.dumps(called.get("arguments"), ensure_ascii=False)
+            lines.append(f"  calls {called.get('name')}({arguments})")
     return "\n".join(lines)
 
 

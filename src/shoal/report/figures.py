@@ -16,7 +16,8 @@ def one_line(text: object) -> str:
 
 
 def number_text(value: float, digits: int = 3) -> str:
-    """A number as a person writes it: so many significant digits, no exponent where few zeros do, 0 for noise.
+    """A number as a person writes it: so many significant digits, no exponent where few zeros do, 0
+    for noise.
 
     >>> [number_text(value) for value in (0.41234, 2.17e-14, 0.00002, 1234.5)]
     ['0.412', '0', '0.00002', '1,234']
@@ -74,8 +75,8 @@ STEP_FIGURES: Mapping[str, tuple[str, Callable[[float], str]]] = {
 
 
 def step_figures(metrics: Mapping[str, float], compiled: int = 0) -> list[str]:
-    """A step's metrics as on its line, in the order of STEP_FIGURES, and the skipped updates, if any. A step that
-    `compiled` programs has no speeds: most of its time went into that."""
+    """A step's metrics as on its line, in the order of STEP_FIGURES, and the skipped updates, if
+    any. A step that `compiled` programs has no speeds: most of its time went into that."""
     rewarded = metrics.get("reward/mean") is not None  # else the loss says how it goes
     without = {name for name, (_, form) in STEP_FIGURES.items() if compiled and form is _speed}
     without |= {"loss"} if rewarded else set()
@@ -113,7 +114,8 @@ def _is_number(value: Any) -> bool:
 
 
 def figure_text(name: str, value: Any) -> str:
-    """One figure as text: shares in percent, seconds with their unit, other numbers in a few digits."""
+    """One figure as text: shares in percent, seconds with their unit, other numbers in a few
+    digits."""
     if value is None:
         return "-"
     if not _is_number(value):
@@ -149,7 +151,8 @@ _ABOUT = (
 
 
 def evaluation_text(figures: Mapping[str, Any]) -> str:
-    """An evaluation's figures in one line; after the first, in brackets: protocol, number of questions, interval."""
+    """An evaluation's figures in one line; after the first, in brackets: protocol, number of
+    questions, interval."""
     names = _shown(figures)
     sampled = next((name for name in names if name.startswith(_SAMPLED)), "")
     terms = [one_line(figures[name]) for name in ("protocol", "data") if figures.get(name)]
@@ -176,7 +179,10 @@ def evaluation_text(figures: Mapping[str, Any]) -> str:
         text = f"{title} {figure_text(name, figures[name])}"
         any_form = figures.get("accuracy_any_form")
         if name == "accuracy" and any_form is not None and any_form != figures[name]:
-            text += f" in the tags asked for, {figure_text('accuracy_any_form', any_form)} read in any form"
+            text += (
+                f" in the tags asked for, {figure_text('accuracy_any_form', any_form)} read in any "
+                f"form"
+            )
         parts.append(text + (f" ({'; '.join(notes)})" if notes else ""))
     return "  ".join(parts)
 
@@ -188,8 +194,8 @@ def _fewer(figures: Mapping[str, Any]) -> list[str]:
 
 
 def _shown(figures: Mapping[str, Any]) -> list[str]:
-    """The names of figures that stand by themselves: pass@1 is the sampled accuracy, and of several pass@k only the
-    largest is shown."""
+    """The names of figures that stand by themselves: pass@1 is the sampled accuracy, and of several
+    pass@k only the largest is shown."""
     largest = max((int(name[5:]) for name in figures if re.fullmatch(r"pass@\d+", name)), default=0)
     return [
         name
@@ -209,10 +215,12 @@ def summary_rows(
     after: Mapping[str, Mapping[str, Any]],
     reward_since: int = 0,
 ) -> list[tuple[str, str, str, str]]:
-    """One row a figure: its name (with protocol and number of questions), before, after, change; of the rewards no
-    change where the run has had another reward only since a version after the first, `reward_since`.
+    """One row a figure: its name (with protocol and number of questions), before, after, change; of
+    the rewards no change where the run has had another reward only since a version after the first,
+    `reward_since`.
 
-    A figure that one side lacks has a dash there. Lengths, truncation and each function's mean reward are left out."""
+    A figure that one side lacks has a dash there. Lengths, truncation and each function's mean
+    reward are left out."""
     rows = []
     for subset in dict.fromkeys([*before, *after]):
         old, new = before.get(subset, {}), after.get(subset, {})
@@ -261,7 +269,8 @@ def _change(name: str, old: Any, new: Any) -> str:
 
 
 def curve_text(evaluations: Mapping[int, Mapping[str, Mapping[str, Any]]]) -> str:
-    """The main figure of three or more evaluations, by version and data set, in one line of at most 13 points.
+    """The main figure of three or more evaluations, by version and data set, in one line of at most
+    13 points.
 
     >>> curve_text({step: {"held_out": {"accuracy": 0.37 + step / 200}} for step in (0, 20, 40)})
     'held_out accuracy by step: 0: 37.0%, 20: 47.0%, 40: 57.0%'
@@ -292,7 +301,8 @@ def summary_facts(summary: Mapping[str, Any]) -> str:
     """What a finished run took."""
     return (
         f"{count(summary['steps_made'], 'step')} in {duration(summary['seconds_total'])}: sampling "
-        f"{_speed(summary['sample_tokens_per_second'])}, training {_speed(summary['train_tokens_per_second'])}, "
+        f"{_speed(summary['sample_tokens_per_second'])}, training "
+        f"{_speed(summary['train_tokens_per_second'])}, "
         f"with the compilation of {count(summary['num_compilations'], 'program')}"
     )
 

@@ -21,7 +21,10 @@ NOT_HERE = "download"
 class Finding:
     """The result of one check.
 
-    >>> Finding("data", "wrong", "the data has 3 prompts, fewer than ...: lower it", key="batch.prompts_per_step")
+    >>> Finding(
+    ...     "data", "wrong", "the data has 3 prompts, fewer than ...: lower it",
+    ...     key="batch.prompts_per_step",
+    ... )
     """
 
     check: str  # what was checked: configuration, devices, tokenizer, data, reward, model, ...
@@ -35,8 +38,9 @@ class Finding:
 
 @dataclass
 class Findings:
-    """Findings in the order of the checks, each printed once, when it is added. `of` gives the list of one check, whose
-    findings have its key unless they, or the error that they report, name another."""
+    """Findings in the order of the checks, each printed once, when it is added. `of` gives the list
+    of one check, whose findings have its key unless they, or the error that they report, name
+    another."""
 
     console: Console | None = None
     check: str = ""

@@ -1,7 +1,9 @@
 """The run's folder and what is written there: settings, metrics, groups, the summary.
 
-config.yaml  config_difference.yaml      the settings, resolved, and what somebody set to other than the defaults
-config_40.yaml                           the settings from step 40 on, if the run was resumed with others
+config.yaml  config_difference.yaml      the settings, resolved, and what somebody set to other than
+                                         the defaults
+config_40.yaml                           the settings from step 40 on, if the run was resumed with
+                                         others
 metrics.jsonl                            a line a step
 evaluations.jsonl                        a line an evaluation
 groups/step_000012.parquet               a row a completion
@@ -9,7 +11,8 @@ checkpoints/                             written by the trainer
 pass_rates.jsonl                         a line a prompt: how often its completions passed
 log.txt                                  the lines that were printed
 summary.json                             written at the end
-worker_proof.json                        what Ray's workers must sample of known weights, see rollout/proof.py
+worker_proof.json                        what Ray's workers must sample of known weights, see
+                                         rollout/proof.py
 .lock                                    held while a process works here
 """
 
@@ -48,13 +51,15 @@ from shoal.types import Group, Purpose, ShoalError
 def make_run_folder(
     base: str | os.PathLike[str], run_name: str = "", now: datetime | None = None
 ) -> Path:
-    """Makes `base/run_name`, which may hold a run already, or `base/YYYY-MM-DD/HH-MM-SS` (-1, -2, ... if that exists).
+    """Makes `base/run_name`, which may hold a run already, or `base/YYYY-MM-DD/HH-MM-SS` (-1, -2,
+    ... if that exists).
 
     ShoalError if a named folder holds other files than a run's, or cannot be written."""
     base = check_local(os.fspath(base), "base_output_directory", RUNS)
     if "[" in str((base / run_name).absolute()):
         raise ShoalError(
-            f"the run folder {base / run_name} has a [ in its path, and checkpoints cannot be read from "
+            f"the run folder {base / run_name} has a [ in its path, and checkpoints cannot be read "
+            f"from "
             "there: choose another run_name or base_output_directory"
         )
     if run_name:
@@ -82,7 +87,8 @@ def refuse_foreign(path: Path) -> None:
     ]
     if foreign and CONFIG not in foreign:
         raise ShoalError(
-            f"the folder {path} holds something that is no run ({min(foreign)}, no {CONFIG}): choose "
+            f"the folder {path} holds something that is no run ({min(foreign)}, no {CONFIG}): "
+            f"choose "
             "another run_name, or empty it",
             "run_name",
         )
@@ -93,14 +99,16 @@ def named_folder(base: str | os.PathLike[str], run_name: str) -> Path:
     name = Path(run_name)
     if name.is_absolute() or ".." in name.parts or not name.parts or "\0" in run_name:
         raise ShoalError(
-            f"run_name={run_name!r}: expected a name under base_output_directory, without '..' or a "
+            f"run_name={run_name!r}: expected a name under base_output_directory, without '..' or "
+            f"a "
             "leading '/'"
         )
     return check_local(os.fspath(base), "base_output_directory", RUNS) / name
 
 
 def find_named(base: str | os.PathLike[str], run_name: str) -> Path:
-    """Where what the folder of a run of this name holds can be read: `named_folder`, of one in a bucket its copy."""
+    """Where what the folder of a run of this name holds can be read: `named_folder`, of one in a
+    bucket its copy."""
     folder = named_folder(base, run_name)
     return (
         fetch(
@@ -121,15 +129,18 @@ SUMMARY = "summary.json"
 LOCK = ".lock"
 WORKER_PROOF = "worker_proof.json"
 MODEL_FOLDER = "model"
-"""The model's config and tokenizer, with which a checkpoint can be read without the model's source."""
+"""The model's config and tokenizer, with which a checkpoint can be read without the model's
+source."""
 EMPTY = ("metrics.jsonl", "evaluations.jsonl", WORKER_PROOF)
 """What a run folder holds before its configuration is written, apart from hidden files."""
 
 
 class Lock:
-    """Keeps a second process out of a run folder; released when the process that holds it ends, however it ends.
+    """Keeps a second process out of a run folder; released when the process that holds it ends,
+    however it ends.
 
-    `missing` says why a file system (some network ones) grants no locks; then no process is kept out."""
+    `missing` says why a file system (some network ones) grants no locks; then no process is kept
+    out."""
 
     def __init__(self, folder: Path) -> None:
         import fcntl
@@ -144,7 +155,8 @@ class Lock:
             holder = self._file.readline().strip() or "another process"
             self._file.close()
             raise ShoalError(
-                f"the run folder {folder} is in use by {holder}: wait for it, stop it, or choose another "
+                f"the run folder {folder} is in use by {holder}: wait for it, stop it, or choose "
+                f"another "
                 "run_name"
             ) from error
         except OSError as error:
@@ -165,8 +177,8 @@ LAST = "last"
 
 
 def find_run(name: str, base: str | os.PathLike[str] = "outputs", groups: bool = True) -> Path:
-    """The run folder at a path, or for `last` the run started last under `base`; ShoalError if there is none. Of one in
-    a bucket the copy, without `groups` where nobody reads these."""
+    """The run folder at a path, or for `last` the run started last under `base`; ShoalError if
+    there is none. Of one in a bucket the copy, without `groups` where nobody reads these."""
     if name == LAST and not Path(name).is_dir():
         if is_bucket(base):
             pointed = (
@@ -185,7 +197,8 @@ def find_run(name: str, base: str | os.PathLike[str] = "outputs", groups: bool =
         path = find_input(name, "run", groups=groups)
     if not path.is_dir():
         raise ShoalError(
-            f"{path}: there is no such folder; give a run folder, or `last` for the run started last"
+            f"{path}: there is no such folder; give a run folder, or `last` for the run started "
+            f"last"
         )
     if not is_run(path):
         raise ShoalError(f"{address(path)} is no run folder: it holds no {CONFIG}")
@@ -193,7 +206,8 @@ def find_run(name: str, base: str | os.PathLike[str] = "outputs", groups: bool =
 
 
 def parts_of(run: Path) -> dict[int, Path]:
-    """The files config_40.yaml by their number: the settings of each part of a run that was resumed with others."""
+    """The files config_40.yaml by their number: the settings of each part of a run that was resumed
+    with others."""
     found = {file.stem.removeprefix("config_"): file for file in run.glob("config_*.yaml")}
     return {
         int(number): file
@@ -222,7 +236,8 @@ def reward_since(parts: Mapping[int, Mapping[str, Any]]) -> int:
 def decided_keys(settings: Mapping[str, Any], given: Mapping[str, Any] | None) -> frozenset[str]:
     """The keys whose value a run decided itself: nobody set them.
 
-    `settings`, `given`: config.yaml and config_difference.yaml as dotted key -> value; None if that is not there."""
+    `settings`, `given`: config.yaml and config_difference.yaml as dotted key -> value; None if that
+    is not there."""
     keys = keys_of(Config)
     if given is None:
         return frozenset()
@@ -299,8 +314,8 @@ class RunFolder:
         run_name: str = "",
         now: datetime | None = None,
     ) -> RunFolder:
-        """A new folder, or the one of this name (see `make_run_folder`); ShoalError if it cannot be written or another
-        process works in it."""
+        """A new folder, or the one of this name (see `make_run_folder`); ShoalError if it cannot be
+        written or another process works in it."""
         return cls(make_run_folder(base, run_name, now))
 
     @property
@@ -318,8 +333,8 @@ class RunFolder:
     # -- resuming
 
     def rewind(self, version: int, evaluated: bool = True, again: Collection[int] = ()) -> None:
-        """Removes what was written of the steps after `version`, its evaluation unless that was complete (`evaluated`),
-        and those that are asked for `again`; torn lines too."""
+        """Removes what was written of the steps after `version`, its evaluation unless that was
+        complete (`evaluated`), and those that are asked for `again`; torn lines too."""
 
         def is_kept(number: int) -> bool:
             return number not in again and number <= version - (not evaluated)
@@ -353,10 +368,12 @@ class RunFolder:
         return found
 
     def write_config(self, config: str, difference: str, version: int = 0) -> None:
-        """Writes the resolved settings and what was set to other than the defaults, both as YAML text. If a run is
-        resumed at `version` with other settings, those of each part are kept: config_0.yaml, config_40.yaml."""
+        """Writes the resolved settings and what was set to other than the defaults, both as YAML
+        text. If a run is resumed at `version` with other settings, those of each part are kept:
+        config_0.yaml, config_40.yaml."""
         parts = parts_of(self.path)
-        # Not config.yaml: it may hold those of a part that was lost with its checkpoint, which hold again from here on.
+        # Not config.yaml: it may hold those of a part that was lost with its checkpoint, which hold
+        # again from here on.
         held = parts[max(parts)] if parts else self.config_path
         if held.is_file() and (before := held.read_text(encoding="utf-8")) != config:
             if not parts:
@@ -366,7 +383,8 @@ class RunFolder:
         write_atomically(self.config_difference_path, [difference.rstrip("\n")])
 
     def write_hydra(self, config: str, overrides: Sequence[str]) -> None:
-        """The files that Hydra writes, as those who come from it look for them; nothing here reads them."""
+        """The files that Hydra writes, as those who come from it look for them; nothing here reads
+        them."""
         place, cwd = self.path / ".hydra", str(Path.cwd())
         job = {
             "hydra": {
@@ -399,16 +417,17 @@ class RunFolder:
         advantages: Any = None,
         trainer_logprobs: TokenLogprobs | None = None,
     ) -> Path:
-        """Writes a step's groups atomically and returns the file, `groups/step_000012.parquet`; groups of an evaluation
-        go to `groups/evaluate_<data set>_000012.parquet`. `advantages`: by group, by completion, [P, G]."""
+        """Writes a step's groups atomically and returns the file, `groups/step_000012.parquet`;
+        groups of an evaluation go to `groups/evaluate_<data set>_000012.parquet`. `advantages`: by
+        group, by completion, [P, G]."""
         purpose, subset = (groups[0].purpose, groups[0].subset) if groups else (Purpose.TRAIN, "")
         path = self.groups_path / groups_file(purpose, subset, step)
         write_file(path, groups, advantages, trainer_logprobs)
         return path
 
     def solved_question(self, subset: str, last: int) -> tuple[Group, Group] | None:
-        """The first question of a data set that was answered wrong before training and is answered right after step
-        `last`, with both answers; None without one, or without the files."""
+        """The first question of a data set that was answered wrong before training and is answered
+        right after step `last`, with both answers; None without one, or without the files."""
         with contextlib.suppress(ShoalError):
             before, after = (
                 read_file(self.groups_path / groups_file(Purpose.EVALUATE, subset, step))

@@ -1,21 +1,27 @@
-"""Groups on disk: one parquet file a step, one row a completion, so that pandas and polars need no unpacking.
+"""Groups on disk: one parquet file a step, one row a completion, so that pandas and polars need no
+unpacking.
 
     df.groupby(["step", "group"])["reward"].mean()          df[df.text.str.contains("boxed")]
 
-    step version row group completion purpose subset        numbers and names; `group` is the place in the file
-    prompt prompt_ids                                       messages as JSON text
-    column/<name> weight/<name>                             the data's columns, the rewards' weights
-    text token_ids logprobs stop_reason                     the completion, one entry a token in the lists
-    reward component/<name> valid correct advantage         NaN is null
-    loss_mask versions support_ids                          null where every token was sampled, from `version`, from all
-    trainer_logprobs extra/<name>                           null where the completion was not trained on
-    messages own_prompt_ids                                 of rollouts with turns: what followed the prompt, as JSON
-                                                            text; its prompt where an environment began it differently
-    branches                                                what follows other prompts, as JSON text
+    step version row group completion purpose subset   numbers and names; `group` is the place in
+                                                       the file
+    prompt prompt_ids                                  messages as JSON text
+    column/<name> weight/<name>                        the data's columns, the rewards' weights
+    text token_ids logprobs stop_reason                the completion, one entry a token in the
+                                                       lists
+    reward component/<name> valid correct advantage    NaN is null
+    loss_mask versions support_ids                     null where every token was sampled, from
+                                                       `version`, from all
+    trainer_logprobs extra/<name>                      null where the completion was not trained on
+    messages own_prompt_ids                            of rollouts with turns: what followed the
+                                                       prompt, as JSON text; its prompt where an
+                                                       environment began it differently
+    branches                                           what follows other prompts, as JSON text
 
-`column/*` and `extra/*` are text, numbers or booleans where all values are of that kind, else JSON text. What a group's
-completions share stands in each of its rows: for prompts four times as long as their completions, 16 to a group, that
-costs 1% of the file. A row a group is as small, and holds lists of lists, which each of the lines above must explode.
+`column/*` and `extra/*` are text, numbers or booleans where all values are of that kind, else JSON
+text. What a group's completions share stands in each of its rows: for prompts four times as long as
+their completions, 16 to a group, that costs 1% of the file. A row a group is as small, and holds
+lists of lists, which each of the lines above must explode.
 """
 
 from __future__ import annotations
@@ -39,7 +45,8 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 TokenLogprobs: TypeAlias = "Mapping[tuple[int, int], np.ndarray]"
-"""(group, completion) -> float32[T], the trainer's log-probs; a completion that was not trained on is absent."""
+"""(group, completion) -> float32[T], the trainer's log-probs; a completion that was not trained on
+is absent."""
 
 Advantages: TypeAlias = "Sequence[Any] | None"
 """By group, an array [G]; None for a group that no update used."""
@@ -67,14 +74,15 @@ class StoredGroup:
 
 
 def groups_file(purpose: Purpose, subset: str, step: int) -> str:
-    """The name of the file of a step's groups: `step_000012.parquet`, or `evaluate_<data set>_000012.parquet`."""
+    """The name of the file of a step's groups: `step_000012.parquet`, or `evaluate_<data
+    set>_000012.parquet`."""
     name = "".join(c if c.isalnum() or c in "-_" else "_" for c in f"{purpose.value}_{subset}")
     return f"{'step' if purpose is Purpose.TRAIN else name}_{step:06d}.parquet"
 
 
 def stored_step(purpose: Purpose, step: int) -> int:
-    """The step as metrics, files and messages count it: from 1 in training, while `Group.step`, the address of random
-    numbers, counts from 0. Of an evaluation, the version that it evaluates."""
+    """The step as metrics, files and messages count it: from 1 in training, while `Group.step`, the
+    address of random numbers, counts from 0. Of an evaluation, the version that it evaluates."""
     return step + (purpose is Purpose.TRAIN)
 
 
@@ -96,7 +104,8 @@ def write_file(
     dictionaries = [name for name in table.column_names if name not in (*floats, "text")]
     dictionaries += [f"{name}.list.element" for name in ("token_ids", "prompt_ids")]
     with appearing(path) as temporary, writing(path), temporary.open("wb") as file:
-        # Log-probs hardly repeat: a dictionary of them takes twice the time. Split by byte the file is 7% smaller.
+        # Log-probs hardly repeat: a dictionary of them takes twice the time. Split by byte the file
+        # is 7% smaller.
         options: dict[str, Any] = {
             "use_dictionary": dictionaries,
             "use_byte_stream_split": [f"{name}.list.element" for name in floats],
@@ -109,7 +118,8 @@ def write_file(
 def to_table(
     groups: Sequence[Group], advantages: Advantages = None, logprobs: TokenLogprobs | None = None
 ) -> pa.Table:
-    """The groups as an Arrow table. Arrays by token are concatenated; no token becomes a Python object."""
+    """The groups as an Arrow table. Arrays by token are concatenated; no token becomes a Python
+    object."""
     import pyarrow as pa
 
     advantages = [None] * len(groups) if advantages is None else advantages
@@ -229,7 +239,8 @@ def _check_lengths(
         for key, values in arrays.items():
             if len(values) != len(tokens[key]):
                 raise ValueError(
-                    f"{name} of (group, completion) {key}: expected one a token, {len(tokens[key])}, "
+                    f"{name} of (group, completion) {key}: expected one a token, "
+                    f"{len(tokens[key])}, "
                     f"got {len(values)}"
                 )
 
@@ -246,7 +257,8 @@ def _lists(arrays: Sequence[np.ndarray | None], kind: Any) -> pa.ListArray:
 
 
 def _nested_lists(arrays: Sequence[np.ndarray | None]) -> pa.ListArray:
-    """Of int32[T, K], padded with -1 at the end of each token's row: a list of T lists without the padding."""
+    """Of int32[T, K], padded with -1 at the end of each token's row: a list of T lists without the
+    padding."""
     import pyarrow as pa
 
     present = [array for array in arrays if array is not None]
@@ -261,7 +273,8 @@ def _nested_lists(arrays: Sequence[np.ndarray | None]) -> pa.ListArray:
 
 
 def _numbers(values: Sequence[Any], groups: Sequence[Group]) -> pa.Array:
-    """A number a completion from an array a group; NaN, and every completion of a group without an array, is null."""
+    """A number a completion from an array a group; NaN, and every completion of a group without an
+    array, is null."""
     import pyarrow as pa
 
     parts = [
@@ -275,7 +288,8 @@ def _numbers(values: Sequence[Any], groups: Sequence[Group]) -> pa.Array:
 def _add_free_columns(
     table: dict[str, pa.Array], columns: Mapping[str, list[Any]], rows: pa.Array | None = None
 ) -> list[str]:
-    """Adds columns with whatever values the data has; returns the names of those that hold JSON text."""
+    """Adds columns with whatever values the data has; returns the names of those that hold JSON
+    text."""
     as_json = []
     for name, values in columns.items():
         column, is_json = free_column(values)
@@ -285,8 +299,8 @@ def _add_free_columns(
 
 
 def free_column(values: Sequence[Any]) -> tuple[pa.Array, bool]:
-    """Values of any kind as a column: texts, numbers or booleans where all are of that kind, else, and then True, JSON
-    text."""
+    """Values of any kind as a column: texts, numbers or booleans where all are of that kind, else,
+    and then True, JSON text."""
     import pyarrow as pa
 
     types = {str: pa.string(), bool: pa.bool_(), int: pa.int64(), float: pa.float64()}
@@ -305,7 +319,8 @@ def free_column(values: Sequence[Any]) -> tuple[pa.Array, bool]:
 
 
 def encodable(value: Any) -> Any:
-    """A text with lone surrogates, which UTF-8 cannot hold, as escapes; any other value as it is."""
+    """A text with lone surrogates, which UTF-8 cannot hold, as escapes; any other value as it
+    is."""
     return (
         value.encode("utf-8", "backslashreplace").decode("utf-8")
         if isinstance(value, str)
@@ -317,12 +332,14 @@ def encodable(value: Any) -> Any:
 
 
 def read_file(path: Path) -> list[StoredGroup]:
-    """The groups of one file, bit for bit those that were written; ShoalError, naming it, where it is damaged."""
+    """The groups of one file, bit for bit those that were written; ShoalError, naming it, where it
+    is damaged."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
-        # Of one thread: pyarrow's own threads, which `read_table` starts, may abort a process that ends soon after.
+        # Of one thread: pyarrow's own threads, which `read_table` starts, may abort a process that
+        # ends soon after.
         file = pq.ParquetFile(pa.BufferReader(path.read_bytes()), page_checksum_verification=True)
         return from_table(file.read(use_threads=False))
     except (
@@ -341,7 +358,8 @@ def read_file(path: Path) -> list[StoredGroup]:
 
 
 def from_table(table: pa.Table) -> list[StoredGroup]:
-    """The groups of a table that `to_table` made; KeyError, TypeError or ValueError for another one."""
+    """The groups of a table that `to_table` made; KeyError, TypeError or ValueError for another
+    one."""
     as_json = json.loads((table.schema.metadata or {})[_NOTES])["json"]
     columns: dict[str, list[Any]] = {}
     for name in table.column_names:
@@ -399,7 +417,8 @@ def _completion(number: int, row: Mapping[str, Any]) -> Completion:
     size = len(row["token_ids"])
     if wrong := [name for name in _BY_TOKEN if row[name] is not None and len(row[name]) != size]:
         raise ValueError(
-            f"completion {row['completion']}: {size} tokens, but {wrong[0]} has {len(row[wrong[0]])} "
+            f"completion {row['completion']}: {size} tokens, but {wrong[0]} has "
+            f"{len(row[wrong[0]])} "
             "entries"
         )
     mask, versions, kept, own = (
@@ -457,7 +476,8 @@ def _floats(values: Sequence[float | None]) -> np.ndarray:
 
 
 def group_record(stored: StoredGroup) -> dict[str, Any]:
-    """A stored group as JSON: the prompt once, then its completions. Fields that hold for every token are left out."""
+    """A stored group as JSON: the prompt once, then its completions. Fields that hold for every
+    token are left out."""
     group, version = stored.group, stored.group.version
     completions = []
     for i, completion in enumerate(group.completions):
@@ -503,14 +523,16 @@ def group_record(stored: StoredGroup) -> dict[str, Any]:
 # ---- the thread that writes while the next step is sampled
 
 MOST_PENDING = 2
-"""Steps that may wait to be written; a disk that is slower than training holds training up from then on."""
+"""Steps that may wait to be written; a disk that is slower than training holds training up from
+then on."""
 STUCK_SECONDS = 300.0
 """After how long a wait for the disk is given up."""
 
 
 class GroupWriter:
-    """Calls `write` in another thread, in order. What it raises is raised by the next `put` or `flush`, once; what was
-    put meanwhile is not written. `folder` is named where the disk does not answer."""
+    """Calls `write` in another thread, in order. What it raises is raised by the next `put` or
+    `flush`, once; what was put meanwhile is not written. `folder` is named where the disk does not
+    answer."""
 
     def __init__(self, write: Callable[..., Any], folder: object = "the run folder") -> None:
         self._write, self._folder = write, folder
@@ -528,7 +550,8 @@ class GroupWriter:
         self._put(arguments)
 
     def flush(self) -> None:
-        """Returns when everything that was put is on disk: before a checkpoint, whose steps' groups these are."""
+        """Returns when everything that was put is on disk: before a checkpoint, whose steps' groups
+        these are."""
         if self._thread is not None:
             done = threading.Event()
             self._put(done)
@@ -537,7 +560,8 @@ class GroupWriter:
         self._raise_failure()
 
     def close(self) -> None:
-        """Ends the thread after what was put; one that is stuck is left alone, it ends with the process."""
+        """Ends the thread after what was put; one that is stuck is left alone, it ends with the
+        process."""
         if self._thread is not None and not self._stuck:
             self.flush()
             self._put(None)
@@ -558,12 +582,14 @@ class GroupWriter:
     def _give_up(self) -> NoReturn:
         self._stuck = True
         raise ShoalError(
-            f"{self._folder}: the disk has not answered for {STUCK_SECONDS:.0f} s, and groups are not "
+            f"{self._folder}: the disk has not answered for {STUCK_SECONDS:.0f} s, and groups are "
+            f"not "
             "written; check the disk, then resume the run"
         )
 
     def _raise_failure(self) -> None:
-        # Read once: the thread may set it between a read and a store, and that failure would be lost.
+        # Read once: the thread may set it between a read and a store, and that failure would be
+        # lost.
         if (failure := self._failure) is not None:
             self._failure = None
             raise failure

@@ -1,4 +1,5 @@
-"""Strict JSON, where NaN and infinities are `null`; files that are written atomically, or grow by a line a step."""
+"""Strict JSON, where NaN and infinities are `null`; files that are written atomically, or grow by a
+line a step."""
 
 from __future__ import annotations
 
@@ -20,9 +21,11 @@ _LINE_ENDS = str.maketrans({"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\
 
 
 def json_ready(value: Any) -> Any:
-    """The value in JSON's own types: arrays as lists, NaN and infinity as None, what JSON lacks as text.
+    """The value in JSON's own types: arrays as lists, NaN and infinity as None, what JSON lacks as
+    text.
 
-    A float narrower than 64 bits becomes the shortest decimal that gives it back: float32(0.1) is 0.1."""
+    A float narrower than 64 bits becomes the shortest decimal that gives it back: float32(0.1) is
+    0.1."""
     if isinstance(value, enum.Enum):
         return json_ready(value.value)
     if isinstance(value, str):
@@ -64,7 +67,8 @@ def open_text(path: Path, mode: str) -> Any:
 
 
 def write_atomically(path: Path, lines: Iterable[str]) -> None:
-    """Writes lines to a file that appears whole or not at all; ShoalError if it cannot be written."""
+    """Writes lines to a file that appears whole or not at all; ShoalError if it cannot be
+    written."""
     with appearing(path) as temporary, writing(path), open_text(temporary, "w") as file:
         file.writelines(line + "\n" for line in lines)
         file.flush()
@@ -72,8 +76,8 @@ def write_atomically(path: Path, lines: Iterable[str]) -> None:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a file of JSON lines, without a last line that a killed process left torn. Empty without the file;
-    ShoalError for any other line that is no JSON."""
+    """The objects of a file of JSON lines, without a last line that a killed process left torn.
+    Empty without the file; ShoalError for any other line that is no JSON."""
     if not path.is_file():
         return []
     found, lines = [], path.read_bytes().split(b"\n")
@@ -90,7 +94,8 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 class JsonlSink:
-    """Appends a line a step, `step` first, and flushes it: what was written survives a killed process."""
+    """Appends a line a step, `step` first, and flushes it: what was written survives a killed
+    process."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)

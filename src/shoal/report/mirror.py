@@ -1,12 +1,16 @@
-"""A run folder in a bucket: the run works in a local folder, and a thread keeps the bucket equal to it.
+"""A run folder in a bucket: the run works in a local folder, and a thread keeps the bucket equal to
+it.
 
-    .lock/000017          who writes there: a number is taken by creating its object, which only one process can
-    .manifests/12.json    checkpoint 12 is whole: names, sizes and checksums of its files, written after all of them
+    .lock/000017          who writes there: a number is taken by creating its object, which only one
+                          process can
+    .manifests/12.json    checkpoint 12 is whole: names, sizes and checksums of its files, written
+                          after all of them
     everything else       as in the local folder, by whole objects
 
-Uploaded are the files that a checkpoint is resumed with, the checkpoint's own, its manifest; then what is gone here is
-removed there, manifests first. So the bucket can be resumed from whenever this process ends, and from any machine: then
-its content replaces that of the local folder there, unless this folder was also the last that wrote to it.
+Uploaded are the files that a checkpoint is resumed with, the checkpoint's own, its manifest; then
+what is gone here is removed there, manifests first. So the bucket can be resumed from whenever this
+process ends, and from any machine: then its content replaces that of the local folder there, unless
+this folder was also the last that wrote to it.
 """
 
 from __future__ import annotations
@@ -32,7 +36,8 @@ from shoal.report.console import Console
 from shoal.types import ShoalError
 
 LEASE_SECONDS = 60.0
-"""How long nobody else may write to a run after its process has last renewed its lease, three times as often."""
+"""How long nobody else may write to a run after its process has last renewed its lease, three times
+as often."""
 CLOCK = "clock-"
 """How the object begins by which a process reads the bucket's clock."""
 UNKNOWN_HOLDER = "a process that its lease does not name"
@@ -40,14 +45,16 @@ UNKNOWN_HOLDER = "a process that its lease does not name"
 PERIOD_SECONDS = 5.0
 """Between two uploads of what a run appends to."""
 UNSAVED_SECONDS = 300.0
-"""How long a run waits at its end, or with more than checkpoint.most_unsaved checkpoints that are here alone."""
+"""How long a run waits at its end, or with more than checkpoint.most_unsaved checkpoints that are
+here alone."""
 MARKER = ".bucket"
 """The file of a local folder that holds the id of its newest lease."""
 
 
 def process_start(pid: int) -> str:
-    """When a process of this machine started, in ticks since the machine did; empty for one that has ended, and where
-    the system does not say. The id of a process that has ended may be another's, which started later."""
+    """When a process of this machine started, in ticks since the machine did; empty for one that
+    has ended, and where the system does not say. The id of a process that has ended may be
+    another's, which started later."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return "" if fields[0] in "ZX" else fields[19]
@@ -56,7 +63,8 @@ def process_start(pid: int) -> str:
 
 
 def _machine() -> str:
-    """This machine since it was started, and its table of processes: containers may share a name."""
+    """This machine since it was started, and its table of processes: containers may share a
+    name."""
     parts = [socket.gethostname()]
     with contextlib.suppress(OSError):
         parts += [
@@ -71,10 +79,12 @@ class Fenced(ShoalError):
 
 
 class Lease:
-    """The right to write to a run in a bucket, renewed by `renew`; ShoalError where a living process has it.
+    """The right to write to a run in a bucket, renewed by `renew`; ShoalError where a living
+    process has it.
 
-    Its age is the bucket's: the time of its object against that of one written just now. The clocks of machines differ
-    by minutes, and decide nothing. Whose it is says the id in it: after a lost answer a process finds its own."""
+    Its age is the bucket's: the time of its object against that of one written just now. The clocks
+    of machines differ by minutes, and decide nothing. Whose it is says the id in it: after a lost
+    answer a process finds its own."""
 
     def __init__(self, url: str) -> None:
         (self.fs, root), self.url = buckets.connect(url), url
@@ -93,7 +103,8 @@ class Lease:
             if left > 0:
                 ends = time.strftime("%H:%M:%S", time.localtime(time.time() + left))
                 raise ShoalError(
-                    f"the run folder {url} is in use by {holder['name']}, whose lease ends at {ends}, in "
+                    f"the run folder {url} is in use by {holder['name']}, whose lease ends at "
+                    f"{ends}, in "
                     f"{left:.0f} s: wait for it, stop it, or choose another run_name"
                 )
             self.before = holder.get("id", "")
@@ -116,7 +127,8 @@ class Lease:
         )
 
     def _ages(self) -> dict[int, float]:
-        """The leases that the bucket holds, and how many seconds ago each was renewed, by the bucket's own clock."""
+        """The leases that the bucket holds, and how many seconds ago each was renewed, by the
+        bucket's own clock."""
         clock = f"{CLOCK}{secrets.token_hex(8)}"
         path = f"{self.folder}/{clock}"
         self.fs.pipe_file(path, b"-")
@@ -129,7 +141,8 @@ class Lease:
         now = found[clock].modified
         if not now:
             raise ShoalError(
-                f"{self.url}: this kind of storage does not say when an object was written, so that two "
+                f"{self.url}: this kind of storage does not say when an object was written, so "
+                f"that two "
                 "processes could write to one run: give gs://, s3:// or a local folder"
             )
         # What a process left that ended within these few milliseconds.
@@ -159,8 +172,8 @@ class Lease:
     def _holder(self, number: int) -> dict[str, Any]:
         """The record of a lease; empty where it was removed meanwhile, by one who has the next.
 
-        One that cannot be read, as a write that was cut off leaves it, counts as any other process's: it ends by its
-        age."""
+        One that cannot be read, as a write that was cut off leaves it, counts as any other
+        process's: it ends by its age."""
         try:
             found = json.loads(self.fs.cat_file(self._path(number)))
         except FileNotFoundError:
@@ -184,8 +197,8 @@ class Lease:
 
 
 def _seconds_left(holder: dict[str, Any], age: float) -> float:
-    """Of a lease renewed `age` seconds ago; 0 for one that was given back, and for that of a process of this machine
-    that has ended."""
+    """Of a lease renewed `age` seconds ago; 0 for one that was given back, and for that of a
+    process of this machine that has ended."""
     pid = holder.get("pid")
     has_ended = False
     if isinstance(pid, int) and holder.get("machine") == _machine():
@@ -202,7 +215,8 @@ class _Closed(Exception):
 
 
 class Mirror:
-    """Keeps a bucket equal to a run folder of the cache, in threads; the run calls `check`, `saved` and `flush`.
+    """Keeps a bucket equal to a run folder of the cache, in threads; the run calls `check`, `saved`
+    and `flush`.
 
     >>> with closing(Mirror(folder, most_unsaved=3, console=console)) as mirror:
     ...     mirror.flush()
@@ -288,13 +302,15 @@ class Mirror:
             self._warned = without_answer
 
     def saved(self, version: int) -> None:
-        """A checkpoint was saved here: where too many are here alone, waits until a newer one is in the bucket."""
+        """A checkpoint was saved here: where too many are here alone, waits until a newer one is in
+        the bucket."""
         self.pending.append(version)
         self._await(
             lambda: (
                 self.most_unsaved >= sum(one > max(self.whole, default=-1) for one in self.pending)
             ),
-            f"more than checkpoint.most_unsaved={self.most_unsaved} checkpoints are in {self.folder} alone",
+            f"more than checkpoint.most_unsaved={self.most_unsaved} checkpoints are in "
+            f"{self.folder} alone",
         )
 
     def flush(self) -> None:
@@ -317,8 +333,10 @@ class Mirror:
                 and time.monotonic() - max(began, self._silent_since) > UNSAVED_SECONDS
             ):
                 self.fault = ShoalError(
-                    f"{self.url} has not answered for {UNSAVED_SECONDS:.0f} s ({self._cause}), and the newest state of "
-                    f"the run is in {self.folder} alone: where it answers again, the same command on this machine "
+                    f"{self.url} has not answered for {UNSAVED_SECONDS:.0f} s ({self._cause}), and "
+                    f"the newest state of "
+                    f"the run is in {self.folder} alone: where it answers again, the same command "
+                    f"on this machine "
                     "continues from there"
                 )
             time.sleep(0.02)
@@ -350,7 +368,8 @@ class Mirror:
                 error
                 if isinstance(error, ShoalError)
                 else ShoalError(
-                    f"{self.folder} cannot be uploaded to {self.url}: {type(error).__name__}: {error}"
+                    f"{self.folder} cannot be uploaded to {self.url}: {type(error).__name__}: "
+                    f"{error}"
                 )
             )
 
@@ -406,8 +425,8 @@ class Mirror:
         return {int(entry.name) for entry in entries if entry.name.isdecimal()}
 
     def _plain(self) -> dict[str, tuple[int, int]]:
-        """The files that are uploaded as they are, in this order: the settings first, by which a folder is a run, and
-        those of its parts before them."""
+        """The files that are uploaded as they are, in this order: the settings first, by which a
+        folder is a run, and those of its parts before them."""
         found = {}
         for place, folders, files in os.walk(self.folder):
             folders[:] = [
@@ -466,7 +485,8 @@ class Mirror:
         self._do(lambda: buckets.put(self.fs, file, f"{self.root}/{name}"))
 
     def _remove(self) -> None:
-        """Removes from the bucket what the folder has lost: files that were there, and checkpoints."""
+        """Removes from the bucket what the folder has lost: files that were there, and
+        checkpoints."""
         for name in self.sent.keys() - self._plain().keys():
             self._remove_object(name)
             del self.sent[name]

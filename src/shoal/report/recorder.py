@@ -35,7 +35,8 @@ SECONDS_TO_STOP = 3.0
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One step as the recorder reads it: P groups of G completions, and what the updates made of them."""
+    """One step as the recorder reads it: P groups of G completions, and what the updates made of
+    them."""
 
     step: int  # from 0
     groups: Sequence[Group]
@@ -51,11 +52,12 @@ class StepRecord:
 
 @dataclass
 class Recorder:
-    """Turns what happened into metrics, files and lines on the screen. Groups are written by a thread.
+    """Turns what happened into metrics, files and lines on the screen. Groups are written by a
+    thread.
 
-    `read_stats` gives the source's figures since the last call, `compilations` the number of programs compiled so far,
-    `mfu` the share of the devices' peak rate that a step used: of groups, the (group, completion) that were trained on,
-    seconds."""
+    `read_stats` gives the source's figures since the last call, `compilations` the number of
+    programs compiled so far, `mfu` the share of the devices' peak rate that a step used: of groups,
+    the (group, completion) that were trained on, seconds."""
 
     folder: RunFolder
     console: Console
@@ -80,7 +82,8 @@ class Recorder:
     )  # of rewards, by function and kind
     prompts_dropped: int = 0  # up to the last recorded step
     watch: Watch = field(default_factory=Watch)
-    warnings_stop: bool = False  # train.on_warning=stop: a warning becomes the run's error, and is printed once as that
+    # train.on_warning=stop: a warning becomes the run's error, and is printed once as that
+    warnings_stop: bool = False
     warned: list[Finding] = field(default_factory=list)  # since the loop last asked
     completions_every: int = 0  # steps between tables of completions for the sinks; 0: none
     _exhausted: bool = False
@@ -254,7 +257,8 @@ class Recorder:
         )
 
     def scores(self) -> dict[int, float]:
-        """Accuracy on the main set, else mean reward, by version, of the evaluations with the most questions."""
+        """Accuracy on the main set, else mean reward, by version, of the evaluations with the most
+        questions."""
         mains = {
             version: next(iter(figures.values()), {})
             for version, figures in self.evaluations.items()
@@ -270,7 +274,8 @@ class Recorder:
     # -- checkpoints and resumption
 
     def sync(self, pass_rates: Sequence[Mapping[str, Any]]) -> None:
-        """Returns when everything recorded so far would survive a power cut, with the prompts' pass rates of now."""
+        """Returns when everything recorded so far would survive a power cut, with the prompts' pass
+        rates of now."""
         self._groups.flush()
         self.folder.sync()
         self.folder.write_pass_rates(pass_rates)
@@ -291,8 +296,8 @@ class Recorder:
     def restore(
         self, state: Mapping[str, Any], version: int, evaluated: bool, again: Collection[int] = ()
     ) -> None:
-        """Continues after `version`: removes what the folder holds of later steps, the evaluation of `version` unless
-        it was `evaluated` completely, and those that are asked for `again`."""
+        """Continues after `version`: removes what the folder holds of later steps, the evaluation
+        of `version` unless it was `evaluated` completely, and those that are asked for `again`."""
         self.prompts_dropped = state["dropped"]
         self.failures.update({(name, kind): count for name, kind, count in state["failures"]})
         self.seconds.update(state["seconds"])
@@ -354,7 +359,8 @@ class Recorder:
         return summary
 
     def next_steps(self, has_weights: bool) -> None:
-        """Says where the run is, how to look at it, and, where it has a checkpoint, what to do with its weights."""
+        """Says where the run is, how to look at it, and, where it has a checkpoint, what to do with
+        its weights."""
         where = address(self.folder.path)
         self.console.text(f"the run is in {where}: `shoal view {where}` shows every completion")
         if has_weights:
@@ -402,8 +408,9 @@ class Recorder:
 
 
 def token_account(counts: Mapping[str, int]) -> dict[str, int]:
-    """Tokens that hosts sampled, and what became of them: `other_terms` are in groups without an advantage, which other
-    terms of the loss read; `no_gradient` entered no update, `unused` were under way at the end."""
+    """Tokens that hosts sampled, and what became of them: `other_terms` are in groups without an
+    advantage, which other terms of the loss read; `no_gradient` entered no update, `unused` were
+    under way at the end."""
     ends = {
         name: counts.get(name, 0)
         for name in ("trained", "other_terms", "no_gradient", "discarded", "evaluated", "lost")
@@ -486,7 +493,8 @@ def _add_turn_metrics(metrics: MetricSet, groups: Sequence[Group]) -> None:
         "tools/truncated_bytes", sum(message.get("truncated_bytes", 0) for message in messages)
     )
     answers = [message for message in messages if message["role"] == "tool"]
-    # A model may call what is no tool by any name: those that are called most have figures of their own.
+    # A model may call what is no tool by any name: those that are called most have figures of their
+    # own.
     names = Counter(
         sorted(
             name for message in answers if re.fullmatch(r"[\w.-]{1,64}", name := message["name"])
@@ -504,9 +512,11 @@ def _add_turn_metrics(metrics: MetricSet, groups: Sequence[Group]) -> None:
 
 
 def _add_age_metrics(metrics: MetricSet, groups: Sequence[Group], logprobs: TokenLogprobs) -> None:
-    """How far samplers and trainer differ, by the age of a completion's oldest token; nothing where all are new.
+    """How far samplers and trainer differ, by the age of a completion's oldest token; nothing where
+    all are new.
 
-    With w = exp(trainer's - sampler's log-prob) over the tokens that the update learnt from, `logprobs[group, index]`.
+    With w = exp(trainer's - sampler's log-prob) over the tokens that the update learnt from,
+    `logprobs[group, index]`.
     """
     differences: dict[int, list[np.ndarray]] = {}
     for number, group in enumerate(groups):

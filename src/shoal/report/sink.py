@@ -1,4 +1,5 @@
-"""Where metrics and some completions go besides the run's folder: TensorBoard and Weights & Biases, if configured."""
+"""Where metrics and some completions go besides the run's folder: TensorBoard and Weights & Biases,
+if configured."""
 
 from __future__ import annotations
 
@@ -16,14 +17,15 @@ from shoal.report.console import completion_text, prompt_text
 from shoal.types import Group
 
 GROUPS_SHOWN = 4
-"""Groups of a step whose completions a table of completions shows: of each the one of least and of most reward."""
+"""Groups of a step whose completions a table of completions shows: of each the one of least and of
+most reward."""
 
 Rows = Sequence[Mapping[str, Any]]
 
 
 class Sink(Protocol):
-    """Accepts figures by name, of a step or of an evaluation (`evaluation_scalars`), and tables of completions
-    (`completion_rows`), in the order of steps; a step's table before its figures."""
+    """Accepts figures by name, of a step or of an evaluation (`evaluation_scalars`), and tables of
+    completions (`completion_rows`), in the order of steps; a step's table before its figures."""
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None: ...
     def write_completions(self, step: int, rows: Rows) -> None: ...
@@ -31,8 +33,8 @@ class Sink(Protocol):
 
 
 class Background:
-    """A sink in a thread. One that fails or hangs neither ends nor delays the run: it is switched off, and `warn` is
-    called once, from the thread that writes here."""
+    """A sink in a thread. One that fails or hangs neither ends nor delays the run: it is switched
+    off, and `warn` is called once, from the thread that writes here."""
 
     def __init__(
         self,
@@ -83,7 +85,8 @@ class Background:
         if self._on and self._fault is not None:
             self._on = False
             self._warn(
-                f"{self.name} is switched off: {self._fault}; metrics.jsonl continues and holds every step"
+                f"{self.name} is switched off: {self._fault}; metrics.jsonl continues and holds "
+                f"every step"
             )
 
     def _work(self) -> None:
@@ -100,7 +103,8 @@ class Background:
 
 
 def evaluation_scalars(name: str, figures: Mapping[str, Any]) -> dict[str, float]:
-    """An evaluation's numbers under `evaluate/<name>/<figure>`; its texts and intervals stay in evaluations.jsonl.
+    """An evaluation's numbers under `evaluate/<name>/<figure>`; its texts and intervals stay in
+    evaluations.jsonl.
 
     >>> evaluation_scalars("held_out", {"accuracy": 0.5, "protocol": "greedy", "num_questions": 4})
     {'evaluate/held_out/accuracy': 0.5, 'evaluate/held_out/num_questions': 4.0}
@@ -118,7 +122,8 @@ def scalars(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def completion_rows(groups: Sequence[Group], advantages: np.ndarray) -> list[dict[str, Any]]:
-    """Prompt, completion, rewards and advantage of a few completions, all with the same names; `advantages[P, G]`."""
+    """Prompt, completion, rewards and advantage of a few completions, all with the same names;
+    `advantages[P, G]`."""
     rows = []
     for group, of_group in zip(groups[:GROUPS_SHOWN], advantages, strict=False):
         order = np.argsort(group.rewards)  # NaN last
@@ -137,7 +142,8 @@ def completion_rows(groups: Sequence[Group], advantages: np.ndarray) -> list[dic
 
 
 def check_sinks(section: ReportSection) -> None:
-    """ShoalError if a package or a login that `report` needs is missing; nothing is written or sent."""
+    """ShoalError if a package or a login that `report` needs is missing; nothing is written or
+    sent."""
     if section.tensorboard:
         from shoal.report.tensorboard import load
 
@@ -157,9 +163,9 @@ def make_sinks(
     note: Callable[[str], None],
     warn: Callable[[str], None],
 ) -> list[Background]:
-    """The sinks that `report` configures. `config` is the resolved configuration, `resumed_at` the version that a
-    resumed run continues from. ShoalError if a package or a login is missing, a file cannot be written or a service
-    refuses."""
+    """The sinks that `report` configures. `config` is the resolved configuration, `resumed_at` the
+    version that a resumed run continues from. ShoalError if a package or a login is missing, a file
+    cannot be written or a service refuses."""
     sinks: list[Background] = []
     if section.tensorboard:
         from shoal.report.tensorboard import TensorboardSink
@@ -172,7 +178,8 @@ def make_sinks(
 
         wandb = WandbSink(folder, section.wandb, config, run_name)
         note(
-            f"Weights & Biases: {wandb.url or f'offline; `wandb sync {folder}/wandb/offline-*` sends it'}"
+            f"Weights & Biases: "
+            f"{wandb.url or f'offline; `wandb sync {folder}/wandb/offline-*` sends it'}"
         )
         sinks.append(Background(wandb, "Weights & Biases", warn))
     return sinks

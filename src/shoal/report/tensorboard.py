@@ -17,8 +17,8 @@ _PREFIX = "events.out.tfevents."
 class TensorboardSink:
     """One event file for each start of the run; each row is flushed before the next is accepted.
 
-    After a resumption the file begins with TensorBoard's mark of a restart: it discards what the killed run wrote
-    beyond the version that is resumed."""
+    After a resumption the file begins with TensorBoard's mark of a restart: it discards what the
+    killed run wrote beyond the version that is resumed."""
 
     def __init__(self, folder: Path, resumed_at: int | None = None) -> None:
         events, summaries, text, writer = load()
@@ -54,8 +54,8 @@ class TensorboardSink:
 
 
 def load() -> tuple[Any, Any, Any, Any]:
-    """Messages of events and of summaries, the summary of a text, and the writer of records; ShoalError where the
-    package is missing."""
+    """Messages of events and of summaries, the summary of a text, and the writer of records;
+    ShoalError where the package is missing."""
     try:
         from tensorboard.compat.proto import event_pb2, summary_pb2
         from tensorboard.plugins.text.summary_v2 import text_pb
@@ -69,6 +69,7 @@ def load() -> tuple[Any, Any, Any, Any]:
 
 
 def _next_name(folder: Path) -> str:
-    """TensorBoard reads a run's files in the order of their names: the time, but always after existing files."""
+    """TensorBoard reads a run's files in the order of their names: the time, but always after
+    existing files."""
     numbers = [int(path.name[len(_PREFIX) :][:10]) for path in folder.glob(f"{_PREFIX}[0-9]*")]
     return f"{_PREFIX}{max([int(time.time()), *(number + 1 for number in numbers)]):010d}.shoal"

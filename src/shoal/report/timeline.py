@@ -1,7 +1,8 @@
-"""`timeline.json`: what trainer, hosts, rewards and publication did when, in Chrome's trace format, for Perfetto.
+"""`timeline.json`: what trainer, hosts, rewards and publication did when, in Chrome's trace format,
+for Perfetto.
 
-Each event is written as it ends: the format lets the closing bracket be missing, so a killed run leaves a file that
-opens.
+Each event is written as it ends: the format lets the closing bracket be missing, so a killed run
+leaves a file that opens.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ LEAST_SECONDS = 1e-4
 
 
 class Timeline:
-    """Events by lane, in microseconds since the epoch; nothing without a path. A resumed run adds to the file."""
+    """Events by lane, in microseconds since the epoch; nothing without a path. A resumed run adds
+    to the file."""
 
     def __init__(
         self, path: Path | None = None, warn: Callable[[str], None] = lambda text: None
@@ -51,8 +53,8 @@ class Timeline:
             self._write(lane, name, started, time.time())
 
     def add(self, lane: str, name: str, seconds: float) -> None:
-        """An event that ends now. Reported late, it may seem to begin before the last one's end, which viewers do not
-        show: it begins there."""
+        """An event that ends now. Reported late, it may seem to begin before the last one's end,
+        which viewers do not show: it begins there."""
         ended = time.time()
         self._write(lane, name, max(self._ended.get(lane, 0.0), ended - seconds), ended)
 

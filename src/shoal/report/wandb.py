@@ -21,10 +21,12 @@ SECONDS_BETWEEN_FLUSHES = 1.0
 
 
 class WandbSink:
-    """One run at Weights & Biases for a run folder, however often it is resumed: `wandb/run_id` holds its id.
+    """One run at Weights & Biases for a run folder, however often it is resumed: `wandb/run_id`
+    holds its id.
 
-    A step's metrics are logged at that step. Evaluations have another axis, `evaluate/step`, since a row that was sent
-    accepts nothing more. Steps that the service has from before a kill are not sent again."""
+    A step's metrics are logged at that step. Evaluations have another axis, `evaluate/step`, since
+    a row that was sent accepts nothing more. Steps that the service has from before a kill are not
+    sent again."""
 
     def __init__(
         self, folder: Path, section: WandbSection, config: Mapping[str, Any], run_name: str
@@ -83,7 +85,8 @@ class WandbSink:
 
 
 def load(section: WandbSection) -> tuple[Any, str]:
-    """The package `wandb`, and online or offline. ShoalError if it is not installed, or would ask for a key."""
+    """The package `wandb`, and online or offline. ShoalError if it is not installed, or would ask
+    for a key."""
     try:
         with _no_error_reports(section):
             import wandb
@@ -109,7 +112,8 @@ def load(section: WandbSection) -> tuple[Any, str]:
 
 @contextlib.contextmanager
 def _no_error_reports(section: WandbSection) -> Iterator[None]:
-    """Around import and start of the package, which for an offline run would report errors to its makers."""
+    """Around import and start of the package, which for an offline run would report errors to its
+    makers."""
     name = "WANDB_ERROR_REPORTING"
     is_set_here = section.mode != "online" and name not in os.environ
     if is_set_here:

@@ -1,7 +1,8 @@
-"""Warnings of how training goes: each is given once, with the key that helps; some say that the run is hopeless.
+"""Warnings of how training goes: each is given once, with the key that helps; some say that the run
+is hopeless.
 
-`train.on_warning=stop` ends a run at any of them, so a warning about rewards, completions, updates or accuracy belongs
-here: a row of RULES if a step's metrics show it, else a method of `Watch`.
+`train.on_warning=stop` ends a run at any of them, so a warning about rewards, completions, updates
+or accuracy belongs here: a row of RULES if a step's metrics show it, else a method of `Watch`.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from shoal.report.metrics import ENVIRONMENT
 from shoal.types import Failure, Group
 
 STEPS_OF_CONSTANT_REWARD, COMPLETIONS_OF_CONSTANT_REWARD = 10, 64
-"""After so many steps and completions with one and the same value a reward function is taken to be constant."""
+"""After so many steps and completions with one and the same value a reward function is taken to be
+constant."""
 COMPLETIONS_OF_RARE_REWARD, RARE = 1000, 0.01
-"""After so many completions a reward function that has given more than 0 to at most this share of them is warned of."""
+"""After so many completions a reward function that has given more than 0 to at most this share of
+them is warned of."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,8 @@ class WarningRule:
 
 
 def _skipped(metrics: Mapping[str, float]) -> float:
-    """Skipped updates, without those that a smaller loss scale is to solve: float16 begins with a few."""
+    """Skipped updates, without those that a smaller loss scale is to solve: float16 begins with a
+    few."""
     return metrics["update/skipped"] - metrics.get("update/overflows", 0)
 
 
@@ -47,8 +51,10 @@ RULES = (
         "no variance",
         5,
         lambda m: m.get("groups/nonzero_std") == 0,
-        "for {limit} steps no group has had completions of different reward, so nothing has been learned: take "
-        "easier or harder questions, a larger batch.group_size, a higher sampling.temperature, or a reward "
+        "for {limit} steps no group has had completions of different reward, so nothing has been "
+        "learned: take "
+        "easier or harder questions, a larger batch.group_size, a higher sampling.temperature, or "
+        "a reward "
         "with more levels",
         "batch.group_size",
     ),
@@ -57,7 +63,8 @@ RULES = (
         3,
         lambda m: m["completions/truncated"] > 0.5 and not m["update/skipped"],
         "for {limit} steps more than half of the completions have been cut off at "
-        "sampling.max_completion_tokens, or at an agent's max_tokens for its last turn: raise it, or ask for "
+        "sampling.max_completion_tokens, or at an agent's max_tokens for its last turn: raise it, "
+        "or ask for "
         "shorter answers",
         "sampling.max_completion_tokens",
     ),
@@ -65,7 +72,8 @@ RULES = (
         "skipped",
         3,
         lambda m: _skipped(m) if m["update/count"] == 0 else 0,
-        "{limit} updates in a row have been skipped, since their gradients were not finite: lower optimizer.lr",
+        "{limit} updates in a row have been skipped, since their gradients were not finite: lower "
+        "optimizer.lr",
         "optimizer.lr",
         hopeless=True,
     ),
@@ -73,7 +81,8 @@ RULES = (
         "old weights",
         1,
         lambda m: m["version/unchanged"] if m["update/count"] else 0,
-        "an update was made, but the weights of before it were published (metric version/unchanged): "
+        "an update was made, but the weights of before it were published (metric "
+        "version/unchanged): "
         "completions are sampled from old weights, which is a fault of the program",
         "",
         hopeless=True,
@@ -97,7 +106,8 @@ RULES = (
 
 @dataclass
 class Watch:
-    """Reads each step's metrics and groups, and each evaluation; returns what is to be warned of, each once."""
+    """Reads each step's metrics and groups, and each evaluation; returns what is to be warned of,
+    each once."""
 
     in_a_row: dict[str, list[float]] = field(
         default_factory=dict
@@ -110,7 +120,8 @@ class Watch:
     def step(
         self, number: int, metrics: Mapping[str, float], groups: Sequence[Group]
     ) -> list[Finding]:
-        """The warnings that step `number` (from 1) brings; `wrong` where training cannot recover."""
+        """The warnings that step `number` (from 1) brings; `wrong` where training cannot
+        recover."""
         found = []
         for rule in RULES:
             if not (seen := rule.seen(metrics)):
@@ -159,7 +170,8 @@ class Watch:
         )
 
     def failures(self, failures: Sequence[Failure]) -> list[Finding]:
-        """Warns with the first example of each way in which a reward function, or an environment, failed."""
+        """Warns with the first example of each way in which a reward function, or an environment,
+        failed."""
         return [
             finding
             for failure in failures
@@ -173,8 +185,9 @@ class Watch:
     def evaluation(
         self, version: int, first: Mapping[str, Any], now: Mapping[str, Any]
     ) -> list[Finding]:
-        """Warns where accuracy on a set has fallen below the 95% interval that it had before training; that of other
-        questions, as in a quick evaluation, where its whole interval has."""
+        """Warns where accuracy on a set has fallen below the 95% interval that it had before
+        training; that of other questions, as in a quick evaluation, where its whole interval
+        has."""
         low, (_, high) = (
             (first.get("accuracy_interval") or [None])[0],
             now.get("accuracy_interval") or (None, None),
@@ -185,7 +198,8 @@ class Watch:
             return []
         rises = now.get("mean_reward", 0) > first.get("mean_reward", math.inf)
         advice = (
-            "the reward rose, so it is for something else: read completions, change reward.functions"
+            "the reward rose, so it is for something else: read completions, change "
+            "reward.functions"
             if rises
             else "lower optimizer.lr, or set algorithm.kl_coef"
         )

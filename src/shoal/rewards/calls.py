@@ -1,11 +1,13 @@
-"""One call of a reward function: its arguments, the values it may return, and the result in a plain form.
+"""One call of a reward function: its arguments, the values it may return, and the result in a plain
+form.
 
-A function in TRL's convention is called once a batch, with keywords only: `prompts`, `completions`, `completion_ids`,
-every data column, `trainer_state`, `log_extra`, `log_metric`. The lists are flat, P*G long, the G completions of a
-prompt side by side. It returns as many numbers, or None where it cannot judge. After messages, a completion is
-`[{"role": "assistant", "content": text}]`, the whole text always in `content`, or all messages of a rollout with turns;
-after a plain prompt it is a string. Where rollouts have environments, `environments` are their ended ones.
-A function in verl's convention (one that takes `solution_str` and `ground_truth`) is called once a completion.
+A function in TRL's convention is called once a batch, with keywords only: `prompts`, `completions`,
+`completion_ids`, every data column, `trainer_state`, `log_extra`, `log_metric`. The lists are flat,
+P*G long, the G completions of a prompt side by side. It returns as many numbers, or None where it
+cannot judge. After messages, a completion is `[{"role": "assistant", "content": text}]`, the whole
+text always in `content`, or all messages of a rollout with turns; after a plain prompt it is a
+string. Where rollouts have environments, `environments` are their ended ones. A function in verl's
+convention (one that takes `solution_str` and `ground_truth`) is called once a completion.
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ CLOSE_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class TrainerState:
-    """The run's progress as functions get it: the fields of transformers' `TrainerState` that rewards use."""
+    """The run's progress as functions get it: the fields of transformers' `TrainerState` that
+    rewards use."""
 
     global_step: int = 0
     max_steps: int = 0
@@ -71,7 +74,8 @@ class TrainerState:
 class CallResult:
     """How a call for `n` completions ended; all of it but `cause` is JSON.
 
-    >>> CallResult(values=[1.0, None], bad=[(1, "nan")])   # None where it cannot judge, and where `bad` has a reason
+    >>> # None where it cannot judge, and where `bad` has a reason
+    >>> CallResult(values=[1.0, None], bad=[(1, "nan")])
     >>> CallResult(kind="raised", text="ValueError: ...", where="rewards.py, line 3")
     """
 
@@ -91,7 +95,8 @@ class CallResult:
         return bool(self.kind or self.bad)
 
     def to_be_split(self, size: int) -> bool:
-        """True for a failed call of several completions: each is called alone, which shows whose fault it is."""
+        """True for a failed call of several completions: each is called alone, which shows whose
+        fault it is."""
         return size > 1 and self.kind not in ("", WRONG)
 
     def ends_run(self, on_error: str) -> bool:
@@ -107,7 +112,8 @@ class CallResult:
 
 @dataclass(frozen=True)
 class Batch:
-    """P groups of G completions, as the flat lists of P*G entries that functions are called with."""
+    """P groups of G completions, as the flat lists of P*G entries that functions are called
+    with."""
 
     shape: tuple[int, int]
     rows: list[tuple[int, int]]  # the data row and the completion's index in its group
@@ -215,7 +221,8 @@ async def call_async(
         async with scope:
             result = await one.function(**_arguments(one, batch, journal))
         return _read(one, result, batch, journal)
-    # Ctrl-C is raised in the main thread, where no event loop runs: a KeyboardInterrupt here is the function's own.
+    # Ctrl-C is raised in the main thread, where no event loop runs: a KeyboardInterrupt here is the
+    # function's own.
     except (Exception, SystemExit, KeyboardInterrupt, asyncio.CancelledError) as error:
         return CallResult(kind="timed out") if scope.expired() else _failed(one, batch, error)
 
@@ -263,7 +270,8 @@ def _failed(one: RewardFunction, batch: Batch, error: BaseException) -> CallResu
         and isinstance(batch.prompts[0], str)
     ):
         hint = (
-            " (completions are strings here, because the prompts are text; give messages as prompts to get lists "
+            " (completions are strings here, because the prompts are text; give messages as "
+            "prompts to get lists "
             "of messages)"
         )
     return CallResult(
@@ -303,7 +311,8 @@ def _arguments(one: RewardFunction, batch: Batch, journal: _Journal) -> dict[str
             "log_extra": journal.log_extra,
             "log_metric": journal.log_metric,
         },
-        # What no rollout function of a group came to return; of one that failed nothing else is known.
+        # What no rollout function of a group came to return; of one that failed nothing else is
+        # known.
         len(played)
         if all(vars(one)["_kind"] in (ROLLOUT, "") for one in batch.environments)
         else 0,
@@ -333,8 +342,8 @@ def _verl_arguments(batch: Batch, columns: Mapping[str, Any]) -> dict[str, Any]:
 def _accepted(
     function: Callable[..., Any], given: dict[str, Any], played: int = 0
 ) -> dict[str, Any]:
-    """All keywords for a function with `**kwargs`, else those that it names; what is missing is None for each of so
-    many that a rollout function `played`."""
+    """All keywords for a function with `**kwargs`, else those that it names; what is missing is
+    None for each of so many that a rollout function `played`."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # some compiled functions have no signature
@@ -380,7 +389,8 @@ def _read(one: RewardFunction, result: Any, batch: Batch, journal: _Journal) -> 
 
 def _listed(result: Any, batch: Batch) -> list[Any]:
     wanted = (
-        "it must return a list with one number (or None where it cannot judge) for each completion; "
+        "it must return a list with one number (or None where it cannot judge) for each "
+        "completion; "
         f"{count(len(batch), 'was', 'were')} given, the first {batch.describe(0)}"
     )
     if isinstance(result, str | bytes | Mapping) or not (
@@ -445,8 +455,8 @@ def _plain(value: Any) -> Any:
 
 
 class Loop:
-    """An event loop in a daemon thread, made when first needed and kept, for clients of a network that functions keep
-    too. In a thread, since a notebook's own has a running loop already."""
+    """An event loop in a daemon thread, made when first needed and kept, for clients of a network
+    that functions keep too. In a thread, since a notebook's own has a running loop already."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -477,7 +487,8 @@ class Loop:
         return result
 
     def close(self) -> None:
-        """Cancels what still runs, and waits `CLOSE_SECONDS` for it; what goes on then ends with the process."""
+        """Cancels what still runs, and waits `CLOSE_SECONDS` for it; what goes on then ends with
+        the process."""
         loop, self._loop = self._loop, None
         if loop is not None and self._thread is not None:
             loop.call_soon_threadsafe(loop.stop)

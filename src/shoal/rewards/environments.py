@@ -13,8 +13,8 @@ from shoal.workers.rollout_function import ROLLOUT
 
 
 class EndedEnvironment:
-    """What is left of an environment once its rollout has ended: its attributes, to be read, and its reward. Of one
-    that failed, every attribute is None.
+    """What is left of an environment once its rollout has ended: its attributes, to be read, and
+    its reward. Of one that failed, every attribute is None.
 
     >>> EndedEnvironment("Game", {"turns": 3}, reward=0.5).turns
     3
@@ -48,7 +48,8 @@ class EndedEnvironment:
 def environment_rewards(
     environments: Mapping[str, Callable[[], Any]], taken: Collection[str] = ()
 ) -> tuple[RewardFunction, ...]:
-    """The `get_reward` of each environment that has one, as a reward of weight 1 with the name of the class."""
+    """The `get_reward` of each environment that has one, as a reward of weight 1 with the name of
+    the class."""
     found: dict[str, RewardFunction] = {}
     for name, factory in environments.items():
         made = EnvironmentKind.of(name, factory).type

@@ -30,7 +30,8 @@ _FOLDERS: set[Path] = set()
 def load_functions(
     specs: Sequence[str], noun: str = "reward function", hint: str = _NO_MODEL
 ) -> list[Callable[..., Any]]:
-    """The functions that `file.py:name` names; ShoalError as `load_named`, and for what cannot be called."""
+    """The functions that `file.py:name` names; ShoalError as `load_named`, and for what cannot be
+    called."""
     functions = load_named(specs, noun, hint)
     for spec, function in zip(specs, functions, strict=True):
         _check_callable(function, f"{noun} {spec!r}", hint)
@@ -49,8 +50,8 @@ def load_named(specs: Sequence[str], noun: str, hint: str = "") -> list[Any]:
 def name_functions(
     functions: Iterable[Callable[..., Any] | RewardFunction], weights: Sequence[float] = ()
 ) -> tuple[RewardFunction, ...]:
-    """Names by `__name__` (or the class), a number added where one occurs twice; weights 1.0 unless given. A
-    `RewardFunction` keeps its name.
+    """Names by `__name__` (or the class), a number added where one occurs twice; weights 1.0 unless
+    given. A `RewardFunction` keeps its name.
 
     Raises `ShoalError` for what cannot be called, for models and for a wrong number of weights.
     """
@@ -82,7 +83,8 @@ def name_functions(
 def _find(spec: str, noun: str, hint: str, modules: dict[Path, ModuleType]) -> Any:
     if spec.startswith(FROM_PYTHON):
         raise ShoalError(
-            f"{noun} {spec!r} came from Python: give it again there, shoal.train(resume=FOLDER, ...)"
+            f"{noun} {spec!r} came from Python: give it again there, shoal.train(resume=FOLDER, "
+            f"...)"
         )
     is_file = spec.endswith(".py") and Path(spec).expanduser().is_file()  # its functions are listed
     file, separator, name = (spec, "", "") if is_file else spec.rpartition(":")
@@ -105,13 +107,14 @@ def _find(spec: str, noun: str, hint: str, modules: dict[Path, ModuleType]) -> A
 
 
 def _run_file(path: Path) -> ModuleType:
-    """Runs a file as a module, without a compiled one beside it; it can import modules of its folder, which hide none
-    that is installed."""
+    """Runs a file as a module, without a compiled one beside it; it can import modules of its
+    folder, which hide none that is installed."""
     name = f"shoal_reward_{hashlib.blake2b(str(path).encode(), digest_size=6).hexdigest()}"
     module = ModuleType(name)
     module.__file__ = str(path)
     sys.modules[name] = module  # dataclasses and pickle look a function's module up by name
-    # The folder stays: a function may import its neighbour when it is called, in the workers that are forked from here.
+    # The folder stays: a function may import its neighbour when it is called, in the workers that
+    # are forked from here.
     folder = str(path.parent)
     is_new = folder not in sys.path
     if is_new:
@@ -138,8 +141,9 @@ def _run_file(path: Path) -> ModuleType:
 
 
 def _check_neighbours(path: Path, code: bytes) -> None:
-    """ShoalError where the file, or a neighbour that it imports, imports a module that another folder has too: Python
-    keeps one module of a name, and one of the two files would get the other's."""
+    """ShoalError where the file, or a neighbour that it imports, imports a module that another
+    folder has too: Python keeps one module of a name, and one of the two files would get the
+    other's."""
     unread = [(path, code)]
     known: set[str] = set()
     while unread:
@@ -165,7 +169,8 @@ def _check_neighbours(path: Path, code: bytes) -> None:
 
 
 def _origins(name: str) -> list[Path]:
-    """The file that Python takes for a module; of a package without an __init__.py the folders, which it joins."""
+    """The file that Python takes for a module; of a package without an __init__.py the folders,
+    which it joins."""
     spec = importlib.util.find_spec(name)
     if spec is None:
         return []
@@ -175,7 +180,8 @@ def _origins(name: str) -> list[Path]:
 
 
 def _imported_names(code: bytes) -> set[str]:
-    """The first names of the modules that a file's text imports, wherever in it; none of a text that is not Python."""
+    """The first names of the modules that a file's text imports, wherever in it; none of a text
+    that is not Python."""
     try:
         tree = ast.parse(code)
     except (SyntaxError, ValueError):

@@ -2,10 +2,11 @@
 
     submit -> calls -> supervised workers (`workers/`) -> results -> ScoreColumn -> collect
 
-Where a call for several completions fails, each of them is called alone, which shows whose fault it is; the others keep
-the values that they get alone. Once a call of a step has hung or died, the rest of that step is called one by one. So a
-function that hangs on everything costs at most one limit for the first calls of a step, and then one limit for each
-completion, `reward.workers` at a time: limit * (1 + P*G / workers); `RewardWatch` ends the run earlier.
+Where a call for several completions fails, each of them is called alone, which shows whose fault it
+is; the others keep the values that they get alone. Once a call of a step has hung or died, the rest
+of that step is called one by one. So a function that hangs on everything costs at most one limit
+for the first calls of a step, and then one limit for each completion, `reward.workers` at a time:
+limit * (1 + P*G / workers); `RewardWatch` ends the run earlier.
 """
 
 from __future__ import annotations
@@ -26,13 +27,15 @@ from shoal.workers.pool import Limits, WorkerPool
 from shoal.workers.process import Header
 
 SILENT_SECONDS = 120.0
-"""After how long without a word the supervisor counts as stuck: while it has calls it sends something each second."""
+"""After how long without a word the supervisor counts as stuck: while it has calls it sends
+something each second."""
 FIRST_REPORT_SECONDS = 10.0
 """After how long a wait is reported."""
 REPORT_SECONDS = 30.0
 """How often it is reported then."""
 GENEROUS = 2.0
-"""By how much calls may pass the time that they take at most, before the supervisor counts as stuck."""
+"""By how much calls may pass the time that they take at most, before the supervisor counts as
+stuck."""
 _GIB = 2**30
 
 
@@ -55,10 +58,11 @@ class RewardPool:
     >>> pool.collect(wait=True)
     [(4, Scores(...))]
 
-    The task's own functions are called in this process, and so are all with `reward.workers=0`. The others run in
-    processes that are forked from this one, so that any function can be one, a closure or one of a notebook; best
-    before JAX starts its threads. `async` functions run together on the event loop of one more process. At
-    `reward.timeout_seconds` and `reward.memory_gib` a call is ended with its process and everything that it started.
+    The task's own functions are called in this process, and so are all with `reward.workers=0`. The
+    others run in processes that are forked from this one, so that any function can be one, a
+    closure or one of a notebook; best before JAX starts its threads. `async` functions run together
+    on the event loop of one more process. At `reward.timeout_seconds` and `reward.memory_gib` a
+    call is ended with its process and everything that it started.
     """
 
     def __init__(
@@ -66,7 +70,8 @@ class RewardPool:
     ) -> None:
         if not functions or len({one.name for one in functions}) < len(functions):
             raise ValueError(
-                f"expected one function or more, each of its own name; got {[f.name for f in functions]}"
+                f"expected one function or more, each of its own name; got "
+                f"{[f.name for f in functions]}"
             )
         self.functions, self.section, self.max_steps = tuple(functions), section, max_steps
         self._remote = (
@@ -110,14 +115,17 @@ class RewardPool:
         messages: Sequence[Any] = (),
         environments: Sequence[Any] = (),
     ) -> None:
-        """Queues P groups (texts[P][G]) under a ticket; returns at once. `on_error` stands in for `reward.on_error`; a
-        `trial`, of known answers, says what each of a group is, and ends with the first that takes too long: the later
-        ones are NaN. `messages` and `environments`, [P][G], are of rollouts with turns (`Batch`).
+        """Queues P groups (texts[P][G]) under a ticket; returns at once. `on_error` stands in for
+        `reward.on_error`; a `trial`, of known answers, says what each of a group is, and ends with
+        the first that takes too long: the later ones are NaN. `messages` and `environments`,
+        [P][G], are of rollouts with turns (`Batch`).
 
-        Raises ShoalError for a column that cannot be sent to another process, and once the workers have ended."""
+        Raises ShoalError for a column that cannot be sent to another process, and once the workers
+        have ended."""
         if self._remote and self._workers is None:
             raise ShoalError(
-                "the reward workers have ended, so nothing more can be scored: start or resume the run "
+                "the reward workers have ended, so nothing more can be scored: start or resume the "
+                "run "
                 "again"
             )
         policy = on_error or self.section.on_error
@@ -159,12 +167,13 @@ class RewardPool:
                 self._call(job, one, None, body, one.awaits)
 
     def collect(self, wait: bool = False) -> list[tuple[Hashable, Scores]]:
-        """The scores that are complete, each ticket once; with `wait`, not before one is, unless nothing is queued.
+        """The scores that are complete, each ticket once; with `wait`, not before one is, unless
+        nothing is queued.
 
-        A long wait is reported on stderr. A KeyboardInterrupt out of it, such as that of `StopSignal.raising_at_once`,
-        leaves a pool that can only be closed. Raises ShoalError, naming function, step and example, where
-        `reward.on_error` is `error` and a function failed, or too many calls failed (`reward.max_failed_share`), and
-        where the supervisor is stuck."""
+        A long wait is reported on stderr. A KeyboardInterrupt out of it, such as that of
+        `StopSignal.raising_at_once`, leaves a pool that can only be closed. Raises ShoalError,
+        naming function, step and example, where `reward.on_error` is `error` and a function failed,
+        or too many calls failed (`reward.max_failed_share`), and where the supervisor is stuck."""
         self._receive()
         if wait:
             self._wait()
@@ -220,7 +229,8 @@ class RewardPool:
                 raise self._stuck(SILENT_SECONDS) from None
 
     def _take(self, number: int, reply: Header) -> None:
-        """Enters the reply to a call; where one for several completions failed, each is to be called alone."""
+        """Enters the reply to a call; where one for several completions failed, each is to be
+        called alone."""
         job, one, i = self._calls.pop(number)
         if job.done or number not in job.open[one.name]:
             return
@@ -311,8 +321,8 @@ class RewardPool:
             raise self._lost() from None
 
     def _wait(self) -> None:
-        """Until a job is scored, if one is queued. The supervisor is stuck where it is silent, or has taken much longer
-        than limits allow."""
+        """Until a job is scored, if one is queued. The supervisor is stuck where it is silent, or
+        has taken much longer than limits allow."""
         start = time.monotonic()
         next_report = start + FIRST_REPORT_SECONDS
         while self._jobs and not self._done and self._workers is not None:
@@ -327,7 +337,8 @@ class RewardPool:
                 next_report = now + REPORT_SECONDS
                 print(
                     f"waiting for rewards for {int(now - start)} s: {self._describe_queue()}; "
-                    f"reward.timeout_seconds={exact(self.section.timeout_seconds)} is the limit of a call",
+                    f"reward.timeout_seconds={exact(self.section.timeout_seconds)} is the limit of "
+                    f"a call",
                     file=sys.stderr,
                     flush=True,
                 )
@@ -353,7 +364,9 @@ class RewardPool:
         queue = self._describe_queue()
         self.close()
         return ShoalError(
-            f"waited {seconds:.0f} s for rewards ({queue}), but the process that starts reward workers "
-            f"is stopped or stuck; check what holds it, such as storage that does not answer, and start "
+            f"waited {seconds:.0f} s for rewards ({queue}), but the process that starts reward "
+            f"workers "
+            f"is stopped or stuck; check what holds it, such as storage that does not answer, and "
+            f"start "
             f"or resume the run again"
         )

@@ -1,5 +1,6 @@
-"""The scores of groups: results of calls weighed and summed, failures by the policy `reward.on_error`, and rewards that
-cannot work: functions that fail for everything, or judge nothing."""
+"""The scores of groups: results of calls weighed and summed, failures by the policy
+`reward.on_error`, and rewards that cannot work: functions that fail for everything, or judge
+nothing."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ Policy = Literal["error", "zero", "skip"]
 NUM_RECENT = 64
 """Of so many last completions, `reward.max_failed_share` may fail."""
 HOPELESS_SECONDS = 180.0
-"""Of waiting in which no call returned; the completions tried by then, however few, are taken for all."""
+"""Of waiting in which no call returned; the completions tried by then, however few, are taken for
+all."""
 NUM_UNSCORED = 32
 """Groups in a row without any score after which a run ends."""
 
@@ -80,7 +82,8 @@ def failure_lines(failures: Iterable[Failure]) -> list[str]:
 
 
 def failed_figures(failures: Iterable[Failure]) -> dict[str, int]:
-    """For how many completions functions failed, `failed`, and each one, `failed/{function}`; none where none did."""
+    """For how many completions functions failed, `failed`, and each one, `failed/{function}`; none
+    where none did."""
     counts = Counter(one.function for one in failures if one.completion is not None)
     return (
         {"failed": counts.total()} | {f"failed/{name}": count for name, count in counts.items()}
@@ -94,7 +97,8 @@ def failed_figures(failures: Iterable[Failure]) -> dict[str, int]:
 
 @dataclass
 class FunctionCalls:
-    """The results of one function's calls for one batch: of all at once, and one by one where that failed."""
+    """The results of one function's calls for one batch: of all at once, and one by one where that
+    failed."""
 
     whole: CallResult | None = None
     singles: dict[int, CallResult] = field(default_factory=dict)
@@ -107,8 +111,9 @@ def call_here(
     calls: dict[str, FunctionCalls],
     decides: Callable[[RewardFunction, int | None, CallResult], bool],
 ) -> None:
-    """Calls functions in this process, the `async` ones together, and fills `calls`, by name. No more calls are made
-    once a result `decides`; it is not asked of a failed call of several completions, since each is called alone."""
+    """Calls functions in this process, the `async` ones together, and fills `calls`, by name. No
+    more calls are made once a result `decides`; it is not asked of a failed call of several
+    completions, since each is called alone."""
 
     async def gather() -> list[CallResult]:
         return await asyncio.gather(*(call_async(one, part) for one, _, part in waiting))
@@ -144,7 +149,8 @@ def call_here(
 
 
 def weighted_sum(weights: Sequence[float], values: np.ndarray) -> np.ndarray:
-    """values[F, N] of F functions -> float64[N]: NaN, where one could not judge, is left out; NaN where all are."""
+    """values[F, N] of F functions -> float64[N]: NaN, where one could not judge, is left out; NaN
+    where all are."""
     summed = np.einsum("f,fn->n", np.asarray(weights, np.float64), np.nan_to_num(values, nan=0.0))
     return np.where(np.isnan(values).all(axis=0), np.nan, summed)
 
@@ -156,8 +162,8 @@ def sum_scores(
     on_error: Policy,
     limit_seconds: float = 0.0,
 ) -> Scores:
-    """The weighted sum. Raises `ShoalError` for the first function that breaks its convention, or failed under the
-    policy `error`."""
+    """The weighted sum. Raises `ShoalError` for the first function that breaks its convention, or
+    failed under the policy `error`."""
     columns = [
         ScoreColumn(one, batch, on_error, limit_seconds).fill(calls[one.name]) for one in functions
     ]
@@ -233,7 +239,8 @@ class ScoreColumn:
             self._fail(
                 part.start + i,
                 CallResult(kind="not a number", text=text),
-                f"for {self.batch.describe(part.start + i)}: expected a finite number, or None where it cannot "
+                f"for {self.batch.describe(part.start + i)}: expected a finite number, or None "
+                f"where it cannot "
                 f"judge",
             )
         for column, values in result.extra.items():
@@ -281,8 +288,8 @@ class ScoreColumn:
 
 
 class RewardWatch:
-    """What the last results and scores say about a pool's functions. ShoalError where the run is to end; never with
-    `reward.max_failed_share=1`."""
+    """What the last results and scores say about a pool's functions. ShoalError where the run is to
+    end; never with `reward.max_failed_share=1`."""
 
     def __init__(self, functions: Sequence[RewardFunction], section: RewardSection) -> None:
         self.section = section
@@ -336,15 +343,17 @@ class RewardWatch:
     def _failed(self, name: str, reason: str) -> ShoalError:
         recent, allowed = self._recent[name], self.section.max_failed_share
         return ShoalError(
-            f"reward function {name!r} failed for {sum(recent)} of the last {len(recent)} completions, "
+            f"reward function {name!r} failed for {sum(recent)} of the last {len(recent)} "
+            f"completions, "
             f"more than reward.max_failed_share={exact(allowed)}{reason}; the first: "
-            f"{self._first_failures[name]}. Repair the function, or raise reward.max_failed_share (1: no "
+            f"{self._first_failures[name]}. Repair the function, or raise reward.max_failed_share "
+            f"(1: no "
             "limit)"
         )
 
     def add_scores(self, batch: Batch, scores: Scores) -> None:
-        """Counts groups in a row for whose completions every function returned None. The known answers of a trial are
-        as different as groups, but never enough alone."""
+        """Counts groups in a row for whose completions every function returned None. The known
+        answers of a trial are as different as groups, but never enough alone."""
         for judged in scores.valid.reshape(-1, 1) if batch.trial else scores.valid:
             self._unscored = 0 if judged.any() else self._unscored + (not scores.failures)
         if batch.trial:
@@ -352,7 +361,9 @@ class RewardWatch:
         elif self._unscored >= NUM_UNSCORED and self.section.max_failed_share < 1:
             names = ", ".join(scores.components)
             raise ShoalError(
-                f"{names} returned None for every completion of {self._unscored} groups in a row, the "
-                f"last for {batch.describe(len(batch) - 1)}: nothing can be learned; return a number for "
+                f"{names} returned None for every completion of {self._unscored} groups in a row, "
+                f"the "
+                f"last for {batch.describe(len(batch) - 1)}: nothing can be learned; return a "
+                f"number for "
                 "what can be judged, or set reward.max_failed_share=1 (no limit)"
             )

@@ -1,1 +1,2 @@
-"""Plays groups: a request becomes completions with rewards. Nothing here knows how they are learned from."""
+"""Plays groups: a request becomes completions with rewards. Nothing here knows how they are learned
+from."""

@@ -3,8 +3,9 @@
     Fleet -> RayHost  --(submit, load)------>  Worker -> ThreadHost -> EngineHost
                       <--(answers, progress)---
 
-A worker is trusted as the trainer is, since Ray pickles what it carries; it knows nothing of rewards. It ends with the
-trainer, however that ends. Everything that Ray raises is one of two things here: `HostLost`, or an error of the user's.
+A worker is trusted as the trainer is, since Ray pickles what it carries; it knows nothing of
+rewards. It ends with the trainer, however that ends. Everything that Ray raises is one of two
+things here: `HostLost`, or an error of the user's.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ NEWS_SECONDS = 1.0
 """How often a worker that has no answers tells its progress."""
 CONNECT_SECONDS = 30.0
 FETCH_BYTES = 1 << 30
-"""Bytes of tensors that a node fetches from another at once: one by one, each takes the network's delay."""
+"""Bytes of tensors that a node fetches from another at once: one by one, each takes the network's
+delay."""
 TOKEN, TOKEN_MODE = "RAY_AUTH_TOKEN", "RAY_AUTH_MODE"
 """Ray's variables: the secret of a cluster, and whether there is one."""
 LONGEST_REASON = 250
@@ -100,8 +102,9 @@ class Worker:
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._news.set)
 
-    # These are coroutines, of which only `join` and `news` wait. Ray may begin them in another order than they were
-    # called in (of 20,000 calls 870 were overtaken), so what has an order goes through `call`.
+    # These are coroutines, of which only `join` and `news` wait. Ray may begin them in another
+    # order than they were called in (of 20,000 calls 870 were overtaken), so what has an order goes
+    # through `call`.
 
     async def place(self) -> Place:
         return Place(ray.get_runtime_context().get_node_id(), os.getpid())
@@ -134,7 +137,8 @@ class Worker:
         self._joined.load(manifest)
 
     async def news(self, seconds: float) -> tuple[dict[int, list[Completion]], HostProgress]:
-        """Answers as soon as there are some, else none after so many seconds; and what the host has done."""
+        """Answers as soon as there are some, else none after so many seconds; and what the host has
+        done."""
         self._loop = asyncio.get_running_loop()
         if self._host is None:
             await asyncio.sleep(seconds)
@@ -154,8 +158,8 @@ class Worker:
 
 
 class RayHost:
-    """A `Host` that is a `Worker`. It has room for requests once the worker has a place in the cluster, is ready, and
-    has proved itself.
+    """A `Host` that is a `Worker`. It has room for requests once the worker has a place in the
+    cluster, is ready, and has proved itself.
 
     No call waits for the worker: what it has said since is taken up by the next `poll`."""
 
@@ -177,7 +181,8 @@ class RayHost:
     def load(self, manifest: Manifest) -> None:
         self._manifests = {number: one for number, one in self._manifests.items() if one.exists}
         self._manifests[manifest.version] = manifest
-        # Calls that wait for a worker which the cluster has no room for would keep every version that they name.
+        # Calls that wait for a worker which the cluster has no room for would keep every version
+        # that they name.
         if self._capacity >= 0:
             self._send("load", manifest, list(self._manifests))
 
@@ -297,7 +302,8 @@ class Cluster:
 
     @property
     def may_span_machines(self) -> bool:
-        """True unless Ray was started here: others of a cluster may come at any time, by an autoscaler as well."""
+        """True unless Ray was started here: others of a cluster may come at any time, by an
+        autoscaler as well."""
         return self.connection.watcher is None
 
     def start(self, name: str) -> RayHost:
@@ -328,13 +334,15 @@ class Cluster:
             return
         wanted = f"{_resources_text(self.resources)} each"
         text = (
-            f"of sampler.workers={self.workers}, which ask for {wanted}, {len(self.alive)} started in "
+            f"of sampler.workers={self.workers}, which ask for {wanted}, {len(self.alive)} started "
+            f"in "
             f"ray.wait_seconds={exact(self.wait_seconds)}; the cluster has "
             f"{_resources_text(ray.cluster_resources())}"
         )
         if not self.alive:
             raise ShoalError(
-                f"{text}: lower sampler.workers, sampler.devices_per_worker or sampler.resources, or add "
+                f"{text}: lower sampler.workers, sampler.devices_per_worker or sampler.resources, "
+                f"or add "
                 "nodes"
             )
         self._late = True
@@ -350,8 +358,10 @@ class Cluster:
         if isinstance(error, OutOfMemoryError):
             used = re.search(r"[\d.]+GB used / [\d.]+GB limit", text)
             return (
-                f"Ray has killed it, as the memory of its machine ran out ({used[0] if used else 'no figures'}): "
-                "lower sampling.slots_per_device, or give each worker more of a machine by sampler.resources"
+                f"Ray has killed it, as the memory of its machine ran out "
+                f"({used[0] if used else 'no figures'}): "
+                "lower sampling.slots_per_device, or give each worker more of a machine by "
+                "sampler.resources"
             )
         if found := re.search(r"pid[:=] ?(\d+)", text):
             node: Any = _ray_worker.global_worker.node
@@ -371,15 +381,18 @@ class Cluster:
         return f"its process has ended{said}" if "died" in text else f"it cannot be reached{said}"
 
     def say_room(self) -> None:
-        """Says how many of the workers the cluster has no room for now: the others wait, and nothing else tells."""
+        """Says how many of the workers the cluster has no room for now: the others wait, and
+        nothing else tells."""
         free = _ray_state.available_resources_per_node().values()
         room = sum(_times(self.resources, one) for one in free)
         if room >= self.workers:
             return
         then = f"sampling begins with {room}, the others join" if room else "they start"
         self.say(
-            f"of sampler.workers={self.workers}, which ask for {_resources_text(self.resources)} each, the "
-            f"cluster has room for {room} now ({_resources_text(ray.available_resources())} are free): {then} "
+            f"of sampler.workers={self.workers}, which ask for {_resources_text(self.resources)} "
+            f"each, the "
+            f"cluster has room for {room} now ({_resources_text(ray.available_resources())} are "
+            f"free): {then} "
             "when there is room"
         )
 
@@ -424,7 +437,8 @@ def connect(address: str, local_cpus: int) -> Connection:
             _forget_token(token)
         first = " ".join(str(error).split())[:300]
         raise ShoalError(
-            f"ray.address={address}: {first}; start Ray there with the same Python and the same version "
+            f"ray.address={address}: {first}; start Ray there with the same Python and the same "
+            f"version "
             "of Ray (ray start --head), or leave ray.address out to start it here"
         ) from error
     finally:
@@ -443,8 +457,9 @@ def connect(address: str, local_cpus: int) -> Connection:
 
 
 def _private_token() -> str:
-    """A secret for a cluster that is started here; empty where the user has chosen one, or none. Without it Ray would
-    write one to ~/.ray/auth_token, with which nobody then joins a cluster that was started without."""
+    """A secret for a cluster that is started here; empty where the user has chosen one, or none.
+    Without it Ray would write one to ~/.ray/auth_token, with which nobody then joins a cluster that
+    was started without."""
     chosen = any(name in os.environ for name in (TOKEN, f"{TOKEN}_PATH", TOKEN_MODE))
     return (
         "" if chosen or Path("~/.ray/auth_token").expanduser().exists() else secrets.token_hex(32)
@@ -463,7 +478,8 @@ def _forget_token(token: str) -> None:
 
 
 def _own_reason(text: str) -> str:
-    """What Ray says of the end of an actor, in short and in parentheses; empty where it says nothing."""
+    """What Ray says of the end of an actor, in short and in parentheses; empty where it says
+    nothing."""
     lines = [line.strip() for line in text.splitlines()]
     said = next(
         (
@@ -486,11 +502,13 @@ def _times(wanted: Mapping[str, float], free: Mapping[str, float]) -> int:
 
 
 def check_address(address: str) -> str:
-    """The address of the cluster, empty where Ray is started here. ShoalError where no cluster can be joined."""
+    """The address of the cluster, empty where Ray is started here. ShoalError where no cluster can
+    be joined."""
     address = address or os.environ.get("RAY_ADDRESS", "")
     if address.startswith("ray://"):
         raise ShoalError(
-            f"ray.address={address}: the trainer has to run on a machine of the cluster: give auto or "
+            f"ray.address={address}: the trainer has to run on a machine of the cluster: give auto "
+            f"or "
             "HOST:PORT there, or ray job submit -- shoal train ..."
         )
     host, _, port = address.rpartition(":")
@@ -511,14 +529,16 @@ def _check_answers(address: str, host: str, port: str) -> None:
         except (OSError, ValueError) as error:
             if isinstance(error, ValueError) or time.monotonic() > deadline - 1:
                 raise ShoalError(
-                    f"ray.address={address}: nothing answers there ({error}); give auto or HOST:PORT of "
+                    f"ray.address={address}: nothing answers there ({error}); give auto or "
+                    f"HOST:PORT of "
                     "a cluster (ray start --head), or leave it out to start Ray here"
                 ) from error
             time.sleep(1)
 
 
 def accelerator() -> str:
-    """What Ray calls the accelerators of the cluster: GPU or TPU; CPU where it has none, or none is to be used."""
+    """What Ray calls the accelerators of the cluster: GPU or TPU; CPU where it has none, or none is
+    to be used."""
     if os.environ.get("JAX_PLATFORMS") == "cpu":
         return "CPU"
     return next((name for name in ("TPU", "GPU") if ray.cluster_resources().get(name)), "CPU")
@@ -532,10 +552,10 @@ class _Holder:
 
 
 def hold_accelerators(kind: str, trainer: str, wanted: float, seconds: float) -> tuple[Any, int]:
-    """An actor that holds the trainer's accelerators of this machine until it is forgotten, and how many; this process
-    sees no others. `trainer`: mesh.trainer; empty for those that the `wanted` ones of the workers leave, which take
-    those of other machines first. None and 0 where the machine has none of this kind, or Ray chose those of this
-    process already."""
+    """An actor that holds the trainer's accelerators of this machine until it is forgotten, and how
+    many; this process sees no others. `trainer`: mesh.trainer; empty for those that the `wanted`
+    ones of the workers leave, which take those of other machines first. None and 0 where the
+    machine has none of this kind, or Ray chose those of this process already."""
     node, nodes = (
         ray.get_runtime_context().get_node_id(),
         [one for one in ray.nodes() if one["Alive"]],
@@ -551,8 +571,10 @@ def hold_accelerators(kind: str, trainer: str, wanted: float, seconds: float) ->
     )
     if not (count := len(asked) if isinstance(asked, list) else asked):
         raise ShoalError(
-            f"the workers ask for {wanted:g} {kind}, which are all {here} of this machine: the trainer "
-            "would have none; lower sampler.workers or sampler.devices_per_worker, or set mesh.trainer"
+            f"the workers ask for {wanted:g} {kind}, which are all {here} of this machine: the "
+            f"trainer "
+            "would have none; lower sampler.workers or sampler.devices_per_worker, or set "
+            "mesh.trainer"
         )
     needs: dict[str, Any] = {"num_gpus": count} if kind == "GPU" else {"resources": {kind: count}}
     holder: Any = (
@@ -568,7 +590,8 @@ def hold_accelerators(kind: str, trainer: str, wanted: float, seconds: float) ->
         found = ray.get(holder.ids.remote(kind), timeout=seconds)
     except RayError as error:
         raise ShoalError(
-            f"the trainer asks for {count} {kind} of this machine, which has {here}, and others of the "
+            f"the trainer asks for {count} {kind} of this machine, which has {here}, and others of "
+            f"the "
             "cluster hold some: lower mesh.trainer, or wait for them"
         ) from error
     os.environ[VISIBLE[kind]] = ",".join(found)
@@ -576,9 +599,11 @@ def hold_accelerators(kind: str, trainer: str, wanted: float, seconds: float) ->
 
 
 def _has_chosen(kind: str) -> bool:
-    """True if Ray gave this process its accelerators: to a task or an actor, or to the entry point of a job. A variable
-    that the user or the batch system has set is no such choice: nothing keeps Ray from giving those to a worker."""
-    # A job's entry point is a child of the actor that has them, with the last of these variables if that has none.
+    """True if Ray gave this process its accelerators: to a task or an actor, or to the entry point
+    of a job. A variable that the user or the batch system has set is no such choice: nothing keeps
+    Ray from giving those to a worker."""
+    # A job's entry point is a child of the actor that has them, with the last of these variables if
+    # that has none.
     is_job = (
         os.environ.get(VISIBLE[kind])
         and "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
@@ -613,7 +638,8 @@ class ObjectPublisher(Publisher):
                 checksums[name] = int(sum)
         except ObjectStoreFullError as error:
             raise ShoalError(
-                "publish.channel=ray: Ray's object store has no room for the weights: start Ray with a "
+                "publish.channel=ray: Ray's object store has no room for the weights: start Ray "
+                "with a "
                 "larger one (--object-store-memory), or set publish.channel=files"
             ) from error
         return ObjectVersion(version, refs, checksums)
@@ -634,7 +660,8 @@ def _first_bytes(
 
 @dataclass(frozen=True)
 class ObjectVersion(StoredVersion):
-    """A version in Ray's object store, which keeps an object as long as any process refers to it."""
+    """A version in Ray's object store, which keeps an object as long as any process refers to
+    it."""
 
     version: int
     refs: dict[str, Any]

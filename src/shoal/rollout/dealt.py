@@ -1,11 +1,15 @@
-"""Deals a step's requests to the processes of a run, which exchange the groups that they have finished.
+"""Deals a step's requests to the processes of a run, which exchange the groups that they have
+finished.
 
-    requests 0 1 2 3 4 -> process 0 samples 0 2 4, process 1 samples 1 3 -> all have the groups 0 1 2 3 4
+    requests 0 1 2 3 4 -> process 0 samples 0 2 4, process 1 samples 1 3
+                       -> all have the groups 0 1 2 3 4
 
-More requests of the same step (dynamic sampling's) are dealt on from there: the next is process 1's.
+More requests of the same step (dynamic sampling's) are dealt on from there: the next is process
+1's.
 
-A sampler is local to its process: it has whole replicas, and samples without waiting for others. Every process
-continues with what was exchanged, its own groups too, so that all learn from the same numbers.
+A sampler is local to its process: it has whole replicas, and samples without waiting for others.
+Every process continues with what was exchanged, its own groups too, so that all learn from the same
+numbers.
 """
 
 from __future__ import annotations
@@ -40,9 +44,11 @@ NOWHERE = Example(0, "")
 
 @dataclass
 class DealtSource:
-    """A `RolloutSource` of several processes: in each of them `source` samples a share of the requests.
+    """A `RolloutSource` of several processes: in each of them `source` samples a share of the
+    requests.
 
-    Where a process is asked to stop, or a reward or a publication raises there, all of them raise that.
+    Where a process is asked to stop, or a reward or a publication raises there, all of them raise
+    that.
     """
 
     source: RolloutSource
@@ -148,7 +154,8 @@ class DealtSource:
         return self.source.published()
 
     def _add(self, total: RolloutStats, stats: dict) -> None:
-        """Adds a process's figures: the seconds of the one that took longest since they were last read, else sums."""
+        """Adds a process's figures: the seconds of the one that took longest since they were last
+        read, else sums."""
         for name in ("sample_seconds", "reward_seconds", "busy_seconds", "unchanged"):
             setattr(total, name, max(getattr(total, name), stats[name]))
         for name in ("tokens", "host_tokens", "preempted", "drawing", "places"):

@@ -1,9 +1,11 @@
-"""The one `RolloutSource`: asks hosts for groups by address, has them rewarded, hands them over in the order asked.
+"""The one `RolloutSource`: asks hosts for groups by address, has them rewarded, hands them over in
+the order asked.
 
     request -> ledger -> a host with room -> completions -> rewards -> ledger -> take
 
-With a host in the caller's thread all of this happens in `take`. With hosts that run by themselves a thread of the
-fleet's does it while the caller learns; only one thread at a time touches the ledger.
+With a host in the caller's thread all of this happens in `take`. With hosts that run by themselves
+a thread of the fleet's does it while the caller learns; only one thread at a time touches the
+ledger.
 """
 
 from __future__ import annotations
@@ -74,9 +76,9 @@ QUEUES = {
 class Fleet:
     """Groups of any purpose from any number of hosts.
 
-    Which groups a step learns from is what it asked for, not what finishes first: a restarted run asks again, and gets
-    the same. `by_itself`: the hosts sample whenever they have requests; else only while their groups are taken, by
-    `poll` in the caller's thread.
+    Which groups a step learns from is what it asked for, not what finishes first: a restarted run
+    asks again, and gets the same. `by_itself`: the hosts sample whenever they have requests; else
+    only while their groups are taken, by `poll` in the caller's thread.
     """
 
     publisher: Publisher
@@ -120,7 +122,8 @@ class Fleet:
             for name, host in self.hosts.items()
         }
         self._lost = self._lost_tokens = 0
-        # (step, data row) of the newest step's groups -> the host that sampled it, and its losses before
+        # (step, data row) of the newest step's groups -> the host that sampled it, and its losses
+        # before
         self._sampled_by: dict[tuple[int, int], tuple[str, int]] = {}
         self._patience = max(LONG_WAIT_SECONDS, 2 * self.stall_seconds)
         self._taking: tuple[Purpose, int] | None = None
@@ -154,7 +157,8 @@ class Fleet:
     def publish(self, version: int, params: Params, keep_from: int | None = None) -> None:
         with self._changed:
             self.keep_from = version if keep_from is None else keep_from
-            self._release()  # before the new version: on a device that is nearly full both may not fit
+            # before the new version: on a device that is nearly full both may not fit
+            self._release()
         started = time.perf_counter()
         manifest = self.publisher.publish(
             version, params
@@ -181,9 +185,11 @@ class Fleet:
             if missing := [
                 one.request.version for one in wanted if not self._is_published(one.request)
             ]:
-                # A fault of the schedule: sampling from another version would break the bound on staleness unseen.
+                # A fault of the schedule: sampling from another version would break the bound on
+                # staleness unseen.
                 raise RuntimeError(
-                    f"version {missing[0]} is requested, but only {sorted(self.publisher.versions)} are "
+                    f"version {missing[0]} is requested, but only "
+                    f"{sorted(self.publisher.versions)} are "
                     "published"
                 )
             self._taking = purpose, step
@@ -224,8 +230,8 @@ class Fleet:
             group = groups[number]
             completion = group.completions[index]
             host = self._sampled_by.get((group.step, group.example.row))
-            # Of older tokens the difference is the trainer's own progress, too. A NaN is the trainer's
-            # own: an answer with one is refused when it comes.
+            # Of older tokens the difference is the trainer's own progress, too. A NaN is the
+            # trainer's own: an answer with one is refused when it comes.
             compared = (
                 completion.loss_mask & (completion.versions == version) & np.isfinite(trained)
             )
@@ -239,7 +245,8 @@ class Fleet:
                     continue
                 self._lose(
                     member,
-                    f"the log-probs of its tokens differ from the trainer's by {gap:.3g} in the mean at "
+                    f"the log-probs of its tokens differ from the trainer's by {gap:.3g} in the "
+                    f"mean at "
                     f"version {version}, more than {self.logprob_tolerance:.3g}, three times "
                     "vllm.tolerance: its answers are of other weights, prompts or tokens",
                 )
@@ -263,7 +270,8 @@ class Fleet:
             return stats
 
     def _add_hosts(self, stats: RolloutStats) -> None:
-        """What hosts did since this was last asked for; in the caller's thread that was all for one purpose."""
+        """What hosts did since this was last asked for; in the caller's thread that was all for one
+        purpose."""
         now, before, self._read_at = time.monotonic(), self._read_at, time.monotonic()
         for member in self.members.values():
             self._ask(member, lambda host, member=member: member.look(now))
@@ -328,7 +336,8 @@ class Fleet:
                 with self.stop.raising_at_once():
                     self._changed.wait(WAIT_SECONDS)
             else:
-                # Once all is sampled there is nothing to do but to wait for rewards, which may hang.
+                # Once all is sampled there is nothing to do but to wait for rewards, which may
+                # hang.
                 self._turn(
                     self.stop.raising_at_once,
                     wait=all(
@@ -338,7 +347,8 @@ class Fleet:
                 )
 
     def _say_waiting(self, entries: Sequence[PendingGroup], began: float) -> None:
-        """Says what is waited for, once that takes long, and then where it takes twice as long as was said before."""
+        """Says what is waited for, once that takes long, and then where it takes twice as long as
+        was said before."""
         if (seconds := time.time() - began) < self._patience:
             return
         self._patience *= 2
@@ -346,17 +356,19 @@ class Fleet:
             entries[0].request,
             {name: one.progress.version for name, one in self.members.items()},
         )
-        hosts = {
-            name: f"{name} ({f'weights {version_text(version)}' if version >= 0 else 'no weights yet'})"
+        weights = {
+            name: f"weights {version_text(version)}" if version >= 0 else "no weights yet"
             for name, version in versions.items()
         }
+        hosts = {name: f"{name} ({text})" for name, text in weights.items()}
         what = (
             f"the groups of step {request.step + 1}"
             if request.purpose is Purpose.TRAIN
             else f"the evaluation {version_text(request.version)}"
         )
         self.on_note(
-            f"waiting for {what} since {time.strftime('%H:%M:%S', time.localtime(began))}, {seconds:.0f} s: "
+            f"waiting for {what} since {time.strftime('%H:%M:%S', time.localtime(began))}, "
+            f"{seconds:.0f} s: "
             f"{whereabouts(entries, hosts)}"
         )
 
@@ -382,9 +394,11 @@ class Fleet:
         guard: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
         wait: bool = False,
     ) -> None:
-        """Gives groups to hosts, gathers their answers, has them rewarded. `guard` is around what may hang.
+        """Gives groups to hosts, gathers their answers, has them rewarded. `guard` is around what
+        may hang.
 
-        The lock is not held where functions of a user's may be called: a caller who gives up must not wait for them."""
+        The lock is not held where functions of a user's may be called: a caller who gives up must
+        not wait for them."""
         with self._changed:
             now, ready = time.monotonic(), self._play(guard)
             for member in self.members.values():
@@ -465,8 +479,8 @@ class Fleet:
     def _enter(
         self, member: Member, id: int, completions: Sequence[Completion]
     ) -> PendingGroup | None:
-        """Enters a host's answer; the group that can be rewarded now, if there is one. A host whose answer is wrong is
-        lost, with all that it has."""
+        """Enters a host's answer; the group that can be rewarded now, if there is one. A host whose
+        answer is wrong is lost, with all that it has."""
         id = self.ledger.parts.get(id, id)
         entry = self.ledger.entries.get(id)
         if self.player is None:
@@ -479,7 +493,8 @@ class Fleet:
             request = replace(
                 sample_request(entry.request, id, self.seed), has_turns=self.player is not None
             )
-            # This process's own engine is right about the rest; weights that are not finite are the trainer's to see.
+            # This process's own engine is right about the rest; weights that are not finite are the
+            # trainer's to see.
             reason = (
                 wrong_versions(request, completions, newest)
                 if member.restarts is None
@@ -512,8 +527,8 @@ class Fleet:
         return entry
 
     def _assign(self) -> None:
-        """Gives what waits to hosts with room, each to the one that should end it first: training's groups, the oldest
-        first, then an evaluation's, which have a share of their own."""
+        """Gives what waits to hosts with room, each to the one that should end it first: training's
+        groups, the oldest first, then an evaluation's, which have a share of their own."""
         batches: dict[str, list[PendingGroup]] = {}
         waiting = [one for one in self.ledger.at(Stage.WAITING) if self._may_start(one)]
         if self.player is not None:
@@ -532,7 +547,8 @@ class Fleet:
                 request, size = entry.request, entry.request.num_completions
                 if (request.purpose is Purpose.TRAIN) != is_training:
                     continue
-                # By room alone one host of four that is ten times slower made every step 4 to 6 times as long.
+                # By room alone one host of four that is ten times slower made every step 4 to 6
+                # times as long.
                 name = min(
                     (
                         name

@@ -1,10 +1,12 @@
-"""A group on its way, from what was asked for to what is handed over; the ledger has an entry for each.
+"""A group on its way, from what was asked for to what is handed over; the ledger has an entry for
+each.
 
     waiting -> running -> sampled -> rewarded -> handed over
        ^          |
        +---lost---+
 
-Whatever hosts answer, in whatever order and however often, a group is handed over once, in the order asked.
+Whatever hosts answer, in whatever order and however often, a group is handed over once, in the
+order asked.
 """
 
 from __future__ import annotations
@@ -171,11 +173,13 @@ def whereabouts(entries: Sequence[PendingGroup], hosts: Mapping[str, str]) -> st
 def sample_request(request: GroupRequest, id: int, seed: int) -> SampleRequest:
     """The sampler's request for a group.
 
-    Purpose, data set and greedy or sampled are part of the noise's address, with step and row: a prompt occurs once in
-    each of them, so no two completions of a run share their noise.
+    Purpose, data set and greedy or sampled are part of the noise's address, with step and row: a
+    prompt occurs once in each of them, so no two completions of a run share their noise.
     """
-    # An evaluation's step is a version and may equal a training step: without the purpose both would share noise.
-    purpose = f"{request.purpose}/{request.subset}/{'greedy' if request.params.temperature == 0 else 'sampled'}"
+    # An evaluation's step is a version and may equal a training step: without the purpose both
+    # would share noise.
+    mode = "greedy" if request.params.temperature == 0 else "sampled"
+    purpose = f"{request.purpose}/{request.subset}/{mode}"
     address = Address(seed, purpose, request.step, request.example.row)
     return SampleRequest(
         id,
@@ -195,8 +199,9 @@ def rollout_requests(
     new_id: Callable[[], int],
     turn_limits: Sequence[int],
 ) -> list[SampleRequest]:
-    """The requests for a group's rollouts of several turns, whose prompts are `prompts`: one for all, or, where
-    environments began them differently, one for each. `turn_limits`: of their first turns, 0 for none."""
+    """The requests for a group's rollouts of several turns, whose prompts are `prompts`: one for
+    all, or, where environments began them differently, one for each. `turn_limits`: of their first
+    turns, 0 for none."""
     request = replace(request, has_turns=True)
     if all(np.array_equal(ids, prompts[0]) for ids in prompts):
         return [replace(request, prompt_ids=prompts[0], turn_limits=tuple(turn_limits))]
@@ -222,9 +227,9 @@ def branch_request(
     used: int,
     turn_limit: int,
 ) -> SampleRequest:
-    """The request for what follows another prompt in a rollout of a group that has `used` so many tokens; `branch`: its
-    number, from 1. Two branches may reach one position: their noise differs by that number. `turn_limit`: of its first
-    turn, 0 for none."""
+    """The request for what follows another prompt in a rollout of a group that has `used` so many
+    tokens; `branch`: its number, from 1. Two branches may reach one position: their noise differs
+    by that number. `turn_limit`: of its first turn, 0 for none."""
     address = replace(request.address, purpose=f"{request.address.purpose}/branch {branch}")
     params = replace(request.params, max_tokens=request.params.max_tokens - used)
     return replace(
@@ -249,8 +254,8 @@ def make_group(
     scores: Scores,
     position: int = 0,
 ) -> Group:
-    """A group from its completions, in order of their index, and their texts; its rewards are at `position` of
-    `scores`."""
+    """A group from its completions, in order of their index, and their texts; its rewards are at
+    `position` of `scores`."""
     group = Group(
         purpose=request.purpose,
         step=request.step,
@@ -268,7 +273,8 @@ def make_group(
         extra={name: column[position] for name, column in scores.extra.items()},
         reward_weights={one.name: one.weight for one in task.rewards},
     )
-    # Judged apart from rewards: a weighted sum, or a reward of the user's own, says nothing about accuracy.
+    # Judged apart from rewards: a weighted sum, or a reward of the user's own, says nothing about
+    # accuracy.
     if task.correct_by in scores.components:
         return replace(group, correct=scores.components[task.correct_by][position] == 1)
     if task.correct is not None:
@@ -281,7 +287,8 @@ def make_group(
 
 @dataclass
 class GroupRewards:
-    """A group is submitted to the pool as soon as it is sampled, so that workers score it while others are sampled."""
+    """A group is submitted to the pool as soon as it is sampled, so that workers score it while
+    others are sampled."""
 
     task: Task
     pool: RewardPool
@@ -291,7 +298,8 @@ class GroupRewards:
     )
 
     def submit(self, entry: PendingGroup) -> None:
-        """Submits a sampled group to the pool; functions that are called in this process are called here."""
+        """Submits a sampled group to the pool; functions that are called in this process are called
+        here."""
         entry.texts = [self.decode(one.token_ids.tolist()) for one in entry.completions]
         sampled_ids, turns = (
             [one.token_ids[one.loss_mask].tolist() for one in entry.completions],

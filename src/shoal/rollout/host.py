@@ -22,9 +22,9 @@ from shoal.types import Completion, HostProgress, Manifest, Params, Purpose, Sam
 class EngineHost:
     """The engines of one mesh, one at work at a time; requests enter in the order submitted.
 
-    A request of an exact version waits until what samples from another has ended; those that may start on newer weights
-    take the newest, and new ones are loaded while they go on. `make_engine` is asked for the engine of each purpose and
-    group size, and may give one for several.
+    A request of an exact version waits until what samples from another has ended; those that may
+    start on newer weights take the newest, and new ones are loaded while they go on. `make_engine`
+    is asked for the engine of each purpose and group size, and may give one for several.
     """
 
     make_engine: Callable[[Purpose, int], Engine]
@@ -41,7 +41,8 @@ class EngineHost:
     _reading: tuple[Manifest, Future[Callable[[], Params]]] | None = (
         None  # the version that is being read
     )
-    stuck: bool = False  # since the last poll: nothing can be sampled before weights are loaded, or a turn goes on
+    # since the last poll: nothing can be sampled before weights are loaded, or a turn goes on
+    stuck: bool = False
     paused: bool = False  # nothing is sampled, and what has begun stays where it is
     _engine: Engine | None = None
     _exact: bool = True  # whether what the engine samples is of exactly its version
@@ -71,8 +72,8 @@ class EngineHost:
         self._engine.end(id, index)
 
     def cancel(self, id: int) -> None:
-        """Gives up a request, if it is not over: its completions are what has been sampled; of one that has not begun
-        and cannot begin, none come."""
+        """Gives up a request, if it is not over: its completions are what has been sampled; of one
+        that has not begun and cannot begin, none come."""
         self._feed()
         if self._engine is not None and id in self._engine.progress:
             self._engine.cancel(id)
@@ -122,12 +123,14 @@ class EngineHost:
         state.dispatches += bool(answers or not self.stuck)
         state.drawing, state.places = state.drawing + drawing, state.places + places
         if engine.idle and self.shares_memory and not self._queue:
-            engine.release_memory()  # before rewards are waited for: the update that follows needs the memory
+            # before rewards are waited for: the update that follows needs the memory
+            engine.release_memory()
         state.busy_seconds += time.perf_counter() - started
         return answers
 
     def _feed(self) -> None:
-        """Hands requests to their engine, as long as the next needs no other engine or weights than what it samples."""
+        """Hands requests to their engine, as long as the next needs no other engine or weights than
+        what it samples."""
         while self._queue:
             request = self._queue[0]
             engine = self.make_engine(request.purpose, request.num_completions)
@@ -142,7 +145,8 @@ class EngineHost:
             engine.submit([self._queue.popleft()])
 
     def _is_ready(self, engine: Engine, request: SampleRequest) -> bool:
-        """Whether the engine has the weights that a request may start on; it loads them where it can."""
+        """Whether the engine has the weights that a request may start on; it loads them where it
+        can."""
         if not engine.idle and (self._exact or request.exact):
             return self._exact and request.exact and engine.version == request.version
         if (
@@ -150,7 +154,8 @@ class EngineHost:
             if request.exact
             else request.version > self._newest
         ):
-            # A fault of the schedule: sampling from another version would break the bound on staleness unseen.
+            # A fault of the schedule: sampling from another version would break the bound on
+            # staleness unseen.
             raise RuntimeError(
                 f"version {request.version} is requested, but only {sorted(self._manifests)} are "
                 "published"
@@ -163,8 +168,8 @@ class EngineHost:
         return True
 
     def _load_newest(self, engine: Engine) -> int:
-        """Loads the newest version that can be fetched, if it is newer, or goes on reading it in the background; which
-        one the engine then has, -1 for none."""
+        """Loads the newest version that can be fetched, if it is newer, or goes on reading it in
+        the background; which one the engine then has, -1 for none."""
         manifest = self._manifests[max(self._manifests)] if self._manifests else None
         if (
             self._reading is not None
@@ -189,7 +194,8 @@ class EngineHost:
         return -1 if engine.parameters is None else engine.version
 
     def _load(self, engine: Engine, manifest: Manifest) -> None:
-        """Gives the engine a version's weights; later, where it samples and they are not read yet."""
+        """Gives the engine a version's weights; later, where it samples and they are not read
+        yet."""
         started, self._loading = time.perf_counter(), True
         try:
             if self._reading is None or self._reading[0] is not manifest:
@@ -203,7 +209,8 @@ class EngineHost:
 
 
 class ThreadHost:
-    """An `EngineHost` that runs in a thread of its own; `wake` is called there when answers have come."""
+    """An `EngineHost` that runs in a thread of its own; `wake` is called there when answers have
+    come."""
 
     def __init__(self, host: EngineHost, wake: Callable[[], None], name: str) -> None:
         self.host, self._wake = host, wake
@@ -249,7 +256,8 @@ class ThreadHost:
         with self._changed:
             self._closed = True
             self._changed.notify()
-        self._thread.join()  # at most a compiled step: what it runs cannot be left while the process goes on
+        # at most a compiled step: what it runs cannot be left while the process goes on
+        self._thread.join()
 
     def _call(self, call: Callable[[], None]) -> None:
         with self._changed:
@@ -276,7 +284,8 @@ class ThreadHost:
             self.host.close()
 
     def _wait_for_calls(self) -> bool:
-        """Makes the calls that have come, and waits for some while nothing can be sampled; False once closed."""
+        """Makes the calls that have come, and waits for some while nothing can be sampled; False
+        once closed."""
         with self._changed:
             while not self._closed:
                 calls, self._calls = self._calls, deque()

@@ -1,4 +1,5 @@
-"""A host as its fleet sees it: what it has, whether it makes progress, when it is made anew; and what is no answer."""
+"""A host as its fleet sees it: what it has, whether it makes progress, when it is made anew; and
+what is no answer."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from shoal.report.timeline import Timeline
 from shoal.types import Completion, GroupRequest, Host, HostProgress, Purpose, SampleRequest
 
 FIRST_SECONDS = 600.0
-"""How long a host that reads weights or compiles may not be heard of, and how long its first compiled step may take."""
+"""How long a host that reads weights or compiles may not be heard of, and how long its first
+compiled step may take."""
 LEAST_SECONDS = 30.0
 """How long a host may always go without progress."""
 MEDIANS = 20
@@ -23,18 +25,19 @@ FEWEST_STEPS = 5
 """Compiled steps whose time says how fast a host is."""
 MOST_PAUSE_SECONDS = 60.0
 HEALTHY_STEPS = 20
-"""Steps of training with answers of a host after which it may be made anew once more, up to what it began with."""
+"""Steps of training with answers of a host after which it may be made anew once more, up to what it
+began with."""
 EVALUATION_SHARE = 0.25
-"""Of the completions that a host has, those of an evaluation while training waits for others: about as many as it
-samples at once, since it has four times as many."""
+"""Of the completions that a host has, those of an evaluation while training waits for others: about
+as many as it samples at once, since it has four times as many."""
 ROUNDING = 1e-3
 """How far above 0 the log-prob of a certain token may be."""
 
 
 @dataclass
 class Member:
-    """One host. `restarts`: how often it may yet be made anew; with None it is this process's own, and a fault in it is
-    one of the program."""
+    """One host. `restarts`: how often it may yet be made anew; with None it is this process's own,
+    and a fault in it is one of the program."""
 
     name: str
     host: Host | None  # None between a loss and the restart
@@ -81,8 +84,9 @@ class Member:
         return self.completions(*Purpose) > self.acting
 
     def has_room(self, size: int, is_training: bool, is_shared: bool) -> bool:
-        """True if it could take on a group of training, or of other purposes. Where both want it, training has all but
-        EVALUATION_SHARE of it, and a larger group than such a share is taken on as the only one of its kind."""
+        """True if it could take on a group of training, or of other purposes. Where both want it,
+        training has all but EVALUATION_SHARE of it, and a larger group than such a share is taken
+        on as the only one of its kind."""
         capacity = self.progress.capacity
         if self.host is None or capacity < 0:
             return False
@@ -93,7 +97,9 @@ class Member:
             return free > 0
         own = self.completions(*(one for one in Purpose if (one is Purpose.TRAIN) == is_training))
         if not own and len(self.given) <= 1:
-            return True  # else, where one group fills the host, the other kind would wait for as long as more come
+            # else, where one group fills the host, the other kind would wait for as long as more
+            # come
+            return True
         share = max(1, int(EVALUATION_SHARE * capacity))
         most = capacity - share if is_training else share
         return min(most - own, free) >= min(size, most)
@@ -134,8 +140,9 @@ class Member:
         )
 
     def stalled_seconds(self, now: float) -> float:
-        """How long the host has made no progress, where that is too long; else 0. While it compiles or reads weights,
-        which may take any time, progress is that it is heard of; with `silence_seconds` it must be until it samples."""
+        """How long the host has made no progress, where that is too long; else 0. While it compiles
+        or reads weights, which may take any time, progress is that it is heard of; with
+        `silence_seconds` it must be until it samples."""
         if not self.samples and not self.progress.preparing:
             return 0.0
         usual = max(LEAST_SECONDS, MEDIANS * median(self._seconds or [0.0]))
@@ -150,8 +157,9 @@ class Member:
         return idle if idle > limit else 0.0
 
     def count_step(self) -> None:
-        """Counts a step of training. After HEALTHY_STEPS with answers of this host a loss is forgotten: over weeks
-        machines are taken away more often than `restarts` allows, and each time for another reason."""
+        """Counts a step of training. After HEALTHY_STEPS with answers of this host a loss is
+        forgotten: over weeks machines are taken away more often than `restarts` allows, and each
+        time for another reason."""
         if self.host is None or self.restarts is None or self.answered <= self._answered_before:
             return
         self._answered_before = self.answered
@@ -162,8 +170,8 @@ class Member:
             self._healthy_steps = 0
 
     def lose(self, now: float, refused: bool = False) -> int:
-        """Takes the host out; how many tokens it sampled in vain, by what it told last. Its name is free for another
-        after a pause, which doubles from loss to loss."""
+        """Takes the host out; how many tokens it sampled in vain, by what it told last. Its name is
+        free for another after a pause, which doubles from loss to loss."""
         assert self.restarts is not None
         tokens = self.progress.tokens - self.answered
         self.host, self.given, self.progress, self.answered = None, {}, HostProgress(), 0
@@ -192,8 +200,8 @@ class Member:
 def wrong_answer(
     request: SampleRequest, completions: Sequence[Completion], vocab_size: int, newest: int
 ) -> str:
-    """What makes an answer unusable, as a host that is out of order gives it; "" if nothing does. `newest`: the newest
-    version that was published."""
+    """What makes an answer unusable, as a host that is out of order gives it; "" if nothing does.
+    `newest`: the newest version that was published."""
     indices = [one.index for one in completions]
     if not set(indices) <= set(range(request.num_completions)) or (
         not request.has_turns and indices != list(range(request.num_completions))
@@ -217,7 +225,10 @@ def wrong_versions(request: SampleRequest, completions: Sequence[Completion], ne
     for one in filter(len, completions):
         oldest, latest = int(one.versions.min()), int(one.versions.max())
         if request.exact and not oldest == latest == request.version:
-            return f"tokens of version {oldest if oldest != request.version else latest}, not {request.version}"
+            return (
+                f"tokens of version {oldest if oldest != request.version else latest}, not "
+                f"{request.version}"
+            )
         if oldest < request.version or latest > newest:
             return (
                 f"tokens of versions {oldest} to {latest}, expected {request.version} to {newest}"

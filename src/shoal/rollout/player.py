@@ -1,11 +1,14 @@
-"""Plays rollouts of several turns: reads what a turn asks for, has it done, and says how the rollout goes on.
+"""Plays rollouts of several turns: reads what a turn asks for, has it done, and says how the
+rollout goes on.
 
-    turn ended -> calls read -> sessions -> answers -> tokens of context -> the host goes on
-                                                   `-> the rollout ends: its environment is asked for its reward
+    turn ended -> calls read -> sessions -> answers
+        -> tokens of context -> the host goes on
+        -> the rollout ends: its environment is asked for its reward
 
-It has no thread: the fleet hands it what hosts answer, and looks what sessions have answered. Tokens only grow: what a
-tool says is encoded alone and appended, and no turn is ever decoded and encoded again. Where history is told anew, by
-the chat template or by a rollout function, what follows it is a branch of the rollout with a prompt of its own.
+It has no thread: the fleet hands it what hosts answer, and looks what sessions have answered.
+Tokens only grow: what a tool says is encoded alone and appended, and no turn is ever decoded and
+encoded again. Where history is told anew, by the chat template or by a rollout function, what
+follows it is a branch of the rollout with a prompt of its own.
 """
 
 from __future__ import annotations
@@ -37,7 +40,8 @@ if TYPE_CHECKING:
 
 @dataclass
 class Player:
-    """All rollouts that go. `format_of`: how turns look, by the columns of a row; `most`: rollouts at once."""
+    """All rollouts that go. `format_of`: how turns look, by the columns of a row; `most`: rollouts
+    at once."""
 
     sessions: Sessions
     format_of: Callable[[Mapping[str, Any]], TurnFormat]
@@ -53,8 +57,8 @@ class Player:
     # -- a group begins
 
     def open(self, entries: Sequence[PendingGroup]) -> None:
-        """Begins groups, as many as may go at once: training's in order, then an evaluation's, one of each in any case.
-        An evaluation of many questions would hold up training."""
+        """Begins groups, as many as may go at once: training's in order, then an evaluation's, one
+        of each in any case. An evaluation of many questions would hold up training."""
         going = self._going
         full = set[bool]()  # kinds of which no more may go: none overtakes an older one
         for entry in sorted(entries, key=lambda one: one.request.purpose is not Purpose.TRAIN):
@@ -116,14 +120,16 @@ class Player:
                 is_long, size = len(ids) > self.max_prompt_tokens, f"{len(ids)} tokens"
             if is_long:
                 raise ShoalError(
-                    f"row {request.example.row}: with what its environment's reset returned, the prompt "
+                    f"row {request.example.row}: with what its environment's reset returned, the "
+                    f"prompt "
                     f"has {size}; raise sampling.max_prompt_tokens={self.max_prompt_tokens}",
                     "sampling.max_prompt_tokens",
                 )
         one.prompt_ids, one.state = ids, RolloutState.SAMPLING
 
     def _plain_prompt(self, one: Rollout) -> Prompt:
-        """The prompt as it is encoded, where words of its environment may spell out special tokens."""
+        """The prompt as it is encoded, where words of its environment may spell out special
+        tokens."""
         if one.words is None:
             return one.prompt
         message = self._format(one).plain({"role": "user", "content": one.words})
@@ -164,7 +170,8 @@ class Player:
         return []
 
     def wrong_turns(self, entry: PendingGroup, completions: Sequence[Completion]) -> str:
-        """What makes turns unusable, as a host that is out of order gives them; "" if nothing does."""
+        """What makes turns unusable, as a host that is out of order gives them; "" if nothing
+        does."""
         for one in completions:
             rollout = entry.rollouts[one.index]
             if rollout.state in IDLE:
@@ -188,8 +195,8 @@ class Player:
         return self._go_on(one, one.answers)
 
     def _go_on(self, one: Rollout, messages: list[dict[str, Any]]) -> list[Move]:
-        """Appends messages; where they, and one token more, do not fit, they are dropped and the rollout ends (TRL's
-        rule)."""
+        """Appends messages; where they, and one token more, do not fit, they are dropped and the
+        rollout ends (TRL's rule)."""
         assert one.completion is not None
         form = self._format(one)
         if self.section.history == "template":
@@ -211,8 +218,8 @@ class Player:
         return moves
 
     def _follow(self, one: Rollout, ids: np.ndarray) -> list[Move]:
-        """Samples after these tokens: those that are there and some more, or others, in a branch. No move where they do
-        not fit."""
+        """Samples after these tokens: those that are there and some more, or others, in a branch.
+        No move where they do not fit."""
         assert one.completion is not None and one.prompt_ids is not None
         if held := self._num_held(one, ids):
             return self._append(one, ids[held:].tolist())
@@ -240,8 +247,8 @@ class Player:
         ]
 
     def _num_held(self, one: Rollout, ids: np.ndarray) -> int:
-        """How many of these tokens the rollout has, if they go on from it; else 0. A turn that its own limit has cut is
-        continued by its tokens alone."""
+        """How many of these tokens the rollout has, if they go on from it; else 0. A turn that its
+        own limit has cut is continued by its tokens alone."""
         assert one.completion is not None and one.prompt_ids is not None
         held = np.concatenate([one.prompt_ids, one.completion.token_ids])
         least = len(held) + (one.completion.stop_reason is not StopReason.LENGTH)
@@ -343,7 +350,8 @@ class Player:
                 one.is_over = True
                 self._tell(
                     one,
-                    over="no token is left (sampling.max_completion_tokens), or the prompt is too long "
+                    over="no token is left (sampling.max_completion_tokens), or the prompt is too "
+                    "long "
                     "(sampling.max_prompt_tokens)",
                 )
             else:
@@ -355,8 +363,8 @@ class Player:
         return []
 
     def _called(self, one: Rollout, asked: dict[str, Any]) -> np.ndarray:
-        """The tokens that an agent's call is answered after. Messages that are added to what has been said go on from
-        the tokens that are there."""
+        """The tokens that an agent's call is answered after. Messages that are added to what has
+        been said go on from the tokens that are there."""
         assert self.tokenizer is not None
         prompt, tools, held = asked["prompt"], asked["tools"], num_shared(asked["prompt"], one.said)
         is_chat, calls = isinstance(prompt, list) and isinstance(prompt[0], dict), []
@@ -449,10 +457,14 @@ class Player:
     def _fail(self, one: Rollout, reply: Reply) -> list[Move]:
         """An environment has failed: an error, or the end of its rollout alone."""
         example = one.entry.request.example
-        text = f"{example.place or f'data row {example.row}'}, rollout {one.index}, turn {one.turns}: {reply.error}"
+        text = (
+            f"{example.place or f'data row {example.row}'}, rollout {one.index}, turn {one.turns}: "
+            f"{reply.error}"
+        )
         if self.section.on_error == "error":
             raise ShoalError(
-                f"the environment failed ({text}): fix it, or set environment.on_error=zero or skip",
+                f"the environment failed ({text}): fix it, or set environment.on_error=zero or "
+                f"skip",
                 "environment.on_error",
             )
         one.environment = EndedEnvironment()
@@ -500,7 +512,8 @@ class Player:
 
 
 def _turn_limit(given: Any, most: int) -> int:
-    """After how many tokens a turn is cut, of what was asked for; 0 where the rollout's limit, `most`, comes first."""
+    """After how many tokens a turn is cut, of what was asked for; 0 where the rollout's limit,
+    `most`, comes first."""
     if given is None:
         return 0
     if type(given) is not int or given < 1:

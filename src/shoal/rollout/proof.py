@@ -1,7 +1,8 @@
-"""What a worker shows when it joins: what its numbers depend on, and a known group, drawn from known weights; and what
-these numbers must be.
+"""What a worker shows when it joins: what its numbers depend on, and a known group, drawn from
+known weights; and what these numbers must be.
 
-Known weights, because a worker that joins late could not draw from those that the first one began with.
+Known weights, because a worker that joins late could not draw from those that the first one began
+with.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ KNOWN_VERSION = -2
 
 @dataclass(frozen=True)
 class Proof:
-    """`facts`: versions, device kind, threads, a digest of the settings, by name. `tokens` and `logprobs` of the known
-    group, one after the other."""
+    """`facts`: versions, device kind, threads, a digest of the settings, by name. `tokens` and
+    `logprobs` of the known group, one after the other."""
 
     facts: Mapping[str, str]
     tokens: np.ndarray
@@ -79,7 +80,8 @@ class Proof:
             return cls(dict(stored["facts"]), tokens, logprobs)
         except (OSError, KeyError, TypeError, ValueError) as error:
             raise ShoalError(
-                f"{file}, which the workers of a resumed run are compared with, is damaged ({error}): "
+                f"{file}, which the workers of a resumed run are compared with, is damaged "
+                f"({error}): "
                 "restore it from a backup, or remove it, and a worker of now is the measure of the "
                 "others"
             ) from error
@@ -87,12 +89,12 @@ class Proof:
 
 @dataclass
 class Measure:
-    """What the numbers of a run's workers must be; with `strict`, which is for versions that are fixed, a worker that
-    differs is refused.
+    """What the numbers of a run's workers must be; with `strict`, which is for versions that are
+    fixed, a worker that differs is refused.
 
-    They should be the trainer's, or those of the run's earlier workers, where one of the workers has such devices and
-    these had the settings of now; else the first worker's. It is decided once all have proved themselves, or
-    FIRST_SECONDS after the first."""
+    They should be the trainer's, or those of the run's earlier workers, where one of the workers
+    has such devices and these had the settings of now; else the first worker's. It is decided once
+    all have proved themselves, or FIRST_SECONDS after the first."""
 
     strict: bool
     say: Callable[[str], None]
@@ -111,14 +113,16 @@ class Measure:
     )
 
     def keep(self, folder: Path) -> None:
-        """Keeps the measure in a run's folder, where the trainer is not: a resumed run's workers must be like it."""
+        """Keeps the measure in a run's folder, where the trainer is not: a resumed run's workers
+        must be like it."""
         self.file = folder / WORKER_PROOF
         if self.strict and self.file.exists():
             self.wanted["the run's earlier workers"] = Proof.read(self.file)
 
     def judge(self, name: str, alive: Set[str]) -> bool | None:
-        """True if a worker's numbers differ from what they should be; None while that cannot be decided, as of those
-        that are `alive` some have not proved themselves. HostRefused where they must not differ."""
+        """True if a worker's numbers differ from what they should be; None while that cannot be
+        decided, as of those that are `alive` some have not proved themselves. HostRefused where
+        they must not differ."""
         proof = self.proofs[name]
         who, difference = "the trainer", proof.other_facts(self.facts)
         if not difference:
@@ -130,7 +134,8 @@ class Measure:
             text = f"{name} differs from {who}: {difference}"
             if self.strict:
                 raise HostRefused(
-                    f"{text}; refused, as train.versions=fixed promises the same tokens from every host: "
+                    f"{text}; refused, as train.versions=fixed promises the same tokens from every "
+                    f"host: "
                     "install the same everywhere, or set train.versions=newest"
                 )
             if name not in self.different:
@@ -147,8 +152,10 @@ class Measure:
             if (seconds := time.monotonic() - self._undecided_at) < FIRST_SECONDS:
                 return None
             self.say(
-                f"no worker that is ready has the devices and settings of {' or '.join(self.wanted)}, and after "
-                f"{seconds:.0f} s {', '.join(others)} still prepare: {name}'s numbers are the measure of others'"
+                f"no worker that is ready has the devices and settings of "
+                f"{' or '.join(self.wanted)}, and after "
+                f"{seconds:.0f} s {', '.join(others)} still prepare: {name}'s numbers are the "
+                f"measure of others'"
             )
         if self.file is not None:
             self.proofs[name].write(self.file)
@@ -184,7 +191,8 @@ def prove(
 
 
 def known_parameters(model: Model) -> Params:
-    """Weights of a model's shapes that are a function of their positions: the same bits on every device."""
+    """Weights of a model's shapes that are a function of their positions: the same bits on every
+    device."""
     specs, structure = jax.tree.flatten(param_specs(model.architecture))
     return publish_to(
         model,

@@ -1,13 +1,17 @@
-"""How the trainer's weights become the sampler's: an array at a time, to its type, layout and devices, verified.
+"""How the trainer's weights become the sampler's: an array at a time, to its type, layout and
+devices, verified.
 
-    trainer's array -> where the sampler's mesh has the same devices in another order, their parts exchanged
-                    -> cast and laid out as the sampler has it, on the trainer's devices (one program)
-                    -> the same devices: done; others: copied part by part, without a detour over the host
+    trainer's array -> where the sampler's mesh has the same devices in another order, their parts
+                       exchanged
+                    -> cast and laid out as the sampler has it, on the trainer's devices (one
+                       program)
+                    -> the same devices: done; others: copied part by part, without a detour over
+                       the host
 
 To a sampler in another process they go over the host: `to_host` here, `from_host` there.
 
-Parameters may be a part of a model's, with None in place of the others: frozen ones are published once, each version
-then has the trained ones alone.
+Parameters may be a part of a model's, with None in place of the others: frozen ones are published
+once, each version then has the trained ones alone.
 """
 
 from __future__ import annotations
@@ -38,8 +42,9 @@ PROGRAMS_KEPT = 64
 
 
 def publish_to(model: Model, params: Params, frees: bool = False) -> Params:
-    """The sampler's parameters for `model`: as `place` gives them, with layers apart where it reads them so; with
-    `frees` arrays that are then needed no more are deleted, else there are two of each."""
+    """The sampler's parameters for `model`: as `place` gives them, with layers apart where it reads
+    them so; with `frees` arrays that are then needed no more are deleted, else there are two of
+    each."""
     if isinstance(params.blocks, tuple):  # published before, and read from a checkpoint
         return params
     params = quantised(model, params)
@@ -51,7 +56,8 @@ def publish_to(model: Model, params: Params, frees: bool = False) -> Params:
 
 
 def quantised(model: Model, params: Params) -> Params:
-    """Parameters in 8 bits an element where the sampler has them and the trainer has not, on the trainer's devices."""
+    """Parameters in 8 bits an element where the sampler has them and the trainer has not, on the
+    trainer's devices."""
     if not model.architecture.quantised:
         return params
     weights, structure = jax.tree.flatten(
@@ -67,10 +73,11 @@ def quantised(model: Model, params: Params) -> Params:
 
 
 def place(model: Model, params: Params) -> Params:
-    """The parameters in the type, layout and devices of `model`: the arrays themselves where these are its own.
+    """The parameters in the type, layout and devices of `model`: the arrays themselves where these
+    are its own.
 
-    What is copied is compared with the original by checksum, so that computing with old or missing weights cannot go
-    unnoticed. RuntimeError where they differ.
+    What is copied is compared with the original by checksum, so that computing with old or missing
+    weights cannot go unnoticed. RuntimeError where they differ.
     """
     return _placed(model, params, is_apart=False)
 
@@ -112,7 +119,8 @@ def shards_of(params: Params) -> list[dict[Any, jax.Array]]:
 
 
 def part_of(model: Model, shards: Sequence[Mapping[Any, jax.Array]]) -> Params:
-    """Published parameters as arrays of the devices of `model`, which hold whole replicas; nothing is copied."""
+    """Published parameters as arrays of the devices of `model`, which hold whole replicas; nothing
+    is copied."""
 
     def part(wanted: jax.ShapeDtypeStruct, held: Mapping[Any, jax.Array]) -> jax.Array:
         place = wanted.sharding
@@ -152,7 +160,8 @@ def num_bytes(model: Model, trained: bool = True) -> int:
 
 
 def named_leaves(model: Model, params: Params) -> dict[str, tuple[int, ParamSpec, Any]]:
-    """The parameters that there are by name, as the sampler has them: number in a tree of all, spec, array."""
+    """The parameters that there are by name, as the sampler has them: number in a tree of all,
+    spec, array."""
     leaves = jax.tree.structure(param_specs(model.architecture)).flatten_up_to(
         quantised(model, params)
     )
@@ -165,8 +174,9 @@ def named_leaves(model: Model, params: Params) -> dict[str, tuple[int, ParamSpec
 def to_host(
     model: Model, leaves: Mapping[str, tuple[int, ParamSpec, Any]]
 ) -> Iterator[tuple[str, np.ndarray, jax.Array | int]]:
-    """Name, values in the sampler's type, and checksum (computed meanwhile) of each of `named_leaves`, layers stacked.
-    One at a time is on the host, and of one alone is there a copy on the trainer's devices."""
+    """Name, values in the sampler's type, and checksum (computed meanwhile) of each of
+    `named_leaves`, layers stacked. One at a time is on the host, and of one alone is there a copy
+    on the trainer's devices."""
     for name, (number, spec, leaf) in leaves.items():
         dtype = published_dtype(model, spec)
         if isinstance(leaf, jax.Array):
@@ -185,11 +195,12 @@ def from_host(
     place: str,
     frozen: MutableMapping[str, Any],
 ) -> Callable[[], Params]:
-    """Brings what `to_host` gave to the devices of `model`; `read` gives a tensor by name, `place` says of where.
-    `frozen` holds by name the parameters that an earlier call read and that no version changes.
+    """Brings what `to_host` gave to the devices of `model`; `read` gives a tensor by name, `place`
+    says of where. `frozen` holds by name the parameters that an earlier call read and that no
+    version changes.
 
-    No program runs, so a sampler may go on meanwhile. What is returned gives the parameters, once; it raises
-    ShoalError where one differs."""
+    No program runs, so a sampler may go on meanwhile. What is returned gives the parameters, once;
+    it raises ShoalError where one differs."""
     arrays = {
         name: jax.device_put(read(name), spec.sharding(model.role))
         for name, spec in named_specs(model).items()
@@ -219,8 +230,10 @@ def _verified(
     for name, found in jax.device_get(sums).items():
         if checksums[name] != found:
             raise ShoalError(
-                f"the weights in {place} are not those that were published (checksum of {name} {found:#x},"
-                f" expected {checksums[name]:#x}): something writes there, or a memory or disk is faulty; "
+                f"the weights in {place} are not those that were published (checksum of {name} "
+                f"{found:#x},"
+                f" expected {checksums[name]:#x}): something writes there, or a memory or disk is "
+                f"faulty; "
                 "choose another publish.folder, and resume the run"
             )
     frozen.update({name: arrays[name] for name, spec in specs.items() if not spec.trained})
@@ -234,11 +247,11 @@ def _verified(
 def publication_program(
     model: Model, source: NamedSharding, place: NamedSharding, dtype: Any
 ) -> Program:
-    """The program that lays an array of the trainer's out for the sampler, in `dtype` on the trainer's devices, and
-    gives its checksum.
+    """The program that lays an array of the trainer's out for the sampler, in `dtype` on the
+    trainer's devices, and gives its checksum.
 
-    On other devices than the sampler's, each holds the part that a replica of as many devices would have there; on the
-    same, `source` has them in the sampler's order (`in_order_of`).
+    On other devices than the sampler's, each holds the part that a replica of as many devices would
+    have there; on the same, `source` has them in the sampler's order (`in_order_of`).
     """
     role = view_of(model.role, list(np.asarray(source.mesh.devices).flat))
     target = NamedSharding(role.mesh, place.spec)
@@ -298,8 +311,8 @@ def _publish(
 def _copied(array: jax.Array, place: NamedSharding) -> jax.Array:
     """The array on other devices, each part from one that holds it, these in turn.
 
-    By parts, not by `jax.device_put` of the whole: where no part has exactly the bounds that are wanted, that would
-    gather the array on the host.
+    By parts, not by `jax.device_put` of the whole: where no part has exactly the bounds that are
+    wanted, that would gather the array on the host.
     """
     held: dict[tuple, list[Any]] = {}
     for shard in array.addressable_shards:
@@ -325,7 +338,8 @@ def _copied(array: jax.Array, place: NamedSharding) -> jax.Array:
                 )
             ]
         parts.append(jax.device_put(data, device))
-    # Waited for: with all arrays under way at once, the trainer's devices would hold a whole replica's weights.
+    # Waited for: with all arrays under way at once, the trainer's devices would hold a whole
+    # replica's weights.
     return jax.block_until_ready(
         jax.make_array_from_single_device_arrays(array.shape, place, parts)
     )

@@ -1,12 +1,14 @@
 """Publication: versions of the weights, where hosts fetch them when they like.
 
     MemoryPublisher   arrays on the sampler's devices, which are this process's
-    FilePublisher     files, for hosts in other processes: in memory, or in a folder that several machines share
+    FilePublisher     files, for hosts in other processes: in memory, or in a folder that several
+                      machines share
     ObjectPublisher   Ray's objects, for hosts on other machines (cluster.py)
     FolderPublisher   model folders in Hugging Face's format, or PEFT's, for other engines (vllm.py)
 
-A version appears whole or not at all; it is written once and goes when nobody may ask for it. The trainer never waits
-for a host, nor a host for the trainer. Frozen parameters are published once, before the first version.
+A version appears whole or not at all; it is written once and goes when nobody may ask for it. The
+trainer never waits for a host, nor a host for the trainer. Frozen parameters are published once,
+before the first version.
 
     shoal-x81k2/owner.json              whose folder of files it is, locked while that process lives
                 000003-4.safetensors    a version: tensors in the sampler's type, layers stacked
@@ -62,7 +64,8 @@ from shoal.workers.process import Watcher
 MEMORY_FOLDER = Path("/dev/shm")
 """Linux's file system in memory that every process may use."""
 ROOM = 4
-"""Copies of the weights that MEMORY_FOLDER must have room for to be chosen: versions that wait, and the next."""
+"""Copies of the weights that MEMORY_FOLDER must have room for to be chosen: versions that wait, and
+the next."""
 KEY = "publish.folder"
 MEMORY = ("tmpfs", "ramfs")
 LOCAL = (*MEMORY, "overlay", "ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs")
@@ -97,12 +100,13 @@ class Version(abc.ABC):
 
     @abc.abstractmethod
     def remove(self) -> None:
-        """The weights go, or in another process than the publisher's what it has of them; a host that samples from
-        them keeps its own."""
+        """The weights go, or in another process than the publisher's what it has of them; a host
+        that samples from them keeps its own."""
 
 
 class Publisher(abc.ABC):
-    """How the trainer's weights reach hosts. `model` is the sampler's, on all of its devices in this process."""
+    """How the trainer's weights reach hosts. `model` is the sampler's, on all of its devices in
+    this process."""
 
     def __init__(self, model: Model) -> None:
         self.model, self.num_bytes = model, num_bytes(model)
@@ -145,8 +149,9 @@ class Publisher(abc.ABC):
 
 
 class MemoryPublisher(Publisher):
-    """Weights are copied where the sampler has other devices, types or layouts (compared by checksum). `in_parts`: its
-    hosts have a part of the sampler's devices each, with whole replicas. `frees`: nothing trains, see `publish_to`."""
+    """Weights are copied where the sampler has other devices, types or layouts (compared by
+    checksum). `in_parts`: its hosts have a part of the sampler's devices each, with whole replicas.
+    `frees`: nothing trains, see `publish_to`."""
 
     def __init__(self, model: Model, in_parts: bool = False, frees: bool = False) -> None:
         super().__init__(model)
@@ -165,8 +170,8 @@ class MemoryPublisher(Publisher):
             leaf.nbytes for leaf in jax.tree.leaves(published) if id(leaf) not in own
         )
         whole = joined(published, self._frozen)
-        # By this thread: JAX fills an array's list of shards at the first look, and a host that looks meanwhile gets a
-        # part of it.
+        # By this thread: JAX fills an array's list of shards at the first look, and a host that
+        # looks meanwhile gets a part of it.
         return MemoryVersion(
             version, (published, whole, shards_of(whole) if self.in_parts else None)
         )
@@ -179,8 +184,8 @@ class MemoryPublisher(Publisher):
 
 @dataclass
 class MemoryVersion(Version):
-    """`held`: the trained weights, all of them, and the parts of these by device where hosts have parts; None once they
-    are removed."""
+    """`held`: the trained weights, all of them, and the parts of these by device where hosts have
+    parts; None once they are removed."""
 
     version: int
     held: tuple[Params, Params, Any] | None
@@ -210,7 +215,8 @@ class MemoryVersion(Version):
 
 
 class StoredVersion(Version):
-    """A version outside of any device, verified when it is read; it can be sent to another process."""
+    """A version outside of any device, verified when it is read; it can be sent to another
+    process."""
 
     checksums: Mapping[str, int]  # by the names of its tensors
     place: Any  # for messages
@@ -230,7 +236,8 @@ class StoredVersion(Version):
         """What reads a tensor of it by its name."""
 
     def read_now(self, model: Model, frozen: MutableMapping[str, Any]) -> Callable[[], Params]:
-        """Brings the weights to the devices of `model`; what is returned verifies them and gives them, once."""
+        """Brings the weights to the devices of `model`; what is returned verifies them and gives
+        them, once."""
         parts = [self] if frozen or self.frozen is None else [self, self.frozen]
         readers = {
             name: read for part in parts for read in [part.open(model)] for name in part.checksums
@@ -241,7 +248,8 @@ class StoredVersion(Version):
     def read(
         self, model: Model, frozen: MutableMapping[str, Any] | None = None
     ) -> Future[Callable[[], Params]]:
-        # In the background nothing is computed: only the host's own thread dispatches programs to its devices.
+        # In the background nothing is computed: only the host's own thread dispatches programs to
+        # its devices.
         pool = ThreadPoolExecutor(1, "weights")
         reading = pool.submit(self.read_now, model, {} if frozen is None else frozen)
         pool.shutdown(wait=False)
@@ -283,8 +291,9 @@ class FilePublisher(Publisher):
         return replace(self._write(f"{version:06d}", version, params), frozen=self._frozen)
 
     def _write(self, name: str, version: int, params: Params) -> FileVersion:
-        # A file of its own each time: JAX on CPU computes with mapped files as they are, without copying them, so what
-        # is written over would change the weights of samplers that are at work.
+        # A file of its own each time: JAX on CPU computes with mapped files as they are, without
+        # copying them, so what is written over would change the weights of samplers that are at
+        # work.
         self.count += 1
         file = self.folder / f"{name}-{self.count}.safetensors"
         checksums, leaves = {}, named_leaves(self.model, params)
@@ -330,15 +339,17 @@ class FileVersion(StoredVersion):
         if not self.place.parent.is_dir():
             raise ShoalError(
                 f"{KEY}={self.place.parent.parent}: the weights of {self.title} were published "
-                f"there, but {socket.gethostname()} finds no such folder: give one that trainer and "
+                f"there, but {socket.gethostname()} finds no such folder: give one that trainer "
+                f"and "
                 "samplers share, or publish.channel=ray"
             )
         try:
             tensors = read_header(self.place)
         except OSError as error:
             raise LookupError(f"{self.title} is not in {self.place.parent} any more") from error
-        # On a CPU, of a file system in memory, the parameters are the mapped file itself. Of a file on a disk that
-        # several hosts share, a part that was not read yet is lost once the file is removed.
+        # On a CPU, of a file system in memory, the parameters are the mapped file itself. Of a file
+        # on a disk that several hosts share, a part that was not read yet is lost once the file is
+        # removed.
         whole = np.memmap(self.place, np.uint8, "r") if file_system(self.place) in MEMORY else None
 
         def read(name: str) -> np.ndarray:
@@ -367,18 +378,19 @@ class FileVersion(StoredVersion):
 
 
 class ProbeScores(NamedTuple):
-    """What the trainer's weights give for a probe's N tokens. An engine with the same weights must give
-    the same, whatever it samples."""
+    """What the trainer's weights give for a probe's N tokens. An engine with the same weights must
+    give the same, whatever it samples."""
 
     logprobs: np.ndarray  # float32[N-1]: of each token after the first
     next_token: np.ndarray
-    """float32[K, V]: log-probs of the token that follows each of K beginnings of the probe, under the
-    run's own temperature and truncation."""
+    """float32[K, V]: log-probs of the token that follows each of K beginnings of the probe, under
+    the run's own temperature and truncation."""
 
 
 class FolderPublisher(FilePublisher):
-    """Versions as model folders in Hugging Face's format, an adapter merged into its base; or, with `adapters`, as
-    folders of PEFT's with the adapter alone. `starts`: servers are started here, and read the base from `base`.
+    """Versions as model folders in Hugging Face's format, an adapter merged into its base; or, with
+    `adapters`, as folders of PEFT's with the adapter alone. `starts`: servers are started here, and
+    read the base from `base`.
 
     `score` gives what the trainer's parameters make of a probe; `source` has the tokenizer,
     and config.json unless there is `config`. `model` is the trainer's, as are the parameters."""
@@ -497,7 +509,8 @@ def file_system(folder: Path, mounts: Path = Path("/proc/mounts")) -> str:
 
 
 def default_folder(num_bytes: int) -> Path:
-    """Where versions of so many bytes are written: a file system in memory with room for them, else a temporary one."""
+    """Where versions of so many bytes are written: a file system in memory with room for them, else
+    a temporary one."""
     with contextlib.suppress(OSError):
         if shutil.disk_usage(MEMORY_FOLDER).free >= ROOM * num_bytes:
             with tempfile.TemporaryFile(dir=MEMORY_FOLDER):
@@ -510,7 +523,8 @@ def _owner_of(folder: Path) -> dict[str, str]:
 
 
 def _mark(folder: Path) -> int:
-    """Marks a folder as this process's; the open file, which is locked before it says so, until the process ends."""
+    """Marks a folder as this process's; the open file, which is locked before it says so, until the
+    process ends."""
     import fcntl
 
     file = os.open(folder / OWNER, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
@@ -520,8 +534,8 @@ def _mark(folder: Path) -> int:
 
 
 def remove_abandoned(parent: Path, mounts: Path = Path("/proc/mounts")) -> None:
-    """Removes folders of publishers of this machine whose process has ended. Nothing where other machines may write:
-    their processes cannot be seen."""
+    """Removes folders of publishers of this machine whose process has ended. Nothing where other
+    machines may write: their processes cannot be seen."""
     import fcntl
 
     for folder in parent.glob("shoal-*") if file_system(parent, mounts) in LOCAL else ():

@@ -1,4 +1,5 @@
-"""One rollout while it goes: what was said, its tokens, and the branches that followed prompts of their own."""
+"""One rollout while it goes: what was said, its tokens, and the branches that followed prompts of
+their own."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Move:
-    """What a host is to do with a completion: go on after tokens of context, or, with None, give up its place; or begin
-    a branch of its rollout."""
+    """What a host is to do with a completion: go on after tokens of context, or, with None, give up
+    its place; or begin a branch of its rollout."""
 
     entry: PendingGroup
     index: int
@@ -67,7 +68,8 @@ class Rollout:
     asked: dict[str, Any] = field(default_factory=dict)  # by an agent: its last call
     said: list[dict[str, Any]] = field(default_factory=list)  # the messages of that, and the answer
     turns: int = 0
-    turn_limit: int = 0  # of the turn that is sampled: tokens after which it is cut; 0: no limit but the rollout's
+    # of the turn that is sampled: tokens after which it is cut; 0: no limit but the rollout's
+    turn_limit: int = 0
     messages: list[dict[str, Any]] = field(default_factory=list)
     calls: list[ToolCall] = field(default_factory=list)  # of the last turn
     answers: list[dict[str, Any]] = field(default_factory=list)  # to the first of them
@@ -124,7 +126,8 @@ def num_shared(prompt: Any, said: Sequence[Mapping[str, Any]]) -> int:
 
 
 def _told(message: Any) -> Any:
-    """What of a message counts when two are compared: clients add to them, and have other names for calls."""
+    """What of a message counts when two are compared: clients add to them, and have other names for
+    calls."""
     if not isinstance(message, Mapping):
         return message
     calls = [

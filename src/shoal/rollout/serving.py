@@ -1,4 +1,5 @@
-"""Answers the calls of an address with a host: one request a call, and weights that a trainer elsewhere replaces.
+"""Answers the calls of an address with a host: one request a call, and weights that a trainer
+elsewhere replaces.
 
 event loop --submit, cancel, pause--> ThreadHost   (its thread samples)
 event loop <------wake, poll---------'
@@ -30,15 +31,17 @@ from shoal.types import (
 )
 
 GATHERED = 0.01
-"""Seconds without a further call after which those that came begin, where nothing is sampled: a compiled step that has
-begun with the first of them would hold up the others for many tokens. Five times as long while those come that were
-answered together, who are likely to ask again."""
+"""Seconds without a further call after which those that came begin, where nothing is sampled: a
+compiled step that has begun with the first of them would hold up the others for many tokens. Five
+times as long while those come that were answered together, who are likely to ask again."""
 
 
 class HostSampler:
-    """A `Sampler` whose weights can be replaced. `make_engine`: of any request; `params`: of calls that say nothing.
+    """A `Sampler` whose weights can be replaced. `make_engine`: of any request; `params`: of calls
+    that say nothing.
 
-    With a seed the same call gives the same tokens, whatever else is sampled. Calls without one are numbered."""
+    With a seed the same call gives the same tokens, whatever else is sampled. Calls without one are
+    numbered."""
 
     def __init__(
         self,

@@ -1,12 +1,14 @@
-"""vLLM as a host: a server that is asked by token ids over HTTP and reads each version of the weights from a folder.
+"""vLLM as a host: a server that is asked by token ids over HTTP and reads each version of the
+weights from a folder.
 
-    Fleet -> VllmHost (a ThreadHost) -> VllmEngine -+-(a thread each)-> POST /inference/v1/generate: a completion
-                                                    `-> pause, reload_weights, update_weight_version, resume;
-                                                        or load_lora_adapter; on a shared GPU sleep and wake_up
+    Fleet -> VllmHost (a ThreadHost) -> VllmEngine, a thread each
+        -> POST /inference/v1/generate: a completion
+        -> pause, reload_weights, update_weight_version, resume;
+           or load_lora_adapter; on a shared GPU sleep and wake_up
 
 vLLM is never imported. Its calls (0.32): `entrypoints/scale_out/token_in_token_out/protocol.py`,
-`entrypoints/rl/online/api_router.py`, `entrypoints/serve/lora`, `entrypoints/serve/dev/sleep`. What is wrong with a
-server is a `HostLost` that says what.
+`entrypoints/rl/online/api_router.py`, `entrypoints/serve/lora`, `entrypoints/serve/dev/sleep`. What
+is wrong with a server is a `HostLost` that says what.
 """
 
 from __future__ import annotations
@@ -54,13 +56,16 @@ from shoal.types import (
 )
 
 NEWS_SECONDS, BUSY_SECONDS = 1.0, 2.0
-"""How often a server is asked for its counters, and one that was too busy for a completion is asked again."""
+"""How often a server is asked for its counters, and one that was too busy for a completion is asked
+again."""
 LOAD_SECONDS, REQUEST_SECONDS, START_SECONDS, CONNECT_SECONDS = 600.0, 1800.0, 300.0, 30.0
 """How long may take reading weights, a completion with its waiting, a start, and a first answer."""
 EMPTY_ABORTS = 20
-"""How often in a row a completion may be answered by `abort` without a token, while nobody asked for that."""
+"""How often in a row a completion may be answered by `abort` without a token, while nobody asked
+for that."""
 SILENCE_SECONDS = 60.0
-"""How long a server that reads weights, or has sampled nothing yet, may not answer for its counters."""
+"""How long a server that reads weights, or has sampled nothing yet, may not answer for its
+counters."""
 COUNTERS = re.compile(
     r"^vllm:(?:prompt_tokens|generation_tokens|iteration_tokens)_total(?:_count)?\{\S* (\S+)", re.M
 )
@@ -83,7 +88,8 @@ class Settings(NamedTuple):
 
 
 class VllmEngine:
-    """What an `EngineHost` asks of an engine, by a server; `open_server` is given the first version.
+    """What an `EngineHost` asks of an engine, by a server; `open_server` is given the first
+    version.
 
     One thread calls it; those that wait for an answer leave it in `_inbox` and call `wake`."""
 
@@ -190,7 +196,8 @@ class VllmEngine:
     def _body(self, id: int, number: int) -> dict[str, Any]:
         request, one = self.progress[id].request, self.progress[id].partials[number]
         p, tokens = request.params, one.tokens
-        # Of its own, as the engines of a data-parallel server seed alike; what follows a pause has another.
+        # Of its own, as the engines of a data-parallel server seed alike; what follows a pause has
+        # another.
         seed = request.address.key(request.first + number).tobytes() + len(tokens).to_bytes(8)
         return self._request(
             [*request.prompt_ids.tolist(), *tokens],
@@ -207,7 +214,8 @@ class VllmEngine:
         )
 
     def _request(self, ids: list[int], salt: str, params: dict[str, Any]) -> dict[str, Any]:
-        """`salt`: the keys of prompts that the server keeps are for requests with the same alone."""
+        """`salt`: the keys of prompts that the server keeps are for requests with the same
+        alone."""
         if self._path == GENERATE:
             return {
                 "model": self._name,
@@ -288,8 +296,8 @@ class VllmEngine:
             del self.progress[id]
 
     def _count_empty_abort(self, id: int, number: int, num_tokens: int) -> None:
-        """HostLost where a server takes a completion back again and again without a token of it: it would
-        be asked for ever."""
+        """HostLost where a server takes a completion back again and again without a token of it: it
+        would be asked for ever."""
         if num_tokens or self._taking_back:
             self._empty_aborts.pop((id, number), None)
             return
@@ -332,7 +340,8 @@ class VllmEngine:
             self._name, most = model["id"], int(model.get("max_model_len") or longest)
         if most < longest:
             raise ShoalError(
-                f"the server at {server.url} takes {most} tokens, and a prompt with its completion may "
+                f"the server at {server.url} takes {most} tokens, and a prompt with its completion "
+                f"may "
                 f"have {longest}: start it with --max-model-len={longest}"
             )
         try:
@@ -350,7 +359,8 @@ class VllmEngine:
                 raise
             if error.path != GENERATE or error.status == 403:
                 raise ShoalError(
-                    f"the server at {server.url} lacks what a sampler needs ({error}): start it with "
+                    f"the server at {server.url} lacks what a sampler needs ({error}): start it "
+                    f"with "
                     "VLLM_SERVER_DEV_MODE=1 in its environment and --enable-scale-out"
                 ) from error
             self._path = COMPLETE  # of an older version
@@ -358,8 +368,8 @@ class VllmEngine:
         return server
 
     def _watch(self, server: Server) -> None:
-        """In a thread of its own: asks for the counters that show whether the server makes progress; one that has none
-        makes some by answering."""
+        """In a thread of its own: asks for the counters that show whether the server makes
+        progress; one that has none makes some by answering."""
         while not (self._closed or server.ended(0.0)):
             with contextlib.suppress(HostLost):
                 text = ""
@@ -375,8 +385,8 @@ class VllmEngine:
         self._count(0, self.version)
 
     def release_memory(self) -> None:
-        """Has the server give back its device's memory. The weights stay on the host only where an adapter is all that
-        comes anew."""
+        """Has the server give back its device's memory. The weights stay on the host only where an
+        adapter is all that comes anew."""
         if self.settings.sleeps and self._server and not self._is_asleep:
             self._server.call(f"/sleep?level={1 if self._adapters else 2}", {})
             self._is_asleep = True
@@ -401,15 +411,17 @@ class VllmEngine:
             hint = ""
             if error.path in (RELOAD, ADAPTER):
                 hint = (
-                    f" (its files are in {weights.place}: the server must see the folder publish.folder under "
+                    f" (its files are in {weights.place}: the server must see the folder "
+                    f"publish.folder under "
                     "the same path)"
                 )
             raise HostLost(f"version {version} could not be loaded: {error}{hint}") from error
         self.version, self.parameters = version, weights
 
     def _reload(self, server: Server, weights: FolderVersion) -> None:
-        """What is under way waits and goes on with the new weights; an older server does not tell which tokens are of
-        which version: from it they are taken back, and the rest is asked for afterwards."""
+        """What is under way waits and goes on with the new weights; an older server does not tell
+        which tokens are of which version: from it they are taken back, and the rest is asked for
+        afterwards."""
         if goes_on := self._going.total() > 0:
             if self._path == GENERATE:
                 server.call("/pause?mode=keep", {})
@@ -421,17 +433,20 @@ class VllmEngine:
             LOAD_SECONDS,
         )
         server.call("/update_weight_version", {"new_version": str(weights.version)})
-        # Keys of what is under way are computed anew, so that its next tokens are of the new version alone.
+        # Keys of what is under way are computed anew, so that its next tokens are of the new
+        # version alone.
         server.call(f"/reset_prefix_cache?reset_running_requests={str(goes_on).lower()}", {})
         if goes_on:
             server.call("/resume", {})
 
     def _load_adapter(self, server: Server, weights: FolderVersion) -> None:
-        """What is under way goes on with the adapter that it began with, which is unloaded once nothing asks for it."""
+        """What is under way goes on with the adapter that it began with, which is unloaded once
+        nothing asks for it."""
         for name in [name for name, version in self._adapters.items() if not self._going[version]]:
             server.call("/v1/unload_lora_adapter", {"lora_name": name})
             del self._adapters[name]
-        self._name = f"{weights.place.name}-{secrets.token_hex(4)}"  # a name used twice may give older keys and weights
+        # a name used twice may give older keys and weights
+        self._name = f"{weights.place.name}-{secrets.token_hex(4)}"
         try:
             server.call(
                 ADAPTER, {"lora_name": self._name, "lora_path": str(weights.place)}, LOAD_SECONDS
@@ -441,8 +456,10 @@ class VllmEngine:
                 raise
             raise ShoalError(
                 f"the server at {server.url} does not take the adapter ({error}): start it with "
-                "--enable-lora, --max-lora-rank of at least model.lora.rank, and --max-loras of at least "
-                "train.max_staleness + 2; or without VLLM_ALLOW_RUNTIME_LORA_UPDATING, for whole models"
+                "--enable-lora, --max-lora-rank of at least model.lora.rank, and --max-loras of at "
+                "least "
+                "train.max_staleness + 2; or without VLLM_ALLOW_RUNTIME_LORA_UPDATING, for whole "
+                "models"
             ) from error
         self._adapters[self._name] = weights.version
 
@@ -464,8 +481,8 @@ class VllmEngine:
         self._taking_back = False
 
     def _check(self, server: Server, weights: FolderVersion) -> None:
-        """HostLost unless the server's weights moved if the trainer's did, and both have the same log-probs of the
-        probe, and of tokens that the server samples after it."""
+        """HostLost unless the server's weights moved if the trainer's did, and both have the same
+        log-probs of the probe, and of tokens that the server samples after it."""
         sums = None
         with contextlib.suppress(TurnedDown):
             reply = server.ask("/weight_checker", {"action": "checksum"})
@@ -474,12 +491,14 @@ class VllmEngine:
         found = self._score_probe(server, weights)
         if not found and sums is None:
             raise HostRefused(
-                "it has no /weight_checker and no prompt_logprobs: nothing shows which weights it has"
+                "it has no /weight_checker and no prompt_logprobs: nothing shows which weights it "
+                "has"
             )
         before, self._seen = self._seen, (sums, found)
         most, last = self.settings.tolerance, self.parameters
-        # vLLM on CPU frees the matrices that it packs, and its checksum has none of these: both must stand still. No
-        # checksum has an adapter, and a small change of one is less than the rounding of the probe.
+        # vLLM on CPU frees the matrices that it packs, and its checksum has none of these: both
+        # must stand still. No checksum has an adapter, and a small change of one is less than the
+        # rounding of the probe.
         if (
             last
             and before == self._seen
@@ -521,15 +540,17 @@ class VllmEngine:
             ]
             if found and len(found) != len(weights.probe.logprobs):
                 raise ValueError(
-                    f"prompt_logprobs of {len(found)} tokens in place of {len(weights.probe.logprobs)}"
+                    f"prompt_logprobs of {len(found)} tokens in place of "
+                    f"{len(weights.probe.logprobs)}"
                 )
         return found
 
     def _check_sampling(self, server: Server, weights: FolderVersion) -> None:
-        """Has the server sample a token after beginnings of the probe, as the run's tokens are sampled.
+        """Has the server sample a token after beginnings of the probe, as the run's tokens are
+        sampled.
 
-        Log-probs of given tokens can be right while those of sampled ones are not: taken before temperature
-        and truncation, or of other tokens than those that are returned."""
+        Log-probs of given tokens can be right while those of sampled ones are not: taken before
+        temperature and truncation, or of other tokens than those that are returned."""
         settings = self.settings
         for length, expected in zip(settings.beginnings, weights.probe.next_token, strict=True):
             reply = server.ask(
@@ -562,7 +583,8 @@ class VllmEngine:
         most = self.settings.tolerance
         if not gap <= most:  # so that NaN is a gap
             raise HostLost(
-                f"{what} from the trainer's by up to {gap:.3g} at version {weights.version}, more than "
+                f"{what} from the trainer's by up to {gap:.3g} at version {weights.version}, more "
+                f"than "
                 f"vllm.tolerance={exact(most)}: {cause}"
             )
 
@@ -625,7 +647,8 @@ def _distribution(p: SamplingParams) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def reading(path: str, reply: Any) -> Iterator[None]:
-    """HostLost, with the beginning of the answer, where it has not the form that is read from it."""
+    """HostLost, with the beginning of the answer, where it has not the form that is read from
+    it."""
     try:
         yield
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
@@ -635,7 +658,8 @@ def reading(path: str, reply: Any) -> Iterator[None]:
 
 
 def read_counters(text: Any) -> float:
-    """The sum of a server's counters of tokens; 0 where an answer has none, as a proxy's page or JSON."""
+    """The sum of a server's counters of tokens; 0 where an answer has none, as a proxy's page or
+    JSON."""
     if not isinstance(text, str):
         return 0.0
     try:
@@ -645,7 +669,8 @@ def read_counters(text: Any) -> float:
 
 
 def read_tokens(choice: Mapping[str, Any]) -> tuple[list[int], list[float]]:
-    """Token ids and log-probs of a choice, by any of its forms. ValueError where they do not fit each other."""
+    """Token ids and log-probs of a choice, by any of its forms. ValueError where they do not fit
+    each other."""
     ids, told = [int(id) for id in choice["token_ids"]], choice.get("logprobs") or {"content": []}
     entries = told.get("content") or ()
     logprobs = (
@@ -665,8 +690,8 @@ def read_tokens(choice: Mapping[str, Any]) -> tuple[list[int], list[float]]:
 
 
 def read_versions(choice: Mapping[str, Any], count: int) -> list[int]:
-    """The version of each token, by the spans of a choice; empty where it has none. ValueError where they do not cover
-    `count` tokens."""
+    """The version of each token, by the spans of a choice; empty where it has none. ValueError
+    where they do not cover `count` tokens."""
     versions, spans = [], choice.get("weight_versions") or ()
     for span in spans:
         length = min(
@@ -683,13 +708,14 @@ def read_versions(choice: Mapping[str, Any], count: int) -> list[int]:
 def read_reason(
     choice: Mapping[str, Any], ids: Sequence[int], eos_ids: Sequence[int]
 ) -> StopReason | None:
-    """Why a completion ended; None where it was taken back. ValueError for an end that is none of the model's, and for
-    tokens after an end."""
+    """Why a completion ended; None where it was taken back. ValueError for an end that is none of
+    the model's, and for tokens after an end."""
     inner_ends = [position for position, id in enumerate(ids[:-1]) if id in eos_ids]
     if inner_ends:
         position = inner_ends[0]
         raise ValueError(
-            f"the end token {ids[position]} at position {position} of {len(ids)}, and tokens after it"
+            f"the end token {ids[position]} at position {position} of {len(ids)}, and tokens after "
+            f"it"
         )
     if choice["finish_reason"] != "stop":
         return {"length": StopReason.LENGTH, "abort": None}[choice["finish_reason"]]
@@ -701,18 +727,20 @@ def read_reason(
 
 
 def check_length(choice: Mapping[str, Any], count: int, max_tokens: int) -> None:
-    """ValueError for a completion of more tokens than were asked for, or one that is said to have reached its limit and
-    has fewer: a limit of the server's own ended it."""
+    """ValueError for a completion of more tokens than were asked for, or one that is said to have
+    reached its limit and has fewer: a limit of the server's own ended it."""
     is_cut = choice["finish_reason"] == "length" and count < max_tokens
     if is_cut or count > max_tokens:
         raise ValueError(
-            f"finish_reason {choice['finish_reason']} at {count} tokens, and max_tokens was {max_tokens}: "
+            f"finish_reason {choice['finish_reason']} at {count} tokens, and max_tokens was "
+            f"{max_tokens}: "
             "has the server another limit, as by --max-model-len?"
         )
 
 
 def read_support(choice: Mapping[str, Any], count: int, most: int) -> list[np.ndarray]:
-    """The ids that each token was sampled from, int32[most], -1 fills up; none where these are not asked for (0)."""
+    """The ids that each token was sampled from, int32[most], -1 fills up; none where these are not
+    asked for (0)."""
     mask = choice.get("sampling_mask") or ()
     if most and len(mask) != count:
         raise ShoalError(

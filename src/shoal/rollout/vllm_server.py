@@ -1,4 +1,5 @@
-"""A server of vLLM as it is reached: its address, its calls over HTTP, and where it was started here its process."""
+"""A server of vLLM as it is reached: its address, its calls over HTTP, and where it was started
+here its process."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ CALL_SECONDS = 60.0
 """How long most calls may take."""
 CHUNK_BYTES = 1 << 16
 LAST_LINES, PORTS = 5, range(20_000, 32_000)
-"""Of an ended server's output, what is shown; where those that are started listen (systems connect from others)."""
+"""Of an ended server's output, what is shown; where those that are started listen (systems connect
+from others)."""
 GENERATE, COMPLETE, ADAPTER = "/inference/v1/generate", "/v1/completions", "/v1/load_lora_adapter"
 RELOAD = "/collective_rpc"
 
@@ -57,7 +59,8 @@ class TurnedDown(HostLost):
 
 @dataclass(frozen=True)
 class Server:
-    """A server's address and, where it was started here, its process and the file with its output."""
+    """A server's address and, where it was started here, its process and the file with its
+    output."""
 
     url: str
     process: subprocess.Popen | None = None
@@ -81,7 +84,8 @@ class Server:
     def call(
         self, path: str, body: Mapping[str, Any] | None = None, seconds: float = CALL_SECONDS
     ) -> Any:
-        """What it answers: what its JSON says, or a text. Waits `seconds` at most; raises HostLost."""
+        """What it answers: what its JSON says, or a text. Waits `seconds` at most; raises
+        HostLost."""
         url, data = urlsplit(self.url), None if body is None else json.dumps(body)
         kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
         headers = {
@@ -118,7 +122,8 @@ class Server:
     def ask(
         self, path: str, body: Mapping[str, Any] | None = None, seconds: float = CALL_SECONDS
     ) -> dict[str, Any]:
-        """`call` for an answer that must be a JSON object; HostLost for anything else, as a proxy's HTML page."""
+        """`call` for an answer that must be a JSON object; HostLost for anything else, as a proxy's
+        HTML page."""
         reply = self.call(path, body, seconds)
         if not isinstance(reply, dict):
             raise HostLost(

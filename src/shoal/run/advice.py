@@ -1,8 +1,9 @@
-"""Which keys to change: of a job that does not fit those that make it fit, of one that fits those that use the rest.
+"""Which keys to change: of a job that does not fit those that make it fit, of one that fits those
+that use the rest.
 
-Each change is tried by describing the job again (nothing is compiled), so what the roles would hold is exact, and a
-mesh that does not divide the model is never advised. What a change does to the time of a step is not guessed: a plan of
-the changed job says it.
+Each change is tried by describing the job again (nothing is compiled), so what the roles would hold
+is exact, and a mesh that does not divide the model is never advised. What a change does to the time
+of a step is not guessed: a plan of the changed job says it.
 """
 
 from __future__ import annotations
@@ -95,7 +96,8 @@ class Trial:
 
     @property
     def bytes(self) -> int:
-        """That a device needs less at its fullest, of the memory that it has now: on a CPU more devices have less."""
+        """That a device needs less at its fullest, of the memory that it has now: on a CPU more
+        devices have less."""
         return self.before.peak - round(self.after.peak * self.before.memory / self.after.memory)
 
     def text(self) -> str:
@@ -121,7 +123,8 @@ class Trial:
 
 
 def advise(figures: Figures, describe: Describe, room: float = 0) -> list[dict[str, Any]]:
-    """Keys to change, the best first. `room`: bytes of a device that may be used, if not all but a little."""
+    """Keys to change, the best first. `room`: bytes of a device that may be used, if not all but a
+    little."""
     room = room or FULL * figures.memory
     if not figures.fits or figures.peak > room:
         return [fitting(figures, describe, room)]
@@ -130,7 +133,8 @@ def advise(figures: Figures, describe: Describe, room: float = 0) -> list[dict[s
 
 
 def smaller(figures: Figures, describe: Describe) -> Iterator[Trial]:
-    """The changes of no result after which the fullest device needs less, what costs least first."""
+    """The changes of no result after which the fullest device needs less, what costs least
+    first."""
     return (
         one
         for one in _tried(figures, describe, leaner(figures.config, figures.job))
@@ -170,8 +174,9 @@ def _upon(figures: Figures, describe: Describe, changes: Iterable[Change]) -> li
 
 
 def fitting(figures: Figures, describe: Describe, room: float) -> dict[str, Any]:
-    """The changes after which a device needs at most `room` bytes, one upon the other, as one piece of advice: the
-    first that is enough, else the one that saves most and others upon it, without those that a later one replaces."""
+    """The changes after which a device needs at most `room` bytes, one upon the other, as one piece
+    of advice: the first that is enough, else the one that saves most and others upon it, without
+    those that a later one replaces."""
     chain: dict[str, Trial] = {}
     now, share = figures, room / figures.memory
 
@@ -288,8 +293,9 @@ def faster(config: Config, job: Mapping[str, Any]) -> Iterator[Change]:
 
 
 def _whole_groups(config: Config, job: Mapping[str, Any]) -> Iterator[tuple[bool, Change]]:
-    """Longer rows of whole groups, by the numbers of them that divide those of a device: no prompt is computed twice,
-    and little of a row is padding. With each whether tokens are saved; what layers store stays as it is."""
+    """Longer rows of whole groups, by the numbers of them that divide those of a device: no prompt
+    is computed twice, and little of a row is padding. With each whether tokens are saved; what
+    layers store stays as it is."""
     b, shards = config.batch, job["shape"]["rows"] * config.mesh.context
     prompts = -(-job["prompts"] // config.algorithm.num_minibatches)
 
@@ -382,8 +388,8 @@ def other_results(config: Config, job: Mapping[str, Any]) -> Iterator[Change]:
 
 
 def plain_changes(config: Any) -> Iterator[Change]:
-    """What takes less memory in any command, where its job cannot be described again; the keys that it lacks are left
-    out."""
+    """What takes less memory in any command, where its job cannot be described again; the keys that
+    it lacks are left out."""
     keys = keys_of(type(config))
     for key in (
         "batch",
@@ -405,7 +411,8 @@ def plain_changes(config: Any) -> Iterator[Change]:
 
 
 def check_memory(job: Job) -> Finding:
-    """Whether what is known before compilation fits; ShoalError if it exceeds all of a device's memory."""
+    """Whether what is known before compilation fits; ShoalError if it exceeds all of a device's
+    memory."""
     figures = Figures(job.config, outline(job), {})
     available = available_memory(job.roles.trainer.mesh.devices.flat)
     found, _ = judge_memory(figures, available, job.described, "at least")
@@ -417,12 +424,15 @@ def check_memory(job: Job) -> Finding:
 def judge_memory(
     figures: Figures, available: AvailableMemory, describe: Describe, bound: str = "at most"
 ) -> tuple[Finding, str]:
-    """Whether a job fits: what each device needs and has, and, if that is tight, what to change, besides as the text of
-    its own. `bound`: `at least` where activations are unknown."""
+    """Whether a job fits: what each device needs and has, and, if that is tight, what to change,
+    besides as the text of its own. `bound`: `at least` where activations are unknown."""
     shared = (
         f" on each of {available.sharing} devices that share it" if available.sharing > 1 else ""
     )
-    text = f"{bound} {gib(figures.peak)}{shared}, in the {PHASES[figures.fullest][0]} phase ({parts_text(figures)})"
+    text = (
+        f"{bound} {gib(figures.peak)}{shared}, in the {PHASES[figures.fullest][0]} phase "
+        f"({parts_text(figures)})"
+    )
     if not available.free:
         return Finding("memory", "ok", f"{text}; the device does not report its memory"), ""
     text += f"; {gib(available.free)} of {gib(available.total)} free ({available.where})"

@@ -1,4 +1,5 @@
-"""Keeps compiled programs between runs. Imports no JAX: the command line sets the cache up before that."""
+"""Keeps compiled programs between runs. Imports no JAX: the command line sets the cache up before
+that."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ def cache_by_environment() -> None:
 
 
 def cache_by_configuration() -> None:
-    """Sets the cache up at any time, in a user's process: `os.environ` and values set in `jax.config` stay."""
+    """Sets the cache up at any time, in a user's process: `os.environ` and values set in
+    `jax.config` stay."""
     import jax
     from jax.experimental.compilation_cache import compilation_cache
 

@@ -1,6 +1,8 @@
-"""Groups of the data's own answers, for supervised fine-tuning: the loop learns from them as from samples.
+"""Groups of the data's own answers, for supervised fine-tuning: the loop learns from them as from
+samples.
 
-row -> dialogue, or prompt and answer -> `Stream` of tokens with its loss mask -> group of one completion
+row -> dialogue, or prompt and answer -> `Stream` of tokens with its loss mask -> group of one
+completion
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ from shoal.types import (
 
 
 def for_training(task: Task, config: Config) -> Task:
-    """The task as a training run has it; prompts of answers that are learned end before the assistant's first turn."""
+    """The task as a training run has it; prompts of answers that are learned end before the
+    assistant's first turn."""
 
     def example_of(row: int) -> Example:
         messages = _dialogue(example := task.train[row])
@@ -52,7 +55,8 @@ def for_training(task: Task, config: Config) -> Task:
 
 
 def _notes_of_answers(task: Task) -> list[str]:
-    """How many rows have an empty answer, which is learned as one; ShoalError for rows that have none at all."""
+    """How many rows have an empty answer, which is learned as one; ShoalError for rows that have
+    none at all."""
     if isinstance(task.train, MadeRows):  # a packaged task makes whole rows
         return []
     empty: list[str] = []
@@ -76,7 +80,8 @@ def _notes_of_answers(task: Task) -> list[str]:
     if not empty:
         return []
     return [
-        f"{task.name}: {len(empty)} of {total} rows have an empty answer, the first {empty[0]}: the model learns "
+        f"{task.name}: {len(empty)} of {total} rows have an empty answer, the first {empty[0]}: "
+        f"the model learns "
         "to say nothing; fill them in or leave these rows out"
     ]
 
@@ -93,7 +98,8 @@ def _is_empty(answer: Any) -> bool:
 
 
 _EXPECTED = (
-    "expected `messages`, `prompt` and `completion` (both text, or both messages), or a column with a right "
+    "expected `messages`, `prompt` and `completion` (both text, or both messages), or a column "
+    "with a right "
     "answer"
 )
 
@@ -108,8 +114,9 @@ def _dialogue(example: Example) -> Any:
 
 
 def streams(tokenizer: Tokenizer, example: Example) -> list[Stream]:
-    """What is learned of a row: its `messages`, its `completion` (text or messages), or its worked solution, written as
-    a completion; with the schemas of its `tools`. ShoalError, with the row's place, for one without any of them."""
+    """What is learned of a row: its `messages`, its `completion` (text or messages), or its worked
+    solution, written as a completion; with the schemas of its `tools`. ShoalError, with the row's
+    place, for one without any of them."""
     try:
         prompt, answer = example.prompt, _answer(example)
         if isinstance(prompt, str) and isinstance(answer, str) and not _dialogue(example):
@@ -123,8 +130,8 @@ def streams(tokenizer: Tokenizer, example: Example) -> list[Stream]:
 
 
 def dialogue_of(example: Example) -> tuple[Messages, Any, int]:
-    """The messages of a row that is learned, the schemas of its tools, and the first message that may be learned.
-    ShoalError for one that has no messages."""
+    """The messages of a row that is learned, the schemas of its tools, and the first message that
+    may be learned. ShoalError for one that has no messages."""
     tools = example.columns.get("tools")
     tools = without_none(loads(tools) if isinstance(tools, str) and tools else tools)
     if messages := _dialogue(example):
@@ -145,7 +152,8 @@ def _answer(example: Example) -> Any:
 
 @dataclass
 class DataSource:
-    """A `RolloutSource` whose training groups are the data's answers; all else is the `sampler`'s."""
+    """A `RolloutSource` whose training groups are the data's answers; all else is the
+    `sampler`'s."""
 
     sampler: RolloutSource
     tokenizer: Tokenizer

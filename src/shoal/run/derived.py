@@ -15,19 +15,21 @@ if TYPE_CHECKING:
     from shoal.trainer.batch import Shape
 
 MICRO_TOKENS = 2**12
-"""On accelerators. 8B on 8 v6e has room for a few more: 4,352 need 28.5 of 31.2 GiB (`benchmarks/aot.py`)."""
+"""On accelerators. 8B on 8 v6e has room for a few more: 4,352 need 28.5 of 31.2 GiB
+(`benchmarks/aot.py`)."""
 
 CPU_MICRO_TOKENS = 2**11
-"""Longer rows leave a CPU's caches, and more of a small update is padding. Where a group does not fit them,
-`fitting.cpu_micro_tokens` takes up to twice as many."""
+"""Longer rows leave a CPU's caches, and more of a small update is padding. Where a group does not
+fit them, `fitting.cpu_micro_tokens` takes up to twice as many."""
 
 ROUNDS = 64
 """Publications after which a run is steady, and over which its steps are then averaged."""
 
 
 def for_devices(config: Config, devices: int, platform: str) -> Config:
-    """The configuration with what follows from the trainer's devices, `batch.prompts_per_step`, where
-    `batch.prompts_per_device` is set, and `batch.micro_tokens`, where it is not; and `algorithm.correction`."""
+    """The configuration with what follows from the trainer's devices, `batch.prompts_per_step`,
+    where `batch.prompts_per_device` is set, and `batch.micro_tokens`, where it is not; and
+    `algorithm.correction`."""
     # Not with the configuration: devices are known only when JAX has started.
     micro_tokens = config.batch.micro_tokens or (
         CPU_MICRO_TOKENS if platform == "cpu" else MICRO_TOKENS
@@ -43,7 +45,8 @@ def for_devices(config: Config, devices: int, platform: str) -> Config:
     if parts > each * devices:
         raise ShoalError(
             f"batch.prompts_per_device={each} on {count(devices, 'device')} gives "
-            f"{count(each * devices, 'prompt')} a step, fewer than algorithm.num_minibatches={parts}: "
+            f"{count(each * devices, 'prompt')} a step, fewer than "
+            f"algorithm.num_minibatches={parts}: "
             "raise it or lower that"
         )
     return replace(config, batch=replace(config.batch, prompts_per_step=each * devices))
@@ -55,7 +58,8 @@ def oldest_samples(config: Config) -> int:
 
 
 def samples_are_the_trainers(config: Config) -> bool:
-    """True if the trainer's own weights sample, by its own programs: log-probs of sampler and trainer are equal."""
+    """True if the trainer's own weights sample, by its own programs: log-probs of sampler and
+    trainer are equal."""
     sampler = config.sampler
     return not oldest_samples(config) and sampler.kind != "vllm" and sampler.quantise == "none"
 
@@ -69,8 +73,8 @@ def correction_of(config: Config) -> str:
 
 
 def staleness_text(config: Config, own_devices: bool) -> str:
-    """How old samples may be, or that another engine samples them, and what follows; empty where they are all of the
-    trainer's own weights and programs.
+    """How old samples may be, or that another engine samples them, and what follows; empty where
+    they are all of the trainer's own weights and programs.
 
     up to 1 version old, corrected by importance weights (algorithm.correction=tis)
     """
@@ -81,7 +85,8 @@ def staleness_text(config: Config, own_devices: bool) -> str:
     text = f"up to {count(oldest, 'version')} old, {how} (algorithm.correction={correction})"
     if config.sampler.kind == "vllm":
         return (
-            "by vLLM, whose numbers are not the trainer's and which samples other tokens when it is asked again; "
+            "by vLLM, whose numbers are not the trainer's and which samples other tokens when it "
+            "is asked again; "
             f"{text}"
         )
     if config.sampler.quantise != "none":
@@ -128,8 +133,8 @@ def micro_batch_shapes(config: Config, row_shards: int) -> tuple[Shape, ...]:
 
 
 def group_rows(config: Config, row_shards: int) -> list[int]:
-    """Tokens of a row on each device in which whole groups of the longest lengths fit, by the numbers of them that
-    divide those of a device."""
+    """Tokens of a row on each device in which whole groups of the longest lengths fit, by the
+    numbers of them that divide those of a device."""
     from shoal.trainer.batch import row_unit
 
     b, s, context = config.batch, config.sampling, config.mesh.context
@@ -145,8 +150,8 @@ def group_rows(config: Config, row_shards: int) -> list[int]:
 
 
 def completion_rows(config: Config) -> list[int]:
-    """Tokens of a row on each device in which completions of the longest length fit with their prompt, by the numbers
-    of them that divide a group."""
+    """Tokens of a row on each device in which completions of the longest length fit with their
+    prompt, by the numbers of them that divide a group."""
     from shoal.trainer.batch import row_unit
 
     s, group_size = config.sampling, config.batch.group_size
@@ -161,8 +166,8 @@ def completion_rows(config: Config) -> list[int]:
 
 
 def packed_tokens(config: Config, shapes: Sequence[Shape], prompts: int) -> int:
-    """Tokens, padding included, of the micro-batches in which a run packs the groups of so many prompts; all have the
-    longest prompts and completions."""
+    """Tokens, padding included, of the micro-batches in which a run packs the groups of so many
+    prompts; all have the longest prompts and completions."""
     from shoal.trainer.batch import in_batches
 
     s = config.sampling
@@ -190,7 +195,8 @@ def max_support(config: Config) -> int:
 def step_text(config: Config) -> str:
     """The size of a step in one line.
 
-    this step = 32 prompts x 8 completions = 256 completions, 1 update (1 epoch x 1 mini-batch); 80 steps
+    this step = 32 prompts x 8 completions = 256 completions, 1 update (1 epoch x 1 mini-batch); 80
+    steps
     """
     batch, algorithm = config.batch, config.algorithm
     completions, updates = step_sizes(config)
@@ -208,25 +214,34 @@ def step_text(config: Config) -> str:
             f"{count(config.steps, 'step')}"
         )
     return (
-        f"this step = {count(batch.prompts_per_step, 'prompt')} x {count(batch.group_size, 'completion')} = "
-        f"{count(completions, 'completion')}, {count(updates, 'update')} ({count(algorithm.num_epochs, 'epoch')} x "
-        f"{count(algorithm.num_minibatches, 'mini-batch', 'mini-batches')}); {count(config.steps, 'step')}"
+        f"this step = {count(batch.prompts_per_step, 'prompt')} x "
+        f"{count(batch.group_size, 'completion')} = "
+        f"{count(completions, 'completion')}, {count(updates, 'update')} "
+        f"({count(algorithm.num_epochs, 'epoch')} x "
+        f"{count(algorithm.num_minibatches, 'mini-batch', 'mini-batches')}); "
+        f"{count(config.steps, 'step')}"
     )
 
 
 THEIR_SIZES = {
-    "torchrl": "TorchRL counts {completions:,} dialog turns a batch, {all:,} in all, {updates:,} updates of {each:,}",
-    "maxtext": "MaxText counts {completions:,} sequences a step of at most {length:,} tokens: {tokens:,} tokens",
-    "tunix": "Tunix counts {prompts:,} prompts a batch, {completions:,} completions in mini-batches of {each:,}",
-    "trl": "TRL counts a generation_batch_size of {completions:,}, and max_steps={updates:,} of {each:,} completions",
-    "verl": "verl counts a train_batch_size of {prompts:,} prompts and a ppo_mini_batch_size of {part:,}, {updates:,} "
+    "torchrl": "TorchRL counts {completions:,} dialog turns a batch, {all:,} in all, {updates:,} "
+    "updates of {each:,}",
+    "maxtext": "MaxText counts {completions:,} sequences a step of at most {length:,} tokens: "
+    "{tokens:,} tokens",
+    "tunix": "Tunix counts {prompts:,} prompts a batch, {completions:,} completions in "
+    "mini-batches of {each:,}",
+    "trl": "TRL counts a generation_batch_size of {completions:,}, and max_steps={updates:,} of "
+    "{each:,} completions",
+    "verl": "verl counts a train_batch_size of {prompts:,} prompts and a ppo_mini_batch_size of "
+    "{part:,}, {updates:,} "
     "updates",
 }
 """Recipe -> the quantities that its system's users know."""
 
 
 def their_sizes(config: Config) -> str:
-    """A run's sizes in the words of the system whose recipe it has, once its devices are known; empty without one."""
+    """A run's sizes in the words of the system whose recipe it has, once its devices are known;
+    empty without one."""
     prompts, each = config.batch.prompts_per_step, config.algorithm.num_minibatches
     completions = prompts * config.batch.group_size
     return THEIR_SIZES.get(config.recipe, "").format(
@@ -263,11 +278,13 @@ def schedule_of(t: TrainSection) -> Schedule:
 def step_seconds(schedule: Schedule, sampling: float, training: float, own_devices: bool) -> float:
     """Mean seconds of a step in a long run.
 
-    Sampling waits for the weights that its step is sampled from, training for its step's samples. Where the sampler has
-    no devices of its own, the two take turns.
+    Sampling waits for the weights that its step is sampled from, training for its step's samples.
+    Where the sampler has no devices of its own, the two take turns.
 
-    >>> step_seconds(Schedule(lag=0), 3.0, 2.0, own_devices=True), step_seconds(Schedule(lag=1), 3.0, 2.0, True)
-    (5.0, 3.0)
+    >>> step_seconds(Schedule(lag=0), 3.0, 2.0, own_devices=True)
+    5.0
+    >>> step_seconds(Schedule(lag=1), 3.0, 2.0, own_devices=True)
+    3.0
     """
     if not own_devices:
         return sampling + training
@@ -277,7 +294,8 @@ def step_seconds(schedule: Schedule, sampling: float, training: float, own_devic
     )  # when each step's update has ended, the first entry being the start
     steady = ROUNDS * schedule.weight_sync_interval
     for step in range(2 * steady):
-        # Asked for as early as its age allows, and answered by the version that was published for it.
+        # Asked for as early as its age allows, and answered by the version that was published for
+        # it.
         known = max(trained[max(0, step - schedule.max_staleness)], trained[schedule.version(step)])
         sampled = max(sampled, known) + sampling
         trained.append(max(trained[-1], sampled) + training)

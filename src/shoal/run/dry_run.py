@@ -45,8 +45,9 @@ DEVICE_STAGES = (
 
 
 def check_dry_run(config: Any) -> list[Finding]:
-    """What a job would warn of, and what is not checked; ShoalError for what it would refuse. The job opens the stages
-    that it would open before it reads weights (`Job.check`), without those that need a download."""
+    """What a job would warn of, and what is not checked; ShoalError for what it would refuse. The
+    job opens the stages that it would open before it reads weights (`Job.check`), without those
+    that need a download."""
     findings, command = Findings(), command_of(type(config))
     command = "train" if command == "sft" else command
     check_before_weights(config)
@@ -92,8 +93,8 @@ def _check_job(config: Any, findings: Findings, command: str) -> None:
 
 
 def _check_source(source: str) -> None:
-    """ShoalError for a model's folder to export or convert whose weights are not there, or not those of its
-    config.json."""
+    """ShoalError for a model's folder to export or convert whose weights are not there, or not
+    those of its config.json."""
     from shoal.model import hf
     from shoal.model.hf_config import architecture_of
 
@@ -114,7 +115,8 @@ def _check_roles(job: Job, roles: Roles) -> None:
 
 
 def _needs_memory(config: Config) -> bool:
-    """True where a step is so large, or has so few prompts a device, that its devices decide whether it can be."""
+    """True where a step is so large, or has so few prompts a device, that its devices decide
+    whether it can be."""
     return (
         _tokens(config) > LARGE_STEP
         or 0 < config.batch.prompts_per_device < config.algorithm.num_minibatches
@@ -122,7 +124,8 @@ def _needs_memory(config: Config) -> bool:
 
 
 def _has_processes(config: Config, findings: Findings) -> bool:
-    """True, with a warning, for a run in several processes: none is started, so the devices of all are not known."""
+    """True, with a warning, for a run in several processes: none is started, so the devices of all
+    are not known."""
     mesh = config.mesh
     if not (mesh.coordinator or mesh.processes or mesh.process >= 0):
         return False
@@ -167,7 +170,8 @@ def _quiet_job(config: Any, findings: Findings, **parts: Any) -> Job:
 
 
 def adapter_lines(config: Any) -> list[str]:
-    """What an adapter trains, where the model's sizes are on this machine. ShoalError for one that cannot be."""
+    """What an adapter trains, where the model's sizes are on this machine. ShoalError for one that
+    cannot be."""
     if not isinstance(config, Config) or (
         config.model.lora == LoraSection() and config.model.quantise == "none"
     ):
@@ -189,8 +193,8 @@ def adapter_lines(config: Any) -> list[str]:
 
 
 def check_files(config: Any, findings: Findings) -> None:
-    """ShoalError for a file to read that is missing, and for one to write that is there. A warning for what looks like
-    a folder and would be looked for on the hub."""
+    """ShoalError for a file to read that is missing, and for one to write that is there. A warning
+    for what looks like a folder and would be looked for on the hub."""
     known, command = keys_of(type(config)), command_of(type(config))
     for key in (*INPUTS, "to", "output"):
         if (
@@ -208,13 +212,15 @@ def check_files(config: Any, findings: Findings) -> None:
         path = Path(get_value(config, key)).expanduser() if key in known else Path()
         if len(path.parts) == 2 and path.parent.is_dir() and not path.exists():
             findings.of("configuration").warning(
-                f"{key}={path}: {path.parent}/ holds nothing of that name; the run would look for it on the hub",
+                f"{key}={path}: {path.parent}/ holds nothing of that name; the run would look for "
+                f"it on the hub",
                 key,
             )
 
 
 def _is_here(section: ModelSection) -> bool:
-    """True for a model that needs no download: a folder, or the packaged one where `model.name` names no other."""
+    """True for a model that needs no download: a folder, or the packaged one where `model.name`
+    names no other."""
     if section.path == ModelSection.path:
         return not section.name
     return section.path != "" and Path(section.path).expanduser().is_dir()

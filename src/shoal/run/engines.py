@@ -1,4 +1,5 @@
-"""The engines of a run: how many completions at once, in rows of how many siblings, within how much memory."""
+"""The engines of a run: how many completions at once, in rows of how many siblings, within how much
+memory."""
 
 from __future__ import annotations
 
@@ -25,14 +26,14 @@ from shoal.text import count
 from shoal.types import Purpose, ShoalError
 
 QUEUED = 4
-"""Completions that a host has at once, for each of its places: a group counts until its longest has ended. With twice
-the places 19 to 40% of them were idle where lengths are long-tailed and the sampler is slower than the trainer, with
-four times up to 8% (benchmarks/overlap.py)."""
+"""Completions that a host has at once, for each of its places: a group counts until its longest has
+ended. With twice the places 19 to 40% of them were idle where lengths are long-tailed and the
+sampler is slower than the trainer, with four times up to 8% (benchmarks/overlap.py)."""
 
 
 class CacheRoom(NamedTuple):
-    """The memory of a sampler's caches: keys of a prompt, of a completion and of the longest, and how many there may be
-    in all its replicas, or 0. `by_pages`: completions share a pool."""
+    """The memory of a sampler's caches: keys of a prompt, of a completion and of the longest, and
+    how many there may be in all its replicas, or 0. `by_pages`: completions share a pool."""
 
     prompt: int
     own: int
@@ -42,7 +43,8 @@ class CacheRoom(NamedTuple):
     by_pages: bool
 
     def slots(self, most: int, siblings: int) -> int:
-        """At most so many slots, in rows of `siblings`; 0 if there is no room for a row at its limit."""
+        """At most so many slots, in rows of `siblings`; 0 if there is no room for a row at its
+        limit."""
         if not self.tokens:
             return most
         each = self.tokens // self.replicas
@@ -53,8 +55,8 @@ class CacheRoom(NamedTuple):
         return min(most, max(0, rows) * self.replicas * siblings)
 
     def pages(self, slots: int, siblings: int) -> int:
-        """Pages of a replica's pool: what there is memory for, at most as many as all limits need, at least as a row's
-        do. 0 where caches are not by pages."""
+        """Pages of a replica's pool: what there is memory for, at most as many as all limits need,
+        at least as a row's do. 0 where caches are not by pages."""
         rows = num_rows(slots, siblings, self.replicas) // self.replicas
         keys = (
             self.tokens // self.replicas - rows * self.prompt
@@ -66,8 +68,8 @@ class CacheRoom(NamedTuple):
 
 
 class Places(NamedTuple):
-    """How many completions are sampled at once, and how many siblings share a row. `evaluated`: how many an evaluation
-    has at most, 0 where that is not known."""
+    """How many completions are sampled at once, and how many siblings share a row. `evaluated`: how
+    many an evaluation has at most, 0 where that is not known."""
 
     slots: int
     siblings: int
@@ -75,8 +77,9 @@ class Places(NamedTuple):
     evaluated: int = 0
 
     def rows_for(self, size: int, group_size: int, is_shared: bool = True) -> tuple[int, int]:
-        """(slots, siblings a row) of the engine for groups of `size`: the same for all sizes that its rows can be
-        filled with. `is_shared`: training uses the one with its rows, too; others are for evaluations alone."""
+        """(slots, siblings a row) of the engine for groups of `size`: the same for all sizes that
+        its rows can be filled with. `is_shared`: training uses the one with its rows, too; others
+        are for evaluations alone."""
         fits = size == group_size or size % self.siblings == 0
         siblings = self.siblings if fits else math.gcd(self.siblings, size)
         slots = self.room.slots(self.slots, siblings)
@@ -95,16 +98,18 @@ def choose_places(
     free_tokens: int = 0,
     turns: Turns = "",
 ) -> Places:
-    """At most `slots` of so many completions, as there are `free_tokens` for their keys and values; 0 for no bound.
-    ShoalError for a mean length of completions where caches are not by pages.
+    """At most `slots` of so many completions, as there are `free_tokens` for their keys and values;
+    0 for no bound. ShoalError for a mean length of completions where caches are not by pages.
 
-    The siblings of a group share a row if all completions have places at once: no place that is free early could be
-    used. Else a row holds so few that their keys take most of it, not the prompt's.
+    The siblings of a group share a row if all completions have places at once: no place that is
+    free early could be used. Else a row holds so few that their keys take most of it, not the
+    prompt's.
     """
     role, mean, paged = model.role, sampling.mean_completion_tokens, by_pages(model)
     if mean and not paged:
         raise ShoalError(
-            f"sampling.mean_completion_tokens={mean}: only decoding by the kernel for TPUs has caches by "
+            f"sampling.mean_completion_tokens={mean}: only decoding by the kernel for TPUs has "
+            f"caches by "
             f"pages ({role.platform.upper()}, model.attention={model.attention}); use 0",
             "sampling.mean_completion_tokens",
         )
@@ -142,10 +147,10 @@ def engine_maker(
     max_support: int = 0,
     truncated: bool = False,
 ) -> Callable[[Purpose, int], Engine]:
-    """A function that gives the engine for groups of a purpose and size: one for all sizes that its rows can be filled
-    with, made when it is first asked for. Training's stores the support of each token, at most `max_support` ids; where
-    that is not 0, the others have engines of their own, which store none. `truncated`: requests may truncate, though
-    the settings do not."""
+    """A function that gives the engine for groups of a purpose and size: one for all sizes that its
+    rows can be filled with, made when it is first asked for. Training's stores the support of each
+    token, at most `max_support` ids; where that is not 0, the others have engines of their own,
+    which store none. `truncated`: requests may truncate, though the settings do not."""
     engines: dict[tuple[int, int], Engine] = {}
 
     def make(purpose: Purpose, size: int) -> Engine:
@@ -178,10 +183,12 @@ def sampling_engine_maker(
     group_size: int,
     truncated: bool = False,
 ) -> Callable[[Purpose, int], Engine]:
-    """A function that makes the engines of a command that only samples, `slots` completions at once."""
-    # However few prompts are asked: another number of rows is another program, whose last bits differ on some
-    # processors, and an answer may not depend on how many others were asked for. Only an evaluation, whose questions
-    # are its data's, is given fewer slots where it has fewer completions.
+    """A function that makes the engines of a command that only samples, `slots` completions at
+    once."""
+    # However few prompts are asked: another number of rows is another program, whose last bits
+    # differ on some processors, and an answer may not depend on how many others were asked for.
+    # Only an evaluation, whose questions are its data's, is given fewer slots where it has fewer
+    # completions.
     places = choose_places(sampling, model, slots, group_size, math.inf)
     return engine_maker(model, tokenizer, sampling, places, group_size, truncated=truncated)
 
@@ -210,11 +217,14 @@ def num_hosts(roles: Roles) -> int:
 
 
 def places_text(config: Config, roles: Roles, a: Architecture) -> str:
-    """How many completions are sampled at once, where these are not all of a step, each group in a row; and of which
-    prompts, where they are shorter than those that are allowed."""
+    """How many completions are sampled at once, where these are not all of a step, each group in a
+    row; and of which prompts, where they are shorter than those that are allowed."""
     places, size = training_places(config, roles, a), config.batch.group_size
     if config.sampler.kind == "vllm":
-        return f"{count(config.num_workers, 'server')} of vLLM, {count(places.slots, 'completion')} at once at each"
+        return (
+            f"{count(config.num_workers, 'server')} of vLLM, {count(places.slots, 'completion')} "
+            f"at once at each"
+        )
     parts = []
     if (
         places.siblings != size
@@ -230,7 +240,8 @@ def places_text(config: Config, roles: Roles, a: Architecture) -> str:
     room = config.sampling.slot_prompt
     if room < config.sampling.max_prompt_tokens:
         parts.append(
-            f"room for prompts of {count(room, 'token')}, as the data has them (sampling.prompt_slot_tokens)"
+            f"room for prompts of {count(room, 'token')}, as the data has them "
+            f"(sampling.prompt_slot_tokens)"
         )
     return "; ".join(parts)
 
@@ -243,8 +254,8 @@ def training_engine_maker(
     architecture: Architecture | None = None,
     host: int = 0,
 ) -> Callable[[Purpose, int], Engine]:
-    """A function that makes the engines of a host of a training run. `architecture`: of the model that memory is
-    reckoned with, if it is not that of `model`."""
+    """A function that makes the engines of a host of a training run. `architecture`: of the model
+    that memory is reckoned with, if it is not that of `model`."""
     places = training_places(config, roles, architecture or model.architecture)
     return engine_maker(
         model.on(roles.hosts[host]),
@@ -263,8 +274,8 @@ def run_engines(
     tokenizer: Tokenizer,
     architecture: Architecture | None = None,
 ) -> Iterator[tuple[str, Engine]]:
-    """The engines of a run, one by one: for training's groups, greedy answers and pass@k's groups; several may be the
-    same. Nothing is compiled."""
+    """The engines of a run, one by one: for training's groups, greedy answers and pass@k's groups;
+    several may be the same. Nothing is compiled."""
     make = training_engine_maker(config, model, roles, tokenizer, architecture)
     yield "training", make(Purpose.TRAIN, config.batch.group_size)
     yield "evaluation", make(Purpose.EVALUATE, 1)
@@ -275,8 +286,8 @@ def run_engines(
 def engine_states(
     config: Config, model: Model, roles: Roles, a: Architecture
 ) -> Iterator[tuple[str, DecodeState]]:
-    """Name and shapes of what each of `run_engines` holds that a run uses; no engine is made. `a`: the model that
-    memory is reckoned with."""
+    """Name and shapes of what each of `run_engines` holds that a run uses; no engine is made. `a`:
+    the model that memory is reckoned with."""
     places, own = training_places(config, roles, a), model.on(roles.hosts[0])
     sizes = {} if config.algorithm.learns_from_data else {"training": config.batch.group_size}
     if config.evaluate_every >= 0:

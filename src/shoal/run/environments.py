@@ -33,8 +33,8 @@ def section_of(given: Any) -> EnvironmentSection:
 
 
 def with_environment(task: Task, given: Any) -> Task:
-    """The task with the tools and the environments that a configuration names, in place of its own. ShoalError for what
-    a file does not have."""
+    """The task with the tools and the environments that a configuration names, in place of its own.
+    ShoalError for what a file does not have."""
     section, file, specs = section_of(given), "", []
     for spec in section.tools:  # file.py:f,g
         file = spec.rpartition(":")[0] or file
@@ -62,8 +62,8 @@ def with_environment(task: Task, given: Any) -> Task:
 
 @dataclass
 class TurnFormats:
-    """How turns look in tokens, by the tools of a row's environment. `note` is called with what the chat template would
-    change in earlier turns, once for each line."""
+    """How turns look in tokens, by the tools of a row's environment. `note` is called with what the
+    chat template would change in earlier turns, once for each line."""
 
     tokenizer: Tokenizer
     sessions: Sessions
@@ -93,7 +93,8 @@ class TurnFormats:
                 least := 2 + len(form.encode_context([answer]))
             ):  # a token before it, and one after
                 raise ShoalError(
-                    f"sampling.max_completion_tokens={self.limit}: all tokens of a rollout count, and one "
+                    f"sampling.max_completion_tokens={self.limit}: all tokens of a rollout count, "
+                    f"and one "
                     f"answer takes at least {least}: raise it",
                     "sampling.max_completion_tokens",
                 )
@@ -120,8 +121,9 @@ def make_player(turns: TurnFormats, places: int, sampling: SamplingSection) -> P
 
 
 def open_sessions(task: Task, given: Any) -> Sessions | None:
-    """The sessions of a task's rollouts, forked, and tried on the first row of each set; None without tools and
-    environments. ShoalError for a tool without a schema, and an environment that cannot begin."""
+    """The sessions of a task's rollouts, forked, and tried on the first row of each set; None
+    without tools and environments. ShoalError for a tool without a schema, and an environment that
+    cannot begin."""
     if not (task.tools or task.environments):
         return None
     section = section_of(given)
@@ -163,11 +165,13 @@ def _try(sessions: Sessions, example: Example) -> None:
             if reply.what == "end"
             else (
                 "reset",
-                f"a text or None, of the columns {', '.join(example.columns)}; **columns takes what has no name",
+                f"a text or None, of the columns {', '.join(example.columns)}; **columns takes "
+                f"what has no name",
             )
         )
         raise ShoalError(
-            f"environment {kind and kind.type.__name__}: {method} failed for {row}: {reply.error}; it "
+            f"environment {kind and kind.type.__name__}: {method} failed for {row}: {reply.error}; "
+            f"it "
             f"must return {cure}",
             "environment.factory",
         )

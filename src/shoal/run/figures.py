@@ -1,4 +1,5 @@
-"""A job in figures: what its roles hold, from shapes alone, and what its programs cost, where they were compiled."""
+"""A job in figures: what its roles hold, from shapes alone, and what its programs cost, where they
+were compiled."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ PHASES: Mapping[str, tuple[str, str]] = {
     "apply": ("update", "update"),
     "publish": ("publication", "always"),
 }
-"""Program -> the phase of a step in which it runs, and what roles hold then besides what they always hold."""
+"""Program -> the phase of a step in which it runs, and what roles hold then besides what they
+always hold."""
 
 LARGEST: Mapping[str, str] = {
     "prefill": "sampler",
@@ -48,18 +50,19 @@ LARGEST: Mapping[str, str] = {
 """The programs that need most memory, and the roles that run them."""
 
 FULL = 0.97
-"""Share of a device's memory above which a job is tight: what the compiler cannot see (the batch, fragments)."""
+"""Share of a device's memory above which a job is tight: what the compiler cannot see (the batch,
+fragments)."""
 
 
 FRAGMENTS = 0.14
-"""On a CPU, of all that a process holds: what its allocator may keep of freed memory for later. It was up to 13%, of a
-model of 50M parameters, most of whose arrays come from the heap; 0 to 4% with models of 1M, 8M and 135M
-(benchmarks/memory.py)."""
+"""On a CPU, of all that a process holds: what its allocator may keep of freed memory for later. It
+was up to 13%, of a model of 50M parameters, most of whose arrays come from the heap; 0 to 4% with
+models of 1M, 8M and 135M (benchmarks/memory.py)."""
 
 
 def outline(job: Job) -> dict[str, Any]:
-    """What is known of a job before anything is compiled, for JSON. `activations`: bytes that an update is reckoned to
-    need on a device besides what roles hold."""
+    """What is known of a job before anything is compiled, for JSON. `activations`: bytes that an
+    update is reckoned to need on a device besides what roles hold."""
     config, model, roles = job.config, job.model, job.roles
     a, role, shape = (
         model.architecture,
@@ -124,7 +127,8 @@ def outline(job: Job) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Figures:
-    """A job's outline and its programs' costs: a plan's compilers say them, or a trial of `shoal doctor`."""
+    """A job's outline and its programs' costs: a plan's compilers say them, or a trial of `shoal
+    doctor`."""
 
     config: Config  # as resolved on the job's devices
     job: Mapping[str, Any]
@@ -188,7 +192,8 @@ class Figures:
 
     @cached_property
     def estimated(self) -> Figures:
-        """Before anything is compiled: what is held, and what an update is reckoned to take besides."""
+        """Before anything is compiled: what is held, and what an update is reckoned to take
+        besides."""
         update = {"error": "", "memory": {}, "extra_bytes": self.job["activations"]}
         return Figures(self.config, {**self.job, "peak_flops": None}, {"accumulate": update})
 
@@ -201,8 +206,8 @@ class Figures:
         return self.peak <= self.memory and (self.is_compiled or not self.programs)
 
     def changed(self, config: Config, job: Mapping[str, Any]) -> Figures:
-        """The memory of a changed job. What sampling needs besides grows as its caches, what an update needs as the
-        activations that the table reckons with."""
+        """The memory of a changed job. What sampling needs besides grows as its caches, what an
+        update needs as the activations that the table reckons with."""
 
         def work(name: str, job: Mapping[str, Any]) -> float:
             caches = (
@@ -255,7 +260,8 @@ class Figures:
 
     @property
     def step_seconds(self) -> tuple[float, float, float]:
-        """Of a step in a long run: sampling and training overlap where the schedule and the devices let them."""
+        """Of a step in a long run: sampling and training overlap where the schedule and the devices
+        let them."""
         sampler, trainer = (
             [self.seconds(name) for name in self.programs if PHASES[name][0] in phases]
             for phases in (("sampling",), ("scoring", "update", "publication"))
@@ -328,7 +334,10 @@ def host_text(figures: Figures) -> str:
 
 def verdict(figures: Figures) -> str:
     """The last line: fits or not, the seconds of a step, the key."""
-    used = f"{gib(figures.peak)} of {gib(figures.memory)} a device in {PHASES[figures.fullest][0]} ({figures.fullest})"
+    used = (
+        f"{gib(figures.peak)} of {gib(figures.memory)} a device in {PHASES[figures.fullest][0]} "
+        f"({figures.fullest})"
+    )
     text = (
         "does not fit"
         if not figures.fits

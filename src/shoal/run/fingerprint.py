@@ -36,8 +36,9 @@ def fingerprint(
     teacher: ModelScorer | None = None,
     base: Params | None = None,
 ) -> dict[str, Any]:
-    """The inputs of a run besides its configuration, in JSON's types: machine, data, reward functions, and the weights
-    that training does not change: of reference, teacher, and under an adapter."""
+    """The inputs of a run besides its configuration, in JSON's types: machine, data, reward
+    functions, and the weights that training does not change: of reference, teacher, and under an
+    adapter."""
     from shoal.model.checksum import types_text, weights_text
 
     acts = [
@@ -64,7 +65,8 @@ def fingerprint(
 
 
 def machine() -> dict[str, str]:
-    """Devices, threads and versions: with equal ones, a run's numbers on CPU are equal bit for bit."""
+    """Devices, threads and versions: with equal ones, a run's numbers on CPU are equal bit for
+    bit."""
     import jax
 
     packages = ("shoal", "jax", "jaxlib", "numpy", "optax", "orbax-checkpoint", "tokenizers")
@@ -100,8 +102,8 @@ def package_version(package: str) -> str:
 
 
 def data_digest(task: Task, seed: int) -> str:
-    """The number of training rows, and a hash of them and of the evaluation sets; of more than MOST_ROWS rows a sample
-    is hashed, chosen by the seed."""
+    """The number of training rows, and a hash of them and of the evaluation sets; of more than
+    MOST_ROWS rows a sample is hashed, chosen by the seed."""
     count, rows = len(task.train), range(len(task.train))
     if count > MOST_ROWS:
         rows = sorted(
@@ -121,8 +123,8 @@ def data_digest(task: Task, seed: int) -> str:
 
 
 def _source_digest(one: RewardFunction) -> str:
-    """A hash of the source of a function's module and, unless it is packaged, of the modules beside it that this
-    imports; empty if it is not available."""
+    """A hash of the source of a function's module and, unless it is packaged, of the modules beside
+    it that this imports; empty if it is not available."""
     function = one.function
     if digest := getattr(function, "digest", None):  # of a reward model or a judge
         return digest()
@@ -146,7 +148,8 @@ def _source_digest(one: RewardFunction) -> str:
 
 
 def _local_imports(file: Path) -> list[Path]:
-    """The modules of a file's folder or package that it imports, or that these import, also inside functions."""
+    """The modules of a file's folder or package that it imports, or that these import, also inside
+    functions."""
     root = next(folder for folder in file.parents if not (folder / "__init__.py").exists())
     finder = modulefinder.ModuleFinder(
         [str(file.parent), str(root)]
@@ -164,8 +167,8 @@ def _local_imports(file: Path) -> list[Path]:
 
 
 def compare_facts(saved: Mapping[str, Any], now: Mapping[str, Any], console: Console) -> None:
-    """Warns of differences between two fingerprints; raises ShoalError if the data or the weights of reference or
-    teacher differ."""
+    """Warns of differences between two fingerprints; raises ShoalError if the data or the weights
+    of reference or teacher differ."""
     if saved["data"] != now["data"]:
         raise ShoalError(
             f"the training data is not what this run was started with (it had {saved['data']}, now "
@@ -179,7 +182,8 @@ def compare_facts(saved: Mapping[str, Any], now: Mapping[str, Any], console: Con
         "reference": (
             "the reference weights (model.path or model.lora.path)",
             "restore them, name the very "
-            "checkpoint (model=RUN/checkpoints/N), give algorithm.reference as the run began, or set "
+            "checkpoint (model=RUN/checkpoints/N), give algorithm.reference as the run began, or "
+            "set "
             "algorithm.kl_coef=0",
         ),
         "teacher": ("the teacher's weights (teacher.path)", "restore them, or start a new run"),
@@ -195,7 +199,8 @@ def compare_facts(saved: Mapping[str, Any], now: Mapping[str, Any], console: Con
     for name, value in now["machine"].items():
         if (before := saved["machine"].get(name, "unknown")) != value:
             console.warning(
-                f"{name} is {value or 'not set'}, it was {before or 'not set'} when the checkpoint was "
+                f"{name} is {value or 'not set'}, it was {before or 'not set'} when the checkpoint "
+                f"was "
                 "saved: numbers may differ in their last bits"
             )
     files: dict[tuple[str, str], list[str]] = {}  # functions of one file have its digest
@@ -206,7 +211,9 @@ def compare_facts(saved: Mapping[str, Any], now: Mapping[str, Any], console: Con
             files.setdefault((digest, before), []).append(name)
     for names in files.values():
         console.warning(
-            f"the file of {' and '.join(names)}, or one that it imports, has changed since the checkpoint "
-            "was saved: if they judge or answer otherwise now, rewards before and after it cannot be "
+            f"the file of {' and '.join(names)}, or one that it imports, has changed since the "
+            f"checkpoint "
+            "was saved: if they judge or answer otherwise now, rewards before and after it cannot "
+            "be "
             "compared"
         )

@@ -1,5 +1,5 @@
-"""What the settings leave to the devices' memory: the devices of a replica of the sampler, the room of its caches, the
-tokens of a micro-batch, and what the backward pass computes again."""
+"""What the settings leave to the devices' memory: the devices of a replica of the sampler, the room
+of its caches, the tokens of a micro-batch, and what the backward pass computes again."""
 
 from __future__ import annotations
 
@@ -46,35 +46,38 @@ from shoal.run.size import (
 from shoal.types import ShoalError
 
 WEIGHT_SHARE = 0.75
-"""Of a device's memory that weights may take while sampling, where `mesh.sampler_tensor` is open."""
+"""Of a device's memory that weights may take while sampling, where `mesh.sampler_tensor` is
+open."""
 UPDATE_SHARE = 0.9
 """Of a device's memory that an update may take, where `model.remat` is open."""
 
 MICRO_TOKENS_SHARE, MOST_MICRO_TOKENS = 0.75, 2**15
-"""Of a device's memory what an update may take, and tokens of a device, where `batch.micro_tokens` is open. By the
-compiler's account the default update of 1.5B on one H200 takes 3.35 s with rows of 4,096 tokens, 2.51 with 17,408, four
-whole groups, and 2.42 with 34,816."""
+"""Of a device's memory what an update may take, and tokens of a device, where `batch.micro_tokens`
+is open. By the compiler's account the default update of 1.5B on one H200 takes 3.35 s with rows of
+4,096 tokens, 2.51 with 17,408, four whole groups, and 2.42 with 34,816."""
 
 MOST_CPU_ROWS, WORTH_LONGER_ROWS = 2, 0.05
-"""On a CPU: how many times longer a row may be than `derived.CPU_MICRO_TOKENS`, and the share of an update's tokens
-that must be saved by it. An update takes as long as its rows have tokens, padding included
-(`benchmarks/micro_tokens.py`)."""
+"""On a CPU: how many times longer a row may be than `derived.CPU_MICRO_TOKENS`, and the share of an
+update's tokens that must be saved by it. An update takes as long as its rows have tokens, padding
+included (`benchmarks/micro_tokens.py`)."""
 SAMPLE_PROMPTS = 8
-"""Groups of a step on each device whose packing decides: with more the share of padding is the same."""
+"""Groups of a step on each device whose packing decides: with more the share of padding is the
+same."""
 
 UNKNOWN_ROOM = 2 << 30
-"""Bytes that may be kept where a device's memory is not known, as on a CPU, where keeping more is no faster."""
+"""Bytes that may be kept where a device's memory is not known, as on a CPU, where keeping more is
+no faster."""
 
 LEAST_READS = 10
-"""How often a TPU must be able to read an element while it computes it again for keeping it to pay. By the compiler's
-account an update of 8B on v6e (7) takes 510 ms a micro-batch with all products kept and 507 with none, one of 70B on
-v5p (49) 5.5 and 6.1 s a step."""
+"""How often a TPU must be able to read an element while it computes it again for keeping it to pay.
+By the compiler's account an update of 8B on v6e (7) takes 510 ms a micro-batch with all products
+kept and 507 with none, one of 70B on v5p (49) 5.5 and 6.1 s a step."""
 
 
 def run_roles(config: Config, a: Architecture, devices: Sequence[Any]) -> Roles:
-    """The roles of a run that trains a model of this architecture, with `mesh.sampler_tensor` decided: `mesh.tensor`
-    where a replica fits so, else the least that fits. It stays `mesh.tensor` where a device's memory is not known, as
-    on a CPU."""
+    """The roles of a run that trains a model of this architecture, with `mesh.sampler_tensor`
+    decided: `mesh.tensor` where a replica fits so, else the least that fits. It stays `mesh.tensor`
+    where a device's memory is not known, as on a CPU."""
     if config.sampler.is_remote:  # here the trainer's devices stand for the workers'
         config = replace(config, mesh=replace(config.mesh, sampler_tensor=config.mesh.tensor))
     teacher = teacher_architecture(config)
@@ -117,8 +120,8 @@ def run_roles(config: Config, a: Architecture, devices: Sequence[Any]) -> Roles:
 
 
 def free_cache_tokens(config: Config, roles: Roles, a: Architecture) -> int:
-    """Tokens for whose keys and values the devices of a host of the sampler have memory beside weights; 0 where it is
-    not known, as on a CPU."""
+    """Tokens for whose keys and values the devices of a host of the sampler have memory beside
+    weights; 0 where it is not known, as on a CPU."""
     role, memory = roles.sampler, device_memory(roles.sampler.mesh.devices.flat[0])
     if not memory:
         return 0
@@ -138,7 +141,8 @@ def teacher_architecture(config: Config) -> Architecture | None:
 
 
 def trained_model(config: Config, spec: ModelSpec, roles: Roles) -> Model:
-    """The `Model` on the trainer's devices, with `model.remat` decided. ShoalError for what they cannot do."""
+    """The `Model` on the trainer's devices, with `model.remat` decided. ShoalError for what they
+    cannot do."""
     check_quantised(config.model, spec.architecture)
     remat, device = config.model.remat, roles.trainer.mesh.devices.flat[0]
     for key, wanted, instead in (
@@ -147,7 +151,8 @@ def trained_model(config: Config, spec: ModelSpec, roles: Roles) -> Model:
     ):
         if wanted and not has_host_memory(device):
             raise ShoalError(
-                f"{key}={str(get_value(config, key)).lower()}: {device.device_kind} has no host memory "
+                f"{key}={str(get_value(config, key)).lower()}: {device.device_kind} has no host "
+                f"memory "
                 f"that its programs can use ({PINNED_HOST}); use {key}={instead}",
                 key,
             )
@@ -160,8 +165,9 @@ def trained_model(config: Config, spec: ModelSpec, roles: Roles) -> Model:
 
 
 def decided_micro_tokens(config: Config, roles: Roles, a: Architecture) -> int:
-    """`batch.micro_tokens` where it is open: `config`'s, or on an accelerator more, as many whole groups as leave part
-    of its memory while as much is kept of them for the backward pass; on a CPU as `cpu_micro_tokens` says."""
+    """`batch.micro_tokens` where it is open: `config`'s, or on an accelerator more, as many whole
+    groups as leave part of its memory while as much is kept of them for the backward pass; on a CPU
+    as `cpu_micro_tokens` says."""
     tokens, role, remat = config.batch.micro_tokens, roles.trainer, config.model.remat
     if config.algorithm.learns_from_data:
         return tokens
@@ -185,8 +191,9 @@ def decided_micro_tokens(config: Config, roles: Roles, a: Architecture) -> int:
 
 
 def cpu_micro_tokens(config: Config, row_shards: int) -> int:
-    """`batch.micro_tokens` of a CPU where it is open: `config`'s, or up to `MOST_CPU_ROWS` times as many where a group
-    does not fit them, so that a row holds a number of the longest completions with little padding behind them."""
+    """`batch.micro_tokens` of a CPU where it is open: `config`'s, or up to `MOST_CPU_ROWS` times as
+    many where a group does not fit them, so that a row holds a number of the longest completions
+    with little padding behind them."""
     tokens = config.batch.micro_tokens
     rows = completion_rows(config)
     if max(rows) <= tokens:

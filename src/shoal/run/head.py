@@ -24,8 +24,8 @@ FIRST_PROMPT = 240
 
 
 def print_head(job: Job) -> None:
-    """Prints what a run will do and with what, then the warnings of its stages. Raises ShoalError with
-    train.on_warning=stop for what would be warned of."""
+    """Prints what a run will do and with what, then the warnings of its stages. Raises ShoalError
+    with train.on_warning=stop for what would be warned of."""
     config, roles, model, console = job.config, job.roles, job.model, job.console
     shape = micro_batch_shapes(config, model.role.row_shards)[0]
     lengths, rewards, memory = job.lengths, job.reward_findings, job.sizes
@@ -40,7 +40,8 @@ def print_head(job: Job) -> None:
             f"{len(questions):,} {name}" for name, questions in job.sets.items()
         )
         or "none",
-        "prompts": f"{lengths}, each answered by at most {config.sampling.max_completion_tokens:,} tokens",
+        "prompts": f"{lengths}, each answered by at most {config.sampling.max_completion_tokens:,} "
+        f"tokens",
         "sampler": places_text(config, roles, model.architecture),
         "samples": staleness_text(config, roles.disaggregated or config.sampler.is_remote),
         "first prompt": shorten(text.replace("\n", "\\n"), FIRST_PROMPT),
@@ -60,7 +61,8 @@ def print_head(job: Job) -> None:
 
 
 def model_text(section: ModelSection, loaded: ModelSpec, model: Model) -> str:
-    """`tiny (llama), 859,392 parameters, float32, from .../assets/tiny`, and what an adapter changes of them"""
+    """`tiny (llama), 859,392 parameters, float32, from .../assets/tiny`, and what an adapter
+    changes of them"""
     family = (loaded.config or read_config(loaded.folder)).get("model_type")
     place = "" if str(loaded.folder) == section.path else f", from {loaded.folder}"
     text = (
@@ -70,14 +72,16 @@ def model_text(section: ModelSection, loaded: ModelSpec, model: Model) -> str:
     if adapter := model.architecture.adapter:
         trained = parameter_count(model.architecture) - parameter_count(model.architecture.base)
         text += (
-            f"; LoRA of rank {adapter.rank} trains {trained:,} more, and wants 5 to 10 times the learning rate "
+            f"; LoRA of rank {adapter.rank} trains {trained:,} more, and wants 5 to 10 times the "
+            f"learning rate "
             f"of full training"
         )
     return text
 
 
 def reference_note(config: Config, model: Model) -> str:
-    """Which of two policies an adapter's KL term is measured from; empty where they are one, or there is none."""
+    """Which of two policies an adapter's KL term is measured from; empty where they are one, or
+    there is none."""
     if not config.algorithm.scores_reference or not model.architecture.adapter:
         return ""
     if reference_architecture(config, model.architecture).adapter:
@@ -86,7 +90,8 @@ def reference_note(config: Config, model: Model) -> str:
 
 
 def data_lines(task: Task) -> dict[str, str]:
-    """The files that were read, with their rows; the training rows that are kept, and why others are not."""
+    """The files that were read, with their rows; the training rows that are kept, and why others
+    are not."""
     report, count = task.data, len(task.train)
     if not (report.train_files or report.held_out_files):
         return {"data": f"{task.name}, {count:,} training prompts"}

@@ -1,4 +1,5 @@
-"""The hosts of a run or a command: which engines sample where. In this process, or as workers in a Ray cluster."""
+"""The hosts of a run or a command: which engines sample where. In this process, or as workers in a
+Ray cluster."""
 
 from __future__ import annotations
 
@@ -65,10 +66,11 @@ if TYPE_CHECKING:
 HERE = "here"
 """The host in the caller's thread."""
 PROBE_TOKENS, PROBE_STRIDE, PROBE_BEGINNINGS = 64, 7919, 4
-"""Tokens of what a server and the trainer both score, the distance of their ids, and after how many beginnings of it a
-server samples a token."""
+"""Tokens of what a server and the trainer both score, the distance of their ids, and after how many
+beginnings of it a server samples a token."""
 GAP_TOLERANCES = 3
-"""How many times the tolerance of a probe's log-probs those of a step's tokens may differ, in the mean."""
+"""How many times the tolerance of a probe's log-probs those of a step's tokens may differ, in the
+mean."""
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks that servers of vLLM can have room for."""
 
@@ -105,8 +107,9 @@ def training_fleet(
     cluster: Cluster | None = None,
     turns: TurnFormats | None = None,
 ) -> Fleet:
-    """The hosts of a training run: workers of a Ray cluster, or servers of vLLM; or in this process one in the caller's
-    thread; or, on devices of their own, one in a thread of its own for each replica."""
+    """The hosts of a training run: workers of a Ray cluster, or servers of vLLM; or in this process
+    one in the caller's thread; or, on devices of their own, one in a thread of its own for each
+    replica."""
     tokenizer = spec.tokenizer
     player = (
         make_player(turns, all_places(config, roles, model.architecture), config.sampling)
@@ -152,8 +155,8 @@ def training_fleet(
 def make_publisher(
     section: PublishSection, model: Model, cluster: Cluster | None, in_parts: bool
 ) -> Publisher:
-    """How hosts get the weights: as arrays, in this process; else as files, or, where a cluster may span machines that
-    share no folder, as Ray's objects."""
+    """How hosts get the weights: as arrays, in this process; else as files, or, where a cluster may
+    span machines that share no folder, as Ray's objects."""
     folder = check_local(section.folder, KEY)
     if cluster is None and section.channel != "files":
         return MemoryPublisher(model, in_parts)
@@ -183,14 +186,15 @@ ENVIRONMENT = (
     "OMP_NUM_THREADS",
     "NPROC",
 )
-"""Beginnings of the environment's names that decide numbers, threads and memory: a worker has the trainer's."""
+"""Beginnings of the environment's names that decide numbers, threads and memory: a worker has the
+trainer's."""
 SHARED_FACTS = ("python", "shoal", "jax", "jaxlib", "numpy")
 """What of `machine` a worker must share with the trainer, whose device may be another."""
 
 
 def open_cluster(config: Config, console: Console, stack: ExitStack) -> Cluster | None:
-    """The Ray cluster of a run; None where it samples in this process. It is joined before JAX looks for devices, as
-    those of the trainer are Ray's to give."""
+    """The Ray cluster of a run; None where it samples in this process. It is joined before JAX
+    looks for devices, as those of the trainer are Ray's to give."""
     sampler = config.sampler
     if sampler.kind != "ray":
         return None
@@ -198,7 +202,8 @@ def open_cluster(config: Config, console: Console, stack: ExitStack) -> Cluster 
         from shoal.rollout import cluster
     except ImportError as error:  # of a broken installation, or of another version
         raise ShoalError(
-            f"sampler.kind=ray: Ray cannot be imported ({error}); pip install '.[ray]' in the clone of "
+            f"sampler.kind=ray: Ray cannot be imported ({error}); pip install '.[ray]' in the "
+            f"clone of "
             "Shoal"
         ) from error
 
@@ -251,7 +256,8 @@ def worker_environment(devices: int, kind: str) -> dict[str, str]:
 
 
 def trainer_mesh(config: Config, cluster: Cluster | None) -> Config:
-    """The configuration with `mesh.trainer` for the devices that this process sees: all those that Ray holds for it."""
+    """The configuration with `mesh.trainer` for the devices that this process sees: all those that
+    Ray holds for it."""
     if cluster is None or not cluster.trainer_devices:
         return config
     return replace(config, mesh=replace(config.mesh, trainer=str(cluster.trainer_devices)))
@@ -378,7 +384,8 @@ def vllm_fleet(
 
 
 def check_servers(section: VllmSection) -> None:
-    """ShoalError unless each server that is given answers, and the program that starts others is there."""
+    """ShoalError unless each server that is given answers, and the program that starts others is
+    there."""
     deadline, faults = time.monotonic() + vllm.CONNECT_SECONDS, []
     for url in section.urls:
         try:
@@ -393,15 +400,16 @@ def check_servers(section: VllmSection) -> None:
         program := os.path.expanduser(shlex.split(section.python)[0])
     ):
         raise ShoalError(
-            f"vllm.python={section.python}: there is no program {program}; make an environment (python -m "
+            f"vllm.python={section.python}: there is no program {program}; make an environment "
+            f"(python -m "
             "venv FOLDER; FOLDER/bin/pip install vllm) and give FOLDER/bin/python",
             "vllm.python",
         )
 
 
 def sends_adapters(section: VllmSection, model: Model) -> bool:
-    """True if the servers read the run's adapter alone: those that run already if all have vLLM's call for it, those
-    that are started here where vLLM computes with it."""
+    """True if the servers read the run's adapter alone: those that run already if all have vLLM's
+    call for it, those that are started here where vLLM computes with it."""
     if (adapter := model.architecture.adapter) is None:
         return False
     if section.urls:
@@ -415,8 +423,9 @@ def sends_adapters(section: VllmSection, model: Model) -> bool:
 def trainer_probe(
     model: Model, longest: int, params: SamplingParams
 ) -> tuple[list[int], list[int], Callable[[Params], ProbeScores]]:
-    """A probe for servers: token ids over all of the vocabulary, the lengths of its beginnings after which a
-    token is sampled with `params`, and what the trainer makes of both with given parameters."""
+    """A probe for servers: token ids over all of the vocabulary, the lengths of its beginnings
+    after which a token is sampled with `params`, and what the trainer makes of both with given
+    parameters."""
     ids = [
         number * PROBE_STRIDE % model.architecture.vocab_size
         for number in range(min(PROBE_TOKENS, longest - 1))
@@ -483,7 +492,8 @@ def server_words(config: Config, model: Model, version: FolderVersion) -> list[s
             else []
         ),
         *["--return-sampling-mask"] * (max_support(config) > 0),
-        # vLLM 0.32 on a CPU ends with an error where a prompt whose request has a seed is computed in parts.
+        # vLLM 0.32 on a CPU ends with an error where a prompt whose request has a seed is computed
+        # in parts.
         *["--no-enable-chunked-prefill"] * (model.role.platform == "cpu"),
         *config.vllm.arguments,
     ]
@@ -492,8 +502,8 @@ def server_words(config: Config, model: Model, version: FolderVersion) -> list[s
 def trainer_proof(
     config: Config, model: Model, tokenizer: Tokenizer, say: Callable[[str], None]
 ) -> Proof | None:
-    """What a worker's numbers must be, as this process samples on such devices as a worker's; None where the trainer
-    has too few or no room."""
+    """What a worker's numbers must be, as this process samples on such devices as a worker's; None
+    where the trainer has too few or no room."""
     if len(jax.devices()) < config.sampler.devices_per_worker:
         return None
     try:
@@ -502,7 +512,8 @@ def trainer_proof(
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         say(
-            "the trainer has no room to sample as a worker does, so it cannot be the measure of their numbers"
+            "the trainer has no room to sample as a worker does, so it cannot be the measure of "
+            "their numbers"
         )
         return None
     ignored = (
@@ -540,7 +551,8 @@ def make_worker(
     make = training_engine_maker(config, model, roles, tokenizer)
     places = training_places(config, roles, architecture)
     host = EngineHost(make, capacity=QUEUED * places.slots, shares_memory=False)
-    # A resumed run may have other settings, and with them other programs, whose numbers are not those of before.
+    # A resumed run may have other settings, and with them other programs, whose numbers are not
+    # those of before.
     settings = repr(
         (architecture, dtype, config.model.attention, mesh, config.sampling, size, places)
     )

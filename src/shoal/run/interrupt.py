@@ -1,4 +1,5 @@
-"""Ctrl-C and SIGTERM as a request to stop: the step under way is given up, the last complete state is saved."""
+"""Ctrl-C and SIGTERM as a request to stop: the step under way is given up, the last complete state
+is saved."""
 
 from __future__ import annotations
 
@@ -17,8 +18,9 @@ KEPT = "the newest checkpoint stands, what came after it is lost"
 
 
 class EarlyInterrupt:
-    """Ctrl-C before a run takes it: ends the process with one line. Once `raises` is set, it raises KeyboardInterrupt
-    and remembers that, since Python drops an exception raised in a callback, as JAX's in the garbage collector."""
+    """Ctrl-C before a run takes it: ends the process with one line. Once `raises` is set, it raises
+    KeyboardInterrupt and remembers that, since Python drops an exception raised in a callback, as
+    JAX's in the garbage collector."""
 
     raises = False
     received = False
@@ -32,8 +34,9 @@ class EarlyInterrupt:
 
 
 def is_command() -> bool:
-    """True in a process that `shoal` or `python -m shoal` started, also before Python has found the module: until then
-    `sys.argv` begins with `-m`, as it does for every package that is run so and imports this one."""
+    """True in a process that `shoal` or `python -m shoal` started, also before Python has found the
+    module: until then `sys.argv` begins with `-m`, as it does for every package that is run so and
+    imports this one."""
     program = sys.argv[0] if sys.argv else ""
     if program != "-m":
         return program.endswith("/shoal")
@@ -78,8 +81,8 @@ def terminate_as_interrupt() -> Iterator[None]:
 def stop_on_signals(
     stop: StopSignal | None = None, kept: Callable[[], str] = lambda: KEPT
 ) -> Iterator[StopSignal]:
-    """SIGINT and SIGTERM request `stop` while this is entered; a second one raises KeyboardInterrupt anywhere,
-    with what is `kept` in its text.
+    """SIGINT and SIGTERM request `stop` while this is entered; a second one raises
+    KeyboardInterrupt anywhere, with what is `kept` in its text.
 
     Outside the main thread Python handles no signals: there nothing sets it."""
     stop = stop or StopSignal()

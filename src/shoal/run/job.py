@@ -7,9 +7,12 @@
     scorers, pool the functions that score answers, and their processes
     cluster       the Ray cluster of its samplers, if they are there
     world         the processes, if there are several
-    devices, given_roles  those of this machine, unless others are given; the mesh of each role by the settings
+    devices, given_roles
+                  those of this machine, unless others are given; the mesh of each role by the
+                  settings
     spec          the model's sizes and its tokenizer
-    roles, config the mesh of each role for this model; the configuration with what follows from the devices
+    roles, config the mesh of each role for this model; the configuration with what follows from the
+                  devices
     model         the model on its devices
     prompts, sets what it is asked in training and in evaluations
     slots         how much of it the sampler has room for
@@ -19,9 +22,9 @@
     learner       what trains
     open_run      the run folder, weights and records of a training run, as a `Run`
 
-`shoal train` opens all of them in this order, `shoal eval` and `generate` up to what samples. `shoal doctor` collects
-the errors of the stages instead of raising them, a plan gives the devices of a topology, and a worker in another
-process a model without weights.
+`shoal train` opens all of them in this order, `shoal eval` and `generate` up to what samples.
+`shoal doctor` collects the errors of the stages instead of raising them, a plan gives the devices
+of a topology, and a worker in another process a model without weights.
 """
 
 from __future__ import annotations
@@ -146,9 +149,10 @@ class Job:
     >>> with Job(config, console) as job:
     ...     open_run(job).train()
 
-    `resumed`: the folder of a run that goes on. `functions`, `task`: reward functions and data from Python. `devices`:
-    others than this machine's. `spec`: another model than the one of `model.path`. `settled`: the configuration has
-    what follows from its run's devices, as a stored one has.
+    `resumed`: the folder of a run that goes on. `functions`, `task`: reward functions and data from
+    Python. `devices`: others than this machine's. `spec`: another model than the one of
+    `model.path`. `settled`: the configuration has what follows from its run's devices, as a stored
+    one has.
     """
 
     def __init__(
@@ -188,7 +192,8 @@ class Job:
         self.stack.__exit__(kind, error, traceback)
 
     def collect(self, *stages: str) -> bool:
-        """Opens stages and notes what is wrong with each, in place of raising it. True if all are open."""
+        """Opens stages and notes what is wrong with each, in place of raising it. True if all are
+        open."""
         for name in stages:
             try:
                 getattr(self, name)
@@ -259,7 +264,8 @@ class Job:
 
     @stage("environment", "environment.factory")
     def sessions(self) -> Sessions | None:
-        """The processes of tools and environments, forked as those that score are; None where rollouts have none."""
+        """The processes of tools and environments, forked as those that score are; None where
+        rollouts have none."""
         if isinstance(self.given, GenerateConfig | ServeConfig):  # which have no task
             return None
         return (made := open_sessions(self.questions, self.given)) and self.stack.enter_context(
@@ -272,7 +278,8 @@ class Job:
 
     @stage("reward", "reward.functions")
     def pool(self) -> RewardPool:
-        """The processes that score answers: forked while this one has no threads of JAX (decision 0006)."""
+        """The processes that score answers: forked while this one has no threads of JAX (decision
+        0006)."""
         if "questions" not in self.failed:
             check_truths(self.questions, self.scorers)
         steps = (self.given.steps,) if self.trains else ()
@@ -286,13 +293,15 @@ class Job:
 
     @stage()
     def world(self) -> World:
-        """The processes of the run. From here on the configuration lacks the keys that are a process's own."""
+        """The processes of the run. From here on the configuration lacks the keys that are a
+        process's own."""
         world, self.given = open_world(self.given, self.resumed)
         return self.stack.enter_context(world)
 
     @stage("tokenizer", "model.path")
     def template_date(self) -> datetime:
-        """The date that chat templates write in a training run, resumed or not: the one of its first start."""
+        """The date that chat templates write in a training run, resumed or not: the one of its
+        first start."""
         if self.resumed:
             folder = self.resumed / MODEL_FOLDER
             if date := read_date(folder):
@@ -300,7 +309,8 @@ class Job:
             template = folder / "chat_template.jinja"
             if template.is_file() and "strftime_now" in template.read_text(encoding="utf-8"):
                 self.findings.of("template", "model.template").warning(
-                    "the chat template writes the date, and the run began with a version that did not keep it: from "
+                    "the chat template writes the date, and the run began with a version that did "
+                    "not keep it: from "
                     "here on prompts have the present one"
                 )
         return datetime.now().replace(microsecond=0)
@@ -325,7 +335,8 @@ class Job:
 
     @stage("model", "sampling.max_completion_tokens")
     def positions(self) -> None:
-        """ShoalError where sequences may be longer than the model's positions reach; the reference has the same."""
+        """ShoalError where sequences may be longer than the model's positions reach; the reference
+        has the same."""
         check_positions(
             self.spec.architecture,
             self.given.sampling,
@@ -357,23 +368,25 @@ class Job:
 
     @stage("devices", "mesh")
     def roles(self) -> Roles:
-        """The mesh of each role for this model: `given_roles`, with a replica of the sampler over as many devices as it
-        needs. A command that only samples has no trainer to share the devices with."""
+        """The mesh of each role for this model: `given_roles`, with a replica of the sampler over
+        as many devices as it needs. A command that only samples has no trainer to share the devices
+        with."""
         given, roles = self.mesh, self.given_roles
         if not self.trains:
             return roles
         roles = run_roles(replace(self.given, mesh=given), self.spec.architecture, self.devices)
         if roles.sampler.tensor != (given.sampler_tensor or given.tensor):
             self.console.note(
-                f"mesh.sampler_tensor={roles.sampler.tensor}: a replica of the sampler does not fit "
+                f"mesh.sampler_tensor={roles.sampler.tensor}: a replica of the sampler does not "
+                f"fit "
                 "fewer devices"
             )
         return roles
 
     @stage("devices", "mesh")
     def config(self) -> Config:
-        """The configuration of a training job, with what it left open decided: by its devices, or as its run has done
-        that is resumed."""
+        """The configuration of a training job, with what it left open decided: by its devices, or
+        as its run has done that is resumed."""
         trainer, before = self.roles.trainer, self.given.batch.prompts_per_step
         given = self.given
         if self.resumed:
@@ -486,7 +499,8 @@ class Job:
 
     @stage("data", "task.path")
     def sets(self) -> Mapping[str, Sequence[TokenizedExample]]:
-        """The questions of each evaluation set, without further sets whose prompts are all too long."""
+        """The questions of each evaluation set, without further sets whose prompts are all too
+        long."""
         warn, found = self.findings.of("data").warning if self.trains else self.console.warning, {}
         for name, examples in self.task.evaluations.items():
             try:
@@ -511,8 +525,9 @@ class Job:
 
     @stage()
     def reward_findings(self) -> list[Finding]:
-        """What the reward says of known answers to the first prompt. A resumed run's was tried when it began; a dry run
-        reads no weights of a reward model; there is no known way through an environment."""
+        """What the reward says of known answers to the first prompt. A resumed run's was tried when
+        it began; a dry run reads no weights of a reward model; there is no known way through an
+        environment."""
         if (
             self.resumed
             or self.questions.environments
@@ -531,8 +546,8 @@ class Job:
 
     @stage("reward", "reward.functions")
     def lost_answers(self) -> None:
-        """Warns of an evaluation whose rewards would not see in completions what they look for, as a tag that the
-        prompt opens: every answer would count as wrong."""
+        """Warns of an evaluation whose rewards would not see in completions what they look for, as
+        a tag that the prompt opens: every answer would count as wrong."""
         first = next((questions[0] for questions in self.sets.values() if questions), None)
         if first is None or self.questions.environments or reward_models(self.scorers):
             return
@@ -546,8 +561,9 @@ class Job:
 
     @stage("memory", "sampling.prompt_slot_tokens")
     def slots(self) -> SamplingSection:
-        """The settings of sampling, with the room of slots decided by the data; `config` has it from here on. A resumed
-        run keeps its own, which other numbers follow from in their last bits, unless its data has outgrown it."""
+        """The settings of sampling, with the room of slots decided by the data; `config` has it
+        from here on. A resumed run keeps its own, which other numbers follow from in their last
+        bits, unless its data has outgrown it."""
         settings = self.config if self.trains else self.given
         evaluator = Evaluator(
             self.sets,
@@ -565,7 +581,8 @@ class Job:
         return sampling
 
     def with_prompt_room(self, sampling: SamplingSection) -> SamplingSection:
-        """The settings of sampling with `prompt_slot_tokens` decided, where all prompts are known before."""
+        """The settings of sampling with `prompt_slot_tokens` decided, where all prompts are known
+        before."""
         before, is_open = sampling.prompt_slot_tokens, not self.given.sampling.prompt_slot_tokens
         if self.resumed is not None and not before:
             return sampling
@@ -573,8 +590,10 @@ class Job:
         if not is_known:
             if before and before < sampling.max_prompt_tokens:
                 raise ShoalError(
-                    f"sampling.prompt_slot_tokens={before}: the prompts of this job are known only when "
-                    f"it runs, and may have sampling.max_prompt_tokens={sampling.max_prompt_tokens} "
+                    f"sampling.prompt_slot_tokens={before}: the prompts of this job are known only "
+                    f"when "
+                    f"it runs, and may have "
+                    f"sampling.max_prompt_tokens={sampling.max_prompt_tokens} "
                     "tokens; leave it out"
                 )
             return sampling
@@ -586,7 +605,8 @@ class Job:
         if not is_open:
             if longest > before:
                 raise ShoalError(
-                    f"sampling.prompt_slot_tokens={before}: the longest prompt of the data has {longest} "
+                    f"sampling.prompt_slot_tokens={before}: the longest prompt of the data has "
+                    f"{longest} "
                     "tokens; leave it out, or lower sampling.max_prompt_tokens"
                 )
             return sampling
@@ -599,7 +619,8 @@ class Job:
 
     @stage("memory", "model.path")
     def sizes(self) -> Finding:
-        """What a device holds against what it has, as far as it is known before anything is compiled."""
+        """What a device holds against what it has, as far as it is known before anything is
+        compiled."""
         check_size(self.config, parameter_count(self.model.architecture), self.findings)
         found = check_memory(self)
         self.findings.extend([found])
@@ -607,8 +628,8 @@ class Job:
 
     @stage("configuration", "base_output_directory")
     def room(self) -> None:
-        """ShoalError where the disk has less room than one checkpoint takes. Of several processes each writes its part,
-        whose disk may be another's."""
+        """ShoalError where the disk has less room than one checkpoint takes. Of several processes
+        each writes its part, whose disk may be another's."""
         base = self.resumed or check_local(
             self.config.base_output_directory, "base_output_directory", RUNS
         )
@@ -623,8 +644,8 @@ class Job:
             )
 
     def described(self, config: Config) -> dict[str, Any]:
-        """The outline of the job with other settings, for the same model on the same devices. ShoalError for one that
-        cannot be."""
+        """The outline of the job with other settings, for the same model on the same devices.
+        ShoalError for one that cannot be."""
         spec = self.spec
         if config.model.lora != self.config.model.lora:
             spec = replace(spec, architecture=adapted(config.model.lora, spec.architecture))
@@ -638,7 +659,8 @@ class Job:
     # ---- what samples
 
     def make_engine(self) -> Callable[[Purpose, int], Engine]:
-        """A function that makes the engines of the sampler's first host, for groups of a purpose and size."""
+        """A function that makes the engines of the sampler's first host, for groups of a purpose
+        and size."""
         if self.trains:
             return training_engine_maker(self.config, self.model, self.roles, self.tokenizer)
         c = self.given
@@ -665,7 +687,8 @@ class Job:
 
     @stage()
     def source(self) -> Fleet | DealtSource | DataSource:
-        """Groups of completions: of Ray's workers, threads with devices of their own, this thread, or the data."""
+        """Groups of completions: of Ray's workers, threads with devices of their own, this thread,
+        or the data."""
         c, rewards = (
             self.given,
             self.rewards,
@@ -716,9 +739,9 @@ class Job:
         )
 
     def open_reference(self, first: Params | None) -> ModelScorer | None:
-        """The reference on its role's devices, in the type of the computation; None without a KL term, where it would
-        hold a model's memory for nothing. `first`: the weights, if they have been read already, or what of them an
-        adapter freezes."""
+        """The reference on its role's devices, in the type of the computation; None without a KL
+        term, where it would hold a model's memory for nothing. `first`: the weights, if they have
+        been read already, or what of them an adapter freezes."""
         if not self.config.algorithm.scores_reference:
             return None
         policy = self.model.architecture
@@ -730,7 +753,8 @@ class Job:
             base = place(replace(model, architecture=a.base), without_adapter(policy, first))
         if not a.adapter:
             return ModelScorer(model, base)
-        # Read once more, not shared: the policy's own is trained, and a resumed run's is that of its checkpoint.
+        # Read once more, not shared: the policy's own is trained, and a resumed run's is that of
+        # its checkpoint.
         adapter = self.spec.read_adapter(model.role, model.dtype, self.given.seed)
         return ModelScorer(model, joined(adapter, as_frozen(a, base)))
 
@@ -751,8 +775,9 @@ class Job:
         )
 
     def load_weights(self, spec: ModelSpec | None = None) -> Params:
-        """The first weights, on the devices of what trains, or samples where nothing does. The caller owns them: kept
-        here, they would take a model's memory for all of the run. `spec`: of other files than the job's."""
+        """The first weights, on the devices of what trains, or samples where nothing does. The
+        caller owns them: kept here, they would take a model's memory for all of the run. `spec`: of
+        other files than the job's."""
         return (
             (spec or self.spec).load(
                 self.roles.trainer, np.float32, self.model.dtype, self.given.seed
@@ -764,8 +789,8 @@ class Job:
     # ---- a run
 
     def check(self, *without: str) -> None:
-        """Opens everything that can be wrong with a job before its weights are read, of a dry run what needs no
-        download; `without` these stages."""
+        """Opens everything that can be wrong with a job before its weights are read, of a dry run
+        what needs no download; `without` these stages."""
         for name in next(names for kind, names in CHECKS.items() if isinstance(self.given, kind)):
             if name not in without:
                 try:

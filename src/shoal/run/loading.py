@@ -1,5 +1,5 @@
-"""Loads the model that `model.path` names: a folder in Hugging Face format, a hub id, a run, or another system's
-checkpoint."""
+"""Loads the model that `model.path` names: a folder in Hugging Face format, a hub id, a run, or
+another system's checkpoint."""
 
 from __future__ import annotations
 
@@ -86,15 +86,16 @@ class ModelSpec:
     )
 
     def load(self, role: Role, dtype: Any, frozen_dtype: Any = None, seed: int = 0) -> Params:
-        """The weights in a role's layout: in `dtype`, those that an adapter freezes in `frozen_dtype` (None: too)."""
+        """The weights in a role's layout: in `dtype`, those that an adapter freezes in
+        `frozen_dtype` (None: too)."""
         if not self.architecture.adapter:
             return self.read(role, dtype)
         frozen = self.load_frozen(role, dtype if frozen_dtype is None else frozen_dtype)
         return joined(self.read_adapter(role, dtype, seed), frozen)
 
     def load_frozen(self, role: Role, dtype: Any) -> Params | None:
-        """The weights that an adapter freezes, None in place of its own; None without one. ShoalError where they are
-        not those that it was trained on, of the same types."""
+        """The weights that an adapter freezes, None in place of its own; None without one.
+        ShoalError where they are not those that it was trained on, of the same types."""
         if not self.architecture.adapter:
             return None
         frozen = as_frozen(self.architecture, self.read(role, dtype))
@@ -103,8 +104,10 @@ class ModelSpec:
             and (now := weights_text(frozen)) != self.facts["base"]
         ):
             raise ShoalError(
-                f"the weights in {self.base} are not those that this adapter was trained on (checksum "
-                f"{self.facts['base']}, now {now}): restore them, or export the adapter (shoal export "
+                f"the weights in {self.base} are not those that this adapter was trained on "
+                f"(checksum "
+                f"{self.facts['base']}, now {now}): restore them, or export the adapter (shoal "
+                f"export "
                 "from=RUN) to use it on others"
             )
         return frozen
@@ -117,8 +120,8 @@ class ModelSpec:
 def open_model(
     section: ModelSection, console: Console | None, as_stored: bool = False
 ) -> ModelSpec:
-    """The model that the settings name, checked against its tokenizer. Prints notes about both to `console`.
-    `as_stored`: without the type of weights that a run was trained with."""
+    """The model that the settings name, checked against its tokenizer. Prints notes about both to
+    `console`. `as_stored`: without the type of weights that a run was trained with."""
     return _noted(_resolve(with_run(section)) if as_stored else resolve_model(section), console)
 
 
@@ -132,8 +135,8 @@ def _noted(spec: ModelSpec, console: Console | None) -> ModelSpec:
 
 
 def open_run_model(section: ModelSection, run: Path | None, console: Console | None) -> ModelSpec:
-    """The model of a training run. A resumed run loads the files in its folder, and `model.path` only for the first
-    weights."""
+    """The model of a training run. A resumed run loads the files in its folder, and `model.path`
+    only for the first weights."""
     if run is None or not (run / MODEL_FOLDER / "config.json").is_file():
         return open_model(section, console)
     # The run's own files: what `model.path` names may have changed since, or be gone.
@@ -141,7 +144,8 @@ def open_run_model(section: ModelSection, run: Path | None, console: Console | N
         replace(section_of(section, str(run / MODEL_FOLDER)), quantise=section.quantise)
     )
     first = functools.cache(lambda: open_model(section, console))
-    # What an adapter was trained on is what its file names: where `model.path` is a run, it may have gone on since.
+    # What an adapter was trained on is what its file names: where `model.path` is a run, it may
+    # have gone on since.
     read = (
         stored.read
         if stored.architecture.adapter
@@ -168,7 +172,8 @@ def section_of(section: ModelSection, path: str) -> ModelSection:
 
 
 def with_run(section: ModelSection) -> ModelSection:
-    """The section with how the run that it names read the base of its adapter, where it says nothing else."""
+    """The section with how the run that it names read the base of its adapter, where it says
+    nothing else."""
     local = find_input(section.path, "model.path")
     if not local.is_dir() or not (found := find_checkpoint(local)):
         return section
@@ -191,7 +196,8 @@ def resolve_model(section: ModelSection) -> ModelSpec:
 
 
 def _quantised(section: ModelSection, spec: ModelSpec) -> ModelSpec:
-    """The model with its products' frozen weights in one byte an element, from when each is read."""
+    """The model with its products' frozen weights in one byte an element, from when each is
+    read."""
     a = quantised(section, spec.architecture)
     return replace(
         spec,
@@ -206,7 +212,8 @@ def _with_lora(lora: LoraSection, spec: ModelSpec) -> ModelSpec:
         return spec
     if spec.architecture.adapter:
         raise ShoalError(
-            f"model.path has an adapter on {spec.base} already, which is what is trained on: leave out "
+            f"model.path has an adapter on {spec.base} already, which is what is trained on: leave "
+            f"out "
             f"model.lora.*, or give model.path={spec.base}"
         )
     if not lora.path:
@@ -222,7 +229,8 @@ def _with_lora(lora: LoraSection, spec: ModelSpec) -> ModelSpec:
         )
     if lora.rank not in (0, adapter.rank):
         raise ShoalError(
-            f"model.lora.rank={lora.rank}: the adapter in {lora.path} has rank {adapter.rank}; leave it "
+            f"model.lora.rank={lora.rank}: the adapter in {lora.path} has rank {adapter.rank}; "
+            f"leave it "
             "out"
         )
     return replace(
@@ -255,14 +263,16 @@ def check_quantised(section: ModelSection, a: Architecture) -> None:
     """ShoalError for a model in training whose weights of 8 bits would be trained."""
     if a.quantised and not a.adapter:
         raise ShoalError(
-            f"model.quantise={section.quantise}: expected none, or model.lora.rank=16 with it: weights "
+            f"model.quantise={section.quantise}: expected none, or model.lora.rank=16 with it: "
+            f"weights "
             "that are trained are float32",
             "model.quantise",
         )
 
 
 def _find_files(path: str, local: Path) -> tuple[Path, tuple[Path, int] | None]:
-    """The folder with the files of a model, and the checkpoint with its weights if it is a run's."""
+    """The folder with the files of a model, and the checkpoint with its weights if it is a
+    run's."""
     if checkpoint := find_checkpoint(local) if local.is_dir() else None:
         return checkpoint[0] / MODEL_FOLDER, checkpoint
     if (small := locate(path, weights=False)).joinpath("config.json").is_file():
@@ -273,7 +283,8 @@ def _find_files(path: str, local: Path) -> tuple[Path, tuple[Path, int] | None]:
 
 
 def _resolve(section: ModelSection, base: ModelSpec | None = None) -> ModelSpec:
-    """The model of the path; `base`: the one that an adapter there belongs to, in place of what its files name."""
+    """The model of the path; `base`: the one that an adapter there belongs to, in place of what its
+    files name."""
     path = model_path(section)
     local = find_input(path, "model.path")
     # First: another system's folder may hold a config.json too.
@@ -308,7 +319,8 @@ def _resolve(section: ModelSection, base: ModelSpec | None = None) -> ModelSpec:
         is_untied = not a.tie_embeddings and hf_config.architecture_of(folder).tie_embeddings
         if is_untied:
             note = (
-                f"the config.json of {path} says that the head is the embedding, and its files hold another head, "
+                f"the config.json of {path} says that the head is the embedding, and its files "
+                f"hold another head, "
                 "which is used, as transformers 5 does"
             )
             # Written into the run and its exports: there the head is a parameter.
@@ -334,7 +346,8 @@ def _resolve(section: ModelSection, base: ModelSpec | None = None) -> ModelSpec:
 
 
 def _checkpoint_digests(run: Path, version: int) -> dict[str, str]:
-    """The checksum of the weights of a checkpoint, which they are compared with when they are read."""
+    """The checksum of the weights of a checkpoint, which they are compared with when they are
+    read."""
     checksum = read_extra(run, version, "checksums").get("trainable")
     return {
         f"the weights of {run.name}/{CHECKPOINTS}/{version}": "none"
@@ -344,7 +357,8 @@ def _checkpoint_digests(run: Path, version: int) -> dict[str, str]:
 
 
 def _check_tensors(path: str, folder: Path, a: Architecture) -> None:
-    """ShoalError for weights whose headers are not the model's. NotHere where a run would download them first."""
+    """ShoalError for weights whose headers are not the model's. NotHere where a run would download
+    them first."""
     is_hub_id = HUB_ID.fullmatch(path) and not Path(path).is_dir()  # `models/mine` may be either
     if (
         is_hub_id
@@ -359,7 +373,8 @@ def _check_tensors(path: str, folder: Path, a: Architecture) -> None:
 def _adapter_model(
     section: ModelSection, folder: Path, checkpoint: tuple[Path, int] | None, base: ModelSpec | None
 ) -> ModelSpec:
-    """The model of a folder with an adapter: PEFT's, or a run's, whose weights are in a checkpoint."""
+    """The model of a folder with an adapter: PEFT's, or a run's, whose weights are in a
+    checkpoint."""
     named = lora_files.read_base(folder) if base is None else base.base
     is_whole = (
         folder / "config.json"
@@ -463,8 +478,8 @@ def model_path(section: ModelSection) -> str:
 
 
 def known_architecture(section: ModelSection) -> Architecture | None:
-    """The sizes of a model that is a folder or has a well-known name, with its adapter; None for others, which the hub
-    knows."""
+    """The sizes of a model that is a folder or has a well-known name, with its adapter; None for
+    others, which the hub knows."""
     path = model_path(section)
     if Path(path).expanduser().is_dir() or path in PACKAGED:
         return resolve_model(section).architecture
@@ -492,13 +507,15 @@ def planned_architecture(section: ModelSection) -> Architecture:
 
 
 def check_positions(a: Architecture, sampling: SamplingSection, whose: str) -> None:
-    """ShoalError where sequences may be longer than a model's positions reach. `whose`: the key and value that name
-    it."""
+    """ShoalError where sequences may be longer than a model's positions reach. `whose`: the key and
+    value that name it."""
     prompt, completion = sampling.max_prompt_tokens, sampling.max_completion_tokens
     if 0 < a.max_positions < prompt + completion:
         raise ShoalError(
-            f"{whose}: it has positions for {a.max_positions:,} tokens (max_position_embeddings), but "
-            f"sampling.max_prompt_tokens={prompt} and sampling.max_completion_tokens={completion} are "
+            f"{whose}: it has positions for {a.max_positions:,} tokens (max_position_embeddings), "
+            f"but "
+            f"sampling.max_prompt_tokens={prompt} and sampling.max_completion_tokens={completion} "
+            f"are "
             f"{prompt + completion:,}; lower one",
             "sampling.max_completion_tokens",
         )
@@ -511,7 +528,8 @@ def find_teacher(config: Config, student: ModelSpec, console: Console | None) ->
     if teacher.tokenizer.vocabulary() != student.tokenizer.vocabulary():
         raise ShoalError(
             f"teacher.path={config.teacher.path}: its vocabulary is not that of the model "
-            f"{config.model.path}, so its log-probs would be of other tokens; give one of the same family"
+            f"{config.model.path}, so its log-probs would be of other tokens; give one of the same "
+            f"family"
         )
     check_positions(teacher.architecture, config.sampling, f"teacher.path={config.teacher.path}")
     teacher.check()
@@ -533,7 +551,8 @@ def compute_dtype(name: str, platform: str) -> Any:
 
 
 def multiply_exactly(dtype: Any, stack: ExitStack) -> None:
-    """Until `stack` closes, float32 is multiplied as float32, of which accelerators keep fewer bits by default."""
+    """Until `stack` closes, float32 is multiplied as float32, of which accelerators keep fewer bits
+    by default."""
     if dtype != jnp.float32:
         return
     # For all threads, some of which sample: `jax.default_matmul_precision` is for its own alone.
@@ -550,8 +569,8 @@ def make_model(section: ModelSection, a: Architecture, role: Role) -> Model:
 
 
 def copy_model_files(model: ModelSpec, target: Path) -> None:
-    """Copies tokenizer, chat template and config.json, so that checkpoints need nothing else. config.json comes last:
-    it marks the folder as complete."""
+    """Copies tokenizer, chat template and config.json, so that checkpoints need nothing else.
+    config.json comes last: it marks the folder as complete."""
     target.mkdir(parents=True, exist_ok=True)
     # The template may be the user's own; exported, the model must be asked as it was trained.
     write_templates(model.tokenizer, target)

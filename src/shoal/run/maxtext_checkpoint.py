@@ -1,20 +1,25 @@
-"""MaxText's checkpoints: the names, shapes and numbers of their arrays, to and from Shoal's parameters.
+"""MaxText's checkpoints: the names, shapes and numbers of their arrays, to and from Shoal's
+parameters.
 
 Read from MaxText's sources, where this comes from (folders under `src/maxtext/`):
 
-    names, transposition          checkpoint_conversion/utils/param_mapping.py, Llama 3.1's and Qwen's mappings
-    layers stacked on axis 1      configs/base.yml, `param_scan_axis`; else `layers_0`, `layers_1`, ...
-    query divided by sqrt(A)      layers/attentions.py, `init_query_w`: attention does not scale, Llama's queries are
-                                  stored scaled; models/qwen2.py and qwen3.py scale at run time, theirs are not
-    order of rotary dimensions    layers/attentions.py, `init_rotary_embedding`: pairs (x0 y0 x1 y1 ...) where the
-                                  model's name starts with llama3.1, else halves (x0 x1 ... y0 y1 ...), as in HF
-    norms without an offset       layers/normalizations.py, `scale_offset` is 0
-    where the tree stands         common/checkpointing.py: `params/params/...` in the item `items` of step 0; a training
-                                  checkpoint has `opt_state` beside it
+    names, transposition        checkpoint_conversion/utils/param_mapping.py, Llama 3.1's and Qwen's
+                                mappings
+    layers stacked on axis 1    configs/base.yml, `param_scan_axis`; else `layers_0`, `layers_1`,
+                                ...
+    query divided by sqrt(A)    layers/attentions.py, `init_query_w`: attention does not scale,
+                                Llama's queries are stored scaled; models/qwen2.py and qwen3.py
+                                scale at run time, theirs are not
+    order of rotary dimensions  layers/attentions.py, `init_rotary_embedding`: pairs
+                                (x0 y0 x1 y1 ...) where the model's name starts with llama3.1, else
+                                halves (x0 x1 ... y0 y1 ...), as in HF
+    norms without an offset     layers/normalizations.py, `scale_offset` is 0
+    where the tree stands       common/checkpointing.py: `params/params/...` in the item `items` of
+                                step 0; a training checkpoint has `opt_state` beside it
 
-For llama3.3-70b MaxText disagrees with itself: `llama_or_mistral_ckpt.py` leaves Meta's own files in pairs and Hugging
-Face's in halves, its attention computes in halves. Halves are read and written under that name; one in pairs is read
-under the name llama3.1-70b, which has the same sizes.
+For llama3.3-70b MaxText disagrees with itself: `llama_or_mistral_ckpt.py` leaves Meta's own files
+in pairs and Hugging Face's in halves, its attention computes in halves. Halves are read and written
+under that name; one in pairs is read under the name llama3.1-70b, which has the same sizes.
 """
 
 from __future__ import annotations
@@ -65,7 +70,8 @@ INNER = Path("0", "items")
 """Where MaxText looks for a tree in a folder of checkpoints."""
 
 ReadPart = Callable[[ParamSpec, tuple[slice, ...]], np.ndarray]
-"""A parameter and the index of a part of it, all columns of some rows of Hugging Face's tensors -> the part."""
+"""A parameter and the index of a part of it, all columns of some rows of Hugging Face's tensors ->
+the part."""
 
 _ATTENTION, _MLP = "decoder/{layers}/self_attention/", "decoder/{layers}/mlp/"
 _NAMES: Mapping[str, str] = {
@@ -183,7 +189,8 @@ def arrays_of(a: Architecture, scan_layers: bool, pairs: bool) -> list[MaxTextAr
     """All arrays of an architecture; ShoalError where MaxText has no such model."""
     if a.output_bias or a.mlp_bias or (a.qkv_bias and a.qk_norm):
         raise ShoalError(
-            "MaxText has no model with these biases (on the attention's output, the feed-forward part, or "
+            "MaxText has no model with these biases (on the attention's output, the feed-forward "
+            "part, or "
             "together with norms on queries and keys): keep it in Hugging Face's format"
         )
     found, scale = [], 1.0 if a.qkv_bias or a.qk_norm else float(np.float32(a.head_dim**-0.5))
@@ -210,8 +217,8 @@ def arrays_of(a: Architecture, scan_layers: bool, pairs: bool) -> list[MaxTextAr
 
 
 def name_in_pairs(name: str, a: Architecture) -> bool:
-    """True if rotary dimensions that belong together are adjacent: by MaxText's name of the model; without one, where
-    the frequencies are stretched as in Llama 3.1."""
+    """True if rotary dimensions that belong together are adjacent: by MaxText's name of the model;
+    without one, where the frequencies are stretched as in Llama 3.1."""
     if name:
         return name.lower().startswith("llama3.1")
     return a.rope_scaling is not None and a.rope_scaling.kind == "llama3"
@@ -228,11 +235,12 @@ def layout_text(scan_layers: bool, pairs: bool) -> str:
 
 
 def find_tree(folder: Path) -> Path | None:
-    """The tree at a path, in its `items`, or in its newest step; None unless Orbax wrote it and it is not part of a run
-    of Shoal's."""
+    """The tree at a path, in its `items`, or in its newest step; None unless Orbax wrote it and it
+    is not part of a run of Shoal's."""
     for path in (folder, folder / INNER.name):
         if (path / "_METADATA").is_file() and not (path / "config.json").exists():
-            # Our own checkpoints are Orbax trees, too; `checkpoint.py` reads those, and compares checksums.
+            # Our own checkpoints are Orbax trees, too; `checkpoint.py` reads those, and compares
+            # checksums.
             return (
                 None
                 if path.parent.parent.name == FOLDER and (path.parent / "extra").exists()
@@ -260,8 +268,8 @@ class MaxTextCheckpoint:
     def load(
         self, role: Role, dtype: Any = np.float32, keep: Keep = lambda _, array: array
     ) -> Params:
-        """The parameters in the role's layout, read a part at a time, each part once by a process; `keep` as in
-        `hf.load`."""
+        """The parameters in the role's layout, read a part at a time, each part once by a process;
+        `keep` as in `hf.load`."""
 
         def read(spec: ParamSpec) -> Any:
             return keep(spec, assemble(self._parts(spec), spec.sharding(role), spec.shape, dtype))
@@ -269,8 +277,8 @@ class MaxTextCheckpoint:
         return jax.tree.map(read, param_specs(self.architecture))
 
     def digests(self) -> dict[str, str]:
-        """A digest of the size of each file and of bytes from all over it, by name: a copy of the checkpoint has the
-        same."""
+        """A digest of the size of each file and of bytes from all over it, by name: a copy of the
+        checkpoint has the same."""
         found = {}
         for file in sorted(self.folder.rglob("*")):
             if file.is_file():
@@ -281,8 +289,8 @@ class MaxTextCheckpoint:
         return found
 
     def tensors(self, file: IO[bytes], dtype: np.dtype) -> Iterator[OutputTensor]:
-        """The tensors of Hugging Face's files, each read when it is written: one parameter at a time is in `file`, from
-        which its tensors are read in windows."""
+        """The tensors of Hugging Face's files, each read when it is written: one parameter at a
+        time is in `file`, from which its tensors are read in windows."""
         staged = ""
 
         def read(spec: ParamSpec, layer: int, _: np.dtype) -> Iterator[tuple[int, np.ndarray]]:
@@ -293,7 +301,8 @@ class MaxTextCheckpoint:
             rows = spec.tensor_shape[0]
             step = max(1, rows * WINDOW_BYTES // (math.prod(spec.tensor_shape) * dtype.itemsize))
             for start in range(0, rows, step):
-                # Mapped anew for each window: pages that were read count as this process's memory until then.
+                # Mapped anew for each window: pages that were read count as this process's memory
+                # until then.
                 whole, window = (
                     np.memmap(file, dtype, "r", shape=spec.shape),
                     slice(start, start + step),
@@ -317,7 +326,8 @@ class MaxTextCheckpoint:
             np.memmap(file, dtype, "r+", shape=spec.shape)[index] = read().astype(dtype)
 
     def _parts(self, spec: ParamSpec) -> Iterator[Part]:
-        """All of a parameter in parts of a window, or of a piece of the file where pieces are larger."""
+        """All of a parameter in parts of a window, or of a piece of the file where pieces are
+        larger."""
         for array in arrays_of(self.architecture, self.scan_layers, self.pairs):
             if array.spec.name == spec.name:
                 name = self.root + array.name
@@ -331,8 +341,8 @@ class MaxTextCheckpoint:
 
 
 def part_steps(array: StoredArray, itemsize: int, whole: int | None) -> list[int]:
-    """Steps along an array's axes: a piece of the file, and as many more as a window holds; the axis `whole` is not
-    cut."""
+    """Steps along an array's axes: a piece of the file, and as many more as a window holds; the
+    axis `whole` is not cut."""
     steps = [min(piece, size) for piece, size in zip(array.pieces, array.shape, strict=True)]
     if whole is not None:
         steps[whole] = array.shape[whole]
@@ -357,8 +367,8 @@ def open_checkpoint(
     scan_layers: bool,
     keys: tuple[str, str] = ("model.name", "model.tokenizer"),
 ) -> MaxTextCheckpoint:
-    """The checkpoint, checked against the model of a name, else of the config.json beside the tokenizer. `keys`: of
-    both, for errors."""
+    """The checkpoint, checked against the model of a name, else of the config.json beside the
+    tokenizer. `keys`: of both, for errors."""
     if not (model_name or tokenizer):
         raise ShoalError(
             f"{found} is a MaxText checkpoint, which does not say what model it is: give {keys[0]} "
@@ -405,12 +415,13 @@ def _check_arrays(
     where: Path,
     model: str,
 ) -> str:
-    """The prefix of the parameters' names, where they fit the architecture of `model` one to one; else ShoalError with
-    the first that does not."""
+    """The prefix of the parameters' names, where they fit the architecture of `model` one to one;
+    else ShoalError with the first that does not."""
     root = next((root for root in ROOTS if root + "token_embedder/embedding" in shapes), None)
     if root is None:
         raise ShoalError(
-            f"{where} holds no MaxText model: expected params/params/token_embedder/embedding among its "
+            f"{where} holds no MaxText model: expected params/params/token_embedder/embedding "
+            f"among its "
             f"arrays, found {', '.join(sorted(shapes)[:3]) or 'none'}"
         )
     found = {
@@ -430,7 +441,8 @@ def _check_arrays(
             else "in arrays of their own (decoder/layers_0, ...)"
         )
         raise ShoalError(
-            f"{where} has its layers {how}, which is not what scan_layers={str(scan_layers).lower()} "
+            f"{where} has its layers {how}, which is not what "
+            f"scan_layers={str(scan_layers).lower()} "
             f"says: give scan_layers={str(stacked).lower()}"
         )
     wanted = {array.name: array.shape for array in arrays_of(a, scan_layers, False)}
@@ -490,8 +502,8 @@ def write_tree(
 ) -> None:
     """Writes `folder/0/items` as MaxText does: the step, the arrays, an empty optimizer state.
 
-    One piece of one array at a time is in memory; `on_written` gets the bytes of each. Errors name `target`, the folder
-    that the result will be moved to.
+    One piece of one array at a time is in memory; `on_written` gets the bytes of each. Errors name
+    `target`, the folder that the result will be moved to.
     """
     ocp, (step, item) = load_orbax(), INNER.parts
     tree: dict[str, Any] = {"step": 0, "opt_state": {}}

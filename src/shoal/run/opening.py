@@ -31,10 +31,11 @@ if TYPE_CHECKING:
 
 
 def open_run(job: Job) -> Run:
-    """The training run: its folder, locked, with everything that a run is made of. ShoalError for whatever is wrong
-    with the configuration, before the folder exists."""
+    """The training run: its folder, locked, with everything that a run is made of. ShoalError for
+    whatever is wrong with the configuration, before the folder exists."""
     config, world, spec, roles = job.config, job.world, job.spec, job.roles
-    # Before the folder exists: bad weights leave none behind. A resumed run reads them for KL and what is frozen.
+    # Before the folder exists: bad weights leave none behind. A resumed run reads them for KL and
+    # what is frozen.
     reads_model = (
         not job.resumed or bool(spec.architecture.adapter) or config.algorithm.scores_reference
     )
@@ -116,7 +117,8 @@ def open_run(job: Job) -> Run:
     job.stack.enter_context(
         stop_on_signals(job.stop, lambda: records.kept_text(folder.path, command))
     )
-    # Of several processes the source agrees on a stop when it takes groups; elsewhere they would part.
+    # Of several processes the source agrees on a stop when it takes groups; elsewhere they would
+    # part.
     stop = job.stop if world.count == 1 else StopSignal()
     profiler = records.Profiler(
         config.report.profile if world.is_main else (), folder.path / "profile", job.console.warning

@@ -20,7 +20,8 @@ from shoal.types import ShoalError
 
 
 def explain_out_of_memory(error: BaseException, config: Any) -> ShoalError | None:
-    """An error in one line with the keys to change, if a device or the machine ran out of memory; else None."""
+    """An error in one line with the keys to change, if a device or the machine ran out of memory;
+    else None."""
     seen: BaseException | None = error
     while seen is not None and not _is_out_of_memory(seen):
         seen = seen.__cause__ or seen.__context__
@@ -46,8 +47,8 @@ def explain_out_of_memory(error: BaseException, config: Any) -> ShoalError | Non
 
 
 def _by_phase(config: Config, asked: int) -> tuple[str, str, str]:
-    """What a device holds in the fuller of sampling and update, the changes that take less in any of them where so many
-    bytes more are needed, and the first one's key."""
+    """What a device holds in the fuller of sampling and update, the changes that take less in any
+    of them where so many bytes more are needed, and the first one's key."""
     spec = ModelSpec(Path(), planned_architecture(config.model))
     with Job(config, Console(io.StringIO()), spec=spec) as job:
         found = outline(job)

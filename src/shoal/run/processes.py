@@ -1,4 +1,5 @@
-"""A run in several processes: its console, and the checks that all of them do the same with the same."""
+"""A run in several processes: its console, and the checks that all of them do the same with the
+same."""
 
 from __future__ import annotations
 
@@ -32,16 +33,18 @@ SAME = ("python", "shoal", "jax", "jaxlib", "numpy", "optax", "orbax-checkpoint"
 
 
 def open_console(config: Config) -> tuple[Config, Console]:
-    """The configuration with the processes that the environment names, and the console: process 0 prints."""
+    """The configuration with the processes that the environment names, and the console: process 0
+    prints."""
     config = replace(config, mesh=find_processes(config.mesh))
     return config, Console(open(os.devnull, "w") if config.mesh.process > 0 else None)
 
 
 def open_world(config: Config, run: Path | None) -> tuple[World, Config]:
-    """The processes of a run, together, and its configuration without the keys that are a process's own. `run`: the
-    folder of a resumed run.
+    """The processes of a run, together, and its configuration without the keys that are a process's
+    own. `run`: the folder of a resumed run.
 
-    ShoalError, the same in all, where configuration, versions, devices or the run folder are not the same.
+    ShoalError, the same in all, where configuration, versions, devices or the run folder are not
+    the same.
     """
     world, config = join(config.mesh), replace(config, mesh=replace(config.mesh, **NO_SECTION))
     if world.count > 1:
@@ -67,7 +70,8 @@ def open_world(config: Config, run: Path | None) -> tuple[World, Config]:
 def check_same(
     world: World, what: str, mine: Mapping[str, Any], cure: str = "start all of them alike"
 ) -> None:
-    """ShoalError, naming the first difference and its process, unless all processes have the same values."""
+    """ShoalError, naming the first difference and its process, unless all processes have the same
+    values."""
     if world.count == 1:
         return
     first, *others = world.exchange_json(what, mine)
@@ -82,8 +86,8 @@ def check_same(
 
 
 def check_same_model(world: World, what: str, key: str, spec: ModelSpec) -> None:
-    """ShoalError unless all processes have the same weights, tokenizer and chat template: each reads files of its own,
-    of the weights a part. `key`: what names the model."""
+    """ShoalError unless all processes have the same weights, tokenizer and chat template: each
+    reads files of its own, of the weights a part. `key`: what names the model."""
     if world.count == 1:
         return
     cure = f"give every host the same files at {key}"
@@ -96,7 +100,8 @@ def check_same_model(world: World, what: str, key: str, spec: ModelSpec) -> None
 def _found_everywhere(
     world: World, what: str, find: Callable[[], Mapping[str, Any]]
 ) -> Mapping[str, Any]:
-    """What `find` returns; the ShoalError of one process in all of them, which would wait for it."""
+    """What `find` returns; the ShoalError of one process in all of them, which would wait for
+    it."""
     found, fault = {}, ""
     try:
         found = find()
@@ -129,7 +134,9 @@ def check_shared(world: World, folder: Path, resumed: bool) -> None:
             probe.unlink(missing_ok=True)
     if blind := [world.names[number] for number, sees in enumerate(found) if not sees]:
         raise ShoalError(
-            f"{folder} is not shared: {', '.join(blind)} does not see what {world.names[0]} writes there; "
-            f"set {'XDG_CACHE_HOME' if area_of(folder) else 'base_output_directory'} to a folder that all "
+            f"{folder} is not shared: {', '.join(blind)} does not see what {world.names[0]} writes "
+            f"there; "
+            f"set {'XDG_CACHE_HOME' if area_of(folder) else 'base_output_directory'} to a folder "
+            f"that all "
             "hosts have"
         )

@@ -1,4 +1,5 @@
-"""What a run writes: its folder with configuration and model, its records, traces of steps; how it is resumed."""
+"""What a run writes: its folder with configuration and model, its records, traces of steps; how it
+is resumed."""
 
 from __future__ import annotations
 
@@ -40,8 +41,8 @@ from shoal.types import RolloutSource, ShoalError
 def open_folder(
     config: Config, run: Path | None, console: Console, stack: ExitStack, world: World
 ) -> RunFolder:
-    """The run's folder, locked: a new one, or that of the `run` that is resumed. Of several processes the first has it,
-    for all."""
+    """The run's folder, locked: a new one, or that of the `run` that is resumed. Of several
+    processes the first has it, for all."""
     if not world.is_main:
         return stack.enter_context(ReadFolder(world.exchange_json("the run folder's name", "")[0]))
     path, mirror = run or make_run_folder(config.base_output_directory, config.run_name), None
@@ -52,15 +53,18 @@ def open_folder(
         if not run:
             refuse_foreign(path)
     folder = stack.enter_context(RunFolder(path, mirror))
-    # Given twice at once, a command finds no run in either process; the lock decides which of them makes it.
+    # Given twice at once, a command finds no run in either process; the lock decides which of them
+    # makes it.
     if not run and is_run(folder.path):
         raise ShoalError(
-            f"another process has just started the run {address(folder.path)}: give the same command "
+            f"another process has just started the run {address(folder.path)}: give the same "
+            f"command "
             "again to resume it"
         )
     if folder.no_locks:
         console.warning(
-            f"the file system of {folder.path} grants no locks ({folder.no_locks}): nothing keeps a second "
+            f"the file system of {folder.path} grants no locks ({folder.no_locks}): nothing keeps "
+            f"a second "
             "process out of this run"
         )
     console.note(f"run folder {address(folder.path)}")
@@ -71,8 +75,9 @@ def open_folder(
 def write_head(
     folder: RunFolder, spec: ModelSpec, config: Config, decided: Sequence[str], resumed: bool
 ) -> None:
-    """Writes what a run folder holds from the start: the configuration (of a resumed run, the loop does it) and the
-    model's files, and makes `last` name this run. `decided`: the keys that the run decided itself."""
+    """Writes what a run folder holds from the start: the configuration (of a resumed run, the loop
+    does it) and the model's files, and makes `last` name this run. `decided`: the keys that the run
+    decided itself."""
     if not resumed:
         resolved, difference = texts_of(config, decided)
         folder.write_config(resolved, difference)
@@ -112,7 +117,8 @@ def open_recorder(
     utilisation: Utilisation | None,
     is_main: bool,
 ) -> Recorder:
-    """The recorder with its sinks. `resumed_at`: the version that a resumed run starts from, else None."""
+    """The recorder with its sinks. `resumed_at`: the version that a resumed run starts from, else
+    None."""
     sinks = (
         make_sinks(
             folder.path,
@@ -149,7 +155,8 @@ def open_recorder(
 
 
 def resume_command(folder: Path, config: Config, processes: int) -> str:
-    """What resumes a run: a line for the shell, or for Python where its task or a reward came from there."""
+    """What resumes a run: a line for the shell, or for Python where its task or a reward came from
+    there."""
     # The folder holds no code: a shell could not load what was passed to shoal.train.
     where = address(folder)
     acting = config.environment
@@ -164,14 +171,19 @@ def resume_command(folder: Path, config: Config, processes: int) -> str:
 
 
 def kept_text(folder: Path, command: str) -> str:
-    """What a run that is stopped at once leaves: read from the disk, as a signal may come while anything is locked."""
+    """What a run that is stopped at once leaves: read from the disk, as a signal may come while
+    anything is locked."""
     if found := versions(folder):
-        return f"the checkpoint of step {found[-1]} stands, what came after it is lost; resume: {command}"
+        return (
+            f"the checkpoint of step {found[-1]} stands, what came after it is lost; resume: "
+            f"{command}"
+        )
     return f"{NOTHING_KEPT}; start again: {command}"
 
 
 def peak_bytes() -> int:
-    """Most memory used on a device: the accelerator's own figure, on CPU the process's resident peak."""
+    """Most memory used on a device: the accelerator's own figure, on CPU the process's resident
+    peak."""
     if "peak_bytes_in_use" in (stats := memory_stats(jax.local_devices()[0])):
         return int(stats["peak_bytes_in_use"])
     import resource
@@ -185,7 +197,8 @@ _count = 0
 
 
 TRIMMED_SECONDS = 0.5
-"""Seconds of a compilation after which freed memory goes back to the system: a shorter one leaves little."""
+"""Seconds of a compilation after which freed memory goes back to the system: a shorter one leaves
+little."""
 
 
 def _listen(event: str, duration_secs: float, **_: str | int) -> None:
@@ -201,7 +214,8 @@ jax.monitoring.register_event_duration_secs_listener(_listen)
 
 
 class CompilationCounter:
-    """Counts the programs that this process compiles, or reads from the persistent cache, from its creation on."""
+    """Counts the programs that this process compiles, or reads from the persistent cache, from its
+    creation on."""
 
     def __init__(self) -> None:
         self._start = _count
@@ -211,7 +225,8 @@ class CompilationCounter:
 
 
 class Profiler:
-    """Traces the chosen steps, counted from 1, to `<folder>/step_000012/`, for XProf, TensorBoard and Perfetto.
+    """Traces the chosen steps, counted from 1, to `<folder>/step_000012/`, for XProf, TensorBoard
+    and Perfetto.
 
     A step that has a trace is not traced again. A trace that cannot be written is a warning.
 
@@ -226,7 +241,8 @@ class Profiler:
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Traces the block, if this step was chosen, and closes the trace however the block ends."""
+        """Traces the block, if this step was chosen, and closes the trace however the block
+        ends."""
         target = self.folder / f"step_{step:06d}"
         if (
             step not in self.steps

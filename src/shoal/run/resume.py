@@ -1,4 +1,5 @@
-"""Resumes a run: finds its folder, composes its configuration, and restores its newest checkpoint."""
+"""Resumes a run: finds its folder, composes its configuration, and restores its newest
+checkpoint."""
 
 from __future__ import annotations
 
@@ -64,8 +65,8 @@ FREE = (
     "sampler.stall_seconds",
     "publish.",
 )
-"""Keys and sections that may change when a run is resumed: none changes a number of a step, except that `steps` moves
-the end of a learning rate schedule."""
+"""Keys and sections that may change when a run is resumed: none changes a number of a step, except
+that `steps` moves the end of a learning rate schedule."""
 
 FIXED = (
     "model.path",
@@ -83,7 +84,8 @@ FIXED = (
 """Keys that cannot change when a run is resumed."""
 
 MESH = ("mesh.", "optimizer.offload")
-"""Keys that may change although they can change the last bits of a step: a run may move to other devices."""
+"""Keys that may change although they can change the last bits of a step: a run may move to other
+devices."""
 
 SLOTS = ("prompt_slot_tokens", "evaluation_slots")
 """Keys of `sampling.` that a run decides by its data."""
@@ -104,7 +106,8 @@ class ResumePlan:
 
 
 def compose_job(config_type: type, argv: Sequence[str]) -> tuple[Any, Resolved]:
-    """`compose` for a command with `resume`: if it names a run, the given keys lie over that run's configuration.
+    """`compose` for a command with `resume`: if it names a run, the given keys lie over that run's
+    configuration.
 
     >>> config, resolved = compose_job(Config, ["resume=last", "steps=200"])
     """
@@ -122,7 +125,8 @@ def compose_job(config_type: type, argv: Sequence[str]) -> tuple[Any, Resolved]:
 
 
 def on_run(overrides: Mapping[str, Any]) -> tuple[dict[str, Any], Path | None]:
-    """Overrides from Python, with the path of the run that their `resume` names; and its folder, None without one."""
+    """Overrides from Python, with the path of the run that their `resume` names; and its folder,
+    None without one."""
     names = {name: value for name, value in overrides.items() if name != "config_name"}
     entries = [
         Entry(name, value if value is None else str(value), PYTHON)
@@ -136,7 +140,8 @@ def on_run(overrides: Mapping[str, Any]) -> tuple[dict[str, Any], Path | None]:
 def from_overrides_on_run(
     overrides: Mapping[str, Any],
 ) -> tuple[Config, Resolved, tuple[Callable[..., Any], ...]]:
-    """`from_overrides` for training: if `resume` names a run, the keys that are given lie over its configuration.
+    """`from_overrides` for training: if `resume` names a run, the keys that are given lie over its
+    configuration.
 
     >>> config, resolved, functions = from_overrides_on_run({"resume": "last", "steps": 200})
     """
@@ -159,9 +164,10 @@ def named_run(config_type: type, arguments: Arguments) -> Path | None:
 def resolve_run(config: Config, report: Console | Findings) -> ResumePlan:
     """Decides whether a run is new or resumed, and with which configuration.
 
-    With `resume`, `config` was composed on the stored configuration: a changed key is a warning, a key of FIXED an
-    error. If `run_name` names a run, its configuration must be equal, except for keys of FREE and for a run that moves
-    to other devices, which is a warning too. What is left open stays open: `Job.config` decides it."""
+    With `resume`, `config` was composed on the stored configuration: a changed key is a warning, a
+    key of FIXED an error. If `run_name` names a run, its configuration must be equal, except for
+    keys of FREE and for a run that moves to other devices, which is a warning too. What is left
+    open stays open: `Job.config` decides it."""
     check_local(config.base_output_directory, "base_output_directory", RUNS)
     if config.resume:
         run = find_run(config.resume, config.base_output_directory, groups=False)
@@ -178,7 +184,8 @@ def resolve_run(config: Config, report: Console | Findings) -> ResumePlan:
     if config.resume and (key := next((key for key in FIXED if key in changed), "")):
         raise ShoalError(
             f"resume={address(run)}: {key} was {get_value(stored, key)!r} and cannot become "
-            f"{get_value(config, key)!r}: start a new run, from these weights with model={address(run)}"
+            f"{get_value(config, key)!r}: start a new run, from these weights with "
+            f"model={address(run)}"
         )
     is_open = config.algorithm.correction == "auto"  # then what it is follows from another key
     given = [key for key in changed if not (is_open and key == "algorithm.correction")]
@@ -221,8 +228,9 @@ def resolve_run(config: Config, report: Console | Findings) -> ResumePlan:
 
 
 def _check_steps(run: Path, stored: Config, config: Config, report: Console | Findings) -> None:
-    """ShoalError for fewer steps than the run has made, and where its checkpoints are gone, so that it would start
-    again and write over its records; a warning where the steps move the learning rate's schedule."""
+    """ShoalError for fewer steps than the run has made, and where its checkpoints are gone, so that
+    it would start again and write over its records; a warning where the steps move the learning
+    rate's schedule."""
     from shoal.trainer.checkpoint import FOLDER, versions
 
     saved, ended = versions(run), (read_summary(run) or {}).get("steps", 0)
@@ -233,27 +241,33 @@ def _check_steps(run: Path, stored: Config, config: Config, report: Console | Fi
         )
     if not saved and ended < config.steps:
         recorded = max((line["step"] for line in read_lines(run / "metrics.jsonl")), default=0)
-        # A run ends with a checkpoint. One that is under way has written its first before the second is due.
+        # A run ends with a checkpoint. One that is under way has written its first before the
+        # second is due.
         if ended or 0 < 2 * stored.checkpoint.every < recorded:
             raise ShoalError(
-                f"the run {run} has made {count(max(made, recorded), 'step')}, but {run / FOLDER} holds "
-                "no checkpoint to go on from: put one back, or start a new run with another run_name; "
+                f"the run {run} has made {count(max(made, recorded), 'step')}, but {run / FOLDER} "
+                f"holds "
+                "no checkpoint to go on from: put one back, or start a new run with another "
+                "run_name; "
                 "nothing was changed"
             )
     if stored.steps != config.steps and config.optimizer.schedule != "constant":
         report.warning(
             f"steps changes from {stored.steps} to {config.steps}: the learning rate "
-            f"(optimizer.schedule={config.optimizer.schedule}) falls to the new last step from here on"
+            f"(optimizer.schedule={config.optimizer.schedule}) falls to the new last step from "
+            f"here on"
         )
 
 
 def as_decided(stored: Config, config: Config, decided: Container[str] = DECIDED) -> Config:
-    """The configuration with what it leaves open as the run decided it, where the reasons are the same. `decided`: the
-    keys that it decided; what was set by hand and is left open now is decided anew.
+    """The configuration with what it leaves open as the run decided it, where the reasons are the
+    same. `decided`: the keys that it decided; what was set by hand and is left open now is decided
+    anew.
 
-    `algorithm.correction` is decided again where samples begin or cease to be the trainer's own. `batch.micro_tokens`
-    stays open where a key has changed on which it may depend, as those of lengths, the model and the mesh. The room of
-    slots is what it was: `Job.slots` decides it again where the data needs another."""
+    `algorithm.correction` is decided again where samples begin or cease to be the trainer's own.
+    `batch.micro_tokens` stays open where a key has changed on which it may depend, as those of
+    lengths, the model and the mesh. The room of slots is what it was: `Job.slots` decides it again
+    where the data needs another."""
     if config.algorithm.correction == "auto":
         is_same = samples_are_the_trainers(stored) == samples_are_the_trainers(config)
         is_kept = is_same and "algorithm.correction" in decided
@@ -274,16 +288,18 @@ def as_decided(stored: Config, config: Config, decided: Container[str] = DECIDED
 
 
 def _is_move(stored: Config, config: Config, key: str) -> bool:
-    """True for a changed key by which a run moves to other devices: numbers differ in their last bits at most. Between
-    this process and Ray's workers, too, which run the same programs; vLLM's are others."""
+    """True for a changed key by which a run moves to other devices: numbers differ in their last
+    bits at most. Between this process and Ray's workers, too, which run the same programs; vLLM's
+    are others."""
     if key == "sampler.kind":
         return "vllm" not in (stored.sampler.kind, config.sampler.kind)
     return is_under(key, MESH)
 
 
 def changed_keys(stored: Config, config: Config) -> list[str]:
-    """Keys that differ, except those of FREE. With `batch.prompts_per_device`, `batch.prompts_per_step` follows from
-    it and may change; so may `batch.micro_tokens` and the room of slots where they are left open."""
+    """Keys that differ, except those of FREE. With `batch.prompts_per_device`,
+    `batch.prompts_per_step` follows from it and may change; so may `batch.micro_tokens` and the
+    room of slots where they are left open."""
     free, by_device = [*FREE], config.batch.prompts_per_device
     if by_device and by_device == stored.batch.prompts_per_device:
         free.append("batch.prompts_per_step")
@@ -309,14 +325,16 @@ def restore_latest(
     world: World,
     frozen: Params | None = None,
 ) -> Restored | None:
-    """The newest intact checkpoint of a run, with the frozen weights; None without one, the run then starts from its
-    beginning. `shapes`: of the sampler's weights; `facts`: the `fingerprint` of this process."""
+    """The newest intact checkpoint of a run, with the frozen weights; None without one, the run
+    then starts from its beginning. `shapes`: of the sampler's weights; `facts`: the `fingerprint`
+    of this process."""
     from shoal.trainer.checkpoint import restore_newest
 
     restored = restore_newest(folder.path, learner, shapes, console.warning, world)
     if restored is None:
         console.note(
-            "the run has no checkpoint: it starts from its beginning, and its files are written again"
+            "the run has no checkpoint: it starts from its beginning, and its files are written "
+            "again"
         )
         folder.rewind(-1)
         return None

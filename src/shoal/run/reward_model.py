@@ -1,7 +1,8 @@
-"""A reward model, `reward=model:PATH`: a sequence classifier in Hugging Face format that scores completions.
+"""A reward model, `reward=model:PATH`: a sequence classifier in Hugging Face format that scores
+completions.
 
-prompt, completions -> text and tokens by the classifier's own template -> rows, in which the tokens that all begin
-with stand once -> `forward` -> the head's value at each completion's last token
+prompt, completions -> text and tokens by the classifier's own template -> rows, in which the tokens
+that all begin with stand once -> `forward` -> the head's value at each completion's last token
 """
 
 from __future__ import annotations
@@ -63,14 +64,16 @@ class Classifier:
         named = config.get("architectures") or []
         if not set(named) & set(known):
             raise ShoalError(
-                f"reward={PREFIX}{path}: its config.json names {', '.join(named) or 'no architecture'}; "
+                f"reward={PREFIX}{path}: its config.json names "
+                f"{', '.join(named) or 'no architecture'}; "
                 f"expected a sequence classifier, {' or '.join(known)}, with one label",
                 "reward.functions",
             )
         # transformers writes the labels' names, and has two labels where config.json names none.
         if (labels := len(config.get("id2label") or ()) or config.get("num_labels", 2)) != 1:
             raise ShoalError(
-                f"reward={PREFIX}{path}: it has {labels} labels, and none of them is the reward; expected "
+                f"reward={PREFIX}{path}: it has {labels} labels, and none of them is the reward; "
+                f"expected "
                 "a classifier with one (num_labels=1)",
                 "reward.functions",
             )
@@ -80,9 +83,11 @@ class Classifier:
 
 
 class RewardModel:
-    """A reward function that is a classifier on the reference's devices. Its weights are read when it first scores.
+    """A reward function that is a classifier on the reference's devices. Its weights are read when
+    it first scores.
 
-    >>> RewardModel("org/reward")([prompt] * 2, [[{"role": "assistant", "content": text}] for text in ("4", "5")])
+    >>> answers = [[{"role": "assistant", "content": text}] for text in ("4", "5")]
+    >>> RewardModel("org/reward")([prompt] * 2, answers)
     [1.25, -0.5]
     """
 
@@ -97,13 +102,15 @@ class RewardModel:
 
     @cached_property
     def classifier(self) -> Classifier:
-        """ShoalError unless the model is one; of a model on the hub all but the weights is downloaded."""
+        """ShoalError unless the model is one; of a model on the hub all but the weights is
+        downloaded."""
         return Classifier.read(self.path, locate(self.path, weights=False))
 
     def prepare(
         self, section: ModelSection, sampling: SamplingSection, find_role: Callable[[], Role]
     ) -> None:
-        """Says where and how it computes. ShoalError where completions may be longer than it reads."""
+        """Says where and how it computes. ShoalError where completions may be longer than it
+        reads."""
         self._section, self._find_role = section, find_role
         c = self.classifier
         check_positions(c.architecture, sampling, f"reward={PREFIX}{self.path}")
@@ -149,7 +156,8 @@ class RewardModel:
         c = self.classifier
         if not (isinstance(prompt, str) or c.tokenizer.has_template):
             raise ShoalError(
-                f"reward={PREFIX}{self.path} has no chat template, and prompts are messages: put the one "
+                f"reward={PREFIX}{self.path} has no chat template, and prompts are messages: put "
+                f"the one "
                 "that it was trained with into its folder, as chat_template.jinja",
                 "reward.functions",
             )
@@ -171,7 +179,8 @@ class RewardModel:
         prompt = np.array(sequences[0][:shared], np.int32)
         ends = [np.array(ids[shared:], np.int32) for ids in sequences]
         longest, total = max(map(len, sequences)), shared + sum(map(len, ends))
-        # Powers of two: groups of many lengths share few programs, and a group always has the same one.
+        # Powers of two: groups of many lengths share few programs, and a group always has the same
+        # one.
         shapes = row_shapes(
             _round_up(longest),
             _round_up(total),

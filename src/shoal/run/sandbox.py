@@ -1,5 +1,6 @@
-"""Sessions in bubblewrap (`bwrap`), the supervisor and all of its workers in one sandbox: no network, no variables of
-the environment, no sockets of other programs, files to be read alone, but those of its own in /dev/shm."""
+"""Sessions in bubblewrap (`bwrap`), the supervisor and all of its workers in one sandbox: no
+network, no variables of the environment, no sockets of other programs, files to be read alone, but
+those of its own in /dev/shm."""
 
 from __future__ import annotations
 
@@ -27,18 +28,20 @@ from shoal.workers.process import live, require_bubblewrap
 from shoal.workers.sessions import supervised
 
 SOCKET_FOLDERS = ("/run", "/var/run", "/tmp", "/var/tmp")
-"""Where programs keep their sockets, Docker's and agents' of keys among them. A mount to be read alone does not keep
-anybody from connecting, so the sandbox has empty folders in their place."""
+"""Where programs keep their sockets, Docker's and agents' of keys among them. A mount to be read
+alone does not keep anybody from connecting, so the sandbox has empty folders in their place."""
 _ESCAPED = re.compile(r"\\([0-7]{3})")
 """A space in a path of /proc/self/mountinfo."""
 
 
 def enter_sandbox(task: Task, section: EnvironmentSection) -> Callable[[socket.socket], Any]:
-    """What has a process become the supervisor in the sandbox. ShoalError where there can be none."""
+    """What has a process become the supervisor in the sandbox. ShoalError where there can be
+    none."""
     for one in (*task.tools, *task.environments.values()):
         if "<" in getattr(one, "__qualname__", "<"):
             raise ShoalError(
-                f"environment.sandbox=bwrap: {name_of(one)!r} is no function or class that a file names",
+                f"environment.sandbox=bwrap: {name_of(one)!r} is no function or class that a file "
+                f"names",
                 "environment.sandbox",
             )
     files = [str(inspect.getsourcefile(one)) for one in (*task.tools, *task.environments.values())]
@@ -78,7 +81,8 @@ def enter_sandbox(task: Task, section: EnvironmentSection) -> Callable[[socket.s
         os.set_inheritable(end.fileno(), True)
         os.closerange(3, end.fileno())  # libraries open files that programs inherit
         os.closerange(end.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
-        # An empty environment: that of the sandbox's first process can be read in it, in /proc/1/environ.
+        # An empty environment: that of the sandbox's first process can be read in it, in
+        # /proc/1/environ.
         os.execve(
             words[0],
             [
@@ -96,8 +100,8 @@ def enter_sandbox(task: Task, section: EnvironmentSection) -> Callable[[socket.s
 
 
 def _without_sockets(folders: Iterable[str], files: Iterable[str]) -> list[str]:
-    """Words of bwrap that put empty folders in the place of `SOCKET_FOLDERS`, but for the folders and files that are
-    named, and nothing in the place of every other socket."""
+    """Words of bwrap that put empty folders in the place of `SOCKET_FOLDERS`, but for the folders
+    and files that are named, and nothing in the place of every other socket."""
     hidden = {os.path.realpath(path) for path in SOCKET_FOLDERS if os.path.isdir(path)}
     words: list[str] = []
     for path in sorted(hidden):
@@ -124,7 +128,8 @@ def _is_below(path: str, folders: Iterable[str]) -> bool:
 
 
 def _sockets() -> Iterator[str]:
-    """Files that are sockets, by their real paths: those of this machine's programs, and those that were mounted."""
+    """Files that are sockets, by their real paths: those of this machine's programs, and those that
+    were mounted."""
     listed: list[str] = []
     relative: dict[str, str] = {}
     for line in _lines_of_sockets():
@@ -147,8 +152,8 @@ def _sockets() -> Iterator[str]:
 
 
 def _lines_of_sockets() -> Iterator[str]:
-    """The lines about sockets of each network namespace that a process of this machine's has: a socket in a file is
-    reached from every one."""
+    """The lines about sockets of each network namespace that a process of this machine's has: a
+    socket in a file is reached from every one."""
     tables = {os.readlink("/proc/self/ns/net"): Path("/proc/net/unix")}
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended, or is another user's
@@ -159,7 +164,8 @@ def _lines_of_sockets() -> Iterator[str]:
 
 
 def _absolute(relative: Mapping[str, str]) -> Iterator[str]:
-    """The paths of sockets that were bound to a relative one, by the folder of each process that has them open."""
+    """The paths of sockets that were bound to a relative one, by the folder of each process that
+    has them open."""
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended, or is another user's
             folder = os.readlink(process / "cwd")

@@ -39,8 +39,8 @@ from shoal.run.reward_model import reward_architectures
 ROLES = ("trainer", "sampler", "reference")
 
 Held = Mapping[str, Mapping[str, Mapping[str, int]]]
-"""Role -> phase (`always`, `sampling`, `update`) -> part -> bytes on each of the role's devices; in the phase `host`
-those in the host's memory for each device."""
+"""Role -> phase (`always`, `sampling`, `update`) -> part -> bytes on each of the role's devices; in
+the phase `host` those in the host's memory for each device."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,8 @@ class Sizes:
     """Bytes on each device of a role, by phase and part.
 
     >>> sizes.on("trainer", "update")
-    {"parameters": 3437568, "Adam's moments": 6875136, "the sampler's copy": 1718784, "gradient": 3437568}
+    {"parameters": 3437568, "Adam's moments": 6875136, "the sampler's copy": 1718784,
+     "gradient": 3437568}
     """
 
     held: Held  # role -> phase -> part -> bytes
@@ -58,7 +59,8 @@ class Sizes:
 
     @classmethod
     def of(cls, config: Config, held: Held, devices: Mapping[str, Collection[int]]) -> Sizes:
-        """Of roles by the numbers of their devices; those of a remote sampler only stand for its own."""
+        """Of roles by the numbers of their devices; those of a remote sampler only stand for its
+        own."""
         return cls(held, {**devices, "sampler": ()} if config.sampler.is_remote else devices)
 
     def beside(self, role: str) -> list[str]:
@@ -139,8 +141,8 @@ def job_sizes(
     teacher: Architecture | None,
     states: Iterable[tuple[str, Any]],
 ) -> Sizes:
-    """What is known before compilation. `states`: shapes of the sampler's engines by name, of which the largest
-    counts: they take turns."""
+    """What is known before compilation. `states`: shapes of the sampler's engines by name, of which
+    the largest counts: they take turns."""
     sizes = weight_sizes(config, a, roles, dtype, teacher)
     by_engine = {name: bytes_per_device(state) for name, state in states}
     if not by_engine:  # nothing is sampled
@@ -151,8 +153,8 @@ def job_sizes(
 
 
 def bytes_per_device(shapes: Any) -> int:
-    """Bytes of a tree of shapes on each device that holds it, not in the host's memory; those without a sharding are
-    whole."""
+    """Bytes of a tree of shapes on each device that holds it, not in the host's memory; those
+    without a sharding are whole."""
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape) if leaf.sharding else leaf.shape)
         * jnp.dtype(leaf.dtype).itemsize
@@ -172,8 +174,8 @@ def sampled_architecture(config: Config, a: Architecture) -> Architecture:
 
 
 def reference_architecture(config: Config, a: Architecture) -> Architecture:
-    """The sizes of the reference of a policy: with an adapter where that is the policy as the run begins. A new adapter
-    changes nothing yet, so that the base alone is the same policy."""
+    """The sizes of the reference of a policy: with an adapter where that is the policy as the run
+    begins. A new adapter changes nothing yet, so that the base alone is the same policy."""
     is_new = bool(config.model.lora.rank) and not config.model.lora.path
     return a.base if is_new or config.algorithm.reference == "base" else a
 
@@ -183,8 +185,8 @@ def parameter_count(a: Architecture) -> int:
 
 
 def held_versions(config: Config) -> Iterator[tuple[int, int]]:
-    """(published versions whose weights are held, those of them that are older than the trainer's) while each of some
-    later steps samples and updates."""
+    """(published versions whose weights are held, those of them that are older than the trainer's)
+    while each of some later steps samples and updates."""
     schedule = schedule_of(config.train)
     if (
         schedule.newest
@@ -202,8 +204,9 @@ def held_versions(config: Config) -> Iterator[tuple[int, int]]:
 def copied_shapes(
     parameters: Any, specs: Any, role: Role, dtype: Any, sampled: Architecture | None = None
 ) -> list[tuple[Any, Any]]:
-    """The trainer's and a role's shapes of each array that it does not read from the trainer's own. `specs`: a tree of
-    `ParamSpec`; `sampled`: the architecture of a sampler, which may have weights of 8 bits or layers apart."""
+    """The trainer's and a role's shapes of each array that it does not read from the trainer's own.
+    `specs`: a tree of `ParamSpec`; `sampled`: the architecture of a sampler, which may have weights
+    of 8 bits or layers apart."""
     smaller = quantised_specs(sampled) if sampled else {}
     found, is_apart = [], sampled is not None and layer_pieces(sampled, role, dtype) > 0
     for mine, spec in zip(jax.tree.leaves(parameters), jax.tree.leaves(specs), strict=True):
@@ -222,14 +225,14 @@ def copied_shapes(
 
 
 def key_bytes(a: Architecture, role: Role, dtype: Any) -> int:
-    """Bytes of a token's keys and values on each device of a replica of the sampler: on average, where devices that
-    share a head hold other tokens each."""
+    """Bytes of a token's keys and values on each device of a replica of the sampler: on average,
+    where devices that share a head hold other tokens each."""
     return 2 * a.num_layers * a.num_kv_heads * a.head_dim * jnp.dtype(dtype).itemsize // role.tensor
 
 
 def activation_bytes(a: Architecture, tokens: float, dtype: Any, remat: str = "dots") -> int:
-    """Bytes that the backward pass of `tokens` tokens finds stored, besides each layer's input, with a `model.remat`
-    that computes anything again; wherever they are."""
+    """Bytes that the backward pass of `tokens` tokens finds stored, besides each layer's input,
+    with a `model.remat` that computes anything again; wherever they are."""
     heads = (a.num_heads + 2 * a.num_kv_heads) * a.head_dim
     attention = a.hidden_size + heads + a.num_heads * a.head_dim
     a_token = {
@@ -242,14 +245,16 @@ def activation_bytes(a: Architecture, tokens: float, dtype: Any, remat: str = "d
 
 
 def input_bytes(a: Architecture, tokens: float, dtype: Any) -> int:
-    """Bytes of each layer's input, which the backward pass finds stored whatever `model.remat` is."""
+    """Bytes of each layer's input, which the backward pass finds stored whatever `model.remat`
+    is."""
     return round(a.num_layers * a.hidden_size * tokens * jnp.dtype(dtype).itemsize)
 
 
 def update_bytes(a: Architecture, role: Role, dtype: Any, tokens: int) -> int:
-    """Bytes that an update of so many tokens takes besides what roles hold and `activation_bytes`: the weights in the
-    type of the computation, a layer of them whole with its gradient, each layer's input, a few arrays of logits; where
-    rows are split, the keys, values and hidden states of whole ones."""
+    """Bytes that an update of so many tokens takes besides what roles hold and `activation_bytes`:
+    the weights in the type of the computation, a layer of them whole with its gradient, each
+    layer's input, a few arrays of logits; where rows are split, the keys, values and hidden states
+    of whole ones."""
     size = jnp.dtype(dtype).itemsize
     layer = parameter_count(replace(a, num_layers=2)) - parameter_count(replace(a, num_layers=1))
     trained = sum(
@@ -275,7 +280,8 @@ class AvailableMemory(NamedTuple):
 
 
 def device_memory(device: Any) -> int:
-    """Bytes of a device's memory, as its maker says, so that a plan and a run decide alike; 0 if it is not known."""
+    """Bytes of a device's memory, as its maker says, so that a plan and a run decide alike; 0 if it
+    is not known."""
     known = accelerator_of(device.device_kind)
     return known.usable_bytes if known else 0
 

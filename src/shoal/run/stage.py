@@ -54,13 +54,16 @@ CHECKS: Mapping[type, Sequence[str]] = {
         (GenerateConfig, ServeConfig), ("given_roles", "positions", "model", "tensors")
     ),
 }
-"""The stages in which a job can be refused before its weights are read, of the run and of its dry run."""
+"""The stages in which a job can be refused before its weights are read, of the run and of its dry
+run."""
 
 
 class stage(Generic[T]):
-    """A part of a job that opens when it is first asked for. What it becomes, or the error that it raises, is kept.
+    """A part of a job that opens when it is first asked for. What it becomes, or the error that it
+    raises, is kept.
 
-    `check`: what it checks, as findings call it. `key`: what mends it, unless the error names another."""
+    `check`: what it checks, as findings call it. `key`: what mends it, unless the error names
+    another."""
 
     name: str
     function: Callable[[Job], T]

@@ -1,4 +1,5 @@
-"""Loads the task of a run: its data, by name or from Python, with the reward functions that the run names."""
+"""Loads the task of a run: its data, by name or from Python, with the reward functions that the run
+names."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ def _zero_reward(completions: Sequence[Any], **kwargs: Any) -> list[float]:
 
 
 MOST_MEASURED = 10_000
-"""Training prompts that are all tokenised before a run begins, to find the longest: some five seconds."""
+"""Training prompts that are all tokenised before a run begins, to find the longest: some five
+seconds."""
 
 UNREWARDED = (RewardFunction("unrewarded", _zero_reward, runs_in_process=True),)
 """The rewards of data without a function, where a teacher alone gives the signal."""
@@ -33,7 +35,8 @@ UNREWARDED = (RewardFunction("unrewarded", _zero_reward, runs_in_process=True),)
 def no_reward(task: TaskSection) -> ShoalError:
     """The error of a task without a reward of its own, where no function was given."""
     more = (
-        ". Where rows have no column `prompt`, give task.template='{COLUMN}' or task.columns=[prompt=COLUMN], too"
+        ". Where rows have no column `prompt`, give task.template='{COLUMN}' or "
+        "task.columns=[prompt=COLUMN], too"
         "; where no split is called test, task.eval_split=NAME"
         if task.name == "custom"
         else ""
@@ -49,10 +52,11 @@ def load_task(
     reward: RewardSection | None = None,
     functions: Sequence[Callable[..., Any]] = (),
 ) -> Task:
-    """The task of a name; functions given (`reward.functions` first, then `functions`) replace its own rewards.
+    """The task of a name; functions given (`reward.functions` first, then `functions`) replace its
+    own rewards.
 
-    ShoalError for an unknown task, for whatever is wrong with its data or with the functions' files, and, with a
-    `reward` section, for a task without a function."""
+    ShoalError for an unknown task, for whatever is wrong with its data or with the functions'
+    files, and, with a `reward` section, for a task without a function."""
     section = reward or RewardSection()
     return with_rewards(
         load_questions(task, section), task, section, functions, required=reward is not None
@@ -60,7 +64,8 @@ def load_task(
 
 
 def load_questions(task: TaskSection, reward: RewardSection) -> Task:
-    """The task of a name with its own rewards; every evaluation set is cut to its first `task.num_eval_questions`."""
+    """The task of a name with its own rewards; every evaluation set is cut to its first
+    `task.num_eval_questions`."""
     if task.name == ROWS:
         raise ShoalError(
             "task.name='rows': the data of this run came from Python, give it again there with its "
@@ -72,13 +77,15 @@ def load_questions(task: TaskSection, reward: RewardSection) -> Task:
 def own_rewards(
     loaded: Task, task: TaskSection, reward: RewardSection, required: bool
 ) -> tuple[RewardFunction, ...]:
-    """The task's own reward functions, weighted; ShoalError where it has none and one is `required`."""
+    """The task's own reward functions, weighted; ShoalError where it has none and one is
+    `required`."""
     rewards = loaded.rewards
     if required and not rewards:
         raise no_reward(task)
     if reward.weights and len(reward.weights) != len(rewards):
         raise ShoalError(
-            f"reward.weights: expected {count(len(rewards), 'number')}, one for each of the task's own "
+            f"reward.weights: expected {count(len(rewards), 'number')}, one for each of the task's "
+            f"own "
             f"functions ({', '.join(one.name for one in rewards)}), got {len(reward.weights)}",
             "reward.weights",
         )
@@ -92,7 +99,8 @@ def own_rewards(
 def find_functions(
     reward: RewardSection, specs: Sequence[str]
 ) -> list[Callable[..., Any] | RewardFunction]:
-    """The functions that are named: ready ones, `model:PATH`, `judge:URL`, or `file.py:function`."""
+    """The functions that are named: ready ones, `model:PATH`, `judge:URL`, or
+    `file.py:function`."""
     ready = {
         spec: one for spec in specs if (one := _find_model(spec, reward) or find_builtin(spec))
     }
@@ -120,7 +128,8 @@ def with_rewards(
     functions: Sequence[Callable[..., Any]] = (),
     required: bool = False,
 ) -> Task:
-    """The task with evaluation sets cut to `task.num_eval_questions`, and with the reward functions given, if any."""
+    """The task with evaluation sets cut to `task.num_eval_questions`, and with the reward functions
+    given, if any."""
     rewards = given_rewards(reward, functions) or own_rewards(loaded, task, reward, required)
     return replace(with_fewer_questions(loaded, task), rewards=rewards)
 
@@ -128,14 +137,16 @@ def with_rewards(
 def given_rewards(
     reward: RewardSection, functions: Sequence[Callable[..., Any]] = ()
 ) -> tuple[RewardFunction, ...]:
-    """The reward functions of `reward.functions` and those from Python, weighted; ShoalError for one that is missing,
-    or that came from Python and is not given again."""
+    """The reward functions of `reward.functions` and those from Python, weighted; ShoalError for
+    one that is missing, or that came from Python and is not given again."""
     files = [spec for spec in reward.functions if not spec.startswith(FROM_PYTHON)]
     if len(files) < len(reward.functions) and not functions:
         names = ", ".join(spec.removeprefix(FROM_PYTHON) for spec in reward.functions)
         raise ShoalError(
-            f"reward.functions={list(reward.functions)}: this reward came from Python; give it again "
-            f"there, shoal.train(resume=FOLDER, reward={names}), or name a file, reward=file.py:function"
+            f"reward.functions={list(reward.functions)}: this reward came from Python; give it "
+            f"again "
+            f"there, shoal.train(resume=FOLDER, reward={names}), or name a file, "
+            f"reward=file.py:function"
         )
     given = [*find_functions(reward, files), *functions]
     return name_functions(given, reward.weights) if given else ()
@@ -157,11 +168,13 @@ def task_of_data(
     reward: RewardSection,
     functions: Sequence[Callable[..., Any]],
 ) -> Task:
-    """The task of data given from Python, rows or a whole `Task`, with the reward functions given."""
+    """The task of data given from Python, rows or a whole `Task`, with the reward functions
+    given."""
     if isinstance(data, Task):
         if held_out is not None or correct is not None:
             raise ShoalError(
-                f"{'held_out' if held_out is not None else 'correct'} is for rows; a shoal.Task has "
+                f"{'held_out' if held_out is not None else 'correct'} is for rows; a shoal.Task "
+                f"has "
                 "`evaluations` and `correct` itself: set them there"
             )
         return with_rewards(data, task, reward, functions)
@@ -173,7 +186,8 @@ def task_of_data(
             )
     if not (functions or reward.functions):
         raise ShoalError(
-            "reward is not given: your data needs a function that judges completions, reward=f with "
+            "reward is not given: your data needs a function that judges completions, reward=f "
+            "with "
             "f(completions, **columns) -> list of numbers"
         )
     return with_rewards(
@@ -182,13 +196,15 @@ def task_of_data(
 
 
 def check_truths(task: Task, rewards: Sequence[RewardFunction]) -> None:
-    """ShoalError, with the first row, where a function in verl's convention would get no right answer from a row."""
+    """ShoalError, with the first row, where a function in verl's convention would get no right
+    answer from a row."""
     for one in rewards:
         if not (one.per_completion or one.function is verl_reward):
             continue
         if not task.data.train_files:  # what is generated has its answers
             return
-        # verl's own function reads this column alone; where it is missing, that is said of any argument.
+        # verl's own function reads this column alone; where it is missing, that is said of any
+        # argument.
         only = "reward_model" if one.function is verl_reward else ""
         for name, examples in {"training": task.train, **task.evaluations}.items():
             faults = []
@@ -210,8 +226,8 @@ def check_truths(task: Task, rewards: Sequence[RewardFunction]) -> None:
 def with_overlong(
     rewards: tuple[RewardFunction, ...], reward: RewardSection, max_tokens: int
 ) -> tuple[RewardFunction, ...]:
-    """The reward functions with the penalty on long completions as a further one, where `reward.overlong_buffer_tokens`
-    is set."""
+    """The reward functions with the penalty on long completions as a further one, where
+    `reward.overlong_buffer_tokens` is set."""
     buffer = (
         max(1, max_tokens // 5)
         if reward.overlong_buffer_tokens == -1
@@ -221,13 +237,15 @@ def with_overlong(
         return rewards
     if buffer > max_tokens:
         raise ShoalError(
-            f"reward.overlong_buffer_tokens={buffer}: expected at most sampling.max_completion_tokens "
+            f"reward.overlong_buffer_tokens={buffer}: expected at most "
+            f"sampling.max_completion_tokens "
             f"({max_tokens}): it is the last part of a completion",
             "reward.overlong_buffer_tokens",
         )
     if any(one.name == PENALTY for one in rewards):
         raise ShoalError(
-            "reward function 'overlong': reward.overlong_buffer_tokens adds one of this name; give yours "
+            "reward function 'overlong': reward.overlong_buffer_tokens adds one of this name; give "
+            "yours "
             "another, or leave that key at 0",
             "reward.overlong_buffer_tokens",
         )
@@ -248,8 +266,8 @@ def longest_prompt(
     encode: Encode,
     sampling: SamplingSection,
 ) -> int:
-    """Tokens of the longest prompt that is not dropped, in training and in the evaluation `sets`; the longest that is
-    allowed where there are too many rows to read all of them first."""
+    """Tokens of the longest prompt that is not dropped, in training and in the evaluation `sets`;
+    the longest that is allowed where there are too many rows to read all of them first."""
     if len(train) > MOST_MEASURED:
         return sampling.max_prompt_tokens
     lengths = [len(question.prompt_ids) for questions in sets.values() for question in questions]
@@ -267,8 +285,8 @@ def encode_all(
     sampling: SamplingSection,
     warn: Callable[[str], None],
 ) -> list[TokenizedExample]:
-    """The prompts of a set with their tokens. Those too long or refused are dropped with a warning; ShoalError where
-    there are no others: the set would have no figures."""
+    """The prompts of a set with their tokens. Those too long or refused are dropped with a warning;
+    ShoalError where there are no others: the set would have no figures."""
     refused: list[str] = []
     prepared = [
         prepare(example, encode, sampling.max_prompt_tokens, sampling.long_prompts, refused.append)
@@ -280,7 +298,8 @@ def encode_all(
     )
     if dropped := len(prepared) - len(found) - len(refused):
         warn(
-            f"{dropped} of {all_of} have more than sampling.max_prompt_tokens={sampling.max_prompt_tokens} tokens and "
+            f"{dropped} of {all_of} have more than "
+            f"sampling.max_prompt_tokens={sampling.max_prompt_tokens} tokens and "
             "are dropped"
         )
     if refused and found:

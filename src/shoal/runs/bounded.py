@@ -1,4 +1,5 @@
-"""Reads JSON and YAML that another program may have written: depth, digits and values are bounded, text is one line."""
+"""Reads JSON and YAML that another program may have written: depth, digits and values are bounded,
+text is one line."""
 
 from __future__ import annotations
 
@@ -36,8 +37,9 @@ for _tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float"):
 
 
 def flat_yaml(text: str) -> dict[str, Any]:
-    """YAML of nested mappings as dotted key -> value; ValueError for anything else, for what is deeper or larger than
-    the bounds, and for aliases, with which a small file can stand for billions of values."""
+    """YAML of nested mappings as dotted key -> value; ValueError for anything else, for what is
+    deeper or larger than the bounds, and for aliases, with which a small file can stand for
+    billions of values."""
     depth = values = 0
     try:
         for event in yaml.parse(text, _BoundedLoader):
@@ -49,7 +51,8 @@ def flat_yaml(text: str) -> dict[str, Any]:
                 raise ValueError("it has aliases")
             if depth > MAX_NESTING or values > MAX_VALUES:
                 raise ValueError(
-                    f"it is nested more than {MAX_NESTING} deep, or has more than {MAX_VALUES:,} values"
+                    f"it is nested more than {MAX_NESTING} deep, or has more than {MAX_VALUES:,} "
+                    f"values"
                 )
         found = yaml.load(text, _BoundedLoader)
     except yaml.YAMLError as error:
@@ -66,8 +69,8 @@ def flat_yaml(text: str) -> dict[str, Any]:
 
 
 def bounded_json(text: str | bytes) -> Any:
-    """JSON of another program; ValueError for what is none, is nested too deep or has an integer of too many digits,
-    which neither a float nor a database holds."""
+    """JSON of another program; ValueError for what is none, is nested too deep or has an integer of
+    too many digits, which neither a float nor a database holds."""
     try:
         found = json.loads(text, parse_int=_bounded_int)
     except RecursionError as error:

@@ -1,9 +1,10 @@
 """Compares two runs, from the settings to the first token that differs, and names the likely cause.
 
-    data -> sampling -> rewards -> update      the stages of a step: a difference in one causes differences after it
+    data -> sampling -> rewards -> update      the stages of a step: a difference in one causes
+                                               differences after it
 
-The first difference belongs to a stage; the keys that differ and act on that stage are likely its cause. Clocks are
-never compared.
+The first difference belongs to a stage; the keys that differ and act on that stage are likely its
+cause. Clocks are never compared.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ Values: TypeAlias = "dict[str, tuple[Any, Any]]"
 """Name -> what the first run has and what the second has."""
 
 PROMPT_KEYS = ("sampling.max_prompt_tokens", "sampling.long_prompts")
-"""Keys that change at most the last bits (by the shapes of programs) unless a prompt is too long."""
+"""Keys that change at most the last bits (by the shapes of programs) unless a prompt is too
+long."""
 
 GENERATED = ("words", "calculator", "guess", "countdown", "environment")
 """Tasks whose questions are made, not read."""
@@ -41,7 +43,8 @@ UNREAD_KEYS = ("task.split", "task.subset", "task.files", "task.eval_split", "re
 
 @dataclass(frozen=True)
 class Divergence:
-    """Where two runs diverge: the stages that may be the cause, the likeliest first, and a sentence about it."""
+    """Where two runs diverge: the stages that may be the cause, the likeliest first, and a sentence
+    about it."""
 
     step: int
     stages: tuple[str, ...]
@@ -49,7 +52,8 @@ class Divergence:
 
 
 def compare(a: StoredRun, b: StoredRun) -> dict[str, Any]:
-    """Compares the steps and evaluations that both runs have; `identical` is true where nothing but clocks differs."""
+    """Compares the steps and evaluations that both runs have; `identical` is true where nothing but
+    clocks differs."""
     metrics, evaluations = (
         [run.metrics() for run in (a, b)],
         [run.evaluations().by_version() for run in (a, b)],
@@ -108,8 +112,8 @@ def compare(a: StoredRun, b: StoredRun) -> dict[str, Any]:
 
 
 def automatic_keys(settings: Mapping[str, Any], decided: Collection[str] = ()) -> set[str]:
-    """The keys whose value nobody chose: those that the run `decided` itself, and those that have no effect on a task
-    whose questions are made.
+    """The keys whose value nobody chose: those that the run `decided` itself, and those that have
+    no effect on a task whose questions are made.
 
     `settings`: dotted key -> value."""
     is_made = settings.get("task.name") in GENERATED and not settings.get("task.path")
@@ -119,8 +123,8 @@ def automatic_keys(settings: Mapping[str, Any], decided: Collection[str] = ()) -
 def settings_difference(
     runs: Sequence[Mapping[str, Any]], decided: Sequence[Collection[str]] = ()
 ) -> dict[str, tuple[Any, ...]]:
-    """Dotted key -> the value of each run, None where it has none; of the keys that differ, but for those that all runs
-    chose themselves: those `decided` by each."""
+    """Dotted key -> the value of each run, None where it has none; of the keys that differ, but for
+    those that all runs chose themselves: those `decided` by each."""
     decided = decided or [()] * len(runs)
     automatic = [automatic_keys(settings, own) for settings, own in zip(runs, decided, strict=True)]
     nobodys = set.intersection(*automatic) if automatic else set()
@@ -148,7 +152,8 @@ def metric_difference(
 def evaluation_difference(
     a: Mapping[tuple[int, str], Mapping[str, Any]], b: Mapping[tuple[int, str], Mapping[str, Any]]
 ) -> tuple[int, str, Values] | None:
-    """The first shared (version, data set) with a figure of both that differs, and all its figures that do."""
+    """The first shared (version, data set) with a figure of both that differs, and all its figures
+    that do."""
     for version, name in sorted(a.keys() & b.keys()):
         x, y = a[version, name], b[version, name]
         figures = {
@@ -174,9 +179,9 @@ def find_divergence(
 ) -> Divergence | None:
     """The stage where two runs diverge; None where they do not.
 
-    `version`: the weights that sampled the group that differs. `same_groups`: the steps whose groups were compared, and
-    are equal before the difference. `keys`: the settings that differ. `feeds_back`: rewards choose prompts, in dynamic
-    sampling and in a curriculum."""
+    `version`: the weights that sampled the group that differs. `same_groups`: the steps whose
+    groups were compared, and are equal before the difference. `keys`: the settings that differ.
+    `feeds_back`: rewards choose prompts, in dynamic sampling and in a curriculum."""
     if in_groups:
         stage = "environment" if in_groups.what in OF_ENVIRONMENTS else in_groups.stage
         step, stages, text = in_groups.step, (stage,), _SENTENCES[stage]
@@ -215,8 +220,8 @@ _SENTENCES = {
 def _weights_or_sampling(
     version: int, same_groups: Container[int], keys: Iterable[str]
 ) -> tuple[tuple[str, ...], str]:
-    """Stages and sentence for tokens sampled by later weights than the first: the weights alone differ, if all else is
-    known to be equal."""
+    """Stages and sentence for tokens sampled by later weights than the first: the weights alone
+    differ, if all else is known to be equal."""
     if likely_keys(("sampling",), keys):
         return ("sampling", "update"), "sampling or the weights differ first"
     if not all(before in same_groups for before in range(1, version + 1)):
@@ -231,16 +236,16 @@ def _weights_or_sampling(
 
 
 def acting_keys(keys: Iterable[str], dropped: Iterable[float | None]) -> list[str]:
-    """The keys without those on long prompts, if no step of the runs has dropped one and another key may be the
-    cause."""
+    """The keys without those on long prompts, if no step of the runs has dropped one and another
+    key may be the cause."""
     keys, has_dropped = list(keys), any(number and number > 0 for number in dropped)
     others = [key for key in keys if key not in PROMPT_KEYS]
     return others if act_on_steps(others) and not has_dropped else keys
 
 
 def likely_keys(stages: Iterable[str], keys: Iterable[str]) -> list[str]:
-    """Of the keys that differ, those that act on these stages (`stages=` of their declaration): stage by stage, first
-    those that act on it before all."""
+    """Of the keys that differ, those that act on these stages (`stages=` of their declaration):
+    stage by stage, first those that act on it before all."""
     order = {name: number for number, name in enumerate(keys_of(Config))}
     found: list[str] = []
     for stage in stages:
@@ -261,7 +266,8 @@ def act_on_steps(keys: Iterable[str]) -> bool:
 
 @dataclass(frozen=True)
 class GroupDifference:
-    """The first difference in two runs' groups; `values` has None where a run has nothing in that place."""
+    """The first difference in two runs' groups; `values` has None where a run has nothing in that
+    place."""
 
     step: int
     stage: str
@@ -275,7 +281,8 @@ class GroupDifference:
 def group_difference(
     a: StoredRun, b: StoredRun, last: int | None = None
 ) -> tuple[GroupDifference | None, list[int]]:
-    """The first difference in the groups that both runs stored, up to step `last`, and the steps compared."""
+    """The first difference in the groups that both runs stored, up to step `last`, and the steps
+    compared."""
     files = a.group_files(), b.group_files()
     steps = [
         step for step in sorted(files[0].keys() & files[1].keys()) if last is None or step <= last
@@ -305,7 +312,8 @@ OF_ENVIRONMENTS = ("token of an environment's prompt", "context token", "message
 """What differs where tools or environments said something else after the same sampled tokens."""
 
 _Found: TypeAlias = "Iterator[tuple[str, int | None, int | None, tuple[Any, Any]]]"
-"""Each difference of two groups in one stage: what differs, in which completion, at which token, the two values."""
+"""Each difference of two groups in one stage: what differs, in which completion, at which token,
+the two values."""
 
 NOTHING = np.zeros(0)
 
@@ -396,7 +404,8 @@ _STAGES = {"data": _data, "sampling": _sampling, "rewards": _rewards, "update": 
 
 
 def completion_difference(a: Completion, b: Completion) -> tuple[str, int] | None:
-    """The first difference of two completions, its kind and its token; None where they are equal bit for bit.
+    """The first difference of two completions, its kind and its token; None where they are equal
+    bit for bit.
 
     >>> completion_difference(stored, sampled)      # or "log-prob", "length", "stop reason"
     ('token', 17)
@@ -413,7 +422,8 @@ def completion_difference(a: Completion, b: Completion) -> tuple[str, int] | Non
 
 
 def first_difference(a: np.ndarray, b: np.ndarray) -> tuple[int, tuple[Any, Any]] | None:
-    """The first place where two arrays differ, or where the shorter ends, and both values; NaN equals NaN."""
+    """The first place where two arrays differ, or where the shorter ends, and both values; NaN
+    equals NaN."""
     shared = min(len(a), len(b))
     same = a[:shared] == b[:shared]
     if a.dtype.kind == "f":

@@ -1,10 +1,13 @@
-"""What is known of each group without its texts and tokens: a table in memory, a row a group, made once a file.
+"""What is known of each group without its texts and tokens: a table in memory, a row a group, made
+once a file.
 
-    groups/*.parquet -> per group: step, row, version, mean and spread of the reward, pass share, length, ...
+    groups/*.parquet -> per group: step, row, version, mean and spread of the reward, pass share,
+                        length, ...
                      -> per step: sums from which correlations with length come
 
-Sorting and filtering a million groups reads this table alone (about 150 bytes a group); texts and tokens are read from
-the one file that holds them when a group is opened. The database reaches files of the runs alone, and only reads them.
+Sorting and filtering a million groups reads this table alone (about 150 bytes a group); texts and
+tokens are read from the one file that holds them when a group is opened. The database reaches files
+of the runs alone, and only reads them.
 """
 
 from __future__ import annotations
@@ -30,7 +33,8 @@ MEMORY, THREADS, MOST_PATIENCE = "300MB", 2, 0.2
 
 
 class Database:
-    """Tables in memory and queries over parquet files below some folders; each thread has a cursor of its own."""
+    """Tables in memory and queries over parquet files below some folders; each thread has a cursor
+    of its own."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
         try:
@@ -149,17 +153,19 @@ COLUMNS = {
     "turns": "FLOAT",
     "calls": "FLOAT",
 }
-"""Column of the table -> type. `set` is `train`, or the data set of an evaluation; `length_effect` the correlation of
-reward and length within the group."""
+"""Column of the table -> type. `set` is `train`, or the data set of an evaluation; `length_effect`
+the correlation of reward and length within the group."""
 
 MAX_TERMS, MAX_CHARS = 20, 2000
 _TERM = re.compile(r"([\w/@.-]+?)\s*(<=|>=|!=|==|=|<|>)\s*(\"[^\"]*\"|\S+)")
 
 
 def condition(text: str, functions: Iterable[str]) -> tuple[str, list[Any]]:
-    """SQL and its values for a filter such as `reward>0.5 step=10..20 set=held_out`; ShoalError where it is none.
+    """SQL and its values for a filter such as `reward>0.5 step=10..20 set=held_out`; ShoalError
+    where it is none.
 
-    `column=low..high` is a range; `none` stands for a missing value. `functions`: the reward functions."""
+    `column=low..high` is a range; `none` stands for a missing value. `functions`: the reward
+    functions."""
     parts, values, rest = [], [], text[:MAX_CHARS]
     for place, term in enumerate(_TERM.finditer(text[:MAX_CHARS])):
         if place >= MAX_TERMS:
@@ -266,7 +272,8 @@ class GroupFile:
 
 
 class GroupTable:
-    """The groups of one run. `refresh` takes up new files; it is called by one thread, queries by any."""
+    """The groups of one run. `refresh` takes up new files; it is called by one thread, queries by
+    any."""
 
     def __init__(self, run: StoredRun, database: Database, number: int = 0) -> None:
         self.run, self.database = run, database
@@ -277,7 +284,8 @@ class GroupTable:
         database.run(f"CREATE TABLE {self.table} (file INTEGER, {columns})")
         database.run(f'CREATE TABLE {self.prompts} ("set" VARCHAR, "row" BIGINT, prompt VARCHAR)')
         database.run(
-            f"CREATE TABLE {self.sums} (file INTEGER, step INTEGER, function VARCHAR, n DOUBLE, x DOUBLE, "
+            f"CREATE TABLE {self.sums} (file INTEGER, step INTEGER, function VARCHAR, n DOUBLE, x "
+            f"DOUBLE, "
             "y DOUBLE, xx DOUBLE, yy DOUBLE, xy DOUBLE, low DOUBLE, high DOUBLE)"
         )
         self.files: dict[str, GroupFile] = {}
@@ -314,15 +322,17 @@ class GroupTable:
         return self.waiting > 0
 
     def _there(self) -> dict[str, tuple[Path, Stamp]]:
-        """Stem -> path and stamp of the files in groups/, those that lie within the run. Listed again only when the
-        folder has changed: a thousand files are looked at in 20 ms, which a run beside must not pay every second."""
+        """Stem -> path and stamp of the files in groups/, those that lie within the run. Listed
+        again only when the folder has changed: a thousand files are looked at in 20 ms, which a run
+        beside must not pay every second."""
         try:
             folder = (self.run.root / "groups").resolve(strict=True)
             changed = folder.stat().st_mtime_ns
             if not folder.is_relative_to(self.run.root):
                 self.run.problem("groups", "is a link that leads out of the run: it is not read")
                 return {}
-            # Some file systems have times of a second: what has just changed may change again unseen.
+            # Some file systems have times of a second: what has just changed may change again
+            # unseen.
             if self._listed[0] != changed or time.time_ns() - changed < 3_000_000_000:
                 self._listed = changed, self._list(folder)
         except FileNotFoundError:
@@ -359,7 +369,8 @@ class GroupTable:
             del self.by_number[file.number]
 
     def _add(self, batch: Sequence[tuple[str, Path, Stamp]]) -> None:
-        """Indexes files together; where DuckDB refuses, each half by itself: one damaged file costs no other."""
+        """Indexes files together; where DuckDB refuses, each half by itself: one damaged file costs
+        no other."""
         for stem in self.files.keys() & {stem for stem, _, _ in batch}:
             self._remove(stem)
         first = max(self.by_number, default=-1) + 1
@@ -452,8 +463,8 @@ class GroupTable:
 
     @property
     def weights(self) -> dict[str, float]:
-        """Weight of each reward function as the newest step's file has it, else that of an evaluation; read at once,
-        whatever of the table is there."""
+        """Weight of each reward function as the newest step's file has it, else that of an
+        evaluation; read at once, whatever of the table is there."""
         there = self._there()
         try:
             path = there[max(there, key=lambda stem: (stem.startswith("step_"), stem), default="")][
@@ -485,8 +496,9 @@ class GroupTable:
         hits: str = "",
         by_prompt: bool = False,
     ) -> tuple[list[dict[str, Any]], int]:
-        """Some rows of the table, and how many the filter leaves. `hits`: a table with the (file, group) to choose
-        from; `by_prompt`: of each prompt that was answered more than once the newest group, with `times` and `change`.
+        """Some rows of the table, and how many the filter leaves. `hits`: a table with the (file,
+        group) to choose from; `by_prompt`: of each prompt that was answered more than once the
+        newest group, with `times` and `change`.
 
         ShoalError for a filter or a column that is none."""
         where, values = condition(filter, self.functions)
@@ -538,11 +550,15 @@ class GroupTable:
 
 
 _SOURCE = """
-SELECT file_index + {first} AS file, TRY_CAST(step AS INTEGER) AS step, TRY_CAST("group" AS INTEGER) AS "group",
-  CASE purpose WHEN 'train' THEN 'train' ELSE left(subset, 200) END AS "set", TRY_CAST("row" AS BIGINT) AS "row",
-  TRY_CAST(version AS BIGINT) AS version, TRY_CAST(reward AS DOUBLE) AS reward, TRY_CAST(valid AS BOOLEAN) AS valid,
+SELECT file_index + {first} AS file, TRY_CAST(step AS INTEGER) AS step,
+  TRY_CAST("group" AS INTEGER) AS "group",
+  CASE purpose WHEN 'train' THEN 'train' ELSE left(subset, 200) END AS "set",
+  TRY_CAST("row" AS BIGINT) AS "row",
+  TRY_CAST(version AS BIGINT) AS version, TRY_CAST(reward AS DOUBLE) AS reward,
+  TRY_CAST(valid AS BOOLEAN) AS valid,
   TRY_CAST(correct AS BOOLEAN) AS correct, TRY_CAST(advantage AS DOUBLE) AS advantage, stop_reason,
-  coalesce(list_sum(CAST(loss_mask AS INTEGER[])), len(token_ids)) AS length, len(prompt_ids) AS prompt_tokens,
+  coalesce(list_sum(CAST(loss_mask AS INTEGER[])), len(token_ids)) AS length,
+  len(prompt_ids) AS prompt_tokens,
   right(prompt, 20000) AS prompt {turns} {functions}
 FROM read_parquet(?, union_by_name = true)
 """
@@ -550,31 +566,38 @@ FROM read_parquet(?, union_by_name = true)
 _GROUPS = """
 SELECT file, any_value(step) AS step, "group", any_value("set") AS "set", any_value("row") AS "row",
   any_value(version) AS version, count(*) AS size, count_if(NOT coalesce(valid, false)) AS unscored,
-  avg(reward) AS reward, stddev_pop(reward) AS spread, min(reward) AS lowest, max(reward) AS highest,
+  avg(reward) AS reward, stddev_pop(reward) AS spread,
+  min(reward) AS lowest, max(reward) AS highest,
   avg(correct::INTEGER) AS pass, avg(length) AS length, max(length) AS longest,
   avg((stop_reason = 'length')::INTEGER) AS truncated,
-  CASE any_value("set") WHEN 'train' THEN any_value(step) - 1 - any_value(version) ELSE 0 END AS staleness,
-  avg(turns) AS turns, avg(calls) AS calls, any_value(prompt_tokens) AS prompt_tokens, max(abs(advantage)) AS advantage,
-  CASE WHEN stddev_pop(reward) > 1e-9 AND stddev_pop(length) > 0 THEN corr(reward, length) END AS length_effect {means}
+  CASE any_value("set") WHEN 'train' THEN any_value(step) - 1 - any_value(version) ELSE 0 END
+    AS staleness,
+  avg(turns) AS turns, avg(calls) AS calls, any_value(prompt_tokens) AS prompt_tokens,
+  max(abs(advantage)) AS advantage,
+  CASE WHEN stddev_pop(reward) > 1e-9 AND stddev_pop(length) > 0 THEN corr(reward, length) END
+    AS length_effect {means}
 FROM read_now GROUP BY file, "group"
 """
 
-# The last message of a conversation, else the text; of a long one beginning and end, where the question mostly stands.
-# A row of the data has its prompt once, however often it is asked.
+# The last message of a conversation, else the text; of a long one beginning and end, where the
+# question mostly stands. A row of the data has its prompt once, however often it is asked.
 _PROMPTS = """
 INSERT INTO {prompts}
 SELECT "set", "row", CASE WHEN length(text) > {chars} THEN left(text, {chars} // 2 - 3) || ' ... '
   || right(text, {chars} // 2 - 2) ELSE text END
 FROM (SELECT "set", "row", any_value(coalesce(
-  CASE WHEN json_valid(prompt) THEN json_extract_string(prompt, '$[#-1].content') END, prompt)) AS text
+  CASE WHEN json_valid(prompt) THEN json_extract_string(prompt, '$[#-1].content') END, prompt))
+  AS text
   FROM read_now GROUP BY "set", "row") AS new
-WHERE NOT EXISTS (SELECT 1 FROM {prompts} AS old WHERE old."set" = new."set" AND old."row" = new."row")
+WHERE NOT EXISTS (SELECT 1 FROM {prompts} AS old
+  WHERE old."set" = new."set" AND old."row" = new."row")
 """
 
 # `change`: of the share of right answers, of a task without that notion of the mean reward.
 _BY_PROMPT = """
 (SELECT chosen.*, times, coalesce(pass, reward) - before AS change FROM chosen JOIN (
-  SELECT "set", "row", count(*) AS times, arg_min(coalesce(pass, reward), step) AS before, max(step) AS step
+  SELECT "set", "row", count(*) AS times, arg_min(coalesce(pass, reward), step) AS before,
+    max(step) AS step
   FROM chosen GROUP BY "set", "row" HAVING count(*) > 1) USING ("set", "row", step))
 """
 
@@ -582,6 +605,7 @@ _SUMS = """
 INSERT INTO {sums}
 SELECT file, any_value(step), {function}, count({column}), sum(x), sum({column}), sum(x * x),
   sum({column} * {column}), sum(x * {column}), min({column}), max({column})
-FROM (SELECT *, CASE WHEN {column} IS NULL THEN NULL ELSE length::DOUBLE END AS x FROM read_now WHERE "set" = 'train')
+FROM (SELECT *, CASE WHEN {column} IS NULL THEN NULL ELSE length::DOUBLE END AS x FROM read_now
+  WHERE "set" = 'train')
 GROUP BY file
 """

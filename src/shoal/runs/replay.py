@@ -1,9 +1,11 @@
 """Samples a stored group again from its address and compares it, bit for bit, with what was stored.
 
-    the group's version -> nearest checkpoint before it, or the first weights -> retrained on the stored groups
+    the group's version -> nearest checkpoint before it, or the first weights
+                        -> retrained on the stored groups
                         -> the run's own compiled sampler -> tokens and log-probs, compared
 
-A run that was resumed with other settings has segments; each step is retrained under the settings of its own.
+A run that was resumed with other settings has segments; each step is retrained under the settings
+of its own.
 """
 
 from __future__ import annotations
@@ -65,10 +67,12 @@ def sample_again(
     name: str = "step",
     likeliest: int = 0,
 ) -> dict[str, Any]:
-    """Samples group `number` of `groups/<name>_<step>` again; `difference` is the first one, None where all is equal.
+    """Samples group `number` of `groups/<name>_<step>` again; `difference` is the first one, None
+    where all is equal.
 
-    `mesh`: devices other than the run's own. `likeliest`: as many of the likeliest tokens at each position, with the
-    entropy, are added, and written to `replays/` in the run's folder, where `shoal view` finds them."""
+    `mesh`: devices other than the run's own. `likeliest`: as many of the likeliest tokens at each
+    position, with the entropy, are added, and written to `replays/` in the run's folder, where
+    `shoal view` finds them."""
     stored = run.group(step, number, name)
     group = stored.group
     with Replayer(run, group, mesh, console) as player:
@@ -77,8 +81,10 @@ def sample_again(
         kept = tokens_of_first_version(group)
         if kept != list(map(len, group.completions)):
             console.warning(
-                f"the weights changed while this group was sampled (train.versions=newest): {sum(kept)} of "
-                f"{sum(map(len, group.completions))} tokens are of version {group.version} and compared, "
+                f"the weights changed while this group was sampled (train.versions=newest): "
+                f"{sum(kept)} of "
+                f"{sum(map(len, group.completions))} tokens are of version {group.version} and "
+                f"compared, "
                 "the others are of newer ones"
             )
         differences = [
@@ -118,7 +124,8 @@ def sample_again(
 
 
 def tokens_of_first_version(group: Group) -> list[int]:
-    """By completion, the tokens that were sampled from the group's version before any from a newer one."""
+    """By completion, the tokens that were sampled from the group's version before any from a newer
+    one."""
     if len(set(np.concatenate([one.versions for one in group.completions]).tolist())) == 1:
         return list(map(len, group.completions))
     return [int((one.versions == group.version).cumprod().sum()) for one in group.completions]
@@ -127,8 +134,8 @@ def tokens_of_first_version(group: Group) -> list[int]:
 def describe_completion_difference(
     stored: Completion, sampled: Completion, tokenizer: Tokenizer, size: int | None = None
 ) -> dict[str, Any] | None:
-    """The first difference of two completions, of the first `size` tokens of `stored` (None: all, and how it ends), as
-    a record; None where they are equal bit for bit."""
+    """The first difference of two completions, of the first `size` tokens of `stored` (None: all,
+    and how it ends), as a record; None where they are equal bit for bit."""
     found = completion_difference(stored, sampled)
     if found is None or (size is not None and size < len(stored) and found[1] >= size):
         return None
@@ -202,9 +209,11 @@ class WeightsOrigin:
 
 
 class Replayer:
-    """A run opened on this machine's devices: a job for each of its segments, with the model of its folder.
+    """A run opened on this machine's devices: a job for each of its segments, with the model of its
+    folder.
 
-    `group`: what is sampled again. `mesh`: devices other than the run's own. Closed at the end, with its jobs."""
+    `group`: what is sampled again. `mesh`: devices other than the run's own. Closed at the end,
+    with its jobs."""
 
     def __init__(self, run: StoredRun, group: Group, mesh: MeshSection, console: Console) -> None:
         self.run, self.group, self.console = run, group, console
@@ -215,7 +224,8 @@ class Replayer:
         )
         if self.config.sampler.kind == "vllm":
             raise ShoalError(
-                "vLLM sampled this group, and samples other tokens when it is asked again: there is "
+                "vLLM sampled this group, and samples other tokens when it is asked again: there "
+                "is "
                 f"nothing to compare. Its tokens and log-probs are stored: shoal groups {run.path}"
             )
         self._spec = resolve_model(
@@ -239,7 +249,8 @@ class Replayer:
         """The job of a segment's settings."""
         if id(config) not in self._jobs:
             job = Job(replace(config, mesh=self._mesh), self.console, spec=self._spec, settled=True)
-            # One for all jobs: what they set for all of JAX is reset in the reverse of the order in which it was set.
+            # One for all jobs: what they set for all of JAX is reset in the reverse of the order in
+            # which it was set.
             job.stack, self._jobs[id(config)] = self._stack, job
         return self._jobs[id(config)]
 
@@ -323,20 +334,23 @@ class Replayer:
         step: int,
         origin: WeightsOrigin,
     ) -> TrainState:
-        """Makes one step's updates; the trainer's log-probs, compared with the stored ones, verify the weights."""
+        """Makes one step's updates; the trainer's log-probs, compared with the stored ones, verify
+        the weights."""
         state, outcome = updater.update(state, [entry.group for entry in stored], step)
         origin.verified = equal_logprobs(stored, outcome)
         if origin.diverged_at is None and origin.verified is False:
             origin.diverged_at = step + 1
             self.console.warning(
-                f"retraining step {step + 1} gives other log-probs than the run's trainer had: this "
+                f"retraining step {step + 1} gives other log-probs than the run's trainer had: "
+                f"this "
                 "machine, its threads or versions differ, or the settings or first weights have "
                 "changed since"
             )
         return state
 
     def _machine_changes(self, start: int) -> dict[str, list[str]]:
-        """What differs from the machine that saved checkpoint `start`, or without it the oldest one."""
+        """What differs from the machine that saved checkpoint `start`, or without it the oldest
+        one."""
         records = self.run.checkpoint_records()
         if not records:
             return {}
@@ -382,8 +396,8 @@ class Replayer:
         return [sampled[0, index] for index in range(group.size)]
 
     def likeliest(self, params: Params, most: int) -> list[list[dict[str, Any]]]:
-        """For each token of each stored completion the `entropy` there, and the `likeliest` tokens with log-probs: of
-        the whole vocabulary, at the temperature that sampled."""
+        """For each token of each stored completion the `entropy` there, and the `likeliest` tokens
+        with log-probs: of the whole vocabulary, at the temperature that sampled."""
         model, group = self.job.model.on(self.roles.sampler), self.group
         longest = max(
             len(prompt) + tokens.stop - tokens.start
@@ -400,7 +414,8 @@ class Replayer:
                 hidden = _states(
                     model, params, jnp.asarray(np.pad(ids, (0, size - len(ids)))[None]), len(ids)
                 )
-                # The state before a token gives its distribution; a completion's first one follows the prompt.
+                # The state before a token gives its distribution; a completion's first one follows
+                # the prompt.
                 before = np.arange(len(prompt) - 1, len(ids) - 1)
                 for start in range(0, len(before), CHUNK):
                     places = np.resize(before[start : start + CHUNK], CHUNK)
@@ -428,15 +443,16 @@ class Replayer:
 
 
 def _has_turns(stored: Completion, max_tokens: int) -> bool:
-    """Whether a completion was a rollout of several turns, or of one that was cut before all of its `max_tokens`."""
+    """Whether a completion was a rollout of several turns, or of one that was cut before all of its
+    `max_tokens`."""
     is_cut = stored.stop_reason is StopReason.LENGTH and len(stored) < max_tokens
     has_context = not stored.loss_mask.all() or stored.prompt_ids is not None
     return is_cut or has_context or bool(stored.messages or stored.branches)
 
 
 def sample_turns(engine: Engine, asked: SampleRequest, group: Group) -> list[Completion]:
-    """Samples the turns of a stored group again: what tools and environments said, and the prompts of branches, come
-    from the record, as far as the turns before them have the record's tokens."""
+    """Samples the turns of a stored group again: what tools and environments said, and the prompts
+    of branches, come from the record, as far as the turns before them have the record's tokens."""
     new_id = count(1).__next__
     prompts = [group.prompt_of(index) for index in range(group.size)]
     turn_limits = [_turn_limit(one, 0, engine.eos_ids) for one in group.completions]
@@ -488,10 +504,11 @@ def sample_turns(engine: Engine, asked: SampleRequest, group: Group) -> list[Com
 
 
 def _turn_limit(stored: Completion, start: int, eos_ids: Sequence[int]) -> int:
-    """After how many tokens the stored turn that begins at `start` may have been cut: it has so many, and no end of
-    sequence. 0 for a turn that has one.
+    """After how many tokens the stored turn that begins at `start` may have been cut: it has so
+    many, and no end of sequence. 0 for a turn that has one.
 
-    An agent's limit of a turn is not stored; a turn that it cut, and was not, has the same tokens."""
+    An agent's limit of a turn is not stored; a turn that it cut, and was not, has the same
+    tokens."""
     stop = min(
         [branch.start for branch in stored.branches if branch.start > start], default=len(stored)
     )
@@ -501,7 +518,8 @@ def _turn_limit(stored: Completion, start: int, eos_ids: Sequence[int]) -> int:
 
 
 def equal_logprobs(stored: Sequence[StoredGroup], outcome: UpdateResult) -> bool | None:
-    """True if an update computed the stored trainer's log-probs, bit for bit; None where none are stored."""
+    """True if an update computed the stored trainer's log-probs, bit for bit; None where none are
+    stored."""
     compared = 0
     for number, entry in enumerate(stored):
         for index, arrays in enumerate(entry.token_arrays):
@@ -530,7 +548,8 @@ def _states(model: Model, params: Params, tokens: jax.Array, length: Any) -> jax
 def _distributions(
     model: Model, most: int, params: Params, hidden: jax.Array, temperature: float
 ) -> Any:
-    """(entropy[1, T], ids[1, T, most], log-probs[1, T, most]) of the tokens after these states[1, T, D]."""
+    """(entropy[1, T], ids[1, T, most], log-probs[1, T, most]) of the tokens after these states[1,
+    T, D]."""
     logprobs = jax.nn.log_softmax(head_projection(model, output_head(params))(hidden) / temperature)
     entropy = -jnp.sum(
         jnp.exp(logprobs) * jnp.where(jnp.isneginf(logprobs), 0.0, logprobs), axis=-1

@@ -1,6 +1,7 @@
 """Scores a run's stored groups with other rewards, without a model, and compares the two.
 
-    groups/step_* -> RewardPool -> rewards, advantages by the step's own settings -> compared with the stored ones
+    groups/step_* -> RewardPool -> rewards, advantages by the step's own settings
+                  -> compared with the stored ones
 
 It counts the advantages that change their sign, and finds what is suspicious about the new reward.
 """
@@ -40,10 +41,11 @@ MANY_CONSTANT_GROUPS, STRONG_LENGTH_CORRELATION, SLOW_SECONDS = 0.5, 0.5, 1.0
 
 
 def score_again(run: StoredRun, reward: RewardSection, step: int = 0) -> dict[str, Any]:
-    """Scores stored training groups with `reward.functions` (by default the task's own), a step at a time.
+    """Scores stored training groups with `reward.functions` (by default the task's own), a step at
+    a time.
 
-    Only numbers are kept of a step, so a run of any length fits into memory; of the one `step`, if given, `groups` are
-    in full."""
+    Only numbers are kept of a step, so a run of any length fits into memory; of the one `step`, if
+    given, `groups` are in full."""
     files = run.require_groups()
     if step and step not in files:
         run.groups(step)  # raises: it lists the steps that exist
@@ -89,7 +91,8 @@ def score_again(run: StoredRun, reward: RewardSection, step: int = 0) -> dict[st
 
 
 def reward_functions(reward: RewardSection, run: Config) -> tuple[RewardFunction, ...]:
-    """The functions given, else the task's own; with the run's overlong penalty, unless another is given."""
+    """The functions given, else the task's own; with the run's overlong penalty, unless another is
+    given."""
     if reward.functions:
         found = name_functions(find_functions(reward, reward.functions), reward.weights)
     else:
@@ -194,8 +197,8 @@ def rescore_step(
 def find_hacks(
     steps: Sequence[RescoredStep], files: Mapping[int, Path], old: np.ndarray, new: np.ndarray
 ) -> list[dict[str, Any]]:
-    """Completions that the new reward scores above its median and the stored one scored lowest. `old`, `new`: the
-    rewards of all completions that both scored."""
+    """Completions that the new reward scores above its median and the stored one scored lowest.
+    `old`, `new`: the rewards of all completions that both scored."""
     if not len(old) or old.min() == old.max():
         return []
     lowest, median = old.min(), np.median(new)
@@ -261,7 +264,8 @@ def _warnings(found: dict[str, Any]) -> Iterator[str]:
         yield "every completion has the same reward: it gives no training signal"
     elif found["share_of_constant_groups"] > MANY_CONSTANT_GROUPS:
         yield (
-            f"{found['share_of_constant_groups']:.0%} of the groups have one reward for all their completions: "
+            f"{found['share_of_constant_groups']:.0%} of the groups have one reward for all their "
+            f"completions: "
             "they give no training signal"
         )
     length = found["correlation_with_length"]
@@ -271,11 +275,15 @@ def _warnings(found: dict[str, Any]) -> Iterator[str]:
             f"{'longer' if length > 0 else 'shorter'} completions, and little else"
         )
     if found["seconds_per_completion"] > SLOW_SECONDS:
-        yield f"it takes {found['seconds_per_completion']:.1f} s a completion: sampling will wait for it"
+        yield (
+            f"it takes {found['seconds_per_completion']:.1f} s a completion: sampling will wait "
+            f"for it"
+        )
     for name, number in found["none"].items():
         if number:
             yield (
-                f"{name} returned None for {count(number, 'completion')}: the other functions alone score them, "
+                f"{name} returned None for {count(number, 'completion')}: the other functions "
+                f"alone score them, "
                 "or they are left out"
             )
     if found["failed"]:
@@ -307,8 +315,8 @@ def score_texts(
     progress: Callable[[int, int], None] = lambda done, total: None,
     messages: Sequence[Sequence[Sequence[Mapping[str, Any]]]] = (),
 ) -> list[Scores]:
-    """The scores of each group, arrays [1, G]; `progress` is called with the groups done and their number. `messages`,
-    [P][G], are those of rollouts with turns, empty for others."""
+    """The scores of each group, arrays [1, G]; `progress` is called with the groups done and their
+    number. `messages`, [P][G], are those of rollouts with turns, empty for others."""
     scores: dict[Any, Scores] = {}
 
     def take(wait: bool) -> None:

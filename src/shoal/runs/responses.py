@@ -1,6 +1,8 @@
-"""Answers made elsewhere: read from a file, matched to a task's examples, judged and rewarded without a model.
+"""Answers made elsewhere: read from a file, matched to a task's examples, judged and rewarded
+without a model.
 
-rows of a file -> the example that each answers (its own columns, else the task's data) -> verdicts -> figures
+rows of a file -> the example that each answers (its own columns, else the task's data) -> verdicts
+-> figures
 """
 
 from __future__ import annotations
@@ -28,16 +30,18 @@ NOT_FOUND = "its question is not in the task's data"
 TEXT = "response"
 """The column of an answer's text."""
 QUESTIONS = ("question", "prompt", "problem")
-"""Columns that may hold the question, where a row lacks the task's own; the first present counts."""
+"""Columns that may hold the question, where a row lacks the task's own; the first present
+counts."""
 
 Key: TypeAlias = "tuple[Any, ...]"
-"""What a question is looked up by: a whole conversation, or a text that is a question alone or the last of several
-messages."""
+"""What a question is looked up by: a whole conversation, or a text that is a question alone or the
+last of several messages."""
 
 
 @dataclass(frozen=True)
 class Response:
-    """A row of the file; `place` is `FILE, line N`, `keys` are what its question is looked up by, in order."""
+    """A row of the file; `place` is `FILE, line N`, `keys` are what its question is looked up by,
+    in order."""
 
     place: str
     row: Mapping[str, Any]
@@ -59,7 +63,8 @@ def load_with_data(section: TaskSection, console: Console) -> Task:
 
 
 def read_responses(path: Path, question: str, console: Console) -> list[Response]:
-    """The rows of a jsonl file; ShoalError naming the first line without a question or a response."""
+    """The rows of a jsonl file; ShoalError naming the first line without a question or a
+    response."""
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
@@ -75,12 +80,14 @@ def read_responses(path: Path, question: str, console: Console) -> list[Response
     ]
     if not responses:
         raise ShoalError(
-            f"responses={path} holds no row: expected a JSON object on each line, with `{question}` and "
+            f"responses={path} holds no row: expected a JSON object on each line, with "
+            f"`{question}` and "
             f"`{TEXT}`"
         )
     if others := sum(not isinstance(response.row[TEXT], str) for response in responses):
         console.warning(
-            f"{others} of {len(responses)} responses are no text: numbers are scored as text, null as"
+            f"{others} of {len(responses)} responses are no text: numbers are scored as text, null "
+            f"as"
             " empty"
         )
     return responses
@@ -130,7 +137,8 @@ def match_examples(
     section: TaskSection,
     console: Console,
 ) -> list[Example | str]:
-    """The example of each response: from its own columns, else from the task's data; a reason where there is none."""
+    """The example of each response: from its own columns, else from the task's data; a reason where
+    there is none."""
     published = set(getattr(getattr(module, "PUBLISHED", None), "columns", ())) - {task.question}
     examples = [
         _own_example(number, response, task, published) for number, response in enumerate(responses)
@@ -153,14 +161,16 @@ def match_examples(
                 examples[number] = example
     if len(lost) < len(responses):
         console.note(
-            f"{len(responses) - len(lost)} of {len(responses)} responses are scored by the ground truth in "
+            f"{len(responses) - len(lost)} of {len(responses)} responses are scored by the ground "
+            f"truth in "
             "their own rows"
         )
     return examples
 
 
 def _own_example(number: int, response: Response, task: Task, published: Set[str]) -> Example | str:
-    """The example in a row's own columns: the published ones, or for a task without these any of GOLD_COLUMNS."""
+    """The example in a row's own columns: the published ones, or for a task without these any of
+    GOLD_COLUMNS."""
     given = {column for column, value in response.row.items() if value is not None and value != ""}
     if task.of_row is None or not (
         published <= given if published else given.intersection(GOLD_COLUMNS)
@@ -180,7 +190,8 @@ def find_examples(
 ) -> dict[int, Example]:
     """The example of each response, by its first key that the first split with any of them has.
 
-    Warns of questions that match several examples with different ground truth; the first is taken."""
+    Warns of questions that match several examples with different ground truth; the first is
+    taken."""
     found: dict[int, Example] = {}
     ambiguous: list[str] = []
     for split, examples in splits.items():
@@ -200,7 +211,8 @@ def find_examples(
             console.note(f"{len(answered)} of {len(examples)} {split} questions are answered")
     if ambiguous:
         console.warning(
-            f"{len(ambiguous)} of {len(responses)} responses match several rows of the data with different "
+            f"{len(ambiguous)} of {len(responses)} responses match several rows of the data with "
+            f"different "
             f"ground truth, and the first row is used; the first such response, {ambiguous[0]}"
         )
     return found
@@ -251,7 +263,8 @@ def _gold_text(example: Example) -> str:
 
 
 def question_text(example: Example, column: str) -> str:
-    """The question of an example as published: its column of that name, else the last message, else the prompt."""
+    """The question of an example as published: its column of that name, else the last message, else
+    the prompt."""
     own = example.columns.get(column)
     if isinstance(own, str):
         return own
@@ -273,12 +286,14 @@ def report_unscored(
     ]
     if lost and len(lost) == len(responses):
         raise ShoalError(
-            f"none of the {len(lost)} responses can be scored by task {task.name}; the first, {lost[0]}. "
+            f"none of the {len(lost)} responses can be scored by task {task.name}; the first, "
+            f"{lost[0]}. "
             f"Its data must contain each `{task.question}` literally"
         )
     if lost:
         console.warning(
-            f"{len(lost)} of {len(responses)} responses cannot be scored and are not counted; the first, "
+            f"{len(lost)} of {len(responses)} responses cannot be scored and are not counted; the "
+            f"first, "
             f"{lost[0]}"
         )
     return len(lost)
@@ -298,7 +313,8 @@ def give_verdicts(
     verdict, correct = task.verdict, task.correct
     if verdict is None and correct is None and not rewarded:
         raise ShoalError(
-            f"task {task.name} does not define what is correct, so answers made elsewhere cannot be "
+            f"task {task.name} does not define what is correct, so answers made elsewhere cannot "
+            f"be "
             "scored: give a function that scores them, reward=file.py:function"
         )
     verdicts: list[dict[str, Any] | None] = []
@@ -323,7 +339,8 @@ def add_rewards(
     section: RewardSection,
     console: Console,
 ) -> list[Failure]:
-    """Adds each response's rewards to its verdict, every response a group of one; returns the failures."""
+    """Adds each response's rewards to its verdict, every response a group of one; returns the
+    failures."""
     scorable = [
         (response.text, example, verdict)
         for response, example, verdict in zip(responses, examples, verdicts, strict=True)
@@ -347,7 +364,8 @@ def add_rewards(
 def response_figures(
     responses: Sequence[Response], verdicts: Sequence[Mapping[str, Any] | None], task: Task
 ) -> dict[str, Any]:
-    """Accuracy over the scored responses, its interval, the task's own figures, mean rewards, and their numbers."""
+    """Accuracy over the scored responses, its interval, the task's own figures, mean rewards, and
+    their numbers."""
     scored = [verdict for verdict in verdicts if verdict is not None]
     figures: dict[str, Any] = {
         "num_responses": len(scored),

@@ -130,7 +130,8 @@ class Result(Mapping[str, Any]):
         return list(self._run.group_files())
 
     def groups(self, step: int) -> list[StoredGroup]:
-        """A training step's groups, with `.group` (prompt, texts, rewards) and `.advantages`; ShoalError if none."""
+        """A training step's groups, with `.group` (prompt, texts, rewards) and `.advantages`;
+        ShoalError if none."""
         return self._run.groups(step)
 
     @property
@@ -140,7 +141,8 @@ class Result(Mapping[str, Any]):
 
     @property
     def after(self) -> dict[str, dict[str, Any]]:
-        """Data set -> figures after the last step; of an unfinished run, those of its newest evaluation."""
+        """Data set -> figures after the last step; of an unfinished run, those of its newest
+        evaluation."""
         return dict(Evaluations(self.evaluations).before_after(self.summary)[1])
 
     # ---- the summary
@@ -148,7 +150,8 @@ class Result(Mapping[str, Any]):
     def __getitem__(self, key: str) -> Any:
         if not self.finished:
             raise ShoalError(
-                f"{self.folder} has no summary: the run has not finished (.metrics and .evaluations hold "
+                f"{self.folder} has no summary: the run has not finished (.metrics and "
+                f".evaluations hold "
                 "its steps so far); resume it with shoal.train(resume=FOLDER)"
             )
         return self.summary[key]
@@ -180,21 +183,25 @@ class Result(Mapping[str, Any]):
         )
 
     def view(self, groups: Sequence[str] = (), height: int = 800) -> Page:
-        """The page of `shoal view` on this run, which a notebook shows inline; `.save(path)` keeps it as a file.
+        """The page of `shoal view` on this run, which a notebook shows inline; `.save(path)` keeps
+        it as a file.
 
-        It contains the curves so far and some groups: the newest step's, or `groups`, such as `["12", "40:0-7"]`.
-        ShoalError if the extra `view` is not installed, or if the run has no such groups."""
+        It contains the curves so far and some groups: the newest step's, or `groups`, such as
+        `["12", "40:0-7"]`. ShoalError if the extra `view` is not installed, or if the run has no
+        such groups."""
         return Page(make_page(self.folder, groups), self.folder, height)
 
     def plot(self) -> Any:
-        """A matplotlib figure of reward, accuracy (mean reward if the task defines none), entropy and KL, and length.
+        """A matplotlib figure of reward, accuracy (mean reward if the task defines none), entropy
+        and KL, and length.
 
         ShoalError if matplotlib is not installed, or if there is no step and no evaluation yet."""
         try:
             from matplotlib import pyplot  # pyright: ignore[reportMissingImports]
         except ImportError as error:
             raise ShoalError(
-                "matplotlib is not installed: `pip install '.[plot]'` in the clone of Shoal, or plot "
+                "matplotlib is not installed: `pip install '.[plot]'` in the clone of Shoal, or "
+                "plot "
                 ".metrics.columns with what you have"
             ) from error
         if not len(self.metrics) and not self.evaluations:
@@ -258,9 +265,11 @@ class Page:
         return path
 
     def _repr_html_(self) -> str:
-        # In a frame of its own, without the notebook's origin: what a model wrote reaches nothing of the notebook.
+        # In a frame of its own, without the notebook's origin: what a model wrote reaches nothing
+        # of the notebook.
         return (
-            f'<iframe sandbox="allow-scripts" title="Shoal: {html.escape(self.folder.name)}" width="100%" '
+            f'<iframe sandbox="allow-scripts" title="Shoal: {html.escape(self.folder.name)}" '
+            f'width="100%" '
             f'height="{self.height}" frameborder="0" srcdoc="{html.escape(self.html)}"></iframe>'
         )
 
@@ -271,7 +280,8 @@ class Page:
 
 
 def make_page(folder: Path, groups: Sequence[str]) -> str:
-    """The page that `shoal view` writes, made by a process of its own: it reads a run of any size, and ends."""
+    """The page that `shoal view` writes, made by a process of its own: it reads a run of any size,
+    and ends."""
     with tempfile.TemporaryDirectory() as place:
         to = Path(place) / "page.html"
         chosen = [f"groups=[{','.join(groups)}]"] if groups else []
@@ -287,7 +297,8 @@ def make_page(folder: Path, groups: Sequence[str]) -> str:
 
 
 def load_run(folder: Any, base_output_directory: str = "outputs") -> Result:
-    """Reads a run folder, or `last`, the newest run under a base directory: finished, running or stopped."""
+    """Reads a run folder, or `last`, the newest run under a base directory: finished, running or
+    stopped."""
     path = find_run(str(folder), base_output_directory)
     read_config(path)  # raises for a folder of something else
     return Result(path)

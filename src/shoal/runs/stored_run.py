@@ -7,9 +7,10 @@
     checkpoints/12                 checkpoints(), checkpoint_records()
     summary.json, log.txt          summary(), text("log.txt", ...)
 
-A command reads strictly: a damaged file raises ShoalError. The page reads leniently, since its runs may be under way,
-damaged or hostile: what cannot be read becomes one line in `problems`, and no link out of the run is followed. What
-grows while it is read is read by `GrowingLines` here and by `group_table`.
+A command reads strictly: a damaged file raises ShoalError. The page reads leniently, since its runs
+may be under way, damaged or hostile: what cannot be read becomes one line in `problems`, and no
+link out of the run is followed. What grows while it is read is read by `GrowingLines` here and by
+`group_table`.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ MAX_PROBLEMS, MAX_PARTS = 100, 50
 
 @dataclass
 class StoredRun:
-    """One run folder. `name` is unique among the runs of a page, and is all that an address says of a run.
+    """One run folder. `name` is unique among the runs of a page, and is all that an address says of
+    a run.
 
     >>> run = StoredRun(find_run("last"))
     >>> run.config.steps, run.metrics()[1]["reward/mean"], run.groups(step=1)[0].group.texts
@@ -80,7 +82,8 @@ class StoredRun:
     # ---- files
 
     def file(self, *parts: str) -> Path | None:
-        """A file of the run; None without it. A lenient reading gives none where a link leads out of the run."""
+        """A file of the run; None without it. A lenient reading gives none where a link leads out
+        of the run."""
         try:
             found = self.root.joinpath(*parts).resolve(strict=True)
         except FileNotFoundError:
@@ -106,7 +109,8 @@ class StoredRun:
                 self.problems[about] = one_line(f"{about}: {text}")
 
     def text(self, name: str, most: int) -> str:
-        """A file as text, bytes that are no UTF-8 as escapes; empty without it. Of a larger one the first `most`."""
+        """A file as text, bytes that are no UTF-8 as escapes; empty without it. Of a larger one the
+        first `most`."""
         path = self.file(name)
         if path is None:
             return ""
@@ -129,8 +133,8 @@ class StoredRun:
 
     @cached_property
     def segments(self) -> dict[int, Config]:
-        """The settings of each segment, by the version that it started at: one segment, with those of config.yaml, if
-        the run was never resumed with others."""
+        """The settings of each segment, by the version that it started at: one segment, with those
+        of config.yaml, if the run was never resumed with others."""
         found = {
             number: read_config(self.path, file.name)
             for number, file in parts_of(self.path).items()
@@ -142,8 +146,8 @@ class StoredRun:
         return self.segments[max(start for start in self.segments if start <= max(version, 0))]
 
     def settings(self, file: str = CONFIG) -> dict[str, Any]:
-        """config.yaml, or another file of settings, as dotted key -> value. It is plain data here: what it names,
-        presets or files, is not read."""
+        """config.yaml, or another file of settings, as dotted key -> value. It is plain data here:
+        what it names, presets or files, is not read."""
         text = self.text(file, MAX_CONFIG_BYTES)
         try:
             return flat_yaml(text)
@@ -162,8 +166,8 @@ class StoredRun:
 
     @property
     def began(self) -> float:
-        """When it began, in seconds since the epoch: by its folder's name, which a copy keeps, else when its settings
-        were written; 0 without them."""
+        """When it began, in seconds since the epoch: by its folder's name, which a copy keeps, else
+        when its settings were written; 0 without them."""
         if named := _DATE_AND_TIME.search(self.path.absolute().as_posix()):
             with contextlib.suppress(ValueError, OverflowError):
                 return time.mktime(time.strptime(named[1], "%Y-%m-%d/%H-%M-%S"))
@@ -174,7 +178,8 @@ class StoredRun:
 
     @property
     def is_finished(self) -> bool:
-        """True if the run has made all its steps; False while it is running, or if it was stopped."""
+        """True if the run has made all its steps; False while it is running, or if it was
+        stopped."""
         return (self.path / SUMMARY).is_file()
 
     def summary(self) -> dict[str, Any]:
@@ -189,7 +194,8 @@ class StoredRun:
 
     @property
     def process_has_ended(self) -> bool:
-        """True if the process that last worked in this folder ran on this machine and is gone, however it ended."""
+        """True if the process that last worked in this folder ran on this machine and is gone,
+        however it ended."""
         holder = re.fullmatch(r"process (\d{1,9}) on (\S+)\s+(\d*)\s*", self.text(LOCK, 400))
         if not holder or holder[2] != socket.gethostname():
             return False
@@ -206,23 +212,27 @@ class StoredRun:
 
     @property
     def reward_since(self) -> int:
-        """The version from which on the reward is the run's last, if it was resumed with another; else 0."""
+        """The version from which on the reward is the run's last, if it was resumed with another;
+        else 0."""
         parts = sorted(parts_of(self.root).items())[:MAX_PARTS]
         return reward_since({number: self.settings(path.name) for number, path in parts})
 
     def metrics(self) -> dict[int, dict[str, Any]]:
-        """The metrics of every step; ShoalError, naming the line, if any but the last is damaged."""
+        """The metrics of every step; ShoalError, naming the line, if any but the last is
+        damaged."""
         return {row["step"]: row for row in self._rows("metrics.jsonl", {"step": int})}
 
     def before_after(
         self, evaluations: Evaluations, summary: Mapping[str, Any]
     ) -> list[tuple[str, str, str, str]]:
-        """The table that a run prints at its end; of an unfinished one, up to its newest evaluation."""
+        """The table that a run prints at its end; of an unfinished one, up to its newest
+        evaluation."""
         since, newest = self.reward_since, max((row["step"] for row in evaluations.rows), default=0)
         return summary_rows(*evaluations.before_after(summary), since if newest > since else 0)
 
     def evaluations(self) -> Evaluations:
-        """The evaluations so far, in order; ShoalError, naming the line, if any but the last is damaged."""
+        """The evaluations so far, in order; ShoalError, naming the line, if any but the last is
+        damaged."""
         return Evaluations(self._rows("evaluations.jsonl", {"step": int, "name": str}))
 
     def _rows(self, name: str, needed: Mapping[str, type]) -> list[dict[str, Any]]:
@@ -234,7 +244,8 @@ class StoredRun:
                 if not (isinstance(row, dict) and isinstance(row.get(key), kind))
             ]:
                 raise ShoalError(
-                    f"{self.where}/{name}, line {number} is damaged (it has no {missing[0]}): restore the "
+                    f"{self.where}/{name}, line {number} is damaged (it has no {missing[0]}): "
+                    f"restore the "
                     "file from a backup, or remove the line"
                 )
         return rows
@@ -255,21 +266,24 @@ class StoredRun:
             return files
         if not self.config.report.groups:
             raise ShoalError(
-                f"{self.where} has no groups: it was made with report.groups=false; run it again with "
+                f"{self.where} has no groups: it was made with report.groups=false; run it again "
+                f"with "
                 "report.groups=true"
             )
         cause = ": the run did not finish its first step" if name == "step" else ""
         raise ShoalError(f"{self.where}/groups holds no file {name}_*{cause}")
 
     def groups(self, step: int, name: str = "step") -> list[StoredGroup]:
-        """The groups of one step, bit for bit as they were written, with advantages and the trainer's log-probs.
+        """The groups of one step, bit for bit as they were written, with advantages and the
+        trainer's log-probs.
 
         ShoalError if the step has none (it lists those that have), or if the file is damaged."""
         files = self.require_groups(name)
         if step not in files:
             running = "" if self.is_finished else ", which has not finished"
             raise ShoalError(
-                f"step={step}: {self.where}{running} has no groups of this step; it has those of steps "
+                f"step={step}: {self.where}{running} has no groups of this step; it has those of "
+                f"steps "
                 f"{ranges(files)}"
             )
         return read_file(files[step])
@@ -279,7 +293,8 @@ class StoredRun:
         found = self.groups(step, name)
         if number >= len(found):
             raise ShoalError(
-                f"group={number}: step {step} of {self.where} has {count(len(found), 'group')}, 0 to "
+                f"group={number}: step {step} of {self.where} has {count(len(found), 'group')}, 0 "
+                f"to "
                 f"{len(found) - 1}"
             )
         return found[number]
@@ -348,8 +363,8 @@ class Evaluations:
     def before_after(
         self, summary: Mapping[str, Any]
     ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-        """Data set -> figures before the first step and after the last; of a run without a summary, those of its first
-        and its newest evaluation."""
+        """Data set -> figures before the first step and after the last; of a run without a summary,
+        those of its first and its newest evaluation."""
         before, after = summary.get("before"), summary.get("after")
         if isinstance(before, Mapping) and isinstance(after, Mapping):
             return before, after
@@ -366,8 +381,8 @@ class Evaluations:
         return first, last if len(steps) > 1 else {}
 
     def curves(self) -> dict[str, dict[str, list[Any]]]:
-        """evaluate/<set>/<figure> -> its steps `x`, values `y`, their 95% interval `low`, `high` (None where unknown)
-        and the number of questions `n`."""
+        """evaluate/<set>/<figure> -> its steps `x`, values `y`, their 95% interval `low`, `high`
+        (None where unknown) and the number of questions `n`."""
         found: dict[str, dict[str, list[Any]]] = {}
         for (step, data_set), figures in sorted(self.by_version().items()):
             values = evaluation_scalars(data_set, figures)
@@ -394,8 +409,8 @@ class Evaluations:
         return found
 
     def main_curve(self, reward_since: int = 0) -> tuple[str, dict[str, list[Any]]]:
-        """Name and curve of the accuracy on the first data set; of its mean reward if the task defines no accuracy, of
-        versions after `reward_since` if that is not 0."""
+        """Name and curve of the accuracy on the first data set; of its mean reward if the task
+        defines no accuracy, of versions after `reward_since` if that is not 0."""
         curves = self.curves()
         names = [
             name for end in ("/accuracy", "/mean_reward") for name in curves if name.endswith(end)
@@ -416,8 +431,9 @@ PIECE_BYTES, MAX_LINE_BYTES, MAX_FILE_BYTES = 4 << 20, 1 << 20, 2 << 30
 
 
 class GrowingLines:
-    """The objects of one file in order. A torn last line is left for the next reading; one that is no JSON object is
-    passed over and reported. A file that was replaced by another, as a resumed run does, is read anew."""
+    """The objects of one file in order. A torn last line is left for the next reading; one that is
+    no JSON object is passed over and reported. A file that was replaced by another, as a resumed
+    run does, is read anew."""
 
     def __init__(self, run: StoredRun, name: str) -> None:
         self._run, self._name = run, name
@@ -425,7 +441,8 @@ class GrowingLines:
         self.complete = False  # everything that was there at the last reading has been read
 
     def new(self, seconds: float) -> tuple[bool, Iterator[dict[str, Any]]]:
-        """Whether the file is another than before, and its new objects, as many as can be read in so many seconds."""
+        """Whether the file is another than before, and its new objects, as many as can be read in
+        so many seconds."""
         path = self._run.file(self._name)
         if path is None:
             restarted, self._inode, self._offset = self._inode >= 0, -1, 0
@@ -489,9 +506,9 @@ MAX_DEPTH, MAX_FOLDERS = 4, 20_000
 def open_runs(
     words: Sequence[str], base: str = "outputs", known: Sequence[StoredRun] = ()
 ) -> list[StoredRun]:
-    """The runs that words name, but for those `known` already: a run folder, `last`, or a folder with runs below it,
-    of which each is named by its path from there (there may be none yet); without words the newest. They are read
-    leniently.
+    """The runs that words name, but for those `known` already: a run folder, `last`, or a folder
+    with runs below it, of which each is named by its path from there (there may be none yet);
+    without words the newest. They are read leniently.
 
     ShoalError for a word that names none, with what it is instead."""
     paths: dict[Path, Path] = {}
@@ -524,7 +541,8 @@ _NO_NAME = re.compile(r"\d+|\d\d-\d\d-\d\d(-\d+)?")
 
 
 def short_name(run: Path, others: Sequence[Path]) -> str:
-    """The end of a path that tells the run from the others and is more than a sweep's number or a time of day.
+    """The end of a path that tells the run from the others and is more than a sweep's number or a
+    time of day.
 
     >>> short_name(Path("outputs/sweep/0"), [Path("outputs/sweep/0"), Path("outputs/sweep/1")])
     'sweep/0'
@@ -558,7 +576,8 @@ def _newest(base: str) -> str:
 
 
 def _runs_below(folder: Path) -> Iterator[Path]:
-    """Run folders within a folder, by name; links are not followed, and runs are not searched for runs."""
+    """Run folders within a folder, by name; links are not followed, and runs are not searched for
+    runs."""
     for seen, (place, names, files) in enumerate(os.walk(folder)):
         path = Path(place)
         if CONFIG in files:

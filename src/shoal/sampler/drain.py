@@ -9,7 +9,8 @@ from shoal.types import Completion
 
 
 def run_until_idle(engine: Engine) -> Iterator[tuple[int, list[Completion]]]:
-    """Runs an engine until nothing is left; yields each request's id with its completions as it finishes."""
+    """Runs an engine until nothing is left; yields each request's id with its completions as it
+    finishes."""
     while not engine.idle:
         yield from engine.step().items()
 

@@ -1,14 +1,19 @@
 """Samples completions: runs the compiled steps over N rows of W slots.
 
     submit -> Scheduler -> prefill (prompts enter free rows, each with its first W siblings)
-                        -> join    (further siblings enter free rows, to which their prompt's keys are copied)
-                        -> decode  (every slot samples up to CHUNK tokens, ends early when all are done)
-                -> save    (rows give way to others, to the host's memory, and come back by `restore`)
-    step   <- the tokens of each compiled step, gathered by request until all its completions have ended
-    extend -> decode  (a completion whose turn has ended goes on after tokens of context: a tool's answer)
+                        -> join    (further siblings enter free rows, to which their prompt's keys
+                                   are copied)
+                        -> decode  (every slot samples up to CHUNK tokens, ends early when all are
+                                   done)
+                -> save    (rows give way to others, to the host's memory, and come back by
+                           `restore`)
+    step   <- the tokens of each compiled step, gathered by request until all its completions have
+              ended
+    extend -> decode  (a completion whose turn has ended goes on after tokens of context: a tool's
+                      answer)
 
-The host decides what runs next and when a completion ends; it never waits for a step that it has just started, and
-gathers the tokens of one while the next runs.
+The host decides what runs next and when a completion ends; it never waits for a step that it has
+just started, and gathers the tokens of one while the next runs.
 """
 
 from __future__ import annotations
@@ -63,13 +68,15 @@ from shoal.types import Completion, Params, SampleRequest, StopReason
 
 
 class Engine:
-    """Samples on the devices of one mesh: `slots` completions at once, in rows of `siblings_per_row` (0: of a group).
+    """Samples on the devices of one mesh: `slots` completions at once, in rows of
+    `siblings_per_row` (0: of a group).
 
-    A request may have any number of completions; `group_size` is what most have: a quarter of the prompts that there
-    is room for enters in one prefill. `decode` turns token ids into text and is needed only for stop strings. With
-    `truncated` the compiled program has top-k, top-p and min-p (it then searches their bounds at every token).
-    `max_support` is K: truncation keeps at most K tokens, and completions record which, in `extra["support_ids"]`,
-    int32[T, K]. `pages`: of a replica's pool; 0 for what all limits need. Where they lack, rows give way.
+    A request may have any number of completions; `group_size` is what most have: a quarter of the
+    prompts that there is room for enters in one prefill. `decode` turns token ids into text and is
+    needed only for stop strings. With `truncated` the compiled program has top-k, top-p and min-p
+    (it then searches their bounds at every token). `max_support` is K: truncation keeps at most K
+    tokens, and completions record which, in `extra["support_ids"]`, int32[T, K]. `pages`: of a
+    replica's pool; 0 for what all limits need. Where they lack, rows give way.
     """
 
     def __init__(
@@ -103,7 +110,8 @@ class Engine:
         )
         self.eos_ids, self.decode_text = tuple(eos_ids), decode
         platform, piece = model.role.platform, piece_size(model, prompt_bucket(max_prompt_tokens))
-        # A batch costs the same however few of its rows are used, and decoding is interrupted to fill one.
+        # A batch costs the same however few of its rows are used, and decoding is interrupted to
+        # fill one.
         prompts, rows = (
             min(self.num_rows, round_up(max(1, count), shards))
             for count in (self.num_groups // 4, self.num_rows // 8)
@@ -162,9 +170,11 @@ class Engine:
         )
 
     def load(self, version: int, params: Params) -> None:
-        """Sets the weights of the compiled steps that start from now on, and the number that their tokens carry.
+        """Sets the weights of the compiled steps that start from now on, and the number that their
+        tokens carry.
 
-        Completions in progress go on with them: their keys and values stay those of the weights before."""
+        Completions in progress go on with them: their keys and values stay those of the weights
+        before."""
         self.version, self.parameters = version, params
 
     def submit(self, requests: Sequence[SampleRequest]) -> None:
@@ -195,8 +205,9 @@ class Engine:
             )
 
     def extend(self, id: int, index: int, context: Sequence[int], turn_limit: int = 0) -> None:
-        """A completion whose turn has ended goes on after tokens of context, with a turn of at most `turn_limit`
-        tokens, if that is not 0. ValueError where the context, and one token more, do not fit."""
+        """A completion whose turn has ended goes on after tokens of context, with a turn of at most
+        `turn_limit` tokens, if that is not 0. ValueError where the context, and one token more, do
+        not fit."""
         partial, part, row, slot = self._place(id, index)
         partial.extend(context, turn_limit)
         if row is not None:
@@ -214,9 +225,11 @@ class Engine:
             self._finish(self.progress[id])
 
     def step(self) -> dict[int, list[Completion]]:
-        """Runs until the tokens of a compiled step have arrived; the requests that have finished, by id.
+        """Runs until the tokens of a compiled step have arrived; the requests that have finished,
+        by id.
 
-        Of a request with turns each completion comes by itself, whenever a turn of it or all of it has ended."""
+        Of a request with turns each completion comes by itself, whenever a turn of it or all of it
+        has ended."""
         self._start_all()
         if not self.finished:
             if self.in_flight:
@@ -250,7 +263,8 @@ class Engine:
         return progress.partials[index - progress.request.first], part, row, slot
 
     def read_places(self) -> tuple[int, int]:
-        """Places that drew a token, and all places, summed over the tokens of decoding since they were last read."""
+        """Places that drew a token, and all places, summed over the tokens of decoding since they
+        were last read."""
         (drawing, places), self.places = self.places.tolist(), np.zeros_like(self.places)
         return drawing, places
 
@@ -260,14 +274,15 @@ class Engine:
         return self.scheduler.idle and not self.in_flight and not self.finished
 
     def release_memory(self) -> None:
-        """Frees the caches and lets go of the weights until the next `load`. RuntimeError unless idle."""
+        """Frees the caches and lets go of the weights until the next `load`. RuntimeError unless
+        idle."""
         if not self.idle:
             raise RuntimeError("an engine with requests in progress cannot release its memory")
         self._state, self.parameters = None, None
 
     def cancel(self, id: int) -> None:
-        """Ends a request: `step` returns what was sampled so far, with StopReason.CANCELLED; nothing of one with
-        turns."""
+        """Ends a request: `step` returns what was sampled so far, with StopReason.CANCELLED;
+        nothing of one with turns."""
         for partial in self.progress[id].partials:
             partial.reason = partial.reason or StopReason.CANCELLED
         self._ended[[row for row, (other, _) in self.scheduler.running.items() if other == id]] = (
@@ -301,7 +316,8 @@ class Engine:
         )
 
     def limit_of(self, request: SampleRequest, index: int) -> int:
-        """The most tokens of one completion. Benchmarks override it to give siblings different lengths."""
+        """The most tokens of one completion. Benchmarks override it to give siblings different
+        lengths."""
         return request.params.max_tokens
 
     # -- dispatch
@@ -341,20 +357,23 @@ class Engine:
         """False while a decode step is in flight that may make room for others, or be the last."""
         if not any(step.live is not None for step in self.in_flight):
             return True
-        # Rows that a step finishes are known when it has ended: with prompts waiting, they would idle through the next.
+        # Rows that a step finishes are known when it has ended: with prompts waiting, they would
+        # idle through the next.
         if self.scheduler.waiting or self.scheduler.entering:
             return False
         running = [self.progress[id] for id in {id for id, _ in self.scheduler.running.values()}]
         partials = [
             partial for one in running for partial in one.partials if partial.reason is None
         ]
-        # Slots that a stop string ends would be sampled from in vain, and those whose turns have ended idle.
+        # Slots that a stop string ends would be sampled from in vain, and those whose turns have
+        # ended idle.
         return not any(one.request.is_read_first for one in running) and any(
             partial.limit > max(1, len(partial.tokens)) + CHUNK for partial in partials
         )
 
     def _park(self, rows: Sequence[int]) -> bool:
-        """Frees some of these rows for others; False where there is none: their keys go to the host's memory."""
+        """Frees some of these rows for others; False where there is none: their keys go to the
+        host's memory."""
         take, positions = self.scheduler.positions(self.scheduler.swap_rows), {}
         numbers, table = (
             np.zeros(self.scheduler.swap_rows, np.int32),
@@ -386,8 +405,8 @@ class Engine:
         )
 
     def _pages(self, id: int, part: int, row: int | None = None) -> np.ndarray:
-        """Of each slot of a part the pages, int[W], for all keys that it may have after the next decode; `row`: where
-        steps may be in flight for it."""
+        """Of each slot of a part the pages, int[W], for all keys that it may have after the next
+        decode; `row`: where steps may be in flight for it."""
         found = np.zeros(self.siblings, int)
         steps = sum(
             (
@@ -405,8 +424,9 @@ class Engine:
         return self.pool.with_next(self._pages(id, part, row)) if self.pool else 0
 
     def _give_pages(self, pool: PagePool) -> None:
-        """Every live slot has pages for the tokens of the next decode. Where they lack, rows give way: ones whose
-        completions wait, or else those that entered last, so that the first always goes on."""
+        """Every live slot has pages for the tokens of the next decode. Where they lack, rows give
+        way: ones whose completions wait, or else those that entered last, so that the first always
+        goes on."""
         for row, (id, part) in list(self.scheduler.running.items()):
             while row in self.scheduler.running and not pool.give(row, self._pages(id, part, row)):
                 rows = [
@@ -476,7 +496,8 @@ class Engine:
         )
 
     def _feed(self, owners: Sequence[Owner]) -> None:
-        """Computes the keys of long contexts in pieces. Which part of a context that is depends on its length alone."""
+        """Computes the keys of long contexts in pieces. Which part of a context that is depends on
+        its length alone."""
         while long := [
             (row, slot, partial)
             for _, row, part, progress in owners
@@ -532,8 +553,9 @@ class Engine:
         return progress.partials[part * self.siblings : (part + 1) * self.siblings]
 
     def _decode_arrays(self, has_turns: bool = False) -> dict[str, Any]:
-        # A copy: on CPU a compiled step may alias the host's array and read it after later steps have changed it.
-        # Before a turn goes on its slot idles: decoding is interrupted for a part of them.
+        # A copy: on CPU a compiled step may alias the host's array and read it after later steps
+        # have changed it. Before a turn goes on its slot idles: decoding is interrupted for a part
+        # of them.
         live = int((~self._ended).sum())
         slots = (
             max(1, live // (TURNS_AT_ONCE * self.scheduler.replicas))
@@ -617,7 +639,8 @@ class Engine:
         self._end(owner, ended)
 
     def _end(self, owner: Owner, ended: np.ndarray) -> None:
-        """Notes which slots of a row have ended, bool[W], and frees it with the last; unless it has another owner."""
+        """Notes which slots of a row have ended, bool[W], and frees it with the last; unless it has
+        another owner."""
         _, row, part, progress = owner
         if not progress.is_finished:
             if self.scheduler.running.get(row) == (progress.request.id, part):
@@ -657,7 +680,8 @@ class Engine:
                 self._hand_over(progress, index)
 
     def _hand_over(self, progress: Progress, number: int) -> None:
-        """What there is of a request's completion of this number is in the next `step`'s answers."""
+        """What there is of a request's completion of this number is in the next `step`'s
+        answers."""
         request = progress.request
         self.finished.setdefault(request.id, []).append(
             progress.partials[number].completion(

@@ -18,8 +18,8 @@ Part = tuple[int, int]
 
 @dataclass
 class ParkedRows:
-    """What the device held of rows, by part: of their keys as many as they have. `shapes`: of the rows that one program
-    saves or restores. `key_parts`: devices over which positions are split."""
+    """What the device held of rows, by part: of their keys as many as they have. `shapes`: of the
+    rows that one program saves or restores. `key_parts`: devices over which positions are split."""
 
     shapes: DecodeState
     key_parts: int = 1
@@ -33,7 +33,8 @@ class ParkedRows:
         self._arriving.append((positions, saved))
 
     def bring_in(self, ids: Collection[int], wait: bool = False) -> None:
-        """Copies what has been saved, of these requests, to the host; with `wait` also what is yet to be."""
+        """Copies what has been saved, of these requests, to the host; with `wait` also what is yet
+        to be."""
         while self._arriving and (wait or jax.tree.leaves(self._arriving[0][1])[0].is_ready()):
             positions, saved = self._arriving.popleft()
             whole = jax.device_get(saved)
@@ -44,7 +45,8 @@ class ParkedRows:
                     )
 
     def _used(self, row: DecodeState) -> DecodeState:
-        """A copy of a row without the positions of its caches that hold no key: they are most of it."""
+        """A copy of a row without the positions of its caches that hold no key: they are most of
+        it."""
         prompt, own = (
             -(-int(np.max(size)) // self.key_parts) for size in (row.prefix_len, row.length)
         )
@@ -63,7 +65,8 @@ class ParkedRows:
         return jax.tree.map(np.copy, replace(row, caches=caches))
 
     def take(self, positions: Sequence[tuple[Part, int]]) -> DecodeState:
-        """The saved rows at given positions of the arrays that they are restored from, on the device; kept no more."""
+        """The saved rows at given positions of the arrays that they are restored from, on the
+        device; kept no more."""
         whole = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), self.shapes)
         for part, position in positions:
             for leaf, own in zip(

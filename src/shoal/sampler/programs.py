@@ -1,9 +1,10 @@
 """The compiled steps of sampling: prefill, join and decode over N rows of W slots.
 
-The slots of a row are siblings: completions of one prompt, whose keys the row holds once. A group of more than W takes
-several rows: its first W siblings enter with the prompt (prefill), the others later, into rows to which the prompt's
-keys are copied (join). Which of the two depends on a sibling's place in its request alone, so one set of programs (N,
-W, a bucket of prompt lengths) gives a completion the same bits whatever the other slots do and whenever it enters.
+The slots of a row are siblings: completions of one prompt, whose keys the row holds once. A group
+of more than W takes several rows: its first W siblings enter with the prompt (prefill), the others
+later, into rows to which the prompt's keys are copied (join). Which of the two depends on a
+sibling's place in its request alone, so one set of programs (N, W, a bucket of prompt lengths)
+gives a completion the same bits whatever the other slots do and whenever it enters.
 """
 
 from __future__ import annotations
@@ -40,25 +41,30 @@ from shoal.sampler.sample_tokens import BLOCK, TPU_BLOCK, SamplingArrays, sample
 from shoal.types import Params
 
 CHUNK = 32
-"""Tokens that a slot samples in one dispatch of the decoder at most: the host searches for stop strings after each."""
+"""Tokens that a slot samples in one dispatch of the decoder at most: the host searches for stop
+strings after each."""
 
 PIECE = 1024
-"""Tokens of a prompt that are computed at once where attention has no kernel of its own (see `piece_size`)."""
+"""Tokens of a prompt that are computed at once where attention has no kernel of its own (see
+`piece_size`)."""
 
 TURNS_AT_ONCE = 4
 """Decoding ends when one in so many of the turns under way has ended."""
 
 FEED = 256
-"""Tokens of context that are computed at once, in place of one after another by decoding, as far as it is so long."""
+"""Tokens of context that are computed at once, in place of one after another by decoding, as far as
+it is so long."""
 FEED_ROWS = 4
-"""Completions of a replica for which that is done at once, however many rows there are: other shapes are other bits."""
+"""Completions of a replica for which that is done at once, however many rows there are: other
+shapes are other bits."""
 
 SWAP_ROWS, SWAP_SHARE = 4, 16
-"""Rows of a replica that give way, or come back, at once: at most so many, and one in so many where there are fewer, as
-these are on the device twice meanwhile."""
+"""Rows of a replica that give way, or come back, at once: at most so many, and one in so many where
+there are fewer, as these are on the device twice meanwhile."""
 
 PROGRAMS_KEPT = 4
-"""Sets of programs (models, sizes) kept by this process: a second engine like an earlier one compiles nothing."""
+"""Sets of programs (models, sizes) kept by this process: a second engine like an earlier one
+compiles nothing."""
 
 
 @jax.tree_util.register_dataclass
@@ -68,7 +74,8 @@ class DecodeState:
 
     caches: tuple[LayerCache, ...]
     prefix_len: Any  # int32[N]
-    last: Any  # [N, D]: the hidden state of the prompt's last token, which first tokens are sampled from
+    # [N, D]: the hidden state of the prompt's last token, which first tokens are sampled from
+    last: Any
     token: Any  # int32[N, W]: the last token sampled, not yet in the cache
     length: Any  # int32[N, W]: tokens sampled
     done: Any  # bool[N, W]
@@ -87,7 +94,8 @@ class SampledTokens:
     count: Any  # int32[rows, W]
     done: Any  # bool[rows, W]
     eos: Any  # bool[rows, W]: it ended with an end-of-sequence token
-    support_ids: Any = None  # int32[steps, rows, W, K]: the tokens that each was sampled from, where they are recorded
+    # int32[steps, rows, W, K]: the tokens that each was sampled from, where they are recorded
+    support_ids: Any = None
 
 
 @lru_cache(PROGRAMS_KEPT)
@@ -99,15 +107,16 @@ def make_programs(
     max_support: int,
     piece: int,
 ) -> dict[str, Program]:
-    """Programs by name, for a state of `sizes`: rows, slots a row, prompt tokens, completion tokens, pages.
-    Longer prompts than `piece` tokens enter in pieces."""
+    """Programs by name, for a state of `sizes`: rows, slots a row, prompt tokens, completion
+    tokens, pages. Longer prompts than `piece` tokens enter in pieces."""
     layout, saved = (
         jax.tree.map(lambda x: x.sharding, state_shapes(model, *some))
         for some in (sizes, sizes[:4])
     )
     static = {"eos_ids": eos_ids, "truncated": truncated, "max_support": max_support}
     by_row, tokens = PartitionSpec(model.role.row_axes), _tokens_by_row(model.role, max_support)
-    # With the same sharding as before: where the compiler chose another, the next call would compile again.
+    # With the same sharding as before: where the compiler chose another, the next call would
+    # compile again.
     sampled, placed = (
         jax.tree.map(partial(NamedSharding, model.role.mesh), specs) for specs in (tokens, by_row)
     )
@@ -159,7 +168,8 @@ def make_programs(
 
 
 def run_program(programs: Mapping[str, Callable], name: str, *args: Any, **arrays: Any) -> Any:
-    """Calls a program. Where layers are apart, `prefill` and `feed` are of one, and called for each."""
+    """Calls a program. Where layers are apart, `prefill` and `feed` are of one, and called for
+    each."""
     if name not in ("prefill", "feed") or "embed" not in programs:
         return programs[name](*args, **arrays)
     (parameters,), state, sampled, caches = args, arrays.pop("state"), None, ()
@@ -196,8 +206,8 @@ def _on_rows(role: Role, function: Callable, *args: Any) -> DecodeState:
 
 
 def _save(state: DecodeState, rows: jax.Array, pages: jax.Array | None = None) -> DecodeState:
-    """What the device holds of rows[M], which give way, and of their pages[M, W, T] where keys are by pages; any row
-    stands where fewer do."""
+    """What the device holds of rows[M], which give way, and of their pages[M, W, T] where keys are
+    by pages; any row stands where fewer do."""
     saved = jax.tree.map(lambda x: _slices(x, rows), _without_pools(state, pages))
     return (
         saved
@@ -222,8 +232,8 @@ def _without_pools(state: DecodeState, pages: jax.Array | None) -> DecodeState:
 
 
 def _slices(x: jax.Array, *index: jax.Array) -> jax.Array:
-    """x[index[0], index[1]...] for few indices; one past the end means the last. XLA for TPU reads all of x where it
-    gathers rows of a cache."""
+    """x[index[0], index[1]...] for few indices; one past the end means the last. XLA for TPU reads
+    all of x where it gathers rows of a cache."""
     sizes = (1,) * len(index) + x.shape[len(index) :]
     parts = [
         jax.lax.dynamic_slice(x, (*at, *(0,) * (x.ndim - len(at))), sizes)
@@ -235,7 +245,8 @@ def _slices(x: jax.Array, *index: jax.Array) -> jax.Array:
 def _restore(
     state: DecodeState, rows: jax.Array, saved: DecodeState, pages: jax.Array | None = None
 ) -> DecodeState:
-    """Puts what was saved of M rows into rows[M], and into pages[M, W, T]; a row or page past the end is dropped."""
+    """Puts what was saved of M rows into rows[M], and into pages[M, W, T]; a row or page past the
+    end is dropped."""
     found = jax.tree.map(
         lambda x, new: x.at[rows].set(new, mode="drop"),
         _without_pools(state, pages),
@@ -257,8 +268,8 @@ def _restore(
 def _idle_state(
     model: Model, rows: int, siblings: int, prefix: int, own: int, pages: int = 0
 ) -> DecodeState:
-    """A state whose slots are all done. Lengths are 1, not 0: position = length - 1 and the bounds of keys stay valid
-    for idle slots, which decoding computes along with the others."""
+    """A state whose slots are all done. Lengths are 1, not 0: position = length - 1 and the bounds
+    of keys stay valid for idle slots, which decoding computes along with the others."""
     shape = (rows, siblings)
     caches = kv_cache.empty(model, rows, siblings, prefix, own, pages)
     zeros = partial(jnp.zeros, shape)
@@ -279,7 +290,8 @@ def _idle_state(
 
 @lru_cache(16 * PROGRAMS_KEPT)
 def state_shapes(model: Model, *sizes: int) -> DecodeState:
-    """Shapes, types and layout of a state of `sizes`, as those of `make_programs`; nothing is allocated."""
+    """Shapes, types and layout of a state of `sizes`, as those of `make_programs`; nothing is
+    allocated."""
     shapes = jax.eval_shape(partial(_idle_state, model, *sizes))
     return jax.tree.map(
         lambda shape, place: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=place),
@@ -315,8 +327,8 @@ def _next_tokens(
     truncated: bool,
     max_support: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Samples a token of each completion from hidden[N, W, D] with uniforms noise[N, W]: (token, log-prob, support
-    ids)."""
+    """Samples a token of each completion from hidden[N, W, D] with uniforms noise[N, W]: (token,
+    log-prob, support ids)."""
     shape = noise.shape
     flat = jax.tree.map(lambda x: x.reshape(-1), sampling)
     hidden = (
@@ -358,7 +370,8 @@ def recorded_calls(
 
 
 def _by_replica(step: Callable, model: Model, out: tuple, weights: Any, **by_row: Any) -> tuple:
-    """A step on each replica's rows by itself: replicas exchange nothing, and each decodes up to its own last slot."""
+    """A step on each replica's rows by itself: replicas exchange nothing, and each decodes up to
+    its own last slot."""
     role = model.role
     if role.row_shards == 1:
         return step(weights, model=model, **by_row)
@@ -380,7 +393,8 @@ def _by_replica(step: Callable, model: Model, out: tuple, weights: Any, **by_row
 
 
 def empty_batch(positions: int, siblings: int, bucket: int) -> dict[str, Any]:
-    """The arrays of a prefill of prompts of `bucket` tokens, or with 0 of a join, all of whose positions are unused."""
+    """The arrays of a prefill of prompts of `bucket` tokens, or with 0 of a join, all of whose
+    positions are unused."""
     arrays: dict[str, Any] = {
         "rows": np.full(positions, 2**31 - 1, np.int32),  # past the end: nothing is written
         "limit": np.zeros((positions, siblings), np.int32),
@@ -411,7 +425,8 @@ def _prefill(
     piece: int,
     **entering: Any,
 ) -> tuple[DecodeState, SampledTokens]:
-    """Prompts tokens[R, T] of length[R] enter rows[R] of their replica, each with its first siblings."""
+    """Prompts tokens[R, T] of length[R] enter rows[R] of their replica, each with its first
+    siblings."""
     where: dict[str, Any] = {"length": length, "rows": rows, "model": model}
     x, given, _ = _embed(parameters.embed_tokens, tokens=tokens, piece=piece, **where)
     x, caches = _prefill_layers(
@@ -429,8 +444,9 @@ def _embed(
     prefix_len: jax.Array | None = None,
     **where: jax.Array,
 ) -> tuple[jax.Array, dict[str, Any], dict[str, jax.Array]]:
-    """What tokens[R, T] enter the first layer with, x[R, T, D], what all layers are given besides, and `where` they
-    stand: those of a prompt, or of context in rows whose prompts have `prefix_len`[N] tokens."""
+    """What tokens[R, T] enter the first layer with, x[R, T, D], what all layers are given besides,
+    and `where` they stand: those of a prompt, or of context in rows whose prompts have
+    `prefix_len`[N] tokens."""
     size, first = tokens.shape[1], jnp.zeros(len(tokens), jnp.int32)
     if prefix_len is None:
         given: dict[str, Any] = {
@@ -455,7 +471,8 @@ def _prefill_layers(
     model: Model,
     piece: int,
 ) -> tuple[jax.Array, tuple[LayerCache, ...]]:
-    """Prompts x[R, T, D] of length[R] through layers; their keys are written to rows[R] of the caches."""
+    """Prompts x[R, T, D] of length[R] through layers; their keys are written to rows[R] of the
+    caches."""
     layer: Any = partial(_in_pieces, model, rope=rope, length=length, piece=piece)
     if (size := x.shape[1]) <= piece:
         layer = partial(
@@ -482,9 +499,11 @@ def _enter_prompts(
 
 
 def piece_size(model: Model, longest: int) -> int:
-    """Tokens of a prompt that are computed at once. Longer ones enter in pieces, all by one program.
+    """Tokens of a prompt that are computed at once. Longer ones enter in pieces, all by one
+    program.
 
-    A kernel takes the longest prompt whole: in pieces 8B on a v6e takes twice as long for one of 16k tokens.
+    A kernel takes the longest prompt whole: in pieces 8B on a v6e takes twice as long for one of
+    16k tokens.
     """
     return PIECE if attention_kind(model, 1, longest) in ("reference", "blocked") else longest
 
@@ -499,7 +518,8 @@ def _in_pieces(
     piece: int,
     cache: None,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """One layer of prompts x[R, T, D] of length[R], T in whole pieces: x, and their keys and values [R, T, K, A]."""
+    """One layer of prompts x[R, T, D] of length[R], T in whole pieces: x, and their keys and values
+    [R, T, K, A]."""
     (count, size, _), a, longest = x.shape, model.architecture, length.max()
     block_keys = block_size(piece, model.role.platform)
     zeros = jnp.zeros((count, model.key_heads, size, a.head_dim), model.dtype)
@@ -520,7 +540,8 @@ def _in_pieces(
         )
         return number + 1, jax.lax.dynamic_update_slice_in_dim(x, own, start, 1), keys
 
-    # As many pieces as the longest has: what the others compute beyond their ends is masked, as padding is.
+    # As many pieces as the longest has: what the others compute beyond their ends is masked, as
+    # padding is.
     start = jnp.int32(0), x, LayerCache(zeros, zeros, None, None)
     _, x, keys = jax.lax.while_loop(lambda carry: carry[0] * piece < longest, one, start)
     return x, (keys.prefix_k.swapaxes(1, 2), keys.prefix_v.swapaxes(1, 2))
@@ -540,8 +561,8 @@ def _join(
 ) -> tuple[DecodeState, SampledTokens]:
     """Further siblings enter rows[M] of their replica, their prompts are in its sources[M]."""
     length, last = state.prefix_len[sources], state.last[sources]
-    # A copy once for each row that is filled: read through pointers, a token's attention would gather rows of keys,
-    # which XLA for TPU makes a loop over them.
+    # A copy once for each row that is filled: read through pointers, a token's attention would
+    # gather rows of keys, which XLA for TPU makes a loop over them.
     state = replace(state, caches=kv_cache.copy_prefixes(state.caches, sources, rows))
     return _enter(parameters, state, rows, length, last, limit, keys, sampling, model, **static)
 
@@ -560,7 +581,8 @@ def _enter(
     truncated: bool,
     max_support: int,
 ) -> tuple[DecodeState, SampledTokens]:
-    """Siblings enter rows[R] and sample their first token from last[R, D]: those whose limit[R, W] is not 0."""
+    """Siblings enter rows[R] and sample their first token from last[R, D]: those whose limit[R, W]
+    is not 0."""
     spread = jax.tree.map(lambda x: jnp.broadcast_to(x[:, None], limit.shape), sampling)
     hidden = jnp.broadcast_to(last[:, None], (*limit.shape, last.shape[-1]))
     first = jnp.zeros(limit.shape, jnp.int32)
@@ -599,8 +621,8 @@ def _enter(
 def _feed(
     parameters: Params, *, state: DecodeState, tokens: jax.Array, model: Model, **where: Any
 ) -> tuple[DecodeState, None]:
-    """Writes the keys of tokens[M, C], after start[M] tokens of their own, of completions at rows[M], slots[M]; a row
-    past the end is dropped."""
+    """Writes the keys of tokens[M, C], after start[M] tokens of their own, of completions at
+    rows[M], slots[M]; a row past the end is dropped."""
     x, given, _ = _embed(
         parameters.embed_tokens, tokens=tokens, model=model, prefix_len=state.prefix_len, **where
     )
@@ -623,7 +645,8 @@ def _feed_layers(
     model: Model,
     pages: jax.Array | None = None,
 ) -> tuple[jax.Array, tuple[LayerCache, ...]]:
-    """Context x[M, C, D] through layers; prefix_len[M] of their prompts. `pages`[M, T]: those of their keys."""
+    """Context x[M, C, D] through layers; prefix_len[M] of their prompts. `pages`[M, T]: those of
+    their keys."""
 
     def own_keys(keys: jax.Array) -> jax.Array:
         return _slices(keys, rows, slots) if pages is None else kv_cache.read_pages(keys, pages)
@@ -645,7 +668,8 @@ def _feed_layers(
     own = own if pages is None else [(kv_cache.in_pages(k, v), None) for k, v in own]
 
     def put(keys: jax.Array, new: jax.Array) -> jax.Array:
-        # Whole slots: to write the new keys alone, XLA for TPU copies the whole cache to another layout and back.
+        # Whole slots: to write the new keys alone, XLA for TPU copies the whole cache to another
+        # layout and back.
         return keys.at[(rows, slots) if pages is None else pages].set(new, mode="drop")
 
     written = (
@@ -657,7 +681,8 @@ def _feed_layers(
 
 
 def empty_feed(positions: int, pages: int = 0) -> dict[str, Any]:
-    """The arrays of a feed, all of whose positions are unused; of completions of so many pages at most."""
+    """The arrays of a feed, all of whose positions are unused; of completions of so many pages at
+    most."""
     table = {"pages": np.full((positions, pages), kv_cache.NO_PAGE, np.int32)} if pages else {}
     return table | {
         "rows": np.full(positions, 2**31 - 1, np.int32),
@@ -681,14 +706,16 @@ def no_context(rows: int, siblings: int) -> dict[str, Any]:
 def _read_in_a_loop(model: Model, parameters: Params) -> Params:
     """The weights as decoding reads them at every token, made once for all tokens of a dispatch."""
     if model.role.platform == "cpu":
-        # XLA for CPU copies each layer out of stacked weights before its products: in the loop, at every token.
+        # XLA for CPU copies each layer out of stacked weights before its products: in the loop, at
+        # every token.
         return replace(parameters, blocks=by_layer(model, parameters.blocks))
     if (
         model.role.platform == "gpu"
         and model.role.tensor == 1
         and kv_cache.decodes_by_kernel(model)
     ):
-        # This copy is a fiftieth of what one token reads, and spares two launches a layer and token.
+        # This copy is a fiftieth of what one token reads, and spares two launches a layer and
+        # token.
         return replace(
             parameters, blocks=tuple(map(products_joined, by_layer(model, parameters.blocks)))
         )
@@ -711,12 +738,13 @@ def _decode(
     max_support: int,
     pages: Any = None,
 ) -> tuple[DecodeState, SampledTokens]:
-    """Up to CHUNK tokens for every slot that is neither done nor `stopped`[N, W] by the host; fewer where so many rows
-    or slots, `enough`[1, 2], have ended before.
+    """Up to CHUNK tokens for every slot that is neither done nor `stopped`[N, W] by the host; fewer
+    where so many rows or slots, `enough`[1, 2], have ended before.
 
-    A slot with `resumed`[N, W] tokens, not 0, goes on after those, of which `last`[N, W] is the last. Its next
-    `num_forced`[N, W] tokens are given, `forced`[N, W, CHUNK]: log-prob 0, and none of them ends it. All others are
-    sampled by the noise of their positions, as if none had been. Keys go to `pages`[N, W, T], enough for all tokens.
+    A slot with `resumed`[N, W] tokens, not 0, goes on after those, of which `last`[N, W] is the
+    last. Its next `num_forced`[N, W] tokens are given, `forced`[N, W, CHUNK]: log-prob 0, and none
+    of them ends it. All others are sampled by the noise of their positions, as if none had been.
+    Keys go to `pages`[N, W, T], enough for all tokens.
     """
     shape = state.token.shape
     parameters = _read_in_a_loop(model, parameters)
@@ -736,7 +764,8 @@ def _decode(
         jnp.zeros((CHUNK, *shape, max_support), jnp.int32) if max_support else None,
     )
     num_prefix = jnp.max(jnp.where(start.done.all(-1), 1, state.prefix_len))
-    # Of all tokens at once: a live slot's length grows by one at each. Threefry on CPU is a loop of small operations.
+    # Of all tokens at once: a live slot's length grows by one at each. Threefry on CPU is a loop of
+    # small operations.
     lengths = start.length + jnp.arange(CHUNK)[:, None, None]
     noise = uniform(jnp.broadcast_to(state.keys, (*lengths.shape, 2)), lengths)
 
@@ -767,7 +796,8 @@ def _decode(
             jnp.where(is_forced, forced[step], token),
             jnp.where(is_forced, 0.0, logprob),
         )
-        # A finished slot is computed along and writes its last token again, at its own position, where nobody reads.
+        # A finished slot is computed along and writes its last token again, at its own position,
+        # where nobody reads.
         token = jnp.where(live, token, s.token)
         length = s.length + live
         eos = live & ~is_forced & _is_eos(token, eos_ids)
@@ -783,8 +813,9 @@ def _decode(
         new = replace(s, caches=caches, token=token, length=length, done=done)
         return unfinished(step + 1, done), step + 1, new, out
 
-    # A while loop, not a scan: it ends with the last live slot instead of after CHUNK tokens. Whether it goes on is
-    # part of its body, which XLA for GPU records as one graph; a condition is launched operation by operation.
+    # A while loop, not a scan: it ends with the last live slot instead of after CHUNK tokens.
+    # Whether it goes on is part of its body, which XLA for GPU records as one graph; a condition is
+    # launched operation by operation.
     first = unfinished(jnp.int32(0), start.done), jnp.int32(0), start, empty
     *_, state, sampled = jax.lax.while_loop(lambda carry: carry[0], one_token, first)
     return state, sampled

@@ -1,4 +1,5 @@
-"""A request on its way: the tokens of its completions so far, and where their stop strings end them."""
+"""A request on its way: the tokens of its completions so far, and where their stop strings end
+them."""
 
 from __future__ import annotations
 
@@ -14,8 +15,9 @@ from shoal.types import Completion, SampleRequest, ShoalError, StopReason
 Decode = Callable[[Sequence[int]], str]
 
 SLACK = 4
-"""Characters by which the text of a few tokens may differ at either end from the same part of the whole text: the bytes
-of a character that is cut are up to three replacement characters, and some decoders drop a leading space."""
+"""Characters by which the text of a few tokens may differ at either end from the same part of the
+whole text: the bytes of a character that is cut are up to three replacement characters, and some
+decoders drop a leading space."""
 
 
 @dataclass
@@ -51,7 +53,8 @@ class PartialCompletion:
         return min(self.limit, self.turn_start + self.turn_limit)
 
     def most_keys(self, steps: int) -> int:
-        """Keys that it may have in a cache after so many decodes that are under way and the next."""
+        """Keys that it may have in a cache after so many decodes that are under way and the
+        next."""
         if self.is_closed:
             return 0
         fed = len(self.context) // FEED * FEED if self.resumes else 0
@@ -59,29 +62,31 @@ class PartialCompletion:
         return min(self.limit, max(1, len(self.tokens)) + more) - 1  # the last token has none yet
 
     def extend(self, context: Sequence[int], turn_limit: int = 0) -> None:
-        """Appends tokens of context, after which sampling continues: a turn of at most `turn_limit` tokens, if that is
-        not 0. A turn that was cut may continue without any."""
+        """Appends tokens of context, after which sampling continues: a turn of at most `turn_limit`
+        tokens, if that is not 0. A turn that was cut may continue without any."""
         if not self.waits:
             raise ValueError("only a completion whose turn has ended can be extended")
         least = 0 if self.reason is StopReason.LENGTH else 1
         if not least <= len(context) < self.limit - len(self.tokens):
             raise ValueError(
-                f"{len(context)} tokens of context after {len(self.tokens)}: expected at least {least}, "
+                f"{len(context)} tokens of context after {len(self.tokens)}: expected at least "
+                f"{least}, "
                 f"and room for one more within {self.limit}"
             )
         self.context, self.reason, self.waits, self.resumes = list(context), None, False, True
         self.turn_limit, self.turn_start = turn_limit, len(self.tokens) + len(context)
 
     def end_turn(self, reason: StopReason, has_turns: bool) -> None:
-        """Notes why its turn has ended. It waits to be extended where it may have more turns, and has room for one."""
+        """Notes why its turn has ended. It waits to be extended where it may have more turns, and
+        has room for one."""
         self.reason = reason
         has_room = len(self.tokens) < self.limit - 1  # for a token of context, and one after it
         is_turn = reason in (StopReason.EOS, StopReason.STOP) or len(self.tokens) == self.turn_end
         self.waits = has_turns and has_room and is_turn
 
     def feed(self, count: int, version: int, max_support: int) -> list[int]:
-        """Appends so many tokens of context at once; the last token before them and all of them but the last, whose
-        keys are then to be computed."""
+        """Appends so many tokens of context at once; the last token before them and all of them but
+        the last, whose keys are then to be computed."""
         fed, self.context = self.context[:count], self.context[count:]
         inputs = [self.tokens[-1], *fed[:-1]]
         self.tokens += fed
@@ -100,11 +105,12 @@ class PartialCompletion:
         request: SampleRequest,
         decode: Decode | None,
     ) -> int:
-        """Adds the tokens of one slot of a step (on the host), sampled from the weights of one version, and ends the
-        completion, or its turn, where they say so; how many sampled ones were added.
+        """Adds the tokens of one slot of a step (on the host), sampled from the weights of one
+        version, and ends the completion, or its turn, where they say so; how many sampled ones were
+        added.
 
-        The device knows the limit of the completion alone: what it sampled beyond its turn's is dropped here, as what
-        follows a stop string."""
+        The device knows the limit of the completion alone: what it sampled beyond its turn's is
+        dropped here, as what follows a stop string."""
         count, stop, reason = int(step.count[position, slot]), request.params.stop, None
         forced = min(count, len(self.context))
         del self.context[:forced]
@@ -124,7 +130,8 @@ class PartialCompletion:
             reason = StopReason.LENGTH
         if stop and count > forced:
             assert decode is not None
-            # An answer of a tool ends nothing, also where the model's first tokens complete it to a stop string.
+            # An answer of a tool ends nothing, also where the model's first tokens complete it to a
+            # stop string.
             begin = len(self.tokens) - next(
                 (i for i, own in enumerate(reversed(self.is_sampled)) if not own), len(self.tokens)
             )
@@ -181,10 +188,12 @@ class Progress:
 
 
 def stop_length(decode: Decode, stop: Sequence[str], tokens: Sequence[int], new: int) -> int | None:
-    """Tokens up to the one that completed a stop string; None if no stop string ends in the last `new` tokens.
+    """Tokens up to the one that completed a stop string; None if no stop string ends in the last
+    `new` tokens.
 
-    A stop string, or one character of it, may span tokens, so the new ones are decoded with earlier ones, whose text
-    is as long as the longest stop string: not with all, which every few tokens would be the whole text again.
+    A stop string, or one character of it, may span tokens, so the new ones are decoded with earlier
+    ones, whose text is as long as the longest stop string: not with all, which every few tokens
+    would be the whole text again.
     """
     first, longest = len(tokens) - new, max(map(len, stop))
     begin, before = first, ""
@@ -226,8 +235,9 @@ class Dispatch(NamedTuple):
 def check_request(
     request: SampleRequest, longest: int, limit: int, can_truncate: bool, can_stop: bool
 ) -> None:
-    """ShoalError or ValueError for one that an engine for prompts of `longest` and completions of `limit` tokens cannot
-    sample: a compiled step would clamp what is out of range and sample on without an error."""
+    """ShoalError or ValueError for one that an engine for prompts of `longest` and completions of
+    `limit` tokens cannot sample: a compiled step would clamp what is out of range and sample on
+    without an error."""
     params, size = request.params, len(request.prompt_ids)
     if not 1 <= size <= longest:
         raise ShoalError(

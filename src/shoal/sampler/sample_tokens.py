@@ -1,6 +1,8 @@
-"""Samples the next token: one uniform number from the token's address, through the inverse of the distribution.
+"""Samples the next token: one uniform number from the token's address, through the inverse of the
+distribution.
 
-The inverse by blocks takes 1.2 ms for 16 rows of 152k tokens on two CPU cores; Gumbel noise for each token takes 43 ms.
+The inverse by blocks takes 1.2 ms for 16 rows of 152k tokens on two CPU cores; Gumbel noise for
+each token takes 43 ms.
 """
 
 from __future__ import annotations
@@ -16,9 +18,11 @@ from jax.sharding import PartitionSpec
 from shoal.mesh import Role
 
 BLOCK = 512
-"""Tokens of the vocabulary in one block: blocks are summed first, and the inverse then searches one block only."""
+"""Tokens of the vocabulary in one block: blocks are summed first, and the inverse then searches one
+block only."""
 TPU_BLOCK = 128
-"""The same on TPUs, a row of their registers: logits that are many of them are not padded and not laid out anew."""
+"""The same on TPUs, a row of their registers: logits that are many of them are not padded and not
+laid out anew."""
 
 
 class SamplingArrays(NamedTuple):
@@ -31,9 +35,11 @@ class SamplingArrays(NamedTuple):
 
 
 def uniform(keys: jax.Array, position: jax.Array) -> jax.Array:
-    """The uniform of each address: keys uint32[..., 2], position int32[...] after the prompt -> float32 in (0, 1).
+    """The uniform of each address: keys uint32[..., 2], position int32[...] after the prompt ->
+    float32 in (0, 1).
 
-    23 bits of threefry, in the middle of their interval: never 0 or 1, and the same bits on every machine.
+    23 bits of threefry, in the middle of their interval: never 0 or 1, and the same bits on every
+    machine.
     """
 
     def one(key: jax.Array, position: jax.Array) -> jax.Array:
@@ -54,12 +60,14 @@ def sample_tokens(
     role: Role | None = None,
     width: int = BLOCK,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """logits float32[N, V], everything else [N] -> (token int32[N], log-prob float32[N], support ids int32[N, K]).
+    """logits float32[N, V], everything else [N] -> (token int32[N], log-prob float32[N], support
+    ids int32[N, K]).
 
-    The log-prob is under the distribution that was sampled from, temperature and truncation included; that of a greedy
-    token is at temperature 1, untruncated. `truncated` is static: without it no bounds are searched. `max_support` is
-    K: truncation then keeps at most K tokens and returns which (-1 fills up; all -1 means that every token was kept).
-    `role` and `width` split the vocabulary, see `inverse`.
+    The log-prob is under the distribution that was sampled from, temperature and truncation
+    included; that of a greedy token is at temperature 1, untruncated. `truncated` is static:
+    without it no bounds are searched. `max_support` is K: truncation then keeps at most K tokens
+    and returns which (-1 fills up; all -1 means that every token was kept). `role` and `width`
+    split the vocabulary, see `inverse`.
     """
     greedy = params.temperature == 0.0
     # Greedy divides by 1: its log-probs are at temperature 1, and by 0 they would be NaN.
@@ -78,7 +86,8 @@ def sample_tokens(
         kept = (masses > least) | ((masses == least) & (jnp.arange(masses.shape[-1]) <= last))
         masses = jnp.where(kept | ~truncates[:, None], masses, 0.0)
     total = masses.sum(-1)
-    # Greedy by the logits: two that differ may have equal masses. Not argmax: XLA for CPU takes three times as long.
+    # Greedy by the logits: two that differ may have equal masses. Not argmax: XLA for CPU takes
+    # three times as long.
     most_likely = jnp.min(
         jnp.where(scaled == top, jnp.arange(scaled.shape[-1]), scaled.shape[-1] - 1), -1
     )
@@ -88,11 +97,12 @@ def sample_tokens(
 
 
 def sampling_logprobs(logits: jax.Array, params: SamplingArrays) -> jax.Array:
-    """Log-probs float32[N, V] of the distribution that `sample_tokens` samples from logits[N, V] and returns
-    the log-prob of: after temperature and truncation; greedy: at temperature 1, untruncated.
+    """Log-probs float32[N, V] of the distribution that `sample_tokens` samples from logits[N, V]
+    and returns the log-prob of: after temperature and truncation; greedy: at temperature 1,
+    untruncated.
 
-    Tokens that truncation leaves out have the value that they would have beside those that are kept: an
-    engine whose bounds differ in the last bit may keep one more."""
+    Tokens that truncation leaves out have the value that they would have beside those that are
+    kept: an engine whose bounds differ in the last bit may keep one more."""
     greedy = params.temperature == 0.0
     scaled = logits / jnp.where(greedy, 1.0, params.temperature)[:, None]
     masses = jnp.exp(scaled - scaled.max(-1, keepdims=True))
@@ -102,8 +112,8 @@ def sampling_logprobs(logits: jax.Array, params: SamplingArrays) -> jax.Array:
 
 
 def _most_likely(masses: jax.Array, count: int, role: Role | None) -> tuple[jax.Array, jax.Array]:
-    """The `count` largest of masses[N, V] and their tokens, of equals the first. Where a role splits V each part finds
-    its own, and these alone move."""
+    """The `count` largest of masses[N, V] and their tokens, of equals the first. Where a role
+    splits V each part finds its own, and these alone move."""
     if role is None or role.tensor == 1:
         return jax.lax.top_k(masses, count)
     each = masses.shape[-1] // role.tensor
@@ -125,11 +135,13 @@ def _most_likely(masses: jax.Array, count: int, role: Role | None) -> tuple[jax.
 def inverse(
     masses: jax.Array, uniforms: jax.Array, role: Role | None = None, width: int = BLOCK
 ) -> jax.Array:
-    """The token at which the running sum of masses[N, V] (not normalised) passes uniforms[N] x their total.
+    """The token at which the running sum of masses[N, V] (not normalised) passes uniforms[N] x
+    their total.
 
-    A token without mass is never returned: if rounding puts the target beyond the last sum, it is the last token that
-    has mass. V is in blocks of `width`. Where a role splits V no block lies across two devices: only the sums of blocks
-    and the one block that is searched move between them.
+    A token without mass is never returned: if rounding puts the target beyond the last sum, it is
+    the last token that has mass. V is in blocks of `width`. Where a role splits V no block lies
+    across two devices: only the sums of blocks and the one block that is searched move between
+    them.
     """
     n, size = masses.shape
     parts = 1 if role is None else role.tensor
@@ -153,8 +165,10 @@ def inverse(
 
 
 def _first_above(masses: jax.Array, sums: jax.Array, target: jax.Array) -> jax.Array:
-    """Index of the first entry with mass whose running sum is above the target, else of the last one with mass."""
-    # Masses are compared too: a parallel cumsum rounds each entry its own way and may step up where nothing is added.
+    """Index of the first entry with mass whose running sum is above the target, else of the last
+    one with mass."""
+    # Masses are compared too: a parallel cumsum rounds each entry its own way and may step up where
+    # nothing is added.
     index = jnp.arange(masses.shape[-1])
     last = jnp.max(jnp.where(masses > 0, index, 0), -1, keepdims=True)
     return jnp.min(jnp.where((masses > 0) & (sums > target[:, None]), index, last), -1)
@@ -163,8 +177,8 @@ def _first_above(masses: jax.Array, sums: jax.Array, target: jax.Array) -> jax.A
 def sampling_support(masses: jax.Array, params: SamplingArrays) -> jax.Array:
     """The tokens of masses[N, V], at most 1 each, that truncation keeps, bool[N, V].
 
-    First the top_k most likely; of those the smallest set with top_p of their mass; of those the ones at least min_p
-    times as likely as the most likely. Ties at a bound are all kept.
+    First the top_k most likely; of those the smallest set with top_p of their mass; of those the
+    ones at least min_p times as likely as the most likely. Ties at a bound are all kept.
     """
     drawn = (
         params.temperature > 0
@@ -174,7 +188,8 @@ def sampling_support(masses: jax.Array, params: SamplingArrays) -> jax.Array:
     def mass_from(bound: jax.Array) -> jax.Array:
         return jnp.where(masses >= bound[:, None], masses, 0.0).sum(-1)
 
-    # The order of transformers' samplers: top-k, then top-p (arXiv 1904.09751), then min-p (arXiv 2407.01082).
+    # The order of transformers' samplers: top-k, then top-p (arXiv 1904.09751), then min-p (arXiv
+    # 2407.01082).
     smallest = _largest(lambda bound: (masses >= bound[:, None]).sum(-1) >= params.top_k, by_count)
     total = mass_from(smallest)
     nucleus = _largest(
@@ -187,11 +202,13 @@ def sampling_support(masses: jax.Array, params: SamplingArrays) -> jax.Array:
 
 
 def _largest(holds: Callable[[jax.Array], jax.Array], wanted: jax.Array) -> jax.Array:
-    """The largest float32[N] below 2 for which `holds`, which also holds for all smaller ones; 0 where not `wanted`.
+    """The largest float32[N] below 2 for which `holds`, which also holds for all smaller ones; 0
+    where not `wanted`.
 
-    Bit by bit, as positive floats are ordered like their bits: 30 sums over a vocabulary in place of sorting it, and of
-    a split one only sums move. 64 rows of 152k take 0.24 seconds of a CPU core, sorted they took 2.3. Rounding is
-    monotone in what a sum leaves out, so that the search is exact.
+    Bit by bit, as positive floats are ordered like their bits: 30 sums over a vocabulary in place
+    of sorting it, and of a split one only sums move. 64 rows of 152k take 0.24 seconds of a CPU
+    core, sorted they took 2.3. Rounding is monotone in what a sum leaves out, so that the search is
+    exact.
     """
 
     def value(bits: jax.Array) -> jax.Array:

@@ -1,4 +1,5 @@
-"""Decides what runs next: which waiting prompts enter which free rows. It handles numbers, never arrays."""
+"""Decides what runs next: which waiting prompts enter which free rows. It handles numbers, never
+arrays."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from shoal.model.kv_cache import KEY_BLOCK
 from shoal.sampler.pages import PagePool
 
 PREFILL_TOKENS = 2**16
-"""Most tokens of one prefill, padding included, unless one prompt has more: they bound its memory."""
+"""Most tokens of one prefill, padding included, unless one prompt has more: they bound its
+memory."""
 
 
 class AdmittedPart(NamedTuple):
@@ -27,9 +29,9 @@ class AdmittedPart(NamedTuple):
 
 @dataclass(frozen=True)
 class Admission:
-    """One compiled step that fills rows: a prefill of prompts that fit `bucket` tokens, each with the first part of its
-    completions; or, with bucket 0, further parts of requests whose prompts are in other rows, or parts that were in
-    rows before and come `back`."""
+    """One compiled step that fills rows: a prefill of prompts that fit `bucket` tokens, each with
+    the first part of its completions; or, with bucket 0, further parts of requests whose prompts
+    are in other rows, or parts that were in rows before and come `back`."""
 
     bucket: int
     entries: tuple[AdmittedPart, ...]
@@ -38,8 +40,8 @@ class Admission:
 
 @dataclass
 class Entering:
-    """A request of which some parts have no row yet. Its prompt's keys stay in the row of its first part: if that is
-    done with, the next part enters there."""
+    """A request of which some parts have no row yet. Its prompt's keys stay in the row of its first
+    part: if that is done with, the next part enters there."""
 
     part: int  # the next
     parts: int
@@ -51,11 +53,12 @@ class Entering:
 class Scheduler:
     """First come, first served, a bucket of prompt lengths at a time.
 
-    Prompts enter together, `prefill_rows` at once, or fewer of a bucket whose prefill would exceed `prefill_tokens`;
-    as many of all buckets beyond `whole`, which share a program, as of the `longest` prompts. A prefill costs the same
-    however many of its rows are used, so the scheduler waits until it can fill one, unless nothing else is left to run.
-    A request that needs several rows takes further ones as soon as they are free, before another prompt enters. Each
-    replica has an equal part of the rows and of every batch, in order; a request is of one replica.
+    Prompts enter together, `prefill_rows` at once, or fewer of a bucket whose prefill would exceed
+    `prefill_tokens`; as many of all buckets beyond `whole`, which share a program, as of the
+    `longest` prompts. A prefill costs the same however many of its rows are used, so the scheduler
+    waits until it can fill one, unless nothing else is left to run. A request that needs several
+    rows takes further ones as soon as they are free, before another prompt enters. Each replica has
+    an equal part of the rows and of every batch, in order; a request is of one replica.
     """
 
     num_rows: int
@@ -72,7 +75,8 @@ class Scheduler:
     entering: dict[int, Entering] = field(
         default_factory=dict
     )  # by id, in the order of their prefills
-    # (id, part) that gave up their rows -> the pages that have to be spare before they come back, in this order
+    # (id, part) that gave up their rows -> the pages that have to be spare before they come back,
+    # in this order
     returning: dict[tuple[int, int], int] = field(default_factory=dict)
     running: dict[int, tuple[int, int]] = field(default_factory=dict)  # row -> (id, part)
     free: list[int] = field(default_factory=list)
@@ -99,7 +103,8 @@ class Scheduler:
         return bucket if bucket <= self.whole else self.longest
 
     def admit(self, busy: Collection[tuple[int, int]] = ()) -> Admission | None:
-        """The next step that fills rows, or None if decoding should continue. Parts that are `busy` cannot return."""
+        """The next step that fills rows, or None if decoding should continue. Parts that are `busy`
+        cannot return."""
         if (back := self._return(busy)) or (self.returning and self.free):
             return (
                 back  # where pages are lacking, what is new does not go before what was in already
@@ -148,11 +153,13 @@ class Scheduler:
     def _prefill(self) -> Admission | None:
         if not self.waiting:
             return None
-        # The first one's bucket, not the fullest: otherwise a rare length would wait to the end of the step.
+        # The first one's bucket, not the fullest: otherwise a rare length would wait to the end of
+        # the step.
         bucket = self.waiting[0][1]
         rows = self.batch_rows(bucket)
         room, wanted = self._room(rows), min(rows, len(self.waiting))
-        # A prompt can enter a row of its own replica alone: to wait until all are used would idle those that are ahead.
+        # A prompt can enter a row of its own replica alone: to wait until all are used would idle
+        # those that are ahead.
         enough = -(-wanted * (self.replicas + 1) // (2 * self.replicas))
         if not room or (len(room) < enough and self.running):
             return None
@@ -181,7 +188,8 @@ class Scheduler:
         return row // (self.num_rows // self.replicas)
 
     def positions(self, batch: int) -> Callable[[int], int | None]:
-        """A function that takes the next position of a row's replica in a batch of so many; None if none is left."""
+        """A function that takes the next position of a row's replica in a batch of so many; None if
+        none is left."""
         each = batch // self.replicas
         left = [
             iter(range(replica * each, (replica + 1) * each)) for replica in range(self.replicas)
@@ -189,7 +197,8 @@ class Scheduler:
         return lambda row: next(left[self.replica_of(row)], None)
 
     def _with_pages(self, batch: int) -> Callable[[int, int], int | None]:
-        """As `positions`, for a row that enters with so many pages; None, too, where its replica has fewer to spare."""
+        """As `positions`, for a row that enters with so many pages; None, too, where its replica
+        has fewer to spare."""
         take, spare = (
             self.positions(batch),
             [self.pool.spare(replica) if self.pool else 0 for replica in range(self.replicas)],
@@ -205,7 +214,8 @@ class Scheduler:
         return position
 
     def _room(self, batch: int, pages: int | None = None) -> list[tuple[int, int]]:
-        """The positions of a batch that can be used, each with the free row that it fills; by default of new rows."""
+        """The positions of a batch that can be used, each with the free row that it fills; by
+        default of new rows."""
         take, each = self._with_pages(batch), self.row_pages if pages is None else pages
         return [(position, row) for row in self.free if (position := take(row, each)) is not None]
 
@@ -247,7 +257,8 @@ class Scheduler:
 
 
 def prompt_bucket(size: int) -> int:
-    """The padded length of a prompt: the least KEY_BLOCK x 2^n that holds it, whatever the other prompts are."""
+    """The padded length of a prompt: the least KEY_BLOCK x 2^n that holds it, whatever the other
+    prompts are."""
     bucket = KEY_BLOCK
     while bucket < size:
         bucket *= 2

@@ -1,1 +1,2 @@
-"""An address that speaks the API of OpenAI, and vLLM's for tokens and weights, over anything that samples."""
+"""An address that speaks the API of OpenAI, and vLLM's for tokens and weights, over anything that
+samples."""

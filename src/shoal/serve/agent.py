@@ -1,6 +1,7 @@
 """An agent: a program, or a function, that plays a rollout by asking an address that is its own.
 
-    agent --HTTP, its key--> Api --> AgentSampler --ask--> the rollout's player, in the trainer's process
+    agent --HTTP, its key--> Api --> AgentSampler --ask--> the rollout's player, in the trainer's
+                                                           process
 
 To the player it is a rollout function. All of it lives in a session's process, and ends with that.
 """
@@ -107,13 +108,15 @@ class AgentSampler:
 
 
 class AgentProgram:
-    """A rollout function that starts an agent, a command or a function of (row, url, key), and waits for its end."""
+    """A rollout function that starts an agent, a command or a function of (row, url, key), and
+    waits for its end."""
 
     def __init__(
         self, agent: str | Callable[..., float | None], sampling: SamplingSection, model: str
     ) -> None:
         require_packages("serve", "starlette", "uvicorn")
-        import shoal.serve.app  # noqa: F401 - before sessions are forked, which would each import it
+        # before sessions are forked, which would each import it
+        import shoal.serve.app  # noqa: F401
 
         self.agent, self.sampling, self.model = agent, sampling, model
 
@@ -169,7 +172,8 @@ def _run(
         timer = threading.Timer(GRACE, os.killpg, (process.pid, signal.SIGKILL))
         timer.daemon, played.when_over = True, timer.start
         played.when_dropped = functools.partial(_kill, process)
-        # In a thread: one that reads its row late, or never, may print before, and ends when it likes.
+        # In a thread: one that reads its row late, or never, may print before, and ends when it
+        # likes.
         giver = threading.Thread(
             target=_give, args=(process.stdin, json.dumps(row, default=str)), daemon=True
         )

@@ -1,8 +1,10 @@
 """The routes of the address, what bounds a request, and who may ask.
 
-    request -> its site, its key -> the body, bounded -> a call -> the sampler -> a record, or events
+    request -> its site, its key -> the body, bounded -> a call -> the sampler
+            -> a record, or events
 
-An error is `{"error": {"message", "type", "param", "code"}}`. A client that goes away ends what is sampled for it.
+An error is `{"error": {"message", "type", "param", "code"}}`. A client that goes away ends what is
+sampled for it.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ from shoal.types import HostLost, ShoalError
 
 MAX_BODY, MAX_CALLS = 16 * 2**20, 1024
 SETTINGS_BYTES, CHARACTER_BYTES = 2**20, 6
-"""Of a body: what its settings may take beside the prompt, and a character of that, as `\\u00e9`."""
+"""Of a body: what its settings may take beside the prompt, and a character of that, as
+`\\u00e9`."""
 KINDS = {
     "/v1/chat/completions": "chat",
     "/v1/completions": "text",
@@ -46,8 +49,8 @@ WEIGHTS = (
 
 @dataclass(frozen=True)
 class Api:
-    """What the routes answer from. `key`: that requests must bring, empty for any; `weights`: what can replace them, a
-    `HostSampler`; `posts`: further routes, by path."""
+    """What the routes answer from. `key`: that requests must bring, empty for any; `weights`: what
+    can replace them, a `HostSampler`; `posts`: further routes, by path."""
 
     sampler: Sampler
     key: str = ""

@@ -1,4 +1,5 @@
-"""Reads requests by OpenAI's names of settings, and vLLM's: what is unknown or has no effect is refused by name."""
+"""Reads requests by OpenAI's names of settings, and vLLM's: what is unknown or has no effect is
+refused by name."""
 
 from __future__ import annotations
 
@@ -24,12 +25,13 @@ class Within(NamedTuple):
 
 
 TOKEN_CHARACTERS = 128
-"""Characters of a token, at most: a text with more of them in the mean fits no prompt, and is not encoded."""
+"""Characters of a token, at most: a text with more of them in the mean fits no prompt, and is not
+encoded."""
 MOST_DEPTH = 200
 """Of lists and objects inside one another in a body."""
 PIECE, BORDER, LIKELY_CHARACTERS = 1 << 14, 16, 8
-"""Characters that are counted at once of a text that has more than `LIKELY_CHARACTERS` a token; the tokens by which
-cutting it may change the count, at each border."""
+"""Characters that are counted at once of a text that has more than `LIKELY_CHARACTERS` a token; the
+tokens by which cutting it may change the count, at each border."""
 MOST = 128
 """Completions of a call, tools and stop strings."""
 MESSAGE = {
@@ -104,7 +106,8 @@ SHAPES = {
 class Call:
     """What one request asks for.
 
-    >>> Call("chat", [{"role": "user", "content": "2 + 3 = ?"}], SamplingParams(max_tokens=64), num_completions=8)
+    >>> messages = [{"role": "user", "content": "2 + 3 = ?"}]
+    >>> Call("chat", messages, SamplingParams(max_tokens=64), num_completions=8)
     """
 
     kind: str
@@ -127,7 +130,8 @@ class Sampled(NamedTuple):
 
 
 class Sampler(Protocol):
-    """What answers calls: engines that only sample, or a rollout of a run. `max_tokens`: that a call may ask for."""
+    """What answers calls: engines that only sample, or a rollout of a run. `max_tokens`: that a
+    call may ask for."""
 
     name: str
     params: SamplingParams
@@ -137,7 +141,8 @@ class Sampler(Protocol):
     eos_ids: tuple[int, ...]
 
     async def sample(self, call: Call) -> Sampled:
-        """All completions; sampling ends if this is cancelled. ShoalError for what cannot be sampled."""
+        """All completions; sampling ends if this is cancelled. ShoalError for what cannot be
+        sampled."""
         ...
 
     def check(self) -> None:
@@ -147,7 +152,8 @@ class Sampler(Protocol):
 def described(
     one: Completion, tools: Sequence[Any], tokenizer: Tokenizer, named: bool, start: int = 0
 ) -> dict[str, Any]:
-    """What an answer says of a completion's tokens from `start` on, in plain data; `named`: the text of each."""
+    """What an answer says of a completion's tokens from `start` on, in plain data; `named`: the
+    text of each."""
     ids = one.token_ids[start:].tolist()
     message: dict[str, Any] = {"role": "assistant", "content": tokenizer.decode(ids)}
     return {
@@ -165,13 +171,14 @@ def described(
 
 @lru_cache(64)
 def turn_format(tokenizer: Tokenizer, tools: str) -> TurnFormat:
-    """How turns with these tools, as JSON, look. ShoalError for a chat template without a place for them."""
+    """How turns with these tools, as JSON, look. ShoalError for a chat template without a place for
+    them."""
     return TurnFormat(tokenizer, json.loads(tools))
 
 
 def encode(prompt: Any, tools: Sequence[Any], tokenizer: Tokenizer, most: int) -> np.ndarray:
-    """The token ids of a prompt, int32[T]. ShoalError for none, and for more than `most`: of a text that is much
-    longer, no more is encoded than shows it."""
+    """The token ids of a prompt, int32[T]. ShoalError for none, and for more than `most`: of a text
+    that is much longer, no more is encoded than shows it."""
     if fits(prompt, [int]):
         ids = np.array(prompt, np.int32)
     else:
@@ -189,7 +196,8 @@ def encode(prompt: Any, tools: Sequence[Any], tokenizer: Tokenizer, most: int) -
 
 
 def check_size(prompt: Any, tools: Sequence[Any], most: int, key: str) -> None:
-    """ShoalError for a prompt with its tools that has more characters than `most` tokens can have."""
+    """ShoalError for a prompt with its tools that has more characters than `most` tokens can
+    have."""
     size = len(json.dumps([prompt, *tools], ensure_ascii=False))
     require(
         size <= TOKEN_CHARACTERS * most,
@@ -200,8 +208,8 @@ def check_size(prompt: Any, tools: Sequence[Any], most: int, key: str) -> None:
 
 
 def _check_count(prompt: Any, tokenizer: Tokenizer, most: int) -> None:
-    """ShoalError as soon as the pieces of a long prompt have more than `most` tokens: encoding takes some seconds and a
-    gigabyte for each 4 million characters."""
+    """ShoalError as soon as the pieces of a long prompt have more than `most` tokens: encoding
+    takes some seconds and a gigabyte for each 4 million characters."""
     texts = (
         [prompt]
         if isinstance(prompt, str)
@@ -222,7 +230,8 @@ def _check_count(prompt: Any, tokenizer: Tokenizer, most: int) -> None:
 
 
 def parse(body: bytes) -> dict[str, Any]:
-    """The JSON object of a body; half of a surrogate pair, which no tokenizer takes, becomes `?`."""
+    """The JSON object of a body; half of a surrogate pair, which no tokenizer takes, becomes
+    `?`."""
     try:
         plain = json.dumps(json.loads(body), ensure_ascii=False, allow_nan=False)
     except (ValueError, RecursionError) as error:
@@ -234,8 +243,8 @@ def parse(body: bytes) -> dict[str, Any]:
 
 
 def _check_depth(body: dict[str, Any]) -> None:
-    """ShoalError for lists and objects too deep inside one another: writing them again takes more of Python's stack
-    than reading."""
+    """ShoalError for lists and objects too deep inside one another: writing them again takes more
+    of Python's stack than reading."""
     level: list[Any] = [body]
     for _ in range(MOST_DEPTH):
         below: list[Any] = []
@@ -314,7 +323,8 @@ def read_call(kind: str, body: dict[str, Any], sampler: Sampler) -> Call:
 
 
 def _message(given: dict[str, Any]) -> dict[str, Any]:
-    """A message as chat templates read it: its text in one piece, the arguments of calls as objects."""
+    """A message as chat templates read it: its text in one piece, the arguments of calls as
+    objects."""
     message = {name: value for name, value in given.items() if value is not None}
     content = message.get("content", "")
     message["content"] = (
@@ -330,8 +340,8 @@ def _message(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def fits(value: Any, shape: Any) -> bool:
-    """Whether JSON has a shape: a type, a number `Within`, (values or shapes to choose from), [of all items],
-    {of names, some with a ?; * for all}."""
+    """Whether JSON has a shape: a type, a number `Within`, (values or shapes to choose from), [of
+    all items], {of names, some with a ?; * for all}."""
     if isinstance(shape, Within):
         return type(value) in (int, type(shape.low)) and shape.low <= value <= shape.high
     if isinstance(shape, tuple):
@@ -359,7 +369,10 @@ def fits(value: Any, shape: Any) -> bool:
 def expected(shape: Any) -> str:
     """A setting's shape in words."""
     if isinstance(shape, Within):
-        return f"{'an integer' if isinstance(shape.low, int) else 'a number'} from {exact(shape.low)} to {shape.high}"
+        return (
+            f"{'an integer' if isinstance(shape.low, int) else 'a number'} from {exact(shape.low)} "
+            f"to {shape.high}"
+        )
     values = (
         [json.dumps(one) for one in shape if isinstance(one, str | int)]
         if isinstance(shape, tuple)

@@ -24,7 +24,8 @@ def host_name(host: str) -> str:
 def foreign(headers: Mapping[str, str], has_token: bool) -> str:
     """Why a request comes from elsewhere; empty if it does not.
 
-    A page of another site that had its name resolve to 127.0.0.1 sends its own Host, and any page its Origin."""
+    A page of another site that had its name resolve to 127.0.0.1 sends its own Host, and any page
+    its Origin."""
     host, origin = headers.get("host", ""), headers.get("origin")
     if not has_token and host_name(host) not in LOOPBACK:
         return "this is served to 127.0.0.1 and localhost; for another host start it with token="
@@ -50,7 +51,8 @@ def check_host(host: str, token: str, what: str, port: int) -> None:
     """ShoalError for an address of other machines without a token; `what` they could do."""
     if host not in LOOPBACK and not token:
         raise ShoalError(
-            f"host={host}: whoever reaches this address could {what}; set token=auto, or leave host= out "
+            f"host={host}: whoever reaches this address could {what}; set token=auto, or leave "
+            f"host= out "
             f"and forward the port: ssh -L {port}:127.0.0.1:{port} HOST",
             "token",
         )
@@ -65,7 +67,8 @@ def base_url(host: str, listening: socket.socket) -> str:
 
 
 def listen(host: str, port: int, first: int = 8700) -> socket.socket:
-    """A socket at a port; with port 0 at `first`, or the next free one. ShoalError if it is in use."""
+    """A socket at a port; with port 0 at `first`, or the next free one. ShoalError if it is in
+    use."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     fault: OSError | None = None
     for number in [port] if port else [*range(first, first + 20), 0]:
@@ -79,7 +82,8 @@ def listen(host: str, port: int, first: int = 8700) -> socket.socket:
             found.close()
             fault = error
     raise ShoalError(
-        f"port={port}: cannot listen on {host}:{port} ({fault.strerror if fault else ''}): choose another "
+        f"port={port}: cannot listen on {host}:{port} ({fault.strerror if fault else ''}): choose "
+        f"another "
         "port, or leave port= out for a free one",
         "port",
     )

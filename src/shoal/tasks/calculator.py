@@ -1,4 +1,5 @@
-"""Sums and products that a small model cannot compute, and a tool that can: `calculate`; made here, endlessly.
+"""Sums and products that a small model cannot compute, and a tool that can: `calculate`; made here,
+endlessly.
 
 Held-out problems share their expression with none that is trained on.
 """

@@ -1,8 +1,9 @@
-"""Code that must pass unit tests, from local files of MBPP's form (Austin et al. 2021, arXiv:2108.07732) or HumanEval's
-(Chen et al. 2021, arXiv:2107.03374).
+"""Code that must pass unit tests, from local files of MBPP's form (Austin et al. 2021,
+arXiv:2108.07732) or HumanEval's (Chen et al. 2021, arXiv:2107.03374).
 
-A row of MBPP has `text` or `prompt`, `code` and `test_list`; one of HumanEval `prompt`, `canonical_solution`, `test`
-and `entry_point`. A model's code runs in bubblewrap alone (`graders/sandbox.py`).
+A row of MBPP has `text` or `prompt`, `code` and `test_list`; one of HumanEval `prompt`,
+`canonical_solution`, `test` and `entry_point`. A model's code runs in bubblewrap alone
+(`graders/sandbox.py`).
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from shoal.text import count
 from shoal.types import Example, RewardFunction, ShoalError
 
 SYSTEM_PROMPT = (
-    "Solve the task in Python, with its standard library alone. Write the whole code in one block that "
+    "Solve the task in Python, with its standard library alone. Write the whole code in one block "
+    "that "
     "begins with ```python and ends with ```."
 )
 _BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
@@ -47,14 +49,16 @@ def load(task: TaskSection) -> Task:
 
 
 def _note_undefined(splits: Splits) -> None:
-    """Notes tests that use what nobody defines: they fail every completion that does not guess it."""
+    """Notes tests that use what nobody defines: they fail every completion that does not guess
+    it."""
     rows = [*splits.train, *(() if splits.shared else splits.held_out)]
     found = [(example.place, undefined_names(case_of("", example.columns))) for example in rows]
     found = [(place, names) for place, names in found if names]
     if found:
         place, names = found[0]
         splits.notes.append(
-            f"code: the tests of {count(len(found), 'row')} use names that neither the tests, their "
+            f"code: the tests of {count(len(found), 'row')} use names that neither the tests, "
+            f"their "
             f"setup nor the solution define ({', '.join(names)} in {place}): define them in "
             "`test_setup_code`, or leave these rows out"
         )
@@ -72,7 +76,8 @@ def _example(number: int, place: str, row: Mapping[str, Any]) -> Example:
         )
     if not (isinstance(text, str) and are_tests):
         raise ShoalError(
-            f"task code: {place} has neither `text` (or `prompt`) and `test_list`, as MBPP, nor `prompt`, "
+            f"task code: {place} has neither `text` (or `prompt`) and `test_list`, as MBPP, nor "
+            f"`prompt`, "
             f"`test` and `entry_point`, as HumanEval; its columns: {', '.join(row) or 'none'} "
             "(task.columns=[test_list=OTHER] renames one)"
         )
@@ -106,8 +111,8 @@ def _texts(value: Any) -> list[str]:
 
 
 def case_of(text: str, columns: Mapping[str, Any]) -> dict[str, Any]:
-    """What the sandbox runs for a completion: its last block of code, or all of it where it has none. A function that
-    HumanEval begins is redefined, or continued."""
+    """What the sandbox runs for a completion: its last block of code, or all of it where it has
+    none. A function that HumanEval begins is redefined, or continued."""
     text = solution_of(text)
     code = (_BLOCK.findall(text) or [text])[-1]
     return {
@@ -129,7 +134,8 @@ async def passed(
     log_metric: Any = None,
     **kwargs: Any,
 ) -> list[float]:
-    """1.0 where all tests pass, else 0.0. Logged: the share of each outcome, and each completion's."""
+    """1.0 where all tests pass, else 0.0. Logged: the share of each outcome, and each
+    completion's."""
     solutions = solution or [""] * len(completions)
     found = await run_all(
         [

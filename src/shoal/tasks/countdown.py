@@ -1,7 +1,9 @@
-"""Countdown: numbers, and a target to reach with + - * / and brackets, each number used once; made here, endlessly.
+"""Countdown: numbers, and a target to reach with + - * / and brackets, each number used once; made
+here, endlessly.
 
-A row is a problem, the same on every machine; what it asks can always be reached. Held-out problems share their numbers
-and target with none that is trained on. A small parser reads the answers (`graders/arithmetic.py`).
+A row is a problem, the same on every machine; what it asks can always be reached. Held-out problems
+share their numbers and target with none that is trained on. A small parser reads the answers
+(`graders/arithmetic.py`).
 """
 
 from __future__ import annotations
@@ -18,8 +20,10 @@ from shoal.tasks.task import Task
 from shoal.types import Example
 
 SYSTEM_PROMPT = (
-    "Reach the target with the given numbers and + - * / and brackets; use every number exactly once. Think between "
-    "<reasoning> and </reasoning>, then write only the expression, without an equals sign, between <answer> and "
+    "Reach the target with the given numbers and + - * / and brackets; use every number exactly "
+    "once. Think between "
+    "<reasoning> and </reasoning>, then write only the expression, without an equals sign, between "
+    "<answer> and "
     "</answer>."
 )
 
@@ -50,7 +54,8 @@ class Puzzle:
 
 
 def _draw(rng: Random, task: TaskSection) -> Puzzle:
-    """Numbers from 1 to `task.max_value`, joined two by two until one is left; no value on the way is larger."""
+    """Numbers from 1 to `task.max_value`, joined two by two until one is left; no value on the way
+    is larger."""
     numbers = tuple(pick(rng, range(1, task.max_value + 1)) for _ in range(task.num_numbers))
     parts = [(number, str(number)) for number in numbers]
     while len(parts) > 1:
@@ -82,7 +87,8 @@ PROBLEMS = Problems(
 
 
 def load(task: TaskSection) -> Task:
-    """The task at the dials `task.num_numbers` and `task.max_value`; `task.num_eval_questions` 0 holds out 500."""
+    """The task at the dials `task.num_numbers` and `task.max_value`; `task.num_eval_questions` 0
+    holds out 500."""
     empty = Task(
         name="countdown",
         rewards=(

@@ -1,8 +1,9 @@
-"""The task of a user's data (`task=custom`): rows from files or the hub at `task.path`, scored by the user's reward
-functions.
+"""The task of a user's data (`task=custom`): rows from files or the hub at `task.path`, scored by
+the user's reward functions.
 
-A row's prompt is its column `prompt` (text, or messages), what `task.template` makes of its columns, or its `messages`
-without a final answer. All other columns go to the reward functions, as in TRL and verl.
+A row's prompt is its column `prompt` (text, or messages), what `task.template` makes of its
+columns, or its `messages` without a final answer. All other columns go to the reward functions, as
+in TRL and verl.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ _UNLIKELY = ("solution", "answer", "target", "response", "completion", "label", 
 def load(task: TaskSection) -> Task:
     """Loads the task of the rows at `task.path`; it comes without rewards.
 
-    Raises `ShoalError`, with file and line, for a row that cannot be used: none is left out, but for training prompts
-    that are held out too.
+    Raises `ShoalError`, with file and line, for a row that cannot be used: none is left out, but
+    for training prompts that are held out too.
     """
     maker, parts = (
         ExampleMaker(),
@@ -76,7 +77,8 @@ def _no_prompt(row: Mapping[str, Any], place: str) -> ShoalError:
     advice = (
         f"Take the messages of {likely}"
         if isinstance(row.get(likely), list)
-        else f"Make a message of one, task.template='{{{likely}}}', or take text as it is, past the model's chat template"
+        else f"Make a message of one, task.template='{{{likely}}}', or take text as it is, past "
+        f"the model's chat template"
     )
     return ShoalError(
         f"task {NAME}: {place} has no column `prompt`; its columns: {', '.join(row) or 'none'}. "
@@ -106,7 +108,8 @@ def template_text(template: str, key: str = "task.template") -> str:
 
 
 def parse_template(text: str, key: str = "task.template") -> tuple[list[str], list[str]]:
-    """Text and names of columns in turn: pieces[0], names[0], pieces[1], ...; doubled braces are braces.
+    """Text and names of columns in turn: pieces[0], names[0], pieces[1], ...; doubled braces are
+    braces.
 
     >>> parse_template("{a} in {{}}: {b}!")
     (['', ' in {}: ', '!'], ['a', 'b'])
@@ -140,7 +143,8 @@ def fill(
     place: str,
     key: str = "task.template",
 ) -> str:
-    """The text with the row's values: text as it is, whatever braces it holds, other values as JSON."""
+    """The text with the row's values: text as it is, whatever braces it holds, other values as
+    JSON."""
     values = []
     for name in names:
         if row.get(name) is None:

@@ -1,7 +1,7 @@
 """Reading a task's rows, from files, folders or the hub, into training rows and held-out rows.
 
-The rules are the same for rows from Python (`rows.py`): without rows to evaluate on the last ones are held out, and no
-row that is held out is trained on, unless that was asked for.
+The rules are the same for rows from Python (`rows.py`): without rows to evaluate on the last ones
+are held out, and no row that is held out is trained on, unless that was asked for.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ Make: TypeAlias = "Callable[[int, str, dict[str, Any]], Any]"
 
 
 def evaluating() -> AbstractContextManager[None]:
-    """Within, nothing is trained on: data of one split is evaluated on whole, and there are no training rows."""
+    """Within, nothing is trained on: data of one split is evaluated on whole, and there are no
+    training rows."""
     return within(_EVALUATING)
 
 
@@ -55,21 +56,23 @@ class Splits:
     shared: bool = False  # the rows held out are those that are trained on, on purpose
 
     def divide(self, source: str, num_questions: int, spread: bool = False) -> None:
-        """Holds out a tenth of data without another split: its last rows, at most `num_questions` (0: no limit), or
-        every tenth one; all of them where nothing is trained."""
+        """Holds out a tenth of data without another split: its last rows, at most `num_questions`
+        (0: no limit), or every tenth one; all of them where nothing is trained."""
         rows, total, files = self.train, len(self.train), self.data.train_files
         begin = f"{self.task}: {source} has no other split to evaluate on; "
         self.one_split = True
         if is_evaluating():
             self.train, self.held_out, self.data = [], rows, DataReport({}, files)
             self.notes.append(
-                f"{begin}{asked_rows(total, num_questions)} are evaluated on, those too that a run on "
+                f"{begin}{asked_rows(total, num_questions)} are evaluated on, those too that a run "
+                f"on "
                 "this data learned from"
             )
             return
         if total < 2:
             raise ShoalError(
-                f"task {self.task}: {source} has 1 row and no other split to evaluate on: add rows, or "
+                f"task {self.task}: {source} has 1 row and no other split to evaluate on: add "
+                f"rows, or "
                 f"evaluate on the row that is trained on, {self.on_purpose}"
             )
         if spread:
@@ -103,8 +106,8 @@ class Splits:
         )
 
     def keep(self, test: Callable[[Any], bool], expected: str, reason: str) -> None:
-        """Drops the rows that fail a test; ShoalError where no other is left. `expected`: what a row must have;
-        `reason`: what the dropped ones have."""
+        """Drops the rows that fail a test; ShoalError where no other is left. `expected`: what a
+        row must have; `reason`: what the dropped ones have."""
         train, held_out = list(filter(test, self.train)), list(filter(test, self.held_out))
         for kind, rows, kept in (
             ("training", self.train, train),
@@ -116,7 +119,8 @@ class Splits:
                 )
         if len(held_out) < len(self.held_out):
             self.notes.append(
-                f"{self.task}: {len(self.held_out) - len(held_out)} of {len(self.held_out)} held-out "
+                f"{self.task}: {len(self.held_out) - len(held_out)} of {len(self.held_out)} "
+                f"held-out "
                 f"rows were dropped: {reason}"
             )
         self._drop(train, reason)
@@ -130,7 +134,8 @@ class Splits:
         kept = [one for one in self.train if key(one) not in known]
         if self.train and not kept and not is_evaluating():
             raise ShoalError(
-                f"task {self.task}: every training {noun} is held out too: give other data, or evaluate "
+                f"task {self.task}: every training {noun} is held out too: give other data, or "
+                f"evaluate "
                 f"on the rows that are trained on, {self.on_purpose}"
             )
         self._drop(kept, f"{noun} held out too")
@@ -156,10 +161,11 @@ def asked_rows(total: int, num_questions: int) -> str:
 def read_splits(
     task: TaskSection, published: Published, make: Make, spread: bool = False
 ) -> Splits:
-    """What `make` keeps of the rows, with columns renamed as `task.columns` says; `spread` as in `Splits.divide`.
+    """What `make` keeps of the rows, with columns renamed as `task.columns` says; `spread` as in
+    `Splits.divide`.
 
-    A file alone is the training split, unless its folder has a file of the other split. Raises `ShoalError` for data
-    that is missing, empty or unreadable.
+    A file alone is the training split, unless its folder has a file of the other split. Raises
+    `ShoalError` for data that is missing, empty or unreadable.
     """
     train, held_out, notes = _find_files(task, published)
     renames = renames_of(task.columns)
@@ -184,13 +190,15 @@ def _find_files(
     name = published.task
     if task.template:
         raise ShoalError(
-            f"task.template has no effect on the task {name}, which makes its own prompts: leave it out, "
+            f"task.template has no effect on the task {name}, which makes its own prompts: leave "
+            f"it out, "
             "or choose task=custom"
         )
     for key in ("split", "eval_split"):
         if not getattr(task, key).strip():
             raise ShoalError(
-                f"task.{key}= is empty: expected the name of a split, such as {getattr(TaskSection, key)}"
+                f"task.{key}= is empty: expected the name of a split, such as "
+                f"{getattr(TaskSection, key)}"
             )
     path = find_input(task.path, "task.path", weights=True, groups=True)
     if task.path and path.is_file():
@@ -213,8 +221,8 @@ def _find_files(
 
 
 def _siblings(path: Path, task: TaskSection) -> tuple[list[Path], list[Path]]:
-    """The files of training and of evaluation where one file is given: if it is named after a split, it is that split,
-    and a file in its folder with the other's name is the other one."""
+    """The files of training and of evaluation where one file is given: if it is named after a
+    split, it is that split, and a file in its folder with the other's name is the other one."""
     for mine, other in ((task.split, task.eval_split), (task.eval_split, task.split)):
         before, found, after = path.name.rpartition(mine)
         sibling = path.with_name(f"{before}{other}{after}")
@@ -231,7 +239,8 @@ def _siblings(path: Path, task: TaskSection) -> tuple[list[Path], list[Path]]:
 def _read(
     files: Sequence[Path], renames: Mapping[str, str], published: Published, make: Make
 ) -> tuple[list[Any], dict[str, int]]:
-    """What `make` keeps of all rows of the files, renamed and checked to hold the columns; the rows of each file."""
+    """What `make` keeps of all rows of the files, renamed and checked to hold the columns; the rows
+    of each file."""
     rows: list[Any] = []
     counts: dict[str, int] = {}
     names = [file.name for file in files]
@@ -242,7 +251,8 @@ def _read(
         counts[file.name if names.count(file.name) == 1 else str(file)] = len(rows) - before
     if not rows:
         raise ShoalError(
-            f"task {published.task}: {files[0]} is empty; rows with {_columns(published)} are needed"
+            f"task {published.task}: {files[0]} is empty; rows with {_columns(published)} are "
+            f"needed"
         )
     return rows, counts
 
@@ -265,7 +275,8 @@ def _checked(
         if column not in row:
             raise ShoalError(
                 f"task {published.task}: {place} has no column {column!r}; its columns: "
-                f"{', '.join(map(str, row)) or 'none'} (task.columns=[{column}=OTHER] takes another)",
+                f"{', '.join(map(str, row)) or 'none'} (task.columns=[{column}=OTHER] takes "
+                f"another)",
                 "task.columns",
             )
         value = row[column]
@@ -278,7 +289,8 @@ def _checked(
             row[column] = str(int(value) if value == int(value) else value)  # `18` for 18.0
         elif column in published.texts and not isinstance(value, str):
             raise ShoalError(
-                f"task {published.task}: {place}: {column!r} is a {type(value).__name__}; text is needed"
+                f"task {published.task}: {place}: {column!r} is a {type(value).__name__}; text is "
+                f"needed"
             )
     return row
 
@@ -310,7 +322,8 @@ def _renamed(row: Mapping[str, Any], place: str, renames: Mapping[str, str]) -> 
             )
         if wanted in row and wanted not in renames:
             raise ShoalError(
-                f"task.columns: {wanted}={theirs}: {place} has a column {wanted!r} too; rename that as "
+                f"task.columns: {wanted}={theirs}: {place} has a column {wanted!r} too; rename "
+                f"that as "
                 f"well, OTHER={wanted}"
             )
     return {renames.get(column, column): value for column, value in row.items()}

@@ -1,8 +1,8 @@
 """The files of a data set's splits, in a folder or on the hub, and their rows.
 
-A folder has its splits where its README declares them under `configs`, else in files named after them: `train.jsonl`,
-`train-00000-of-00002.parquet`, either of them under `data/` or a subset's name. Data sets of the hub are folders too,
-once fetched.
+A folder has its splits where its README declares them under `configs`, else in files named after
+them: `train.jsonl`, `train-00000-of-00002.parquet`, either of them under `data/` or a subset's
+name. Data sets of the hub are folders too, once fetched.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ def read_file(file: Path, prefix: str = "") -> PlacedRows:
     name = f"{prefix}{file}"
     if file.suffix not in SUFFIXES:
         raise ShoalError(
-            f"{name} is of a kind that is not read: unpack or convert it; expected {', '.join(SUFFIXES)}"
+            f"{name} is of a kind that is not read: unpack or convert it; expected "
+            f"{', '.join(SUFFIXES)}"
         )
     read = {".csv": _read_table, ".parquet": _read_parquet}.get(file.suffix, _read_json)
     try:
@@ -81,12 +82,14 @@ def _parse_json(data: bytes, fault: str) -> Any:
         return found
     except UnicodeDecodeError as error:
         raise ShoalError(
-            f"{fault}: it is no text in UTF-8 ({error.reason} at byte {error.start}); save the file as "
+            f"{fault}: it is no text in UTF-8 ({error.reason} at byte {error.start}); save the "
+            f"file as "
             "UTF-8"
         ) from error
     except UnicodeEncodeError as error:
         raise ShoalError(
-            f"{fault}: it holds {half_character(error.object)}, half of a character that JSON writes as "
+            f"{fault}: it holds {half_character(error.object)}, half of a character that JSON "
+            f"writes as "
             "two; write both halves, or leave it out"
         ) from error
     except (ValueError, RecursionError) as error:
@@ -96,7 +99,8 @@ def _parse_json(data: bytes, fault: str) -> Any:
 
 
 def half_character(text: str) -> str:
-    """The first half of a surrogate pair alone, which no tokenizer and no file takes, as `\\ud83d`; empty without."""
+    """The first half of a surrogate pair alone, which no tokenizer and no file takes, as `\\ud83d`;
+    empty without."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -114,7 +118,8 @@ def _read_table(file: Path, name: str) -> PlacedRows:
             for sign, plural in _OTHER_DELIMITERS.items():
                 if len(header) == 1 and sign in header[0]:
                     raise ShoalError(
-                        f"{name}: its header, {header[0][:80]!r}, has {plural} between its columns; "
+                        f"{name}: its header, {header[0][:80]!r}, has {plural} between its "
+                        f"columns; "
                         "expected commas: save the table with commas"
                     )
             if len(set(header)) < len(header):
@@ -157,7 +162,10 @@ def _read_parquet(file: Path, name: str) -> PlacedRows:
 class Published:
     """Where a task's rows come from, and what they must hold.
 
-    >>> Published("gsm8k", "openai/gsm8k", ("question", "answer"), ("gsm8k_{split}", "{split}"), subset="main")
+    >>> Published(
+    ...     "gsm8k", "openai/gsm8k", ("question", "answer"), ("gsm8k_{split}", "{split}"),
+    ...     subset="main",
+    ... )
     """
 
     task: str
@@ -173,7 +181,8 @@ class Published:
 
 @dataclass(frozen=True)
 class Subset:
-    """What a README declares of a subset: the folder it lies in and, where it says so, the files of each split."""
+    """What a README declares of a subset: the folder it lies in and, where it says so, the files of
+    each split."""
 
     folder: str = ""
     splits: Mapping[str, Sequence[str]] = field(default_factory=dict)
@@ -204,7 +213,8 @@ class DataFolder:
                 {file.parent.name for file in data_files(self.path) if file.parent != self.path}
             )
             raise ShoalError(
-                f"task {name}: {self.path} holds no {wanted} or parquet file of the split {task.split!r}"
+                f"task {name}: {self.path} holds no {wanted} or parquet file of the split "
+                f"{task.split!r}"
                 f"{f' in the subset {task.subset!r}' if task.subset else ''}; it holds "
                 f"{_listed(data_files(self.path))} (task.files names others)"
                 f"{f'; task.subset is one of {_some(subsets)}' if subsets else ''}"
@@ -213,7 +223,8 @@ class DataFolder:
         others = [split for split in _HELD_OUT if set(files_of(split)) - set(train)]
         if others and not held_out and task.eval_split != task.split:
             notes.append(
-                f"{name}: there is no split {task.eval_split} to evaluate on, but {' and '.join(others)}: "
+                f"{name}: there is no split {task.eval_split} to evaluate on, but "
+                f"{' and '.join(others)}: "
                 f"task.eval_split={others[0]} takes it"
             )
         return train, held_out, notes
@@ -237,8 +248,8 @@ class DataFolder:
         return next(filter(None, matches), [])
 
     def _subset_in_split(self, task: TaskSection) -> tuple[TaskSection, list[str]]:
-        """The task as it is, or with the subset that its `split` really names and the split that its `files` name: so
-        MaxText's `hf_data_split=main hf_data_files=train` has it."""
+        """The task as it is, or with the subset that its `split` really names and the split that
+        its `files` name: so MaxText's `hf_data_split=main hf_data_files=train` has it."""
         named = len(task.files) == 1 and re.fullmatch(r"[\w-]+", task.files[0])
         split = task.files[0] if named else _TRAIN
         if self.declared:
@@ -251,7 +262,8 @@ class DataFolder:
         if task.subset or split == task.split or not names_subset:
             return task, []
         note = (
-            f"{self.published.task}: task.split={task.split} names a subset of the data set, so it is the subset, "
+            f"{self.published.task}: task.split={task.split} names a subset of the data set, so it "
+            f"is the subset, "
             f"and the split is {split}"
         )
         return replace(task, subset=task.split, split=split, files=() if named else task.files), [
@@ -264,8 +276,8 @@ def named_files(
     folder: Path | None = None,
     files_of: Callable[[str], list[Path]] = lambda split: [],
 ) -> list[Path]:
-    """The files that `task.files` names, by pattern (without a folder: from the current one; also in a bucket) or by
-    split."""
+    """The files that `task.files` names, by pattern (without a folder: from the current one; also
+    in a bucket) or by split."""
     found: dict[Path, None] = {}
     for name in names:
         if is_bucket(name):
@@ -283,7 +295,8 @@ def named_files(
                 f"task.files: there is no file {name!r} in {folder}, nor is it a split; it holds "
                 f"{_listed(data_files(folder))}"
                 if folder
-                else f"task.files: there is no file {name!r}; without task.path, patterns count from here"
+                else f"task.files: there is no file {name!r}; without task.path, patterns count "
+                f"from here"
             )
         found |= dict.fromkeys(files)
     return list(found)
@@ -332,8 +345,8 @@ def _some(names: Sequence[str], limit: int = 12) -> str:
 
 
 def open_folder(path: Path, published: Published) -> DataFolder:
-    """A folder with the subsets that the `configs` in the YAML at the head of its README declare. What cannot be
-    followed there is left out."""
+    """A folder with the subsets that the `configs` in the YAML at the head of its README declare.
+    What cannot be followed there is left out."""
     from huggingface_hub import metadata_load
     from yaml import YAMLError
 
@@ -389,20 +402,22 @@ def _is_inside(path: str) -> bool:
 
 
 def is_hub_id(path: str) -> bool:
-    """True for what may name a data set of the hub, where there is no file or folder of that name."""
+    """True for what may name a data set of the hub, where there is no file or folder of that
+    name."""
     return re.fullmatch(r"[\w.-]+/[\w.-]+", path) is not None and not path.endswith(SUFFIXES)
 
 
 def fetch_folder(task: TaskSection, published: Published) -> DataFolder:
-    """The hub's files of the wanted splits, as a folder in its cache: those that its README declares, else all of the
-    subset."""
+    """The hub's files of the wanted splits, as a folder in its cache: those that its README
+    declares, else all of the subset."""
     path = task.path
     if path and not is_hub_id(path):
         at = f" at {Path(path).expanduser()}" if path.startswith("~") else ""
         raise ShoalError(f"task.path={path!r}: there is no such file or folder{at}")
     if not (path or published.hub_id):
         raise ShoalError(
-            f"task {published.task} needs task.path: a jsonl or parquet file, a folder of them, or a hub "
+            f"task {published.task} needs task.path: a jsonl or parquet file, a folder of them, or "
+            f"a hub "
             "id"
         )
     declared = open_folder(_download(path, published, ["README.md"]), published).declared
@@ -443,6 +458,7 @@ def _download(path: str, published: Published, patterns: list[str], **options: A
         )
         cause = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ShoalError(
-            f"{what} the data set {name} could not be fetched ({cause}); give a local jsonl file or "
+            f"{what} the data set {name} could not be fetched ({cause}); give a local jsonl file "
+            f"or "
             f"folder: task.path=FOLDER"
         ) from error

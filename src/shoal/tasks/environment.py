@@ -9,8 +9,8 @@ from shoal.types import Example
 
 
 def load(task: TaskSection) -> Task:
-    """The task; prompts are empty before `reset(row, **columns)` returns the user's words. No two rows have one number,
-    and those that are held out begin at a million."""
+    """The task; prompts are empty before `reset(row, **columns)` returns the user's words. No two
+    rows have one number, and those that are held out begin at a million."""
     refuse_path(task, "environment")
     held_out = [
         _example(row, NUM_TRAIN + row) for row in range(task.num_eval_questions or NUM_HELD_OUT)

@@ -1,4 +1,5 @@
-"""Generated problems: rows without end, the same on every machine, and held-out ones that training never has."""
+"""Generated problems: rows without end, the same on every machine, and held-out ones that training
+never has."""
 
 from __future__ import annotations
 
@@ -43,8 +44,9 @@ class MadeRows(Sequence[Example]):
 
 @dataclass(frozen=True)
 class Problems(Generic[Problem]):
-    """The problems of a task: of training rows, and held-out ones, which no training row has. The same address and
-    values of the `dials`, keys of `TaskSection`, give the same ones on every machine.
+    """The problems of a task: of training rows, and held-out ones, which no training row has. The
+    same address and values of the `dials`, keys of `TaskSection`, give the same ones on every
+    machine.
 
     >>> problems = Problems("calculator", draw, key=lambda problem: problem.expression)
     >>> problems.train(7, section), problems.held_out(500, section)
@@ -70,8 +72,8 @@ class Problems(Generic[Problem]):
     def held_out(
         self, count: int, section: TaskSection, purpose: str = "held_out"
     ) -> tuple[Problem, ...]:
-        """`count` held-out problems with different keys, the first n the same for every count; fewer where there are no
-        more."""
+        """`count` held-out problems with different keys, the first n the same for every count;
+        fewer where there are no more."""
         rng = self._generator(purpose, 0, section)
         problems: dict[str, Problem] = {}
         idle = 0
@@ -91,9 +93,11 @@ def generated_task(
     example: Callable[[int, Problem], Example],
     sets: Sequence[str] = ("held_out",),
 ) -> Task:
-    """The task with the rows of its problems; `sets`: purposes of held-out ones, each an evaluation.
+    """The task with the rows of its problems; `sets`: purposes of held-out ones, each an
+    evaluation.
 
-    Notes say which sets have fewer problems than `task.num_eval_questions` (0: NUM_HELD_OUT) at the section's dials.
+    Notes say which sets have fewer problems than `task.num_eval_questions` (0: NUM_HELD_OUT) at the
+    section's dials.
     """
     refuse_path(section, task.name)
     count = section.num_eval_questions or NUM_HELD_OUT
@@ -121,7 +125,8 @@ def refuse_path(section: TaskSection, name: str) -> None:
     """ShoalError for a path: this task reads no data."""
     if section.path:
         raise ShoalError(
-            f"task.path={section.path!r}: the task {name} makes its own problems; leave task.path out, or "
+            f"task.path={section.path!r}: the task {name} makes its own problems; leave task.path "
+            f"out, or "
             "choose the task that reads it, task=custom for data of your own"
         )
 
@@ -141,5 +146,6 @@ def _hash(text: str) -> int:
 
 
 def pick(rng: Random, items: Sequence[T]) -> T:
-    """One of the items. `Random.random` is the one method whose numbers Python promises to keep between versions."""
+    """One of the items. `Random.random` is the one method whose numbers Python promises to keep
+    between versions."""
     return items[int(rng.random() * len(items))]

@@ -1,8 +1,9 @@
-"""GSM8K (Cobbe et al. 2021, arXiv:2110.14168): from a local jsonl or parquet file, a folder of them, or the hub.
+"""GSM8K (Cobbe et al. 2021, arXiv:2110.14168): from a local jsonl or parquet file, a folder of
+them, or the hub.
 
-A row holds `question` and `answer`, the latter ending in `#### <number>` or `A: <number>`, or just a number. How
-questions are put and rewarded is chosen by `reward.preset`: here are what a preset holds and is made with, and our own,
-`shoal`. All that looks into a text is linear in its length.
+A row holds `question` and `answer`, the latter ending in `#### <number>` or `A: <number>`, or just
+a number. How questions are put and rewarded is chosen by `reward.preset`: here are what a preset
+holds and is made with, and our own, `shoal`. All that looks into a text is linear in its length.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ SYSTEM_PROMPT = (
 class RewardPreset:
     """How a system puts a question and judges completions.
 
-    `answer` finds what counts as the answer, None where the text has none; `right` tells whether it is the gold number,
-    for accuracy.
+    `answer` finds what counts as the answer, None where the text has none; `right` tells whether it
+    is the gold number, for accuracy.
     """
 
     prompt: Callable[[str], Messages]
@@ -88,7 +89,8 @@ PUBLISHED = Published(
 def load(task: TaskSection, reward: RewardSection | None = None) -> Task:
     """Loads the task; `task.path` is a file, a folder, a hub id, or empty for the hub's own copy.
 
-    A file alone is the training split, unless its folder has the other split, else its last rows are held out.
+    A file alone is the training split, unless its folder has the other split, else its last rows
+    are held out.
 
     Raises `ShoalError` for data that is missing, empty, unreadable or without the two columns.
     """
@@ -118,7 +120,8 @@ def blank(task: TaskSection, reward: RewardSection | None = None) -> Task:
         answer = gold(str(row.get("answer", "")))
         if answer is None:
             raise ShoalError(
-                f"task gsm8k: row {number} has no `answer` that is a number or ends in `#### <number>`"
+                f"task gsm8k: row {number} has no `answer` that is a number or ends in `#### "
+                f"<number>`"
             )
         columns = {"answer": answer, "solution": str(row["answer"])}
         return Example(number, preset.prompt(str(row.get("question", ""))), columns)
@@ -135,8 +138,8 @@ def blank(task: TaskSection, reward: RewardSection | None = None) -> Task:
 
 
 def gold(answer: str) -> str | None:
-    """The number after the last `####`, else after `A:` in the last line, else the number that is all of it; commas,
-    spaces and `$` removed. None where there is none.
+    """The number after the last `####`, else after `A:` in the last line, else the number that is
+    all of it; commas, spaces and `$` removed. None where there is none.
 
     >>> gold("He has 1000 + 200.\\n#### 1,200")
     '1200'
@@ -149,6 +152,7 @@ def gold(answer: str) -> str | None:
 
 
 def verdict(text: str, example: Example) -> dict[str, Any]:
-    """The verdict on a solution of whatever form: `correct`, and the number that it ends with as `answer`."""
+    """The verdict on a solution of whatever form: `correct`, and the number that it ends with as
+    `answer`."""
     found, wanted = final_number(text), final_number(f"#### {example.columns['answer']}")
     return {"correct": found is not None and found == wanted, "answer": shown(found)}

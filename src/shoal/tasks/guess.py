@@ -1,7 +1,8 @@
-"""A number from 1 to 100, to be guessed in at most 20 questions that are answered in words; made here.
+"""A number from 1 to 100, to be guessed in at most 20 questions that are answered in words; made
+here.
 
-The environment says whether the number is higher or lower, and ends the rollout once it was named. What is held out is
-a number with the words that ask for it, which say nothing of the number.
+The environment says whether the number is higher or lower, and ends the rollout once it was named.
+What is held out is a number with the words that ask for it, which say nothing of the number.
 """
 
 from __future__ import annotations

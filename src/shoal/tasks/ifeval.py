@@ -1,7 +1,9 @@
-"""IFEval (Zhou et al. 2023, arXiv:2311.07911): prompts with instructions that can be checked, and their four figures.
+"""IFEval (Zhou et al. 2023, arXiv:2311.07911): prompts with instructions that can be checked, and
+their four figures.
 
-A row holds `prompt`, `instruction_id_list` and `kwargs`, one dict of arguments for each instruction. The published set
-is one file of 541 rows, made to evaluate with; training on it is possible and contaminates it.
+A row holds `prompt`, `instruction_id_list` and `kwargs`, one dict of arguments for each
+instruction. The published set is one file of 541 rows, made to evaluate with; training on it is
+possible and contaminates it.
 """
 
 from __future__ import annotations
@@ -27,23 +29,25 @@ PUBLISHED = Published(
     texts=("prompt",),
 )
 SYSTEM_PROMPT = (
-    "Think first, between <think> and </think>. Then write your whole response between <answer> and </answer>: only "
+    "Think first, between <think> and </think>. Then write your whole response between <answer> "
+    "and </answer>: only "
     "what stands there is checked against the user's instructions."
 )
 WEIGHTS = (0.4, 0.3, 0.2, 0.1)
-"""Of prompt-strict, the mean of instruction-strict, prompt-loose and the mean of instruction-loose in the reward."""
+"""Of prompt-strict, the mean of instruction-strict, prompt-loose and the mean of instruction-loose
+in the reward."""
 ANSWER_BONUS, THINK_BONUS = 0.1, 0.05
 
 
 def load(task: TaskSection) -> Task:
     """Loads the task; `task.path` is a file, a folder, a hub id, or empty for the hub's own copy.
 
-    Where there is one split, and nothing is trained or it is `task.eval_split` too (so in the preset of `shoal eval`),
-    all its rows are evaluated on, with the published prompts and nothing else. Otherwise a system prompt asks for the
-    two tags; of one split every tenth row is held out.
+    Where there is one split, and nothing is trained or it is `task.eval_split` too (so in the
+    preset of `shoal eval`), all its rows are evaluated on, with the published prompts and nothing
+    else. Otherwise a system prompt asks for the two tags; of one split every tenth row is held out.
 
-    Raises `ShoalError` for data that is missing or unreadable, and for a row with an instruction or an argument that no
-    check can take.
+    Raises `ShoalError` for data that is missing or unreadable, and for a row with an instruction or
+    an argument that no check can take.
     """
     splits = read_splits(task, PUBLISHED, lambda number, place, row: (place, row), spread=True)
     tags = not (splits.shared or (splits.one_split and is_evaluating()))
@@ -55,7 +59,8 @@ def load(task: TaskSection) -> Task:
         )
     elif splits.one_split:
         splits.notes.append(
-            "ifeval: the published prompts are a benchmark; a model that trained on some of them has "
+            "ifeval: the published prompts are a benchmark; a model that trained on some of them "
+            "has "
             "no fair figures on it any more, not even on those held out"
         )
     splits.drop_held_out(lambda one: one[1]["prompt"], "prompt")
@@ -72,7 +77,8 @@ def blank(task: TaskSection) -> Task:
 
 
 def _task(tags: bool) -> Task:
-    """`tags`: whether the prompts ask for them; where they do not, the whole text is checked, and no form measured."""
+    """`tags`: whether the prompts ask for them; where they do not, the whole text is checked, and
+    no form measured."""
     points, columns = partial(instruction_points, tags=tags), ("instruction_id_list", "kwargs")
     rewards = [reward_of("instructions", points, columns=columns)]
     if tags:
@@ -119,7 +125,8 @@ def _followed(
 def verdict(text: str, example: Example, tags: bool = False) -> dict[str, Any]:
     """The verdict on a text, with `tags` on its answer block alone; `correct` is `prompt_strict`.
 
-    >>> verdict("no, thanks", Example(0, "...", {"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}))
+    >>> columns = {"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}
+    >>> verdict("no, thanks", Example(0, "...", columns))
     {'correct': False, 'prompt_strict': False, 'instruction_strict': [False], 'prompt_loose': False,
      'instruction_loose': [False], 'instruction_id_list': ['punctuation:no_comma']}
     """
@@ -142,7 +149,8 @@ def is_correct(text: str, example: Example, tags: bool = False) -> bool:
 
 
 def figures(verdicts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """The four published figures, shares in [0, 1]: of prompts, and of the instructions of all prompts together."""
+    """The four published figures, shares in [0, 1]: of prompts, and of the instructions of all
+    prompts together."""
     found = {}
     for mode in ("strict", "loose"):
         found[f"prompt_{mode}"] = _mean([one[f"prompt_{mode}"] for one in verdicts])
@@ -173,17 +181,18 @@ def _mean(values: Sequence[bool]) -> float:
 def instruction_points(
     text: str, names: Sequence[str], arguments: Sequence[Mapping[str, Any]], tags: bool
 ) -> float:
-    """0.4, 0.3, 0.2 and 0.1 for prompt-strict, the mean of instruction-strict, prompt-loose and the mean of
-    instruction-loose. The four weights are TorchRL's; it checks the first answer block, nothing where there is none.
-    Ours is, with `tags`, to take only a single block as the answer, and the whole text where there is not exactly
-    one."""
+    """0.4, 0.3, 0.2 and 0.1 for prompt-strict, the mean of instruction-strict, prompt-loose and the
+    mean of instruction-loose. The four weights are TorchRL's; it checks the first answer block,
+    nothing where there is none. Ours is, with `tags`, to take only a single block as the answer,
+    and the whole text where there is not exactly one."""
     strict, loose = _followed(checked_text(text) if tags else text, names, arguments)
     parts = (all(strict), _mean(strict), all(loose), _mean(loose))
     return math.fsum(weight * part for weight, part in zip(WEIGHTS, parts, strict=True))
 
 
 def form_points(text: str) -> float:
-    """0.1 for exactly one answer block and 0.05 for exactly one think block, added to what the instructions give."""
+    """0.1 for exactly one answer block and 0.05 for exactly one think block, added to what the
+    instructions give."""
     return ANSWER_BONUS * (single_answer(text) is not None) + THINK_BONUS * _thinks_once(text)
 
 
@@ -202,7 +211,8 @@ def _example(number: int, place: str, row: Mapping[str, Any], tags: bool) -> Exa
         and all(isinstance(one, dict) for one in given)
     ):
         raise ShoalError(
-            f"task ifeval: {place}: `instruction_id_list` must be a list of names, and `kwargs` a list of "
+            f"task ifeval: {place}: `instruction_id_list` must be a list of names, and `kwargs` a "
+            f"list of "
             "as many objects"
         )
     try:

@@ -3,7 +3,8 @@
     reward=accuracy_reward,think_format_reward
     reward='get_cosine_scaled_reward(max_len=512)'
 
-They are written from TRL's documentation and give its numbers; what TRL logs of parsed answers is not logged.
+They are written from TRL's documentation and give its numbers; what TRL logs of parsed answers is
+not logged.
 """
 
 from __future__ import annotations
@@ -27,9 +28,11 @@ _CALL = re.compile(r"(?P<name>[A-Za-z_]\w*)\s*(?:\((?P<arguments>.*)\))?")
 
 
 def find_builtin(spec: str) -> RewardFunction | None:
-    """The function that a name, or a factory's name with arguments, stands for; None for `file.py:function`.
+    """The function that a name, or a factory's name with arguments, stands for; None for
+    `file.py:function`.
 
-    Raises ShoalError for an unknown name, with the nearest one, and for arguments that a factory does not take."""
+    Raises ShoalError for an unknown name, with the nearest one, and for arguments that a factory
+    does not take."""
     match = _CALL.fullmatch(spec.strip())
     if match is None:
         return None
@@ -40,7 +43,8 @@ def find_builtin(spec: str) -> RewardFunction | None:
             or f"; for your own, write reward=FILE.py:{name}"
         )
         raise ShoalError(
-            f"reward function {spec!r}: expected `file.py:function`, or the name of a ready one{near}"
+            f"reward function {spec!r}: expected `file.py:function`, or the name of a ready "
+            f"one{near}"
         )
     if name in FUNCTIONS:
         if arguments:
@@ -68,8 +72,9 @@ def find_builtin(spec: str) -> RewardFunction | None:
 def accuracy_reward(
     completions: Sequence[Any], solution: Sequence[str], **kwargs: Any
 ) -> list[float | None]:
-    """1.0 where a completion's answer in LaTeX (a box before all else) is the solution's, else 0.0; None where the
-    solution has no answer that can be read. A check that is ended at its limit gives 0.0."""
+    """1.0 where a completion's answer in LaTeX (a box before all else) is the solution's, else 0.0;
+    None where the solution has no answer that can be read. A check that is ended at its limit gives
+    0.0."""
     math_check.require_math_verify()
     pairs = [
         (str(gold), completion_text(completion))
@@ -86,7 +91,8 @@ def reasoning_accuracy_reward(
     reasoning_delimiters: Sequence[str] | None = None,
     **kwargs: Any,
 ) -> list[float | None]:
-    """`accuracy_reward` of the text behind the last delimiter (`</think>`); 0.0 for a text without one."""
+    """`accuracy_reward` of the text behind the last delimiter (`</think>`); 0.0 for a text without
+    one."""
     texts = [completion_text(completion) for completion in completions]
     answers = [
         next(
@@ -119,8 +125,9 @@ def cosine_scaled_reward(
     min_value_correct: float = 0.5,
     max_value_correct: float = 1.0,
 ) -> Callable[..., Any]:
-    """A reward of length: half a cosine from `max_value_correct` at no tokens to `min_value_correct` at `max_len` where
-    the answer is right, from `min_value_wrong` to `max_value_wrong` where it is wrong. arXiv:2502.03373, C.1."""
+    """A reward of length: half a cosine from `max_value_correct` at no tokens to
+    `min_value_correct` at `max_len` where the answer is right, from `min_value_wrong` to
+    `max_value_wrong` where it is wrong. arXiv:2502.03373, C.1."""
 
     def cosine_scaled(
         completions: Sequence[Any],
@@ -147,7 +154,8 @@ def cosine_scaled_reward(
 def repetition_penalty(
     ngram_size: int = 3, max_penalty: float = -1.0
 ) -> Callable[..., list[float]]:
-    """A penalty of the share of a completion's n-grams of tokens that occurred before. arXiv:2502.03373, C.2.
+    """A penalty of the share of a completion's n-grams of tokens that occurred before.
+    arXiv:2502.03373, C.2.
 
     >>> repetition_penalty(2)(completion_ids=[[1, 2, 3, 4], [5, 5, 5, 5, 5]])
     [0.0, -0.75]
@@ -169,8 +177,9 @@ def repetition_penalty(
 def overlong_punishment(
     max_completion_len: int, soft_punish_cache: int
 ) -> Callable[..., list[float]]:
-    """A penalty of completions' lengths in tokens: 0 up to `max_completion_len - soft_punish_cache`, then linearly down
-    to -1 at `max_completion_len`. DAPO, arXiv 2503.14476, eq. 13.
+    """A penalty of completions' lengths in tokens: 0 up to `max_completion_len -
+    soft_punish_cache`, then linearly down to -1 at `max_completion_len`. DAPO, arXiv 2503.14476,
+    eq. 13.
 
     >>> overlong_punishment(100, 20)(completion_ids=[[0] * 80, [0] * 90, [0] * 100])
     [0.0, -0.5, -1.0]
@@ -193,8 +202,9 @@ def verl_reward(
     reward_model: Sequence[Any],
     **kwargs: Any,
 ) -> list[float | None]:
-    """verl's default reward, by a row's `data_source`: 1.0 for GSM8K's number behind the last `####`, for the answer of
-    MATH in a box, else 0.0. ValueError for other sources, which need a function."""
+    """verl's default reward, by a row's `data_source`: 1.0 for GSM8K's number behind the last
+    `####`, for the answer of MATH in a box, else 0.0. ValueError for other sources, which need a
+    function."""
     from shoal.tasks.gsm8k import load_reward_preset
 
     for row in reward_model:

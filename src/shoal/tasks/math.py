@@ -1,7 +1,9 @@
-"""MATH (Hendrycks et al. 2021, arXiv:2103.03874): competition problems whose answers are checked with math-verify.
+"""MATH (Hendrycks et al. 2021, arXiv:2103.03874): competition problems whose answers are checked
+with math-verify.
 
-A row holds `problem` and `answer`, or a `solution` that ends in `\\boxed{answer}`. By default the hub's training split
-of 7,500 problems is trained on and MATH-500 evaluated on, which shares none with it.
+A row holds `problem` and `answer`, or a `solution` that ends in `\\boxed{answer}`. By default the
+hub's training split of 7,500 problems is trained on and MATH-500 evaluated on, which shares none
+with it.
 """
 
 from __future__ import annotations
@@ -42,10 +44,11 @@ TAIL_CHARS = 10_000
 
 
 def load(task: TaskSection) -> Task:
-    """Loads the task; `task.path` is a file, a folder or a hub id with `problem` and `answer` or `solution`.
+    """Loads the task; `task.path` is a file, a folder or a hub id with `problem` and `answer` or
+    `solution`.
 
-    Without a path, training and evaluation are two data sets of the hub. Raises `ShoalError` for data that is missing
-    or without answers, and where math-verify is not installed.
+    Without a path, training and evaluation are two data sets of the hub. Raises `ShoalError` for
+    data that is missing or without answers, and where math-verify is not installed.
     """
     empty = blank(task)
     splits = read_splits(task, TRAIN, _make)
@@ -81,8 +84,8 @@ def blank(task: TaskSection) -> Task:
 
 
 def answer_of(text: str) -> str | None:
-    """What stands in the last `<answer>`, without a `\\boxed{}` around it, else in the last `\\boxed{}`; None where the
-    last 10,000 characters have neither."""
+    """What stands in the last `<answer>`, without a `\\boxed{}` around it, else in the last
+    `\\boxed{}`; None where the last 10,000 characters have neither."""
     tail = text[-TAIL_CHARS:]
     tagged = extract_answer(tail)
     boxed = last_boxed(tail if tagged is None else tagged)
@@ -112,8 +115,9 @@ def correct_reward(
 
 
 def verdict(text: str, example: Example) -> dict[str, Any]:
-    """The verdict on a solution of whatever form: `correct`, the `answer` in its tag or box, and `unchecked`, True if
-    the check was ended at its limit. Where the text has neither tag nor box, math-verify looks for the answer."""
+    """The verdict on a solution of whatever form: `correct`, the `answer` in its tag or box, and
+    `unchecked`, True if the check was ended at its limit. Where the text has neither tag nor box,
+    math-verify looks for the answer."""
     text = solution_of(text[-TAIL_CHARS:])
     gold, answer = example.columns["answer"], answer_of(text)
     same = math_check.same(gold, answer) if answer is not None else math_check.ends_with(gold, text)
@@ -128,8 +132,8 @@ def verdict(text: str, example: Example) -> dict[str, Any]:
 
 
 def gold(row: Mapping[str, Any]) -> str | None:
-    """The answer of a row: its `answer`, else what its `solution` has in its last box; None where there is none that
-    can be read."""
+    """The answer of a row: its `answer`, else what its `solution` has in its last box; None where
+    there is none that can be read."""
     given = row.get("answer")
     answer = "" if given is None else str(given).strip()
     answer = answer or last_boxed(str(row.get("solution") or "")) or ""
@@ -149,7 +153,8 @@ def _of_row(number: int, row: Mapping[str, Any]) -> Example:
     example = _make(number, "", row) if "problem" in row else None
     if example is None or example.columns["answer"] is None:
         raise ShoalError(
-            f"task math: row {number} has no `problem` with an `answer` or a `solution` that ends in "
+            f"task math: row {number} has no `problem` with an `answer` or a `solution` that ends "
+            f"in "
             f"`\\boxed{{...}}`, its braces in pairs and at most {math_check.MAX_CHARS} characters"
         )
     return example

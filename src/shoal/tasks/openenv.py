@@ -1,4 +1,5 @@
-"""Environments of OpenEnv servers, over their WebSocket: `environment=openenv:URL`. The package itself is not needed.
+"""Environments of OpenEnv servers, over their WebSocket: `environment=openenv:URL`. The package
+itself is not needed.
 
 reset(**columns) -> {"type": "reset"}             a server's tools (MCP) -> tools of the rollout
 respond(message) -> {"type": "step"}              an action that is one text: the model's words
@@ -28,7 +29,8 @@ _FIELDS = (
 
 
 class OpenEnv:
-    """A session at a server. `reward` is the last step's, for the record; `get_reward` the sum of all steps'."""
+    """A session at a server. `reward` is the last step's, for the record; `get_reward` the sum of
+    all steps'."""
 
     url: ClassVar[str]
 
@@ -50,8 +52,8 @@ class OpenEnv:
         return self.total
 
     async def _step(self, action: Mapping[str, Any]) -> Any:
-        """The observation after an action. RuntimeError for one that the server refuses, and once it has said that the
-        rollout is over."""
+        """The observation after an action. RuntimeError for one that the server refuses, and once
+        it has said that the rollout is over."""
         if self.done:
             raise RuntimeError("the environment is done: give your answer")
         found = await self._ask("step", action)
@@ -98,8 +100,8 @@ class OpenEnv:
 
 
 def openenv(address: str) -> type[OpenEnv]:
-    """The environment of a server, with its tools as methods. ShoalError where it does not answer, or does not speak
-    OpenEnv's protocol."""
+    """The environment of a server, with its tools as methods. ShoalError where it does not answer,
+    or does not speak OpenEnv's protocol."""
     url = address.removeprefix(PREFIX).rstrip("/")
     try:
         action = _get(f"{url}/schema")["action"]
@@ -108,7 +110,8 @@ def openenv(address: str) -> type[OpenEnv]:
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ShoalError(
-            f"environment={address}: no OpenEnv server answers there ({describe_error(error)}): start it, "
+            f"environment={address}: no OpenEnv server answers there ({describe_error(error)}): "
+            f"start it, "
             "or give the address that its /health has",
             "environment.factory",
         ) from error

@@ -1,4 +1,5 @@
-"""A task of rows that were given from Python: dicts, columns, a table of pandas, polars, arrow or datasets.
+"""A task of rows that were given from Python: dicts, columns, a table of pandas, polars, arrow or
+datasets.
 
 Rows from files go through the same checks, and are held out by the same rules (`data.py`).
 """
@@ -36,7 +37,8 @@ Correct = Callable[[str, Example], bool]
 
 
 def is_data(task: Any) -> bool:
-    """True if `task=` holds data, not a name or settings: a dict of settings has plain values, one of columns lists."""
+    """True if `task=` holds data, not a name or settings: a dict of settings has plain values, one
+    of columns lists."""
     if isinstance(task, Mapping):
         return any(
             value is not None
@@ -50,10 +52,12 @@ def is_data(task: Any) -> bool:
 def rows_task(
     data: Any, held_out: Any = None, correct: Correct | None = None, num_questions: int = 500
 ) -> Task:
-    """A task of rows with `prompt` (text or messages) or `messages`; all other columns go to the reward functions.
+    """A task of rows with `prompt` (text or messages) or `messages`; all other columns go to the
+    reward functions.
 
-    Without `held_out` the last rows are held out: `num_questions` (0: no limit), at most a tenth, or all rows where
-    nothing is trained. `held_out="train"` evaluates on the rows that are trained on.
+    Without `held_out` the last rows are held out: `num_questions` (0: no limit), at most a tenth,
+    or all rows where nothing is trained. `held_out="train"` evaluates on the rows that are trained
+    on.
     """
     if correct is not None and not callable(correct):
         raise ShoalError(
@@ -93,13 +97,15 @@ def task_of_examples(splits: Splits, maker: ExampleMaker, correct: Correct | Non
 
 
 def note_empty_answers(splits: Splits) -> None:
-    """Notes how many rows have no right answer, where others have one: no completion can match an empty one."""
+    """Notes how many rows have no right answer, where others have one: no completion can match an
+    empty one."""
     rows = [*splits.train, *(() if splits.shared else splits.held_out)]
     empty = [example for example in rows if _is_blank(ground_truth(example.columns))]
     if empty and len(empty) < len(rows):
         place = f", the first {empty[0].place}" if empty[0].place else ""
         splits.notes.append(
-            f"{splits.task}: {len(empty)} of {len(rows)} rows have an empty answer{place}: fill them "
+            f"{splits.task}: {len(empty)} of {len(rows)} rows have an empty answer{place}: fill "
+            f"them "
             "in or leave these rows out, unless the reward needs no answer"
         )
 
@@ -171,7 +177,8 @@ def _rows(data: Any, name: str) -> Sequence[Any]:
             else "or a shoal.Task"
         )
         raise ShoalError(
-            f"{name} is a {type(data).__name__}: expected rows, a list of dicts with `prompt`, a table of "
+            f"{name} is a {type(data).__name__}: expected rows, a list of dicts with `prompt`, a "
+            f"table of "
             f"pandas, polars, arrow or datasets, {other}"
         )
     else:
@@ -185,7 +192,8 @@ def _rows_of_columns(columns: Mapping[Any, Any], name: str) -> list[dict[str, An
     for column, values in columns.items():
         if isinstance(values, str | bytes) or not hasattr(values, "__len__"):
             raise ShoalError(
-                f"{name}: the column {column!r} is a {type(values).__name__}; expected a list, a value a "
+                f"{name}: the column {column!r} is a {type(values).__name__}; expected a list, a "
+                f"value a "
                 "row"
             )
     lengths = {column: len(values) for column, values in columns.items()}
@@ -202,7 +210,8 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipytho
 
 
 class UnknownRoles:
-    """Roles of messages that are none of ROLES: a template writes them as they are, drops them or fails."""
+    """Roles of messages that are none of ROLES: a template writes them as they are, drops them or
+    fails."""
 
     def __init__(self) -> None:
         self._found: dict[str, list[str]] = {}  # role -> the places of its rows
@@ -217,15 +226,16 @@ class UnknownRoles:
     def notes(self) -> list[str]:
         """A line for each."""
         return [
-            f"{count(len(places), 'prompt has', 'prompts have')} a message of the role {role!r:.40} (first "
+            f"{count(len(places), 'prompt has', 'prompts have')} a message of the role "
+            f"{role!r:.40} (first "
             f"{places[0]}), which most chat templates do not know: expected {', '.join(ROLES[:5])}"
             for role, places in self._found.items()
         ]
 
 
 class ExampleMaker:
-    """Makes examples of rows with `prompt`. Raises ShoalError for one that cannot be used, or that differs in kind or
-    columns from the first."""
+    """Makes examples of rows with `prompt`. Raises ShoalError for one that cannot be used, or that
+    differs in kind or columns from the first."""
 
     def __init__(self) -> None:
         self.num_continued = 0  # prompts that end with an assistant's message
@@ -244,7 +254,8 @@ class ExampleMaker:
                 "text" if isinstance(one.prompt, str) else "messages" for one in (example, first)
             )
             raise ShoalError(
-                f"{place}: `prompt` is {kind}, that of {first_place} is {other}: make all prompts of one "
+                f"{place}: `prompt` is {kind}, that of {first_place} is {other}: make all prompts "
+                f"of one "
                 "kind"
             )
         if example.columns.keys() != first.columns.keys():
@@ -252,7 +263,8 @@ class ExampleMaker:
             other = sorted(example.columns.keys() ^ first.columns.keys())[0]
             has, lacks = (place, first_place) if other in example.columns else (first_place, place)
             raise ShoalError(
-                f"{lacks} has no column {other!r}, {has} has: give every row the same columns, None where "
+                f"{lacks} has no column {other!r}, {has} has: give every row the same columns, "
+                f"None where "
                 "there is no value"
             )
         self.num_continued += (
@@ -266,11 +278,13 @@ def example_of(number: int, place: str, row: Any) -> Example:
     """The example of a row; ShoalError, naming its place, without a prompt that can be used."""
     if not isinstance(row, Mapping):
         raise ShoalError(
-            f"{place} is a {type(row).__name__}: expected a dict with `prompt` and the reward's columns"
+            f"{place} is a {type(row).__name__}: expected a dict with `prompt` and the reward's "
+            f"columns"
         )
     if "prompt" not in row and "messages" not in row:
         raise ShoalError(
-            f"{place} has no `prompt`: its columns are {', '.join(map(str, row)) or 'none'}; rename the "
+            f"{place} has no `prompt`: its columns are {', '.join(map(str, row)) or 'none'}; "
+            f"rename the "
             "column that holds the text to `prompt`, or the one that holds messages to `messages`"
         )
     columns = {column: _plain(value) for column, value in row.items() if column != "prompt"}
@@ -282,7 +296,8 @@ def _without_answer(messages: Any, place: str) -> list[Any]:
     """Messages up to the answer that they end with, if they do."""
     if not isinstance(messages, list):
         raise ShoalError(
-            f"{place}: `messages` is a {type(messages).__name__}: expected a list of dicts with role and "
+            f"{place}: `messages` is a {type(messages).__name__}: expected a list of dicts with "
+            f"role and "
             "content"
         )
     ends = (
@@ -308,7 +323,8 @@ def _check_names(example: Example, place: str) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """A table's value as Python has it: lists for arrays, None where there is none (NaN, NA, NaT)."""
+    """A table's value as Python has it: lists for arrays, None where there is none (NaN, NA,
+    NaT)."""
     if type(value) in _PLAIN:
         return value
     if isinstance(value, np.ndarray | np.generic):
@@ -335,7 +351,8 @@ def checked_prompt(prompt: Any, place: str) -> Prompt:
             else f"an empty {type(prompt).__name__}"
         )
         raise ShoalError(
-            f"{place}: `prompt` is {kind}: expected text, or messages, a list of dicts with role and "
+            f"{place}: `prompt` is {kind}: expected text, or messages, a list of dicts with role "
+            f"and "
             "content"
         )
     if isinstance(prompt, str):
@@ -344,7 +361,8 @@ def checked_prompt(prompt: Any, place: str) -> Prompt:
 
 
 def is_share_gpt(messages: Any) -> bool:
-    """True for messages with `from` and `value`, as ShareGPT has them, in place of `role` and `content`."""
+    """True for messages with `from` and `value`, as ShareGPT has them, in place of `role` and
+    `content`."""
     if not isinstance(messages, list | tuple | np.ndarray) or not len(messages):
         return False
     return isinstance(messages[0], Mapping) and {"from", "value"} <= set(messages[0])
@@ -370,7 +388,8 @@ def _message(at: int, message: Any, place: str) -> dict[str, Any]:
         and isinstance(content, str)
     ):
         raise ShoalError(
-            f"{place}: message {at} of `prompt` is {str(message)[:60]!r}: expected a dict with role and "
+            f"{place}: message {at} of `prompt` is {str(message)[:60]!r}: expected a dict with "
+            f"role and "
             "content, both text, or with tool_calls"
         )
     content = _checked_text(content, place)
@@ -380,7 +399,8 @@ def _message(at: int, message: Any, place: str) -> dict[str, Any]:
 
 
 def without_none(value: Any) -> Any:
-    """Without the keys that a table fills in with None where only other rows have them, such as a tool's arguments."""
+    """Without the keys that a table fills in with None where only other rows have them, such as a
+    tool's arguments."""
     if isinstance(value, Mapping):
         return {key: without_none(one) for key, one in value.items() if one is not None}
     return (
@@ -393,7 +413,8 @@ def without_none(value: Any) -> Any:
 def _checked_text(text: str, place: str) -> str:
     if not text.isascii() and (half := half_character(text)):
         raise ShoalError(
-            f"{place}: `prompt` holds {half}, half of a character that is written as two: write both "
+            f"{place}: `prompt` holds {half}, half of a character that is written as two: write "
+            f"both "
             "halves, or leave it out"
         )
     return text

@@ -27,7 +27,8 @@ TASKS = {
         "environment",
     )
 }
-"""Name -> module with `load(TaskSection) -> Task`, or `load(TaskSection, reward: RewardSection)`."""
+"""Name -> module with `load(TaskSection) -> Task`, or `load(TaskSection, reward:
+RewardSection)`."""
 
 ROWS = "rows"
 """The name of a task whose data was given from Python."""
@@ -35,9 +36,12 @@ ROWS = "rows"
 
 @dataclass(frozen=True)
 class DataReport:
-    """What was read for a task, and which training rows were left out. Empty where questions are generated.
+    """What was read for a task, and which training rows were left out. Empty where questions are
+    generated.
 
-    >>> DataReport({"gsm8k_train.jsonl": 7473}, {"gsm8k_test.jsonl": 1319}, {"no `#### <number>`": 12})
+    >>> DataReport(
+    ...     {"gsm8k_train.jsonl": 7473}, {"gsm8k_test.jsonl": 1319}, {"no `#### <number>`": 12}
+    ... )
     """
 
     train_files: dict[str, int] = field(
@@ -53,8 +57,9 @@ class DataReport:
 class Task:
     """What a run trains on and is measured by.
 
-    `train[i].row == i`. `evaluations` come in order: the first is the main held-out set, each other one is reported
-    under its name; their rows differ, so that no two questions of one evaluation share their noise.
+    `train[i].row == i`. `evaluations` come in order: the first is the main held-out set, each other
+    one is reported under its name; their rows differ, so that no two questions of one evaluation
+    share their noise.
     """
 
     name: str
@@ -62,21 +67,25 @@ class Task:
     evaluations: Mapping[str, Sequence[Example]] = field(default_factory=dict)
     rewards: tuple[RewardFunction, ...] = ()
     correct: Callable[[str, Example], bool] | None = None
-    """True if a completion's text solves its example. None: there is no accuracy, only the mean reward."""
+    """True if a completion's text solves its example. None: there is no accuracy, only the mean
+    reward."""
     correct_by: str = ""
-    """The reward function that gives 1 to what is correct, in place of `correct`, where judging twice would be slow."""
+    """The reward function that gives 1 to what is correct, in place of `correct`, where judging
+    twice would be slow."""
     well_formed: Callable[[str], bool] | None = None
     """True if a completion's text has the requested form, right or wrong."""
     extract: Callable[[str], str | None] | None = None
     """The answer in a completion's text, for maj@k; None where there is none."""
     verdict: Callable[[str, Example], Mapping[str, Any]] | None = None
-    """The verdict on a text of whatever form, such as another model's answer: plain values, one of them `correct`."""
+    """The verdict on a text of whatever form, such as another model's answer: plain values, one of
+    them `correct`."""
     figures: Callable[[Sequence[Mapping[str, Any]]], dict[str, float]] | None = None
     """Further figures of an evaluation, from the verdicts of its answers; None: accuracy alone."""
     tools: tuple[Callable[..., Any], ...] = ()
     """Functions that the model may call, stateless, with type hints and a Google docstring."""
     environments: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
-    """Name -> what makes the environment of a rollout. With several, the column `environment` names a row's."""
+    """Name -> what makes the environment of a rollout. With several, the column `environment` names
+    a row's."""
     question: str = "question"
     """The column of the published rows by which an answer made elsewhere names its question."""
     of_row: Callable[[int, Mapping[str, Any]], Example] | None = None
@@ -88,11 +97,12 @@ class Task:
 
 
 def load_by_name(task: TaskSection, reward: RewardSection) -> Task:
-    """The task of a name, with its own rewards and every question. Raises ShoalError for an unknown name, and for what
-    the task's data lacks."""
+    """The task of a name, with its own rewards and every question. Raises ShoalError for an unknown
+    name, and for what the task's data lacks."""
     if task.name not in TASKS:
         raise ShoalError(
-            f"task.name={task.name!r}: there is no such task; did you mean {nearest(task.name, TASKS)!r}? "
+            f"task.name={task.name!r}: there is no such task; did you mean "
+            f"{nearest(task.name, TASKS)!r}? "
             f"Tasks: {', '.join(TASKS)}"
         )
     load = importlib.import_module(TASKS[task.name]).load

@@ -1,8 +1,9 @@
 """`words`: arithmetic word problems of several steps in GSM8K's form, generated.
 
-A problem is a chain of operations on a quantity; every value on the way is a whole number from 1 to `task.max_value`.
-Which problems are held out depends on nothing but their operations and numbers: one in sixteen, by a hash. So training
-shares none of them, whatever the names, objects, sentences, dials or seed.
+A problem is a chain of operations on a quantity; every value on the way is a whole number from 1 to
+`task.max_value`. Which problems are held out depends on nothing but their operations and numbers:
+one in sixteen, by a hash. So training shares none of them, whatever the names, objects, sentences,
+dials or seed.
 """
 
 from __future__ import annotations
@@ -265,7 +266,8 @@ class Problem:
 
 
 def numeric_form(numbers: tuple[int, tuple[Step, ...]]) -> str:
-    """The quantity and what is done to it, such as `12 +7 -5`; held-out and training problems never share one."""
+    """The quantity and what is done to it, such as `12 +7 -5`; held-out and training problems never
+    share one."""
     start, steps = numbers
     return " ".join((str(start), *(f"{step.operation}{step.operand}" for step in steps)))
 
@@ -287,7 +289,8 @@ def _draw_numbers(rng: random.Random, task: TaskSection) -> tuple[int, tuple[Ste
 
 
 def _choices(value: int, max_value: int) -> list[tuple[Operation, Sequence[int]]]:
-    """What can be done to a value so that a whole number from 1 to max_value results; never nothing."""
+    """What can be done to a value so that a whole number from 1 to max_value results; never
+    nothing."""
     choices: list[tuple[Operation, Sequence[int]]] = [
         (Operation.ADD, range(2, max_value - value + 1)),
         (Operation.SUBTRACT, range(2, value)),
@@ -314,7 +317,8 @@ PROBLEMS = Problems("words", _draw_numbers, numeric_form, ("num_steps", "max_val
 
 
 def load(task: TaskSection) -> Task:
-    """The task at the dials `task.num_steps` and `task.max_value`; `task.num_eval_questions` 0 holds out 500."""
+    """The task at the dials `task.num_steps` and `task.max_value`; `task.num_eval_questions` 0
+    holds out 500."""
     empty = Task(
         name="words",
         rewards=(reward_of("correct", answers), FORMAT),

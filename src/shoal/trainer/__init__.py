@@ -1,1 +1,2 @@
-"""Learning from groups: batches, the compiled update, checkpoints, curriculum, evaluation and the loop."""
+"""Learning from groups: batches, the compiled update, checkpoints, curriculum, evaluation and the
+loop."""

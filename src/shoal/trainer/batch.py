@@ -1,8 +1,9 @@
 """Packs groups into rows of tokens, and unpacks values by token.
 
-A row is one stream of tokens: a prompt, completions of it, the next prompt, its completions, and padding at the end.
-Rows have one length for a whole run, or a quarter, a sixteenth, ... of it where an update has few tokens, and for what
-is left over at its end: the lengths of prompts and completions compile nothing anew.
+A row is one stream of tokens: a prompt, completions of it, the next prompt, its completions, and
+padding at the end. Rows have one length for a whole run, or a quarter, a sixteenth, ... of it where
+an update has few tokens, and for what is left over at its end: the lengths of prompts and
+completions compile nothing anew.
 """
 
 from __future__ import annotations
@@ -23,25 +24,29 @@ from shoal.types import Group
 class LearnerBatch:
     """One micro-batch: R rows of T tokens. A segment is a prompt or a completion.
 
-    >>> batch.segment[0]                              # a prompt of 2 tokens, two completions of it, padding
+    >>> batch.segment[0]                     # a prompt of 2 tokens, two completions of it, padding
     array([1, 1, 2, 2, 2, 3, 3, 0])
-    >>> batch.prompt[0]                               # whom each continues
+    >>> batch.prompt[0]                      # whom each continues
     array([1, 1, 1, 1, 1, 1, 1, 0])
     >>> batch.position[0]
     array([0, 1, 2, 3, 4, 2, 3, 0])
-    >>> batch.before[0]                               # a completion's first token comes after the prompt's last
+    >>> batch.before[0]                      # a completion's first comes after the prompt's last
     array([0, 0, 1, 2, 3, 1, 5, 7])
     """
 
     tokens: Any  # int32[R, T]
     position: Any  # int32[R, T]: in its sequence, the prompt included
-    before: Any  # int32[R, T]: place in the row of the token before it in its sequence; its own where none is
-    segment: Any  # int32[R, T]: 0 = padding, else the number of the token's prompt or completion in the row, from 1
+    # int32[R, T]: place in the row of the token before it in its sequence; its own where none is
+    before: Any
+    # int32[R, T]: 0 = padding, else the number of the token's prompt or completion in the row, from
+    # 1
+    segment: Any
     prompt: Any  # int32[R, T]: the segment of its prompt; of a prompt's token its own
     loss_mask: (
         Any  # bool[R, T]: the model sampled this token; only such tokens have loss, KL and entropy
     )
-    weight: Any  # float32[R, T]: of the token's loss; it holds aggregation and denominator of the whole update
+    # float32[R, T]: of the token's loss; it holds aggregation and denominator of the whole update
+    weight: Any
     advantage: Any  # float32[R, T]
     sampler_logprobs: Any  # float32[R, T]: the sampler's
     old_logprobs: Any  # float32[R, T]: the trainer's before the first update on this batch
@@ -73,7 +78,8 @@ TokenValues = dict[tuple[int, int], np.ndarray]
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """A LearnerBatch of host arrays that prompts and completions are added to, and where in it each completion is."""
+    """A LearnerBatch of host arrays that prompts and completions are added to, and where in it each
+    completion is."""
 
     arrays: LearnerBatch
     used: list[int]  # tokens of each row so far
@@ -122,8 +128,8 @@ class MicroBatch:
     def _add(
         self, row: int, ids: np.ndarray, position: int, before: int
     ) -> tuple[int, tuple[int, slice]]:
-        """The number of a new segment in its row, and its place. `position` and `before` are those of its first
-        token."""
+        """The number of a new segment in its row, and its place. `position` and `before` are those
+        of its first token."""
         start, stop = self.used[row], self.used[row] + len(ids)
         place = (row, slice(start, stop))
         number = 1 + int(self.arrays.segment[row, start - 1]) if start else 1
@@ -141,7 +147,8 @@ class MicroBatch:
 
 
 def unpack(batches: Iterable[MicroBatch], values: Iterable[np.ndarray]) -> TokenValues:
-    """values[R, T] of each micro-batch -> the values of each completion's tokens, whatever prompts they follow."""
+    """values[R, T] of each micro-batch -> the values of each completion's tokens, whatever prompts
+    they follow."""
     found = {
         key: array[place]
         for batch, array in zip(batches, values, strict=True)
@@ -156,12 +163,13 @@ def unpack(batches: Iterable[MicroBatch], values: Iterable[np.ndarray]) -> Token
 
 
 NUM_SHAPES = 4
-"""Shapes of micro-batches, each a program to compile; the smaller ones are for updates of few tokens and for what is
-left over at an update's end."""
+"""Shapes of micro-batches, each a program to compile; the smaller ones are for updates of few
+tokens and for what is left over at an update's end."""
 
 
 def row_unit(tokens: int) -> int:
-    """What divides the length of a row of about so many tokens: attention works in blocks that divide it."""
+    """What divides the length of a row of about so many tokens: attention works in blocks that
+    divide it."""
     return min(256, 2 ** max(4, (tokens // 8).bit_length() - 1))
 
 
@@ -173,11 +181,13 @@ def row_shapes(
     count: int = NUM_SHAPES,
     context: int = 1,
 ) -> tuple[Shape, ...]:
-    """The shapes of micro-batches, the largest first: rows of `micro_tokens` a device, of a quarter, a sixteenth, ...
-    of them. They depend on settings alone. `row_shards` parts of rows are on a device each, `context` of them a row.
+    """The shapes of micro-batches, the largest first: rows of `micro_tokens` a device, of a
+    quarter, a sixteenth, ... of them. They depend on settings alone. `row_shards` parts of rows are
+    on a device each, `context` of them a row.
 
-    A row of the first holds `longest` tokens, a prompt with its completion, however few `micro_tokens` are. An update
-    has at most `most` tokens, if it computes each prompt once; one micro-batch holds them where it may.
+    A row of the first holds `longest` tokens, a prompt with its completion, however few
+    `micro_tokens` are. An update has at most `most` tokens, if it computes each prompt once; one
+    micro-batch holds them where it may.
     """
     each = max(1, min(micro_tokens, -(-most // row_shards)))
     unit = row_unit(each)
@@ -200,16 +210,17 @@ def pack(
 ) -> list[MicroBatch]:
     """Packs the groups numbered in `include` into micro-batches of `shapes` (`row_shapes`).
 
-    `advantages[P, G]` and `weights[P, G]` are those of each token of a completion. Completions that are not valid are
-    left out. `teacher_bonus` is added to the advantage of each token. `max_support` is K, the number of tokens recorded
-    for a truncating sampler; 0 if it kept all. At least one micro-batch is returned: an update without rows applies a
-    gradient of 0.
+    `advantages[P, G]` and `weights[P, G]` are those of each token of a completion. Completions that
+    are not valid are left out. `teacher_bonus` is added to the advantage of each token.
+    `max_support` is K, the number of tokens recorded for a truncating sampler; 0 if it kept all. At
+    least one micro-batch is returned: an update without rows applies a gradient of 0.
     """
     sizes, prompts, places = {}, {}, dict[Key, slice]()
     for number in include:
         group = groups[number]
         for which, (prompt, followers) in enumerate(group.by_prompt()):
-            # Completions without a reward have no advantage to learn from; an empty one has no token.
+            # Completions without a reward have no advantage to learn from; an empty one has no
+            # token.
             members = {
                 (number, i, tokens.start): tokens
                 for i, tokens in followers
@@ -254,7 +265,8 @@ def pack(
             ):
                 if values:
                     array[place] += values[key][tokens]
-            # The sampler's own set, not one recomputed from newer weights: that may leave the sampled token out.
+            # The sampler's own set, not one recomputed from newer weights: that may leave the
+            # sampled token out.
             if arrays.support_ids is not None:
                 ids = completion.extra["support_ids"][tokens]
                 arrays.support_ids[(*place, slice(0, ids.shape[1]))] = ids
@@ -263,14 +275,16 @@ def pack(
 
 @dataclass
 class Row:
-    """What one row holds: completions of each of its prompts, by (prompt, numbers of completions)."""
+    """What one row holds: completions of each of its prompts, by (prompt, numbers of
+    completions)."""
 
     free: int
     parts: list[tuple[Any, list[Any]]] = field(default_factory=list)
 
 
 class OpenRows:
-    """Rows in the order that they were made, and an index of their free tokens: a search visits few of them."""
+    """Rows in the order that they were made, and an index of their free tokens: a search visits few
+    of them."""
 
     def __init__(self, length: int):
         self.length = length
@@ -297,8 +311,9 @@ class OpenRows:
     def with_most_of(
         self, prompt: int, members: Mapping[Any, int]
     ) -> tuple[int | None, dict[Any, int]]:
-        """The row that can take most tokens of a group's completions, and these: more than the prompt, which that row
-        computes once more. None without such a row. Of equal rows the first is chosen."""
+        """The row that can take most tokens of a group's completions, and these: more than the
+        prompt, which that row computes once more. None without such a row. Of equal rows the first
+        is chosen."""
         best, chosen, most = (prompt, 1), {}, None
         stop, shortest = len(self._by_free), min(members.values())
         while stop:
@@ -315,11 +330,12 @@ class OpenRows:
 
 
 def fill_rows(sizes: Mapping[Any, tuple[int, Mapping[Any, int]]], length: int) -> list[Row]:
-    """Rows of at most `length` tokens for groups: number, or what else is in an order -> (tokens of the prompt, tokens
-    of each completion).
+    """Rows of at most `length` tokens for groups: number, or what else is in an order -> (tokens of
+    the prompt, tokens of each completion).
 
-    Large groups first, each whole into the row that it leaves least room in (best fit decreasing). One that fits
-    nowhere is divided, where a row has room for more of it than its prompt, which each row then computes once more.
+    Large groups first, each whole into the row that it leaves least room in (best fit decreasing).
+    One that fits nowhere is divided, where a row has room for more of it than its prompt, which
+    each row then computes once more.
     """
     rows = OpenRows(length)
     totals = {number: prompt + sum(members.values()) for number, (prompt, members) in sizes.items()}
@@ -332,7 +348,8 @@ def fill_rows(sizes: Mapping[Any, tuple[int, Mapping[Any, int]]], length: int) -
                 row, taken = rows.with_most_of(prompt, rest)
             if row is None and not (taken := _that_fit(rest, length - prompt)):
                 raise ValueError(
-                    f"a prompt of {prompt} tokens with a completion of {min(rest.values())} does not fit "
+                    f"a prompt of {prompt} tokens with a completion of {min(rest.values())} does "
+                    f"not fit "
                     f"rows of {length}"
                 )
             rows.add(row, number, taken, prompt + sum(taken.values()))
@@ -351,7 +368,8 @@ def _that_fit(members: Mapping[Any, int], room: int) -> dict[Any, int]:
 
 
 LEAST_SAVED = 0.2
-"""Share of an update's tokens that shorter rows must save: they are a program of their own to compile."""
+"""Share of an update's tokens that shorter rows must save: they are a program of their own to
+compile."""
 
 BATCH_TOKENS = 96
 """Tokens that could be computed in the time that a micro-batch more costs, on CPU."""
@@ -380,7 +398,8 @@ def in_batches(
 
 
 def _of_shape(rows: list[Row], shapes: Sequence[Shape]) -> Batches:
-    """Rows in micro-batches of the first shape; the last one, of the emptiest rows, in the shortest that holds it."""
+    """Rows in micro-batches of the first shape; the last one, of the emptiest rows, in the shortest
+    that holds it."""
     rows = sorted(rows, key=lambda row: row.free)  # stable: equal rows stay in order
     whole = shapes[0]
     parts = [rows[start : start + whole.rows] for start in range(0, max(1, len(rows)), whole.rows)]

@@ -1,10 +1,13 @@
 """Checkpoints of a run: parameters, optimizer state and all that an exact resumption needs.
 
     checkpoints/<version>/state       parameters, optimizer, update counter
-    checkpoints/<version>/published   weights of older versions that are still sampled from, if there are any
-    checkpoints/<version>/extra       JSON: data position, pending prompts, checksums of the others, ...
+    checkpoints/<version>/published   weights of older versions that are still sampled from, if
+                                      there are any
+    checkpoints/<version>/extra       JSON: data position, pending prompts, checksums of the others,
+                                      ...
 
-A checkpoint appears whole (Orbax renames it into place) and is compared bit for bit, by checksum, when it is read.
+A checkpoint appears whole (Orbax renames it into place) and is compared bit for bit, by checksum,
+when it is read.
 """
 
 from __future__ import annotations
@@ -62,7 +65,8 @@ class Restored:
 
 
 class Checkpoints:
-    """Writes the checkpoints of one run and keeps the newest `keep_last` and the `keep_best` of the highest score."""
+    """Writes the checkpoints of one run and keeps the newest `keep_last` and the `keep_best` of the
+    highest score."""
 
     def __init__(
         self,
@@ -72,9 +76,10 @@ class Checkpoints:
         in_background: bool | None = None,
         largest_array: int = 0,
     ):
-        """`in_background` writes while training goes on; None does so where it is safe. On CPU it is not: the arrays
-        being written are memory that the next step reuses. `largest_array`: bytes of the largest that `save` will be
-        given; a checkpoint on CPU is then written with little memory beside the arrays."""
+        """`in_background` writes while training goes on; None does so where it is safe. On CPU it
+        is not: the arrays being written are memory that the next step reuses. `largest_array`:
+        bytes of the largest that `save` will be given; a checkpoint on CPU is then written with
+        little memory beside the arrays."""
         ocp = load_orbax()
         self.folder, self.keep_last, self.keep_best = folder.absolute(), keep_last, keep_best
         self.in_background = (
@@ -117,10 +122,12 @@ class Checkpoints:
         published: Mapping[int, Params] | None = None,
         scores: Mapping[int, float] | None = None,
     ) -> None:
-        """Saves the state, `extra` as JSON, and `published` weights of older versions, on devices or as `LazyArray`s.
+        """Saves the state, `extra` as JSON, and `published` weights of older versions, on devices
+        or as `LazyArray`s.
 
-        `scores` of evaluated versions decide which older checkpoints are kept; none is deleted before a newer one is
-        whole. ShoalError if it cannot be written: the older checkpoints are then kept.
+        `scores` of evaluated versions decide which older checkpoints are kept; none is deleted
+        before a newer one is whole. ShoalError if it cannot be written: the older checkpoints are
+        then kept.
         """
         self.finish()
         items = {"state": _tree(state)}
@@ -165,7 +172,8 @@ class Checkpoints:
 
     def _prune(self) -> None:
         saved, scores = self.versions(), self._scores
-        # Of equal scores the newer is kept: with few questions ties are common, and it has trained longer.
+        # Of equal scores the newer is kept: with few questions ties are common, and it has trained
+        # longer.
         scored = sorted((v for v in saved if v in scores), key=lambda v: (scores[v], v))
         keep = {*saved[-self.keep_last :], *(scored[-self.keep_best :] if self.keep_best else [])}
         for version in saved:
@@ -178,7 +186,8 @@ class Checkpoints:
 
 
 def layout(tree: Any) -> str:
-    """A digest of names, shapes and types: where it differs, the model or optimizer is another, not damaged."""
+    """A digest of names, shapes and types: where it differs, the model or optimizer is another, not
+    damaged."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     text = "\n".join(
         f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype}" for path, leaf in leaves
@@ -210,8 +219,8 @@ def versions(run: Path) -> list[int]:
 
 
 def find_checkpoint(folder: Path) -> tuple[Path, int] | None:
-    """(run folder, version) of a run folder (its newest), `<run>/checkpoints` or one of its numbers; ShoalError
-    for a run that has none."""
+    """(run folder, version) of a run folder (its newest), `<run>/checkpoints` or one of its
+    numbers; ShoalError for a run that has none."""
     folder = folder.resolve()  # the names of `.` and `..` say nothing
     if folder.name.isdigit() and folder.parent.name == FOLDER and folder.is_dir():
         return folder.parent.parent, int(folder.name)
@@ -222,7 +231,8 @@ def find_checkpoint(folder: Path) -> tuple[Path, int] | None:
         return None
     if not (numbers := versions(folder)):
         raise ShoalError(
-            f"the run {folder} has no checkpoint: wait for its first one if it is training, else give "
+            f"the run {folder} has no checkpoint: wait for its first one if it is training, else "
+            f"give "
             "another model"
         )
     return folder, numbers[-1]
@@ -239,12 +249,13 @@ def restore(
     sampler: Params | None = None,
     world: World | None = None,
 ) -> Restored:
-    """Reads a checkpoint, each array in the trainer's layout. `sampler` holds the shapes and layout of published
-    weights, which are `LazyArray`s of the checkpoint where they have no layout; None does not read them.
+    """Reads a checkpoint, each array in the trainer's layout. `sampler` holds the shapes and layout
+    of published weights, which are `LazyArray`s of the checkpoint where they have no layout; None
+    does not read them.
 
-    Raises `DamagedCheckpoint` if a part is missing or differs by a single bit from what was saved, ShoalError if it was
-    saved with another model or optimizer, or if the machine cannot read it now (memory, permissions, network). Of
-    several processes all raise the same, whichever has met it.
+    Raises `DamagedCheckpoint` if a part is missing or differs by a single bit from what was saved,
+    ShoalError if it was saved with another model or optimizer, or if the machine cannot read it now
+    (memory, permissions, network). Of several processes all raise the same, whichever has met it.
     """
     path, wanted, world = (
         (run / FOLDER / str(version)).absolute(),
@@ -275,7 +286,8 @@ def restore(
     extra, others, checksums = _read_everywhere(path, "extra", read_extra, world)
     if others:
         raise ShoalError(
-            f"checkpoint {path} was saved with another model or optimizer (its {others[0]} has other "
+            f"checkpoint {path} was saved with another model or optimizer (its {others[0]} has "
+            f"other "
             "names, shapes or types): give model.* and optimizer.* as they were, above all "
             "optimizer.clip_grad_norm and weight_decay, 0 or not, optimizer.moments, and "
             "model.dtype, float16 or not"
@@ -301,8 +313,8 @@ def _lazily(folder: Path, keys: Any, wanted: jax.ShapeDtypeStruct) -> LazyArray:
 
 
 def _reader(handler: Any) -> Any:
-    """A reader of Orbax that waits for no other process: by default it meets all of them after each part, and one that
-    has met a damaged file would never come."""
+    """A reader of Orbax that waits for no other process: by default it meets all of them after each
+    part, and one that has met a damaged file would never come."""
     ocp = load_orbax()
     alone = ocp.options.MultiprocessingOptions(active_processes={jax.process_index()})
     return ocp.Checkpointer(handler, multiprocessing_options=alone)
@@ -330,7 +342,8 @@ def _read_everywhere(path: Path, part: str, read: Callable[[], Any], world: Worl
     is_machine, text = max(faults, key=lambda one: one[0])
     if is_machine:
         raise ShoalError(
-            f"checkpoint {path} cannot be read now ({text}): nothing was changed; solve that and repeat "
+            f"checkpoint {path} cannot be read now ({text}): nothing was changed; solve that and "
+            f"repeat "
             "the command"
         ) from fault
     raise DamagedCheckpoint(f"checkpoint {path} is damaged ({text})") from fault
@@ -355,10 +368,11 @@ def _is_machine_fault(error: Exception) -> bool:
 def restore_newest(
     run: Path, learner: Learner, sampler: Params, warn: Callable[[str], None], world: World
 ) -> Restored | None:
-    """Reads the newest checkpoint that is whole; damaged newer ones are named in a warning and moved away.
+    """Reads the newest checkpoint that is whole; damaged newer ones are named in a warning and
+    moved away.
 
-    None if the run has no checkpoint; ShoalError, with nothing moved, if every one is damaged. Several processes read
-    the same ones, those that the first sees.
+    None if the run has no checkpoint; ShoalError, with nothing moved, if every one is damaged.
+    Several processes read the same ones, those that the first sees.
     """
     damaged: dict[int, str] = {}
     for version in reversed(world.exchange_json("checkpoints", versions(run))[0]):
@@ -372,7 +386,8 @@ def restore_newest(
         return restored
     if damaged:
         raise ShoalError(
-            f"no checkpoint of {run} is whole ({'; '.join(damaged.values())}): nothing was changed; "
+            f"no checkpoint of {run} is whole ({'; '.join(damaged.values())}): nothing was "
+            f"changed; "
             "restore one, or start a new run with another run_name"
         )
     return None
@@ -388,8 +403,8 @@ def _move_away(run: Path, version: int) -> Path:
 
 
 def read_extra(run: Path, version: int, name: str) -> dict[str, Any]:
-    """One entry of what a checkpoint holds beside arrays: `facts`, of the inputs of its run, or `checksums`. Empty
-    where it cannot be read, which its weights then say."""
+    """One entry of what a checkpoint holds beside arrays: `facts`, of the inputs of its run, or
+    `checksums`. Empty where it cannot be read, which its weights then say."""
     try:
         return json.loads((run / FOLDER / str(version) / "extra" / "metadata").read_text("utf-8"))[
             name
@@ -406,11 +421,13 @@ def load_parameters(
     dtype: Any = jnp.float32,
     keep: Keep = lambda _, array: array,
 ) -> Params:
-    """Reads the trained parameters of one checkpoint, each in this role's layout and in `dtype`; `keep` is given each,
-    once all are read, and returns what takes its place. ShoalError where they are not those that were saved."""
+    """Reads the trained parameters of one checkpoint, each in this role's layout and in `dtype`;
+    `keep` is given each, once all are read, and returns what takes its place. ShoalError where they
+    are not those that were saved."""
     ocp = load_orbax()
     wanted = param_shapes(trained_specs(architecture), role, dtype)
-    # In part: the two moments of Adam would triple what is read, and evaluation has no optimizer to say their shapes.
+    # In part: the two moments of Adam would triple what is read, and evaluation has no optimizer to
+    # say their shapes.
     path = (run / FOLDER / str(version) / "state").absolute()
     complete(path.parent)
     try:
@@ -429,7 +446,8 @@ def load_parameters(
         ) from error
     found = restored["trainable"]
     if (saved := read_extra(run, version, "checksums").get("trainable")) is not None:
-        # As they were saved there would be no room beside those of another type: the files are read again, by pieces.
+        # As they were saved there would be no room beside those of another type: the files are read
+        # again, by pieces.
         whole = {"trainable": param_shapes(trained_specs(architecture), role, jnp.float32)}
         stored = (
             found

@@ -1,4 +1,5 @@
-"""The order of the training prompts: a seeded permutation for each epoch, read with a cursor; and their pass rates."""
+"""The order of the training prompts: a seeded permutation for each epoch, read with a cursor; and
+their pass rates."""
 
 from __future__ import annotations
 
@@ -32,9 +33,10 @@ class TokenizedExample:
 class PassRates:
     """A curriculum: how many completions of each prompt passed, and which prompts are retired.
 
-    A prompt whose pass rate is above `bound` leaves training; the others occur 2 - rate times an epoch on average, and
-    at least once, so hard prompts occur up to twice as often. Rates act from the next epoch on: an epoch's prompts are
-    fixed when it begins. `bound` 1 turns the curriculum off.
+    A prompt whose pass rate is above `bound` leaves training; the others occur 2 - rate times an
+    epoch on average, and at least once, so hard prompts occur up to twice as often. Rates act from
+    the next epoch on: an epoch's prompts are fixed when it begins. `bound` 1 turns the curriculum
+    off.
     """
 
     bound: float = 1.0
@@ -44,7 +46,8 @@ class PassRates:
     at_epoch: dict[int, float] = field(default_factory=dict)  # row -> rate when the epoch began
 
     def add(self, groups: Sequence[Group]) -> None:
-        """Counts valid completions; passed are the right ones, or without a verdict the reward in [0, 1]."""
+        """Counts valid completions; passed are the right ones, or without a verdict the reward in
+        [0, 1]."""
         for group in groups:
             passed = (
                 group.rewards.clip(0, 1) if group.correct is None else group.correct.astype(float)
@@ -56,7 +59,8 @@ class PassRates:
             )
 
     def begin_epoch(self) -> None:
-        # Frozen for an epoch: were rates of its own steps to act, its order would depend on how far ahead it is asked.
+        # Frozen for an epoch: were rates of its own steps to act, its order would depend on how far
+        # ahead it is asked.
         self.at_epoch = {
             row: passed / sampled for row, (sampled, passed) in self.counts.items() if sampled
         }
@@ -70,7 +74,8 @@ class PassRates:
         return np.array([row for row, rate in self.at_epoch.items() if rate > self.bound], np.int64)
 
     def times(self, uniforms: np.ndarray) -> np.ndarray:
-        """How often each row occurs in the epoch, int[rows], from one uniform in [0, 1) for each row."""
+        """How often each row occurs in the epoch, int[rows], from one uniform in [0, 1) for each
+        row."""
         times = np.ones(len(uniforms), np.int64)
         for row, rate in self.at_epoch.items():
             if row >= len(times):  # of data that was longer before the run was resumed
@@ -117,11 +122,11 @@ class _Place:
 class PromptStream:
     """P different prompts a step, in another order each epoch.
 
-    At an epoch's border a step may meet a row that it has already: the next step takes that row, so each epoch trains
-    on all rows.
+    At an epoch's border a step may meet a row that it has already: the next step takes that row, so
+    each epoch trains on all rows.
 
-    A prompt of more than `max_tokens`, or that `encode` refuses, is dropped and counted in `dropped`, or is an error;
-    it is never truncated.
+    A prompt of more than `max_tokens`, or that `encode` refuses, is dropped and counted in
+    `dropped`, or is an error; it is never truncated.
     """
 
     examples: Sequence[Example]
@@ -143,25 +148,29 @@ class PromptStream:
     _order: tuple[int, np.ndarray] = field(default=(-1, np.empty(0, np.int64)), repr=False)
 
     def more(self, count: int, taken: Collection[int]) -> list[TokenizedExample]:
-        """Up to `count` more prompts for a step that already has the rows `taken`, searched once through the data.
+        """Up to `count` more prompts for a step that already has the rows `taken`, searched once
+        through the data.
 
         If there is none, the cursor stays where it was.
         """
         before = self._place()
-        # Through the data once: with the curriculum an epoch may hold nothing but rows that are taken.
+        # Through the data once: with the curriculum an epoch may hold nothing but rows that are
+        # taken.
         if not (found := self._read(count, len(self.examples), taken)):
             self._return_to(before)
         return found
 
     def next(self, count: int) -> list[TokenizedExample]:
-        """The next `count` prompts, no row twice. Raises `DataExhausted` once too few are left, and from then on."""
+        """The next `count` prompts, no row twice. Raises `DataExhausted` once too few are left, and
+        from then on."""
         if len(self.examples) < count:
             raise ShoalError(
                 f"the data has {counted(len(self.examples), 'prompt')}, fewer than "
                 f"batch.prompts_per_step={count}: lower it, or add data",
                 "batch.prompts_per_step",
             )
-        # Kept in checkpoints: a resumed run ends where this one did, unless the bound or the step's size was changed.
+        # Kept in checkpoints: a resumed run ends where this one did, unless the bound or the step's
+        # size was changed.
         has_ended = self.ended == (self.rates.bound, count)
         found = [] if has_ended else self._read(count, 4 * len(self.examples) + count)
         if len(found) == count:
@@ -177,15 +186,16 @@ class PromptStream:
             )
         refused = f"; {self.refusal}" if self.refusal else ""
         raise ShoalError(
-            f"fewer than {counted(count, 'prompt')} of the data have at most {self.max_tokens} tokens: "
+            f"fewer than {counted(count, 'prompt')} of the data have at most {self.max_tokens} "
+            f"tokens: "
             f"raise sampling.max_prompt_tokens{refused}"
         )
 
     def _read(
         self, count: int, most_rows: int, taken: Collection[int] = ()
     ) -> list[TokenizedExample]:
-        """Up to `count` prompts, no row twice and none of `taken`: postponed ones, then from at most so many rows after
-        the cursor. Rows that are passed over are postponed."""
+        """Up to `count` prompts, no row twice and none of `taken`: postponed ones, then from at
+        most so many rows after the cursor. Rows that are passed over are postponed."""
         found: dict[int, TokenizedExample] = {}
         waiting, self.postponed = self.postponed, []
         num_read = 0
@@ -225,8 +235,8 @@ class PromptStream:
             self.ended = ended
 
     def check(self, count: int) -> None:
-        """Raises ShoalError for a prompt among the next `count` that is too long or refused, with `long_prompts=error`.
-        Each row is read once, however many epochs these prompts are."""
+        """Raises ShoalError for a prompt among the next `count` that is too long or refused, with
+        `long_prompts=error`. Each row is read once, however many epochs these prompts are."""
         for row in self._order_of(self.epoch)[:count]:
             self._prepare(int(row))
 
@@ -236,7 +246,8 @@ class PromptStream:
             raise ShoalError(
                 f"row {row} is not in the data, which has {counted(len(self.examples), 'row')}"
             )
-        # A row asked for by number was sampled before: dropping it in silence would change a step that is repeated.
+        # A row asked for by number was sampled before: dropping it in silence would change a step
+        # that is repeated.
         prepared = prepare(self.examples[row], self.encode, self.max_tokens, "error")
         assert prepared is not None
         return prepared
@@ -284,14 +295,17 @@ class PromptStream:
         return int(order[self.cursor - 1]) if len(order) else None
 
     def _order_of(self, epoch: int) -> np.ndarray:
-        """The rows of an epoch, shuffled: each once, or with the curriculum as often as `PassRates.times` says."""
+        """The rows of an epoch, shuffled: each once, or with the curriculum as often as
+        `PassRates.times` says."""
         if self._order[0] != epoch:
-            # From (seed, epoch) alone, so that a checkpoint holds two numbers and not an order or a generator's state.
+            # From (seed, epoch) alone, so that a checkpoint holds two numbers and not an order or a
+            # generator's state.
             random = np.random.default_rng(Address(self.seed, "order", epoch, 0).key(0).tolist())
             order = random.permutation(len(self.examples))
             if self.rates.active:
                 times = self.rates.times(random.random(len(self.examples)))
-                # Repeats come after the whole epoch, shuffled anew: side by side, a step would skip the second.
+                # Repeats come after the whole epoch, shuffled anew: side by side, a step would skip
+                # the second.
                 again = order[times[order] > 1]
                 order = np.concatenate([order[times[order] > 0], random.permutation(again)])
             self._order = (epoch, order)
@@ -315,8 +329,9 @@ def prepare(
     long_prompts: str,
     refuse: Callable[[str], object] | None = None,
 ) -> TokenizedExample | None:
-    """The example with its prompt's token ids; None if it is too long and `long_prompts` is "drop". A prompt that the
-    chat template refuses raises ShoalError; with "drop" and `refuse`, that is called with the error, and None returned.
+    """The example with its prompt's token ids; None if it is too long and `long_prompts` is "drop".
+    A prompt that the chat template refuses raises ShoalError; with "drop" and `refuse`, that is
+    called with the error, and None returned.
     """
     try:
         ids = encode(example)
@@ -333,6 +348,7 @@ def prepare(
     if long_prompts == "error":
         raise ShoalError(
             f"the prompt of row {example.row} has {counted(len(ids), 'token')}, "
-            f"sampling.max_prompt_tokens is {max_tokens}: raise it, or set sampling.long_prompts=drop"
+            f"sampling.max_prompt_tokens is {max_tokens}: raise it, or set "
+            f"sampling.long_prompts=drop"
         )
     return None

@@ -1,4 +1,5 @@
-"""Evaluation as requests: greedy accuracy, and unbiased pass@k and maj@k of samples, with their protocol."""
+"""Evaluation as requests: greedy accuracy, and unbiased pass@k and maj@k of samples, with their
+protocol."""
 
 from __future__ import annotations
 
@@ -34,9 +35,10 @@ class Answers:
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Evaluates one version. A full evaluation asks a greedy completion for each question of each data set, and
-    `pass_k` sampled ones for the first `quick_questions` (0: all) of the main set, the first; a quick one asks greedy
-    ones alone, for these questions of each set. `task` decides what is counted of them."""
+    """Evaluates one version. A full evaluation asks a greedy completion for each question of each
+    data set, and `pass_k` sampled ones for the first `quick_questions` (0: all) of the main set,
+    the first; a quick one asks greedy ones alone, for these questions of each set. `task` decides
+    what is counted of them."""
 
     sets: Mapping[str, Sequence[TokenizedExample]]
     params: SamplingParams
@@ -47,10 +49,11 @@ class Evaluator:
     def passes(
         self, subset: str, full: bool
     ) -> list[tuple[Sequence[TokenizedExample], int, SamplingParams]]:
-        """The passes over a set, each as questions, completions a question and their settings: a greedy one, and in a
-        full evaluation of the main set a sampled one."""
+        """The passes over a set, each as questions, completions a question and their settings: a
+        greedy one, and in a full evaluation of the main set a sampled one."""
         few = self.sets[subset][: self.quick_questions or None]
-        # At temperature 0 every sample would be the greedy answer: pass@k would say nothing and cost k times as much.
+        # At temperature 0 every sample would be the greedy answer: pass@k would say nothing and
+        # cost k times as much.
         sampled = (
             full
             and self.pass_k > 0
@@ -61,7 +64,8 @@ class Evaluator:
         return [greedy, (few, self.pass_k, self.params)] if sampled else [greedy]
 
     def num_completions(self, full: bool) -> int:
-        """How many completions an evaluation takes; a full one, as at a run's ends, those of pass@k too."""
+        """How many completions an evaluation takes; a full one, as at a run's ends, those of pass@k
+        too."""
         return sum(
             len(questions) * count
             for subset in self.sets
@@ -128,8 +132,8 @@ class Evaluator:
 
 
 def score_greedy(groups: Sequence[Group], task: Task) -> dict[str, Any]:
-    """Accuracy and its interval where the task defines `correct`, the task's own figures, the share of answers in the
-    asked form where it asks for one, the mean of each reward, lengths."""
+    """Accuracy and its interval where the task defines `correct`, the task's own figures, the share
+    of answers in the asked form where it asks for one, the mean of each reward, lengths."""
     total = len(groups)
     rewards = [group.rewards[0] for group in groups]
     figures: dict[str, Any] = {"num_questions": total, "protocol": "greedy"}
@@ -143,7 +147,8 @@ def score_greedy(groups: Sequence[Group], task: Task) -> dict[str, Any]:
         }
     else:
         figures["mean_reward"] = known_mean(rewards)
-    # The text alone is judged again: a reward may be a mixture, and IFEval has four verdicts of one answer.
+    # The text alone is judged again: a reward may be a mixture, and IFEval has four verdicts of one
+    # answer.
     if task.figures is not None and task.verdict is not None:
         figures |= task.figures([task.verdict(group.answers[0], group.example) for group in groups])
     if task.well_formed is not None:
@@ -163,11 +168,11 @@ def score_greedy(groups: Sequence[Group], task: Task) -> dict[str, Any]:
 
 
 def score_sampled(groups: Sequence[Group], params: SamplingParams, task: Task) -> dict[str, Any]:
-    """pass@k of all k samples, of 1 and of the powers of 2 between, maj@k where the task extracts answers, the
-    samples' mean reward, and their protocol.
+    """pass@k of all k samples, of 1 and of the powers of 2 between, maj@k where the task extracts
+    answers, the samples' mean reward, and their protocol.
 
-    A figure's `_error` is the standard error of its mean over questions, which are independent; samples of one
-    question are not."""
+    A figure's `_error` is the standard error of its mean over questions, which are independent;
+    samples of one question are not."""
     if not groups:
         return {}
     k = groups[0].size

@@ -1,9 +1,12 @@
-"""The loop, in life-cycle order: evaluate; at each step take groups, update, publish, record; evaluate again.
+"""The loop, in life-cycle order: evaluate; at each step take groups, update, publish, record;
+evaluate again.
 
-Synchronous is asynchronous with zero staleness: each step's groups are requested at a named version as soon as that
-version is published (`lag` steps ahead), and the loop never knows where the tokens come from.
+Synchronous is asynchronous with zero staleness: each step's groups are requested at a named version
+as soon as that version is published (`lag` steps ahead), and the loop never knows where the tokens
+come from.
 
-A step that is given up leaves no trace: state, prompts and pending requests are those that it began with.
+A step that is given up leaves no trace: state, prompts and pending requests are those that it began
+with.
 """
 
 from __future__ import annotations
@@ -74,12 +77,13 @@ class Run:
         self.lookahead = Lookahead(self.schedule)
 
     def train(self) -> dict[str, Any]:
-        """All steps that remain, and the summary. Raises KeyboardInterrupt, whose text says how to resume, where
-        somebody asked the run to stop."""
+        """All steps that remain, and the summary. Raises KeyboardInterrupt, whose text says how to
+        resume, where somebody asked the run to stop."""
         try:
             return self.run_steps()
         except KeyboardInterrupt as stop:
-            self.settings_work()  # only an error speaks against them, and the command that resumes does not name them
+            # only an error speaks against them, and the command that resumes does not name them
+            self.settings_work()
             if not isinstance(stop, StopRequested):
                 raise
             self.recorder.stop()
@@ -91,7 +95,8 @@ class Run:
             raise
 
     def run_steps(self) -> dict[str, Any]:
-        # Begun here: a caller that held this state would keep the first weights in memory for all of the run.
+        # Begun here: a caller that held this state would keep the first weights in memory for all
+        # of the run.
         state, first = self.begin()
         self.recorder.begin_training(first)
         last = self.config.steps
@@ -111,7 +116,8 @@ class Run:
                     self.stop.begin(f"the update of step {step + 1}")
                     with self.timeline.span("trainer", "update"):
                         state, outcome = self.updater.update(state, groups, step)
-                # After the update: a step that is given up before has changed neither pending requests nor pass rates.
+                # After the update: a step that is given up before has changed neither pending
+                # requests nor pass rates.
                 self.step_done(step, groups, discarded)
                 if self.publication_due(step + 1):
                     try:
@@ -148,9 +154,11 @@ class Run:
         return self.recorder.finish(last)
 
     def begin(self) -> tuple[TrainState, int]:
-        """The trainer's state and the first step: of a new run after its first evaluation, or of a checkpoint."""
+        """The trainer's state and the first step: of a new run after its first evaluation, or of a
+        checkpoint."""
         if self.restored is None:
-            # Version 0 is evaluated before anything is requested: its figures are those that training starts from.
+            # Version 0 is evaluated before anything is requested: its figures are those that
+            # training starts from.
             state = self.updater.learner.init(self.parameters)
             self.parameters = None  # the first weights must not outlive their use
             self.publish_frozen(state)
@@ -178,7 +186,8 @@ class Run:
             self.evaluator.ask(self.source, number, number, full=False)
         for number, params in self.restored.published.items():
             self.publish(number, params, version)
-        # By the settings of now: `train.evaluate_every` may have changed, and with it what must be published.
+        # By the settings of now: `train.evaluate_every` may have changed, and with it what must be
+        # published.
         if self.publication_due(version):
             self.publish(version, state.trainable)
         self.recorder.restore(extra["recorder"], version, extra["evaluated"], self.evaluating)
@@ -189,27 +198,29 @@ class Run:
         return state, version
 
     def settings_work(self) -> None:
-        """Stores the settings of a resumed run, after its first step or where somebody stops that: kept before, those
-        that end it would end every later resume, too."""
+        """Stores the settings of a resumed run, after its first step or where somebody stops that:
+        kept before, those that end it would end every later resume, too."""
         if self.keep_settings:
             self.keep_settings()
             self.keep_settings = None
 
     @contextmanager
     def saved_if_given_up(self, version: int, state: TrainState) -> Iterator[None]:
-        """Where a step or an evaluation that starts from `state` is given up (a reward raises, somebody asks the run to
-        stop), a checkpoint is saved from which it starts again."""
+        """Where a step or an evaluation that starts from `state` is given up (a reward raises,
+        somebody asks the run to stop), a checkpoint is saved from which it starts again."""
         prompts = self.prompts.state() if self.config.algorithm.dynamic_sampling else None
         try:
             yield
-        # Any other exception is a fault of the program: what it left behind is not worth a checkpoint.
+        # Any other exception is a fault of the program: what it left behind is not worth a
+        # checkpoint.
         except (ShoalError, StopRequested) as reason:
             if prompts is not None:
                 self.prompts.restore(prompts)
             stopped_before_first = (
                 isinstance(reason, StopRequested) and version in self.recorder.evaluations
             )
-            # The first update of a step donates the moments: from then on there is nothing left to save.
+            # The first update of a step donates the moments: from then on there is nothing left to
+            # save.
             if (version > 0 or stopped_before_first) and is_intact(state):
                 self.save(version, state)
                 if isinstance(reason, ShoalError):
@@ -217,7 +228,8 @@ class Run:
             raise
 
     def end_if_warned(self, version: int, state: TrainState) -> None:
-        """Raises ShoalError where a warning since the last step is hopeless, or train.on_warning=stop."""
+        """Raises ShoalError where a warning since the last step is hopeless, or
+        train.on_warning=stop."""
         warned, self.recorder.warned = self.recorder.warned, []
         if wrong := next((finding for finding in warned if finding.level == "wrong"), None):
             good = self.last_good()
@@ -238,8 +250,8 @@ class Run:
             )
 
     def last_good(self) -> int | None:
-        """The newest checkpoint from before the skipped updates of now; None where none is, or none were skipped. The
-        weights that the first of them began with were bad already."""
+        """The newest checkpoint from before the skipped updates of now; None where none is, or none
+        were skipped. The weights that the first of them began with were bad already."""
         if (streak := self.recorder.watch.in_a_row.get("skipped")) is None:
             return None
         return max(
@@ -251,12 +263,18 @@ class Run:
         if self.saved < 0:
             return f"stopped: {NOTHING_KEPT}; start again: {self.resume_command}"
         if self.saved == 0:
-            return f"stopped before the first step, with its evaluation saved; resume: {self.resume_command}"
-        return f"stopped after step {self.saved} of {self.config.steps}, which is saved; resume: {self.resume_command}"
+            return (
+                f"stopped before the first step, with its evaluation saved; resume: "
+                f"{self.resume_command}"
+            )
+        return (
+            f"stopped after step {self.saved} of {self.config.steps}, which is saved; resume: "
+            f"{self.resume_command}"
+        )
 
     def request_published(self, version: int) -> None:
-        """Requests the groups of every step that may sample from `version` or an older one; none once the data is
-        exhausted."""
+        """Requests the groups of every step that may sample from `version` or an older one; none
+        once the data is exhausted."""
         while (
             self.requested < min(self.config.steps, version + self.lookahead.steps + 1)
             and self.schedule.version(self.requested) <= version
@@ -273,7 +291,8 @@ class Run:
             self.requested += 1
 
     def ends_at(self, version: int) -> bool:
-        """True if the data is exhausted and no step follows, so that the final evaluation is of this version."""
+        """True if the data is exhausted and no step follows, so that the final evaluation is of
+        this version."""
         return version not in self.pending and self.prompts.is_exhausted(
             self.config.batch.prompts_per_step
         )
@@ -297,8 +316,9 @@ class Run:
 
     @timed("trainer", "wait for groups")
     def take(self, step: int) -> tuple[list[Group], list[Group]]:
-        """The step's groups, and those that were discarded. With dynamic sampling more groups replace those without
-        variance: requested at the same version, in the order of the prompts."""
+        """The step's groups, and those that were discarded. With dynamic sampling more groups
+        replace those without variance: requested at the same version, in the order of the
+        prompts."""
         self.stop.begin(f"the completions of step {step + 1}")
         a, wanted = self.config.algorithm, self.config.batch.prompts_per_step
         groups = self.source.take(Purpose.TRAIN, step)
@@ -334,15 +354,18 @@ class Run:
         """RuntimeError unless frozen weights have the bits that they had at the start."""
         if state.frozen is not None and weights_text(state.frozen) != self.fingerprint["base"]:
             raise RuntimeError(
-                f"the frozen weights have changed since the start (checksum {self.fingerprint['base']} "
-                f"then, {weights_text(state.frozen)} now), so the checkpoints of this run belong to no "
+                f"the frozen weights have changed since the start (checksum "
+                f"{self.fingerprint['base']} "
+                f"then, {weights_text(state.frozen)} now), so the checkpoints of this run belong "
+                f"to no "
                 "known model: a memory or a device is faulty"
             )
 
     @timed("publication", "publish")
     def publish(self, version: int, params: Params, step: int | None = None) -> None:
-        """Publishes weights before `step` (None: the version's own). The version that this step samples from is kept,
-        since the step may ask for more groups, or be given up and start again."""
+        """Publishes weights before `step` (None: the version's own). The version that this step
+        samples from is kept, since the step may ask for more groups, or be given up and start
+        again."""
         self.source.publish(
             version, params, keep_from=self.schedule.keep_from(version if step is None else step)
         )
@@ -361,7 +384,8 @@ class Run:
 
     @timed("trainer", "evaluate")
     def evaluate(self, version: int, state: TrainState, ends: bool = False) -> None:
-        """Asks for the figures of one version by data set: in full at the run's ends, which wait for them."""
+        """Asks for the figures of one version by data set: in full at the run's ends, which wait
+        for them."""
         with self.saved_if_given_up(version, state):
             self.stop.check()
             self.stop.begin(f"the evaluation {version_text(version)}")
@@ -371,7 +395,8 @@ class Run:
         self.file_evaluations(version, state, ends)
 
     def file_evaluations(self, now: int, state: TrainState, ends: bool = False) -> None:
-        """Records the evaluations whose answers are there, at the run's ends all; `now` is the version of `state`."""
+        """Records the evaluations whose answers are there, at the run's ends all; `now` is the
+        version of `state`."""
         for version, started in list(self.evaluating.items()):
             if not ends and not self.source.is_ready(Purpose.EVALUATE, version):
                 continue
@@ -425,7 +450,8 @@ class Run:
             return
         started = time.perf_counter()
         self.stop.begin(f"the checkpoint of step {version}")
-        # Groups and metrics of the covered steps reach the disk first: a kill between the two loses none of them.
+        # Groups and metrics of the covered steps reach the disk first: a kill between the two loses
+        # none of them.
         self.recorder.sync(self.prompts.rates.record())
         published = self.source.published()
         extra = {

@@ -1,4 +1,5 @@
-"""The loss of one micro-batch, and log-probs alone: from a batch through the model to `shoal.algorithm.loss`.
+"""The loss of one micro-batch, and log-probs alone: from a batch through the model to
+`shoal.algorithm.loss`.
 
     LearnerBatch -> forward -> token_logprobs -> token_losses -> sum(weight * token loss)
 
@@ -68,10 +69,11 @@ def batch_logprobs(
     chunk_elements: int = 0,
     entropy_gradient: bool = False,
 ) -> Any:
-    """Log-probs and entropies of completions' tokens, float32[R, T] each, 0 elsewhere; a prompt is computed once for
-    all completions that follow it in its row.
+    """Log-probs and entropies of completions' tokens, float32[R, T] each, 0 elsewhere; a prompt is
+    computed once for all completions that follow it in its row.
 
-    A token's log-prob comes from the hidden state before it; for a completion's first token that is its prompt's last.
+    A token's log-prob comes from the hidden state before it; for a completion's first token that is
+    its prompt's last.
     """
     role = model.role
     tokens, position, before, segment, prompt = map(
@@ -85,7 +87,8 @@ def batch_logprobs(
     rows_here = -(-rows // role.row_shards)
     budget, head = chunk_elements or CHUNK_ELEMENTS[role.platform], output_head(parameters)
     chunk = chunk_size(rows_here, size, model.architecture.vocab_size, budget)
-    # Of all tokens: to leave chunks of prompts out by a condition costs a second gradient of the head (docs/LOG.md).
+    # Of all tokens: to leave chunks of prompts out by a condition costs a second gradient of the
+    # head (docs/LOG.md).
     inputs = _states_at(role, hidden, before), tokens, batch.temperature
     if role.platform == "tpu" and role.tensor == 1 and chunk < size:
         slices = head_slices(head, max(128, budget // (rows_here * size)))
@@ -125,7 +128,8 @@ def next_token_logits(
 
 
 def _states_at(role: Role, hidden: jax.Array, place: jax.Array) -> jax.Array:
-    """hidden[R, T, D] at the places [R, T] in its rows; where rows are split, they are whole for a moment."""
+    """hidden[R, T, D] at the places [R, T] in its rows; where rows are split, they are whole for a
+    moment."""
 
     def of_rows(hidden: jax.Array, place: jax.Array) -> jax.Array:
         if role.context > 1:
@@ -146,7 +150,8 @@ def _states_at(role: Role, hidden: jax.Array, place: jax.Array) -> jax.Array:
 
 
 def batch_loss(model: Model, objective: Objective, parameters: Params, batch: LearnerBatch) -> Any:
-    """(loss, (sums, maxima, log-probs)): a micro-batch's part of the update's loss, and its metrics."""
+    """(loss, (sums, maxima, log-probs)): a micro-batch's part of the update's loss, and its
+    metrics."""
     lp, entropy = batch_logprobs(
         model, parameters, batch, objective.chunk_elements, objective.entropy_coef > 0
     )

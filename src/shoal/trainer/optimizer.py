@@ -1,4 +1,5 @@
-"""AdamW with warm-up, decay and clipping by global norm, the sharding of its state, and the loss scale of float16."""
+"""AdamW with warm-up, decay and clipping by global norm, the sharding of its state, and the loss
+scale of float16."""
 
 from __future__ import annotations
 
@@ -17,15 +18,16 @@ from shoal.mesh import PINNED_HOST
 from shoal.types import Params
 
 FIRST_SCALE, LARGEST_SCALE, GROWTH_INTERVAL = 2.0**16, 2.0**24, 2000
-"""The loss scale at the start, its limit, and the updates in a row without overflow that double it. The limit keeps
-gradients that are 0 for long from raising it without end."""
+"""The loss scale at the start, its limit, and the updates in a row without overflow that double it.
+The limit keeps gradients that are 0 for long from raising it without end."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LossScale:
-    """By what the loss is multiplied before its gradient is computed in float16, whose smallest number is 6e-8: without
-    it small parts are lost (Micikevicius et al. 2017, arXiv 1710.03740). A power of two, so that it rounds nothing."""
+    """By what the loss is multiplied before its gradient is computed in float16, whose smallest
+    number is 6e-8: without it small parts are lost (Micikevicius et al. 2017, arXiv 1710.03740). A
+    power of two, so that it rounds nothing."""
 
     value: Any  # float32[]
     good: Any  # int32[]: updates in a row without overflow since it changed
@@ -43,10 +45,11 @@ class LossScale:
 
 
 def learning_rate(section: OptimizerSection, num_updates: int) -> Callable[[Any], Any]:
-    """Update number (from 0) -> learning rate: a linear warm-up, then constant or a decay towards 0.
+    """Update number (from 0) -> learning rate: a linear warm-up, then constant or a decay towards
+    0.
 
-    The first update already has 1/warmup_steps of the rate (torch's schedules start at 0), and the update after the
-    last would have 0.
+    The first update already has 1/warmup_steps of the rate (torch's schedules start at 0), and the
+    update after the last would have 0.
     """
     warmup, rest = section.warmup_steps, max(1, num_updates - section.warmup_steps)
     decay = {
@@ -65,9 +68,10 @@ def learning_rate(section: OptimizerSection, num_updates: int) -> Callable[[Any]
 def make_optimizer(
     section: OptimizerSection, rate: Callable[[Any], Any], weight_decay: Any, seed: int = 0
 ) -> optax.GradientTransformationExtraArgs:
-    """`weight_decay` is a tree of bools over the parameters, or a function that makes it of them: weight decay applies
-    where it is True. `seed` is that of `optimizer.moments=bfloat16`, whose update needs its `number` as an extra
-    argument. An update of some parameters alone needs the `norm` of the whole gradient, of one layer's its `layer`."""
+    """`weight_decay` is a tree of bools over the parameters, or a function that makes it of them:
+    weight decay applies where it is True. `seed` is that of `optimizer.moments=bfloat16`, whose
+    update needs its `number` as an extra argument. An update of some parameters alone needs the
+    `norm` of the whole gradient, of one layer's its `layer`."""
     # A part that is left out leaves no state either, so 0 or not is part of a checkpoint's layout.
     parts = [clip_by_norm(section.clip_grad_norm)] if section.clip_grad_norm else []
     adamw = optax.adamw(
@@ -83,7 +87,8 @@ def make_optimizer(
 
 
 def clip_by_norm(most: float) -> optax.GradientTransformationExtraArgs:
-    """`optax.clip_by_global_norm`, where an extra argument `norm` may stand for that of the gradient given."""
+    """`optax.clip_by_global_norm`, where an extra argument `norm` may stand for that of the
+    gradient given."""
 
     def update(
         gradient: Any, state: Any, parameters: Any = None, *, norm: Any = None, **_: Any
@@ -91,7 +96,7 @@ def clip_by_norm(most: float) -> optax.GradientTransformationExtraArgs:
         norm = optax.tree.norm(gradient) if norm is None else norm
         return jax.tree.map(lambda g: jnp.where(norm < most, g, g / norm * most), gradient), state
 
-    return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)  # pyright: ignore[reportArgumentType]
+    return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)  # pyright: ignore
 
 
 def rounded(
@@ -99,8 +104,8 @@ def rounded(
 ) -> optax.GradientTransformationExtraArgs:
     """An optimizer whose moments are bfloat16 between its updates, and float32 in them.
 
-    Rounded to the nearest, a moment that changes by less than 1/256 of itself would stand still: the second moment's
-    decay of 0.999 would never lower it. Rounded at random its mean is right."""
+    Rounded to the nearest, a moment that changes by less than 1/256 of itself would stand still:
+    the second moment's decay of 0.999 would never lower it. Rounded at random its mean is right."""
 
     def map_moments(function: Callable[[jax.Array], jax.Array], state: Any) -> Any:
         return optax.tree_utils.tree_map_params(optimizer, function, state)
@@ -126,12 +131,14 @@ def rounded(
             lambda moment: round_at_random(moment, jax.random.fold_in(key, next(leaf))), state
         )
 
-    return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
+    return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore
 
 
 def round_at_random(values: jax.Array, key: jax.Array) -> jax.Array:
-    """float32 -> bfloat16, to one of the two next to a value, with the chances that give it as the mean."""
-    # bfloat16 is float32's upper 16 bits: added to the lower ones, random bits carry as often as those say.
+    """float32 -> bfloat16, to one of the two next to a value, with the chances that give it as the
+    mean."""
+    # bfloat16 is float32's upper 16 bits: added to the lower ones, random bits carry as often as
+    # those say.
     noise = jax.random.bits(key, values.shape, jnp.uint16).astype(jnp.uint32)
     bits = (jax.lax.bitcast_convert_type(values, jnp.uint32) + noise) & jnp.uint32(0xFFFF0000)
     return jax.lax.bitcast_convert_type(bits, jnp.float32).astype(jnp.bfloat16)
@@ -144,9 +151,10 @@ def state_shardings(
     other: Any,
     offload: bool = False,
 ) -> Any:
-    """Shardings of the optimizer's state: moments as their parameters, with `offload` in the host's memory; counters as
-    `other`."""
-    # By optax's own map, not by shape: a counter and a scalar parameter, or two parameters, may have one shape.
+    """Shardings of the optimizer's state: moments as their parameters, with `offload` in the host's
+    memory; counters as `other`."""
+    # By optax's own map, not by shape: a counter and a scalar parameter, or two parameters, may
+    # have one shape.
     state = jax.eval_shape(optimizer.init, shapes)
     return optax.tree_utils.tree_map_params(
         optimizer,

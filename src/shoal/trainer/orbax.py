@@ -1,8 +1,8 @@
-"""Access to Orbax, the library that writes and reads arrays: import, errors, free space, and arrays that are read and
-written in parts. No other file imports it.
+"""Access to Orbax, the library that writes and reads arrays: import, errors, free space, and arrays
+that are read and written in parts. No other file imports it.
 
-Orbax reports trouble in several ways (exceptions of any kind, log lines, tracebacks of its event loop); here each
-failure becomes one `ShoalError`.
+Orbax reports trouble in several ways (exceptions of any kind, log lines, tracebacks of its event
+loop); here each failure becomes one `ShoalError`.
 """
 
 from __future__ import annotations
@@ -34,14 +34,16 @@ CHUNK_BYTES = 64 << 20
 """Largest piece of an array on disk and in memory."""
 
 WRITTEN_BYTES = 256 << 20
-"""Of arrays that are written at once on a CPU, where Orbax copies and compresses all of them at once by itself: with a
-checkpoint of 1.6 GB it takes 1.4 GB more while it writes, within this bound 0.45 GB, and as long."""
+"""Of arrays that are written at once on a CPU, where Orbax copies and compresses all of them at
+once by itself: with a checkpoint of 1.6 GB it takes 1.4 GB more while it writes, within this bound
+0.45 GB, and as long."""
 
 GB = 10**9
 """Orbax's unit of the bytes that are written at once."""
 
 REPLICA_BYTES = 1 << 20
-"""Smallest part of an array that a replica writes for the others: each part is cut out by a program of its own."""
+"""Smallest part of an array that a replica writes for the others: each part is cut out by a program
+of its own."""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -50,8 +52,9 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 def load_orbax() -> Any:
     """The module `orbax.checkpoint`, imported late because it takes a second.
 
-    From here on one message of its event loops is dropped. When one array of many cannot be read or written, Orbax
-    closes its loop, and threads that are not Python's call back for each other array at any later moment."""
+    From here on one message of its event loops is dropped. When one array of many cannot be read or
+    written, Orbax closes its loop, and threads that are not Python's call back for each other array
+    at any later moment."""
     import orbax.checkpoint as ocp
 
     hook = sys.unraisablehook
@@ -67,9 +70,10 @@ def load_orbax() -> Any:
 
 
 async def _read_to_the_end(read: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """What Orbax's handler of arrays reads. Where one array, or a part of it, cannot be read, Orbax raises while the
-    others are being read, and drops these: threads of TensorStore then call back for each at any later moment, beside a
-    run that goes on from an older checkpoint. Here they have all ended when the error is raised."""
+    """What Orbax's handler of arrays reads. Where one array, or a part of it, cannot be read, Orbax
+    raises while the others are being read, and drops these: threads of TensorStore then call back
+    for each at any later moment, beside a run that goes on from an older checkpoint. Here they have
+    all ended when the error is raised."""
     begun_before = asyncio.all_tasks()
     try:
         return await read(*args, **options)
@@ -83,7 +87,8 @@ async def _read_to_the_end(read: Callable[..., Any], *args: Any, **options: Any)
 
 @contextmanager
 def orbax_silenced() -> Iterator[None]:
-    """Drops what Orbax logs and warns of beside the errors that it raises, until the end of the block."""
+    """Drops what Orbax logs and warns of beside the errors that it raises, until the end of the
+    block."""
     loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
     levels = [logger.level for logger in loggers]
     with warnings.catch_warnings():
@@ -100,7 +105,8 @@ def orbax_silenced() -> Iterator[None]:
 
 
 def written_at_once(largest_array: int) -> int:
-    """Bytes of arrays that are written at once on a CPU. Orbax refuses an array that is as large as its bound."""
+    """Bytes of arrays that are written at once on a CPU. Orbax refuses an array that is as large as
+    its bound."""
     return max(WRITTEN_BYTES, largest_array + GB // 1000)
 
 
@@ -131,10 +137,11 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def cause(error: BaseException) -> str:
-    """The reason in the first line of an error: of Orbax's long ones, the last clause before a list of settings.
+    """The reason in the first line of an error: of Orbax's long ones, the last clause before a list
+    of settings.
 
-    Frees what the error's frames hold: a coroutine that is freed later would warn then, after the end of
-    `orbax_silenced`."""
+    Frees what the error's frames hold: a coroutine that is freed later would warn then, after the
+    end of `orbax_silenced`."""
     found: list[BaseException | None] = [error]
     while found:
         if one := found.pop():
@@ -176,7 +183,8 @@ class StoredArray:
     def opened(self) -> Any:
         import tensorstore
 
-        # As Orbax stores it: in one store with all arrays, or in a folder of its own; Zarr of either version.
+        # As Orbax stores it: in one store with all arrays, or in a folder of its own; Zarr of
+        # either version.
         name, base = self.name.replace("/", "."), self.folder.absolute()
         store = {"driver": "ocdbt", "base": f"file://{base}/", "path": f"{name}/"}
         if not (self.folder / "manifest.ocdbt").exists():
@@ -199,8 +207,8 @@ class StoredArray:
 
 
 def leaf_types(on_written: Callable[[int], None] = lambda size: None) -> Any:
-    """Orbax's registry of leaf types, with a handler that writes a `LazyArray` part by part; `on_written` gets the
-    bytes of each."""
+    """Orbax's registry of leaf types, with a handler that writes a `LazyArray` part by part;
+    `on_written` gets the bytes of each."""
     import tensorstore
 
     type_handlers = load_orbax().type_handlers
@@ -211,7 +219,8 @@ def leaf_types(on_written: Callable[[int], None] = lambda size: None) -> Any:
         ) -> Sequence[Any]:
             assert args is not None
             for batch in _batches(values):
-                # All at once, as Orbax does it, every array would have a slice in memory at the same time.
+                # All at once, as Orbax does it, every array would have a slice in memory at the
+                # same time.
                 for saved in await super().serialize(values[batch], infos[batch], args[batch]):
                     saved.result()  # done before the next batch is read
             return []
@@ -220,7 +229,8 @@ def leaf_types(on_written: Callable[[int], None] = lambda size: None) -> Any:
             array: Any = await tensorstore.open(
                 tensorstore.Spec(tspec), create=True, open=True, context=ts_context
             )
-            # In the file's own pieces: one written twice in part is read, merged and compressed twice.
+            # In the file's own pieces: one written twice in part is read, merged and compressed
+            # twice.
             pieces = array.chunk_layout.write_chunk.shape
             steps = [
                 pieces[axis] if axis in value.axes else size
@@ -248,7 +258,8 @@ def save_args(leaf: Any) -> Any:
 
 
 def _batches(values: Sequence[LazyArray]) -> Iterator[slice]:
-    """Runs of arrays of at most CHUNK_BYTES together, or of one array; each run is written at once."""
+    """Runs of arrays of at most CHUNK_BYTES together, or of one array; each run is written at
+    once."""
     start, total = 0, 0
     for number, value in enumerate(values):
         if start < number and total + value.nbytes > CHUNK_BYTES:

@@ -8,20 +8,24 @@ from dataclasses import dataclass
 from shoal.types import Group
 
 WAITED = 0.05
-"""Share of the time that the trainer waits for samples, from which on more steps ahead are asked for."""
+"""Share of the time that the trainer waits for samples, from which on more steps ahead are asked
+for."""
 FEWEST = 3
 """Steps in which that share is measured at least: lengths differ from step to step."""
 PATIENCE = 10
-"""Steps without such waits after which fewer steps ahead are asked for; twice as many each time that was too few."""
+"""Steps without such waits after which fewer steps ahead are asked for; twice as many each time
+that was too few."""
 MOST_PATIENCE = 16 * PATIENCE
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Which version each step samples from: n * floor(max(0, step - lag) / n), with n = `weight_sync_interval`.
+    """Which version each step samples from: n * floor(max(0, step - lag) / n), with n =
+    `weight_sync_interval`.
 
-    With `newest` that is the oldest on which a group of the step may start. A version that a resumed run's checkpoint
-    does not hold, since the run had another schedule before, gives way to the next one that it holds.
+    With `newest` that is the oldest on which a group of the step may start. A version that a
+    resumed run's checkpoint does not hold, since the run had another schedule before, gives way to
+    the next one that it holds.
     """
 
     lag: int = 0
@@ -37,8 +41,8 @@ class Schedule:
         return self.lag + self.weight_sync_interval - 1
 
     def check(self, groups: Sequence[Group]) -> None:
-        """RuntimeError where a step is to learn from tokens older than the bound, or of later weights than its own,
-        whatever was asked for and however it was answered."""
+        """RuntimeError where a step is to learn from tokens older than the bound, or of later
+        weights than its own, whatever was asked for and however it was answered."""
         for group in groups:
             for one in group.completions:
                 if not one.num_sampled:
@@ -47,7 +51,8 @@ class Schedule:
                 oldest, newest = group.step - int(versions.min()), group.step - int(versions.max())
                 if newest < 0 or oldest > self.max_staleness:
                     raise RuntimeError(
-                        f"step {group.step + 1} got tokens {newest} to {oldest} versions old, expected "
+                        f"step {group.step + 1} got tokens {newest} to {oldest} versions old, "
+                        f"expected "
                         f"0 to {self.max_staleness} (train.max_staleness): row {group.example.row}"
                     )
 
@@ -75,8 +80,9 @@ class Schedule:
 
 
 class Lookahead:
-    """How many steps are asked for before their turn: with newest weights as few as keep the trainer from waiting, so
-    that samples are as fresh as full speed allows; of fixed versions, all that the lag allows."""
+    """How many steps are asked for before their turn: with newest weights as few as keep the
+    trainer from waiting, so that samples are as fresh as full speed allows; of fixed versions, all
+    that the lag allows."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.adapts = schedule.newest
@@ -105,6 +111,7 @@ class Lookahead:
             self._measure(after=self.steps * fewer)
 
     def _measure(self, after: int) -> None:
-        """Begins to measure once the groups of so many steps, which were asked for before, are used up."""
+        """Begins to measure once the groups of so many steps, which were asked for before, are used
+        up."""
         self._waited = self._seconds = 0.0
         self._count = -after

@@ -1,6 +1,8 @@
-"""The compiled steps of the trainer: `accumulate` a micro-batch's gradient, `apply` the sum, `score` log-probs.
+"""The compiled steps of the trainer: `accumulate` a micro-batch's gradient, `apply` the sum,
+`score` log-probs.
 
-`accumulate` runs once a micro-batch, `apply` once an update: their number never compiles anything anew.
+`accumulate` runs once a micro-batch, `apply` once an update: their number never compiles anything
+anew.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ from shoal.trainer.optimizer import LossScale, learning_rate, make_optimizer, st
 from shoal.types import Params
 
 PROGRAMS_KEPT = 4
-"""Sets of programs (models, settings) kept by this process: a second learner like an earlier one compiles nothing."""
+"""Sets of programs (models, settings) kept by this process: a second learner like an earlier one
+compiles nothing."""
 
 
 @jax.tree_util.register_dataclass
@@ -94,8 +97,8 @@ class UpdateMetrics:
 class Learner:
     """The trainer's compiled steps on one model and objective.
 
-    Parameters are not donated, because a sampler may hold them; the gradient's buffers are, and the new parameters are
-    written into them.
+    Parameters are not donated, because a sampler may hold them; the gradient's buffers are, and the
+    new parameters are written into them.
     """
 
     def __init__(
@@ -113,7 +116,8 @@ class Learner:
         )
         self.model = model = replace(model, reduce_dtype=reduce_dtype)
         self.optimizer, self.layout, init, apply = _optimizer_programs(
-            # What changes no program is left out: runs of other lengths, or seeds, would compile them anew.
+            # What changes no program is left out: runs of other lengths, or seeds, would compile
+            # them anew.
             model.architecture,
             model.role,
             section,
@@ -136,7 +140,8 @@ class Learner:
             select(trained_specs(a), parameters),
             select(frozen_specs(a), parameters),
         )
-        # A host number has no place: the first `apply` would be compiled for it, the second for the array returned.
+        # A host number has no place: the first `apply` would be compiled for it, the second for the
+        # array returned.
         updates, scale = (
             jax.tree.map(lambda x: put(x, self.model.role.replicated), start)
             for start in (np.int32(0), LossScale.first() if self.layout.loss_scale else None)
@@ -163,9 +168,10 @@ class Learner:
     def accumulate(
         self, total: GradientSum | None, state: TrainState, batch: LearnerBatch
     ) -> tuple[GradientSum, Any]:
-        """(the sum with a micro-batch's gradient and metrics added, its log-probs float32[R, T])."""
-        # From zeros: a program of its own for the first micro-batch doubled the longest compilation (5 s), and the
-        # buffer is the only one, as layers add to it where they stand.
+        """(the sum with a micro-batch's gradient and metrics added, its log-probs float32[R,
+        T])."""
+        # From zeros: a program of its own for the first micro-batch doubled the longest compilation
+        # (5 s), and the buffer is the only one, as layers add to it where they stand.
         before = self.programs["zero"]() if total is None else total
         return self.programs["accumulate"](
             before, state.trainable, state.frozen, put_batch(self.model, batch), state.loss_scale
@@ -184,7 +190,8 @@ class Learner:
         return replace(new, frozen=state.frozen), UpdateMetrics(*applied)
 
     def score(self, parameters: Params, batch: LearnerBatch) -> jax.Array:
-        """Log-probs float32[R, T] of the batch's tokens under any parameters of this architecture."""
+        """Log-probs float32[R, T] of the batch's tokens under any parameters of this
+        architecture."""
         return self.programs["score"](parameters, put_batch(self.model, batch))
 
 
@@ -201,8 +208,8 @@ class ParameterScorer:
 
 @dataclass(frozen=True)
 class ModelScorer:
-    """The `Scorer` of weights that are never trained, on devices of their own: the reference, or a teacher, which is
-    another model with the same vocabulary."""
+    """The `Scorer` of weights that are never trained, on devices of their own: the reference, or a
+    teacher, which is another model with the same vocabulary."""
 
     model: Model
     parameters: Params
@@ -233,7 +240,8 @@ def put_batch(model: Model, batch: LearnerBatch) -> LearnerBatch:
 
 def _streams(section: OptimizerSection, role: Role) -> bool:
     """True if moments are fetched and updated a layer at a time."""
-    # A CPU's own memory is the host's: in one piece the update is faster there, and bitwise the one without offload.
+    # A CPU's own memory is the host's: in one piece the update is faster there, and bitwise the one
+    # without offload.
     return section.offload and role.platform != "cpu"
 
 
@@ -247,7 +255,8 @@ def _optimizer_programs(
     seed: int,
 ) -> tuple[optax.GradientTransformation, TrainState, Callable, Callable]:
     """The optimizer, the layout of the train state, and two programs: init and apply."""
-    # By updates applied, not by steps: with several mini-batches a step moves the schedule several times.
+    # By updates applied, not by steps: with several mini-batches a step moves the schedule several
+    # times.
     rate = learning_rate(section, num_updates)
     by_layer = _streams(section, role)
     optimizer = make_optimizer(
@@ -275,7 +284,8 @@ def _optimizer_programs(
 def _begin(
     role: Role, optimizer: optax.GradientTransformation, shardings: Any, parameters: Params
 ) -> Any:
-    """`optimizer.init`, all of which are zeros, an array after the other: of one program's a device might hold all."""
+    """`optimizer.init`, all of which are zeros, an array after the other: of one program's a device
+    might hold all."""
 
     @cache
     def make(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Program:
@@ -344,12 +354,15 @@ def _accumulate(
     def loss(trainable: Params) -> Any:
         return batch_loss(model, objective, joined(trainable, frozen), batch)
 
-    # The loss is the first output alone. Another system sums a whole record, metrics included: 1/8 of the gradient.
+    # The loss is the first output alone. Another system sums a whole record, metrics included: 1/8
+    # of the gradient.
     backward: Any
     value, backward, (sums, maxima, lp) = jax.vjp(loss, trainable, has_aux=True)
-    # The backward pass adds each layer's gradient to the sum's own buffer: stacked, they would be a second gradient.
+    # The backward pass adds each layer's gradient to the sum's own buffer: stacked, they would be a
+    # second gradient.
     layers = jax.tree.map(jax.new_ref, total.gradient.blocks)
-    # The gradient is linear in this: scaled here, it is scaled all the way, and loss and metrics are not.
+    # The gradient is linear in this: scaled here, it is scaled all the way, and loss and metrics
+    # are not.
     seed = jnp.ones_like(value) if scale is None else scale.value
     (rest,) = backward.with_refs(replace(total.gradient, blocks=layers))(seed)
     gradient = jax.tree.map(
@@ -386,7 +399,8 @@ def _apply(
 
     def change(gradient: Any, moments: Any, parameters: Any, **more: Any) -> tuple[Any, Any]:
         moments = _moved(moments, jax.memory.Space.Device) if offloads else moments
-        # Zeros in place of a gradient that is not finite keep NaN out of the optimizer, whose result is then dropped.
+        # Zeros in place of a gradient that is not finite keep NaN out of the optimizer, whose
+        # result is then dropped.
         safe = jax.tree.map(lambda g: jnp.where(finite, g, 0.0), gradient)
         step, new = optimizer.update(safe, moments, parameters, number=updates, **more)
         new = jax.tree.map(keep, new, moments)
@@ -417,8 +431,8 @@ def _change_by_layer(
     moments: Any,
     parameters: Parameters,
 ) -> tuple[Parameters, Any]:
-    """`change` of the parameters outside of layers, then of one layer after the other, in the place of its gradient and
-    its moments: of these a device needs one layer's."""
+    """`change` of the parameters outside of layers, then of one layer after the other, in the place
+    of its gradient and its moments: of these a device needs one layer's."""
 
     def of_layer(held: tuple[Block, list[Block]], number: jax.Array) -> tuple[Block, list[Block]]:
         at: Any = partial(jax.lax.dynamic_index_in_dim, index=number, axis=0, keepdims=False)

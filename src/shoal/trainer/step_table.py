@@ -1,4 +1,5 @@
-"""A step's groups as arrays, and their advantages by the settings of `algorithm`. Loads no JAX, for `shoal rescore`."""
+"""A step's groups as arrays, and their advantages by the settings of `algorithm`. Loads no JAX, for
+`shoal rescore`."""
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ class StepTable:
     def of(
         cls, groups: Sequence[Group], a: AlgorithmSection, penalty: np.ndarray | None = None
     ) -> StepTable:
-        """`penalty[P, G]` is subtracted from the rewards before they become advantages; `gdpo` ignores it, since it
-        reads the functions' own values."""
+        """`penalty[P, G]` is subtracted from the rewards before they become advantages; `gdpo`
+        ignores it, since it reads the functions' own values."""
         rewards = np.stack([group.rewards for group in groups])
         valid = np.stack([group.valid for group in groups])
         lengths = np.array(
@@ -54,10 +55,11 @@ def step_advantages(
     components: Sequence[Mapping[str, np.ndarray]] = (),
     weights: Mapping[str, float] | None = None,
 ) -> np.ndarray:
-    """Advantages float64[P, G] of one step's rewards[P, G]; `lengths[P, G]` are numbers of sampled tokens.
+    """Advantages float64[P, G] of one step's rewards[P, G]; `lengths[P, G]` are numbers of sampled
+    tokens.
 
-    `components` are each group's rewards by function and `weights` the functions' weights, for the form that
-    normalises the functions separately.
+    `components` are each group's rewards by function and `weights` the functions' weights, for the
+    form that normalises the functions separately.
     """
     names = list(weights or {})
     stacked = (

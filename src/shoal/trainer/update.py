@@ -27,8 +27,9 @@ from shoal.trainer.step_table import StepTable
 from shoal.types import Address, Group, Params, Scorer
 
 PATIENCE_SECONDS = 5.0
-"""How long a requested stop waits for the updates of a step after its first. The first one consumes the moments that
-the step began with, so a step that is dropped then falls back to the newest checkpoint."""
+"""How long a requested stop waits for the updates of a step after its first. The first one consumes
+the moments that the step began with, so a step that is dropped then falls back to the newest
+checkpoint."""
 
 
 def needs_all_groups(a: AlgorithmSection, has_teacher: bool) -> bool:
@@ -37,15 +38,16 @@ def needs_all_groups(a: AlgorithmSection, has_teacher: bool) -> bool:
 
 
 def needs_old_logprobs(a: AlgorithmSection, has_teacher: bool) -> bool:
-    """True if the trainer's log-probs are needed before the first update: for several updates a step, a KL in the
-    reward, or a teacher."""
+    """True if the trainer's log-probs are needed before the first update: for several updates a
+    step, a KL in the reward, or a teacher."""
     return (
         make_objective(a).use_old or (a.kl_placement == "reward" and a.kl_coef > 0) or has_teacher
     )
 
 
 def num_scorings(a: AlgorithmSection, has_teacher: bool) -> int:
-    """Forward passes over a step's batch besides the updates: for old, reference and teacher log-probs."""
+    """Forward passes over a step's batch besides the updates: for old, reference and teacher
+    log-probs."""
     return needs_old_logprobs(a, has_teacher) + a.scores_reference + has_teacher
 
 
@@ -57,8 +59,8 @@ def update_shapes(
     row_shards: int,
     context: int,
 ) -> tuple[Shape, ...]:
-    """The shapes of an update's micro-batches; `longest`: tokens of the longest prompt with the longest completion,
-    which has `max_tokens`."""
+    """The shapes of an update's micro-batches; `longest`: tokens of the longest prompt with the
+    longest completion, which has `max_tokens`."""
     group = longest + (batch.group_size - 1) * max_tokens
     most = -(-batch.prompts_per_step // num_minibatches) * group
     return row_shapes(longest, most, batch.micro_tokens, row_shards, context=context)
@@ -66,7 +68,8 @@ def update_shapes(
 
 @dataclass
 class UpdateResult:
-    """What the updates of one step gave: metrics, and the trainer's log-probs before the first of them."""
+    """What the updates of one step gave: metrics, and the trainer's log-probs before the first of
+    them."""
 
     table: StepTable
     metrics: MetricSet
@@ -89,9 +92,10 @@ class PrecomputedLogprobs:
 class Updater:
     """Makes the updates of a step.
 
-    `reference` scores for the KL term, None without one. `teacher` gives on-policy distillation: its log-prob minus the
-    policy's, times `teacher_coef`, is added to each token's advantage. `max_tokens` is the longest completion,
-    `longest` the longest prompt with the longest completion, `max_support` the K of `pack`.
+    `reference` scores for the KL term, None without one. `teacher` gives on-policy distillation:
+    its log-prob minus the policy's, times `teacher_coef`, is added to each token's advantage.
+    `max_tokens` is the longest completion, `longest` the longest prompt with the longest
+    completion, `max_support` the K of `pack`.
     """
 
     learner: Learner
@@ -113,7 +117,8 @@ class Updater:
         started, begun = time.perf_counter(), state
         metrics, table = MetricSet(), StepTable.of(groups, self.algorithm)
         precomputed = self._precompute(state, groups, table)
-        # A KL in the reward needs log-probs, which need packed groups: the table is made twice, without and with it.
+        # A KL in the reward needs log-probs, which need packed groups: the table is made twice,
+        # without and with it.
         if (penalty := self._kl_penalty(groups, table, precomputed, metrics)) is not None:
             table = StepTable.of(groups, self.algorithm, penalty)
         result = UpdateResult(table, metrics, dict(precomputed.old_logprobs or {}))
@@ -134,7 +139,8 @@ class Updater:
                 )
                 trained += sum(batch.num_tokens for batch in batches)
                 _record_packing(metrics, batches)
-        # The effective sample size of the whole step, (sum w)^2 / (N sum w^2): a mean of micro-batches' would differ.
+        # The effective sample size of the whole step, (sum w)^2 / (N sum w^2): a mean of
+        # micro-batches' would differ.
         w, count, squares = result.correction
         if count:
             metrics.add("sampler_gap/ess", w**2 / (count * squares))
@@ -145,7 +151,8 @@ class Updater:
         return state, result
 
     def shapes(self, groups: Sequence[Group]) -> tuple[Shape, ...]:
-        """The shapes of micro-batches: the same in every step, unless groups are longer than `longest`."""
+        """The shapes of micro-batches: the same in every step, unless groups are longer than
+        `longest`."""
         found = max(
             (len(g.prompt_ids) + max(map(len, g.completions), default=0) for g in groups), default=0
         )
@@ -160,7 +167,8 @@ class Updater:
         )
 
     def _minibatches(self, count: int, step: int, epoch: int) -> list[np.ndarray]:
-        """Numbers of the groups in each update of an epoch; shuffled by address, so that a resumed run repeats it."""
+        """Numbers of the groups in each update of an epoch; shuffled by address, so that a resumed
+        run repeats it."""
         parts = self.algorithm.num_minibatches
         order = np.arange(count)
         if parts > 1:
@@ -179,8 +187,8 @@ class Updater:
     ) -> list[MicroBatch]:
         """The micro-batches of one update, with the weight of each token.
 
-        Groups without variance count in the denominator or not, by `zero_std_groups`. With `mask_truncated` a truncated
-        completion counts as a completion, but none of its tokens does.
+        Groups without variance count in the denominator or not, by `zero_std_groups`. With
+        `mask_truncated` a truncated completion counts as a completion, but none of its tokens does.
         """
         a, included = self.algorithm, self._included(table, members)
         counts = np.ones_like(table.valid)
@@ -188,7 +196,8 @@ class Updater:
             counts &= np.isin(np.arange(len(groups)), included)[:, None]
         lengths = np.where(table.truncated, 0, table.lengths) if a.mask_truncated else table.lengths
         weights = np.zeros(table.valid.shape)
-        # The denominator is that of these members, the whole mini-batch, whatever micro-batches it is packed into.
+        # The denominator is that of these members, the whole mini-batch, whatever micro-batches it
+        # is packed into.
         weights[members] = token_weights(
             AGGREGATIONS[a.aggregation].load(),
             lengths[members],
@@ -210,7 +219,8 @@ class Updater:
         )
 
     def _included(self, table: StepTable, members: np.ndarray) -> list[int]:
-        """Groups to compute: one whose advantages are all 0 is left out unless another term gives it a gradient."""
+        """Groups to compute: one whose advantages are all 0 is left out unless another term gives
+        it a gradient."""
         everyone = needs_all_groups(self.algorithm, self.teacher is not None)
         return [int(n) for n in members if everyone or (table.advantages[n] != 0).any()]
 
@@ -237,7 +247,8 @@ class Updater:
         )
 
     def _scorers(self, parameters: Params) -> tuple[Scorer | None, Scorer | None, Scorer | None]:
-        """Of the policy's parameters before the update, where an objective reads them, the reference and a teacher."""
+        """Of the policy's parameters before the update, where an objective reads them, the
+        reference and a teacher."""
         scored = needs_old_logprobs(self.algorithm, self.teacher is not None)
         return (
             ParameterScorer(self.learner, parameters) if scored else None,
@@ -252,7 +263,8 @@ class Updater:
         precomputed: PrecomputedLogprobs,
         metrics: MetricSet,
     ) -> np.ndarray | None:
-        """The KL in the reward, [P, G]: its weight times the sum over a completion's sampled tokens.
+        """The KL in the reward, [P, G]: its weight times the sum over a completion's sampled
+        tokens.
 
         The metric `kl` covers the tokens that are trained on.
         """
@@ -290,7 +302,8 @@ class Updater:
     def _teacher_bonus(
         self, groups: Sequence[Group], precomputed: PrecomputedLogprobs, metrics: MetricSet
     ) -> TokenValues | None:
-        """The teacher's part of each token's advantage: minus the reverse KL from it, estimated from one sample."""
+        """The teacher's part of each token's advantage: minus the reverse KL from it, estimated
+        from one sample."""
         teacher, old = precomputed.teacher, precomputed.old_logprobs
         if teacher is None or old is None:
             return None
@@ -301,7 +314,8 @@ class Updater:
         return {key: np.float32(self.teacher_coef) * values for key, values in log_ratio.items()}
 
     def _scores(self, scorer: Scorer, batches: Sequence[MicroBatch]) -> TokenValues:
-        # All are dispatched before the first is read: reading each at once would leave the device idle in between.
+        # All are dispatched before the first is read: reading each at once would leave the device
+        # idle in between.
         values = []
         for batch in batches:
             self.stop.check()
@@ -316,7 +330,8 @@ class Updater:
         keep: bool,
         patience_seconds: float,
     ) -> TrainState:
-        """One update from its micro-batches. `keep` records their log-probs, those from before the first update."""
+        """One update from its micro-batches. `keep` records their log-probs, those from before the
+        first update."""
         total, logprobs = None, []
         for batch in batches:
             self.stop.check(patience_seconds)
@@ -340,8 +355,8 @@ class Updater:
 
 
 def _record_packing(metrics: MetricSet, batches: Sequence[MicroBatch]) -> None:
-    """The share of computed tokens that are padding; the share of prompt tokens that were not computed, of those that
-    one prompt a completion would have cost."""
+    """The share of computed tokens that are padding; the share of prompt tokens that were not
+    computed, of those that one prompt a completion would have cost."""
     for batch in batches:
         computed = batch.arrays.tokens.size
         metrics.add("tokens/padding", computed - batch.num_tokens, computed)

@@ -1,4 +1,5 @@
-"""Environments as TRL has them, and what the processes of sessions do with them: reset, tools, reward, state."""
+"""Environments as TRL has them, and what the processes of sessions do with them: reset, tools,
+reward, state."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ NOT_TOOLS = ("reset", "respond", "get_reward", "close")
 OPTIONAL_COLUMNS = ("prompt", "environment", "row")
 """Given to a `reset` that takes them; every other column of the data is given to each."""
 STATE_BYTES = 1 << 20
-"""Of an environment's attributes, as JSON, that reward functions get; what is beyond is left out."""
+"""Of an environment's attributes, as JSON, that reward functions get; what is beyond is left
+out."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +40,8 @@ class EnvironmentKind:
     @staticmethod
     @functools.cache
     def of(name: str, factory: Callable[[], Any]) -> EnvironmentKind:
-        """Finds the class; a factory that is a function is called once for it. ShoalError for what is no factory."""
+        """Finds the class; a factory that is a function is called once for it. ShoalError for what
+        is no factory."""
         made: type = factory if inspect.isclass(factory) else object
         if made is object:
             try:
@@ -47,7 +50,8 @@ class EnvironmentKind:
                     getattr(instance, "close", lambda: None)()
             except Exception as error:
                 raise ShoalError(
-                    f"environment.factory {name_of(factory)!r} raised {describe_error(error)}: it must "
+                    f"environment.factory {name_of(factory)!r} raised {describe_error(error)}: it "
+                    f"must "
                     "make an environment, without arguments",
                     "environment.factory",
                 ) from error
@@ -109,7 +113,8 @@ class Environments:
         self.runner: asyncio.Runner | None = None
 
     def call(self, header: Header, body: bytes) -> Header:
-        """One call in a process of its own, which is not used again if it has children when no session needs it."""
+        """One call in a process of its own, which is not used again if it has children when no
+        session needs it."""
         began = time.perf_counter()
         try:
             value = self._act(header, body)
@@ -168,7 +173,8 @@ class Environments:
             return {"value": {"reward": value, "state": state_of(environment)}}
         if what != "call" and not (value is None or isinstance(value, str)):
             raise TypeError(
-                f"{'reset' if what == 'open' else 'respond'} returned {shorten(repr(value))}: expected a "
+                f"{'reset' if what == 'open' else 'respond'} returned {shorten(repr(value))}: "
+                f"expected a "
                 "text or None"
             )
         if what != "call" and value is None:

@@ -1,15 +1,18 @@
-"""Worker processes that are ended at their limits of time and memory, and the process that supervises them.
+"""Worker processes that are ended at their limits of time and memory, and the process that
+supervises them.
 
     trainer --(call)--> supervisor --(call)--> worker --(reply)--> supervisor --(reply)--> trainer
 
-A call has a number, which its reply repeats: a worker that answers another call is ended. A process that user code
-forks never answers: it ends once the call is over there (`ends_copies`).
+A call has a number, which its reply repeats: a worker that answers another call is ended. A process
+that user code forks never answers: it ends once the call is over there (`ends_copies`).
 
-The supervisor is forked once from the process that trains, and runs one event loop without further threads. It never
-runs what it is asked to call. So a worker that was killed is replaced by a fork of a clean process, and limits hold
-while the trainer is busy. Where the trainer ends, however it ends, the supervisor ends its workers and itself.
+The supervisor is forked once from the process that trains, and runs one event loop without further
+threads. It never runs what it is asked to call. So a worker that was killed is replaced by a fork
+of a clean process, and limits hold while the trainer is busy. Where the trainer ends, however it
+ends, the supervisor ends its workers and itself.
 
-A frame is a header in JSON and a body of bytes. Replies are JSON alone: nothing that a worker sends is unpickled.
+A frame is a header in JSON and a body of bytes. Replies are JSON alone: nothing that a worker sends
+is unpickled.
 """
 
 from __future__ import annotations
@@ -81,16 +84,17 @@ class WorkerPool:
     >>> pool.receive(seconds=1.0)
     [(7, {"answer": ...})]
 
-    A reply is what the handler returned, or `{"kind": "timed out"}`, `{"kind": "died", "text": "SIGSEGV"}` or
-    `{"kind": "cancelled"}`. With `together`, calls share the event loop of one more worker, which `handle_async` serves
-    on it; where a call blocks that loop, the worker is ended and each of its calls is made again in a worker of its
-    own, and the reply says `alone`.
+    A reply is what the handler returned, or `{"kind": "timed out"}`, `{"kind": "died", "text":
+    "SIGSEGV"}` or `{"kind": "cancelled"}`. With `together`, calls share the event loop of one more
+    worker, which `handle_async` serves on it; where a call blocks that loop, the worker is ended
+    and each of its calls is made again in a worker of its own, and the reply says `alone`.
 
-    With `restarts`, a supervisor that a call has killed is replaced, and each call that it had is replied to as one
-    that died.
+    With `restarts`, a supervisor that a call has killed is replaced, and each call that it had is
+    replied to as one that died.
 
-    A call with a `seat`, a number, goes to the one worker of that seat, which starts with its first call and is kept:
-    what the worker holds in memory is there in the next call. Its calls are never made again elsewhere.
+    A call with a `seat`, a number, goes to the one worker of that seat, which starts with its first
+    call and is kept: what the worker holds in memory is there in the next call. Its calls are never
+    made again elsewhere.
     """
 
     def __init__(
@@ -102,9 +106,9 @@ class WorkerPool:
         enter: Callable[[socket.socket], Any] | None = None,
         restarts: bool = False,
     ) -> None:
-        """`prepare` is called in the supervisor, before it forks the first worker; `enter` stands in for the
-        supervisor's life, and becomes it elsewhere with its end of the socket. With `restarts`, another supervisor
-        takes the place of one that a call has killed."""
+        """`prepare` is called in the supervisor, before it forks the first worker; `enter` stands
+        in for the supervisor's life, and becomes it elsewhere with its end of the socket. With
+        `restarts`, another supervisor takes the place of one that a call has killed."""
         trainer = os.getpid()
 
         def supervise(end: socket.socket) -> None:
@@ -123,7 +127,8 @@ class WorkerPool:
         self.heard = time.monotonic()
         """When the supervisor last sent something, or was last asked."""
         self.close = weakref.finalize(self, _end_supervisor, self._supervisor, self._trainer)
-        """Ends the supervisor, its workers and everything that they started; a second time does nothing."""
+        """Ends the supervisor, its workers and everything that they started; a second time does
+        nothing."""
 
     @property
     def pid(self) -> int:
@@ -131,7 +136,8 @@ class WorkerPool:
         return self._supervisor.pid
 
     def _replies_of_lost(self) -> list[tuple[int, Header]]:
-        """Starts another supervisor, and fails the calls that the one before had: any of them may have killed it."""
+        """Starts another supervisor, and fails the calls that the one before had: any of them may
+        have killed it."""
         lost = sorted(self._open)
         self._open.clear()
         _end_supervisor(self._supervisor, self._trainer)
@@ -154,8 +160,8 @@ class WorkerPool:
         seat: int = 0,
         seconds: float = 0.0,
     ) -> None:
-        """Sends a call; `seconds` stands in for the limit of the pool. ConnectionError where the supervisor has ended
-        and none takes its place, TimeoutError where it does not read."""
+        """Sends a call; `seconds` stands in for the limit of the pool. ConnectionError where the
+        supervisor has ended and none takes its place, TimeoutError where it does not read."""
         self.heard = time.monotonic()
         try:
             self._channel.send(
@@ -174,12 +180,14 @@ class WorkerPool:
         self._open.add(call)
 
     def cancel(self, calls: Iterable[int]) -> None:
-        """Cancels those of the calls that no worker has begun; the others are replied to as usual."""
+        """Cancels those of the calls that no worker has begun; the others are replied to as
+        usual."""
         self._channel.send({"cancel": list(calls)})
 
     def receive(self, seconds: float = 0.0) -> list[tuple[int, Header]]:
-        """The replies that have arrived, waiting some seconds for a frame. EOFError once the supervisor has ended and
-        none takes its place: where it does not restart, or ended as it started."""
+        """The replies that have arrived, waiting some seconds for a frame. EOFError once the
+        supervisor has ended and none takes its place: where it does not restart, or ended as it
+        started."""
         try:
             frames = self._channel.receive(seconds)
         except EOFError:
@@ -215,8 +223,9 @@ def _start_supervisor(supervise: Callable[[socket.socket], Any]) -> _RunningSupe
 
 
 def _end_supervisor(supervisor: _RunningSupervisor, owner: int) -> None:
-    """Shuts the socket down, upon which the supervisor ends by itself, and waits for that. Another process, such as the
-    supervisor of a younger pool, may hold a copy of the socket: closing it alone would not be seen."""
+    """Shuts the socket down, upon which the supervisor ends by itself, and waits for that. Another
+    process, such as the supervisor of a younger pool, may hold a copy of the socket: closing it
+    alone would not be seen."""
     pid, end = supervisor.pid, supervisor.end
     if os.getpid() != owner:  # a copy in a process that someone else forked
         end.close()
@@ -281,7 +290,8 @@ class _Worker:
 
 
 class Supervisor:
-    """The process that gives calls to workers, at most `num_workers` at a time, and ends workers at their limits."""
+    """The process that gives calls to workers, at most `num_workers` at a time, and ends workers at
+    their limits."""
 
     def __init__(
         self,
@@ -357,7 +367,8 @@ class Supervisor:
         return task
 
     async def _pulse(self, reader: asyncio.StreamReader) -> None:
-        """Each second: ends with the trainer, sends a sign of life, and notices workers that have ended."""
+        """Each second: ends with the trainer, sends a sign of life, and notices workers that have
+        ended."""
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(PULSE_SECONDS)
@@ -416,14 +427,16 @@ class Supervisor:
         )
 
     async def _ask(self, worker: _Worker | None, call: _Call) -> tuple[Header, _Worker | None]:
-        """The reply to a call, and its worker, a new one where none is given; it is ended at its limits."""
+        """The reply to a call, and its worker, a new one where none is given; it is ended at its
+        limits."""
         try:
             worker = worker or await self._spawn()
             worker.writer.write(call.frame)
             async with asyncio.timeout(call.seconds):
                 answered, reply = _reply_of((await _read_frame(worker.reader))[0])
             if answered != call.id:
-                raise ValueError  # of an earlier call, or written by something that the worker started
+                # of an earlier call, or written by something that the worker started
+                raise ValueError
             if reply.pop(
                 "spent", False
             ):  # what it holds may leave too little memory for the next call
@@ -459,8 +472,9 @@ class Supervisor:
         return None
 
     async def _serve_together(self, call: _Call) -> None:
-        """One call on the event loop that calls share. The worker ends a call at its limit by itself; where it sends
-        nothing for longer, a call blocks its loop. Then each call is made again alone, but those of a seat."""
+        """One call on the event loop that calls share. The worker ends a call at its limit by
+        itself; where it sends nothing for longer, a call blocks its loop. Then each call is made
+        again alone, but those of a seat."""
         worker, reply = await self._seated(call), None
         if worker in self.workers:
             if not worker.waiting:
@@ -513,7 +527,8 @@ class Supervisor:
     # -- workers
 
     async def _spawn(self, seat: int | None = None, together: bool = False) -> _Worker:
-        """A worker that has started; TimeoutError where it takes too long, EOFError where it ends first."""
+        """A worker that has started; TimeoutError where it takes too long, EOFError where it ends
+        first."""
         here, there = socket.socketpair()
         self.ends = {end for end in self.ends if end.fileno() >= 0} | {here}
         supervisor = os.getpid()
@@ -563,8 +578,8 @@ class Supervisor:
                 channel.send({"call": header["call"], "reply": reply})
 
     async def _end_worker(self, worker: _Worker, wait: bool = False) -> None:
-        """Ends a worker and everything that it started; with `wait` it may end by itself first, so that its status says
-        how it did."""
+        """Ends a worker and everything that it started; with `wait` it may end by itself first, so
+        that its status says how it did."""
         if worker not in self.workers:
             return
         self.workers.remove(worker)
@@ -589,7 +604,8 @@ class Supervisor:
         await self._end_orphans()
 
     async def _end_orphans(self) -> None:
-        """On Linux, processes that a worker started in sessions of their own are now children of this one."""
+        """On Linux, processes that a worker started in sessions of their own are now children of
+        this one."""
         while pids := children() - self.pids - self.unreaped:
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -1,5 +1,5 @@
-"""What a forked process needs: a channel to its parent, streams of its own, limits of memory, an event loop that calls
-share; and how processes that others started for this one end with it."""
+"""What a forked process needs: a channel to its parent, streams of its own, limits of memory, an
+event loop that calls share; and how processes that others started for this one end with it."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ AsyncHandler = Callable[[Header, bytes], Awaitable[Header]]
 SEND_SECONDS = 120.0
 """How long to wait for the other end to read."""
 PULSE_SECONDS = 1.0
-"""How often the supervisor sends a sign of life, and checks that the trainer lives; a loop that calls share does so
-too."""
+"""How often the supervisor sends a sign of life, and checks that the trainer lives; a loop that
+calls share does so too."""
 
 SIZES = struct.Struct(">II")
 KILL_WITH_PARENT, _ADOPT_ORPHANS = 1, 36  # options of Linux's prctl
 
 
 class Channel:
-    """One end of a socket pair, in a process that waits for it. A copy of that process, which user code has forked,
-    ends where it would send or receive."""
+    """One end of a socket pair, in a process that waits for it. A copy of that process, which user
+    code has forked, ends where it would send or receive."""
 
     def __init__(self, end: socket.socket) -> None:
         self.end = end
@@ -56,8 +56,8 @@ class Channel:
         self.end.sendall(frame(header, body))
 
     def receive(self, seconds: float | None = None) -> list[tuple[Header, bytes]]:
-        """The complete frames, waiting some seconds for data (None: without end). EOFError once the other end is closed
-        and everything is read."""
+        """The complete frames, waiting some seconds for data (None: without end). EOFError once the
+        other end is closed and everything is read."""
         _end_copy_of(self.owner)
         ended = False
         self.end.settimeout(seconds)
@@ -91,8 +91,8 @@ def frame(header: Header, body: bytes = b"") -> bytes:
 
 
 def pickled(value: Any, parts: Iterable[tuple[str, Any]], hint: str) -> bytes:
-    """A value for another process. ShoalError naming the first of its parts, (what it is, the part), that cannot be
-    sent."""
+    """A value for another process. ShoalError naming the first of its parts, (what it is, the
+    part), that cannot be sent."""
     try:
         return bytes(ForkingPickler.dumps(value))
     except Exception as error:
@@ -101,15 +101,16 @@ def pickled(value: Any, parts: Iterable[tuple[str, Any]], hint: str) -> bytes:
                 ForkingPickler.dumps(part)
             except Exception:
                 raise ShoalError(
-                    f"{name} holds a {type(part).__name__}, which cannot be sent to another process "
+                    f"{name} holds a {type(part).__name__}, which cannot be sent to another "
+                    f"process "
                     f"({error}); {hint}"
                 ) from error
         raise
 
 
 def fork() -> int:
-    """Forks with signals held back until the child has its own handlers, and without warnings of other threads: the
-    child uses none, and touches no device."""
+    """Forks with signals held back until the child has its own handlers, and without warnings of
+    other threads: the child uses none, and touches no device."""
     before = signal.pthread_sigmask(
         signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
     )
@@ -125,8 +126,8 @@ def fork() -> int:
 
 
 def live(body: Callable[[], Any]) -> NoReturn:
-    """The life of a forked process: outside its parent's session, without terminal and Ctrl-C, with standard streams of
-    its own."""
+    """The life of a forked process: outside its parent's session, without terminal and Ctrl-C, with
+    standard streams of its own."""
     code = 1
     try:
         gc.freeze()  # nothing that the parent made is ever freed here
@@ -167,8 +168,8 @@ def live(body: Callable[[], Any]) -> NoReturn:
 
 @contextlib.contextmanager
 def ends_copies() -> Iterator[None]:
-    """Runs user code, which may fork: a process that was forked in the body ends with it. A copy that goes on would
-    answer, and take, the calls of the original."""
+    """Runs user code, which may fork: a process that was forked in the body ends with it. A copy
+    that goes on would answer, and take, the calls of the original."""
     owner = os.getpid()
     try:
         yield
@@ -182,8 +183,8 @@ def _end_copy_of(owner: int) -> None:
 
 
 def end_copies_of_loop(loop: asyncio.AbstractEventLoop) -> None:
-    """Has a process that is forked in a call on this loop end once it comes back to the loop. A copy shares the
-    original's epoll instance and wakeup socket, and would take events from it."""
+    """Has a process that is forked in a call on this loop end once it comes back to the loop. A
+    copy shares the original's epoll instance and wakeup socket, and would take events from it."""
     looked_up = weakref.ref(loop)
 
     def end() -> None:
@@ -211,8 +212,8 @@ class Blocked(BaseException):
 
 
 async def work_together(channel: Channel, handle: AsyncHandler, alarm: float) -> None:
-    """The life of the worker whose event loop calls share. With an `alarm`, the call that blocks the loop for so many
-    seconds gets `Blocked`, and the others go on."""
+    """The life of the worker whose event loop calls share. With an `alarm`, the call that blocks
+    the loop for so many seconds gets `Blocked`, and the others go on."""
     loop = asyncio.get_running_loop()
     end_copies_of_loop(loop)
     ended = loop.create_future()
@@ -222,12 +223,14 @@ async def work_together(channel: Channel, handle: AsyncHandler, alarm: float) ->
     async def work(header: Header, body: bytes) -> None:
         with ends_copies():
             reply = await handle(header["asked"], body)
-        running.discard(asyncio.current_task(loop))  # pyright: ignore[reportArgumentType] # no alarm tears its frame
+        # no alarm tears its frame
+        running.discard(asyncio.current_task(loop))  # pyright: ignore[reportArgumentType]
         sys.stdout.flush()
         channel.send({"call": header["call"], "reply": reply})
 
     def beat() -> None:
-        """While calls run: the loop is not blocked, so the alarm is reset and the supervisor notified."""
+        """While calls run: the loop is not blocked, so the alarm is reset and the supervisor
+        notified."""
         signal.setitimer(signal.ITIMER_REAL, alarm if running else 0.0, alarm)
         beats[:] = [loop.call_later(min(PULSE_SECONDS, alarm / 4), beat)] if running else []
         if running:
@@ -254,7 +257,8 @@ async def work_together(channel: Channel, handle: AsyncHandler, alarm: float) ->
 
 
 def children() -> set[int]:
-    """The processes that this one has started, or that are its own since their parent ended; Linux alone."""
+    """The processes that this one has started, or that are its own since their parent ended; Linux
+    alone."""
     found: set[int] = set()
     for listed in Path("/proc/self/task").glob("*/children"):
         with contextlib.suppress(OSError):  # of a thread that has just ended
@@ -293,8 +297,8 @@ def limit_memory(memory_bytes: int) -> None:
 def require_bubblewrap(
     what: str, words: Sequence[str], key: str, case: str = "", expected: str = "passed"
 ) -> None:
-    """ShoalError where `bwrap` is missing, or a command in a sandbox of it, which is given a case, does not print what
-    is expected; without a case, where it cannot print at all."""
+    """ShoalError where `bwrap` is missing, or a command in a sandbox of it, which is given a case,
+    does not print what is expected; without a case, where it cannot print at all."""
     if not shutil.which("bwrap"):
         raise ShoalError(
             f"{what}: this machine has no bwrap: install it (apt install bubblewrap)", key
@@ -311,7 +315,8 @@ def require_bubblewrap(
     if made.stdout != expected:
         reason = (made.stderr.strip().splitlines() or ["no output"])[-1]
         raise ShoalError(
-            f"{what}: bwrap cannot make a sandbox here ({reason}); allow unprivileged user namespaces "
+            f"{what}: bwrap cannot make a sandbox here ({reason}); allow unprivileged user "
+            f"namespaces "
             "(sysctl kernel.unprivileged_userns_clone=1, in a container its seccomp profile)",
             key,
         )
@@ -324,7 +329,8 @@ MARK = "SHOAL_ENDS_WITH"
 _WATCH = """
 import os, shutil, signal, sys, time
 mark = sys.argv[1].encode()
-folders = sys.stdin.buffer.read().split(bytes(1))  # until the process that is watched has ended, however it did
+# until the process that is watched has ended, however it did
+folders = sys.stdin.buffer.read().split(bytes(1))
 for _ in range(5):
     found = []
     for pid in filter(str.isdigit, os.listdir("/proc")):
@@ -348,7 +354,8 @@ for folder in filter(None, folders):
 
 
 class Watcher:
-    """Once this process has ended, kills all that were started with `environment` in theirs, and removes folders."""
+    """Once this process has ended, kills all that were started with `environment` in theirs, and
+    removes folders."""
 
     def __init__(self) -> None:
         self.environment = {MARK: uuid.uuid4().hex}

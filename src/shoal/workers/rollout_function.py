@@ -1,9 +1,12 @@
-"""A rollout function in TRL's convention, in a session's process: it says what is sampled from, and sees what came out.
+"""A rollout function in TRL's convention, in a session's process: it says what is sampled from, and
+sees what came out.
 
-    player <--what to sample, encode, decode-- RolloutCall <-- RolloutSampler.generate -- the user's function
-    player ---------tokens, log-probs, text--> RolloutCall -->                  a dict -->
+    player <--what to sample, encode, decode-- RolloutCall <-- RolloutSampler.generate
+                                                           <-- the user's function
+    player ---------tokens, log-probs, text--> RolloutCall --> a dict -->
 
-To the player it is an environment whose words are requests. The function runs in a thread, which waits meanwhile.
+To the player it is an environment whose words are requests. The function runs in a thread, which
+waits meanwhile.
 """
 
 from __future__ import annotations
@@ -28,15 +31,16 @@ class RolloutEnded(Exception):
 
 
 class RolloutDropped(RolloutEnded):
-    """Raised in a rollout function whose rollout nobody waits for any more: one that was tried before the run, or
-    begins anew elsewhere."""
+    """Raised in a rollout function whose rollout nobody waits for any more: one that was tried
+    before the run, or begins anew elsewhere."""
 
 
 class RolloutSampler:
     """What a rollout function gets as `trainer`: samples, and is its own `processing_class`.
 
     >>> sampler.generate([{"role": "user", "content": "2 + 3?"}])
-    {'prompt_ids': [...], 'completion_ids': [...], 'logprobs': [...], 'text': '5', 'stop_reason': 'eos'}
+    {'prompt_ids': [...], 'completion_ids': [...], 'logprobs': [...], 'text': '5',
+     'stop_reason': 'eos'}
     """
 
     def __init__(self, ask: Callable[[str, Any], Any]) -> None:
@@ -49,9 +53,10 @@ class RolloutSampler:
     def generate(
         self, prompt: Prompt | Sequence[int], max_tokens: int | None = None
     ) -> dict[str, Any]:
-        """Samples after messages, a text or token ids, with the run's settings. What extends all tokens so far goes on
-        from them, anything else is a branch with a prompt of its own. `max_tokens` ends this turn alone, where that is
-        less than what is left. Raises RolloutEnded where no token is left."""
+        """Samples after messages, a text or token ids, with the run's settings. What extends all
+        tokens so far goes on from them, anything else is a branch with a prompt of its own.
+        `max_tokens` ends this turn alone, where that is less than what is left. Raises RolloutEnded
+        where no token is left."""
         is_ids = not isinstance(prompt, str) and all(
             isinstance(one, SupportsIndex) for one in prompt
         )
@@ -85,14 +90,15 @@ class RolloutSampler:
 def generate_rollout_completions(
     trainer: RolloutSampler, prompts: Sequence[Any]
 ) -> list[dict[str, Any]]:
-    """TRL's function of this name: one completion of each prompt, with `prompt_ids`, `completion_ids`, `logprobs` and
-    `text`."""
+    """TRL's function of this name: one completion of each prompt, with `prompt_ids`,
+    `completion_ids`, `logprobs` and `text`."""
     return [trainer.generate(prompt) for prompt in prompts]
 
 
 class RolloutCall:
-    """The calls of a rollout function, one for each rollout, as an environment: its words are requests as JSON, None
-    once the function has returned. Its attributes are the fields that the function returned beside tokens."""
+    """The calls of a rollout function, one for each rollout, as an environment: its words are
+    requests as JSON, None once the function has returned. Its attributes are the fields that the
+    function returned beside tokens."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function, self._answers = function, SimpleQueue[Any]()
@@ -155,7 +161,8 @@ class RolloutCall:
                 if name in columns or name.startswith("_") or hasattr(self, name)
             ]:
                 raise ValueError(
-                    f"the field {wrong[0]!r} has the name of a column, or of what is used here: rename it"
+                    f"the field {wrong[0]!r} has the name of a column, or of what is used here: "
+                    f"rename it"
                 )
             requests.put(fields)
         except RolloutEnded:
@@ -175,8 +182,8 @@ class Agent(RolloutCall):
 
 
 def _fields(returned: Any, sampled: Sequence[int]) -> dict[str, Any]:
-    """The further fields of what a function returned. ValueError where its tokens are not those that were sampled: what
-    is learnt from is what was sampled."""
+    """The further fields of what a function returned. ValueError where its tokens are not those
+    that were sampled: what is learnt from is what was sampled."""
     if not sampled:
         raise ValueError(
             "the rollout function returned before anything was sampled: call generate(prompt)"
@@ -201,7 +208,8 @@ def _fields(returned: Any, sampled: Sequence[int]) -> dict[str, Any]:
         id for id, is_own in zip(ids, mask, strict=True) if is_own
     ] != list(sampled):
         raise ValueError(
-            "completion_ids, where env_mask is 1, are not the tokens that generate() returned, in order: "
+            "completion_ids, where env_mask is 1, are not the tokens that generate() returned, in "
+            "order: "
             "what is learnt from is what was sampled; give tokens of the environment env_mask 0"
         )
     return {name: values[0] for name, values in returned.items() if name not in _TOKENS}

@@ -1,10 +1,14 @@
-"""Sessions: the tools and environments of rollouts, in processes that supervised workers are, asked without waiting.
+"""Sessions: the tools and environments of rollouts, in processes that supervised workers are, asked
+without waiting.
 
-    player --open, call, respond, end--> Sessions --> supervisor --> a process of the environment, or any for a tool
+    player --open, call, respond, end--> Sessions --> supervisor
+                                                  --> a process of the environment, or any for a
+                                                      tool
     player <----------collect----------- Reply
 
-An environment has a process while a rollout uses it; `SHARED` of those whose methods are all `async` share one. Process
-and environment are used again, after a reset. Tools that are functions hold no state: any process will do.
+An environment has a process while a rollout uses it; `SHARED` of those whose methods are all
+`async` share one. Process and environment are used again, after a reset. Tools that are functions
+hold no state: any process will do.
 """
 
 from __future__ import annotations
@@ -28,24 +32,31 @@ from shoal.workers.process import AsyncHandler, Handler, Header, pickled
 SHARED = 16
 """Environments whose methods are all `async` that share a process."""
 SILENT_SECONDS = 120.0
-"""After how long without a word the supervisor counts as stuck: while it has calls it sends something each second."""
+"""After how long without a word the supervisor counts as stuck: while it has calls it sends
+something each second."""
 LOST = (
-    "the process that starts sessions of environments ends as it starts, killed from outside or for want of "
+    "the process that starts sessions of environments ends as it starts, killed from outside or "
+    "for want of "
     "memory; free some, or take fewer environment.rollouts"
 )
 
 
 @dataclass(frozen=True)
 class Reply:
-    """What became of one call of a rollout; its calls are made one after the other, in the order asked.
+    """What became of one call of a rollout; its calls are made one after the other, in the order
+    asked.
 
-    >>> Reply("r1", "call", "add", value='{"error": "TypeError: ..."}', kind="raised", error="TypeError: ...")
+    >>> Reply(
+    ...     "r1", "call", "add", value='{"error": "TypeError: ..."}', kind="raised",
+    ...     error="TypeError: ...",
+    ... )
     """
 
     rollout: Hashable
     what: str  # open, call, respond or end
     name: str = ""  # of the tool
-    value: Any = None  # open, respond: str | None; call: the tool's text; end: {"reward": float | None, "state": dict}
+    # open, respond: str | None; call: the tool's text; end: {"reward": float | None, "state": dict}
+    value: Any = None
     kind: str = (
         ""  # of failure: "raised", "unknown tool", "timed out" or "died"; "" where it returned
     )
@@ -89,10 +100,10 @@ class Sessions:
     >>> [reply.value for reply in sessions.collect(1.0)]
     [None, '5']
 
-    A tool that raises, is unknown or hangs is answered with `{"error": ...}`, and its rollout goes on. An environment
-    that hangs, dies, or raises elsewhere than in a tool ends its own session: `Reply.fatal`. Where a tool, or the
-    system, kills the supervisor, another takes its place: calls of tools that are under way fail, and sessions of
-    environments are over."""
+    A tool that raises, is unknown or hangs is answered with `{"error": ...}`, and its rollout goes
+    on. An environment that hangs, dies, or raises elsewhere than in a tool ends its own session:
+    `Reply.fatal`. Where a tool, or the system, kills the supervisor, another takes its place: calls
+    of tools that are under way fail, and sessions of environments are over."""
 
     def __init__(
         self,
@@ -101,8 +112,8 @@ class Sessions:
         section: EnvironmentSection,
         enter: Callable[[socket.socket], Any] | None = None,
     ) -> None:
-        """Forks the supervisor, or one that will `enter` a sandbox: best before JAX starts its threads. ShoalError for
-        two tools of one name, and for what is no environment."""
+        """Forks the supervisor, or one that will `enter` a sandbox: best before JAX starts its
+        threads. ShoalError for two tools of one name, and for what is no environment."""
         self.section, self.tools = section, {name_of(tool): tool for tool in tools}
         self.kinds = {name: EnvironmentKind.of(name, one) for name, one in environments.items()}
         for owned in (list[str](), *(kind.tools for kind in self.kinds.values())):
@@ -125,7 +136,8 @@ class Sessions:
         """Ends all processes, and everything that they started."""
 
     def kind_of(self, columns: Mapping[str, Any]) -> EnvironmentKind | None:
-        """The environment of a row, by its column `environment` where there are several; ShoalError for others."""
+        """The environment of a row, by its column `environment` where there are several; ShoalError
+        for others."""
         if len(self.kinds) > 1 and columns.get("environment") not in self.kinds:
             raise ShoalError(
                 f"column 'environment' holds {columns.get('environment')!r}: expected one of "
@@ -144,7 +156,8 @@ class Sessions:
         return {**self.tools, **(kind.tools if kind else {})}
 
     def open(self, rollout: Hashable, columns: Mapping[str, Any]) -> None:
-        """Begins a session: the environment's `reset(**columns)`. ShoalError for a column that cannot be sent."""
+        """Begins a session: the environment's `reset(**columns)`. ShoalError for a column that
+        cannot be sent."""
         if rollout in self._sessions:
             raise ValueError(f"the session of {rollout!r} is open")
         session = _Session(rollout, kind := self.kind_of(columns), self._number())
@@ -189,8 +202,8 @@ class Sessions:
             self._ask(session, "end")
 
     def collect(self, seconds: float = 0.0) -> list[Reply]:
-        """The replies that are there; waits at most so long for the first, and not if none is to come. ShoalError where
-        the supervisor has ended or is stuck."""
+        """The replies that are there; waits at most so long for the first, and not if none is to
+        come. ShoalError where the supervisor has ended or is stuck."""
         deadline = time.monotonic() + seconds
         while True:
             now = time.monotonic()
@@ -220,7 +233,8 @@ class Sessions:
         self._send_next(session)
 
     def _send_next(self, session: _Session) -> None:
-        """Sends the next call of a session, unless one is under way; answers what needs no process."""
+        """Sends the next call of a session, unless one is under way; answers what needs no
+        process."""
         if session.call or not session.queue:
             return
         (what, name, body), kind = session.queue.popleft(), session.kind

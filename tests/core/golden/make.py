@@ -1,7 +1,8 @@
 """Remakes the golden logits beside it, with transformers: `python tests/golden/make.py`.
 
-Each file holds, for a model that tests/tiny_models.py makes from a seed, token ids [T] and the float32 logits
-[n, V] that transformers gives at some positions [n]. Tests compare Shoal with them where torch is not installed.
+Each file holds, for a model that tests/tiny_models.py makes from a seed, token ids [T] and the
+float32 logits [n, V] that transformers gives at some positions [n]. Tests compare Shoal with them
+where torch is not installed.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ def main() -> None:
         file = Path(__file__).parent / f"{family}.npz"
         np.savez_compressed(file, tokens=tokens(), positions=POSITIONS, logits=logits[POSITIONS])
         print(
-            f"{file.name}: standard deviation {logits.std():.2f}, transformers {transformers.__version__}"
+            f"{file.name}: standard deviation {logits.std():.2f}, transformers "
+            f"{transformers.__version__}"
         )
 
 

@@ -1,8 +1,8 @@
 """`shoal view`: a page on one or several runs, served to this machine or written to one file.
 
-    viewer    opens runs; a view's name -> its record          overview           the Run view
-    server    records and page over HTTP                       search, detail     Groups, Group, Tokens
-    static    both in one file                                 lint               what looks wrong
+    viewer    opens runs; a view's name -> its record      overview         the Run view
+    server    records and page over HTTP                   search, detail   Groups, Group, Tokens
+    static    both in one file                             lint             what looks wrong
     page/     HTML, CSS and ES modules
 
 It reads only. A run may write while it is read; no lock is taken.

@@ -1,4 +1,5 @@
-"""What one group's file holds of it: texts, rewards and each token; and where two runs first differ."""
+"""What one group's file holds of it: texts, rewards and each token; and where two runs first
+differ."""
 
 from __future__ import annotations
 
@@ -116,7 +117,8 @@ def _value(value: Any, is_json: bool) -> Any:
 
 
 def _neighbours(index: GroupTable, file: GroupFile, place: int) -> dict[str, Any]:
-    """The groups before and after this one in its file, and the files of the same kind before and after."""
+    """The groups before and after this one in its file, and the files of the same kind before and
+    after."""
     groups = [
         row["g"]
         for row in index.database.rows(
@@ -179,8 +181,8 @@ def _read(
 class Pieces:
     """The text of single tokens, by the run's own tokenizer.json.
 
-    Called with token ids, it gives each one's text: empty for a part of a character, which its last token has whole. An
-    empty list if the run has no tokenizer that can be read."""
+    Called with token ids, it gives each one's text: empty for a part of a character, which its last
+    token has whole. An empty list if the run has no tokenizer that can be read."""
 
     def __init__(self, run: StoredRun) -> None:
         self._run = run
@@ -244,9 +246,11 @@ def token_detail(
     pieces: Any,
     settings: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Everything that is stored by token of one completion, one list a quantity; null where it was not recorded.
+    """Everything that is stored by token of one completion, one list a quantity; null where it was
+    not recorded.
 
-    `pieces(ids)` gives each token's text. `ratio` is the trainer's probability before the update by the sampler's."""
+    `pieces(ids)` gives each token's text. `ratio` is the trainer's probability before the update by
+    the sampler's."""
     file = _file(index, stem)
     own = (
         "coalesce(own_prompt_ids, prompt_ids)"
@@ -308,8 +312,8 @@ def token_detail(
 def _replayed(
     run: StoredRun, name: str, completion: int, ids: Sequence[int]
 ) -> tuple[list | None, list | None]:
-    """By token the entropy, and the likeliest tokens with their log-probs, as `shoal replay likeliest=` stored them;
-    None where it did not."""
+    """By token the entropy, and the likeliest tokens with their log-probs, as `shoal replay
+    likeliest=` stored them; None where it did not."""
     text = run.text(name, MAX_REPLAY_BYTES)
     try:
         tokens = bounded_json(text)["completions"][completion]["tokens"] if text else None
@@ -356,10 +360,12 @@ STAGES = (
 def first_difference(
     a: Curves, b: Curves, database: Database, keys: Sequence[str]
 ) -> dict[str, Any]:
-    """The first step of both runs with a metric that differs, clocks aside, and the first completion that does.
+    """The first step of both runs with a metric that differs, clocks aside, and the first
+    completion that does.
 
-    `step` is None where nothing differs, `num_shared` the number of steps in both; `stage` is None where the step's
-    groups cannot be compared; `causes` are those of `keys`, the settings that differ, that act on the stage."""
+    `step` is None where nothing differs, `num_shared` the number of steps in both; `stage` is None
+    where the step's groups cannot be compared; `causes` are those of `keys`, the settings that
+    differ, that act on the stage."""
     steps, at_a, at_b = np.intersect1d(a.steps, b.steps, return_indices=True)
     firsts: list[int] = []
     for metric in a.columns.keys() & b.columns.keys():
@@ -382,12 +388,14 @@ def first_difference(
 
 
 def _first_completion(database: Database, runs: Sequence[StoredRun], stem: str) -> dict[str, Any]:
-    """The first completion of a step that has another data row, else another text, else another reward."""
+    """The first completion of a step that has another data row, else another text, else another
+    reward."""
     files = [run.file("groups", f"{stem}.parquet") for run in runs]
     try:
         rows = database.rows(
-            """SELECT "group", completion, CASE WHEN a."row" IS DISTINCT FROM b."row" THEN 0 WHEN a.text
-                IS DISTINCT FROM b.text THEN 1 WHEN a.reward IS DISTINCT FROM b.reward THEN 2 ELSE 3 END AS stage
+            """SELECT "group", completion, CASE WHEN a."row" IS DISTINCT FROM b."row" THEN 0
+                WHEN a.text IS DISTINCT FROM b.text THEN 1
+                WHEN a.reward IS DISTINCT FROM b.reward THEN 2 ELSE 3 END AS stage
             FROM read_parquet(?) AS a JOIN read_parquet(?) AS b USING ("group", completion)
             ORDER BY stage, "group", completion LIMIT 1""",
             *map(str, files),

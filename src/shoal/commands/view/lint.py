@@ -1,7 +1,8 @@
-"""What looks wrong with the rewards of a run, over all its groups; each finding names the groups that show it.
+"""What looks wrong with the rewards of a run, over all its groups; each finding names the groups
+that show it.
 
-Numbers come from the index, which has every group. Texts are read, some with each request, of up to TEXT_COMPLETIONS
-completions of files spread evenly over the run; the finding says how many.
+Numbers come from the index, which has every group. Texts are read, some with each request, of up to
+TEXT_COMPLETIONS completions of files spread evenly over the run; the finding says how many.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ def number_findings(index: GroupTable) -> list[dict[str, Any]]:
             _TOTALS.format(
                 table=index.table,
                 functions="".join(
-                    f", avg({name(f'mean/{one}')}) FILTER (step >= late) - avg({name(f'mean/{one}')}) FILTER (step <= early) "
+                    f", avg({name(f'mean/{one}')}) FILTER (step >= late) - "
+                    f"avg({name(f'mean/{one}')}) FILTER (step <= early) "
                     f"AS {name(f'rise/{one}')}"
                     for one in index.functions
                 ),
@@ -95,14 +97,19 @@ def number_findings(index: GroupTable) -> list[dict[str, Any]]:
 _TOTALS = """
 SELECT count(*) AS groups, avg((spread < 1e-9)::INTEGER) AS constant,
   avg(length_effect) AS effect, count(length_effect) AS with_effect, avg(truncated) AS truncated,
-  avg(reward) FILTER (truncated > 0) AS reward_truncated, avg(reward) FILTER (truncated = 0) AS reward_whole,
+  avg(reward) FILTER (truncated > 0) AS reward_truncated,
+  avg(reward) FILTER (truncated = 0) AS reward_whole,
   avg(pass) FILTER (step <= early) AS pass_early, avg(pass) FILTER (step >= late) AS pass_late,
-  avg(reward) FILTER (step <= early) AS reward_early, avg(reward) FILTER (step >= late) AS reward_late,
-  avg(length) FILTER (step <= early) AS length_early, avg(length) FILTER (step >= late) AS length_late,
+  avg(reward) FILTER (step <= early) AS reward_early,
+  avg(reward) FILTER (step >= late) AS reward_late,
+  avg(length) FILTER (step <= early) AS length_early,
+  avg(length) FILTER (step >= late) AS length_late,
   sqrt(var_samp(reward) FILTER (step <= early) / count(reward) FILTER (step <= early)
-    + var_samp(reward) FILTER (step >= late) / count(reward) FILTER (step >= late)) AS reward_error {functions}
+    + var_samp(reward) FILTER (step >= late) / count(reward) FILTER (step >= late)) AS reward_error
+  {functions}
 FROM (SELECT *, (SELECT quantile_cont(step, 0.2) FROM {table} WHERE "set" = 'train') AS early,
-  (SELECT quantile_cont(step, 0.8) FROM {table} WHERE "set" = 'train') AS late FROM {table} WHERE "set" = 'train')
+  (SELECT quantile_cont(step, 0.8) FROM {table} WHERE "set" = 'train') AS late
+  FROM {table} WHERE "set" = 'train')
 """
 
 _FUNCTIONS = """
@@ -124,7 +131,8 @@ def _length(
     if effect is None or number < 10:
         return []
     text = (
-        f"Within groups whose rewards and lengths differ, they correlate by {effect:+.2f} on average, over "
+        f"Within groups whose rewards and lengths differ, they correlate by {effect:+.2f} on "
+        f"average, over "
         f"{count(number, 'group')}. Over all completions: {said}."
     )
     if abs(effect) < STRONG_EFFECT:
@@ -144,7 +152,10 @@ def _length(
 
 def _constant(total: Mapping[str, Any], _: Any) -> list[dict[str, Any]]:
     share = total["constant"]
-    text = f"{share:.0%} of {count(total['groups'], 'training group')} have one reward for all their completions."
+    text = (
+        f"{share:.0%} of {count(total['groups'], 'training group')} have one reward for all their "
+        f"completions."
+    )
     if share <= MANY_CONSTANT:
         return [
             finding(
@@ -174,7 +185,8 @@ def _truncated(total: Mapping[str, Any], _: Any) -> list[dict[str, Any]]:
     compared = (
         ""
         if cut is None or whole is None
-        else f" Groups with such completions have a mean reward of {cut:.3g}, the others of {whole:.3g}."
+        else f" Groups with such completions have a mean reward of {cut:.3g}, the others of "
+        f"{whole:.3g}."
     )
     return [
         finding(
@@ -195,8 +207,10 @@ def _drift(total: Mapping[str, Any], _: Any) -> list[dict[str, Any]]:
     if None in (before, after, solved, solves):
         return []
     text = (
-        f"From the first to the last fifth of the steps: reward {before:.3g} to {after:.3g}, pass share "
-        f"{solved:.1%} to {solves:.1%}, length {total['length_early']:.0f} to {total['length_late']:.0f} tokens."
+        f"From the first to the last fifth of the steps: reward {before:.3g} to {after:.3g}, pass "
+        f"share "
+        f"{solved:.1%} to {solves:.1%}, length {total['length_early']:.0f} to "
+        f"{total['length_late']:.0f} tokens."
     )
     if after > before + max(0.02, 2.6 * (total["reward_error"] or 0)) and solves < solved + 0.01:
         driver = total["driver"]
@@ -205,7 +219,8 @@ def _drift(total: Mapping[str, Any], _: Any) -> list[dict[str, Any]]:
                 "hacking",
                 "warning",
                 "The reward rises, the share of right answers does not",
-                f"{text} {driver or 'Something else than right answers'} is what rises: read groups with high "
+                f"{text} {driver or 'Something else than right answers'} is what rises: read "
+                f"groups with high "
                 "reward and none solved.",
                 "set=train pass=0",
                 driver or "reward",
@@ -220,7 +235,8 @@ def _unvarying(functions: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             "unvarying",
             "warning",
             f"{row['function']} never varies",
-            f"It gave {row['low']:g} to each of {row['n']:,.0f} completions: nothing is learned from it. Check "
+            f"It gave {row['low']:g} to each of {row['n']:,.0f} completions: nothing is learned "
+            f"from it. Check "
             "it with `shoal rescore`, or leave it out of reward.functions.",
             "set=train",
         )
@@ -234,7 +250,8 @@ def _unvarying(functions: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 @dataclass
 class Flagged:
-    """What one check found: how often, with which rewards, and the examples with the most reward."""
+    """What one check found: how often, with which rewards, and the examples with the most
+    reward."""
 
     number: int = 0
     reward: float = 0.0
@@ -245,7 +262,8 @@ class TextLint:
     """Reads completions and counts those that look wrong; `findings` at any time."""
 
     def __init__(self, index: GroupTable, has_tag: bool = True) -> None:
-        """`has_tag`: the task is one of those whose answers stand in <answer>; else only prompts that ask for it do."""
+        """`has_tag`: the task is one of those whose answers stand in <answer>; else only prompts
+        that ask for it do."""
         self._index, self.has_tag = index, has_tag
         self.completions, self.reward, self.with_answer = 0, 0.0, 0
         self.flags: dict[str, Flagged] = defaultdict(Flagged)
@@ -278,8 +296,10 @@ class TextLint:
 
     def _add(self, file: GroupFile) -> None:
         rows = self._index.database.rows(
-            f"SELECT coalesce(left(text, {MAX_CHARS}), '') AS text, CAST(prompt AS VARCHAR) LIKE '%<answer>%' AS tag, "
-            'TRY_CAST("group" AS INTEGER) AS "group", TRY_CAST(completion AS INTEGER) AS completion, '
+            f"SELECT coalesce(left(text, {MAX_CHARS}), '') AS text, CAST(prompt AS VARCHAR) LIKE "
+            f"'%<answer>%' AS tag, "
+            'TRY_CAST("group" AS INTEGER) AS "group", TRY_CAST(completion AS INTEGER) AS '
+            "completion, "
             "TRY_CAST(reward AS DOUBLE) AS reward, TRY_CAST(correct AS BOOLEAN) AS correct "
             'FROM read_parquet(?) WHERE "group" IS NOT NULL AND completion IS NOT NULL '
             'ORDER BY "group", completion LIMIT ?',
@@ -345,7 +365,8 @@ class TextLint:
                     f"{share:.1%} of completions {title} ({flag.number:,})"
                     if share >= 0.001
                     else f"{flag.number:,} of {count(self.completions, 'completion')} {title}",
-                    f"Of {over}. {text} Their mean reward is {flag.reward / flag.number:.3g}{rest}.",
+                    f"Of {over}. {text} Their mean reward is "
+                    f"{flag.reward / flag.number:.3g}{rest}.",
                     examples=flag.examples,
                 )
             )
@@ -397,7 +418,8 @@ def repeats(text: str) -> bool:
 
 
 def lint(index: GroupTable, numbers: Sequence[dict[str, Any]], texts: TextLint) -> dict[str, Any]:
-    """All findings, what is wrong first, and of that what rewards other things than right answers."""
+    """All findings, what is wrong first, and of that what rewards other things than right
+    answers."""
     order = {"warning": 0, "note": 1, "ok": 2}
     kinds = (
         "hacking",

@@ -1,5 +1,6 @@
-"""The Run view: a run's curves, thinned to what a screen can show; how far it is; before and after; what happened when;
-what moves the reward; its settings; and what of several runs can be compared."""
+"""The Run view: a run's curves, thinned to what a screen can show; how far it is; before and after;
+what happened when; what moves the reward; its settings; and what of several runs can be
+compared."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ TOPICS: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 
 class Curves:
-    """The metrics of one run, a column a name. Of a very long run every 2nd, 4th, ... step is kept."""
+    """The metrics of one run, a column a name. Of a very long run every 2nd, 4th, ... step is
+    kept."""
 
     def __init__(self, run: StoredRun) -> None:
         self.run, self._lines = run, GrowingLines(run, "metrics.jsonl")
@@ -113,8 +115,9 @@ class Curves:
             )
 
     def thinned(self, first: float = -math.inf, last: float = math.inf) -> dict[str, Any]:
-        """Steps `x`, `time` in seconds and `tokens` up to each, and columns `y` within a range, at most MAX_POINTS of
-        them. Of each stretch its smallest and its largest value are kept, so that a spike of one step is never lost."""
+        """Steps `x`, `time` in seconds and `tokens` up to each, and columns `y` within a range, at
+        most MAX_POINTS of them. Of each stretch its smallest and its largest value are kept, so
+        that a spike of one step is never lost."""
         kept = places = [place for place, step in enumerate(self.steps) if first <= step <= last]
         columns = {
             name: [column[place] for place in places] for name, column in self.columns.items()
@@ -140,7 +143,8 @@ class Curves:
 
     @property
     def step_seconds(self) -> float | None:
-        """Seconds of a step lately: the median of 20 that compiled nothing; None where all of them did."""
+        """Seconds of a step lately: the median of 20 that compiled nothing; None where all of them
+        did."""
         known = [
             value
             for value, compiled in zip(
@@ -152,7 +156,8 @@ class Curves:
 
     @property
     def compiled(self) -> np.ndarray:
-        """True for each step that compiled a program: their number has risen, or began anew with a process."""
+        """True for each step that compiled a program: their number has risen, or began anew with a
+        process."""
         numbers = self.columns.get("compilations", np.zeros(len(self.steps)))
         return np.diff(numbers, prepend=0) != 0
 
@@ -217,7 +222,8 @@ def overview(
     weights: Mapping[str, float],
     settings: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """All of it but the progress as one record. Rewards are compared since the last reward function was given."""
+    """All of it but the progress as one record. Rewards are compared since the last reward function
+    was given."""
     evaluated, (main, curve) = evaluations.curves(), evaluations.main_curve(run.reward_since)
     names = [*curves.columns, *evaluated]
     happened = sorted(events(run, curves, evaluations), key=lambda event: event["step"])[
@@ -249,7 +255,8 @@ def judged(
     happened: Sequence[Mapping[str, Any]],
     settings: Mapping[str, Any],
 ) -> tuple[dict[str, str], list[Any]]:
-    """The verdict, and what moves the reward; `since`: the version after which rewards are compared."""
+    """The verdict, and what moves the reward; `since`: the version after which rewards are
+    compared."""
     columns = {
         name: column[bisect.bisect(curves.steps, since) :]
         for name, column in curves.columns.items()
@@ -271,8 +278,9 @@ MAX_SPARK = 60
 def home_row(
     run: StoredRun, curves: Curves, evaluations: Evaluations, settings: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """A run in the list of runs: when it began, a small curve (of the evaluations, else of the reward), the first and
-    the newest evaluation with their intervals, whether they differ, and the verdict as far as curves alone say it."""
+    """A run in the list of runs: when it began, a small curve (of the evaluations, else of the
+    reward), the first and the newest evaluation with their intervals, whether they differ, and the
+    verdict as far as curves alone say it."""
     since = run.reward_since
     name, curve = evaluations.main_curve(since)
     points, change = list(zip(*curve.values(), strict=True)), accuracy_change(curve)
@@ -308,9 +316,9 @@ def failure(run: StoredRun) -> str:
 def progress(
     run: StoredRun, curves: Curves, settings: Mapping[str, Any], is_finished: bool, cause: str
 ) -> dict[str, Any]:
-    """How far the run is. `state` is finished, failed (by the error `cause`), running, killed (its process is gone, and
-    what it made after its last checkpoint with it), or stopped: after a checkpoint, or nothing was written for a
-    quarter of an hour."""
+    """How far the run is. `state` is finished, failed (by the error `cause`), running, killed (its
+    process is gone, and what it made after its last checkpoint with it), or stopped: after a
+    checkpoint, or nothing was written for a quarter of an hour."""
     steps, done = settings.get("steps"), int(curves.last.get("step", 0))
     lately, saved = curves.step_seconds, max(run.checkpoints(), default=0)
     path = run.file("metrics.jsonl")
@@ -349,8 +357,8 @@ def progress(
 
 
 def before_after(run: StoredRun, evaluations: Evaluations) -> list[list[Any]]:
-    """The rows of `StoredRun.before_after`, each with the sign of its change, 0 where no interval excludes that it is
-    noise; none of evaluations that are damaged."""
+    """The rows of `StoredRun.before_after`, each with the sign of its change, 0 where no interval
+    excludes that it is noise; none of evaluations that are damaged."""
     curves = evaluations.curves()
     try:
         rows = run.before_after(evaluations, run.summary())
@@ -374,8 +382,8 @@ _BEGIN = re.compile(r"resumed from the checkpoint of step (\d{1,9})|the run has 
 
 
 def events(run: StoredRun, curves: Curves, evaluations: Evaluations) -> Iterator[dict[str, Any]]:
-    """Warnings and failures of log.txt, at the step that was printed before them, or from which their process goes on;
-    spikes; resumptions."""
+    """Warnings and failures of log.txt, at the step that was printed before them, or from which
+    their process goes on; spikes; resumptions."""
     step, logged, own = 0, list[dict[str, Any]](), 0
     for line in run.text("log.txt", MAX_LOG_BYTES).splitlines():
         if line.startswith("devices: "):  # of another process than the lines before
@@ -428,9 +436,10 @@ SPIKE_GAP, COLLAPSE_STEPS = 3, 3
 
 
 def spikes(curves: Curves) -> list[dict[str, Any]]:
-    """Steps at which metrics leave what they were in the SPIKE_BEFORE steps before by far: by 10 median deviations.
-    Metrics that do so at the same step are named together, since one explains another; steps with fewer than SPIKE_GAP
-    between them are one event, of the metrics in the order in which they moved."""
+    """Steps at which metrics leave what they were in the SPIKE_BEFORE steps before by far: by 10
+    median deviations. Metrics that do so at the same step are named together, since one explains
+    another; steps with fewer than SPIKE_GAP between them are one event, of the metrics in the order
+    in which they moved."""
     moves: list[
         tuple[int, float, str, str, bool]
     ] = []  # row of the curves, how far, metric, in words, whether it fell
@@ -494,8 +503,8 @@ def _spike(
 def settings_rows(
     settings: Mapping[str, Any], decided: Collection[str] = ()
 ) -> list[dict[str, Any]]:
-    """Every key with its value and default; `differs` where they are not the same and the run did not choose it.
-    `decided`: the keys that it did."""
+    """Every key with its value and default; `differs` where they are not the same and the run did
+    not choose it. `decided`: the keys that it did."""
     known, automatic, rows = keys_of(Config), automatic_keys(settings, decided), []
     for key, value in settings.items():
         value, default = json_ready(value), json_ready(known[key].default) if key in known else None
@@ -515,8 +524,8 @@ def settings_rows(
 def drivers(
     columns: Mapping[str, Sequence[float]], weights: Mapping[str, float]
 ) -> list[dict[str, Any]]:
-    """For each reward function its mean over the first and the last tenth of the steps (5 at least), and what the
-    change adds to the reward by the function's weight, as groups have it."""
+    """For each reward function its mean over the first and the last tenth of the steps (5 at
+    least), and what the change adds to the reward by the function's weight, as groups have it."""
     size = len(columns.get("reward/mean", ()))
     names = [
         name
@@ -558,8 +567,8 @@ NAME_KEYS = ("run_name", "base_output_directory", "resume")
 def chips(
     settings: Sequence[Mapping[str, Any]], decided: Sequence[Collection[str]] = ()
 ) -> list[list[tuple[str, Any]]]:
-    """For each run its keys and values that are not the default, among those in which the runs differ. `decided`: the
-    keys that each chose itself."""
+    """For each run its keys and values that are not the default, among those in which the runs
+    differ. `decided`: the keys that each chose itself."""
     defaults = {key: json_ready(known.default) for key, known in keys_of(Config).items()}
     differing = comparison(settings, decided)["differing"]
     return [
@@ -579,8 +588,9 @@ SAME_REWARD = ("reward.functions", "reward.weights", "reward.preset")
 def comparison(
     settings: Sequence[Mapping[str, Any]], decided: Sequence[Collection[str]] = ()
 ) -> dict[str, Any]:
-    """Keys in which runs of these settings differ, and a `warning` of what cannot be compared: of other tasks nearly
-    nothing, of other rewards the rewards alone. `decided`: the keys that each run chose itself."""
+    """Keys in which runs of these settings differ, and a `warning` of what cannot be compared: of
+    other tasks nearly nothing, of other rewards the rewards alone. `decided`: the keys that each
+    run chose itself."""
     known = keys_of(Config)
     differing = [
         {"key": key, "values": json_ready(values), "help": known[key].help if key in known else ""}
@@ -593,12 +603,14 @@ def comparison(
     text = ""
     if task:
         text = (
-            f"these runs differ in {', '.join(task)}: their rewards, accuracies, groups and lengths are of other "
+            f"these runs differ in {', '.join(task)}: their rewards, accuracies, groups and "
+            f"lengths are of other "
             "questions and cannot be compared; the other curves can"
         )
     elif reward:
         text = (
-            f"these runs differ in {', '.join(reward)}: their rewards cannot be compared; accuracies, lengths and "
+            f"these runs differ in {', '.join(reward)}: their rewards cannot be compared; "
+            f"accuracies, lengths and "
             "the other curves can"
         )
     return {"differing": differing, "warning": text}

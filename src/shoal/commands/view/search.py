@@ -1,4 +1,5 @@
-"""Rows of the Groups view: those of the table in which a text occurs, in the prompt or a completion."""
+"""Rows of the Groups view: those of the table in which a text occurs, in the prompt or a
+completion."""
 
 from __future__ import annotations
 
@@ -15,9 +16,11 @@ SEARCH_SECONDS = 0.15
 
 
 class Search:
-    """The groups in whose prompt or completions a text occurs, found file by file, the newest first.
+    """The groups in whose prompt or completions a text occurs, found file by file, the newest
+    first.
 
-    A whole run's texts do not fit into a few hundred milliseconds: each request reads on, and shows what is found."""
+    A whole run's texts do not fit into a few hundred milliseconds: each request reads on, and shows
+    what is found."""
 
     def __init__(self, index: GroupTable, text: str, number: int) -> None:
         self.table = f"hits_{number}"
@@ -31,7 +34,8 @@ class Search:
         )
 
     def read_on(self) -> dict[str, Any]:
-        """Searches further files, also those that a live run has written since; says how far it has come."""
+        """Searches further files, also those that a live run has written since; says how far it has
+        come."""
         until = time.monotonic() + SEARCH_SECONDS
         with self._lock:
             waiting = sorted(
@@ -58,7 +62,8 @@ class Search:
     def _read(self, file: GroupFile) -> None:
         database = self._index.database
         found = database.rows(
-            'SELECT TRY_CAST("group" AS INTEGER) AS place, count(*) AS hits FROM read_parquet(?) WHERE (contains('
+            'SELECT TRY_CAST("group" AS INTEGER) AS place, count(*) AS hits FROM read_parquet(?) '
+            "WHERE (contains("
             "lower(prompt), ?) OR contains(lower(text), ?)) AND place IS NOT NULL GROUP BY place",
             str(file.path),
             self._text,

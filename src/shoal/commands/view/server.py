@@ -1,8 +1,8 @@
 """Serves the page and its records over HTTP, to this machine alone unless a token is given.
 
-A request is answered only if its Host is this machine's name (a page of another site that had its name resolve to
-127.0.0.1 sends its own), or if it carries the token; and if its Origin, where there is one, is this server. Paths are
-names in a table, never paths of files.
+A request is answered only if its Host is this machine's name (a page of another site that had its
+name resolve to 127.0.0.1 sends its own), or if it carries the token; and if its Origin, where there
+is one, is this server. Paths are names in a table, never paths of files.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from shoal.serve.server import foreign
 from shoal.types import ShoalError
 
 POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' "
+    "data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 HEADERS = {
@@ -87,7 +88,8 @@ def make_app(viewer: Viewer, token: str = "") -> ASGIApp:
         return _json({"error": "there is no such page"}, 404)
 
     async def fault(request: Request, error: Exception) -> Response:
-        """A fault of this program, or what a damaged run brought about: one line here and one in the terminal."""
+        """A fault of this program, or what a damaged run brought about: one line here and one in
+        the terminal."""
         frame = traceback.extract_tb(error.__traceback__)[-1]
         text = one_line(f"{request.url.path} cannot be shown: {type(error).__name__}: {error}")
         print(f"{text} ({Path(frame.filename).name}:{frame.lineno})", file=sys.stderr, flush=True)

@@ -1,8 +1,9 @@
-"""The page in one file: the same modules, and the records of chosen groups, with no request left to make.
+"""The page in one file: the same modules, and the records of chosen groups, with no request left to
+make.
 
-The modules become one script in the order of their imports, which needs every name to stand at the top of one module
-only. Its Content-Security-Policy names the hashes of this script and style and nothing else, so that nothing in the
-records could run, and nothing is fetched.
+The modules become one script in the order of their imports, which needs every name to stand at the
+top of one module only. Its Content-Security-Policy names the hashes of this script and style and
+nothing else, so that nothing in the records could run, and nothing is fetched.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ _SPEC = re.compile(r"(\d{1,9})(?::(\d{1,9})(?:-(\d{1,9}))?)?")
 
 
 def write_page(config: ViewConfig, to: Path) -> tuple[list[StoredRun], int]:
-    """Writes the page; returns its runs and its size in bytes. ShoalError for groups that the runs lack."""
+    """Writes the page; returns its runs and its size in bytes. ShoalError for groups that the runs
+    lack."""
     viewer = Viewer(config.runs)
     try:
         if not viewer.runs:
@@ -72,7 +74,8 @@ def page_text(content: Mapping[str, Any]) -> str:
         f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; img-src data:; "
         "base-uri 'none'; form-action 'none'"
     )
-    # Within JSON a `<` can stand only inside a text, so that no record can end the element that holds it.
+    # Within JSON a `<` can stand only inside a text, so that no record can end the element that
+    # holds it.
     data = json.dumps(json_ready(content), ensure_ascii=False, allow_nan=False).replace(
         "<", "\\u003c"
     )
@@ -83,7 +86,8 @@ def page_text(content: Mapping[str, Any]) -> str:
     )
     page = re.sub(r"<link rel=\"stylesheet\"[^>]*>\n", "", page)
     page = re.sub(r"<script type=\"module\"[^>]*></script>", lambda _: head, page)
-    # After the elements that it works on: an inline module is run only when the page has been read, yet not everywhere.
+    # After the elements that it works on: an inline module is run only when the page has been read,
+    # yet not everywhere.
     return page.replace("</body>", f'<script type="module">{script}</script>\n</body>')
 
 
@@ -163,8 +167,8 @@ def _whole_lint(viewer: Viewer, name: str) -> dict[str, Any]:
 def _chosen(
     one: OpenRun, specs: Sequence[str], lint: Mapping[str, Any], also: Iterable[str]
 ) -> list[dict[str, Any]]:
-    """Rows of the Groups view for the groups that were asked for; by default the newest step's and lint's examples.
-    `also`: filters of further groups."""
+    """Rows of the Groups view for the groups that were asked for; by default the newest step's and
+    lint's examples. `also`: filters of further groups."""
     filters = [_filter(spec) for spec in specs]
     limit = MAX_GROUPS
     if not specs:

@@ -1,7 +1,9 @@
-"""One sentence on a run: whether it learns, what drives the reward, whether the reward is being hacked.
+"""One sentence on a run: whether it learns, what drives the reward, whether the reward is being
+hacked.
 
-It follows from intervals: a change of accuracy from the number of questions of both evaluations, a change of the reward
-from the spread of the steps at both ends of the run. What lies within an interval is no change.
+It follows from intervals: a change of accuracy from the number of questions of both evaluations, a
+change of the reward from the spread of the steps at both ends of the run. What lies within an
+interval is no change.
 """
 
 from __future__ import annotations
@@ -18,15 +20,16 @@ from shoal.report.watch import RARE
 from shoal.text import count
 
 PART_STEPS, STUDENT = 5, 3.36
-"""At least so many steps at each end are compared. Student's t of two such parts, at 99% and not 95: a page that is
-open looks again at every step, and would otherwise find a change in noise sooner or later."""
+"""At least so many steps at each end are compared. Student's t of two such parts, at 99% and not
+95: a page that is open looks again at every step, and would otherwise find a change in noise sooner
+or later."""
 LITTLE = 0.1
 """A gain of accuracy that the interval must exclude for the verdict that there is hardly any."""
 FEW_MIXED = 0.3
 """Below this share of groups whose rewards differ, that is why nothing is learned."""
 GONE, STUCK = 0.1, 0.9
-"""A function that falls to less than this part of what it was; at the end so many completions are cut off, or so many
-groups have one reward for all."""
+"""A function that falls to less than this part of what it was; at the end so many completions are
+cut off, or so many groups have one reward for all."""
 
 
 @dataclass(frozen=True)
@@ -53,14 +56,16 @@ class Change:
 
 
 def ends(size: int) -> int:
-    """Steps at either end of so many that are compared: a tenth, PART_STEPS at least, half at most."""
+    """Steps at either end of so many that are compared: a tenth, PART_STEPS at least, half at
+    most."""
     return max(1, min(size // 2, max(PART_STEPS, size // 10)))
 
 
 def accuracy_change(
     curve: Mapping[str, Sequence[Any]], first: int = 0, last: int = -1
 ) -> Change | None:
-    """Of two evaluations; the interval of a difference of shares by Newcombe (1998), method 10, from those of both.
+    """Of two evaluations; the interval of a difference of shares by Newcombe (1998), method 10,
+    from those of both.
 
     None without two evaluations that have intervals."""
     if len(curve.get("x", ())) < 2 or None in (curve["low"][first], curve["low"][last]):
@@ -74,7 +79,8 @@ def accuracy_change(
 
 
 def reward_change(values: Sequence[float]) -> Change | None:
-    """Of the means of the first and the last steps (Welch); None if they are fewer than PART_STEPS."""
+    """Of the means of the first and the last steps (Welch); None if they are fewer than
+    PART_STEPS."""
     known = np.array(values)[~np.isnan(values)]
     part = ends(len(known))
     if part < PART_STEPS:
@@ -98,8 +104,8 @@ def verdict(
 ) -> dict[str, str]:
     """`level` (good, note, warning, bad or none), `text`, and `detail` with the intervals.
 
-    `curve`: the main curve of the evaluations; `columns`: metrics by step; `drivers`: functions and what each adds;
-    `steps`: made so far, of `total`."""
+    `curve`: the main curve of the evaluations; `columns`: metrics by step; `drivers`: functions and
+    what each adds; `steps`: made so far, of `total`."""
     accuracy, reward = accuracy_change(curve), reward_change(columns.get("reward/mean", ()))
     lost = _lost(columns, drivers)
     # Where accuracy was measured before training, the next evaluation says more than rewards do.
@@ -119,7 +125,10 @@ def verdict(
         and mixed
         and (share := sum(mixed) / len(mixed)) < FEW_MIXED
     ):
-        text += f"; {f'only {share:.0%} of the groups have' if share else 'no group has'} rewards that differ"
+        text += (
+            f"; {f'only {share:.0%} of the groups have' if share else 'no group has'} rewards that "
+            f"differ"
+        )
     if level != "good" and (name := _unrewarded(columns, drivers)):
         level, text = (
             "bad" if level == "bad" else "warning",
@@ -175,7 +184,8 @@ def _sentence(
             return "bad", f"{rises} in {made}, {lost}: looks hacked by {name}"
         if accuracy and accuracy.high < LITTLE:
             return "warning", (
-                f"{rises} in {made}{driven}, but hardly more right answers: accuracy {accuracy.shares} "
+                f"{rises} in {made}{driven}, but hardly more right answers: accuracy "
+                f"{accuracy.shares} "
                 "is within noise"
             )
         known = (
@@ -187,7 +197,8 @@ def _sentence(
     if reward and scored < 0:
         return "bad", f"gets worse: reward {reward.numbers} in {made}"
     figures = [f"accuracy {accuracy.shares}"] if accuracy else []
-    # An interval that excludes no gain that matters: of accuracy; where it is not measured of the reward, by half.
+    # An interval that excludes no gain that matters: of accuracy; where it is not measured of the
+    # reward, by half.
     is_wide = (
         accuracy.high >= LITTLE
         if accuracy
@@ -197,13 +208,15 @@ def _sentence(
         return "none", f"too early to say: {', '.join([made, *figures])}"
     return (
         "warning",
-        f"does not learn: {', '.join([*figures, f'reward {reward.numbers}'])} in {made}, within noise",
+        f"does not learn: {', '.join([*figures, f'reward {reward.numbers}'])} in {made}, within "
+        f"noise",
     )
 
 
 def _lost(columns: Mapping[str, Sequence[float]], drivers: Sequence[Mapping[str, Any]]) -> str:
-    """The reward function that is all but gone while all completions are cut off, or groups no longer differ, in words;
-    empty where none is: one function may well give way to another as long as groups teach something."""
+    """The reward function that is all but gone while all completions are cut off, or groups no
+    longer differ, in words; empty where none is: one function may well give way to another as long
+    as groups teach something."""
     size = ends(len(columns.get("reward/mean", ())))
     cut, mixed = (
         float(np.mean(columns.get(name, (usual,))[-size:]))
@@ -227,7 +240,8 @@ def _lost(columns: Mapping[str, Sequence[float]], drivers: Sequence[Mapping[str,
 def _unrewarded(
     columns: Mapping[str, Sequence[float]], drivers: Sequence[Mapping[str, Any]]
 ) -> str:
-    """A heaviest one of several reward functions that is above 0 on hardly a completion of the run; else empty."""
+    """A heaviest one of several reward functions that is above 0 on hardly a completion of the run;
+    else empty."""
     most = max((row["weight"] or 0 for row in drivers[1:]), default=0)
     for row in drivers[1:]:
         known = np.array(columns[f"rewards/{row['function']}"])

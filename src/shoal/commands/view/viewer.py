@@ -1,5 +1,5 @@
-"""Answers what the page asks for: a view's name and parameters in, a JSON record out. Without HTTP, so that the served
-page and the page in one file show the same.
+"""Answers what the page asks for: a view's name and parameters in, a JSON record out. Without HTTP,
+so that the served page and the page in one file show the same.
 
     metrics.jsonl, evaluations.jsonl -> Curves, Evaluations  \\
     groups/*.parquet                 -> GroupTable            > answer(view, parameters) -> record
@@ -64,8 +64,8 @@ class OpenRun:
         self._kept: dict[str, Any] = {}  # answers that hold until the run writes again
 
     def read(self, seconds: float = 0.3) -> bool:
-        """Reads a piece of what is new in its curves, for about so long; True if more is waiting. Of a run in a bucket
-        all that is new is fetched first, but for checkpoints."""
+        """Reads a piece of what is new in its curves, for about so long; True if more is waiting.
+        Of a run in a bucket all that is new is fetched first, but for checkpoints."""
         if area_of(self.run.path):
             fetch(address(self.run.path), weights=False, groups=self.is_opened)
         self.curves.read(seconds)
@@ -117,7 +117,8 @@ class OpenRun:
 
 
 class Viewer:
-    """The runs that words name. `refresh` reads what is new, `start` does so in a thread until `close`."""
+    """The runs that words name. `refresh` reads what is new, `start` does so in a thread until
+    `close`."""
 
     def __init__(self, words: Sequence[str]) -> None:
         runs = open_runs(words)
@@ -138,7 +139,8 @@ class Viewer:
 
     @property
     def has_home(self) -> bool:
-        """False where the page begins with a run: the only one, or a few that were named one by one."""
+        """False where the page begins with a run: the only one, or a few that were named one by
+        one."""
         return not 1 <= len(self.runs) <= (1 if self._folders else MOST_COMPARED)
 
     # ---- reading
@@ -180,7 +182,8 @@ class Viewer:
             self.notice = str(error)
 
     def refresh(self, groups: bool = True, seconds: float = 0.3) -> bool:
-        """Reads a piece of what is new in each run, its groups if it was opened; True if more is waiting."""
+        """Reads a piece of what is new in each run, its groups if it was opened; True if more is
+        waiting."""
         more = False
         for one in self.runs.values():
             try:
@@ -300,8 +303,8 @@ class Query:
 
 
 def _runs(viewer: Viewer, _: Query) -> dict[str, Any]:
-    """Each run, how far it is, and the numbers that change when its curves or its groups do. `home`: whether the page
-    begins with the list of runs."""
+    """Each run, how far it is, and the numbers that change when its curves or its groups do.
+    `home`: whether the page begins with the list of runs."""
     return {
         "notice": viewer.notice,
         "home": viewer.has_home,

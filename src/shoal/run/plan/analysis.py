@@ -1,6 +1,8 @@
-"""Compiles one program of a job and reads from it what it costs; keeps what the compiler said, by what it was asked.
+"""Compiles one program of a job and reads from it what it costs; keeps what the compiler said, by
+what it was asked.
 
-The same program for the same devices and compiler is not compiled twice, whatever the job around it.
+The same program for the same devices and compiler is not compiled twice, whatever the job around
+it.
 """
 
 from __future__ import annotations
@@ -98,9 +100,11 @@ def analyse(job: PlannedJob, name: str) -> dict[str, Any]:
 
 
 def traced_costs(job: PlannedJob, planned: Planned, traced: Any) -> tuple[float, float, float]:
-    """On a device, what is known before a program is compiled: (operations of products, those of them in kernels, the
-    least seconds that it could take: the products at the peak rate, or what it reads at the memory's)."""
-    # As a compiler does it: recomputation by a rule of our own (`gated_product`) traces a product that nobody reads.
+    """On a device, what is known before a program is compiled: (operations of products, those of
+    them in kernels, the least seconds that it could take: the products at the peak rate, or what it
+    reads at the memory's)."""
+    # As a compiler does it: recomputation by a rule of our own (`gated_product`) traces a product
+    # that nobody reads.
     jaxpr, _ = partial_eval.dce_jaxpr(
         traced.jaxpr.jaxpr, [True] * len(traced.jaxpr.jaxpr.outvars), instantiate=True
     )
@@ -121,10 +125,11 @@ def traced_costs(job: PlannedJob, planned: Planned, traced: Any) -> tuple[float,
 
 
 def _compute_seconds(job: PlannedJob, costs: Costs, in_kernels: float) -> float:
-    """Without transfers between devices. TPU: the compiler's estimate of cycles, and the waits for copies; GPU, and
-    where a TPU's compiler has none: for each operation the longest of its memory traffic, its products and (GPU) its
-    launch; both: of kernels, into which no compiler's account looks, the operations at a share of the peak rate, if
-    that is longer than their memory traffic. 0 where the device is not known."""
+    """Without transfers between devices. TPU: the compiler's estimate of cycles, and the waits for
+    copies; GPU, and where a TPU's compiler has none: for each operation the longest of its memory
+    traffic, its products and (GPU) its launch; both: of kernels, into which no compiler's account
+    looks, the operations at a share of the peak rate, if that is longer than their memory traffic.
+    0 where the device is not known."""
     kind = job.accelerator
     if kind is None:
         return 0.0
@@ -181,8 +186,8 @@ def _compiled(job: PlannedJob, planned: Planned, lowered: Any) -> dict[str, Any]
 
 
 def _read_compiled(file: Path) -> dict[str, Any] | None:
-    """What was kept of a compiled program; None where nothing was, or the file is damaged: it is then compiled again,
-    and the file replaced."""
+    """What was kept of a compiled program; None where nothing was, or the file is damaged: it is
+    then compiled again, and the file replaced."""
     try:
         found = json.loads(gzip.decompress(file.read_bytes()))
     except (OSError, EOFError, ValueError, zlib.error):
@@ -195,7 +200,8 @@ def _read_compiled(file: Path) -> dict[str, Any] | None:
 
 
 def _exhausted(text: str) -> dict[str, Any]:
-    """What the compiler says of a program that needs more memory than the device has: how much, and for what."""
+    """What the compiler says of a program that needs more memory than the device has: how much, and
+    for what."""
     asked = re.search(r"(?:Used|requires?d?[^(]*\() ?([\d.]+)([KMGT])", text)
     units = {"K": 10, "M": 20, "G": 30, "T": 40}
     size = int(float(asked[1]) * (1 << units[asked[2]])) if asked else 0
@@ -231,8 +237,9 @@ def _key(job: PlannedJob, planned: Planned, text: str) -> str:
 
 
 def jaxpr_flops(jaxpr: Any, assumed_trips: Sequence[float] = (), of_kernels: bool = False) -> float:
-    """Operations of a jaxpr's matrix products, two for each multiplication; with `of_kernels` of those in kernels.
-    `assumed_trips`: of `while` loops, whose number of rounds a jaxpr does not say, the outermost first."""
+    """Operations of a jaxpr's matrix products, two for each multiplication; with `of_kernels` of
+    those in kernels. `assumed_trips`: of `while` loops, whose number of rounds a jaxpr does not
+    say, the outermost first."""
     total = 0.0
     for equation in jaxpr.eqns:
         if equation.primitive.name == "dot_general":

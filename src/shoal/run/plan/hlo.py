@@ -1,11 +1,12 @@
-"""Reads a compiled program, XLA's optimised HLO as text: what moves between devices, what it reads, how long it takes.
+"""Reads a compiled program, XLA's optimised HLO as text: what moves between devices, what it reads,
+how long it takes.
 
-Figures are of one device. Loops are multiplied by their trip counts; where the compiler does not know one, by the
-number that the caller assumes.
+Figures are of one device. Loops are multiplied by their trip counts; where the compiler does not
+know one, by the number that the caller assumes.
 
-A TPU's copies into its on-chip memory and out of it run beside other operations, and the compiler's account has no
-cycles for them. They are queued (`_Copies`): the device's memory serves the operations first, then the copies in their
-order, and what needs one waits for it.
+A TPU's copies into its on-chip memory and out of it run beside other operations, and the compiler's
+account has no cycles for them. They are queued (`_Copies`): the device's memory serves the
+operations first, then the copies in their order, and what needs one waits for it.
 """
 
 from __future__ import annotations
@@ -124,8 +125,8 @@ class Instruction(NamedTuple):
 
 @dataclass(frozen=True)
 class Collective:
-    """One transfer at one place of a program. `bytes` are those of the whole array, as a device holds it after a gather
-    or before a scatter."""
+    """One transfer at one place of a program. `bytes` are those of the whole array, as a device
+    holds it after a gather or before a scatter."""
 
     kind: str
     bytes: int
@@ -154,7 +155,8 @@ class Costs:
         default_factory=list
     )  # those whose cycles the compiler lacks
     in_kernels: float = 0.0  # bytes of operations that are kernels for GPUs, or decoding's for TPUs
-    memory: float = 0.0  # bytes that operations read from a device's memory and write to it, without copies beside them
+    # bytes that operations read from a device's memory and write to it, without copies beside them
+    memory: float = 0.0
     largest: list[tuple[int, str, str]] = field(default_factory=list)  # (bytes, shape, source)
     assumed: list[str] = field(default_factory=list)  # loops whose trip count was assumed,
     awaited: float = 0.0  # and how often these are asked whether they go on: of a GPU, by its host
@@ -170,7 +172,8 @@ class _Copies:
         )  # bytes a cycle of the memory; name -> bytes, in their order
 
     def beside(self, cycles: float, size: float) -> None:
-        """Copies while an operation of so many cycles leaves the memory free, which reads or writes `size` bytes."""
+        """Copies while an operation of so many cycles leaves the memory free, which reads or writes
+        `size` bytes."""
         free = cycles * self.rate - size
         for name, left in self.left.items():
             free -= (moved := max(0.0, min(left, free)))
@@ -245,7 +248,8 @@ class Module:
         }
 
     def source(self, one: Instruction) -> str:
-        """The line of code that made an operation, with the one that called it, and the operation's name."""
+        """The line of code that made an operation, with the one that called it, and the operation's
+        name."""
         name = re.search(r'op_name="([^"]*)"', one.attributes)
         if name is None and one.op == "fusion":  # nameless, as of several: the last that has a name
             inside = [
@@ -268,8 +272,9 @@ class Module:
         return f"{' < '.join(lines)} {last}" if lines else last
 
     def costs(self, assumed_trips: Sequence[float] = (), memory_rate: float = 0.0) -> Costs:
-        """The costs of one run. `assumed_trips`: of loops without a known trip count, the outermost first.
-        `memory_rate`: bytes a cycle of a TPU's memory; `cycles` then hold what waits for copies."""
+        """The costs of one run. `assumed_trips`: of loops without a known trip count, the outermost
+        first. `memory_rate`: bytes a cycle of a TPU's memory; `cycles` then hold what waits for
+        copies."""
         found = Costs()
         self._rate = memory_rate
         self._visit(self.entry, 1.0, tuple(assumed_trips), found, set())
@@ -312,7 +317,8 @@ class Module:
             return
         self._collective(one, one, name, times, found, channels)
         cycles = re.search(r'"estimated_cycles":"(\d+)"', one.attributes)
-        # The largest integer stands where the compiler has no estimate, as of products with 8-bit weights on v6e.
+        # The largest integer stands where the compiler has no estimate, as of products with 8-bit
+        # weights on v6e.
         is_known = cycles and int(cycles[1]) < 2**62
         if cycles and is_known:
             found.cycles[self.source(one)] = found.cycles.get(self.source(one), 0) + times * int(
@@ -370,7 +376,8 @@ class Module:
         return None if number is None else -(-number // self._step(loop, counter))
 
     def _step(self, loop: Instruction, counter: Instruction | None) -> int:
-        """What a loop adds to its counter: 2 where XLA has unrolled a product with the exchange of its parts."""
+        """What a loop adds to its counter: 2 where XLA has unrolled a product with the exchange of
+        its parts."""
         body = {one.name: one for one in self.computations.get(loop.named("body"), [])}
         root = next((one for one in body.values() if one.root), None)
         index = re.search(r"index=(\d+)", counter.attributes) if counter else None
@@ -407,11 +414,13 @@ class Module:
         found: Costs,
         channels: set[str],
     ) -> None:
-        """Adds one if it is a collective, of the computation `where`, inside of the fusion `around`."""
+        """Adds one if it is a collective, of the computation `where`, inside of the fusion
+        `around`."""
         kind = one.op.removesuffix("-start")
         if kind not in COLLECTIVES:
             return
-        # TPU: one gather may be split over several fusions that compute meanwhile; all its parts have one channel.
+        # TPU: one gather may be split over several fusions that compute meanwhile; all its parts
+        # have one channel.
         channel = re.search(r"channel_id=(\d+)", one.attributes)
         key = f"{channel[1]} {one.op} {times}" if channel else ""
         if key and key in channels:
@@ -421,7 +430,8 @@ class Module:
         size = _whole_bytes(one, kind, max(1, group_size(groups)))
         if kind == "all-reduce" and where.startswith("all-reduce-scatter"):
             kind = "reduce-scatter"  # TPU: a fusion that keeps a part of the sum
-        # The parts of a fusion may be unnamed, and a sum that the compiler made: what it sums is not.
+        # The parts of a fusion may be unnamed, and a sum that the compiler made: what it sums is
+        # not.
         made = self._by_name.get(around.operands[0], around) if around.operands else around
         sources = [self.source(other) for other in (one, around, made)]
         source = next((text for text in sources if " " in text), sources[0])
@@ -435,8 +445,8 @@ class Module:
         found: Costs,
         trips: tuple[float, ...],
     ) -> tuple[float, float, float]:
-        """(times, bytes that one operation reads and writes, FLOPs of its products). Of decoding's kernel the first of
-        `trips` is the share that it reads of its caches."""
+        """(times, bytes that one operation reads and writes, FLOPs of its products). Of decoding's
+        kernel the first of `trips` is the share that it reads of its caches."""
         is_decoding = one.op == "custom-call" and "/decode_kernel/" in one.attributes
         share = (*trips, 1.0)[0] if is_decoding else 1.0
         flops, size, source = 0.0, share * self._bytes(one, shapes), self.source(one)
@@ -486,8 +496,8 @@ class Module:
         return written + sum(read)
 
     def _fused_bytes(self, one: Instruction, read: list[int]) -> tuple[int, list[int]]:
-        """(written, read) of a fusion: of an operand that it only slices, the slices; of a result that it updates in
-        place, the update."""
+        """(written, read) of a fusion: of an operand that it only slices, the slices; of a result
+        that it updates in place, the update."""
         users: dict[str, list[Instruction]] = {}
         for inner in (inside := self.computations.get(one.named("calls"), [])):
             for operand in inner.operands:
@@ -529,7 +539,8 @@ def _aliased(one: Instruction) -> list[int]:
 
 
 def _whole_bytes(one: Instruction, kind: str, devices: int) -> int:
-    """Bytes of the whole arrays of a collective: what a gather makes, what a reduce-scatter takes."""
+    """Bytes of the whole arrays of a collective: what a gather makes, what a reduce-scatter
+    takes."""
     if kind != "reduce-scatter":
         return sum(arrays_of(_results(one)))
     # Its start shows the operands, whole; else only the part that each of the group keeps is shown.
@@ -539,8 +550,8 @@ def _whole_bytes(one: Instruction, kind: str, devices: int) -> int:
 
 
 def _results(one: Instruction) -> str:
-    """The shape of what an operation makes. That of a `-start` is `(operands, results, ...)`, each one array or several
-    in parentheses, and of an `all-reduce-start` the results alone."""
+    """The shape of what an operation makes. That of a `-start` is `(operands, results, ...)`, each
+    one array or several in parentheses, and of an `all-reduce-start` the results alone."""
     if (
         one.op.endswith("-start")
         and one.op != "all-reduce-start"
@@ -551,7 +562,8 @@ def _results(one: Instruction) -> str:
 
 
 def _copied_bytes(one: Instruction) -> int:
-    """Bytes that a copy moves through the device's memory: in, out, or both where neither side is on the chip."""
+    """Bytes that a copy moves through the device's memory: in, out, or both where neither side is
+    on the chip."""
     first, second, *_ = _parts(one.shape)
     moved = sum(arrays_of(first if one.op == "copy-start" else second))
     return moved if "S(1)" in first + second else 2 * moved
@@ -592,7 +604,8 @@ def _constant(one: Instruction | None) -> int | None:
 
 
 def _product_flops(one: Instruction, shapes: Mapping[str, str]) -> float:
-    """Operations of a matrix product: two for each element of the result and of the contracted dimensions."""
+    """Operations of a matrix product: two for each element of the result and of the contracted
+    dimensions."""
     sizes = (
         [
             [int(n) for n in dims.split(",") if n]

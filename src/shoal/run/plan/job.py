@@ -1,6 +1,8 @@
-"""A job on the devices of a topology: its roles, what they hold, and the programs that they run, all as shapes.
+"""A job on the devices of a topology: its roles, what they hold, and the programs that they run,
+all as shapes.
 
-These are the run's own learner and engines, made as a run makes them; nothing is loaded or allocated.
+These are the run's own learner and engines, made as a run makes them; nothing is loaded or
+allocated.
 """
 
 from __future__ import annotations
@@ -69,8 +71,8 @@ class Planned:
 def planned_job(
     config: Config, topology: str, layers: int = 0, compiles: bool = True
 ) -> Iterator[PlannedJob]:
-    """A training job on a topology (empty: the devices here). `layers`: fewer than the model has, 0 for all. Where
-    nothing `compiles` no compiler need be installed."""
+    """A training job on a topology (empty: the devices here). `layers`: fewer than the model has, 0
+    for all. Where nothing `compiles` no compiler need be installed."""
     where = parse_topology(topology) if topology else None
     devices = _devices(topology, compiles) if where else available_devices(config.mesh)
     spec = ModelSpec(Path(), planned_architecture(config.model))
@@ -90,7 +92,8 @@ def _devices(topology: str, compiles: bool) -> Sequence[Any]:
 
 
 class PlannedJob:
-    """The learner and the engines of a job, with the programs that they run; `planned_job` opens it."""
+    """The learner and the engines of a job, with the programs that they run; `planned_job` opens
+    it."""
 
     def __init__(self, job: Job, topology: Topology | None, layers: int) -> None:
         self.job, self.topology = job, topology
@@ -169,7 +172,8 @@ class PlannedJob:
         )
         waves = -(-prompts // engine.num_groups)
         tokens = c.sampling.max_completion_tokens - 1
-        # Over a completion's tokens its own keys grow from one block to all. Keys in one block need no loop.
+        # Over a completion's tokens its own keys grow from one block to all. Keys in one block need
+        # no loop.
         lengths = (
             -(-size // engine.model.key_parts)
             for size in (c.sampling.max_prompt_tokens, c.sampling.max_completion_tokens)
@@ -214,8 +218,9 @@ class PlannedJob:
         return found
 
     def _live_keys(self, engine: Engine, block: int = 1) -> float:
-        """Bytes on a device of the keys and values that one token of every slot reads, in whole blocks: of the longest
-        prompts, and half of completions, as these grow, of the mean length where it is set, or of the longest."""
+        """Bytes on a device of the keys and values that one token of every slot reads, in whole
+        blocks: of the longest prompts, and half of completions, as these grow, of the mean length
+        where it is set, or of the longest."""
         s, parts, total = self.config.sampling, engine.model.key_parts, 0.0
         prompt, mean = (
             block * -(-s.max_prompt_tokens // block),
@@ -292,8 +297,9 @@ class PlannedJob:
         return found
 
     def _moments_in_flight(self, trainable: Parameters) -> int:
-        """Bytes that an update with `optimizer.offload` brings to a device at a time. Of a GPU that is only described
-        JAX knows no memory of the host, and compiles the update as if the moments stayed on it."""
+        """Bytes that an update with `optimizer.offload` brings to a device at a time. Of a GPU that
+        is only described JAX knows no memory of the host, and compiles the update as if the moments
+        stayed on it."""
         section = self.config.optimizer
         layer = bytes_per_device(trainable.blocks) // self.model.architecture.num_layers
         once = 2 * (
@@ -302,13 +308,14 @@ class PlannedJob:
         return section.offload * once * (1 if section.moments == "bfloat16" else 2)
 
     def _runs(self, prompts: int) -> float:
-        """Runs over the groups of so many prompts. A micro-batch in a shorter shape is a part of one: a program of the
-        whole shape stands for all, and its memory for the largest."""
+        """Runs over the groups of so many prompts. A micro-batch in a shorter shape is a part of
+        one: a program of the whole shape stands for all, and its memory for the largest."""
         return packed_tokens(self.config, self.shapes, prompts) / self.shape.tokens
 
     def _blocks_read(self, model: Model) -> tuple[float, ...]:
-        """Blocks of keys that attention goes through for one of queries, at the longest prompt and completion; of
-        kernels, which say what all would cost, the share of them; empty where it computes all scores."""
+        """Blocks of keys that attention goes through for one of queries, at the longest prompt and
+        completion; of kernels, which say what all would cost, the share of them; empty where it
+        computes all scores."""
         size, s = self.shape.length, self.config.sampling
         kind = attention_kind(model, self.shape.rows, size)
         if kind == "reference":
@@ -332,7 +339,8 @@ class PlannedJob:
         return (min(size / block, (s.max_prompt_tokens + s.max_completion_tokens) / block + 2),)
 
     def _publishing(self) -> dict[str, Planned]:
-        """The largest array's program, as often as all arrays together are larger: there is one for each array."""
+        """The largest array's program, as often as all arrays together are larger: there is one for
+        each array."""
         pairs = self._copied()
         if not pairs:
             return {}
@@ -354,7 +362,8 @@ class PlannedJob:
         }
 
     def _batch(self, role: Role) -> LearnerBatch:
-        """The shapes of a micro-batch, laid out as `put_batch` does it, with rows for all of the role's devices."""
+        """The shapes of a micro-batch, laid out as `put_batch` does it, with rows for all of the
+        role's devices."""
         shape = self.shape
         grid = (shape.rows + -shape.rows % role.batch_shards, shape.length)
 

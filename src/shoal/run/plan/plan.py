@@ -1,4 +1,5 @@
-"""Makes the plan of a job: describes it, compiles its programs side by side, and joins their figures.
+"""Makes the plan of a job: describes it, compiles its programs side by side, and joins their
+figures.
 
 config, topology -> PlannedJob.describe (a process) -> prints what is held, and what is impossible
                  -> each program compiled, a deep model's decoding with 2 and 4 layers -> Figures
@@ -34,15 +35,16 @@ Answers = Callable[..., list[Any]]
 Done = Callable[[Call, Any], None]
 
 SHALLOW = (2, 4)
-"""Numbers of layers at which a deep model's decoding is compiled: it is unrolled over layers, and each further layer
-costs what the one before did."""
+"""Numbers of layers at which a deep model's decoding is compiled: it is unrolled over layers, and
+each further layer costs what the one before did."""
 
 DEEP = 8
 """Layers above which a model is deep."""
 
 COMPILER_BYTES = 3 << 29
 LARGE_BYTES = 3 << 30
-"""Memory of a process that compiles, and what it needs besides for a model of 70e9 parameters (measured)."""
+"""Memory of a process that compiles, and what it needs besides for a model of 70e9 parameters
+(measured)."""
 
 _LONGEST_FIRST = (
     "accumulate",
@@ -66,8 +68,8 @@ def make_plan(
     show: Callable[[Figures], None] = lambda _: None,
     compiles: bool = True,
 ) -> Figures:
-    """The figures of a job, with advice; those estimated where nothing `compiles`. `show` is given the job before
-    anything is compiled, and at an interrupt what was compiled by then."""
+    """The figures of a job, with advice; those estimated where nothing `compiles`. `show` is given
+    the job before anything is compiled, and at an interrupt what was compiled by then."""
     each = COMPILER_BYTES + LARGE_BYTES * parameter_count(planned_architecture(config.model)) / 70e9
     count = max(1, min(num_cores(), int(machine_memory()[1] / each)))
     with compilers(count, config.topology) as answers:
@@ -134,8 +136,8 @@ def _compile(
 def extrapolate(
     shallow: Mapping[str, Any], deeper: Mapping[str, Any], layers: int
 ) -> dict[str, Any]:
-    """The figures of a program with `layers` layers, from those with two smaller numbers of them: each further layer
-    costs what those between the two did."""
+    """The figures of a program with `layers` layers, from those with two smaller numbers of them:
+    each further layer costs what those between the two did."""
     first, second = shallow["layers"], deeper["layers"]
 
     def line(a: float, b: float) -> float:
@@ -206,13 +208,17 @@ def advice(figures: Figures, topology: str, compiles: bool = True) -> list[dict[
 
 @contextmanager
 def compilers(count: int, topology: str) -> Iterator[Answers]:
-    """A function of calls that gives their answers, in their order; `done(call, answer)` as each comes. At most `count`
-    processes work at once; without a topology this process itself answers, for its own devices.
+    """A function of calls that gives their answers, in their order; `done(call, answer)` as each
+    comes. At most `count` processes work at once; without a topology this process itself answers,
+    for its own devices.
 
         with compilers(4, "v5p-8") as answers:
-            one, other = answers([(cost, config, "v5p-8", "decode", 2), (cost, config, "v5p-8", "apply", 0)])
+            one, other = answers(
+                [(cost, config, "v5p-8", "decode", 2), (cost, config, "v5p-8", "apply", 0)]
+            )
 
-    Processes of their own, because a compiler's settings stand in the environment, and JAX takes one backend for good.
+    Processes of their own, because a compiler's settings stand in the environment, and JAX takes
+    one backend for good.
     """
     if not topology:
         yield _answers_here
@@ -250,7 +256,8 @@ def _answers(pool: ProcessPoolExecutor, calls: Sequence[Call], done: Done | None
                 done(futures[future], answer)
     except (BrokenProcessPool, MemoryError) as error:
         raise ShoalError(
-            "a compiler ended without an answer, as a process does that the machine's memory cannot hold: "
+            "a compiler ended without an answer, as a process does that the machine's memory "
+            "cannot hold: "
             "compile fewer layers (layers=shallow), or plan on a larger machine"
         ) from error
     return [future.result() for future in futures]

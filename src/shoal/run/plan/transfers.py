@@ -1,4 +1,5 @@
-"""What moves between devices: which of them exchange in a collective, along which axes, and over which links."""
+"""What moves between devices: which of them exchange in a collective, along which axes, and over
+which links."""
 
 from __future__ import annotations
 
@@ -14,8 +15,9 @@ from shoal.mesh.accelerators import Accelerator
 from shoal.mesh.topology import Topology
 
 HOP_SECONDS, MACHINE_SECONDS, NETWORK_SECONDS = 1e-6, 1e-5, 3e-5
-"""What a transfer takes before its bytes, assumed: for each chip on the way of a TPU's (jax-ml.github.io/scaling-book
-says about 1 us), for NCCL's within a machine, and for one between machines or slices."""
+"""What a transfer takes before its bytes, assumed: for each chip on the way of a TPU's
+(jax-ml.github.io/scaling-book says about 1 us), for NCCL's within a machine, and for one between
+machines or slices."""
 
 if TYPE_CHECKING:
     from shoal.run.plan.hlo import Collective
@@ -27,13 +29,15 @@ def transfer_rows(
     kind: Accelerator | None,
     mesh: Any,
 ) -> list[dict[str, Any]]:
-    """Collectives by kind, mesh axes and source, with bytes of the whole arrays, and seconds by the links."""
+    """Collectives by kind, mesh axes and source, with bytes of the whole arrays, and seconds by the
+    links."""
     rows: dict[tuple[str, str, str], dict[str, Any]] = defaultdict(
         lambda: {"times": 0.0, "bytes": 0.0, "seconds": 0.0}
     )
     places: dict[tuple[str, bool], tuple[str, float, float, int]] = {}
     for one in collectives:
-        # Of an array that all of a group get or sum up, a machine's devices take a part each from other machines.
+        # Of an array that all of a group get or sum up, a machine's devices take a part each from
+        # other machines.
         place = one.groups, one.kind in ("all-gather", "all-reduce", "reduce-scatter")
         if place not in places:
             groups = device_groups(one.groups) or [[]]
@@ -78,7 +82,8 @@ def _moved(kind: str, size: float, devices: int) -> float:
 def groups_text(attributes: str) -> str:
     """Which devices exchange, as the attributes of an operation say it."""
     for pattern in (
-        r"replica_groups=(mesh\[[^\]]*\](?:, device_ids=\([^)]*(?:\([^)]*\)[^)]*)?\))?\s*\{[^}]*\})",
+        r"replica_groups=(mesh\[[^\]]*\](?:, "
+        r"device_ids=\([^)]*(?:\([^)]*\)[^)]*)?\))?\s*\{[^}]*\})",
         r"replica_groups=(\{\{[\d,{}]*\}\})",
         r"replica_groups=(\[[\d,]*\]<=\[[\d,]*\](?:T\([\d,]*\))?)",
         r"source_target_pairs=(\{[\d,{}]*\})",
@@ -89,7 +94,8 @@ def groups_text(attributes: str) -> str:
 
 
 def device_groups(text: str) -> list[list[int]]:
-    """The groups of devices that exchange, from any of the forms in which XLA writes them; empty if it is another.
+    """The groups of devices that exchange, from any of the forms in which XLA writes them; empty if
+    it is another.
 
     >>> device_groups("[2,2]<=[2,2]T(1,0)"), device_groups("mesh['a'=2,'b'=2] {'b'}")
     ([[0, 2], [1, 3]], [[0, 1], [2, 3]])
@@ -105,7 +111,8 @@ def device_groups(text: str) -> list[list[int]]:
 
 
 def _order(text: str) -> np.ndarray:
-    """The numbers of devices in the order of `[2,4]T(1,0)`: counted in a grid that is then transposed."""
+    """The numbers of devices in the order of `[2,4]T(1,0)`: counted in a grid that is then
+    transposed."""
     dims, _, order = text.partition("T")
     grid = np.arange(math.prod(map(int, re.findall(r"\d+", dims)))).reshape(
         [*map(int, re.findall(r"\d+", dims))]
@@ -114,8 +121,8 @@ def _order(text: str) -> np.ndarray:
 
 
 def _mesh_groups(text: str) -> list[list[int]]:
-    """`mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b':(2)2}`: axes of a grid of devices in this order, or parts of
-    axes (after 2, of size 2)."""
+    """`mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b':(2)2}`: axes of a grid of devices in this
+    order, or parts of axes (after 2, of size 2)."""
     found = re.fullmatch(r"mesh\[([^\]]*)\](?:, device_ids=\((.*)\))?\s*\{([^}]*)\}", text)
     if found is None:
         return []
@@ -158,7 +165,8 @@ def group_size(text: str) -> int:
 
 
 def axes_of(mesh: Any, group: Sequence[int]) -> str:
-    """The axes of a mesh along which a group of its devices lies, as `fsdp` or `data+fsdp`; `?` for no group."""
+    """The axes of a mesh along which a group of its devices lies, as `fsdp` or `data+fsdp`; `?` for
+    no group."""
     if not group:
         return "?"
     places = np.array([np.unravel_index(number, mesh.devices.shape) for number in group])
@@ -174,8 +182,9 @@ def link_of(
     group: Sequence[int],
     in_parts: bool = True,
 ) -> tuple[float, float]:
-    """(bytes a second that each device of a group can receive from the others, seconds before the bytes). `in_parts`:
-    what comes from other machines or slices comes once, a part to each of the group's devices there."""
+    """(bytes a second that each device of a group can receive from the others, seconds before the
+    bytes). `in_parts`: what comes from other machines or slices comes once, a part to each of the
+    group's devices there."""
     if kind is None or len(group) < 2:
         return math.inf, 0.0
     devices = [mesh.devices.flat[number] for number in group]
@@ -197,7 +206,8 @@ def _within(
         return kind.link or kind.hbm / 2, MACHINE_SECONDS  # or devices in one memory
     shape, ways, hops = topology.shape if topology else (), 0, 0
     for axis, size in sizes.items():
-        # The ends of a dimension are joined: a group that spans all of it exchanges both ways round, a part does not.
+        # The ends of a dimension are joined: a group that spans all of it exchanges both ways
+        # round, a part does not.
         joined = _wraps(kind, shape, axis) and size == shape[axis]
         ways += (2 if joined else 1) * (size > 1)
         hops += size // 2 if joined else size - 1

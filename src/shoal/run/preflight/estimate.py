@@ -39,16 +39,20 @@ class Times:
 
     def describe(self) -> str:
         return (
-            f"about {seconds_text(self.step_seconds)} a step (sampling {seconds_text(self.sample_seconds)}, "
-            f"rewards {seconds_text(self.reward_seconds)}, update {seconds_text(self.update_seconds)}) for "
+            f"about {seconds_text(self.step_seconds)} a step (sampling "
+            f"{seconds_text(self.sample_seconds)}, "
+            f"rewards {seconds_text(self.reward_seconds)}, update "
+            f"{seconds_text(self.update_seconds)}) for "
             f"{self.sampled_tokens} tokens sampled and {self.trained_tokens} trained on; about "
-            f"{seconds_text(self.run_seconds)} for the run, {seconds_text(self.evaluation_seconds)} of it "
+            f"{seconds_text(self.run_seconds)} for the run, "
+            f"{seconds_text(self.evaluation_seconds)} of it "
             "evaluation. An estimate, from one batch"
         )
 
 
 def evaluation_completions(config: Config, sets: Mapping[str, int]) -> int:
-    """Completions that all evaluations of a run sample; `sets`: name -> questions, the main set first."""
+    """Completions that all evaluations of a run sample; `sets`: name -> questions, the main set
+    first."""
     quick = [min(size, config.quick_questions or size) for size in sets.values()]
     every = config.evaluate_every
     between = max(0, -(-config.steps // every) - 1) if every > 0 else 0
@@ -58,8 +62,8 @@ def evaluation_completions(config: Config, sets: Mapping[str, int]) -> int:
 def estimate_times(
     config: Config, trial: StepTrial, slot_groups: int, evaluated: int, own_devices: bool
 ) -> Times:
-    """`slot_groups`: groups that the sampler holds at once, on `own_devices` or the trainer's; `evaluated`: completions
-    of all evaluations."""
+    """`slot_groups`: groups that the sampler holds at once, on `own_devices` or the trainer's;
+    `evaluated`: completions of all evaluations."""
     b, a = config.batch, config.algorithm
     scale = b.prompts_per_step / len(trial.groups)
     longer = 1.0
@@ -102,8 +106,8 @@ def estimate_times(
 def trial_figures(
     config: Config, job: Mapping[str, Any], trial: StepTrial, engines: Mapping[str, Engine]
 ) -> Figures:
-    """The figures of a job whose programs were tried. Their memory is scaled from the trial's shapes to the longest
-    allowed, and to the engine that prefills most prompts at once."""
+    """The figures of a job whose programs were tried. Their memory is scaled from the trial's
+    shapes to the longest allowed, and to the engine that prefills most prompts at once."""
     programs, tokens = trial.programs, job["shape"]["tokens"]
     bucket = prompt_bucket(config.sampling.slot_prompt)
     used = max(prompt_bucket(len(group.prompt_ids)) for group in trial.groups)
@@ -121,8 +125,8 @@ def trial_figures(
 
 
 def cpu_processes(trial: StepTrial, engines: Mapping[str, Engine]) -> dict[str, int]:
-    """Bytes of RAM that a run on a CPU takes besides arrays, by part. Engines of evaluations compile programs of their
-    own, as large as those of training, which were tried."""
+    """Bytes of RAM that a run on a CPU takes besides arrays, by part. Engines of evaluations
+    compile programs of their own, as large as those of training, which were tried."""
     others = {id(engine) for engine in engines.values()} - {id(engines["training"])}
     of_engine = sum(trial.programs[name].code_bytes for name in engines["training"].programs)
     return {
@@ -134,11 +138,13 @@ def cpu_processes(trial: StepTrial, engines: Mapping[str, Engine]) -> dict[str, 
 def best_advice(
     config: Config, figures: Figures, describe: Describe, times: Times, available: AvailableMemory
 ) -> dict[str, Any]:
-    """The key whose change would help the run's time most, as far as that is known; else what takes most."""
+    """The key whose change would help the run's time most, as far as that is known; else what takes
+    most."""
     share = times.evaluation_seconds / max(times.run_seconds, 1e-9)
     if share >= 0.5 and num_updates(config):
         return {
-            "text": f"task.num_eval_questions: evaluation is {100 * share:.0f}% of the run, so ask a quarter",
+            "text": f"task.num_eval_questions: evaluation is {100 * share:.0f}% of the run, so ask "
+            f"a quarter",
             "key": "task.num_eval_questions",
         }
     for one in advise(figures, describe, TIGHT * available.free / available.sharing)[:1]:
@@ -149,6 +155,7 @@ def best_advice(
         (times.update_seconds, "the update"),
     )
     return {
-        "text": f"no key stands out; {name} takes {100 * seconds / max(times.step_seconds, 1e-9):.0f}% of a step",
+        "text": f"no key stands out; {name} takes "
+        f"{100 * seconds / max(times.step_seconds, 1e-9):.0f}% of a step",
         "key": "",
     }

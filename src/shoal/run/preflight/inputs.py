@@ -41,7 +41,8 @@ def check_devices(config: Config, roles: Roles, findings: Findings) -> None:
     check_idle(config.mesh, roles, jax.device_count(), findings)
     if config.mesh.pathways and not uses_pathways(config.mesh):
         check.warning(
-            "mesh.pathways=true: JAX_BACKEND_TARGET names no proxy of Pathways, so the devices of this "
+            "mesh.pathways=true: JAX_BACKEND_TARGET names no proxy of Pathways, so the devices of "
+            "this "
             "machine are used",
             "mesh.pathways",
         )
@@ -83,7 +84,8 @@ def devices_text(config: Config, roles: Roles) -> str:
         else ""
     )
     return (
-        f"{roles.trainer.mesh.size}{where} of {jax.device_count()} x {device.device_kind} ({device.platform})"
+        f"{roles.trainer.mesh.size}{where} of {jax.device_count()} x {device.device_kind} "
+        f"({device.platform})"
         f"{split}, JAX {jax.__version__}; {reference_text(config, roles)}"
     )
 
@@ -143,9 +145,9 @@ def check_prompts(
     findings: Findings,
     sets: Mapping[str, Sequence[TokenizedExample]],
 ) -> str:
-    """Checks the training prompts and right answers against the template and the limits; returns the prompts' lengths
-    as text, with those of the evaluation `sets`. Raises ShoalError where the template refuses all of them, or one with
-    `sampling.long_prompts=error`."""
+    """Checks the training prompts and right answers against the template and the limits; returns
+    the prompts' lengths as text, with those of the evaluation `sets`. Raises ShoalError where the
+    template refuses all of them, or one with `sampling.long_prompts=error`."""
     size, limit, refused = len(task.train), config.sampling.max_prompt_tokens, []
     check = findings.of("data", "task.path")
 
@@ -170,7 +172,8 @@ def check_prompts(
         )
     if refused:
         check.warning(
-            f"{len(refused)} of {len(refused) + len(lengths)} prompts checked are dropped; the first: "
+            f"{len(refused)} of {len(refused) + len(lengths)} prompts checked are dropped; the "
+            f"first: "
             f"{refused[0]}",
             "model.template",
         )
@@ -179,8 +182,11 @@ def check_prompts(
     check_written(config, task, tokenizer, check)
     if too_long := int((lengths > limit).sum()):
         (check.warning if too_long < len(lengths) else check.wrong)(
-            f"{too_long} of {len(lengths)} prompts checked have more than sampling.max_prompt_tokens={limit} tokens "
-            f"(the longest {lengths.max():,}){' and are dropped' * (config.sampling.long_prompts == 'drop')}: raise it",
+            f"{too_long} of {len(lengths)} prompts checked have more than "
+            f"sampling.max_prompt_tokens={limit} tokens "
+            f"(the longest "
+            f"{lengths.max():,}){' and are dropped' * (config.sampling.long_prompts == 'drop')}: "
+            f"raise it",
             "sampling.max_prompt_tokens",
         )
     evaluated = evaluation_completions(config, set_sizes(task))
@@ -210,7 +216,8 @@ def check_template(
     question = prompt if isinstance(prompt, str) else str(prompt[-1].get("content", ""))
     if " ".join(question.split()) not in " ".join(text.split()):
         check.wrong(
-            f"the prompt as the model reads it does not hold the question {question[:60]!r}: the template "
+            f"the prompt as the model reads it does not hold the question {question[:60]!r}: the "
+            f"template "
             "leaves it out; give another with model.template",
             "model.template",
         )
@@ -229,32 +236,36 @@ def check_template(
         isinstance(prompt, str) and tokenizer.has_template and not has_special
     ):  # with them the data is rendered already
         check.warning(
-            "the prompts are plain text and bypass this model's chat template: give messages, or make them "
+            "the prompts are plain text and bypass this model's chat template: give messages, or "
+            "make them "
             "with task.template='{COLUMN}'",
             "task.template",
         )
     if not isinstance(prompt, str) and has_special:
         check.warning(
-            "the question holds special tokens itself, so a template stands within the template: give "
+            "the question holds special tokens itself, so a template stands within the template: "
+            "give "
             "plain text in the data (task.path), or a bare model.template",
             "task.path",
         )
     if first[-1:] and first[-1] in tokenizer.eos_ids:
         check.warning(
-            f"the prompt ends with {tokenizer.token_text(first[-1])}, after which the model has nothing to "
+            f"the prompt ends with {tokenizer.token_text(first[-1])}, after which the model has "
+            f"nothing to "
             "say: open the answer in the template (add_generation_prompt)"
         )
     if tokenizer.bos_id is not None and first[:2] == [tokenizer.bos_id] * 2:
         check.warning(
-            f"the prompt begins with {tokenizer.token_text(first[0])} twice: remove it from the template"
+            f"the prompt begins with {tokenizer.token_text(first[0])} twice: remove it from the "
+            f"template"
         )
     if len(findings.found) == before:
         check.ok(f"the first prompt has {len(first)} tokens")
 
 
 def check_written(config: Config, task: Task, tokenizer: Tokenizer, check: Findings) -> None:
-    """Warns of what the messages of training rows hold and the chat template does not write, and of answers to learn
-    that nothing ends."""
+    """Warns of what the messages of training rows hold and the chat template does not write, and of
+    answers to learn that nothing ends."""
     learns = config.algorithm.learns_from_data
     rows = (
         np.linspace(0, len(task.train) - 1, min(NUM_PROMPTS, len(task.train))).astype(int).tolist()
@@ -284,8 +295,10 @@ def check_written(config: Config, task: Task, tokenizer: Tokenizer, check: Findi
     for name, number in left_out.items():
         what = name if name.startswith("what ") else f"`{name}`"
         check.warning(
-            f"{number} of {count(checked, 'row')} checked hold {what}, which the chat template does not "
-            "write: the model never reads it; give another template with model.template, or leave it out of "
+            f"{number} of {count(checked, 'row')} checked hold {what}, which the chat template "
+            f"does not "
+            "write: the model never reads it; give another template with model.template, or leave "
+            "it out of "
             "the data",
             "model.template",
         )
@@ -295,8 +308,10 @@ def check_written(config: Config, task: Task, tokenizer: Tokenizer, check: Findi
     )  # among the tokenizer's notes
     if unended and not is_noted:
         check.warning(
-            f"{unended} of {count(learned, 'answer')} checked end without an end-of-sequence token, so the "
-            "model does not learn to end them: give a template that writes one behind the assistant's turn "
+            f"{unended} of {count(learned, 'answer')} checked end without an end-of-sequence "
+            f"token, so the "
+            "model does not learn to end them: give a template that writes one behind the "
+            "assistant's turn "
             "with model.template",
             "model.template",
         )
@@ -308,7 +323,8 @@ def set_sizes(task: Task) -> dict[str, int]:
 
 
 def _check_answers(config: Config, task: Task, tokenizer: Tokenizer, check: Findings) -> None:
-    """Reports right answers in the data that the model cannot give: too long, or truncated by a stop string."""
+    """Reports right answers in the data that the model cannot give: too long, or truncated by a
+    stop string."""
     s, grave = config.sampling, check.warning if config.reward.functions else check.wrong
     known = [
         write_answer(example, gold, gold)
@@ -323,7 +339,8 @@ def _check_answers(config: Config, task: Task, tokenizer: Tokenizer, check: Find
     if (share := float((lengths > s.max_completion_tokens).mean())) > 0.02:
         (grave if share > 0.5 else check.warning)(
             f"{100 * share:.0f}% of the data's own right answers take more than "
-            f"sampling.max_completion_tokens={s.max_completion_tokens} tokens (up to {lengths.max():,}): raise it",
+            f"sampling.max_completion_tokens={s.max_completion_tokens} tokens (up to "
+            f"{lengths.max():,}): raise it",
             "sampling.max_completion_tokens",
         )
     for stop in s.stop:
@@ -332,14 +349,15 @@ def _check_answers(config: Config, task: Task, tokenizer: Tokenizer, check: Find
         )
         if 2 * cut > len(known):
             grave(
-                f"the stop string {stop!r} ends right answers before their end: remove it from sampling.stop",
+                f"the stop string {stop!r} ends right answers before their end: remove it from "
+                f"sampling.stop",
                 "sampling.stop",
             )
 
 
 def open_prompts(config: Config, task: Task, encode: Encode) -> PromptStream:
-    """The training prompts; ShoalError where the first step lacks some, or, with `sampling.long_prompts=error`, where
-    a prompt of any step is too long."""
+    """The training prompts; ShoalError where the first step lacks some, or, with
+    `sampling.long_prompts=error`, where a prompt of any step is too long."""
     s, wanted = config.sampling, config.batch.prompts_per_step
     prompts = PromptStream(
         task.train,

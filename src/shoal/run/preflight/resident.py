@@ -1,4 +1,5 @@
-"""What processes hold in RAM, where that is the device's memory: this one, its children, and its peak in a block."""
+"""What processes hold in RAM, where that is the device's memory: this one, its children, and its
+peak in a block."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ def array_bytes() -> int:
 
 
 def process_bytes() -> int:
-    """Bytes of this process in RAM without its arrays: libraries, compiled programs, data. 0 if they are not known."""
+    """Bytes of this process in RAM without its arrays: libraries, compiled programs, data. 0 if
+    they are not known."""
     gc.collect()
     return_freed_memory()
     resident = resident_bytes()
@@ -45,7 +47,8 @@ def process_bytes() -> int:
 
 
 def children_bytes(pid: int = 0) -> int:
-    """Bytes in RAM that the children of a process (0: of this one), and theirs, share with no other."""
+    """Bytes in RAM that the children of a process (0: of this one), and theirs, share with no
+    other."""
     of = PROC / str(pid or os.getpid())
     total = 0
     for task in (of / "task").glob("*"):
@@ -64,7 +67,8 @@ def _read(file: Path) -> str:
 
 
 class ResidentPeak:
-    """The most that this process takes in RAM within a block, beyond what it had before; what stays of it.
+    """The most that this process takes in RAM within a block, beyond what it had before; what stays
+    of it.
 
     >>> with ResidentPeak() as peak:
     ...     compiled = lowered.compile()

@@ -1,8 +1,9 @@
 """Checks a reward on known answers: a right, a wrong, an empty, a repeated one, and many at once.
 
-They are made from the data's gold answers. As the form that a reward expects is unknown, each answer is written in
-several (tags, `####`, a box, bare), and the form in which the right answer scores best counts. A reward gets them as it
-will get completions: as what follows the prompt, encoded and decoded.
+They are made from the data's gold answers. As the form that a reward expects is unknown, each
+answer is written in several (tags, `####`, a box, bare), and the form in which the right answer
+scores best counts. A reward gets them as it will get completions: as what follows the prompt,
+encoded and decoded.
 """
 
 from __future__ import annotations
@@ -111,8 +112,8 @@ Sample = Callable[[Example, str], Sampled]
 
 
 def sampled(tokenizer: Tokenizer, prompt: str, text: str) -> Sampled:
-    """A text as a completion of a rendered prompt would come: without what the prompt has opened, encoded, ended by an
-    end-of-sequence token, and decoded as completions are."""
+    """A text as a completion of a rendered prompt would come: without what the prompt has opened,
+    encoded, ended by an end-of-sequence token, and decoded as completions are."""
     opened, found = "", _OPENED.search(prompt)
     if found and text.startswith(found[1]):
         opened = found[1]
@@ -143,8 +144,8 @@ def sampled_by(tokenizer: Tokenizer, encode: Callable[[Example], Any]) -> Sample
 
 
 def gold_of(example: Example) -> str | None:
-    """The gold answer of an example as text, from the value that verl's functions receive: the part after `####` or
-    within `<answer>`, where there is one."""
+    """The gold answer of an example as text, from the value that verl's functions receive: the part
+    after `####` or within `<answer>`, where there is one."""
     value = ground_truth(example.columns)
     if not isinstance(value, str | int | float) or isinstance(value, bool):
         return None
@@ -202,9 +203,9 @@ def answer_name(form: str, kind: str) -> str:
 def probe(
     pool: RewardPool, examples: Sequence[Example], sample: Sample, on_error: Policy | None = None
 ) -> Probe:
-    """Scores the known answers of the first examples, as completions; stops when a function exceeds its time limit.
-    Raises ShoalError if a function breaks the convention, or fails with `on_error=error` (by default
-    `reward.on_error`)."""
+    """Scores the known answers of the first examples, as completions; stops when a function exceeds
+    its time limit. Raises ShoalError if a function breaks the convention, or fails with
+    `on_error=error` (by default `reward.on_error`)."""
     examples = list(examples[:NUM_EXAMPLES])
     made = [answers(example) for example in examples]
     if not (made and all(made)):  # an empty answer and some text, where there is no gold one
@@ -229,7 +230,8 @@ def probe(
     }
 
     def worth(form: str) -> tuple[bool, float, float]:
-        """Orders forms: first those in which scores differ, then by the right answer's score, and the wrong one's."""
+        """Orders forms: first those in which scores differ, then by the right answer's score, and
+        the wrong one's."""
         totals = [
             float(np.nan_to_num(means[key]["total"], nan=-np.inf)) for key in keys if key[0] == form
         ]
@@ -256,7 +258,8 @@ def probe(
 
 
 def lost_in_tokens(pool: RewardPool, examples: Sequence[Example], sample: Sample) -> str:
-    """What right answers lose as completions, where the reward gives less for it; empty where it gives the same.
+    """What right answers lose as completions, where the reward gives less for it; empty where it
+    gives the same.
 
     The form in which the reward scores the whole text best is the one that it wants.
     """
@@ -292,14 +295,18 @@ def lost_in_tokens(pool: RewardPool, examples: Sequence[Example], sample: Sample
     )
     if one.opened:
         return (
-            f"the prompt ends with {one.opened}, so a completion begins behind it, and the reward never sees it: "
-            f"{loss}; give another model.template, whose generation prompt ends before {one.opened}, or a reward "
+            f"the prompt ends with {one.opened}, so a completion begins behind it, and the reward "
+            f"never sees it: "
+            f"{loss}; give another model.template, whose generation prompt ends before "
+            f"{one.opened}, or a reward "
             "that takes completions without it"
         )
     if one.skipped:
         return (
-            f"{', '.join(one.skipped)} are special tokens, which decoding leaves out, so the reward never sees "
-            f"them: {loss}; give other tags, or set their `special` to false in the model's tokenizer.json and "
+            f"{', '.join(one.skipped)} are special tokens, which decoding leaves out, so the "
+            f"reward never sees "
+            f"them: {loss}; give other tags, or set their `special` to false in the model's "
+            f"tokenizer.json and "
             "tokenizer_config.json"
         )
     return (
@@ -328,8 +335,9 @@ def score(
 def reward_findings(probe: Probe, has_calls: bool = False) -> list[Finding]:
     """Faults of the reward that the scores show, the gravest first; one `ok` line without faults.
 
-    With `has_calls` completions have calls of tools, or turns with an environment, whose answers nobody knows before
-    the run: the answers tried have none, so what they score does not show that a reward is wrong."""
+    With `has_calls` completions have calls of tools, or turns with an environment, whose answers
+    nobody knows before the run: the answers tried have none, so what they score does not show that
+    a reward is wrong."""
     found: list[tuple[Level, str]] = [
         ("warning", f"{text} (reward.on_error lets the run continue)")
         for text in probe.failures[:1]
@@ -342,7 +350,8 @@ def reward_findings(probe: Probe, has_calls: bool = False) -> list[Finding]:
         found.append(
             (
                 "wrong" if len(silent) == len(probe.functions) else "warning",
-                f"{', '.join(silent)} gave no number for any answer tried, so nothing is learned from it: return "
+                f"{', '.join(silent)} gave no number for any answer tried, so nothing is learned "
+                f"from it: return "
                 "a number, or set reward.functions to others",
             )
         )
@@ -365,7 +374,8 @@ def _faults_of_totals(probe: Probe) -> Iterable[tuple[Level, str]]:
         kinds = "all" if len(scored) == len(totals) else f"only {', '.join(scored)}"
         yield (
             "wrong" if probe.form else "warning",
-            f"of the answers tried {kinds} score {score_text(next(iter(scored.values())))}: if the model's do too, "
+            f"of the answers tried {kinds} score {score_text(next(iter(scored.values())))}: if the "
+            f"model's do too, "
             "nothing is learned; set reward.functions to one that tells answers apart",
         )
     if len(set(scored.values())) < 2:
@@ -375,7 +385,8 @@ def _faults_of_totals(probe: Probe) -> Iterable[tuple[Level, str]]:
         yield (
             "warning",
             (
-                f"an empty answer scores {totals['empty']:.3g}: the model may learn to say nothing; give it "
+                f"an empty answer scores {totals['empty']:.3g}: the model may learn to say "
+                f"nothing; give it "
                 "0 or less"
             ),
         )
@@ -385,7 +396,8 @@ def _faults_of_totals(probe: Probe) -> Iterable[tuple[Level, str]]:
         yield (
             "warning",
             (
-                f"the right answer scores {score_text(right)}, a wrong one {score_text(wrong)} (written as "
+                f"the right answer scores {score_text(right)}, a wrong one {score_text(wrong)} "
+                f"(written as "
                 f"{probe.form}): make sure that the reward wants what the data calls right"
             ),
         )
@@ -394,7 +406,8 @@ def _faults_of_totals(probe: Probe) -> Iterable[tuple[Level, str]]:
         yield (
             "warning",
             (
-                f"the right answer written {REPEATS} times scores {totals['repeated']:.3g}, more than once "
+                f"the right answer written {REPEATS} times scores {totals['repeated']:.3g}, more "
+                f"than once "
                 f"({right:.3g}): the model will repeat itself; count one answer only"
             ),
         )
@@ -402,7 +415,8 @@ def _faults_of_totals(probe: Probe) -> Iterable[tuple[Level, str]]:
         yield (
             "warning",
             (
-                f"many answers at once, right and wrong, score {totals['many at once']:.3g}, no less than "
+                f"many answers at once, right and wrong, score {totals['many at once']:.3g}, no "
+                f"less than "
                 f"the right answer alone ({right:.3g}): the model will guess; count one answer only"
             ),
         )
@@ -415,10 +429,12 @@ def check_first_prompt(
     pool: RewardPool,
     has_calls: bool = False,
 ) -> list[Finding]:
-    """The short check before each run: the reward of known answers to the first prompt, as `ok`, and warnings.
+    """The short check before each run: the reward of known answers to the first prompt, as `ok`,
+    and warnings.
 
-    A reward that fails for some answers is a warning. ShoalError for one that cannot work: it breaks the convention, or
-    `reward.on_error` is `error` and it fails for all right ones. Nothing else may be under way in the pool."""
+    A reward that fails for some answers is a warning. ShoalError for one that cannot work: it
+    breaks the convention, or `reward.on_error` is `error` and it fails for all right ones. Nothing
+    else may be under way in the pool."""
     if not config.algorithm.uses_rewards:
         return []
     tried = probe(

@@ -38,7 +38,8 @@ HIGHEST_USUAL_LR = 2e-5
 """Learning rate above which models of LARGE parameters or more seldom train well."""
 LARGE = 100_000_000
 HIGH_RANK = 64
-"""Rank of an adapter from which training by GRPO collapses in published runs (openreview XGZHI14m8P)."""
+"""Rank of an adapter from which training by GRPO collapses in published runs (openreview
+XGZHI14m8P)."""
 
 
 # ---- errors
@@ -47,8 +48,8 @@ HIGH_RANK = 64
 def check_before_weights(config: Any, functions_given: bool = False, resumed: bool = False) -> None:
     """Raises ShoalError for the settings of any command that cannot work, before weights are read.
 
-    `functions_given`: reward functions come from Python. `resumed`: the run has the model's files in its own folder.
-    Models and data on the hub are not checked."""
+    `functions_given`: reward functions come from Python. `resumed`: the run has the model's files
+    in its own folder. Models and data on the hub are not checked."""
     known = keys_of(type(config))
     asked = {*os.environ.get("JAX_PLATFORMS", "").split(",")} & {"cuda", "tpu", "proxy"}
     if (
@@ -87,7 +88,8 @@ def check_before_weights(config: Any, functions_given: bool = False, resumed: bo
             folder
         ).expanduser().absolute().parent.is_dir():
             raise ShoalError(
-                f"publish.folder={folder}: there is no folder {Path(folder).expanduser().parent}; make "
+                f"publish.folder={folder}: there is no folder {Path(folder).expanduser().parent}; "
+                f"make "
                 "it, or mount what trainer and samplers share"
             )
         needs_reward = (
@@ -119,35 +121,41 @@ def check_trainable(config: Config) -> None:
         (
             config.sampler.kind == "ray" and find_spec("ray") is None,
             "sampler.kind",
-            "sampler.kind=ray: Ray is not installed; pip install '.[ray]' in the clone of Shoal, or leave it out",
+            "sampler.kind=ray: Ray is not installed; pip install '.[ray]' in the clone of Shoal, "
+            "or leave it out",
         ),
         (
             config.sampling.temperature == 0,
             "sampling.temperature",
-            "sampling.temperature=0: in training every completion of a group would be the same; set it to 1.0",
+            "sampling.temperature=0: in training every completion of a group would be the same; "
+            "set it to 1.0",
         ),
         (
             not (a.uses_rewards or a.learns_from_data or config.teacher.path),
             "algorithm.advantage",
-            f"{advantage}: nothing would be learned, as rewards are ignored and there is no teacher; set teacher.path, or "
+            f"{advantage}: nothing would be learned, as rewards are ignored and there is no "
+            f"teacher; set teacher.path, or "
             "another advantage",
         ),
         (
             kl_in_reward and not a.uses_rewards,
             "algorithm.kl_placement",
-            f"algorithm.kl_placement=reward with {advantage}: rewards, and the KL penalty in them, are ignored; set "
+            f"algorithm.kl_placement=reward with {advantage}: rewards, and the KL penalty in them, "
+            f"are ignored; set "
             "algorithm.kl_placement=loss",
         ),
         (
             kl_in_reward and ADVANTAGES[a.advantage].by_function,
             "algorithm.kl_placement",
-            f"algorithm.kl_placement=reward with {advantage}: each reward function is divided by its own deviation, so "
+            f"algorithm.kl_placement=reward with {advantage}: each reward function is divided by "
+            f"its own deviation, so "
             "algorithm.kl_coef would cancel; set algorithm.kl_placement=loss",
         ),
         (
             a.dynamic_sampling and not a.uses_rewards,
             "algorithm.dynamic_sampling",
-            f"algorithm.dynamic_sampling=true with {advantage}: groups are chosen by their rewards, which are ignored; "
+            f"algorithm.dynamic_sampling=true with {advantage}: groups are chosen by their "
+            f"rewards, which are ignored; "
             "change one of the two",
         ),
     ]
@@ -157,15 +165,17 @@ def check_trainable(config: Config) -> None:
 
 
 def check_model(section: ModelSection, key: str = "model.path") -> None:
-    """Raises ShoalError for a model that is not given, of an unknown name, in a folder that is missing, or in a folder
-    of an unknown family or of another model than its name says."""
+    """Raises ShoalError for a model that is not given, of an unknown name, in a folder that is
+    missing, or in a folder of an unknown family or of another model than its name says."""
     from shoal.model.hf_config import architecture_of
     from shoal.model.names import HUB_ID, PACKAGED, check_name, model_named
 
     if not (section.path or section.name):
         raise ShoalError(
-            f"{key}: no model is given; set it to a folder or a hub id (in MaxText load_parameters_path, "
-            "in TRL model_name_or_path, in verl actor_rollout_ref.model.path, in Tunix model_config."
+            f"{key}: no model is given; set it to a folder or a hub id (in MaxText "
+            f"load_parameters_path, "
+            "in TRL model_name_or_path, in verl actor_rollout_ref.model.path, in Tunix "
+            "model_config."
             "model_id), or model.name to a known name (in MaxText model_name)",
             key,
         )
@@ -216,7 +226,8 @@ def check_task(section: TaskSection) -> None:
         load_by_name(section, RewardSection())  # raises, with the nearest name
     if section.name == "custom" and not (section.path or section.files):
         raise ShoalError(
-            "task custom: task.path is not given; expected a jsonl or parquet file, a folder or a hub id"
+            "task custom: task.path is not given; expected a jsonl or parquet file, a folder or a "
+            "hub id"
         )
 
 
@@ -242,13 +253,15 @@ def algorithm_warnings(config: Config) -> Iterator[tuple[str, str]]:
         (
             loss.ratio != "token" and max(a.clip_low, a.clip_high) > 0.01,
             "algorithm.loss",
-            f"algorithm.loss={a.loss} with clip_low={exact(a.clip_low)} clip_high={exact(a.clip_high)} practically never "
+            f"algorithm.loss={a.loss} with clip_low={exact(a.clip_low)} "
+            f"clip_high={exact(a.clip_high)} practically never "
             "clips: a sequence's ratio moves far less than a token's; the paper has 3e-4 and 4e-4",
         ),
         (
             a.kl_coef and not kl_in_reward and not kl.in_loss,
             "algorithm.kl",
-            f"algorithm.kl={a.kl} in the loss regularises nothing: its on-policy gradient is zero in expectation; set "
+            f"algorithm.kl={a.kl} in the loss regularises nothing: its on-policy gradient is zero "
+            f"in expectation; set "
             "algorithm.kl_placement=reward, or kl=k2 or k3",
         ),
         (
@@ -259,25 +272,30 @@ def algorithm_warnings(config: Config) -> Iterator[tuple[str, str]]:
         (
             truncated and not a.match_sampling_support,
             "algorithm.match_sampling_support",
-            "algorithm.match_sampling_support=false: log-probs are over all tokens, samples over those that top_k, top_p "
+            "algorithm.match_sampling_support=false: log-probs are over all tokens, samples over "
+            "those that top_k, top_p "
             "and min_p keep; the ratio is biased by the mass that is kept",
         ),
         (
             truncated and a.match_sampling_support,
             "sampling.max_support",
-            f"samples are truncated: at each position at most {max_support(config)} tokens (sampling.max_support="
+            f"samples are truncated: at each position at most {max_support(config)} tokens "
+            f"(sampling.max_support="
             f"{s.max_support}, the likeliest) are kept, stored and replayed by the trainer",
         ),
         (
             oldest > 0 and a.correction == "none",
             "algorithm.correction",
-            f"samples may be {oldest} version{'s' * (oldest > 1)} old (train.max_staleness, train.weight_sync_interval), "
-            "and algorithm.correction=none treats them as on-policy: leave it out, or set algorithm.correction=tis",
+            f"samples may be {oldest} version{'s' * (oldest > 1)} old (train.max_staleness, "
+            f"train.weight_sync_interval), "
+            "and algorithm.correction=none treats them as on-policy: leave it out, or set "
+            "algorithm.correction=tis",
         ),
         (
             config.teacher.path and loss.one_gradient,
             "algorithm.loss",
-            f"a teacher with algorithm.loss={a.loss}: its token bonuses are averaged over the completion, all of whose "
+            f"a teacher with algorithm.loss={a.loss}: its token bonuses are averaged over the "
+            f"completion, all of whose "
             "tokens have one gradient; set algorithm.loss=gspo-token, or grpo",
         ),
         (
@@ -286,19 +304,22 @@ def algorithm_warnings(config: Config) -> Iterator[tuple[str, str]]:
             and config.reward.functions
             and has_own_check,
             "algorithm.dynamic_sampling_by",
-            f"dynamic sampling keeps groups that the check of task={config.task.name} finds partly right, whatever "
+            f"dynamic sampling keeps groups that the check of task={config.task.name} finds partly "
+            f"right, whatever "
             "reward.functions return; algorithm.dynamic_sampling_by=reward uses these",
         ),
         (
             "cispo_bound" in loss.reads and a.cispo_bound == "absolute" and a.clip_high <= 1,
             "algorithm.clip_high",
-            f"algorithm.clip_high={exact(a.clip_high)} with algorithm.cispo_bound=absolute bounds every weight below "
+            f"algorithm.clip_high={exact(a.clip_high)} with algorithm.cispo_bound=absolute bounds "
+            f"every weight below "
             "the 1 that it starts from; 5 is usual",
         ),
         (
             ADVANTAGES[a.advantage].of_positive and below_zero,
             "algorithm.advantage",
-            f"algorithm.advantage={a.advantage} is for rewards of 0 or more: a group with one below 0 (a penalty, a KL "
+            f"algorithm.advantage={a.advantage} is for rewards of 0 or more: a group with one "
+            f"below 0 (a penalty, a KL "
             "term, a weight below 0) has no effect",
         ),
     ]
@@ -307,8 +328,9 @@ def algorithm_warnings(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def unread_parts(config: Config) -> Iterator[tuple[str, str]]:
-    """Key and warning for each key that the chosen loss, advantage or aggregation does not read, and for bounds that
-    have no effect because every ratio is 1; except those set by a recipe or an algorithm's preset."""
+    """Key and warning for each key that the chosen loss, advantage or aggregation does not read,
+    and for bounds that have no effect because every ratio is 1; except those set by a recipe or an
+    algorithm's preset."""
     a, defaults, preset = config.algorithm, AlgorithmSection(), packaged_values(config)
     changed = {
         name: f"algorithm.{name}={exact(value)}"
@@ -325,7 +347,8 @@ def unread_parts(config: Config) -> Iterator[tuple[str, str]]:
             if users and chosen not in users:
                 yield (
                     f"algorithm.{name}",
-                    f"{changed[name]} has no effect on algorithm.{part}={chosen}: it is for {', '.join(users)}",
+                    f"{changed[name]} has no effect on algorithm.{part}={chosen}: it is for "
+                    f"{', '.join(users)}",
                 )
     bounds = [
         name for name in RATIO_BOUNDS if name in changed and name in POLICY_LOSSES[a.loss].reads
@@ -333,13 +356,15 @@ def unread_parts(config: Config) -> Iterator[tuple[str, str]]:
     if bounds and a.num_epochs * a.num_minibatches == 1 and a.correction != "direct":
         yield (
             f"algorithm.{bounds[0]}",
-            f"{', '.join(changed[name] for name in bounds)} cannot act: with one update a step every ratio is 1 and "
+            f"{', '.join(changed[name] for name in bounds)} cannot act: with one update a step "
+            f"every ratio is 1 and "
             "nothing is clipped; set algorithm.num_minibatches or algorithm.num_epochs above 1",
         )
 
 
 def adapter_warnings(lora: LoraSection) -> Iterator[tuple[str, str]]:
-    """Key and warning for what is said of an adapter that there is not, or that its folder says itself."""
+    """Key and warning for what is said of an adapter that there is not, or that its folder says
+    itself."""
     if lora.rank and not lora.path:
         return
     values = {name: value for name, value in vars(lora).items() if name not in ("rank", "path")}
@@ -354,12 +379,14 @@ def adapter_warnings(lora: LoraSection) -> Iterator[tuple[str, str]]:
     else:
         yield (
             key,
-            f"{texts} {verb} no effect without an adapter: set model.lora.rank, 16 is usual, or leave it out",
+            f"{texts} {verb} no effect without an adapter: set model.lora.rank, 16 is usual, or "
+            f"leave it out",
         )
 
 
 def check_settings(config: Config, findings: Findings) -> None:
-    """Reports settings that are probably mistakes; ShoalError for those that the run would refuse."""
+    """Reports settings that are probably mistakes; ShoalError for those that the run would
+    refuse."""
     check, before = findings.of("configuration"), len(findings.found)
     s, o, updates = config.sampling, config.optimizer, num_updates(config)
     for key, text in (*algorithm_warnings(config), *adapter_warnings(config.model.lora)):
@@ -382,7 +409,8 @@ def check_settings(config: Config, findings: Findings) -> None:
             check.warning,
             o.warmup_steps >= updates > 0 and o.lr > 0,
             "optimizer.warmup_steps",
-            f"optimizer.warmup_steps={o.warmup_steps}: the learning rate only begins to rise in a run of "
+            f"optimizer.warmup_steps={o.warmup_steps}: the learning rate only begins to rise in a "
+            f"run of "
             f"{count(updates, 'update')}; lower it",
         ),
         (
@@ -396,13 +424,15 @@ def check_settings(config: Config, findings: Findings) -> None:
             0 < s.temperature < 0.3 or s.temperature > 1.5,
             "sampling.temperature",
             f"sampling.temperature={exact(s.temperature)}: groups of "
-            f"{'nearly equal' if s.temperature < 1 else 'rambling'} completions teach little; 1.0 is usual",
+            f"{'nearly equal' if s.temperature < 1 else 'rambling'} completions teach little; 1.0 "
+            f"is usual",
         ),
         (
             check.warning,
             config.model.lora.rank >= HIGH_RANK,
             "model.lora.rank",
-            f"model.lora.rank={config.model.lora.rank}: in published runs of GRPO 73% accuracy fell to 9% at rank 64 with "
+            f"model.lora.rank={config.model.lora.rank}: in published runs of GRPO 73% accuracy "
+            f"fell to 9% at rank 64 with "
             "batches of 128; 8 to 16 is usual",
         ),
         (
@@ -415,7 +445,8 @@ def check_settings(config: Config, findings: Findings) -> None:
             check.warning,
             config.algorithm.kl_coef >= 1,
             "algorithm.kl_coef",
-            f"algorithm.kl_coef={exact(config.algorithm.kl_coef)} holds the model where it is: 0 to 0.1 is usual",
+            f"algorithm.kl_coef={exact(config.algorithm.kl_coef)} holds the model where it is: 0 "
+            f"to 0.1 is usual",
         ),
     ]
     for say, holds, key, text in rows:
@@ -431,7 +462,8 @@ def stop_on_warnings(config: Config, findings: Findings) -> None:
     faults = findings.at("wrong", "warning")
     if faults and config.train.on_warning == "stop":
         raise ShoalError(
-            f"stopped before the first step by train.on_warning=stop: {'; '.join(map(str, faults))}; "
+            f"stopped before the first step by train.on_warning=stop: "
+            f"{'; '.join(map(str, faults))}; "
             "set train.on_warning=continue to train nevertheless"
         )
 
@@ -464,7 +496,8 @@ def check_size(config: Config, parameters: int, findings: Findings) -> None:
         and HIGHEST_USUAL_LR < config.optimizer.lr <= HIGHEST_LR
     ):
         findings.of("configuration").warning(
-            f"optimizer.lr={exact(config.optimizer.lr)} is high for {parameters / 1e9:.1f}B parameters: 1e-6 to 1e-5 "
+            f"optimizer.lr={exact(config.optimizer.lr)} is high for {parameters / 1e9:.1f}B "
+            f"parameters: 1e-6 to 1e-5 "
             "is usual",
             "optimizer.lr",
         )

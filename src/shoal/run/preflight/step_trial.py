@@ -41,10 +41,11 @@ NUM_MICRO_BATCHES = 3
 
 
 class TimedProgram:
-    """A jitted function that is compiled once a shape and reports the seconds and the memory this took.
+    """A jitted function that is compiled once a shape and reports the seconds and the memory this
+    took.
 
-    On a CPU, whose memory is this process's: `compile_bytes`, the most that a compilation took beside what was there
-    before, and `code_bytes`, what stays of all."""
+    On a CPU, whose memory is this process's: `compile_bytes`, the most that a compilation took
+    beside what was there before, and `code_bytes`, what stays of all."""
 
     def __init__(self, function: Any) -> None:
         self.function = function
@@ -67,8 +68,8 @@ class TimedProgram:
 
     @property
     def extra_bytes(self) -> int:
-        """The most memory that a call needs on a device besides its arguments: temporaries, and results that overwrite
-        none. 0 if the compiler does not report it."""
+        """The most memory that a call needs on a device besides its arguments: temporaries, and
+        results that overwrite none. 0 if the compiler does not report it."""
         found = [
             analysis
             for program in self.compiled.values()
@@ -152,11 +153,11 @@ def try_step(
     parameters: Params,
     prompts: Sequence[TokenizedExample],
 ) -> StepTrial:
-    """Samples the groups of the run's first step, as many as the engine holds at once, and makes part of an update on
-    them. The weights that it gives are discarded."""
+    """Samples the groups of the run's first step, as many as the engine holds at once, and makes
+    part of an update on them. The weights that it gives are discarded."""
     for owner in (engine, learner):
         owner.programs = {name: TimedProgram(function) for name, function in owner.programs.items()}
-    programs: dict[str, TimedProgram] = {**engine.programs, **learner.programs}  # type: ignore[dict-item]
+    programs: dict[str, TimedProgram] = {**engine.programs, **learner.programs}  # type: ignore
     size, params = config.batch.group_size, config.sampling.params
     requests = [
         GroupRequest(Purpose.TRAIN, 0, 0, prompt.example, prompt.prompt_ids, size, params)
@@ -209,7 +210,8 @@ def _sample(
 
 
 def _update(trial: StepTrial, config: Config, learner: Learner, parameters: Params) -> None:
-    """Part of an update on the trial's groups, those without variance included: times, and the trainer's log-probs."""
+    """Part of an update on the trial's groups, those without variance included: times, and the
+    trainer's log-probs."""
     table = StepTable.of(trial.groups, config.algorithm)
     groups = [
         replace(group, valid=np.ones(group.size, bool)) for group in trial.groups

@@ -1,4 +1,5 @@
-"""The answer in a completion: its tags, its number, its format. Nothing that a model wrote is ever evaluated."""
+"""The answer in a completion: its tags, its number, its format. Nothing that a model wrote is ever
+evaluated."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ _MARKS = "$% \t\n\r\f\v\u00a0\u2009\u202f"
 
 
 def completion_text(completion: str | Sequence[dict[str, Any]]) -> str:
-    """The text of a completion in TRL's two styles: plain text, or messages (the last one's content)."""
+    """The text of a completion in TRL's two styles: plain text, or messages (the last one's
+    content)."""
     if isinstance(completion, str):
         return completion
     return str(completion[-1].get("content") or "") if completion else ""
@@ -41,13 +43,15 @@ def extract_answer(text: str) -> str | None:
 
 
 def single_answer(text: str) -> str | None:
-    """What stands in the only `<answer>...</answer>`; None where there is none, or more than one tag of a kind."""
+    """What stands in the only `<answer>...</answer>`; None where there is none, or more than one
+    tag of a kind."""
     once = text.count("<answer>") == 1 and text.count("</answer>") == 1
     return extract_answer(text) if once else None
 
 
 def last_boxed(text: str) -> str | None:
-    """What stands in the last `\\boxed{...}` (or `\\fbox{...}`); None where there is none, or it is not closed.
+    """What stands in the last `\\boxed{...}` (or `\\fbox{...}`); None where there is none, or it is
+    not closed.
 
     >>> last_boxed("\\\\boxed{1} or \\\\boxed{\\\\frac{1}{2}}")
     '\\\\frac{1}{2}'
@@ -62,7 +66,8 @@ def last_boxed(text: str) -> str | None:
 
 
 def solution_of(text: str) -> str:
-    """A text without the thoughts before it, and without the next question behind it, that a model asks itself.
+    """A text without the thoughts before it, and without the next question behind it, that a model
+    asks itself.
 
     >>> solution_of("<think>5?</think> It is 6.\\n\\nQuestion: and 7?")
     ' It is 6.\\n\\n'
@@ -76,8 +81,8 @@ def solution_of(text: str) -> str:
 
 
 def parse_number(text: str | None) -> Decimal | None:
-    """A number as people write it: sign, groups of three digits by commas or spaces, `$` and `%` around it, a final
-    period; None for anything else.
+    """A number as people write it: sign, groups of three digits by commas or spaces, `$` and `%`
+    around it, a final period; None for anything else.
 
     >>> parse_number("$1,234.50."), parse_number("12 apples"), parse_number("4 2")
     (Decimal('1234.50'), None, None)
@@ -93,7 +98,8 @@ def same_number(text: str | None, gold: str) -> bool:
 
 
 def well_formed(text: str) -> bool:
-    """True if the whole text is one `<reasoning>...</reasoning>` and then one `<answer>...</answer>`, neither empty.
+    """True if the whole text is one `<reasoning>...</reasoning>` and then one
+    `<answer>...</answer>`, neither empty.
 
     White space around and between the two is allowed.
     """
@@ -106,7 +112,8 @@ def reward_of(
     weight: float = 1.0,
     columns: Sequence[str] = ("answer",),
 ) -> RewardFunction:
-    """A function of a text and the values of these columns as one in TRL's convention, run in the caller's process."""
+    """A function of a text and the values of these columns as one in TRL's convention, run in the
+    caller's process."""
 
     def reward(completions: Sequence[Any], **given: Any) -> list[float]:
         texts = [completion_text(completion) for completion in completions]
@@ -123,7 +130,8 @@ FORMAT = reward_of("format", well_formed, 0.1, columns=())
 """1.0 for a well-formed text, else 0.0."""
 
 
-# ---- numbers in solutions of whatever form: of MaxText's answers, and of those that were made elsewhere
+# ---- numbers in solutions of whatever form: of MaxText's answers, and of those that were made
+# elsewhere
 
 MAX_NUMBER_CHARS = 100
 """A longer run of digits is no number."""
@@ -183,12 +191,15 @@ _BOLD = re.compile(r"\*\*([^*\n]+)\*\*")
 
 
 def final_number(text: str) -> Fraction | None:
-    """The number that a solution ends with: behind the first `####`, in the last tag or box, behind the last "the
-    answer is" or "Answer:" where it stands alone or nothing follows, else in the last line with one, in bold, behind
-    `=`, or the last of all. None without one. Every search is linear in the text's length.
+    """The number that a solution ends with: behind the first `####`, in the last tag or box, behind
+    the last "the answer is" or "Answer:" where it stands alone or nothing follows, else in the last
+    line with one, in bold, behind `=`, or the last of all. None without one. Every search is linear
+    in the text's length.
 
-    >>> final_number("She sells 48/2 = <<48/2=24>>24 clips.\\n#### 24"), final_number("So the answer is **$1,234.50**.")
-    (Fraction(24, 1), Fraction(2469, 2))
+    >>> final_number("She sells 48/2 = <<48/2=24>>24 clips.\\n#### 24")
+    Fraction(24, 1)
+    >>> final_number("So the answer is **$1,234.50**.")
+    Fraction(2469, 2)
     """
     text = solution_of(_ANNOTATION.sub("", text))
     marked = _HASHES.search(text)
@@ -215,8 +226,8 @@ def is_bare(text: str) -> bool:
 
 
 def number_in(text: str) -> Fraction | None:
-    """The number in a short text: alone, with units, as `a/b` or `\\frac{a}{b}`, behind the last `=`; of several the
-    first where the text begins with one, else the last.
+    """The number in a short text: alone, with units, as `a/b` or `\\frac{a}{b}`, behind the last
+    `=`; of several the first where the text begins with one, else the last.
 
     >>> number_in("$42.00 per day"), number_in("x = 7/2"), number_in("none")
     (Fraction(42, 1), Fraction(7, 2), None)

@@ -1,4 +1,5 @@
-"""Expressions of + - * / and brackets over whole numbers. No text is evaluated: Python's grammar parses its tokens."""
+"""Expressions of + - * / and brackets over whole numbers. No text is evaluated: Python's grammar
+parses its tokens."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ def read(text: str) -> Expression | None:
             return None
     numbers: list[int] = []
     try:
-        # Tokens are separated by spaces, so that `* *` is no power, and `007` is a number to Python too.
+        # Tokens are separated by spaces, so that `* *` is no power, and `007` is a number to Python
+        # too.
         tree = ast.parse(" ".join(token.lstrip("0") or "0" for token in tokens), mode="eval")
         return Expression(_value(tree.body, numbers, 0), tuple(numbers))
     except (SyntaxError, TypeError, ZeroDivisionError):
@@ -57,7 +59,8 @@ def read(text: str) -> Expression | None:
 
 
 def _value(node: ast.expr, numbers: list[int], num_signs: int) -> Fraction:
-    """The value of a part; adds its numbers. Raises TypeError for anything but numbers and the four operations."""
+    """The value of a part; adds its numbers. Raises TypeError for anything but numbers and the four
+    operations."""
     match node:
         case ast.Constant(value=int(number)):
             numbers.append(number)

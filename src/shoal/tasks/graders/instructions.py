@@ -1,9 +1,10 @@
-"""The 25 kinds of instruction of IFEval (Zhou et al. 2023, arXiv:2311.07911), each a check of a text.
+"""The 25 kinds of instruction of IFEval (Zhou et al. 2023, arXiv:2311.07911), each a check of a
+text.
 
-Written from their definitions, with the habits of the published checkers where these decide: `less than` and `at
-least` are the only relations, a language that cannot be detected counts as right, an empty text follows nothing. Ours
-differ in three ways: keywords and markers are taken literally, every check takes time linear in the text, and a text of
-more than MAX_CHARACTERS follows nothing.
+Written from their definitions, with the habits of the published checkers where these decide: `less
+than` and `at least` are the only relations, a language that cannot be detected counts as right, an
+empty text follows nothing. Ours differ in three ways: keywords and markers are taken literally,
+every check takes time linear in the text, and a text of more than MAX_CHARACTERS follows nothing.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ def follows(text: str, instruction: str, arguments: Mapping[str, Any]) -> bool:
 
 
 def variants(text: str) -> list[str]:
-    """What the loose figures try: the text without its first line, its last, both; each also without `*`."""
+    """What the loose figures try: the text without its first line, its last, both; each also
+    without `*`."""
     lines = text.split("\n")
     cut = [text, *("\n".join(part).strip() for part in (lines[1:], lines[:-1], lines[1:-1]))]
     return list(dict.fromkeys([*cut, *(one.replace("*", "") for one in cut)]))
@@ -49,10 +51,12 @@ def variants(text: str) -> list[str]:
 
 
 def read_arguments(instruction: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of an instruction, those that are None left out. Raises ValueError for wrong ones."""
+    """The arguments of an instruction, those that are None left out. Raises ValueError for wrong
+    ones."""
     if instruction not in KINDS:
         raise ValueError(
-            f"there is no instruction {instruction!r}{did_you_mean(instruction, KINDS, lists_all=True)}"
+            f"there is no instruction "
+            f"{instruction!r}{did_you_mean(instruction, KINDS, lists_all=True)}"
         )
     names = [*inspect.signature(KINDS[instruction]).parameters][1:]
     given = {name: value for name, value in given.items() if value is not None}
@@ -110,7 +114,8 @@ READERS: Mapping[str | tuple[str, ...], tuple[str, Callable[[Any], Any]]] = {
     ),
     "": ("a whole number, 0 or more", _whole_number),
 }
-"""By how an argument's name ends: what is expected of it, and what reads it (None: it is something else)."""
+"""By how an argument's name ends: what is expected of it, and what reads it (None: it is something
+else)."""
 
 
 # ---- checks
@@ -125,7 +130,8 @@ def _found(literal: str, text: str) -> list[str]:
 
 
 def _number_paragraphs(text: str, num_paragraphs: int) -> bool:
-    """Exactly so many between `***`; the first and the last may be empty and do not count then, others may not be."""
+    """Exactly so many between `***`; the first and the last may be empty and do not count then,
+    others may not be."""
     first, *others = (paragraph.strip() for paragraph in text.split("***"))
     last = others.pop() if others else ""
     return all(others) and sum(map(bool, (first, *others, last))) == num_paragraphs
@@ -134,8 +140,8 @@ def _number_paragraphs(text: str, num_paragraphs: int) -> bool:
 def _nth_paragraph_first_word(
     text: str, num_paragraphs: int, nth_paragraph: int, first_word: str
 ) -> bool:
-    """Exactly so many paragraphs between empty lines, and how the nth begins: empty ones are not counted, but keep
-    their place."""
+    """Exactly so many paragraphs between empty lines, and how the nth begins: empty ones are not
+    counted, but keep their place."""
     paragraphs = [paragraph.strip() for paragraph in text.split("\n\n")]
     if sum(map(bool, paragraphs)) != num_paragraphs or not paragraphs[nth_paragraph - 1]:
         return False
@@ -188,7 +194,8 @@ def _json_format(text: str) -> bool:
 
 
 def _title(text: str) -> bool:
-    """A line with `<<...>>` that has something in it, taken from the first `<<` to the last `>>`."""
+    """A line with `<<...>>` that has something in it, taken from the first `<<` to the last
+    `>>`."""
     for line in text.split("\n"):
         start, end = line.find("<<"), line.rfind(">>")
         if 0 <= start < end - 2 and line[start : end + 2].lstrip("<").rstrip(">").strip():

@@ -1,8 +1,10 @@
-"""What checkers count in a text: words, sentences, words in capitals, its language. Nothing is fetched.
+"""What checkers count in a text: words, sentences, words in capitals, its language. Nothing is
+fetched.
 
-Published figures count sentences by Punkt (Kiss and Strunk, 2006) with its English model: a full stop ends a sentence
-unless it ends an abbreviation, an initial, an ordinal or an ellipsis, where the next word decides. `sentences` follows
-its rules, with short tables in place of the model's statistics: only after those four can the two differ.
+Published figures count sentences by Punkt (Kiss and Strunk, 2006) with its English model: a full
+stop ends a sentence unless it ends an abbreviation, an initial, an ordinal or an ellipsis, where
+the next word decides. `sentences` follows its rules, with short tables in place of the model's
+statistics: only after those four can the two differ.
 """
 
 from __future__ import annotations
@@ -36,49 +38,54 @@ _ABBREVIATIONS = _words("""
     jan feb aug sep sept oct nov dec tues wed fri yr
     ariz calif colo ct fla ga ill kan ky mich minn nev okla ore pa tenn va vt wash wis
     ave ft mg vs ok sw c d e f g h k l m n p r s t v w
-    a.m p.m ph.d u.s u.k u.n u.s.a u.s.s.r d.c n.y n.j n.c s.c n.d n.h n.m l.a w.va a.d a.c d.h d.w m.b.a
-    j.b j.c j.j j.k j.p j.r r.j r.h r.k t.j h.f g.k w.c w.w c.v s.a n.v b.v s.p.a
+    a.m p.m ph.d u.s u.k u.n u.s.a u.s.s.r d.c n.y n.j n.c s.c n.d n.h n.m l.a w.va a.d a.c d.h d.w
+    m.b.a j.b j.c j.j j.k j.p j.r r.j r.h r.k t.j h.f g.k w.c w.w c.v s.a n.v b.v s.p.a
 """)
-"""Types before a full stop that Punkt's English model takes for abbreviations. It knows neither `etc` nor `e.g`."""
+"""Types before a full stop that Punkt's English model takes for abbreviations. It knows neither
+`etc` nor `e.g`."""
 
 _OPENERS = _words("""
-    i he it they him her them us myself yourself himself itself the this these there here your mine some many
-    most both such same whole enough neither either various in without under into inside beyond between above
-    upon within through throughout along when whenever wherever if unless although though while whereas since
-    whether but so yet nor even still however therefore moreover furthermore meanwhile instead indeed finally
-    overall thus hence besides anyway otherwise similarly likewise accordingly subsequently
-    nevertheless nonetheless separately eventually ultimately suddenly soon earlier previously recently
-    currently afterwards initially typically sometimes always essentially notably importantly specifically
-    certainly surprisingly unfortunately sadly personally honestly according despite among regardless given
-    depending tomorrow yesterday yes thanks thank please okay were does cannot try think remember consider
-    imagine suppose assume believe guess feeling wish need ask learn choose enjoy explore include ensure finish
-    note call contact send submit apply follow wait listen turn walk using being going looking working right
-    better nothing anything someone anyone mother mom team question response conclusion title section step page
-    figure fig chart list item example examples
+    i he it they him her them us myself yourself himself itself the this these there here your mine
+    some many most both such same whole enough neither either various in without under into inside
+    beyond between above upon within through throughout along when whenever wherever if unless
+    although though while whereas since whether but so yet nor even still however therefore moreover
+    furthermore meanwhile instead indeed finally overall thus hence besides anyway otherwise
+    similarly likewise accordingly subsequently nevertheless nonetheless separately eventually
+    ultimately suddenly soon earlier previously recently currently afterwards initially typically
+    sometimes always essentially notably importantly specifically certainly surprisingly
+    unfortunately sadly personally honestly according despite among regardless given depending
+    tomorrow yesterday yes thanks thank please okay were does cannot try think remember consider
+    imagine suppose assume believe guess feeling wish need ask learn choose enjoy explore include
+    ensure finish note call contact send submit apply follow wait listen turn walk using being going
+    looking working right better nothing anything someone anyone mother mom team question response
+    conclusion title section step page figure fig chart list item example examples
 """)
 """Words that, with a capital, begin a sentence even after an abbreviation or an ellipsis."""
 
 _COMMON = _OPENERS - {"i"} | _words("""
-    a an that those its she we you me my our their his what who whose where why how as because after before
-    during until once also and or first second third next then just only not no none well now today on at by for
-    from to with over about of off out up down near against across around outside past plus all each every few
-    several other another much more less little own half certain let do did don can could will would should may
-    might must have has had is are was been be say said make made take use keep get go come see look know show
-    tell give find help read write start end visit avoid add heat place stay stop watch open close move run eat
-    sleep wake live love like want hope feel share join perhaps maybe sure great good best bad big small large
-    old young new long short high low late fast hard easy free full clean weak strong rich poor left wrong false
-    one two three four five everyone everybody everything nobody something people time life day way work money
-    food water home homes house car cars cat dog job school college university health music art science
-    technology history summer winter spring children students teachers parents friends women men customers users
-    players members companies countries cities doctors scientists often never usually generally basically later
-    rather whatever based due apart aside having getting making coming knowing answer summary introduction
-    chapter part table point option reason steps reasons
+    a an that those its she we you me my our their his what who whose where why how as because after
+    before during until once also and or first second third next then just only not no none well now
+    today on at by for from to with over about of off out up down near against across around outside
+    past plus all each every few several other another much more less little own half certain let do
+    did don can could will would should may might must have has had is are was been be say said make
+    made take use keep get go come see look know show tell give find help read write start end visit
+    avoid add heat place stay stop watch open close move run eat sleep wake live love like want hope
+    feel share join perhaps maybe sure great good best bad big small large old young new long short
+    high low late fast hard easy free full clean weak strong rich poor left wrong false one two
+    three four five everyone everybody everything nobody something people time life day way work
+    money food water home homes house car cars cat dog job school college university health music
+    art science technology history summer winter spring children students teachers parents friends
+    women men customers users players members companies countries cities doctors scientists often
+    never usually generally basically later rather whatever based due apart aside having getting
+    making coming knowing answer summary introduction chapter part table point option reason steps
+    reasons
 """)
-"""Words known in small letters: with a capital they are no name, and begin a sentence after an initial."""
+"""Words known in small letters: with a capital they are no name, and begin a sentence after an
+initial."""
 
 LANGUAGES = _words("""
-    af ar bg bn ca cs cy da de el en es et fa fi fr gu he hi hr hu id it ja kn ko lt lv mk ml mr ne nl no pa pl
-    pt ro ru sk sl so sq sv sw ta te th tl tr uk ur vi zh-cn zh-tw
+    af ar bg bn ca cs cy da de el en es et fa fi fr gu he hi hr hu id it ja kn ko lt lv mk ml mr ne
+    nl no pa pl pt ro ru sk sl so sq sv sw ta te th tl tr uk ur vi zh-cn zh-tw
 """)
 """What `detect_language` can say."""
 
@@ -181,7 +188,8 @@ _JOINED = re.compile(
 
 
 def count_capital_words(text: str) -> int:
-    """Words without a small letter, cut as in the Penn Treebank: `I'm` and `NASA's` hold one, `WE'LL` two.
+    """Words without a small letter, cut as in the Penn Treebank: `I'm` and `NASA's` hold one,
+    `WE'LL` two.
 
     >>> count_capital_words("NASA's DON'T-ASK rule: I agree, OK?")
     4
@@ -216,7 +224,8 @@ def _apart(found: re.Match[str]) -> str:
 
 @functools.lru_cache(maxsize=256)
 def detect_language(text: str) -> str | None:
-    """ISO 639-1 code of a text's language (`zh-cn` and `zh-tw` for Chinese); None where it cannot be detected.
+    """ISO 639-1 code of a text's language (`zh-cn` and `zh-tw` for Chinese); None where it cannot
+    be detected.
 
     langdetect draws random numbers: its seed is set, so that a text has one language.
     """

@@ -1,8 +1,10 @@
-"""Compares two answers in mathematics: by text and value, else by math-verify in supervised processes.
+"""Compares two answers in mathematics: by text and value, else by math-verify in supervised
+processes.
 
-math-verify gives a model's text to a parser and to sympy, which some texts keep busy for ever. So each check has a
-limit of processor time and memory: at the limit its process ends, the answer counts as wrong, and another process
-replaces it. math-verify is imported by the process that supervises the workers, never by the one that trains.
+math-verify gives a model's text to a parser and to sympy, which some texts keep busy for ever. So
+each check has a limit of processor time and memory: at the limit its process ends, the answer
+counts as wrong, and another process replaces it. math-verify is imported by the process that
+supervises the workers, never by the one that trains.
 """
 
 from __future__ import annotations
@@ -57,7 +59,8 @@ _SCIENTIFIC = re.compile(
     r"(?![0-9A-Za-z_^]|\.[0-9])"
 )
 _REPEATING = re.compile(
-    r"(?<![0-9.])([0-9]{0,50})\.([0-9]{0,50})\\(?:overline|bar|dot)\s*(?:\{([0-9]{1,50})\}|([0-9]))(?![0-9])"
+    r"(?<![0-9.])([0-9]{0,50})\.([0-9]{0,50})\\(?:overline|bar|dot)\s*"
+    r"(?:\{([0-9]{1,50})\}|([0-9]))(?![0-9])"
 )
 _DEGREES = re.compile(
     r"([0-9]+(?:\.[0-9]+)?)\s*(?:\^\s*(?:\\circ|\{\s*\\circ\s*\})|\\degree)(?![A-Za-z])\s*"
@@ -70,10 +73,11 @@ _EMPTY_SET = re.compile(
     r"\\varnothing(?![A-Za-z])|(?:\\left\s*)?\\\{(?:\s|\\[ ,;:!])*(?:\\right\s*)?\\\}"
 )
 _LETTERS = re.compile(
-    r"(?:(?<=[0-9])\s*(ab|bc|[cdot])|(?:(?<=[-+*])|(?<=\\cdot)|(?<=\\times))\s*(ab|bc|[cdghlmost]))\Z"
+    r"(?:(?<=[0-9])\s*(ab|bc|[cdot])"
+    r"|(?:(?<=[-+*])|(?<=\\cdot)|(?<=\\times))\s*(ab|bc|[cdghlmost]))\Z"
 )
-"""Letters at the end that math-verify would take for a unit, and leave out: behind a number those that are hardly one,
-behind an operator all."""
+"""Letters at the end that math-verify would take for a unit, and leave out: behind a number those
+that are hardly one, behind an operator all."""
 _TWO_SIGNS = {r"\+\s*-": "-", r"-\s*-": "+", r"-\s*\+": "-"}
 _ELLIPSIS = re.compile(r"\\[lc]?dots(?![A-Za-z])|\.\.\.|…")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
@@ -99,7 +103,8 @@ _DROPPED = ("^\\circ", "^{\\circ}", "\\$", "$", "\\%", "%")
 
 
 def same(gold: str, answer: str) -> bool | None:
-    """True if they are the same answer; None where the check was ended at its limit, which counts as wrong."""
+    """True if they are the same answer; None where the check was ended at its limit, which counts
+    as wrong."""
     return same_all([(gold, answer)])[0]
 
 
@@ -160,8 +165,8 @@ def _is_readable(answer: str) -> bool:
 
 
 def is_whole(gold: str) -> bool:
-    """True if a gold answer can be read: it is not too long, and its braces come in pairs. For a large data set
-    math-verify would take minutes."""
+    """True if a gold answer can be read: it is not too long, and its braces come in pairs. For a
+    large data set math-verify would take minutes."""
     depth = 0
     for brace in _BRACE.findall(gold[: MAX_CHARS + 1]):
         depth += {"{": 1, "}": -1}.get(brace, 0)
@@ -171,7 +176,8 @@ def is_whole(gold: str) -> bool:
 
 
 def latex(answer: str) -> str:
-    """An answer with signs, names and numbers of plain text in LaTeX: `π/2`, `sqrt(2)`, `√10`, `2 1/2`, `1e10`."""
+    """An answer with signs, names and numbers of plain text in LaTeX: `π/2`, `sqrt(2)`, `√10`, `2
+    1/2`, `1e10`."""
     answer = _exponentials(_PI.sub(r"\\pi ", _spelled_out(answer)))
     for signs, sign in _TWO_SIGNS.items():
         answer = re.sub(signs, sign, answer)
@@ -269,7 +275,8 @@ def _exponentials(answer: str) -> str:
 
 
 def plain(answer: str) -> str:
-    """An answer without spacing, dollars, degrees, percent signs and words' wrapping, fractions in one spelling."""
+    """An answer without spacing, dollars, degrees, percent signs and words' wrapping, fractions in
+    one spelling."""
     text = _spelled_out(answer.strip().removesuffix(".").replace("{,}", ","))
     text = _LARGE_FRACTION.sub(r"\\frac", text)
     for dropped in _DROPPED:
@@ -331,7 +338,8 @@ def checker() -> Checker:
 
 
 class Checker:
-    """Worker processes that compare answers, several at a time; forked when they are needed, their results cached.
+    """Worker processes that compare answers, several at a time; forked when they are needed, their
+    results cached.
 
     >>> Checker().ask([("x^2", "x x"), ("1", "9^{9^{9^{9}}}")])
     [True, None]
@@ -348,9 +356,9 @@ class Checker:
     def ask(self, pairs: Sequence[Pair], how: str = "answer") -> list[bool | None]:
         """True if (gold, answer) are the same; None where a check was ended at its limit or failed.
 
-        How the two texts are read: `answer`, each as an answer alone; `text`, the second as a whole solution; `trl`, a
-        solution and a whole completion, as by TRL's `accuracy_reward`: None where the solution has no answer that can
-        be read, False at the limit."""
+        How the two texts are read: `answer`, each as an answer alone; `text`, the second as a whole
+        solution; `trl`, a solution and a whole completion, as by TRL's `accuracy_reward`: None
+        where the solution has no answer that can be read, False at the limit."""
         keys: list[tuple[str, ...]] = [(how, *pair) for pair in pairs]
         with self._lock:
             if len(self._cache) > _NUM_CACHED:
@@ -366,8 +374,8 @@ class Checker:
         self._workers = None
 
     def _check(self, keys: Sequence[tuple[str, ...]]) -> list[bool | None]:
-        """Results by math-verify. Where the supervisor was killed or is stuck, the rest counts as ended at the limit,
-        and the next check starts another."""
+        """Results by math-verify. Where the supervisor was killed or is stuck, the rest counts as
+        ended at the limit, and the next check starts another."""
         results: list[bool | None] = [False if key[0] == "trl" else None for key in keys]
         limits = Limits(self.num_workers, WALL_SECONDS, MEMORY_BYTES)
         if keys and self._workers is None:
@@ -479,9 +487,9 @@ _COORDINATES = {"x", "y", "z"}
 
 
 def _unwrap_equations(golds: list[Any], answers: list[Any]) -> None:
-    """Where one side alone is an equation, like `m + n = 7`, leaves its value. An equation in x, y or z stays: it is a
-    curve, and no value."""
-    from math_verify.grader import is_equation, take_last_relation  # pyright: ignore[reportMissingImports]
+    """Where one side alone is an equation, like `m + n = 7`, leaves its value. An equation in x, y
+    or z stays: it is a curve, and no value."""
+    from math_verify.grader import is_equation, take_last_relation  # pyright: ignore
 
     for side, other in ((golds, answers), (answers, golds)):
         if is_equation(side[0]) and not is_equation(other[0]):
@@ -491,7 +499,8 @@ def _unwrap_equations(golds: list[Any], answers: list[Any]) -> None:
 
 
 def _name_imaginary_units(*sides: list[Any]) -> None:
-    """Where `i` is the only letter, it is the imaginary unit: math-verify takes that of `1.0i` for a variable."""
+    """Where `i` is the only letter, it is the imaginary unit: math-verify takes that of `1.0i` for
+    a variable."""
     from sympy import Basic, I  # pyright: ignore[reportMissingImports]
 
     for side in sides:
@@ -502,8 +511,9 @@ def _name_imaginary_units(*sides: list[Any]) -> None:
 # ---- numbers
 
 PLACES = 6
-"""A number that is written as a decimal is the same as another that rounds to so many places, or significant digits
-where it is below 0.1. Without a decimal on either side numbers are compared exactly."""
+"""A number that is written as a decimal is the same as another that rounds to so many places, or
+significant digits where it is below 0.1. Without a decimal on either side numbers are compared
+exactly."""
 _IN_BRACES = "_in_braces"
 _MOST_DIGITS = 400
 """With so many digits, two exact numbers that are not the same are told apart."""
@@ -511,9 +521,10 @@ _MOST_DIGITS = 400
 
 @contextlib.contextmanager
 def _our_comparison() -> Iterator[None]:
-    """math-verify with another comparison of numbers, since its own rounds all to six places, small ones to 0, and with
-    sets in braces that are no tuples: it takes both `\\{1,2\\}` and `1,2` for what `(1,2)` may be."""
-    from latex2sympy2_extended.latex2sympy2 import _Latex2Sympy  # pyright: ignore[reportMissingImports]
+    """math-verify with another comparison of numbers, since its own rounds all to six places, small
+    ones to 0, and with sets in braces that are no tuples: it takes both `\\{1,2\\}` and `1,2` for
+    what `(1,2)` may be."""
+    from latex2sympy2_extended.latex2sympy2 import _Latex2Sympy  # pyright: ignore
     from latex2sympy2_extended.sets import FiniteSet  # pyright: ignore[reportMissingImports]
     from math_verify import grader  # pyright: ignore[reportMissingImports]
     from sympy import Tuple  # pyright: ignore[reportMissingImports]
@@ -605,7 +616,8 @@ def _is_same_value(first: Any, second: Any) -> bool:
 
 
 def _is_significant(number: Any) -> bool:
-    """True if a number that sympy evaluated is not 0: one that may be 0 has no digit that is certain."""
+    """True if a number that sympy evaluated is not 0: one that may be 0 has no digit that is
+    certain."""
     return number != 0 and getattr(number, "_prec", 2) > 1
 
 
@@ -621,7 +633,7 @@ def _rounds_to(first: Fraction, second: Fraction) -> bool:
 def _same_as_trl(solution: str, completion: str) -> bool | None:
     """TRL reads any answer of a solution, but only LaTeX in a completion, a box before all else."""
     from latex2sympy2_extended import NormalizationConfig  # pyright: ignore[reportMissingImports]
-    from math_verify import LatexExtractionConfig, parse, verify  # pyright: ignore[reportMissingImports]
+    from math_verify import LatexExtractionConfig, parse, verify  # pyright: ignore
 
     golds: list[Any] = parse(solution, parsing_timeout=0)
     if not golds:

@@ -1,4 +1,5 @@
-"""Tests of a model's code, in bubblewrap (`bwrap`): no network, nothing of this machine but its libraries and Python.
+"""Tests of a model's code, in bubblewrap (`bwrap`): no network, nothing of this machine but its
+libraries and Python.
 
 code, tests -> bwrap -> sandbox_main.py -> passed | failed | timed out | crashed
 """
@@ -40,7 +41,8 @@ _CASE = {
 @functools.cache
 def command() -> list[str]:
     python = os.path.realpath(sys.executable)
-    # Its first process has the environment that it is started with, which code could read there: an empty one.
+    # Its first process has the environment that it is started with, which code could read there: an
+    # empty one.
     bwrap = shutil.which("bwrap") or "bwrap"
     words = [
         bwrap,
@@ -85,7 +87,8 @@ def require_sandbox() -> None:
     """ShoalError where the sandbox cannot be made: tested code runs nowhere else."""
     if platform.machine() not in NUMBERS:
         raise ShoalError(
-            f"task code: a model's code is run in bubblewrap alone, on Linux for {' or '.join(NUMBERS)}",
+            f"task code: a model's code is run in bubblewrap alone, on Linux for "
+            f"{' or '.join(NUMBERS)}",
             "task.name",
         )
     require_bubblewrap(
@@ -94,12 +97,14 @@ def require_sandbox() -> None:
 
 
 def run(case: Mapping[str, Any]) -> str:
-    """The outcome, one of OUTCOMES, of `code`, then `setup` and `tests`, then `check(entry_point)` if there is one.
+    """The outcome, one of OUTCOMES, of `code`, then `setup` and `tests`, then `check(entry_point)`
+    if there is one.
 
-    What the data has besides helps to tell the tests' own names from the candidate's: `given`, the prompt's code, and
-    `reference`, its solution.
+    What the data has besides helps to tell the tests' own names from the candidate's: `given`, the
+    prompt's code, and `reference`, its solution.
 
-    >>> run({"code": "def f(x): return x + 1", "setup": "", "tests": ["assert f(1) == 2"], "entry_point": ""})
+    >>> code, tests = "def f(x): return x + 1", ["assert f(1) == 2"]
+    >>> run({"code": code, "setup": "", "tests": tests, "entry_point": ""})
     'passed'
     """
     return _run(json.dumps({"given": "", "reference": "", **case}))

@@ -1,11 +1,13 @@
-"""Runs in the sandbox of `sandbox.py`, by its own interpreter: a candidate's code in one process, its tests in another.
+"""Runs in the sandbox of `sandbox.py`, by its own interpreter: a candidate's code in one process,
+its tests in another.
 
-    tester (knows the tests, alone can write the verdict)  <-- calls, plain values -->  candidate (may start no process)
+    tester (knows the tests, alone can write the verdict)
+        <-- calls, plain values -->  candidate (may start no process)
 
-The candidate sees neither tests nor expected values, and only numbers, texts and containers come back from it: other
-objects stay there, and are named by a number. Tests run in globals of their own, which get the names of the candidate
-that they use (`tested_names.py`), no builtins and no modules. So it cannot print, compare, redefine or exit itself into
-a pass.
+The candidate sees neither tests nor expected values, and only numbers, texts and containers come
+back from it: other objects stay there, and are named by a number. Tests run in globals of their
+own, which get the names of the candidate that they use (`tested_names.py`), no builtins and no
+modules. So it cannot print, compare, redefine or exit itself into a pass.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ NUMBERS = {
     "x86_64": (0xC000003E, 56, 435, (57, 58, 101, 272, 308)),
     "aarch64": (0xC00000B7, 220, 435, (97, 117, 268)),
 }
-"""Machine -> Linux's number of its system calls, of clone, of clone3; of fork, vfork, ptrace, unshare and setns."""
+"""Machine -> Linux's number of its system calls, of clone, of clone3; of fork, vfork, ptrace,
+unshare and setns."""
 PLAIN = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 DICTS = {"Counter": Counter, "OrderedDict": OrderedDict, "dict": dict}  # subclasses before dict
 VIEWS = {"keys": type({}.keys()), "items": type({}.items())}
@@ -165,7 +168,8 @@ def candidate(channel: socket.socket) -> None:
 
 
 def forbid_processes() -> None:
-    """No process can be started from now on; threads can. Limits of processes do not hold for root."""
+    """No process can be started from now on; threads can. Limits of processes do not hold for
+    root."""
     system, clone, clone3, denied = NUMBERS[platform.machine()]
     load, equal, least, bit, done = 0x20, 0x15, 0x35, 0x45, 0x06
     allow, refuse, missing = (
@@ -214,10 +218,11 @@ class Over(BaseException):
 
 
 def raised_by_candidate(name: str, text: str) -> Exception:
-    """What the tester raises for an exception of the candidate: one of the same builtin kind, as tests may expect it.
+    """What the tester raises for an exception of the candidate: one of the same builtin kind, as
+    tests may expect it.
 
-    Over for one that would end a loop or this process in place of a test: `all(map(f, cases))` takes StopIteration for
-    the end of the cases.
+    Over for one that would end a loop or this process in place of a test: `all(map(f, cases))`
+    takes StopIteration for the end of the cases.
     """
     kind = getattr(builtins, name, RuntimeError)
     if not (isinstance(kind, type) and issubclass(kind, BaseException)):
@@ -299,7 +304,8 @@ def run(channel: socket.socket, pid: int, case: dict[str, Any], seconds: float) 
         missing = [name for name in case["names"] if name not in found]
 
         def put_tested() -> None:
-            """What the solution defines is the candidate's or nobody's, though an import has the same name."""
+            """What the solution defines is the candidate's or nobody's, though an import has the
+            same name."""
             names.update(tested)
             for name in missing:
                 names.pop(name, None)

@@ -1,7 +1,9 @@
-"""Which names of a candidate the tests of a task get: those that they use and that nothing else brings.
+"""Which names of a candidate the tests of a task get: those that they use and that nothing else
+brings.
 
-Tests run in globals of their own. Builtins are Python's, modules are of the standard library, imports are those of the
-tests, of the prompt's code and of the reference solution; so a candidate's own `set`, `abs` or `math` is not called.
+Tests run in globals of their own. Builtins are Python's, modules are of the standard library,
+imports are those of the tests, of the prompt's code and of the reference solution; so a candidate's
+own `set`, `abs` or `math` is not called.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from typing import Any
 class TestedNames:
     """What the sandbox puts into the globals of tests.
 
-    >>> tested_names({"setup": "", "tests": ["assert math.isclose(area(1), math.pi)"], "entry_point": ""})
+    >>> tests = ["assert math.isclose(area(1), math.pi)"]
+    >>> tested_names({"setup": "", "tests": tests, "entry_point": ""})
     TestedNames(names=(), spare=('area',), given='', imports=('import math',))
     """
 
@@ -32,8 +35,9 @@ class TestedNames:
 
 
 def tested_names(case: Mapping[str, Any]) -> TestedNames:
-    """Reads `setup`, `tests`, `entry_point` and, where the data has them, `given` (the prompt's code) and `reference`
-    (its solution). Code that is no Python has no names: the sandbox fails on it."""
+    """Reads `setup`, `tests`, `entry_point` and, where the data has them, `given` (the prompt's
+    code) and `reference` (its solution). Code that is no Python has no names: the sandbox fails on
+    it."""
     tests = _Code.read([case.get("setup", ""), *case["tests"]])
     given_text = _completed(case.get("given", ""))
     given = _Code.read([given_text])
@@ -68,9 +72,9 @@ def tested_names(case: Mapping[str, Any]) -> TestedNames:
 
 
 def undefined_names(case: Mapping[str, Any]) -> tuple[str, ...]:
-    """Names that the tests use and that nothing defines: neither they, nor the setup, the prompt's code, an import or
-    the reference solution. A completion passes such tests only if it happens to define them. Empty without a solution,
-    as these may be what is asked for.
+    """Names that the tests use and that nothing defines: neither they, nor the setup, the prompt's
+    code, an import or the reference solution. A completion passes such tests only if it happens to
+    define them. Empty without a solution, as these may be what is asked for.
 
     >>> case = {"setup": "", "tests": ["assert is_near(area(1), 3)"], "entry_point": ""}
     >>> undefined_names({**case, "reference": "def area(r): return 3 * r"})
@@ -88,7 +92,8 @@ def _re_exported(tests: _Code, wanted: set[str], reference: _Code) -> set[str]:
 
 
 def _completed(text: str) -> str:
-    """Code that may end with the head of a function, with a body for it; empty for what is no Python."""
+    """Code that may end with the head of a function, with a body for it; empty for what is no
+    Python."""
     for body in ("", "    pass\n"):
         try:
             compile(text + body, "<given>", "exec")

@@ -1,7 +1,8 @@
-"""Units behind an answer in mathematics: `5 cm` is not `5 m`. A unit on one side alone decides nothing.
+"""Units behind an answer in mathematics: `5 cm` is not `5 m`. A unit on one side alone decides
+nothing.
 
-Published graders of MATH leave units out, since gold answers have them here and there. Where both answers have one that
-is known, and they are not the same, the answers differ.
+Published graders of MATH leave units out, since gold answers have them here and there. Where both
+answers have one that is known, and they are not the same, the answers differ.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ from dataclasses import dataclass
 _NAMES = {
     "mm": "millimeter", "cm": "centimeter", "dm": "decimeter", "m": "meter mtr", "km": "kilometer",
     "in": "inch", "ft": "foot feet", "yd": "yard", "mi": "mile",
-    "mg": "milligram", "g": "gram gm", "kg": "kilogram kilo", "lb": "pound", "oz": "ounce", "ton": "tonne",
-    "ms": "millisecond", "s": "second sec", "min": "minute", "h": "hour hr", "day": "", "week": "wk", "month": "",
+    "mg": "milligram", "g": "gram gm", "kg": "kilogram kilo", "lb": "pound", "oz": "ounce",
+    "ton": "tonne",
+    "ms": "millisecond", "s": "second sec", "min": "minute", "h": "hour hr", "day": "",
+    "week": "wk", "month": "",
     "year": "yr", "ml": "milliliter", "l": "liter lt", "gal": "gallon", "qt": "quart", "pt": "pint",
     "cent": "", "dollar": "", "deg": "degree", "rad": "radian", "am": "", "pm": "",
     "mi/h": "mph", "km/h": "kmh kmph kph",
@@ -35,10 +38,13 @@ class Unit:
 
 
 def unit_of(text: str) -> Unit | None:
-    """The unit that ends a text without LaTeX's wrapping of words; None for no unit, or one that is not known.
+    """The unit that ends a text without LaTeX's wrapping of words; None for no unit, or one that is
+    not known.
 
-    >>> unit_of("5 cm ^2"), unit_of("5 square centimeters"), unit_of("3 miles per hour"), unit_of("5 apples")
-    (Unit(name='cm', power=2), Unit(name='cm', power=2), Unit(name='mi/h', power=1), None)
+    >>> unit_of("5 cm ^2"), unit_of("5 square centimeters")
+    (Unit(name='cm', power=2), Unit(name='cm', power=2))
+    >>> unit_of("3 miles per hour"), unit_of("5 apples")
+    (Unit(name='mi/h', power=1), None)
     """
     match = _WORDS.search(text)
     if match is None:
@@ -67,7 +73,8 @@ def _name_of(word: str) -> str | None:
 
 
 def differ(first: Unit | None, second: Unit | None) -> bool:
-    """True if both are known and not the same; a sign of degrees may stand for any kind of degrees."""
+    """True if both are known and not the same; a sign of degrees may stand for any kind of
+    degrees."""
     if first is None or second is None or first == second:
         return False
     names = first.name, second.name

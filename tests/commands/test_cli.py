@@ -199,6 +199,7 @@ def test_resumption_reaches_the_job(calls, run):
     assert (config.resume, config.steps, config.optimizer.lr) == (str(run), 200, 1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["train", "doctor"])
 def test_flags_beside_resume_are_judged_by_the_run(calls, capsys, run, command):
     words = [command, f"resume={run}", "max_target_length=150", "task=gsm8k"]

@@ -437,6 +437,7 @@ def test_one_mistake_does_not_hide_another(workshop, planted, without_trial):
     ]
 
 
+@pytest.mark.slow
 def test_too_little_memory_is_told_before_the_weights_are_read(workshop, monkeypatch):
     monkeypatch.setattr(
         doctor_module,
@@ -478,6 +479,7 @@ def test_what_the_compiled_programs_need_is_held_against_what_is_there(workshop,
     assert result["time"]["step_seconds"] > 0 and result["advice"]["key"] == "batch.micro_tokens"
 
 
+@pytest.mark.slow
 def test_samples_that_teach_nothing_are_told(workshop, monkeypatch):
     monkeypatch.setitem(doctor_module.LARGEST_DIFFERENCE, "float32", 0.0)
     result, _ = look(workshop)

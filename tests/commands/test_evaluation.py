@@ -550,6 +550,7 @@ def test_failures_are_counted_by_set_and_the_first_is_shown(workshop, capsys):
     assert warnings[1] == "warning: reward function fails: raised for 12 completions"
 
 
+@pytest.mark.slow
 def test_a_file_alone_is_asked_whole(workshop, tmp_path, capsys):
     data = tmp_path / "data.jsonl"
     data.write_text(

@@ -338,6 +338,7 @@ def test_ifeval_scores_the_whole_text_of_a_question(tmp_path):
     assert result["prompt_strict"] == 0.5
 
 
+@pytest.mark.slow
 @with_math_verify
 def test_math_is_looked_up_where_its_own_answer_cannot_be_read(tmp_path):
     data = write(tmp_path, [{"problem": "p?", "answer": "5"}], "data.jsonl")

@@ -99,6 +99,7 @@ def test_openais_client_gets_a_chat_completion(client: Any, server: Served):
     assert (model.id, model.max_model_len) == (server.sampler.name, 768 + 32)
 
 
+@pytest.mark.slow
 def test_a_seed_gives_the_same_tokens_and_none_gives_others(client: Any):
     def ids(**settings: Any) -> list[int]:
         return (
@@ -268,6 +269,7 @@ def test_the_client_of_verifiers_gets_what_it_asks_for(server: Served):
     assert len(got["completion_logprobs"]) == len(got["completion_ids"])
 
 
+@pytest.mark.slow
 def test_the_capture_of_openenv_gets_tokens(server: Served):
     """What `openenv.core.harness.capture` 0.10 sends for a harness, and asks of an answer."""
     tool = {
@@ -330,6 +332,7 @@ def test_the_capture_of_openenv_gets_tokens(server: Served):
         )
 
 
+@pytest.mark.slow
 def test_recorded_log_probs_are_the_trainers(server: Served, folder: Path):
     model = server.sampler.publisher.model
     scorer = ModelScorer(
@@ -504,6 +507,7 @@ def test_bodies_that_are_none(server: Served, monkeypatch):
     )
 
 
+@pytest.mark.slow
 def test_random_requests_end_and_leave_nothing(server: Served, monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
     fuzz = importlib.import_module("serve").fuzz  # which fails at a status of 500
@@ -577,6 +581,7 @@ def test_a_client_that_goes_away_leaves_nothing(server: Served):
     assert nothing_left(server)
 
 
+@pytest.mark.slow
 def test_weights_are_replaced_as_vllms_are(server: Served, folder: Path, tmp_path: Path):
     def ids() -> dict[str, Any]:
         return server.post(

@@ -767,6 +767,7 @@ def test_several_answers_are_counted_and_few_of_them_by_number(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_answers_stand_in_a_tag_only_where_the_task_or_a_prompt_says_so(tmp_path):
     def groups(step: int) -> list[Any]:
         return [
@@ -1264,6 +1265,7 @@ def test_modules_become_one_script():
         )
 
 
+@pytest.mark.slow
 def test_a_page_in_one_file(tmp_path, capsys):
     path = write_run(
         tmp_path / "sent", 3, lambda step: [stored_group(step, 0, [0, 0.1, 1, 1.1], HOSTILE)]

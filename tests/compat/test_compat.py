@@ -133,6 +133,7 @@ def test_the_token_is_shown_nowhere(word, other, capsys, monkeypatch, tmp_path):
     assert TOKEN not in out + err and os.environ["HF_TOKEN"] == TOKEN
 
 
+@pytest.mark.slow
 def test_the_token_is_kept_out_of_arguments_files_and_processes(tmp_path, monkeypatch, capsys):
     for give in (
         lambda: compose("train", [f"hf_access_token={TOKEN}"]),

@@ -325,6 +325,7 @@ def test_a_demo_that_cannot_be_meant_is_refused(words, part, world):
             assert code == 2 and part in err and err.count("error: ") == 1
 
 
+@pytest.mark.slow
 def test_a_model_under_its_own_name_is_taken(world):
     with among(world, 1):
         path = world / "models" / "llama3"

@@ -235,6 +235,7 @@ def test_on_policy_value_and_gradient_are_exactly_minus_a(
     assert metrics["clip/fraction"][0] == 0 and metrics["ratio/mean"] == (3, 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CLIPPED)
 def test_a_clipped_ratio_that_overflows_still_has_gradient_0(name: str) -> None:
     lp, old_logprobs, good, bad = slot([0.0], [-1000.0], [2.0], [-2.0])

@@ -89,6 +89,7 @@ def test_a_protected_version_outlives_newer_ones(tmp_path, monkeypatch):
     assert deleted == [4, 3, 4]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh",
     [
@@ -252,6 +253,7 @@ def test_where_a_checkpoint_is_found(run, tmp_path, monkeypatch):
 
 
 # Orbax drops reads that it had begun, whose event loop is closed by then.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_what_cannot_be_read_is_an_error(run, tmp_path):
     role = roles().trainer

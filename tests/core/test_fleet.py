@@ -611,6 +611,7 @@ def test_no_group_starts_on_a_version_before_its_host_was_given_it():
         assert waiting == [2] and rows_of(source) == [0, 1]
 
 
+@pytest.mark.slow
 def test_training_goes_before_an_evaluation_which_has_a_share_of_each_host():
     """An evaluation of 40 questions at one version; then the groups of a step at the next."""
     host = FakeHost(lambda host: {}, capacity=32)
@@ -649,6 +650,7 @@ def test_an_evaluation_has_its_share_where_a_group_is_larger():
         assert len(source.take(Purpose.EVALUATE, 0)) == len(source.take(Purpose.TRAIN, 0)) == 6
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(
     capacity=st.integers(1, 40),
@@ -887,6 +889,7 @@ def test_an_exact_version_waits_until_others_are_drawn_and_newest_weights_are_ta
     assert versions(found[1]) == {0} and versions(found[2]) == {1}
 
 
+@pytest.mark.slow
 def test_newest_weights_that_were_released_are_passed_over():
     """A host that was busy while two versions were published finds the first gone; no group starts
     on older weights than it may."""
@@ -913,6 +916,7 @@ def test_newest_weights_that_were_released_are_passed_over():
         host.poll()
 
 
+@pytest.mark.slow
 def test_newest_weights_are_read_while_completions_go_on():
     """Also where newer ones are published before they are there."""
 

@@ -709,6 +709,7 @@ def unmoved(workshop):
     return workshop.train("unmoved", "steps=4", "train.pass_k=0", "optimizer.lr=0")
 
 
+@pytest.mark.slow
 def test_a_lag_of_one_trains_on_older_samples(workshop, unmoved):
     run, held = train_with(workshop, "lagging", Schedule(lag=1))
     assert held == [

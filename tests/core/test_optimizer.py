@@ -38,6 +38,7 @@ def test_learning_rate_by_hand(schedule, warmup, expected):
     assert np.allclose([float(rate(jnp.int32(n))) for n in range(8)], expected, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_decay_reaches_near_zero_at_the_last_update():
     for schedule in ("linear", "cosine"):
         rate = learning_rate(
@@ -86,6 +87,7 @@ def by_hand(section: OptimizerSection, gradients: list[dict], start: dict) -> li
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clip", [0.0, 0.5])
 def test_updates_are_adamw_after_clipping(clip):
     rng = np.random.default_rng(0)

@@ -199,6 +199,7 @@ def test_a_tpu_is_refused():
 # ---- moments in bfloat16
 
 
+@pytest.mark.slow
 def test_rounding_at_random_gives_one_of_the_two_next_and_the_value_as_the_mean():
     rng = np.random.default_rng(0)
     values = np.concatenate(

@@ -589,6 +589,7 @@ def test_dual_clip_worked_by_hand():
     )
 
 
+@pytest.mark.slow
 def test_luspo_worked_by_hand():
     """GSPO's completion loss times its length, the mean over completions (TRL's
     loss_type=luspo)."""

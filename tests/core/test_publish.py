@@ -108,6 +108,7 @@ def test_each_device_has_the_same_part_of_each_piece(folder, monkeypatch):
     assert params.blocks.q.is_deleted() and alone.embed_tokens is params.embed_tokens
 
 
+@pytest.mark.slow
 def test_weights_that_are_sampled_from_stay_though_newer_ones_are_published(folder):
     """JAX on CPU computes with mapped memory as it is: the trap, and that publication is out of
     it."""
@@ -200,6 +201,7 @@ def test_checksums_differ_where_weights_do(folder):
     made.close()
 
 
+@pytest.mark.slow
 def test_weights_of_a_checkpoint_are_published_with_a_piece_at_a_time_on_a_device(
     folder, monkeypatch
 ):

@@ -370,6 +370,7 @@ def test_turns_are_cut_alike_in_one_row_and_in_few_places(cut, siblings, slots):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.bitwise
 def test_a_cut_turn_that_is_continued_without_context_is_that_without_a_limit(engine):
     plain = {
@@ -412,6 +413,7 @@ def _drained(engine: Engine, one: SampleRequest) -> list[list[Completion]]:
     return found
 
 
+@pytest.mark.slow
 def test_what_cannot_be_extended(engine):
     engine.submit([in_turns(0, 1)])
     while not (found := engine.step()):

@@ -239,6 +239,7 @@ def test_a_step_is_read_back_with_what_was_stored_beside(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_reading_a_file_starts_no_thread(tmp_path):
     """One that pyarrow starts may still be on its way when a short command ends, and aborts it
     (exit code 134)."""

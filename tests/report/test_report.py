@@ -257,6 +257,7 @@ def test_bfloat16_becomes_json():
     assert json_ready(np.array([0.5, np.nan], ml_dtypes.bfloat16)) == [0.5, None]
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(
     st.recursive(

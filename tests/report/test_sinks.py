@@ -424,6 +424,7 @@ def test_wandb_that_cannot_be_reached_is_an_error_at_the_start(alone, monkeypatc
         sinks_of(alone, wandb=WandbSection(mode="online"))
 
 
+@pytest.mark.slow
 def test_wandb_without_a_login_is_an_error_at_the_start_and_not_a_question(alone, monkeypatch):
     alone.mkdir()
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked"))
@@ -580,6 +581,7 @@ def test_a_step_that_fails_leaves_its_trace_and_the_profiler_free(tmp_path):
     assert traces(tmp_path) == ["step_000001", "step_000002"] and warned == []
 
 
+@pytest.mark.slow
 def test_a_step_is_traced_once_and_again_where_its_trace_was_lost(tmp_path):
     (tmp_path / "step_000001").mkdir()  # a killed run had begun it
     files = []

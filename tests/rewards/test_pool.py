@@ -1187,6 +1187,7 @@ def test_none_for_everything_ends_the_run(workers: int) -> None:
     assert judge(["none"] * 40, max_failed_share=1.0) == 40
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("blocks", [False, True])
 def test_a_stop_in_a_notebook_does_not_wait_for_an_asynchronous_function(blocks: bool) -> None:
     async def checker(completions: Any, **kwargs: Any) -> list[float]:

@@ -937,6 +937,7 @@ def test_a_bucket_that_is_not_there(s3, capsys, tmp_path):
             refused(capsys, tmp_path, ["train", *words.split(), *more], f"{key}=s3://")
 
 
+@pytest.mark.slow
 def test_the_root_of_a_bucket_is_a_place_like_any_other(s3, capsys, tmp_path, machine):
     boto3.client("s3").create_bucket(Bucket="rooted")
     assert check_base("s3://rooted") == check_base("s3://rooted/") == place("s3://rooted", RUNS)
@@ -1015,6 +1016,7 @@ def test_what_is_waited_for(error, is_waited_for):
     assert bool(buckets.lasting_fault(error)) != is_waited_for
 
 
+@pytest.mark.slow
 def test_credentials_that_are_missing_or_have_expired(s3, capsys, tmp_path, monkeypatch):
     server = HTTPServer(("localhost", 0), Expired)
     threading.Thread(target=server.serve_forever, daemon=True).start()

@@ -230,6 +230,7 @@ def test_a_further_set_whose_prompts_are_all_too_long_is_left_out(workshop):
             _ = job.sets
 
 
+@pytest.mark.slow
 def test_a_job_that_cannot_fit_ends_before_weights_are_read(workshop, monkeypatch):
     monkeypatch.setattr(
         advice, "available_memory", lambda _: AvailableMemory(1 << 16, 1 << 16, "a small machine")
@@ -352,6 +353,7 @@ def test_what_is_printed_is_kept(tmp_path: Path):
     console.note("no run ends for a log that cannot be written")
 
 
+@pytest.mark.slow
 def test_the_run_its_dry_run_and_the_doctor_divide_the_sampler_alike(
     workshop, tmp_path, monkeypatch, capsys
 ):

@@ -254,6 +254,7 @@ def test_a_dry_run_estimates_without_compiling(model, monkeypatch, capsys):
     assert "# no estimate: nobody/nothing is not on this machine" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_where_layers_are_apart_a_prefill_is_a_call_for_each(model, planned, monkeypatch):
     monkeypatch.setattr(Model, "pieces", 1)
     sampling = replace(
@@ -521,6 +522,7 @@ def test_what_does_not_fit_names_the_key_that_mends_it(job_here, keys, extra, ex
     assert "does not fit: " in text and expected in text
 
 
+@pytest.mark.slow
 def test_what_is_held_is_mended_by_the_mesh(job_here):
     """Without a compiled program: the masters of data-parallel copies, a copy of the sampler, no
     key at all."""
@@ -688,6 +690,7 @@ def test_an_adapter_is_advised_where_masters_and_moments_take_most(job_here):
         }
 
 
+@pytest.mark.slow
 def test_a_mesh_that_does_not_divide_the_model_is_never_advised(job_here):
     figures, describe = job_here({"mesh.fsdp": 8, "mesh.sampler_tensor": 2}, 1000)
     tensors = [
@@ -703,6 +706,7 @@ def test_a_mesh_that_does_not_divide_the_model_is_never_advised(job_here):
         )
 
 
+@pytest.mark.slow
 def test_what_cannot_fit_is_said_before_anything_is_compiled(model, monkeypatch):
     def never(*_: Any) -> None:
         raise AssertionError("compiled")

@@ -785,6 +785,7 @@ def test_keys_of_processes_are_checked(monkeypatch: pytest.MonkeyPatch):
             find_processes(wrong)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("process", "code", "text"),
     [
@@ -870,6 +871,7 @@ def free(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     yield f"localhost:{port}"
 
 
+@pytest.mark.slow
 def test_a_coordinator_where_nobody_answers_and_processes_that_do_not_come(
     free: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

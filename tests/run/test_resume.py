@@ -632,6 +632,7 @@ def test_with_no_whole_checkpoint_nothing_is_touched(workshop, stopped, capsys):
     assert files(stopped) == before
 
 
+@pytest.mark.slow
 def test_a_run_whose_checkpoints_were_deleted_is_not_written_over(workshop, stopped_in, capsys):
     """Finished, or under way beyond its first checkpoint. One that ended before it starts again."""
     done = workshop.train("deleted", "steps=2", "train.pass_k=0", "checkpoint_period=1")
@@ -765,6 +766,7 @@ def test_training_ends_where_everything_is_learnt(workshop, capsys):
     assert len(metrics(run)) == 4
 
 
+@pytest.mark.slow
 def test_parts_with_other_settings_keep_theirs(workshop, stopped):
     assert cli.main(["train", f"resume={stopped}", "algorithm.std_ddof=0"]) == 0
     ddof = {
@@ -799,6 +801,7 @@ def test_what_pending_groups_are_sampled_by_may_change(workshop, stopped_in, wor
     assert [row["step"] for row in metrics(run)] == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.slow
 def test_a_setting_that_ends_the_first_step_is_not_kept(workshop, stopped, monkeypatch):
     before = {file.name: file.read_bytes() for file in stopped.glob("config*.yaml")}
     with monkeypatch.context() as patch, pytest.raises(Killed):
@@ -809,6 +812,7 @@ def test_a_setting_that_ends_the_first_step_is_not_kept(workshop, stopped, monke
     assert [f"{row['lr']:g}" for row in metrics(stopped)] == ["0.01", "0.01", "0.01"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("reason", "ended"), [(StopRequested(), "shoal train resume="), (KeyboardInterrupt(), "")]
 )
@@ -851,6 +855,7 @@ def test_a_file_system_without_locks_is_said(workshop, monkeypatch, capsys):
     assert "grants no locks (Function not implemented)" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_summary_cut_short_is_made_again(workshop):
     run = workshop.train("short_summary", "steps=1", "train.pass_k=0")
     whole = without_seconds(json.loads((run / "summary.json").read_text()))
@@ -893,6 +898,7 @@ def test_hidden_leftovers_do_not_make_a_folder_foreign(workshop):
     workshop.train("hidden", "steps=0", "train.pass_k=0")
 
 
+@pytest.mark.slow
 def test_a_torn_line_is_taken_back(workshop, whole, stopped_in):
     run = stopped_in(6)
     for name in ("metrics.jsonl", "evaluations.jsonl"):

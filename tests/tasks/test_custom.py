@@ -667,6 +667,7 @@ def train(workshop: Workshop, path: Path, name: str, *changes: str) -> list[dict
     return groups(run, 1)
 
 
+@pytest.mark.slow
 def test_a_run_on_ones_own_rows_with_a_template(
     workshop: Workshop, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -242,6 +242,7 @@ PIECES = st.lists(
 ).map("".join)
 
 
+@pytest.mark.slow
 @settings(max_examples=400, deadline=None)
 @given(PIECES)
 def test_formats_are_what_the_patterns_of_their_systems_match(text: str) -> None:
@@ -254,6 +255,7 @@ def test_formats_are_what_the_patterns_of_their_systems_match(text: str) -> None
     assert exact_answer(text) == (match[1] if match else None)
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(
     st.text(max_size=40)

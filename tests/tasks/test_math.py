@@ -387,6 +387,7 @@ def test_hostile_texts_are_wrong_and_cost_little(
     assert same("x+1", "1+x") is True  # and the processes that took their place answer
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_is_replaced(hasty: Checker) -> None:
     assert hasty.ask([("a+b", "b+a")]) == [True]
     for pid in workers_of(hasty):
@@ -449,6 +450,7 @@ def test_easy_answers_need_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found == [i % 2 == 0 for i in range(3000)]
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(
     st.text(max_size=40)
@@ -598,6 +600,7 @@ def test_two_data_sets_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert task.notes == ()
 
 
+@pytest.mark.slow
 def test_rewards_and_verdicts(tmp_path: Path) -> None:
     task = load(write(tmp_path / "data.jsonl", [row(i) for i in range(10)]))
     one = task.train[3]  # 3/7
@@ -680,6 +683,7 @@ def test_answers_of_any_form(tmp_path: Path) -> None:
 # ---- without math-verify
 
 
+@pytest.mark.slow
 def test_without_math_verify_the_task_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -541,6 +541,7 @@ def test_words_that_are_no_text_are_a_fatal_reply(make: Callable[..., Player]) -
     )
 
 
+@pytest.mark.slow
 def test_a_dropped_rollout_is_not_answered_and_can_be_opened_anew(
     make: Callable[..., Player],
 ) -> None:

@@ -149,6 +149,7 @@ def completions(run: Path) -> list[Any]:
 
 @pytest.mark.slow
 def test_an_agent_goes_on_forks_and_posts_its_reward(agents: TurnWorkshop) -> None:
+    before = descendants()
     run = agents.train("talk", *words(agents, f"{agents.folder / 'agents.py'}:talk"))
     branched = compared = 0
     for group, one, arrays in completions(run):
@@ -168,13 +169,14 @@ def test_an_agent_goes_on_forks_and_posts_its_reward(agents: TurnWorkshop) -> No
             compared += 1
     assert replay(ReplayConfig(run=str(run), step=1))["identical"]
     assert branched and compared
-    assert not descendants()
+    assert not descendants() - before
 
 
 @pytest.mark.slow
 def test_an_agents_limit_of_a_turn_ends_that_turn_and_is_replayed(
     agents: TurnWorkshop, capsys: Any
 ) -> None:
+    before = descendants()
     run = agents.train("limited", *words(agents, f"{agents.folder / 'agents.py'}:limited"))
     assert "Traceback" not in "".join(capsys.readouterr())
     went_on = compared = 0
@@ -193,7 +195,7 @@ def test_an_agents_limit_of_a_turn_ends_that_turn_and_is_replayed(
     for number in range(2):
         result = replay(ReplayConfig(run=str(run), step=1, group=number))
         assert result["identical"], result["difference"]
-    assert not descendants()
+    assert not descendants() - before
 
 
 class Asked(SimpleNamespace):
@@ -287,6 +289,7 @@ def test_a_program_whose_rollout_was_dropped_ends_without_a_word(tmp_path: Path)
 def test_an_agent_that_fails_leaves_its_group(
     agents: TurnWorkshop, agent: str, capsys: Any
 ) -> None:
+    before = descendants()
     command = (
         f"{sys.executable} {agents.folder / 'program.py'} dies"
         if agent == "dies"
@@ -296,4 +299,4 @@ def test_an_agent_that_fails_leaves_its_group(
     run = agents.train(f"fails_{agent}", *given)
     assert "without a request" in capsys.readouterr().out or agent == "dies"
     assert sum(row["rewards/failed/environment"] for row in metrics(run)) > 0
-    assert not descendants()
+    assert not descendants() - before

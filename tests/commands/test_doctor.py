@@ -388,6 +388,12 @@ def test_a_planted_mistake_is_found(workshop, planted, without_trial, change, ke
     assert text in " ".join(out.split())
 
 
+def test_a_reward_that_is_not_there_hides_nothing_of_the_data(workshop, without_trial):
+    result, _ = look(workshop, f"reward={workshop.folder}/probed.py:lst")
+    assert found(result, "reward.functions", "defines no 'lst', did you mean last?")
+    assert result["first_prompt"] and len(result["findings"]) > 1
+
+
 @pytest.mark.slow
 def test_a_reward_that_hangs_is_found_within_its_limit(workshop, without_trial):
     result, _ = look(

@@ -491,7 +491,7 @@ class Job:
 
     @stage("data", "task.path")
     def prompts(self) -> PromptStream:
-        return open_prompts(self.expected, self.task, self.encode)
+        return open_prompts(self.expected, self.questions, self.encode)
 
     @property
     def first_prompt(self) -> TokenizedExample:
@@ -502,7 +502,7 @@ class Job:
         """The questions of each evaluation set, without further sets whose prompts are all too
         long."""
         warn, found = self.findings.of("data").warning if self.trains else self.console.warning, {}
-        for name, examples in self.task.evaluations.items():
+        for name, examples in self.questions.evaluations.items():
             try:
                 found[name] = encode_all(name, examples, self.encode, self.given.sampling, warn)
             except ShoalError as error:
@@ -516,7 +516,7 @@ class Job:
         """The prompts' lengths, in training and in each evaluation set, as text."""
         return check_prompts(
             self.expected,
-            self.task,
+            self.questions,
             self.tokenizer,
             self.encode,
             self.findings,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -34,6 +35,7 @@ from shoal.model.hf_config import architecture_of
 from shoal.report.metrics import METRICS, metric
 from shoal.run import records
 from shoal.run.derived import for_devices
+from shoal.run.resume import SLOTS
 
 CLOCKS = ("time/", "throughput/", "memory/", "publish/", "compilations")
 SUMMARY = {
@@ -89,7 +91,11 @@ def test_a_run_leaves_its_settings(family):
         0,
         "auto",
     )  # which the run decided itself
-    assert for_devices(given, 1, "cpu") == config
+    assert (given.sampling.prompt_slot_tokens, given.sampling.evaluation_slots) == (0, 0)
+    assert config.sampling.evaluation_slots  # decided by the data, the others by the devices
+    decided = for_devices(given, 1, "cpu")
+    slots = {name: getattr(config.sampling, name) for name in SLOTS}
+    assert replace(decided, sampling=replace(decided.sampling, **slots)) == config
     assert {p.name for p in run.iterdir()} == {
         "config.yaml",
         "config_difference.yaml",

@@ -107,10 +107,12 @@ def run_measured(
     output."""
     from shoal.run.preflight.resident import children_bytes
 
-    with open(log, "w") as errors:
-        process = subprocess.Popen(
+    with (
+        open(log, "w") as errors,
+        subprocess.Popen(
             command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True
-        )
+        ) as process,
+    ):
         peak, workers = 0, 0
         while process.poll() is None:
             peak = max(peak, peak_bytes(process.pid))

@@ -60,8 +60,8 @@ MOST_CPU_ROWS, WORTH_LONGER_ROWS = 2, 0.05
 """On a CPU: how many times longer a row may be than `derived.CPU_MICRO_TOKENS`, and the share of an
 update's tokens that must be saved by it. An update takes as long as its rows have tokens, padding
 included (`benchmarks/micro_tokens.py`)."""
-SAMPLE_PROMPTS = 8
-"""Groups of a step on each device whose packing decides: with more the share of padding is the
+SAMPLE_PROMPTS, SAMPLE_COMPLETIONS = 8, 64
+"""Groups of a step on each device, and completions of each, whose packing decides: with more the share of padding is the
 same."""
 
 UNKNOWN_ROOM = 2 << 30
@@ -200,8 +200,12 @@ def cpu_micro_tokens(config: Config, row_shards: int) -> int:
         return tokens
     prompts = -(-config.batch.prompts_per_step // config.algorithm.num_minibatches)
 
+    # Of a larger group the share of padding is the same, and packing a million takes minutes.
+    group_size = min(config.batch.group_size, SAMPLE_COMPLETIONS)
+
     def computed(size: int) -> int:
-        changed = replace(config, batch=replace(config.batch, micro_tokens=size))
+        batch = replace(config.batch, micro_tokens=size, group_size=group_size)
+        changed = replace(config, batch=batch)
         return packed_tokens(
             changed,
             micro_batch_shapes(changed, row_shards),

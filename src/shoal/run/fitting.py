@@ -61,8 +61,8 @@ MOST_CPU_ROWS, WORTH_LONGER_ROWS = 2, 0.05
 update's tokens that must be saved by it. An update takes as long as its rows have tokens, padding
 included (`benchmarks/micro_tokens.py`)."""
 SAMPLE_PROMPTS, SAMPLE_COMPLETIONS = 8, 64
-"""Groups of a step on each device, and completions of each, whose packing decides: with more the share of padding is the
-same."""
+"""Groups of a step on each device, and completions of each, whose packing decides: with more the
+share of padding is the same."""
 
 UNKNOWN_ROOM = 2 << 30
 """Bytes that may be kept where a device's memory is not known, as on a CPU, where keeping more is

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from shoal.config.keys import keys_of
@@ -19,11 +19,10 @@ from shoal.config.values import build, get_value
 from shoal.report.findings import Finding, gib
 from shoal.run.derived import (
     MICRO_TOKENS,
+    computed_tokens,
     group_rows,
     longest_sequence,
-    micro_batch_shapes,
     oldest_samples,
-    packed_tokens,
 )
 from shoal.run.figures import FULL, PHASES, Figures, outline, parts_text
 from shoal.run.size import AvailableMemory, available_memory
@@ -299,13 +298,13 @@ def _whole_groups(config: Config, job: Mapping[str, Any]) -> Iterator[tuple[bool
     b, shards = config.batch, job["shape"]["rows"] * config.mesh.context
     prompts = -(-job["prompts"] // config.algorithm.num_minibatches)
 
-    def computed(size: int) -> int:
-        changed = replace(config, batch=replace(b, micro_tokens=size))
-        return packed_tokens(changed, micro_batch_shapes(changed, shards), prompts)
-
+    longer = [size for size in group_rows(config, shards) if size > b.micro_tokens][:2]
+    if not longer:
+        return
+    before = computed_tokens(config, shards, prompts, b.micro_tokens)
     same = {"model.remat": job["model"]["remat"]} if config.model.remat == "auto" else {}
-    for size in [size for size in group_rows(config, shards) if size > b.micro_tokens][:2]:
-        saved = 1 - computed(size) / computed(b.micro_tokens)
+    for size in longer:
+        saved = 1 - computed_tokens(config, shards, prompts, size) / before
         yield (
             saved > WORTH_SAVING,
             Change(

@@ -135,34 +135,35 @@ def micro_batch_shapes(config: Config, row_shards: int) -> tuple[Shape, ...]:
 def group_rows(config: Config, row_shards: int) -> list[int]:
     """Tokens of a row on each device in which whole groups of the longest lengths fit, by the
     numbers of them that divide those of a device."""
-    from shoal.trainer.batch import row_unit
-
     b, s, context = config.batch, config.sampling, config.mesh.context
-    prompts, group = (
-        -(-b.prompts_per_step // config.algorithm.num_minibatches),
-        s.max_prompt_tokens + b.group_size * s.max_completion_tokens,
-    )
+    prompts = -(-b.prompts_per_step // config.algorithm.num_minibatches)
+    group = s.max_prompt_tokens + b.group_size * s.max_completion_tokens
     groups = max(1, prompts * context // row_shards)
-    each = (
-        -(-number * group // context) for number in range(1, groups + 1) if groups % number == 0
-    )
-    return [-(-size // (unit := row_unit(size))) * unit for size in each]
+    return [
+        _row_on_a_device(number * group, context)
+        for number in range(1, groups + 1)
+        if groups % number == 0
+    ]
 
 
 def completion_rows(config: Config) -> list[int]:
     """Tokens of a row on each device in which completions of the longest length fit with their
     prompt, by the numbers of them that divide a group."""
+    s, group_size = config.sampling, config.batch.group_size
+    return [
+        _row_on_a_device(s.max_prompt_tokens + held * s.max_completion_tokens, config.mesh.context)
+        for held in range(1, group_size + 1)
+        if group_size % held == 0
+    ]
+
+
+def _row_on_a_device(tokens: int, context: int) -> int:
+    """Tokens of a row on each of the `context` devices that share it, in which so many fit."""
     from shoal.trainer.batch import row_unit
 
-    s, group_size = config.sampling, config.batch.group_size
-    sizes = []
-    for held in range(1, group_size + 1):
-        if group_size % held == 0:
-            tokens = s.max_prompt_tokens + held * s.max_completion_tokens
-            on_a_device = -(-tokens // config.mesh.context)
-            unit = row_unit(on_a_device)
-            sizes.append(-(-on_a_device // unit) * unit)
-    return sizes
+    on_a_device = -(-tokens // context)
+    unit = row_unit(on_a_device)
+    return -(-on_a_device // unit) * unit
 
 
 def packed_tokens(config: Config, shapes: Sequence[Shape], prompts: int) -> int:
@@ -180,6 +181,12 @@ def packed_tokens(config: Config, shapes: Sequence[Shape], prompts: int) -> int:
         if prompts
         else 0
     )
+
+
+def computed_tokens(config: Config, row_shards: int, prompts: int, micro_tokens: int) -> int:
+    """`packed_tokens` of a run with another `batch.micro_tokens`."""
+    changed = replace(config, batch=replace(config.batch, micro_tokens=micro_tokens))
+    return packed_tokens(changed, micro_batch_shapes(changed, row_shards), prompts)
 
 
 def max_support(config: Config) -> int:

@@ -20,10 +20,9 @@ from shoal.model.parameters import check_mesh, param_specs, tensor_sizes
 from shoal.model.transformer import Model
 from shoal.run.derived import (
     completion_rows,
+    computed_tokens,
     group_rows,
     longest_sequence,
-    micro_batch_shapes,
-    packed_tokens,
 )
 from shoal.run.loading import (
     ModelSpec,
@@ -199,26 +198,17 @@ def cpu_micro_tokens(config: Config, row_shards: int) -> int:
     if max(rows) <= tokens:
         return tokens
     prompts = -(-config.batch.prompts_per_step // config.algorithm.num_minibatches)
-
+    prompts = min(prompts, SAMPLE_PROMPTS * row_shards)
     # Of a larger group the share of padding is the same, and packing a million takes minutes.
     group_size = min(config.batch.group_size, SAMPLE_COMPLETIONS)
-
-    def computed(size: int) -> int:
-        batch = replace(config.batch, micro_tokens=size, group_size=group_size)
-        changed = replace(config, batch=batch)
-        return packed_tokens(
-            changed,
-            micro_batch_shapes(changed, row_shards),
-            min(prompts, SAMPLE_PROMPTS * row_shards),
-        )
-
-    chosen, least = tokens, computed(tokens)
+    sample = replace(config, batch=replace(config.batch, group_size=group_size))
+    chosen, least = tokens, computed_tokens(sample, row_shards, prompts, tokens)
     for size in rows:
-        if (
-            tokens < size <= MOST_CPU_ROWS * tokens
-            and computed(size) < (1 - WORTH_LONGER_ROWS) * least
-        ):
-            chosen, least = size, computed(size)
+        if not tokens < size <= MOST_CPU_ROWS * tokens:
+            continue
+        computed = computed_tokens(sample, row_shards, prompts, size)
+        if computed < (1 - WORTH_LONGER_ROWS) * least:
+            chosen, least = size, computed
     return chosen
 
 

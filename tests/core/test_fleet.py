@@ -973,12 +973,20 @@ def test_a_thread_that_cannot_sample_waits():
         assert len(polls) == 3
 
 
-def test_a_host_in_a_thread_gives_the_same_bits_and_raises_what_goes_wrong():
+@pytest.fixture(scope="module")
+def of_the_caller() -> tuple[list[SampleRequest], dict[int, list[Completion]]]:
+    """Six requests, and what a host gives that the caller itself drives."""
     wanted = [sample(number, 0, exact=True) for number in range(6)]
-    here, params = engine_host(), Weights(0, random_parameters(PLAINEST))
-    here.load(params)
-    here.submit(wanted)
-    expected, found, woken = run(here), {}, []
+    host = engine_host()
+    host.load(Weights(0, random_parameters(PLAINEST)))
+    host.submit(wanted)
+    return wanted, run(host)
+
+
+def test_a_host_in_a_thread_gives_the_same_bits_and_raises_what_goes_wrong(of_the_caller):
+    wanted, expected = of_the_caller
+    params = Weights(0, random_parameters(PLAINEST))
+    found, woken = {}, []
     with closing(
         ThreadHost(engine_host(capacity=16, shares_memory=False), lambda: woken.append(1), "t")
     ) as host:

@@ -116,9 +116,15 @@ def test_the_model_learns_the_answers_and_a_resumed_run_the_same_bits(
     )
 
 
-def test_each_group_is_a_row_and_long_answers_are_cut_and_counted(tmp_path: Path):
-    run = sft(tmp_path, "steps=1", "sampling.max_completion_tokens=4", "batch.micro_tokens=64")
-    (step,) = metrics(run)
+@pytest.fixture(scope="module")
+def answers_cut_at_4(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of one step, in rows of 64 tokens."""
+    folder = tmp_path_factory.mktemp("cut")
+    return sft(folder, "steps=1", "sampling.max_completion_tokens=4", "batch.micro_tokens=64")
+
+
+def test_each_group_is_a_row_and_long_answers_are_cut_and_counted(answers_cut_at_4: Path):
+    (step,) = metrics(answers_cut_at_4)
     assert step["completions/length_max"] == 4 and step["completions/truncated"] == 0.5
     assert step["tokens/sampled"] == 0 and step["sampler_gap/logprob_max"] == 0
 

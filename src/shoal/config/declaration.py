@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import field
+import dataclasses
 from typing import Literal, TypeVar, get_args
 
 Stage = Literal["data", "sampling", "environment", "rewards", "update", "evaluation"]
@@ -23,4 +23,4 @@ def key(default: T, *, stages: tuple[Stage, ...]) -> T:
     from them is not counted. Empty for a key that changes no number: how long is waited, where
     files are, what is reported. Where two runs differ, `shoal diff` looks for the cause among the
     keys of the stage that differs first."""
-    return field(default=default, metadata={"stages": stages})
+    return dataclasses.field(default=default, metadata={"stages": stages})

@@ -118,7 +118,7 @@ def quoted(text: str) -> str:
     return "'" + text.replace("'", "''") + "'"
 
 
-def name(column: str) -> str:
+def column_sql(column: str) -> str:
     """A column's name as SQL."""
     return '"' + column.replace('"', '""') + '"'
 
@@ -210,10 +210,10 @@ def _number(column: str, text: str) -> float:
 def column_of(column: str, functions: Iterable[str]) -> str:
     """A column as SQL: of the table, or a reward function's mean by the function's name."""
     if column in COLUMNS:
-        return name(column)
+        return column_sql(column)
     function = column.removeprefix("mean/")
     if function in functions:
-        return name(f"mean/{function}")
+        return column_sql(f"mean/{function}")
     known = [*COLUMNS, *functions]
     raise ShoalError(
         f"there is no column {column[:60]!r}{did_you_mean(column, known) or '.'} "
@@ -280,7 +280,7 @@ class GroupTable:
         self.table, self.prompts, self.sums = (
             f"{kind}_{number}" for kind in ("groups", "prompts", "sums")
         )
-        columns = ", ".join(f"{name(column)} {kind}" for column, kind in COLUMNS.items())
+        columns = ", ".join(f"{column_sql(column)} {kind}" for column, kind in COLUMNS.items())
         database.run(f"CREATE TABLE {self.table} (file INTEGER, {columns})")
         database.run(f'CREATE TABLE {self.prompts} ("set" VARCHAR, "row" BIGINT, prompt VARCHAR)')
         database.run(
@@ -408,7 +408,7 @@ class GroupTable:
         for function in functions:
             if function not in self.functions:
                 database.run(
-                    f"ALTER TABLE {self.table} ADD COLUMN {name(f'mean/{function}')} FLOAT"
+                    f"ALTER TABLE {self.table} ADD COLUMN {column_sql(f'mean/{function}')} FLOAT"
                 )
                 self.functions.append(function)
         # Within JSON text a quote is escaped, so that no content holds a role like this.
@@ -426,7 +426,7 @@ class GroupTable:
             first=files[0].number,
             turns=turns,
             functions="".join(
-                f", TRY_CAST({name(f'component/{function}')} AS DOUBLE) AS c{place}"
+                f", TRY_CAST({column_sql(f'component/{function}')} AS DOUBLE) AS c{place}"
                 for place, function in enumerate(functions)
             ),
         )
@@ -434,7 +434,7 @@ class GroupTable:
             f"CREATE OR REPLACE TEMP TABLE read_now AS {source}", [str(file.path) for file in files]
         )
         means = "".join(
-            f", avg(c{place}) AS {name(f'mean/{function}')}"
+            f", avg(c{place}) AS {column_sql(f'mean/{function}')}"
             for place, function in enumerate(functions)
         )
         columns_of = [
@@ -474,7 +474,8 @@ class GroupTable:
                 column for column in self.database.columns([path]) if column.startswith("weight/")
             ]
             chosen = ", ".join(
-                f"TRY_CAST({name(one)} AS DOUBLE) AS {name(one)}" for one in known[:MAX_FUNCTIONS]
+                f"TRY_CAST({column_sql(one)} AS DOUBLE) AS {column_sql(one)}"
+                for one in known[:MAX_FUNCTIONS]
             )
             rows = self.database.rows(f"SELECT {chosen} FROM read_parquet(?) LIMIT 1", str(path))
         except (self.database.error, KeyError):  # damaged: the table names it

@@ -14,7 +14,7 @@ from shoal.ground_truth import ground_truth
 from shoal.report.metrics import is_clock
 from shoal.runs.bounded import bounded_json, one_line
 from shoal.runs.compare import acting_keys, likely_keys
-from shoal.runs.group_table import Database, GroupFile, GroupTable, name, reason
+from shoal.runs.group_table import Database, GroupFile, GroupTable, column_sql, reason
 from shoal.runs.stored_run import StoredRun
 from shoal.types import ShoalError
 
@@ -40,9 +40,9 @@ def group_detail(index: GroupTable, stem: str, place: int) -> dict[str, Any]:
     columns, as_json = _columns(index, file)
     plain = [column for column in columns if column not in _LISTS]
     chosen = ", ".join(
-        f"left({name(column)}, {MAX_TEXT_CHARS}) AS {name(column)}"
+        f"left({column_sql(column)}, {MAX_TEXT_CHARS}) AS {column_sql(column)}"
         if columns[column] == "VARCHAR"
-        else name(column)
+        else column_sql(column)
         for column in plain
     )
     rows = _read(

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from shoal.runs.group_table import GroupFile, GroupTable, name
+from shoal.runs.group_table import GroupFile, GroupTable, column_sql
 from shoal.tasks.graders.answer import extract_answer
 from shoal.text import count
 
@@ -56,9 +56,9 @@ def number_findings(index: GroupTable) -> list[dict[str, Any]]:
             _TOTALS.format(
                 table=index.table,
                 functions="".join(
-                    f", avg({name(f'mean/{one}')}) FILTER (step >= late) - "
-                    f"avg({name(f'mean/{one}')}) FILTER (step <= early) "
-                    f"AS {name(f'rise/{one}')}"
+                    f", avg({column_sql(f'mean/{one}')}) FILTER (step >= late) - "
+                    f"avg({column_sql(f'mean/{one}')}) FILTER (step <= early) "
+                    f"AS {column_sql(f'rise/{one}')}"
                     for one in index.functions
                 ),
             )

@@ -28,11 +28,11 @@ _NUMBER = re.compile(r"-?[.,]?\d[\d,.-]*")
 _WORD_START = re.compile(r"[^\W\d][\w-]*")
 
 
-def _words(text: str) -> frozenset[str]:
+def _split_words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-_ABBREVIATIONS = _words("""
+_ABBREVIATIONS = _split_words("""
     mr mrs ms messrs dr prof jr sr st lt col maj gen sen rep reps
     inc co corp cos ltd bros cie conn chg adm ala
     jan feb aug sep sept oct nov dec tues wed fri yr
@@ -44,7 +44,7 @@ _ABBREVIATIONS = _words("""
 """Types before a full stop that Punkt's English model takes for abbreviations. It knows neither
 `etc` nor `e.g`."""
 
-_OPENERS = _words("""
+_OPENERS = _split_words("""
     i he it they him her them us myself yourself himself itself the this these there here your mine
     some many most both such same whole enough neither either various in without under into inside
     beyond between above upon within through throughout along when whenever wherever if unless
@@ -62,7 +62,7 @@ _OPENERS = _words("""
 """)
 """Words that, with a capital, begin a sentence even after an abbreviation or an ellipsis."""
 
-_COMMON = _OPENERS - {"i"} | _words("""
+_COMMON = _OPENERS - {"i"} | _split_words("""
     a an that those its she we you me my our their his what who whose where why how as because after
     before during until once also and or first second third next then just only not no none well now
     today on at by for from to with over about of off out up down near against across around outside
@@ -83,7 +83,7 @@ _COMMON = _OPENERS - {"i"} | _words("""
 """Words known in small letters: with a capital they are no name, and begin a sentence after an
 initial."""
 
-LANGUAGES = _words("""
+LANGUAGES = _split_words("""
     af ar bg bn ca cs cy da de el en es et fa fi fr gu he hi hr hu id it ja kn ko lt lv mk ml mr ne
     nl no pa pl pt ro ru sk sl so sq sv sw ta te th tl tr uk ur vi zh-cn zh-tw
 """)

@@ -412,6 +412,16 @@ class RolloutStats:
     preempted: int = 0  # rows of completions that gave way to others, for want of pages
 
 
+class Printer(Protocol):
+    """Prints lines for the people who watch a run: the console."""
+
+    def note(self, text: str) -> None: ...
+
+    def warning(self, text: str) -> None: ...
+
+    def wrong(self, text: str) -> None: ...
+
+
 class Manifest(Protocol):
     """Where a published version of the weights can be fetched from. It is light: it holds no
     weights."""

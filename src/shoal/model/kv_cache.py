@@ -133,7 +133,7 @@ def write_prefixes(
 
     if parts > 1:
         heads = PartitionSpec(None, None, "tensor")
-        keys = _on_parts(
+        keys = on_parts(
             model,
             lambda keys, part: jax.tree.map(lambda new: of_part(new, part), keys),
             (heads,),
@@ -194,7 +194,7 @@ def out_of_pages(cache: LayerCache) -> LayerCache:
     return LayerCache(*jnp.split(cache.prefix_k, 2, -1), *jnp.split(own, 2, -1))
 
 
-def _on_parts(model: Model, function: Callable, specs: tuple, out: Any, *args: Any) -> Any:
+def on_parts(model: Model, function: Callable, specs: tuple, out: Any, *args: Any) -> Any:
     """A function of arrays on each device of `tensor`, and of the part of its head's positions that
     it holds, where that is not all."""
     mesh, part = (
@@ -330,7 +330,7 @@ def _by_heads(model: Model, function: Callable, *args: Any) -> Any:
         PartitionSpec(None, None, "tensor"),
         jax.tree.map(lambda keys: PartitionSpec(*(None,) * (keys.ndim - 3), "tensor"), args[3]),
     )
-    return _on_parts(
+    return on_parts(
         model, function, (heads, heads, heads, cache, PartitionSpec()), (heads, cache), *args
     )
 

@@ -30,7 +30,6 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 from shoal.files import read_json, write_text
-from shoal.model.architecture import Architecture
 from shoal.model.names import NAMED_TEMPLATES
 from shoal.types import Messages, Prompt, ShoalError
 
@@ -427,15 +426,13 @@ class Tokenizer:
             for id, token in self._backend.get_added_tokens_decoder().items()
         }
 
-    def check_vocabulary(self, architecture: Architecture) -> None:
-        """ShoalError if a token id is outside the model's embedding."""
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """ShoalError if a token id is outside an embedding of `vocab_size` entries."""
         largest = max(self.vocab_size - 1, self.pad_id, *self.eos_ids)
-        if largest >= architecture.vocab_size:
+        if largest >= vocab_size:
             raise ShoalError(
                 f"The tokenizer has token ids up to {largest}, but the model's vocabulary has "
-                f"{architecture.vocab_size} entries: the tokenizer and the weights belong to "
-                f"different "
-                "models."
+                f"{vocab_size} entries: the tokenizer and the weights belong to different models."
             )
 
     def _encode_text(self, text: str) -> list[int]:

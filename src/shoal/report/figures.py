@@ -47,7 +47,7 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def _speed(value: float | None) -> str:
+def speed_text(value: float | None) -> str:
     if value is None:
         return "-"
     for limit, letter in ((1e6, "M"), (1e3, "k")):
@@ -68,8 +68,8 @@ STEP_FIGURES: Mapping[str, tuple[str, Callable[[float], str]]] = {
     "tools/failure_frequency": ("failed calls", "{:.0%}".format),
     "tokens/context": ("context tokens", "{:,.0f}".format),
     "completions/ended_by_failed": ("failed rollouts", "{:.0%}".format),
-    "throughput/sample_tokens_per_second": ("sampling", _speed),
-    "throughput/train_tokens_per_second": ("training", _speed),
+    "throughput/sample_tokens_per_second": ("sampling", speed_text),
+    "throughput/train_tokens_per_second": ("training", speed_text),
 }
 """Metric -> its name on the step's line, its form; a metric that a step lacks is left out."""
 
@@ -78,7 +78,7 @@ def step_figures(metrics: Mapping[str, float], compiled: int = 0) -> list[str]:
     """A step's metrics as on its line, in the order of STEP_FIGURES, and the skipped updates, if
     any. A step that `compiled` programs has no speeds: most of its time went into that."""
     rewarded = metrics.get("reward/mean") is not None  # else the loss says how it goes
-    without = {name for name, (_, form) in STEP_FIGURES.items() if compiled and form is _speed}
+    without = {name for name, (_, form) in STEP_FIGURES.items() if compiled and form is speed_text}
     without |= {"loss"} if rewarded else set()
     without |= {
         name
@@ -96,7 +96,7 @@ def step_figures(metrics: Mapping[str, float], compiled: int = 0) -> list[str]:
     return figures + ([f"skipped updates {skipped:g}"] if skipped else [])
 
 
-def _is_share(name: str) -> bool:
+def is_share(name: str) -> bool:
     return not name.startswith("rewards/") and (
         name.startswith(("accuracy", "pass", "maj"))
         or name.endswith(
@@ -105,7 +105,7 @@ def _is_share(name: str) -> bool:
     )
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
     return (
         not isinstance(value, bool)
         and hasattr(value, "__float__")
@@ -118,15 +118,15 @@ def figure_text(name: str, value: Any) -> str:
     digits."""
     if value is None:
         return "-"
-    if not _is_number(value):
+    if not is_number(value):
         return one_line(value)
     number = float(value)
     if not math.isfinite(number):
         return "not a number"
-    if _is_share(name):
+    if is_share(name):
         return f"{100 * number:.1f}%"
     if name.endswith("tokens_per_second"):
-        return _speed(number)
+        return speed_text(number)
     if name.endswith("seconds") or name.startswith("seconds"):
         return f"{number:.1f} s"
     return f"{number:.0f}" if number.is_integer() and abs(number) < 1e15 else number_text(number, 4)
@@ -237,7 +237,7 @@ def summary_rows(
         main = "accuracy" if "accuracy" in about else "mean_reward"
         for name in _shown({**old, **new}):
             hidden = name in _NOT_IN_SUMMARY or name.startswith("rewards/")
-            if hidden or not _is_number(old.get(name, new.get(name))):
+            if hidden or not is_number(old.get(name, new.get(name))):
                 continue
             is_other = reward_since > 0 and name == "mean_reward"
             notes = terms if name == main else _fewer(about) if name.startswith(_SAMPLED) else []
@@ -258,12 +258,12 @@ def summary_rows(
 
 def _change(name: str, old: Any, new: Any) -> str:
     if (
-        not _is_number(old)
-        or not _is_number(new)
+        not is_number(old)
+        or not is_number(new)
         or not math.isfinite(difference := float(new) - float(old))
     ):
         return ""
-    if _is_share(name):
+    if is_share(name):
         return f"{100 * difference:+.1f} points"
     return ("+" if difference >= 0 else "") + number_text(difference)
 
@@ -301,8 +301,8 @@ def summary_facts(summary: Mapping[str, Any]) -> str:
     """What a finished run took."""
     return (
         f"{count(summary['steps_made'], 'step')} in {duration(summary['seconds_total'])}: sampling "
-        f"{_speed(summary['sample_tokens_per_second'])}, training "
-        f"{_speed(summary['train_tokens_per_second'])}, "
+        f"{speed_text(summary['sample_tokens_per_second'])}, training "
+        f"{speed_text(summary['train_tokens_per_second'])}, "
         f"with the compilation of {count(summary['num_compilations'], 'program')}"
     )
 

@@ -7,9 +7,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
-from shoal.report.console import Console
 from shoal.report.figures import one_line
-from shoal.types import ShoalError
+from shoal.types import Printer, ShoalError
 
 Level = Literal["ok", "warning", "wrong"]
 
@@ -42,7 +41,7 @@ class Findings:
     of one check, whose findings have its key unless they, or the error that they report, name
     another."""
 
-    console: Console | None = None
+    console: Printer | None = None
     check: str = ""
     key: str = ""
     found: list[Finding] = field(default_factory=list)  # of all checks

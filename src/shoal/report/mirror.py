@@ -32,8 +32,7 @@ from typing import Any
 
 from shoal import buckets
 from shoal.buckets import FIRST_PAUSE, LOCKS, LONGEST_PAUSE, MANIFESTS, attempt
-from shoal.report.console import Console
-from shoal.types import ShoalError
+from shoal.types import Printer, ShoalError
 
 LEASE_SECONDS = 60.0
 """How long nobody else may write to a run after its process has last renewed its lease, three times
@@ -222,7 +221,7 @@ class Mirror:
     ...     mirror.flush()
     """
 
-    def __init__(self, folder: Path, most_unsaved: int, console: Console) -> None:
+    def __init__(self, folder: Path, most_unsaved: int, console: Printer) -> None:
         self.folder, self.url, self.checkpoints = (
             folder,
             buckets.address(folder),

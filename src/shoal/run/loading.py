@@ -40,14 +40,13 @@ from shoal.model.segment_attention import kernel_fault
 from shoal.model.tensor_file import digests as tensor_digests
 from shoal.model.tokenizer import Tokenizer, write_date, write_templates
 from shoal.model.transformer import Model
-from shoal.report.console import Console
 from shoal.report.folder import MODEL_FOLDER, read_config
 from shoal.run import maxtext_checkpoint
 from shoal.stop import NotHere
 from shoal.trainer.checkpoint import FOLDER as CHECKPOINTS
 from shoal.trainer.checkpoint import find_checkpoint, load_parameters, read_extra
 from shoal.trainer.step import ModelScorer
-from shoal.types import Params, ShoalError
+from shoal.types import Params, Printer, ShoalError
 
 MATMUL_PRECISION = "jax_default_matmul_precision"
 
@@ -118,23 +117,23 @@ class ModelSpec:
 
 
 def open_model(
-    section: ModelSection, console: Console | None, as_stored: bool = False
+    section: ModelSection, console: Printer | None, as_stored: bool = False
 ) -> ModelSpec:
     """The model that the settings name, checked against its tokenizer. Prints notes about both to
     `console`. `as_stored`: without the type of weights that a run was trained with."""
     return _noted(_resolve(with_run(section)) if as_stored else resolve_model(section), console)
 
 
-def _noted(spec: ModelSpec, console: Console | None) -> ModelSpec:
+def _noted(spec: ModelSpec, console: Printer | None) -> ModelSpec:
     """The same; ShoalError if the tokenizer has ids that the model does not."""
-    spec.tokenizer.check_vocabulary(spec.architecture)
+    spec.tokenizer.check_vocabulary(spec.architecture.vocab_size)
     if console is not None:
         for note in (*spec.notes, *spec.tokenizer.notes):
             console.note(note)
     return spec
 
 
-def open_run_model(section: ModelSection, run: Path | None, console: Console | None) -> ModelSpec:
+def open_run_model(section: ModelSection, run: Path | None, console: Printer | None) -> ModelSpec:
     """The model of a training run. A resumed run loads the files in its folder, and `model.path`
     only for the first weights."""
     if run is None or not (run / MODEL_FOLDER / "config.json").is_file():
@@ -521,7 +520,7 @@ def check_positions(a: Architecture, sampling: SamplingSection, whose: str) -> N
         )
 
 
-def find_teacher(config: Config, student: ModelSpec, console: Console | None) -> ModelSpec:
+def find_teacher(config: Config, student: ModelSpec, console: Printer | None) -> ModelSpec:
     """The teacher without its weights; raises ShoalError if its vocabulary is not the student's."""
     teacher = open_model(section_of(config.model, config.teacher.path), console)
     # By vocabulary, not by family: log-probs are compared id by id.

@@ -78,7 +78,7 @@ class Classifier:
                 "reward.functions",
             )
         tokenizer = Tokenizer.load(folder)
-        tokenizer.check_vocabulary(a)
+        tokenizer.check_vocabulary(a.vocab_size)
         return cls(folder, a, tokenizer, config.get("pad_token_id"))
 
 

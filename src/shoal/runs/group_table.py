@@ -511,7 +511,7 @@ class GroupTable:
         chosen = f"WITH chosen AS (SELECT * FROM {self.table} WHERE {where}) "
         source = _BY_PROMPT if by_prompt else "chosen"
         columns = ", ".join(
-            map(name, ["file", *COLUMNS, *(f"mean/{one}" for one in self.functions), *extra])
+            map(column_sql, ["file", *COLUMNS, *(f"mean/{one}" for one in self.functions), *extra])
         )
         with self.database.asked(), self.lock:
             rows = self.database.rows(

@@ -179,32 +179,32 @@ def turn_format(tokenizer: Tokenizer, tools: str) -> TurnFormat:
 def encode(prompt: Any, tools: Sequence[Any], tokenizer: Tokenizer, most: int) -> np.ndarray:
     """The token ids of a prompt, int32[T]. ShoalError for none, and for more than `most`: of a text
     that is much longer, no more is encoded than shows it."""
-    if fits(prompt, [int]):
+    if _is_token_ids(prompt):
         ids = np.array(prompt, np.int32)
     else:
         check_size(prompt, tools, most, "sampling.max_prompt_tokens")
         _check_count(prompt, tokenizer, most)
         form = turn_format(tokenizer, json.dumps(tools)) if tools else tokenizer
         ids = form.encode_prompt(prompt)
-    require(
-        1 <= len(ids) <= most,
-        "prompt",
-        f"{len(ids)} tokens",
-        f"1 to sampling.max_prompt_tokens={most}",
-    )
+    if not 1 <= len(ids) <= most:
+        raise _wrong_length(f"{len(ids)} tokens", f"1 to sampling.max_prompt_tokens={most}")
     return ids
+
+
+def _is_token_ids(prompt: Any) -> bool:
+    return isinstance(prompt, list) and all(type(id) is int for id in prompt)
+
+
+def _wrong_length(length: str, wanted: str) -> ShoalError:
+    return ShoalError(f'prompt="{length}": expected {wanted}', "prompt")
 
 
 def check_size(prompt: Any, tools: Sequence[Any], most: int, key: str) -> None:
     """ShoalError for a prompt with its tools that has more characters than `most` tokens can
     have."""
     size = len(json.dumps([prompt, *tools], ensure_ascii=False))
-    require(
-        size <= TOKEN_CHARACTERS * most,
-        "prompt",
-        f"{size} characters",
-        f"what fits the {most} tokens of {key}",
-    )
+    if size > TOKEN_CHARACTERS * most:
+        raise _wrong_length(f"{size} characters", f"what fits the {most} tokens of {key}")
 
 
 def _check_count(prompt: Any, tokenizer: Tokenizer, most: int) -> None:
@@ -221,12 +221,10 @@ def _check_count(prompt: Any, tokenizer: Tokenizer, most: int) -> None:
     for text in texts:
         for start in range(0, len(text), PIECE):
             count += len(tokenizer.encode(text[start : start + PIECE])) - BORDER
-            require(
-                count <= most,
-                "prompt",
-                f"more than {most} tokens",
-                f"1 to sampling.max_prompt_tokens={most}",
-            )
+            if count > most:
+                raise _wrong_length(
+                    f"more than {most} tokens", f"1 to sampling.max_prompt_tokens={most}"
+                )
 
 
 def parse(body: bytes) -> dict[str, Any]:

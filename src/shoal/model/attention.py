@@ -65,7 +65,7 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Arr
     are float32. A query without any key gives 0, and no gradient.
     """
     q = by_key_head(q, k.shape[-2])  # [R, C, K, g, A]
-    scores = _masked(einsum32("rckga,rtka->rkgct", q, k), mask[:, None, None])
+    scores = masked(einsum32("rckga,rtka->rkgct", q, k), mask[:, None, None])
     # The maximum cancels in the quotient, so it needs no gradient.
     top = jax.lax.stop_gradient(scores.max(-1, keepdims=True))
     # Not exp alone: in a row without keys all scores equal the maximum, and exp(0) would weigh
@@ -102,7 +102,7 @@ def product32(a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.dot(a, b, preferred_element_type=jnp.float32)
 
 
-def _masked(scores: jax.Array, mask: jax.Array) -> jax.Array:
+def masked(scores: jax.Array, mask: jax.Array) -> jax.Array:
     return jnp.where(mask, scores, LOWEST)
 
 
@@ -166,7 +166,7 @@ def _over_blocks(q: jax.Array, keys: Keys, num_keys: jax.Array, block: int, carr
 
         top, total, out = carry
         mask = block_of(keys.mask, -1)[..., None, None, :]
-        scores = _masked(einsum32("...ma,...ta->...mt", q, block_of(keys.k, -2)), mask)
+        scores = masked(einsum32("...ma,...ta->...mt", q, block_of(keys.k, -2)), mask)
         # Online softmax: Milakov and Gimelshein 2018, arXiv 1805.02867.
         new_top = jnp.maximum(top, scores.max(-1))
         shrink, p = jnp.exp(top - new_top), jnp.exp(scores - new_top[..., None])

@@ -168,7 +168,7 @@ def through_layers(
         @REMAT[model.remat]
         def step(x: jax.Array, weights: Block) -> tuple[jax.Array, Any]:
             cast = jax.tree.map(
-                lambda weight, spec: _cast(
+                lambda weight, spec: cast_weight(
                     model, weight, spec.axes_on(model.role)[1:], spec.trained and not spec.dtype
                 ),
                 weights,
@@ -311,7 +311,7 @@ gated_product.defvjp(
 )
 
 
-def _cast(
+def cast_weight(
     model: Model, weight: jax.Array, axes: tuple[str | None, ...], trained: bool = True
 ) -> jax.Array | Cast:
     """A kernel in the type of the computation, with its master; vectors, what has that type and
@@ -366,7 +366,7 @@ def head_projection(model: Model, head: jax.Array) -> Callable[[jax.Array], jax.
     role = model.role
     shards = role.row_shards
     if shards == 1:
-        return partial(_project, _cast(model, head, ("embed", model.vocab_axis)))
+        return partial(_project, cast_weight(model, head, ("embed", model.vocab_axis)))
     # A copy for each part of the rows, each on that part's devices: in a loop over chunks the
     # products are then local, and so is the sum of their gradients. One head for all would be
     # summed over the devices in every chunk.

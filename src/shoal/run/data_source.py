@@ -41,7 +41,7 @@ def for_training(task: Task, config: Config) -> Task:
     assistant's first turn."""
 
     def example_of(row: int) -> Example:
-        messages = _dialogue(example := task.train[row])
+        messages = dialogue_messages(example := task.train[row])
         first = next((at for at, one in enumerate(messages) if one["role"] == ASSISTANT), 0)
         return replace(example, prompt=messages[:first]) if first else example
 
@@ -64,8 +64,8 @@ def _notes_of_answers(task: Task) -> list[str]:
     for example in task.train:
         place = example.place or f"data row {example.row}"
         with suppress(ShoalError, ValueError):  # raised where the row is learned
-            turns = [one for one in _dialogue(example) if one["role"] == ASSISTANT]
-            answer = turns or _answer(example)
+            turns = [one for one in dialogue_messages(example) if one["role"] == ASSISTANT]
+            answer = turns or answer_to_learn(example)
             if answer is None:
                 lacking.append(place)
             elif _is_empty(answer):
@@ -74,7 +74,7 @@ def _notes_of_answers(task: Task) -> list[str]:
     if lacking:
         raise ShoalError(
             f"task {task.name}: {len(lacking)} of {total} rows have nothing to learn, the first "
-            f"{lacking[0]}: {_EXPECTED}; leave these rows out",
+            f"{lacking[0]}: {EXPECTED_COLUMNS}; leave these rows out",
             "task.path",
         )
     if not empty:
@@ -97,14 +97,14 @@ def _is_empty(answer: Any) -> bool:
     )
 
 
-_EXPECTED = (
+EXPECTED_COLUMNS = (
     "expected `messages`, `prompt` and `completion` (both text, or both messages), or a column "
     "with a right "
     "answer"
 )
 
 
-def _dialogue(example: Example) -> Any:
+def dialogue_messages(example: Example) -> Any:
     """The column `messages`, where that is what is learned; else nothing."""
     return (
         checked_prompt(messages, example.place)
@@ -118,8 +118,8 @@ def streams(tokenizer: Tokenizer, example: Example) -> list[Stream]:
     solution, written as a completion; with the schemas of its `tools`. ShoalError, with the row's
     place, for one without any of them."""
     try:
-        prompt, answer = example.prompt, _answer(example)
-        if isinstance(prompt, str) and isinstance(answer, str) and not _dialogue(example):
+        prompt, answer = example.prompt, answer_to_learn(example)
+        if isinstance(prompt, str) and isinstance(answer, str) and not dialogue_messages(example):
             return [text_stream(tokenizer, prompt, answer)]
         messages, tools, first = dialogue_of(example)
         return streams_of(tokenizer, messages, tools, first)
@@ -134,17 +134,17 @@ def dialogue_of(example: Example) -> tuple[Messages, Any, int]:
     may be learned. ShoalError for one that has no messages."""
     tools = example.columns.get("tools")
     tools = without_none(loads(tools) if isinstance(tools, str) and tools else tools)
-    if messages := _dialogue(example):
+    if messages := dialogue_messages(example):
         return messages, tools, 0
-    prompt, answer = example.prompt, _answer(example)
+    prompt, answer = example.prompt, answer_to_learn(example)
     if isinstance(prompt, str) or not answer:
-        raise ShoalError(_EXPECTED)
+        raise ShoalError(EXPECTED_COLUMNS)
     said = [{"role": ASSISTANT, "content": answer}] if isinstance(answer, str) else answer
     answers: Any = checked_prompt(said, example.place)
     return [*prompt, *answers], tools, len(prompt)
 
 
-def _answer(example: Example) -> Any:
+def answer_to_learn(example: Example) -> Any:
     """The column `completion`, else the worked solution written as one; None without both."""
     answer, gold = example.columns.get("completion"), gold_of(example)
     return write_answer(example, gold, gold) if answer is None and gold is not None else answer

@@ -164,7 +164,7 @@ def _fault_on(device: Any, share: int, head_dim: int, dtype: str, interpret: boo
                 exact = results(
                     lambda q, k, v: exactly(rotate(q, cos, sin), rotate(k, cos, sin), v)
                 )
-                trial = None if head_dim % 64 else decode_kernel.trial_of_pages
+                try_kernel = None if head_dim % 64 else decode_kernel.trial_of_pages
             else:
                 ours = results(
                     lambda q, k, v: attend_rows(
@@ -172,9 +172,9 @@ def _fault_on(device: Any, share: int, head_dim: int, dtype: str, interpret: boo
                     )
                 )
                 exact = results(exactly)
-                trial = decode_kernel.trial if head_dim in decode_kernel.HEADS else None
-            if trial:
-                both = trial(device, share, head_dim, dtype, interpret)
+                try_kernel = decode_kernel.trial if head_dim in decode_kernel.HEADS else None
+            if try_kernel:
+                both = try_kernel(device, share, head_dim, dtype, interpret)
                 ours, exact = (
                     [*found, *(np.asarray(x, np.float64) for x in more)]
                     for found, more in zip((ours, exact), both, strict=True)

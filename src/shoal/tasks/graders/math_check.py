@@ -18,12 +18,12 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
-from shoal.tasks.graders.units import differ, unit_of
+from shoal.tasks.graders.units import differ, quantity_of, variables_of
 from shoal.types import ShoalError
 from shoal.workers.pool import Limits, WorkerPool
 from shoal.workers.process import Header
@@ -78,6 +78,12 @@ _LETTERS = re.compile(
 )
 """Letters at the end that math-verify would take for a unit, and leave out: behind a number those
 that are hardly one, behind an operator all."""
+_LAST_LETTER = re.compile(
+    r"(?:(?<=[0-9})\]+*/-])|(?<=[0-9})\]+*/-]\s)|(?<=\s[A-Za-z]\s))([A-Za-z])\s*\Z"
+)
+_BARE_FUNCTION = re.compile(
+    r"(?<![A-Za-z\\])((?:arc)?(?:sin|cos|tan|cot|sec|csc)|ln|log)(?=[(_^]|\\left\()"
+)
 _TWO_SIGNS = {r"\+\s*-": "-", r"-\s*-": "+", r"-\s*\+": "-"}
 _ELLIPSIS = re.compile(r"\\[lc]?dots(?![A-Za-z])|\.\.\.|…")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
@@ -113,10 +119,21 @@ def same_all(pairs: Sequence[tuple[str, str]]) -> list[bool | None]:
     found: list[bool | None] = [at_a_glance(gold, answer) for gold, answer in pairs]
     asked = [i for i, pair in enumerate(pairs) if found[i] is None and all(map(_is_readable, pair))]
     if asked:
-        checked = checker().ask([(latex(pairs[i][0]), latex(pairs[i][1])) for i in asked])
+        checked = checker().ask([_in_latex(*pairs[i]) for i in asked])
         for i, one in zip(asked, checked, strict=True):
             found[i] = one
     return found
+
+
+def _in_latex(gold: str, answer: str) -> tuple[str, str]:
+    variables = _shared_variables(gold, answer)
+    return latex(gold, variables), latex(answer, variables)
+
+
+def _shared_variables(gold: str, answer: str) -> set[str]:
+    """Letters that are variables in one of two answers, and so at the end of the other: `m/2` and
+    `0.5 m`."""
+    return variables_of(_unwrapped(gold)) | variables_of(_unwrapped(answer))
 
 
 def ends_with(gold: str, text: str) -> bool | None:
@@ -140,8 +157,16 @@ def at_a_glance(gold: str, answer: str) -> bool | None:
     for text, read in ((gold, wanted), (answer, came)):
         if _WRAPPED.fullmatch(text.strip()) and read.isalpha() and len(read) > 1:
             return wanted.casefold() == came.casefold()
-    if differ(unit_of(_unwrapped(gold)), unit_of(_unwrapped(answer))):
+    variables = _shared_variables(gold, answer)
+    wanted_number, wanted_unit = quantity_of(_unwrapped(gold), variables)
+    number, unit = quantity_of(_unwrapped(answer), variables)
+    if differ(wanted_unit, unit):
         return False
+    if unit is not None and wanted_unit == unit:  # `5 in.` and `5 inches`
+        wanted, came = plain(wanted_number), plain(number)
+    if "\\equiv" in wanted or "\\equiv" in came:
+        # Of `x \\equiv 1 \\pmod 3` math-verify reads the 3.
+        return _congruence(wanted) == _congruence(came)
     if _ELLIPSIS.search(gold) or _ELLIPSIS.search(answer):
         # math-verify reads `1, 2, \\ldots, n` up to the dots.
         return _ELLIPSIS.sub("...", wanted) == _ELLIPSIS.sub("...", came)
@@ -154,6 +179,11 @@ def at_a_glance(gold: str, answer: str) -> bool | None:
         percentage, number = (first, second) if "%" in gold else (second, first)
         return percentage == 100 * number
     return False if first.denominator == second.denominator == 1 else None
+
+
+def _congruence(text: str) -> str:
+    """A plain congruence with its modulus in one spelling."""
+    return re.sub(r"[(){}]", "", re.sub(r"\\[bp]?mod(?![A-Za-z])", "mod", text))
 
 
 def _is_readable(answer: str) -> bool:
@@ -175,9 +205,9 @@ def is_whole(gold: str) -> bool:
     return depth == 0 and len(gold) <= MAX_CHARS
 
 
-def latex(answer: str) -> str:
+def latex(answer: str, variables: Collection[str] = ()) -> str:
     """An answer with signs, names and numbers of plain text in LaTeX: `π/2`, `sqrt(2)`, `√10`, `2
-    1/2`, `1e10`."""
+    1/2`, `1e10`. A last letter that is one of the variables is no unit."""
     answer = _exponentials(_PI.sub(r"\\pi ", _spelled_out(answer)))
     for signs, sign in _TWO_SIGNS.items():
         answer = re.sub(signs, sign, answer)
@@ -186,6 +216,9 @@ def latex(answer: str) -> str:
         answer, more = _ROOT.subn(
             lambda match: f"\\sqrt{{{match[1] or match[2] or match[3]}}}", answer
         )
+    last = _LAST_LETTER.search(answer)
+    if last is not None and last[1] in variables:
+        answer = f"{answer[: last.start()]}{{{last[1]}}}"
     return _LETTERS.sub(r"(\1\2)", _ROOT_ALONE.sub(r"\\sqrt ", answer))
 
 
@@ -204,6 +237,7 @@ def _spelled_out(answer: str) -> str:
     """
     for sign, command in _SIGNS.items():
         answer = answer.replace(sign, command)
+    answer = _BARE_FUNCTION.sub(r"\\\1", answer)
     answer = _EMPTY_SET.sub(r"\\emptyset ", answer)
     answer = _SCIENTIFIC.sub(lambda match: f"{Decimal(match[0]):f}", answer)
     answer = _REPEATING.sub(_as_fraction, answer)

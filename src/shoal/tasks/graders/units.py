@@ -8,6 +8,7 @@ answers have one that is known, and they are not the same, the answers differ.
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 
 _NAMES = {
@@ -27,6 +28,10 @@ _WORDS = re.compile(
     r"(?:(?<=[0-9})\]])|(?<=\s))(?P<circ>\^\s*\{?\s*\\circ\s*\}?)?(?P<words>[A-Za-z ./]{0,40})"
     r"(?:\^\s*\{?\s*(?P<power>[0-9])\s*\}?)?[\s.]*\Z"
 )
+_BASE = re.compile(r"(?P<digits>\s*-?[0-9A-Z.]+)\s*_\s*\{?\s*(?P<base>[0-9]{1,2})\s*\}?\s*")
+"""`52_8`"""
+_NAMED = re.compile(r"\s*[A-Za-z]\s*=")
+_LETTER = re.compile(r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])")
 
 
 @dataclass(frozen=True)
@@ -46,9 +51,35 @@ def unit_of(text: str) -> Unit | None:
     >>> unit_of("3 miles per hour"), unit_of("5 apples")
     (Unit(name='mi/h', power=1), None)
     """
+    return quantity_of(text)[1]
+
+
+def quantity_of(text: str, variables: Collection[str] = ()) -> tuple[str, Unit | None]:
+    """A text without the unit that ends it, and that unit; the whole text and None without one. A
+    letter that is one of the variables is no unit.
+
+    >>> quantity_of("5 m"), quantity_of("5 m", {"m"}), quantity_of("52_8")
+    (('5', Unit(name='m', power=1)), ('5 m', None), ('52', Unit(name='base 8', power=1)))
+    """
+    numeral = _BASE.fullmatch(text)
+    if numeral is not None:
+        return numeral["digits"].strip(), Unit(f"base {numeral['base']}")
     match = _WORDS.search(text)
-    if match is None:
-        return Unit("dollar") if "\\$" in text else None
+    if match is not None and match["words"].strip() not in variables:
+        unit = _unit_of_words(match)
+        if unit is not None:
+            return text[: match.start()].strip(), unit
+    return text, Unit("dollar") if "\\$" in text else None
+
+
+def variables_of(text: str) -> set[str]:
+    """The letters that stand alone in a text, but for its unit and for the name before its `=`: of
+    `3m + 2s` m, which is no meter."""
+    expression = _NAMED.sub("", quantity_of(text)[0], count=1)
+    return set(_LETTER.findall(expression))
+
+
+def _unit_of_words(match: re.Match[str]) -> Unit | None:
     words = match["words"].replace(".", " ").lower().split()
     if match["circ"] and len(words) < 2 and words in ([], ["c"], ["f"]):
         return Unit(f"deg{''.join(words)}")
@@ -60,7 +91,7 @@ def unit_of(text: str) -> Unit | None:
     parts = [part.strip() for part in " ".join(words).replace(" per ", "/").split("/")]
     names = [_name_of(part) for part in parts]
     if None in names:
-        return Unit("dollar") if "\\$" in text else None
+        return None
     return Unit("/".join(name for name in names if name), power)
 
 

@@ -73,7 +73,8 @@ _OPENING = r"[\s*_`\"'$\\\[{(]*(?:boxed\{)?"
 _CLOSING = r"[\s*_`\"'$\\\]})]*"
 _NUMBER = (
     r"(?P<number>[+-]?(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+))"
-    r"(?:[^\S\n]*+[*_`\"',]*+[^\S\n]*+\(?(?:/|(?:out\s+|on\s+a\s+scale\s+)?of\b)[\s*_`]*+"
+    r"(?:[^\S\n]*+(?:(?:points?|pts|stars?|marks?)\b)?+"
+    r"[^\S\n]*+[*_`\"',]*+[^\S\n]*+\(?(?:/|(?:out\s+|on\s+a\s+scale\s+)?of\b)[\s*_`]*+"
     r"(?P<scale>[0-9]+(?:\.[0-9]+)?)|\s?(?P<percent>\\?%))?+"
 )
 """A score as judges write it: `8`, `8/10`, `8 (out of 10)`, `**8** / 10`, `80%`."""
@@ -86,6 +87,9 @@ _NOT_BEHIND = (
 _OF_THE_SCALE = re.compile(
     r"[^\S\n]*+[*_`\"']*+[^\S\n]*+\(?+[^\S\n]*+"
     r"(?:[=≙]|(?:would[^\S\n]+)?be(?:ing)?\b|means?\b|stands[^\S\n]+for\b"
+    r"|(?:represents?|denotes?|indicates?|equals?|corresponds[^\S\n]+to)\b"
+    r"|(?:if|for)\b[^.;\n]{0,80}[,;][^\S\n]*(?:and[^\S\n]+)?[0-9]+[^\S\n]+(?:if|for|otherwise)\b"
+    r"|[a-z ]{1,30}\)[^\S\n]*to[^\S\n]*[0-9]"
     r"|is[^\S\n]+(?:the[^\S\n]+|an?[^\S\n]+)?"
     r"(?:perfect|best|worst|highest|lowest|top|max|min|useless)"
     r"|[-–—:→][^\S\n]*[a-z][^.,;\n]{0,40}[,;][^\S\n]*(?:and[^\S\n]+)?[0-9]+[^\S\n]*[-–—:→=])",

@@ -522,6 +522,26 @@ def test_packages_of_one_name_without_an_init_are_an_error_too(tmp_path: Path, l
 
 
 @pytest.mark.usefixtures("fresh_imports")
+def test_a_module_where_python_was_started_is_no_neighbour(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by PYTHONPATH or a script's folder: without an error the reward would get its module."""
+    folder = tmp_path / "rewards"
+    folder.mkdir()
+    for place in (tmp_path, folder):
+        (place / "shoal_test_near.py").write_text("VALUE = 1.0\n")
+    (folder / "score.py").write_text(
+        "import shoal_test_near\ndef score(completions, **kwargs): return [1.0]\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ShoalError, match=r"imports 'shoal_test_near' from its folder, but"):
+        load_functions([f"{folder}/score.py:score"])
+    (folder / "shoal_test_near.py").unlink()
+    (folder / "shoal_test_near").mkdir()  # of data
+    assert len(load_functions([f"{folder}/score.py:score"])) == 1
+
+
+@pytest.mark.usefixtures("fresh_imports")
 def test_a_neighbour_hides_no_installed_module(tmp_path: Path) -> None:
     (tmp_path / "json.py").write_text("dumps = None\n")
     (tmp_path / "rewards.py").write_text(

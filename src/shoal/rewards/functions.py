@@ -8,6 +8,7 @@ import hashlib
 import importlib.util
 import inspect
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -159,13 +160,31 @@ def _check_neighbours(path: Path, code: bytes) -> None:
             if neighbour is None:
                 continue
             for origin in _origins(name):
-                if origin != neighbour and _FOLDERS.intersection(origin.parents):
+                if origin.resolve() == neighbour.resolve():
+                    continue
+                is_of_another_file = bool(_FOLDERS.intersection(origin.parents))
+                if is_of_another_file or (_holds_code(neighbour) and not _is_installed(origin)):
                     raise ShoalError(
                         f"file {file} imports {name!r} from its folder, but {origin} has that name "
                         "already: rename one of the two modules"
                     )
             files = sorted(neighbour.glob("*.py")) if neighbour.is_dir() else [neighbour]
             unread += [(one, one.read_bytes()) for one in files]
+
+
+def _holds_code(neighbour: Path) -> bool:
+    """False for a folder of data, which by its name alone may be a package."""
+    return neighbour.is_file() or any(neighbour.glob("*.py"))
+
+
+def _is_installed(origin: Path) -> bool:
+    """True for a module of Python or of an installed package, which no neighbour replaces; false
+    for one that Python finds because of where it was started, or in PYTHONPATH."""
+    if not origin.is_absolute():  # `built-in` and `frozen`
+        return True
+    standard = {Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")}
+    is_standard = bool(standard.intersection(origin.parents))
+    return is_standard or not {"site-packages", "dist-packages"}.isdisjoint(origin.parts)
 
 
 def _origins(name: str) -> list[Path]:

@@ -494,6 +494,43 @@ def test_tests_get_the_names_that_they_use(code: str, test: str, keys: Any) -> N
 
 @sandboxed
 @pytest.mark.parametrize(
+    ("code", "test"),
+    [
+        ("def f(n):\n    yield n", "assert next(f(3)) == 3 and list(f(4)) == [4]"),
+        (
+            "def f(n): return type('T', (), {'__getitem__': lambda s, i: i + n})()",
+            "assert f(3)[1] == 4",
+        ),
+        (
+            "class f:\n    def __init__(s, n): pass\n    def __repr__(s): return 'x'",
+            "assert str(f(1)) == 'x'",
+        ),
+        ("class f:\n    def __init__(s, n): pass\n    def __len__(s): return 0", "assert not f(1)"),
+        ("class f:\n    def __init__(s, n): pass", "assert f(1)"),
+    ],
+)
+def test_objects_that_stay_with_the_code_are_asked(code: str, test: str) -> None:
+    assert outcome(code, test) == "passed"
+
+
+@sandboxed
+@pytest.mark.parametrize(
+    ("methods", "test"),
+    [
+        ("__bool__ = lambda s: False", "assert f()"),
+        ("__eq__ = lambda s, other: True", "assert f() == 7"),
+        ("__bool__ = lambda s: 2", "assert f()"),
+        ("__len__ = lambda s: 7", "assert len(f()) == 7"),
+        ("__next__ = lambda s: [].pop()", "assert next(f()) == 1"),
+        ("__next__ = lambda s: next(iter([]))", "assert [next(f()) for _ in [1]] == []"),
+    ],
+)
+def test_what_an_object_says_of_itself_lets_nothing_wrong_pass(methods: str, test: str) -> None:
+    assert outcome(f"class f:\n    {methods}", test) == "failed"
+
+
+@sandboxed
+@pytest.mark.parametrize(
     "keys",
     [
         {"reference": "from math import *\ndef gcd(a, b): return 2"},

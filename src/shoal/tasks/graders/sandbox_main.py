@@ -16,6 +16,7 @@ import builtins
 import contextlib
 import ctypes
 import json
+import operator
 import os
 import platform
 import resource
@@ -70,6 +71,18 @@ TYPES = {
 }
 """What MBPP's tests pass as an argument, such as `int` in `remove_datatype((4, 7.7), int)`."""
 
+ASKED = {
+    "get": getattr,
+    "set": setattr,
+    "list": list,
+    "next": next,
+    "bool": bool,
+    "item": operator.getitem,
+    "str": str,
+    "repr": repr,
+}
+"""What the candidate is asked about an object that stays there."""
+
 
 class Ref:
     """An object of the candidate, in the tester."""
@@ -88,6 +101,23 @@ class Ref:
 
     def __iter__(self) -> Any:
         return iter(self._ask("list", self))
+
+    # No comparison and no length: by its own the candidate would decide what is right.
+
+    def __next__(self) -> Any:
+        return self._ask("next", self)
+
+    def __bool__(self) -> bool:
+        return self._ask("bool", self)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._ask("item", self, key)
+
+    def __str__(self) -> str:
+        return self._ask("str", self)
+
+    def __repr__(self) -> str:
+        return self._ask("repr", self)
 
 
 def pack(value: Any, refs: list[Any]) -> Any:
@@ -156,7 +186,7 @@ def candidate(channel: socket.socket) -> None:
             return {name: names[name] for name in rest[0] if name in names}
         if what == "call":
             return target(*rest[0], **rest[1])
-        return {"get": getattr, "set": setattr, "list": list}[what](target, *rest)
+        return ASKED[what](target, *rest)
 
     for line in channel.makefile():
         try:

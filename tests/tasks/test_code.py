@@ -658,6 +658,8 @@ def test_without_a_sandbox_the_task_is_refused(
         ("Sure:\n```python\na = 1\n```\nor\n```py\nb = 2\n```", "b = 2\n"),
         ("c = 3", "c = 3"),
         ("<think>```python\nx\n```</think>\n```\nd = 4\n```", "d = 4\n"),
+        ("```python3\nf = 5\n```", "f = 5\n"),
+        ("```py\r\nh = 6\r\n```", "h = 6\r\n"),
         ("```python\ncut", "```python\ncut"),
     ],
 )

@@ -27,7 +27,7 @@ SYSTEM_PROMPT = (
     "that "
     "begins with ```python and ends with ```."
 )
-_BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
+_BLOCK = re.compile(r"```(?:py(?:thon)?[0-9.]*)?[ \t]*\r?\n(.*?)```", re.DOTALL | re.IGNORECASE)
 
 
 def load(task: TaskSection) -> Task:

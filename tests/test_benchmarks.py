@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
@@ -212,3 +213,43 @@ def test_a_model_fits_with_the_keys_that_need_less_where_it_does_not_with_the_us
     assert (
         plans.fits([]).splitlines()[-1] == "| `l4:1` | 1 L4 | 20.0 | **10.0** | **15.0** | no: 50 |"
     )
+
+
+ANSWERS = {
+    "RAY_AUTH_TOKEN=wrong": "AuthenticationError: Authentication token is missing or incorrect",
+    "ray status": "Active:\n 1 node_4c\n 1 node_89\nTotal Usage:\n 0.0/2.0 CPU",
+    "sampler.kind=ray": "3 steps in 0:58",
+    "grep -ls": "/tmp/ray/session_latest/logs/worker-7e.out",
+}
+"""What machines of a cluster answer to commands with these words."""
+
+
+@pytest.mark.parametrize(
+    "words, answer, error",
+    [
+        ("ray status", ANSWERS["ray status"], ""),
+        ("ray status", "Active:\n 1 node_4c", "of 2 machines 1 are in the cluster"),
+        ("RAY_AUTH_TOKEN=wrong", ANSWERS["ray status"], "the head answers"),
+        ("grep -ls", "", "no worker of the run was on m1"),
+    ],
+)
+def test_the_trial_of_ray_on_several_machines_ends_well_with_a_worker_on_each_alone(
+    tmp_path, words, answer, error
+):
+    """It ended with exit code 0 whatever `ray status` said, and wherever the workers were."""
+    cases = [
+        f"*{word!r}*) printf '%b\\n' {text!r}; [ -n {text!r} ];;"
+        for word, text in {**ANSWERS, words: answer}.items()
+    ]
+    machine = tmp_path / "on"
+    machine.write_text("\n".join(["#!/bin/bash", 'case "$2" in', *cases, "esac", ""]))
+    machine.chmod(0o755)
+    script = Path(__file__).parents[1] / "benchmarks" / "ray_nodes.sh"
+    done = subprocess.run(
+        ["bash", script, "m1=10.0.0.1", "m2=10.0.0.2"],
+        env={"PATH": os.environ["PATH"], "ON": str(machine), "WAIT": "0"},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode != 0) == bool(error), done.stderr
+    assert error in done.stderr

@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 import types
 from dataclasses import replace
 from pathlib import Path
@@ -888,10 +887,13 @@ def test_help_is_quick_and_light():
         "heavy = [m for m in ('jax', 'hydra', 'omegaconf', 'orbax', 'rich') if m in sys.modules]\n"
         "assert not heavy, heavy"
     )
-    started = time.perf_counter()
+    before = os.times()
     done = python(code)
+    after = os.times()
     assert done.returncode == 0, done.stderr
-    assert time.perf_counter() - started < 2  # seconds
+    user = after.children_user - before.children_user
+    system = after.children_system - before.children_system
+    assert user + system < 2  # seconds of CPU: on a machine that is busy, the clock measures others
 
 
 def test_a_mistaken_key_is_found_without_jax():

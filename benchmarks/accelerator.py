@@ -167,7 +167,7 @@ def links(plan: Plan) -> list[float]:
 
     from shoal.mesh.accelerators import ACCELERATORS, accelerator_of
     from shoal.mesh.topology import Topology
-    from shoal.run.plan.transfers import link_of
+    from shoal.plan.transfers import link_of
 
     mesh = jax.make_mesh((len(jax.devices()),), ("all",))
     size, kind, ways = mesh.size, accelerator_of(jax.devices()[0].device_kind), 1.0
@@ -342,7 +342,7 @@ def random_groups(shape: Shape) -> list[Any]:
     """Groups of random tokens that are as long as they may be."""
     import numpy as np
 
-    from shoal.types import Completion, Example, Group, Purpose, StopReason
+    from shoal.records import Completion, Example, Group, Purpose, StopReason
 
     rng, groups, size = np.random.default_rng(0), [], shape.completion
     for row in range(shape.prompts):

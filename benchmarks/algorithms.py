@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from shoal.report.lines import read_lines
+from shoal.runs.lines import read_lines
 
 DISTILL = "distill"
 
@@ -103,7 +103,7 @@ def main() -> None:
 
 def all_names() -> list[str]:
     """The presets, `grpo` first."""
-    from shoal.config.files import PRESETS
+    from shoal.config.words import PRESETS
 
     names = sorted(file.stem for file in (PRESETS / "algorithm").glob("*.yaml"))
     return sorted(names, key=lambda name: name != "grpo")

@@ -28,14 +28,14 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from shoal.config.loading import compose
-from shoal.config.schema import PlanConfig
+from shoal.budget.budget import Figures
+from shoal.budget.memory import parameter_count
+from shoal.config.commands import PlanConfig
+from shoal.config.merge import compose
 from shoal.model.architecture import Architecture
 from shoal.model.flops import forward_flops
-from shoal.run.figures import Figures
-from shoal.run.loading import planned_architecture
-from shoal.run.plan.plan import DEEP, SHALLOW, compilers, cost, describe, extrapolate
-from shoal.run.size import parameter_count
+from shoal.plan.plan import DEEP, SHALLOW, compilers, cost, describe, extrapolate
+from shoal.weights.source import planned_architecture
 
 LENGTHS = "batch.group_size=8 sampling.max_prompt_tokens=256 sampling.max_completion_tokens=512"
 LONG = "sampling.max_prompt_tokens=1024 sampling.max_completion_tokens=64512"

@@ -127,7 +127,7 @@ if what.startswith("boto3"):
     client.list_buckets()
 else:
     from shoal.report.console import Console
-    from shoal.report.mirror import Mirror
+    from shoal.runs.mirror import Mirror
     connect("s3://bucket/run")[0].ls("bucket")
     if what == "shoal up":
         mirror = Mirror(folder / "run", 1, Console())

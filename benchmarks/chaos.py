@@ -39,9 +39,9 @@ from typing import Any
 import numpy as np
 
 from fakes import FakeTrainer, make_fleet, make_run
-from shoal.rollout import member
+from shoal.records import Group, Purpose
+from shoal.rollout import host_health
 from shoal.trainer.schedule import Schedule
-from shoal.types import Group, Purpose
 from unruly import GROUP_SIZE, NAMES, PROMPTS, STEP_SECONDS, Absent, Hosts, Plan
 
 QUESTIONS = 3
@@ -224,7 +224,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--notes", action="store_true", help="what the fleet says of lost hosts")
     options = parser.parse_args(words)
     say = print if options.notes else lambda text: None
-    member.MOST_PAUSE_SECONDS = STEP_SECONDS  # between a loss and the next host of that name
+    host_health.MOST_PAUSE_SECONDS = STEP_SECONDS  # between a loss and the next host of that name
     failed = 0
     for text in options.modes:
         mode, _, k = text.partition("-")

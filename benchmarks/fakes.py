@@ -21,30 +21,21 @@ from typing import Any
 
 import numpy as np
 
-from shoal.config.loading import compose
-from shoal.config.schema import RewardSection
+from shoal.config.merge import compose
+from shoal.config.sections.reward import RewardSection
+from shoal.protocols import Host, RolloutStats, SampleRequest
+from shoal.records import Completion, Example, Group, Purpose, RewardFunction, StopReason
 from shoal.rewards.pool import RewardPool
 from shoal.rollout.fleet import Fleet
-from shoal.rollout.group import GroupRewards
 from shoal.rollout.host import EngineHost, ThreadHost
-from shoal.rollout.publisher import MemoryVersion, Publisher
+from shoal.rollout.ledger import GroupRewards
 from shoal.tasks.task import Task
-from shoal.trainer.checkpoint import Restored
-from shoal.trainer.curriculum import PromptStream, TokenizedExample
 from shoal.trainer.evaluation import Evaluator
 from shoal.trainer.loop import Run
+from shoal.trainer.prompts import PromptStream, TokenizedExample
 from shoal.trainer.schedule import Schedule
-from shoal.types import (
-    Completion,
-    Example,
-    Group,
-    Host,
-    Purpose,
-    RewardFunction,
-    RolloutStats,
-    SampleRequest,
-    StopReason,
-)
+from shoal.weights.checkpoints import Restored
+from shoal.weights.store import MemoryVersion, Publisher
 from simulation import Case, Trace, pinned
 
 VOCABULARY = SimpleNamespace(architecture=SimpleNamespace(vocab_size=1000))

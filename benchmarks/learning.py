@@ -26,7 +26,9 @@ from dataclasses import replace
 from statistics import mean
 from typing import Any
 
-from shoal.config.schema import Config, RewardSection, TaskSection
+from shoal.config.sections.reward import RewardSection
+from shoal.config.sections.task import TaskSection
+from shoal.config.train import Config
 from shoal.tasks.guess import Guess
 from shoal.tasks.task import load_by_name
 

@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from shoal.model.tensor_file import DTYPES, read_header
+from shoal.weights.tensor_files import DTYPES, read_header
 
 GIB = 2**30
 
@@ -35,10 +35,10 @@ def make_checkpoint(folder: Path, layers: int) -> None:
     import ml_dtypes
     import numpy as np
 
-    from shoal.model import hf
     from shoal.model.architecture import Architecture, RopeScaling
     from shoal.model.parameters import param_specs
-    from shoal.model.tensor_file import OutputTensor
+    from shoal.weights import huggingface
+    from shoal.weights.tensor_files import OutputTensor
 
     scaling = RopeScaling("llama3", 8.0, 1.0, 4.0, 8192)
     a = Architecture(128256, 4096, 14336, layers, 32, 8, 128, 500000.0, scaling, norm_eps=1e-5)
@@ -61,7 +61,7 @@ def make_checkpoint(folder: Path, layers: int) -> None:
         for spec in specs
         for layer, name in enumerate(spec.tensor_names)
     ]
-    hf.save(folder, tensors, a, dtype="bfloat16", shard_bytes=int(size / 4.8))
+    huggingface.save(folder, tensors, a, dtype="bfloat16", shard_bytes=int(size / 4.8))
 
 
 def peak() -> float:
@@ -75,13 +75,14 @@ def load(folder: Path, address: str, processes: int, number: int, window: int) -
         jax.distributed.initialize(address, processes, number)
     import jax.numpy as jnp
 
-    from shoal.config.schema import MeshSection
+    from shoal.config.sections.devices import MeshSection
     from shoal.mesh import make_roles
-    from shoal.model import hf, param_layout
-    from shoal.model.hf_config import architecture_of
-    from shoal.model.tensor_file import StoredTensor
+    from shoal.model.families import architecture_of
+    from shoal.weights import huggingface
+    from shoal.weights import layout as weight_layout
+    from shoal.weights.tensor_files import StoredTensor
 
-    param_layout.WINDOW_BYTES, read = window << 20, []
+    weight_layout.WINDOW_BYTES, read = window << 20, []
     plain_read = StoredTensor.read
 
     def counted(self: StoredTensor, start: int, values: Any) -> None:
@@ -95,7 +96,9 @@ def load(folder: Path, address: str, processes: int, number: int, window: int) -
         time.perf_counter(),
         time.process_time(),
     )
-    params = jax.block_until_ready(hf.load(folder, architecture_of(folder), role, jnp.bfloat16))
+    params = jax.block_until_ready(
+        huggingface.load(folder, architecture_of(folder), role, jnp.bfloat16)
+    )
     seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
     arrays = sum(
         shard.data.nbytes for leaf in jax.tree.leaves(params) for shard in leaf.addressable_shards
@@ -105,7 +108,7 @@ def load(folder: Path, address: str, processes: int, number: int, window: int) -
 
 def convert(source: Path, target: Path, to: Any) -> dict[str, Any]:
     from shoal.commands.convert import convert
-    from shoal.config.schema import ConvertConfig
+    from shoal.config.commands import ConvertConfig
 
     started, cpu = time.perf_counter(), time.process_time()
     tokenizer = str(source.parent / "hf") if to == "huggingface" else ""

@@ -20,7 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from shoal.report.lines import read_lines
+from shoal.runs.lines import read_lines
 
 SETTINGS = [
     "batch.prompts_per_step=8",

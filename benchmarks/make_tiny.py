@@ -23,20 +23,22 @@ from typing import Any
 
 import numpy as np
 
+from shoal.chat.tokenizer import Tokenizer
 from shoal.commands.export import export
 from shoal.commands.train import train
-from shoal.config.loading import compose
-from shoal.config.schema import ExportConfig, MeshSection, TaskSection
+from shoal.config.commands import ExportConfig
+from shoal.config.merge import compose
+from shoal.config.sections.devices import MeshSection
+from shoal.config.sections.task import TaskSection
 from shoal.files import check_new_folder
 from shoal.mesh import make_roles
-from shoal.model import hf
 from shoal.model.architecture import Architecture
 from shoal.model.parameters import initialise
-from shoal.model.tokenizer import Tokenizer
+from shoal.records import Example, Messages
 from shoal.tasks import calculator, guess, words
 from shoal.tasks.generated import MadeRows, pick
 from shoal.tasks.task import Task
-from shoal.types import Example, Messages
+from shoal.weights import huggingface
 
 TINY_TEMPLATE = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] }}"
@@ -282,7 +284,7 @@ def make(name: str, folder: str, keys: Sequence[str]) -> None:
         write_tokenizer(files, texts, recipe)
         architecture = small_architecture(recipe, Tokenizer.load(files).vocab_size)
         role = make_roles(MeshSection()).trainer
-        hf.save(model, initialise(architecture, 0, role), architecture, files, np.float32)
+        huggingface.save(model, initialise(architecture, 0, role), architecture, files, np.float32)
         for number, stage in enumerate(recipe.stages):
             config, _ = compose(
                 "sft",

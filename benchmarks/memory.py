@@ -70,19 +70,19 @@ def make_models(folder: Path, names: set[str]) -> dict[str, str]:
     """Model -> its folder; random ones are written with the packaged tokenizer."""
     import jax
 
-    from shoal.config.schema import MeshSection
+    from shoal.config.sections.devices import MeshSection
     from shoal.mesh import make_roles
-    from shoal.model import hf
-    from shoal.model.names import locate
     from shoal.model.parameters import initialise
+    from shoal.weights import huggingface
+    from shoal.weights.hub import locate
 
     role, tiny = make_roles(MeshSection(), jax.devices()[:1]).trainer, locate("tiny")
     found = {"tiny": "tiny"}
     for name, a in shapes().items():
         target = folder / name
         if name in names and not target.exists():
-            hf.save(target, initialise(a, 0, role), a)  # type: ignore[arg-type]
-            hf.copy_tokenizer(tiny, target)
+            huggingface.save(target, initialise(a, 0, role), a)  # type: ignore[arg-type]
+            huggingface.copy_tokenizer(tiny, target)
         found[name] = str(target)
     return found
 
@@ -105,7 +105,7 @@ def run_measured(
 ) -> tuple[int, str]:
     """The largest resident memory of a process and its workers, in bytes, and its standard
     output."""
-    from shoal.run.preflight.resident import children_bytes
+    from shoal.job.step_trial import children_bytes
 
     with (
         open(log, "w") as errors,

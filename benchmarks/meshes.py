@@ -74,7 +74,7 @@ class Trial:
         ]
 
     def groups(self, completions: Any = None) -> list[Any]:
-        from shoal.types import Completion, Example, Group, Purpose, StopReason
+        from shoal.records import Completion, Example, Group, Purpose, StopReason
 
         def drawn(row: int, index: int) -> Any:
             if completions is not None:
@@ -116,7 +116,8 @@ class Trial:
         return batch
 
     def learner(self, role: Any, dtype: Any = None) -> Any:
-        from shoal.config.schema import AlgorithmSection, OptimizerSection
+        from shoal.config.sections.algorithm import AlgorithmSection
+        from shoal.config.sections.optimizer import OptimizerSection
         from shoal.model.transformer import Model
         from shoal.trainer.loss import make_objective
         from shoal.trainer.step import Learner
@@ -153,10 +154,10 @@ class Trial:
     def sample(self, roles: Any) -> dict[tuple[int, int], Any]:
         """The completions that the sampler draws with the trainer's weights, published to it."""
         from shoal.model.transformer import Model
-        from shoal.rollout.publication import publish_to
-        from shoal.sampler.drain import drain
-        from shoal.sampler.engine import Engine
-        from shoal.types import Address, SampleRequest, SamplingParams
+        from shoal.protocols import SampleRequest
+        from shoal.records import Address, SamplingParams
+        from shoal.sampler.engine import Engine, drain
+        from shoal.weights.sampler_copy import publish_to
 
         model = Model(self.architecture, roles.sampler, self.dtype)
         engine = Engine(
@@ -209,7 +210,7 @@ def main() -> None:
     }
     import jax.numpy as jnp
 
-    from shoal.config.schema import MeshSection
+    from shoal.config.sections.devices import MeshSection
     from shoal.mesh import make_roles
 
     trial, alone = Trial(options.devices, options.dtype), make_roles(MeshSection())

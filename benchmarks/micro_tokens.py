@@ -26,7 +26,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from shoal.types import Group
+    from shoal.records import Group
 
 NUM_PROMPTS = 1
 PROMPT = 64
@@ -49,7 +49,7 @@ def make_group(number: int, lengths: Sequence[int], vocabulary: int) -> Group:
     """A group of random tokens with completions of these lengths and rewards that differ."""
     import numpy as np
 
-    from shoal.types import Completion, Example, Group, Purpose, StopReason
+    from shoal.records import Completion, Example, Group, Purpose, StopReason
 
     rng = np.random.default_rng(number)
     completions = []
@@ -86,8 +86,10 @@ def make_group(number: int, lengths: Sequence[int], vocabulary: int) -> Group:
 def row_sizes(longest: int) -> list[int]:
     """The values of `batch.micro_tokens` that are compared for completions of at most so many
     tokens."""
-    from shoal.config.schema import BatchSection, Config, SamplingSection
-    from shoal.run.fitting import cpu_micro_tokens
+    from shoal.budget.auto import cpu_micro_tokens
+    from shoal.config.sections.optimizer import BatchSection
+    from shoal.config.sections.sampling import SamplingSection
+    from shoal.config.train import Config
 
     batch = BatchSection(prompts_per_step=NUM_PROMPTS, group_size=GROUP_SIZE, micro_tokens=BASELINE)
     sampling = SamplingSection(max_prompt_tokens=PROMPT, max_completion_tokens=longest)

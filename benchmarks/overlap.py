@@ -41,7 +41,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from fakes import run_case
-from shoal.report.lines import read_lines
+from shoal.runs.lines import read_lines
 from simulation import Case, Figures, figures, sampling_seconds, simulate
 
 MODES = [

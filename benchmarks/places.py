@@ -17,14 +17,14 @@ import time
 import jax
 import numpy as np
 
-from shoal.config.schema import MeshSection
+from shoal.config.sections.devices import MeshSection
 from shoal.mesh import make_roles
 from shoal.model.architecture import Architecture
 from shoal.model.parameters import initialise
 from shoal.model.transformer import Model
-from shoal.sampler.drain import drain
-from shoal.sampler.engine import Engine
-from shoal.types import Address, SampleRequest, SamplingParams
+from shoal.protocols import SampleRequest
+from shoal.records import Address, SamplingParams
+from shoal.sampler.engine import Engine, drain
 
 SHAPES = {
     "1M": Architecture(1024, 128, 384, 4, 4, 2, 32, tie_embeddings=True),

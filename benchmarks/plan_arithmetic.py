@@ -183,11 +183,11 @@ JOBS: Mapping[str, Job] = {
 
 _ASK = """
 import json, os, sys
-from shoal.config.loading import compose
+from shoal.config.merge import compose
 from shoal.mesh.topology import ENVIRONMENT
 os.environ.update(ENVIRONMENT)
-from shoal.run.plan.analysis import traced_costs
-from shoal.run.plan.job import planned_job
+from shoal.plan.analysis import traced_costs
+from shoal.plan.job import planned_job
 config, _ = compose("plan", sys.argv[1:])
 with planned_job(config, config.topology) as job:
     programs, figures, traced = job.programs(), job.describe(), {}

@@ -30,9 +30,9 @@ from pathlib import Path
 from typing import Any
 
 from shoal.commands.plan import record
-from shoal.config.loading import compose
+from shoal.config.merge import compose
 from shoal.mesh.topology import parse_topology
-from shoal.run.plan.plan import compilers, describe, make_plan
+from shoal.plan.plan import compilers, describe, make_plan
 
 LENGTHS = "batch.group_size=8 sampling.max_prompt_tokens=256 sampling.max_completion_tokens=512"
 

@@ -101,7 +101,7 @@ class Reader:
     """A sampler in a process of its own."""
 
     def __init__(self, layers: int) -> None:
-        from shoal.config.schema import MeshSection
+        from shoal.config.sections.devices import MeshSection
         from shoal.mesh import make_roles
         from shoal.model.transformer import Model
 
@@ -130,10 +130,11 @@ class Reader:
         """Seconds: the median of a dispatch, and those around a load beyond what their dispatches
         usually take. The load itself also waits for the dispatches that are under way, in which the
         sampler does not stand still."""
+        from shoal.protocols import SampleRequest
+        from shoal.records import Address, SamplingParams
         from shoal.rollout.host import EngineHost
         from shoal.sampler.engine import Engine
         from shoal.sampler.programs import CHUNK
-        from shoal.types import Address, SampleRequest, SamplingParams
 
         self.held, seconds, tokens = None, [], 0
         engine = Engine(
@@ -296,8 +297,8 @@ def measure_memory(args: argparse.Namespace) -> None:
     `publish`."""
     import jax
 
-    from shoal.config.schema import MeshSection
-    from shoal.rollout.publisher import MemoryPublisher
+    from shoal.config.sections.devices import MeshSection
+    from shoal.weights.store import MemoryPublisher
 
     trainer = Trainer(args.layers, MeshSection(trainer="1", sampler=str(args.workers)))
     publisher = MemoryPublisher(trainer.model, in_parts=True)
@@ -327,8 +328,8 @@ def measure_memory(args: argparse.Namespace) -> None:
 
 
 def measure_stored(args: argparse.Namespace) -> None:
-    from shoal.config.schema import MeshSection
-    from shoal.rollout.publisher import FilePublisher, default_folder
+    from shoal.config.sections.devices import MeshSection
+    from shoal.weights.store import FilePublisher, default_folder
 
     with ExitStack() as stack:
         if args.part == "ray":
@@ -345,7 +346,7 @@ def measure_stored(args: argparse.Namespace) -> None:
             stack.callback(ray.shutdown)
         trainer = Trainer(args.layers, MeshSection(data=1))
         if args.part == "ray":
-            from shoal.rollout.cluster import ObjectPublisher
+            from shoal.rollout.ray_host import ObjectPublisher
 
             publisher: Any = ObjectPublisher(trainer.model)
         else:

@@ -38,12 +38,12 @@ from pathlib import Path
 from ray.cluster_utils import Cluster as Nodes
 
 from kills import command, differences
-from shoal.report.lines import read_lines
+from shoal.runs.lines import read_lines
 
 FIXED = ("train.versions=fixed", "train.max_staleness=1")
 CHILD = """import sys
 from shoal import cli
-from shoal.rollout import member
+from shoal.rollout import host_health
 member.MOST_PAUSE_SECONDS = 1.0  # between a loss and the restart: 50 kills would take half an hour
 sys.exit(cli.main(sys.argv[1:]))"""
 MARK = "RAY_CHAOS_RUN"
@@ -290,7 +290,7 @@ def newest(bench: Bench) -> bool:
 
 def rows_of(run: Path) -> Mapping[int, list[int]]:
     """Rows of the data by step, in order."""
-    from shoal.report.groups import read_file
+    from shoal.runs.groups import read_file
 
     return {
         int(file.stem.rpartition("_")[2]): [one.group.example.row for one in read_file(file)]

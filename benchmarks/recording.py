@@ -22,11 +22,11 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from shoal.records import Completion, Example, Group, Purpose, StopReason
 from shoal.report.console import Console
-from shoal.report.folder import RunFolder
-from shoal.report.metrics import MetricSet
 from shoal.report.recorder import Recorder, StepRecord
-from shoal.types import Completion, Example, Group, Purpose, StopReason
+from shoal.runs.metrics import MetricSet
+from shoal.runs.writer import RunFolder
 
 
 def make_groups(

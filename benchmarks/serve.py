@@ -32,20 +32,21 @@ from typing import Any
 import jax
 import numpy as np
 
-from shoal.config.schema import MeshSection
+from shoal.chat.tokenizer import Tokenizer
+from shoal.config.sections.devices import MeshSection
 from shoal.mesh import make_roles
 from shoal.model.architecture import Architecture
-from shoal.model.names import locate
 from shoal.model.parameters import initialise
-from shoal.model.tokenizer import Tokenizer
 from shoal.model.transformer import Model
-from shoal.rollout.publisher import MemoryPublisher
-from shoal.rollout.serving import HostSampler
+from shoal.protocols import SampleRequest
+from shoal.records import Address, SamplingParams
 from shoal.sampler.engine import Engine
+from shoal.serve.api import SHAPES
 from shoal.serve.app import Api
-from shoal.serve.calls import SHAPES
+from shoal.serve.host_sampler import HostSampler
 from shoal.serve.server import listen, make_server
-from shoal.types import Address, SampleRequest, SamplingParams
+from shoal.weights.hub import locate
+from shoal.weights.store import MemoryPublisher
 
 AT_ONCE, PROMPT = 32, 32
 SIZES = {

@@ -26,7 +26,7 @@ from typing import Any
 
 from scipy.stats import t as student
 
-from shoal.report.lines import read_lines
+from shoal.runs.lines import read_lines
 
 OWN_DEVICES = ("mesh.trainer=1", "mesh.sampler=1", "train.versions=newest")
 CONTROL = ("train.max_staleness=8", "algorithm.num_minibatches=4")

@@ -32,8 +32,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import numpy as np
 
+    from shoal.records import Group
     from shoal.trainer.batch import LearnerBatch
-    from shoal.types import Group
 
 
 @dataclass(frozen=True)
@@ -87,19 +87,16 @@ class Trial:
     def __init__(self, shape: Shape, dtype: Any, rank: int = 0) -> None:
         import jax
 
-        from shoal.config.schema import (
-            BatchSection,
-            Config,
-            ModelSection,
-            OptimizerSection,
-            SamplingSection,
-        )
+        from shoal.budget.auto import trained_model
+        from shoal.config.sections.model import ModelSection
+        from shoal.config.sections.optimizer import BatchSection, OptimizerSection
+        from shoal.config.sections.sampling import SamplingSection
+        from shoal.config.train import Config
+        from shoal.job.job import Job
         from shoal.mesh import make_roles
         from shoal.model.architecture import PRODUCTS, Adapter, Architecture
         from shoal.report.console import Console
-        from shoal.run.fitting import trained_model
-        from shoal.run.job import Job
-        from shoal.run.loading import ModelSpec
+        from shoal.weights.source import ModelSpec
 
         self.shape, self.computed = shape, 0
         self.architecture = Architecture(
@@ -158,7 +155,7 @@ class Trial:
         )
 
     def publish(self, version: int, trainable: Any) -> None:
-        from shoal.rollout.publication import publish_to
+        from shoal.weights.sampler_copy import publish_to
 
         self.engine.load(version, publish_to(self.model.on(self.roles.sampler), trainable))
 
@@ -166,8 +163,9 @@ class Trial:
         """A step's groups, with completions of these lengths."""
         import numpy as np
 
-        from shoal.sampler.drain import drain
-        from shoal.types import Address, Example, Group, Purpose, SampleRequest, SamplingParams
+        from shoal.protocols import SampleRequest
+        from shoal.records import Address, Example, Group, Purpose, SamplingParams
+        from shoal.sampler.engine import drain
 
         shape, rng = self.shape, np.random.default_rng(step)
         ids = rng.integers(0, shape.vocabulary, (len(lengths), shape.prompt)).astype(np.int32)

@@ -23,22 +23,24 @@ from typing import Any
 import jax
 import numpy as np
 
-from shoal.config.environment_section import EnvironmentSection
-from shoal.config.schema import MeshSection, RewardSection
+from shoal.chat.tool_calls import ToolCall
+from shoal.config.sections.devices import MeshSection
+from shoal.config.sections.reward import RewardSection
+from shoal.config.sections.task import EnvironmentSection
 from shoal.mesh import make_roles
 from shoal.model.architecture import Architecture
 from shoal.model.parameters import initialise
-from shoal.model.tool_calls import ToolCall
 from shoal.model.transformer import Model
+from shoal.protocols import GroupRequest
+from shoal.records import Example, Purpose, RewardFunction, SamplingParams
 from shoal.rewards.pool import RewardPool
 from shoal.rollout.fleet import Fleet
-from shoal.rollout.group import GroupRewards
 from shoal.rollout.host import EngineHost, ThreadHost
-from shoal.rollout.player import Player
-from shoal.rollout.publisher import MemoryPublisher
+from shoal.rollout.ledger import GroupRewards
+from shoal.rollout.turn_driver import Player
 from shoal.sampler.engine import Engine
 from shoal.tasks.task import Task
-from shoal.types import Example, GroupRequest, Purpose, RewardFunction, SamplingParams
+from shoal.weights.store import MemoryPublisher
 from shoal.workers.sessions import Reply
 
 MODEL = Architecture(

@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 
 from fakes import SleepingEngine, thread_host
-from shoal.types import Completion, Host, HostLost, HostProgress, Manifest, SampleRequest
+from shoal.protocols import Host, HostProgress, Manifest, SampleRequest
+from shoal.records import Completion, HostLost
 
 PROMPTS, GROUP_SIZE = 4, 4
 TOKEN_SECONDS = 0.002

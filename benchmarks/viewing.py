@@ -43,10 +43,10 @@ def make(options: argparse.Namespace) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    from shoal.config.schema import Config
-    from shoal.config.text import texts_of
-    from shoal.report.folder import RunFolder
-    from shoal.report.groups import to_table
+    from shoal.config.stored import texts_of
+    from shoal.config.train import Config
+    from shoal.runs.groups import to_table
+    from shoal.runs.writer import RunFolder
 
     random_numbers = np.random.default_rng(0)
     groups = _groups(options, random_numbers)
@@ -119,7 +119,7 @@ def _new_folder(to: str) -> Path:
 
 
 def _groups(options: argparse.Namespace, numbers: np.random.Generator) -> list[Any]:
-    from shoal.types import Completion, Example, Group, Purpose, StopReason
+    from shoal.records import Completion, Example, Group, Purpose, StopReason
 
     words = np.array(
         [

@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 from statistics import mean
 
-from shoal.report.lines import read_lines
+from shoal.runs.lines import read_lines
 from staleness import interval, last_accuracy
 
 MODES = {

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shoal.compat.flags import Flag
-from shoal.compat.translation import SYSTEMS
-from shoal.report.metrics import METRICS, is_clock
+from shoal.compat.front import SYSTEMS
+from shoal.runs.metrics import METRICS, is_clock
 
 EVALUATION: Mapping[str, tuple[str, str]] = {
     "num_questions": ("questions", "number of questions"),
@@ -90,7 +90,7 @@ _METRICS_HEAD = """\
 
 After reading this page you know what each number of a run means, and what TRL and verl call it.
 
-<!-- made by `python docs/reference.py`; change `src/shoal/report/metrics.py` instead -->
+<!-- made by `python docs/reference.py`; change `src/shoal/runs/metrics.py` instead -->
 
 Each step writes a line to `metrics.jsonl`, with `step` counted from 1. TensorBoard
 (`report.tensorboard=true`) and Weights & Biases (`report.wandb.mode=online`, or `offline`) get the

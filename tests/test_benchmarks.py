@@ -184,7 +184,7 @@ def test_chaos_changes_nothing(chaos, capsys, mode):
 
 @pytest.mark.slow
 def test_chaos_finds_a_fault(chaos, monkeypatch, capsys):
-    from shoal.rollout.group import Ledger
+    from shoal.rollout.ledger import Ledger
 
     hand_over = Ledger.hand_over
     monkeypatch.setattr(

@@ -21,12 +21,12 @@ import shoal
 from shoal import cli
 from shoal.commands.help import command_help
 from shoal.commands.multirun import combine
-from shoal.config.arguments import names_of
-from shoal.config.foreign import translator
-from shoal.config.keys import COMMANDS, keys_of, sections_of
-from shoal.config.loading import compose
-from shoal.config.schema import Config
-from shoal.report.metrics import METRICS
+from shoal.config.commands import COMMANDS
+from shoal.config.key import keys_of, sections_of
+from shoal.config.merge import compose
+from shoal.config.train import Config
+from shoal.config.words import names_of, translator
+from shoal.runs.metrics import METRICS
 from test_architecture import LAYERS
 from test_readme import path_of_the_page, resolve
 

@@ -10,8 +10,9 @@ from pathlib import Path
 
 from scripts import load
 
-from shoal.config.keys import COMMANDS, keys_of
-from shoal.report.metrics import METRICS
+from shoal.config.commands import COMMANDS
+from shoal.config.key import keys_of
+from shoal.runs.metrics import METRICS
 
 PACKAGE = Path(__file__).parent.parent / "src" / "shoal"
 

@@ -163,8 +163,8 @@ def test_the_example_command_lines_compose(line: str):
     import shlex
 
     from shoal.commands.multirun import combine
-    from shoal.config.keys import COMMANDS
-    from shoal.config.loading import compose
+    from shoal.config.commands import COMMANDS
+    from shoal.config.merge import compose
 
     _, command, *words = shlex.split(line, comments=True)
     own = [word for word in words if word not in ("--dry-run", "--multirun")]

@@ -15,19 +15,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.run.interrupt import end_on_interrupt, is_command
+from shoal.job.interrupt import end_on_interrupt, is_command
 
 if is_command():  # Ctrl-C is one line while the rest is imported
     end_on_interrupt()
 
-from shoal.config.foreign import register
-from shoal.config.sections import REWARD_PRESETS
-from shoal.types import Example, ShoalError
+from shoal.config.sections.reward import REWARD_PRESETS
+from shoal.config.words import register
+from shoal.records import Example, ShoalError
 
 if TYPE_CHECKING:
+    from shoal.records import RewardFunction
     from shoal.runs.result import Result, load_run
     from shoal.tasks.task import Task
-    from shoal.types import RewardFunction
     from shoal.workers.rollout_function import generate_rollout_completions
 
 __all__ = [
@@ -51,12 +51,12 @@ REWARD_PRESETS.update(
         "verl": "shoal.compat.gsm8k_rewards:VERL",
     }
 )
-register(lambda: importlib.import_module("shoal.compat.translation").Translator())
+register(lambda: importlib.import_module("shoal.compat.front").Translator())
 
 _LAZY = {
     "Result": "shoal.runs.result",
     "load_run": "shoal.runs.result",
-    "RewardFunction": "shoal.types",
+    "RewardFunction": "shoal.records",
     "Task": "shoal.tasks.task",
     "generate_rollout_completions": "shoal.workers.rollout_function",
 }
@@ -84,9 +84,9 @@ def train(
     two underscores (`optimizer__lr=1e-5`). One that is None is not given.
     """
     from shoal.commands.train import train as run
-    from shoal.run.cache import cache_by_configuration
-    from shoal.run.processes import open_console
-    from shoal.run.resume import from_overrides_on_run
+    from shoal.job.cache import cache_by_configuration
+    from shoal.job.process import open_console
+    from shoal.job.resume import from_overrides_on_run
     from shoal.runs.result import Result
 
     config, resolved, functions = from_overrides_on_run(_named(task, held_out, correct, overrides))
@@ -112,10 +112,10 @@ def evaluate(
 
     Of rows of your own, `held_out` is evaluated; without it, all of `task`, up to
     `task.num_eval_questions`."""
-    from shoal.commands.own_task import with_own_task
-    from shoal.config.loading import from_overrides
-    from shoal.config.schema import EvalConfig
-    from shoal.run.cache import cache_by_configuration
+    from shoal.config.commands import EvalConfig
+    from shoal.config.merge import from_overrides
+    from shoal.job.cache import cache_by_configuration
+    from shoal.job.own_task import with_own_task
     from shoal.tasks.data import evaluating
 
     config, resolved, functions = from_overrides(
@@ -123,7 +123,7 @@ def evaluate(
     )
     config, resolved = with_own_task(config, resolved, bool(functions))
     if config.responses:
-        from shoal.commands.responses import score_responses
+        from shoal.commands.evaluate import score_responses
 
         everything = replace(config, task=replace(config.task, num_eval_questions=0))
         with evaluating():
@@ -140,7 +140,7 @@ def evaluate(
 def diff(run: Any, other: Any) -> dict[str, Any]:
     """Compares two run folders, prints what differs and returns it; as `shoal diff`."""
     from shoal.commands.diff import diff
-    from shoal.config.schema import DiffConfig
+    from shoal.config.commands import DiffConfig
 
     return diff(DiffConfig(str(run), str(other)))
 
@@ -153,7 +153,7 @@ def __getattr__(name: str) -> Any:
 
 def _named(task: Any, held_out: Any, correct: Any, overrides: Mapping[str, Any]) -> dict[str, Any]:
     """The overrides with the task under its name, which for data from Python is `rows`."""
-    from shoal.tasks.rows import is_data
+    from shoal.tasks.examples import is_data
     from shoal.tasks.task import ROWS
 
     if is_data(task):
@@ -168,8 +168,8 @@ def _task_of_data(
     task: Any, held_out: Any, correct: Any, config: Any, functions: Sequence[Callable]
 ) -> Task | None:
     """The task of rows or a `Task`; None where `task` is a name or settings."""
-    from shoal.run.task import task_of_data
-    from shoal.tasks.rows import is_data
+    from shoal.job.task import task_of_data
+    from shoal.tasks.examples import is_data
 
     return (
         task_of_data(task, held_out, correct, config.task, config.reward, functions)
@@ -181,7 +181,7 @@ def _task_of_data(
 def _with_functions_named(config: Any, functions: Sequence[Callable]) -> Any:
     """The configuration with the names of the functions given, so that a run folder shows that
     there were some."""
-    from shoal.config.loading import FROM_PYTHON
+    from shoal.config.merge import FROM_PYTHON
     from shoal.rewards.functions import name_functions
 
     if not functions:
@@ -192,7 +192,7 @@ def _with_functions_named(config: Any, functions: Sequence[Callable]) -> Any:
 
 def _with_environments_named(config: Any, task: Task | None) -> Any:
     """The configuration with the names of a task's own tools and environments, in place of none."""
-    from shoal.config.loading import name_given
+    from shoal.config.merge import name_given
 
     if task is None or not (task.tools or task.environments) or config.turns:
         return config

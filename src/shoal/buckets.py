@@ -2,7 +2,7 @@
 machine:
 
     copies/s3/BUCKET/...     what was fetched: models, data, runs that are read
-    runs/s3/BUCKET/...       run folders that train here; report/mirror.py keeps the bucket equal to
+    runs/s3/BUCKET/...       run folders that train here; runs/mirror.py keeps the bucket equal to
                              them
     outputs/s3/BUCKET/...    what is being written; it is uploaded when it is whole
 
@@ -31,7 +31,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 from shoal.paths import path_within
-from shoal.types import ShoalError
+from shoal.records import ShoalError
 
 T = TypeVar("T")
 

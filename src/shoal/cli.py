@@ -20,16 +20,17 @@ from typing import TYPE_CHECKING, Any
 from shoal.buckets import is_bucket
 from shoal.commands.help import command_help, dry_run, options_of, overview
 from shoal.compat.token import redact_token
-from shoal.config.arguments import POSITIONALS, argument_for, switch_of
-from shoal.config.keys import COMMANDS, keys_of
-from shoal.config.text import require_given
-from shoal.run.cache import cache_by_environment
-from shoal.run.interrupt import end_on_interrupt, raise_on_interrupt
+from shoal.config.commands import COMMANDS
+from shoal.config.key import keys_of
+from shoal.config.stored import require_given
+from shoal.config.words import POSITIONALS, argument_for, switch_of
+from shoal.job.cache import cache_by_environment
+from shoal.job.interrupt import end_on_interrupt, raise_on_interrupt
+from shoal.records import ShoalError
 from shoal.text import did_you_mean
-from shoal.types import ShoalError
 
 if TYPE_CHECKING:
-    from shoal.config.loading import Resolved
+    from shoal.config.merge import Resolved
 
 FAILED_EXIT_CODE = 1
 USAGE_EXIT_CODE = 2
@@ -93,7 +94,7 @@ def _run(words: list[str]) -> int:
         print(overview())
         return 0
     if words[0] in ("-V", "--version"):
-        from shoal.run.fingerprint import package_version
+        from shoal.job.fingerprint import package_version
 
         print(f"shoal {package_version('shoal')}")
         return 0
@@ -144,7 +145,7 @@ def _run_command(command: str, words: list[str], job: Sequence[str] = ()) -> int
     if command == "launch":
         config = replace(config, job=(*config.job, *job), dry_run=config.dry_run or only_shown)
     elif only_shown:
-        from shoal.run.dry_run import adapter_lines, check_dry_run
+        from shoal.job.dry_run import adapter_lines, check_dry_run
 
         with (
             _stdout_is_stderr(),
@@ -174,7 +175,7 @@ def _run_command(command: str, words: list[str], job: Sequence[str] = ()) -> int
     ):
         result = _call(command, config, resolved)
     if as_json:
-        from shoal.report.lines import json_ready
+        from shoal.runs.lines import json_ready
 
         print(json.dumps(json_ready(result), indent=2, ensure_ascii=False, allow_nan=False))
     return USAGE_EXIT_CODE if isinstance(result, Mapping) and result.get("ok") is False else 0
@@ -189,12 +190,12 @@ def _explained(command: str, config: Any, resolved: Resolved) -> Iterator[None]:
     except Exception as error:
         known: Exception | None = error if isinstance(error, ShoalError) else None
         if known is None and command in MEMORY_EXPLAINED:
-            from shoal.run.out_of_memory import explain_out_of_memory
+            from shoal.job.out_of_memory import explain_out_of_memory
 
             known = explain_out_of_memory(error, config)
         if known is None:
             raise
-        from shoal.compat.translation import in_their_names
+        from shoal.compat.front import in_their_names
 
         raise ShoalError(in_their_names(str(known), resolved)) from error
 
@@ -204,7 +205,7 @@ def _in_their_names(resolved: Resolved) -> Callable[[str], str]:
     were typed."""
     if not resolved.became:
         return str
-    from shoal.compat.translation import in_their_names
+    from shoal.compat.front import in_their_names
 
     return partial(in_their_names, resolved=resolved)
 
@@ -212,14 +213,14 @@ def _in_their_names(resolved: Resolved) -> Callable[[str], str]:
 def _compose(command: str, words: list[str]) -> tuple[Any, Resolved]:
     """The configuration; with `resume`, and of `eval model=RUN`, on top of the run's own."""
     if "resume" in keys_of(COMMANDS[command]):
-        from shoal.run.resume import compose_job
+        from shoal.job.resume import compose_job
 
         return compose_job(COMMANDS[command], words)
-    from shoal.config.loading import compose
+    from shoal.config.merge import compose
 
     config, resolved = compose(command, words)
     if command == "eval" and (is_bucket(config.model.path) or Path(config.model.path).is_dir()):
-        from shoal.commands.own_task import with_own_task
+        from shoal.job.own_task import with_own_task
 
         return with_own_task(config, resolved)
     return config, resolved
@@ -228,7 +229,7 @@ def _compose(command: str, words: list[str]) -> tuple[Any, Resolved]:
 def _call(command: str, config: Any, resolved: Resolved) -> Any:
     """Calls the command's function, which has the name of its module."""
     if command in ("train", "sft"):
-        from shoal.run.processes import open_console
+        from shoal.job.process import open_console
 
         config, console = open_console(config)
     else:

@@ -20,8 +20,8 @@ from typing import Any
 
 from shoal import buckets
 from shoal.buckets import COPIES, OUTPUTS, RUNS, is_bucket
+from shoal.records import ShoalError
 from shoal.stop import NotHere
-from shoal.types import ShoalError
 
 MOST_OF_NAME = 200
 """Characters of a file's name that its temporary file has too: a name may have 255 bytes."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from shoal.types import ShoalError
+from shoal.records import ShoalError
 
 
 def path_within(folder: Path, name: Any, named_by: str) -> Path:

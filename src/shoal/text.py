@@ -1,13 +1,17 @@
-"""Text for people: the nearest of some names, a number with its noun, one line of a long text."""
+"""Text for people: numbers, shares, bytes, seconds and durations; the nearest of some names; one
+line of a long text."""
 
 from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 CLOSE = 0.75
 """Likeness from which a name is taken for a misspelling."""
+
 
 BEGINNING = 0.9
 """Likeness of a name to its first letters: `num_gen` means num_generations rather than num_envs."""
@@ -126,3 +130,113 @@ def ranges(numbers: Iterable[int]) -> str:
         else:
             parts.append([number, number])
     return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in parts)
+
+
+def one_line(text: object) -> str:
+    """The text with every run of white space as one blank."""
+    return " ".join(str(text).split())
+
+
+def number_text(value: float, digits: int = 3) -> str:
+    """A number as a person writes it: so many significant digits, no exponent where few zeros do, 0
+    for noise.
+
+    >>> [number_text(value) for value in (0.41234, 2.17e-14, 0.00002, 1234.5)]
+    ['0.412', '0', '0.00002', '1,234']
+    """
+    if abs(value) < 1e-9:
+        return "0"
+    if not 1e-5 <= abs(value) < 1e12:
+        return f"{value:.{digits}g}"
+    decimals = max(0, digits - 1 - math.floor(math.log10(abs(value))))
+    text = f"{value:,.{decimals}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def figure(value: Any, digits: int = 4) -> str:
+    """A figure as tables show it; `-` for none."""
+    return (
+        "-" if value is None else f"{value:.{digits}g}" if isinstance(value, float) else str(value)
+    )
+
+
+def duration(seconds: float) -> str:
+    """Minutes and seconds, with hours if any: 0:05, 1:02:03."""
+    if not math.isfinite(seconds):
+        return "?"
+    minutes, rest = divmod(max(0, round(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def speed_text(value: float | None) -> str:
+    if value is None:
+        return "-"
+    for limit, letter in ((1e6, "M"), (1e3, "k")):
+        if abs(value) >= limit:
+            return f"{value / limit:.1f}{letter} tokens/s"
+    return f"{value:.0f} tokens/s"
+
+
+def is_share(name: str) -> bool:
+    return not name.startswith("rewards/") and (
+        name.startswith(("accuracy", "pass", "maj"))
+        or name.endswith(
+            ("accuracy", "share", "fraction", "well_formed", "truncated", "_strict", "_loose")
+        )
+    )
+
+
+def is_number(value: Any) -> bool:
+    return (
+        not isinstance(value, bool)
+        and hasattr(value, "__float__")
+        and getattr(value, "ndim", 0) == 0
+    )
+
+
+def figure_text(name: str, value: Any) -> str:
+    """One figure as text: shares in percent, seconds with their unit, other numbers in a few
+    digits."""
+    if value is None:
+        return "-"
+    if not is_number(value):
+        return one_line(value)
+    number = float(value)
+    if not math.isfinite(number):
+        return "not a number"
+    if is_share(name):
+        return f"{100 * number:.1f}%"
+    if name.endswith("tokens_per_second"):
+        return speed_text(number)
+    if name.endswith("seconds") or name.startswith("seconds"):
+        return f"{number:.1f} s"
+    return f"{number:.0f}" if number.is_integer() and abs(number) < 1e15 else number_text(number, 4)
+
+
+def text_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table, the first column aligned left and the others right."""
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    return [
+        "  ".join(
+            f"{cell:<{width}}" if place == 0 else f"{cell:>{width}}"
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in (head, *rows)
+    ]
+
+
+def gib(num_bytes: float) -> str:
+    """Bytes for reading: 1.2 GiB, 34 MiB."""
+    for limit, unit in ((1 << 40, "TiB"), (1 << 30, "GiB")):
+        if num_bytes >= limit:
+            return f"{num_bytes / limit:,.1f} {unit}"
+    return f"{num_bytes / (1 << 20):.1f} MiB"
+
+
+def seconds_text(seconds: float) -> str:
+    """0.34 s, 12 s, 3.4 min, 5.2 h."""
+    for limit, divisor, unit in ((100, 1, "s"), (6000, 60, "min")):
+        if seconds < limit:
+            return f"{seconds / divisor:.{1 if seconds / divisor >= 1 else 2}f} {unit}"
+    return f"{seconds / 3600:.1f} h"

@@ -16,27 +16,29 @@ import pytest
 
 from shoal import cli
 from shoal.commands.compat import words_of_door
-from shoal.commands.help import TOPICS, step_text
-from shoal.config.keys import COMMANDS, keys_of, sections_of
-from shoal.config.loading import compose
-from shoal.config.schema import (
-    BatchSection,
-    Config,
+from shoal.commands.help import TOPICS
+from shoal.config.commands import (
+    COMMANDS,
     DiffConfig,
     DoctorConfig,
     EvalConfig,
     ExportConfig,
     ExportRolloutsConfig,
     GenerateConfig,
-    MeshSection,
     PlanConfig,
     ReplayConfig,
     RescoreConfig,
-    RewardSection,
     ViewConfig,
 )
-from shoal.run.interrupt import is_command
-from shoal.types import ShoalError
+from shoal.config.derived import step_text
+from shoal.config.key import keys_of, sections_of
+from shoal.config.merge import compose
+from shoal.config.sections.devices import MeshSection
+from shoal.config.sections.optimizer import BatchSection
+from shoal.config.sections.reward import RewardSection
+from shoal.config.train import Config
+from shoal.job.interrupt import is_command
+from shoal.records import ShoalError
 
 SOURCES = Path(__file__).parents[2] / "src"
 CACHE_VARIABLES = ("JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS")
@@ -89,7 +91,7 @@ def calls(monkeypatch):
         if module == "plan":
             replacement.estimate = lambda config: []  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, replacement.__name__, replacement)
-    memory = types.ModuleType("shoal.run.out_of_memory")
+    memory = types.ModuleType("shoal.job.out_of_memory")
     memory.explain_out_of_memory = lambda error, config: None  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, memory.__name__, memory)
     return made
@@ -346,7 +348,7 @@ def test_interrupt_and_bug(capsys, calls, monkeypatch):
         cli.main(["train"])
 
 
-@pytest.mark.parametrize("module", ["numpy", "shoal.cli", "shoal.config.loading", "jax"])
+@pytest.mark.parametrize("module", ["numpy", "shoal.cli", "shoal.config.merge", "jax"])
 def test_ctrl_c_before_a_run_begins_is_one_line(module, tmp_path):
     """The signal comes when a module is imported, early or late in a start."""
     code = (
@@ -404,7 +406,7 @@ def test_a_package_that_is_run_by_its_name_and_imports_this_one_keeps_its_ctrl_c
 
 
 def test_what_explains_running_out_of_memory_exists():
-    from shoal.run.out_of_memory import explain_out_of_memory
+    from shoal.job.out_of_memory import explain_out_of_memory
 
     assert isinstance(explain_out_of_memory(MemoryError(), Config()), ShoalError)
     assert explain_out_of_memory(ZeroDivisionError(), Config()) is None
@@ -426,7 +428,7 @@ def test_running_out_of_memory_is_explained(capsys, calls, monkeypatch, error):
         )
 
     monkeypatch.setattr(sys.modules["shoal.commands.train"], "train", out_of_memory)
-    monkeypatch.setattr(sys.modules["shoal.run.out_of_memory"], "explain_out_of_memory", explain)
+    monkeypatch.setattr(sys.modules["shoal.job.out_of_memory"], "explain_out_of_memory", explain)
     assert cli.main(["train"]) == 2
     assert capsys.readouterr().err == "error: lower batch.group_size=8\n"
     with pytest.raises(type(error)):

@@ -17,12 +17,13 @@ import pytest
 from tiny_runs import Workshop, metrics, read_lines, rewrite_groups
 
 from shoal.commands.diff import describe_difference, diff, exact_figure
-from shoal.config.declaration import STAGES
-from shoal.config.keys import is_under, keys_of
-from shoal.config.schema import Config, DiffConfig, RewardSection, TaskSection
-from shoal.report.folder import reward_since
-from shoal.report.groups import StoredGroup
-from shoal.run.resume import FREE
+from shoal.config.commands import DiffConfig
+from shoal.config.key import STAGES, is_under, keys_of
+from shoal.config.sections.reward import RewardSection
+from shoal.config.sections.task import TaskSection
+from shoal.config.train import Config
+from shoal.job.resume import FREE
+from shoal.records import Completion, Example, Group, Purpose, ShoalError, StopReason
 from shoal.runs.compare import (
     UNREAD_KEYS,
     GroupDifference,
@@ -33,9 +34,9 @@ from shoal.runs.compare import (
     settings_difference,
     step_difference,
 )
-from shoal.runs.stored_run import short_name
+from shoal.runs.groups import StoredGroup
+from shoal.runs.reader import reward_since, short_name
 from shoal.tasks.task import TASKS, load_by_name
-from shoal.types import Completion, Example, Group, Purpose, ShoalError, StopReason
 
 
 @pytest.fixture(scope="module")

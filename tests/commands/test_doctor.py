@@ -27,18 +27,9 @@ from tiny_runs import Workshop
 from tokenizers import AddedToken
 
 from shoal import cli
-from shoal.commands import doctor as doctor_module
-from shoal.commands.doctor import doctor
-from shoal.config.loading import compose
-from shoal.config.schema import Config
-from shoal.model.tokenizer import Tokenizer
-from shoal.report.console import Console
-from shoal.rewards.functions import name_functions
-from shoal.rewards.pool import RewardPool
-from shoal.run import figures
-from shoal.run.out_of_memory import explain_out_of_memory
-from shoal.run.preflight.resident import ResidentPeak, array_bytes, children_bytes
-from shoal.run.preflight.reward import (
+from shoal.budget.memory import ROLES, AvailableMemory, machine_memory
+from shoal.chat.tokenizer import Tokenizer
+from shoal.checks.reward import (
     KINDS,
     Probe,
     Sampled,
@@ -51,11 +42,20 @@ from shoal.run.preflight.reward import (
     sampled_by,
     wrong_answers,
 )
-from shoal.run.size import ROLES, AvailableMemory, machine_memory
-from shoal.run.task import load_task
+from shoal.commands import doctor as doctor_module
+from shoal.commands.doctor import doctor
+from shoal.config.merge import compose
+from shoal.config.train import Config
+from shoal.job import job as job_module
+from shoal.job.out_of_memory import explain_out_of_memory
+from shoal.job.step_trial import ResidentPeak, array_bytes, children_bytes
+from shoal.job.task import load_task
+from shoal.records import Example, ShoalError
+from shoal.report.console import Console
+from shoal.rewards.functions import name_functions
+from shoal.rewards.pool import RewardPool
 from shoal.tasks.library import think_format_reward
-from shoal.trainer.curriculum import TokenizedExample
-from shoal.types import Example, ShoalError
+from shoal.trainer.prompts import TokenizedExample
 
 REWARDS = """
 import re, time
@@ -471,14 +471,14 @@ def test_what_the_compiled_programs_need_is_held_against_what_is_there(workshop,
         lambda _: AvailableMemory(1 << 30, 1 << 20, "a small machine"),
     )
     held, little = (
-        figures.job_sizes,
+        job_module.job_sizes,
         {
             role: {phase: {"parameters": 1} for phase in ("always", "sampling", "update")}
             | {"host": {}}
             for role in ROLES
         },
     )
-    monkeypatch.setattr(figures, "job_sizes", lambda *job: replace(held(*job), held=little))
+    monkeypatch.setattr(job_module, "job_sizes", lambda *job: replace(held(*job), held=little))
     result, _ = look(workshop, "batch.micro_tokens=100000", f"reward={workshop.rewards}:letters")
     told = found(result, "batch.micro_tokens", "not enough memory", "1.0 MiB of 1.0 GiB free")
     assert told["level"] == "wrong" and result["memory"]["parts"]["activations"] > 1 << 20

@@ -19,25 +19,19 @@ from tiny_runs import PLAIN, Workshop, read_lines
 import shoal
 from shoal import cli
 from shoal.commands.evaluate import read_in_any_form, well_formed_advice
-from shoal.config.loading import GIVEN, compose
-from shoal.config.schema import TaskSection
+from shoal.config.merge import GIVEN, compose
+from shoal.config.sections.task import TaskSection
+from shoal.job.job import Job
+from shoal.protocols import GroupRequest
+from shoal.records import Completion, Example, Group, Purpose, SamplingParams, StopReason
 from shoal.report.console import Console
-from shoal.report.figures import evaluation_text, figure_text, summary_rows
-from shoal.report.metrics import majority_at_k, pass_at_k, standard_error
-from shoal.run.job import Job
+from shoal.runs.metrics import majority_at_k, pass_at_k, standard_error
+from shoal.runs.summary import evaluation_text, summary_rows
 from shoal.tasks.gsm8k import blank
 from shoal.tasks.task import Task
-from shoal.trainer.curriculum import TokenizedExample
+from shoal.text import figure_text
 from shoal.trainer.evaluation import Answers, Evaluator, score_greedy, score_sampled
-from shoal.types import (
-    Completion,
-    Example,
-    Group,
-    GroupRequest,
-    Purpose,
-    SamplingParams,
-    StopReason,
-)
+from shoal.trainer.prompts import TokenizedExample
 
 # ---- by hand
 

@@ -343,8 +343,8 @@ def test_images_are_built_and_pushed_by_maxtexts_words(launched):
 def test_the_dockerfile_knows_every_mode_and_extra():
     import tomllib
 
-    from shoal.config.keys import keys_of
-    from shoal.config.schema import LaunchConfig
+    from shoal.config.commands import LaunchConfig
+    from shoal.config.key import keys_of
 
     text = (ROOT / "deploy" / "Dockerfile").read_text()
     cases = dict(

@@ -18,20 +18,22 @@ from tiny_models import save_tensors, write_model, write_model_with_tokenizer
 from tiny_runs import by_path, same_bits
 
 from shoal import cli
+from shoal.checks.inputs import check_tokenizer
 from shoal.commands.convert import convert
 from shoal.commands.export import export
-from shoal.config.schema import ConvertConfig, ExportConfig, MeshSection, ModelSection
+from shoal.config.commands import ConvertConfig, ExportConfig
+from shoal.config.sections.devices import MeshSection
+from shoal.config.sections.model import ModelSection
+from shoal.findings import Findings
 from shoal.mesh import make_roles
-from shoal.model import hf, names
-from shoal.model.hf_config import architecture_of
-from shoal.model.names import MODELS, NamedModel, model_named
+from shoal.model import published
+from shoal.model.families import architecture_of
 from shoal.model.parameters import ParamSpec, param_specs, shardings
+from shoal.model.published import MODELS, NamedModel, model_named
+from shoal.records import ShoalError
 from shoal.report.console import Console
-from shoal.report.findings import Findings
-from shoal.run import maxtext_checkpoint as maxtext
-from shoal.run.loading import copy_model_files, open_model, resolve_model
-from shoal.run.preflight.inputs import check_tokenizer
-from shoal.types import ShoalError
+from shoal.weights import huggingface, maxtext
+from shoal.weights.source import copy_model_files, open_model, resolve_model
 
 ROLE = make_roles(MeshSection(), jax.devices()[:1]).trainer
 ODD = {
@@ -437,7 +439,7 @@ def test_bfloat16_that_does_not_come_back_is_warned_of(tmp_path, capsys, family,
 @pytest.mark.slow
 def test_what_is_large_is_written_a_piece_at_a_time(tmp_path, monkeypatch):
     from shoal.commands.convert import open_source
-    from shoal.trainer import orbax
+    from shoal.weights import orbax
 
     folder = folder_of(tmp_path / "hf", num_hidden_layers=3, tie_word_embeddings=False)
     a, read = open_source(str(folder))
@@ -473,8 +475,8 @@ def test_what_is_large_is_written_a_piece_at_a_time(tmp_path, monkeypatch):
 def test_large_models_pass_in_parts(tmp_path, monkeypatch, scan_layers):
     """To two devices, and back to files: no part is larger than a window, or a piece of the file
     with whole heads."""
-    from shoal.model import spread
-    from shoal.trainer import orbax
+    from shoal.weights import layout as weight_layout
+    from shoal.weights import orbax
 
     sizes: list[int] = []
     plain_read = orbax.StoredArray.read
@@ -490,7 +492,7 @@ def test_large_models_pass_in_parts(tmp_path, monkeypatch, scan_layers):
     )
     monkeypatch.setattr(orbax, "CHUNK_BYTES", 3000)
     monkeypatch.setattr(orbax.StoredArray, "read", counted)
-    monkeypatch.setattr(spread, "SMALL_BYTES", 0)
+    monkeypatch.setattr(weight_layout, "SMALL_BYTES", 0)
     monkeypatch.setattr(maxtext, "WINDOW_BYTES", 3000)
     run_convert(source=folder, to=section.path, scan_layers=scan_layers)
     a, role = architecture_of(folder), make_roles(MeshSection(fsdp=2), jax.devices()[:2]).trainer
@@ -513,7 +515,7 @@ def test_large_models_pass_in_parts(tmp_path, monkeypatch, scan_layers):
 def small_model_called(monkeypatch: pytest.MonkeyPatch, name: str, folder: Path) -> None:
     """Makes the model in a folder the one that a name of MaxText's stands for."""
     monkeypatch.setattr(
-        names, "MODELS", {**MODELS, name: NamedModel("org/model", architecture_of(folder))}
+        published, "MODELS", {**MODELS, name: NamedModel("org/model", architecture_of(folder))}
     )
 
 
@@ -826,7 +828,7 @@ def test_targets_are_in_the_users_home(place, tmp_path, monkeypatch):
     )
     assert export(ExportConfig(source="~/back", to="~/exported")) == {"to": str(home / "exported")}
     a = architecture_of(place / "hf")
-    hf.save("~/saved", hf.load(place / "hf", a, ROLE), a)
+    huggingface.save("~/saved", huggingface.load(place / "hf", a, ROLE), a)
     (home / "prompts.jsonl").write_text('{"prompt": "hello"}\n')
     assert (
         cli.main(
@@ -876,7 +878,7 @@ def test_nothing_is_left_of_a_conversion_that_failed(place, tmp_path, monkeypatc
     def fails(*_: Any, **__: Any) -> np.ndarray:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(hf.StoredParameter, "read", fails)
+    monkeypatch.setattr(huggingface.StoredParameter, "read", fails)
     with pytest.raises(ShoalError, match="No space left on device"):
         run_convert(
             source=place / "hf", base_output_directory=tmp_path / "deep" / "er", run_name="r"
@@ -888,14 +890,16 @@ def test_nothing_is_left_of_a_conversion_that_failed(place, tmp_path, monkeypatc
 def test_a_checkpoint_of_a_run_is_converted(place, tmp_path):
     from small import learner
 
-    from shoal.trainer.checkpoint import Checkpoints
+    from shoal.weights.checkpoints import Checkpoints
 
     a, folder = architecture_of(place / "hf"), place / "hf"
     roles = make_roles(MeshSection(), jax.devices()[:1])
     run = tmp_path / "run"
     copy_model_files(open_model(ModelSection(path=str(folder)), Console()), run / "model")
     checkpoints = Checkpoints(run / "checkpoints", keep_last=1)
-    checkpoints.save(3, learner(a, where=roles).init(hf.load(folder, a, roles.trainer)), {})
+    checkpoints.save(
+        3, learner(a, where=roles).init(huggingface.load(folder, a, roles.trainer)), {}
+    )
     checkpoints.close()
     run_convert(source=run, to=tmp_path / "items", scan_layers=False)
     wanted = flat(maxtext_tree(folder, True, False))

@@ -15,10 +15,10 @@ import pytest
 
 from shoal import cli
 from shoal.commands import multirun
-from shoal.config.loading import compose
-from shoal.config.schema import Config
-from shoal.config.values import get_value
-from shoal.types import ShoalError
+from shoal.config.key import get_value
+from shoal.config.merge import compose
+from shoal.config.train import Config
+from shoal.records import ShoalError
 
 SOURCES = Path(__file__).parents[2] / "src"
 

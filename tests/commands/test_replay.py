@@ -16,18 +16,19 @@ import numpy as np
 import pytest
 from tiny_runs import checkpoints
 
+from shoal.chat.tokenizer import Tokenizer
 from shoal.commands.export import export
 from shoal.commands.replay import _token_text, replay, report_replay
-from shoal.config.device_sections import SamplerSection, VllmSection
-from shoal.config.schema import Config, ExportConfig, MeshSection, ReplayConfig
-from shoal.model.tokenizer import Tokenizer
+from shoal.config.commands import ExportConfig, ReplayConfig
+from shoal.config.sections.devices import MeshSection, SamplerSection, VllmSection
+from shoal.config.train import Config
+from shoal.job.replay import Replayer, describe_completion_difference
+from shoal.records import Purpose, ShoalError
 from shoal.report.console import Console
-from shoal.report.folder import MODEL_FOLDER
-from shoal.report.groups import groups_file, write_file
-from shoal.runs.replay import Replayer, describe_completion_difference
-from shoal.runs.stored_run import StoredRun
-from shoal.trainer import checkpoint
-from shoal.types import Purpose, ShoalError
+from shoal.runs.groups import groups_file, write_file
+from shoal.runs.layout import MODEL_FOLDER
+from shoal.runs.reader import StoredRun
+from shoal.weights import checkpoints as checkpoints_module
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +126,7 @@ def test_the_likeliest_tokens_are_those_of_the_sampler(run):
             )
             assert token["entropy"] == pytest.approx(-(np.exp(values) * values).sum(), abs=1e-4)
     pytest.importorskip("duckdb", reason="the page needs the extra `view`")
-    from shoal.commands.view.viewer import Viewer
+    from shoal.commands.view.views import Viewer
 
     viewer = Viewer([str(run)])  # the page colours tokens by these entropies
     viewer.read_all()
@@ -165,10 +166,10 @@ def test_a_damaged_checkpoint_is_skipped(run, tmp_path, capsys):
 @pytest.mark.slow
 def test_orbax_is_silent_while_replay_and_export_read(run, tmp_path, monkeypatch):
     """Of a damaged array it would print the tracebacks of its event loop, beside the error."""
-    levels, logger, load_orbax = [], logging.getLogger("asyncio"), checkpoint.load_orbax
+    levels, logger, load_orbax = [], logging.getLogger("asyncio"), checkpoints_module.load_orbax
     before = logger.level
     monkeypatch.setattr(
-        checkpoint, "load_orbax", lambda: (levels.append(logger.level), load_orbax())[1]
+        checkpoints_module, "load_orbax", lambda: (levels.append(logger.level), load_orbax())[1]
     )
     for command in (
         lambda: again(run, 3),

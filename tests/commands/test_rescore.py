@@ -19,12 +19,12 @@ from tiny_models import write_tokenizer
 from shoal.algorithm.advantage import grpo
 from shoal.commands.export_rollouts import export_rollouts
 from shoal.commands.rescore import rescore
-from shoal.config.schema import ExportRolloutsConfig, RescoreConfig, RewardSection
-from shoal.ground_truth import ground_truth
-from shoal.report.folder import RunFolder
-from shoal.report.groups import read_file, write_file
-from shoal.runs.rescore import rank_correlation
-from shoal.types import Completion, Example, Group, Purpose, ShoalError, StopReason
+from shoal.config.commands import ExportRolloutsConfig, RescoreConfig
+from shoal.config.sections.reward import RewardSection
+from shoal.job.rescore import rank_correlation
+from shoal.records import Completion, Example, Group, Purpose, ShoalError, StopReason, ground_truth
+from shoal.runs.groups import read_file, write_file
+from shoal.runs.writer import RunFolder
 
 REWARDS = """\
 def same(completions, stored, **kwargs):
@@ -231,7 +231,7 @@ def test_a_step_is_released_before_the_next_is_read(run, monkeypatch):
         alive.extend(weakref.ref(entry.group) for entry in stored)
         return stored
 
-    monkeypatch.setattr("shoal.runs.rescore.read_file", read)
+    monkeypatch.setattr("shoal.job.rescore.read_file", read)
     for step in range(3, 7):
         (run / "groups" / f"step_{step:06d}.parquet").write_bytes(
             (run / "groups" / "step_000001.parquet").read_bytes()

@@ -18,12 +18,12 @@ import pytest
 
 import shoal
 from shoal import cli
-from shoal.config.schema import TaskSection
-from shoal.runs.responses import normalized, question_text
-from shoal.tasks import task as tasks
+from shoal.config.sections.task import TaskSection
+from shoal.job.rescore import normalized, question_text
+from shoal.records import Example, ShoalError
+from shoal.tasks import task
 from shoal.tasks.data import Published
 from shoal.tasks.task import Task
-from shoal.types import Example, ShoalError
 
 QUESTIONS = ["2 + 3 = ?", "4 + 4 = ?", "1 + 1 = ?\n", "9 + 9 = ?"]
 GOLD = ["5", "8", "2", "18"]
@@ -95,7 +95,7 @@ def loads(monkeypatch) -> list[TaskSection]:
     module.load, module.blank = load, blank  # pyright: ignore[reportAttributeAccessIssue]
     module.PUBLISHED = Published("sums", "", ("question", "answer"))  # pyright: ignore
     monkeypatch.setitem(sys.modules, "sums", module)
-    monkeypatch.setitem(tasks.TASKS, "sums", "sums")
+    monkeypatch.setitem(task.TASKS, "sums", "sums")
     return asked
 
 
@@ -366,7 +366,7 @@ def test_a_task_without_blank_is_loaded(loads, tmp_path, monkeypatch):
 
 
 def test_words_are_scored_too(tmp_path, capsys):
-    from shoal.run.task import load_task
+    from shoal.job.task import load_task
 
     example = load_task(TaskSection(num_eval_questions=3)).evaluations["held_out"][1]
     answer = f"<reasoning>so</reasoning><answer>{example.columns['answer']}</answer>"

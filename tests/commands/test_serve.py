@@ -21,10 +21,10 @@ from small import batches
 from tiny_models import write_model
 
 from shoal import cli
-from shoal.model import hf
 from shoal.model.transformer import Model
-from shoal.trainer.step import ModelScorer
-from shoal.types import Completion, Example, Group, Purpose, StopReason
+from shoal.records import Completion, Example, Group, Purpose, StopReason
+from shoal.trainer.scorers import ModelScorer
+from shoal.weights import huggingface
 
 SIZES = ("sampling.max_prompt_tokens=768", "sampling.max_completion_tokens=32", "batch=16")
 ASKED = [{"role": "user", "content": "2 + 3 = ?"}]
@@ -155,7 +155,7 @@ def test_tools_are_shown_and_calls_come_as_openai_has_them(
         with_tools.usage.prompt_tokens
         > client.chat.completions.create(**asked | {"tools": []}).usage.prompt_tokens
     )
-    from shoal.model.turns import TurnFormat
+    from shoal.chat.turns import TurnFormat
 
     monkeypatch.setattr(
         TurnFormat, "read", lambda self, ids, real=TurnFormat.read: real(self, read)
@@ -336,7 +336,8 @@ def test_the_capture_of_openenv_gets_tokens(server: Served):
 def test_recorded_log_probs_are_the_trainers(server: Served, folder: Path):
     model = server.sampler.publisher.model
     scorer = ModelScorer(
-        Model(model.architecture, model.role), hf.load(folder, model.architecture, model.role)
+        Model(model.architecture, model.role),
+        huggingface.load(folder, model.architecture, model.role),
     )
     groups = []
     for row in range(4):

@@ -38,21 +38,24 @@ pytest.importorskip("starlette")
 from starlette.testclient import TestClient
 
 from shoal import cli
-from shoal.commands.view import lint, static, view
-from shoal.commands.view import viewer as viewer_module
-from shoal.commands.view.overview import MAX_POINTS, Curves, comparison, settings_rows, spikes
+from shoal.commands.view import one_file, view
+from shoal.commands.view import run as run_view
+from shoal.commands.view import views as views_module
+from shoal.commands.view.run import MAX_POINTS, Curves, comparison, settings_rows, spikes
 from shoal.commands.view.server import make_app, page_files
-from shoal.commands.view.viewer import Viewer
-from shoal.config.loading import compose
-from shoal.config.schema import Config, ViewConfig
-from shoal.config.text import texts_of
-from shoal.report.folder import RunFolder, process_start
-from shoal.report.groups import read_file
-from shoal.report.metrics import wilson_interval
-from shoal.runs.bounded import flat_yaml
-from shoal.runs.stored_run import MAX_LINE_BYTES, StoredRun, _newest, open_runs
+from shoal.commands.view.views import Viewer
+from shoal.config.commands import ViewConfig
+from shoal.config.merge import compose
+from shoal.config.stored import texts_of
+from shoal.config.train import Config
+from shoal.records import ShoalError
+from shoal.runs.groups import read_file
+from shoal.runs.layout import process_start
+from shoal.runs.lines import flat_yaml
+from shoal.runs.metrics import wilson_interval
+from shoal.runs.reader import MAX_LINE_BYTES, StoredRun, _newest, open_runs
+from shoal.runs.writer import RunFolder
 from shoal.serve.server import host_name, listen
-from shoal.types import ShoalError
 
 
 def opened(*paths: Path) -> Viewer:
@@ -264,7 +267,7 @@ def test_rollouts_with_turns(tmp_path, capsys):
 
 
 def test_the_text_of_tokens_is_the_text_of_the_completion(viewer, run):
-    from shoal.model.tokenizer import Tokenizer
+    from shoal.chat.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.load(run / "model")
     text = "Größe: 你好 👩‍🔬 end"
@@ -632,7 +635,7 @@ def test_where_two_runs_first_differ(tmp_path):
     )
     assert first("a", "c")["stage"] == "data"
     assert first("b", "c")["step"] is None  # their metrics are the same
-    in_file = dict(static._records(viewer, ["3"]))
+    in_file = dict(one_file._records(viewer, ["3"]))
     assert {f"group&file=step_000002&group=0&run={name}" for name in "ab"} <= in_file.keys()
     (tmp_path / "b" / "groups" / "step_000002.parquet").unlink()
     viewer.read_all()
@@ -730,7 +733,7 @@ def findings(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def test_a_short_text_that_is_one_loop_repeats_itself(tmp_path):
-    assert lint.repeats("2." * 32) and not lint.repeats(
+    assert run_view.repeats("2." * 32) and not run_view.repeats(
         "16 - 3 - 4 = 9 eggs, 9 * 2 = 18. <answer>18</answer>"
     )
     found = findings(
@@ -1088,14 +1091,14 @@ def test_an_empty_folder_has_a_home_that_fills(tmp_path):
         viewer.close()
     (tmp_path / "none").mkdir()
     with pytest.raises(ShoalError, match="no folder in there is a run, and a file needs one"):
-        static.write_page(ViewConfig(runs=(str(tmp_path / "none"),)), tmp_path / "page.html")
+        one_file.write_page(ViewConfig(runs=(str(tmp_path / "none"),)), tmp_path / "page.html")
 
 
 def test_of_more_runs_than_fit_on_a_page_the_newest_are_shown(tmp_path, monkeypatch):
     def began(name: str, seconds: int) -> None:
         os.utime(write_run(tmp_path / name, 1) / "config.yaml", (seconds, seconds))
 
-    monkeypatch.setattr(viewer_module, "MAX_RUNS", 2)
+    monkeypatch.setattr(views_module, "MAX_RUNS", 2)
     for seconds, name in enumerate(("c", "a", "b"), 1):
         began(name, seconds)
     viewer = opened(tmp_path)
@@ -1246,8 +1249,8 @@ def test_names_of_hosts():
 
 def test_modules_become_one_script():
     files = {name: data.decode() for name, data in page_files().items()}
-    assert set(static.MODULES) == {name for name in files if name.endswith(".js")}
-    own = [files[name] for name in static.MODULES]
+    assert set(one_file.MODULES) == {name for name in files if name.endswith(".js")}
+    own = [files[name] for name in one_file.MODULES]
     names = [
         found
         for text in own
@@ -1256,7 +1259,7 @@ def test_modules_become_one_script():
         )
     ]
     assert not [name for name, times in Counter(names).items() if times > 1]
-    script = static.script_of(files)
+    script = one_file.script_of(files)
     assert not re.search(r"^(import|export)\b", script, re.MULTILINE)
     for text in own:
         assert not re.search(

@@ -20,8 +20,8 @@ import pytest
 from stored_runs import HOSTILE, completion, in_turns, stored_group, write_run
 
 from shoal.commands.view import view
-from shoal.commands.view.viewer import Viewer
-from shoal.config.schema import ViewConfig
+from shoal.commands.view.views import Viewer
+from shoal.config.commands import ViewConfig
 from shoal.runs.result import load_run
 from shoal.serve.server import served
 

@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shoal.commands.view.overview import drivers
-from shoal.commands.view.verdict import accuracy_change, reward_change, verdict
-from shoal.report.metrics import wilson_interval
-from shoal.runs.stored_run import Evaluations
+from shoal.commands.view.run import accuracy_change, drivers, reward_change, verdict
+from shoal.runs.metrics import wilson_interval
+from shoal.runs.reader import Evaluations
 
 STEPS = 80
 

@@ -23,7 +23,7 @@ from huggingface_hub import constants
 
 from shoal import cli
 from shoal.commands.compat import DOORS, words_of_door
-from shoal.model import names
+from shoal.model import published
 
 FOLDER = Path(__file__).parent / "lines"
 ECHO = '#!/bin/sh\nfor word in "$@"; do printf \'%s\\0\' "$word"; done\n'
@@ -115,12 +115,12 @@ def among(folder: Path, devices: int) -> Iterator[None]:
             patch.setenv(name, environment[name])
         patch.setattr(jax, "devices", lambda *_: jax.local_devices()[:devices])
         patch.chdir(folder / "here")
-        known = dict(names.MODELS)
+        known = dict(published.MODELS)
         stand_ins.name_models(folder)
         try:
             yield
         finally:
-            names.MODELS.update(known)  # type: ignore[attr-defined]
+            published.MODELS.update(known)  # type: ignore[attr-defined]
 
 
 def run(words: list[str]) -> tuple[int, str, str]:

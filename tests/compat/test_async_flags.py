@@ -6,11 +6,11 @@ from __future__ import annotations
 import pytest
 
 from shoal.commands.compat import words_of_door
-from shoal.config.loading import compose, from_overrides
-from shoal.config.schema import Config
-from shoal.config.text import difference_from_defaults
+from shoal.config.merge import compose, from_overrides
+from shoal.config.stored import difference_from_defaults
+from shoal.config.train import Config
+from shoal.records import ShoalError
 from shoal.trainer.schedule import Schedule
-from shoal.types import ShoalError
 
 
 def became(*words: str) -> tuple[dict, list[str]]:

@@ -13,18 +13,19 @@ import pytest
 from scripts import load
 
 from shoal import cli
-from shoal.commands import compat as doors
+from shoal.commands import compat
 from shoal.commands.compat import words_of_door
+from shoal.compat.front import SYSTEMS
 from shoal.compat.rules import RULES
-from shoal.compat.translation import SYSTEMS
-from shoal.config.foreign import translator
-from shoal.config.keys import COMMANDS, keys_of
-from shoal.config.loading import compose, from_overrides
-from shoal.config.schema import Config
-from shoal.config.sections import LoraSection
-from shoal.config.text import difference_from_defaults
-from shoal.run.task import find_functions
-from shoal.types import ShoalError
+from shoal.config.commands import COMMANDS
+from shoal.config.key import keys_of
+from shoal.config.merge import compose, from_overrides
+from shoal.config.sections.model import LoraSection
+from shoal.config.stored import difference_from_defaults
+from shoal.config.train import Config
+from shoal.config.words import translator
+from shoal.job.task import find_functions
+from shoal.records import ShoalError
 
 ROOT = Path(__file__).parents[2]
 TOKEN = "hf_thisIsNoTokenOfAnyone"
@@ -67,7 +68,7 @@ def test_pathways_alone_says_that_roles_share_devices(capsys):
 
 @pytest.mark.parametrize("package", [True, False])
 def test_torchrls_doors_log_as_its_recipe_does(package, monkeypatch):
-    monkeypatch.setattr(doors, "find_spec", lambda name: package or None)
+    monkeypatch.setattr(compat, "find_spec", lambda name: package or None)
     for name in ("grpo", "grpo-async"):
         given = words_of_door(name, ["steps=1"])
         assert [word for word in given if word.startswith(("report.", "algorithm."))] == [
@@ -79,7 +80,7 @@ def test_torchrls_doors_log_as_its_recipe_does(package, monkeypatch):
 
 
 def test_the_asynchronous_script_lets_samples_be_a_version_old(monkeypatch):
-    monkeypatch.setattr(doors, "find_spec", lambda name: None)
+    monkeypatch.setattr(compat, "find_spec", lambda name: None)
     words, own = words_of_door, ["report.hydra=true", "algorithm.kl_metric=true"]
     assert words("grpo", []) == ["train", "--config-name", "grpo_gsm8k", *own]
     assert words("grpo-async", []) == [

@@ -10,12 +10,13 @@ import pytest
 import yaml
 
 from shoal.commands.compat import words_of_door
-from shoal.compat.translation import find_flag
-from shoal.config.arguments import names_of
-from shoal.config.loading import compose
-from shoal.config.schema import Config, SftConfig
-from shoal.config.values import text_of
-from shoal.types import ShoalError
+from shoal.compat.front import find_flag
+from shoal.config.commands import SftConfig
+from shoal.config.key import text_of
+from shoal.config.merge import compose
+from shoal.config.train import Config
+from shoal.config.words import names_of
+from shoal.records import ShoalError
 
 FOLDER = Path(__file__).parent / "defaults"
 SYSTEMS = {

@@ -23,13 +23,15 @@ from scoring import score
 from scripts import load
 
 from shoal.algorithm.aggregation import token_weights
-from shoal.config.algorithm_parts import AGGREGATIONS as PARTS
-from shoal.config.loading import compose
-from shoal.config.schema import Config, RewardSection, TaskSection
+from shoal.config.choices import AGGREGATIONS as PARTS
+from shoal.config.merge import compose
+from shoal.config.sections.reward import RewardSection
+from shoal.config.sections.task import TaskSection
+from shoal.config.train import Config
+from shoal.records import Example, ShoalError
 from shoal.tasks.gsm8k import blank
 from shoal.trainer.loss import make_objective
 from shoal.trainer.step_table import step_advantages
-from shoal.types import Example, ShoalError
 
 FIGURES = Path(__file__).parent / "figures"
 SYSTEMS = ("maxtext", "torchrl", "trl", "tunix", "verl")

@@ -14,12 +14,12 @@ import yaml
 from stand_ins import VERL
 from test_files import FILES
 
-from shoal.compat.translation import SYSTEMS, find_flag, likely_system
-from shoal.config.files import read_files
-from shoal.config.keys import keys_of
-from shoal.config.loading import compose
-from shoal.config.schema import Config
-from shoal.types import ShoalError
+from shoal.compat.front import SYSTEMS, find_flag, likely_system
+from shoal.config.key import keys_of
+from shoal.config.merge import compose
+from shoal.config.train import Config
+from shoal.config.words import read_files
+from shoal.records import ShoalError
 
 CORRECTION = "algorithm.rollout_correction."
 ACTOR, ROLLOUT, MODEL = (f"actor_rollout_ref.{part}." for part in ("actor", "rollout", "model"))

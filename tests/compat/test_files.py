@@ -13,11 +13,11 @@ import pytest
 
 from shoal import cli
 from shoal.commands.compat import words_of_door
-from shoal.compat.translation import in_their_names
-from shoal.config.loading import compose
-from shoal.config.sections import LoraSection
-from shoal.config.text import difference_from_defaults
-from shoal.types import ShoalError
+from shoal.compat.front import in_their_names
+from shoal.config.merge import compose
+from shoal.config.sections.model import LoraSection
+from shoal.config.stored import difference_from_defaults
+from shoal.records import ShoalError
 
 FILES = Path(__file__).parent / "files"
 

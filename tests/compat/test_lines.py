@@ -16,10 +16,10 @@ from lines import LINES, TOKEN, among, becomes, run, words_of
 
 import shoal
 from shoal.commands.compat import DOORS, MARK, REQUIREMENTS, SHELL, planned, words_of_door
-from shoal.config.loading import compose
-from shoal.config.schema import CompatConfig
-from shoal.run.derived import for_devices, num_updates
-from shoal.types import ShoalError
+from shoal.config.commands import CompatConfig
+from shoal.config.derived import for_devices, num_updates
+from shoal.config.merge import compose
+from shoal.records import ShoalError
 
 HERE = Path(__file__).parent
 FILES = HERE / "files"
@@ -447,8 +447,8 @@ def test_a_share_of_memory_is_that_of_the_servers_that_are_started_here(name):
     ],
 )
 def test_the_names_of_models_that_people_use_are_known(name):
-    from shoal.model.names import model_named
-    from shoal.run.size import parameter_count
+    from shoal.budget.memory import parameter_count
+    from shoal.model.published import model_named
 
     size = float(name.split("-")[1].rstrip("b"))
     # Llama 3.2 is called after less than it has: 1.24 and 3.21 billion.

@@ -16,17 +16,16 @@ import pytest
 from proof_data import Update, by_shoal, layout
 
 from shoal.algorithm.aggregation import token_weights
-from shoal.config.algorithm_parts import ADVANTAGES, AGGREGATIONS, POLICY_LOSSES
-from shoal.config.files import PRESETS
-from shoal.config.foreign import translator
-from shoal.config.keys import keys_of
-from shoal.config.loading import compose
-from shoal.config.schema import AlgorithmSection, Config
-from shoal.config.values import leaves_of
-from shoal.run.preflight.settings import algorithm_warnings
+from shoal.checks.settings import algorithm_warnings
+from shoal.config.choices import ADVANTAGES, AGGREGATIONS, POLICY_LOSSES
+from shoal.config.key import keys_of, leaves_of
+from shoal.config.merge import compose
+from shoal.config.sections.algorithm import AlgorithmSection
+from shoal.config.train import Config
+from shoal.config.words import PRESETS, translator
+from shoal.records import ShoalError
 from shoal.trainer.loss import make_objective
 from shoal.trainer.step_table import step_advantages
-from shoal.types import ShoalError
 
 RECIPES = sorted(file.stem for file in (translator().presets / "recipe").glob("*.yaml"))
 ALGORITHMS = sorted(file.stem for file in (PRESETS / "algorithm").glob("*.yaml"))

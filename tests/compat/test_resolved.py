@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from shoal.config.loading import compose
-from shoal.config.text import difference_from_defaults
-from shoal.types import ShoalError
+from shoal.config.merge import compose
+from shoal.config.stored import difference_from_defaults
+from shoal.records import ShoalError
 
 HERE = Path(__file__).parent
 LINES = (HERE / "resolved.txt").read_text(encoding="utf-8").splitlines()

@@ -16,19 +16,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.commands.help import command_help
-from shoal.config.algorithm_parts import ADVANTAGES, POLICY_LOSSES
-from shoal.config.arguments import ALIASES, aliases_of, names_of, read_arguments
-from shoal.config.files import PRESETS, presets_of
-from shoal.config.foreign import translator
-from shoal.config.keys import COMMANDS, Key, keys_of
-from shoal.config.loading import GIVEN, PACKAGED, compose, from_overrides, load
-from shoal.config.schema import Config, EvalConfig, ExportConfig, GenerateConfig, OptimizerSection
-from shoal.config.text import difference_from_defaults, require_given, texts_of, to_dict, to_yaml
-from shoal.config.values import build, convert_value, get_value, leaves_of, shown
+from shoal.config.choices import ADVANTAGES, POLICY_LOSSES
+from shoal.config.commands import COMMANDS, EvalConfig, ExportConfig, GenerateConfig
+from shoal.config.key import Key, build, convert_value, get_value, keys_of, leaves_of, shown
+from shoal.config.merge import GIVEN, PACKAGED, compose, from_overrides, load
+from shoal.config.sections.optimizer import OptimizerSection
+from shoal.config.stored import difference_from_defaults, require_given, texts_of, to_dict, to_yaml
+from shoal.config.train import Config
+from shoal.config.words import (
+    ALIASES,
+    PRESETS,
+    aliases_of,
+    names_of,
+    presets_of,
+    read_arguments,
+    translator,
+)
+from shoal.job.resume import on_run
+from shoal.records import ShoalError
 from shoal.rewards.functions import load_named
-from shoal.run.resume import on_run
 from shoal.text import _at_most, exact, likeness, nearest
-from shoal.types import ShoalError
 
 PACKAGE = Path(__file__).parents[2] / "src" / "shoal"
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)

@@ -8,12 +8,11 @@ import shutil
 
 import pytest
 
-from shoal.config.files import PRESETS, presets_of
-from shoal.config.foreign import translator
-from shoal.config.loading import compose, from_overrides, load
-from shoal.config.schema import Config
-from shoal.config.text import difference_from_defaults
-from shoal.types import ShoalError
+from shoal.config.merge import compose, from_overrides, load
+from shoal.config.stored import difference_from_defaults
+from shoal.config.train import Config
+from shoal.config.words import PRESETS, presets_of, translator
+from shoal.records import ShoalError
 
 
 @pytest.mark.parametrize(
@@ -932,7 +931,7 @@ def packaged(monkeypatch, tmp_path):
     (folder / "recipe" / "theirs.yaml").write_text(
         "algorithm: {clip_high: 0.4, clip_low: 0.1}\noptimizer: {lr: 0.5}\nsteps: 80\n"
     )
-    monkeypatch.setattr("shoal.config.files.PRESETS", folder)
+    monkeypatch.setattr("shoal.config.words.PRESETS", folder)
     return tmp_path
 
 

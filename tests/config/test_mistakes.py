@@ -11,10 +11,10 @@ import pytest
 
 from shoal import cli
 from shoal.commands.help import options_of
-from shoal.config.keys import COMMANDS
-from shoal.config.loading import compose, from_overrides
-from shoal.config.schema import Config
-from shoal.config.text import difference_from_defaults
+from shoal.config.commands import COMMANDS
+from shoal.config.merge import compose, from_overrides
+from shoal.config.stored import difference_from_defaults
+from shoal.config.train import Config
 
 FILES = {
     "tab.yml": "optimizer:\n\tlr: 1\n",

@@ -19,21 +19,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal import files
+from shoal.protocols import RolloutStats
+from shoal.records import Completion, Example, Group, Purpose, ShoalError, StopReason
 from shoal.report.console import Console, Pace, printable
-from shoal.report.figures import (
-    account_text,
-    curve_text,
-    duration,
-    evaluation_text,
-    number_text,
-    step_figures,
-    summary_facts,
-    summary_rows,
-)
-from shoal.report.folder import RunFolder, parts_of
-from shoal.report.groups import group_record, read_file
-from shoal.report.lines import JsonlSink, json_line, json_ready
-from shoal.report.metrics import (
+from shoal.report.recorder import Recorder, StepRecord
+from shoal.runs.groups import group_record, read_file
+from shoal.runs.layout import parts_of
+from shoal.runs.lines import JsonlSink, json_line, json_ready
+from shoal.runs.metrics import (
     _TABLE,
     METRICS,
     MetricSet,
@@ -42,8 +35,16 @@ from shoal.report.metrics import (
     pass_at_k,
     wilson_interval,
 )
-from shoal.report.recorder import Recorder, StepRecord
-from shoal.types import Completion, Example, Group, Purpose, RolloutStats, ShoalError, StopReason
+from shoal.runs.summary import (
+    account_text,
+    curve_text,
+    evaluation_text,
+    step_figures,
+    summary_facts,
+    summary_rows,
+)
+from shoal.runs.writer import RunFolder
+from shoal.text import duration, number_text
 
 # ---- metrics
 

@@ -20,18 +20,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from shoal.config.sections import ReportSection, WandbSection
-from shoal.report.sink import (
-    Background,
-    check_sinks,
-    completion_rows,
-    evaluation_scalars,
-    make_sinks,
-)
+from shoal.config.sections.train import ReportSection, WandbSection
+from shoal.job.training import Profiler
+from shoal.records import Completion, Example, Group, Purpose, ShoalError, StopReason
+from shoal.report.sinks import Background, check_sinks, completion_rows, make_sinks
 from shoal.report.tensorboard import TensorboardSink
 from shoal.report.wandb import WandbSink
-from shoal.run.records import Profiler
-from shoal.types import Completion, Example, Group, Purpose, ShoalError, StopReason
+from shoal.runs.lines import evaluation_scalars
 
 STEPS = [
     {"reward/mean": 0.25, "lr": 1e-3},
@@ -275,8 +270,8 @@ def offline_rows(folder: Path) -> list[tuple[str, dict[str, str]]]:
 OFFLINE = """
 import json, sys
 from pathlib import Path
-from shoal.config.sections import ReportSection, WandbSection
-from shoal.report.sink import make_sinks
+from shoal.config.sections.model import ReportSection, WandbSection
+from shoal.report.sinks import make_sinks
 section = ReportSection(wandb=WandbSection(mode=sys.argv[4], project="fish"))
 config = {"seed": 0, "batch": {"size": 8}}
 (sink,) = make_sinks(Path(sys.argv[1]), section, config, "first", None, print, print)
@@ -374,8 +369,8 @@ def test_a_resumed_run_is_the_same_run_at_wandb(alone):
 def test_a_killed_process_loses_a_second_of_wandb_at_most(alone):
     alone.mkdir()
     code = (
-        "import os, signal, sys, time\nfrom pathlib import Path\nfrom shoal.config.sections import "
-        "WandbSection\n"
+        "import os, signal, sys, time\nfrom pathlib import Path\n"
+        "from shoal.config.sections.train import WandbSection\n"
         "from shoal.report.wandb import WandbSink, SECONDS_BETWEEN_FLUSHES\n"
         "sink = WandbSink(Path(sys.argv[1]), WandbSection(mode='offline'), {}, '')\n"
         "sink.write(1, {'lr': 1}); sink.write(2, {'lr': 2})\n"
@@ -393,8 +388,8 @@ def test_wandb_whose_service_dies_is_switched_off_at_once(alone):
     alone.mkdir()
     code = (
         "import sys, time\nfrom pathlib import Path\nimport psutil\n"
-        "from shoal.config.sections import ReportSection, WandbSection\nfrom shoal.report.sink "
-        "import make_sinks\n"
+        "from shoal.config.sections.train import ReportSection, WandbSection\n"
+        "from shoal.report.sinks import make_sinks\n"
         "section = ReportSection(wandb=WandbSection(mode='offline'))\n"
         "(sink,) = make_sinks(Path(sys.argv[1]), section, {}, '', None, print, "
         "print)\nsink.write(1, {'lr': 1})\n"

@@ -11,9 +11,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from shoal.protocols import RolloutStats
+from shoal.records import Failure
 from shoal.report.recorder import Recorder
 from shoal.report.watch import Watch
-from shoal.types import Failure, RolloutStats
 
 FINE = {
     "groups/nonzero_std": 0.5,

@@ -28,19 +28,19 @@ import pytest
 from processes import gone
 from scoring import score
 
+from shoal.checks.reward import gold_of
 from shoal.commands import export_rollouts
-from shoal.config.schema import RewardSection, TaskSection
-from shoal.ground_truth import ground_truth
+from shoal.config.sections.reward import RewardSection
+from shoal.config.sections.task import TaskSection
+from shoal.job.interrupt import stop_on_signals
+from shoal.job.task import load_task
+from shoal.records import Example, RewardFunction, ShoalError, ground_truth
 from shoal.rewards import pool as pool_module
-from shoal.rewards import scores as scores_module
+from shoal.rewards import scores
 from shoal.rewards.functions import name_functions
 from shoal.rewards.pool import RewardPool
 from shoal.rewards.scores import Scores
-from shoal.run.interrupt import stop_on_signals
-from shoal.run.preflight.reward import gold_of
-from shoal.run.task import load_task
 from shoal.stop import StopRequested
-from shoal.types import Example, RewardFunction, ShoalError
 from shoal.workers import pool as worker_pool
 from shoal.workers import process
 
@@ -939,10 +939,10 @@ def test_a_hung_call_takes_its_children_with_it(tmp_path: Path) -> None:
 
 SCRIPT = """
 import os, subprocess, sys, time
-from shoal.config.schema import RewardSection
+from shoal.config.train import RewardSection
 from shoal.rewards.pool import RewardPool
 from shoal.rewards.functions import name_functions
-from shoal.types import Example
+from shoal.records import Example
 
 def checker(completions, **kwargs):
     subprocess.Popen(["sleep", "1000"])
@@ -1106,7 +1106,7 @@ def test_a_function_that_hangs_on_everything_is_not_waited_for(
 ) -> None:
     """Of the 32 completions of a step, few are tried: none of so many is enough only where failing
     is fast."""
-    monkeypatch.setattr(scores_module, "HOPELESS_SECONDS", 1.4)
+    monkeypatch.setattr(scores, "HOPELESS_SECONDS", 1.4)
     expected = (
         r"'checker' failed for (\d+) of the last \1 completions, more than "
         r"reward.max_failed_share=0.5, and "
@@ -1126,7 +1126,7 @@ def test_a_function_that_hangs_on_everything_is_not_waited_for(
 
 @pytest.mark.slow
 def test_a_function_that_hangs_on_one_prompt_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scores_module, "HOPELESS_SECONDS", 0.3)
+    monkeypatch.setattr(scores, "HOPELESS_SECONDS", 0.3)
     with RewardPool(
         name_functions([at_bad(hang)]), section(on_error="skip", timeout_seconds=0.3)
     ) as pool:
@@ -1142,9 +1142,7 @@ def test_a_slow_failure_in_this_process_is_not_waited_for_either(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     calls: list[int] = []
-    monkeypatch.setattr(
-        scores_module, "time", types.SimpleNamespace(monotonic=lambda: 50.0 * len(calls))
-    )
+    monkeypatch.setattr(scores, "time", types.SimpleNamespace(monotonic=lambda: 50.0 * len(calls)))
 
     def checker(completions: Any, **kwargs: Any) -> list[float]:
         calls.append(len(completions))

@@ -20,12 +20,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scoring import score
 
-from shoal.config.schema import RewardSection, TaskSection
-from shoal.rewards import functions as functions_module
+from shoal.config.sections.reward import RewardSection
+from shoal.config.sections.task import TaskSection
+from shoal.job.task import load_task
+from shoal.records import Example, RewardFunction, ShoalError
+from shoal.rewards import functions
 from shoal.rewards.functions import load_functions, name_functions
 from shoal.rewards.pool import RewardPool
 from shoal.rewards.scores import Scores
-from shoal.run.task import load_task
 from shoal.tasks.graders.answer import (
     completion_text,
     extract_answer,
@@ -34,7 +36,6 @@ from shoal.tasks.graders.answer import (
     single_answer,
     well_formed,
 )
-from shoal.types import Example, RewardFunction, ShoalError
 
 EXAMPLES = [
     Example(17, [{"role": "user", "content": "2 + 3?"}], {"answer": "5", "prompt": "hidden"}),
@@ -393,7 +394,7 @@ def test_groups_of_different_sizes_are_a_fault_of_the_caller(texts: Any) -> None
 def fresh_imports(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Leaves the path and the modules of Python's imports as they were."""
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(functions_module, "_FOLDERS", set())
+    monkeypatch.setattr(functions, "_FOLDERS", set())
     yield
     for name in [name for name in sys.modules if name.startswith("shoal_test_")]:
         del sys.modules[name]

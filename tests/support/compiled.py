@@ -23,21 +23,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from shoal.config.schema import AlgorithmSection, MeshSection, OptimizerSection
+from shoal.config.sections.algorithm import AlgorithmSection
+from shoal.config.sections.devices import MeshSection
+from shoal.config.sections.optimizer import OptimizerSection
 from shoal.mesh import make_roles
 from shoal.mesh.topology import ENVIRONMENT, parse_topology, topology_devices
-from shoal.model import pallas_attention
 from shoal.model.architecture import Architecture
-from shoal.model.attention import Tokens
-from shoal.model.decode_kernel import attend_pages
+from shoal.model.attention import gpu as gpu_attention
+from shoal.model.attention.decode_tpu import attend_pages
+from shoal.model.attention.rule import Tokens
 from shoal.model.transformer import Model
-from shoal.rollout.publication import published_shapes
-from shoal.run.plan.hlo import Instruction, Module
-from shoal.run.plan.transfers import device_groups, groups_text
+from shoal.plan.hlo import Instruction, Module
+from shoal.plan.transfers import device_groups, groups_text
 from shoal.sampler.engine import Engine
 from shoal.trainer.batch import Shape, pack
 from shoal.trainer.loss import make_objective
 from shoal.trainer.step import Learner
+from shoal.weights.sampler_copy import published_shapes
 
 SMALL = Architecture(
     vocab_size=4096,
@@ -205,10 +207,10 @@ def compiled_kernels(device: Any, head_dim: int) -> Any:
 
     def loss(q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Array) -> jax.Array:
         tokens = Tokens.of(segment, segment)
-        lists = pallas_attention.block_lists(
-            tokens, tokens, pallas_attention.block_size(head_dim, q.dtype)
+        lists = gpu_attention.block_lists(
+            tokens, tokens, gpu_attention.block_size(head_dim, q.dtype)
         )
-        return pallas_attention.attend_rows(q, k, v, lists).astype(jnp.float32).sum()
+        return gpu_attention.attend_rows(q, k, v, lists).astype(jnp.float32).sum()
 
     traced = jax.jit(jax.grad(loss, (0, 1, 2))).trace(q, k, k, row)
     return traced.lower(lowering_platforms=("cuda",)).compile()

@@ -14,8 +14,8 @@ import oracle
 
 from shoal.algorithm.aggregation import token_weights
 from shoal.algorithm.loss import Objective, policy_log_ratio, policy_loss, token_losses
-from shoal.config.algorithm_parts import AGGREGATIONS, POLICY_LOSSES
-from shoal.config.schema import AlgorithmSection
+from shoal.config.choices import AGGREGATIONS, POLICY_LOSSES
+from shoal.config.sections.algorithm import AlgorithmSection
 from shoal.trainer.batch import LearnerBatch
 from shoal.trainer.loss import make_objective
 

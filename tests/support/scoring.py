@@ -7,10 +7,10 @@ from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
-from shoal.config.schema import RewardSection
+from shoal.config.sections.reward import RewardSection
+from shoal.records import Example, Prompt, RewardFunction
 from shoal.rewards.pool import RewardPool
 from shoal.rewards.scores import Policy, Scores
-from shoal.types import Example, Prompt, RewardFunction
 
 
 def score(

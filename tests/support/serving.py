@@ -16,11 +16,11 @@ from chat_models import CHATS, write_chat_tokenizer
 from tiny_models import write_model
 
 from shoal.commands.serve import open_sampler
-from shoal.config.loading import compose
+from shoal.config.merge import compose
+from shoal.job.job import Job
 from shoal.report.console import Console
-from shoal.rollout.serving import HostSampler
-from shoal.run.job import Job
 from shoal.serve.app import Api
+from shoal.serve.host_sampler import HostSampler
 from shoal.serve.server import served
 
 

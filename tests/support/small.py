@@ -10,16 +10,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from shoal.algorithm.loss import Objective
-from shoal.config.schema import AlgorithmSection, MeshSection, OptimizerSection
+from shoal.config.sections.algorithm import AlgorithmSection
+from shoal.config.sections.devices import MeshSection
+from shoal.config.sections.optimizer import OptimizerSection
 from shoal.mesh import Program, Roles, make_roles
 from shoal.model.architecture import Architecture, RopeScaling
-from shoal.model.attention import attend
+from shoal.model.attention.reference import attend
+from shoal.model.head import logits
 from shoal.model.parameters import Parameters, ParamSpec, param_specs
-from shoal.model.transformer import Model, forward, logits
+from shoal.model.transformer import Model, forward
+from shoal.records import Completion, Example, Group, Purpose, StopReason
 from shoal.trainer.batch import LearnerBatch, Shape, fill_rows, pack
 from shoal.trainer.loss import make_objective
 from shoal.trainer.step import Learner
-from shoal.types import Completion, Example, Group, Purpose, StopReason
 
 LLAMA3 = Architecture(
     vocab_size=96,

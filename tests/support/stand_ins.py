@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 from tiny_models import write_model_with_tokenizer
 
 from shoal import cli
-from shoal.model import hf_config, names
+from shoal.model import families, published
 
 SIZES = {
     "hidden_size": 64,
@@ -107,10 +107,10 @@ def kind_of(name: str) -> tuple[str, str]:
     return next(kind for part, kind in KINDS.items() if part in plain)
 
 
-def name_models(folder: Path, into: dict = names.MODELS) -> None:  # type: ignore[assignment]
+def name_models(folder: Path, into: dict = published.MODELS) -> None:  # type: ignore[assignment]
     """MaxText's names mean the stand-ins from now on, in this process."""
     for name, model in [*into.items()]:
-        a = hf_config.architecture_of(folder / "models" / kind_of(name)[0])
+        a = families.architecture_of(folder / "models" / kind_of(name)[0])
         into[name] = replace(model, architecture=a)
 
 

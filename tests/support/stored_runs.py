@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 from tiny_models import write_tokenizer
 
-from shoal.config.loading import compose
-from shoal.config.schema import Config
-from shoal.config.text import texts_of
-from shoal.report.folder import RunFolder
-from shoal.report.metrics import wilson_interval
-from shoal.types import Completion, Example, Group, Purpose, StopReason
+from shoal.config.merge import compose
+from shoal.config.stored import texts_of
+from shoal.config.train import Config
+from shoal.records import Completion, Example, Group, Purpose, StopReason
+from shoal.runs.metrics import wilson_interval
+from shoal.runs.writer import RunFolder
 
 HOSTILE = (
     "<script>document.title='hacked'</script><img src=x onerror=alert(1)>",

@@ -3,7 +3,7 @@ for a seed, always.
 
 `FAMILIES` has a config.json for every kind of model that Shoal reads; `write_model` makes a folder
 of one, `write_tokenizer` puts a tokenizer into a folder. Names of tensors stand here once more,
-apart from shoal.model.hf.
+apart from shoal.weights.huggingface.
 """
 
 from __future__ import annotations

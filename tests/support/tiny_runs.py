@@ -16,13 +16,14 @@ from jax._src import compiler
 from tiny_models import write_model_with_tokenizer
 
 from shoal import cli
-from shoal.config.schema import MeshSection, ModelSection
+from shoal.config.sections.devices import MeshSection
+from shoal.config.sections.model import ModelSection
 from shoal.mesh import Role, make_roles
-from shoal.report.groups import StoredGroup, group_record, read_file, write_file
-from shoal.run.loading import resolve_model
+from shoal.runs.groups import StoredGroup, group_record, read_file, write_file
 from shoal.sampler import engine
 from shoal.trainer import step
-from shoal.trainer.checkpoint import load_parameters
+from shoal.weights.checkpoints import load_parameters
+from shoal.weights.source import resolve_model
 
 REWARDS = '''\
 """Rewards for models that know nothing: they judge the letters."""

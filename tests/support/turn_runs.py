@@ -17,8 +17,8 @@ from chat_models import CHATS, write_chat_tokenizer
 from tiny_models import write_model
 from tiny_runs import Workshop
 
-from shoal.model.tool_calls import ToolCall
-from shoal.model.turns import TurnFormat
+from shoal.chat.tool_calls import ToolCall
+from shoal.chat.turns import TurnFormat
 
 BOARD = '''
 class Board:

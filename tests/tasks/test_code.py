@@ -14,13 +14,14 @@ import pytest
 from tiny_runs import Workshop, groups, metrics, read_lines
 
 from shoal import cli
-from shoal.config.schema import RewardSection, TaskSection
+from shoal.checks.reward import Sampled, probe, reward_findings
+from shoal.config.sections.reward import RewardSection
+from shoal.config.sections.task import TaskSection
+from shoal.job.task import load_task
+from shoal.records import ShoalError
 from shoal.rewards.pool import RewardPool
-from shoal.run.preflight.reward import Sampled, probe, reward_findings
-from shoal.run.task import load_task
 from shoal.tasks.code import case_of
 from shoal.tasks.graders import sandbox
-from shoal.types import ShoalError
 
 try:
     sandbox.require_sandbox()

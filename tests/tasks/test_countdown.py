@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scoring import score
 
-from shoal.config.schema import TaskSection
-from shoal.run.task import load_task
+from shoal.config.sections.task import TaskSection
+from shoal.job.task import load_task
+from shoal.records import ShoalError
 from shoal.tasks.countdown import PROBLEMS, solves
 from shoal.tasks.generated import is_held_out
 from shoal.tasks.graders import arithmetic
 from shoal.tasks.graders.arithmetic import Expression
 from shoal.tasks.task import Task
-from shoal.types import ShoalError
 
 
 def section(**keys: int) -> TaskSection:

@@ -17,12 +17,13 @@ from tiny_runs import PLAIN, Workshop, groups, metrics
 
 import shoal
 from shoal import cli
-from shoal.config.schema import RewardSection, TaskSection
-from shoal.run.task import check_truths, load_task
-from shoal.tasks.custom import parse_template
+from shoal.config.sections.reward import RewardSection
+from shoal.config.sections.task import TaskSection
+from shoal.job.task import check_truths, load_task
+from shoal.records import ShoalError
 from shoal.tasks.data import Published, evaluating, read_splits
+from shoal.tasks.examples import parse_template
 from shoal.tasks.task import Task
-from shoal.types import ShoalError
 
 TRAINED = ["steps=1", "task.num_eval_questions=2", "report.groups=true"]
 

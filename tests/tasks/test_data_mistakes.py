@@ -14,14 +14,13 @@ import pyarrow.parquet
 import pytest
 
 import shoal
-from shoal.config.schema import TaskSection
-from shoal.run.task import load_task
-from shoal.tasks.data import evaluating
-from shoal.tasks.data_files import read_file
-from shoal.tasks.rows import rows_task
+from shoal.config.sections.task import TaskSection
+from shoal.job.task import load_task
+from shoal.records import ShoalError
+from shoal.tasks.data import evaluating, read_file
+from shoal.tasks.examples import rows_task
 from shoal.tasks.task import DataReport, Task
-from shoal.trainer.curriculum import PromptStream
-from shoal.types import ShoalError
+from shoal.trainer.prompts import PromptStream
 
 GOOD = [{"prompt": f"{i}?", "answer": i} for i in range(4)]
 

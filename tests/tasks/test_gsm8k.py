@@ -14,12 +14,12 @@ import pyarrow.parquet
 import pytest
 from scoring import score
 
-from shoal.config.schema import TaskSection
-from shoal.run.task import load_task
+from shoal.config.sections.task import TaskSection
+from shoal.job.task import load_task
+from shoal.records import ShoalError
 from shoal.tasks.data import evaluating
 from shoal.tasks.gsm8k import SYSTEM_PROMPT, gold
 from shoal.tasks.task import DataReport, Task
-from shoal.types import ShoalError
 
 
 def row(i: int, name: str = "q") -> dict[str, str]:

@@ -16,12 +16,13 @@ from hypothesis import strategies as st
 from scoring import score
 
 from shoal.compat.gsm8k_rewards import exact_answer, has_reasoning_and_answer, hash_answer
-from shoal.config.schema import RewardSection, TaskSection
-from shoal.run.task import load_task
+from shoal.config.sections.reward import REWARD_PRESETS, RewardSection
+from shoal.config.sections.task import TaskSection
+from shoal.job.task import load_task
+from shoal.records import Example, ShoalError
 from shoal.tasks.graders.answer import answer_key, final_number, last_boxed, number_in, shown
-from shoal.tasks.gsm8k import REWARD_PRESETS, load_reward_preset, verdict
+from shoal.tasks.gsm8k import load_reward_preset, verdict
 from shoal.tasks.task import Task
-from shoal.types import Example, ShoalError
 
 PRESETS = {name: load_reward_preset(name) for name in REWARD_PRESETS}
 GOOD = "<reasoning>6 * 7 = 42</reasoning>\n<answer>42</answer>"

@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scoring import score
 
-from shoal.config.schema import TaskSection
-from shoal.run.task import load_task
+from shoal.config.sections.task import TaskSection
+from shoal.job.task import load_task
+from shoal.records import Example, ShoalError
 from shoal.tasks.data import evaluating
 from shoal.tasks.graders.instructions import (
     KINDS,
@@ -40,7 +41,6 @@ from shoal.tasks.ifeval import (
     verdict,
     well_formed,
 )
-from shoal.types import Example, ShoalError
 
 ENGLISH = (
     "the children walked slowly through the garden and looked at all the flowers that grew beside "

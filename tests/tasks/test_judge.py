@@ -17,14 +17,13 @@ import pytest
 from tiny_runs import Workshop, groups, metrics, read_lines
 
 from shoal import cli
-from shoal.config.reward_sections import JudgeSection
-from shoal.config.schema import RewardSection
+from shoal.config.sections.reward import JudgeSection, RewardSection
+from shoal.job.task import given_rewards
+from shoal.records import Example, ShoalError
 from shoal.rewards.pool import RewardPool
 from shoal.rewards.scores import Scores
-from shoal.run.task import given_rewards
 from shoal.tasks.graders import judge_model
 from shoal.tasks.graders.judge_model import JudgeFunction, _address, read_score
-from shoal.types import Example, ShoalError
 
 KEY = "sk-secret-4711"
 GRADER = ["reward.judge.model=grader"]

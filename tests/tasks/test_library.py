@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
-from shoal.config.schema import RewardSection, TaskSection
-from shoal.run.task import load_task
+from shoal.config.sections.reward import RewardSection
+from shoal.config.sections.task import TaskSection
+from shoal.job.task import load_task
+from shoal.records import ShoalError
 from shoal.tasks.library import (
     accuracy_reward,
     cosine_scaled_reward,
@@ -16,7 +18,6 @@ from shoal.tasks.library import (
     repetition_penalty,
     think_format_reward,
 )
-from shoal.types import ShoalError
 
 # completion, solution, and what TRL 1.16.0 gives: accuracy, reasoning accuracy, think format
 RECORDED = [

@@ -20,13 +20,13 @@ from hypothesis import strategies as st
 from processes import gone
 from scoring import score
 
-from shoal.config.schema import TaskSection
-from shoal.run.task import load_task
+from shoal.config.sections.task import TaskSection
+from shoal.job.task import load_task
+from shoal.records import ShoalError
 from shoal.tasks.graders import math_check
 from shoal.tasks.graders.math_check import Checker, at_a_glance, latex, plain, same, same_all, value
 from shoal.tasks.math import SYSTEM_PROMPT, answer_of, gold
 from shoal.tasks.task import DataReport, Task
-from shoal.types import ShoalError
 from shoal.workers.pool import WorkerPool
 
 # ---- the same or not

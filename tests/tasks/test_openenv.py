@@ -20,12 +20,12 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from shoal.config.environment_section import EnvironmentSection
-from shoal.model.turns import schema
-from shoal.run.environments import with_environment
+from shoal.chat.turns import schema
+from shoal.config.sections.task import EnvironmentSection
+from shoal.job.environments import with_environment
+from shoal.records import ShoalError
 from shoal.tasks.openenv import OpenEnv, openenv
 from shoal.tasks.task import Task
-from shoal.types import ShoalError
 from shoal.workers.environments import EnvironmentKind
 
 TEXT, NUMBER = {"type": "string"}, {"type": "integer"}

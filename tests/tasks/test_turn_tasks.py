@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from shoal.config.loading import compose
-from shoal.config.schema import TaskSection
-from shoal.model.names import locate
-from shoal.model.tokenizer import Tokenizer
+from shoal.chat.tokenizer import Tokenizer
+from shoal.config.merge import compose
+from shoal.config.sections.task import TaskSection
+from shoal.records import Example, ShoalError
 from shoal.tasks import calculator, guess
 from shoal.tasks.task import TASKS, Task
-from shoal.types import Example, ShoalError
+from shoal.weights.hub import locate
 
 CALCULATOR, GUESS = (
     module.load(TaskSection(name=name, num_eval_questions=100))

@@ -18,13 +18,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scoring import score
 
-from shoal.config.schema import TaskSection
-from shoal.run.task import load_task
+from shoal.config.sections.task import TaskSection
+from shoal.job.task import load_task
+from shoal.records import Example, ShoalError
 from shoal.tasks import words
 from shoal.tasks.generated import NUM_TRAIN, is_held_out
 from shoal.tasks.task import Task
 from shoal.tasks.words import PROBLEMS, SEEN, UNSEEN, Problem
-from shoal.types import Example, ShoalError
 
 DIALS = TaskSection()
 HELD_OUT_DIGEST = "2143aacd04e2f49b83795d9a2372b2e8"
@@ -230,7 +230,7 @@ def test_held_out_is_the_same_everywhere(task: Task) -> None:
         == HELD_OUT_DIGEST
     )
     code = (
-        "import sys; from shoal.config.schema import TaskSection; from shoal.run.task import "
+        "import sys; from shoal.config.train import TaskSection; from shoal.job.task import "
         "load_task; "
         "t = load_task(TaskSection(num_eval_questions=40)); "
         "print(*(e.prompt[0]['content'] for r in t.evaluations.values() for e in r), sep='\\n'); "

@@ -18,11 +18,11 @@ import numpy as np
 import pytest
 from processes import descendants, gone
 
-from shoal.config.environment_section import EnvironmentSection
-from shoal.config.schema import RewardSection
+from shoal.config.sections.reward import RewardSection
+from shoal.config.sections.task import EnvironmentSection
+from shoal.records import Example
 from shoal.rewards.functions import name_functions
 from shoal.rewards.pool import RewardPool
-from shoal.types import Example
 from shoal.workers.environments import EnvironmentKind
 from shoal.workers.sessions import Sessions
 

@@ -24,8 +24,8 @@ import numpy as np
 import pytest
 from processes import descendants, gone
 
-from shoal.config.environment_section import EnvironmentSection
-from shoal.types import ShoalError
+from shoal.config.sections.task import EnvironmentSection
+from shoal.records import ShoalError
 from shoal.workers.environments import EnvironmentKind
 from shoal.workers.sessions import SHARED, Reply, Sessions
 

@@ -1,6 +1,6 @@
 """Turns the rewards of a group into advantages: float64 on the host, before anything is packed.
 
-Each function has a row in `shoal.config.algorithm_parts`, and takes what it needs of these:
+Each function has a row in `shoal.config.choices`, and takes what it needs of these:
 
     estimator(rewards[P, G], valid[P, G], components=, weights=, lengths=, **settings)
         -> float64[P, G]

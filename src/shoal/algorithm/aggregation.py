@@ -4,7 +4,7 @@ token_loss).
 Weights are computed once, on the host, in float64, from all completions of an update; any split of
 that update into micro-batches then adds up to the same gradient. (A mean of micro-batch means, as
 TRL long had it, does not: batches of short completions count too much.) Each mode is a pure
-function of the completions' lengths, with a row in `shoal.config.algorithm_parts`.
+function of the completions' lengths, with a row in `shoal.config.choices`.
 """
 
 from __future__ import annotations

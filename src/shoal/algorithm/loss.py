@@ -23,7 +23,7 @@ sampled; `segment` numbers the prompts and completions within a row from 1, 0 is
 mask is False every part and its gradient are exactly 0, whatever the inputs hold. Where it is True
 nothing is guarded: a log-prob that is not finite shows in the loss.
 
-Policy losses, KL estimators and corrections have rows in `shoal.config.algorithm_parts`.
+Policy losses, KL estimators and corrections have rows in `shoal.config.choices`.
 """
 
 from __future__ import annotations

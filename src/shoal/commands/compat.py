@@ -14,13 +14,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from shoal.config.arguments import is_file_option, is_file_word, is_folder_option
-from shoal.config.schema import CompatConfig
-from shoal.config.text import require_given
+from shoal.config.commands import CompatConfig
+from shoal.config.stored import require_given
+from shoal.config.words import is_file_option, is_file_word, is_folder_option
 from shoal.files import check_local, check_place, write_text
+from shoal.records import ShoalError
 from shoal.report.console import Console
 from shoal.text import count
-from shoal.types import ShoalError
 
 MARK = "written by `shoal compat`"
 """In every script: a file without it belongs to somebody else."""

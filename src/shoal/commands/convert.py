@@ -19,7 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from shoal.buckets import COPIES, address
-from shoal.config.schema import ConvertConfig, MeshSection, ModelSection
+from shoal.checks.settings import check_model
+from shoal.config.commands import ConvertConfig
+from shoal.config.sections.devices import MeshSection
+from shoal.config.sections.model import ModelSection
 from shoal.files import (
     check_local,
     check_new_folder,
@@ -29,20 +32,19 @@ from shoal.files import (
     writing,
 )
 from shoal.mesh import make_roles
-from shoal.model import hf, hf_config, lora
+from shoal.model import families
 from shoal.model.architecture import Architecture
-from shoal.model.names import check_name, locate, model_named
 from shoal.model.parameters import ParamSpec, param_specs
+from shoal.model.published import check_name, model_named
+from shoal.records import ShoalError
 from shoal.report.console import Console
-from shoal.report.findings import gib
-from shoal.report.folder import MODEL_FOLDER, named_folder
-from shoal.run import maxtext_checkpoint as maxtext
-from shoal.run.loading import model_path
-from shoal.run.preflight.settings import check_model
-from shoal.text import count
-from shoal.trainer.checkpoint import find_checkpoint, load_parameters
-from shoal.trainer.orbax import orbax_silenced
-from shoal.types import ShoalError
+from shoal.runs.layout import MODEL_FOLDER, named_folder
+from shoal.text import count, gib
+from shoal.weights import huggingface, maxtext, peft
+from shoal.weights.checkpoints import find_checkpoint, load_parameters
+from shoal.weights.hub import locate
+from shoal.weights.orbax import orbax_silenced
+from shoal.weights.source import model_path
 
 PROGRESS_BYTES = 1 << 30
 """Size from which each tenth that is written is printed."""
@@ -160,12 +162,12 @@ def open_source(source: str) -> tuple[Architecture, maxtext.ReadPart]:
     local = find_input(source, "from")
     checkpoint = find_checkpoint(local) if local.is_dir() else None
     folder = checkpoint[0] / MODEL_FOLDER if checkpoint else locate(source)
-    if lora.is_adapter(folder):
+    if peft.is_adapter(folder):
         raise ShoalError(
-            f"from={source} is an adapter on {lora.read_base(folder)}: write a whole model of it "
+            f"from={source} is an adapter on {peft.read_base(folder)}: write a whole model of it "
             f"(shoal export from={source} to=FOLDER merge=true), and convert that"
         )
-    a = hf_config.architecture_of(folder) if checkpoint else hf.stored_architecture(folder)
+    a = families.architecture_of(folder) if checkpoint else huggingface.stored_architecture(folder)
     if checkpoint:
         leaves = jax.tree.leaves(
             load_parameters(*checkpoint, a, make_roles(MeshSection(fsdp=1)).trainer)
@@ -175,7 +177,7 @@ def open_source(source: str) -> tuple[Architecture, maxtext.ReadPart]:
             for spec, leaf in zip(jax.tree.leaves(param_specs(a)), leaves, strict=True)
         }
         return a, lambda spec, index: np.asarray(arrays[spec.name])[index]
-    tensors = hf.open_tensors(folder, a)
+    tensors = huggingface.open_tensors(folder, a)
 
     def read(spec: ParamSpec, index: tuple[slice, ...]) -> np.ndarray:
         rows = index[-1] if spec.transposed else index[int(spec.stacked)]
@@ -206,14 +208,14 @@ def _to_hugging_face(
     a, dtype = checkpoint.architecture, np.dtype(jnp.dtype(config.dtype))
     made = (
         None
-        if tokenizer and hf_config.describes(tokenizer, a)
-        else hf_config.make_config(a, tokenizer)
+        if tokenizer and families.describes(tokenizer, a)
+        else families.make_config(a, tokenizer)
     )
     specs = jax.tree.leaves(param_specs(a))
     with writing(target, _target_key(config)):
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=target.parent) as file:
-            hf.save(
+            huggingface.save(
                 target, checkpoint.tensors(file, dtype), a, tokenizer, config.dtype, config=made
             )
     return {

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from shoal.config.schema import DiffConfig
+from shoal.config.commands import DiffConfig
 from shoal.report.console import Console
-from shoal.report.figures import figure, version_text
-from shoal.report.folder import find_run
 from shoal.runs.compare import act_on_steps, compare
-from shoal.runs.stored_run import StoredRun, short_name
-from shoal.text import count
+from shoal.runs.layout import find_run
+from shoal.runs.reader import StoredRun, short_name
+from shoal.runs.summary import version_text
+from shoal.text import count, figure
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 

@@ -14,26 +14,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shoal.config.schema import DoctorConfig
-from shoal.report.console import Console
-from shoal.report.findings import Finding, Findings
-from shoal.run.advice import judge_memory
-from shoal.run.figures import PHASES, Figures, outline
-from shoal.run.job import Job
-from shoal.run.out_of_memory import explain_out_of_memory
-from shoal.run.preflight.estimate import (
+from shoal.budget.budget import PHASES, Figures
+from shoal.budget.memory import AvailableMemory, available_memory, parameter_count
+from shoal.checks.inputs import set_sizes
+from shoal.checks.reward import Sampled, probe, reward_findings, sampled_by, score_text
+from shoal.checks.settings import check_size
+from shoal.config.commands import DoctorConfig
+from shoal.config.derived import evaluation_completions
+from shoal.findings import Finding, Findings
+from shoal.job.job import Job, judge_memory, outline
+from shoal.job.out_of_memory import explain_out_of_memory
+from shoal.job.step_trial import (
+    StepTrial,
     Times,
     best_advice,
     estimate_times,
-    evaluation_completions,
     trial_figures,
+    try_step,
 )
-from shoal.run.preflight.inputs import set_sizes
-from shoal.run.preflight.reward import Sampled, probe, reward_findings, sampled_by, score_text
-from shoal.run.preflight.settings import check_size
-from shoal.run.preflight.step_trial import StepTrial, try_step
-from shoal.run.size import AvailableMemory, available_memory, parameter_count
-from shoal.types import Params
+from shoal.records import Params
+from shoal.report.console import Console
 
 LARGEST_DIFFERENCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.0125}
 """Of a token's log-probs, sampler against trainer: above it the two do not compute one policy."""

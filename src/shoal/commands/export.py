@@ -10,19 +10,22 @@ import jax.numpy as jnp
 import numpy as np
 
 from shoal.buckets import address
-from shoal.config.schema import ExportConfig, MeshSection, ModelSection
-from shoal.config.text import require_given
+from shoal.budget.memory import parameter_count
+from shoal.checks.settings import check_model
+from shoal.config.commands import ExportConfig
+from shoal.config.sections.devices import MeshSection
+from shoal.config.sections.model import ModelSection
+from shoal.config.stored import require_given
 from shoal.files import check_new_folder, find_input, writing
 from shoal.mesh import make_roles
-from shoal.model import hf, lora
+from shoal.model import adapters
+from shoal.records import ShoalError
 from shoal.report.console import Console
-from shoal.report.findings import gib
-from shoal.run.loading import open_model
-from shoal.run.maxtext_checkpoint import find_tree
-from shoal.run.preflight.settings import check_model
-from shoal.run.size import parameter_count
-from shoal.trainer.orbax import orbax_silenced
-from shoal.types import ShoalError
+from shoal.text import gib
+from shoal.weights import huggingface, peft
+from shoal.weights.maxtext import find_tree
+from shoal.weights.orbax import orbax_silenced
+from shoal.weights.source import open_model
 
 
 def export(config: ExportConfig, console: Console | None = None) -> dict[str, Any]:
@@ -59,13 +62,15 @@ def export(config: ExportConfig, console: Console | None = None) -> dict[str, An
         params = (
             model.read_adapter(role, np.float32, 0)
             if adapter_alone
-            else lora.merge(a, model.load(role, np.float32), role)
+            else adapters.merge(a, model.load(role, np.float32), role)
         )
         with writing(to, "to"):
             if adapter_alone:
-                lora.save(to, params, a, model.base, model.folder, config.dtype)
+                peft.save(to, params, a, model.base, model.folder, config.dtype)
             else:
-                hf.save(to, params, a.base, model.folder, config.dtype, config=model.config)
+                huggingface.save(
+                    to, params, a.base, model.folder, config.dtype, config=model.config
+                )
         console.note(f"wrote {config.to}")
         base = Path(model.base).expanduser()
         is_unknown = model.base == ModelSection.path or (
@@ -75,6 +80,6 @@ def export(config: ExportConfig, console: Console | None = None) -> dict[str, An
             console.note(
                 "PEFT wants base_model_name_or_path to be a folder or hub id in Hugging Face "
                 "format: export "
-                f"from={model.base} too, and write that folder into {config.to}/{lora.CONFIG}"
+                f"from={model.base} too, and write that folder into {config.to}/{peft.CONFIG}"
             )
     return {"to": address(to)}

@@ -16,18 +16,17 @@ from pathlib import Path
 from typing import Any
 
 from shoal.buckets import address
-from shoal.config.schema import ExportRolloutsConfig
-from shoal.config.text import require_given
+from shoal.chat.tokenizer import Tokenizer
+from shoal.config.commands import ExportRolloutsConfig
+from shoal.config.stored import require_given
 from shoal.files import appearing, check_new_folder
-from shoal.ground_truth import ground_truth
-from shoal.model.tokenizer import Tokenizer
+from shoal.records import ShoalError, ground_truth
 from shoal.report.console import Console
-from shoal.report.folder import MODEL_FOLDER, find_run
-from shoal.report.groups import StoredGroup, free_column, read_file
-from shoal.report.lines import json_line, write_atomically
-from shoal.runs.stored_run import StoredRun
+from shoal.runs.groups import StoredGroup, free_column, read_file
+from shoal.runs.layout import MODEL_FOLDER, find_run
+from shoal.runs.lines import json_line, write_atomically
+from shoal.runs.reader import StoredRun
 from shoal.text import count
-from shoal.types import ShoalError
 
 
 def export_rollouts(config: ExportRolloutsConfig, console: Console | None = None) -> dict[str, Any]:

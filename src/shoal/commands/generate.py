@@ -6,24 +6,26 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shoal.commands.responses import given_names
-from shoal.config.schema import GenerateConfig, ModelSection
-from shoal.config.text import require_given
+from shoal.chat.tokenizer import Tokenizer
+from shoal.checks.settings import check_model
+from shoal.commands.evaluate import given_names
+from shoal.config.commands import GenerateConfig
+from shoal.config.sections.model import ModelSection
+from shoal.config.stored import require_given
 from shoal.files import check_input, check_new_file, write_text
-from shoal.model.tokenizer import Tokenizer
+from shoal.job.head import model_text
+from shoal.job.job import Job
+from shoal.job.task import encode_all
+from shoal.protocols import SampleRequest
+from shoal.records import Address, Completion, Example, Purpose, ShoalError
 from shoal.report.console import Console
-from shoal.report.lines import json_line
-from shoal.rollout.publication import publish_to
-from shoal.run.head import model_text
-from shoal.run.job import Job
-from shoal.run.preflight.settings import check_model
-from shoal.run.task import encode_all
-from shoal.sampler.drain import drain
-from shoal.tasks.data_files import read_file
-from shoal.tasks.rows import UnknownRoles, example_of
+from shoal.runs.lines import json_line
+from shoal.sampler.engine import drain
+from shoal.tasks.data import read_file
+from shoal.tasks.examples import UnknownRoles, example_of
 from shoal.text import count
-from shoal.trainer.curriculum import TokenizedExample
-from shoal.types import Address, Completion, Example, Purpose, SampleRequest, ShoalError
+from shoal.trainer.prompts import TokenizedExample
+from shoal.weights.sampler_copy import publish_to
 
 WRITTEN = (
     "index",

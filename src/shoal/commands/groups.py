@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from shoal.config.schema import GroupsConfig
+from shoal.config.commands import GroupsConfig
+from shoal.records import ShoalError
 from shoal.report.console import Console, completion_text, prompt_text
-from shoal.report.figures import figure, one_line, version_text
-from shoal.report.folder import find_run
-from shoal.report.groups import StoredGroup, group_record
-from shoal.runs.stored_run import StoredRun
-from shoal.text import count, shorten
-from shoal.types import ShoalError
+from shoal.runs.groups import StoredGroup, group_record
+from shoal.runs.layout import find_run
+from shoal.runs.reader import StoredRun
+from shoal.runs.summary import version_text
+from shoal.text import count, figure, one_line, shorten
 
 TABLE = ("step", "group", "set", "reward", "spread", "pass", "length", "truncated", "staleness")
 

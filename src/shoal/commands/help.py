@@ -8,18 +8,27 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from shoal.config.arguments import POSITIONALS, aliases_of, find_key, names_of, positionals_text
-from shoal.config.files import packaged, presets_of
-from shoal.config.foreign import ForeignFlag, translator
-from shoal.config.keys import COMMANDS, Key, command_of, keys_of, sections_of
-from shoal.config.schema import Config, ModelSection, PlanConfig
-from shoal.config.values import shown, without_effect
-from shoal.run.derived import step_text
+from shoal.config.commands import COMMANDS, PlanConfig, command_of
+from shoal.config.derived import step_text
+from shoal.config.key import Key, keys_of, sections_of, shown, without_effect
+from shoal.config.sections.model import ModelSection
+from shoal.config.train import Config
+from shoal.config.words import (
+    POSITIONALS,
+    ForeignFlag,
+    aliases_of,
+    find_key,
+    names_of,
+    packaged,
+    positionals_text,
+    presets_of,
+    translator,
+)
+from shoal.records import ShoalError
 from shoal.text import did_you_mean
-from shoal.types import ShoalError
 
 if TYPE_CHECKING:
-    from shoal.config.loading import Resolved
+    from shoal.config.merge import Resolved
 
 EXAMPLES = """\
 shoal train                                        a tiny model, word problems, one to three \
@@ -237,8 +246,8 @@ def dry_run(config: Any, resolved: Resolved, warnings: Sequence[str] = ()) -> st
     """The resolved configuration as YAML, but that of a plan, with comments: values that differ
     from the defaults and their origins, the keys that other systems' flags became, a step's size,
     and the warnings given."""
-    from shoal.config.layers import origin_text
-    from shoal.config.text import difference_from_defaults
+    from shoal.config.merge import origin_text
+    from shoal.config.stored import difference_from_defaults
 
     keys = keys_of(type(config))
     lines = [note for note in resolved.notes if note not in resolved.became]
@@ -258,7 +267,7 @@ def dry_run(config: Any, resolved: Resolved, warnings: Sequence[str] = ()) -> st
         lines.append("nothing differs from the defaults")
     if isinstance(config, Config):
         if config.model.name and config.model.path == ModelSection.path:
-            from shoal.model.names import model_named
+            from shoal.model.published import model_named
 
             name = config.model.name
             lines.append(

@@ -28,14 +28,15 @@ from typing import Any
 import yaml
 
 from shoal.commands.multirun import combine
-from shoal.config.arguments import switch_of
-from shoal.config.keys import COMMANDS
-from shoal.config.loading import compose
-from shoal.config.schema import Config, LaunchConfig, MeshSection
+from shoal.config.commands import COMMANDS, LaunchConfig
+from shoal.config.merge import compose
+from shoal.config.sections.devices import MeshSection
+from shoal.config.train import Config
+from shoal.config.words import switch_of
 from shoal.mesh.topology import Topology, parse_topology, placeholder_devices
+from shoal.records import ShoalError
 from shoal.report.console import Console
 from shoal.text import count
-from shoal.types import ShoalError
 
 CLIENTS = {
     "docker": ("docker", ["bash", "-ec"], "Docker, with its daemon"),

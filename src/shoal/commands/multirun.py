@@ -23,19 +23,19 @@ from pathlib import Path
 from typing import Any
 
 from shoal.buckets import RUNS, address, area_of, fetch_into, send
-from shoal.config.arguments import is_file_option, is_file_word, joined, read_word
-from shoal.config.keys import dataclass_of
-from shoal.config.loading import compose
-from shoal.config.schema import Config
-from shoal.config.text import difference_from_defaults
+from shoal.config.commands import dataclass_of
+from shoal.config.derived import step_sizes
+from shoal.config.merge import compose
+from shoal.config.stored import difference_from_defaults
+from shoal.config.train import Config
+from shoal.config.words import is_file_option, is_file_word, joined, read_word
 from shoal.files import check_local, read_json
+from shoal.records import ShoalError
 from shoal.report.console import Console
-from shoal.report.figures import figure_text
-from shoal.report.folder import named_folder, read_summary
-from shoal.report.lines import json_ready, write_atomically
-from shoal.run.derived import step_sizes
-from shoal.text import count
-from shoal.types import ShoalError
+from shoal.runs.layout import named_folder
+from shoal.runs.lines import json_ready, write_atomically
+from shoal.runs.reader import read_summary
+from shoal.text import count, figure_text
 
 MULTIRUN_FOLDER = "multirun"
 """The folder of sweeps without run_name and base_output_directory."""

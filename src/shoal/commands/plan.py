@@ -8,17 +8,16 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from shoal.config.schema import PlanConfig
+from shoal.budget.budget import PHASES, Figures, host_text, verdict
+from shoal.checks.inputs import idle_text
+from shoal.checks.settings import check_trainable
+from shoal.config.commands import PlanConfig
+from shoal.job.interrupt import terminate_as_interrupt
+from shoal.plan.plan import make_plan
+from shoal.records import ShoalError
 from shoal.report.console import Console
-from shoal.report.findings import gib, seconds_text
-from shoal.run.figures import PHASES, Figures, host_text, verdict
-from shoal.run.interrupt import terminate_as_interrupt
-from shoal.run.loading import known_architecture
-from shoal.run.plan.plan import make_plan
-from shoal.run.preflight.inputs import idle_text
-from shoal.run.preflight.settings import check_trainable
-from shoal.text import count
-from shoal.types import ShoalError
+from shoal.text import count, gib, seconds_text
+from shoal.weights.source import known_architecture
 
 SHOWN = 5
 """Rows of a table of transfers or temporaries that are printed; the JSON has more."""

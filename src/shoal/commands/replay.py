@@ -5,13 +5,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from shoal.config.schema import ReplayConfig
+from shoal.config.commands import ReplayConfig
+from shoal.job.replay import sample_again
 from shoal.report.console import Console
-from shoal.report.figures import figure
-from shoal.report.folder import find_run
-from shoal.runs.replay import sample_again
-from shoal.runs.stored_run import StoredRun
-from shoal.text import count, ranges
+from shoal.runs.layout import find_run
+from shoal.runs.reader import StoredRun
+from shoal.text import count, figure, ranges
 
 
 def replay(

@@ -5,13 +5,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from shoal.config.schema import RescoreConfig
+from shoal.config.commands import RescoreConfig
+from shoal.job.rescore import score_again
 from shoal.report.console import Console
-from shoal.report.figures import figure
-from shoal.report.folder import find_run
-from shoal.runs.rescore import score_again
-from shoal.runs.stored_run import StoredRun
-from shoal.text import count
+from shoal.runs.layout import find_run
+from shoal.runs.reader import StoredRun
+from shoal.text import count, figure
 
 
 def rescore(config: RescoreConfig, console: Console | None = None) -> dict[str, Any]:

@@ -7,14 +7,14 @@ import secrets
 import sys
 from typing import Any
 
-from shoal.config.schema import ServeConfig
+from shoal.checks.settings import check_model
+from shoal.config.commands import ServeConfig
+from shoal.job.head import model_text
+from shoal.job.job import Job
 from shoal.report.console import Console
-from shoal.rollout.publisher import MemoryPublisher
-from shoal.rollout.serving import HostSampler
-from shoal.run.head import model_text
-from shoal.run.job import Job
-from shoal.run.preflight.settings import check_model
+from shoal.serve.host_sampler import HostSampler
 from shoal.serve.server import base_url, check_host, listen, make_server, require_packages
+from shoal.weights.store import MemoryPublisher
 
 
 def serve(config: ServeConfig, console: Console | None = None) -> dict[str, Any]:

@@ -7,18 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from shoal.buckets import address, is_bucket
-from shoal.config.schema import Config
+from shoal.config.train import Config
+from shoal.job.head import print_head
+from shoal.job.job import Job
+from shoal.job.resume import as_decided, changed_keys, resolve_run
+from shoal.job.training import open_run
+from shoal.records import ShoalError
 from shoal.report.console import Console
-from shoal.report.figures import one_line
-from shoal.report.folder import LAST, find_run, read_summary
-from shoal.run.head import print_head
-from shoal.run.job import Job
-from shoal.run.opening import open_run
-from shoal.run.resume import as_decided, changed_keys, resolve_run
-from shoal.runs.stored_run import StoredRun
+from shoal.runs.layout import LAST, find_run
+from shoal.runs.reader import StoredRun, read_summary
 from shoal.tasks.task import Task
-from shoal.text import count
-from shoal.types import ShoalError
+from shoal.text import count, one_line
 
 
 def train(

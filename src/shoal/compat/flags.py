@@ -19,9 +19,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from shoal.config.foreign import ForeignFlag, Get
-from shoal.config.keys import command_of, keys_of
-from shoal.types import ShoalError
+from shoal.config.commands import command_of
+from shoal.config.key import keys_of
+from shoal.config.words import ForeignFlag, Get
+from shoal.records import ShoalError
 
 Chosen = TypeVar("Chosen")
 Values = Mapping[str, Any]

@@ -16,9 +16,10 @@ from shoal.tasks.graders.answer import (
     last_boxed,
     number_in,
     parse_number,
+    reward_of,
     same_number,
 )
-from shoal.tasks.gsm8k import RewardPreset, reward_of, system_prompt, user_prompt
+from shoal.tasks.gsm8k import RewardPreset, system_prompt, user_prompt
 
 _REASONING = (
     "You get a problem. Work it out step by step between <reasoning> and </reasoning>. After that, "

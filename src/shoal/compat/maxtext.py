@@ -20,7 +20,7 @@ from shoal.compat.flags import (
     renames,
 )
 from shoal.compat.token import TOKEN
-from shoal.types import ShoalError
+from shoal.records import ShoalError
 
 read_clip = flags.read_bounds("grpo_epsilon", "", "epsilon_high")
 

@@ -21,11 +21,13 @@ from shoal.compat.flags import (
     to_float,
     to_int,
 )
-from shoal.config.foreign import Get
-from shoal.config.schema import RewardSection, TaskSection, samples_for_pass_k
+from shoal.config.sections.reward import RewardSection
+from shoal.config.sections.task import TaskSection
+from shoal.config.train import samples_for_pass_k
+from shoal.config.words import Get
+from shoal.records import ShoalError
 from shoal.tasks.task import load_by_name
 from shoal.text import count, exact
-from shoal.types import ShoalError
 
 # ---- lengths and devices
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from shoal.types import ShoalError
+from shoal.records import ShoalError
 
 TOKEN = "hf_access_token"
 

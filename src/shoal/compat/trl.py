@@ -21,8 +21,8 @@ from shoal.compat.flags import (
     refused,
     to_bool,
 )
-from shoal.report.folder import LAST, is_run
-from shoal.types import ShoalError
+from shoal.records import ShoalError
+from shoal.runs.layout import LAST, is_run
 
 read_clip = flags.read_bounds("epsilon", "", "epsilon_high")
 
@@ -214,7 +214,7 @@ def read_resume(name: str, text: str) -> Values:
     path = Path(text).expanduser()
     run = next((one for one in (path, *path.parents[:2]) if is_run(one)), path)
     if run != path and (step := re.search(r"\d+$", path.name)):
-        from shoal.trainer.checkpoint import versions
+        from shoal.weights.checkpoints import versions
 
         saved = versions(run)
         if int(step[0]) not in saved[-1:]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shoal.compat import flags, rules
-from shoal.compat import verl_readers as readers
+from shoal.compat import flags, rules, verl_readers
 from shoal.compat.flags import Flag, Given, Values, derived, idle, only, reads, refused, renames
 
 _A, _R, _T = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "trainer."
@@ -101,105 +100,105 @@ FLAGS: list[Flag] = [
     ],
     reads(_R + "top_k", "sampling.top_k", flags.least_zero("sampling.top_k"), "-1 is 0: all"),
     *_grouped(
-        readers.clip,
+        verl_readers.clip,
         "clip_low clip_high",
         "both bounds, where one is not given by itself",
         _A + "clip_ratio",
     ),
-    *_grouped(readers.clip, "clip_low", "", _A + "clip_ratio_low"),
-    *_grouped(readers.clip, "clip_high", "", _A + "clip_ratio_high"),
+    *_grouped(verl_readers.clip, "clip_low", "", _A + "clip_ratio_low"),
+    *_grouped(verl_readers.clip, "clip_high", "", _A + "clip_ratio_high"),
     *_grouped(
-        readers.loss,
+        verl_readers.loss,
         "loss clip_dual cispo_bound aggregation",
         "the loss of that name; all but vanilla without "
         "dual clip, geo_mean and sapo with their own mean",
         _A + "policy_loss.loss_mode",
     ),
-    *_grouped(readers.loss, "aggregation", "the same names", _A + "loss_agg_mode"),
+    *_grouped(verl_readers.loss, "aggregation", "the same names", _A + "loss_agg_mode"),
     *derived(rules.verl_dual_clip, "algorithm.clip_dual", "of vanilla alone", _A + "clip_ratio_c"),
     *_grouped(
-        readers.divergence,
+        verl_readers.divergence,
         "kl_coef kl_placement",
         "a term of the loss",
         _A + "use_kl_loss",
         is_switch=True,
     ),
     *_grouped(
-        readers.divergence,
+        verl_readers.divergence,
         "kl_coef",
         "counts only with use_kl_loss=true (0.001)",
         _A + "kl_loss_coef",
     ),
     *_grouped(
-        readers.divergence, _KL, "low_var_kl, k3: k3 with verl's clamps", _A + "kl_loss_type"
+        verl_readers.divergence, _KL, "low_var_kl, k3: k3 with verl's clamps", _A + "kl_loss_type"
     ),
     *_grouped(
-        readers.divergence,
+        verl_readers.divergence,
         f"kl_coef kl_placement {_KL}",
         "subtracted from the reward, by kl_penalty's estimator",
         "algorithm.use_kl_in_reward",
         is_switch=True,
     ),
     *_grouped(
-        readers.divergence,
+        verl_readers.divergence,
         "kl_coef",
         "counts only with use_kl_in_reward=true (0.001)",
         "algorithm.kl_ctrl.kl_coef",
     ),
     *_grouped(
-        readers.divergence,
+        verl_readers.divergence,
         _KL,
         "counts only with use_kl_in_reward=true; kl, k1: k1 without clamps",
         "algorithm.kl_penalty",
     ),
     *_grouped(
-        readers.estimator,
+        verl_readers.estimator,
         "advantage whiten_over",
         "of groups; there is no critic, so no gae",
         "algorithm.adv_estimator",
     ),
     *_grouped(
-        readers.estimator,
+        verl_readers.estimator,
         "advantage",
         "false: the group's mean alone; counts for grpo",
         "algorithm.norm_adv_by_std_in_grpo",
         is_switch=True,
     ),
     *_grouped(
-        readers.rollout_correction,
+        verl_readers.rollout_correction,
         "correction correction_level correction_cap correction_floor",
         "token or sequence: truncated importance weights (tis)",
         "algorithm.rollout_correction.rollout_is",
         keeps_nothing=True,
     ),
     *_grouped(
-        readers.rollout_correction,
+        verl_readers.rollout_correction,
         "correction_cap correction_floor",
         "2.0: truncated (tis); 0.5_2.0: 0 outside these bounds (mis)",
         "algorithm.rollout_correction.rollout_is_threshold",
     ),
     *_grouped(
-        readers.rollout_correction,
+        verl_readers.rollout_correction,
         "correction",
         "true: direct, the ratio to the sampler's log-probs, without weights",
         "algorithm.rollout_correction.bypass_mode",
         is_switch=True,
     ),
     *_grouped(
-        readers.rollout_correction,
+        verl_readers.rollout_correction,
         "correction",
         "ppo_clip alone; counts with bypass_mode=true",
         "algorithm.rollout_correction.loss_type",
     ),
     *_grouped(
-        readers.rejection,
+        verl_readers.rejection,
         "rejection rejection_cap rejection_floor",
         "one rule, by its name there; null: none",
         "algorithm.rollout_correction.rollout_rs",
         keeps_nothing=True,
     ),
     *_grouped(
-        readers.rejection,
+        verl_readers.rejection,
         "rejection_cap rejection_floor",
         "2.0; with k1 low_high, the inverse of the weight's bounds",
         "algorithm.rollout_correction.rollout_rs_threshold",
@@ -207,7 +206,7 @@ FLAGS: list[Flag] = [
     reads(
         "data.train_batch_size",
         "batch.prompts_per_step",
-        readers.batch,
+        verl_readers.batch,
         "0: by async_training.require_batches",
     ),
     *derived(
@@ -263,7 +262,10 @@ FLAGS: list[Flag] = [
         _A + "optim.lr_warmup_steps",
     ),
     reads(
-        _A + "optim.betas", "optimizer.beta1 optimizer.beta2", readers.betas, "both betas of AdamW"
+        _A + "optim.betas",
+        "optimizer.beta1 optimizer.beta2",
+        verl_readers.betas,
+        "both betas of AdamW",
     ),
     *[
         reads(
@@ -289,7 +291,7 @@ FLAGS: list[Flag] = [
     reads(
         "data.train_files",
         "task.path",
-        readers.train_files,
+        verl_readers.train_files,
         "a parquet file, or some of one folder",
         keeps_nothing=True,
     ),
@@ -298,7 +300,7 @@ FLAGS: list[Flag] = [
             _T + name,
             ("mesh.trainer", "mesh.fsdp"),
             meaning="devices of all nodes together, split by fsdp",
-            group=readers.gpus,
+            group=verl_readers.gpus,
         )
         for name in ("n_gpus_per_node", "nnodes")
     ],
@@ -306,7 +308,7 @@ FLAGS: list[Flag] = [
         Flag(
             f"rollout.{name}",
             ("mesh.sampler",),
-            group=readers.sampler_gpus,
+            group=verl_readers.sampler_gpus,
             meaning="devices of the sampler alone, on all nodes together; one_step_off_policy is "
             "train.max_staleness=1",
         )
@@ -316,7 +318,7 @@ FLAGS: list[Flag] = [
         Flag(
             f"{head}custom_reward_function.{part}",
             ("reward.functions",),
-            group=readers.reward_file,
+            group=verl_readers.reward_file,
             meaning="file and name of the reward function",
             keeps_nothing=part == "path",
         )
@@ -333,7 +335,7 @@ FLAGS: list[Flag] = [
     reads(
         "algorithm.filter_groups.max_num_gen_batches",
         "algorithm.max_sampling_rounds",
-        readers.rounds,
+        verl_readers.rounds,
         "rounds beyond the first; 0, no limit there, is 1,000",
     ),
     reads(
@@ -355,7 +357,7 @@ FLAGS: list[Flag] = [
             name,
             ("sampling.long_prompts",),
             meaning=meaning,
-            group=readers.long_prompts,
+            group=verl_readers.long_prompts,
             is_switch=True,
         )
         for name, meaning in (
@@ -364,7 +366,7 @@ FLAGS: list[Flag] = [
         )
     ],
     *[
-        Flag(_MODEL + name, tuple(keys.split()), meaning=meaning, group=readers.lora)
+        Flag(_MODEL + name, tuple(keys.split()), meaning=meaning, group=verl_readers.lora)
         for name, keys, meaning in (
             (
                 "lora_rank",
@@ -397,7 +399,7 @@ FLAGS: list[Flag] = [
     reads(
         _T + "logger",
         "report.wandb.mode report.tensorboard",
-        readers.loggers,
+        verl_readers.loggers,
         "console, wandb, tensorboard",
     ),
     # ---- what matters and has no counterpart

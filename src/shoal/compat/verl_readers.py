@@ -8,8 +8,8 @@ from typing import Any
 
 from shoal.compat import flags
 from shoal.compat.flags import Given, Values, Yielding, chosen, last_part, to_bool, to_float, to_int
-from shoal.config.algorithm_parts import REJECTIONS
-from shoal.types import ShoalError
+from shoal.config.choices import REJECTIONS
+from shoal.records import ShoalError
 
 clip = flags.read_bounds("clip_ratio", "clip_ratio_low", "clip_ratio_high")
 

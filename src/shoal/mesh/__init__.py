@@ -7,12 +7,14 @@ from shoal.mesh.devices import (
     available_devices,
     devices_asked,
     has_host_memory,
+    listed,
+    listed_divisors,
+    make_mesh,
     memory_stats,
     return_freed_memory,
     role_devices,
     uses_pathways,
 )
-from shoal.mesh.layout import listed, listed_divisors, make_mesh
 from shoal.mesh.processes import World
 from shoal.mesh.programs import MAX_IN_FLIGHT, Program, dispatching
 from shoal.mesh.roles import Role, Roles, make_roles, put

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from shoal.types import ShoalError
+from shoal.records import ShoalError
 
 GPU_SHARE = 0.92
 """Of a GPU's memory that a run takes; JAX by itself takes 0.75. What is left serves CUDA, NCCL and

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shoal.mesh.layout import as_mesh
+from shoal.mesh.devices import as_mesh
 
 Layout = list[list[str]]
 """For each dimension the axes that split it, the outermost first."""

@@ -18,11 +18,20 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shoal.config.schema import MeshSection
-from shoal.mesh.devices import RoleDevices, available_devices, role_devices
-from shoal.mesh.layout import arrange_copies, as_mesh, by_host, by_slice, listed_divisors, make_mesh
+from shoal.config.sections.devices import MeshSection
+from shoal.mesh.devices import (
+    RoleDevices,
+    arrange_copies,
+    as_mesh,
+    available_devices,
+    by_host,
+    by_slice,
+    listed_divisors,
+    make_mesh,
+    role_devices,
+)
 from shoal.mesh.programs import Program, device_options
-from shoal.types import ShoalError
+from shoal.records import ShoalError
 
 TRAINER_RULES: Mapping[str, str | tuple[str, ...] | None] = {
     "batch": ("data", "fsdp"),  # whole rows

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from shoal.mesh.accelerators import ACCELERATORS, Accelerator
+from shoal.records import ShoalError
 from shoal.text import nearest
-from shoal.types import ShoalError
 
 _SMALL = {
     2: {

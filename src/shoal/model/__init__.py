@@ -1,1 +1,1 @@
-"""The model: parameters, the one `forward`, attention, caches, Hugging Face files and tokenizer."""
+"""The model: its sizes, its parameters, the one `forward`, adapters."""

@@ -16,7 +16,7 @@ from typing import Any
 
 from shoal.mesh import peak_flops
 from shoal.model.architecture import Architecture
-from shoal.types import Group
+from shoal.records import Group
 
 GroupLengths = tuple[int, Sequence[int]]
 """Tokens of a prompt, and of each of its completions."""

@@ -15,7 +15,7 @@ from shoal.mesh import Role, listed, listed_divisors
 from shoal.mesh.programs import PIECES_OPTIONS
 from shoal.model.architecture import Architecture
 from shoal.model.linear import Adapted, Biased, Quantised, quantise
-from shoal.types import ShoalError
+from shoal.records import ShoalError
 
 
 @jax.tree_util.register_dataclass

@@ -1,2 +1,2 @@
-"""What is reported of a run: metrics, the run's folder and its groups, sinks, the terminal. Imports
-no trainer."""
+"""What is reported of a run while it goes: the recorder, sinks, the terminal. Imports no
+trainer."""

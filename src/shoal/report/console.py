@@ -14,15 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from shoal.report.figures import (
-    duration,
-    evaluation_text,
-    one_line,
-    step_figures,
-    summary_rows,
-    text_table,
-)
-from shoal.types import Group, Prompt
+from shoal.records import Group, Prompt
+from shoal.runs.summary import evaluation_text, step_figures, summary_rows
+from shoal.text import duration, one_line, text_table
 
 LINES_A_RUN, FIRST_STEPS, QUIET_SECONDS = 40, 3, 60.0
 """A run prints its first steps, then about LINES_A_RUN lines at equal distances; at least one a

@@ -12,17 +12,21 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from shoal.buckets import address
-from shoal.config.files import flat_values
+from shoal.config.words import flat_values
+from shoal.findings import Finding
+from shoal.protocols import RolloutStats
+from shoal.records import Failure, Group, Purpose, StopReason
 from shoal.report.console import Console
-from shoal.report.figures import account_text, curve_text, duration, summary_facts, version_text
-from shoal.report.findings import Finding
-from shoal.report.folder import RunFolder, parts_of, reward_since
-from shoal.report.groups import GroupWriter, TokenLogprobs
-from shoal.report.metrics import ENVIRONMENT, MetricSet, logged_name
-from shoal.report.sink import Background, completion_rows, evaluation_scalars
+from shoal.report.sinks import Background, GroupWriter, completion_rows
 from shoal.report.watch import Watch
-from shoal.text import FAILED_CALL, count
-from shoal.types import Failure, Group, Purpose, RolloutStats, StopReason
+from shoal.runs.groups import TokenLogprobs
+from shoal.runs.layout import parts_of
+from shoal.runs.lines import evaluation_scalars
+from shoal.runs.metrics import ENVIRONMENT, MetricSet, logged_name
+from shoal.runs.reader import reward_since
+from shoal.runs.summary import account_text, curve_text, summary_facts, version_text
+from shoal.runs.writer import RunFolder
+from shoal.text import FAILED_CALL, count, duration
 
 EvaluationFigures: TypeAlias = "Mapping[str, Mapping[str, Any]]"
 """Data set -> figure -> value, of one evaluation."""

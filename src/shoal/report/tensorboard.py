@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from shoal.files import writing
-from shoal.report.sink import Rows, scalars
-from shoal.types import ShoalError
+from shoal.records import ShoalError
+from shoal.report.sinks import Rows
+from shoal.runs.lines import scalars
 
 _PREFIX = "events.out.tfevents."
 

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from shoal.config.sections import WandbSection
-from shoal.report.lines import json_ready, write_atomically
-from shoal.report.sink import Rows, scalars
-from shoal.types import ShoalError
+from shoal.config.sections.train import WandbSection
+from shoal.records import ShoalError
+from shoal.report.sinks import Rows
+from shoal.runs.lines import json_ready, scalars, write_atomically
 
 SECONDS_TO_START = 60.0
 SECONDS_TO_FINISH = 30.0

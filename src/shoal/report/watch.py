@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from shoal.report.findings import Finding
-from shoal.report.metrics import ENVIRONMENT
-from shoal.types import Failure, Group
+from shoal.findings import Finding
+from shoal.records import Failure, Group
+from shoal.runs.metrics import ENVIRONMENT
 
 STEPS_OF_CONSTANT_REWARD, COMPLETIONS_OF_CONSTANT_REWARD = 10, 64
 """After so many steps and completions with one and the same value a reward function is taken to be

@@ -6,8 +6,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from shoal.rewards.calls import unused
-from shoal.types import RewardFunction
+from shoal.records import RewardFunction
+from shoal.rewards.reward_call import unused
 from shoal.workers.environments import EnvironmentKind
 from shoal.workers.rollout_function import ROLLOUT
 

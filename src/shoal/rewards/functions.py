@@ -15,11 +15,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from shoal.config.loading import FROM_PYTHON, GIVEN
-from shoal.report.metrics import RESERVED_FUNCTIONS
-from shoal.rewards.calls import unused
+from shoal.config.merge import FROM_PYTHON, GIVEN
+from shoal.records import RewardFunction, ShoalError
+from shoal.rewards.reward_call import unused
+from shoal.runs.metrics import RESERVED_FUNCTIONS
 from shoal.text import count, describe_error, did_you_mean
-from shoal.types import RewardFunction, ShoalError
 
 _NO_MODEL = (
     "; a model is no reward: give a function that asks it and returns a number for each completion"

@@ -18,11 +18,18 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from shoal.config.schema import RewardSection
-from shoal.rewards.calls import Batch, CallHandler, CallResult, Loop, TrainerState, pickled_batch
+from shoal.config.sections.reward import RewardSection
+from shoal.records import Example, RewardFunction, ShoalError
+from shoal.rewards.reward_call import (
+    Batch,
+    CallHandler,
+    CallResult,
+    Loop,
+    TrainerState,
+    pickled_batch,
+)
 from shoal.rewards.scores import FunctionCalls, Policy, RewardWatch, Scores, call_here, sum_scores
 from shoal.text import exact
-from shoal.types import Example, RewardFunction, ShoalError
 from shoal.workers.pool import Limits, WorkerPool
 from shoal.workers.process import Header
 

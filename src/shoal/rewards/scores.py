@@ -13,10 +13,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from shoal.config.schema import RewardSection
-from shoal.rewards.calls import WRONG, Batch, CallResult, Loop, call, call_async, unused
+from shoal.config.sections.reward import RewardSection
+from shoal.records import Failure, RewardFunction, ShoalError
+from shoal.rewards.reward_call import WRONG, Batch, CallResult, Loop, call, call_async, unused
 from shoal.text import count, exact
-from shoal.types import Failure, RewardFunction, ShoalError
 
 Policy = Literal["error", "zero", "skip"]
 NUM_RECENT = 64

@@ -21,9 +21,11 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from shoal.report.figures import version_text
+from shoal.protocols import GroupRequest, Host, HostProgress, Manifest, RolloutStats
+from shoal.records import Completion, Group, HostLost, HostRefused, Params, Purpose, ShoalError
 from shoal.report.timeline import Timeline
-from shoal.rollout.group import (
+from shoal.rollout.host_health import Member, wrong_answer, wrong_versions
+from shoal.rollout.ledger import (
     GroupRewards,
     Ledger,
     PendingGroup,
@@ -32,26 +34,11 @@ from shoal.rollout.group import (
     sample_request,
     whereabouts,
 )
-from shoal.rollout.member import Member, wrong_answer, wrong_versions
-from shoal.rollout.player import Player
-from shoal.rollout.publisher import Publisher
-from shoal.rollout.rollout import Move
+from shoal.rollout.turn_driver import Move, Player
+from shoal.runs.summary import version_text
 from shoal.stop import StopSignal
 from shoal.text import count
-from shoal.types import (
-    Completion,
-    Group,
-    GroupRequest,
-    Host,
-    HostLost,
-    HostProgress,
-    HostRefused,
-    Manifest,
-    Params,
-    Purpose,
-    RolloutStats,
-    ShoalError,
-)
+from shoal.weights.store import Publisher
 
 Answer = TypeVar("Answer")
 

@@ -14,8 +14,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from shoal.protocols import HostProgress, Manifest, SampleRequest
+from shoal.records import Completion, Params, Purpose
 from shoal.sampler.engine import Engine
-from shoal.types import Completion, HostProgress, Manifest, Params, Purpose, SampleRequest
 
 
 @dataclass

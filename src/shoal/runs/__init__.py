@@ -1,1 +1,1 @@
-"""Runs on disk: their folders read, two compared, groups sampled again, groups scored again."""
+"""Runs on disk: the records that a run writes, one reader of them, two runs compared."""

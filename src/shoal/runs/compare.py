@@ -17,16 +17,16 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from shoal.buckets import address
-from shoal.config.keys import keys_of, stages_of
-from shoal.config.schema import Config
-from shoal.config.values import get_value
-from shoal.report.figures import version_text
-from shoal.report.groups import StoredGroup, read_file
-from shoal.report.lines import json_ready
-from shoal.report.metrics import is_clock
-from shoal.runs.stored_run import StoredRun
+from shoal.config.commands import stages_of
+from shoal.config.key import get_value, keys_of
+from shoal.config.train import Config
+from shoal.records import Completion
+from shoal.runs.groups import StoredGroup, read_file
+from shoal.runs.lines import json_ready
+from shoal.runs.metrics import is_clock
+from shoal.runs.reader import StoredRun
+from shoal.runs.summary import version_text
 from shoal.text import ranges
-from shoal.types import Completion
 
 Values: TypeAlias = "dict[str, tuple[Any, Any]]"
 """Name -> what the first run has and what the second has."""

@@ -22,10 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shoal.runs.bounded import bounded_json, one_line, rounded
-from shoal.runs.stored_run import StoredRun
+from shoal.records import ShoalError
+from shoal.runs.lines import bounded_json, one_line, rounded
+from shoal.runs.reader import StoredRun
 from shoal.text import did_you_mean
-from shoal.types import ShoalError
 
 # ---- the database
 

@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from shoal.files import writing
-from shoal.report.figures import duration, figure_text, text_table
-from shoal.report.folder import find_run, read_config
-from shoal.report.groups import StoredGroup
-from shoal.runs.stored_run import Evaluations, StoredRun
-from shoal.text import count, nearest
-from shoal.types import ShoalError
+from shoal.records import ShoalError
+from shoal.runs.groups import StoredGroup
+from shoal.runs.layout import find_run
+from shoal.runs.reader import Evaluations, StoredRun, read_config
+from shoal.text import count, duration, figure_text, nearest, text_table
 
 
 class Table:

@@ -19,17 +19,26 @@ just started, and gathers the tokens of one while the next runs.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from shoal.mesh import MAX_IN_FLIGHT
-from shoal.model.kv_cache import NO_PAGE, PAGE, by_pages, cache_size, decodes_by_kernel
+from shoal.model.attention.caches import NO_PAGE, PAGE, cache_size
+from shoal.model.attention.selector import by_pages, decodes_by_kernel
 from shoal.model.transformer import Model
-from shoal.sampler.pages import PagePool
-from shoal.sampler.parking import ParkedRows
+from shoal.protocols import SampleRequest
+from shoal.records import Completion, Params, StopReason
+from shoal.sampler.partial import (
+    Decode,
+    Dispatch,
+    Owner,
+    PartialCompletion,
+    Progress,
+    check_request,
+)
 from shoal.sampler.programs import (
     CHUNK,
     FEED,
@@ -48,14 +57,7 @@ from shoal.sampler.programs import (
     run_program,
     state_shapes,
 )
-from shoal.sampler.progress import (
-    Decode,
-    Dispatch,
-    Owner,
-    PartialCompletion,
-    Progress,
-    check_request,
-)
+from shoal.sampler.row_memory import PagePool, ParkedRows
 from shoal.sampler.scheduler import (
     PREFILL_TOKENS,
     Admission,
@@ -64,7 +66,6 @@ from shoal.sampler.scheduler import (
     prompt_bucket,
     round_up,
 )
-from shoal.types import Completion, Params, SampleRequest, StopReason
 
 
 class Engine:
@@ -688,3 +689,17 @@ class Engine:
                 request.id, request.first + number, self.max_support
             )
         )
+
+
+def run_until_idle(engine: Engine) -> Iterator[tuple[int, list[Completion]]]:
+    """Runs an engine until nothing is left; yields each request's id with its completions as it
+    finishes."""
+    while not engine.idle:
+        yield from engine.step().items()
+
+
+def drain(engine: Engine) -> dict[tuple[int, int], Completion]:
+    """Runs an engine until nothing is left; the completions by (request, index)."""
+    return {
+        (id, one.index): one for id, completions in run_until_idle(engine) for one in completions
+    }

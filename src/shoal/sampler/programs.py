@@ -21,24 +21,18 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shoal.mesh import Program, Role
 from shoal.mesh.programs import PIECES_OPTIONS, SAMPLER_OPTIONS
-from shoal.model import kv_cache
-from shoal.model.blocked_attention import block_size
-from shoal.model.kv_cache import LayerCache
+from shoal.model.attention import caches as kv_caches
+from shoal.model.attention import decode, selector
+from shoal.model.attention.blocked import block_size
+from shoal.model.attention.caches import LayerCache
+from shoal.model.attention.selector import attention_kind, prefill_attention, prompt_reads
+from shoal.model.block import block, rms_norm
+from shoal.model.head import logits
 from shoal.model.parameters import Block, products_joined
 from shoal.model.rotary import rotary
-from shoal.model.segment_attention import attention_kind, prefill_attention, prompt_reads
-from shoal.model.transformer import (
-    Model,
-    block,
-    by_layer,
-    embed,
-    forward,
-    logits,
-    rms_norm,
-    through_layers,
-)
+from shoal.model.transformer import Model, by_layer, embed, forward, through_layers
+from shoal.records import Params
 from shoal.sampler.sample_tokens import BLOCK, TPU_BLOCK, SamplingArrays, sample_tokens, uniform
-from shoal.types import Params
 
 CHUNK = 32
 """Tokens that a slot samples in one dispatch of the decoder at most: the host searches for stop
@@ -215,7 +209,7 @@ def _save(state: DecodeState, rows: jax.Array, pages: jax.Array | None = None) -
         else replace(
             saved,
             caches=tuple(
-                replace(one, own_k=kv_cache.read_pages(whole.own_k, pages))
+                replace(one, own_k=kv_caches.read_pages(whole.own_k, pages))
                 for one, whole in zip(saved.caches, state.caches, strict=True)
             ),
         )
@@ -271,7 +265,7 @@ def _idle_state(
     """A state whose slots are all done. Lengths are 1, not 0: position = length - 1 and the bounds
     of keys stay valid for idle slots, which decoding computes along with the others."""
     shape = (rows, siblings)
-    caches = kv_cache.empty(model, rows, siblings, prefix, own, pages)
+    caches = kv_caches.empty(model, rows, siblings, prefix, own, pages)
     zeros = partial(jnp.zeros, shape)
     return DecodeState(
         caches=caches,
@@ -479,7 +473,7 @@ def _prefill_layers(
             block, model, rope=rope, attention=prefill_attention(model, length, size, reads)
         )
     x, keys = through_layers(model, blocks, x, layer)
-    return x, kv_cache.write_prefixes(model, caches, keys, rows)
+    return x, kv_caches.write_prefixes(model, caches, keys, rows)
 
 
 def _enter_prompts(
@@ -536,7 +530,7 @@ def _in_pieces(
             own,
             rope=turned,
             cache=keys,
-            attention=kv_cache.piece_attention(start, longest, block_keys),
+            attention=decode.piece_attention(start, longest, block_keys),
         )
         return number + 1, jax.lax.dynamic_update_slice_in_dim(x, own, start, 1), keys
 
@@ -563,7 +557,7 @@ def _join(
     length, last = state.prefix_len[sources], state.last[sources]
     # A copy once for each row that is filled: read through pointers, a token's attention would
     # gather rows of keys, which XLA for TPU makes a loop over them.
-    state = replace(state, caches=kv_cache.copy_prefixes(state.caches, sources, rows))
+    state = replace(state, caches=kv_caches.copy_prefixes(state.caches, sources, rows))
     return _enter(parameters, state, rows, length, last, limit, keys, sampling, model, **static)
 
 
@@ -649,10 +643,10 @@ def _feed_layers(
     their keys."""
 
     def own_keys(keys: jax.Array) -> jax.Array:
-        return _slices(keys, rows, slots) if pages is None else kv_cache.read_pages(keys, pages)
+        return _slices(keys, rows, slots) if pages is None else kv_caches.read_pages(keys, pages)
 
     read = tuple(
-        kv_cache.out_of_pages(
+        kv_caches.out_of_pages(
             LayerCache(
                 *jax.tree.map(lambda keys: _slices(keys, rows), (one.prefix_k, one.prefix_v)),
                 *jax.tree.map(own_keys, (one.own_k, one.own_v)),
@@ -660,12 +654,12 @@ def _feed_layers(
         )
         for one in caches
     )
-    attention = kv_cache.context_attention(model.role.platform, prefix_len, start)
+    attention = decode.context_attention(model.role.platform, prefix_len, start)
     rope = jax.lax.optimization_barrier(rope)  # as in `forward`
     x, own = through_layers(
         model, blocks, x, partial(block, model, rope=rope, attention=attention), read
     )
-    own = own if pages is None else [(kv_cache.in_pages(k, v), None) for k, v in own]
+    own = own if pages is None else [(kv_caches.in_pages(k, v), None) for k, v in own]
 
     def put(keys: jax.Array, new: jax.Array) -> jax.Array:
         # Whole slots: to write the new keys alone, XLA for TPU copies the whole cache to another
@@ -683,7 +677,7 @@ def _feed_layers(
 def empty_feed(positions: int, pages: int = 0) -> dict[str, Any]:
     """The arrays of a feed, all of whose positions are unused; of completions of so many pages at
     most."""
-    table = {"pages": np.full((positions, pages), kv_cache.NO_PAGE, np.int32)} if pages else {}
+    table = {"pages": np.full((positions, pages), kv_caches.NO_PAGE, np.int32)} if pages else {}
     return table | {
         "rows": np.full(positions, 2**31 - 1, np.int32),
         "slots": np.zeros(positions, np.int32),
@@ -712,7 +706,7 @@ def _read_in_a_loop(model: Model, parameters: Params) -> Params:
     if (
         model.role.platform == "gpu"
         and model.role.tensor == 1
-        and kv_cache.decodes_by_kernel(model)
+        and selector.decodes_by_kernel(model)
     ):
         # This copy is a fiftieth of what one token reads, and spares two launches a layer and
         # token.
@@ -783,7 +777,7 @@ def _decode(
         position = s.length - 1
         # Bounds of the keys that live slots have: attention reads no block beyond them.
         num_own = jnp.max(jnp.where(s.done, 1, s.length))
-        attention = kv_cache.decode_attention(
+        attention = decode.decode_attention(
             model, s.prefix_len, position, num_prefix, num_own, ~s.done, pages
         )
         positions = s.prefix_len[:, None] + position

@@ -9,8 +9,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from shoal.model.kv_cache import KEY_BLOCK
-from shoal.sampler.pages import PagePool
+from shoal.model.attention.caches import KEY_BLOCK
+from shoal.sampler.row_memory import PagePool
 
 PREFILL_TOKENS = 2**16
 """Most tokens of one prefill, padding included, unless one prompt has more: they bound its

@@ -21,10 +21,11 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any
 
-from shoal.config.schema import SamplingSection
-from shoal.serve.calls import Call, Sampled, check_size, require
+from shoal.chat.turns import check_size
+from shoal.config.sections.sampling import SamplingSection
+from shoal.records import ShoalError
+from shoal.serve.api import Call, Sampled, require
 from shoal.serve.server import require_packages, served
-from shoal.types import ShoalError
 from shoal.workers.rollout_function import RolloutDropped, RolloutEnded, RolloutSampler
 
 GRACE = 10.0

@@ -21,11 +21,11 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from shoal.serve.calls import TOKEN_CHARACTERS, Sampler, fits, parse, read_call, require
-from shoal.serve.replies import events, reply
+from shoal.chat.turns import TOKEN_CHARACTERS
+from shoal.records import HostLost, ShoalError
+from shoal.serve.api import Sampler, events, fits, parse, read_call, reply, require
 from shoal.serve.server import foreign
 from shoal.text import exact
-from shoal.types import HostLost, ShoalError
 
 MAX_BODY, MAX_CALLS = 16 * 2**20, 1024
 SETTINGS_BYTES, CHARACTER_BYTES = 2**20, 6

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from random import Random
 
-from shoal.config.schema import TaskSection
+from shoal.config.sections.task import TaskSection
+from shoal.records import Example
 from shoal.tasks.countdown import is_answered
 from shoal.tasks.generated import Problems, generated_task, pick
 from shoal.tasks.graders import arithmetic
 from shoal.tasks.graders.answer import answer_key, reward_of, single_answer
 from shoal.tasks.task import Task
 from shoal.tasks.words import answers
-from shoal.types import Example
 
 QUESTIONS = ("What is {}?", "How much is {}?", "Do you know {}?", "And {}?")
 

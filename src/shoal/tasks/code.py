@@ -12,15 +12,15 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from shoal.config.schema import TaskSection
+from shoal.config.sections.task import TaskSection
+from shoal.records import Example, RewardFunction, ShoalError
 from shoal.tasks.data import Published, Splits, read_splits
+from shoal.tasks.examples import prompt_key, with_rows
 from shoal.tasks.graders.answer import completion_text, solution_of
 from shoal.tasks.graders.sandbox import OUTCOMES, require_sandbox, run, run_all
 from shoal.tasks.graders.tested_names import undefined_names
-from shoal.tasks.rows import prompt_key, with_rows
 from shoal.tasks.task import Task
 from shoal.text import count
-from shoal.types import Example, RewardFunction, ShoalError
 
 SYSTEM_PROMPT = (
     "Solve the task in Python, with its standard library alone. Write the whole code in one block "

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
-from shoal.config.schema import TaskSection
+from shoal.config.sections.task import TaskSection
+from shoal.records import Example
 from shoal.tasks.generated import Problems, generated_task, pick
 from shoal.tasks.graders import arithmetic
 from shoal.tasks.graders.answer import extract_answer, reward_of, single_answer
 from shoal.tasks.task import Task
-from shoal.types import Example
 
 SYSTEM_PROMPT = (
     "Reach the target with the given numbers and + - * / and brackets; use every number exactly "

@@ -1,32 +1,37 @@
 """Reading a task's rows, from files, folders or the hub, into training rows and held-out rows.
 
-The rules are the same for rows from Python (`rows.py`): without rows to evaluate on the last ones
-are held out, and no row that is held out is trained on, unless that was asked for.
+The rules are the same for rows from Python (`examples.py`): without rows to evaluate on the last
+ones are held out, and no row that is held out is trained on, unless that was asked for.
 """
 
 from __future__ import annotations
 
+import csv
 import itertools
+import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from shoal.buckets import address, area_of, fetch, is_bucket
-from shoal.config.schema import TaskSection
-from shoal.files import find_input, within
-from shoal.tasks.data_files import Published, fetch_folder, named_files, open_folder, read_file
+from shoal.buckets import address, area_of, fetch, fetch_matching, is_bucket
+from shoal.config.sections.task import TaskSection
+from shoal.files import find_input, from_hub, within
+from shoal.records import ShoalError
 from shoal.tasks.task import DataReport
 from shoal.text import did_you_mean
-from shoal.types import ShoalError
 
 _HELD_OUT_SHARE = 10
 """Without rows to evaluate on, one in this many is held out."""
+
+
 _EVALUATING: ContextVar[bool] = ContextVar("evaluating", default=False)
+
 
 Make: TypeAlias = "Callable[[int, str, dict[str, Any]], Any]"
 """(number, place, row) -> what is kept of a row; its place is `FILE, line 3`."""
@@ -327,3 +332,458 @@ def _renamed(row: Mapping[str, Any], place: str, renames: Mapping[str, str]) -> 
                 f"well, OTHER={wanted}"
             )
     return {renames.get(column, column): value for column, value in row.items()}
+
+
+SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
+
+
+_BATCH_ROWS = 1000
+
+
+_OTHER_DELIMITERS = {";": "semicolons", "\t": "tabs", "|": "bars"}
+
+
+_TRAIN = "train"
+
+
+_HELD_OUT = ("test", "validation", "valid", "val", "dev", "eval")
+"""What splits to evaluate on are called."""
+
+
+_CONVERTED = "refs/convert/parquet"
+"""The branch of a hub's data set that holds it as parquet, in folders SUBSET/SPLIT."""
+
+
+PlacedRows: TypeAlias = "Iterator[tuple[str, Any]]"
+"""Each row with its place: `FILE, line 3`."""
+
+
+# ---- the rows of a file
+
+
+def read_file(file: Path, prefix: str = "") -> PlacedRows:
+    """The rows of a file. Raises ShoalError, which `prefix` begins, for what cannot be read.
+
+    A json or jsonl file holds a list of objects, or an object a line."""
+    name = f"{prefix}{file}"
+    if file.suffix not in SUFFIXES:
+        raise ShoalError(
+            f"{name} is of a kind that is not read: unpack or convert it; expected "
+            f"{', '.join(SUFFIXES)}"
+        )
+    read = {".csv": _read_table, ".parquet": _read_parquet}.get(file.suffix, _read_json)
+    try:
+        for place, row in read(file, name):
+            yield f"{file}, {place}", row
+    except OSError as error:
+        raise ShoalError(f"{name} cannot be read: {error.strerror or error}") from error
+
+
+def _read_json(file: Path, name: str) -> PlacedRows:
+    with file.open("rb") as lines:
+        is_list = lines.read(1000).decode("utf-8-sig", "replace").lstrip().startswith("[")
+        lines.seek(0)
+        if is_list:
+            for number, row in enumerate(
+                _parse_json(lines.read(), f"{name} is no JSON list of objects")
+            ):
+                yield f"row {number}", row
+            return
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                yield (
+                    f"line {number}",
+                    _parse_json(line, f"{name}, line {number} is no JSON object"),
+                )
+
+
+def _parse_json(data: bytes, fault: str) -> Any:
+    """What JSON in UTF-8 holds, or ShoalError: `fault` and its cause."""
+    try:
+        text = data.decode("utf-8-sig")
+        found = json.loads(text)
+        if "\\u" in text:  # half a surrogate pair is no text, but JSON can write it
+            json.dumps(found, ensure_ascii=False).encode()
+        return found
+    except UnicodeDecodeError as error:
+        raise ShoalError(
+            f"{fault}: it is no text in UTF-8 ({error.reason} at byte {error.start}); save the "
+            f"file as "
+            "UTF-8"
+        ) from error
+    except UnicodeEncodeError as error:
+        raise ShoalError(
+            f"{fault}: it holds {half_character(error.object)}, half of a character that JSON "
+            f"writes as "
+            "two; write both halves, or leave it out"
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise ShoalError(
+            f"{fault}: {error}; expected one object a line, or one list of objects"
+        ) from error
+
+
+def half_character(text: str) -> str:
+    """The first half of a surrogate pair alone, which no tokenizer and no file takes, as `\\ud83d`;
+    empty without."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return ascii(text[error.start]).strip("'")
+    return ""
+
+
+def _read_table(file: Path, name: str) -> PlacedRows:
+    """A table with a header; all values are text, so that of the answer `007` nothing is lost."""
+    csv.field_size_limit(2**31 - 1)  # the module's own limit of 131,072 characters is a long prompt
+    with file.open(encoding="utf-8-sig", newline="") as text:
+        reader = csv.reader(text, strict=True)
+        try:
+            header = next(reader, [])
+            for sign, plural in _OTHER_DELIMITERS.items():
+                if len(header) == 1 and sign in header[0]:
+                    raise ShoalError(
+                        f"{name}: its header, {header[0][:80]!r}, has {plural} between its "
+                        f"columns; "
+                        "expected commas: save the table with commas"
+                    )
+            if len(set(header)) < len(header):
+                raise ShoalError(
+                    f"{name}: two columns of its header have the same name, {', '.join(header)}"
+                )
+            for values in filter(None, reader):
+                if len(values) != len(header):
+                    raise ShoalError(
+                        f"{name}, line {reader.line_num} has {len(values)} values, the header has "
+                        f"{len(header)}: quote a value that holds a comma"
+                    )
+                yield f"line {reader.line_num}", dict(zip(header, values, strict=True))
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise ShoalError(
+                f"{name} cannot be read as a table in UTF-8, near line {reader.line_num}: {error}"
+            ) from error
+
+
+def _read_parquet(file: Path, name: str) -> PlacedRows:
+    import pyarrow.parquet
+
+    number = 0
+    try:
+        with pyarrow.parquet.ParquetFile(file) as opened:
+            for batch in opened.iter_batches(_BATCH_ROWS):
+                for row in batch.to_pylist():
+                    yield f"row {number}", row
+                    number += 1
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ShoalError(
+            f"{name} cannot be read as parquet: {str(error).splitlines()[0]}"
+        ) from error
+
+
+# ---- the files of a folder
+
+
+@dataclass(frozen=True)
+class Published:
+    """Where a task's rows come from, and what they must hold.
+
+    >>> Published(
+    ...     "gsm8k", "openai/gsm8k", ("question", "answer"), ("gsm8k_{split}", "{split}"),
+    ...     subset="main",
+    ... )
+    """
+
+    task: str
+    hub_id: str = ""  # the data set where task.path names none; empty: there is none
+    columns: tuple[str, ...] = ()  # every row has them
+    stems: tuple[str, ...] = (
+        "{split}",
+    )  # names of the files of a split, without suffix, tried in order
+    subset: str = ""  # of the hub's data set, where task.subset names none
+    texts: tuple[str, ...] = ()  # those of `columns` that must be text
+    numbers: tuple[str, ...] = ()  # those of `texts` that may be numbers, taken as text
+
+
+@dataclass(frozen=True)
+class Subset:
+    """What a README declares of a subset: the folder it lies in and, where it says so, the files of
+    each split."""
+
+    folder: str = ""
+    splits: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class DataFolder:
+    """A folder with the files of a data set."""
+
+    path: Path
+    published: Published
+    declared: Mapping[str, Subset]  # by name; the default one under the empty name too
+
+    def find_splits(self, task: TaskSection) -> tuple[list[Path], list[Path], list[str]]:
+        """The files of training and of evaluation, notes."""
+        name = self.published.task
+        task, notes = self._subset_in_split(task)
+
+        def files_of(split: str) -> list[Path]:
+            return self.split_files(task.subset, split)
+
+        train = named_files(task.files, self.path, files_of) if task.files else files_of(task.split)
+        if not train:
+            wanted = ", ".join(
+                f"{stem.format(split=task.split)}.jsonl" for stem in reversed(self.published.stems)
+            )
+            subsets = list(filter(None, self.declared)) or sorted(
+                {file.parent.name for file in data_files(self.path) if file.parent != self.path}
+            )
+            raise ShoalError(
+                f"task {name}: {self.path} holds no {wanted} or parquet file of the split "
+                f"{task.split!r}"
+                f"{f' in the subset {task.subset!r}' if task.subset else ''}; it holds "
+                f"{_listed(data_files(self.path))} (task.files names others)"
+                f"{f'; task.subset is one of {_some(subsets)}' if subsets else ''}"
+            )
+        held_out = [file for file in files_of(task.eval_split) if file not in train]
+        others = [split for split in _HELD_OUT if set(files_of(split)) - set(train)]
+        if others and not held_out and task.eval_split != task.split:
+            notes.append(
+                f"{name}: there is no split {task.eval_split} to evaluate on, but "
+                f"{' and '.join(others)}: "
+                f"task.eval_split={others[0]} takes it"
+            )
+        return train, held_out, notes
+
+    def split_files(self, subset: str, split: str) -> list[Path]:
+        """The files of a split, shards in order; empty where there are none."""
+        own = self.published.subset
+        found = self.declared.get(subset or (own if own in self.declared else ""), Subset())
+        if found.splits:
+            return _matching(self.path, *found.splits.get(split, ()))
+        folder = found.folder or subset
+        bases = (
+            [f"{folder}/"] if folder else ["", "data/", "default/", *([f"{own}/"] if own else [])]
+        )
+        stems = [stem.format(split=split) for stem in self.published.stems]
+        names = [
+            *(stem + suffix for suffix in SUFFIXES for stem in stems),
+            *(f"{split}{mark}*{suffix}" for mark in "-_/" for suffix in SUFFIXES),
+        ]
+        matches = (_matching(self.path, base + name) for base in bases for name in names)
+        return next(filter(None, matches), [])
+
+    def _subset_in_split(self, task: TaskSection) -> tuple[TaskSection, list[str]]:
+        """The task as it is, or with the subset that its `split` really names and the split that
+        its `files` name: so MaxText's `hf_data_split=main hf_data_files=train` has it."""
+        named = len(task.files) == 1 and re.fullmatch(r"[\w-]+", task.files[0])
+        split = task.files[0] if named else _TRAIN
+        if self.declared:
+            names_subset = (
+                task.split in self.declared
+                and task.split not in self.declared.get("", Subset()).splits
+            )
+        else:
+            names_subset = bool(self.split_files(task.split, split))
+        if task.subset or split == task.split or not names_subset:
+            return task, []
+        note = (
+            f"{self.published.task}: task.split={task.split} names a subset of the data set, so it "
+            f"is the subset, "
+            f"and the split is {split}"
+        )
+        return replace(task, subset=task.split, split=split, files=() if named else task.files), [
+            note
+        ]
+
+
+def named_files(
+    names: Sequence[str],
+    folder: Path | None = None,
+    files_of: Callable[[str], list[Path]] = lambda split: [],
+) -> list[Path]:
+    """The files that `task.files` names, by pattern (without a folder: from the current one; also
+    in a bucket) or by split."""
+    found: dict[Path, None] = {}
+    for name in names:
+        if is_bucket(name):
+            found |= dict.fromkeys(
+                file for one in fetch_matching(name, "task.files") for file in _rows_of(one)
+            )
+            continue
+        path = Path(name).expanduser()
+        base = Path(path.anchor) if path.anchor else folder or Path()
+        files = name.strip() and (
+            _matching(base, str(path.relative_to(path.anchor))) or files_of(name)
+        )
+        if not files:
+            raise ShoalError(
+                f"task.files: there is no file {name!r} in {folder}, nor is it a split; it holds "
+                f"{_listed(data_files(folder))}"
+                if folder
+                else f"task.files: there is no file {name!r}; without task.path, patterns count "
+                f"from here"
+            )
+        found |= dict.fromkeys(files)
+    return list(found)
+
+
+def _matching(folder: Path, *patterns: str) -> list[Path]:
+    """The files of a folder that patterns name, in order; those of a folder that one names."""
+    found: dict[Path, None] = {}
+    for pattern in patterns:
+        try:
+            entries = sorted(folder.glob(pattern))
+        except (ValueError, NotImplementedError) as error:
+            raise ShoalError(
+                f"{folder}: {pattern!r} cannot be read as a name or pattern of files: {error}"
+            ) from error
+        for entry in entries:
+            found |= dict.fromkeys(_rows_of(entry))
+    return list(found)
+
+
+def _rows_of(path: Path) -> list[Path]:
+    return data_files(path) if path.is_dir() else [path]
+
+
+def data_files(folder: Path) -> list[Path]:
+    """All files of a folder, and of those in it, that can hold rows."""
+    return (
+        [file for file in sorted(folder.rglob("*")) if file.suffix in SUFFIXES]
+        if folder.is_dir()
+        else []
+    )
+
+
+def _listed(files: Sequence[Path]) -> str:
+    return _some([file.name for file in files])
+
+
+def _some(names: Sequence[str], limit: int = 12) -> str:
+    return (
+        ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
+        or "nothing"
+    )
+
+
+# ---- what a README declares
+
+
+def open_folder(path: Path, published: Published) -> DataFolder:
+    """A folder with the subsets that the `configs` in the YAML at the head of its README declare.
+    What cannot be followed there is left out."""
+    from huggingface_hub import metadata_load
+    from yaml import YAMLError
+
+    file = path / "README.md"
+    try:
+        configs = (metadata_load(file) or {}).get("configs") if file.is_file() else None
+    except (ValueError, YAMLError):
+        configs = None
+    entries = (
+        [entry for entry in configs if isinstance(entry, dict) and entry.get("config_name")]
+        if isinstance(configs, list)
+        else []
+    )
+    declared = {str(entry["config_name"]): _read_subset(entry) for entry in entries}
+    default = [
+        str(entry["config_name"]) for entry in entries if entry.get("default") or len(entries) == 1
+    ]
+    first = next(iter(default), "default")
+    return DataFolder(
+        path, published, declared | ({"": declared[first]} if first in declared else {})
+    )
+
+
+def _read_subset(entry: Mapping[str, Any]) -> Subset:
+    """One entry of `configs`; what points out of the data set is left out."""
+    folder = str(entry.get("data_dir") or "").strip("/")
+    folder = folder if _is_inside(folder) else ""
+    files = entry.get("data_files") or {}
+    if isinstance(files, list) and isinstance(files[0], dict):
+        files = {
+            entry.get("split"): entry.get("path") for entry in files if isinstance(entry, dict)
+        }
+    pairs = files.items() if isinstance(files, dict) else [(_TRAIN, files)]
+    base = f"{folder}/" if folder else ""
+    return Subset(
+        folder,
+        {
+            str(split): [
+                base + str(path).removeprefix("./")
+                for path in (paths if isinstance(paths, list) else [paths])
+                if path and _is_inside(str(path))
+            ]
+            for split, paths in pairs
+        },
+    )
+
+
+def _is_inside(path: str) -> bool:
+    return not Path(path).is_absolute() and ".." not in Path(path).parts and "://" not in path
+
+
+# ---- the hub
+
+
+def is_hub_id(path: str) -> bool:
+    """True for what may name a data set of the hub, where there is no file or folder of that
+    name."""
+    return re.fullmatch(r"[\w.-]+/[\w.-]+", path) is not None and not path.endswith(SUFFIXES)
+
+
+def fetch_folder(task: TaskSection, published: Published) -> DataFolder:
+    """The hub's files of the wanted splits, as a folder in its cache: those that its README
+    declares, else all of the subset."""
+    path = task.path
+    if path and not is_hub_id(path):
+        at = f" at {Path(path).expanduser()}" if path.startswith("~") else ""
+        raise ShoalError(f"task.path={path!r}: there is no such file or folder{at}")
+    if not (path or published.hub_id):
+        raise ShoalError(
+            f"task {published.task} needs task.path: a jsonl or parquet file, a folder of them, or "
+            f"a hub "
+            "id"
+        )
+    declared = open_folder(_download(path, published, ["README.md"]), published).declared
+    subset = next(
+        (name for name in (task.subset, task.split, published.subset, "") if name in declared), ""
+    )
+    splits = declared.get(subset, Subset()).splits
+    wanted = list(
+        dict.fromkeys(
+            pattern
+            for split in (task.split, task.eval_split, *task.files, _TRAIN)
+            for pattern in splits.get(split, ())
+        )
+    )
+    wanted += [file for file in task.files if wanted and file.endswith(SUFFIXES)]
+    base = task.subset or ("" if path else published.subset)
+    folder = _download(
+        path, published, wanted or [f"{base + '/' if base else ''}*{suffix}" for suffix in SUFFIXES]
+    )
+    if not data_files(
+        folder
+    ):  # of another format: the hub keeps a copy of public data sets as parquet
+        folder, declared = _download(path, published, ["*.parquet"], revision=_CONVERTED), {}
+    return DataFolder(folder, published, declared)
+
+
+def _download(path: str, published: Published, patterns: list[str], **options: Any) -> Path:
+    name = path or published.hub_id
+    try:
+        return from_hub(name, repo_type="dataset", allow_patterns=patterns, **options)
+    except (
+        Exception
+    ) as error:  # no network, no such data set, no permission: a local copy cures them all
+        what = (
+            f"task.path={path!r}: there is no such file or folder here, and"
+            if path
+            else f"task {published.task}:"
+        )
+        cause = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ShoalError(
+            f"{what} the data set {name} could not be fetched ({cause}); give a local jsonl file "
+            f"or "
+            f"folder: task.path=FOLDER"
+        ) from error

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any, Generic, TypeVar
 
-from shoal.config.schema import TaskSection
+from shoal.config.sections.task import TaskSection
+from shoal.records import Example, ShoalError
 from shoal.tasks.task import Task
-from shoal.types import Example, ShoalError
 
 T = TypeVar("T")
 Problem = TypeVar("Problem")

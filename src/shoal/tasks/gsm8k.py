@@ -13,9 +13,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shoal.config.schema import RewardSection, TaskSection
-from shoal.config.sections import REWARD_PRESETS
+from shoal.config.sections.reward import REWARD_PRESETS, RewardSection
+from shoal.config.sections.task import TaskSection
+from shoal.records import Example, Messages, RewardFunction, ShoalError
 from shoal.tasks.data import Published, read_splits
+from shoal.tasks.examples import has_answer, prompt_key, with_rows
 from shoal.tasks.graders.answer import (
     FORMAT,
     answer_key,
@@ -27,9 +29,7 @@ from shoal.tasks.graders.answer import (
     shown,
     well_formed,
 )
-from shoal.tasks.rows import has_answer, prompt_key, with_rows
 from shoal.tasks.task import Task
-from shoal.types import Example, Messages, RewardFunction, ShoalError
 
 SYSTEM_PROMPT = (
     "Solve the user's problem. Think step by step between <reasoning> and </reasoning>, "

@@ -10,11 +10,11 @@ from __future__ import annotations
 import re
 from random import Random
 
-from shoal.config.schema import TaskSection
+from shoal.config.sections.task import TaskSection
+from shoal.records import Example
 from shoal.tasks.generated import Problems, generated_task, pick
 from shoal.tasks.graders.answer import reward_of
 from shoal.tasks.task import Task
-from shoal.types import Example
 
 MOST, MAX_QUESTIONS = 100, 20
 FIRST_WORDS = (

@@ -13,13 +13,13 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from shoal.config.schema import TaskSection
+from shoal.config.sections.task import TaskSection
+from shoal.records import Example, ShoalError
 from shoal.tasks.data import Published, asked_rows, is_evaluating, read_splits
+from shoal.tasks.examples import with_rows
 from shoal.tasks.graders.answer import reward_of, single_answer
 from shoal.tasks.graders.instructions import follows, read_arguments, variants
-from shoal.tasks.rows import with_rows
 from shoal.tasks.task import Task
-from shoal.types import Example, ShoalError
 
 PUBLISHED = Published(
     "ifeval",

@@ -15,11 +15,10 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from shoal.ground_truth import truth_fault
+from shoal.records import RewardFunction, ShoalError, truth_fault
 from shoal.tasks.graders import math_check
 from shoal.tasks.graders.answer import completion_text
 from shoal.text import did_you_mean
-from shoal.types import RewardFunction, ShoalError
 
 PENALTY = "overlong"
 """The reward function that `reward.overlong_buffer_tokens` adds."""

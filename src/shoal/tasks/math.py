@@ -12,8 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from shoal.config.schema import TaskSection
+from shoal.config.sections.task import TaskSection
+from shoal.records import Example, RewardFunction, ShoalError
 from shoal.tasks.data import Published, read_splits
+from shoal.tasks.examples import has_answer, with_rows
 from shoal.tasks.graders import math_check
 from shoal.tasks.graders.answer import (
     FORMAT,
@@ -23,9 +25,7 @@ from shoal.tasks.graders.answer import (
     solution_of,
     well_formed,
 )
-from shoal.tasks.rows import has_answer, with_rows
 from shoal.tasks.task import Task
-from shoal.types import Example, RewardFunction, ShoalError
 
 TRAIN = Published(
     "math",

@@ -14,13 +14,22 @@ import urllib.request
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
+from shoal.config.sections.task import TaskSection
+from shoal.records import Example, ShoalError
+from shoal.tasks.generated import NUM_HELD_OUT, NUM_TRAIN, MadeRows, refuse_path
+from shoal.tasks.task import Task
 from shoal.text import describe_error, shorten
-from shoal.types import ShoalError
 
 PREFIX = "openenv:"
+
+
 CONNECT_SECONDS = 30.0
+
+
 MOST_BYTES = 100 << 20
 """Of one message of a server."""
+
+
 _FIELDS = (
     "done",
     "reward",
@@ -213,3 +222,21 @@ def _post(url: str, data: Mapping[str, Any]) -> Any:
             return json.load(answer)
     except urllib.error.HTTPError:  # a server without tools
         return {}
+
+
+def load(task: TaskSection) -> Task:
+    """The task; prompts are empty before `reset(row, **columns)` returns the user's words. No two
+    rows have one number, and those that are held out begin at a million."""
+    refuse_path(task, "environment")
+    held_out = [
+        _example(row, NUM_TRAIN + row) for row in range(task.num_eval_questions or NUM_HELD_OUT)
+    ]
+    return Task(
+        "environment",
+        train=MadeRows(lambda row: _example(row, row), NUM_TRAIN),
+        evaluations={"held_out": held_out},
+    )
+
+
+def _example(row: int, number: int) -> Example:
+    return Example(row, [{"role": "user", "content": ""}], {"row": number})

@@ -8,27 +8,26 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from shoal.config.schema import RewardSection, TaskSection
+from shoal.config.sections.reward import RewardSection
+from shoal.config.sections.task import TaskSection
+from shoal.records import Example, RewardFunction, ShoalError
 from shoal.text import nearest
-from shoal.types import Example, RewardFunction, ShoalError
 
 TASKS = {
-    name: f"shoal.tasks.{name}"
-    for name in (
-        "words",
-        "calculator",
-        "guess",
-        "gsm8k",
-        "math",
-        "ifeval",
-        "countdown",
-        "code",
-        "custom",
-        "environment",
-    )
+    "words": "shoal.tasks.words",
+    "calculator": "shoal.tasks.calculator",
+    "guess": "shoal.tasks.guess",
+    "gsm8k": "shoal.tasks.gsm8k",
+    "math": "shoal.tasks.math",
+    "ifeval": "shoal.tasks.ifeval",
+    "countdown": "shoal.tasks.countdown",
+    "code": "shoal.tasks.code",
+    "custom": "shoal.tasks.examples",
+    "environment": "shoal.tasks.openenv",
 }
 """Name -> module with `load(TaskSection) -> Task`, or `load(TaskSection, reward:
 RewardSection)`."""
+
 
 ROWS = "rows"
 """The name of a task whose data was given from Python."""
@@ -113,3 +112,18 @@ def load_by_name(task: TaskSection, reward: RewardSection) -> Task:
         return loaded
     note = f"{task.name}: reward.preset={reward.preset} has no effect: it is for task=gsm8k"
     return replace(loaded, notes=(*loaded.notes, note))
+
+
+def no_reward(task: TaskSection) -> ShoalError:
+    """The error of a task without a reward of its own, where no function was given."""
+    more = (
+        ". Where rows have no column `prompt`, give task.template='{COLUMN}' or "
+        "task.columns=[prompt=COLUMN], too"
+        "; where no split is called test, task.eval_split=NAME"
+        if task.name == "custom"
+        else ""
+    )
+    return ShoalError(
+        f"task {task.name}: it has no reward of its own; give a function that judges completions, "
+        f"reward=file.py:function with function(completions, **columns) -> list of numbers{more}"
+    )

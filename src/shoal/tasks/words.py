@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shoal.config.schema import TaskSection
+from shoal.config.sections.task import TaskSection
+from shoal.records import Example
 from shoal.tasks.generated import Problems, generated_task, pick
 from shoal.tasks.graders.answer import (
     FORMAT,
@@ -28,7 +29,6 @@ from shoal.tasks.graders.answer import (
     well_formed,
 )
 from shoal.tasks.task import Task
-from shoal.types import Example
 
 __all__ = ["Operation", "Problem", "Step", "extract_answer", "load", "numeric_form", "well_formed"]
 

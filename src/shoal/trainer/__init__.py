@@ -1,2 +1,2 @@
-"""Learning from groups: batches, the compiled update, checkpoints, curriculum, evaluation and the
+"""Learning from groups: batches, the compiled update, the stream of prompts, evaluation and the
 loop."""

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from shoal.types import Group
+from shoal.records import Group
 
 
 @jax.tree_util.register_dataclass

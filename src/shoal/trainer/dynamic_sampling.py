@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from shoal.algorithm.advantage import has_variance
-from shoal.config.algorithm_parts import ADVANTAGES
-from shoal.config.schema import AlgorithmSection
+from shoal.config.choices import ADVANTAGES
+from shoal.config.sections.algorithm import AlgorithmSection
+from shoal.records import Group
 from shoal.rewards.scores import weighted_sum
-from shoal.types import Group
 
 MOST_AHEAD = 3
 """At most so many times the groups of a step are asked for before anything of it is known."""

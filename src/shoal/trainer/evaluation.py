@@ -10,17 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from shoal.report.metrics import (
-    known_mean,
-    majority_at_k,
-    pass_at_k,
-    standard_error,
-    wilson_interval,
-)
+from shoal.protocols import GroupRequest, RolloutSource
+from shoal.records import Group, Purpose, SamplingParams
+from shoal.runs.metrics import known_mean, majority_at_k, pass_at_k, standard_error, wilson_interval
 from shoal.tasks.task import Task
 from shoal.text import exact
-from shoal.trainer.curriculum import TokenizedExample
-from shoal.types import Group, GroupRequest, Purpose, RolloutSource, SamplingParams
+from shoal.trainer.prompts import TokenizedExample
 
 
 @dataclass(frozen=True)

@@ -17,22 +17,23 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from shoal.config.schema import Config
-from shoal.config.text import to_dict
-from shoal.model.checksum import weights_text
-from shoal.report.figures import version_text
+from shoal.config.stored import to_dict
+from shoal.config.train import Config
+from shoal.protocols import GroupRequest, RolloutSource
+from shoal.records import Group, Params, Purpose, ShoalError
 from shoal.report.recorder import Recorder, StepRecord
 from shoal.report.timeline import Timeline, timed
+from shoal.runs.summary import version_text
 from shoal.stop import StopRequested, StopSignal
 from shoal.tasks.library import PENALTY
 from shoal.trainer import dynamic_sampling
-from shoal.trainer.checkpoint import Checkpoints, Restored
-from shoal.trainer.curriculum import DataExhausted, PromptStream, TokenizedExample
 from shoal.trainer.evaluation import Evaluator
+from shoal.trainer.prompts import DataExhausted, PromptStream, TokenizedExample
 from shoal.trainer.schedule import Lookahead, Schedule
 from shoal.trainer.step import TrainState, is_intact
 from shoal.trainer.update import Updater, UpdateResult
-from shoal.types import Group, GroupRequest, Params, Purpose, RolloutSource, ShoalError
+from shoal.weights.checkpoints import Checkpoints, Restored
+from shoal.weights.checksum import weights_text
 
 NOTHING_KEPT = "nothing was kept, as the run has no checkpoint yet"
 

@@ -16,20 +16,14 @@ from jax.sharding import PartitionSpec
 
 from shoal.algorithm.logprobs import CHUNK_ELEMENTS, chunk_size, sliced_logprobs, token_logprobs
 from shoal.algorithm.loss import Objective, token_losses
-from shoal.config.algorithm_parts import CORRECTIONS, KL_ESTIMATORS, POLICY_LOSSES, REJECTIONS
-from shoal.config.schema import AlgorithmSection
+from shoal.config.choices import CORRECTIONS, KL_ESTIMATORS, POLICY_LOSSES, REJECTIONS
+from shoal.config.sections.algorithm import AlgorithmSection
 from shoal.mesh import Role
-from shoal.model.segment_attention import segment_attention
-from shoal.model.transformer import (
-    Model,
-    forward,
-    head_projection,
-    head_slices,
-    logits,
-    output_head,
-)
+from shoal.model.attention.selector import segment_attention
+from shoal.model.head import head_projection, head_slices, logits, output_head
+from shoal.model.transformer import Model, forward
+from shoal.records import Params
 from shoal.trainer.batch import LearnerBatch
-from shoal.types import Params
 
 
 def make_objective(a: AlgorithmSection) -> Objective:

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from shoal.config.schema import OptimizerSection
+from shoal.config.sections.optimizer import OptimizerSection
 from shoal.mesh import PINNED_HOST
-from shoal.types import Params
+from shoal.records import Params
 
 FIRST_SCALE, LARGEST_SCALE, GROWTH_INTERVAL = 2.0**16, 2.0**24, 2000
 """The loss scale at the start, its limit, and the updates in a row without overflow that double it.

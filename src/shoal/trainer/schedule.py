@@ -1,20 +1,28 @@
-"""When a step's groups are asked for, and from which version of the weights."""
+"""Which version of the weights a step samples from, and when the sampler takes a new one."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shoal.types import Group
+from shoal.config.derived import ROUNDS
+from shoal.config.sections.train import TrainSection
+from shoal.records import Group
 
 WAITED = 0.05
 """Share of the time that the trainer waits for samples, from which on more steps ahead are asked
 for."""
+
+
 FEWEST = 3
 """Steps in which that share is measured at least: lengths differ from step to step."""
+
+
 PATIENCE = 10
 """Steps without such waits after which fewer steps ahead are asked for; twice as many each time
 that was too few."""
+
+
 MOST_PATIENCE = 16 * PATIENCE
 
 
@@ -115,3 +123,40 @@ class Lookahead:
         up."""
         self._waited = self._seconds = 0.0
         self._count = -after
+
+
+# ---- when
+
+
+def schedule_of(t: TrainSection) -> Schedule:
+    """The version that each step samples from: `max_staleness = lag + weight_sync_interval - 1`."""
+    # The n - 1 steps between two publications are stale anyway; only what exceeds them is a lag.
+    lag = 0 if t.max_staleness == -1 else t.max_staleness - (t.weight_sync_interval - 1)
+    return Schedule(lag, t.weight_sync_interval, t.versions == "newest")
+
+
+def step_seconds(schedule: Schedule, sampling: float, training: float, own_devices: bool) -> float:
+    """Mean seconds of a step in a long run.
+
+    Sampling waits for the weights that its step is sampled from, training for its step's samples.
+    Where the sampler has no devices of its own, the two take turns.
+
+    >>> step_seconds(Schedule(lag=0), 3.0, 2.0, own_devices=True)
+    5.0
+    >>> step_seconds(Schedule(lag=1), 3.0, 2.0, own_devices=True)
+    3.0
+    """
+    if not own_devices:
+        return sampling + training
+    sampled, trained = (
+        0.0,
+        [0.0],
+    )  # when each step's update has ended, the first entry being the start
+    steady = ROUNDS * schedule.weight_sync_interval
+    for step in range(2 * steady):
+        # Asked for as early as its age allows, and answered by the version that was published for
+        # it.
+        known = max(trained[max(0, step - schedule.max_staleness)], trained[schedule.version(step)])
+        sampled = max(sampled, known) + sampling
+        trained.append(max(trained[-1], sampled) + training)
+    return (trained[-1] - trained[steady]) / steady

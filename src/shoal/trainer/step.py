@@ -18,8 +18,8 @@ import numpy as np
 import optax
 
 from shoal.algorithm.loss import Objective, metric_shapes
-from shoal.config.schema import OptimizerSection
-from shoal.mesh import PINNED_HOST, Program, Role, dispatching, put
+from shoal.config.sections.optimizer import OptimizerSection
+from shoal.mesh import PINNED_HOST, Program, Role, put
 from shoal.mesh.programs import UPDATE_OPTIONS
 from shoal.model.architecture import Architecture
 from shoal.model.parameters import (
@@ -34,10 +34,10 @@ from shoal.model.parameters import (
     trained_specs,
 )
 from shoal.model.transformer import Model
+from shoal.records import Params
 from shoal.trainer.batch import LearnerBatch
 from shoal.trainer.loss import batch_logprobs, batch_loss
 from shoal.trainer.optimizer import LossScale, learning_rate, make_optimizer, state_shardings
-from shoal.types import Params
 
 PROGRAMS_KEPT = 4
 """Sets of programs (models, settings) kept by this process: a second learner like an earlier one
@@ -193,44 +193,6 @@ class Learner:
         """Log-probs float32[R, T] of the batch's tokens under any parameters of this
         architecture."""
         return self.programs["score"](parameters, put_batch(self.model, batch))
-
-
-@dataclass(frozen=True)
-class ParameterScorer:
-    """The `Scorer` with other parameters of the trained model: the trainer's before an update."""
-
-    learner: Learner
-    parameters: Params
-
-    def score(self, batch: LearnerBatch) -> jax.Array:
-        return self.learner.score(self.parameters, batch)
-
-
-@dataclass(frozen=True)
-class ModelScorer:
-    """The `Scorer` of weights that are never trained, on devices of their own: the reference, or a
-    teacher, which is another model with the same vocabulary."""
-
-    model: Model
-    parameters: Params
-
-    def score(self, batch: LearnerBatch) -> jax.Array:
-        rows = len(batch.tokens)
-        lp = score_program(self.model, Objective.chunk_elements)(self.parameters, self.put(batch))
-        with dispatching(self.model.role.mesh.devices.flat):  # samplers may decode there
-            return lp[:rows] if len(lp) > rows else lp
-
-    def put(self, batch: LearnerBatch) -> LearnerBatch:
-        """The batch on these devices, with rows of padding where they do not divide its rows."""
-        if empty := -len(batch.tokens) % self.model.role.batch_shards:
-            batch = replace(
-                jax.tree.map(
-                    lambda x: np.pad(x, [(0, empty)] + [(0, 0)] * (x.ndim - 1)),
-                    replace(batch, temperature=None),
-                ),
-                temperature=batch.temperature,
-            )
-        return put_batch(self.model, batch)
 
 
 def put_batch(model: Model, batch: LearnerBatch) -> LearnerBatch:

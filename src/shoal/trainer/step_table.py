@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from shoal.algorithm.advantage import nonzero_std
-from shoal.config.algorithm_parts import ADVANTAGES
-from shoal.config.schema import AlgorithmSection
-from shoal.types import Group, StopReason
+from shoal.config.choices import ADVANTAGES
+from shoal.config.sections.algorithm import AlgorithmSection
+from shoal.records import Group, StopReason
 
 
 @dataclass(frozen=True)

@@ -16,15 +16,18 @@ import numpy as np
 
 from shoal.algorithm.aggregation import token_weights
 from shoal.algorithm.loss import token_kl
-from shoal.config.algorithm_parts import AGGREGATIONS, KL_ESTIMATORS
-from shoal.config.schema import AlgorithmSection, BatchSection
-from shoal.report.metrics import MetricSet
+from shoal.config.choices import AGGREGATIONS, KL_ESTIMATORS
+from shoal.config.sections.algorithm import AlgorithmSection
+from shoal.config.sections.optimizer import BatchSection
+from shoal.protocols import Scorer
+from shoal.records import Address, Group, Params
+from shoal.runs.metrics import MetricSet
 from shoal.stop import StopSignal
 from shoal.trainer.batch import MicroBatch, Shape, TokenValues, pack, row_shapes, unpack
 from shoal.trainer.loss import make_objective
-from shoal.trainer.step import Learner, ParameterScorer, TrainState, UpdateMetrics
+from shoal.trainer.scorers import ParameterScorer
+from shoal.trainer.step import Learner, TrainState, UpdateMetrics
 from shoal.trainer.step_table import StepTable
-from shoal.types import Address, Group, Params, Scorer
 
 PATIENCE_SECONDS = 5.0
 """How long a requested stop waits for the updates of a step after its first. The first one consumes

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
+from shoal.records import ShoalError
 from shoal.text import describe_error, shorten
-from shoal.types import ShoalError
 from shoal.workers.process import Blocked, Header, children, end_copies_of_loop, ends_copies
 from shoal.workers.rollout_function import RolloutCall
 

@@ -24,7 +24,7 @@ from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any, NoReturn
 
-from shoal.types import ShoalError
+from shoal.records import ShoalError
 
 Header = dict[str, Any]
 Handler = Callable[[Header, bytes], Header]

@@ -18,7 +18,7 @@ from operator import index
 from queue import SimpleQueue
 from typing import Any, SupportsIndex
 
-from shoal.types import Prompt
+from shoal.records import Prompt
 from shoal.workers.process import ends_copies
 
 ROLLOUT = "rollout"

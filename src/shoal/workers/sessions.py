@@ -22,9 +22,9 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from shoal.config.environment_section import EnvironmentSection
+from shoal.config.sections.task import EnvironmentSection
+from shoal.records import ShoalError
 from shoal.text import did_you_mean, exact, failed_call, shorten
-from shoal.types import ShoalError
 from shoal.workers.environments import EnvironmentKind, Environments, name_of
 from shoal.workers.pool import Limits, WorkerPool
 from shoal.workers.process import AsyncHandler, Handler, Header, pickled

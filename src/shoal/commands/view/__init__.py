@@ -18,12 +18,12 @@ import urllib.parse
 from typing import Any
 
 from shoal.buckets import address
-from shoal.config.schema import ViewConfig
+from shoal.config.commands import ViewConfig
 from shoal.files import check_new_file
+from shoal.records import ShoalError
 from shoal.report.console import Console
 from shoal.serve.server import base_url, check_host, listen, make_server, require_packages
 from shoal.text import count
-from shoal.types import ShoalError
 
 NICENESS = 5
 """A run that trains on the same cores goes first."""
@@ -36,7 +36,7 @@ def view(config: ViewConfig, console: Console | None = None) -> dict[str, Any]:
             return _write(config, console)
         require_packages("view", "duckdb", "starlette", "uvicorn")
         from shoal.commands.view.server import make_app
-        from shoal.commands.view.viewer import Viewer
+        from shoal.commands.view.views import Viewer
 
         token = secrets.token_urlsafe(16) if config.token == "auto" else config.token
         check_host(config.host, token, "read the runs", 8700)
@@ -72,7 +72,7 @@ def view(config: ViewConfig, console: Console | None = None) -> dict[str, Any]:
 
 
 def _write(config: ViewConfig, console: Console) -> dict[str, Any]:
-    from shoal.commands.view.static import write_page
+    from shoal.commands.view.one_file import write_page
 
     to = check_new_file(config.to, "to")
     runs, size = write_page(config, to)

@@ -23,11 +23,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from shoal.commands.view.viewer import Viewer
-from shoal.report.lines import json_ready
-from shoal.runs.bounded import one_line
+from shoal.commands.view.views import Viewer
+from shoal.records import ShoalError
+from shoal.runs.lines import json_ready, one_line
 from shoal.serve.server import foreign
-from shoal.types import ShoalError
 
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' "

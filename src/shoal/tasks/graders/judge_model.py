@@ -23,13 +23,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from shoal.config.schema import RewardSection
+from shoal.config.sections.reward import RewardSection
 from shoal.files import writing
-from shoal.ground_truth import ground_truth
-from shoal.tasks.custom import fill, parse_template, template_text
+from shoal.records import Prompt, ShoalError, ground_truth
+from shoal.tasks.examples import fill, parse_template, template_text
 from shoal.tasks.graders.answer import completion_text
 from shoal.text import shorten
-from shoal.types import Prompt, ShoalError
 
 PREFIX = "judge:"
 """Begins the name of a judge in `reward.functions`."""

@@ -23,8 +23,8 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
+from shoal.records import ShoalError
 from shoal.tasks.graders.units import differ, quantity_of, variables_of
-from shoal.types import ShoalError
 from shoal.workers.pool import Limits, WorkerPool
 from shoal.workers.process import Header
 

@@ -20,9 +20,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from shoal.records import ShoalError
 from shoal.tasks.graders.sandbox_main import NUMBERS
 from shoal.tasks.graders.tested_names import tested_names
-from shoal.types import ShoalError
 from shoal.workers.process import num_cores, require_bubblewrap
 
 OUTCOMES = ("passed", "failed", "timed out", "crashed")

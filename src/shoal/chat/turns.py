@@ -1,0 +1,462 @@
+"""Turns in one model's tokens: prompts with tools, the calls of a turn, and the tokens of what
+comes back.
+
+Tokens only grow. What a message adds is taken from a short conversation, rendered up to and from a
+mark in the assistant's turn, and is encoded alone; history is never rendered or encoded again
+(docs/decisions/0046).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import inspect
+import json
+import re
+import types
+import typing
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, Literal, Union
+
+import numpy as np
+
+from shoal.chat.tokenizer import MARK, Tokenizer
+from shoal.chat.tool_calls import CallReader, ToolCall
+from shoal.records import Completion, Messages, Prompt, ShoalError
+
+_CUT = "\ue0f4"
+"""Marks where a text is encoded in two pieces."""
+
+
+_QUESTION = {"role": "user", "content": "What next?"}
+
+
+_NO_PLACE = (
+    "The chat template has no place for {}: choose a model that calls tools, or give another "
+    "template with "
+    "model.template."
+)
+
+
+class TurnFormat:
+    """How turns look in one model's tokens.
+
+    schemas      of the tools that may be called, as `schema` makes them; empty where an environment
+                 answers in words
+    call_format  hermes, xml, llama, gemma, template; auto: as the chat template writes calls
+    special      False: words of tools and environments become no added tokens of the tokenizer,
+                 whatever they spell
+    notes        what the chat template would change in earlier turns, a line each
+
+    ShoalError if the template shows no tools or no answers of tools, or if nothing ends a turn.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        schemas: Sequence[dict[str, Any]],
+        call_format: str = "auto",
+        special: bool = True,
+    ):
+        added = sorted(
+            (text for text, _ in tokenizer.added_tokens().values() if len(text) > 1),
+            key=len,
+            reverse=True,
+        )
+        # An occurrence may begin within another one.
+        self._added = (
+            None if special or not added else re.compile(f"(?={'|'.join(map(re.escape, added))})")
+        )
+        self._tokenizer, self._schemas, self._reader = tokenizer, list(schemas), None
+        names = [tool["function"]["name"] for tool in schemas]
+        shown = self._render([_QUESTION])
+        if names and (
+            shown == tokenizer.render([_QUESTION]) or not all(name in shown for name in names)
+        ):
+            raise ShoalError(_NO_PLACE.format("tools"), "model.template")
+        answer = {**_QUESTION, "role": "tool", "name": names[0]} if names else _QUESTION
+        if answer["content"] not in tokenizer.decode(self.encode_context([answer])):
+            raise ShoalError(_NO_PLACE.format("answers of tools"), "model.template")
+        if names:
+            auto = "template" if tokenizer.response_template else ""
+            form = call_format if call_format != "auto" else auto or self._form(names[0])
+            start = tokenizer.encode(shown.rpartition(_QUESTION["content"])[2])
+            self._reader = CallReader(tokenizer, form, start, schemas)
+        self.notes: list[str] = []
+        for message in {m["role"]: m for m in (answer, _QUESTION)}.values():
+            with contextlib.suppress(
+                ShoalError
+            ):  # a template may refuse the turn that this is tried on
+                self.notes += self._history_note(message)
+
+    def encode_prompt(self, prompt: Prompt) -> np.ndarray:
+        """Token ids of a prompt with the tools, int32[T]."""
+        if isinstance(prompt, str):
+            raise ShoalError(
+                f"Rollouts of several turns need prompts of messages, but {prompt!r:.60} is a "
+                f"text: give "
+                '[{"role": "user", "content": ...}].'
+            )
+        if self._added is None:
+            return self._tokenizer.encode_prompt(prompt, self._schemas)
+        answers = [message for message in prompt if message["role"] == "tool"]
+        if not answers and not any(_CUT in str(message.get("content")) for message in prompt):
+            return self._tokenizer.encode_prompt(prompt, self._schemas)
+        prompt = [
+            self.plain(message) if message["role"] == "tool" else message for message in prompt
+        ]
+        return np.asarray(self._encode(self._render(prompt)), np.int32)
+
+    def plain(self, message: dict[str, Any]) -> dict[str, Any]:
+        """A message of a tool or an environment, with its text cut within each added token that it
+        spells out."""
+        text = message.get("content")
+        if self._added is None or not isinstance(text, str):
+            return message
+        text = text.replace(_CUT, "")
+        starts = [match.start() + 1 for match in self._added.finditer(text)]
+        pieces = [
+            text[start:stop] for start, stop in zip([0, *starts], [*starts, len(text)], strict=True)
+        ]
+        return {**message, "content": _CUT.join(pieces)}
+
+    def _encode(self, text: str) -> list[int]:
+        """Ids of a rendered text, in pieces where it is cut."""
+        text = text.encode(errors="replace").decode()  # tokenizers refuse half a character
+        pieces = text.split(_CUT)
+        ids = (
+            self._tokenizer.encode(pieces[0])
+            if self._tokenizer.has_template
+            else self._tokenizer.encode_prompt(pieces[0]).tolist()
+        )
+        for piece in filter(None, pieces[1:]):
+            ids += self._tokenizer.encode(piece)
+        return ids
+
+    def read(self, ids: Sequence[int]) -> tuple[dict[str, Any], list[ToolCall]]:
+        """The assistant's message of a turn's sampled ids, and all calls in order, those with an
+        error too. The content is the turn's text, thoughts included, without the calls that were
+        read."""
+        content, calls = (
+            self._reader.read(ids) if self._reader else (self._tokenizer.decode(ids), [])
+        )
+        read = [_in_message(call) for call in calls if not call.error]
+        return {
+            "role": "assistant",
+            "content": content,
+            **({"tool_calls": read} if read else {}),
+        }, calls
+
+    def encode_context(
+        self, messages: Messages, calls: Sequence[ToolCall] = (), last: int | None = None
+    ) -> list[int]:
+        """Ids that follow a turn's last sampled token, up to and with the next generation prompt.
+
+        messages  of role tool, one for each of `calls` in their order, or of role user
+        last      the turn's last sampled id; if it did not end the turn, the end comes first
+        """
+        answered = [message.get("name", "") for message in messages if message["role"] == "tool"]
+        end, ids = self._following(
+            messages, ([call.name for call in calls] or answered) if answered else []
+        )
+        # Another end will do, but not where the answers are part of the turn, as Gemma 4's: its end
+        # opens them.
+        ended = last in (None, end) or (
+            last in self._tokenizer.eos_ids and end == self._following([_QUESTION])[0]
+        )
+        return ids if ended else [end, *ids]
+
+    def _render(self, messages: Messages, whole: bool = False) -> str:
+        return self._tokenizer.render(messages, whole, self._schemas)
+
+    def _following(self, messages: Messages, names: Sequence[str] = ()) -> tuple[int, list[int]]:
+        """The id that ends a turn that calls these tools, and the ids that follow it."""
+        # The names are the model's: other text than a name could end the turn.
+        names = [name if re.fullmatch(r"[\w.-]{1,64}", name) else "unknown" for name in names]
+        calls = [
+            {"id": f"call{i:05}", **_in_message(ToolCall(name, {}))} for i, name in enumerate(names)
+        ]
+        if calls:
+            calls[-1]["function"]["arguments"] = {"text": MARK}
+        turn = {
+            "role": "assistant",
+            "content": "" if calls else MARK,
+            **({"tool_calls": calls} if calls else {}),
+        }
+        answers = [
+            {"tool_call_id": f"call{i:05}", **self.plain(message)}
+            for i, message in enumerate(messages)
+        ]
+        try:
+            text = self._render([_QUESTION, turn, *answers])
+        except ShoalError:  # Llama 3.1 takes one call in a message
+            if len(calls) < 2:
+                raise
+            text = self._render([_QUESTION, {**turn, "tool_calls": calls[-1:]}, *answers])
+        _, mark, rest = text.partition(MARK.strip())
+        if not mark:
+            raise ShoalError(_NO_PLACE.format("tool calls"), "model.template")
+        if self._added is None:
+            ids = self._tokenizer.encode(
+                rest.encode(errors="replace").decode()
+            )  # tokenizers refuse half a character
+        else:
+            ids = self._encode(rest)
+        end = next((i for i, id in enumerate(ids) if id in self._tokenizer.eos_ids), None)
+        if end is None:
+            raise ShoalError(
+                f"The model has no end-of-turn token: its chat template ends a turn with "
+                f"{rest[:40]!r}, "
+                "without a token of eos_token_id in generation_config.json. Add the one that ends "
+                "turns."
+            )
+        return ids[end], ids[end + 1 :]
+
+    def _form(self, name: str) -> str:
+        """How the chat template writes calls."""
+        turn = {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [_in_message(ToolCall(name, {"text": MARK}))],
+        }
+        text = self._render(
+            [_QUESTION, turn, {"role": "tool", "name": name, "content": ""}]
+        ).partition(MARK.strip())[0]
+        before, _, after = text.rpartition(name)
+        signs = {
+            "xml": before.endswith("<function="),
+            "gemma": before.endswith("call:"),
+            "hermes": "<tool_call>" in before[-40:] and '"arguments"' in after,
+            "llama": '"parameters"' in after,
+        }
+        form = next((form for form, is_there in signs.items() if is_there), "")
+        if not form:
+            raise ShoalError(
+                f"The chat template writes tool calls in a form that is not known, "
+                f"{before[-40:]!r}: "
+                "choose environment.call_format=hermes, xml, llama or gemma.",
+                "environment.call_format",
+            )
+        return form
+
+    def _history_note(self, answer: dict[str, Any]) -> list[str]:
+        """What apply_chat_template would change in a turn, tried on one with a thought, once this
+        message follows."""
+        calls = (
+            {"tool_calls": [_in_message(ToolCall(answer["name"], {}))]} if "name" in answer else {}
+        )
+        turn = {"role": "assistant", "content": "<think>\nWhy?\n</think>\n\nSo.", **calls}
+        last = self._render([_QUESTION, turn], whole=True).rstrip()
+        return (
+            []
+            if self._render([_QUESTION, turn, answer]).startswith(last)
+            else [
+                f"the chat template renders a turn in another way once a {answer['role']} message "
+                f"follows it, as without "
+                "its thoughts; rollouts keep the tokens that were sampled"
+            ]
+        )
+
+
+def _in_message(call: ToolCall) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+# Schemas
+
+_JSON_TYPES = {
+    int: "integer",
+    float: "number",
+    str: "string",
+    bool: "boolean",
+    type(None): "null",
+    list: "array",
+    tuple: "array",
+    dict: "object",
+}
+
+
+def schema(function: Callable[..., Any]) -> dict[str, Any]:
+    """The JSON schema of a tool by its type hints and its docstring in Google's style, equal to
+    that of transformers' `get_json_schema`; ShoalError if the docstring, or an argument's type or
+    description, is missing."""
+    if made := getattr(function, "schema", None):
+        return made
+    name = getattr(function, "__name__", "operation")
+    about, described, returned = _docstring(inspect.getdoc(function) or "")
+    if not about:
+        raise ShoalError(
+            f"Tool {name} has no docstring: write what it does, and its arguments under Args:."
+        )
+    try:
+        hints = typing.get_type_hints(function)
+    except (NameError, TypeError) as error:
+        raise ShoalError(f"The type hints of tool {name} cannot be read: {error}.") from error
+    properties, required = {}, []
+    for argument, parameter in inspect.signature(function).parameters.items():
+        if argument in ("self", "cls") and argument not in hints:
+            continue
+        if argument not in hints or argument not in described:
+            raise ShoalError(
+                f"Tool {name}, argument {argument}: write its type in the signature, and a line "
+                f"'{argument}: what it is' under Args: in the docstring."
+            )
+        entry, text = (
+            _json_type(hints[argument], f"Tool {name}, argument {argument}"),
+            described[argument],
+        )
+        if choices := re.search(r"\(choices:\s*(.*?)\)\s*$", text, re.IGNORECASE):
+            entry["enum"] = [
+                one.strip() if isinstance(one, str) else one for one in json.loads(choices[1])
+            ]
+            text = text[: choices.start()].strip()
+        properties[argument] = {**entry, "description": text}
+        required += [argument] if parameter.default is inspect.Parameter.empty else []
+    parameters = {
+        "type": "object",
+        "properties": properties,
+        **({"required": required} if required else {}),
+    }
+    made = {"name": name, "description": about, "parameters": parameters}
+    with contextlib.suppress(ShoalError, KeyError):  # a model never writes what is returned
+        made["return"] = _json_type(hints["return"], name) | (
+            {"description": returned} if returned else {}
+        )
+    return {"type": "function", "function": made}
+
+
+def _docstring(text: str) -> tuple[str, dict[str, str], str]:
+    """What a tool does, what its arguments are, and what it returns."""
+    about, *parts = re.split(r"(?:^|\n)[ \t]*(Args|Returns|Raises):", text.strip())
+    sections = dict(zip(parts[::2], parts[1::2], strict=True))
+    described: dict[str, str] = {}
+    indent = argument = ""
+    for line in filter(str.strip, sections.get("Args", "").split("\n")):
+        start = re.match(r"([ \t]*)(\w+):\s*(.*)", line)
+        if start and not (argument and re.match(rf"{indent}[ \t]", line)):
+            indent, argument, described[argument] = start[1], start[2], start[3].strip()
+        elif argument:
+            described[argument] = f"{described[argument]} {line.strip()}".strip()
+    return about.strip(), described, sections.get("Returns", "").strip()
+
+
+def _json_type(hint: Any, where: str) -> dict[str, Any]:
+    """The schema of a type's values."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any or hint in _JSON_TYPES:
+        return {} if hint is Any else {"type": _JSON_TYPES[hint]}
+    if origin is Literal or (isinstance(hint, type) and issubclass(hint, enum.Enum)):
+        values = [*args] or [member.value for member in hint]
+        names = list(dict.fromkeys(_JSON_TYPES.get(type(value), "") for value in values))
+        if values and not {"", "array", "object"} & {*names}:
+            return {"type": names[0] if len(names) == 1 else names, "enum": values}
+    elif origin in (Union, types.UnionType):
+        made = [_json_type(one, where) for one in args if one is not type(None)]
+        if len(made) > 1 and all(
+            one.keys() == {"type"} and isinstance(one["type"], str) for one in made
+        ):
+            names = sorted({one["type"] for one in made})
+            made = [{"type": names[0] if len(names) == 1 else names}]
+        return (made[0] if len(made) == 1 else {"anyOf": made}) | (
+            {"nullable": True} if type(None) in args else {}
+        )
+    elif origin is list:
+        return {"type": "array", "items": _json_type(args[0], where)}
+    elif origin is tuple and len(args) > 1 and ... not in args:
+        return {"type": "array", "prefixItems": [_json_type(one, where) for one in args]}
+    elif origin is dict and len(args) == 2:
+        return {"type": "object", "additionalProperties": _json_type(args[1], where)}
+    raise ShoalError(
+        f"{where} has the type {hint}, which JSON does not have: use int, float, str, bool, list, "
+        f"dict, "
+        "Literal, an Enum, or a union of them."
+    )
+
+
+TOKEN_CHARACTERS = 128
+"""Characters of a token, at most: a text with more of them in the mean fits no prompt, and is not
+encoded."""
+
+
+PIECE, BORDER, LIKELY_CHARACTERS = 1 << 14, 16, 8
+"""Characters that are counted at once of a text that has more than `LIKELY_CHARACTERS` a token; the
+tokens by which cutting it may change the count, at each border."""
+
+
+def described(
+    one: Completion, tools: Sequence[Any], tokenizer: Tokenizer, named: bool, start: int = 0
+) -> dict[str, Any]:
+    """What an answer says of a completion's tokens from `start` on, in plain data; `named`: the
+    text of each."""
+    ids = one.token_ids[start:].tolist()
+    message: dict[str, Any] = {"role": "assistant", "content": tokenizer.decode(ids)}
+    return {
+        "ids": ids,
+        "logprobs": one.logprobs[start:].tolist(),
+        "versions": one.versions[start:].tolist(),
+        "stop_reason": one.stop_reason.value,
+        "text": message["content"],
+        "tokens": [tokenizer.decode([id], skip_special_tokens=False) for id in ids]
+        if named
+        else [],
+        "message": turn_format(tokenizer, json.dumps(tools)).read(ids)[0] if tools else message,
+    }
+
+
+@lru_cache(64)
+def turn_format(tokenizer: Tokenizer, tools: str) -> TurnFormat:
+    """How turns with these tools, as JSON, look. ShoalError for a chat template without a place for
+    them."""
+    return TurnFormat(tokenizer, json.loads(tools))
+
+
+def encode(prompt: Any, tools: Sequence[Any], tokenizer: Tokenizer, most: int) -> np.ndarray:
+    """The token ids of a prompt, int32[T]. ShoalError for none, and for more than `most`: of a text
+    that is much longer, no more is encoded than shows it."""
+    if _is_token_ids(prompt):
+        ids = np.array(prompt, np.int32)
+    else:
+        check_size(prompt, tools, most, "sampling.max_prompt_tokens")
+        _check_count(prompt, tokenizer, most)
+        form = turn_format(tokenizer, json.dumps(tools)) if tools else tokenizer
+        ids = form.encode_prompt(prompt)
+    if not 1 <= len(ids) <= most:
+        raise _wrong_length(f"{len(ids)} tokens", f"1 to sampling.max_prompt_tokens={most}")
+    return ids
+
+
+def _is_token_ids(prompt: Any) -> bool:
+    return isinstance(prompt, list) and all(type(id) is int for id in prompt)
+
+
+def _wrong_length(length: str, wanted: str) -> ShoalError:
+    return ShoalError(f'prompt="{length}": expected {wanted}', "prompt")
+
+
+def check_size(prompt: Any, tools: Sequence[Any], most: int, key: str) -> None:
+    """ShoalError for a prompt with its tools that has more characters than `most` tokens can
+    have."""
+    size = len(json.dumps([prompt, *tools], ensure_ascii=False))
+    if size > TOKEN_CHARACTERS * most:
+        raise _wrong_length(f"{size} characters", f"what fits the {most} tokens of {key}")
+
+
+def _check_count(prompt: Any, tokenizer: Tokenizer, most: int) -> None:
+    """ShoalError as soon as the pieces of a long prompt have more than `most` tokens: encoding
+    takes some seconds and a gigabyte for each 4 million characters."""
+    texts = (
+        [prompt]
+        if isinstance(prompt, str)
+        else [str(message.get("content", "")) for message in prompt]
+    )
+    if sum(map(len, texts)) <= LIKELY_CHARACTERS * most:
+        return
+    count = 0
+    for text in texts:
+        for start in range(0, len(text), PIECE):
+            count += len(tokenizer.encode(text[start : start + PIECE])) - BORDER
+            if count > most:
+                raise _wrong_length(
+                    f"more than {most} tokens", f"1 to sampling.max_prompt_tokens={most}"
+                )

@@ -1,0 +1,435 @@
+"""Checks of a run's devices, tokenizer, chat template and data, before weights are read."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from json import loads
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from shoal.chat.dialogue import ASSISTANT, Stream, streams_of, text_stream, unwritten
+from shoal.chat.tokenizer import Tokenizer
+from shoal.checks.reward import gold_of, write_answer
+from shoal.config.derived import evaluation_completions
+from shoal.config.sections.devices import MeshSection
+from shoal.config.train import Config
+from shoal.findings import Findings
+from shoal.mesh import Roles, uses_pathways
+from shoal.records import Example, Messages, ShoalError
+from shoal.tasks.examples import checked_prompt, without_none
+from shoal.tasks.task import Task
+from shoal.text import count
+from shoal.trainer.prompts import Encode, PassRates, PromptStream, TokenizedExample, prepare
+
+NUM_PROMPTS = 200
+"""Prompts that are tokenised to find how long they are."""
+
+
+NUM_ANSWERS = 50
+"""Right answers that are tokenised."""
+
+
+NUM_RENDERED = 8
+"""Prompts that are compared as the model reads them."""
+
+
+ACCELERATORS = {"/dev/nvidia0": "cuda", "/dev/accel0": "tpu", "/dev/vfio/0": "tpu"}
+"""Files of accelerators, and the extra that installs JAX for them."""
+
+
+def check_devices(config: Config, roles: Roles, findings: Findings) -> None:
+    check = findings.of("devices")
+    check.ok(devices_text(config, roles))
+    check_idle(config.mesh, roles, jax.device_count(), findings)
+    if config.mesh.pathways and not uses_pathways(config.mesh):
+        check.warning(
+            "mesh.pathways=true: JAX_BACKEND_TARGET names no proxy of Pathways, so the devices of "
+            "this "
+            "machine are used",
+            "mesh.pathways",
+        )
+    if jax.devices()[0].platform == "cpu" and not os.environ.get("JAX_PLATFORMS"):
+        unused = {file: extra for file, extra in ACCELERATORS.items() if Path(file).exists()}
+        for file, extra in list(unused.items())[:1]:
+            check.warning(
+                f"JAX runs on the CPU, though this machine has {file}: install '.[{extra}]'"
+            )
+
+
+def check_idle(mesh: MeshSection, roles: Roles, available: int, findings: Findings) -> None:
+    """Warns of devices that no role uses."""
+    used = {device for role in roles.all for device in role.mesh.devices.flat}
+    if text := idle_text(mesh, len(used), available):
+        findings.of("devices").warning(text, "mesh.fsdp")
+
+
+def idle_text(mesh: MeshSection, used: int, available: int) -> str:
+    """How many devices no role uses, and which keys use them; empty if none is idle."""
+    keys = ["mesh.fsdp (-1 takes all of the trainer's)"] if mesh.fsdp != -1 else []
+    keys += [f"mesh.{name}" for name in ("trainer", "sampler", "reference") if getattr(mesh, name)]
+    return (
+        f"{used} of {available} devices are used: raise {' or '.join(keys)}"
+        if used < available
+        else ""
+    )
+
+
+def devices_text(config: Config, roles: Roles) -> str:
+    """How many devices each role has, where the reference is, and what the devices are."""
+    device, sampler = jax.devices()[0], roles.sampler.mesh
+    where = (
+        f" for the trainer, {sampler.size} others for the sampler" if roles.disaggregated else ""
+    )
+    split = (
+        f", {sampler.shape['data']} samplers of {sampler.shape['tensor']}"
+        if sampler.shape["tensor"] > 1
+        else ""
+    )
+    return (
+        f"{roles.trainer.mesh.size}{where} of {jax.device_count()} x {device.device_kind} "
+        f"({device.platform})"
+        f"{split}, JAX {jax.__version__}; {reference_text(config, roles)}"
+    )
+
+
+def reference_text(config: Config, roles: Roles) -> str:
+    """`reference on the sampler's devices`, or why there is none."""
+    scored = [
+        name
+        for name, is_there in (
+            ("reference", config.algorithm.scores_reference),
+            ("teacher", bool(config.teacher.path)),
+        )
+        if is_there
+    ]
+    if not scored:
+        return "no reference (algorithm.kl_coef=0)"
+    trainer, sampler, reference = ({*role.mesh.devices.flat} for role in roles.all)
+    whose = (
+        "all of these devices"
+        if trainer == sampler == reference
+        else "the trainer's devices"
+        if reference == trainer
+        else "the sampler's devices"
+        if reference == sampler
+        else f"{count(len(reference), 'device')} of {'its' if len(scored) == 1 else 'their'} own"
+    )
+    return f"{' and '.join(scored)} on {whose}"
+
+
+def check_tokenizer(tokenizer: Tokenizer, notes: Sequence[str], findings: Findings) -> None:
+    """`notes`: what was noticed when the model was opened."""
+    check, before = findings.of("tokenizer"), len(findings.found)
+    if not tokenizer.eos_ids:
+        check.wrong(
+            "the model has no end-of-sequence token: every completion would run to "
+            "sampling.max_completion_tokens; put eos_token_id into its generation_config.json",
+            "model.path",
+        )
+    for note in notes:
+        if "no end-of-sequence" not in note:
+            if note.startswith(
+                "MaxText checkpoint"
+            ):  # what was recognised: there is nothing to change
+                check.ok(note)
+            else:
+                check.warning(note, "model.template" if "template" in note else "model.path")
+    if len(findings.found) == before:
+        ends = " or ".join(tokenizer.token_text(id) for id in tokenizer.eos_ids)
+        check.ok(f"{tokenizer.vocab_size:,} tokens, ends with {ends}")
+
+
+def check_prompts(
+    config: Config,
+    task: Task,
+    tokenizer: Tokenizer,
+    encode: Encode,
+    findings: Findings,
+    sets: Mapping[str, Sequence[TokenizedExample]],
+) -> str:
+    """Checks the training prompts and right answers against the template and the limits; returns
+    the prompts' lengths as text, with those of the evaluation `sets`. Raises ShoalError where the
+    template refuses all of them, or one with `sampling.long_prompts=error`."""
+    size, limit, refused = len(task.train), config.sampling.max_prompt_tokens, []
+    check = findings.of("data", "task.path")
+
+    def readable(rows: Sequence[int]) -> list[TokenizedExample]:
+        found = (
+            prepare(task.train[row], encode, sys.maxsize, "drop", refused.append) for row in rows
+        )
+        return [one for one in found if one is not None]
+
+    lengths = np.array(
+        [
+            len(one.prompt_ids)
+            for one in readable(
+                np.linspace(0, size - 1, min(NUM_PROMPTS, size)).astype(int).tolist()
+            )
+        ],
+        int,
+    )
+    if refused and (not lengths.size or config.sampling.long_prompts == "error"):
+        raise ShoalError(
+            f"{refused[0]}. Give another template with model.template", "model.template"
+        )
+    if refused:
+        check.warning(
+            f"{len(refused)} of {len(refused) + len(lengths)} prompts checked are dropped; the "
+            f"first: "
+            f"{refused[0]}",
+            "model.template",
+        )
+    if first := readable(range(min(NUM_RENDERED, size))):
+        check_template(tokenizer, encode, [one.example for one in first], findings)
+    check_written(config, task, tokenizer, check)
+    if too_long := int((lengths > limit).sum()):
+        (check.warning if too_long < len(lengths) else check.wrong)(
+            f"{too_long} of {len(lengths)} prompts checked have more than "
+            f"sampling.max_prompt_tokens={limit} tokens "
+            f"(the longest "
+            f"{lengths.max():,}){' and are dropped' * (config.sampling.long_prompts == 'drop')}: "
+            f"raise it",
+            "sampling.max_prompt_tokens",
+        )
+    evaluated = evaluation_completions(config, set_sizes(task))
+    trained = config.steps * config.batch.prompts_per_step * config.batch.group_size
+    if config.steps and evaluated > 2 * trained:
+        check.warning(
+            f"evaluation samples {evaluated:,} completions, training {trained:,}: lower "
+            f"task.num_eval_questions={config.task.num_eval_questions} (0 is all) or "
+            f"train.pass_k={config.pass_k}, or train.evaluate_every=-1 leaves evaluation out",
+            "task.num_eval_questions",
+        )
+    _check_answers(config, task, tokenizer, check)
+    sizes = {name: [len(one.prompt_ids) for one in questions] for name, questions in sets.items()}
+    asked = ", ".join(f"{name} {min(each)} to {max(each)}" for name, each in sizes.items())
+    trained = f"{lengths.min()} to {lengths.max()} tokens" if lengths.size else "none"
+    return f"{trained} ({asked})" if asked else trained
+
+
+def check_template(
+    tokenizer: Tokenizer, encode: Encode, examples: Sequence[Example], findings: Findings
+) -> None:
+    """Reports faults of the chat template in prompts. Raises ShoalError if the template does."""
+    check, before = findings.of("template", "model.template"), len(findings.found)
+    ids = [encode(example).tolist() for example in examples]
+    first, prompt = ids[0], examples[0].prompt
+    text = tokenizer.decode(first, skip_special_tokens=False)
+    question = prompt if isinstance(prompt, str) else str(prompt[-1].get("content", ""))
+    if " ".join(question.split()) not in " ".join(text.split()):
+        check.wrong(
+            f"the prompt as the model reads it does not hold the question {question[:60]!r}: the "
+            f"template "
+            "leaves it out; give another with model.template",
+            "model.template",
+        )
+    if (
+        len(ids) > 1
+        and all(other == first for other in ids)
+        and any(e.prompt != prompt for e in examples)
+    ):
+        check.wrong(
+            "different questions become the same prompt: give another template with model.template"
+        )
+    inside = tokenizer.encode_prompt(question).tolist()
+    inside = inside[1:] if inside[:1] == [tokenizer.bos_id] else inside
+    has_special = tokenizer.decode(inside) != tokenizer.decode(inside, skip_special_tokens=False)
+    if (
+        isinstance(prompt, str) and tokenizer.has_template and not has_special
+    ):  # with them the data is rendered already
+        check.warning(
+            "the prompts are plain text and bypass this model's chat template: give messages, or "
+            "make them "
+            "with task.template='{COLUMN}'",
+            "task.template",
+        )
+    if not isinstance(prompt, str) and has_special:
+        check.warning(
+            "the question holds special tokens itself, so a template stands within the template: "
+            "give "
+            "plain text in the data (task.path), or a bare model.template",
+            "task.path",
+        )
+    if first[-1:] and first[-1] in tokenizer.eos_ids:
+        check.warning(
+            f"the prompt ends with {tokenizer.token_text(first[-1])}, after which the model has "
+            f"nothing to "
+            "say: open the answer in the template (add_generation_prompt)"
+        )
+    if tokenizer.bos_id is not None and first[:2] == [tokenizer.bos_id] * 2:
+        check.warning(
+            f"the prompt begins with {tokenizer.token_text(first[0])} twice: remove it from the "
+            f"template"
+        )
+    if len(findings.found) == before:
+        check.ok(f"the first prompt has {len(first)} tokens")
+
+
+def check_written(config: Config, task: Task, tokenizer: Tokenizer, check: Findings) -> None:
+    """Warns of what the messages of training rows hold and the chat template does not write, and of
+    answers to learn that nothing ends."""
+    learns = config.algorithm.learns_from_data
+    rows = (
+        np.linspace(0, len(task.train) - 1, min(NUM_PROMPTS, len(task.train))).astype(int).tolist()
+    )
+    left_out, checked, unended, learned = Counter[str](), 0, 0, 0
+    for row in rows:
+        example = task.train[row]
+        try:
+            messages, tools, _ = dialogue_of(example) if learns else (example.prompt, None, 0)
+        except (
+            ShoalError,
+            ValueError,
+        ):  # a row of text, or one that is refused where it is learned
+            continue
+        if isinstance(messages, str):
+            continue
+        checked += 1
+        with suppress(ShoalError):  # prompts that the template refuses are counted elsewhere
+            left_out.update(unwritten(tokenizer, messages, tools))
+        if learns and learned < NUM_ANSWERS:
+            with suppress(ShoalError):
+                ends = [
+                    int(stream.token_ids[-1]) in tokenizer.eos_ids
+                    for stream in streams(tokenizer, example)
+                ]
+                unended, learned = unended + (not all(ends)), learned + 1
+    for name, number in left_out.items():
+        what = name if name.startswith("what ") else f"`{name}`"
+        check.warning(
+            f"{number} of {count(checked, 'row')} checked hold {what}, which the chat template "
+            f"does not "
+            "write: the model never reads it; give another template with model.template, or leave "
+            "it out of "
+            "the data",
+            "model.template",
+        )
+    end = tokenizer.turn_end
+    is_noted = (
+        end is not None and end.id is not None and not end.is_eos
+    )  # among the tokenizer's notes
+    if unended and not is_noted:
+        check.warning(
+            f"{unended} of {count(learned, 'answer')} checked end without an end-of-sequence "
+            f"token, so the "
+            "model does not learn to end them: give a template that writes one behind the "
+            "assistant's turn "
+            "with model.template",
+            "model.template",
+        )
+
+
+def set_sizes(task: Task) -> dict[str, int]:
+    """Questions of each evaluation set."""
+    return {name: len(questions) for name, questions in task.evaluations.items()}
+
+
+def _check_answers(config: Config, task: Task, tokenizer: Tokenizer, check: Findings) -> None:
+    """Reports right answers in the data that the model cannot give: too long, or truncated by a
+    stop string."""
+    s, grave = config.sampling, check.warning if config.reward.functions else check.wrong
+    known = [
+        write_answer(example, gold, gold)
+        for example in map(task.train.__getitem__, range(min(NUM_ANSWERS, len(task.train))))
+        if (gold := gold_of(example)) is not None
+    ]
+    if not known:
+        return
+    lengths = np.array(
+        [len(tokenizer.encode_prompt(text)) + 1 for text in known]
+    )  # and the end of the sequence
+    if (share := float((lengths > s.max_completion_tokens).mean())) > 0.02:
+        (grave if share > 0.5 else check.warning)(
+            f"{100 * share:.0f}% of the data's own right answers take more than "
+            f"sampling.max_completion_tokens={s.max_completion_tokens} tokens (up to "
+            f"{lengths.max():,}): raise it",
+            "sampling.max_completion_tokens",
+        )
+    for stop in s.stop:
+        cut = sum(
+            stop in text and text.index(stop) + len(stop) < len(text.rstrip()) for text in known
+        )
+        if 2 * cut > len(known):
+            grave(
+                f"the stop string {stop!r} ends right answers before their end: remove it from "
+                f"sampling.stop",
+                "sampling.stop",
+            )
+
+
+def open_prompts(config: Config, task: Task, encode: Encode) -> PromptStream:
+    """The training prompts; ShoalError where the first step lacks some, or, with
+    `sampling.long_prompts=error`, where a prompt of any step is too long."""
+    s, wanted = config.sampling, config.batch.prompts_per_step
+    prompts = PromptStream(
+        task.train,
+        encode,
+        config.seed,
+        s.max_prompt_tokens,
+        s.long_prompts,
+        PassRates(config.train.retire_above),
+    )
+    prompts.peek(wanted)
+    if s.long_prompts == "error":
+        prompts.check(wanted * config.steps)
+    return prompts
+
+
+EXPECTED_COLUMNS = (
+    "expected `messages`, `prompt` and `completion` (both text, or both messages), or a column "
+    "with a right "
+    "answer"
+)
+
+
+def dialogue_messages(example: Example) -> Any:
+    """The column `messages`, where that is what is learned; else nothing."""
+    return (
+        checked_prompt(messages, example.place)
+        if (messages := example.columns.get("messages")) and "completion" not in example.columns
+        else []
+    )
+
+
+def streams(tokenizer: Tokenizer, example: Example) -> list[Stream]:
+    """What is learned of a row: its `messages`, its `completion` (text or messages), or its worked
+    solution, written as a completion; with the schemas of its `tools`. ShoalError, with the row's
+    place, for one without any of them."""
+    try:
+        prompt, answer = example.prompt, answer_to_learn(example)
+        if isinstance(prompt, str) and isinstance(answer, str) and not dialogue_messages(example):
+            return [text_stream(tokenizer, prompt, answer)]
+        messages, tools, first = dialogue_of(example)
+        return streams_of(tokenizer, messages, tools, first)
+    except (ShoalError, ValueError) as error:
+        raise ShoalError(
+            f"{example.place or f'data row {example.row}'}: {error}", getattr(error, "key", "")
+        ) from error
+
+
+def dialogue_of(example: Example) -> tuple[Messages, Any, int]:
+    """The messages of a row that is learned, the schemas of its tools, and the first message that
+    may be learned. ShoalError for one that has no messages."""
+    tools = example.columns.get("tools")
+    tools = without_none(loads(tools) if isinstance(tools, str) and tools else tools)
+    if messages := dialogue_messages(example):
+        return messages, tools, 0
+    prompt, answer = example.prompt, answer_to_learn(example)
+    if isinstance(prompt, str) or not answer:
+        raise ShoalError(EXPECTED_COLUMNS)
+    said = [{"role": ASSISTANT, "content": answer}] if isinstance(answer, str) else answer
+    answers: Any = checked_prompt(said, example.place)
+    return [*prompt, *answers], tools, len(prompt)
+
+
+def answer_to_learn(example: Example) -> Any:
+    """The column `completion`, else the worked solution written as one; None without both."""
+    answer, gold = example.columns.get("completion"), gold_of(example)
+    return write_answer(example, gold, gold) if answer is None and gold is not None else answer

@@ -1,0 +1,505 @@
+"""Checks of settings alone: errors before any weights are read, and warnings for probable mistakes.
+
+They are shared by the run, `--dry-run` and `shoal doctor`, and neither import JAX nor download.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from shoal.buckets import COPIES, address
+from shoal.config.choices import (
+    ADVANTAGES,
+    AGGREGATIONS,
+    KL_ESTIMATORS,
+    POLICY_LOSSES,
+    RATIO_BOUNDS,
+)
+from shoal.config.derived import max_support, num_updates, oldest_samples, step_text
+from shoal.config.key import get_value, keys_of, shown
+from shoal.config.merge import packaged_values
+from shoal.config.sections.algorithm import AlgorithmSection
+from shoal.config.sections.model import LoraSection, ModelSection
+from shoal.config.sections.reward import RewardSection
+from shoal.config.sections.task import TaskSection
+from shoal.config.train import Config
+from shoal.files import check_base, check_local, check_place, find_input
+from shoal.findings import Findings
+from shoal.records import ShoalError
+from shoal.runs.layout import find_named, is_run, named_folder, refuse_foreign
+from shoal.tasks.task import ROWS, TASKS, load_by_name, no_reward
+from shoal.text import count, exact
+
+HIGHEST_LR = 1e-2
+HIGHEST_USUAL_LR = 2e-5
+"""Learning rate above which models of LARGE parameters or more seldom train well."""
+LARGE = 100_000_000
+HIGH_RANK = 64
+"""Rank of an adapter from which training by GRPO collapses in published runs (openreview
+XGZHI14m8P)."""
+
+
+# ---- errors
+
+
+def check_before_weights(config: Any, functions_given: bool = False, resumed: bool = False) -> None:
+    """Raises ShoalError for the settings of any command that cannot work, before weights are read.
+
+    `functions_given`: reward functions come from Python. `resumed`: the run has the model's files
+    in its own folder. Models and data on the hub are not checked."""
+    known = keys_of(type(config))
+    asked = {*os.environ.get("JAX_PLATFORMS", "").split(",")} & {"cuda", "tpu", "proxy"}
+    if (
+        "mesh.pathways" in known
+        and not getattr(config, "topology", "")
+        and (asked or config.mesh.pathways)
+    ):
+        from shoal.mesh.devices import (
+            check_platforms,
+        )  # imports JAX, which other dry runs do without
+
+        check_platforms(config.mesh)
+    faults = []
+    for key in (
+        "base_output_directory",
+        "output",
+        "to",
+        "model.path",
+        "model.tokenizer",
+        "teacher.path",
+        "task.path",
+        "publish.folder",
+    ):
+        try:
+            check_local(
+                get_value(config, key) if key in known else "",
+                key,
+                COPIES if key != "publish.folder" else "",
+            )
+        except ShoalError as error:
+            faults.append(str(error))
+    if faults:
+        raise ShoalError("; ".join(faults))
+    if isinstance(config, Config):
+        if (folder := config.publish.folder) and not Path(
+            folder
+        ).expanduser().absolute().parent.is_dir():
+            raise ShoalError(
+                f"publish.folder={folder}: there is no folder {Path(folder).expanduser().parent}; "
+                f"make "
+                "it, or mount what trainer and samplers share"
+            )
+        needs_reward = (
+            config.task.name in ("custom", "environment") and config.algorithm.uses_rewards
+        )
+        if needs_reward and not (
+            config.reward.functions
+            or functions_given
+            or config.environment.factory
+            or config.environment.agent
+        ):
+            raise no_reward(config.task)
+        named = config.run_name and find_named(config.base_output_directory, config.run_name)
+        resumed = resumed or bool(config.resume or (named and is_run(named)))
+    if "model.path" in known and not resumed:
+        check_model(config.model)
+    if "teacher.path" in known and config.teacher.path:
+        check_model(ModelSection(path=config.teacher.path), key="teacher.path")
+    if "task.name" in known:
+        check_task(config.task)
+
+
+def check_trainable(config: Config) -> None:
+    """Raises ShoalError for settings that cannot train."""
+    a = config.algorithm
+    advantage = f"algorithm.advantage={a.advantage}"
+    kl_in_reward = a.kl_placement == "reward" and a.kl_coef
+    faults = [
+        (
+            config.sampler.kind == "ray" and find_spec("ray") is None,
+            "sampler.kind",
+            "sampler.kind=ray: Ray is not installed; pip install '.[ray]' in the clone of Shoal, "
+            "or leave it out",
+        ),
+        (
+            config.sampling.temperature == 0,
+            "sampling.temperature",
+            "sampling.temperature=0: in training every completion of a group would be the same; "
+            "set it to 1.0",
+        ),
+        (
+            not (a.uses_rewards or a.learns_from_data or config.teacher.path),
+            "algorithm.advantage",
+            f"{advantage}: nothing would be learned, as rewards are ignored and there is no "
+            f"teacher; set teacher.path, or "
+            "another advantage",
+        ),
+        (
+            kl_in_reward and not a.uses_rewards,
+            "algorithm.kl_placement",
+            f"algorithm.kl_placement=reward with {advantage}: rewards, and the KL penalty in them, "
+            f"are ignored; set "
+            "algorithm.kl_placement=loss",
+        ),
+        (
+            kl_in_reward and ADVANTAGES[a.advantage].by_function,
+            "algorithm.kl_placement",
+            f"algorithm.kl_placement=reward with {advantage}: each reward function is divided by "
+            f"its own deviation, so "
+            "algorithm.kl_coef would cancel; set algorithm.kl_placement=loss",
+        ),
+        (
+            a.dynamic_sampling and not a.uses_rewards,
+            "algorithm.dynamic_sampling",
+            f"algorithm.dynamic_sampling=true with {advantage}: groups are chosen by their "
+            f"rewards, which are ignored; "
+            "change one of the two",
+        ),
+    ]
+    for holds, key, text in faults:
+        if holds:
+            raise ShoalError(text, key)
+
+
+def check_model(section: ModelSection, key: str = "model.path") -> None:
+    """Raises ShoalError for a model that is not given, of an unknown name, in a folder that is
+    missing, or in a folder of an unknown family or of another model than its name says."""
+    from shoal.model.families import architecture_of
+    from shoal.model.published import check_name, model_named
+    from shoal.weights.hub import HUB_ID, PACKAGED
+
+    if not (section.path or section.name):
+        raise ShoalError(
+            f"{key}: no model is given; set it to a folder or a hub id (in MaxText "
+            f"load_parameters_path, "
+            "in TRL model_name_or_path, in verl actor_rollout_ref.model.path, in Tunix "
+            "model_config."
+            "model_id), or model.name to a known name (in MaxText model_name)",
+            key,
+        )
+    local, tokenizer = (
+        find_input(section.path, key),
+        find_input(section.tokenizer, "model.tokenizer"),
+    )
+    beside = (
+        sorted(one.name for one in local.parent.iterdir() if is_run(one) or one.name.isdigit())
+        if local.parent.is_dir()
+        else []
+    )
+    is_hub_id = (
+        HUB_ID.fullmatch(section.path)
+        and not beside
+        and local.parent.name != Config.base_output_directory
+    )
+    if not (section.path in ("", *PACKAGED) or local.exists() or is_hub_id):
+        shown = local if section.path.startswith("~") else section.path
+        raise ShoalError(
+            f"{key}={section.path}: there is no model folder {shown}. "
+            + (
+                f"{local.parent} holds {', '.join(beside[-5:])}."
+                if beside
+                else "Give a folder, a hub id (org/name), or `tiny`."
+            )
+        )
+    if not (
+        tokenizer.exists()
+        or section.tokenizer == ModelSection.path
+        or HUB_ID.fullmatch(section.tokenizer)
+    ):
+        raise ShoalError(
+            f"model.tokenizer={section.tokenizer}: there is no such folder; give a folder with a "
+            "tokenizer.json, or a hub id (org/name)"
+        )
+    if section.name and "/" not in section.name:
+        model_named(section.name)
+    if section.path and (local / "config.json").is_file():
+        a = architecture_of(local)
+        if section.name and "/" not in section.name:
+            check_name(section.name, a, local, "model.name")
+
+
+def check_task(section: TaskSection) -> None:
+    """Raises ShoalError for an unknown task, or `task=custom` without data."""
+    if section.name not in TASKS and section.name != ROWS:
+        load_by_name(section, RewardSection())  # raises, with the nearest name
+    if section.name == "custom" and not (section.path or section.files):
+        raise ShoalError(
+            "task custom: task.path is not given; expected a jsonl or parquet file, a folder or a "
+            "hub id"
+        )
+
+
+# ---- warnings
+
+
+def algorithm_warnings(config: Config) -> Iterator[tuple[str, str]]:
+    """Key and warning for each combination of settings that is allowed but probably a mistake."""
+    a, s, oldest = config.algorithm, config.sampling, oldest_samples(config)
+    loss, kl, truncated = (
+        POLICY_LOSSES[a.loss],
+        KL_ESTIMATORS[a.kl],
+        config.sampling.params.truncated,
+    )
+    kl_in_reward = a.kl_coef and a.kl_placement == "reward"
+    has_own_check = config.task.name in TASKS and config.task.name != "custom"
+    below_zero = (
+        config.reward.overlong_buffer_tokens
+        or kl_in_reward
+        or min(config.reward.weights, default=0) < 0
+    )
+    rows = [
+        (
+            loss.ratio != "token" and max(a.clip_low, a.clip_high) > 0.01,
+            "algorithm.loss",
+            f"algorithm.loss={a.loss} with clip_low={exact(a.clip_low)} "
+            f"clip_high={exact(a.clip_high)} practically never "
+            "clips: a sequence's ratio moves far less than a token's; the paper has 3e-4 and 4e-4",
+        ),
+        (
+            a.kl_coef and not kl_in_reward and not kl.in_loss,
+            "algorithm.kl",
+            f"algorithm.kl={a.kl} in the loss regularises nothing: its on-policy gradient is zero "
+            f"in expectation; set "
+            "algorithm.kl_placement=reward, or kl=k2 or k3",
+        ),
+        (
+            kl_in_reward and not kl.in_reward,
+            "algorithm.kl",
+            f"algorithm.kl={a.kl} in the reward: k1 is the unbiased one there",
+        ),
+        (
+            truncated and not a.match_sampling_support,
+            "algorithm.match_sampling_support",
+            "algorithm.match_sampling_support=false: log-probs are over all tokens, samples over "
+            "those that top_k, top_p "
+            "and min_p keep; the ratio is biased by the mass that is kept",
+        ),
+        (
+            truncated and a.match_sampling_support,
+            "sampling.max_support",
+            f"samples are truncated: at each position at most {max_support(config)} tokens "
+            f"(sampling.max_support="
+            f"{s.max_support}, the likeliest) are kept, stored and replayed by the trainer",
+        ),
+        (
+            oldest > 0 and a.correction == "none",
+            "algorithm.correction",
+            f"samples may be {oldest} version{'s' * (oldest > 1)} old (train.max_staleness, "
+            f"train.weight_sync_interval), "
+            "and algorithm.correction=none treats them as on-policy: leave it out, or set "
+            "algorithm.correction=tis",
+        ),
+        (
+            config.teacher.path and loss.one_gradient,
+            "algorithm.loss",
+            f"a teacher with algorithm.loss={a.loss}: its token bonuses are averaged over the "
+            f"completion, all of whose "
+            "tokens have one gradient; set algorithm.loss=gspo-token, or grpo",
+        ),
+        (
+            a.dynamic_sampling
+            and a.dynamic_sampling_by == "correct"
+            and config.reward.functions
+            and has_own_check,
+            "algorithm.dynamic_sampling_by",
+            f"dynamic sampling keeps groups that the check of task={config.task.name} finds partly "
+            f"right, whatever "
+            "reward.functions return; algorithm.dynamic_sampling_by=reward uses these",
+        ),
+        (
+            "cispo_bound" in loss.reads and a.cispo_bound == "absolute" and a.clip_high <= 1,
+            "algorithm.clip_high",
+            f"algorithm.clip_high={exact(a.clip_high)} with algorithm.cispo_bound=absolute bounds "
+            f"every weight below "
+            "the 1 that it starts from; 5 is usual",
+        ),
+        (
+            ADVANTAGES[a.advantage].of_positive and below_zero,
+            "algorithm.advantage",
+            f"algorithm.advantage={a.advantage} is for rewards of 0 or more: a group with one "
+            f"below 0 (a penalty, a KL "
+            "term, a weight below 0) has no effect",
+        ),
+    ]
+    yield from ((key, text) for holds, key, text in rows if holds)
+    yield from unread_parts(config)
+
+
+def unread_parts(config: Config) -> Iterator[tuple[str, str]]:
+    """Key and warning for each key that the chosen loss, advantage or aggregation does not read,
+    and for bounds that have no effect because every ratio is 1; except those set by a recipe or an
+    algorithm's preset."""
+    a, defaults, preset = config.algorithm, AlgorithmSection(), packaged_values(config)
+    changed = {
+        name: f"algorithm.{name}={exact(value)}"
+        if isinstance(value, float)
+        else f"algorithm.{name}={value}"
+        for name, value in vars(a).items()
+        if value not in (getattr(defaults, name), preset.get(f"algorithm.{name}"))
+    }
+    parts = {"loss": POLICY_LOSSES, "advantage": ADVANTAGES, "aggregation": AGGREGATIONS}
+    for part, registry in parts.items():
+        chosen = getattr(a, part)
+        for name in changed:
+            users = [user for user, row in registry.items() if name in row.reads]
+            if users and chosen not in users:
+                yield (
+                    f"algorithm.{name}",
+                    f"{changed[name]} has no effect on algorithm.{part}={chosen}: it is for "
+                    f"{', '.join(users)}",
+                )
+    bounds = [
+        name for name in RATIO_BOUNDS if name in changed and name in POLICY_LOSSES[a.loss].reads
+    ]
+    if bounds and a.num_epochs * a.num_minibatches == 1 and a.correction != "direct":
+        yield (
+            f"algorithm.{bounds[0]}",
+            f"{', '.join(changed[name] for name in bounds)} cannot act: with one update a step "
+            f"every ratio is 1 and "
+            "nothing is clipped; set algorithm.num_minibatches or algorithm.num_epochs above 1",
+        )
+
+
+def adapter_warnings(lora: LoraSection) -> Iterator[tuple[str, str]]:
+    """Key and warning for what is said of an adapter that there is not, or that its folder says
+    itself."""
+    if lora.rank and not lora.path:
+        return
+    values = {name: value for name, value in vars(lora).items() if name not in ("rank", "path")}
+    changed = [name for name, value in values.items() if value != getattr(LoraSection, name)]
+    if not changed:
+        return
+    key = f"model.lora.{changed[0]}"
+    texts = ", ".join(f"model.lora.{name}={shown(values[name])}" for name in changed)
+    verb = "have" if len(changed) > 1 else "has"
+    if lora.path:
+        yield key, f"{texts} {verb} no effect: the adapter in model.lora.path has its own"
+    else:
+        yield (
+            key,
+            f"{texts} {verb} no effect without an adapter: set model.lora.rank, 16 is usual, or "
+            f"leave it out",
+        )
+
+
+def check_settings(config: Config, findings: Findings) -> None:
+    """Reports settings that are probably mistakes; ShoalError for those that the run would
+    refuse."""
+    check, before = findings.of("configuration"), len(findings.found)
+    s, o, updates = config.sampling, config.optimizer, num_updates(config)
+    for key, text in (*algorithm_warnings(config), *adapter_warnings(config.model.lora)):
+        check.warning(text, key)
+    usual = "1e-6 for a large model, 1e-4 for a tiny one"
+    rows = [
+        (
+            check.wrong,
+            o.lr == 0,
+            "optimizer.lr",
+            f"optimizer.lr=0: nothing would be learned; {usual}",
+        ),
+        (
+            check.wrong,
+            o.lr > HIGHEST_LR,
+            "optimizer.lr",
+            f"optimizer.lr={exact(o.lr)} would destroy the model in a few updates: {usual}",
+        ),
+        (
+            check.warning,
+            o.warmup_steps >= updates > 0 and o.lr > 0,
+            "optimizer.warmup_steps",
+            f"optimizer.warmup_steps={o.warmup_steps}: the learning rate only begins to rise in a "
+            f"run of "
+            f"{count(updates, 'update')}; lower it",
+        ),
+        (
+            check.warning,
+            config.steps == 0,
+            "steps",
+            "steps=0: the run would only evaluate; set it to 1 or more",
+        ),
+        (
+            check.warning,
+            0 < s.temperature < 0.3 or s.temperature > 1.5,
+            "sampling.temperature",
+            f"sampling.temperature={exact(s.temperature)}: groups of "
+            f"{'nearly equal' if s.temperature < 1 else 'rambling'} completions teach little; 1.0 "
+            f"is usual",
+        ),
+        (
+            check.warning,
+            config.model.lora.rank >= HIGH_RANK,
+            "model.lora.rank",
+            f"model.lora.rank={config.model.lora.rank}: in published runs of GRPO 73% accuracy "
+            f"fell to 9% at rank 64 with "
+            "batches of 128; 8 to 16 is usual",
+        ),
+        (
+            check.wrong,
+            config.reward.weights and not any(config.reward.weights),
+            "reward.weights",
+            "reward.weights are all 0, so is every reward: set one above 0",
+        ),
+        (
+            check.warning,
+            config.algorithm.kl_coef >= 1,
+            "algorithm.kl_coef",
+            f"algorithm.kl_coef={exact(config.algorithm.kl_coef)} holds the model where it is: 0 "
+            f"to 0.1 is usual",
+        ),
+    ]
+    for say, holds, key, text in rows:
+        if holds:
+            say(text, key)
+    check_trainable(config)
+    if len(findings.found) == before:
+        check.ok(step_text(config))
+
+
+def stop_on_warnings(config: Config, findings: Findings) -> None:
+    """ShoalError, with train.on_warning=stop, for what would be warned of."""
+    faults = findings.at("wrong", "warning")
+    if faults and config.train.on_warning == "stop":
+        raise ShoalError(
+            f"stopped before the first step by train.on_warning=stop: "
+            f"{'; '.join(map(str, faults))}; "
+            "set train.on_warning=continue to train nevertheless"
+        )
+
+
+def check_run_folder(config: Config) -> str:
+    """A note if the run is there already. ShoalError if its folder cannot be made."""
+    if config.resume:
+        return ""
+    place = check_base(config.base_output_directory)
+    if config.run_name:
+        check_place(
+            named_folder(config.base_output_directory, config.run_name),
+            "base_output_directory",
+            within=True,
+        )
+        place = find_named(config.base_output_directory, config.run_name)
+    if config.run_name and is_run(place):
+        return f"{address(place)} is a run already, which `shoal train` would resume"
+    if config.run_name and place.is_dir():
+        refuse_foreign(place)
+    return ""
+
+
+def check_size(config: Config, parameters: int, findings: Findings) -> None:
+    """Reports settings that do not suit the model's size."""
+    is_adapter = bool(config.model.lora.rank or config.model.lora.path)  # which wants more
+    if (
+        parameters >= LARGE
+        and not is_adapter
+        and HIGHEST_USUAL_LR < config.optimizer.lr <= HIGHEST_LR
+    ):
+        findings.of("configuration").warning(
+            f"optimizer.lr={exact(config.optimizer.lr)} is high for {parameters / 1e9:.1f}B "
+            f"parameters: 1e-6 to 1e-5 "
+            "is usual",
+            "optimizer.lr",
+        )

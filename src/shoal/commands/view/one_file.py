@@ -1,0 +1,205 @@
+"""The page in one file: the same modules, and the records of chosen groups, with no request left to
+make.
+
+The modules become one script in the order of their imports, which needs every name to stand at the
+top of one module only. Its Content-Security-Policy names the hashes of this script and style and
+nothing else, so that nothing in the records could run, and nothing is fetched.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import itertools
+import json
+import re
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from shoal.commands.view.server import page_files
+from shoal.commands.view.views import OpenRun, Viewer
+from shoal.config.commands import ViewConfig
+from shoal.files import appearing, writing
+from shoal.records import ShoalError
+from shoal.runs.lines import json_ready
+from shoal.runs.reader import StoredRun
+
+MODULES = (
+    "dom.js",
+    "text.js",
+    "address.js",
+    "data.js",
+    "plot.js",
+    "charts.js",
+    "lint.js",
+    "home.js",
+    "compare.js",
+    "run.js",
+    "groups.js",
+    "group.js",
+    "tokens.js",
+    "main.js",
+)
+"""In this order no module needs one after it."""
+DEFAULT_GROUPS, MAX_GROUPS, MAX_PAIRED, LINT_SECONDS = 32, 2000, 8, 120.0
+_SPEC = re.compile(r"(\d{1,9})(?::(\d{1,9})(?:-(\d{1,9}))?)?")
+
+
+def write_page(config: ViewConfig, to: Path) -> tuple[list[StoredRun], int]:
+    """Writes the page; returns its runs and its size in bytes. ShoalError for groups that the runs
+    lack."""
+    viewer = Viewer(config.runs)
+    try:
+        if not viewer.runs:
+            raise ShoalError(
+                f"{', '.join(config.runs)}: no folder in there is a run, and a file needs one"
+            )
+        viewer.read_all()
+        records = dict(_records(viewer, config.groups))
+    finally:
+        viewer.close()
+    note = f"written by shoal view, {time.strftime('%Y-%m-%d %H:%M')}"
+    data = page_text({"records": records, "note": note}).encode("utf-8", "backslashreplace")
+    with appearing(to) as temporary, writing(to):
+        temporary.write_bytes(data)
+    return [one.run for one in viewer.runs.values()], len(data)
+
+
+def page_text(content: Mapping[str, Any]) -> str:
+    files = {name: data.decode() for name, data in page_files().items()}
+    script, style = script_of(files), files["page.css"]
+    policy = (
+        f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; img-src data:; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    # Within JSON a `<` can stand only inside a text, so that no record can end the element that
+    # holds it.
+    data = json.dumps(json_ready(content), ensure_ascii=False, allow_nan=False).replace(
+        "<", "\\u003c"
+    )
+    page = files["index.html"]
+    head = (
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n<style>{style}</style>\n'
+        f'<script type="application/json" id="data">{data}</script>'
+    )
+    page = re.sub(r"<link rel=\"stylesheet\"[^>]*>\n", "", page)
+    page = re.sub(r"<script type=\"module\"[^>]*></script>", lambda _: head, page)
+    # After the elements that it works on: an inline module is run only when the page has been read,
+    # yet not everywhere.
+    return page.replace("</body>", f'<script type="module">{script}</script>\n</body>')
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def script_of(files: Mapping[str, str]) -> str:
+    """All modules as one."""
+    parts = []
+    for name in MODULES:
+        text = re.sub(r"^import\b[^;]*;\n", "", files[name], flags=re.MULTILINE)
+        parts.append(
+            re.sub(
+                r"^export (?=async function|function|const|let|class)", "", text, flags=re.MULTILINE
+            )
+        )
+    return "\n".join(parts).replace("</script", "<\\/script")
+
+
+# ---- the records
+
+
+def record_key(view: str, parameters: Mapping[str, Any]) -> str:
+    """As `recordKey` of data.js has it."""
+    pairs = [
+        f"{name}={value}" for name, value in sorted(parameters.items()) if value not in ("", None)
+    ]
+    return "&".join([view, *pairs])
+
+
+def _records(viewer: Viewer, specs: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    def record(view: str, **parameters: Any) -> tuple[str, Any]:
+        texts = {name: str(value) for name, value in parameters.items()}
+        return record_key(view, parameters), viewer.answer(view, texts)
+
+    differing: dict[str, set[str]] = {
+        name: set() for name in viewer.runs
+    }  # where pairs of runs first differ
+    yield record("runs")
+    if len(viewer.runs) > 1:
+        yield record("home")
+        for some in (viewer.runs, *itertools.permutations(list(viewer.runs)[:MAX_PAIRED], 2)):
+            key, found = record("compare", runs=",".join(some))
+            yield key, found
+            if (first := found.get("first", {})).get("stage"):
+                for name in some:
+                    differing[name].add(f"set=train step={first['step']} group={first['group']}")
+    for name, one in viewer.runs.items():
+        for view in ("overview", "curves"):
+            yield record(view, run=name)
+        lint = _whole_lint(viewer, name)
+        yield record_key("lint", {"run": name}), lint
+        rows = _chosen(one, specs, lint, differing[name])
+        page = viewer.answer("groups", {"run": name, "limit": "1"})
+        yield record_key("groups", {"run": name}), page | {"rows": rows, "total": len(rows)}
+        for row in rows:
+            key, group = record("group", run=name, file=row["file"], group=row["group"])
+            yield key, group
+            for one_of in group["completions"]:
+                yield record(
+                    "tokens",
+                    run=name,
+                    file=row["file"],
+                    group=row["group"],
+                    completion=one_of["completion"],
+                )
+
+
+def _whole_lint(viewer: Viewer, name: str) -> dict[str, Any]:
+    until = time.monotonic() + LINT_SECONDS
+    while not (found := viewer.answer("lint", {"run": name}))["done"] and time.monotonic() < until:
+        pass
+    return found | {"done": True}
+
+
+def _chosen(
+    one: OpenRun, specs: Sequence[str], lint: Mapping[str, Any], also: Iterable[str]
+) -> list[dict[str, Any]]:
+    """Rows of the Groups view for the groups that were asked for; by default the newest step's and
+    lint's examples. `also`: filters of further groups."""
+    filters = [_filter(spec) for spec in specs]
+    limit = MAX_GROUPS
+    if not specs:
+        steps = [
+            int(stem.removeprefix("step_")) for stem in one.index.files if stem.startswith("step_")
+        ]
+        filters, limit = [f"set=train step={max(steps)}"] if steps else [], DEFAULT_GROUPS
+        filters += [
+            f"set=train step={int(example['file'].removeprefix('step_'))} group={example['group']}"
+            for found in lint["findings"]
+            for example in found["examples"][:3]
+        ]
+    rows: dict[tuple[str, int], dict[str, Any]] = {}
+    for text in [*filters, *also]:
+        found, _ = one.index.rows(text, "group", False, 0, limit)
+        if specs and not found and text in filters:
+            raise ShoalError(f"groups: {one.run.name} has none with {text}")
+        rows |= {(row["file"], row["group"]): row for row in found}
+    if len(rows) > MAX_GROUPS:
+        raise ShoalError(
+            f"groups: {len(rows):,} groups make too large a file; choose {MAX_GROUPS:,} or fewer"
+        )
+    return sorted(rows.values(), key=lambda row: (row["step"], row["group"]))
+
+
+def _filter(spec: str) -> str:
+    """`12:0-7` as a filter of the Groups view."""
+    matched = _SPEC.fullmatch(spec.strip())
+    if not matched:
+        raise ShoalError(
+            f"groups={spec}: expected a step (12), a group of it (12:3) or several (12:0-7)"
+        )
+    step, first, last = matched.groups()
+    return f"set=train step={step}" + ("" if first is None else f" group={first}..{last or first}")

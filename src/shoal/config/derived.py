@@ -1,0 +1,207 @@
+"""Numbers that follow from a configuration. Imports no JAX: a dry run needs them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from shoal.config.train import Config
+from shoal.records import ShoalError
+from shoal.text import count
+
+MICRO_TOKENS = 2**12
+"""On accelerators. 8B on 8 v6e has room for a few more: 4,352 need 28.5 of 31.2 GiB
+(`benchmarks/aot.py`)."""
+
+
+CPU_MICRO_TOKENS = 2**11
+"""Longer rows leave a CPU's caches, and more of a small update is padding. Where a group does not
+fit them, `fitting.cpu_micro_tokens` takes up to twice as many."""
+
+
+ROUNDS = 64
+"""Publications after which a run is steady, and over which its steps are then averaged."""
+
+
+def for_devices(config: Config, devices: int, platform: str) -> Config:
+    """The configuration with what follows from the trainer's devices, `batch.prompts_per_step`,
+    where `batch.prompts_per_device` is set, and `batch.micro_tokens`, where it is not; and
+    `algorithm.correction`."""
+    # Not with the configuration: devices are known only when JAX has started.
+    micro_tokens = config.batch.micro_tokens or (
+        CPU_MICRO_TOKENS if platform == "cpu" else MICRO_TOKENS
+    )
+    config = replace(
+        config,
+        batch=replace(config.batch, micro_tokens=micro_tokens),
+        algorithm=replace(config.algorithm, correction=correction_of(config)),
+    )
+    each, parts = config.batch.prompts_per_device, config.algorithm.num_minibatches
+    if not each:
+        return config
+    if parts > each * devices:
+        raise ShoalError(
+            f"batch.prompts_per_device={each} on {count(devices, 'device')} gives "
+            f"{count(each * devices, 'prompt')} a step, fewer than "
+            f"algorithm.num_minibatches={parts}: "
+            "raise it or lower that"
+        )
+    return replace(config, batch=replace(config.batch, prompts_per_step=each * devices))
+
+
+def oldest_samples(config: Config) -> int:
+    """How many versions old samples may be."""
+    return max(config.train.max_staleness, config.train.weight_sync_interval - 1)
+
+
+def samples_are_the_trainers(config: Config) -> bool:
+    """True if the trainer's own weights sample, by its own programs: log-probs of sampler and
+    trainer are equal."""
+    sampler = config.sampler
+    return not oldest_samples(config) and sampler.kind != "vllm" and sampler.quantise == "none"
+
+
+def correction_of(config: Config) -> str:
+    """`algorithm.correction`, with auto decided."""
+    chosen = config.algorithm.correction
+    if chosen != "auto":
+        return chosen
+    return "none" if samples_are_the_trainers(config) else "tis"
+
+
+def staleness_text(config: Config, own_devices: bool) -> str:
+    """How old samples may be, or that another engine samples them, and what follows; empty where
+    they are all of the trainer's own weights and programs.
+
+    up to 1 version old, corrected by importance weights (algorithm.correction=tis)
+    """
+    oldest, correction = oldest_samples(config), correction_of(config)
+    how = {"none": "not corrected", "direct": "with the ratio to the sampler's log-probs"}.get(
+        correction, "corrected by importance weights"
+    )
+    text = f"up to {count(oldest, 'version')} old, {how} (algorithm.correction={correction})"
+    if config.sampler.kind == "vllm":
+        return (
+            "by vLLM, whose numbers are not the trainer's and which samples other tokens when it "
+            "is asked again; "
+            f"{text}"
+        )
+    if config.sampler.quantise != "none":
+        text = f"by weights in {config.sampler.quantise}, which are not quite the trainer's; {text}"
+        if not oldest:
+            return text
+    if not oldest:
+        return ""
+    if own_devices:
+        return text + (
+            "; the sampler takes new weights while completions go on"
+            if config.train.versions == "newest"
+            else "; the sampler goes on while the trainer learns"
+        )
+    return text + (
+        "; sampler and trainer share devices and take turns, so with train.versions=newest none is"
+        if config.train.versions == "newest"
+        else ""
+    )
+
+
+def num_updates(config: Config) -> int:
+    """Updates of the optimizer in a whole run."""
+    return config.steps * config.algorithm.num_epochs * config.algorithm.num_minibatches
+
+
+def longest_sequence(config: Config) -> int:
+    """Tokens of the longest prompt with the longest completion."""
+    return config.sampling.max_prompt_tokens + config.sampling.max_completion_tokens
+
+
+def max_support(config: Config) -> int:
+    """Token ids stored at each position for `match_sampling_support`; 0 for none."""
+    s = config.sampling
+    if config.algorithm.learns_from_data or not (
+        s.params.truncated and config.algorithm.match_sampling_support
+    ):
+        return 0
+    return min(s.max_support, s.top_k or s.max_support)
+
+
+def step_text(config: Config) -> str:
+    """The size of a step in one line.
+
+    this step = 32 prompts x 8 completions = 256 completions, 1 update (1 epoch x 1 mini-batch); 80
+    steps
+    """
+    batch, algorithm = config.batch, config.algorithm
+    completions, updates = step_sizes(config)
+    if batch.prompts_per_device:
+        m = config.mesh
+        devices = m.data * m.fsdp * m.tensor * m.context * m.dcn_data * m.dcn_fsdp
+        whole = (
+            f" x {count(devices, 'device')} = {devices * completions} completions"
+            if devices > 0
+            else ""
+        )
+        return (
+            f"this step = {count(batch.prompts_per_device, 'prompt')} a device x "
+            f"{count(batch.group_size, 'completion')}{whole}, {count(updates, 'update')}; "
+            f"{count(config.steps, 'step')}"
+        )
+    return (
+        f"this step = {count(batch.prompts_per_step, 'prompt')} x "
+        f"{count(batch.group_size, 'completion')} = "
+        f"{count(completions, 'completion')}, {count(updates, 'update')} "
+        f"({count(algorithm.num_epochs, 'epoch')} x "
+        f"{count(algorithm.num_minibatches, 'mini-batch', 'mini-batches')}); "
+        f"{count(config.steps, 'step')}"
+    )
+
+
+THEIR_SIZES = {
+    "torchrl": "TorchRL counts {completions:,} dialog turns a batch, {all:,} in all, {updates:,} "
+    "updates of {each:,}",
+    "maxtext": "MaxText counts {completions:,} sequences a step of at most {length:,} tokens: "
+    "{tokens:,} tokens",
+    "tunix": "Tunix counts {prompts:,} prompts a batch, {completions:,} completions in "
+    "mini-batches of {each:,}",
+    "trl": "TRL counts a generation_batch_size of {completions:,}, and max_steps={updates:,} of "
+    "{each:,} completions",
+    "verl": "verl counts a train_batch_size of {prompts:,} prompts and a ppo_mini_batch_size of "
+    "{part:,}, {updates:,} "
+    "updates",
+}
+"""Recipe -> the quantities that its system's users know."""
+
+
+def their_sizes(config: Config) -> str:
+    """A run's sizes in the words of the system whose recipe it has, once its devices are known;
+    empty without one."""
+    prompts, each = config.batch.prompts_per_step, config.algorithm.num_minibatches
+    completions = prompts * config.batch.group_size
+    return THEIR_SIZES.get(config.recipe, "").format(
+        prompts=prompts,
+        completions=completions,
+        all=config.steps * completions,
+        updates=num_updates(config),
+        part=prompts // each,
+        each=completions // each,
+        length=longest_sequence(config),
+        tokens=completions * longest_sequence(config),
+    )
+
+
+def step_sizes(config: Config) -> tuple[int, int]:
+    """Completions (of one device with batch.prompts_per_device) and updates of a step."""
+    return (
+        (config.batch.prompts_per_device or config.batch.prompts_per_step)
+        * config.batch.group_size,
+        config.algorithm.num_epochs * config.algorithm.num_minibatches,
+    )
+
+
+def evaluation_completions(config: Config, sets: Mapping[str, int]) -> int:
+    """Completions that all evaluations of a run sample; `sets`: name -> questions, the main set
+    first."""
+    quick = [min(size, config.quick_questions or size) for size in sets.values()]
+    every = config.evaluate_every
+    between = max(0, -(-config.steps // every) - 1) if every > 0 else 0
+    return 2 * (sum(sets.values()) + sum(quick[:1]) * config.pass_k) + between * sum(quick)

@@ -1,0 +1,343 @@
+"""A key of the configuration: how a field declares it, which keys a dataclass has, and values in
+the types of keys.
+
+    lr: float = key(1.5e-4, stages=("update",))     a declaration
+    keys_of(Config)["optimizer.lr"]                 the Key: name, type, default, help, stages
+    convert_value(key, "3e-4")                      a text, or a plain value, in the key's type
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import dataclasses
+import functools
+import inspect
+import itertools
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+from shoal.records import ShoalError
+from shoal.text import exact
+
+Stage = Literal["data", "sampling", "environment", "rewards", "update", "evaluation"]
+"""A part of a run whose numbers settings change. `environment` is what tools and environments
+say."""
+
+
+STAGES: tuple[Stage, ...] = get_args(Stage)
+
+
+T = TypeVar("T")
+
+
+def key(default: T, *, stages: tuple[Stage, ...]) -> T:
+    """A field of the configuration, to stand in place of its default.
+
+        lr: float = key(1.5e-4, stages=("update",))
+
+    `stages`: those whose numbers another value changes itself, the likeliest first; what follows
+    from them is not counted. Empty for a key that changes no number: how long is waited, where
+    files are, what is reported. Where two runs differ, `shoal diff` looks for the cause among the
+    keys of the stage that differs first."""
+    return dataclasses.field(default=default, metadata={"stages": stages})
+
+
+@dataclass(frozen=True)
+class Key:
+    """One setting of a command.
+
+    >>> keys_of(Config)["optimizer.lr"]
+    Key(name='optimizer.lr', type=<class 'float'>, default=0.00015,
+        help='Peak learning rate of AdamW.', stages=('update',))
+    """
+
+    name: str
+    type: Any
+    default: Any
+    help: str
+    stages: tuple[Stage, ...] | None = (
+        None  # that it acts on, the likeliest first; None: not declared
+    )
+
+    @property
+    def section(self) -> str:
+        """The dotted name without its last part; empty at the top level."""
+        return self.name.rpartition(".")[0]
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The values that it accepts; empty for every value of its type."""
+        return choices_of(self.type)
+
+    @property
+    def type_text(self) -> str:
+        return type_text(self.type)
+
+    @property
+    def is_list(self) -> bool:
+        return get_origin(self.type) is tuple
+
+
+_TYPE_TEXT = {str: "text", int: "integer", float: "number", bool: "true | false"}
+
+
+def choices_of(wanted: Any) -> tuple[str, ...]:
+    """The values of a Literal, or the names of a registry as in `Annotated[str, registry]`; empty
+    for other types."""
+    if get_origin(wanted) is Annotated:
+        return tuple(wanted.__metadata__[0])  # read anew each time: a part may be registered late
+    return get_args(wanted) if get_origin(wanted) is Literal else ()
+
+
+def type_text(wanted: Any) -> str:
+    """A type in a user's words: `integer`, `a | b` for a choice, `list of text` for a tuple."""
+    if choices := choices_of(wanted):
+        return " | ".join(choices)
+    if get_origin(wanted) is tuple:
+        element = get_args(wanted)[0]
+        return "list of text" if element is str else f"list of {type_text(element)}s"
+    return _TYPE_TEXT[wanted]
+
+
+@functools.cache
+def keys_of(config_type: type) -> Mapping[str, Key]:
+    """Every key by its dotted name, in the order of the schema."""
+    types, helps, found = (
+        get_type_hints(config_type, include_extras=True),
+        _help_texts(config_type),
+        {},
+    )
+    for field in dataclasses.fields(config_type):
+        wanted = types[field.name]
+        if dataclasses.is_dataclass(wanted):
+            for name, key in keys_of(wanted).items():
+                full = f"{field.name}.{name}"
+                found[full] = dataclasses.replace(key, name=full)
+        else:
+            default = (
+                field.default
+                if field.default_factory is dataclasses.MISSING
+                else field.default_factory()
+            )
+            found[field.name] = Key(
+                field.name, wanted, default, helps.get(field.name, ""), field.metadata.get("stages")
+            )
+    return found
+
+
+def is_under(key: str, names: Iterable[str]) -> bool:
+    """True if a key is one of these, or lies in one of these sections (`reward.`)."""
+    return any(key == name or (name.endswith(".") and key.startswith(name)) for name in names)
+
+
+@functools.cache
+def sections_of(config_type: type) -> frozenset[str]:
+    return frozenset(key.section for key in keys_of(config_type).values() if key.section)
+
+
+@functools.cache
+def _module_tree(module: str) -> ast.Module:
+    return ast.parse(inspect.getsource(sys.modules[module]))
+
+
+def _help_texts(config_type: type) -> dict[str, str]:
+    """Field -> the string under it in the source, in one line; base classes included."""
+    texts = {}
+    for kind in reversed(config_type.__mro__[:-1]):
+        body = next(
+            node.body
+            for node in ast.walk(_module_tree(kind.__module__))
+            if isinstance(node, ast.ClassDef) and node.name == kind.__name__
+        )
+        for field, below in itertools.pairwise(body):
+            if (
+                isinstance(field, ast.AnnAssign)
+                and isinstance(field.target, ast.Name)
+                and isinstance(below, ast.Expr)
+                and isinstance(below.value, ast.Constant)
+                and isinstance(below.value.value, str)
+            ):
+                texts[field.target.id] = " ".join(below.value.value.split())
+    return texts
+
+
+UNBOUNDED = ("algorithm.correction_cap", "algorithm.rejection_cap")
+"""Numbers for which `inf` means no bound."""
+
+
+def text_of(value: Any) -> str:
+    """A plain value as a user types it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(map(text_of, value)) + "]"
+    return "null" if value is None else str(value)
+
+
+def shown(value: Any) -> str:
+    """A configuration's value as a user types it, numbers in short but not rounded: it may be typed
+    again."""
+    if isinstance(value, tuple):
+        return f"[{','.join(map(shown, value))}]"
+    return exact(value) if isinstance(value, float) else text_of(value)
+
+
+def get_value(config: Any, key: str) -> Any:
+    """The value of a dotted key."""
+    return functools.reduce(getattr, key.split("."), config)
+
+
+def without_effect(config: Any) -> frozenset[str]:
+    """Keys in whose place others decide: with `batch.prompts_per_device`, the prompts of a step."""
+    batch = getattr(config, "batch", None)
+    return frozenset({"batch.prompts_per_step"} if getattr(batch, "prompts_per_device", 0) else ())
+
+
+def nest(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by dotted name as nested dicts, tuples as lists."""
+    nested: dict[str, Any] = {}
+    for name, value in values.items():
+        *sections, last = name.split(".")
+        place = nested
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[last] = list(value) if isinstance(value, tuple) else value
+    return nested
+
+
+def leaves_of(
+    config_type: type, values: Mapping[str, Any], prefix: str = ""
+) -> Iterator[tuple[str, Any]]:
+    """Every value with its dotted name."""
+    keys, sections = keys_of(config_type), sections_of(config_type)
+    for part, value in values.items():
+        name = f"{prefix}{part}"
+        if isinstance(value, Mapping) and name not in keys and (value or name in sections):
+            yield from leaves_of(config_type, value, f"{name}.")
+        elif value is not None or name not in sections:
+            yield name, value
+
+
+def build(config_type: type, values: Mapping[str, Any]) -> Any:
+    """The dataclass of values by dotted key; other keys have their defaults."""
+    arguments: dict[str, Any] = {}
+    for field in dataclasses.fields(config_type):
+        if field.name in values:
+            arguments[field.name] = values[field.name]
+        elif dataclasses.is_dataclass(field.default_factory):
+            head = f"{field.name}."
+            inside = {
+                name.removeprefix(head): value
+                for name, value in values.items()
+                if name.startswith(head)
+            }
+            arguments[field.name] = build(field.default_factory, inside)  # type: ignore[arg-type]
+    return config_type(**arguments)
+
+
+def convert_value(key: Key, value: Any) -> Any:
+    """A value converted to the type of its key."""
+    if not key.is_list:
+        return _convert_scalar(key, key.type, value)
+    items = value if isinstance(value, list | tuple) else [value]
+    return tuple(_convert_scalar(key, get_args(key.type)[0], item) for item in items)
+
+
+def _convert_scalar(key: Key, wanted: Any, value: Any) -> Any:
+    if allowed := choices_of(wanted):
+        if isinstance(value, str) and value in allowed:
+            return value
+        raise _wrong_type(key, value, f"one of {', '.join(filter(None, allowed))}")
+    try:
+        converted = _CONVERTERS[wanted](value)
+        if (
+            wanted is float
+            and not math.isfinite(converted)
+            and not (converted > 0 and key.name in UNBOUNDED)
+        ):
+            raise ValueError
+    except (ValueError, OverflowError):
+        several = "; for a run with each: shoal train --multirun" if "," in str(value) else ""
+        raise _wrong_type(key, value, _WANTED[wanted] + several) from None
+    return converted
+
+
+def _wrong_type(key: Key, value: Any, wanted: str) -> ShoalError:
+    typed = text_of(value) if value is None or isinstance(value, bool) else repr(value)
+    return ShoalError(f"{key.name}={typed}: expected {wanted}")
+
+
+def _to_text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError
+    return value
+
+
+def _to_bool(value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str) and value.lower() in _BOOLS:
+        return _BOOLS[value.lower()]
+    raise ValueError
+
+
+def _to_int(value: Any) -> int:
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            return int(value)
+    number = _to_float(value)
+    if not number.is_integer():
+        raise ValueError
+    return value if isinstance(value, int) else int(number)
+
+
+def _to_float(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise ValueError
+    return float(value)
+
+
+_BOOLS = {
+    "true": True,
+    "yes": True,
+    "on": True,
+    "1": True,
+    "false": False,
+    "no": False,
+    "off": False,
+    "0": False,
+}
+
+
+_CONVERTERS: Mapping[Any, Callable[[Any], Any]] = {
+    str: _to_text,
+    bool: _to_bool,
+    int: _to_int,
+    float: _to_float,
+}
+
+
+_WANTED: Mapping[Any, str] = {
+    str: "text (in YAML, put it in quotes)",
+    bool: "true or false",
+    int: "a whole number",
+    float: "a finite number",
+}
+
+
+def require(condition: bool, key: str, value: object, wanted: str) -> None:
+    """Raises the one error form for a value out of its range."""
+    if not condition:
+        raise ShoalError(f"{key}={value!r}: expected {wanted}")
+
+
+def at_least(section: object, head: str, least: float, *names: str, note: str = "") -> None:
+    """Raises ShoalError for a field below `least`. `head`: the key before the field; `note`: what
+    `least` means."""
+    for name in names:
+        value = getattr(section, name)
+        require(value >= least, f"{head}{name}", value, f"{least}{note and f' ({note})'} or more")

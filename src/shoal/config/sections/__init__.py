@@ -1,0 +1,1 @@
+"""The sections of the configuration: frozen dataclasses, a file for each noun."""

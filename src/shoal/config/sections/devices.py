@@ -1,0 +1,186 @@
+"""The settings of devices, of samplers in processes of their own, and of how they get the
+weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from shoal.config.key import at_least, key, require
+
+
+@dataclass(frozen=True)
+class MeshSection:
+    data: int = key(1, stages=("sampling", "update", "evaluation"))
+    """Data-parallel copies of the model, each with a part of a batch's rows."""
+    fsdp: int = key(1, stages=("sampling", "update", "evaluation"))
+    """Devices that share parameters, optimizer state and rows (FSDP); -1 for all that remain."""
+    tensor: int = key(1, stages=("sampling", "update", "evaluation"))
+    """Devices that share heads and feed-forward layers (tensor parallelism)."""
+    context: int = key(1, stages=("sampling", "update", "evaluation"))
+    """Devices that share the tokens of a row (context parallelism), and parameters as those of
+    mesh.fsdp do: for rows whose activations do not fit one device."""
+    trainer: str = key("", stages=("sampling", "update", "evaluation"))
+    """Devices of the trainer: a fraction (0.5, or 1.0 for all), a count (2), or a list of numbers
+    ([0,1]); empty for all. A fraction or count takes the first devices."""
+    sampler: str = key("", stages=("sampling", "evaluation"))
+    """Devices of the sampler, in the same forms: the trainer's, or others. A fraction or count
+    takes the last devices. Empty for the trainer's."""
+    reference: str = key("", stages=("update",))
+    """Devices of the reference and of a teacher, in the same forms. Empty for the sampler's."""
+    sampler_tensor: int = key(0, stages=("sampling", "evaluation"))
+    """Devices of one replica of the sampler, which share its weights; 0 for mesh.tensor, or more
+    where a replica does not fit the memory of so few."""
+    dcn_data: int = key(1, stages=("sampling", "update", "evaluation"))
+    """Slices (or hosts) that each have a copy of the model, times mesh.data copies within each."""
+    dcn_fsdp: int = key(1, stages=("sampling", "update", "evaluation"))
+    """Slices (or hosts) that share parameters, times mesh.fsdp devices within each."""
+    coordinator: str = key("", stages=())
+    """Of a run in several processes: HOST:PORT where process 0 waits for the others. Slurm and TPU
+    slices give it."""
+    processes: int = key(0, stages=())
+    """Number of processes, each with its own devices and started with the same command; 0 for one,
+    or as Slurm or a TPU slice says."""
+    process: int = key(-1, stages=())
+    """Number of this process, from 0; process 0 writes the run folder. Slurm and TPU slices give
+    it."""
+    pathways: bool = key(False, stages=())
+    """Use the devices of all hosts from this one process, through Pathways' proxy at
+    JAX_BACKEND_TARGET; as JAX_PLATFORMS=proxy does."""
+    compiler_options: tuple[str, ...] = key((), stages=("sampling", "update", "evaluation"))
+    """XLA's options for all programs, as NAME=VALUE, over those that Shoal sets for the
+    platform."""
+
+    def __post_init__(self) -> None:
+        for option in self.compiler_options:
+            require("=" in option, "mesh.compiler_options", option, "NAME=VALUE")
+        at_least(self, "mesh.", 0, "sampler_tensor", note="auto")
+        at_least(self, "mesh.", 0, "processes", note="one")
+        at_least(self, "mesh.", -1, "process", note="one process")
+        at_least(self, "mesh.", 1, "dcn_data")
+        at_least(self, "mesh.", 1, "dcn_fsdp")
+        for name in ("data", "fsdp", "tensor", "context"):
+            value = getattr(self, name)
+            rest = ", or -1 for all devices that the other axes leave" if name == "fsdp" else ""
+            require(
+                value >= 1 or (rest != "" and value == -1),
+                f"mesh.{name}",
+                value,
+                f"1 or more{rest}",
+            )
+
+
+@dataclass(frozen=True)
+class SamplerSection:
+    kind: Literal["local", "ray", "vllm"] = key("local", stages=("sampling", "evaluation"))
+    """Where completions are sampled: in this process (local), by workers in a Ray cluster (ray), or
+    by servers of vLLM (vllm)."""
+    workers: int = key(1, stages=())
+    """Samplers, each in a process of its own. ray: fewer do the work until the cluster has room.
+    vllm: servers started here, where vllm.urls names none."""
+    devices_per_worker: int = key(1, stages=())
+    """Devices of each worker. ray: mesh.sampler_tensor of them share a replica's weights; vllm: all
+    of them do."""
+    resources: tuple[str, ...] = key((), stages=())
+    """ray: what a worker asks Ray for, as NAME=VALUE: [GPU=1,CPU=4]. Empty for devices_per_worker
+    of the cluster's accelerators, or of its CPUs where it has none."""
+    restarts: int = key(3, stages=())
+    """How often each worker that was lost is started anew, with growing pauses. Each 20 steps with
+    answers of it earn one back."""
+    stall_seconds: float = key(0.0, stages=())
+    """How long a worker that has work may make no progress before it is killed; 0 for 20 times the
+    median of its compiled steps, at least 30. Reading weights and compiling may take any time, as
+    long as its process answers."""
+    quantise: Literal["none", "int8", "fp8"] = key("none", stages=("sampling", "evaluation"))
+    """Type of the weights of the sampler's products: 8 bits an element and a scale an output
+    channel, made at each publication, for half the memory and reading of bfloat16. What is sampled
+    then is not quite the trainer's model, so algorithm.correction=auto is tis. Of local samplers
+    and Ray's workers."""
+
+    def __post_init__(self) -> None:
+        at_least(self, "sampler.", 1, "workers", "devices_per_worker")
+        at_least(self, "sampler.", 0, "restarts")
+        at_least(self, "sampler.", 0, "stall_seconds", note="auto")
+        for entry in self.resources:
+            require(
+                _is_amount(entry), "sampler.resources", entry, "NAME=VALUE with a number, as GPU=1"
+            )
+
+    @property
+    def is_remote(self) -> bool:
+        """True if completions are sampled by workers whose devices this process does not have."""
+        return self.kind != "local"
+
+    @property
+    def asked(self) -> Mapping[str, float]:
+        """`resources` by name."""
+        return {
+            name: float(value)
+            for name, _, value in (entry.partition("=") for entry in self.resources)
+        }
+
+
+def _is_amount(entry: str) -> bool:
+    name, _, value = entry.partition("=")
+    try:
+        return bool(name) and 0 <= float(value) < math.inf
+    except ValueError:
+        return False
+
+
+@dataclass(frozen=True)
+class PublishSection:
+    channel: Literal["auto", "memory", "files", "ray"] = key("auto", stages=())
+    """How samplers get new weights: the arrays themselves, copied from device to device (memory, of
+    samplers in this process), files in publish.folder, or Ray's objects. auto: memory; of vLLM
+    files; of Ray's workers files where Ray was started here or publish.folder is given, else
+    ray."""
+    folder: str = key("", stages=())
+    """Folder of the files, which trainer and samplers share; empty for one in memory, /dev/shm,
+    where it has room."""
+
+
+@dataclass(frozen=True)
+class RaySection:
+    address: str = key("", stages=())
+    """The Ray cluster: auto (the one that runs on this machine) or HOST:PORT; empty to start one
+    here, or for the cluster of a job that `ray job submit` started."""
+    wait_seconds: float = key(300.0, stages=())
+    """How long to wait for workers that the cluster has no room for: then the run goes on without
+    them, or ends where there is none."""
+
+    def __post_init__(self) -> None:
+        require(self.wait_seconds > 0, "ray.wait_seconds", self.wait_seconds, "a number above 0")
+
+
+@dataclass(frozen=True)
+class VllmSection:
+    urls: tuple[str, ...] = key((), stages=("sampling", "evaluation"))
+    """Servers that run already, as [http://HOST:PORT], started with VLLM_SERVER_DEV_MODE=1,
+    --enable-scale-out and --logprobs-mode=processed_logprobs; publish.folder must be theirs, too.
+    Empty to start sampler.workers of them."""
+    python: str = key("", stages=("sampling", "evaluation"))
+    """Command of a Python that has vLLM, for servers that are started here: /opt/vllm/bin/python,
+    or with variables: `env CUDA_VISIBLE_DEVICES=1 /opt/vllm/bin/python`."""
+    arguments: tuple[str, ...] = key((), stages=("sampling", "evaluation"))
+    """Further arguments of these servers, as [--max-num-seqs=64,--data-parallel-size=2]."""
+    memory: float = key(0.0, stages=("sampling", "evaluation"))
+    """Share of the trainer's GPU that each of them takes (vLLM's gpu_memory_utilization) while it
+    samples: it sleeps while the trainer learns, in synchronous runs alone. 0 for vLLM's default, on
+    GPUs of their own."""
+    tolerance: float = key(0.0, stages=())
+    """Largest difference between a server's and the trainer's log-prob of a token, measured after
+    each load of weights; 0 for 1e-3 in float32 and 0.1 in other types."""
+
+    def __post_init__(self) -> None:
+        require(
+            0 <= self.memory <= 1,
+            "vllm.memory",
+            self.memory,
+            "a number from 0 (vLLM's default) to 1",
+        )
+        at_least(self, "vllm.", 0, "tolerance", note="auto")
+        for url in self.urls:
+            require(url.startswith(("http://", "https://")), "vllm.urls", url, "http://HOST:PORT")

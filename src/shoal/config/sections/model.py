@@ -1,0 +1,102 @@
+"""What is trained: the model, its adapter, and a teacher."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from shoal.config.key import at_least, key, require
+
+
+@dataclass(frozen=True)
+class LoraSection:
+    rank: int = key(0, stages=("update", "sampling", "evaluation"))
+    """Rank of a LoRA adapter, which alone is then trained; 0: all weights are. 16 is usual, with
+    five to ten times the learning rate of full training."""
+    alpha: float = key(32.0, stages=("update", "sampling", "evaluation"))
+    """The adapter's change is multiplied by alpha / rank."""
+    targets: tuple[str, ...] = key(("all-linear",), stages=("update", "sampling", "evaluation"))
+    """Products that have an adapter, by PEFT's names: all-linear, or [q_proj,v_proj], or a regular
+    expression."""
+    rslora: bool = key(False, stages=("update", "sampling", "evaluation"))
+    """Multiply by alpha / sqrt(rank) in place of alpha / rank."""
+    path: str = key("", stages=("update", "sampling", "evaluation"))
+    """Folder of an adapter in PEFT's format, or run folder with one, to begin with; its rank, alpha
+    and targets hold."""
+
+    def __post_init__(self) -> None:
+        at_least(self, "model.lora.", 0, "rank", note="all weights are trained")
+        require(self.alpha > 0, "model.lora.alpha", self.alpha, "a number above 0")
+        require(
+            bool(self.targets),
+            "model.lora.targets",
+            self.targets,
+            "names of products, or all-linear",
+        )
+
+
+@dataclass(frozen=True)
+class ModelSection:
+    path: str = key("tiny", stages=("sampling", "update", "data", "evaluation"))
+    """The model to train: a folder or hub id in Hugging Face format, a run folder, or a packaged
+    one: `tiny` for word problems, `tiny-tools` for calculator and guess."""
+    name: str = key("", stages=("sampling", "update", "evaluation"))
+    """MaxText's name of the architecture (llama3.1-8b, ...), for a checkpoint without config.json.
+    Without model.path, the hub's model of that name is loaded."""
+    tokenizer: str = key("", stages=("data", "sampling", "rewards", "evaluation"))
+    """Folder or hub id of a tokenizer that replaces the model's own."""
+    scan_layers: bool = key(True, stages=("sampling", "update", "evaluation"))
+    """MaxText checkpoints only: true if the layers are stacked in one array."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
+        "auto", stages=("sampling", "update", "evaluation")
+    )
+    """Type of the computation; auto is float32 on CPU, bfloat16 elsewhere. Master weights and
+    optimizer state stay float32. float16, on CPU and GPU, rounds 8 times less than bfloat16, and
+    has a loss scale that adapts."""
+    template: str = key("", stages=("data", "environment", "evaluation"))
+    """Jinja chat template, or a file with one, that replaces the tokenizer's own."""
+    remat: Literal["auto", "none", "dots", "attention", "full", "offload"] = key(
+        "auto", stages=("update",)
+    )
+    """What the backward pass recomputes (gradient checkpointing): nothing, all but products with
+    weights (dots), the feed-forward part (attention), or whole blocks (full). offload is attention
+    with what is kept, and each block's input, in the host's memory. auto keeps what there is memory
+    for, nothing on a TPU that computes again as fast as it reads (8B on v6e); where the memory is
+    not known, as on a CPU, it is dots, or full where a micro-batch's activations would exceed 2
+    GiB."""
+    lora: LoraSection = field(default_factory=LoraSection)
+    quantise: Literal["none", "int8", "fp8"] = key(
+        "none", stages=("sampling", "update", "evaluation")
+    )
+    """Type of frozen weights of products: 8 bits an element and a scale an output channel, from
+    when they are read. In training with model.lora; in eval and generate for any model."""
+    attention: Literal["auto", "reference", "blocked", "pallas"] = key(
+        "auto", stages=("sampling", "update", "evaluation")
+    )
+    """How training, scoring and prefill compute attention: all scores of a row at once (reference),
+    only the blocks of them that a prompt and its completions need (blocked), or the same by our own
+    kernels, on a TPU or an NVIDIA GPU (pallas). auto takes a kernel for rows of 512 tokens and
+    more, else blocked. Decoding has a kernel of ours, too, with auto and with pallas. With auto
+    they are taken if their results are right in a test at the start, else blocked for
+    everything."""
+
+    def __post_init__(self) -> None:
+        require(
+            self.quantise == "none" or self.dtype != "float16",
+            "model.quantise",
+            self.quantise,
+            "none with model.dtype=float16, whose largest number the products of 8 bits pass",
+        )
+
+
+@dataclass(frozen=True)
+class TeacherSection:
+    path: str = key("", stages=("update",))
+    """Teacher checkpoint with the model's vocabulary, for on-policy distillation: the teacher's
+    log-prob minus the policy's is added to each token's advantage; empty for none. With
+    algorithm.advantage=none it is the whole advantage."""
+    coef: float = key(1.0, stages=("update",))
+    """Weight of the teacher's term."""
+
+    def __post_init__(self) -> None:
+        at_least(self, "teacher.", 0, "coef")

@@ -1,0 +1,65 @@
+"""How an update is made: the optimizer and the batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from shoal.config.key import at_least, key, require
+
+
+@dataclass(frozen=True)
+class OptimizerSection:
+    lr: float = key(1.5e-4, stages=("update",))
+    """Peak learning rate of AdamW."""
+    warmup_steps: int = key(5, stages=("update",))
+    """Updates over which the learning rate rises from 0."""
+    schedule: Literal["constant", "linear", "cosine"] = key("constant", stages=("update",))
+    """Learning rate after warm-up: constant, or falling to 0 at the last update."""
+    weight_decay: float = key(0.0, stages=("update",))
+    """Decoupled weight decay; norms and biases are exempt."""
+    clip_grad_norm: float = key(1.0, stages=("update",))
+    """Largest global gradient norm; 0 for no limit."""
+    beta1: float = key(0.9, stages=("update",))
+    """Decay of AdamW's first moment."""
+    beta2: float = key(0.95, stages=("update",))
+    """Decay of AdamW's second moment."""
+    eps: float = key(1e-8, stages=("update",))
+    """Added to the root of AdamW's second moment."""
+    moments: Literal["float32", "bfloat16"] = key("float32", stages=("update",))
+    """Type in which AdamW's moments are kept between updates. bfloat16 takes half the memory, 4
+    bytes a parameter, and is rounded at random, so that small changes are right in the mean."""
+    offload: bool = key(False, stages=("update",))
+    """Keep AdamW's moments in the host's memory between updates: 8 bytes a parameter less on the
+    devices (4 with optimizer.moments=bfloat16). An update fetches them a layer at a time; its
+    result is the same."""
+    reduce_dtype: Literal["float32", "bfloat16"] = key("float32", stages=("update",))
+    """Type in which the gradients of several devices are summed; those of norms and biases always
+    are in float32. bfloat16 halves what moves; it needs a computation in bfloat16."""
+
+    def __post_init__(self) -> None:
+        at_least(self, "optimizer.", 0, "lr", "eps", "warmup_steps", "weight_decay")
+        at_least(self, "optimizer.", 0, "clip_grad_norm", note="off")
+        require(0 <= self.beta1 < 1, "optimizer.beta1", self.beta1, "a number in [0, 1)")
+        require(0 <= self.beta2 < 1, "optimizer.beta2", self.beta2, "a number in [0, 1)")
+
+
+@dataclass(frozen=True)
+class BatchSection:
+    prompts_per_step: int = key(32, stages=("data", "sampling", "update"))
+    """P: prompts in a step (verl's train_batch_size)."""
+    prompts_per_device: int = key(0, stages=("data", "sampling", "update"))
+    """Prompts in a step for each device of the trainer, in place of prompts_per_step; 0 for off."""
+    group_size: int = key(8, stages=("sampling", "update"))
+    """G: completions of each prompt (TRL's num_generations, verl's rollout.n)."""
+    micro_tokens: int = key(0, stages=("update",))
+    """Tokens of a micro-batch on one device, padding included, in one row that prompts and
+    completions fill; it holds at least the longest prompt with the longest completion. 0 for 2,048
+    on CPU, and on an accelerator for 4,096, or, up to 32,768, as many whole groups as leave a
+    quarter of its memory. This replaces micro-batch size and gradient accumulation: it affects
+    memory and speed, never the result."""
+
+    def __post_init__(self) -> None:
+        at_least(self, "batch.", 0, "prompts_per_device", note="off")
+        at_least(self, "batch.", 0, "micro_tokens", note="auto")
+        at_least(self, "batch.", 1, "prompts_per_step", "group_size")

@@ -1,0 +1,103 @@
+"""How completions are sampled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from shoal.config.key import at_least, key, require
+from shoal.records import SamplingParams
+
+
+@dataclass(frozen=True)
+class SamplingSection:
+    temperature: float = key(1.0, stages=("sampling", "update", "evaluation"))
+    """Sampling temperature in training; the trainer's log-probs use the same."""
+    top_k: int = key(0, stages=("sampling", "update", "evaluation"))
+    """Sample from the k likeliest tokens; 0 for all. The trainer computes its log-probs over the
+    same tokens (algorithm.match_sampling_support)."""
+    top_p: float = key(1.0, stages=("sampling", "update", "evaluation"))
+    """Sample from the smallest set of tokens with this probability mass; 1 for all."""
+    min_p: float = key(0.0, stages=("sampling", "update", "evaluation"))
+    """Sample from tokens at least this likely, relative to the likeliest; 0 for all."""
+    max_support: int = key(128, stages=("sampling", "update"))
+    """In training with top_k, top_p or min_p: largest number of tokens to sample from at a position
+    (the likeliest). Their ids are stored, so that the trainer computes log-probs over the same
+    set."""
+    stop: tuple[str, ...] = key((), stages=("sampling", "evaluation"))
+    """Strings that end a completion."""
+    max_prompt_tokens: int = key(
+        256, stages=("data", "environment", "sampling", "update", "evaluation")
+    )
+    """Longest prompt (see sampling.long_prompts)."""
+    max_completion_tokens: int = key(
+        64, stages=("sampling", "environment", "rewards", "update", "evaluation")
+    )
+    """Longest completion; one that reaches the limit is truncated, and counted. (TRL's
+    max_completion_length, verl's max_response_length.)"""
+    long_prompts: Literal["drop", "error"] = key(
+        "drop", stages=("data", "environment", "evaluation")
+    )
+    """Prompts over the limit: dropped from the data and counted, or an error. They are never
+    truncated."""
+    slots_per_device: int = key(0, stages=("sampling", "evaluation"))
+    """Completions sampled at once on each device; 0 for all of a step."""
+    prompt_slot_tokens: int = key(0, stages=("sampling", "evaluation"))
+    """Prompt tokens that a slot has room for. 0: with task=custom and data from Python the longest
+    prompt of the data that is not dropped, in steps of 64; else max_prompt_tokens."""
+    evaluation_slots: int = key(0, stages=("evaluation",))
+    """Completions of an evaluation that each sampler has at once; 0 for as many as of training, and
+    no more than the evaluation has."""
+    mean_completion_tokens: int = key(0, stages=("sampling", "evaluation"))
+    """Decoding by the kernel for TPUs alone: how long completions are in the mean, by which slots
+    are counted, in place of the longest (0). Some wait meanwhile where all together have no memory
+    (sampler/preempted_rows)."""
+    memory_share: float = key(0.85, stages=("sampling", "evaluation"))
+    """Share of an accelerator's memory that weights and the sampler's keys and values may take
+    while sampling (as vLLM's gpu_memory_utilization): where it leaves no room for all slots, fewer
+    completions are sampled at once. The rest is for what programs need besides."""
+
+    def __post_init__(self) -> None:
+        at_least(self, "sampling.", 0, "temperature", note="greedy")
+        at_least(self, "sampling.", 0, "top_k", note="off")
+        require(0 < self.top_p <= 1, "sampling.top_p", self.top_p, "a number in (0, 1]")
+        require(0 <= self.min_p < 1, "sampling.min_p", self.min_p, "a number in [0, 1)")
+        at_least(self, "sampling.", 1, "max_support", "max_prompt_tokens", "max_completion_tokens")
+        at_least(
+            self,
+            "sampling.",
+            0,
+            "slots_per_device",
+            "prompt_slot_tokens",
+            "evaluation_slots",
+            note="auto",
+        )
+        require(
+            0 <= self.mean_completion_tokens <= self.max_completion_tokens,
+            "sampling.mean_completion_tokens",
+            self.mean_completion_tokens,
+            f"0 (the longest) to max_completion_tokens={self.max_completion_tokens}",
+        )
+        require(
+            0 < self.memory_share <= 1,
+            "sampling.memory_share",
+            self.memory_share,
+            "a number in (0, 1]",
+        )
+
+    @property
+    def slot_prompt(self) -> int:
+        """Tokens of the longest prompt that a slot has room for."""
+        return min(self.prompt_slot_tokens or self.max_prompt_tokens, self.max_prompt_tokens)
+
+    @property
+    def params(self) -> SamplingParams:
+        """The settings as requests carry them."""
+        return SamplingParams(
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            max_tokens=self.max_completion_tokens,
+            stop=self.stop,
+        )

@@ -1,0 +1,161 @@
+"""What is trained on: the task and its environment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from shoal.config.key import at_least, key, require
+
+
+@dataclass(frozen=True)
+class EnvironmentSection:
+    tools: tuple[str, ...] = key(
+        (), stages=("environment", "data", "sampling", "rewards", "evaluation")
+    )
+    """Functions that the model may call, as `file.py:function`, with type hints and a Google
+    docstring."""
+    factory: str = key("", stages=("environment", "data", "sampling", "rewards", "evaluation"))
+    """Class or function of no arguments that makes an environment of a rollout, as
+    `file.py:Factory`: its `reset(**columns)` begins a rollout, its public methods are tools,
+    `respond(message)` answers in words, and `get_reward()` is a further reward. A mapping of names
+    to factories is chosen from by the column `environment`. Or `openenv:URL`, an OpenEnv server."""
+    rollout: str = key("", stages=("environment", "data", "sampling", "rewards", "evaluation"))
+    """Function that plays a rollout, as `file.py:function`, in TRL's convention:
+    `function([prompt], sampler)` calls `sampler.generate(...)` as often as it likes, and returns
+    fields for the reward functions."""
+    agent: str = key("", stages=("environment", "data", "sampling", "rewards", "evaluation"))
+    """Program that plays a rollout, as `python my_agent.py`, or function, as `file.py:function`: it
+    asks the address in OPENAI_BASE_URL, with a key of its own, as often as it likes, and gets its
+    row as JSON on standard input."""
+    max_turns: int = key(8, stages=("environment", "sampling", "evaluation"))
+    """Most turns of the model in a rollout. All of a rollout's tokens, those of tools included, are
+    limited by sampling.max_completion_tokens."""
+    history: Literal["keep", "template"] = key(
+        "keep", stages=("environment", "sampling", "evaluation")
+    )
+    """What a turn reads of those before it: keep, the tokens that were sampled; template, what the
+    chat template makes of the messages each time, which may leave out thoughts. Where that differs
+    from what is there, the rollout goes on in a branch with a prompt of its own, of at most
+    sampling.max_prompt_tokens."""
+    call_format: Literal["auto", "hermes", "xml", "llama", "gemma", "template"] = key(
+        "auto", stages=("environment", "data", "sampling", "evaluation")
+    )
+    """How the model writes tool calls; auto takes it from the tokenizer and its chat template."""
+    on_error: Literal["error", "zero", "skip"] = key(
+        "error", stages=("environment", "sampling", "rewards", "evaluation")
+    )
+    """If an environment fails, hangs or dies: error stops the run, zero ends that rollout with
+    reward 0, skip excludes it from its group. A tool that raises is answered with its error, and
+    the rollout goes on."""
+    timeout_seconds: float = key(60.0, stages=("environment", "sampling", "evaluation"))
+    """Time limit of one call of a tool or an environment; its process is killed after it."""
+    episode_seconds: float = key(600.0, stages=("environment", "sampling", "evaluation"))
+    """Time limit of all calls of a rollout together."""
+    memory_gib: float = key(4.0, stages=("environment", "sampling", "evaluation"))
+    """Memory that a session may allocate on top of its start-up; 0 for no limit."""
+    result_bytes: int = key(65536, stages=("environment", "sampling", "evaluation"))
+    """Longest result of a call; what is beyond is cut."""
+    special_tokens: bool = key(True, stages=("environment", "sampling", "evaluation"))
+    """Special and other added tokens of the tokenizer that the words of tools and environments
+    spell out, as `<|im_end|>`, become those tokens, as in TRL. false: they stay plain text, so that
+    words of strangers, such as web pages, cannot end a turn or speak as the system."""
+    sandbox: Literal["none", "bwrap"] = key(
+        "none", stages=("environment", "sampling", "evaluation")
+    )
+    """bwrap: sessions run in the system's bubblewrap, without network, with a read-only file system
+    and without the sockets of other programs."""
+    workers: int = key(32, stages=("environment", "sampling", "evaluation"))
+    """Calls of tools that are functions at once, each in a process; `async` ones share one process,
+    as many as come."""
+    rollouts: int = key(0, stages=("environment", "sampling", "evaluation"))
+    """Rollouts in flight at once; more than the sampler's places keeps them busy while others wait
+    for tools. 0: as many as there are places."""
+
+    def __post_init__(self) -> None:
+        at_least(self, "environment.", 1, "max_turns", "result_bytes", "workers")
+        at_least(self, "environment.", 0, "memory_gib", "rollouts")
+        for name in ("rollout", "agent"):
+            others = (
+                self.tools or self.factory or (self.agent if name == "rollout" else self.rollout)
+            )
+            require(
+                not (getattr(self, name) and others),
+                f"environment.{name}",
+                getattr(self, name),
+                "no tools and no environment beside it: it calls what it needs",
+            )
+        for name in ("timeout_seconds", "episode_seconds"):
+            require(
+                getattr(self, name) > 0,
+                f"environment.{name}",
+                getattr(self, name),
+                "a number above 0",
+            )
+
+
+DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".arrow")
+"""Ends of the names of data files."""
+
+
+DOORS = {
+    "agent": "agent='python my_agent.py' (environment.agent), beside the task whose prompts it "
+    "gets",
+    "openenv": "environment=openenv:URL, with task=environment where the server asks the questions",
+    "verifiers": "task=custom with agent= and the rows that it writes, by "
+    "examples/verifiers_agent.py",
+}
+"""Who plays rollouts and is no task, by the name before a colon -> what is written in its place."""
+
+
+@dataclass(frozen=True)
+class TaskSection:
+    name: str = key("words", stages=("data", "rewards", "evaluation"))
+    """words | calculator | guess | gsm8k | math | ifeval | countdown | code, or custom for your own
+    data at task.path."""
+    path: str = key("", stages=("data", "rewards", "evaluation"))
+    """Your own data in place of the task's: a jsonl or parquet file, a folder of them, or a hub
+    id."""
+    subset: str = key("", stages=("data", "rewards", "evaluation"))
+    """Subset (configuration) of a data set on the hub; empty for its only or default one."""
+    files: tuple[str, ...] = key((), stages=("data", "rewards", "evaluation"))
+    """Files of a folder or hub data set to train on (patterns allowed), in place of task.split's
+    files."""
+    columns: tuple[str, ...] = key((), stages=("data", "rewards", "evaluation"))
+    """Columns to rename, as `wanted=yours`: [prompt=question,answer=final]."""
+    template: str = key("", stages=("data", "rewards", "evaluation"))
+    """Text (or a file with it) that makes the prompt from a row's columns: `Solve: {question}`."""
+    split: str = key("train", stages=("data", "rewards", "evaluation"))
+    """Split to train on."""
+    eval_split: str = key("test", stages=("evaluation", "data"))
+    """Split to evaluate on."""
+    num_eval_questions: int = key(500, stages=("evaluation", "data"))
+    """Held-out questions in an evaluation; 0 for all."""
+    num_steps: int = key(3, stages=("data", "rewards", "evaluation"))
+    """words: operations in a problem."""
+    max_value: int = key(99, stages=("data", "rewards", "evaluation"))
+    """words, countdown: the largest number in a problem."""
+    num_numbers: int = key(4, stages=("data", "rewards", "evaluation"))
+    """countdown: how many numbers may be combined to reach the target."""
+
+    def __post_init__(self) -> None:
+        door = DOORS.get(self.name.partition(":")[0])
+        require(door is None, "task.name", self.name, door or "")
+        require(
+            "/" not in self.name and not self.name.endswith(DATA_SUFFIXES),
+            "task.name",
+            self.name,
+            f"the name of a task; for your own data write task=custom task.path={self.name}",
+        )
+        at_least(self, "task.", 0, "num_eval_questions", note="all")
+        require(1 <= self.num_steps <= 8, "task.num_steps", self.num_steps, "1 to 8")
+        at_least(self, "task.", 20, "max_value")
+        require(2 <= self.num_numbers <= 6, "task.num_numbers", self.num_numbers, "2 to 6")
+        for entry in self.columns:
+            wanted, equals, theirs = entry.partition("=")
+            require(
+                bool(equals and wanted.strip() and theirs.strip()),
+                "task.columns",
+                entry,
+                "wanted=theirs",
+            )

@@ -1,0 +1,127 @@
+"""The course of a run: evaluations, staleness, checkpoints and reports."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from shoal.config.key import at_least, key, require
+
+
+@dataclass(frozen=True)
+class TrainSection:
+    evaluate_every: int = key(-2, stages=("evaluation",))
+    """Steps between evaluations; 0 for two, before the first and after the last step; -1 for none
+    at all; -2 for 10 with task=words and 0 otherwise."""
+    quick_questions: int = key(-1, stages=("evaluation",))
+    """How many questions of each set are asked between the first and the last evaluation, and
+    sampled for pass@k; 0 for all, -1 for 100 with task=words and all otherwise.
+    checkpoint.keep_best compares evaluations: all ask all."""
+    pass_k: int = key(-1, stages=("evaluation",))
+    """Completions of each question for pass@k in the first and the last evaluation; 0 for off, -1
+    for 8 with task=words and off otherwise."""
+    weight_sync_interval: int = key(1, stages=("sampling",))
+    """Steps between two weight updates of the sampler; with n above 1, samples are up to n-1
+    versions old."""
+    max_staleness: int = key(-1, stages=("sampling",))
+    """Largest age of samples, in versions of the weights: weight_sync_interval - 1 or more; -1 for
+    exactly that. What exceeds it lets a sampler with devices of its own go on while the trainer
+    learns."""
+    versions: Literal["fixed", "newest"] = key("fixed", stages=("sampling",))
+    """Which weights samples are from. fixed: those that a step's number and max_staleness name, the
+    same in every run. newest: the newest that a sampler has, changed while completions go on; none
+    start on older ones than max_staleness allows."""
+    retire_above: float = key(1.0, stages=("data",))
+    """Curriculum: from the second epoch on, prompts with a pass rate above this are not sampled
+    again, and harder prompts are sampled more often; 1 for off."""
+    on_warning: Literal["continue", "stop"] = key("continue", stages=())
+    """What a warning at the start, or about rewards, completions, updates or accuracy during
+    training, does: stop saves a checkpoint and ends the run with the warning as its error."""
+
+    def __post_init__(self) -> None:
+        require(
+            0 <= self.retire_above <= 1,
+            "train.retire_above",
+            self.retire_above,
+            "a number in [0, 1], 1 for off",
+        )
+        at_least(self, "train.", -2, "evaluate_every", note="auto")
+        at_least(self, "train.", -1, "quick_questions", "pass_k", note="auto")
+        at_least(self, "train.", 1, "weight_sync_interval")
+        require(
+            self.max_staleness == -1 or self.max_staleness >= self.weight_sync_interval - 1,
+            "train.max_staleness",
+            self.max_staleness,
+            f"-1 (auto), or weight_sync_interval - 1 = {self.weight_sync_interval - 1} or more",
+        )
+        if self.versions == "newest":
+            require(
+                self.max_staleness >= self.weight_sync_interval,
+                "train.max_staleness",
+                self.max_staleness,
+                f"weight_sync_interval = {self.weight_sync_interval} or more with "
+                f"train.versions=newest: samples "
+                "that are asked for ahead are of older weights",
+            )
+
+
+@dataclass(frozen=True)
+class CheckpointSection:
+    every: int = key(10, stages=())
+    """Steps between checkpoints; 0 for the last step only, which is always saved."""
+    keep_last: int = key(2, stages=())
+    """Newest checkpoints to keep."""
+    keep_best: int = key(0, stages=("evaluation",))
+    """Best evaluated checkpoints to keep in addition (train.evaluate_every); every evaluated
+    version is then saved."""
+    most_unsaved: int = key(3, stages=())
+    """Of a run in a bucket that does not answer: checkpoints that are on this machine alone before
+    training waits."""
+
+    def __post_init__(self) -> None:
+        at_least(self, "checkpoint.", 0, "every", note="only the last step")
+        at_least(self, "checkpoint.", 1, "keep_last")
+        at_least(self, "checkpoint.", 0, "keep_best", note="off")
+        at_least(self, "checkpoint.", 0, "most_unsaved", note="each save waits for the bucket")
+
+
+@dataclass(frozen=True)
+class WandbSection:
+    mode: Literal["off", "online", "offline", "auto"] = key("off", stages=())
+    """online sends metrics to Weights & Biases; offline writes them for `wandb sync`; auto: online
+    with a login."""
+    project: str = key("shoal", stages=())
+    """Project of the run."""
+    entity: str = key("", stages=())
+    """Team or user; empty for your own."""
+
+
+@dataclass(frozen=True)
+class ReportSection:
+    groups: bool = key(True, stages=())
+    """Write every training group to `groups/`, a parquet file for each step."""
+    tensorboard: bool = key(False, stages=())
+    """Write metrics for TensorBoard to `tensorboard/`."""
+    wandb: WandbSection = field(default_factory=WandbSection)
+    completions_every: int = key(0, stages=())
+    """Steps between tables of a few completions for TensorBoard and Weights & Biases; 0: none."""
+    timeline: bool = key(False, stages=())
+    """Write `timeline.json` for Perfetto: when trainer, sampler, rewards and publication worked and
+    waited."""
+    hydra: bool = key(False, stages=())
+    """Write the configuration to `.hydra/` too, as Hydra does: config.yaml, overrides.yaml,
+    hydra.yaml."""
+    profile: tuple[int, ...] = key((), stages=())
+    """Steps (from 1) whose profiler trace is written to `profile/`, for XProf, TensorBoard or
+    Perfetto."""
+
+    def __post_init__(self) -> None:
+        require(
+            self.completions_every >= 0,
+            "report.completions_every",
+            self.completions_every,
+            "0 or more",
+        )
+        require(
+            all(step >= 1 for step in self.profile), "report.profile", self.profile, "steps from 1"
+        )

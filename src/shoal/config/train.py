@@ -1,0 +1,258 @@
+"""The settings of `shoal train`: `Config`, made of the sections in `sections/`, with what must hold
+across them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from shoal.config.key import at_least, key, require
+from shoal.config.sections.algorithm import AlgorithmSection
+from shoal.config.sections.devices import (
+    MeshSection,
+    PublishSection,
+    RaySection,
+    SamplerSection,
+    VllmSection,
+)
+from shoal.config.sections.model import ModelSection, TeacherSection
+from shoal.config.sections.optimizer import BatchSection, OptimizerSection
+from shoal.config.sections.reward import RewardSection
+from shoal.config.sections.sampling import SamplingSection
+from shoal.config.sections.task import EnvironmentSection, TaskSection
+from shoal.config.sections.train import CheckpointSection, ReportSection, TrainSection
+from shoal.text import exact
+
+Turns = Literal["", "tools", "environments"]
+"""What lets rollouts have several turns. Environments may begin each with words of its own."""
+
+
+def samples_for_pass_k(pass_k: int, task: str) -> int:
+    """Samples a question for pass@k; -1 is 8 for the task `words`, and none for others."""
+    if pass_k >= 0:
+        return pass_k
+    return 8 if task == "words" else 0
+
+
+@dataclass(frozen=True)
+class Config:
+    """`shoal train`: trains a model by reinforcement learning, or resumes a run."""
+
+    seed: int = key(0, stages=("data", "sampling", "update", "evaluation"))
+    """Seed of the data order and of sampling."""
+    steps: int = key(40, stages=("evaluation", "update"))
+    """Training steps: each samples completions of batch.prompts_per_step prompts and trains on
+    them."""
+    run_name: str = key("", stages=())
+    """Name of the run's folder in base_output_directory; empty for date and time in outputs/. The
+    same command with the same name resumes the run."""
+    base_output_directory: str = key("outputs", stages=())
+    """Folder in which run folders are created."""
+    resume: str = key("", stages=())
+    """Run folder to resume, or `last`: the newest run in base_output_directory. The run's own
+    configuration is loaded, with your keys over it."""
+    recipe: str = key("", stages=())
+    """All defaults of another system, loaded under your own keys: trl, verl, maxtext, tunix,
+    torchrl, scalerl."""
+    model: ModelSection = field(default_factory=ModelSection)
+    task: TaskSection = field(default_factory=TaskSection)
+    reward: RewardSection = field(default_factory=RewardSection)
+    environment: EnvironmentSection = field(default_factory=EnvironmentSection)
+    sampling: SamplingSection = field(default_factory=SamplingSection)
+    algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)
+    teacher: TeacherSection = field(default_factory=TeacherSection)
+    optimizer: OptimizerSection = field(default_factory=OptimizerSection)
+    batch: BatchSection = field(default_factory=BatchSection)
+    train: TrainSection = field(default_factory=TrainSection)
+    mesh: MeshSection = field(default_factory=MeshSection)
+    sampler: SamplerSection = field(default_factory=SamplerSection)
+    publish: PublishSection = field(default_factory=PublishSection)
+    ray: RaySection = field(default_factory=RaySection)
+    vllm: VllmSection = field(default_factory=VllmSection)
+    checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
+    report: ReportSection = field(default_factory=ReportSection)
+
+    def __post_init__(self) -> None:
+        at_least(self, "", 0, "steps")
+        require(
+            self.optimizer.reduce_dtype == "float32" or self.model.dtype in ("auto", "bfloat16"),
+            "optimizer.reduce_dtype",
+            self.optimizer.reduce_dtype,
+            "float32, or model.dtype=bfloat16 beside it",
+        )
+        if self.algorithm.learns_from_data:
+            require(
+                self.batch.group_size == 1,
+                "batch.group_size",
+                self.batch.group_size,
+                "1: the data has one answer",
+            )
+            require(
+                self.sampling.temperature == 1,
+                "sampling.temperature",
+                self.sampling.temperature,
+                "1 with sft",
+            )
+        else:
+            require(
+                self.batch.group_size >= 2,
+                "batch.group_size",
+                self.batch.group_size,
+                "2 or more: a group of one has nothing to be compared with",
+            )
+        require(
+            self.algorithm.num_minibatches <= self.batch.prompts_per_step
+            or self.batch.prompts_per_device > 0,
+            "algorithm.num_minibatches",
+            self.algorithm.num_minibatches,
+            f"at most batch.prompts_per_step ({self.batch.prompts_per_step})",
+        )
+        require(
+            self.steps == 0 or self.train.max_staleness < max(2, self.steps),
+            "train.max_staleness",
+            self.train.max_staleness,
+            f"less than steps={self.steps}: all samples would be of the first weights",
+        )
+        require(
+            self.train.weight_sync_interval <= max(1, self.steps),
+            "train.weight_sync_interval",
+            self.train.weight_sync_interval,
+            f"at most steps={self.steps}: weights would never be published",
+        )
+        if slots := self.sampling.slots_per_device * self.mesh.tensor:
+            for name, size in (
+                ("batch.group_size", self.batch.group_size),
+                ("train.pass_k", self.pass_k),
+            ):
+                require(
+                    slots >= size,
+                    "sampling.slots_per_device",
+                    self.sampling.slots_per_device,
+                    f"0 (auto), or room for the completions of a prompt ({name}={size})",
+                )
+        require(
+            not (self.checkpoint.keep_best and self.train.quick_questions > 0),
+            "train.quick_questions",
+            self.train.quick_questions,
+            "0 (all) with checkpoint.keep_best, which compares evaluations",
+        )
+        allowed = {
+            "local": ("auto", "memory", "files"),
+            "ray": ("auto", "files", "ray"),
+            "vllm": ("auto", "files"),
+        }[self.sampler.kind]
+        require(
+            self.publish.channel in allowed,
+            "publish.channel",
+            self.publish.channel,
+            f"{', '.join(allowed)} with sampler.kind={self.sampler.kind}",
+        )
+        if self.sampler.is_remote:
+            require(
+                self.sampler.devices_per_worker % (self.mesh.sampler_tensor or 1) == 0,
+                "sampler.devices_per_worker",
+                self.sampler.devices_per_worker,
+                f"a multiple of mesh.sampler_tensor={self.mesh.sampler_tensor}",
+            )
+            for name, unset in (("sampler", ""), ("processes", 0), ("pathways", False)):
+                value = getattr(self.mesh, name)
+                require(
+                    value == unset or (name == "processes" and value == 1),
+                    f"mesh.{name}",
+                    value,
+                    f"{unset!r} with sampler.kind={self.sampler.kind}: its workers have devices of "
+                    f"their own "
+                    "(sampler.devices_per_worker), and the trainer is one process",
+                )
+        if self.sampler.kind == "vllm":
+            require(
+                bool(self.vllm.urls) != bool(self.vllm.python),
+                "vllm.python",
+                self.vllm.python,
+                "a Python that has vLLM, to start servers, or vllm.urls, those that run already; "
+                "one of the two",
+            )
+            require(
+                not self.vllm.memory
+                or (
+                    bool(self.vllm.python)
+                    and self.train.versions == "fixed"
+                    and max(self.train.max_staleness, self.train.weight_sync_interval - 1) == 0
+                ),
+                "vllm.memory",
+                self.vllm.memory,
+                "0 (vLLM's default), or vllm.python in a run with train.max_staleness=0: on the "
+                "trainer's GPU a server sleeps while the trainer learns; on others give "
+                "vllm.arguments="
+                f"[--gpu-memory-utilization={exact(self.vllm.memory)}]",
+            )
+            require(
+                self.model.quantise == "none",
+                "model.quantise",
+                self.model.quantise,
+                "none with sampler.kind=vllm",
+            )
+        if (kind := self.sampler.quantise) != "none":
+            require(
+                self.sampler.kind != "vllm",
+                "sampler.quantise",
+                kind,
+                "none with sampler.kind=vllm, whose servers quantise by vllm.arguments",
+            )
+            require(
+                self.model.quantise == "none",
+                "sampler.quantise",
+                kind,
+                f"none with model.quantise={self.model.quantise}, which the sampler has too",
+            )
+            require(
+                self.model.dtype != "float16",
+                "sampler.quantise",
+                kind,
+                "none with model.dtype=float16, which overflows in products of 8 bits",
+            )
+
+    @property
+    def shares_gpu(self) -> bool:
+        """True if servers of vLLM and the trainer take turns on a GPU."""
+        return self.sampler.kind == "vllm" and self.vllm.memory > 0
+
+    @property
+    def num_workers(self) -> int:
+        """Samplers outside of this process, resolved."""
+        return len(self.vllm.urls) or self.sampler.workers
+
+    @property
+    def turns(self) -> Turns:
+        """What lets rollouts have several turns, the task's own tools and environments too."""
+        if (
+            self.environment.factory
+            or self.environment.rollout
+            or self.environment.agent
+            or self.task.name == "guess"
+        ):
+            return "environments"
+        return "tools" if self.environment.tools or self.task.name == "calculator" else ""
+
+    @property
+    def pass_k(self) -> int:
+        """Completions a question for pass@k, resolved: by default 8 for word problems, which are
+        quick, else none."""
+        return samples_for_pass_k(self.train.pass_k, self.task.name)
+
+    @property
+    def evaluate_every(self) -> int:
+        """Steps between evaluations, resolved: by default 10 for word problems, else 0, for the
+        first and the last."""
+        return (
+            self.train.evaluate_every
+            if self.train.evaluate_every >= -1
+            else 10 * (self.task.name == "words")
+        )
+
+    @property
+    def quick_questions(self) -> int:
+        """Questions of quick evaluations and of pass@k, resolved: by default 100 for word problems,
+        else 0 (all)."""
+        few = 0 if self.checkpoint.keep_best else self.train.quick_questions
+        return few if few >= 0 else 100 * (self.task.name == "words")

@@ -1,0 +1,87 @@
+"""What the checks of a job found: a line a finding, with its level and the key that fixes it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
+
+from shoal.protocols import Printer
+from shoal.records import ShoalError
+from shoal.text import one_line
+
+Level = Literal["ok", "warning", "wrong"]
+
+
+NOT_HERE = "download"
+"""The check of what a dry run leaves out, since it is not on this machine."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of one check.
+
+    >>> Finding(
+    ...     "data", "wrong", "the data has 3 prompts, fewer than ...: lower it",
+    ...     key="batch.prompts_per_step",
+    ... )
+    """
+
+    check: str  # what was checked: configuration, devices, tokenizer, data, reward, model, ...
+    level: Level  # wrong: the run would fail, or could not train
+    text: str  # one line; for a warning or an error also what fixes it
+    key: str = ""  # the key that fixes it, if any
+
+    def __str__(self) -> str:
+        return f"{'WRONG ' * (self.level == 'wrong')}{self.check}: {one_line(self.text)}"
+
+
+@dataclass
+class Findings:
+    """Findings in the order of the checks, each printed once, when it is added. `of` gives the list
+    of one check, whose findings have its key unless they, or the error that they report, name
+    another."""
+
+    console: Printer | None = None
+    check: str = ""
+    key: str = ""
+    found: list[Finding] = field(default_factory=list)  # of all checks
+
+    def of(self, check: str, key: str = "") -> Findings:
+        return replace(self, check=check, key=key)
+
+    def extend(self, findings: Iterable[Finding]) -> None:
+        for finding in findings:
+            self.found.append(finding)
+            if self.console:
+                show = {
+                    "ok": self.console.note,
+                    "warning": self.console.warning,
+                    "wrong": self.console.wrong,
+                }
+                show[finding.level](str(finding))
+
+    def ok(self, text: str) -> None:
+        self.extend([Finding(self.check, "ok", one_line(text))])
+
+    def warning(self, text: str, key: str = "") -> None:
+        self.extend([Finding(self.check, "warning", one_line(text), key or self.key)])
+
+    def wrong(self, fault: str | ShoalError, key: str = "") -> None:
+        key = key or getattr(fault, "key", "") or self.key
+        self.extend([Finding(self.check, "wrong", one_line(fault), key)])
+
+    @contextmanager
+    def errors(self) -> Iterator[None]:
+        """Reports a ShoalError raised inside, and ends the block there."""
+        try:
+            yield
+        except ShoalError as error:
+            self.wrong(error)
+
+    def at(self, *levels: Level) -> list[Finding]:
+        return [finding for finding in self.found if finding.level in levels]
+
+    def records(self) -> list[dict[str, Any]]:
+        return [asdict(finding) for finding in self.found]

@@ -1,0 +1,118 @@
+"""The head of a run: a dozen lines on what it will do, and with what; then the warnings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from shoal.budget.memory import parameter_count, reference_architecture
+from shoal.budget.shapes import micro_batch_shapes
+from shoal.budget.slots import places_text
+from shoal.checks.inputs import devices_text
+from shoal.checks.settings import stop_on_warnings
+from shoal.config.derived import staleness_text, step_text, their_sizes
+from shoal.config.sections.model import ModelSection
+from shoal.config.train import Config
+from shoal.findings import Findings
+from shoal.job.job import Job
+from shoal.model.attention.selector import attention_kind
+from shoal.model.families import read_config
+from shoal.model.transformer import Model
+from shoal.tasks.task import Task
+from shoal.text import shorten
+from shoal.weights.source import ModelSpec
+
+FIRST_PROMPT = 240
+"""Characters of the first prompt that are shown."""
+
+
+def print_head(job: Job) -> None:
+    """Prints what a run will do and with what, then the warnings of its stages. Raises ShoalError
+    with train.on_warning=stop for what would be warned of."""
+    config, roles, model, console = job.config, job.roles, job.model, job.console
+    shape = micro_batch_shapes(config, model.role.row_shards)[0]
+    lengths, rewards, memory = job.lengths, job.reward_findings, job.sizes
+    text = job.tokenizer.decode(job.first_prompt.prompt_ids.tolist(), skip_special_tokens=False)
+    lines = {
+        "devices": devices_text(config, roles),
+        "model": model_text(config.model, job.spec, model),
+        "reference": reference_note(config, model),
+        "attention": attention_kind(model, shape.rows, shape.length),
+        **data_lines(job.task),
+        "evaluation": ", ".join(
+            f"{len(questions):,} {name}" for name, questions in job.sets.items()
+        )
+        or "none",
+        "prompts": f"{lengths}, each answered by at most {config.sampling.max_completion_tokens:,} "
+        f"tokens",
+        "sampler": places_text(config, roles, model.architecture),
+        "samples": staleness_text(config, roles.disaggregated or config.sampler.is_remote),
+        "first prompt": shorten(text.replace("\n", "\\n"), FIRST_PROMPT),
+        "rewards of known answers": next(
+            (found.text for found in rewards if found.level == "ok"), ""
+        ),
+        "memory": memory.text if memory.level == "ok" else "",  # else it is among the warnings
+    }
+    for name, line in lines.items():
+        if line:
+            console.note(f"{name}: {line}")
+    console.note(step_text(config))
+    if theirs := their_sizes(config):
+        console.note(theirs)
+    stop_on_warnings(config, job.findings)
+    Findings(console).extend(job.findings.at("wrong", "warning"))
+
+
+def model_text(section: ModelSection, loaded: ModelSpec, model: Model) -> str:
+    """`tiny (llama), 859,392 parameters, float32, from .../assets/tiny`, and what an adapter
+    changes of them"""
+    family = (loaded.config or read_config(loaded.folder)).get("model_type")
+    place = "" if str(loaded.folder) == section.path else f", from {loaded.folder}"
+    text = (
+        f"{section.path} ({family}), {parameter_count(model.architecture.base):,} parameters, "
+        f"{model.dtype.name}{place}"
+    )
+    if adapter := model.architecture.adapter:
+        trained = parameter_count(model.architecture) - parameter_count(model.architecture.base)
+        text += (
+            f"; LoRA of rank {adapter.rank} trains {trained:,} more, and wants 5 to 10 times the "
+            f"learning rate "
+            f"of full training"
+        )
+    return text
+
+
+def reference_note(config: Config, model: Model) -> str:
+    """Which of two policies an adapter's KL term is measured from; empty where they are one, or
+    there is none."""
+    if not config.algorithm.scores_reference or not model.architecture.adapter:
+        return ""
+    if reference_architecture(config, model.architecture).adapter:
+        return "the policy with the adapter that the run begins with (algorithm.reference=start)"
+    return "the model without an adapter"
+
+
+def data_lines(task: Task) -> dict[str, str]:
+    """The files that were read, with their rows; the training rows that are kept, and why others
+    are not."""
+    report, count = task.data, len(task.train)
+    if not (report.train_files or report.held_out_files):
+        return {"data": f"{task.name}, {count:,} training prompts"}
+    read = sum(report.train_files.values())
+    kept = f"{count:,} of {read:,} rows" if read else "none"
+    if report.dropped:
+        kept += "; dropped: " + ", ".join(
+            f"{number:,} ({reason})" for reason, number in report.dropped.items()
+        )
+    return {
+        "data": f"trains on {files_text(report.train_files) or 'nothing'}; holds out "
+        f"{files_text(report.held_out_files) or 'nothing'}",
+        "training prompts": kept,
+    }
+
+
+def files_text(files: Mapping[str, int]) -> str:
+    """`data/train-0.parquet and 3 more files (7,473 rows)`"""
+    if not files:
+        return ""
+    more = f" and {len(files) - 1} more file{'s' * (len(files) > 2)}" if len(files) > 1 else ""
+    return f"{next(iter(files))}{more} ({sum(files.values()):,} rows)"

@@ -1,0 +1,988 @@
+"""A job: what a command needs, opened in stages, each when it is first asked for; and which of them
+check it."""
+
+from __future__ import annotations
+
+import io
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing, nullcontext
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
+
+import jax
+import numpy as np
+
+from shoal.buckets import RUNS
+from shoal.budget.advice import TIGHT, Describe, fitting
+from shoal.budget.auto import decided_micro_tokens, run_roles, teacher_architecture, trained_model
+from shoal.budget.budget import LARGEST, PHASES, Figures, parts_text
+from shoal.budget.memory import (
+    ROLES,
+    AvailableMemory,
+    activation_bytes,
+    available_memory,
+    device_memory,
+    input_bytes,
+    job_sizes,
+    parameter_count,
+    reference_architecture,
+    update_bytes,
+)
+from shoal.budget.shapes import micro_batch_shapes
+from shoal.budget.slots import engine_states, num_hosts, training_places
+from shoal.chat.tokenizer import Tokenizer, read_date
+from shoal.checks.inputs import check_devices, check_prompts, check_tokenizer, open_prompts
+from shoal.checks.reward import check_first_prompt, lost_in_tokens, sampled_by
+from shoal.checks.settings import (
+    adapter_warnings,
+    check_before_weights,
+    check_run_folder,
+    check_settings,
+    check_size,
+)
+from shoal.config.commands import EvalConfig, GenerateConfig, ServeConfig
+from shoal.config.derived import for_devices, longest_sequence, max_support, num_updates
+from shoal.config.sections.devices import MeshSection
+from shoal.config.sections.sampling import SamplingSection
+from shoal.config.train import Config
+from shoal.files import check_local, is_offline, nearest_folder
+from shoal.findings import NOT_HERE, Finding, Findings
+from shoal.job import training as job_training
+from shoal.job.data_source import DataSource, for_training
+from shoal.job.environments import (
+    TurnFormats,
+    make_player,
+    open_sessions,
+    section_of,
+    with_environment,
+)
+from shoal.job.hosts import (
+    local_fleet,
+    open_cluster,
+    run_engines,
+    sampling_engine_maker,
+    trainer_mesh,
+    training_engine_maker,
+    training_fleet,
+)
+from shoal.job.process import open_world
+from shoal.job.resume import as_decided
+from shoal.job.reward_model import reward_models
+from shoal.job.task import (
+    UNREWARDED,
+    check_truths,
+    encode_all,
+    given_rewards,
+    load_questions,
+    longest_prompt,
+    own_rewards,
+    with_overlong,
+)
+from shoal.mesh import Roles, World, available_devices, make_roles
+from shoal.model.attention.caches import KEY_BLOCK
+from shoal.model.attention.selector import (
+    attention_kind,
+    decodes_by_kernel,
+    kernel_fault,
+    kernel_refusal,
+)
+from shoal.model.parameters import as_frozen, joined, without_adapter
+from shoal.model.transformer import Model
+from shoal.records import Example, Params, Purpose, RewardFunction, ShoalError
+from shoal.report.console import Console
+from shoal.report.sinks import check_sinks
+from shoal.rewards.environments import environment_rewards
+from shoal.rewards.pool import RewardPool
+from shoal.rollout.fleet import Fleet
+from shoal.rollout.ledger import GroupRewards
+from shoal.rollout.multi_process import DealtSource
+from shoal.runs.layout import MODEL_FOLDER
+from shoal.runs.reader import read_config, read_decided_keys
+from shoal.sampler.engine import Engine
+from shoal.sampler.scheduler import num_rows
+from shoal.stop import NotHere, StopSignal
+from shoal.tasks.data import evaluating
+from shoal.tasks.task import ROWS, Task
+from shoal.text import gib
+from shoal.trainer.evaluation import Evaluator
+from shoal.trainer.loss import make_objective
+from shoal.trainer.prompts import PromptStream, TokenizedExample
+from shoal.trainer.scorers import ModelScorer, find_teacher
+from shoal.trainer.step import Learner
+from shoal.trainer.update import Updater
+from shoal.weights.checkpoints import checkpoint_bytes
+from shoal.weights.orbax import orbax_silenced
+from shoal.weights.sampler_copy import place
+from shoal.weights.source import (
+    ModelSpec,
+    adapted,
+    check_positions,
+    make_model,
+    model_path,
+    multiply_exactly,
+    open_run_model,
+    with_run,
+)
+from shoal.weights.store import MemoryPublisher
+from shoal.workers.sessions import Sessions
+
+if TYPE_CHECKING:
+    from shoal.rollout.ray_host import Cluster
+
+
+T = TypeVar("T")
+
+
+R = TypeVar("R")
+
+
+CHECKS: Mapping[type, Sequence[str]] = {
+    Config: (
+        "settings",
+        "inputs",
+        "folder_note",
+        "questions",
+        "sessions",
+        "pool",
+        "cluster",
+        "world",
+        "given_roles",
+        "placement",
+        "positions",
+        "model",
+        "tensors",
+        "teacher",
+        "sets",
+        "prompts",
+        "lengths",
+        "slots",
+        "reward_findings",
+        "sizes",
+        "room",
+    ),
+    EvalConfig: (
+        "questions",
+        "sessions",
+        "pool",
+        "given_roles",
+        "positions",
+        "model",
+        "tensors",
+        "sets",
+        "slots",
+        "lost_answers",
+    ),
+    **dict.fromkeys(
+        (GenerateConfig, ServeConfig), ("given_roles", "positions", "model", "tensors")
+    ),
+}
+"""The stages in which a job can be refused before its weights are read, of the run and of its dry
+run."""
+
+
+class stage(Generic[T]):
+    """A part of a job that opens when it is first asked for. What it becomes, or the error that it
+    raises, is kept.
+
+    `check`: what it checks, as findings call it. `key`: what mends it, unless the error names
+    another."""
+
+    name: str
+    function: Callable[[Job], T]
+
+    def __init__(self, check: str = "configuration", key: str = "") -> None:
+        self.check, self.key = check, key
+
+    def __call__(self, function: Callable[[Job], R]) -> stage[R]:
+        made: stage[R] = stage(self.check, self.key)
+        made.function, made.__doc__ = function, function.__doc__
+        return made
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    @overload
+    def __get__(self, job: None, owner: type) -> stage[T]: ...
+
+    @overload
+    def __get__(self, job: Job, owner: type) -> T: ...
+
+    def __get__(self, job: Job | None, owner: type) -> T | stage[T]:
+        if job is None:
+            return self
+        if self.name in job.failed:
+            raise job.failed[self.name]
+        if self.name not in job.opened:
+            try:
+                job.opened[self.name] = self.function(job)
+            except ShoalError as error:
+                job.failed[self.name] = error
+                raise
+        return job.opened[self.name]
+
+
+class Job:
+    """What a configuration becomes. Closed at the end, with everything that it opened.
+
+    >>> with Job(config, console) as job:
+    ...     open_run(job).train()
+
+    `resumed`: the folder of a run that goes on. `functions`, `task`: reward functions and data from
+    Python. `devices`: others than this machine's. `spec`: another model than the one of
+    `model.path`. `settled`: the configuration has what follows from its run's devices, as a stored
+    one has.
+    """
+
+    def __init__(
+        self,
+        config: Config | EvalConfig | GenerateConfig | ServeConfig,
+        console: Console,
+        *,
+        resumed: Path | None = None,
+        functions: Sequence[Callable] = (),
+        task: Task | None = None,
+        devices: Sequence[Any] = (),
+        spec: ModelSpec | None = None,
+        findings: Findings | None = None,
+        settled: bool = False,
+    ) -> None:
+        # One of these: a stage reads what the commands that open it have.
+        self.given: Any = replace(config, model=with_run(config.model))
+        self.console, self.resumed, self.functions = console, resumed, functions
+        self._task, self._devices, self._spec = task, devices, spec
+        self.trains = isinstance(config, Config)
+        self.findings, self.stop, self.stack = findings or Findings(), StopSignal(), ExitStack()
+        self.opened: dict[str, Any] = {"config": config} if settled else {}
+        self.failed: dict[str, ShoalError] = {}
+        self.noted: list[ShoalError] = []
+        self.started, self.compilations = time.perf_counter(), job_training.CompilationCounter()
+
+    def __enter__(self) -> Job:
+        self.stack.enter_context(orbax_silenced())
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stack.__exit__(kind, error, traceback)
+
+    def collect(self, *stages: str) -> bool:
+        """Opens stages and notes what is wrong with each, in place of raising it. True if all are
+        open."""
+        for name in stages:
+            try:
+                getattr(self, name)
+            except ShoalError as error:
+                if error not in self.noted:  # that of a stage which this one needs has been noted
+                    self.noted.append(error)
+                    source = next(name for name, known in self.failed.items() if known is error)
+                    made: stage[Any] = getattr(Job, source)
+                    self.findings.of(made.check, made.key).wrong(error)
+        return self.opened.keys() >= {*stages}
+
+    # ---- before devices
+
+    @stage()
+    def settings(self) -> None:
+        if self.trains:
+            check_settings(self.given, self.findings)
+            check_sinks(self.given.report)
+
+    @stage()
+    def inputs(self) -> None:
+        """The files and names that are given, as far as they are on this machine."""
+        check_before_weights(
+            self.given, bool(self.functions) or self._task is not None, self.resumed is not None
+        )
+
+    @stage("configuration", "base_output_directory")
+    def folder_note(self) -> str:
+        """A note if the run's folder is there already; ShoalError where it cannot be made."""
+        return "" if self.resumed else check_run_folder(self.given)
+
+    @stage("data", "task.path")
+    def questions(self) -> Task:
+        """The data of the task, with its own rewards."""
+        c = self.given
+        with nullcontext() if self.trains else evaluating():
+            task = with_environment(self._task or load_questions(c.task, c.reward), c)
+        if self.trains:
+            task = for_training(task, c)
+        for note in task.notes:
+            self.console.note(note)
+        return task
+
+    @stage("reward", "reward.functions")
+    def scorers(self) -> tuple[RewardFunction, ...]:
+        """The functions that score answers. Those that were given need no data."""
+        c = self.given
+        needed = not self.trains or c.algorithm.uses_rewards
+        acting = environment_rewards(
+            {} if "questions" in self.failed else self.questions.environments
+        )
+        rewards = (
+            *(
+                self._task.rewards
+                if self._task
+                else given_rewards(c.reward, self.functions)
+                or own_rewards(self.questions, c.task, c.reward, needed and not acting)
+            ),
+            *acting,
+        )
+        for model in reward_models(rewards):
+            model.prepare(c.model, c.sampling, lambda: self.roles.reference)
+            if self.trains:
+                model.date = self.template_date
+        return with_overlong(
+            rewards if rewards or needed else UNREWARDED, c.reward, c.sampling.max_completion_tokens
+        )
+
+    @stage("environment", "environment.factory")
+    def sessions(self) -> Sessions | None:
+        """The processes of tools and environments, forked as those that score are; None where
+        rollouts have none."""
+        if isinstance(self.given, GenerateConfig | ServeConfig):  # which have no task
+            return None
+        return (made := open_sessions(self.questions, self.given)) and self.stack.enter_context(
+            closing(made)
+        )
+
+    @property
+    def task(self) -> Task:
+        return replace(self.questions, rewards=self.scorers)
+
+    @stage("reward", "reward.functions")
+    def pool(self) -> RewardPool:
+        """The processes that score answers: forked while this one has no threads of JAX (decision
+        0006)."""
+        if "questions" not in self.failed:
+            check_truths(self.questions, self.scorers)
+        steps = (self.given.steps,) if self.trains else ()
+        return self.stack.enter_context(
+            closing(RewardPool(self.scorers, self.given.reward, *steps))
+        )
+
+    @stage()
+    def cluster(self) -> Cluster | None:
+        return open_cluster(self.given, self.console, self.stack)
+
+    @stage()
+    def world(self) -> World:
+        """The processes of the run. From here on the configuration lacks the keys that are a
+        process's own."""
+        world, self.given = open_world(self.given, self.resumed)
+        return self.stack.enter_context(world)
+
+    @stage("tokenizer", "model.path")
+    def template_date(self) -> datetime:
+        """The date that chat templates write in a training run, resumed or not: the one of its
+        first start."""
+        if self.resumed:
+            folder = self.resumed / MODEL_FOLDER
+            if date := read_date(folder):
+                return date
+            template = folder / "chat_template.jinja"
+            if template.is_file() and "strftime_now" in template.read_text(encoding="utf-8"):
+                self.findings.of("template", "model.template").warning(
+                    "the chat template writes the date, and the run began with a version that did "
+                    "not keep it: from "
+                    "here on prompts have the present one"
+                )
+        return datetime.now().replace(microsecond=0)
+
+    @stage("tokenizer", "model.path")
+    def spec(self) -> ModelSpec:
+        """The model's sizes and tokenizer, and how its weights are read."""
+        if self._spec is not None:
+            return self._spec
+        if not self.trains:
+            for _, text in adapter_warnings(self.given.model.lora):
+                self.console.warning(text)
+        spec = open_run_model(self.given.model, self.resumed, None if self.trains else self.console)
+        if not self.trains:
+            return spec
+        date = self.template_date
+        if (
+            "world" in self.opened and self.world.count > 1
+        ):  # processes may start on two days, or in two time zones
+            date = datetime.fromisoformat(self.world.exchange_json("the date", date.isoformat())[0])
+        return replace(spec, date=date)
+
+    @stage("model", "sampling.max_completion_tokens")
+    def positions(self) -> None:
+        """ShoalError where sequences may be longer than the model's positions reach; the reference
+        has the same."""
+        check_positions(
+            self.spec.architecture,
+            self.given.sampling,
+            f"model.path={model_path(self.given.model)}",
+        )
+
+    # ---- devices
+
+    @stage("devices", "mesh")
+    def devices(self) -> Sequence[Any]:
+        return self._devices or available_devices(
+            self.given.mesh, getattr(self.given, "shares_gpu", False)
+        )
+
+    @property
+    def mesh(self) -> MeshSection:
+        """The mesh as given, for the devices that Ray holds for this process."""
+        # Not `self.cluster`: a plan joins none.
+        return (
+            trainer_mesh(self.given, self.opened["cluster"]).mesh
+            if "cluster" in self.opened
+            else self.given.mesh
+        )
+
+    @stage("devices", "mesh")
+    def given_roles(self) -> Roles:
+        """The mesh of each role by the settings alone: judged before the model is known."""
+        return make_roles(self.mesh, self.devices)
+
+    @stage("devices", "mesh")
+    def roles(self) -> Roles:
+        """The mesh of each role for this model: `given_roles`, with a replica of the sampler over
+        as many devices as it needs. A command that only samples has no trainer to share the devices
+        with."""
+        given, roles = self.mesh, self.given_roles
+        if not self.trains:
+            return roles
+        roles = run_roles(replace(self.given, mesh=given), self.spec.architecture, self.devices)
+        if roles.sampler.tensor != (given.sampler_tensor or given.tensor):
+            self.console.note(
+                f"mesh.sampler_tensor={roles.sampler.tensor}: a replica of the sampler does not "
+                f"fit "
+                "fewer devices"
+            )
+        return roles
+
+    @stage("devices", "mesh")
+    def config(self) -> Config:
+        """The configuration of a training job, with what it left open decided: by its devices, or
+        as its run has done that is resumed."""
+        trainer, before = self.roles.trainer, self.given.batch.prompts_per_step
+        given = self.given
+        if self.resumed:
+            given = as_decided(read_config(self.resumed), given, read_decided_keys(self.resumed))
+        config = for_devices(given, trainer.mesh.size, trainer.platform)
+        if not given.batch.micro_tokens:
+            size = decided_micro_tokens(config, self.roles, self.spec.architecture)
+            config = replace(config, batch=replace(config.batch, micro_tokens=size))
+        if self.resumed and before != config.batch.prompts_per_step:
+            self.console.warning(
+                f"batch.prompts_per_step changes from {before} to {config.batch.prompts_per_step}: "
+                "the number of the trainer's devices has changed"
+            )
+        return config
+
+    @stage("devices", "mesh")
+    def placement(self) -> None:
+        check_devices(self.config, self.roles, self.findings)
+
+    @stage("model", "model.path")
+    def model(self) -> Model:
+        """The model on the trainer's devices, or on the sampler's where none trains."""
+        model = (
+            trained_model(self.config, self.spec, self.roles)
+            if self.trains
+            else make_model(self.given.model, self.spec.architecture, self.roles.sampler)
+        )
+        if fault := kernel_fault(replace(model, attention=self.given.model.attention)):
+            self.console.note(
+                "attention is blocked: our kernels do not work on this "
+                f"{model.role.platform.upper()} ({fault})"
+            )
+        sampler = model.on(self.roles.sampler)
+        if (
+            not decodes_by_kernel(sampler)
+            and sampler.role.platform != "cpu"
+            and model.attention == "auto"
+        ):
+            self.console.note(f"decoding goes without its kernel: {kernel_refusal(sampler)}")
+        attention_kind(
+            model,
+            *(
+                (shape := micro_batch_shapes(self.config, model.role.row_shards)[0]).rows,
+                shape.length,
+            )
+            if self.trains
+            else (1, self.given.sampling.max_prompt_tokens),
+        )  # raises
+        multiply_exactly(model.dtype, self.stack)
+        return model
+
+    @stage("model", "model.path")
+    def tensors(self) -> None:
+        """The files of the weights, as far as their headers tell."""
+        self.spec.check()
+
+    @stage("teacher", "teacher.path")
+    def teacher(self) -> ModelSpec | None:
+        return (
+            find_teacher(self.config, self.spec, self.console) if self.config.teacher.path else None
+        )
+
+    # ---- data
+
+    @property
+    def expected(self) -> Config:
+        """The configuration; before its devices are known, as for one of them."""
+        if "config" in self.opened:
+            return self.config
+        b = self.given.batch
+        return replace(
+            self.given,
+            batch=replace(b, prompts_per_step=b.prompts_per_device or b.prompts_per_step),
+        )
+
+    @stage("tokenizer", "model.path")
+    def tokenizer(self) -> Tokenizer:
+        if self.trains:
+            check_tokenizer(
+                self.spec.tokenizer, (*self.spec.notes, *self.spec.tokenizer.notes), self.findings
+            )
+        return self.spec.tokenizer
+
+    @stage("template", "model.template")
+    def turns(self) -> TurnFormats | None:
+        """How turns look in tokens; None where rollouts have one."""
+        return self.sessions and TurnFormats(
+            self.tokenizer,
+            self.sessions,
+            section_of(self.given),
+            self.console.note,
+            self.given.sampling.max_completion_tokens,
+        )
+
+    def encode(self, example: Example) -> np.ndarray:
+        """Token ids of an example's prompt, int32[T], with its tools."""
+        return (
+            self.turns.encode(example)
+            if self.turns
+            else self.tokenizer.encode_prompt(example.prompt)
+        )
+
+    @stage("data", "task.path")
+    def prompts(self) -> PromptStream:
+        return open_prompts(self.expected, self.questions, self.encode)
+
+    @property
+    def first_prompt(self) -> TokenizedExample:
+        return self.prompts.peek(self.expected.batch.prompts_per_step)
+
+    @stage("data", "task.path")
+    def sets(self) -> Mapping[str, Sequence[TokenizedExample]]:
+        """The questions of each evaluation set, without further sets whose prompts are all too
+        long."""
+        warn, found = self.findings.of("data").warning if self.trains else self.console.warning, {}
+        for name, examples in self.questions.evaluations.items():
+            try:
+                found[name] = encode_all(name, examples, self.encode, self.given.sampling, warn)
+            except ShoalError as error:
+                if not found or error.key != "sampling.max_prompt_tokens":
+                    raise
+                warn(f"{name} is not evaluated: {error}")
+        return found
+
+    @stage("template", "model.template")
+    def lengths(self) -> str:
+        """The prompts' lengths, in training and in each evaluation set, as text."""
+        return check_prompts(
+            self.expected,
+            self.questions,
+            self.tokenizer,
+            self.encode,
+            self.findings,
+            self.opened.get("sets", {}),
+        )
+
+    @stage()
+    def reward_findings(self) -> list[Finding]:
+        """What the reward says of known answers to the first prompt. A resumed run's was tried when
+        it began; a dry run reads no weights of a reward model; there is no known way through an
+        environment."""
+        if (
+            self.resumed
+            or self.questions.environments
+            or (is_offline() and reward_models(self.scorers))
+        ):
+            return []
+        found = check_first_prompt(
+            self.config,
+            self.tokenizer,
+            self.first_prompt,
+            self.pool,
+            has_calls=bool(self.questions.tools),
+        )
+        self.findings.extend(found)
+        return found
+
+    @stage("reward", "reward.functions")
+    def lost_answers(self) -> None:
+        """Warns of an evaluation whose rewards would not see in completions what they look for, as
+        a tag that the prompt opens: every answer would count as wrong."""
+        first = next((questions[0] for questions in self.sets.values() if questions), None)
+        if first is None or self.questions.environments or reward_models(self.scorers):
+            return
+        lost = lost_in_tokens(
+            self.pool, [first.example], sampled_by(self.tokenizer, lambda _: first.prompt_ids)
+        )
+        if lost:
+            self.findings.of("reward").warning(lost)
+
+    # ---- sizes
+
+    @stage("memory", "sampling.prompt_slot_tokens")
+    def slots(self) -> SamplingSection:
+        """The settings of sampling, with the room of slots decided by the data; `config` has it
+        from here on. A resumed run keeps its own, which other numbers follow from in their last
+        bits, unless its data has outgrown it."""
+        settings = self.config if self.trains else self.given
+        evaluator = Evaluator(
+            self.sets,
+            settings.sampling.params,
+            settings.pass_k,
+            self.task,
+            settings.quick_questions if self.trains else 0,
+        )
+        sampling = self.with_prompt_room(settings.sampling)
+        is_kept = self.resumed is not None and not sampling.evaluation_slots
+        if not self.given.sampling.evaluation_slots and not is_kept:
+            sampling = replace(sampling, evaluation_slots=evaluator.num_completions(full=True))
+        if self.trains:
+            self.opened["config"] = replace(settings, sampling=sampling)
+        return sampling
+
+    def with_prompt_room(self, sampling: SamplingSection) -> SamplingSection:
+        """The settings of sampling with `prompt_slot_tokens` decided, where all prompts are known
+        before."""
+        before, is_open = sampling.prompt_slot_tokens, not self.given.sampling.prompt_slot_tokens
+        if self.resumed is not None and not before:
+            return sampling
+        is_known = self.given.task.name in ("custom", ROWS) and self.sessions is None
+        if not is_known:
+            if before and before < sampling.max_prompt_tokens:
+                raise ShoalError(
+                    f"sampling.prompt_slot_tokens={before}: the prompts of this job are known only "
+                    f"when "
+                    f"it runs, and may have "
+                    f"sampling.max_prompt_tokens={sampling.max_prompt_tokens} "
+                    "tokens; leave it out"
+                )
+            return sampling
+        # Of answers that are learned no completion is sampled.
+        is_sampled = self.trains and not self.config.algorithm.learns_from_data
+        longest = longest_prompt(
+            self.questions.train if is_sampled else (), self.sets, self.encode, sampling
+        )
+        if not is_open:
+            if longest > before:
+                raise ShoalError(
+                    f"sampling.prompt_slot_tokens={before}: the longest prompt of the data has "
+                    f"{longest} "
+                    "tokens; leave it out, or lower sampling.max_prompt_tokens"
+                )
+            return sampling
+        needed = -(-longest // KEY_BLOCK) * KEY_BLOCK
+        if needed <= before < sampling.max_prompt_tokens + KEY_BLOCK:
+            return sampling
+        return replace(
+            sampling, prompt_slot_tokens=needed if needed < sampling.max_prompt_tokens else 0
+        )
+
+    @stage("memory", "model.path")
+    def sizes(self) -> Finding:
+        """What a device holds against what it has, as far as it is known before anything is
+        compiled."""
+        check_size(self.config, parameter_count(self.model.architecture), self.findings)
+        found = check_memory(self)
+        self.findings.extend([found])
+        return found
+
+    @stage("configuration", "base_output_directory")
+    def room(self) -> None:
+        """ShoalError where the disk has less room than one checkpoint takes. Of several processes
+        each writes its part, whose disk may be another's."""
+        base = self.resumed or check_local(
+            self.config.base_output_directory, "base_output_directory", RUNS
+        )
+        needed, free = (
+            checkpoint_bytes(self.learner),
+            shutil.disk_usage(nearest_folder(base / "any")).free,
+        )
+        if free < needed and self.config.steps and jax.process_count() == 1:
+            raise ShoalError(
+                f"base_output_directory={base}: a checkpoint takes {gib(needed)}, and the disk has "
+                f"{gib(free)} free: make room, or choose a folder on another disk"
+            )
+
+    def described(self, config: Config) -> dict[str, Any]:
+        """The outline of the job with other settings, for the same model on the same devices.
+        ShoalError for one that cannot be."""
+        spec = self.spec
+        if config.model.lora != self.config.model.lora:
+            spec = replace(spec, architecture=adapted(config.model.lora, spec.architecture))
+        other = Job(config, Console(io.StringIO()), devices=self.devices, spec=spec)
+        other.opened |= {
+            name: self.opened[name] for name in ("teacher", "cluster") if name in self.opened
+        }
+        with other:
+            return outline(other)
+
+    # ---- what samples
+
+    def make_engine(self) -> Callable[[Purpose, int], Engine]:
+        """A function that makes the engines of the sampler's first host, for groups of a purpose
+        and size."""
+        if self.trains:
+            return training_engine_maker(self.config, self.model, self.roles, self.tokenizer)
+        c = self.given
+        size = max(
+            1, c.num_generations if isinstance(c, GenerateConfig) else getattr(c, "pass_k", 1)
+        )
+        sampling, slots = c.sampling, c.batch * self.model.role.mesh.size
+        if isinstance(c, EvalConfig):
+            sampling = self.slots
+            slots = min(slots, sampling.evaluation_slots or slots)
+        return sampling_engine_maker(
+            self.model, self.tokenizer, sampling, slots, size, isinstance(c, ServeConfig)
+        )
+
+    @stage("memory", "sampling.slots_per_device")
+    def engines(self) -> dict[str, Engine]:
+        return dict(run_engines(self.config, self.model, self.roles, self.tokenizer))
+
+    @stage()
+    def rewards(self) -> GroupRewards:
+        return GroupRewards(
+            self.task, self.pool, self.tokenizer.decode, section_of(self.given).on_error
+        )
+
+    @stage()
+    def source(self) -> Fleet | DealtSource | DataSource:
+        """Groups of completions: of Ray's workers, threads with devices of their own, this thread,
+        or the data."""
+        c, rewards = (
+            self.given,
+            self.rewards,
+        )  # first: its processes are forked while JAX has no threads
+        if not self.trains:
+            player = (
+                make_player(self.turns, c.batch * self.model.role.mesh.size, c.sampling)
+                if self.turns
+                else None
+            )
+            return local_fleet(
+                MemoryPublisher(self.model, frees=True),
+                self.make_engine(),
+                rewards,
+                c.seed,
+                self.console.answered,
+                player=player,
+            )
+        fleet = training_fleet(
+            self.config,
+            self.model,
+            self.roles,
+            self.spec,
+            rewards,
+            self.stop,
+            self.console,
+            self.cluster,
+            self.turns,
+        )
+        source = DealtSource(fleet, self.world, self.stop) if self.world.count > 1 else fleet
+        self.stack.enter_context(closing(source))
+        return (
+            DataSource(source, self.tokenizer, self.config)
+            if self.config.algorithm.learns_from_data
+            else source
+        )
+
+    # ---- what trains
+
+    @stage()
+    def learner(self) -> Learner:
+        return Learner(
+            self.model,
+            make_objective(self.config.algorithm),
+            self.config.optimizer,
+            num_updates(self.config),
+            self.config.seed,
+        )
+
+    def open_reference(self, first: Params | None) -> ModelScorer | None:
+        """The reference on its role's devices, in the type of the computation; None without a KL
+        term, where it would hold a model's memory for nothing. `first`: the weights, if they have
+        been read already, or what of them an adapter freezes."""
+        if not self.config.algorithm.scores_reference:
+            return None
+        policy = self.model.architecture
+        a = reference_architecture(self.config, policy)
+        model = replace(self.model, architecture=a, role=self.roles.reference)
+        if first is None:
+            base = self.spec.read(model.role, model.dtype)
+        else:
+            base = place(replace(model, architecture=a.base), without_adapter(policy, first))
+        if not a.adapter:
+            return ModelScorer(model, base)
+        # Read once more, not shared: the policy's own is trained, and a resumed run's is that of
+        # its checkpoint.
+        adapter = self.spec.read_adapter(model.role, model.dtype, self.given.seed)
+        return ModelScorer(model, joined(adapter, as_frozen(a, base)))
+
+    def make_updater(self, reference: ModelScorer | None, teacher: ModelScorer | None) -> Updater:
+        c = self.config
+        return Updater(
+            self.learner,
+            c.algorithm,
+            c.batch,
+            temperature=c.sampling.temperature,
+            seed=c.seed,
+            reference=reference,
+            teacher=teacher,
+            teacher_coef=c.teacher.coef,
+            max_tokens=c.sampling.max_completion_tokens,
+            longest=longest_sequence(c),
+            max_support=max_support(c),
+        )
+
+    def load_weights(self, spec: ModelSpec | None = None) -> Params:
+        """The first weights, on the devices of what trains, or samples where nothing does. The
+        caller owns them: kept here, they would take a model's memory for all of the run. `spec`: of
+        other files than the job's."""
+        return (
+            (spec or self.spec).load(
+                self.roles.trainer, np.float32, self.model.dtype, self.given.seed
+            )
+            if self.trains
+            else self.spec.load(self.roles.sampler, self.model.dtype)
+        )
+
+    # ---- a run
+
+    def check(self, *without: str) -> None:
+        """Opens everything that can be wrong with a job before its weights are read, of a dry run
+        what needs no download; `without` these stages."""
+        for name in next(names for kind, names in CHECKS.items() if isinstance(self.given, kind)):
+            if name not in without:
+                try:
+                    getattr(self, name)
+                except NotHere as missing:  # raised in a dry run alone
+                    self.findings.of(NOT_HERE).ok(
+                        f"{missing} is not on this machine, and so not checked"
+                    )
+
+
+# ---- memory
+
+
+def check_memory(job: Job) -> Finding:
+    """Whether what is known before compilation fits; ShoalError if it exceeds all of a device's
+    memory."""
+    figures = Figures(job.config, outline(job), {})
+    available = available_memory(job.roles.trainer.mesh.devices.flat)
+    found, _ = judge_memory(figures, available, job.described, "at least")
+    if found.level == "wrong" and figures.peak * available.sharing > available.total:
+        raise ShoalError(found.text)
+    return found
+
+
+def judge_memory(
+    figures: Figures, available: AvailableMemory, describe: Describe, bound: str = "at most"
+) -> tuple[Finding, str]:
+    """Whether a job fits: what each device needs and has, and, if that is tight, what to change,
+    besides as the text of its own. `bound`: `at least` where activations are unknown."""
+    shared = (
+        f" on each of {available.sharing} devices that share it" if available.sharing > 1 else ""
+    )
+    text = (
+        f"{bound} {gib(figures.peak)}{shared}, in the {PHASES[figures.fullest][0]} phase "
+        f"({parts_text(figures)})"
+    )
+    if not available.free:
+        return Finding("memory", "ok", f"{text}; the device does not report its memory"), ""
+    text += f"; {gib(available.free)} of {gib(available.total)} free ({available.where})"
+    free = available.free / available.sharing
+    if figures.peak <= TIGHT * free:
+        return Finding("memory", "ok", text), ""
+    advice = fitting(figures, describe, TIGHT * free)
+    level, word = ("wrong", "not enough memory") if figures.peak > free else ("warning", "tight")
+    return Finding("memory", level, f"{word}: {text}. {advice['text']}", advice["key"]), advice[
+        "text"
+    ]
+
+
+def outline(job: Job) -> dict[str, Any]:
+    """What is known of a job before anything is compiled, for JSON. `activations`: bytes that an
+    update is reckoned to need on a device besides what roles hold."""
+    config, model, roles = job.config, job.model, job.roles
+    a, role, shape = (
+        model.architecture,
+        roles.trainer,
+        micro_batch_shapes(config, roles.trainer.row_shards)[0],
+    )
+    teacher = job.opened.get("teacher")
+    sizes = job_sizes(
+        config,
+        a,
+        roles,
+        model.dtype,
+        teacher.architecture if teacher else teacher_architecture(config),
+        engine_states(config, model, roles, a),
+    )
+    mine = list(role.mesh.devices.flat)
+    memory, places = device_memory(mine[0]), training_places(config, roles, a)
+    if not memory:
+        available = available_memory(mine)
+        memory = available.total // available.sharing
+    rows = num_rows(places.slots, places.siblings, roles.hosts[0].row_shards)
+    tokens, remat = (
+        shape.tokens // role.row_shards,
+        "dots" if model.remat == "none" else model.remat,
+    )
+    kept, on_host = (
+        activation_bytes(a, tokens / role.tensor, model.dtype, remat),
+        sizes.held["trainer"]["host"],
+    )
+    if remat == "offload" and role.platform != "cpu":  # but for two layers', which are on their way
+        stored = kept + input_bytes(a, tokens, model.dtype)
+        kept -= stored * max(0, a.num_layers - 2) // a.num_layers
+        on_host = {**on_host, "stored for the backward pass": stored}
+    return {
+        "model": {
+            "parameters": parameter_count(a),
+            "layers": a.num_layers,
+            "dtype": model.dtype.name,
+            "remat": model.remat,
+        },
+        "roles": {
+            name: {
+                "mesh": {axis: size for axis, size in one.mesh.shape.items() if size > 1},
+                "devices": [device.id for device in one.mesh.devices.flat],
+            }
+            for name, one in zip(ROLES, roles.all, strict=True)
+        },
+        "machines": 1,
+        "num_devices": len(job.devices),
+        "held": sizes.held,
+        "memory_bytes": memory,
+        "peak_flops": None,
+        "published_bytes": 0,
+        "activations": update_bytes(a, role, model.dtype, tokens) + kept,
+        "host": on_host,
+        "shape": {"rows": shape.rows, "length": shape.length, "tokens": shape.tokens},
+        "slots": rows * places.siblings * num_hosts(roles),
+        "prompts": config.batch.prompts_per_step,
+        "programs": {name: {"runs": 1, "role": role} for name, role in LARGEST.items()},
+    }

@@ -1,0 +1,721 @@
+"""Scores stored groups, and answers made elsewhere, with rewards, without a model.
+
+    groups/step_* -> RewardPool -> rewards, advantages by the step's own settings
+                  -> compared with the stored ones
+    responses.jsonl -> matched with the task's examples -> rewards
+
+It counts the advantages that change their sign, and finds what is suspicious about the new reward.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import unicodedata
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from shoal.buckets import address
+from shoal.chat.tokenizer import read_date
+from shoal.config.sections.algorithm import AlgorithmSection
+from shoal.config.sections.reward import RewardSection
+from shoal.config.sections.task import TaskSection
+from shoal.config.train import Config
+from shoal.job.task import find_functions, load_task, with_overlong
+from shoal.records import GOLD_COLUMNS, Example, Failure, RewardFunction, ShoalError, ground_truth
+from shoal.report.console import Console
+from shoal.rewards.functions import name_functions
+from shoal.rewards.pool import RewardPool
+from shoal.rewards.scores import Scores
+from shoal.runs.groups import read_file
+from shoal.runs.layout import MODEL_FOLDER
+from shoal.runs.lines import json_ready
+from shoal.runs.metrics import known_mean, wilson_interval
+from shoal.runs.reader import StoredRun
+from shoal.tasks.data import evaluating
+from shoal.tasks.generated import MadeRows
+from shoal.tasks.task import Task
+from shoal.text import count
+from shoal.trainer.step_table import StepTable
+
+NUM_SHOWN = 5
+"""Completions that are shown in full."""
+
+
+MANY_CONSTANT_GROUPS, STRONG_LENGTH_CORRELATION, SLOW_SECONDS = 0.5, 0.5, 1.0
+"""A share of groups, a rank correlation and seconds a completion, each warned of when exceeded."""
+
+
+def score_again(run: StoredRun, reward: RewardSection, step: int = 0) -> dict[str, Any]:
+    """Scores stored training groups with `reward.functions` (by default the task's own), a step at
+    a time.
+
+    Only numbers are kept of a step, so a run of any length fits into memory; of the one `step`, if
+    given, `groups` are in full."""
+    files = run.require_groups()
+    if step and step not in files:
+        run.groups(step)  # raises: it lists the steps that exist
+    chosen = [step] if step else list(files)
+    functions = reward_functions(reward, run.config)
+    if any(spec.startswith("model:") for spec in reward.functions):
+        from shoal.job.reward_model import reward_models  # imports JAX
+
+        for model in reward_models(functions):
+            model.date = read_date(run.path / MODEL_FOLDER)
+    with closing(RewardPool(functions, reward, run.config.steps)) as pool:
+        steps = [
+            rescore_step(number, files[number], pool, run.config_at(number - 1).algorithm)
+            for number in chosen
+        ]
+    old = np.concatenate([one.old.rewards[one.both] for one in steps])
+    new = np.concatenate([one.new.rewards[one.both] for one in steps])
+    return json_ready(
+        {
+            "run": address(run.path),
+            "finished": run.is_finished,
+            "steps": chosen,
+            "num_groups": sum(len(one.rows) for one in steps),
+            "num_completions": sum(one.new.valid.size for one in steps),
+            "functions": {one.name: one.weight for one in functions},
+            "comparison": {
+                "completions_compared": len(old),
+                "reward_mean": [known_mean(old), known_mean(new)],
+                "nonzero_std_groups": [
+                    sum(int(one.old.nonzero_std.sum()) for one in steps),
+                    sum(int(one.new.nonzero_std.sum()) for one in steps),
+                ],
+                "advantages_flipped": sum(int(one.flipped.sum()) for one in steps),
+            },
+            "lint": lint_reward(steps, reward.on_error == "skip"),
+            "hacks": find_hacks(steps, files, old, new),
+            "advantages_not_stored": sum(one.not_stored for one in steps),
+            "groups": [one.record(n) for one in steps for n in range(len(one.rows))]
+            if step
+            else None,
+        }
+    )
+
+
+def reward_functions(reward: RewardSection, run: Config) -> tuple[RewardFunction, ...]:
+    """The functions given, else the task's own; with the run's overlong penalty, unless another is
+    given."""
+    if reward.functions:
+        found = name_functions(find_functions(reward, reward.functions), reward.weights)
+    else:
+        found = load_task(run.task, reward).rewards
+    penalty = reward if reward.overlong_buffer_tokens else run.reward
+    return with_overlong(found, penalty, run.sampling.max_completion_tokens)
+
+
+@dataclass(frozen=True)
+class RescoredStep:
+    """One step's groups with their stored and their new scores; arrays are [P, G]."""
+
+    step: int
+    rows: list[int]  # of the data, by group
+    old: StepTable  # its advantages are those by the settings on file
+    new: StepTable
+    components: list[Mapping[str, np.ndarray]]  # of the new functions, by group
+    old_advantages: np.ndarray  # those trained on; by the settings where none were stored
+    not_stored: int  # groups without stored advantages
+    seconds: float  # wall time: worker processes score at the same time
+    failed: Counter[str]  # `function: kind`
+    failed_completions: Counter[str]  # by function
+    first_failure: str | None
+
+    @property
+    def both(self) -> np.ndarray:
+        """Completions that both rewards scored."""
+        return self.new.valid & self.old.valid
+
+    @property
+    def flipped(self) -> np.ndarray:
+        """Completions whose advantage is positive by one reward and negative by the other."""
+        return self.both & (np.sign(self.new.advantages) * np.sign(self.old_advantages) < 0)
+
+    def record(self, n: int) -> dict[str, Any]:
+        """One group in full."""
+        return {
+            "step": self.step,
+            "group": n,
+            "row": self.rows[n],
+            "old_rewards": self.old.rewards[n],
+            "rewards": self.new.rewards[n],
+            "components": self.components[n],
+            "old_advantages": self.old_advantages[n],
+            "advantages": self.new.advantages[n],
+        }
+
+
+def rescore_step(
+    step: int, file: Path, pool: RewardPool, algorithm: AlgorithmSection
+) -> RescoredStep:
+    """A step's groups in order; functions are called a group at a time, as in a run."""
+    stored = read_file(file)
+    groups = [entry.group for entry in stored]
+    started = time.perf_counter()
+    scored = score_texts(
+        pool,
+        [group.example for group in groups],
+        [group.texts for group in groups],
+        [[c.token_ids[c.loss_mask].tolist() for c in group.completions] for group in groups],
+        groups[0].step,
+        messages=[[c.messages for c in group.completions] for group in groups],
+    )
+    seconds = time.perf_counter() - started
+    failures = [failure for one in scored for failure in one.failures]
+    weights = {one.name: one.weight for one in pool.functions}
+    again = [
+        replace(
+            group,
+            rewards=one.rewards[0],
+            valid=one.valid[0],
+            reward_weights=weights,
+            reward_components={name: values[0] for name, values in one.components.items()},
+        )
+        for group, one in zip(groups, scored, strict=True)
+    ]
+    old, new = StepTable.of(groups, algorithm), StepTable.of(again, algorithm)
+    old_advantages = np.stack(
+        [
+            old.advantages[n] if entry.advantages is None else entry.advantages
+            for n, entry in enumerate(stored)
+        ]
+    )
+    return RescoredStep(
+        step,
+        [group.example.row for group in groups],
+        old,
+        new,
+        [group.reward_components for group in again],
+        old_advantages,
+        sum(entry.advantages is None for entry in stored),
+        seconds,
+        Counter(f"{one.function}: {one.kind}" for one in failures),
+        Counter(one.function for one in failures if one.completion is not None),
+        next((one.text for one in failures), None),
+    )
+
+
+# ---- what is suspicious
+
+
+def find_hacks(
+    steps: Sequence[RescoredStep], files: Mapping[int, Path], old: np.ndarray, new: np.ndarray
+) -> list[dict[str, Any]]:
+    """Completions that the new reward scores above its median and the stored one scored lowest.
+    `old`, `new`: the rewards of all completions that both scored."""
+    if not len(old) or old.min() == old.max():
+        return []
+    lowest, median = old.min(), np.median(new)
+    places = [
+        (one, n, i)
+        for one in steps
+        for n, i in np.argwhere(
+            one.both & (one.old.rewards == lowest) & (one.new.rewards > median)
+        ).tolist()
+    ]
+    places.sort(
+        key=lambda place: -place[0].new.rewards[place[1], place[2]]
+    )  # stable: by step, group
+    return [
+        {
+            "step": one.step,
+            "group": n,
+            "completion": i,
+            "text": read_file(files[one.step])[n].group.texts[i],
+            "old_reward": lowest,
+            "reward": one.new.rewards[n, i],
+        }
+        for one, n, i in places[:NUM_SHOWN]
+    ]
+
+
+def lint_reward(steps: Sequence[RescoredStep], skips_failures: bool) -> dict[str, Any]:
+    """The new reward's distribution, cost and failures, and `warnings` about them."""
+    rewards = np.concatenate([one.new.rewards[one.new.valid] for one in steps])
+    lengths = np.concatenate([one.new.lengths[one.new.valid] for one in steps])
+    failed, failed_completions = (
+        sum((getattr(one, name) for one in steps), Counter[str]())
+        for name in ("failed", "failed_completions")
+    )
+    nothing: Counter[str] = Counter()
+    for components in (components for one in steps for components in one.components):
+        nothing.update({name: int(np.isnan(values).sum()) for name, values in components.items()})
+    if skips_failures:  # a failed completion's score is NaN, as that of a None
+        nothing.subtract(failed_completions)
+    some = len(rewards) > 0
+    figures = {
+        "mean": known_mean(rewards),
+        "std": float(rewards.std()) if some else None,
+        "min": float(rewards.min()) if some else None,
+        "max": float(rewards.max()) if some else None,
+        "num_distinct": len(np.unique(rewards)),
+        "share_of_constant_groups": float(
+            np.mean(np.concatenate([~one.new.nonzero_std for one in steps]))
+        ),
+        "seconds_per_completion": sum(one.seconds for one in steps)
+        / sum(one.new.valid.size for one in steps),
+        "correlation_with_length": rank_correlation(lengths, rewards),
+        "none": dict(nothing),
+        "failed": dict(failed),
+        "first_failure": next((one.first_failure for one in steps if one.first_failure), None),
+        "unscorable": sum(int((~one.new.valid).sum()) for one in steps),
+    }
+    return figures | {"warnings": list(_warnings(figures))}
+
+
+def _warnings(found: dict[str, Any]) -> Iterator[str]:
+    if found["num_distinct"] <= 1:
+        yield "every completion has the same reward: it gives no training signal"
+    elif found["share_of_constant_groups"] > MANY_CONSTANT_GROUPS:
+        yield (
+            f"{found['share_of_constant_groups']:.0%} of the groups have one reward for all their "
+            f"completions: "
+            "they give no training signal"
+        )
+    length = found["correlation_with_length"]
+    if length is not None and abs(length) > STRONG_LENGTH_CORRELATION:
+        yield (
+            f"it correlates with length (rank correlation {length:+.2f}): training may yield "
+            f"{'longer' if length > 0 else 'shorter'} completions, and little else"
+        )
+    if found["seconds_per_completion"] > SLOW_SECONDS:
+        yield (
+            f"it takes {found['seconds_per_completion']:.1f} s a completion: sampling will wait "
+            f"for it"
+        )
+    for name, number in found["none"].items():
+        if number:
+            yield (
+                f"{name} returned None for {count(number, 'completion')}: the other functions "
+                f"alone score them, "
+                "or they are left out"
+            )
+    if found["failed"]:
+        kinds = ", ".join(f"{what}: {number}" for what, number in found["failed"].items())
+        yield f"it failed ({kinds}): {found['first_failure']}"
+
+
+def rank_correlation(a: np.ndarray, b: np.ndarray) -> float | None:
+    """Spearman's rank correlation, ties sharing their mean rank; None where a or b is constant."""
+    if len(a) < 2 or a.min() == a.max() or b.min() == b.max():
+        return None
+    return float(np.corrcoef(_ranks(a), _ranks(b))[0, 1])
+
+
+def _ranks(values: np.ndarray) -> np.ndarray:
+    _, place, count = np.unique(values, return_inverse=True, return_counts=True)
+    return (np.cumsum(count) - (count - 1) / 2)[place]
+
+
+# ---- scores
+
+
+def score_texts(
+    pool: RewardPool,
+    examples: Sequence[Example],
+    texts: Sequence[Sequence[str]],
+    token_ids: Sequence[Sequence[Sequence[int]]],
+    step: int = 0,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+    messages: Sequence[Sequence[Sequence[Mapping[str, Any]]]] = (),
+) -> list[Scores]:
+    """The scores of each group, arrays [1, G]; `progress` is called with the groups done and their
+    number. `messages`, [P][G], are those of rollouts with turns, empty for others."""
+    scores: dict[Any, Scores] = {}
+
+    def take(wait: bool) -> None:
+        for number, found in pool.collect(wait=wait):
+            scores[number] = found
+            progress(len(scores), len(examples))
+
+    for number, example in enumerate(
+        examples
+    ):  # all before the first wait: remote rewards get many at once
+        turns = [messages[number]] if messages and any(messages[number]) else ()
+        pool.submit(number, [example], [texts[number]], [token_ids[number]], step, messages=turns)
+        take(wait=False)
+    while len(scores) < len(examples):
+        take(wait=True)
+    return [scores[number] for number in range(len(examples))]
+
+
+NOT_FOUND = "its question is not in the task's data"
+
+
+TEXT = "response"
+"""The column of an answer's text."""
+
+
+QUESTIONS = ("question", "prompt", "problem")
+"""Columns that may hold the question, where a row lacks the task's own; the first present
+counts."""
+
+
+Key: TypeAlias = "tuple[Any, ...]"
+"""What a question is looked up by: a whole conversation, or a text that is a question alone or the
+last of several messages."""
+
+
+@dataclass(frozen=True)
+class Response:
+    """A row of the file; `place` is `FILE, line N`, `keys` are what its question is looked up by,
+    in order."""
+
+    place: str
+    row: Mapping[str, Any]
+    question: str  # of a conversation the last message
+    keys: tuple[Key, ...]
+    text: str
+
+
+def load_with_data(section: TaskSection, console: Console) -> Task:
+    """The task with all its questions."""
+    with evaluating():
+        task = load_task(replace(section, num_eval_questions=0))
+    for note in task.notes:
+        console.note(note)
+    return task
+
+
+# ---- the file
+
+
+def read_responses(path: Path, question: str, console: Console) -> list[Response]:
+    """The rows of a jsonl file; ShoalError naming the first line without a question or a
+    response."""
+    try:
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+    except UnicodeDecodeError as error:
+        raise ShoalError(
+            f"responses={path} is not UTF-8 text ({error.reason} at byte {error.start}): convert it"
+        ) from error
+    except OSError as error:
+        raise ShoalError(f"responses={path} cannot be read: {error.strerror or error}") from error
+    responses = [
+        _response(line, f"{path}, line {number}", question)
+        for number, line in enumerate(lines, 1)
+        if line.strip()
+    ]
+    if not responses:
+        raise ShoalError(
+            f"responses={path} holds no row: expected a JSON object on each line, with "
+            f"`{question}` and "
+            f"`{TEXT}`"
+        )
+    if others := sum(not isinstance(response.row[TEXT], str) for response in responses):
+        console.warning(
+            f"{others} of {len(responses)} responses are no text: numbers are scored as text, null "
+            f"as"
+            " empty"
+        )
+    return responses
+
+
+def _response(line: str, place: str, question: str) -> Response:
+    try:
+        row = json.loads(line)
+        if "\\u" in line:  # half of a surrogate pair, which UTF-8 files cannot hold, becomes ?
+            row = json.loads(json.dumps(row, ensure_ascii=False).encode("utf-8", "replace"))
+    except (ValueError, RecursionError) as error:
+        raise ShoalError(
+            f"{place} is no JSON object ({error}): expected one on each line"
+        ) from error
+    if not isinstance(row, dict):
+        raise ShoalError(
+            f"{place} is a {type(row).__name__}: expected an object with `{question}` and `{TEXT}`"
+        )
+    column = next((name for name in (question, *QUESTIONS) if row.get(name) is not None), question)
+    asked: Any = row.get(column)
+    text = row.get(TEXT)
+    messages = (
+        asked
+        if isinstance(asked, list) and asked and all(isinstance(one, dict) for one in asked)
+        else []
+    )
+    last: Any = messages[-1].get("content") if messages else asked
+    for name, is_text in (
+        (column, isinstance(last, str)),
+        (TEXT, TEXT in row and not isinstance(text, bool | list | dict)),
+    ):
+        if not is_text:
+            given = f"is {json.dumps(row[name]):.60}" if name in row else "is missing"
+            raise ShoalError(f"{place}: `{name}` {given}; expected text")
+    keys = (_conversation(messages), _alone(last)) if messages else (_alone(last), _last(last))
+    return Response(place, row, last, keys, "" if text is None else str(text))
+
+
+# ---- the example that each response answers
+
+
+def match_examples(
+    responses: Sequence[Response],
+    task: Task,
+    with_data: Task | None,
+    module: Any,
+    section: TaskSection,
+    console: Console,
+) -> list[Example | str]:
+    """The example of each response: from its own columns, else from the task's data; a reason where
+    there is none."""
+    published = set(getattr(getattr(module, "PUBLISHED", None), "columns", ())) - {task.question}
+    examples = [
+        _own_example(number, response, task, published) for number, response in enumerate(responses)
+    ]
+    lost = [number for number, example in enumerate(examples) if isinstance(example, str)]
+    if lost:
+        try:
+            with_data = with_data or load_with_data(section, console)
+        except ShoalError as error:  # the rows with their own answers need no data
+            if NOT_FOUND in examples and len(lost) == len(examples):
+                raise
+            console.warning(f"the other questions cannot be looked up: {error}")
+        else:
+            splits = dict(with_data.evaluations)
+            if not isinstance(with_data.train, MadeRows):  # generated rows have no end
+                splits["training"] = with_data.train
+            for number, example in find_examples(
+                {number: responses[number] for number in lost}, splits, task.question, console
+            ).items():
+                examples[number] = example
+    if len(lost) < len(responses):
+        console.note(
+            f"{len(responses) - len(lost)} of {len(responses)} responses are scored by the ground "
+            f"truth in "
+            "their own rows"
+        )
+    return examples
+
+
+def _own_example(number: int, response: Response, task: Task, published: Set[str]) -> Example | str:
+    """The example in a row's own columns: the published ones, or for a task without these any of
+    GOLD_COLUMNS."""
+    given = {column for column, value in response.row.items() if value is not None and value != ""}
+    if task.of_row is None or not (
+        published <= given if published else given.intersection(GOLD_COLUMNS)
+    ):
+        return NOT_FOUND
+    try:
+        return task.of_row(number, {**response.row, task.question: response.question})
+    except ShoalError as error:
+        return str(error)
+
+
+def find_examples(
+    responses: Mapping[int, Response],
+    splits: Mapping[str, Sequence[Example]],
+    column: str,
+    console: Console,
+) -> dict[int, Example]:
+    """The example of each response, by its first key that the first split with any of them has.
+
+    Warns of questions that match several examples with different ground truth; the first is
+    taken."""
+    found: dict[int, Example] = {}
+    ambiguous: list[str] = []
+    for split, examples in splits.items():
+        left = {number: response for number, response in responses.items() if number not in found}
+        wanted = {key for response in left.values() for key in response.keys}
+        index: dict[Key, list[Example]] = {}
+        for example in examples if wanted else ():
+            for key in example_keys(example, column):
+                if key in wanted:
+                    index.setdefault(key, []).append(example)
+        for number, response in left.items():
+            if matching := next((index[key] for key in response.keys if key in index), []):
+                found[number] = matching[0]
+                if len(set(map(_gold_text, matching))) > 1:
+                    ambiguous.append(response.place)
+        if answered := {found[number].row for number in left.keys() & found.keys()}:
+            console.note(f"{len(answered)} of {len(examples)} {split} questions are answered")
+    if ambiguous:
+        console.warning(
+            f"{len(ambiguous)} of {len(responses)} responses match several rows of the data with "
+            f"different "
+            f"ground truth, and the first row is used; the first such response, {ambiguous[0]}"
+        )
+    return found
+
+
+def example_keys(example: Example, column: str) -> list[Key]:
+    """The keys that an example is found by."""
+    own, prompt = example.columns.get(column), example.prompt
+    if isinstance(own, str):
+        return [_alone(own)]
+    if isinstance(prompt, str):
+        return [_alone(prompt)]
+    is_alone = sum(message.get("role") != "system" for message in prompt) == 1
+    text = str(prompt[-1].get("content") or "")
+    return [_conversation(prompt), _alone(text) if is_alone else _last(text)]
+
+
+def _conversation(messages: Sequence[Mapping[str, Any]]) -> Key:
+    return "conversation", *(
+        (str(message.get("role", "")), normalized(str(message.get("content") or "")))
+        for message in messages
+    )
+
+
+def _alone(text: str) -> Key:
+    return "question", normalized(text)
+
+
+def _last(text: str) -> Key:
+    return "last message", normalized(text)
+
+
+_QUOTES = str.maketrans({"‘": "'", "’": "'", "“": '"', "”": '"', "–": "-", "−": "-"})
+
+
+def normalized(question: str) -> str:
+    """A question with one form for equivalent characters, quotes and white space.
+
+    >>> normalized("Janet\\u2019s\\u00a0 eggs?\\n")
+    "Janet's eggs?"
+    """
+    return " ".join(unicodedata.normalize("NFKC", question).translate(_QUOTES).split())
+
+
+def _gold_text(example: Example) -> str:
+    gold = ground_truth(example.columns)
+    return repr(example.columns if gold is None else gold)
+
+
+def question_text(example: Example, column: str) -> str:
+    """The question of an example as published: its column of that name, else the last message, else
+    the prompt."""
+    own = example.columns.get(column)
+    if isinstance(own, str):
+        return own
+    return (
+        example.prompt
+        if isinstance(example.prompt, str)
+        else str(example.prompt[-1].get("content", ""))
+    )
+
+
+def report_unscored(
+    responses: Sequence[Response], examples: Sequence[Example | str], task: Task, console: Console
+) -> int:
+    """The number of responses without an example, with a warning; ShoalError if all are."""
+    lost = [
+        f"{response.place}: {reason}"
+        for response, reason in zip(responses, examples, strict=True)
+        if isinstance(reason, str)
+    ]
+    if lost and len(lost) == len(responses):
+        raise ShoalError(
+            f"none of the {len(lost)} responses can be scored by task {task.name}; the first, "
+            f"{lost[0]}. "
+            f"Its data must contain each `{task.question}` literally"
+        )
+    if lost:
+        console.warning(
+            f"{len(lost)} of {len(responses)} responses cannot be scored and are not counted; the "
+            f"first, "
+            f"{lost[0]}"
+        )
+    return len(lost)
+
+
+# ---- verdicts and rewards
+
+
+def give_verdicts(
+    responses: Sequence[Response],
+    examples: Sequence[Example | str],
+    task: Task,
+    rewarded: bool,
+    console: Console,
+) -> list[dict[str, Any] | None]:
+    """The task's verdict on each response; None where there is no example."""
+    verdict, correct = task.verdict, task.correct
+    if verdict is None and correct is None and not rewarded:
+        raise ShoalError(
+            f"task {task.name} does not define what is correct, so answers made elsewhere cannot "
+            f"be "
+            "scored: give a function that scores them, reward=file.py:function"
+        )
+    verdicts: list[dict[str, Any] | None] = []
+    for response, example in zip(responses, examples, strict=True):
+        if isinstance(example, str):
+            verdicts.append(None)
+        elif verdict is not None:
+            verdicts.append(dict(verdict(response.text, example)))
+        else:
+            verdicts.append(
+                {"correct": bool(correct(response.text, example))} if correct is not None else {}
+            )
+        console.answered("responses", len(verdicts), len(responses))
+    return verdicts
+
+
+def add_rewards(
+    responses: Sequence[Response],
+    examples: Sequence[Example | str],
+    verdicts: Sequence[dict[str, Any] | None],
+    task: Task,
+    section: RewardSection,
+    console: Console,
+) -> list[Failure]:
+    """Adds each response's rewards to its verdict, every response a group of one; returns the
+    failures."""
+    scorable = [
+        (response.text, example, verdict)
+        for response, example, verdict in zip(responses, examples, verdicts, strict=True)
+        if isinstance(example, Example) and verdict is not None
+    ]
+    texts, asked, scored = zip(*scorable, strict=True)
+    with RewardPool(task.rewards, section) as pool:
+        found = score_texts(
+            pool,
+            asked,
+            [[text] for text in texts],
+            [[[]] for _ in texts],
+            progress=lambda done, total: console.answered("rewards", done, total),
+        )
+    for verdict, one in zip(scored, found, strict=True):
+        verdict["reward"] = float(one.rewards[0, 0])
+        verdict["rewards"] = {name: float(values[0, 0]) for name, values in one.components.items()}
+    return [failure for one in found for failure in one.failures]
+
+
+def response_figures(
+    responses: Sequence[Response], verdicts: Sequence[Mapping[str, Any] | None], task: Task
+) -> dict[str, Any]:
+    """Accuracy over the scored responses, its interval, the task's own figures, mean rewards, and
+    their numbers."""
+    scored = [verdict for verdict in verdicts if verdict is not None]
+    figures: dict[str, Any] = {
+        "num_responses": len(scored),
+        "num_questions": len(
+            {
+                response.keys[0]
+                for response, verdict in zip(responses, verdicts, strict=True)
+                if verdict is not None
+            }
+        ),
+        "num_unjudged": len(responses) - len(scored),
+    }
+    if "correct" in scored[0]:
+        right = sum(bool(verdict["correct"]) for verdict in scored)
+        figures |= {
+            "accuracy": right / len(scored),
+            "accuracy_interval": list(wilson_interval(right, len(scored))),
+        }
+    if task.figures is not None:
+        figures |= task.figures(scored)
+    if "reward" in scored[0]:
+        figures["mean_reward"] = known_mean([verdict["reward"] for verdict in scored])
+        for name in scored[0]["rewards"]:
+            figures[f"rewards/{name}"] = known_mean(
+                [verdict["rewards"][name] for verdict in scored]
+            )
+    return figures

@@ -1,0 +1,334 @@
+"""Resumes a run: finds its folder, composes its configuration, and restores its newest
+checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shoal.buckets import RUNS, address
+from shoal.config.derived import correction_of, samples_are_the_trainers
+from shoal.config.key import get_value, is_under, keys_of, shown
+from shoal.config.merge import Resolved, from_overrides, given_values, load, python_leaves
+from shoal.config.stored import DECIDED
+from shoal.config.train import Config
+from shoal.config.words import COMMAND_LINE, PYTHON, Arguments, Entry, key_of, read_arguments
+from shoal.files import check_local
+from shoal.findings import Findings
+from shoal.job.fingerprint import compare_facts
+from shoal.records import Params, ShoalError
+from shoal.report.console import Console
+from shoal.runs.layout import CONFIG, find_named, find_run, is_run
+from shoal.runs.lines import read_lines
+from shoal.runs.reader import read_config, read_decided_keys, read_summary
+from shoal.runs.writer import RunFolder
+from shoal.text import count
+
+if TYPE_CHECKING:
+    from shoal.mesh import World
+    from shoal.trainer.step import Learner
+    from shoal.weights.checkpoints import Restored
+
+FREE = (
+    "steps",
+    "run_name",
+    "base_output_directory",
+    "resume",
+    "checkpoint.",
+    "report.",
+    "train.evaluate_every",
+    "train.quick_questions",
+    "train.on_warning",
+    "mesh.coordinator",
+    "mesh.processes",
+    "mesh.process",
+    "ray.",
+    "mesh.pathways",
+    "reward.timeout_seconds",
+    "reward.memory_gib",
+    "reward.workers",
+    "sampler.workers",
+    "sampler.devices_per_worker",
+    "sampler.resources",
+    "sampler.restarts",
+    "sampler.stall_seconds",
+    "publish.",
+)
+"""Keys and sections that may change when a run is resumed: none changes a number of a step, except
+that `steps` moves the end of a learning rate schedule."""
+
+FIXED = (
+    "model.path",
+    "model.template",
+    "teacher.path",
+    "seed",
+    "task.name",
+    "model.lora.rank",
+    "model.lora.alpha",
+    "model.lora.targets",
+    "model.lora.rslora",
+    "model.lora.path",
+    "model.quantise",
+)
+"""Keys that cannot change when a run is resumed."""
+
+MESH = ("mesh.", "optimizer.offload")
+"""Keys that may change although they can change the last bits of a step: a run may move to other
+devices."""
+
+SLOTS = ("prompt_slot_tokens", "evaluation_slots")
+"""Keys of `sampling.` that a run decides by its data."""
+
+PLACE = ("resume", "base_output_directory")
+"""Keys that name the run to resume."""
+
+
+@dataclass(frozen=True)
+class ResumePlan:
+    """A run's configuration, and the folder of a resumed run."""
+
+    config: Config
+    run: Path | None = None
+
+
+# ---- configuration
+
+
+def compose_job(config_type: type, argv: Sequence[str]) -> tuple[Any, Resolved]:
+    """`compose` for a command with `resume`: if it names a run, the given keys lie over that run's
+    configuration.
+
+    >>> config, resolved = compose_job(Config, ["resume=last", "steps=200"])
+    """
+    arguments = read_arguments(config_type, argv)
+    run = named_run(config_type, arguments)
+    if run is None:
+        return load(config_type, arguments)
+    given = (
+        entry for entry in arguments.entries if entry.name != "resume"
+    )  # `last` has a path now
+    entries = (*given, Entry("resume", address(run), COMMAND_LINE))
+    return load(
+        config_type, replace(arguments, entries=entries), run / CONFIG, read_decided_keys(run)
+    )
+
+
+def on_run(overrides: Mapping[str, Any]) -> tuple[dict[str, Any], Path | None]:
+    """Overrides from Python, with the path of the run that their `resume` names; and its folder,
+    None without one."""
+    names = {name: value for name, value in overrides.items() if name != "config_name"}
+    entries = [
+        Entry(name, value if value is None else str(value), PYTHON)
+        for name, value in python_leaves(Config, names)
+        if (key := key_of(Config, name)) is None or key.name in PLACE
+    ]  # None: another system's flag
+    run = named_run(Config, Arguments(str(overrides.get("config_name") or ""), tuple(entries)))
+    return ({**overrides, "resume": address(run)} if run else dict(overrides)), run
+
+
+def from_overrides_on_run(
+    overrides: Mapping[str, Any],
+) -> tuple[Config, Resolved, tuple[Callable[..., Any], ...]]:
+    """`from_overrides` for training: if `resume` names a run, the keys that are given lie over its
+    configuration.
+
+    >>> config, resolved, functions = from_overrides_on_run({"resume": "last", "steps": 200})
+    """
+    overrides, run = on_run(overrides)
+    if run is None:
+        return from_overrides(Config, **overrides)
+    return from_overrides(Config, run / CONFIG, read_decided_keys(run), **overrides)
+
+
+def named_run(config_type: type, arguments: Arguments) -> Path | None:
+    """The run that `resume` names in the user's own file and keys; None without `resume`."""
+    given = given_values(config_type, arguments, *PLACE)
+    resume, base = (given.get(name, keys_of(config_type)[name].default) for name in PLACE)
+    if not resume:
+        return None
+    check_local(base, "base_output_directory", RUNS)
+    return find_run(resume, base, groups=False)
+
+
+def resolve_run(config: Config, report: Console | Findings) -> ResumePlan:
+    """Decides whether a run is new or resumed, and with which configuration.
+
+    With `resume`, `config` was composed on the stored configuration: a changed key is a warning, a
+    key of FIXED an error. If `run_name` names a run, its configuration must be equal, except for
+    keys of FREE and for a run that moves to other devices, which is a warning too. What is left
+    open stays open: `Job.config` decides it."""
+    check_local(config.base_output_directory, "base_output_directory", RUNS)
+    if config.resume:
+        run = find_run(config.resume, config.base_output_directory, groups=False)
+    elif not (
+        config.run_name and is_run(run := find_named(config.base_output_directory, config.run_name))
+    ):
+        return ResumePlan(config)
+    from shoal.weights.source import with_run  # imports JAX
+
+    stored = read_config(run)
+    config = replace(config, model=with_run(config.model))
+    decided = as_decided(stored, config, read_decided_keys(run))
+    changed = changed_keys(stored, decided)
+    if config.resume and (key := next((key for key in FIXED if key in changed), "")):
+        raise ShoalError(
+            f"resume={address(run)}: {key} was {get_value(stored, key)!r} and cannot become "
+            f"{get_value(config, key)!r}: start a new run, from these weights with "
+            f"model={address(run)}"
+        )
+    is_open = config.algorithm.correction == "auto"  # then what it is follows from another key
+    given = [key for key in changed if not (is_open and key == "algorithm.correction")]
+    if not config.resume and (
+        refused := [key for key in given if not _is_move(stored, config, key)]
+    ):
+        before, now = (
+            ", ".join(f"{key}={shown(get_value(one, key))}" for key in refused)
+            for one in (stored, config)
+        )
+        raise ShoalError(
+            f"the run {address(run)} was started with {before}; given now: {now}. Choose another "
+            "run_name, give the values that it was started with, or change them with "
+            f"resume={address(run)}"
+        )
+    for key in changed:
+        before, now = (shown(get_value(one, key)) or "''" for one in (stored, decided))
+        effect = (
+            "numbers may differ in their last bits"
+            if _is_move(stored, config, key)
+            else "the run differs from the one that was started"
+        )
+        report.warning(
+            f"{key} changes from {before} to {now}, for later resumes too: from here on {effect}"
+        )
+    _check_steps(run, stored, config, report)
+    if config.resume:
+        return ResumePlan(
+            replace(
+                config,
+                run_name=stored.run_name,
+                base_output_directory=stored.base_output_directory,
+                resume="",
+            ),
+            run,
+        )
+    # Keys that are equal but for those of the devices, which `Job.config` sets.
+    batch = replace(stored.batch, micro_tokens=config.batch.micro_tokens)
+    return ResumePlan(replace(config, batch=batch), run)
+
+
+def _check_steps(run: Path, stored: Config, config: Config, report: Console | Findings) -> None:
+    """ShoalError for fewer steps than the run has made, and where its checkpoints are gone, so that
+    it would start again and write over its records; a warning where the steps move the learning
+    rate's schedule."""
+    from shoal.weights.checkpoints import FOLDER, versions
+
+    saved, ended = versions(run), (read_summary(run) or {}).get("steps", 0)
+    made = max((*saved, ended))
+    if made > config.steps:
+        raise ShoalError(
+            f"steps={config.steps}: the run {run} has made {made} already; give as many or more"
+        )
+    if not saved and ended < config.steps:
+        recorded = max((line["step"] for line in read_lines(run / "metrics.jsonl")), default=0)
+        # A run ends with a checkpoint. One that is under way has written its first before the
+        # second is due.
+        if ended or 0 < 2 * stored.checkpoint.every < recorded:
+            raise ShoalError(
+                f"the run {run} has made {count(max(made, recorded), 'step')}, but {run / FOLDER} "
+                f"holds "
+                "no checkpoint to go on from: put one back, or start a new run with another "
+                "run_name; "
+                "nothing was changed"
+            )
+    if stored.steps != config.steps and config.optimizer.schedule != "constant":
+        report.warning(
+            f"steps changes from {stored.steps} to {config.steps}: the learning rate "
+            f"(optimizer.schedule={config.optimizer.schedule}) falls to the new last step from "
+            f"here on"
+        )
+
+
+def as_decided(stored: Config, config: Config, decided: Container[str] = DECIDED) -> Config:
+    """The configuration with what it leaves open as the run decided it, where the reasons are the
+    same. `decided`: the keys that it decided; what was set by hand and is left open now is decided
+    anew.
+
+    `algorithm.correction` is decided again where samples begin or cease to be the trainer's own.
+    `batch.micro_tokens` stays open where a key has changed on which it may depend, as those of
+    lengths, the model and the mesh. The room of slots is what it was: `Job.slots` decides it again
+    where the data needs another."""
+    if config.algorithm.correction == "auto":
+        is_same = samples_are_the_trainers(stored) == samples_are_the_trainers(config)
+        is_kept = is_same and "algorithm.correction" in decided
+        correction = stored.algorithm.correction if is_kept else correction_of(config)
+        config = replace(config, algorithm=replace(config.algorithm, correction=correction))
+    kept_slots = {
+        name: getattr(stored.sampling, name)
+        for name in SLOTS
+        if not getattr(config.sampling, name) and f"sampling.{name}" in decided
+    }
+    config = replace(config, sampling=replace(config.sampling, **kept_slots))
+    is_open = not config.batch.micro_tokens and "batch.micro_tokens" in decided
+    if is_open and not changed_keys(stored, config):
+        config = replace(
+            config, batch=replace(config.batch, micro_tokens=stored.batch.micro_tokens)
+        )
+    return config
+
+
+def _is_move(stored: Config, config: Config, key: str) -> bool:
+    """True for a changed key by which a run moves to other devices: numbers differ in their last
+    bits at most. Between this process and Ray's workers, too, which run the same programs; vLLM's
+    are others."""
+    if key == "sampler.kind":
+        return "vllm" not in (stored.sampler.kind, config.sampler.kind)
+    return is_under(key, MESH)
+
+
+def changed_keys(stored: Config, config: Config) -> list[str]:
+    """Keys that differ, except those of FREE. With `batch.prompts_per_device`,
+    `batch.prompts_per_step` follows from it and may change; so may `batch.micro_tokens` and the
+    room of slots where they are left open."""
+    free, by_device = [*FREE], config.batch.prompts_per_device
+    if by_device and by_device == stored.batch.prompts_per_device:
+        free.append("batch.prompts_per_step")
+    if not config.batch.micro_tokens:
+        free.append("batch.micro_tokens")
+    free += [f"sampling.{name}" for name in SLOTS if not getattr(config.sampling, name)]
+    return [
+        key
+        for key in keys_of(Config)
+        if get_value(stored, key) != get_value(config, key) and not is_under(key, free)
+    ]
+
+
+# ---- checkpoint
+
+
+def restore_latest(
+    folder: RunFolder,
+    learner: Learner,
+    shapes: Params,
+    facts: Mapping[str, Any],
+    console: Console,
+    world: World,
+    frozen: Params | None = None,
+) -> Restored | None:
+    """The newest intact checkpoint of a run, with the frozen weights; None without one, the run
+    then starts from its beginning. `shapes`: of the sampler's weights; `facts`: the `fingerprint`
+    of this process."""
+    from shoal.weights.checkpoints import restore_newest
+
+    restored = restore_newest(folder.path, learner, shapes, console.warning, world)
+    if restored is None:
+        console.note(
+            "the run has no checkpoint: it starts from its beginning, and its files are written "
+            "again"
+        )
+        folder.rewind(-1)
+        return None
+    compare_facts(restored.extra["facts"], facts, console)
+    console.note(f"resumed from the checkpoint of step {restored.version}")
+    return replace(restored, state=replace(restored.state, frozen=frozen))

@@ -1,0 +1,303 @@
+"""Loads the task of a run: its data, by name or from Python, with the reward functions that the run
+names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from shoal.config.merge import FROM_PYTHON
+from shoal.config.sections.reward import RewardSection
+from shoal.config.sections.sampling import SamplingSection
+from shoal.config.sections.task import TaskSection
+from shoal.records import Example, RewardFunction, ShoalError, truth_fault
+from shoal.rewards.functions import load_functions, name_functions
+from shoal.tasks.examples import Correct, rows_task
+from shoal.tasks.graders.judge_model import JudgeFunction
+from shoal.tasks.library import PENALTY, find_builtin, overlong_punishment, verl_reward
+from shoal.tasks.task import ROWS, Task, load_by_name, no_reward
+from shoal.text import count
+from shoal.trainer.prompts import Encode, TokenizedExample, prepare
+
+
+def _zero_reward(completions: Sequence[Any], **kwargs: Any) -> list[float]:
+    return [0.0] * len(completions)
+
+
+MOST_MEASURED = 10_000
+"""Training prompts that are all tokenised before a run begins, to find the longest: some five
+seconds."""
+
+
+UNREWARDED = (RewardFunction("unrewarded", _zero_reward, runs_in_process=True),)
+"""The rewards of data without a function, where a teacher alone gives the signal."""
+
+
+def load_task(
+    task: TaskSection,
+    reward: RewardSection | None = None,
+    functions: Sequence[Callable[..., Any]] = (),
+) -> Task:
+    """The task of a name; functions given (`reward.functions` first, then `functions`) replace its
+    own rewards.
+
+    ShoalError for an unknown task, for whatever is wrong with its data or with the functions'
+    files, and, with a `reward` section, for a task without a function."""
+    section = reward or RewardSection()
+    return with_rewards(
+        load_questions(task, section), task, section, functions, required=reward is not None
+    )
+
+
+def load_questions(task: TaskSection, reward: RewardSection) -> Task:
+    """The task of a name with its own rewards; every evaluation set is cut to its first
+    `task.num_eval_questions`."""
+    if task.name == ROWS:
+        raise ShoalError(
+            "task.name='rows': the data of this run came from Python, give it again there with its "
+            "reward: shoal.train(resume=FOLDER, task=rows, reward=f)"
+        )
+    return with_fewer_questions(load_by_name(task, reward), task)
+
+
+def own_rewards(
+    loaded: Task, task: TaskSection, reward: RewardSection, required: bool
+) -> tuple[RewardFunction, ...]:
+    """The task's own reward functions, weighted; ShoalError where it has none and one is
+    `required`."""
+    rewards = loaded.rewards
+    if required and not rewards:
+        raise no_reward(task)
+    if reward.weights and len(reward.weights) != len(rewards):
+        raise ShoalError(
+            f"reward.weights: expected {count(len(rewards), 'number')}, one for each of the task's "
+            f"own "
+            f"functions ({', '.join(one.name for one in rewards)}), got {len(reward.weights)}",
+            "reward.weights",
+        )
+    return (
+        tuple(replace(one, weight=float(w)) for one, w in zip(rewards, reward.weights, strict=True))
+        if reward.weights
+        else rewards
+    )
+
+
+def find_functions(
+    reward: RewardSection, specs: Sequence[str]
+) -> list[Callable[..., Any] | RewardFunction]:
+    """The functions that are named: ready ones, `model:PATH`, `judge:URL`, or
+    `file.py:function`."""
+    ready = {
+        spec: one for spec in specs if (one := _find_model(spec, reward) or find_builtin(spec))
+    }
+    loaded = iter(load_functions([spec for spec in specs if spec not in ready]))
+    return [ready.get(spec) or next(loaded) for spec in specs]
+
+
+def _find_model(spec: str, reward: RewardSection) -> Any:
+    """A reward model or a judge; None for other functions."""
+    kind, _, place = spec.partition(":")
+    if kind == "judge":
+        return JudgeFunction(place, reward)
+    if kind != "model":
+        return None
+    from shoal.job.reward_model import RewardModel  # imports JAX
+
+    model = RewardModel(place)
+    return RewardFunction(model.__name__, model, runs_in_process=True)
+
+
+def with_rewards(
+    loaded: Task,
+    task: TaskSection,
+    reward: RewardSection,
+    functions: Sequence[Callable[..., Any]] = (),
+    required: bool = False,
+) -> Task:
+    """The task with evaluation sets cut to `task.num_eval_questions`, and with the reward functions
+    given, if any."""
+    rewards = given_rewards(reward, functions) or own_rewards(loaded, task, reward, required)
+    return replace(with_fewer_questions(loaded, task), rewards=rewards)
+
+
+def given_rewards(
+    reward: RewardSection, functions: Sequence[Callable[..., Any]] = ()
+) -> tuple[RewardFunction, ...]:
+    """The reward functions of `reward.functions` and those from Python, weighted; ShoalError for
+    one that is missing, or that came from Python and is not given again."""
+    files = [spec for spec in reward.functions if not spec.startswith(FROM_PYTHON)]
+    if len(files) < len(reward.functions) and not functions:
+        names = ", ".join(spec.removeprefix(FROM_PYTHON) for spec in reward.functions)
+        raise ShoalError(
+            f"reward.functions={list(reward.functions)}: this reward came from Python; give it "
+            f"again "
+            f"there, shoal.train(resume=FOLDER, reward={names}), or name a file, "
+            f"reward=file.py:function"
+        )
+    given = [*find_functions(reward, files), *functions]
+    return name_functions(given, reward.weights) if given else ()
+
+
+def with_fewer_questions(loaded: Task, task: TaskSection) -> Task:
+    """The task with each evaluation set cut to its first `task.num_eval_questions` (0: all)."""
+    count = task.num_eval_questions or None
+    return replace(
+        loaded, evaluations={name: rows[:count] for name, rows in loaded.evaluations.items()}
+    )
+
+
+def task_of_data(
+    data: Any,
+    held_out: Any,
+    correct: Correct | None,
+    task: TaskSection,
+    reward: RewardSection,
+    functions: Sequence[Callable[..., Any]],
+) -> Task:
+    """The task of data given from Python, rows or a whole `Task`, with the reward functions
+    given."""
+    if isinstance(data, Task):
+        if held_out is not None or correct is not None:
+            raise ShoalError(
+                f"{'held_out' if held_out is not None else 'correct'} is for rows; a shoal.Task "
+                f"has "
+                "`evaluations` and `correct` itself: set them there"
+            )
+        return with_rewards(data, task, reward, functions)
+    default = TaskSection()
+    for key, value in vars(task).items():
+        if key not in ("name", "num_eval_questions") and value != getattr(default, key):
+            raise ShoalError(
+                f"task.{key}={value!r} has no effect on data given from Python: leave it out"
+            )
+    if not (functions or reward.functions):
+        raise ShoalError(
+            "reward is not given: your data needs a function that judges completions, reward=f "
+            "with "
+            "f(completions, **columns) -> list of numbers"
+        )
+    return with_rewards(
+        rows_task(data, held_out, correct, task.num_eval_questions), task, reward, functions
+    )
+
+
+def check_truths(task: Task, rewards: Sequence[RewardFunction]) -> None:
+    """ShoalError, with the first row, where a function in verl's convention would get no right
+    answer from a row."""
+    for one in rewards:
+        if not (one.per_completion or one.function is verl_reward):
+            continue
+        if not task.data.train_files:  # what is generated has its answers
+            return
+        # verl's own function reads this column alone; where it is missing, that is said of any
+        # argument.
+        only = "reward_model" if one.function is verl_reward else ""
+        for name, examples in {"training": task.train, **task.evaluations}.items():
+            faults = []
+            for example in examples:
+                columns = (
+                    {only: example.columns[only]} if only in example.columns else example.columns
+                )
+                if fault := truth_fault(columns):
+                    faults.append((example.place or f"data row {example.row}", fault))
+            if faults:
+                place, fault = faults[0]
+                raise ShoalError(
+                    f"reward function {one.name!r} wants a ground truth, which {len(faults):,} of "
+                    f"{len(examples):,} {name} rows lack; the first is {place}: {fault}",
+                    "task.path",
+                )
+
+
+def with_overlong(
+    rewards: tuple[RewardFunction, ...], reward: RewardSection, max_tokens: int
+) -> tuple[RewardFunction, ...]:
+    """The reward functions with the penalty on long completions as a further one, where
+    `reward.overlong_buffer_tokens` is set."""
+    buffer = (
+        max(1, max_tokens // 5)
+        if reward.overlong_buffer_tokens == -1
+        else reward.overlong_buffer_tokens
+    )
+    if not buffer:
+        return rewards
+    if buffer > max_tokens:
+        raise ShoalError(
+            f"reward.overlong_buffer_tokens={buffer}: expected at most "
+            f"sampling.max_completion_tokens "
+            f"({max_tokens}): it is the last part of a completion",
+            "reward.overlong_buffer_tokens",
+        )
+    if any(one.name == PENALTY for one in rewards):
+        raise ShoalError(
+            "reward function 'overlong': reward.overlong_buffer_tokens adds one of this name; give "
+            "yours "
+            "another, or leave that key at 0",
+            "reward.overlong_buffer_tokens",
+        )
+    return (
+        *rewards,
+        RewardFunction(
+            PENALTY,
+            overlong_punishment(max_tokens, buffer),
+            reward.overlong_penalty,
+            runs_in_process=True,
+        ),
+    )
+
+
+def longest_prompt(
+    train: Sequence[Example],
+    sets: Mapping[str, Sequence[TokenizedExample]],
+    encode: Encode,
+    sampling: SamplingSection,
+) -> int:
+    """Tokens of the longest prompt that is not dropped, in training and in the evaluation `sets`;
+    the longest that is allowed where there are too many rows to read all of them first."""
+    if len(train) > MOST_MEASURED:
+        return sampling.max_prompt_tokens
+    lengths = [len(question.prompt_ids) for questions in sets.values() for question in questions]
+    for example in train:
+        prompt = prepare(example, encode, sampling.max_prompt_tokens, "drop", lambda reason: None)
+        if prompt is not None:
+            lengths.append(len(prompt.prompt_ids))
+    return max(lengths, default=0)
+
+
+def encode_all(
+    name: str,
+    examples: Sequence[Example],
+    encode: Encode,
+    sampling: SamplingSection,
+    warn: Callable[[str], None],
+) -> list[TokenizedExample]:
+    """The prompts of a set with their tokens. Those too long or refused are dropped with a warning;
+    ShoalError where there are no others: the set would have no figures."""
+    refused: list[str] = []
+    prepared = [
+        prepare(example, encode, sampling.max_prompt_tokens, sampling.long_prompts, refused.append)
+        for example in examples
+    ]
+    found, all_of = (
+        [one for one in prepared if one is not None],
+        f"{count(len(prepared), 'prompt')} of {name}",
+    )
+    if dropped := len(prepared) - len(found) - len(refused):
+        warn(
+            f"{dropped} of {all_of} have more than "
+            f"sampling.max_prompt_tokens={sampling.max_prompt_tokens} tokens and "
+            "are dropped"
+        )
+    if refused and found:
+        warn(f"{len(refused)} of {all_of} are dropped; the last: {refused[-1]}")
+    if not found:
+        if refused:
+            raise ShoalError(refused[-1])
+        longest = max(len(encode(example)) for example in examples)
+        raise ShoalError(
+            f"no prompt of {name} has at most {sampling.max_prompt_tokens} tokens: raise "
+            f"sampling.max_prompt_tokens to {longest}, its longest",
+            "sampling.max_prompt_tokens",
+        )
+    return found

@@ -1,0 +1,407 @@
+"""Opens a training run: from a job to its folder, weights, source, updater and recorder."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import jax
+
+from shoal.buckets import RUNS, address, area_of, place
+from shoal.chat.tokenizer import read_date, write_date
+from shoal.config.key import shown
+from shoal.config.merge import FROM_PYTHON
+from shoal.config.stored import decided_between, difference_from_defaults, texts_of, to_dict
+from shoal.config.train import Config
+from shoal.files import writing
+from shoal.job.fingerprint import fingerprint
+from shoal.job.interrupt import stop_on_signals
+from shoal.job.process import check_same, check_same_model
+from shoal.job.resume import restore_latest
+from shoal.mesh import World, memory_stats, return_freed_memory
+from shoal.model.flops import Utilisation
+from shoal.model.parameters import frozen_specs, select
+from shoal.protocols import RolloutSource
+from shoal.records import ShoalError
+from shoal.report.console import Console
+from shoal.report.recorder import Recorder
+from shoal.report.sinks import make_sinks
+from shoal.report.timeline import TIMELINE, Timeline
+from shoal.rollout.fleet import Fleet
+from shoal.runs.layout import MODEL_FOLDER, is_run, make_run_folder, refuse_foreign
+from shoal.runs.mirror import Mirror
+from shoal.runs.writer import ReadFolder, RunFolder
+from shoal.stop import StopSignal
+from shoal.tasks.task import ROWS
+from shoal.trainer.evaluation import Evaluator
+from shoal.trainer.loop import NOTHING_KEPT, Run
+from shoal.trainer.schedule import schedule_of
+from shoal.trainer.scorers import load_scorer
+from shoal.trainer.update import num_scorings
+from shoal.weights.checkpoints import Checkpoints, largest_array, versions
+from shoal.weights.source import ModelSpec, copy_model_files
+
+if TYPE_CHECKING:
+    from shoal.job.job import Job
+
+
+def open_run(job: Job) -> Run:
+    """The training run: its folder, locked, with everything that a run is made of. ShoalError for
+    whatever is wrong with the configuration, before the folder exists."""
+    config, world, spec, roles = job.config, job.world, job.spec, job.roles
+    # Before the folder exists: bad weights leave none behind. A resumed run reads them for KL and
+    # what is frozen.
+    reads_model = (
+        not job.resumed or bool(spec.architecture.adapter) or config.algorithm.scores_reference
+    )
+    if reads_model:
+        check_same_model(world, "the model", "model.path", spec)
+    weights = None if job.resumed else job.load_weights()
+    frozen = (
+        select(frozen_specs(spec.architecture), weights)
+        if weights
+        else spec.load_frozen(roles.trainer, job.model.dtype)
+    )
+    reference = job.open_reference(weights or frozen)
+    if job.teacher:
+        check_same_model(world, "the teacher", "teacher.path", job.teacher)
+    teacher = load_scorer(config.model, job.teacher, roles.reference) if job.teacher else None
+    # Each process has tried the kernels on its own GPU, and all of them compile one program.
+    check_same(
+        world,
+        "the kernels of attention, which model.attention=blocked does without",
+        {
+            "model.attention": job.model.attention,
+            "the teacher's": teacher and teacher.model.attention,
+        },
+    )
+    folder = open_folder(config, job.resumed, job.console, job.stack, world)
+    if job.cluster:
+        job.cluster.measure.keep(folder.path)
+    source, updater = job.source, job.make_updater(reference, teacher)
+    facts = fingerprint(job.task, config.seed, reference, teacher, frozen)
+    check_same(world, "data and rewards", {"data": facts["data"], **facts["rewards"]})
+    restored = (
+        restore_latest(
+            folder, updater.learner, source.published_shapes(), facts, job.console, world, frozen
+        )
+        if job.resumed
+        else None
+    )
+    first = restored.version if restored else 0
+    decided = decided_between(job.given, config)
+    if world.is_main:
+        write_head(folder, spec, config, decided, resumed=job.resumed is not None)
+        job.console.keep_log(folder.log_path)
+    utilisation = Utilisation.on(
+        roles.trainer.mesh.devices.flat,
+        job.model.architecture,
+        job.model.dtype,
+        config.algorithm.num_epochs,
+        num_scorings(config.algorithm, teacher is not None),
+    )
+    recorder = open_recorder(
+        config,
+        folder,
+        first if job.resumed else None,
+        source,
+        job.console,
+        job.stack,
+        started=job.started,
+        compilations=job.compilations.read,
+        utilisation=utilisation,
+        is_main=world.is_main,
+    )
+    checkpoints = job.stack.enter_context(
+        closing(
+            Checkpoints(
+                folder.checkpoints_path,
+                config.checkpoint.keep_last,
+                config.checkpoint.keep_best,
+                largest_array=largest_array(updater.learner),
+            )
+        )
+    )
+    if weights is None and restored is None:
+        if not reads_model:
+            check_same_model(world, "the model", "model.path", spec)
+        weights = job.load_weights()
+    recorder.spent("start", time.perf_counter() - job.started)
+    command = resume_command(folder.path, config, world.count)
+    # Last: before this a signal ends the process at once.
+    job.stack.enter_context(stop_on_signals(job.stop, lambda: kept_text(folder.path, command)))
+    # Of several processes the source agrees on a stop when it takes groups; elsewhere they would
+    # part.
+    stop = job.stop if world.count == 1 else StopSignal()
+    profiler = Profiler(
+        config.report.profile if world.is_main else (), folder.path / "profile", job.console.warning
+    )
+    run = Run(
+        config,
+        None if restored else weights,
+        replace(updater, stop=stop),
+        source,
+        job.prompts,
+        Evaluator(
+            job.sets, config.sampling.params, config.pass_k, job.task, config.quick_questions
+        ),
+        checkpoints,
+        recorder,
+        schedule_of(config.train),
+        restored,
+        facts,
+        stop,
+        command,
+        profiler.step,
+        keep_settings=partial(folder.write_config, *texts_of(config, decided), first)
+        if job.resumed
+        else None,
+        after_save=folder.saved,
+    )
+    if config.report.timeline and world.is_main:
+        run.timeline = job.stack.enter_context(
+            closing(Timeline(folder.path / TIMELINE, job.console.warning))
+        )
+        if isinstance(source, Fleet):
+            source.follow(run.timeline)
+    return run
+
+
+def open_folder(
+    config: Config, run: Path | None, console: Console, stack: ExitStack, world: World
+) -> RunFolder:
+    """The run's folder, locked: a new one, or that of the `run` that is resumed. Of several
+    processes the first has it, for all."""
+    if not world.is_main:
+        return stack.enter_context(ReadFolder(world.exchange_json("the run folder's name", "")[0]))
+    path, mirror = run or make_run_folder(config.base_output_directory, config.run_name), None
+    if area_of(path):
+        path = place(address(path), RUNS)
+        console.note(f"{address(path)} is mirrored from {path}")
+        mirror = stack.enter_context(closing(Mirror(path, config.checkpoint.most_unsaved, console)))
+        if not run:
+            refuse_foreign(path)
+    folder = stack.enter_context(RunFolder(path, mirror))
+    # Given twice at once, a command finds no run in either process; the lock decides which of them
+    # makes it.
+    if not run and is_run(folder.path):
+        raise ShoalError(
+            f"another process has just started the run {address(folder.path)}: give the same "
+            f"command "
+            "again to resume it"
+        )
+    if folder.no_locks:
+        console.warning(
+            f"the file system of {folder.path} grants no locks ({folder.no_locks}): nothing keeps "
+            f"a second "
+            "process out of this run"
+        )
+    console.note(f"run folder {address(folder.path)}")
+    world.exchange_json("the run folder's name", str(folder.path))
+    return folder
+
+
+def write_head(
+    folder: RunFolder, spec: ModelSpec, config: Config, decided: Sequence[str], resumed: bool
+) -> None:
+    """Writes what a run folder holds from the start: the configuration (of a resumed run, the loop
+    does it) and the model's files, and makes `last` name this run. `decided`: the keys that the run
+    decided itself."""
+    if not resumed:
+        resolved, difference = texts_of(config, decided)
+        folder.write_config(resolved, difference)
+        if config.report.hydra:
+            folder.write_hydra(
+                resolved,
+                [
+                    f"{key}={shown(value)}"
+                    for key, value in difference_from_defaults(config).items()
+                ],
+            )
+    folder.remember(config.base_output_directory)
+    model_folder = folder.path / MODEL_FOLDER
+    if (
+        resumed
+        and spec.folder == model_folder
+        and spec.tokenizer.writes_date
+        and read_date(model_folder) is None
+    ):
+        assert spec.tokenizer.date is not None
+        write_date(spec.tokenizer.date, model_folder)
+    if spec.folder != folder.path / MODEL_FOLDER and not (resumed and area_of(folder.path)):
+        with writing(folder.path, "base_output_directory"):
+            copy_model_files(spec, folder.path / MODEL_FOLDER)
+
+
+def open_recorder(
+    config: Config,
+    folder: RunFolder,
+    resumed_at: int | None,
+    source: RolloutSource,
+    console: Console,
+    stack: ExitStack,
+    *,
+    started: float,
+    compilations: Callable[[], int],
+    utilisation: Utilisation | None,
+    is_main: bool,
+) -> Recorder:
+    """The recorder with its sinks. `resumed_at`: the version that a resumed run starts from, else
+    None."""
+    sinks = (
+        make_sinks(
+            folder.path,
+            config.report,
+            to_dict(config),
+            config.run_name or folder.path.name,
+            resumed_at,
+            console.note,
+            console.warning,
+        )
+        if is_main
+        else []
+    )
+    for sink in sinks:
+        stack.callback(sink.close)
+    return stack.enter_context(
+        closing(
+            Recorder(
+                folder,
+                console,
+                config.steps,
+                config.report.groups and is_main,
+                source.read_stats,
+                compilations,
+                peak_bytes,
+                sinks,
+                utilisation and utilisation.share,
+                started,
+                warnings_stop=config.train.on_warning == "stop",
+                completions_every=config.report.completions_every,
+            )
+        )
+    )
+
+
+def resume_command(folder: Path, config: Config, processes: int) -> str:
+    """What resumes a run: a line for the shell, or for Python where its task or a reward came from
+    there."""
+    # The folder holds no code: a shell could not load what was passed to shoal.train.
+    where = address(folder)
+    acting = config.environment
+    named = (*config.reward.functions, *acting.tools, acting.factory, acting.rollout, acting.agent)
+    from_python = config.task.name == ROWS or any(name.startswith(FROM_PYTHON) for name in named)
+    command = (
+        f'shoal.train(resume="{where}", ...), with its task and reward'
+        if from_python
+        else f"shoal train {shlex.quote(f'resume={where}')}"
+    )
+    return f"in each of the {processes} processes, {command}" if processes > 1 else command
+
+
+def kept_text(folder: Path, command: str) -> str:
+    """What a run that is stopped at once leaves: read from the disk, as a signal may come while
+    anything is locked."""
+    if found := versions(folder):
+        return (
+            f"the checkpoint of step {found[-1]} stands, what came after it is lost; resume: "
+            f"{command}"
+        )
+    return f"{NOTHING_KEPT}; start again: {command}"
+
+
+def peak_bytes() -> int:
+    """Most memory used on a device: the accelerator's own figure, on CPU the process's resident
+    peak."""
+    if "peak_bytes_in_use" in (stats := memory_stats(jax.local_devices()[0])):
+        return int(stats["peak_bytes_in_use"])
+    import resource
+
+    # Linux gives KiB.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+_EVENT = "/jax/core/compile/backend_compile_duration"
+
+
+_count = 0
+
+
+TRIMMED_SECONDS = 0.5
+"""Seconds of a compilation after which freed memory goes back to the system: a shorter one leaves
+little."""
+
+
+def _listen(event: str, duration_secs: float, **_: str | int) -> None:
+    global _count
+    if event != _EVENT:
+        return
+    _count += 1
+    if duration_secs > TRIMMED_SECONDS:
+        return_freed_memory()
+
+
+jax.monitoring.register_event_duration_secs_listener(_listen)
+
+
+class CompilationCounter:
+    """Counts the programs that this process compiles, or reads from the persistent cache, from its
+    creation on."""
+
+    def __init__(self) -> None:
+        self._start = _count
+
+    def read(self) -> int:
+        return _count - self._start
+
+
+class Profiler:
+    """Traces the chosen steps, counted from 1, to `<folder>/step_000012/`, for XProf, TensorBoard
+    and Perfetto.
+
+    A step that has a trace is not traced again. A trace that cannot be written is a warning.
+
+    >>> with profiler.step(12):
+    ...     train_one_step()
+    """
+
+    def __init__(self, steps: Collection[int], folder: Path, warn: Callable[[str], None]) -> None:
+        self.steps = frozenset(steps)
+        self.folder = folder
+        self.warn = warn
+
+    @contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        """Traces the block, if this step was chosen, and closes the trace however the block
+        ends."""
+        target = self.folder / f"step_{step:06d}"
+        if (
+            step not in self.steps
+            or any(target.rglob("*"))
+            or not self._attempt(step, self._start, target)
+        ):
+            yield
+            return
+        try:
+            with jax.profiler.StepTraceAnnotation("step", step_num=step):
+                yield
+        finally:
+            self._attempt(step, jax.profiler.stop_trace)
+
+    def _start(self, target: Path) -> None:
+        target.mkdir(parents=True, exist_ok=True)
+        jax.profiler.start_trace(target)
+
+    def _attempt(self, step: int, action: Callable[..., None], *arguments: Path) -> bool:
+        try:
+            action(*arguments)
+        except (RuntimeError, OSError) as error:
+            self.warn(f"no profiler trace of step {step}: {error}")
+            return False
+        return True

@@ -1,0 +1,308 @@
+"""Attention of rows of several sequences on GPU by kernels in Pallas for Triton: forward; dq; dk
+and dv.
+
+A program of a kernel holds one block of a head, of queries or of keys, and goes through the list of
+the blocks that it reads or that read it: what lies between is neither loaded nor computed, and only
+results are written (FlashAttention-2, Dao 2023, arXiv 2307.08691, algorithms 1 and 2). Gradients of
+keys and values are summed over a key head's query heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from shoal.model.attention.rule import Blocks, Tokens, blocks_of, reads
+from shoal.model.attention.softmax import LOG2E, LOWEST, product32
+
+
+class BlockLists(NamedTuple):
+    """What the queries of rows read, both rounded up to whole blocks."""
+
+    queries: (
+        Blocks  # with lists of the blocks of keys that each reads, those that it reads whole first
+    )
+    keys: Blocks  # with lists of the blocks of queries that read each
+
+
+def block_lists(query: Tokens, key: Tokens, block: int) -> BlockLists:
+    """Of rows' queries, or a part of each row's, and of all their keys."""
+    return BlockLists(
+        blocks_of(query, key, block, whole_first=True), blocks_of(query, key, block, of_keys=True)
+    )
+
+
+TILES = {128: (64, 2), 256: (32, 1)}
+"""The most dimensions of a head -> the tokens of a block, of queries and of keys, and the query
+heads of a key head for which a program loads keys and values together: what registers and shared
+memory of an A100, L4, H200 or B200 hold (docs/LOG.md). float32 has half the tokens, and one
+head."""
+
+
+def block_size(head_dim: int, dtype: Any) -> int:
+    """Tokens of a block."""
+    return _tiles(head_dim)[0] // (2 if dtype == jnp.float32 else 1)
+
+
+def _tiles(head_dim: int) -> tuple[int, int]:
+    return next(tiles for most, tiles in TILES.items() if head_dim <= most)
+
+
+def attend_rows(
+    q: jax.Array, k: jax.Array, v: jax.Array, lists: BlockLists, interpret: bool = False
+) -> jax.Array:
+    """Softmax attention of q[R, T, H, A] to k, v[R, S, K, A] -> [R, T, H, A]; padding gives 0, and
+    in whole rows S is T. Scores and sums are float32."""
+    rows, size, _, head_dim = q.shape
+    block = lists.queries.own.segment.shape[1]
+    # Triton's arrays have sizes of powers of two, and its products at least 16.
+    width = max(16, pl.next_power_of_2(head_dim))
+
+    def by_block(x: jax.Array) -> jax.Array:
+        x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % block), (0, 0), (0, width - head_dim)))
+        return x.reshape(-1, block, *x.shape[2:])
+
+    q = q * jnp.asarray(head_dim**-0.5, q.dtype)
+    out: Any = _attend(interpret, by_block(q), by_block(k), by_block(v), lists)
+    return out.reshape(rows, -1, *out.shape[2:])[:, :size, :, :head_dim]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(
+    interpret: bool, q: jax.Array, k: jax.Array, v: jax.Array, lists: BlockLists
+) -> jax.Array:
+    return _forward(interpret, q, k, v, lists)[0]
+
+
+def _forward(
+    interpret: bool, q: jax.Array, k: jax.Array, v: jax.Array, lists: BlockLists
+) -> tuple[jax.Array, Any]:
+    lse = jax.ShapeDtypeStruct((len(q), q.shape[2], q.shape[1]), jnp.float32)  # [N, H, b]
+    out, lse = _call(_forward_kernel, interpret, (q, lse), 2, q, k, v, lists.queries)
+    out, lse = (checkpoint_name(x, "kernel") for x in (out, lse))  # see REMAT
+    return out, (q, k, v, lists, out, lse)
+
+
+def _backward(interpret: bool, residuals: Any, d_out: jax.Array) -> tuple:
+    q, k, v, lists, out, lse = residuals
+    delta = jnp.einsum("nbha,nbha->nhb", out, d_out, preferred_element_type=jnp.float32)
+    inputs = q, k, v, d_out, lse, delta
+    (d_q,) = _call(_query_kernel, interpret, (q,), 3, *inputs, lists.queries)
+    return d_q, *_call(_key_kernel, interpret, (k, v), 4, *inputs, lists.keys), None
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def _call(
+    kernel: Any,
+    interpret: bool,
+    results: tuple,
+    products: int,
+    q: jax.Array,
+    k: jax.Array,
+    *rest: Any,
+) -> Any:
+    """A kernel of so many products a pair of blocks: a program for each block of a key head, or of
+    some query heads."""
+    (_, block, num_heads, width), key_heads, (count, each) = (
+        q.shape,
+        k.shape[2],
+        rest[-1].lists.shape,
+    )
+    pairs, of_queries = count * each * num_heads * block**2, results[0].shape == q.shape
+    heads, parts = _heads(q, k) if of_queries else (1, 1)
+    return pl.pallas_call(
+        partial(kernel, jnp.exp2 if interpret else _exp2),
+        [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results],
+        grid=(count, key_heads * parts),
+        interpret=interpret,
+        name=kernel.__name__.removeprefix("_"),
+        compiler_params=triton.CompilerParams(
+            num_warps=8 if q.dtype == jnp.float32 else 4 * heads, num_stages=2
+        ),
+        # If every block read every one of its row.
+        cost_estimate=pl.CostEstimate(
+            flops=2 * products * pairs * width, transcendentals=pairs, bytes_accessed=0
+        ),
+    )(q, k, *rest)
+
+
+def _heads(q: Any, k: Any) -> tuple[int, int]:
+    """Query heads of a program, and the programs of a key head."""
+    share = q.shape[2] // k.shape[2]
+    heads = 1 if q.dtype == jnp.float32 else min(_tiles(q.shape[3])[1], share)
+    return heads, -(-share // heads)
+
+
+def _exp2(x: jax.Array) -> jax.Array:
+    """2 to the power of float32 x; 0 below 2^-126, for which each would take three instructions
+    more."""
+    return triton.elementwise_inline_asm(
+        "ex2.approx.ftz.f32 $0, $1;",
+        args=[x],
+        constraints="=f,f",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
+    )[0]
+
+
+def _queries(q_ref: Any, k_ref: Any, blocks: Any) -> tuple:
+    """A program's block and key head; of its queries places in the block, heads (the last,
+    repeated) and tokens."""
+    number, part, share = pl.program_id(0), pl.program_id(1), q_ref.shape[2] // k_ref.shape[2]
+    (heads, parts), block = _heads(q_ref, k_ref), q_ref.shape[1]
+    key_head, index = jax.lax.div(part, parts), jnp.arange(heads * block, dtype=jnp.int32)
+    within = jnp.minimum(jax.lax.rem(part, parts) * heads + jax.lax.div(index, block), share - 1)
+    place, own = jax.lax.rem(index, block), blocks.own
+    return (
+        number,
+        key_head,
+        place,
+        key_head * share + within,
+        Tokens(own.segment[number, place], own.prompt[number, place], own.first[number] + place),
+    )
+
+
+def _over(blocks: Any, number: jax.Array, query: Tokens, add: Callable, carry: Any) -> Any:
+    """`add(masked, other, carry)` for each block of keys that a block reads; `masked` changes the
+    scores of keys that a query does not read. Blocks that are read whole have none, and a loop of
+    their own."""
+
+    def turn(is_whole: bool, turn: jax.Array, carry: Any) -> Any:
+        other = blocks.lists[number, turn]
+        return add(
+            lambda scores: (
+                scores
+                if is_whole
+                else jnp.where(_reads(query, _tokens(blocks.other, other)), scores, LOWEST)
+            ),
+            other,
+            carry,
+        )
+
+    whole = blocks.whole[number]
+    carry = jax.lax.fori_loop(0, whole, partial(turn, True), carry)
+    return jax.lax.fori_loop(whole, blocks.counts[number], partial(turn, False), carry)
+
+
+def _forward_kernel(
+    exp2: Callable, q_ref: Any, k_ref: Any, v_ref: Any, blocks: Any, out_ref: Any, lse_ref: Any
+) -> None:
+    """Output and log-sum-exp of one block of queries of some heads."""
+    number, key_head, place, head, query = _queries(q_ref, k_ref, blocks)
+    q = q_ref[number, place, head]
+
+    def add(masked: Callable, other: jax.Array, carry: tuple) -> tuple:
+        top, total, out = carry
+        k, v = k_ref[other, :, key_head], v_ref[other, :, key_head]
+        scores = masked(product32(q, k.T) * LOG2E)
+        new_top = jnp.maximum(top, scores.max(1))
+        shrink, p = exp2(top - new_top), exp2(scores - new_top[:, None])
+        return (
+            new_top,
+            total * shrink + p.sum(1),
+            out * shrink[:, None] + product32(p.astype(v.dtype), v),
+        )
+
+    zeros = jnp.zeros(q.shape[:1], jnp.float32)
+    # So far above what is masked that this weighs 0 in a query without keys, too.
+    start = zeros + LOWEST / 2, zeros, jnp.zeros(q.shape, jnp.float32)
+    top, total, out = _over(blocks, number, query, add, start)
+    # A query without keys: 0, and a log-sum-exp that makes no NaN.
+    known = jnp.where(total == 0.0, 1.0, total)
+    out_ref[number, place, head] = (out / known[:, None]).astype(q.dtype)
+    lse_ref[number, head, place] = top + jnp.log2(known)
+
+
+def _query_kernel(
+    exp2: Callable,
+    q_ref: Any,
+    k_ref: Any,
+    v_ref: Any,
+    d_out_ref: Any,
+    lse_ref: Any,
+    delta_ref: Any,
+    blocks: Any,
+    d_q_ref: Any,
+) -> None:
+    """The gradient of one block of queries of some heads. Softmax's, of scores, is p * (dp -
+    delta), with delta the sum of out * d_out over a head's dimensions."""
+    number, key_head, place, head, query = _queries(q_ref, k_ref, blocks)
+    q, d_out = q_ref[number, place, head], d_out_ref[number, place, head]
+    lse, delta = lse_ref[number, head, place], delta_ref[number, head, place]
+
+    def add(masked: Callable, other: jax.Array, d_q: jax.Array) -> jax.Array:
+        k, v = k_ref[other, :, key_head], v_ref[other, :, key_head]
+        p = exp2(masked(product32(q, k.T) * LOG2E - lse[:, None]))
+        d_scores = p * (product32(d_out, v.T) - delta[:, None])
+        return d_q + product32(d_scores.astype(q.dtype), k)
+
+    d_q = _over(blocks, number, query, add, jnp.zeros(q.shape, jnp.float32))
+    d_q_ref[number, place, head] = d_q.astype(q.dtype)
+
+
+def _key_kernel(
+    exp2: Callable,
+    q_ref: Any,
+    k_ref: Any,
+    v_ref: Any,
+    d_out_ref: Any,
+    lse_ref: Any,
+    delta_ref: Any,
+    blocks: Any,
+    d_k_ref: Any,
+    d_v_ref: Any,
+) -> None:
+    """The gradients of one block of keys and values of a key head."""
+    number, key_head = pl.program_id(0), pl.program_id(1)
+    share = q_ref.shape[2] // k_ref.shape[2]
+    k, v, key = k_ref[number, :, key_head], v_ref[number, :, key_head], _tokens(blocks.own, number)
+
+    def add(turn: jax.Array, carry: tuple) -> tuple:
+        # One loop over blocks and heads: Triton loads ahead in innermost loops alone.
+        other, head = (
+            blocks.lists[number, jax.lax.div(turn, share)],
+            key_head * share + jax.lax.rem(turn, share),
+        )
+        q, d_out, mask = (
+            q_ref[other, :, head],
+            d_out_ref[other, :, head],
+            _reads(_tokens(blocks.other, other), key).T,
+        )
+        # Scores as [keys, queries], an operand of both sums, stay in registers. All are masked:
+        # with a second loop for two sums each of Hopper's products waits for the one before
+        # (docs/LOG.md).
+        p = exp2(jnp.where(mask, product32(k, q.T) * LOG2E - lse_ref[other, head], LOWEST))
+        d_v = carry[1] + product32(
+            p.astype(q.dtype), d_out
+        )  # first, so that fewer registers are held
+        d_scores = p * (product32(v, d_out.T) - delta_ref[other, head])
+        return carry[0] + product32(d_scores.astype(q.dtype), q), d_v
+
+    zeros = jnp.zeros(k.shape, jnp.float32)
+    d_k, d_v = jax.lax.fori_loop(0, blocks.counts[number] * share, add, (zeros, zeros))
+    d_k_ref[number, :, key_head], d_v_ref[number, :, key_head] = (
+        d_k.astype(k.dtype),
+        d_v.astype(v.dtype),
+    )
+
+
+def _tokens(of: Any, number: jax.Array) -> Tokens:
+    """Of a block. Positions follow from the first, so that none has to be held beside the
+    others."""
+    return Tokens(
+        of.segment[number], of.prompt[number], of.first[number] + jnp.arange(of.segment.shape[1])
+    )
+
+
+def _reads(query: Tokens, key: Tokens) -> jax.Array:
+    """bool[queries, keys] of the tokens of two blocks."""
+    return reads(query.to_meet(1), key.to_meet(0))

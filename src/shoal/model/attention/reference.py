@@ -1,0 +1,38 @@
+"""Attention with all scores of a row at once and ordinary autodiff: the reference of the others."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from shoal.model.attention.rule import Tokens, reads
+from shoal.model.attention.softmax import LOWEST, by_key_head, einsum32, masked
+
+
+def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
+    """Softmax attention of q[R, C, H, A] to k, v[R, T, K, A] where mask[R, C, T] is True -> [R, C,
+    H, A].
+
+    H is a multiple of K; each key/value head serves H // K consecutive query heads. Scores and sums
+    are float32. A query without any key gives 0, and no gradient.
+    """
+    q = by_key_head(q, k.shape[-2])  # [R, C, K, g, A]
+    scores = masked(einsum32("rckga,rtka->rkgct", q, k), mask[:, None, None])
+    # The maximum cancels in the quotient, so it needs no gradient.
+    top = jax.lax.stop_gradient(scores.max(-1, keepdims=True))
+    # Not exp alone: in a row without keys all scores equal the maximum, and exp(0) would weigh
+    # padding by 1.
+    p = jnp.where(scores > LOWEST, jnp.exp(scores - top), 0.0)
+    total = p.sum(-1)
+    total = jnp.where(total == 0.0, 1.0, total)
+    # Divided after the product, in float32: normalised weights would be rounded in bfloat16.
+    out = einsum32("rkgct,rtka->rckga", p.astype(v.dtype), v) / jnp.moveaxis(total, 3, 1)[..., None]
+    return out.reshape(*out.shape[:2], -1, out.shape[-1]).astype(q.dtype)
+
+
+def attend_at_once(
+    q: jax.Array, k: jax.Array, v: jax.Array, query: Tokens, key: Tokens
+) -> jax.Array:
+    """`attend` of rows of several sequences, or of queries that are a part of each row, all scores
+    at once: the reference of blocks and kernels."""
+    return attend(q, k, v, reads(query.to_meet(2), key.to_meet(1)))

@@ -1,0 +1,86 @@
+"""The end of the model: logits of all tokens, or of the slices of the vocabulary that a loss
+reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from shoal.model.block import cast_weight
+from shoal.model.linear import Weight, cast_product, linear
+from shoal.model.parameters import Parameters
+
+if TYPE_CHECKING:
+    from shoal.model.transformer import Model
+
+
+def logits(model: Model, parameters: Parameters, hidden: jax.Array) -> jax.Array:
+    """hidden[..., D] -> float32[..., V]."""
+    return _project(output_head(parameters), hidden.astype(model.dtype))
+
+
+def output_head(parameters: Parameters) -> jax.Array:
+    """[D, V]"""
+    return parameters.embed_tokens.T if parameters.lm_head is None else parameters.lm_head
+
+
+def _project(head: Weight, hidden: jax.Array) -> jax.Array:
+    # float32 out: bfloat16 has 8 significant bits, and ratios are made of differences of these.
+    return linear(head, hidden, jnp.float32)
+
+
+def head_slices(head: jax.Array, size: int) -> jax.Array:
+    """A head[D, V] as slices [n, D, v], v at most `size`, by whole registers; the last ones are
+    filled up by zeros."""
+    count = -(-head.shape[1] // size)
+    width = -(-head.shape[1] // (128 * count)) * 128
+    head = jnp.pad(head, ((0, 0), (0, count * width - head.shape[1])))
+    return head.reshape(-1, count, width).swapaxes(0, 1)
+
+
+def head_projection(model: Model, head: jax.Array) -> Callable[[jax.Array], jax.Array]:
+    """`logits` for many chunks hidden[R, T, D] of a batch: the head[D, V] is cast and gathered
+    once, before the first, and its gradient is summed over the devices once, after the last."""
+    role = model.role
+    shards = role.row_shards
+    if shards == 1:
+        return partial(_project, cast_weight(model, head, ("embed", model.vocab_axis)))
+    # A copy for each part of the rows, each on that part's devices: in a loop over chunks the
+    # products are then local, and so is the sum of their gradients. One head for all would be
+    # summed over the devices in every chunk.
+    kernel = jax.lax.stop_gradient(_copies(model, jnp.float32, head.astype(model.dtype)))
+    master = _copies(model, model.reduce_dtype, head)
+
+    def project(hidden: jax.Array) -> jax.Array:
+        flat = role.constrain(hidden.reshape(shards, -1, hidden.shape[-1]), "rows", None, None)
+        product: jax.Array = cast_product(flat, kernel, master, jnp.float32, jnp.float32)
+        return role.constrain(
+            product.reshape(*hidden.shape[:-1], -1), "rows", None, model.vocab_axis
+        )
+
+    return project
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _copies(model: Model, reduce_dtype: Any, head: jax.Array) -> jax.Array:
+    """[D, V] -> a copy for each part of the rows, on its devices; the gradient is summed over them
+    in `reduce_dtype`."""
+    copies = jnp.broadcast_to(head, (model.role.row_shards, *head.shape))
+    return model.role.constrain(copies, "rows", None, model.vocab_axis)
+
+
+def _copies_backward(
+    model: Model, reduce_dtype: Any, _: None, gradient: jax.Array
+) -> tuple[jax.Array]:
+    role, vocab = model.role, model.vocab_axis
+    gradient = role.constrain(gradient, "rows", None, vocab).astype(reduce_dtype)
+    # Not jnp.sum: it would sum bfloat16 in float32.
+    total = jax.lax.reduce(gradient, jnp.zeros((), reduce_dtype), jax.lax.add, (0,))
+    return (role.constrain(total, "embed", vocab).astype(jnp.float32),)
+
+
+_copies.defvjp(lambda *arguments: (_copies(*arguments), None), _copies_backward)

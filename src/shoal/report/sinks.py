@@ -1,0 +1,255 @@
+"""Where metrics and some completions go besides the run's folder: TensorBoard and Weights & Biases,
+if configured; and the thread that writes groups."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, Protocol
+
+import numpy as np
+
+from shoal.config.sections.train import ReportSection
+from shoal.records import Group, ShoalError
+from shoal.report.console import completion_text, prompt_text
+
+GROUPS_SHOWN = 4
+"""Groups of a step whose completions a table of completions shows: of each the one of least and of
+most reward."""
+
+
+Rows = Sequence[Mapping[str, Any]]
+
+
+class Sink(Protocol):
+    """Accepts figures by name, of a step or of an evaluation (`evaluation_scalars`), and tables of
+    completions (`completion_rows`), in the order of steps; a step's table before its figures."""
+
+    def write(self, step: int, metrics: Mapping[str, Any]) -> None: ...
+    def write_completions(self, step: int, rows: Rows) -> None: ...
+    def close(self) -> None: ...
+
+
+class Background:
+    """A sink in a thread. One that fails or hangs neither ends nor delays the run: it is switched
+    off, and `warn` is called once, from the thread that writes here."""
+
+    def __init__(
+        self,
+        sink: Sink,
+        name: str,
+        warn: Callable[[str], None],
+        most_pending: int = 1000,
+        seconds_to_close: float = 60.0,
+    ) -> None:
+        self.name = name
+        self._sink = sink
+        self._warn = warn
+        self.seconds_to_close = seconds_to_close
+        self._pending: queue.Queue[tuple[Callable[..., None], int, Any] | None] = queue.Queue(
+            most_pending
+        )
+        self._fault: str | None = None
+        self._on = True
+        self._thread = threading.Thread(target=self._work, name=f"metrics to {name}", daemon=True)
+        self._thread.start()
+
+    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+        self._put((self._sink.write, step, dict(metrics)))
+        self._check()
+
+    def write_completions(self, step: int, rows: Rows) -> None:
+        self._put((self._sink.write_completions, step, rows))
+        self._check()
+
+    def close(self) -> None:
+        """Waits for pending rows, at most `seconds_to_close`."""
+        self._put(None)
+        if self._on and self._fault is None:
+            self._thread.join(self.seconds_to_close)
+            if self._thread.is_alive():
+                self._fault = f"it has not ended within {self.seconds_to_close:g} s"
+        self._check()
+        self._on = False
+
+    def _put(self, item: tuple[Callable[..., None], int, Any] | None) -> None:
+        if self._on and self._fault is None:
+            try:
+                self._pending.put_nowait(item)
+            except queue.Full:
+                self._fault = f"it accepts no more rows, {self._pending.maxsize} are waiting"
+
+    def _check(self) -> None:
+        if self._on and self._fault is not None:
+            self._on = False
+            self._warn(
+                f"{self.name} is switched off: {self._fault}; metrics.jsonl continues and holds "
+                f"every step"
+            )
+
+    def _work(self) -> None:
+        try:
+            while (item := self._pending.get()) is not None:
+                write, step, content = item
+                write(step, content)
+            self._sink.close()
+        except Exception as error:
+            lines = str(error).strip().splitlines()
+            self._fault = f"{type(error).__name__}: {lines[0] if lines else 'without a message'}"
+            with contextlib.suppress(Exception):  # it has failed already
+                self._sink.close()
+
+
+def completion_rows(groups: Sequence[Group], advantages: np.ndarray) -> list[dict[str, Any]]:
+    """Prompt, completion, rewards and advantage of a few completions, all with the same names;
+    `advantages[P, G]`."""
+    rows = []
+    for group, of_group in zip(groups[:GROUPS_SHOWN], advantages, strict=False):
+        order = np.argsort(group.rewards)  # NaN last
+        for i in dict.fromkeys((int(order[0]), int(order[-1]))):
+            rewards = {name: float(values[i]) for name, values in group.reward_components.items()}
+            rows.append(
+                {
+                    "prompt": prompt_text(group.example.prompt),
+                    "completion": completion_text(group, i),
+                    "reward": float(group.rewards[i]),
+                    **rewards,
+                    "advantage": float(of_group[i]),
+                }
+            )
+    return rows
+
+
+def check_sinks(section: ReportSection) -> None:
+    """ShoalError if a package or a login that `report` needs is missing; nothing is written or
+    sent."""
+    if section.tensorboard:
+        from shoal.report.tensorboard import load
+
+        load()
+    if section.wandb.mode != "off":
+        from shoal.report.wandb import load
+
+        load(section.wandb)
+
+
+def make_sinks(
+    folder: Path,
+    section: ReportSection,
+    config: Mapping[str, Any],
+    run_name: str,
+    resumed_at: int | None,
+    note: Callable[[str], None],
+    warn: Callable[[str], None],
+) -> list[Background]:
+    """The sinks that `report` configures. `config` is the resolved configuration, `resumed_at` the
+    version that a resumed run continues from. ShoalError if a package or a login is missing, a file
+    cannot be written or a service refuses."""
+    sinks: list[Background] = []
+    if section.tensorboard:
+        from shoal.report.tensorboard import TensorboardSink
+
+        sinks.append(
+            Background(TensorboardSink(folder / "tensorboard", resumed_at), "TensorBoard", warn)
+        )
+    if section.wandb.mode != "off":
+        from shoal.report.wandb import WandbSink
+
+        wandb = WandbSink(folder, section.wandb, config, run_name)
+        note(
+            f"Weights & Biases: "
+            f"{wandb.url or f'offline; `wandb sync {folder}/wandb/offline-*` sends it'}"
+        )
+        sinks.append(Background(wandb, "Weights & Biases", warn))
+    return sinks
+
+
+# ---- the thread that writes while the next step is sampled
+
+MOST_PENDING = 2
+"""Steps that may wait to be written; a disk that is slower than training holds training up from
+then on."""
+
+
+STUCK_SECONDS = 300.0
+"""After how long a wait for the disk is given up."""
+
+
+class GroupWriter:
+    """Calls `write` in another thread, in order. What it raises is raised by the next `put` or
+    `flush`, once; what was put meanwhile is not written. `folder` is named where the disk does not
+    answer."""
+
+    def __init__(self, write: Callable[..., Any], folder: object = "the run folder") -> None:
+        self._write, self._folder = write, folder
+        # An event is set once all before it is written, None ends the thread.
+        self._pending: queue.Queue[tuple[Any, ...] | threading.Event | None] = queue.Queue(
+            MOST_PENDING
+        )
+        self._failure: BaseException | None = None
+        self._stuck = False
+        self._thread: threading.Thread | None = None
+
+    def put(self, *arguments: Any) -> None:
+        """Queues one call; waits where MOST_PENDING calls are queued already."""
+        self._raise_failure()
+        self._put(arguments)
+
+    def flush(self) -> None:
+        """Returns when everything that was put is on disk: before a checkpoint, whose steps' groups
+        these are."""
+        if self._thread is not None:
+            done = threading.Event()
+            self._put(done)
+            if not done.wait(STUCK_SECONDS):
+                self._give_up()
+        self._raise_failure()
+
+    def close(self) -> None:
+        """Ends the thread after what was put; one that is stuck is left alone, it ends with the
+        process."""
+        if self._thread is not None and not self._stuck:
+            self.flush()
+            self._put(None)
+            self._thread.join()
+            self._thread = None
+
+    def _put(self, item: tuple[Any, ...] | threading.Event | None) -> None:
+        if self._stuck:
+            self._give_up()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="groups to disk", daemon=True)
+            self._thread.start()
+        try:
+            self._pending.put(item, timeout=STUCK_SECONDS)
+        except queue.Full:
+            self._give_up()
+
+    def _give_up(self) -> NoReturn:
+        self._stuck = True
+        raise ShoalError(
+            f"{self._folder}: the disk has not answered for {STUCK_SECONDS:.0f} s, and groups are "
+            f"not "
+            "written; check the disk, then resume the run"
+        )
+
+    def _raise_failure(self) -> None:
+        # Read once: the thread may set it between a read and a store, and that failure would be
+        # lost.
+        if (failure := self._failure) is not None:
+            self._failure = None
+            raise failure
+
+    def _work(self) -> None:
+        while (item := self._pending.get()) is not None:
+            if isinstance(item, threading.Event):
+                item.set()
+                continue
+            try:
+                if self._failure is None:
+                    self._write(*item)
+            except BaseException as error:  # raised again where the run can end
+                self._failure = error

@@ -1,0 +1,561 @@
+"""One call of a reward function: its arguments, the values it may return, and the result in a plain
+form.
+
+A function in TRL's convention is called once a batch, with keywords only: `prompts`, `completions`,
+`completion_ids`, every data column, `trainer_state`, `log_extra`, `log_metric`. The lists are flat,
+P*G long, the G completions of a prompt side by side. It returns as many numbers, or None where it
+cannot judge. After messages, a completion is `[{"role": "assistant", "content": text}]`, the whole
+text always in `content`, or all messages of a rollout with turns; after a plain prompt it is a
+string. Where rollouts have environments, `environments` are their ended ones. A function in verl's
+convention (one that takes `solution_str` and `ground_truth`) is called once a completion.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import math
+import threading
+import traceback
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, fields, replace
+from itertools import groupby
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shoal.records import Example, Prompt, RewardFunction, ShoalError, ground_truth, truth_fault
+from shoal.text import count, describe_error, did_you_mean, shorten
+from shoal.workers.process import Header, end_copies_of_loop, ends_copies, pickled
+from shoal.workers.rollout_function import ROLLOUT
+
+_NOT_COLUMNS = ("prompt", "completion", "completion_ids")
+_ARGUMENTS = (
+    "prompts",
+    "completions",
+    "completion_ids",
+    "environments",
+    "trainer_state",
+    "log_extra",
+    "log_metric",
+)
+WRONG = "wrong"
+"""The kind of a result whose function breaks the convention: an error under every policy."""
+CLOSE_SECONDS = 1.0
+"""How long to wait for what runs on an event loop that is closed."""
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """The run's progress as functions get it: the fields of transformers' `TrainerState` that
+    rewards use."""
+
+    global_step: int = 0
+    max_steps: int = 0
+    epoch: float = 0.0  # the share of the run that is done
+    num_train_epochs: int = 1
+    num_input_tokens_seen: int = 0
+    log_history: tuple[dict[str, float], ...] = ()
+    is_world_process_zero: bool = True
+
+    @classmethod
+    def at(cls, step: int, max_steps: int, num_input_tokens_seen: int = 0) -> TrainerState:
+        return cls(
+            step, max_steps, step / max_steps if max_steps else 0.0, 1, num_input_tokens_seen
+        )
+
+
+@dataclass(frozen=True)
+class CallResult:
+    """How a call for `n` completions ended; all of it but `cause` is JSON.
+
+    >>> # None where it cannot judge, and where `bad` has a reason
+    >>> CallResult(values=[1.0, None], bad=[(1, "nan")])
+    >>> CallResult(kind="raised", text="ValueError: ...", where="rewards.py, line 3")
+    """
+
+    values: list[float | None] = field(default_factory=list)
+    bad: list[tuple[int, str]] = field(
+        default_factory=list
+    )  # (index in the call, the value that is no number)
+    extra: dict[str, list[Any]] = field(default_factory=dict)  # log_extra: column -> n values
+    metrics: dict[str, list[float]] = field(default_factory=dict)  # log_metric: name -> values
+    kind: str = ""  # of failure: "raised", "timed out", "died" or `WRONG`; "" where it returned
+    text: str = ""  # one line: what happened
+    where: str = ""  # file and line at which it was raised
+    cause: BaseException | None = None  # in the process of the call only
+
+    @property
+    def failed(self) -> bool:
+        return bool(self.kind or self.bad)
+
+    def to_be_split(self, size: int) -> bool:
+        """True for a failed call of several completions: each is called alone, which shows whose
+        fault it is."""
+        return size > 1 and self.kind not in ("", WRONG)
+
+    def ends_run(self, on_error: str) -> bool:
+        return self.kind == WRONG or (on_error == "error" and self.failed)
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            one.name: value
+            for one in fields(self)
+            if one.name != "cause" and (value := getattr(self, one.name))
+        }
+
+
+@dataclass(frozen=True)
+class Batch:
+    """P groups of G completions, as the flat lists of P*G entries that functions are called
+    with."""
+
+    shape: tuple[int, int]
+    rows: list[tuple[int, int]]  # the data row and the completion's index in its group
+    prompts: list[Prompt]
+    texts: list[str]
+    completion_ids: list[list[int]]
+    columns: dict[str, list[Any]]
+    state: TrainerState
+    places: list[str]  # of the rows: file and line, or empty
+    trial: tuple[str, ...] = ()  # of known answers, before the run: what each of a group is
+    messages: Sequence[
+        Sequence[Mapping[str, Any]]
+    ] = ()  # what followed each prompt, where there are turns
+    environments: Sequence[Any] = ()  # of each rollout, ended
+
+    @classmethod
+    def of(
+        cls,
+        examples: Sequence[Example],
+        prompts: Sequence[Prompt],
+        texts: Sequence[Sequence[str]],
+        completion_ids: Sequence[Sequence[Sequence[int] | np.ndarray]],
+        state: TrainerState,
+        trial: Sequence[str] = (),
+        messages: Sequence[Sequence[Sequence[Mapping[str, Any]]]] = (),
+        environments: Sequence[Sequence[Any]] = (),
+    ) -> Batch:
+        if not len(examples) == len(prompts) == len(texts) == len(completion_ids):
+            raise ValueError("examples, prompts, texts and completion_ids must be of one length, P")
+        sizes = {len(group) for group in (*texts, *completion_ids)}
+        if len(sizes) != 1 or 0 in sizes:
+            raise ValueError(
+                "every group must hold the same number of completions, G, which is 1 or more"
+            )
+        at = [(p, g) for p, group in enumerate(texts) for g in range(len(group))]
+        names = dict.fromkeys(
+            name for example in examples for name in example.columns if name not in _NOT_COLUMNS
+        )
+        return cls(
+            shape=(len(texts), len(texts[0])),
+            rows=[(examples[p].row, g) for p, g in at],
+            prompts=[prompts[p] for p, _ in at],
+            texts=[texts[p][g] for p, g in at],
+            completion_ids=[[int(token) for token in completion_ids[p][g]] for p, g in at],
+            columns={name: [examples[p].columns.get(name) for p, _ in at] for name in names},
+            state=state,
+            places=[examples[p].place for p, _ in at],
+            trial=tuple(trial),
+            messages=[one for group in messages for one in group],
+            environments=[one for group in environments for one in group],
+        )
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def single(self, i: int) -> Batch:
+        """The batch of its completion `i` alone."""
+        return replace(
+            self,
+            shape=(1, 1),
+            rows=[self.rows[i]],
+            prompts=[self.prompts[i]],
+            texts=[self.texts[i]],
+            completion_ids=[self.completion_ids[i]],
+            places=[self.places[i]],
+            messages=self.messages[i : i + 1],
+            environments=self.environments[i : i + 1],
+            columns={name: [values[i]] for name, values in self.columns.items()},
+        )
+
+    def describe(self, i: int) -> str:
+        row, index = self.rows[i]
+        prompt = self.prompts[i]
+        asked = (
+            prompt if isinstance(prompt, str) else str(prompt[-1].get("content")) if prompt else ""
+        )
+        answer = shorten(self.texts[i])
+        place = self.places[i] or f"data row {row}"
+        which = self.trial[index] if self.trial else f"completion {index}"
+        return f"{place}, {which} (prompt {shorten(asked)!r}, completion {answer!r})"
+
+
+# ---- calling
+
+
+def call(one: RewardFunction, batch: Batch, wait: Callable[[Awaitable[Any]], Any]) -> CallResult:
+    """Calls a function for a batch; `wait` runs what it returns where that must be awaited."""
+    journal = _Journal(len(batch))
+    try:
+        with ends_copies():
+            result = one.function(**_arguments(one, batch, journal))
+            result = wait(result) if inspect.isawaitable(result) else result
+        return _read(one, result, batch, journal)
+    except (Exception, SystemExit, asyncio.CancelledError) as error:
+        return _failed(one, batch, error)
+
+
+async def call_async(
+    one: RewardFunction, batch: Batch, limit_seconds: float | None = None
+) -> CallResult:
+    """`call` for an `async` function, on the running event loop."""
+    journal = _Journal(len(batch))
+    scope = asyncio.timeout(limit_seconds)
+    try:
+        async with scope:
+            result = await one.function(**_arguments(one, batch, journal))
+        return _read(one, result, batch, journal)
+    # Ctrl-C is raised in the main thread, where no event loop runs: a KeyboardInterrupt here is the
+    # function's own.
+    except (Exception, SystemExit, KeyboardInterrupt, asyncio.CancelledError) as error:
+        return CallResult(kind="timed out") if scope.expired() else _failed(one, batch, error)
+
+
+class _BrokenConvention(Exception):
+    """A function's signature or result is against its convention."""
+
+
+@dataclass
+class _Journal:
+    """The values that a call logs besides its rewards."""
+
+    size: int
+    extra: dict[str, list[Any]] = field(default_factory=dict)
+    metrics: dict[str, list[float]] = field(default_factory=dict)
+
+    def log_extra(self, column: str, values: Sequence[Any]) -> None:
+        if len(values) != self.size:
+            raise ValueError(
+                f"log_extra({column!r}): expected {self.size} values, got {len(values)}"
+            )
+        self.extra[unused(column, self.extra)] = [_plain(value) for value in values]
+
+    def log_metric(self, name: str, value: float) -> None:
+        self.metrics.setdefault(str(name), []).append(float(value))
+
+
+def _failed(one: RewardFunction, batch: Batch, error: BaseException) -> CallResult:
+    if isinstance(error, _BrokenConvention):
+        return CallResult(kind=WRONG, text=str(error), cause=error.__cause__)
+    if isinstance(error, ShoalError):  # the user's to fix, and the same for every completion
+        return CallResult(kind=WRONG, text=f"cannot score: {error}", cause=error)
+    function = one.function.func if isinstance(one.function, functools.partial) else one.function
+    code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
+    lines = [
+        frame.lineno
+        for frame in traceback.extract_tb(error.__traceback__)
+        if code is not None and frame.filename == code.co_filename
+    ]
+    where = f"{Path(code.co_filename).name}, line {lines[-1]}" if code is not None and lines else ""
+    hint = " (reward.memory_gib is the limit)" if isinstance(error, MemoryError) else ""
+    if (
+        isinstance(error, TypeError)
+        and "string ind" in str(error)
+        and isinstance(batch.prompts[0], str)
+    ):
+        hint = (
+            " (completions are strings here, because the prompts are text; give messages as "
+            "prompts to get lists "
+            "of messages)"
+        )
+    return CallResult(
+        kind="raised", text=shorten(describe_error(error), 300) + hint, where=where, cause=error
+    )
+
+
+# ---- arguments
+
+
+def _arguments(one: RewardFunction, batch: Batch, journal: _Journal) -> dict[str, Any]:
+    """Fresh lists for each call, so that a function that changes them in place harms no other."""
+    if one.per_completion:
+        columns = {name: values[0] for name, values in batch.columns.items()}
+        return _accepted(one.function, _verl_arguments(batch, columns))
+    turns = batch.messages or [[{"role": "assistant", "content": text}] for text in batch.texts]
+    environments = {"environments": list(batch.environments)} if batch.environments else {}
+    played = [one.fields for one in batch.environments]  # by a rollout function
+    environments |= {
+        name: [fields.get(name) for fields in played] for fields in played for name in fields
+    }
+    return _accepted(
+        one.function,
+        {
+            **{name: list(values) for name, values in batch.columns.items()},
+            **environments,
+            "prompts": [
+                prompt if isinstance(prompt, str) else [dict(message) for message in prompt]
+                for prompt in batch.prompts
+            ],
+            "completions": [
+                text if isinstance(prompt, str) else [dict(message) for message in messages]
+                for prompt, text, messages in zip(batch.prompts, batch.texts, turns, strict=True)
+            ],
+            "completion_ids": [list(tokens) for tokens in batch.completion_ids],
+            "trainer_state": batch.state,
+            "log_extra": journal.log_extra,
+            "log_metric": journal.log_metric,
+        },
+        # What no rollout function of a group came to return; of one that failed nothing else is
+        # known.
+        len(played)
+        if all(vars(one)["_kind"] in (ROLLOUT, "") for one in batch.environments)
+        else 0,
+    )
+
+
+def _verl_arguments(batch: Batch, columns: Mapping[str, Any]) -> dict[str, Any]:
+    if fault := truth_fault(columns):
+        place = batch.places[0] or f"data row {batch.rows[0][0]}"
+        raise _BrokenConvention(f"wants a ground truth, which {place} lacks: {fault}")
+    info = columns.get("extra_info")
+    answered = [
+        message["role"] == "assistant" for messages in batch.messages for message in messages
+    ] or [True]
+    turns = {
+        "num_turns": 1 + len([*groupby(answered)]),
+        "rollout_reward_scores": {},
+    }  # the prompt's is the first
+    return {
+        "data_source": columns.get("data_source") or "",
+        "solution_str": batch.texts[0],
+        "ground_truth": ground_truth(columns),
+        "extra_info": {**(info if isinstance(info, Mapping) else {}), **turns},
+    }
+
+
+def _accepted(
+    function: Callable[..., Any], given: dict[str, Any], played: int = 0
+) -> dict[str, Any]:
+    """All keywords for a function with `**kwargs`, else those that it names; what is missing is
+    None for each of so many that a rollout function `played`."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # some compiled functions have no signature
+        return given
+    named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    for p in parameters:
+        if p.kind is p.POSITIONAL_ONLY and p.default is p.empty:
+            raise _BrokenConvention(
+                f"takes {p.name!r} by position only, but is called with keywords; remove the `/`"
+            )
+    for name, p in named.items():
+        if p.default is p.empty and name not in given and played:
+            given[name] = [None] * played
+        elif p.default is p.empty and name not in given:
+            columns = [column for column in given if column not in _ARGUMENTS]
+            near = did_you_mean(name, columns, lists_all=True)
+            raise _BrokenConvention(
+                f"wants {name!r}, which is no column of the data{near} "
+                f"(task.columns=[{name}=OTHER] renames one)"
+            )
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return given
+    return {name: value for name, value in given.items() if name in named}
+
+
+# ---- results
+
+
+def _read(one: RewardFunction, result: Any, batch: Batch, journal: _Journal) -> CallResult:
+    found = [
+        _number(value)
+        for value in (
+            [_verl_score(result, journal)] if one.per_completion else _listed(result, batch)
+        )
+    ]
+    return CallResult(
+        [None if isinstance(number, str) else number for number in found],
+        [(i, number) for i, number in enumerate(found) if isinstance(number, str)],
+        journal.extra,
+        journal.metrics,
+    )
+
+
+def _listed(result: Any, batch: Batch) -> list[Any]:
+    wanted = (
+        "it must return a list with one number (or None where it cannot judge) for each "
+        "completion; "
+        f"{count(len(batch), 'was', 'were')} given, the first {batch.describe(0)}"
+    )
+    if isinstance(result, str | bytes | Mapping) or not (
+        hasattr(result, "__len__") and hasattr(result, "__iter__")
+    ):
+        raise _BrokenConvention(f"returned {shorten(repr(result))}: {wanted}")
+    values = list(result)
+    if len(values) != len(batch):
+        raise _BrokenConvention(
+            f"returned {len(values)} values for {len(batch)} completions: {wanted}"
+        )
+    return values
+
+
+def _verl_score(result: Any, journal: _Journal) -> Any:
+    """The score of a float or of a dict with `score`; a dict's other values are logged."""
+    if not isinstance(result, Mapping):
+        if isinstance(number := _number(result), float):
+            journal.log_metric("acc", number)
+        return result
+    if "score" not in result:
+        raise _BrokenConvention(
+            f"returned {shorten(repr(result))}: expected a number, or a dict with `score`"
+        )
+    for name, value in result.items():
+        if name != "score":
+            number = _number(value)
+            if isinstance(number, float):
+                journal.log_metric(name, number)
+            else:
+                journal.log_extra(str(name), [value])
+    return result["score"]
+
+
+def _number(value: Any) -> float | str | None:
+    """The number, None for None, or the text of a value that is no finite number."""
+    if value is None:
+        return None
+    try:
+        number = math.nan if isinstance(value, str | bytes) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        return shorten(repr(value))
+    if math.isfinite(number):
+        return number
+    return shorten(repr(value)) if isinstance(value, str | bytes) else str(number)
+
+
+def _plain(value: Any) -> Any:
+    """The same as JSON can hold it."""
+    if value is None or isinstance(value, str | bool | int | float):
+        return value.item() if isinstance(value, np.generic) else value
+    if isinstance(value, np.ndarray | np.generic):
+        return _plain(value.tolist())
+    if isinstance(value, Mapping):
+        return {str(name): _plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(item) for item in value]
+    return value.isoformat() if hasattr(value, "isoformat") else str(value)
+
+
+# ---- in the process that calls
+
+
+class Loop:
+    """An event loop in a daemon thread, made when first needed and kept, for clients of a network
+    that functions keep too. In a thread, since a notebook's own has a running loop already."""
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+
+    def run(self, wanted: Awaitable[Any]) -> Any:
+        async def wait() -> tuple[Any, BaseException | None]:
+            try:
+                with ends_copies():
+                    return await wanted, None
+            except SystemExit as error:  # out of a task it would end the loop, and nobody the wait
+                return None, error
+            except (
+                KeyboardInterrupt
+            ):  # the same; raised by the caller it would be a person's Ctrl-C
+                return None, RuntimeError("KeyboardInterrupt")
+
+        if self._loop is None:
+            made: Future[asyncio.AbstractEventLoop] = Future()
+            self._thread = threading.Thread(
+                target=_serve, args=(made,), name="async rewards", daemon=True
+            )
+            self._thread.start()
+            self._loop = made.result()
+        result, error = asyncio.run_coroutine_threadsafe(wait(), self._loop).result()
+        if error is not None:
+            raise error
+        return result
+
+    def close(self) -> None:
+        """Cancels what still runs, and waits `CLOSE_SECONDS` for it; what goes on then ends with
+        the process."""
+        loop, self._loop = self._loop, None
+        if loop is not None and self._thread is not None:
+            loop.call_soon_threadsafe(loop.stop)
+            self._thread.join(CLOSE_SECONDS)
+
+
+def _serve(made: Future[asyncio.AbstractEventLoop]) -> None:
+    with asyncio.Runner() as runner:  # at its end all tasks are cancelled
+        end_copies_of_loop(runner.get_loop())
+        made.set_result(runner.get_loop())
+        runner.get_loop().run_forever()
+
+
+class CallHandler:
+    """Calls a function for the batch that was sent. After a MemoryError the worker is replaced."""
+
+    def __init__(self, functions: Sequence[RewardFunction], timeout_seconds: float) -> None:
+        self.functions, self.timeout_seconds, self.loop = functions, timeout_seconds, Loop()
+
+    def call(self, header: Header, body: bytes) -> Header:
+        batch = _unpickled(body)
+        return _reply(
+            batch
+            if isinstance(batch, CallResult)
+            else call(self.functions[header["function"]], batch, self.loop.run)
+        )
+
+    async def call_async(self, header: Header, body: bytes) -> Header:
+        batch = _unpickled(body)
+        return _reply(
+            batch
+            if isinstance(batch, CallResult)
+            else await call_async(self.functions[header["function"]], batch, self.timeout_seconds)
+        )
+
+
+def _reply(result: CallResult) -> Header:
+    return {**result.as_json(), "spent": isinstance(result.cause, MemoryError)}
+
+
+def pickled_batch(batch: Batch) -> bytes:
+    parts = (
+        (f"column {name!r} of data row {row}", value)
+        for name, values in batch.columns.items()
+        for (row, _), value in zip(batch.rows, values, strict=True)
+    )
+    return pickled(batch, parts, "leave it out, or call rewards in this process: reward.workers=0")
+
+
+def _unpickled(body: bytes) -> Batch | CallResult:
+    try:
+        return ForkingPickler.loads(body)  # pyright: ignore[reportAttributeAccessIssue]
+    except Exception as error:
+        return CallResult(
+            kind=WRONG,
+            text=f"cannot be sent its batch: {type(error).__name__}: {error}; "
+            f"reward.workers=0 calls it in this process",
+        )
+
+
+# ---- words
+
+
+def unused(name: str, taken: Iterable[str]) -> str:
+    """The name, with a number added where it is taken."""
+    taken = set(taken)
+    return next(
+        free
+        for n in range(1, len(taken) + 2)
+        if (free := name if n == 1 else f"{name}_{n}") not in taken
+    )

@@ -1,0 +1,347 @@
+"""A group on its way, from what was asked for to what is handed over; the ledger has an entry for
+each.
+
+    waiting -> running -> sampled -> rewarded -> handed over
+       ^          |
+       +---lost---+
+
+Whatever hosts answer, in whatever order and however often, a group is handed over once, in the
+order asked.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from shoal.protocols import GroupRequest, SampleRequest
+from shoal.records import Address, Completion, Group, Purpose
+from shoal.rewards.pool import RewardPool
+from shoal.rewards.scores import Policy, Scores, with_failed
+from shoal.tasks.task import Task
+
+if TYPE_CHECKING:
+    from shoal.rollout.turn_driver import Rollout
+
+
+class Stage(enum.StrEnum):
+    WAITING = "waiting"  # for a host with room
+    RUNNING = "running"  # at a host
+    SAMPLED = "sampled"  # all completions are there
+    REWARDED = "rewarded"  # rewards are there
+    HANDED_OVER = "handed over"
+
+
+TRANSITIONS: dict[Stage, frozenset[Stage]] = {
+    # An answer may come when the group waits again: its host had been given up too early.
+    Stage.WAITING: frozenset({Stage.RUNNING, Stage.SAMPLED}),
+    Stage.RUNNING: frozenset({Stage.WAITING, Stage.SAMPLED}),
+    Stage.SAMPLED: frozenset({Stage.REWARDED}),
+    Stage.REWARDED: frozenset({Stage.HANDED_OVER}),
+    Stage.HANDED_OVER: frozenset(),
+}
+
+
+@dataclass(eq=False)
+class PendingGroup:
+    """A group that was asked for and not handed over yet."""
+
+    id: int
+    request: GroupRequest
+    stage: Stage = Stage.WAITING
+    attempt: int = 0  # how often it was given to a host
+    host: str = ""  # that has it
+    rollouts: list[Rollout] = field(
+        default_factory=list
+    )  # its completions while they go, where these have turns
+    rollout_states: Counter[RolloutState] = field(
+        default_factory=Counter
+    )  # how many of them are in each
+    completions: Sequence[Completion] = ()
+    texts: Sequence[str] = ()
+    group: Group | None = None
+    scores: Scores | None = None  # whose failures and figures count with this group
+
+    @property
+    def num_idle(self) -> int:
+        """Rollouts that its host has nothing to do for: they wait for tools, or are over."""
+        return sum(self.rollout_states[state] for state in IDLE)
+
+    def move(self, stage: Stage) -> None:
+        """The only way from one stage to another."""
+        if stage not in TRANSITIONS[self.stage]:
+            raise RuntimeError(
+                f"group {self.id} of {self.request.purpose} step {self.request.step} cannot become "
+                f"{stage}: it is {self.stage}"
+            )
+        self.stage = stage
+
+
+@dataclass
+class Ledger:
+    """All groups that were asked for and not handed over yet."""
+
+    entries: dict[int, PendingGroup] = field(default_factory=dict)  # in the order asked
+    next_id: int = 0
+    parts: dict[int, int] = field(
+        default_factory=dict
+    )  # id of a request for a part of a group -> the group's
+    duplicates: int = 0  # answers to groups that had been answered
+    asked_again: int = 0  # groups whose host was lost
+
+    def add(self, requests: Iterable[GroupRequest]) -> None:
+        for request in requests:
+            self.entries[self.next_id] = PendingGroup(self.next_id, request)
+            self.next_id += 1
+
+    def add_part(self, entry: PendingGroup) -> int:
+        """The id of a request for a part of a group."""
+        self.next_id += 1
+        self.parts[self.next_id - 1] = entry.id
+        return self.next_id - 1
+
+    def of(self, purpose: Purpose, step: int) -> list[PendingGroup]:
+        """What a step asked for, in that order."""
+        return [
+            one
+            for one in self.entries.values()
+            if (one.request.purpose, one.request.step) == (purpose, step)
+        ]
+
+    def at(self, stage: Stage) -> list[PendingGroup]:
+        """The groups of a stage, the oldest first."""
+        return [one for one in self.entries.values() if one.stage is stage]
+
+    def start(self, entry: PendingGroup, host: str) -> None:
+        """A host gets the group."""
+        entry.move(Stage.RUNNING)
+        entry.host, entry.attempt = host, entry.attempt + 1
+
+    def answer(self, id: int, completions: Sequence[Completion]) -> PendingGroup | None:
+        """The entry that a host's answer is for; None, and counted, if it has been answered."""
+        entry = self.entries.get(id)
+        if entry is None or entry.stage not in (Stage.WAITING, Stage.RUNNING):
+            self.duplicates += id < self.next_id
+            return None
+        entry.move(Stage.SAMPLED)
+        entry.completions = completions
+        return entry
+
+    def lose(self, host: str) -> int:
+        """What a lost host had waits again, before what was asked for later; how many groups."""
+        lost = [one for one in self.at(Stage.RUNNING) if one.host == host]
+        for one in lost:
+            one.move(Stage.WAITING)
+        self.asked_again += len(lost)
+        return len(lost)
+
+    def hand_over(self, entries: Collection[PendingGroup]) -> list[Group]:
+        groups = []
+        for one in entries:
+            one.move(Stage.HANDED_OVER)
+            assert one.group is not None
+            groups.append(one.group)
+            del self.entries[one.id]
+        if len(entries):
+            self.parts = {part: id for part, id in self.parts.items() if id in self.entries}
+        return groups
+
+    def count(self, *stages: Stage) -> int:
+        return sum(one.stage in stages for one in self.entries.values())
+
+
+def whereabouts(entries: Sequence[PendingGroup], hosts: Mapping[str, str]) -> str:
+    """Where groups are that somebody waits for. `hosts`: what to say of each host that has some."""
+    places = Counter(
+        f"at {hosts[one.host]}" if one.stage is Stage.RUNNING else str(one.stage) for one in entries
+    )
+    there = places.pop(str(Stage.REWARDED), 0)
+    return ", ".join(
+        [
+            f"{there} of {len(entries)} groups are there",
+            *(f"{number} {place}" for place, number in places.items()),
+            f"attempt {max(one.attempt for one in entries)}",
+        ]
+    )
+
+
+def sample_request(request: GroupRequest, id: int, seed: int) -> SampleRequest:
+    """The sampler's request for a group.
+
+    Purpose, data set and greedy or sampled are part of the noise's address, with step and row: a
+    prompt occurs once in each of them, so no two completions of a run share their noise.
+    """
+    # An evaluation's step is a version and may equal a training step: without the purpose both
+    # would share noise.
+    mode = "greedy" if request.params.temperature == 0 else "sampled"
+    purpose = f"{request.purpose}/{request.subset}/{mode}"
+    address = Address(seed, purpose, request.step, request.example.row)
+    return SampleRequest(
+        id,
+        request.prompt_ids,
+        request.num_completions,
+        address,
+        request.params,
+        request.purpose,
+        request.version,
+        request.exact,
+    )
+
+
+def rollout_requests(
+    request: SampleRequest,
+    prompts: Sequence[np.ndarray],
+    new_id: Callable[[], int],
+    turn_limits: Sequence[int],
+) -> list[SampleRequest]:
+    """The requests for a group's rollouts of several turns, whose prompts are `prompts`: one for
+    all, or, where environments began them differently, one for each. `turn_limits`: of their first
+    turns, 0 for none."""
+    request = replace(request, has_turns=True)
+    if all(np.array_equal(ids, prompts[0]) for ids in prompts):
+        return [replace(request, prompt_ids=prompts[0], turn_limits=tuple(turn_limits))]
+    return [
+        replace(
+            request,
+            id=new_id(),
+            prompt_ids=ids,
+            num_completions=1,
+            first=index,
+            turn_limits=(turn_limit,),
+        )
+        for index, (ids, turn_limit) in enumerate(zip(prompts, turn_limits, strict=True))
+    ]
+
+
+def branch_request(
+    request: SampleRequest,
+    id: int,
+    index: int,
+    prompt_ids: np.ndarray,
+    branch: int,
+    used: int,
+    turn_limit: int,
+) -> SampleRequest:
+    """The request for what follows another prompt in a rollout of a group that has `used` so many
+    tokens; `branch`: its number, from 1. Two branches may reach one position: their noise differs
+    by that number. `turn_limit`: of its first turn, 0 for none."""
+    address = replace(request.address, purpose=f"{request.address.purpose}/branch {branch}")
+    params = replace(request.params, max_tokens=request.params.max_tokens - used)
+    return replace(
+        request,
+        id=id,
+        prompt_ids=prompt_ids,
+        num_completions=1,
+        first=index,
+        has_turns=True,
+        address=address,
+        params=params,
+        branch=branch,
+        turn_limits=(turn_limit,),
+    )
+
+
+def make_group(
+    task: Task,
+    request: GroupRequest,
+    completions: Sequence[Completion],
+    texts: Sequence[str],
+    scores: Scores,
+    position: int = 0,
+) -> Group:
+    """A group from its completions, in order of their index, and their texts; its rewards are at
+    `position` of `scores`."""
+    group = Group(
+        purpose=request.purpose,
+        step=request.step,
+        version=request.version
+        if request.exact
+        else min(int(one.sampled_versions.min()) for one in completions if one.num_sampled),
+        example=request.example,
+        prompt_ids=request.prompt_ids,
+        completions=tuple(completions),
+        texts=tuple(texts),
+        rewards=scores.rewards[position],
+        reward_components={name: values[position] for name, values in scores.components.items()},
+        valid=scores.valid[position],
+        subset=request.subset,
+        extra={name: column[position] for name, column in scores.extra.items()},
+        reward_weights={one.name: one.weight for one in task.rewards},
+    )
+    # Judged apart from rewards: a weighted sum, or a reward of the user's own, says nothing about
+    # accuracy.
+    if task.correct_by in scores.components:
+        return replace(group, correct=scores.components[task.correct_by][position] == 1)
+    if task.correct is not None:
+        return replace(
+            group,
+            correct=np.array([bool(task.correct(text, request.example)) for text in group.answers]),
+        )
+    return group
+
+
+@dataclass
+class GroupRewards:
+    """A group is submitted to the pool as soon as it is sampled, so that workers score it while
+    others are sampled."""
+
+    task: Task
+    pool: RewardPool
+    decode: Callable[[Sequence[int]], str]
+    on_error: Policy = (
+        "error"  # of an environment that failed: zero or skip, else the run has ended
+    )
+
+    def submit(self, entry: PendingGroup) -> None:
+        """Submits a sampled group to the pool; functions that are called in this process are called
+        here."""
+        entry.texts = [self.decode(one.token_ids.tolist()) for one in entry.completions]
+        sampled_ids, turns = (
+            [one.token_ids[one.loss_mask].tolist() for one in entry.completions],
+            {},
+        )
+        if entry.rollouts:
+            turns = {
+                "messages": [[one.messages for one in entry.rollouts]]
+                if entry.rollouts[0].messages
+                else (),
+                "environments": [[one.environment for one in entry.rollouts if one.environment]],
+            }
+        self.pool.submit(
+            entry.id,
+            [entry.request.example],
+            [entry.texts],
+            [sampled_ids],
+            entry.request.step,
+            **turns,
+        )
+
+    def enter(self, found: Sequence[tuple[Hashable, Scores]], ledger: Ledger) -> None:
+        """Makes groups of the scores that the pool has given."""
+        for ticket, scores in found:
+            assert isinstance(ticket, int)
+            entry = ledger.entries[ticket]
+            entry.move(Stage.REWARDED)
+            if failures := [one.failure for one in entry.rollouts if one.failure]:
+                scores = with_failed(scores, failures, self.on_error)
+            entry.scores = scores
+            entry.group = make_group(
+                self.task, entry.request, entry.completions, entry.texts, scores
+            )
+
+
+class RolloutState(enum.StrEnum):
+    OPENING = "opening"  # its environment has not begun: it has no prompt yet
+    SAMPLING = "sampling"  # its host has something to do for it
+    ACTING = "acting"  # its host waits for tools, an environment or a rollout function
+    ENDED = "ended"  # nothing more is sampled, and its environment is asked for its reward
+    DONE = "done"
+
+
+IDLE = frozenset({RolloutState.ACTING, RolloutState.ENDED, RolloutState.DONE})
+"""States in which no host has anything to do for a rollout."""

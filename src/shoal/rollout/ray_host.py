@@ -1,0 +1,686 @@
+"""Hosts in Ray actors: samplers in processes of their own, on any machine of a cluster.
+
+    Fleet -> RayHost  --(submit, load)------>  Worker -> ThreadHost -> EngineHost
+                      <--(answers, progress)---
+
+A worker is trusted as the trainer is, since Ray pickles what it carries; it knows nothing of
+rewards. It ends with the trainer, however that ends. Everything that Ray raises is one of two
+things here: `HostLost`, or an error of the user's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import math
+import os
+import re
+import secrets
+import signal
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import ray
+from ray._private import (
+    state as _ray_state,
+)  # there is no public name for what is free on each node,
+from ray._private import worker as _ray_worker  # nor for the folder of logs
+from ray.exceptions import ObjectStoreFullError, OutOfMemoryError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from shoal.mesh import devices_asked
+from shoal.model.parameters import ParamSpec
+from shoal.model.transformer import Model
+from shoal.protocols import HostProgress, Manifest, SampleRequest
+from shoal.records import Completion, HostLost, Params, ShoalError
+from shoal.rollout.host import EngineHost, ThreadHost
+from shoal.rollout.worker_facts import Measure, Proof
+from shoal.text import exact
+from shoal.weights.sampler_copy import named_leaves, named_specs, published_dtype, to_host
+from shoal.weights.store import FROZEN, Publisher, StoredVersion, Version
+from shoal.workers.process import Watcher
+
+NEWS_SECONDS = 1.0
+"""How often a worker that has no answers tells its progress."""
+CONNECT_SECONDS = 30.0
+FETCH_BYTES = 1 << 30
+"""Bytes of tensors that a node fetches from another at once: one by one, each takes the network's
+delay."""
+TOKEN, TOKEN_MODE = "RAY_AUTH_TOKEN", "RAY_AUTH_MODE"
+"""Ray's variables: the secret of a cluster, and whether there is one."""
+LONGEST_REASON = 250
+"""Characters of what Ray says of the end of a worker."""
+LAST_LINES = 5
+"""Of a worker's own output that are shown when it has ended."""
+VISIBLE = {"GPU": "CUDA_VISIBLE_DEVICES", "TPU": "TPU_VISIBLE_CHIPS"}
+"""Ray's name of an accelerator -> the variable that says which of them a process may use."""
+
+
+class Place(NamedTuple):
+    """Where the process of a worker is."""
+
+    node: str
+    pid: int
+
+
+class Joined(NamedTuple):
+    """What a worker tells when it is ready."""
+
+    proof: Proof
+    capacity: int
+
+
+class Worker:
+    """The actor: an `EngineHost` in a thread of its own. `make` gives the host and its proof."""
+
+    def __init__(self, name: str, make: Callable[[], tuple[EngineHost, Proof]]) -> None:
+        self._name, self._make = name, make
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._news = asyncio.Event()
+        self._manifests: dict[int, Version] = {}
+        self._host: ThreadHost | None = None
+        self._calls: dict[
+            int, tuple[str, tuple[Any, ...]]
+        ] = {}  # by number, those that wait for lower ones
+        self._next = 0
+
+    def _wake(self) -> None:
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._news.set)
+
+    # These are coroutines, of which only `join` and `news` wait. Ray may begin them in another
+    # order than they were called in (of 20,000 calls 870 were overtaken), so what has an order goes
+    # through `call`.
+
+    async def place(self) -> Place:
+        return Place(ray.get_runtime_context().get_node_id(), os.getpid())
+
+    async def join(self) -> Joined:
+        _ray_worker.blocking_get_inside_async_warned = (
+            True  # untrue of other threads, and it would be the last line
+        )
+        host, proof = await asyncio.to_thread(
+            self._make
+        )  # compiles for minutes, where a model is large
+        self._host = ThreadHost(host, self._wake, self._name)
+        return Joined(proof, host.capacity)
+
+    async def call(self, number: int, method: str, *args: Any) -> None:
+        """Does what `RayHost` has sent, in the order of the numbers: 0, 1, ..."""
+        self._calls[number] = method, args
+        while self._next in self._calls:
+            method, args = self._calls.pop(self._next)
+            self._next += 1
+            if method == "load":
+                self._load(*args)
+            else:
+                getattr(self._joined, method)(*args)
+
+    def _load(self, manifest: Version, versions: Sequence[int]) -> None:
+        for version in self._manifests.keys() - versions:  # that the trainer has released
+            self._manifests.pop(version).remove()
+        self._manifests[manifest.version] = manifest
+        self._joined.load(manifest)
+
+    async def news(self, seconds: float) -> tuple[dict[int, list[Completion]], HostProgress]:
+        """Answers as soon as there are some, else none after so many seconds; and what the host has
+        done."""
+        self._loop = asyncio.get_running_loop()
+        if self._host is None:
+            await asyncio.sleep(seconds)
+            return {}, HostProgress(preparing=True)
+        answers = self._host.poll()
+        if not answers:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._news.wait(), seconds)
+            self._news.clear()
+            answers = self._host.poll()
+        return answers, self._host.progress()
+
+    @property
+    def _joined(self) -> ThreadHost:
+        assert self._host is not None
+        return self._host
+
+
+class RayHost:
+    """A `Host` that is a `Worker`. It has room for requests once the worker has a place in the
+    cluster, is ready, and has proved itself.
+
+    No call waits for the worker: what it has said since is taken up by the next `poll`."""
+
+    def __init__(self, name: str, cluster: Cluster) -> None:
+        self.name, self._cluster, self.started = name, cluster, time.monotonic()
+        self._worker = cluster.make_actor(name)
+        self._place: Place | None = None
+        self._placing, self._joining = self._call(self._worker.place), self._call(self._worker.join)
+        self._news: Future | None = None
+        self._sent: list[Future] = []
+        self._num_sent = 0
+        self._manifests: dict[int, Manifest] = {}
+        self._progress, self._capacity, self._differs = (
+            HostProgress(),
+            -1,
+            False,
+        )  # no room until it is taken in
+
+    def load(self, manifest: Manifest) -> None:
+        self._manifests = {number: one for number, one in self._manifests.items() if one.exists}
+        self._manifests[manifest.version] = manifest
+        # Calls that wait for a worker which the cluster has no room for would keep every version
+        # that they name.
+        if self._capacity >= 0:
+            self._send("load", manifest, list(self._manifests))
+
+    def submit(self, requests: Sequence[SampleRequest]) -> None:
+        self._send("submit", list(requests))
+
+    def extend(self, id: int, index: int, context: Sequence[int], turn_limit: int = 0) -> None:
+        self._send("extend", id, index, context, turn_limit)
+
+    def end(self, id: int, index: int) -> None:
+        self._send("end", id, index)
+
+    def poll(self) -> dict[int, list[Completion]]:
+        if self._place is None and not self._has_place():
+            return {}
+        if self._capacity < 0 and self._joining.done():
+            self._join()
+        for one in [one for one in self._sent if one.done()]:
+            self._result(one)
+            self._sent.remove(one)
+        answers = {}
+        if self._news is not None and self._news.done():
+            reports = self._progress.reports
+            answers, self._progress = self._result(self._news)
+            self._progress.reports = reports + 1
+            self._news = None
+        if self._news is None:
+            self._news = self._call(self._worker.news, NEWS_SECONDS)
+            self._news.add_done_callback(lambda _: self._cluster.wake())
+        return answers
+
+    def progress(self) -> HostProgress:
+        return replace(self._progress, capacity=self._capacity, differs=self._differs)
+
+    def _has_place(self) -> bool:
+        """True once the cluster has given the worker a place, where its process then compiles."""
+        if not self._placing.done():
+            self._cluster.check_late(self)
+            return False
+        self._place, self._progress.preparing = self._result(self._placing), True
+        self._cluster.alive.add(self.name)
+        return True
+
+    def _join(self) -> None:
+        """Takes the worker in once it is ready to sample and its numbers are found right."""
+        try:
+            self._cluster.measure.proofs[self.name], capacity = self._result(self._joining)
+        except (HostLost, ShoalError) as error:
+            raise HostLost(f"it could not start: {error}") from error
+        if (differs := self._cluster.measure.judge(self.name, self._cluster.alive)) is None:
+            return
+        self._differs, self._capacity = differs, capacity
+        for manifest in self._manifests.values():
+            if manifest.exists:
+                self._send("load", manifest, list(self._manifests))
+
+    def close(self) -> None:
+        self._cluster.alive.discard(self.name)
+        self._cluster.measure.proofs.pop(self.name, None)
+        with contextlib.suppress(RayError):
+            ray.kill(self._worker)
+        # A process that is stopped (SIGSTOP) does not end itself as Ray asks it to.
+        if self._place is not None and self._place.node == ray.get_runtime_context().get_node_id():
+            process = Path(f"/proc/{self._place.pid}")
+            with contextlib.suppress(OSError):
+                is_stopped = (process / "stat").read_text().rpartition(")")[2].split()[0] == "T"
+                if is_stopped and b"ray::" in (process / "cmdline").read_bytes():
+                    os.kill(self._place.pid, signal.SIGKILL)
+
+    def _send(self, method: str, *args: Any) -> None:
+        self._sent.append(self._call(self._worker.call, self._num_sent, method, *args))
+        self._num_sent += 1
+
+    def _call(self, method: Any, *args: Any) -> Future:
+        try:
+            return method.remote(*args).future()
+        except RayError as error:
+            raise HostLost(self._cluster.reason(error)) from error
+
+    def _result(self, future: Future) -> Any:
+        try:
+            return future.result()
+        except RayTaskError as error:
+            if isinstance(error.cause, ShoalError):
+                raise ShoalError(str(error.cause)) from error
+            raise HostLost(f"{type(error.cause).__name__}: {error.cause}") from error
+        except RayError as error:
+            raise HostLost(self._cluster.reason(error)) from error
+
+
+class Connection(NamedTuple):
+    """`owned`: made by `connect`. `watcher`: of a cluster that was started here."""
+
+    address: str
+    dashboard: str = ""
+    owned: bool = True
+    watcher: Watcher | None = None
+    token: str = ""  # of this cluster alone
+
+
+@dataclass
+class Cluster:
+    """The Ray cluster that a run's workers are in."""
+
+    connection: Connection
+    workers: int
+    resources: Mapping[str, float]  # of one worker
+    wait_seconds: float
+    environment: Mapping[str, str]  # of a worker
+    measure: Measure
+    say: Callable[[str], None]
+    wake: Callable[[], None] = lambda: None
+    make: Callable[[], tuple[EngineHost, Proof]] | None = None  # what a worker is made by
+    alive: set[str] = field(default_factory=set)  # hosts that have a process
+    trainer_devices: int = 0  # that are held for the trainer; 0 where it has those that it finds
+    _late: bool = False
+
+    @property
+    def may_span_machines(self) -> bool:
+        """True unless Ray was started here: others of a cluster may come at any time, by an
+        autoscaler as well."""
+        return self.connection.watcher is None
+
+    def start(self, name: str) -> RayHost:
+        """A host that joins as soon as the cluster has room for it and it is ready."""
+        return RayHost(name, self)
+
+    def make_actor(self, name: str) -> Any:
+        resources = dict(self.resources)
+        options = {
+            "num_cpus": resources.pop("CPU", 0),
+            "num_gpus": resources.pop("GPU", 0),
+            "resources": resources,
+        }
+        return (
+            ray.remote(Worker)
+            .options(
+                **options,
+                max_restarts=0,
+                max_task_retries=0,
+                runtime_env={"env_vars": dict(self.environment)},
+            )
+            .remote(name, self.make)
+        )
+
+    def check_late(self, host: RayHost) -> None:
+        """Says that a host still has no place; ShoalError where none has."""
+        if time.monotonic() - host.started < self.wait_seconds or (self.alive and self._late):
+            return
+        wanted = f"{_resources_text(self.resources)} each"
+        text = (
+            f"of sampler.workers={self.workers}, which ask for {wanted}, {len(self.alive)} started "
+            f"in "
+            f"ray.wait_seconds={exact(self.wait_seconds)}; the cluster has "
+            f"{_resources_text(ray.cluster_resources())}"
+        )
+        if not self.alive:
+            raise ShoalError(
+                f"{text}: lower sampler.workers, sampler.devices_per_worker or sampler.resources, "
+                f"or add "
+                "nodes"
+            )
+        self._late = True
+        self.say(
+            f"{text}: sampling goes on with {len(self.alive)}; the others join when there is room"
+        )
+
+    def reason(self, error: RayError) -> str:
+        """Why a worker is gone, with its own last lines where they are on this machine."""
+        text = re.sub(r"\x1b\[\d*m", "", str(error)).strip()
+        if "creation task" in text:  # the traceback of what it raised
+            return f"it could not start: {text.splitlines()[-1]}"
+        if isinstance(error, OutOfMemoryError):
+            used = re.search(r"[\d.]+GB used / [\d.]+GB limit", text)
+            return (
+                f"Ray has killed it, as the memory of its machine ran out "
+                f"({used[0] if used else 'no figures'}): "
+                "lower sampling.slots_per_device, or give each worker more of a machine by "
+                "sampler.resources"
+            )
+        if found := re.search(r"pid[:=] ?(\d+)", text):
+            node: Any = _ray_worker.global_worker.node
+            folder = Path(node.get_logs_dir_path())
+            lines = [
+                line
+                for ending in ("out", "err")
+                for file in folder.glob(f"worker-*-{found[1]}.{ending}")
+                for line in file.read_text(errors="replace").splitlines()
+                if not line.startswith(":")
+            ]
+            if lines:
+                return f"its process has ended; it said last: {' | '.join(lines[-LAST_LINES:])}"
+        said = _own_reason(text)
+        if "node has died" in text or "unreachable" in text:
+            return f"Ray does not reach its machine any more{said}"
+        return f"its process has ended{said}" if "died" in text else f"it cannot be reached{said}"
+
+    def say_room(self) -> None:
+        """Says how many of the workers the cluster has no room for now: the others wait, and
+        nothing else tells."""
+        free = _ray_state.available_resources_per_node().values()
+        room = sum(_times(self.resources, one) for one in free)
+        if room >= self.workers:
+            return
+        then = f"sampling begins with {room}, the others join" if room else "they start"
+        self.say(
+            f"of sampler.workers={self.workers}, which ask for {_resources_text(self.resources)} "
+            f"each, the "
+            f"cluster has room for {room} now ({_resources_text(ray.available_resources())} are "
+            f"free): {then} "
+            "when there is room"
+        )
+
+    def close(self) -> None:
+        if self.connection.owned:
+            ray.shutdown()
+            if self.connection.watcher is not None:
+                _forget_token(self.connection.token)
+        if self.connection.watcher is not None:
+            self.connection.watcher.close()
+
+
+def connect(address: str, local_cpus: int) -> Connection:
+    """Joins the cluster at an address, or starts one here. ShoalError where none answers."""
+    if ray.is_initialized():
+        return Connection(str(ray.get_runtime_context().gcs_address), owned=False)
+    address = check_address(address)
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # else a line of advice
+    os.environ.setdefault(
+        "RAY_worker_niceness", "0"
+    )  # else 15: on the trainer's cores they get what it leaves
+    # Ray ends its workers with this process, but not its own agents where this process is killed.
+    watcher = None if address else Watcher()
+    token = "" if address else _private_token()
+    marked = {} if watcher is None else watcher.environment
+    if token:
+        marked = {**marked, TOKEN: token}
+    try:
+        os.environ |= marked
+        started: Any = ray.init(
+            address or "local",
+            log_to_driver=False,
+            logging_level="ERROR",  # type: ignore[arg-type]
+            num_cpus=None if address else max(os.cpu_count() or 1, local_cpus),
+        )
+    except (
+        Exception
+    ) as error:  # Ray raises anything, bare Exception included, as on a machine that is overloaded
+        if watcher is not None:
+            watcher.close()
+            _forget_token(token)
+        first = " ".join(str(error).split())[:300]
+        raise ShoalError(
+            f"ray.address={address}: {first}; start Ray there with the same Python and the same "
+            f"version "
+            "of Ray (ray start --head), or leave ray.address out to start it here"
+        ) from error
+    finally:
+        for name in marked:
+            del os.environ[name]
+    _ray_worker._worker_logs_enabled = (
+        False  # of each process that ends Ray prints a paragraph; the run says why
+    )
+    return Connection(
+        str(ray.get_runtime_context().gcs_address),
+        started.dashboard_url or "",
+        True,
+        watcher,
+        token,
+    )
+
+
+def _private_token() -> str:
+    """A secret for a cluster that is started here; empty where the user has chosen one, or none.
+    Without it Ray would write one to ~/.ray/auth_token, with which nobody then joins a cluster that
+    was started without."""
+    chosen = any(name in os.environ for name in (TOKEN, f"{TOKEN}_PATH", TOKEN_MODE))
+    return (
+        "" if chosen or Path("~/.ray/auth_token").expanduser().exists() else secrets.token_hex(32)
+    )
+
+
+def _forget_token(token: str) -> None:
+    """Forgets the secret of a cluster that was started here: this process may join another one."""
+    if not token:
+        return
+    os.environ.pop(TOKEN_MODE, None)
+    raylet: Any = importlib.import_module("ray._raylet")
+    if hasattr(raylet, "AuthenticationTokenLoader"):  # from Ray 2.60 on
+        raylet.AuthenticationTokenLoader.instance().reset_cache()
+        raylet.Config.initialize("")
+
+
+def _own_reason(text: str) -> str:
+    """What Ray says of the end of an actor, in short and in parentheses; empty where it says
+    nothing."""
+    lines = [line.strip() for line in text.splitlines()]
+    said = next(
+        (
+            line
+            for line in lines
+            if line.startswith(("The actor is dead because", "The actor's node"))
+        ),
+        "",
+    )
+    if not said:
+        said = next((line for line in lines if "unavailable:" in line or "uthenticat" in line), "")
+    return f" (Ray: {said[:LONGEST_REASON]})" if said else ""
+
+
+def _times(wanted: Mapping[str, float], free: Mapping[str, float]) -> int:
+    """How often some resources are there."""
+    return min(
+        (int(free.get(name, 0) // value) for name, value in wanted.items() if value), default=0
+    )
+
+
+def check_address(address: str) -> str:
+    """The address of the cluster, empty where Ray is started here. ShoalError where no cluster can
+    be joined."""
+    address = address or os.environ.get("RAY_ADDRESS", "")
+    if address.startswith("ray://"):
+        raise ShoalError(
+            f"ray.address={address}: the trainer has to run on a machine of the cluster: give auto "
+            f"or "
+            "HOST:PORT there, or ray job submit -- shoal train ..."
+        )
+    host, _, port = address.rpartition(":")
+    if host:
+        _check_answers(address, host, port)
+    return address
+
+
+def _check_answers(address: str, host: str, port: str) -> None:
+    """ShoalError unless something listens there: Ray itself waits for minutes."""
+    deadline = time.monotonic() + CONNECT_SECONDS
+    while True:
+        try:
+            with socket.create_connection(
+                (host, int(port)), timeout=max(0.1, deadline - time.monotonic())
+            ):
+                return
+        except (OSError, ValueError) as error:
+            if isinstance(error, ValueError) or time.monotonic() > deadline - 1:
+                raise ShoalError(
+                    f"ray.address={address}: nothing answers there ({error}); give auto or "
+                    f"HOST:PORT of "
+                    "a cluster (ray start --head), or leave it out to start Ray here"
+                ) from error
+            time.sleep(1)
+
+
+def accelerator() -> str:
+    """What Ray calls the accelerators of the cluster: GPU or TPU; CPU where it has none, or none is
+    to be used."""
+    if os.environ.get("JAX_PLATFORMS") == "cpu":
+        return "CPU"
+    return next((name for name in ("TPU", "GPU") if ray.cluster_resources().get(name)), "CPU")
+
+
+class _Holder:
+    """Holds the trainer's accelerators, so that Ray gives them to nobody else."""
+
+    def ids(self, kind: str) -> list[str]:
+        return ray.get_runtime_context().get_accelerator_ids().get(kind, [])
+
+
+def hold_accelerators(kind: str, trainer: str, wanted: float, seconds: float) -> tuple[Any, int]:
+    """An actor that holds the trainer's accelerators of this machine until it is forgotten, and how
+    many; this process sees no others. `trainer`: mesh.trainer; empty for those that the `wanted`
+    ones of the workers leave, which take those of other machines first. None and 0 where the
+    machine has none of this kind, or Ray chose those of this process already."""
+    node, nodes = (
+        ray.get_runtime_context().get_node_id(),
+        [one for one in ray.nodes() if one["Alive"]],
+    )
+    here = next(int(one["Resources"].get(kind, 0)) for one in nodes if one["NodeID"] == node)
+    if kind not in VISIBLE or not here or _has_chosen(kind):
+        return None, 0
+    elsewhere = sum(one["Resources"].get(kind, 0) for one in nodes if one["NodeID"] != node)
+    asked = (
+        devices_asked("mesh.trainer", trainer, here)
+        if trainer
+        else here - math.ceil(min(here, max(0, wanted - elsewhere)))
+    )
+    if not (count := len(asked) if isinstance(asked, list) else asked):
+        raise ShoalError(
+            f"the workers ask for {wanted:g} {kind}, which are all {here} of this machine: the "
+            f"trainer "
+            "would have none; lower sampler.workers or sampler.devices_per_worker, or set "
+            "mesh.trainer"
+        )
+    needs: dict[str, Any] = {"num_gpus": count} if kind == "GPU" else {"resources": {kind: count}}
+    holder: Any = (
+        ray.remote(_Holder)
+        .options(
+            **needs,
+            num_cpus=0,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+        )
+        .remote()
+    )
+    try:
+        found = ray.get(holder.ids.remote(kind), timeout=seconds)
+    except RayError as error:
+        raise ShoalError(
+            f"the trainer asks for {count} {kind} of this machine, which has {here}, and others of "
+            f"the "
+            "cluster hold some: lower mesh.trainer, or wait for them"
+        ) from error
+    os.environ[VISIBLE[kind]] = ",".join(found)
+    return holder, count
+
+
+def _has_chosen(kind: str) -> bool:
+    """True if Ray gave this process its accelerators: to a task or an actor, or to the entry point
+    of a job. A variable that the user or the batch system has set is no such choice: nothing keeps
+    Ray from giving those to a worker."""
+    # A job's entry point is a child of the actor that has them, with the last of these variables if
+    # that has none.
+    is_job = (
+        os.environ.get(VISIBLE[kind])
+        and "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
+        and "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES" not in os.environ
+    )
+    return bool(is_job or ray.get_runtime_context().get_accelerator_ids().get(kind))
+
+
+def _resources_text(resources: Mapping[str, float]) -> str:
+    names = {
+        name: value for name, value in resources.items() if ":" not in name and "memory" not in name
+    }
+    return ", ".join(f"{value:g} {name}" for name, value in names.items()) or "nothing"
+
+
+class ObjectPublisher(Publisher):
+    """Versions as Ray's objects, which nodes fetch from each other."""
+
+    _frozen: ObjectVersion | None = None
+
+    def publish_frozen(self, params: Params) -> None:
+        self._frozen = self._write(FROZEN, params)
+
+    def write(self, version: int, params: Params) -> Version:
+        return replace(self._write(version, params), frozen=self._frozen)
+
+    def _write(self, version: int, params: Params) -> ObjectVersion:
+        refs, checksums = {}, {}
+        try:
+            for name, values, sum in to_host(self.model, named_leaves(self.model, params)):
+                refs[name] = ray.put(values.reshape(-1).view(np.uint8))
+                checksums[name] = int(sum)
+        except ObjectStoreFullError as error:
+            raise ShoalError(
+                "publish.channel=ray: Ray's object store has no room for the weights: start Ray "
+                "with a "
+                "larger one (--object-store-memory), or set publish.channel=files"
+            ) from error
+        return ObjectVersion(version, refs, checksums)
+
+
+def _first_bytes(
+    model: Model, specs: Mapping[str, ParamSpec], names: Sequence[str], most: int
+) -> list[str]:
+    """The first of some tensors that have at most so many bytes together, or the first alone."""
+    found, size = [], 0
+    for name in names:
+        size += math.prod(specs[name].shape) * published_dtype(model, specs[name]).itemsize
+        if found and size > most:
+            break
+        found.append(name)
+    return found
+
+
+@dataclass(frozen=True)
+class ObjectVersion(StoredVersion):
+    """A version in Ray's object store, which keeps an object as long as any process refers to
+    it."""
+
+    version: int
+    refs: dict[str, Any]
+    checksums: Mapping[str, int]
+    frozen: StoredVersion | None = None
+    place: str = "Ray's object store"
+
+    @property
+    def exists(self) -> bool:
+        return bool(self.refs)
+
+    def remove(self) -> None:
+        self.refs.clear()
+
+    def open(self, model: Model) -> Callable[[str], np.ndarray]:
+        if not (refs := dict(self.refs)):
+            raise LookupError(f"{self.title} is not in {self.place} any more")
+        specs, names = named_specs(model), list(refs)
+        fetched: dict[str, Any] = {}
+
+        def read(name: str) -> np.ndarray:
+            nonlocal fetched
+            if name not in fetched:
+                batch = _first_bytes(model, specs, names[names.index(name) :], FETCH_BYTES)
+                fetched = dict(zip(batch, ray.get([refs[one] for one in batch]), strict=True))
+            values = fetched[name]
+            return values.view(published_dtype(model, specs[name])).reshape(specs[name].shape)
+
+        return read

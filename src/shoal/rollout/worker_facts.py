@@ -1,0 +1,230 @@
+"""What a worker shows when it joins: what its numbers depend on, and a known group, drawn from
+known weights; and what these numbers must be.
+
+Known weights, because a worker that joins late could not draw from those that the first one began
+with.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shoal.mesh import Program, Role
+from shoal.model.parameters import ParamSpec, param_specs
+from shoal.model.transformer import Model
+from shoal.protocols import SampleRequest
+from shoal.records import Address, HostRefused, Params, SamplingParams, ShoalError
+from shoal.rollout.host_health import FIRST_SECONDS
+from shoal.runs.layout import WORKER_PROOF
+from shoal.runs.lines import write_atomically
+from shoal.sampler.engine import Engine, run_until_idle
+from shoal.weights.checksum import mixed
+from shoal.weights.sampler_copy import PROGRAMS_KEPT, publish_to, published_dtype
+
+TOKENS, PROMPT_TOKENS = 4, 8
+"""Most tokens of each completion of the known group, and of its prompt."""
+KNOWN_VERSION = -2
+
+
+@dataclass(frozen=True)
+class Proof:
+    """`facts`: versions, device kind, threads, a digest of the settings, by name. `tokens` and
+    `logprobs` of the known group, one after the other."""
+
+    facts: Mapping[str, str]
+    tokens: np.ndarray
+    logprobs: np.ndarray
+
+    def other_facts(self, wanted: Mapping[str, str]) -> str:
+        """Which facts are not as wanted; empty where all are."""
+        return ", ".join(
+            f"{name} is {self.facts.get(name) or 'not set'}, not {value or 'not set'}"
+            for name, value in wanted.items()
+            if self.facts.get(name) != value
+        )
+
+    def difference(self, other: Proof) -> str:
+        """How another host's numbers differ, and what may be why; empty where they do not."""
+        facts = [text] if (text := other.other_facts(self.facts)) else []
+        if not np.array_equal(self.tokens, other.tokens):
+            facts.append("it draws other tokens")
+        elif not np.array_equal(self.logprobs.view(np.uint32), other.logprobs.view(np.uint32)):
+            largest = np.abs(self.logprobs - other.logprobs).max()
+            facts.append(f"it draws with other log-probs (by up to {largest:.2g})")
+        return ", ".join(facts)
+
+    def write(self, file: Path) -> None:
+        arrays = {"tokens": self.tokens.tolist(), "logprobs": self.logprobs.tolist()}
+        write_atomically(file, [json.dumps({"facts": dict(self.facts), **arrays})])
+
+    @classmethod
+    def read(cls, file: Path) -> Proof:
+        """A proof from a file; ShoalError where that is damaged."""
+        try:
+            stored = json.loads(file.read_text(encoding="utf-8"))
+            tokens, logprobs = (
+                np.array(stored["tokens"], np.int32),
+                np.array(stored["logprobs"], np.float32),
+            )
+            if len(tokens) != len(logprobs):
+                raise ValueError("tokens and log-probs are not as many")
+            return cls(dict(stored["facts"]), tokens, logprobs)
+        except (OSError, KeyError, TypeError, ValueError) as error:
+            raise ShoalError(
+                f"{file}, which the workers of a resumed run are compared with, is damaged "
+                f"({error}): "
+                "restore it from a backup, or remove it, and a worker of now is the measure of the "
+                "others"
+            ) from error
+
+
+@dataclass
+class Measure:
+    """What the numbers of a run's workers must be; with `strict`, which is for versions that are
+    fixed, a worker that differs is refused.
+
+    They should be the trainer's, or those of the run's earlier workers, where one of the workers
+    has such devices and these had the settings of now; else the first worker's. It is decided once
+    all have proved themselves, or FIRST_SECONDS after the first."""
+
+    strict: bool
+    say: Callable[[str], None]
+    facts: Mapping[str, str] = field(
+        default_factory=dict
+    )  # of the trainer, those that a worker must share
+    wanted: dict[str, Proof] = field(
+        default_factory=dict
+    )  # by whose they are, the first that fits is taken
+    proofs: dict[str, Proof] = field(default_factory=dict)  # of the workers that are ready
+    different: set[str] = field(default_factory=set)  # workers that sample otherwise
+    file: Path | None = None  # that a worker's proof is written to where it is the measure
+    _chosen: tuple[str, Proof] | None = None
+    _undecided_at: float = (
+        0.0  # since when a worker that is ready waits for the proofs of others; 0: none does
+    )
+
+    def keep(self, folder: Path) -> None:
+        """Keeps the measure in a run's folder, where the trainer is not: a resumed run's workers
+        must be like it."""
+        self.file = folder / WORKER_PROOF
+        if self.strict and self.file.exists():
+            self.wanted["the run's earlier workers"] = Proof.read(self.file)
+
+    def judge(self, name: str, alive: Set[str]) -> bool | None:
+        """True if a worker's numbers differ from what they should be; None while that cannot be
+        decided, as of those that are `alive` some have not proved themselves. HostRefused where
+        they must not differ."""
+        proof = self.proofs[name]
+        who, difference = "the trainer", proof.other_facts(self.facts)
+        if not difference:
+            if (chosen := self._chosen or self._choose(name, alive)) is None:
+                return None
+            self._chosen = who, measure = chosen
+            difference = measure.difference(proof)
+        if difference:
+            text = f"{name} differs from {who}: {difference}"
+            if self.strict:
+                raise HostRefused(
+                    f"{text}; refused, as train.versions=fixed promises the same tokens from every "
+                    f"host: "
+                    "install the same everywhere, or set train.versions=newest"
+                )
+            if name not in self.different:
+                self.say(f"{text}; it samples nevertheless (train.versions=newest)")
+            self.different.add(name)
+        return bool(difference)
+
+    def _choose(self, name: str, alive: Set[str]) -> tuple[str, Proof] | None:
+        for who, wanted in self.wanted.items():
+            if any(not one.other_facts(wanted.facts) for one in self.proofs.values()):
+                return who, wanted
+        if self.wanted and (others := sorted(alive - self.proofs.keys())):
+            self._undecided_at = self._undecided_at or time.monotonic()
+            if (seconds := time.monotonic() - self._undecided_at) < FIRST_SECONDS:
+                return None
+            self.say(
+                f"no worker that is ready has the devices and settings of "
+                f"{' or '.join(self.wanted)}, and after "
+                f"{seconds:.0f} s {', '.join(others)} still prepare: {name}'s numbers are the "
+                f"measure of others'"
+            )
+        if self.file is not None:
+            self.proofs[name].write(self.file)
+        return name, self.proofs[name]
+
+
+def prove(
+    engine: Engine, params: SamplingParams, num_completions: int, facts: Mapping[str, str]
+) -> Proof:
+    """The known group of an engine that has nothing else to do; its programs are compiled by it."""
+    limit = min(TOKENS, params.max_tokens)
+    size = min(PROMPT_TOKENS, engine.max_prompt_tokens, engine.model.architecture.vocab_size)
+    engine.load(KNOWN_VERSION, known_parameters(engine.model))
+    engine.submit(
+        [
+            SampleRequest(
+                0,
+                np.arange(size, dtype=np.int32),
+                num_completions,
+                Address(0, "proof", 0, 0),
+                replace(params, max_tokens=limit, stop=()),
+            )
+        ]
+    )
+    ((_, completions),) = run_until_idle(engine)
+    engine.release_memory()
+    engine.read_places()
+    return Proof(
+        facts,
+        np.concatenate([one.token_ids for one in completions]),
+        np.concatenate([one.logprobs for one in completions]),
+    )
+
+
+def known_parameters(model: Model) -> Params:
+    """Weights of a model's shapes that are a function of their positions: the same bits on every
+    device."""
+    specs, structure = jax.tree.flatten(param_specs(model.architecture))
+    return publish_to(
+        model,
+        jax.tree.unflatten(
+            structure,
+            [
+                _known(model.role, spec, published_dtype(model, spec))(np.uint32(number))
+                for number, spec in enumerate(specs)
+            ],
+        ),
+        frees=True,
+    )
+
+
+@lru_cache(PROGRAMS_KEPT)
+def _known(role: Role, spec: ParamSpec, dtype: np.dtype) -> Program:
+    """The program of one parameter by its number."""
+
+    def make(number: jax.Array) -> jax.Array:
+        if (
+            spec.init == "ones" or not spec.weight_decay
+        ):  # an adapter's B, which begins at zero, is to be seen
+            return jnp.full(spec.shape, spec.init == "ones", dtype)
+        position = jnp.full(spec.shape, number, jnp.uint32)
+        for axis, size in enumerate(spec.shape):
+            position = position * jnp.uint32(size) + jax.lax.broadcasted_iota(
+                jnp.uint32, spec.shape, axis
+            )
+        # Of 16 bits, which any type of float holds up to its own rounding.
+        steps = (mixed(position) >> 16).astype(jnp.int32) - 2**15
+        if dtype.kind == "i":
+            return (steps >> 8).astype(dtype)
+        return (steps.astype(jnp.float32) * (2 * spec.stddev / 2**15)).astype(dtype)
+
+    return role.jit(make, out_shardings=spec.sharding(role))

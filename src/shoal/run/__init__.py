@@ -1,1 +1,0 @@
-"""Joins the parts: a configuration becomes a Run; resumption, checks before the first step."""

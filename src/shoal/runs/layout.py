@@ -1,0 +1,205 @@
+"""Where a run's folder is, and what its files are called; its lock; the newest of several runs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from datetime import datetime
+from pathlib import Path
+
+from shoal.buckets import RUNS, address, fetch, is_bucket
+from shoal.files import check_local, find_input, writing
+from shoal.records import ShoalError
+from shoal.runs.lines import open_text
+
+
+def make_run_folder(
+    base: str | os.PathLike[str], run_name: str = "", now: datetime | None = None
+) -> Path:
+    """Makes `base/run_name`, which may hold a run already, or `base/YYYY-MM-DD/HH-MM-SS` (-1, -2,
+    ... if that exists).
+
+    ShoalError if a named folder holds other files than a run's, or cannot be written."""
+    base = check_local(os.fspath(base), "base_output_directory", RUNS)
+    if "[" in str((base / run_name).absolute()):
+        raise ShoalError(
+            f"the run folder {base / run_name} has a [ in its path, and checkpoints cannot be read "
+            f"from "
+            "there: choose another run_name or base_output_directory"
+        )
+    if run_name:
+        path = named_folder(os.fspath(base), run_name)
+        with writing(path):
+            path.mkdir(parents=True, exist_ok=True)
+            refuse_foreign(path)
+        return path
+    time, number = now or datetime.now(), 0
+    path = base / time.strftime("%Y-%m-%d") / time.strftime("%H-%M-%S")
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    while True:
+        made = path.with_name(f"{path.name}-{number}") if number else path
+        with writing(path), contextlib.suppress(FileExistsError):
+            made.mkdir()
+            return made
+        number += 1
+
+
+def refuse_foreign(path: Path) -> None:
+    """ShoalError for a folder that holds other files than a run's."""
+    foreign = [
+        entry.name for entry in path.iterdir() if entry.name not in EMPTY and entry.name[0] != "."
+    ]
+    if foreign and CONFIG not in foreign:
+        raise ShoalError(
+            f"the folder {path} holds something that is no run ({min(foreign)}, no {CONFIG}): "
+            f"choose "
+            "another run_name, or empty it",
+            "run_name",
+        )
+
+
+def named_folder(base: str | os.PathLike[str], run_name: str) -> Path:
+    """The folder of a run of this name; ShoalError for a name that leads out of `base`."""
+    name = Path(run_name)
+    if name.is_absolute() or ".." in name.parts or not name.parts or "\0" in run_name:
+        raise ShoalError(
+            f"run_name={run_name!r}: expected a name under base_output_directory, without '..' or "
+            f"a "
+            "leading '/'"
+        )
+    return check_local(os.fspath(base), "base_output_directory", RUNS) / name
+
+
+def find_named(base: str | os.PathLike[str], run_name: str) -> Path:
+    """Where what the folder of a run of this name holds can be read: `named_folder`, of one in a
+    bucket its copy."""
+    folder = named_folder(base, run_name)
+    return (
+        fetch(
+            address(folder), "base_output_directory", weights=False, groups=False, may_be_empty=True
+        )
+        if is_bucket(base)
+        else folder
+    )
+
+
+def is_run(path: Path) -> bool:
+    return (path / CONFIG).is_file()
+
+
+CONFIG = "config.yaml"
+
+
+CONFIG_DIFFERENCE = "config_difference.yaml"
+
+
+SUMMARY = "summary.json"
+
+
+LOCK = ".lock"
+
+
+WORKER_PROOF = "worker_proof.json"
+
+
+MODEL_FOLDER = "model"
+"""The model's config and tokenizer, with which a checkpoint can be read without the model's
+source."""
+
+
+EMPTY = ("metrics.jsonl", "evaluations.jsonl", WORKER_PROOF)
+"""What a run folder holds before its configuration is written, apart from hidden files."""
+
+
+class Lock:
+    """Keeps a second process out of a run folder; released when the process that holds it ends,
+    however it ends.
+
+    `missing` says why a file system (some network ones) grants no locks; then no process is kept
+    out."""
+
+    def __init__(self, folder: Path) -> None:
+        import fcntl
+
+        path, self.missing = folder / LOCK, ""
+        with writing(path):
+            self._file = open_text(path, "a+")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self._file.seek(0)
+            holder = self._file.readline().strip() or "another process"
+            self._file.close()
+            raise ShoalError(
+                f"the run folder {folder} is in use by {holder}: wait for it, stop it, or choose "
+                f"another "
+                "run_name"
+            ) from error
+        except OSError as error:
+            self.missing = error.strerror or str(error)
+        with writing(path):
+            self._file.truncate(0)
+            self._file.write(
+                f"process {os.getpid()} on {socket.gethostname()}\n{process_start(os.getpid())}\n"
+            )
+            self._file.flush()
+
+    def release(self) -> None:
+        self._file.close()
+
+
+LAST = "last"
+"""The word for the run started last, and the file in base_output_directory that names it."""
+
+
+def find_run(name: str, base: str | os.PathLike[str] = "outputs", groups: bool = True) -> Path:
+    """The run folder at a path, or for `last` the run started last under `base`; ShoalError if
+    there is none. Of one in a bucket the copy, without `groups` where nobody reads these."""
+    if name == LAST and not Path(name).is_dir():
+        if is_bucket(base):
+            pointed = (
+                fetch(f"{base}/{LAST}", "base_output_directory").read_text(encoding="utf-8").strip()
+            )
+            return find_run(f"{base}/{pointed}", groups=groups)
+        base = Path(base).expanduser()
+        pointer = base / LAST
+        if not pointer.is_file():
+            raise ShoalError(
+                f"last: no run was started under {base} yet; name a run folder, or set "
+                "base_output_directory"
+            )
+        path = base / pointer.read_text(encoding="utf-8").strip()
+    else:
+        path = find_input(name, "run", groups=groups)
+    if not path.is_dir():
+        raise ShoalError(
+            f"{path}: there is no such folder; give a run folder, or `last` for the run started "
+            f"last"
+        )
+    if not is_run(path):
+        raise ShoalError(f"{address(path)} is no run folder: it holds no {CONFIG}")
+    return path
+
+
+def parts_of(run: Path) -> dict[int, Path]:
+    """The files config_40.yaml by their number: the settings of each part of a run that was resumed
+    with others."""
+    found = {file.stem.removeprefix("config_"): file for file in run.glob("config_*.yaml")}
+    return {
+        int(number): file
+        for number, file in found.items()
+        if number.isdecimal() and len(number) < 10
+    }
+
+
+def process_start(pid: int) -> str:
+    """When a process of this machine started, in ticks since the machine did; empty for one that
+    has ended, and where the system does not say. The id of a process that has ended may be
+    another's, which started later."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return "" if fields[0] in "ZX" else fields[19]
+    except (OSError, IndexError):
+        return ""

@@ -1,0 +1,355 @@
+"""Every metric's name, unit and reduction in one table, and what is counted from samples: pass@k,
+intervals."""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import SupportsFloat
+
+from shoal.records import ShoalError
+
+
+class Reduction(enum.StrEnum):
+    """How the values added under one name become the step's figure."""
+
+    MEAN = "mean"  # sum of values / sum of counts
+    SUM = "sum"
+    MIN = "min"
+    MAX = "max"
+    LAST = "last"
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One row of the table."""
+
+    name: str
+    unit: str
+    reduction: Reduction
+    meaning: str
+    place: int  # in the table
+
+
+_TABLE = """
+reward/mean | reward | mean | weighted sum of the reward functions, over valid completions
+reward/std | reward | mean | standard deviation of the reward within a group, over groups
+reward/min | reward | min | smallest reward of a valid completion
+reward/max | reward | max | largest reward of a valid completion
+rewards/{function} | reward | mean | value of one reward function, before its weight
+rewards/failed | completions | sum | completions for which a reward function or an environment \
+failed
+rewards/failed/{function} | completions | sum | the same for one function, or `environment`; \
+absent if there were none
+rewards/logged/{name} | as logged | mean | what a reward function passed to log_metric
+groups/nonzero_std | share | mean | groups whose rewards differ; the others have advantage 0
+groups/discarded | groups | sum | groups sampled and replaced by dynamic sampling \
+(algorithm.dynamic_sampling)
+groups/unscorable | groups | sum | groups with fewer than two scorable completions
+advantage/abs_mean | 1 | mean | absolute advantage of valid completions
+completions/length_mean | tokens | mean | tokens of a completion, its end-of-sequence token included
+completions/length_min | tokens | min | shortest completion
+completions/length_max | tokens | max | longest completion
+completions/length_ended_mean | tokens | mean | tokens of a completion that was not truncated
+completions/truncated | share | mean | completions that reached the token limit, or a limit of \
+their last turn
+completions/ended_by_eos | share | mean | completions that ended with an end-of-sequence token
+completions/ended_by_stop | share | mean | completions that ended at a stop string
+completions/ended_by_length | share | mean | completions that ended at the token limit, or a limit \
+of their last turn
+completions/ended_by_max_turns | share | mean | rollouts that ended at environment.max_turns
+completions/ended_by_environment | share | mean | rollouts that their environment ended
+completions/ended_by_failed | share | mean | rollouts whose environment failed
+turns/mean | turns | mean | turns of the model in a rollout
+turns/max | turns | max | most turns of a rollout
+turns/branches | branches | mean | branches of a rollout: what follows a prompt that told earlier \
+turns anew
+tools/call_frequency | calls | mean | tool calls in a rollout
+tools/failure_frequency | share | mean | tool calls that were answered with an error
+tools/truncated_bytes | bytes | sum | bytes of results beyond environment.result_bytes, which were \
+cut
+tools/call_frequency/{name} | calls | mean | calls of one tool in a rollout
+tools/failure_frequency/{name} | share | mean | calls of one tool that were answered with an error
+prompts/length_mean | tokens | mean | tokens of a prompt
+prompts/own | prompts | sum | prompts of rollouts that their environment began with other words \
+than their siblings'
+prompts/dropped | prompts | sum | prompts skipped because they exceed sampling.max_prompt_tokens
+prompts/retired | prompts | last | prompts that are no longer sampled because they are solved \
+(train.retire_above)
+loss | 1 | mean | the loss that was differentiated, over updates
+objective | 1 | mean | the policy term of the loss, without KL and entropy (TorchRL's \
+loss_objective), over updates
+kl | nats | mean | KL divergence from the reference by the configured estimator, over trained tokens
+teacher/kl | nats | mean | reverse KL divergence from the teacher: log-prob of the policy minus \
+the teacher's
+entropy | nats | mean | entropy of the next-token distribution, over trained tokens
+clip/fraction | share | mean | trained tokens for which the clipped term is active (cispo: whose \
+weight is bounded)
+clip/low | share | mean | of these, at the lower bound (grpo: ratio below 1 - clip_low, negative \
+advantage)
+clip/high | share | mean | of these, at the upper bound (grpo: ratio above 1 + clip_high, positive \
+advantage)
+ratio/mean | 1 | mean | probability ratio exp(lp - old_logprobs), over trained tokens
+sampler_gap/kl | nats | mean | KL divergence from the sampler (algorithm.kl_sampler_coef), over \
+trained tokens
+sampler_gap/logprob_mean | nats | mean | absolute difference of trainer and sampler log-probs, \
+over all tokens
+sampler_gap/logprob_max | nats | max | the largest such difference
+sampler_gap/ess | share | mean | effective sample size of w = exp(old - sampler): (sum w)^2 / (N \
+sum w^2); 1 on-policy
+correction/weight | 1 | mean | importance weight that corrects the gap of sampler and trainer, \
+over trained tokens
+correction/zero | share | mean | trained tokens with weight 0, which the policy loss leaves out
+correction/rejected | share | mean | tokens that algorithm.rejection removed from the loss
+grad_norm | 1 | mean | global norm of the gradient before clipping, over updates
+lr | 1 | last | learning rate of the last update
+update/count | updates | sum | updates applied
+update/skipped | updates | sum | updates skipped because a gradient was not finite
+update/overflows | updates | sum | those of them that only halved the loss scale; absent unless \
+model.dtype=float16
+loss_scale | 1 | last | loss scale of the last update; absent unless model.dtype=float16
+version | steps | last | training steps that the weights have made
+version/unchanged | versions | sum | publications of weights that equal those of the version before
+staleness | steps | mean | version of the trainer's weights minus the version that sampled the token
+staleness/max | steps | max | the largest such difference
+age/ess/{age} | share | mean | sampler_gap/ess of the completions whose oldest token was sampled \
+{age} versions ago
+age/weight_max/{age} | 1 | max | largest w of these completions, before algorithm.correction_cap
+age/logprob_mean/{age} | nats | mean | absolute difference of trainer and sampler log-probs, over \
+these completions
+tokens/sampled | tokens | sum | tokens sampled
+tokens/context | tokens | sum | tokens that tools and environments added to rollouts
+tokens/trained | tokens | sum | tokens of prompts (once a row) and completions in the updates
+tokens/padding | share | mean | padding among the tokens that the updates computed
+sampler/preempted_rows | rows | sum | rows of completions that gave way to others for lack of \
+memory; absent if none did
+sampler/places_drawing | share | mean | slots of the sampler that sample a token, over all slots \
+and decoding steps
+idle/trainer | share | mean | part of the step in which the trainer waited for groups; not \
+measured on shared devices
+idle/sampler | share | mean | part of the step in which a slot of the sampler sampled nothing, \
+over slots
+queue/waiting | groups | last | requested groups that no sampler has accepted yet, because all are \
+full
+queue/running | groups | last | groups that a sampler is working on
+queue/sampled | groups | last | finished groups, with or without rewards, that no step has used yet
+fleet/hosts | hosts | last | hosts (threads or Ray workers with an engine) that are sampling
+fleet/lost | hosts | sum | hosts that died, stalled or answered wrongly since the last step
+fleet/tokens_lost | tokens | sum | tokens that lost hosts had sampled for unfinished groups, by \
+their last report
+fleet/asked_again | groups | sum | groups requested again because their host was lost
+fleet/duplicates | groups | sum | second answers for a group; they are dropped
+fleet/refused | hosts | last | hosts whose tokens differ from the first's: refused, or used with \
+train.versions=newest
+tokens/prompt_saved | share | mean | prompt tokens not computed because the completions of a group \
+share their prompt
+publish/seconds | seconds | sum | time in which the trainer waited while weights were published
+publish/bytes | bytes | sum | bytes copied or written to publish weights; 0 where the sampler uses \
+the trainer's arrays
+publish/pause_seconds | seconds | sum | time in which sampling paused while a host loaded weights, \
+mean over hosts
+time/step_seconds | seconds | sum | the whole step
+time/sample_seconds | seconds | sum | time in which the trainer waited for samples
+time/reward_seconds | seconds | sum | time in which the trainer waited for rewards after sampling \
+ended
+time/update_seconds | seconds | sum | the updates
+throughput/sample_tokens_per_second | tokens/second | mean | tokens sampled per second of sampling
+throughput/train_tokens_per_second | tokens/second | mean | tokens trained on per second of the \
+updates
+mfu | share | mean | model FLOPs of the step divided by what the devices can do in its time
+memory/peak_bytes | bytes | max | peak memory in use on one device
+compilations | programs | last | programs compiled since the process started
+"""
+
+
+def _read_table(text: str) -> dict[str, Metric]:
+    rows = (tuple(cell.strip() for cell in line.split(" | ")) for line in text.strip().splitlines())
+    return {
+        name: Metric(name, unit, Reduction(reduction), meaning, place)
+        for place, (name, unit, reduction, meaning) in enumerate(rows)
+    }
+
+
+METRICS: Mapping[str, Metric] = _read_table(_TABLE)
+"""Name -> Metric. `rewards/{function}` stands for one name a reward function."""
+
+FAMILIES = sorted((name for name in METRICS if "{" in name), key=lambda name: -name.index("{"))
+"""Rows that stand for many names, whatever follows their prefix, the longest prefix first: the
+first that matches."""
+
+ENVIRONMENT = "environment"
+"""The function of a `Failure` of an environment."""
+
+RESERVED_FUNCTIONS = ("failed", "logged")
+"""Names that a reward function must not have: their metrics mean something else."""
+
+_CLOCKS = ("time/", "throughput/", "memory/", "idle/", "queue/", "fleet/", "publish/")
+
+
+def is_clock(name: str) -> bool:
+    """True if a metric depends on the machine: an exact resumption does not repeat it."""
+    return name.startswith(_CLOCKS) or name in (
+        "compilations",
+        "mfu",
+        "sampler/places_drawing",
+        "sampler/preempted_rows",
+    )
+
+
+def logged_name(name: object) -> str:
+    """The metric of a name given to `log_metric`; other characters than letters, digits and `_ . -
+    / @` become `_`.
+
+    >>> logged_name("length (tokens)")
+    'rewards/logged/length__tokens_'
+    """
+    kept = "".join(
+        c if c.isascii() and (c.isalnum() or c in "_.-/@") else "_" for c in str(name)[:200]
+    )
+    return f"rewards/logged/{kept.strip('/') or 'unnamed'}"
+
+
+@lru_cache(4096)
+def metric(name: str) -> Metric:
+    """The table's row for a name; ValueError for a name that the table lacks."""
+    if row := METRICS.get(name):
+        return row
+    for family in FAMILIES:
+        if name.startswith(prefix := family[: family.index("{")]) and name != prefix:
+            return replace(METRICS[family], name=name)
+    raise ValueError(f"unknown metric {name!r}: it has no row in the table")
+
+
+class MetricSet:
+    """One step's metrics as (sum, denominator) pairs, or extremes, by each name's reduction.
+
+    >>> metrics = MetricSet()
+    >>> metrics.add("kl", 0.6, count=3)        # a sum over 3 tokens
+    >>> metrics.add("kl", 0.2)
+    >>> metrics.result()
+    {'kl': 0.2}
+    """
+
+    def __init__(self) -> None:
+        self._pairs: dict[str, tuple[float, float]] = {}
+
+    def add(self, name: str, value: SupportsFloat, count: SupportsFloat = 1) -> None:
+        """Adds the sum `value` over `count` items (for min, max, last: the value itself). Nothing
+        for a count of 0.
+
+        Raises ValueError for an unknown name or a negative count. NaN is kept: it shows in the
+        result."""
+        reduction, amount, weight = metric(name).reduction, float(value), float(count)
+        if weight < 0 or math.isnan(weight):
+            raise ValueError(f"metric {name!r}: count must be 0 or more, got {weight}")
+        if weight == 0:
+            return
+        held, before = self._pairs.get(name, (None, 0.0))
+        self._pairs[name] = (
+            amount if held is None else _join(reduction, held, amount),
+            before + weight,
+        )
+
+    def result(self) -> dict[str, float]:
+        """Name -> figure, in the table's order. A name to which nothing was added is absent."""
+        pairs = sorted(self._pairs.items(), key=lambda pair: (metric(pair[0]).place, pair[0]))
+        return {
+            name: value / denominator if metric(name).reduction is Reduction.MEAN else value
+            for name, (value, denominator) in pairs
+        }
+
+
+def _join(reduction: Reduction, held: float, new: float) -> float:
+    if reduction in (Reduction.MEAN, Reduction.SUM):
+        return held + new
+    if reduction is Reduction.LAST:
+        return new
+    if math.isnan(held) or math.isnan(new):
+        return math.nan
+    return min(held, new) if reduction is Reduction.MIN else max(held, new)
+
+
+def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
+    """The unbiased probability that one of k samples is right: 1 - C(n-c, k) / C(n, k) for n
+    samples, c of them right.
+
+    As a product, which does not overflow (Chen et al. 2021, arXiv:2107.03374, eq. 1). Raises
+    ShoalError for k > n.
+
+    >>> pass_at_k(4, 1, 2)
+    0.5
+    """
+    if not 1 <= k <= num_samples:
+        raise ShoalError(
+            f"pass@{k} needs k from 1 to {num_samples}, the completions of a question: sample more "
+            "completions or lower k"
+        )
+    if not 0 <= num_correct <= num_samples:
+        raise ValueError(f"num_correct must be 0 to {num_samples}, got {num_correct}")
+    num_wrong = num_samples - num_correct
+    if num_wrong < k:
+        return 1.0
+    return 1.0 - math.prod((num_wrong - i) / (num_samples - i) for i in range(k))
+
+
+def majority_at_k(answers: Sequence[str | None], correct: Sequence[bool]) -> bool:
+    """True if the most frequent answer among a question's completions is right.
+
+    Of answers that are equally frequent the one sampled first counts. A completion without an
+    answer (None) does not vote; a question without any vote is not solved.
+
+    >>> majority_at_k(["5", "6", None, "6"], [True, False, False, False])
+    False
+    """
+    votes = Counter(answer for answer in answers if answer is not None)
+    if not votes:
+        return False
+    chosen = max(
+        votes, key=votes.__getitem__
+    )  # insertion order: the first of those with the most votes
+    return bool(correct[list(answers).index(chosen)])
+
+
+def standard_error(values: Sequence[float]) -> float | None:
+    """The standard error of the mean of independent values, with n - 1; None for fewer than two.
+
+    >>> standard_error([0.0, 1.0, 1.0, 0.0])
+    0.288...
+    """
+    n = len(values)
+    if n < 2:
+        return None
+    mean = math.fsum(values) / n
+    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (n - 1) / n)
+
+
+def known_mean(values: Iterable[float]) -> float | None:
+    """Mean of the values that are not NaN; None if there are none."""
+    known = [float(value) for value in values if not math.isnan(value)]
+    return math.fsum(known) / len(known) if known else None
+
+
+def wilson_interval(correct: float, total: int) -> tuple[float, float]:
+    """The 95% interval of a proportion `correct / total`, within [0, 1] (Wilson 1927).
+
+    >>> wilson_interval(50, 100)
+    (0.4038..., 0.5961...)
+    """
+    if total < 1 or not 0 <= correct <= total:
+        raise ValueError(
+            f"an interval needs 0 <= correct <= total and a total of 1 or more: got {correct} of "
+            f"{total}"
+        )
+    z = 1.959963984540054
+    share = correct / total
+    middle = share + z * z / (2 * total)
+    half = z * math.sqrt(share * (1 - share) / total + z * z / (4 * total * total))
+    scale = 1 + z * z / total
+    # at the ends rounding would leave the share itself outside
+    return max(0.0, min(share, (middle - half) / scale)), min(
+        1.0, max(share, (middle + half) / scale)
+    )

@@ -1,0 +1,504 @@
+"""A run folder in a bucket: the run works in a local folder, and a thread keeps the bucket equal to
+it.
+
+    .lock/000017          who writes there: a number is taken by creating its object, which only one
+                          process can
+    .manifests/12.json    checkpoint 12 is whole: names, sizes and checksums of its files, written
+                          after all of them
+    everything else       as in the local folder, by whole objects
+
+Uploaded are the files that a checkpoint is resumed with, the checkpoint's own, its manifest; then
+what is gone here is removed there, manifests first. So the bucket can be resumed from whenever this
+process ends, and from any machine: then its content replaces that of the local folder there, unless
+this folder was also the last that wrote to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import shutil
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from shoal import buckets
+from shoal.buckets import FIRST_PAUSE, LOCKS, LONGEST_PAUSE, MANIFESTS, attempt
+from shoal.protocols import Printer
+from shoal.records import ShoalError
+from shoal.runs.layout import process_start
+
+LEASE_SECONDS = 60.0
+"""How long nobody else may write to a run after its process has last renewed its lease, three times
+as often."""
+
+
+CLOCK = "clock-"
+"""How the object begins by which a process reads the bucket's clock."""
+
+
+UNKNOWN_HOLDER = "a process that its lease does not name"
+"""Who has a lease that cannot be read, in errors."""
+
+
+PERIOD_SECONDS = 5.0
+"""Between two uploads of what a run appends to."""
+
+
+UNSAVED_SECONDS = 300.0
+"""How long a run waits at its end, or with more than checkpoint.most_unsaved checkpoints that are
+here alone."""
+
+
+MARKER = ".bucket"
+"""The file of a local folder that holds the id of its newest lease."""
+
+
+def _machine() -> str:
+    """This machine since it was started, and its table of processes: containers may share a
+    name."""
+    parts = [socket.gethostname()]
+    with contextlib.suppress(OSError):
+        parts += [
+            Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+            os.readlink("/proc/self/ns/pid"),
+        ]
+    return " ".join(parts)
+
+
+class Fenced(ShoalError):
+    """Another process writes to this run now."""
+
+
+class Lease:
+    """The right to write to a run in a bucket, renewed by `renew`; ShoalError where a living
+    process has it.
+
+    Its age is the bucket's: the time of its object against that of one written just now. The clocks
+    of machines differ by minutes, and decide nothing. Whose it is says the id in it: after a lost
+    answer a process finds its own."""
+
+    def __init__(self, url: str) -> None:
+        (self.fs, root), self.url = buckets.connect(url), url
+        self.folder, self.id, self.number = f"{root}/{LOCKS}", secrets.token_hex(8), 0
+        self.before = ""  # id of the lease before this one
+        numbers: list[int] = []
+        while not self.number:
+            ages = attempt(self._ages, url)
+            numbers = sorted(ages)
+            newest = max(numbers, default=0)
+            holder = attempt(partial(self._holder, newest), url) if newest else {}
+            if holder.get("id") == self.id:  # written, though the answer was lost
+                self.number = newest
+                break
+            left = _seconds_left(holder, ages[newest]) if holder else 0.0
+            if left > 0:
+                ends = time.strftime("%H:%M:%S", time.localtime(time.time() + left))
+                raise ShoalError(
+                    f"the run folder {url} is in use by {holder['name']}, whose lease ends at "
+                    f"{ends}, in "
+                    f"{left:.0f} s: wait for it, stop it, or choose another run_name"
+                )
+            self.before = holder.get("id", "")
+            with contextlib.suppress(
+                FileExistsError
+            ):  # another was faster, or this process: its lease is read next
+                write = partial(
+                    self.fs.pipe_file, self._path(newest + 1), self._record(), mode="create"
+                )
+                attempt(write, url)
+                if attempt(self.numbers, url)[-1] == newest + 1:
+                    self.number = newest + 1
+        for number in numbers:
+            if number < self.number:
+                attempt(partial(buckets.remove, self.fs, self._path(number)), url)
+
+    def numbers(self) -> list[int]:
+        return sorted(
+            int(name) for name in buckets.objects(self.fs, self.folder) if name.isdecimal()
+        )
+
+    def _ages(self) -> dict[int, float]:
+        """The leases that the bucket holds, and how many seconds ago each was renewed, by the
+        bucket's own clock."""
+        clock = f"{CLOCK}{secrets.token_hex(8)}"
+        path = f"{self.folder}/{clock}"
+        self.fs.pipe_file(path, b"-")
+        try:
+            found = buckets.objects(self.fs, self.folder)
+        finally:
+            buckets.remove(self.fs, path)
+        if clock not in found:
+            raise ConnectionError("an object that was just written is not listed yet")
+        now = found[clock].modified
+        if not now:
+            raise ShoalError(
+                f"{self.url}: this kind of storage does not say when an object was written, so "
+                f"that two "
+                "processes could write to one run: give gs://, s3:// or a local folder"
+            )
+        # What a process left that ended within these few milliseconds.
+        for name, one in found.items():
+            if name.startswith(CLOCK) and now - one.modified > LEASE_SECONDS:
+                buckets.remove(self.fs, f"{self.folder}/{name}")
+        return {
+            int(name): float(now - one.modified) for name, one in found.items() if name.isdecimal()
+        }
+
+    def check(self) -> None:
+        """Raises `Fenced` where another process has taken over."""
+        if (newest := self.numbers()[-1:]) and newest[0] > self.number:
+            name = self._holder(newest[0]).get("name", "another process")
+            raise Fenced(
+                f"{self.url} was taken over by {name}, since this process had not renewed "
+                f"its lease for {LEASE_SECONDS:.0f} s: it stops, and the run continues there"
+            )
+
+    def renew(self, lives: bool = True) -> None:
+        self.check()
+        self.fs.pipe_file(self._path(self.number), self._record(lives))
+
+    def _path(self, number: int) -> str:
+        return f"{self.folder}/{number:06d}"
+
+    def _holder(self, number: int) -> dict[str, Any]:
+        """The record of a lease; empty where it was removed meanwhile, by one who has the next.
+
+        One that cannot be read, as a write that was cut off leaves it, counts as any other
+        process's: it ends by its age."""
+        try:
+            found = json.loads(self.fs.cat_file(self._path(number)))
+        except FileNotFoundError:
+            return {}
+        except (ValueError, RecursionError):
+            found = None
+        return {"name": UNKNOWN_HOLDER, **(found if isinstance(found, dict) else {})}
+
+    def _record(self, lives: bool = True) -> bytes:
+        pid = os.getpid()
+        return json.dumps(
+            {
+                "name": f"process {pid} on {socket.gethostname()}",
+                "id": self.id,
+                "machine": _machine(),
+                "pid": pid,
+                "start": process_start(pid),
+                "lives": lives,
+            }
+        ).encode()
+
+
+def _seconds_left(holder: dict[str, Any], age: float) -> float:
+    """Of a lease renewed `age` seconds ago; 0 for one that was given back, and for that of a
+    process of this machine that has ended."""
+    pid = holder.get("pid")
+    has_ended = False
+    if isinstance(pid, int) and holder.get("machine") == _machine():
+        has_ended = process_start(pid) != holder.get("start")
+    # Before `lives` there was `until`: 0 in a lease that was given back.
+    is_given_back = not holder.get("lives", holder.get("until", 1))
+    if has_ended or is_given_back:
+        return 0.0
+    return LEASE_SECONDS - age
+
+
+class _Closed(Exception):
+    """The mirror ends."""
+
+
+class Mirror:
+    """Keeps a bucket equal to a run folder of the cache, in threads; the run calls `check`, `saved`
+    and `flush`.
+
+    >>> with closing(Mirror(folder, most_unsaved=3, console=console)) as mirror:
+    ...     mirror.flush()
+    """
+
+    def __init__(self, folder: Path, most_unsaved: int, console: Printer) -> None:
+        self.folder, self.url, self.checkpoints = (
+            folder,
+            buckets.address(folder),
+            folder / "checkpoints",
+        )
+        self.most_unsaved, self.console = most_unsaved, console
+        self.fs, self.root = buckets.connect(self.url)
+        self.sent: dict[str, tuple[int, int]] = {}  # file -> size and time, as the bucket has it
+        self.whole: set[int] = set()  # checkpoints with a manifest in the bucket
+        self.pending: list[int] = []  # checkpoints that were saved here
+        self.fault: ShoalError | None = None  # what ends the run
+        self._cause, self._silent_since = "", 0.0
+        self._warned = ""  # what the run does without its bucket, as it was last said
+        self._asked = self._done = 0  # flushes
+        self._closed, self._wake = threading.Event(), threading.Event()
+        self.lease = Lease(self.url)
+        try:
+            self._begin()
+        except BaseException:
+            self.lease.renew(lives=False)
+            raise
+        self._threads = [
+            threading.Thread(
+                target=self._guarded, args=[work], name=f"mirror: {work.__name__}", daemon=True
+            )
+            for work in (self._upload, self._renew)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _begin(self) -> None:
+        """Makes the folder equal to the bucket, and notes what each has."""
+        marker, found = (
+            self.folder / MARKER,
+            attempt(partial(buckets.objects, self.fs, self.root), self.url),
+        )
+        wrote_last = (
+            marker.is_file() and marker.read_text() == self.lease.before and "config.yaml" in found
+        )
+        if not wrote_last:
+            marker.unlink(missing_ok=True)
+            buckets.fetch_into(self.folder, weights=False, may_be_empty=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        marker.write_text(self.lease.id)
+        for left in self.folder.glob(".upload-*"):
+            shutil.rmtree(left)
+        self.staging = Path(tempfile.mkdtemp(prefix=".upload-", dir=self.folder))
+        self.whole = {int(Path(name).stem) for name in found if name.startswith(f"{MANIFESTS}/")}
+        known = self._plain()
+        for name, one in found.items():
+            if matched := buckets.CHECKPOINT.fullmatch(name):
+                if int(matched["version"]) not in self.whole:  # of a process that was killed
+                    attempt(partial(buckets.remove, self.fs, one.path), self.url)
+            elif name in known or (
+                wrote_last and name[0] != "." and not name.startswith("checkpoints_damaged/")
+            ):
+                self.sent[name] = (
+                    known[name] if buckets.is_same(one, self.folder / name) else (-1, 0)
+                )
+
+    # ---- called by the run
+
+    def check(self) -> None:
+        """Says whether the bucket answers; raises what ends the run."""
+        self._check(f"training continues, and what it writes is kept in {self.folder}")
+
+    def _check(self, without_answer: str) -> None:
+        """As `check`; `without_answer`: what the run does while the bucket does not answer."""
+        if self.fault:
+            raise self.fault
+        if not self._silent_since:
+            if self._warned:
+                self.console.note(f"{self.url} answers again")
+            self._warned = ""
+        elif self._warned != without_answer:
+            self.console.warning(f"{self.url} does not answer ({self._cause}): {without_answer}")
+            self._warned = without_answer
+
+    def saved(self, version: int) -> None:
+        """A checkpoint was saved here: where too many are here alone, waits until a newer one is in
+        the bucket."""
+        self.pending.append(version)
+        self._await(
+            lambda: (
+                self.most_unsaved >= sum(one > max(self.whole, default=-1) for one in self.pending)
+            ),
+            f"more than checkpoint.most_unsaved={self.most_unsaved} checkpoints are in "
+            f"{self.folder} alone",
+        )
+
+    def flush(self) -> None:
+        """Returns when the bucket has everything that the folder holds now."""
+        self._asked = asked = self._asked + 1
+        self._await(lambda: self._done >= asked, f"its newest files are in {self.folder} alone")
+
+    def _await(self, is_done: Callable[[], bool], reason: str) -> None:
+        """Waits, and says so with its reason where the bucket does not answer meanwhile."""
+        began = time.monotonic()
+        self._wake.set()
+        waits = f"the run waits for it, at most {UNSAVED_SECONDS:.0f} s, as {reason}"
+        while True:
+            if is_done():
+                self.check()
+                return
+            self._check(waits)
+            if (
+                self._silent_since
+                and time.monotonic() - max(began, self._silent_since) > UNSAVED_SECONDS
+            ):
+                self.fault = ShoalError(
+                    f"{self.url} has not answered for {UNSAVED_SECONDS:.0f} s ({self._cause}), and "
+                    f"the newest state of "
+                    f"the run is in {self.folder} alone: where it answers again, the same command "
+                    f"on this machine "
+                    "continues from there"
+                )
+            time.sleep(0.02)
+
+    def close(self) -> None:
+        """Uploads what is left, and gives the lease back."""
+        try:
+            if not self.fault:
+                self.flush()
+        finally:
+            self._closed.set()
+            self._wake.set()
+            for thread in self._threads:
+                thread.join(0 if self.fault else 30)
+            if not self.fault:
+                with contextlib.suppress(Exception):  # then it ends by itself
+                    self.lease.renew(lives=False)
+            shutil.rmtree(self.staging, ignore_errors=True)
+
+    # ---- threads
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except _Closed:
+            pass
+        except Exception as error:
+            self.fault = (
+                error
+                if isinstance(error, ShoalError)
+                else ShoalError(
+                    f"{self.folder} cannot be uploaded to {self.url}: {type(error).__name__}: "
+                    f"{error}"
+                )
+            )
+
+    def _renew(self) -> None:
+        pause = LEASE_SECONDS / 3
+        while not self._closed.wait(pause):
+            try:
+                self.lease.renew()
+                pause = LEASE_SECONDS / 3
+            except Fenced:
+                raise
+            except Exception:  # the other thread says so
+                pause = LEASE_SECONDS / 12
+
+    def _upload(self) -> None:
+        while not self._closed.is_set():
+            asked, versions = (
+                self._asked,
+                self._versions(),
+            )  # first: what these need is among the files of now
+            self._upload_plain(
+                {name: version for name, version in self._plain().items() if name != "summary.json"}
+            )
+            for version in sorted(versions - self.whole, reverse=True):
+                self._upload_checkpoint(version)
+            self._upload_plain(self._plain())
+            self._remove()
+            self._done = asked
+            if self._asked == asked:
+                self._wake.wait(PERIOD_SECONDS)
+                self._wake.clear()
+
+    def _do(self, do: Callable[[], Any]) -> Any:
+        """What `do` returns, repeated with growing pauses until the bucket answers."""
+        pause = FIRST_PAUSE
+        while not (self._closed.is_set() or self.fault):
+            try:
+                result, self._silent_since = do(), 0.0
+                return result
+            except ShoalError:
+                raise
+            except Exception as error:  # each library has its own
+                self._cause, self._silent_since = (
+                    buckets.cause(error),
+                    self._silent_since or time.monotonic(),
+                )
+            self._closed.wait(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
+        raise _Closed
+
+    def _versions(self) -> set[int]:
+        entries = self.checkpoints.iterdir() if self.checkpoints.is_dir() else ()
+        return {int(entry.name) for entry in entries if entry.name.isdecimal()}
+
+    def _plain(self) -> dict[str, tuple[int, int]]:
+        """The files that are uploaded as they are, in this order: the settings first, by which a
+        folder is a run, and those of its parts before them."""
+        found = {}
+        for place, folders, files in os.walk(self.folder):
+            folders[:] = [
+                name for name in folders if name[0] != "." and Path(place, name) != self.checkpoints
+            ]
+            for path in (Path(place, file) for file in files if file[0] != "."):
+                with contextlib.suppress(FileNotFoundError):
+                    stat = path.stat()
+                    found[path.relative_to(self.folder).as_posix()] = stat.st_size, stat.st_mtime_ns
+        return {
+            name: found[name]
+            for name in sorted(
+                found,
+                key=lambda name: (
+                    not re.fullmatch(r"config_\d+\.yaml", name),
+                    name != "config.yaml",
+                    name,
+                ),
+            )
+        }
+
+    def _upload_plain(self, files: dict[str, tuple[int, int]]) -> None:
+        copy = (
+            self.staging / "copy"
+        )  # what grows meanwhile would not have the size that was promised
+        for name, version in files.items():
+            with contextlib.suppress(FileNotFoundError):
+                if self.sent.get(name) != version:
+                    shutil.copyfile(self.folder / name, copy)
+                    self._put(copy, name)
+                    self.sent[name] = version
+
+    def _upload_checkpoint(self, version: int) -> None:
+        name, stage = f"checkpoints/{version}", self.staging / str(version)
+        try:  # by links, which stay when the run removes the checkpoint meanwhile
+            shutil.copytree(self.folder / name, stage, copy_function=os.link)
+        except (shutil.Error, FileNotFoundError):
+            shutil.rmtree(stage, ignore_errors=True)
+            return
+        files = sorted(path for path in stage.rglob("*") if path.is_file())
+        manifest = {
+            path.relative_to(stage).as_posix(): (path.stat().st_size, buckets.checksum(path))
+            for path in files
+        }
+        for file in manifest:
+            self._put(stage / file, f"{name}/{file}")
+        self._do(self.lease.check)
+        path, text = f"{MANIFESTS}/{version}.json", json.dumps(manifest)
+        self._do(lambda: self.fs.pipe_file(f"{self.root}/{path}", text.encode()))
+        (self.folder / MANIFESTS).mkdir(exist_ok=True)
+        (self.folder / path).write_text(text)
+        self.whole.add(version)
+        shutil.rmtree(stage)
+
+    def _put(self, file: Path, name: str) -> None:
+        self._do(lambda: buckets.put(self.fs, file, f"{self.root}/{name}"))
+
+    def _remove(self) -> None:
+        """Removes from the bucket what the folder has lost: files that were there, and
+        checkpoints."""
+        for name in self.sent.keys() - self._plain().keys():
+            self._remove_object(name)
+            del self.sent[name]
+        for version in self.whole - self._versions():
+            self._do(self.lease.check)
+            self._remove_object(f"{MANIFESTS}/{version}.json")
+            (self.folder / MANIFESTS / f"{version}.json").unlink(missing_ok=True)
+            self.whole.discard(version)
+            for name in self._do(
+                partial(buckets.objects, self.fs, f"{self.root}/checkpoints/{version}")
+            ):
+                self._remove_object(f"checkpoints/{version}/{name}")
+
+    def _remove_object(self, name: str) -> None:
+        self._do(partial(buckets.remove, self.fs, f"{self.root}/{name}"))

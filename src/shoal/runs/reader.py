@@ -1,0 +1,668 @@
+"""A run on disk: every file of its folder is read here, and nothing is written.
+
+    config.yaml, config_40.yaml    config, segments, config_at(version); settings() as plain data
+    metrics.jsonl                  metrics()
+    evaluations.jsonl              evaluations()
+    groups/step_000012.parquet     group_files(), groups(step)
+    checkpoints/12                 checkpoints(), checkpoint_records()
+    summary.json, log.txt          summary(), text("log.txt", ...)
+
+A command reads strictly: a damaged file raises ShoalError. The page reads leniently, since its runs
+may be under way, damaged or hostile: what cannot be read becomes one line in `problems`, and no
+link out of the run is followed. What grows while it is read is read by `GrowingLines` here and by
+`group_table`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import re
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import compress
+from pathlib import Path
+from typing import Any
+
+from shoal.buckets import address
+from shoal.config.commands import stages_of
+from shoal.config.key import keys_of
+from shoal.config.stored import DECIDED
+from shoal.config.train import Config
+from shoal.config.words import flat_values
+from shoal.files import find_input
+from shoal.records import ShoalError
+from shoal.runs.groups import StoredGroup, read_file
+from shoal.runs.layout import (
+    CONFIG,
+    CONFIG_DIFFERENCE,
+    LAST,
+    LOCK,
+    SUMMARY,
+    find_run,
+    is_run,
+    parts_of,
+    process_start,
+)
+from shoal.runs.lines import (
+    bounded_json,
+    evaluation_scalars,
+    flat_yaml,
+    json_ready,
+    one_line,
+    read_lines,
+    reason,
+    rounded,
+)
+from shoal.runs.summary import summary_rows
+from shoal.text import count, ranges
+
+MAX_CONFIG_BYTES, MAX_SUMMARY_BYTES, MAX_LOG_BYTES = 128 << 10, 4 << 20, 8 << 20
+
+
+MAX_PROBLEMS, MAX_PARTS = 100, 50
+
+
+@dataclass
+class StoredRun:
+    """One run folder. `name` is unique among the runs of a page, and is all that an address says of
+    a run.
+
+    >>> run = StoredRun(find_run("last"))
+    >>> run.config.steps, run.metrics()[1]["reward/mean"], run.groups(step=1)[0].group.texts
+    """
+
+    path: Path
+    name: str = ""
+    lenient: bool = False
+    problems: dict[str, str] = field(
+        default_factory=dict
+    )  # what it is about -> one line; of a lenient reading
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        self.root, self.where = self.path.resolve(), address(self.path)
+
+    # ---- files
+
+    def file(self, *parts: str) -> Path | None:
+        """A file of the run; None without it. A lenient reading gives none where a link leads out
+        of the run."""
+        try:
+            found = self.root.joinpath(*parts).resolve(strict=True)
+        except FileNotFoundError:
+            return None
+        except (
+            OSError,
+            RuntimeError,
+            ValueError,
+        ) as error:  # a cycle of links, a name with a zero byte
+            self.problem("/".join(parts), f"cannot be opened ({reason(error)})")
+            return None
+        if self.lenient and not found.is_relative_to(self.root):
+            self.problem("/".join(parts), "is a link that leads out of the run: it is not read")
+            return None
+        return found if found.is_file() else None
+
+    def problem(self, about: str, text: str) -> None:
+        """Notes that a file cannot be read; ShoalError in a strict reading."""
+        if not self.lenient:
+            raise ShoalError(f"{self.where}/{about} {text}: remove it, or restore it from a backup")
+        with self.lock:
+            if about in self.problems or len(self.problems) < MAX_PROBLEMS:
+                self.problems[about] = one_line(f"{about}: {text}")
+
+    def text(self, name: str, most: int) -> str:
+        """A file as text, bytes that are no UTF-8 as escapes; empty without it. Of a larger one the
+        first `most`."""
+        path = self.file(name)
+        if path is None:
+            return ""
+        try:
+            with path.open("rb") as file:
+                data = file.read(most + 1)
+        except OSError as error:
+            self.problem(name, f"cannot be read ({reason(error)})")
+            return ""
+        if len(data) > most:
+            self.problem(name, f"has more than {most >> 10:,} KiB: only its beginning is read")
+        return data[:most].decode("utf-8", "backslashreplace")
+
+    # ---- settings
+
+    @cached_property
+    def config(self) -> Config:
+        """The resolved settings; of the newest segment, if the run was resumed with others."""
+        return read_config(self.path)
+
+    @cached_property
+    def segments(self) -> dict[int, Config]:
+        """The settings of each segment, by the version that it started at: one segment, with those
+        of config.yaml, if the run was never resumed with others."""
+        found = {
+            number: read_config(self.path, file.name)
+            for number, file in parts_of(self.path).items()
+        }
+        return dict(sorted(({0: self.config} | found).items()))
+
+    def config_at(self, version: int) -> Config:
+        """The settings of the step from `version` to the next."""
+        return self.segments[max(start for start in self.segments if start <= max(version, 0))]
+
+    def settings(self, file: str = CONFIG) -> dict[str, Any]:
+        """config.yaml, or another file of settings, as dotted key -> value. It is plain data here:
+        what it names, presets or files, is not read."""
+        text = self.text(file, MAX_CONFIG_BYTES)
+        try:
+            return flat_yaml(text)
+        except ValueError as error:
+            self.problem(file, f"is damaged ({reason(error)})")
+            return {}
+
+    @property
+    def decided_keys(self) -> frozenset[str]:
+        """The keys whose value the run decided itself: nobody set them."""
+        if self.file(CONFIG_DIFFERENCE) is None:
+            return frozenset()
+        # It is empty where nothing was set.
+        has_any = self.text(CONFIG_DIFFERENCE, MAX_CONFIG_BYTES).strip()
+        return decided_keys(self.settings(), self.settings(CONFIG_DIFFERENCE) if has_any else {})
+
+    @property
+    def began(self) -> float:
+        """When it began, in seconds since the epoch: by its folder's name, which a copy keeps, else
+        when its settings were written; 0 without them."""
+        if named := _DATE_AND_TIME.search(self.path.absolute().as_posix()):
+            with contextlib.suppress(ValueError, OverflowError):
+                return time.mktime(time.strptime(named[1], "%Y-%m-%d/%H-%M-%S"))
+        path = self.path / CONFIG
+        return path.stat().st_mtime if path.is_file() else 0
+
+    # ---- figures
+
+    @property
+    def is_finished(self) -> bool:
+        """True if the run has made all its steps; False while it is running, or if it was
+        stopped."""
+        return (self.path / SUMMARY).is_file()
+
+    def summary(self) -> dict[str, Any]:
+        """summary.json; empty until the run has finished."""
+        text = self.text(SUMMARY, MAX_SUMMARY_BYTES)
+        try:
+            found = bounded_json(text) if text else {}
+            return found if isinstance(found, dict) else {}
+        except ValueError as error:
+            self.problem(SUMMARY, f"is damaged ({reason(error)})")
+            return {}
+
+    @property
+    def process_has_ended(self) -> bool:
+        """True if the process that last worked in this folder ran on this machine and is gone,
+        however it ended."""
+        holder = re.fullmatch(r"process (\d{1,9}) on (\S+)\s+(\d*)\s*", self.text(LOCK, 400))
+        if not holder or holder[2] != socket.gethostname():
+            return False
+        try:
+            os.kill(int(holder[1]), 0)  # signal 0 asks whether the process exists
+        except ProcessLookupError:
+            return True
+        except (PermissionError, OverflowError):
+            pass
+        started = process_start(int(holder[1]))
+        return (
+            bool(holder[3] and started) and holder[3] != started
+        )  # another process has this id now
+
+    @property
+    def reward_since(self) -> int:
+        """The version from which on the reward is the run's last, if it was resumed with another;
+        else 0."""
+        parts = sorted(parts_of(self.root).items())[:MAX_PARTS]
+        return reward_since({number: self.settings(path.name) for number, path in parts})
+
+    def metrics(self) -> dict[int, dict[str, Any]]:
+        """The metrics of every step; ShoalError, naming the line, if any but the last is
+        damaged."""
+        return {row["step"]: row for row in self._rows("metrics.jsonl", {"step": int})}
+
+    def before_after(
+        self, evaluations: Evaluations, summary: Mapping[str, Any]
+    ) -> list[tuple[str, str, str, str]]:
+        """The table that a run prints at its end; of an unfinished one, up to its newest
+        evaluation."""
+        since, newest = self.reward_since, max((row["step"] for row in evaluations.rows), default=0)
+        return summary_rows(*evaluations.before_after(summary), since if newest > since else 0)
+
+    def evaluations(self) -> Evaluations:
+        """The evaluations so far, in order; ShoalError, naming the line, if any but the last is
+        damaged."""
+        return Evaluations(self._rows("evaluations.jsonl", {"step": int, "name": str}))
+
+    def _rows(self, name: str, needed: Mapping[str, type]) -> list[dict[str, Any]]:
+        rows = read_lines(self.path / name)
+        for number, row in enumerate(rows, 1):
+            if missing := [
+                key
+                for key, kind in needed.items()
+                if not (isinstance(row, dict) and isinstance(row.get(key), kind))
+            ]:
+                raise ShoalError(
+                    f"{self.where}/{name}, line {number} is damaged (it has no {missing[0]}): "
+                    f"restore the "
+                    "file from a backup, or remove the line"
+                )
+        return rows
+
+    # ---- groups
+
+    def group_files(self, name: str = "step") -> dict[int, Path]:
+        """The files `groups/<name>_<step>.parquet`, by step."""
+        found = {}
+        for path in (self.path / "groups").glob(f"{name}_*.parquet"):
+            if matched := re.fullmatch(rf"{re.escape(name)}_(\d+)", path.stem):
+                found[int(matched[1])] = path
+        return dict(sorted(found.items()))
+
+    def require_groups(self, name: str = "step") -> dict[int, Path]:
+        """`group_files`; ShoalError if there are none, with the reason."""
+        if files := self.group_files(name):
+            return files
+        if not self.config.report.groups:
+            raise ShoalError(
+                f"{self.where} has no groups: it was made with report.groups=false; run it again "
+                f"with "
+                "report.groups=true"
+            )
+        cause = ": the run did not finish its first step" if name == "step" else ""
+        raise ShoalError(f"{self.where}/groups holds no file {name}_*{cause}")
+
+    def groups(self, step: int, name: str = "step") -> list[StoredGroup]:
+        """The groups of one step, bit for bit as they were written, with advantages and the
+        trainer's log-probs.
+
+        ShoalError if the step has none (it lists those that have), or if the file is damaged."""
+        files = self.require_groups(name)
+        if step not in files:
+            running = "" if self.is_finished else ", which has not finished"
+            raise ShoalError(
+                f"step={step}: {self.where}{running} has no groups of this step; it has those of "
+                f"steps "
+                f"{ranges(files)}"
+            )
+        return read_file(files[step])
+
+    def group(self, step: int, number: int, name: str = "step") -> StoredGroup:
+        """One group of a step; ShoalError where the step has fewer."""
+        found = self.groups(step, name)
+        if number >= len(found):
+            raise ShoalError(
+                f"group={number}: step {step} of {self.where} has {count(len(found), 'group')}, 0 "
+                f"to "
+                f"{len(found) - 1}"
+            )
+        return found[number]
+
+    # ---- checkpoints
+
+    def checkpoints(self) -> list[int]:
+        """The versions that are saved, in order."""
+        try:
+            return sorted(
+                int(entry.name)
+                for entry in (self.root / "checkpoints").iterdir()
+                if entry.name.isdecimal() and len(entry.name) < 10
+            )
+        except OSError:
+            return []
+
+    def checkpoint_records(self) -> dict[int, dict[str, Any]]:
+        """The record that each readable checkpoint keeps beside its arrays, by version."""
+        found = {}
+        for version in self.checkpoints():
+            try:
+                path = self.root / "checkpoints" / str(version) / "extra" / "metadata"
+                found[version] = bounded_json(path.read_bytes())
+            except (OSError, ValueError):
+                continue
+        return {
+            version: record
+            for version, record in found.items()
+            if isinstance(record, dict) and "facts" in record
+        }
+
+
+# ---- evaluations
+
+MAX_ROWS = 5000
+
+
+class Evaluations:
+    """Rows of evaluations.jsonl: `step` (the version), `name` (of the data set) and the figures."""
+
+    def __init__(self, rows: Sequence[dict[str, Any]] = ()) -> None:
+        self.rows = list(rows)
+
+    def read(self, lines: GrowingLines, seconds: float) -> None:
+        """Adds what is new in a file that a run may be writing."""
+        restarted, rows = lines.new(seconds)
+        if restarted:
+            self.rows = []
+        self.rows += [
+            row
+            for row in rows
+            if isinstance(row.get("step"), int) and isinstance(row.get("name"), str)
+        ]
+        del self.rows[MAX_ROWS:]
+
+    def by_version(self) -> dict[tuple[int, str], dict[str, Any]]:
+        """(version, data set) -> figures."""
+        return {
+            (row["step"], row["name"]): {
+                name: value for name, value in row.items() if name not in ("step", "name")
+            }
+            for row in self.rows
+        }
+
+    def before_after(
+        self, summary: Mapping[str, Any]
+    ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+        """Data set -> figures before the first step and after the last; of a run without a summary,
+        those of its first and its newest evaluation."""
+        before, after = summary.get("before"), summary.get("after")
+        if isinstance(before, Mapping) and isinstance(after, Mapping):
+            return before, after
+        found = self.by_version()
+        steps = sorted({step for step, _ in found})
+        first, last = (
+            (
+                {name: figures for (step, name), figures in found.items() if step == wanted}
+                for wanted in (steps[0], steps[-1])
+            )
+            if steps
+            else ({}, {})
+        )
+        return first, last if len(steps) > 1 else {}
+
+    def curves(self) -> dict[str, dict[str, list[Any]]]:
+        """evaluate/<set>/<figure> -> its steps `x`, values `y`, their 95% interval `low`, `high`
+        (None where unknown) and the number of questions `n`."""
+        found: dict[str, dict[str, list[Any]]] = {}
+        for (step, data_set), figures in sorted(self.by_version().items()):
+            values = evaluation_scalars(data_set, figures)
+            questions = values.get(f"evaluate/{data_set}/num_questions")
+            for name, value in values.items():
+                if math.isfinite(value) and not name.endswith(
+                    ("_error", "num_questions", "num_responses")
+                ):
+                    half, low, high = 1.96 * values.get(f"{name}_error", math.nan), None, None
+                    if name.endswith("/accuracy") and isinstance(
+                        stored := figures.get("accuracy_interval"), list
+                    ):
+                        low, high = (
+                            end if isinstance(end, int | float) else None
+                            for end in (*stored, None, None)[:2]
+                        )
+                    elif not math.isnan(half):
+                        low, high = value - half, value + half
+                    point = {"x": step, "y": value, "low": low, "high": high, "n": questions}
+                    for key, number in point.items():
+                        found.setdefault(name, {}).setdefault(key, []).append(
+                            rounded(number) if isinstance(number, float) else number
+                        )
+        return found
+
+    def main_curve(self, reward_since: int = 0) -> tuple[str, dict[str, list[Any]]]:
+        """Name and curve of the accuracy on the first data set; of its mean reward if the task
+        defines no accuracy, of versions after `reward_since` if that is not 0."""
+        curves = self.curves()
+        names = [
+            name for end in ("/accuracy", "/mean_reward") for name in curves if name.endswith(end)
+        ]
+        name = next(iter(names), "")
+        kept = [
+            not reward_since or name.endswith("/accuracy") or step > reward_since
+            for step in curves.get(name, {}).get("x", ())
+        ]
+        return name, {
+            key: list(compress(values, kept)) for key, values in curves.get(name, {}).items()
+        }
+
+
+# ---- files that grow
+
+PIECE_BYTES, MAX_LINE_BYTES, MAX_FILE_BYTES = 4 << 20, 1 << 20, 2 << 30
+
+
+class GrowingLines:
+    """The objects of one file in order. A torn last line is left for the next reading; one that is
+    no JSON object is passed over and reported. A file that was replaced by another, as a resumed
+    run does, is read anew."""
+
+    def __init__(self, run: StoredRun, name: str) -> None:
+        self._run, self._name = run, name
+        self._inode, self._offset, self._rest, self._skipping = -1, 0, b"", False
+        self.complete = False  # everything that was there at the last reading has been read
+
+    def new(self, seconds: float) -> tuple[bool, Iterator[dict[str, Any]]]:
+        """Whether the file is another than before, and its new objects, as many as can be read in
+        so many seconds."""
+        path = self._run.file(self._name)
+        if path is None:
+            restarted, self._inode, self._offset = self._inode >= 0, -1, 0
+            self.complete = True
+            return restarted, iter(())
+        stat = path.stat()
+        restarted = stat.st_ino != self._inode or stat.st_size < self._offset
+        if restarted:
+            self._inode, self._offset, self._rest, self._skipping = stat.st_ino, 0, b"", False
+        return restarted, self._objects(path, time.monotonic() + seconds)
+
+    def _objects(self, path: Any, until: float) -> Iterator[dict[str, Any]]:
+        try:
+            with path.open("rb") as file:
+                file.seek(self._offset)
+                while self._offset < MAX_FILE_BYTES:
+                    piece = file.read(PIECE_BYTES)
+                    self._offset += len(piece)
+                    self.complete = len(piece) < PIECE_BYTES
+                    *lines, self._rest = (self._rest + piece).split(b"\n")
+                    yield from self._parsed(lines)
+                    if len(self._rest) > MAX_LINE_BYTES:
+                        self._run.problem(
+                            self._name, "has a line of more than 1 MiB, which is passed over"
+                        )
+                        self._rest, self._skipping = b"", True
+                    if self.complete or time.monotonic() > until:
+                        return
+                self.complete = True
+                if os.stat(path).st_size > MAX_FILE_BYTES:
+                    gigabytes = MAX_FILE_BYTES >> 30
+                    self._run.problem(
+                        self._name, f"has more than {gigabytes} GiB: only its beginning is shown"
+                    )
+        except OSError as error:
+            self.complete = True
+            self._run.problem(self._name, f"cannot be read ({error.strerror})")
+
+    def _parsed(self, lines: list[bytes]) -> Iterator[dict[str, Any]]:
+        for line in lines:
+            if self._skipping or not line.strip():  # the end of a line that was too long
+                self._skipping = False
+                continue
+            try:
+                found = bounded_json(line)
+            except ValueError:
+                found = None
+            if isinstance(found, dict):
+                yield found
+            else:
+                self._run.problem(
+                    self._name, "has a line that is no JSON object; it is passed over"
+                )
+
+
+# ---- finding runs
+
+MAX_DEPTH, MAX_FOLDERS = 4, 20_000
+
+
+def open_runs(
+    words: Sequence[str], base: str = "outputs", known: Sequence[StoredRun] = ()
+) -> list[StoredRun]:
+    """The runs that words name, but for those `known` already: a run folder, `last`, or a folder
+    with runs below it, of which each is named by its path from there (there may be none yet);
+    without words the newest. They are read leniently.
+
+    ShoalError for a word that names none, with what it is instead."""
+    paths: dict[Path, Path] = {}
+    names: dict[Path, str] = {}  # of runs below a folder
+    for word in words or [_newest(base)]:
+        path = Path(word) if word == LAST else find_input(word, "runs")
+        is_folder = word != LAST and path.is_dir() and not is_run(path)
+        below = list(_runs_below(path)) if is_folder else [find_run(word, base, groups=False)]
+        for run in below:
+            paths[run.resolve()] = run
+            if is_folder and not _NO_NAME.fullmatch(name := str(run.relative_to(path))):
+                names[run.resolve()] = name.encode("utf-8", "backslashreplace").decode()
+    known_roots, known_names = [run.root for run in known], [run.name for run in known]
+    new = {root: path for root, path in paths.items() if root not in known_roots}
+    taken = Counter([*known_names, *(names[root] for root in new if root in names)])
+    return [
+        StoredRun(
+            path,
+            names[root]
+            if taken[names.get(root, "")] == 1
+            else short_name(root, [*known_roots, *new]),
+            lenient=True,
+        )
+        for root, path in new.items()
+    ]
+
+
+_NO_NAME = re.compile(r"\d+|\d\d-\d\d-\d\d(-\d+)?")
+"""The number of a sweep's run, and a time without its date."""
+
+
+def short_name(run: Path, others: Sequence[Path]) -> str:
+    """The end of a path that tells the run from the others and is more than a sweep's number or a
+    time of day.
+
+    >>> short_name(Path("outputs/sweep/0"), [Path("outputs/sweep/0"), Path("outputs/sweep/1")])
+    'sweep/0'
+    >>> short_name(Path("outputs/2026-07-30/19-29-57"), [])
+    '2026-07-30/19-29-57'
+    """
+    for length in range(1, len(run.parts)):
+        end = run.parts[-length:]
+        if not _NO_NAME.fullmatch(end[0]) and all(
+            other == run or other.parts[-length:] != end for other in others
+        ):
+            break
+    else:
+        end = run.parts
+    return "/".join(end).encode("utf-8", "backslashreplace").decode()
+
+
+_DATE_AND_TIME = re.compile(r"/(\d{4}-\d\d-\d\d/\d\d-\d\d-\d\d)[^/]*$")
+
+
+def _newest(base: str) -> str:
+    if (Path(base) / LAST).is_file():
+        return LAST
+    runs = list(_runs_below(Path(base))) if Path(base).is_dir() else []
+    if not runs:
+        raise ShoalError(
+            f"there is no run under {base}: name a run, or the folder that runs are in (their "
+            "base_output_directory), `shoal view FOLDER`"
+        )
+    return str(max(runs, key=lambda path: StoredRun(path).began))
+
+
+def _runs_below(folder: Path) -> Iterator[Path]:
+    """Run folders within a folder, by name; links are not followed, and runs are not searched for
+    runs."""
+    for seen, (place, names, files) in enumerate(os.walk(folder)):
+        path = Path(place)
+        if CONFIG in files:
+            names.clear()
+            yield path
+        elif len(path.relative_to(folder).parts) >= MAX_DEPTH or seen > MAX_FOLDERS:
+            names.clear()
+        names.sort()
+
+
+def reward_since(parts: Mapping[int, Mapping[str, Any]]) -> int:
+    """The version from which on a run has the reward of its last part; 0 if that never changed.
+
+    `parts`: the settings of each file of `parts_of`, as dotted key -> value, by its number."""
+    keys = {
+        name: key.default for name, key in keys_of(Config).items() if "rewards" in stages_of(name)
+    }
+    since, before = 0, None
+    for number, settings in sorted(parts.items()):
+        # JSON's types: a list of a file is a tuple in the schema.
+        reward = json_ready({name: settings.get(name, default) for name, default in keys.items()})
+        if before is not None and reward != before:
+            since = number
+        before = reward
+    return since
+
+
+def decided_keys(settings: Mapping[str, Any], given: Mapping[str, Any] | None) -> frozenset[str]:
+    """The keys whose value a run decided itself: nobody set them.
+
+    `settings`, `given`: config.yaml and config_difference.yaml as dotted key -> value; None if that
+    is not there."""
+    keys = keys_of(Config)
+    if given is None:
+        return frozenset()
+    found = {
+        key
+        for key in DECIDED
+        if key not in given and settings.get(key, keys[key].default) != keys[key].default
+    }
+    if settings.get("batch.prompts_per_device"):
+        found.add("batch.prompts_per_step")
+    return frozenset(found)
+
+
+def read_decided_keys(run: Path) -> frozenset[str]:
+    """`decided_keys` of a run's folder; none where its files do not say."""
+    try:
+        return decided_keys(flat_values(run / CONFIG), flat_values(run / CONFIG_DIFFERENCE))
+    except ShoalError:
+        return frozenset()
+
+
+def read_config(run: Path, file: str = CONFIG) -> Config:
+    """The resolved settings of a run; of its newest segment, if it was resumed with others."""
+    from shoal.config.merge import compose
+
+    try:
+        return compose(Config, [str(run / file)])[0]
+    except ShoalError as error:
+        raise ShoalError(
+            f"{run}: its settings cannot be read; were they written by another version of Shoal? "
+            f"{error}"
+        ) from error
+
+
+def read_summary(run: Path) -> dict[str, Any] | None:
+    """The summary of a finished run, else None."""
+    try:
+        found = json.loads((run / SUMMARY).read_text(encoding="utf-8"))
+    except (
+        FileNotFoundError,
+        ValueError,
+        RecursionError,
+    ):  # truncated by a power cut: it is written again
+        return None
+    return found if isinstance(found, dict) else None

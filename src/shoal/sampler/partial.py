@@ -1,0 +1,268 @@
+"""A request on its way: the tokens of its completions so far, and where their stop strings end
+them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from shoal.protocols import SampleRequest
+from shoal.records import Completion, ShoalError, StopReason
+from shoal.sampler.programs import CHUNK, FEED, SampledTokens
+
+Decode = Callable[[Sequence[int]], str]
+
+SLACK = 4
+"""Characters by which the text of a few tokens may differ at either end from the same part of the
+whole text: the bytes of a character that is cut are up to three replacement characters, and some
+decoders drop a leading space."""
+
+
+@dataclass
+class PartialCompletion:
+    """The tokens of one completion so far."""
+
+    limit: int  # of its tokens, those of context included
+    turn_limit: int = 0  # tokens after which its turn is cut; 0: no limit but the completion's
+    turn_start: int = 0  # tokens before its turn, those of context included
+    tokens: list[int] = field(default_factory=list)
+    is_sampled: list[bool] = field(
+        default_factory=list
+    )  # by token; the others are context that was appended
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    support_ids: list[np.ndarray] = field(
+        default_factory=list
+    )  # int32[K] by token, where they are recorded
+    reason: StopReason | None = None  # why it ended, or its last turn did
+    waits: bool = False  # its turn has ended: it is extended or ended next
+    resumes: bool = False  # it was extended, and no step has begun since
+    context: list[int] = field(default_factory=list)  # to be appended, not yet in `tokens`
+
+    @property
+    def is_closed(self) -> bool:
+        return self.reason is not None and not self.waits
+
+    @property
+    def turn_end(self) -> int:
+        """How many tokens it has where its turn is cut, at the latest."""
+        if not self.turn_limit:
+            return self.limit
+        return min(self.limit, self.turn_start + self.turn_limit)
+
+    def most_keys(self, steps: int) -> int:
+        """Keys that it may have in a cache after so many decodes that are under way and the
+        next."""
+        if self.is_closed:
+            return 0
+        fed = len(self.context) // FEED * FEED if self.resumes else 0
+        more = 0 if self.waits else fed + CHUNK * (1 + steps)
+        return min(self.limit, max(1, len(self.tokens)) + more) - 1  # the last token has none yet
+
+    def extend(self, context: Sequence[int], turn_limit: int = 0) -> None:
+        """Appends tokens of context, after which sampling continues: a turn of at most `turn_limit`
+        tokens, if that is not 0. A turn that was cut may continue without any."""
+        if not self.waits:
+            raise ValueError("only a completion whose turn has ended can be extended")
+        least = 0 if self.reason is StopReason.LENGTH else 1
+        if not least <= len(context) < self.limit - len(self.tokens):
+            raise ValueError(
+                f"{len(context)} tokens of context after {len(self.tokens)}: expected at least "
+                f"{least}, "
+                f"and room for one more within {self.limit}"
+            )
+        self.context, self.reason, self.waits, self.resumes = list(context), None, False, True
+        self.turn_limit, self.turn_start = turn_limit, len(self.tokens) + len(context)
+
+    def end_turn(self, reason: StopReason, has_turns: bool) -> None:
+        """Notes why its turn has ended. It waits to be extended where it may have more turns, and
+        has room for one."""
+        self.reason = reason
+        has_room = len(self.tokens) < self.limit - 1  # for a token of context, and one after it
+        is_turn = reason in (StopReason.EOS, StopReason.STOP) or len(self.tokens) == self.turn_end
+        self.waits = has_turns and has_room and is_turn
+
+    def feed(self, count: int, version: int, max_support: int) -> list[int]:
+        """Appends so many tokens of context at once; the last token before them and all of them but
+        the last, whose keys are then to be computed."""
+        fed, self.context = self.context[:count], self.context[count:]
+        inputs = [self.tokens[-1], *fed[:-1]]
+        self.tokens += fed
+        self.is_sampled += [False] * count
+        self.logprobs += [0.0] * count
+        self.versions += [version] * count
+        self.support_ids += [np.zeros(max_support, np.int32)] * (count if max_support else 0)
+        return inputs
+
+    def add(
+        self,
+        step: SampledTokens,
+        position: int,
+        slot: int,
+        version: int,
+        request: SampleRequest,
+        decode: Decode | None,
+    ) -> int:
+        """Adds the tokens of one slot of a step (on the host), sampled from the weights of one
+        version, and ends the completion, or its turn, where they say so; how many sampled ones were
+        added.
+
+        The device knows the limit of the completion alone: what it sampled beyond its turn's is
+        dropped here, as what follows a stop string."""
+        count, stop, reason = int(step.count[position, slot]), request.params.stop, None
+        forced = min(count, len(self.context))
+        del self.context[:forced]
+        self.is_sampled.extend([False] * forced + [True] * (count - forced))
+        self.tokens.extend(step.token[:count, position, slot].tolist())
+        self.logprobs.extend(step.logprob[:count, position, slot].tolist())
+        self.versions.extend([version] * count)
+        if step.support_ids is not None:
+            self.support_ids.extend(step.support_ids[:count, position, slot])
+        surplus = max(0, len(self.tokens) - self.turn_end)
+        if surplus:
+            self._cut(self.turn_end)
+            count -= surplus
+        elif step.eos[position, slot]:
+            reason = StopReason.EOS
+        if reason is None and len(self.tokens) == self.turn_end:
+            reason = StopReason.LENGTH
+        if stop and count > forced:
+            assert decode is not None
+            # An answer of a tool ends nothing, also where the model's first tokens complete it to a
+            # stop string.
+            begin = len(self.tokens) - next(
+                (i for i, own in enumerate(reversed(self.is_sampled)) if not own), len(self.tokens)
+            )
+            length = stop_length(decode, stop, self.tokens[begin:], count - forced)
+            if length is not None:
+                count -= len(self.tokens) - begin - length
+                self._cut(begin + length)
+                reason = StopReason.STOP
+        if reason is not None:
+            self.end_turn(reason, request.has_turns)
+        return count - forced
+
+    def _cut(self, size: int) -> None:
+        """Drops the tokens after the first `size`."""
+        for values in (
+            self.tokens,
+            self.is_sampled,
+            self.logprobs,
+            self.versions,
+            self.support_ids,
+        ):
+            del values[size:]
+
+    def completion(self, id: int, index: int, max_support: int) -> Completion:
+        """What there is so far."""
+        assert self.reason is not None
+        count, extra = len(self.tokens), {}
+        if max_support:
+            extra["support_ids"] = np.array(self.support_ids, np.int32).reshape(count, max_support)
+        return Completion(
+            request_id=id,
+            index=index,
+            token_ids=np.asarray(self.tokens, np.int32),
+            logprobs=np.asarray(self.logprobs, np.float32),
+            loss_mask=np.asarray(self.is_sampled, bool),
+            versions=np.asarray(self.versions, np.int32),
+            stop_reason=self.reason,
+            extra=extra,
+            waits=self.waits,
+        )
+
+
+@dataclass
+class Progress:
+    """One request and its completions so far."""
+
+    request: SampleRequest
+    partials: list[PartialCompletion]
+    is_finished: bool = False  # handed over, also what was cancelled
+
+    @property
+    def is_done(self) -> bool:
+        return all(partial.is_closed for partial in self.partials)
+
+
+def stop_length(decode: Decode, stop: Sequence[str], tokens: Sequence[int], new: int) -> int | None:
+    """Tokens up to the one that completed a stop string; None if no stop string ends in the last
+    `new` tokens.
+
+    A stop string, or one character of it, may span tokens, so the new ones are decoded with earlier
+    ones, whose text is as long as the longest stop string: not with all, which every few tokens
+    would be the whole text again.
+    """
+    first, longest = len(tokens) - new, max(map(len, stop))
+    begin, before = first, ""
+    while begin > 0 and len(before) < longest + 2 * SLACK:
+        begin = max(0, begin - max(longest, first - begin))
+        before = decode(tokens[begin:first])
+    # What ends in the new text begins at most so far before it.
+    start = max(0, len(before) - longest - SLACK)
+
+    def stopped(length: int) -> bool:
+        text = decode(tokens[begin:length])
+        return any(text.find(string, start) >= 0 for string in stop)
+
+    if not stopped(len(tokens)):
+        return None
+    return next(length for length in range(first + 1, len(tokens) + 1) if stopped(length))
+
+
+class Owner(NamedTuple):
+    """Whose tokens a position of a step holds: a row's, those of a part of a request."""
+
+    position: int
+    row: int
+    part: int
+    progress: Progress
+
+
+class Dispatch(NamedTuple):
+    """A compiled step in flight."""
+
+    sampled: SampledTokens
+    owners: list[Owner]
+    live: (
+        np.ndarray | None
+    )  # bool[N, W]: the slots that a decode was to go on with; None for other programs
+    version: int  # of the weights that it sampled from
+
+
+def check_request(
+    request: SampleRequest, longest: int, limit: int, can_truncate: bool, can_stop: bool
+) -> None:
+    """ShoalError or ValueError for one that an engine for prompts of `longest` and completions of
+    `limit` tokens cannot sample: a compiled step would clamp what is out of range and sample on
+    without an error."""
+    params, size = request.params, len(request.prompt_ids)
+    if not 1 <= size <= longest:
+        raise ShoalError(
+            f"a prompt has {size} tokens, expected 1 to {longest} (sampling.max_prompt_tokens)"
+        )
+    if not 1 <= params.max_tokens <= limit:
+        raise ShoalError(
+            f"a request has max_tokens={params.max_tokens}, expected 1 to {limit} "
+            "(sampling.max_completion_tokens)"
+        )
+    if request.turn_limits and not (
+        request.has_turns and len(request.turn_limits) == request.num_completions
+    ):
+        raise ValueError(
+            f"{len(request.turn_limits)} limits of turns: expected one for each of the "
+            f"{request.num_completions} completions of a request with turns, or none"
+        )
+    if min(request.turn_limits, default=0) < 0:
+        raise ValueError(f"limits of turns {request.turn_limits}: expected 0 or more tokens")
+    if request.num_completions < 1:
+        raise ValueError(
+            f"a request has {request.num_completions} completions, expected at least 1"
+        )
+    if params.truncated and not can_truncate:
+        raise ValueError("this engine was made without truncation (top_k, top_p, min_p)")
+    if params.stop and not can_stop:
+        raise ValueError("stop strings need an engine that was made with `decode`")

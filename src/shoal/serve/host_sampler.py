@@ -1,0 +1,197 @@
+"""Answers the calls of an address with a host: one request a call, and weights that a trainer
+elsewhere replaces.
+
+event loop --submit, cancel, pause--> ThreadHost   (its thread samples)
+event loop <------wake, poll---------'
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable
+
+from shoal.chat.tokenizer import Tokenizer
+from shoal.chat.turns import described, encode
+from shoal.protocols import SampleRequest
+from shoal.records import Address, Completion, HostLost, Params, Purpose, SamplingParams, ShoalError
+from shoal.rollout.host import EngineHost, ThreadHost
+from shoal.sampler.engine import Engine
+from shoal.serve.api import Call, Sampled, require
+from shoal.text import describe_error
+from shoal.weights import huggingface
+from shoal.weights.checksum import weights_text
+from shoal.weights.store import MemoryPublisher
+
+GATHERED = 0.01
+"""Seconds without a further call after which those that came begin, where nothing is sampled: a
+compiled step that has begun with the first of them would hold up the others for many tokens. Five
+times as long while those come that were answered together, who are likely to ask again."""
+
+
+class HostSampler:
+    """A `Sampler` whose weights can be replaced. `make_engine`: of any request; `params`: of calls
+    that say nothing.
+
+    With a seed the same call gives the same tokens, whatever else is sampled. Calls without one are
+    numbered."""
+
+    def __init__(
+        self,
+        name: str,
+        tokenizer: Tokenizer,
+        make_engine: Callable[[Purpose, int], Engine],
+        params: SamplingParams,
+        publisher: MemoryPublisher,
+        weights: Params,
+        seed: int = 0,
+    ) -> None:
+        self.name, self.tokenizer, self.params, self.max_tokens = (
+            name,
+            tokenizer,
+            params,
+            params.max_tokens,
+        )
+        self.engine, self.publisher, self.seed = make_engine(Purpose.GENERATE, 1), publisher, seed
+        self.vocab_size, self.eos_ids = publisher.model.architecture.vocab_size, tokenizer.eos_ids
+        self.max_prompt_tokens = self.engine.max_prompt_tokens
+        self.waiting: dict[
+            int, asyncio.Future[list[Completion]]
+        ] = {}  # calls under way, by their request's id
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._gathered, self._timer, self._answered = list[SampleRequest](), None, 0
+        self._ids, self._version, self._labels, self._fault = (
+            itertools.count(),
+            0,
+            {0: "default"},
+            "",
+        )
+        self._open, self._loading = asyncio.Event(), asyncio.Lock()
+        self._open.set()
+        self.host = ThreadHost(EngineHost(make_engine, shares_memory=False), self._wake, "sampler")
+        self.host.load(publisher.publish(0, weights))
+        self.close = self.host.close
+
+    async def sample(self, call: Call) -> Sampled:
+        # In a thread: a template, and a long text, take a while.
+        ids = await asyncio.to_thread(
+            encode, call.prompt, call.tools, self.tokenizer, self.max_prompt_tokens
+        )
+        require(
+            self.engine.truncated or not call.params.truncated,
+            "top_p",
+            call.params.top_p,
+            "no truncation",
+        )
+        await self._open.wait()
+        self._loop, id = asyncio.get_running_loop(), next(self._ids)
+        # A seed's purpose is its own: no other request's noise is theirs.
+        address = (
+            Address(self.seed, Purpose.GENERATE, 1, id)
+            if call.seed is None
+            else Address(call.seed, "serve", 0, 0)
+        )
+        answer = self.waiting[id] = self._loop.create_future()
+        try:
+            self._submit(
+                SampleRequest(id, ids, call.num_completions, address, call.params, exact=False),
+                self._loop,
+            )
+            choices = [
+                described(one, call.tools, self.tokenizer, call.logprobs) for one in await answer
+            ]
+        finally:
+            if not answer.done() or answer.cancelled():
+                self.host.cancel(id)
+            self.waiting.pop(id, None)
+        for one in choices:
+            labels = {
+                version: self._labels[max(known for known in self._labels if known <= version)]
+                for version in {*one["versions"]}
+            }
+            one["versions"] = [labels[version] for version in one["versions"]]
+        return Sampled(ids.tolist(), choices)
+
+    def _submit(self, request: SampleRequest, loop: asyncio.AbstractEventLoop) -> None:
+        self._gathered.append(request)
+        if self._timer is not None:
+            self._timer.cancel()
+        came = len(self._gathered)
+        is_idle = came == len(self.waiting) < self.engine.num_rows
+        self._timer = loop.call_later(
+            GATHERED * is_idle * (5 if came < self._answered else 1), self._send
+        )
+
+    def _send(self) -> None:
+        self._timer, requests, self._gathered = None, self._gathered, []
+        self.host.submit([request for request in requests if request.id in self.waiting])
+        self._collect()
+
+    def check(self) -> None:
+        """HostLost where nothing can be sampled any more."""
+        self._collect()
+        if self._fault:
+            raise HostLost(f"the sampler has ended: {self._fault}")
+
+    def _wake(self) -> None:
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._collect)
+
+    def _collect(self) -> None:
+        try:
+            answers = {} if self._fault else self.host.poll()
+        except Exception as error:  # of its thread, which has ended: whoever waits must learn of it
+            self._fault, answers = describe_error(error), {}
+        self._answered = len(answers) or self._answered
+        for id, answer in self.waiting.items():
+            if self._fault and not answer.done():
+                answer.set_exception(HostLost(f"the sampler has ended: {self._fault}"))
+            elif id in answers and not answer.done():
+                answer.set_result(answers[id])
+
+    # ---- weights
+
+    @property
+    def is_paused(self) -> bool:
+        return not self._open.is_set()
+
+    async def pause(self, mode: str) -> None:
+        self._open.clear()
+        self.host.pause(mode == "keep")
+        if mode != "keep" and self._gathered:
+            self._send()
+        for id in [*self.waiting] if mode == "abort" else ():
+            self.host.cancel(id)
+        while mode != "keep" and self.waiting:
+            await asyncio.wait([*self.waiting.values()])
+            await asyncio.sleep(0)  # those who wait for them take them out
+
+    def resume(self) -> None:
+        self.host.pause(False)
+        self._open.set()
+
+    async def reload(self, folder: str) -> None:
+        async with self._loading:
+            await asyncio.to_thread(self._load, folder)
+
+    def _load(self, folder: str) -> None:
+        model = self.publisher.model
+        try:
+            if model.architecture.adapter:
+                raise ShoalError(
+                    "the weights of a model with an adapter cannot be replaced", "weights_path"
+                )
+            weights = huggingface.load(folder, model.architecture, model.role, model.dtype)
+        except (OSError, ValueError) as error:
+            raise ShoalError(f"weights_path={folder}: {error}", "weights_path") from error
+        version = self.publisher.publish(self._version + 1, weights)
+        self.publisher.release(lambda number: number == version.version)
+        self._version = version.version
+        self.host.load(version)
+
+    async def checksums(self) -> dict[str, str]:
+        held = self.publisher.versions[self._version].parameters(self.publisher.model)
+        return {"parameters": await asyncio.to_thread(weights_text, held)}
+
+    def name_version(self, label: str) -> None:
+        self._labels[self._version] = label

@@ -1,0 +1,579 @@
+"""The task of a user's own rows, from files or the hub at `task.path` (`task=custom`), or given
+from Python; scored by the user's reward functions.
+
+A row's prompt is its column `prompt` (text, or messages), what `task.template` makes of its
+columns, or its `messages` without a final answer. All other columns go to the reward functions, as
+in TRL and verl.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from json import JSONEncoder
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shoal.config.sections.task import TaskSection
+from shoal.records import Example, Prompt, ShoalError, ground_truth
+from shoal.tasks.data import Published, Splits, half_character, read_splits
+from shoal.tasks.task import ROWS, Task
+from shoal.text import count, did_you_mean
+
+NAME = "custom"
+
+
+_LIKELY = ("question", "problem", "instruction", "query", "input", "text")
+
+
+_UNLIKELY = ("solution", "answer", "target", "response", "completion", "label", "ground_truth")
+"""Columns that hold a prompt under another name; and those that hold what is asked for."""
+
+
+def load(task: TaskSection) -> Task:
+    """Loads the task of the rows at `task.path`; it comes without rewards.
+
+    Raises `ShoalError`, with file and line, for a row that cannot be used: none is left out, but
+    for training prompts that are held out too.
+    """
+    maker, parts = (
+        ExampleMaker(),
+        parse_template(template_text(task.template)) if task.template else None,
+    )
+
+    def make(number: int, place: str, row: dict[str, Any]) -> Example:
+        if parts:
+            row = row | {"prompt": [{"role": "user", "content": fill(*parts, row, place)}]}
+        elif "prompt" not in row and "messages" not in row:
+            raise _no_prompt(row, place)
+        return maker(number, place, row)
+
+    splits = read_splits(replace(task, template=""), Published(NAME), make)
+    if parts:
+        splits.notes.append(f"{NAME}: task.template makes each prompt, as a user's message")
+    return task_of_examples(splits, maker)
+
+
+def _no_prompt(row: Mapping[str, Any], place: str) -> ShoalError:
+    texts = [
+        name
+        for name, value in row.items()
+        if isinstance(value, str)
+        or (isinstance(value, list) and value and isinstance(value[0], dict))
+    ]
+    share_gpt = [name for name, value in row.items() if is_share_gpt(value)]
+    if share_gpt:
+        return ShoalError(
+            f"task {NAME}: {place} has no column `prompt` or `messages`, but {share_gpt[0]!r}: "
+            f"{SHARE_GPT_ADVICE}, in a column `messages`"
+        )
+    likely = min(
+        texts,
+        default="OTHER",
+        key=lambda name: (
+            _LIKELY.index(name.lower())
+            if name.lower() in _LIKELY
+            else len(_LIKELY) + (name.lower() in _UNLIKELY)
+        ),
+    )
+    advice = (
+        f"Take the messages of {likely}"
+        if isinstance(row.get(likely), list)
+        else f"Make a message of one, task.template='{{{likely}}}', or take text as it is, past "
+        f"the model's chat template"
+    )
+    return ShoalError(
+        f"task {NAME}: {place} has no column `prompt`; its columns: {', '.join(row) or 'none'}. "
+        f"{advice}, task.columns=[prompt={likely}]"
+    )
+
+
+# ---- template
+
+
+def template_text(template: str, key: str = "task.template") -> str:
+    """The template itself, or what the file of that name holds; `key`: whose value it is."""
+    if "{" in template or "\n" in template:
+        return template
+    file = Path(template).expanduser()
+    if not file.is_file():
+        raise ShoalError(
+            f"{key}={template!r} names no column, nor is it a file; expected text with the names "
+            "of columns in braces, 'Solve: {question}'"
+        )
+    try:
+        return file.read_text(encoding="utf-8-sig").removesuffix("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ShoalError(
+            f"{key}={template}: the file cannot be read as text in UTF-8: {error}"
+        ) from error
+
+
+def parse_template(text: str, key: str = "task.template") -> tuple[list[str], list[str]]:
+    """Text and names of columns in turn: pieces[0], names[0], pieces[1], ...; doubled braces are
+    braces.
+
+    >>> parse_template("{a} in {{}}: {b}!")
+    (['', ' in {}: ', '!'], ['a', 'b'])
+    """
+    pieces, names = [""], []
+    for token in re.split(r"(\{\{|\}\}|\{[^{}]*\}|[{}])", text):
+        if token in ("{{", "}}"):
+            pieces[-1] += token[0]
+        elif token in ("{", "}", "{}"):
+            raise ShoalError(
+                f"{key}: {token!r} stands alone after {''.join(pieces)[-30:]!r}; a column is "
+                "{NAME}, braces that are meant as such are doubled: {{ }}"
+            )
+        elif token.startswith("{"):
+            names.append(token[1:-1].strip())
+            pieces.append("")
+        else:
+            pieces[-1] += token
+    if not names:
+        raise ShoalError(
+            f"{key}={text[:60]!r} names no column: every prompt would be the same; expected "
+            "'Solve: {question}'"
+        )
+    return pieces, names
+
+
+def fill(
+    pieces: Sequence[str],
+    names: Sequence[str],
+    row: Mapping[str, Any],
+    place: str,
+    key: str = "task.template",
+) -> str:
+    """The text with the row's values: text as it is, whatever braces it holds, other values as
+    JSON."""
+    values = []
+    for name in names:
+        if row.get(name) is None:
+            if name in row:
+                raise ShoalError(f"{place}: the column {name!r} is null, and {key} needs it")
+            raise ShoalError(
+                f"{key} names {name!r}, which is no column of {place}{did_you_mean(name, row)}; "
+                f"its columns: {', '.join(row) or 'none'}"
+            )
+        values.append(
+            row[name]
+            if isinstance(row[name], str)
+            else json.dumps(row[name], ensure_ascii=False, default=str)
+        )
+    return "".join(piece + value for piece, value in zip(pieces, [*values, ""], strict=True))
+
+
+TAKEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+"""Further arguments of reward functions: no column may have such a name."""
+
+
+SAME = "train"
+"""As `held_out=`: the rows that are trained on."""
+
+
+_GIVEN = "rows from Python"
+
+
+_LISTS = ("files", "columns")
+"""Settings of a task that are lists."""
+
+
+_PLAIN = (str, int, bool, type(None))
+
+
+_ENCODER = JSONEncoder(sort_keys=True, default=str)
+
+
+Correct = Callable[[str, Example], bool]
+
+
+def is_data(task: Any) -> bool:
+    """True if `task=` holds data, not a name or settings: a dict of settings has plain values, one
+    of columns lists."""
+    if isinstance(task, Mapping):
+        return any(
+            value is not None
+            and not isinstance(value, str | bool | int | float)
+            and name not in _LISTS
+            for name, value in task.items()
+        )
+    return task is not None and not isinstance(task, str | bytes)
+
+
+def rows_task(
+    data: Any, held_out: Any = None, correct: Correct | None = None, num_questions: int = 500
+) -> Task:
+    """A task of rows with `prompt` (text or messages) or `messages`; all other columns go to the
+    reward functions.
+
+    Without `held_out` the last rows are held out: `num_questions` (0: no limit), at most a tenth,
+    or all rows where nothing is trained. `held_out="train"` evaluates on the rows that are trained
+    on.
+    """
+    if correct is not None and not callable(correct):
+        raise ShoalError(
+            f"correct is a {type(correct).__name__}: expected a function (text, example) -> bool"
+        )
+    maker = ExampleMaker()
+    splits = Splits(ROWS, _examples(maker, data, "task"), [], "held_out='train'")
+    splits.data.train_files[_GIVEN] = len(splits.train)
+    if isinstance(held_out, str) and held_out == SAME:
+        splits.share()
+    elif held_out is not None:
+        splits.held_out = _examples(maker, held_out, "held_out")
+        splits.data.held_out_files[_GIVEN] = len(splits.held_out)
+    else:
+        splits.divide("task", num_questions)
+    return task_of_examples(
+        splits, maker, functools.partial(_call_correct, correct) if correct else None
+    )
+
+
+def task_of_examples(splits: Splits, maker: ExampleMaker, correct: Correct | None = None) -> Task:
+    """The task of examples, without those training prompts that are held out too."""
+    splits.drop_held_out(prompt_key, "prompt")
+    if maker.from_messages:
+        splits.notes.append(
+            f"{splits.task}: the prompts are the column `messages`, without the assistant's last "
+            "message"
+        )
+    if maker.num_continued:
+        splits.notes.append(
+            f"{splits.task}: {count(maker.num_continued, 'prompt ends', 'prompts end')} with an "
+            "assistant's message, which the completion continues"
+        )
+    splits.notes += [f"{splits.task}: {note}" for note in maker.roles.notes]
+    note_empty_answers(splits)
+    return with_rows(Task(splits.task, question="prompt", correct=correct), splits)
+
+
+def note_empty_answers(splits: Splits) -> None:
+    """Notes how many rows have no right answer, where others have one: no completion can match an
+    empty one."""
+    rows = [*splits.train, *(() if splits.shared else splits.held_out)]
+    empty = [example for example in rows if _is_blank(ground_truth(example.columns))]
+    if empty and len(empty) < len(rows):
+        place = f", the first {empty[0].place}" if empty[0].place else ""
+        splits.notes.append(
+            f"{splits.task}: {len(empty)} of {len(rows)} rows have an empty answer{place}: fill "
+            f"them "
+            "in or leave these rows out, unless the reward needs no answer"
+        )
+
+
+def _is_blank(answer: Any) -> bool:
+    return answer is None or (isinstance(answer, str) and not answer.strip())
+
+
+def with_rows(task: Task, splits: Splits) -> Task:
+    """The task with the examples of its data, numbered from 0 in each split."""
+    held_out = splits.held_out if splits.task == ROWS else _numbered(splits.held_out)
+    return replace(
+        task,
+        train=_numbered(splits.train),
+        evaluations={"held_out": held_out},
+        notes=tuple(splits.notes),
+        data=splits.data,
+    )
+
+
+def has_answer(example: Example) -> bool:
+    return example.columns["answer"] is not None
+
+
+def prompt_key(example: Example) -> str:
+    """What two examples with the same prompt have in common."""
+    return example.prompt if isinstance(example.prompt, str) else _ENCODER.encode(example.prompt)
+
+
+def _numbered(examples: Sequence[Example]) -> list[Example]:
+    return [one if one.row == row else replace(one, row=row) for row, one in enumerate(examples)]
+
+
+def _call_correct(correct: Correct, text: str, example: Example) -> bool:
+    """Calls a user's function; an error names the example."""
+    try:
+        return bool(correct(text, example))
+    except Exception as error:
+        raise ShoalError(
+            f"correct raised {type(error).__name__}: {error} for data row {example.row}, "
+            f"completion {text[:80]!r}: it must accept any text"
+        ) from error
+
+
+# ---- reading
+
+
+def _examples(maker: ExampleMaker, data: Any, name: str) -> list[Example]:
+    return [
+        maker(number, f"{name} row {number}", row) for number, row in enumerate(_rows(data, name))
+    ]
+
+
+def _rows(data: Any, name: str) -> Sequence[Any]:
+    """Whatever holds rows, as a list of them."""
+    rows: Any
+    if isinstance(data, Mapping):
+        rows = _rows_of_columns(data, name)
+    elif hasattr(data, "iloc") and hasattr(data, "to_dict"):  # pandas
+        rows = data.to_dict("records") if hasattr(data, "columns") else data.tolist()
+    elif callable(
+        read := getattr(data, "to_dicts", None) or getattr(data, "to_pylist", None)
+    ):  # polars, arrow
+        rows = read()
+    elif isinstance(data, str | bytes) or not isinstance(data, Iterable):
+        other = (
+            f"or {SAME!r}, for those that are trained on"
+            if name == "held_out"
+            else "or a shoal.Task"
+        )
+        raise ShoalError(
+            f"{name} is a {type(data).__name__}: expected rows, a list of dicts with `prompt`, a "
+            f"table of "
+            f"pandas, polars, arrow or datasets, {other}"
+        )
+    else:
+        rows = list(data)
+    if not len(rows):
+        raise ShoalError(f"{name} is empty: expected rows with `prompt`")
+    return rows
+
+
+def _rows_of_columns(columns: Mapping[Any, Any], name: str) -> list[dict[str, Any]]:
+    for column, values in columns.items():
+        if isinstance(values, str | bytes) or not hasattr(values, "__len__"):
+            raise ShoalError(
+                f"{name}: the column {column!r} is a {type(values).__name__}; expected a list, a "
+                f"value a "
+                "row"
+            )
+    lengths = {column: len(values) for column, values in columns.items()}
+    if len(set(lengths.values())) > 1:
+        shown = ", ".join(f"{column} {length}" for column, length in lengths.items())
+        raise ShoalError(f"{name}: its columns must be of one length, they have {shown} values")
+    return [
+        dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)
+    ]
+
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
+"""Roles of messages that chat templates write: of OpenAI's API, and Llama's for a tool."""
+
+
+class UnknownRoles:
+    """Roles of messages that are none of ROLES: a template writes them as they are, drops them or
+    fails."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, list[str]] = {}  # role -> the places of its rows
+
+    def add(self, example: Example) -> None:
+        if isinstance(example.prompt, str):
+            return
+        for role in sorted({message["role"] for message in example.prompt} - {*ROLES}):
+            self._found.setdefault(role, []).append(example.place)
+
+    @property
+    def notes(self) -> list[str]:
+        """A line for each."""
+        return [
+            f"{count(len(places), 'prompt has', 'prompts have')} a message of the role "
+            f"{role!r:.40} (first "
+            f"{places[0]}), which most chat templates do not know: expected {', '.join(ROLES[:5])}"
+            for role, places in self._found.items()
+        ]
+
+
+class ExampleMaker:
+    """Makes examples of rows with `prompt`. Raises ShoalError for one that cannot be used, or that
+    differs in kind or columns from the first."""
+
+    def __init__(self) -> None:
+        self.num_continued = 0  # prompts that end with an assistant's message
+        self.roles = UnknownRoles()
+        self.from_messages = False
+        self._first: tuple[Example, str] | None = None  # and its place
+
+    def __call__(self, number: int, place: str, row: Any) -> Example:
+        example = example_of(number, place, row)
+        if self._first is None:
+            _check_names(example, place)
+            self._first, self.from_messages = (example, place), "prompt" not in row
+        first, first_place = self._first
+        if isinstance(example.prompt, str) != isinstance(first.prompt, str):
+            kind, other = (
+                "text" if isinstance(one.prompt, str) else "messages" for one in (example, first)
+            )
+            raise ShoalError(
+                f"{place}: `prompt` is {kind}, that of {first_place} is {other}: make all prompts "
+                f"of one "
+                "kind"
+            )
+        if example.columns.keys() != first.columns.keys():
+            _check_names(example, place)
+            other = sorted(example.columns.keys() ^ first.columns.keys())[0]
+            has, lacks = (place, first_place) if other in example.columns else (first_place, place)
+            raise ShoalError(
+                f"{lacks} has no column {other!r}, {has} has: give every row the same columns, "
+                f"None where "
+                "there is no value"
+            )
+        self.num_continued += (
+            not isinstance(example.prompt, str) and example.prompt[-1]["role"] == "assistant"
+        )
+        self.roles.add(example)
+        return example
+
+
+def example_of(number: int, place: str, row: Any) -> Example:
+    """The example of a row; ShoalError, naming its place, without a prompt that can be used."""
+    if not isinstance(row, Mapping):
+        raise ShoalError(
+            f"{place} is a {type(row).__name__}: expected a dict with `prompt` and the reward's "
+            f"columns"
+        )
+    if "prompt" not in row and "messages" not in row:
+        raise ShoalError(
+            f"{place} has no `prompt`: its columns are {', '.join(map(str, row)) or 'none'}; "
+            f"rename the "
+            "column that holds the text to `prompt`, or the one that holds messages to `messages`"
+        )
+    columns = {column: _plain(value) for column, value in row.items() if column != "prompt"}
+    prompt = row["prompt"] if "prompt" in row else _without_answer(columns["messages"], place)
+    return Example(number, checked_prompt(prompt, place), columns, place)
+
+
+def _without_answer(messages: Any, place: str) -> list[Any]:
+    """Messages up to the answer that they end with, if they do."""
+    if not isinstance(messages, list):
+        raise ShoalError(
+            f"{place}: `messages` is a {type(messages).__name__}: expected a list of dicts with "
+            f"role and "
+            "content"
+        )
+    ends = (
+        bool(messages)
+        and isinstance(messages[-1], Mapping)
+        and messages[-1].get("role") == "assistant"
+    )
+    asked = messages[:-1] if ends else messages
+    if not asked:
+        raise ShoalError(
+            f"{place}: `messages` holds nothing but an answer: expected a message to answer"
+        )
+    return asked
+
+
+def _check_names(example: Example, place: str) -> None:
+    for column in example.columns:
+        if not isinstance(column, str) or column in TAKEN:
+            raise ShoalError(
+                f"{place}: a column cannot be called {column!r}: expected text, and none of "
+                f"{', '.join(TAKEN)}, which reward functions get from the run; rename it"
+            )
+
+
+def _plain(value: Any) -> Any:
+    """A table's value as Python has it: lists for arrays, None where there is none (NaN, NA,
+    NaT)."""
+    if type(value) in _PLAIN:
+        return value
+    if isinstance(value, np.ndarray | np.generic):
+        value = value.tolist()
+    if isinstance(value, dict):
+        return {name: _plain(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_plain(one) for one in value]
+    missing = (isinstance(value, float) and math.isnan(value)) or type(value).__name__ in (
+        "NAType",
+        "NaTType",
+    )
+    return None if missing else value
+
+
+def checked_prompt(prompt: Any, place: str) -> Prompt:
+    """Text, or messages as a list of plain dicts, checked."""
+    if hasattr(prompt, "tolist"):  # tables hold lists as arrays
+        prompt = prompt.tolist()
+    if not (isinstance(prompt, str | list | tuple) and prompt):
+        kind = (
+            f"a {type(prompt).__name__}"
+            if prompt or prompt is None
+            else f"an empty {type(prompt).__name__}"
+        )
+        raise ShoalError(
+            f"{place}: `prompt` is {kind}: expected text, or messages, a list of dicts with role "
+            f"and "
+            "content"
+        )
+    if isinstance(prompt, str):
+        return _checked_text(prompt, place)
+    return [_message(at, message, place) for at, message in enumerate(prompt)]
+
+
+def is_share_gpt(messages: Any) -> bool:
+    """True for messages with `from` and `value`, as ShareGPT has them, in place of `role` and
+    `content`."""
+    if not isinstance(messages, list | tuple | np.ndarray) or not len(messages):
+        return False
+    return isinstance(messages[0], Mapping) and {"from", "value"} <= set(messages[0])
+
+
+SHARE_GPT_ADVICE = (
+    "ShareGPT's `from` and `value` are not read; write messages with `role` (human is user, gpt is "
+    "assistant) and `content`"
+)
+
+
+def _message(at: int, message: Any, place: str) -> dict[str, Any]:
+    content = message.get("content") if isinstance(message, Mapping) else None
+    if is_share_gpt([message]) and content is None:
+        raise ShoalError(
+            f"{place}: message {at} of `prompt` is {str(message)[:60]!r}: {SHARE_GPT_ADVICE}"
+        )
+    if content is None and isinstance(message, Mapping) and message.get("tool_calls"):
+        content = ""
+    if not (
+        isinstance(message, Mapping)
+        and isinstance(message.get("role"), str)
+        and isinstance(content, str)
+    ):
+        raise ShoalError(
+            f"{place}: message {at} of `prompt` is {str(message)[:60]!r}: expected a dict with "
+            f"role and "
+            "content, both text, or with tool_calls"
+        )
+    content = _checked_text(content, place)
+    if message["role"] == "system":
+        content = sys.intern(str(content))  # one object for all rows, which mostly share it
+    return without_none(message) | {"content": content}
+
+
+def without_none(value: Any) -> Any:
+    """Without the keys that a table fills in with None where only other rows have them, such as a
+    tool's arguments."""
+    if isinstance(value, Mapping):
+        return {key: without_none(one) for key, one in value.items() if one is not None}
+    return (
+        [without_none(one) for one in value]
+        if isinstance(value, list | tuple | np.ndarray)
+        else value
+    )
+
+
+def _checked_text(text: str, place: str) -> str:
+    if not text.isascii() and (half := half_character(text)):
+        raise ShoalError(
+            f"{place}: `prompt` holds {half}, half of a character that is written as two: write "
+            f"both "
+            "halves, or leave it out"
+        )
+    return text

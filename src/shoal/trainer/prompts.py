@@ -1,0 +1,354 @@
+"""The order of the training prompts: a seeded permutation for each epoch, read with a cursor; and
+their pass rates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from shoal.records import Address, Example, Group, ShoalError
+from shoal.text import count as counted
+from shoal.text import exact
+
+Encode = Callable[[Example], np.ndarray]
+"""The token ids of an example's prompt, int32[T]."""
+
+
+class DataExhausted(ShoalError):
+    """Too few prompts are left that are not retired: training ends here."""
+
+
+@dataclass(frozen=True)
+class TokenizedExample:
+    """An example and the token ids of its prompt, int32[Tp]."""
+
+    example: Example
+    prompt_ids: np.ndarray
+
+
+@dataclass
+class PassRates:
+    """A curriculum: how many completions of each prompt passed, and which prompts are retired.
+
+    A prompt whose pass rate is above `bound` leaves training; the others occur 2 - rate times an
+    epoch on average, and at least once, so hard prompts occur up to twice as often. Rates act from
+    the next epoch on: an epoch's prompts are fixed when it begins. `bound` 1 turns the curriculum
+    off.
+    """
+
+    bound: float = 1.0
+    counts: dict[int, tuple[int, float]] = field(
+        default_factory=dict
+    )  # row -> completions sampled, passed
+    at_epoch: dict[int, float] = field(default_factory=dict)  # row -> rate when the epoch began
+
+    def add(self, groups: Sequence[Group]) -> None:
+        """Counts valid completions; passed are the right ones, or without a verdict the reward in
+        [0, 1]."""
+        for group in groups:
+            passed = (
+                group.rewards.clip(0, 1) if group.correct is None else group.correct.astype(float)
+            )
+            sampled, before = self.counts.get(group.example.row, (0, 0.0))
+            self.counts[group.example.row] = (
+                sampled + int(group.valid.sum()),
+                before + float(passed[group.valid].sum()),
+            )
+
+    def begin_epoch(self) -> None:
+        # Frozen for an epoch: were rates of its own steps to act, its order would depend on how far
+        # ahead it is asked.
+        self.at_epoch = {
+            row: passed / sampled for row, (sampled, passed) in self.counts.items() if sampled
+        }
+
+    @property
+    def active(self) -> bool:
+        return self.bound < 1
+
+    def retired(self) -> np.ndarray:
+        """Rows that are left out of this epoch."""
+        return np.array([row for row, rate in self.at_epoch.items() if rate > self.bound], np.int64)
+
+    def times(self, uniforms: np.ndarray) -> np.ndarray:
+        """How often each row occurs in the epoch, int[rows], from one uniform in [0, 1) for each
+        row."""
+        times = np.ones(len(uniforms), np.int64)
+        for row, rate in self.at_epoch.items():
+            if row >= len(times):  # of data that was longer before the run was resumed
+                continue
+            times[row] = 0 if rate > self.bound else 1 + (uniforms[row] < 1 - rate)
+        return times
+
+    def record(self) -> list[dict[str, Any]]:
+        """One entry for each prompt that was sampled, in order of its row."""
+        return [
+            {
+                "row": row,
+                "drawn": sampled,
+                "passed": passed,
+                "rate": passed / sampled if sampled else None,
+                "retired": self.at_epoch.get(row, 0.0) > self.bound,
+            }
+            for row, (sampled, passed) in sorted(self.counts.items())
+        ]
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "counts": [[row, *count] for row, count in self.counts.items()],
+            "at_epoch": [[row, rate] for row, rate in self.at_epoch.items()],
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.counts = {row: (sampled, passed) for row, sampled, passed in state["counts"]}
+        self.at_epoch = dict(state["at_epoch"])
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A place in the order of prompts, to return to."""
+
+    epoch: int
+    cursor: int
+    postponed: list[int]
+    dropped: int
+    at_epoch: dict[int, float]
+
+
+@dataclass
+class PromptStream:
+    """P different prompts a step, in another order each epoch.
+
+    At an epoch's border a step may meet a row that it has already: the next step takes that row, so
+    each epoch trains on all rows.
+
+    A prompt of more than `max_tokens`, or that `encode` refuses, is dropped and counted in
+    `dropped`, or is an error; it is never truncated.
+    """
+
+    examples: Sequence[Example]
+    encode: Encode
+    seed: int
+    max_tokens: int
+    long_prompts: str = "drop"
+    rates: PassRates = field(default_factory=PassRates)
+    epoch: int = 0
+    cursor: int = 0  # within the epoch
+    postponed: list[int] = field(
+        default_factory=list
+    )  # rows that were passed over, for the next step
+    dropped: int = 0
+    refusal: str = ""  # why the chat template refused a prompt, the last time
+    ended: tuple[float, int] | None = (
+        None  # the bound of the rates and the `count` with which `next` failed
+    )
+    _order: tuple[int, np.ndarray] = field(default=(-1, np.empty(0, np.int64)), repr=False)
+
+    def more(self, count: int, taken: Collection[int]) -> list[TokenizedExample]:
+        """Up to `count` more prompts for a step that already has the rows `taken`, searched once
+        through the data.
+
+        If there is none, the cursor stays where it was.
+        """
+        before = self._place()
+        # Through the data once: with the curriculum an epoch may hold nothing but rows that are
+        # taken.
+        if not (found := self._read(count, len(self.examples), taken)):
+            self._return_to(before)
+        return found
+
+    def next(self, count: int) -> list[TokenizedExample]:
+        """The next `count` prompts, no row twice. Raises `DataExhausted` once too few are left, and
+        from then on."""
+        if len(self.examples) < count:
+            raise ShoalError(
+                f"the data has {counted(len(self.examples), 'prompt')}, fewer than "
+                f"batch.prompts_per_step={count}: lower it, or add data",
+                "batch.prompts_per_step",
+            )
+        # Kept in checkpoints: a resumed run ends where this one did, unless the bound or the step's
+        # size was changed.
+        has_ended = self.ended == (self.rates.bound, count)
+        found = [] if has_ended else self._read(count, 4 * len(self.examples) + count)
+        if len(found) == count:
+            self.ended = None
+            return found
+        if not has_ended:  # four epochs of rows were passed over: each is kept once
+            self.postponed = [prompt.example.row for prompt in found]
+        if retired := len(self.rates.retired()):
+            self.ended = self.rates.bound, count
+            raise DataExhausted(
+                f"{counted(retired, 'prompt')} {'is' if retired == 1 else 'are'} retired "
+                f"(train.retire_above={exact(self.rates.bound)}), fewer than {count} are left"
+            )
+        refused = f"; {self.refusal}" if self.refusal else ""
+        raise ShoalError(
+            f"fewer than {counted(count, 'prompt')} of the data have at most {self.max_tokens} "
+            f"tokens: "
+            f"raise sampling.max_prompt_tokens{refused}"
+        )
+
+    def _read(
+        self, count: int, most_rows: int, taken: Collection[int] = ()
+    ) -> list[TokenizedExample]:
+        """Up to `count` prompts, no row twice and none of `taken`: postponed ones, then from at
+        most so many rows after the cursor. Rows that are passed over are postponed."""
+        found: dict[int, TokenizedExample] = {}
+        waiting, self.postponed = self.postponed, []
+        num_read = 0
+        while len(found) < count:
+            if waiting:
+                row = waiting.pop(0)
+            elif num_read < most_rows:
+                row = self._next_row()
+                num_read += 1
+            else:
+                break
+            if row is None:
+                break
+            if row in found or row in taken:
+                self.postponed.append(row)
+                continue
+            prepared = self._prepare(row)
+            if prepared is not None:
+                found[row] = prepared
+        self.postponed += waiting
+        return list(found.values())
+
+    def is_exhausted(self, count: int) -> bool:
+        """True if `next` will raise `DataExhausted`; the cursor does not move."""
+        try:
+            return self.rates.active and not self.peek(count)
+        except DataExhausted:
+            return True
+
+    def peek(self, count: int = 1) -> TokenizedExample:
+        """The first of the `count` prompts that `next` will return; the cursor does not move."""
+        before, ended = self._place(), self.ended
+        try:
+            return self.next(count)[0]
+        finally:
+            self._return_to(before)
+            self.ended = ended
+
+    def check(self, count: int) -> None:
+        """Raises ShoalError for a prompt among the next `count` that is too long or refused, with
+        `long_prompts=error`. Each row is read once, however many epochs these prompts are."""
+        for row in self._order_of(self.epoch)[:count]:
+            self._prepare(int(row))
+
+    def of_row(self, row: int) -> TokenizedExample:
+        """One example by its row, without moving the cursor."""
+        if not 0 <= row < len(self.examples):
+            raise ShoalError(
+                f"row {row} is not in the data, which has {counted(len(self.examples), 'row')}"
+            )
+        # A row asked for by number was sampled before: dropping it in silence would change a step
+        # that is repeated.
+        prepared = prepare(self.examples[row], self.encode, self.max_tokens, "error")
+        assert prepared is not None
+        return prepared
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint must hold, as JSON values."""
+        return {
+            "epoch": self.epoch,
+            "cursor": self.cursor,
+            "postponed": list(self.postponed),
+            "dropped": self.dropped,
+            "ended": list(self.ended) if self.ended else None,
+            **self.rates.state(),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.rates.restore(state)
+        self.ended = (state["ended"][0], state["ended"][1]) if state["ended"] else None
+        # Older checkpoints have none; and data that is given anew may have fewer rows.
+        postponed = [row for row in state.get("postponed", []) if row < len(self.examples)]
+        self._return_to(
+            _Place(
+                state["epoch"], state["cursor"], postponed, state["dropped"], self.rates.at_epoch
+            )
+        )
+
+    def _place(self) -> _Place:
+        return _Place(
+            self.epoch, self.cursor, list(self.postponed), self.dropped, self.rates.at_epoch
+        )
+
+    def _return_to(self, place: _Place) -> None:
+        self.epoch, self.cursor, self.dropped = place.epoch, place.cursor, place.dropped
+        self.postponed = list(place.postponed)
+        self.rates.at_epoch = place.at_epoch
+        self._order = (-1, np.empty(0, np.int64))
+
+    def _next_row(self) -> int | None:
+        """None where all prompts are retired."""
+        if self.cursor >= len(self._order_of(self.epoch)):
+            self.epoch, self.cursor = self.epoch + 1, 0
+            self.rates.begin_epoch()
+        order = self._order_of(self.epoch)
+        self.cursor += 1
+        return int(order[self.cursor - 1]) if len(order) else None
+
+    def _order_of(self, epoch: int) -> np.ndarray:
+        """The rows of an epoch, shuffled: each once, or with the curriculum as often as
+        `PassRates.times` says."""
+        if self._order[0] != epoch:
+            # From (seed, epoch) alone, so that a checkpoint holds two numbers and not an order or a
+            # generator's state.
+            random = np.random.default_rng(Address(self.seed, "order", epoch, 0).key(0).tolist())
+            order = random.permutation(len(self.examples))
+            if self.rates.active:
+                times = self.rates.times(random.random(len(self.examples)))
+                # Repeats come after the whole epoch, shuffled anew: side by side, a step would skip
+                # the second.
+                again = order[times[order] > 1]
+                order = np.concatenate([order[times[order] > 0], random.permutation(again)])
+            self._order = (epoch, order)
+        return self._order[1]
+
+    def _prepare(self, row: int) -> TokenizedExample | None:
+        def refuse(reason: str) -> None:
+            self.refusal = reason
+
+        prepared = prepare(
+            self.examples[row], self.encode, self.max_tokens, self.long_prompts, refuse
+        )
+        self.dropped += prepared is None
+        return prepared
+
+
+def prepare(
+    example: Example,
+    encode: Encode,
+    max_tokens: int,
+    long_prompts: str,
+    refuse: Callable[[str], object] | None = None,
+) -> TokenizedExample | None:
+    """The example with its prompt's token ids; None if it is too long and `long_prompts` is "drop".
+    A prompt that the chat template refuses raises ShoalError; with "drop" and `refuse`, that is
+    called with the error, and None returned.
+    """
+    try:
+        ids = encode(example)
+    except ShoalError as error:
+        if refuse is None:
+            raise
+        message = f"the prompt of row {example.row}: {error}"
+        if long_prompts == "error":
+            raise ShoalError(message) from error
+        refuse(message)
+        return None
+    if 1 <= len(ids) <= max_tokens:
+        return TokenizedExample(example, ids)
+    if long_prompts == "error":
+        raise ShoalError(
+            f"the prompt of row {example.row} has {counted(len(ids), 'token')}, "
+            f"sampling.max_prompt_tokens is {max_tokens}: raise it, or set "
+            f"sampling.long_prompts=drop"
+        )
+    return None

@@ -1,0 +1,78 @@
+"""Models that score and do not learn: the reference, a teacher, the policy before the update."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import jax
+import numpy as np
+
+from shoal.algorithm.loss import Objective
+from shoal.config.sections.model import ModelSection
+from shoal.config.train import Config
+from shoal.mesh import Role, dispatching
+from shoal.model.transformer import Model
+from shoal.protocols import Printer
+from shoal.records import Params, ShoalError
+from shoal.trainer.batch import LearnerBatch
+from shoal.trainer.step import Learner, put_batch, score_program
+from shoal.weights.source import ModelSpec, check_positions, make_model, open_model, section_of
+
+
+def find_teacher(config: Config, student: ModelSpec, console: Printer | None) -> ModelSpec:
+    """The teacher without its weights; raises ShoalError if its vocabulary is not the student's."""
+    teacher = open_model(section_of(config.model, config.teacher.path), console)
+    # By vocabulary, not by family: log-probs are compared id by id.
+    if teacher.tokenizer.vocabulary() != student.tokenizer.vocabulary():
+        raise ShoalError(
+            f"teacher.path={config.teacher.path}: its vocabulary is not that of the model "
+            f"{config.model.path}, so its log-probs would be of other tokens; give one of the same "
+            f"family"
+        )
+    check_positions(teacher.architecture, config.sampling, f"teacher.path={config.teacher.path}")
+    teacher.check()
+    return teacher
+
+
+def load_scorer(section: ModelSection, spec: ModelSpec, role: Role) -> ModelScorer:
+    """A model that only scores, with its weights, in the dtype of the computation."""
+    model = make_model(section, spec.architecture, role)
+    return ModelScorer(model, spec.load(role, model.dtype))
+
+
+@dataclass(frozen=True)
+class ParameterScorer:
+    """The `Scorer` with other parameters of the trained model: the trainer's before an update."""
+
+    learner: Learner
+    parameters: Params
+
+    def score(self, batch: LearnerBatch) -> jax.Array:
+        return self.learner.score(self.parameters, batch)
+
+
+@dataclass(frozen=True)
+class ModelScorer:
+    """The `Scorer` of weights that are never trained, on devices of their own: the reference, or a
+    teacher, which is another model with the same vocabulary."""
+
+    model: Model
+    parameters: Params
+
+    def score(self, batch: LearnerBatch) -> jax.Array:
+        rows = len(batch.tokens)
+        lp = score_program(self.model, Objective.chunk_elements)(self.parameters, self.put(batch))
+        with dispatching(self.model.role.mesh.devices.flat):  # samplers may decode there
+            return lp[:rows] if len(lp) > rows else lp
+
+    def put(self, batch: LearnerBatch) -> LearnerBatch:
+        """The batch on these devices, with rows of padding where they do not divide its rows."""
+        if empty := -len(batch.tokens) % self.model.role.batch_shards:
+            batch = replace(
+                jax.tree.map(
+                    lambda x: np.pad(x, [(0, empty)] + [(0, 0)] * (x.ndim - 1)),
+                    replace(batch, temperature=None),
+                ),
+                temperature=batch.temperature,
+            )
+        return put_batch(self.model, batch)

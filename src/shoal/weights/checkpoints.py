@@ -1,0 +1,462 @@
+"""Checkpoints of a run: parameters, optimizer state and all that an exact resumption needs.
+
+    checkpoints/<version>/state       parameters, optimizer, update counter
+    checkpoints/<version>/published   weights of older versions that are still sampled from, if
+                                      there are any
+    checkpoints/<version>/extra       JSON: data position, pending prompts, checksums of the others,
+                                      ...
+
+A checkpoint appears whole (Orbax renames it into place) and is compared bit for bit, by checksum,
+when it is read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shoal.buckets import Unreachable, complete
+from shoal.mesh import Role, World, return_freed_memory
+from shoal.model.architecture import Architecture
+from shoal.model.parameters import Keep, param_shapes, trained_specs
+from shoal.records import Params, ShoalError
+from shoal.runs.layout import is_run
+from shoal.trainer.step import Learner, TrainState
+from shoal.weights.checksum import checksum
+from shoal.weights.orbax import (
+    GB,
+    StoredArray,
+    cause,
+    check_room,
+    leaf_types,
+    load_orbax,
+    save_args,
+    writing,
+    written_at_once,
+)
+from shoal.weights.tensor_files import LazyArray
+
+FOLDER = "checkpoints"
+DAMAGED_FOLDER = "checkpoints_damaged"
+"""In a run folder: where damaged checkpoints are moved."""
+
+
+@dataclass(frozen=True)
+class Restored:
+    """A checkpoint as it was saved."""
+
+    version: int
+    state: TrainState
+    extra: dict[str, Any]
+    published: dict[int, Params] = field(
+        default_factory=dict
+    )  # older versions that are still sampled from, as saved
+
+
+class Checkpoints:
+    """Writes the checkpoints of one run and keeps the newest `keep_last` and the `keep_best` of the
+    highest score."""
+
+    def __init__(
+        self,
+        folder: Path,
+        keep_last: int,
+        keep_best: int = 0,
+        in_background: bool | None = None,
+        largest_array: int = 0,
+    ):
+        """`in_background` writes while training goes on; None does so where it is safe. On CPU it
+        is not: the arrays being written are memory that the next step reuses. `largest_array`:
+        bytes of the largest that `save` will be given; a checkpoint on CPU is then written with
+        little memory beside the arrays."""
+        ocp = load_orbax()
+        self.folder, self.keep_last, self.keep_best = folder.absolute(), keep_last, keep_best
+        self.in_background = (
+            jax.default_backend() != "cpu" if in_background is None else in_background
+        )
+        self.protected: int | None = None  # a version that is kept whatever comes after it
+        self._scores: Mapping[int, float] = {}
+        options = ocp.CheckpointManagerOptions(
+            create=True, enable_async_checkpointing=self.in_background, cleanup_tmp_directories=True
+        )
+        arrays: dict[str, Any] = {"type_handler_registry": leaf_types()}
+        if largest_array and not self.in_background:
+            arrays["save_concurrent_gb"] = written_at_once(largest_array) / GB
+        handlers = {
+            "state": ocp.PyTreeCheckpointHandler(**arrays),
+            "published": ocp.PyTreeCheckpointHandler(**arrays),
+            "extra": ocp.JsonCheckpointHandler(),
+        }
+        with self.writing():
+            self._manager = ocp.CheckpointManager(
+                self.folder, options=options, item_names=tuple(handlers), item_handlers=handlers
+            )
+        self._args = ocp.args
+
+    def writing(self, name: str = "") -> AbstractContextManager[None]:
+        """Around what writes a checkpoint: errors say from which one the run can go on."""
+        found = versions(self.folder.parent)
+        return writing(
+            self.folder / name,
+            f"resume the run, which goes on from the checkpoint of step {found[-1]}"
+            if found
+            else "start the run again: it has no checkpoint yet",
+        )
+
+    def save(
+        self,
+        version: int,
+        state: TrainState,
+        extra: Mapping[str, Any],
+        published: Mapping[int, Params] | None = None,
+        scores: Mapping[int, float] | None = None,
+    ) -> None:
+        """Saves the state, `extra` as JSON, and `published` weights of older versions, on devices
+        or as `LazyArray`s.
+
+        `scores` of evaluated versions decide which older checkpoints are kept; none is deleted
+        before a newer one is whole. ShoalError if it cannot be written: the older checkpoints are
+        then kept.
+        """
+        self.finish()
+        items = {"state": _tree(state)}
+        if published:
+            items["published"] = {
+                str(number): params for number, params in sorted(published.items())
+            }
+        # Orbax notices a lost or shortened file, but not every flipped bit.
+        sums = {
+            name: checksum(tree) for name, tree in {**items, "trainable": state.trainable}.items()
+        }
+        saves = {
+            name: self._args.PyTreeSave(tree, save_args=jax.tree.map(save_args, tree))
+            for name, tree in items.items()
+        }
+        layouts = {name: layout(tree) for name, tree in items.items()}
+        extra = {
+            **extra,
+            "checksums": sums,
+            "layouts": layouts,
+            "published": sorted(published or {}),
+        }
+        self._scores = scores or {}
+        with self.writing(str(version)):
+            check_room(self.folder, items)
+            self._manager.save(
+                version, args=self._args.Composite(**saves, extra=self._args.JsonSave(extra))
+            )
+        if not self.in_background:
+            self.finish()
+            return_freed_memory()
+
+    def finish(self) -> None:
+        """Waits until the last save is complete, then deletes the checkpoints that are not kept."""
+        with self.writing():
+            self._manager.wait_until_finished()
+            self._prune()
+
+    def versions(self) -> list[int]:
+        """The versions that have a checkpoint, in order."""
+        return sorted(self._manager.all_steps())
+
+    def _prune(self) -> None:
+        saved, scores = self.versions(), self._scores
+        # Of equal scores the newer is kept: with few questions ties are common, and it has trained
+        # longer.
+        scored = sorted((v for v in saved if v in scores), key=lambda v: (scores[v], v))
+        keep = {*saved[-self.keep_last :], *(scored[-self.keep_best :] if self.keep_best else [])}
+        for version in saved:
+            if version not in keep and version != self.protected:
+                self._manager.delete(version)
+
+    def close(self) -> None:
+        with self.writing():
+            self._manager.close()
+
+
+def layout(tree: Any) -> str:
+    """A digest of names, shapes and types: where it differs, the model or optimizer is another, not
+    damaged."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    text = "\n".join(
+        f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype}" for path, leaf in leaves
+    )
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _tree(state: TrainState) -> dict[str, Any]:
+    tree = {"trainable": state.trainable, "optimizer": state.optimizer, "updates": state.updates}
+    return tree if state.loss_scale is None else tree | {"loss_scale": state.loss_scale}
+
+
+def checkpoint_bytes(learner: Learner) -> int:
+    """Of the arrays of one checkpoint."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(_tree(learner.shapes())))
+
+
+def largest_array(learner: Learner) -> int:
+    """Bytes of the largest array of a checkpoint."""
+    return max(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(_tree(learner.shapes())))
+
+
+def versions(run: Path) -> list[int]:
+    """The versions that a run has checkpoints of, in order."""
+    folder = run / FOLDER
+    if not folder.is_dir():
+        return []
+    return sorted(int(entry.name) for entry in folder.iterdir() if re.fullmatch(r"\d+", entry.name))
+
+
+def find_checkpoint(folder: Path) -> tuple[Path, int] | None:
+    """(run folder, version) of a run folder (its newest), `<run>/checkpoints` or one of its
+    numbers; ShoalError for a run that has none."""
+    folder = folder.resolve()  # the names of `.` and `..` say nothing
+    if folder.name.isdigit() and folder.parent.name == FOLDER and folder.is_dir():
+        return folder.parent.parent, int(folder.name)
+    folder = folder.parent if folder.name == FOLDER else folder
+    if not (folder / FOLDER).is_dir() and (
+        not is_run(folder) or (folder / "config.json").is_file()
+    ):
+        return None
+    if not (numbers := versions(folder)):
+        raise ShoalError(
+            f"the run {folder} has no checkpoint: wait for its first one if it is training, else "
+            f"give "
+            "another model"
+        )
+    return folder, numbers[-1]
+
+
+class DamagedCheckpoint(ShoalError):
+    """A checkpoint whose content differs from what was saved."""
+
+
+def restore(
+    run: Path,
+    version: int,
+    learner: Learner,
+    sampler: Params | None = None,
+    world: World | None = None,
+) -> Restored:
+    """Reads a checkpoint, each array in the trainer's layout. `sampler` holds the shapes and layout
+    of published weights, which are `LazyArray`s of the checkpoint where they have no layout; None
+    does not read them.
+
+    Raises `DamagedCheckpoint` if a part is missing or differs by a single bit from what was saved,
+    ShoalError if it was saved with another model or optimizer, or if the machine cannot read it now
+    (memory, permissions, network). Of several processes all raise the same, whichever has met it.
+    """
+    path, wanted, world = (
+        (run / FOLDER / str(version)).absolute(),
+        {"state": _tree(learner.shapes())},
+        world or World(),
+    )
+
+    def read_extra() -> tuple[dict[str, Any], list[str], dict[str, int]]:
+        with _reader(load_orbax().JsonCheckpointHandler()) as reader:
+            extra = reader.restore(path / "extra")
+        if sampler is not None and extra["published"]:
+            wanted["published"] = {str(number): sampler for number in extra["published"]}
+        return (
+            extra,
+            [name for name, tree in wanted.items() if layout(tree) != extra["layouts"][name]],
+            extra["checksums"],
+        )
+
+    def read_arrays(name: str) -> Any:
+        if name == "published" and all(
+            leaf.sharding is None for leaf in jax.tree.leaves(wanted[name])
+        ):
+            return jax.tree_util.tree_map_with_path(partial(_lazily, path / name), wanted[name])
+        with _reader(load_orbax().StandardCheckpointHandler()) as reader:
+            return reader.restore(path / name, args=load_orbax().args.StandardRestore(wanted[name]))
+
+    _read_everywhere(path, "files", partial(complete, path), world)
+    extra, others, checksums = _read_everywhere(path, "extra", read_extra, world)
+    if others:
+        raise ShoalError(
+            f"checkpoint {path} was saved with another model or optimizer (its {others[0]} has "
+            f"other "
+            "names, shapes or types): give model.* and optimizer.* as they were, above all "
+            "optimizer.clip_grad_norm and weight_decay, 0 or not, optimizer.moments, and "
+            "model.dtype, float16 or not"
+        )
+    found = {
+        name: _read_everywhere(path, name, partial(read_arrays, name), world) for name in wanted
+    }
+    for name, tree in found.items():
+        if (now := _read_everywhere(path, name, partial(checksum, tree), world)) != checksums[name]:
+            raise DamagedCheckpoint(
+                f"checkpoint {path} is damaged ({name} has checksum {now:#010x}, saved was "
+                f"{checksums[name]:#010x})"
+            )
+    state, published = TrainState(**found["state"]), found.get("published", {})
+    return Restored(
+        version, state, extra, {int(number): params for number, params in published.items()}
+    )
+
+
+def _lazily(folder: Path, keys: Any, wanted: jax.ShapeDtypeStruct) -> LazyArray:
+    name = jax.tree_util.keystr(keys, simple=True, separator=".")
+    return LazyArray(wanted.shape, np.dtype(wanted.dtype), StoredArray(folder, name).read)
+
+
+def _reader(handler: Any) -> Any:
+    """A reader of Orbax that waits for no other process: by default it meets all of them after each
+    part, and one that has met a damaged file would never come."""
+    ocp = load_orbax()
+    alone = ocp.options.MultiprocessingOptions(active_processes={jax.process_index()})
+    return ocp.Checkpointer(handler, multiprocessing_options=alone)
+
+
+def _read_everywhere(path: Path, part: str, read: Callable[[], Any], world: World) -> Any:
+    """What `read` returns, once it has in all processes; else the fault of one of them, in all."""
+    found, fault = None, None
+    try:
+        found = read()
+    except Exception as error:  # for a bad file Orbax raises anything, bare Exception included
+        fault = error
+    where = f" in {world.names[world.index]}" if world.count > 1 else ""
+    faults = [
+        *filter(
+            None,
+            world.exchange_json(
+                f"{part} of checkpoint {path.name}",
+                fault and [_is_machine_fault(fault), cause(fault) + where],
+            ),
+        )
+    ]
+    if not faults:
+        return found
+    is_machine, text = max(faults, key=lambda one: one[0])
+    if is_machine:
+        raise ShoalError(
+            f"checkpoint {path} cannot be read now ({text}): nothing was changed; solve that and "
+            f"repeat "
+            "the command"
+        ) from fault
+    raise DamagedCheckpoint(f"checkpoint {path} is damaged ({text})") from fault
+
+
+def _is_machine_fault(error: Exception) -> bool:
+    """True for trouble with memory, permissions or a network disk: the checkpoint may be whole."""
+    text, is_file_fault = (
+        str(error),
+        isinstance(error, OSError) and not isinstance(error, FileNotFoundError),
+    )
+    return (
+        isinstance(error, MemoryError | Unreachable)
+        or is_file_fault
+        or any(
+            word in text
+            for word in ("RESOURCE_EXHAUSTED", "PERMISSION_DENIED", "UNAVAILABLE", "Out of memory")
+        )
+    )
+
+
+def restore_newest(
+    run: Path, learner: Learner, sampler: Params, warn: Callable[[str], None], world: World
+) -> Restored | None:
+    """Reads the newest checkpoint that is whole; damaged newer ones are named in a warning and
+    moved away.
+
+    None if the run has no checkpoint; ShoalError, with nothing moved, if every one is damaged.
+    Several processes read the same ones, those that the first sees.
+    """
+    damaged: dict[int, str] = {}
+    for version in reversed(world.exchange_json("checkpoints", versions(run))[0]):
+        try:
+            restored = restore(run, version, learner, sampler, world)
+        except DamagedCheckpoint as error:
+            damaged[version] = str(error)
+            continue
+        for number, text in damaged.items() if world.is_main else ():
+            warn(f"{text}; it is moved to {_move_away(run, number)}, the one before it is used")
+        return restored
+    if damaged:
+        raise ShoalError(
+            f"no checkpoint of {run} is whole ({'; '.join(damaged.values())}): nothing was "
+            f"changed; "
+            "restore one, or start a new run with another run_name"
+        )
+    return None
+
+
+def _move_away(run: Path, version: int) -> Path:
+    # Moved, not deleted: a file that is lost today may be on a disk that comes back.
+    folder = run / DAMAGED_FOLDER
+    folder.mkdir(exist_ok=True)
+    names = (f"{version}" if attempt == 0 else f"{version}-{attempt}" for attempt in range(1000))
+    target = next(folder / name for name in names if not (folder / name).exists())
+    return (run / FOLDER / str(version)).rename(target)
+
+
+def read_extra(run: Path, version: int, name: str) -> dict[str, Any]:
+    """One entry of what a checkpoint holds beside arrays: `facts`, of the inputs of its run, or
+    `checksums`. Empty where it cannot be read, which its weights then say."""
+    try:
+        return json.loads((run / FOLDER / str(version) / "extra" / "metadata").read_text("utf-8"))[
+            name
+        ]
+    except (OSError, ValueError, KeyError):
+        return {}
+
+
+def load_parameters(
+    run: Path,
+    version: int,
+    architecture: Architecture,
+    role: Role,
+    dtype: Any = jnp.float32,
+    keep: Keep = lambda _, array: array,
+) -> Params:
+    """Reads the trained parameters of one checkpoint, each in this role's layout and in `dtype`;
+    `keep` is given each, once all are read, and returns what takes its place. ShoalError where they
+    are not those that were saved."""
+    ocp = load_orbax()
+    wanted = param_shapes(trained_specs(architecture), role, dtype)
+    # In part: the two moments of Adam would triple what is read, and evaluation has no optimizer to
+    # say their shapes.
+    path = (run / FOLDER / str(version) / "state").absolute()
+    complete(path.parent)
+    try:
+        with _reader(ocp.PyTreeCheckpointHandler()) as checkpointer:
+            restored = checkpointer.restore(
+                path,
+                args=ocp.args.PyTreeRestore(
+                    item={"trainable": wanted},
+                    partial_restore=True,
+                    restore_args=ocp.checkpoint_utils.construct_restore_args({"trainable": wanted}),
+                ),
+            )
+    except Exception as error:  # as in `restore`
+        raise ShoalError(
+            f"checkpoint {path.parent} cannot be read ({cause(error)}): choose another of {run}"
+        ) from error
+    found = restored["trainable"]
+    if (saved := read_extra(run, version, "checksums").get("trainable")) is not None:
+        # As they were saved there would be no room beside those of another type: the files are read
+        # again, by pieces.
+        whole = {"trainable": param_shapes(trained_specs(architecture), role, jnp.float32)}
+        stored = (
+            found
+            if dtype == jnp.float32
+            else jax.tree_util.tree_map_with_path(partial(_lazily, path), whole)
+        )
+        if checksum(stored) != saved:
+            raise DamagedCheckpoint(
+                f"checkpoint {path.parent} is damaged (its weights have another checksum than was "
+                f"saved): choose another of {run}"
+            )
+    return jax.tree.map(keep, trained_specs(architecture), found)

@@ -1,0 +1,306 @@
+"""Model folders in Hugging Face format, read and written.
+
+    load    its safetensors -> parameters, each array created on the devices that hold it
+    save    parameters -> a folder that transformers loads
+
+`param_specs` holds each parameter's name in the files. Values pass in windows
+(`shoal.weights.layout`), so the host never holds a second copy of the model, nor of one parameter.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shoal.chat.tokenizer import NAMED_TEMPLATES
+from shoal.files import move_folder, read_json, scratch_folder
+from shoal.mesh import Role
+from shoal.model.architecture import Architecture
+from shoal.model.families import architecture_of, config_to_save, weight_block
+from shoal.model.parameters import Keep, Parameters, param_specs
+from shoal.paths import path_within
+from shoal.records import ShoalError
+from shoal.weights.layout import ParamLayout, collect, spread
+from shoal.weights.tensor_files import (
+    DTYPES,
+    OutputTensor,
+    StoredParameter,
+    StoredTensor,
+    read_header,
+    with_scales,
+    write_file,
+)
+
+COMPARED_BYTES = 16 << 20
+"""Bytes of a tensor that are compared at once."""
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "chat_template.jinja",
+    "generation_config.json", "vocab.json", "merges.txt", "tokenizer.model",
+)  # fmt: skip
+
+
+# Weights in
+
+
+def load(
+    folder: str | Path,
+    architecture: Architecture,
+    role: Role,
+    dtype: Any = np.float32,
+    keep: Keep = lambda _, array: array,
+    specs: Parameters | None = None,
+) -> Parameters:
+    """The parameters in a folder's safetensors (bf16, f16, f32, or fp8 by blocks) as `dtype`, in
+    the role's sharding; `keep` is given each as soon as it is read, and returns what takes its
+    place. `specs`: others than `param_specs`.
+
+    Every byte is read once, by one of the processes. ShoalError names every tensor that is missing,
+    left over or misshapen, and a truncated file.
+    """
+    # Checked whole before the first read: a wrong file is refused in a second, not after half of
+    # 100 GB.
+    specs = specs or param_specs(architecture)
+    return read_tensors(open_tensors(folder, architecture, specs), specs, role, dtype, keep)
+
+
+def read_tensors(
+    stored: Mapping[str, StoredParameter],
+    specs: Any,
+    role: Role,
+    dtype: Any,
+    keep: Keep = lambda _, array: array,
+) -> Any:
+    """The parameters in a tree of `ParamSpec`, each created on the devices that hold it."""
+    return jax.tree.map(
+        lambda spec: keep(spec, spread(stored[spec.name], ParamLayout.of(spec, role), dtype)), specs
+    )
+
+
+def stored_architecture(folder: Path) -> Architecture:
+    """The architecture of a model folder: of its config.json, but with a head of its own where that
+    says that it is the embedding and the files hold another, as merged adapters do. transformers 5
+    loads both, too."""
+    a = architecture_of(folder)
+    if not a.tie_embeddings or not has_weights(folder):
+        return a
+    return replace(a, tie_embeddings=not _has_other_head(folder))
+
+
+def _has_other_head(folder: Path) -> bool:
+    """True if a model's files hold a head that is not its embedding."""
+    stored = dict[str, StoredTensor]()
+    for file in _weight_files(folder):
+        stored |= read_header(file)
+    if block := weight_block(folder):
+        stored = with_scales(stored, block)
+    head, embedding = stored.get("lm_head.weight"), stored.get("model.embed_tokens.weight")
+    if head is None or embedding is None:
+        return False
+    if head.shape != embedding.shape or {head.dtype, embedding.dtype} - DTYPES.keys():
+        return head.shape != embedding.shape
+    step = max(1, COMPARED_BYTES // (4 * head.shape[1]))
+    for start in range(0, head.shape[0], step):
+        rows = slice(start, min(start + step, head.shape[0]))
+        one, other = (
+            StoredParameter([tensor]).read(slice(0, 1), rows).astype(np.float32)
+            for tensor in (head, embedding)
+        )
+        if not np.array_equal(one, other, equal_nan=True):
+            return True
+    return False
+
+
+def open_tensors(
+    folder: str | Path, a: Architecture, specs: Parameters | None = None
+) -> dict[str, StoredParameter]:
+    """The parameters in a folder's safetensors, by their names in `param_specs`; ShoalError unless
+    they are exactly those of the architecture, or of the `specs` given."""
+    folder, stored = Path(folder), dict[str, StoredTensor]()
+    for file in _weight_files(folder):
+        stored |= read_header(file)
+    # Old Llama files store the rotary frequencies, which are computed here.
+    stored = {
+        name: tensor for name, tensor in stored.items() if not name.endswith("rotary_emb.inv_freq")
+    }
+    if block := weight_block(folder):
+        stored = with_scales(stored, block)
+    if a.tie_embeddings and "lm_head.weight" in stored:  # the same tensor once more, or alone
+        stored.setdefault("model.embed_tokens.weight", stored.pop("lm_head.weight"))
+    return check_tensors(stored, specs or param_specs(a), f"{folder} do not fit its config.json")
+
+
+def check_tensors(
+    stored: Mapping[str, StoredTensor], specs: Any, where: str
+) -> dict[str, StoredParameter]:
+    """Stored tensors by the names of a tree of `ParamSpec`; ShoalError unless they are exactly
+    those."""
+    specs = jax.tree.leaves(specs)
+    shapes = {name: spec.tensor_shape for spec in specs for name in spec.tensor_names}
+    misshapen = [
+        f"{name} {list(stored[name].shape)} instead of {list(shape)}"
+        for name, shape in shapes.items()
+        if name in stored and stored[name].shape != shape
+    ]
+    misshapen += [
+        f"{name} stored as {stored[name].dtype} instead of {', '.join(DTYPES)}"
+        for name in shapes
+        if name in stored and stored[name].dtype not in DTYPES
+    ]
+    problems = {
+        "missing": [name for name in shapes if name not in stored],
+        "left over": sorted(stored.keys() - shapes.keys()),
+        "not as expected": misshapen,
+    }
+    if listed := "; ".join(
+        f"{kind}: {_listed(names)}" for kind, names in problems.items() if names
+    ):
+        raise ShoalError(f"The tensors in {where}. {listed}.")
+    return {
+        spec.name: StoredParameter([stored[name] for name in spec.tensor_names]) for spec in specs
+    }
+
+
+def has_weights(folder: Path) -> bool:
+    """True if a folder has all safetensors files that it names."""
+    try:
+        return bool(_weight_files(folder))
+    except ShoalError:
+        return False
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a folder: the only one, those that its index names, or all."""
+    if not folder.is_dir():
+        raise ShoalError(
+            f"{folder}: this machine has no such folder; expected one with a model's safetensors "
+            f"files"
+        )
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.is_file():
+        return [single]
+    files = sorted(folder.glob("*.safetensors"))
+    if index.is_file():
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise ShoalError(
+                f"{index} has no weight_map, which names the file of each tensor. Download it "
+                f"again."
+            )
+        files = sorted({path_within(folder, name, str(index)) for name in weight_map.values()})
+        if absent := [file.name for file in files if not file.is_file()]:
+            raise ShoalError(
+                f"{folder}: {index.name} names {_listed(absent)}, which is missing. Download it "
+                f"again."
+            )
+    if not files:
+        raise ShoalError(
+            f"{folder} holds no safetensors file. Pickled weights are never read: convert them to "
+            "safetensors."
+        )
+    return files
+
+
+def _listed(names: Sequence[str], most: int = 5) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+# Weights out
+
+
+def save(
+    folder: str | Path,
+    parameters: Parameters | Iterable[OutputTensor],
+    architecture: Architecture,
+    source_folder: str | Path | None = None,
+    dtype: Any = "float32",
+    shard_bytes: int = 4_000_000_000,
+    config: dict[str, Any] | None = None,
+) -> None:
+    """Writes a folder that transformers loads: config.json, safetensors, and the source's tokenizer
+    files.
+
+    The config is the given one, or the source's own, with the type of the weights set; without a
+    source it is made from the architecture. Everything is written to a temporary folder and renamed
+    at the end. ShoalError if the folder holds files.
+    """
+    folder, source = (
+        Path(folder).expanduser(),
+        None if source_folder is None else Path(source_folder),
+    )
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ShoalError(f"{folder} exists and is not empty: give another folder, or remove it.")
+    dtype = np.dtype(jnp.dtype(dtype))
+    if dtype not in DTYPES.values():
+        raise ShoalError(f"dtype={dtype.name!r}: expected float32, bfloat16 or float16.")
+    config = config_to_save(architecture, source, config, dtype)
+    with scratch_folder(folder) as scratch:
+        (scratch / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        if source is not None:
+            copy_tokenizer(source, scratch)
+        tensors = (
+            output_tensors(parameters, param_specs(architecture))
+            if isinstance(parameters, Parameters)
+            else parameters
+        )
+        _write_shards(scratch, tensors, dtype, shard_bytes)
+        move_folder(scratch, folder)
+
+
+def copy_tokenizer(source: Path, folder: Path) -> None:
+    """Copies the files of a tokenizer, and its chat templates, into a folder."""
+    for name in TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+    if (source / NAMED_TEMPLATES).is_dir():
+        shutil.copytree(source / NAMED_TEMPLATES, folder / NAMED_TEMPLATES)
+
+
+def output_tensors(parameters: Any, specs: Any) -> Iterator[OutputTensor]:
+    """The tensors of parameters as files hold them, each read when it is written; `specs`: a tree
+    of `ParamSpec`."""
+    for array, spec in zip(jax.tree.leaves(parameters), jax.tree.leaves(specs), strict=True):
+        if tuple(array.shape) != spec.shape:
+            raise ValueError(
+                f"parameter {spec.name} is {tuple(array.shape)}; the architecture has {spec.shape}"
+            )
+        layout = ParamLayout.on(array, spec)
+        for layer, name in enumerate(spec.tensor_names):
+            yield OutputTensor(name, spec.tensor_shape, partial(collect, array, layout, layer))
+
+
+def _write_shards(
+    folder: Path, tensors: Iterable[OutputTensor], dtype: np.dtype, shard_bytes: int
+) -> None:
+    """Writes one file, or files of at most `shard_bytes` with an index."""
+    shards: list[list[OutputTensor]] = [[]]
+    sizes = [0]
+    for tensor in tensors:
+        size = dtype.itemsize * int(np.prod(tensor.shape))
+        if shards[-1] and sizes[-1] + size > shard_bytes:
+            shards.append([])
+            sizes.append(0)
+        shards[-1].append(tensor)
+        sizes[-1] += size
+    if len(shards) == 1:
+        write_file(folder / "model.safetensors", shards[0], dtype)
+        return
+    weight_map = {}
+    for number, shard in enumerate(shards, start=1):
+        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        write_file(folder / name, shard, dtype)
+        weight_map.update({tensor.name: name for tensor in shard})
+    index = {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps(index, indent=2) + "\n", encoding="utf-8"
+    )

@@ -1,0 +1,269 @@
+"""Access to Orbax, the library that writes and reads arrays: import, errors, free space, and arrays
+that are read and written in parts. No other file imports it.
+
+Orbax reports trouble in several ways (exceptions of any kind, log lines, tracebacks of its event
+loop); here each failure becomes one `ShoalError`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import functools
+import gc
+import logging
+import os
+import re
+import shutil
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from shoal.records import ShoalError
+from shoal.weights.tensor_files import LazyArray, grid
+
+CHUNK_BYTES = 64 << 20
+"""Largest piece of an array on disk and in memory."""
+
+WRITTEN_BYTES = 256 << 20
+"""Of arrays that are written at once on a CPU, where Orbax copies and compresses all of them at
+once by itself: with a checkpoint of 1.6 GB it takes 1.4 GB more while it writes, within this bound
+0.45 GB, and as long."""
+
+GB = 10**9
+"""Orbax's unit of the bytes that are written at once."""
+
+REPLICA_BYTES = 1 << 20
+"""Smallest part of an array that a replica writes for the others: each part is cut out by a program
+of its own."""
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@functools.cache
+def load_orbax() -> Any:
+    """The module `orbax.checkpoint`, imported late because it takes a second.
+
+    From here on one message of its event loops is dropped. When one array of many cannot be read or
+    written, Orbax closes its loop, and threads that are not Python's call back for each other array
+    at any later moment."""
+    import orbax.checkpoint as ocp
+
+    hook = sys.unraisablehook
+
+    def without_closed_loops(unraisable: Any) -> None:
+        if not (unraisable.object is None and str(unraisable.exc_value) == "Event loop is closed"):
+            hook(unraisable)
+
+    sys.unraisablehook = without_closed_loops
+    arrays: Any = ocp.type_handlers.get_type_handler(jax.Array)
+    arrays.deserialize = functools.partial(_read_to_the_end, arrays.deserialize)
+    return ocp
+
+
+async def _read_to_the_end(read: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """What Orbax's handler of arrays reads. Where one array, or a part of it, cannot be read, Orbax
+    raises while the others are being read, and drops these: threads of TensorStore then call back
+    for each at any later moment, beside a run that goes on from an older checkpoint. Here they have
+    all ended when the error is raised."""
+    begun_before = asyncio.all_tasks()
+    try:
+        return await read(*args, **options)
+    finally:
+        dropped = asyncio.all_tasks() - begun_before
+        if dropped:
+            await asyncio.wait(dropped)
+            for task in dropped:
+                task.exception()  # looked at, else Python prints it
+
+
+@contextmanager
+def orbax_silenced() -> Iterator[None]:
+    """Drops what Orbax logs and warns of beside the errors that it raises, until the end of the
+    block."""
+    loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
+    levels = [logger.level for logger in loggers]
+    with warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", "coroutine 'async_serialize_from_host.* was never awaited", RuntimeWarning
+        )
+        for logger in loggers:
+            logger.setLevel(logging.CRITICAL)
+        try:
+            yield
+        finally:
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)
+
+
+def written_at_once(largest_array: int) -> int:
+    """Bytes of arrays that are written at once on a CPU. Orbax refuses an array that is as large as
+    its bound."""
+    return max(WRITTEN_BYTES, largest_array + GB // 1000)
+
+
+@contextmanager
+def writing(path: Path, then: str = "give the same command again") -> Iterator[None]:
+    """Turns whatever Orbax raises while it writes `path` into one ShoalError."""
+    try:
+        yield
+    except Exception as error:
+        full = getattr(error, "errno", None) in _FULL or any(
+            os.strerror(number) in str(error) for number in _FULL
+        )
+        cure = "make room" if full else "mend that"
+        raise ShoalError(
+            f"the checkpoint {path} cannot be written ({cause(error)}): {cure}, then {then}"
+        ) from error
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turns whatever Orbax raises while it reads `path` into one ShoalError."""
+    try:
+        yield
+    except Exception as error:
+        raise ShoalError(
+            f"the checkpoint {path} cannot be read ({cause(error)}): copy it again, whole"
+        ) from error
+
+
+def cause(error: BaseException) -> str:
+    """The reason in the first line of an error: of Orbax's long ones, the last clause before a list
+    of settings.
+
+    Frees what the error's frames hold: a coroutine that is freed later would warn then, after the
+    end of `orbax_silenced`."""
+    found: list[BaseException | None] = [error]
+    while found:
+        if one := found.pop():
+            traceback.clear_frames(one.__traceback__)
+            found += [
+                one.__cause__,
+                *([] if one.__cause__ else [one.__context__]),
+                *getattr(one, "exceptions", ()),
+            ]
+    gc.collect()
+    line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    line = re.sub(r" \[(source locations|tensorstore_spec).*", "", line)
+    line = line if len(line) <= 120 else line.rpartition(": ")[2]
+    return line if len(line) <= 120 and "{" not in line else "a part of it is damaged or missing"
+
+
+def check_room(folder: Path, tree: Any) -> None:
+    """OSError if the disk has less room than the arrays take, raised before anything is written."""
+    needed, free = (
+        sum(leaf.nbytes for leaf in jax.tree.leaves(tree)),
+        shutil.disk_usage(folder).free,
+    )
+    if jax.process_count() == 1 and free < needed:
+        raise OSError(
+            errno.ENOSPC,
+            f"{os.strerror(errno.ENOSPC)}: {needed / 2**20:.1f} MiB are needed, "
+            f"{free / 2**20:.1f} MiB are free",
+        )
+
+
+@dataclass(frozen=True)
+class StoredArray:
+    """An array of a tree, of which parts can be read."""
+
+    folder: Path
+    name: str
+
+    @functools.cached_property
+    def opened(self) -> Any:
+        import tensorstore
+
+        # As Orbax stores it: in one store with all arrays, or in a folder of its own; Zarr of
+        # either version.
+        name, base = self.name.replace("/", "."), self.folder.absolute()
+        store = {"driver": "ocdbt", "base": f"file://{base}/", "path": f"{name}/"}
+        if not (self.folder / "manifest.ocdbt").exists():
+            store = {"driver": "file", "path": f"{base / name}/"}
+        with reading(self.folder):
+            return tensorstore.open({"driver": "auto", "kvstore": store}).result()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.opened.shape)
+
+    @property
+    def pieces(self) -> tuple[int, ...]:
+        """Shape of its pieces on disk: to read a part of one, all of it is decompressed."""
+        return tuple(self.opened.chunk_layout.read_chunk.shape)
+
+    def read(self, part: tuple[slice, ...]) -> np.ndarray:
+        with reading(self.folder):
+            return self.opened[part].read().result()
+
+
+def leaf_types(on_written: Callable[[int], None] = lambda size: None) -> Any:
+    """Orbax's registry of leaf types, with a handler that writes a `LazyArray` part by part;
+    `on_written` gets the bytes of each."""
+    import tensorstore
+
+    type_handlers = load_orbax().type_handlers
+
+    class Slices(type_handlers.NumpyHandler):
+        async def serialize(
+            self, values: Sequence[Any], infos: Sequence[Any], args: Sequence[Any] | None = None
+        ) -> Sequence[Any]:
+            assert args is not None
+            for batch in _batches(values):
+                # All at once, as Orbax does it, every array would have a slice in memory at the
+                # same time.
+                for saved in await super().serialize(values[batch], infos[batch], args[batch]):
+                    saved.result()  # done before the next batch is read
+            return []
+
+        async def _open_and_write(self, value: Any, tspec: Any, ts_context: Any) -> None:
+            array: Any = await tensorstore.open(
+                tensorstore.Spec(tspec), create=True, open=True, context=ts_context
+            )
+            # In the file's own pieces: one written twice in part is read, merged and compressed
+            # twice.
+            pieces = array.chunk_layout.write_chunk.shape
+            steps = [
+                pieces[axis] if axis in value.axes else size
+                for axis, size in enumerate(value.shape)
+            ]
+            for part in grid(value.shape, steps):
+                values = np.ascontiguousarray(value.read(part), value.dtype)
+                await array[part].write(values, can_reference_source_data_indefinitely=True)
+                on_written(values.nbytes)
+
+    return type_handlers.create_type_handler_registry(
+        (LazyArray, Slices(deepcopy_host_arrays=False)),
+        (int, type_handlers.ScalarHandler()),
+        (jax.Array, type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=REPLICA_BYTES)),
+    )
+
+
+def save_args(leaf: Any) -> Any:
+    """How Orbax cuts a `LazyArray` into pieces."""
+    cut = isinstance(leaf, LazyArray) and leaf.nbytes > CHUNK_BYTES
+    axes = () if not cut or leaf.one_by_one is None else (leaf.one_by_one,)
+    return load_orbax().SaveArgs(
+        **{"chunk_byte_size": CHUNK_BYTES, "shard_axes": axes} if cut else {}
+    )
+
+
+def _batches(values: Sequence[LazyArray]) -> Iterator[slice]:
+    """Runs of arrays of at most CHUNK_BYTES together, or of one array; each run is written at
+    once."""
+    start, total = 0, 0
+    for number, value in enumerate(values):
+        if start < number and total + value.nbytes > CHUNK_BYTES:
+            yield slice(start, number)
+            start, total = number, 0
+        total += value.nbytes
+    yield slice(start, len(values))

@@ -1,0 +1,196 @@
+"""Adapters (LoRA) in PEFT's format, read and written: adapter_config.json,
+adapter_model.safetensors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shoal.files import move_folder, read_json, scratch_folder, write_text
+from shoal.mesh import Role
+from shoal.model.adapters import make_adapter
+from shoal.model.architecture import Adapter, Architecture
+from shoal.model.parameters import ADAPTER_PREFIX, Parameters, initialise_specs, trained_specs
+from shoal.records import ShoalError
+from shoal.text import count
+from shoal.weights import huggingface
+from shoal.weights.tensor_files import StoredParameter, read_header, write_file
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+REFUSED = (
+    "use_dora",
+    "modules_to_save",
+    "lora_bias",
+    "rank_pattern",
+    "alpha_pattern",
+    "layers_to_transform",
+    "layers_pattern",
+    "layer_replication",
+    "target_parameters",
+    "exclude_modules",
+    "fan_in_fan_out",
+    "trainable_token_indices",
+    "use_qalora",
+    "use_bdlora",
+    "arrow_config",
+    "kasa_config",
+    "monteclora_config",
+    "velora_config",
+    "alora_invocation_tokens",
+)
+"""Entries of adapter_config.json from which another computation follows, where they are set."""
+
+
+BEGINNINGS = (None, True, False, "gaussian", "orthogonal", "eva")
+"""`init_lora_weights` that leave the base as it is."""
+
+
+# In
+
+
+def is_adapter(folder: Path) -> bool:
+    return (folder / CONFIG).is_file()
+
+
+def read_base(folder: Path) -> str:
+    """Folder or hub id of the model that an adapter was trained on."""
+    if not (base := read_json(folder / CONFIG).get("base_model_name_or_path")):
+        raise ShoalError(
+            f"{folder / CONFIG} does not name the model it belongs to (base_model_name_or_path): "
+            f"give "
+            f"that one as model.path, and this as model.lora.path={folder}"
+        )
+    return str(base)
+
+
+def read_adapter(folder: Path, a: Architecture) -> Adapter:
+    """The adapter in a folder of PEFT's, for a model; ShoalError where it is none of the kind
+    computed here."""
+    config = read_json(folder / CONFIG)
+    others = [name for name in REFUSED if config.get(name)]
+    others += [f"init_lora_weights {config.get('init_lora_weights')}"] * (
+        config.get("init_lora_weights") not in BEGINNINGS
+    )
+    others += [f"peft_type {config.get('peft_type')}"] * (config.get("peft_type") != "LORA")
+    others += [f"bias {config.get('bias')}"] * (config.get("bias", "none") != "none")
+    if others:
+        raise ShoalError(
+            f"{folder / CONFIG} has {', '.join(others)}, which is not supported: expected plain "
+            f"LoRA"
+        )
+    targets = config.get("target_modules") or ()
+    try:
+        return make_adapter(
+            a,
+            int(config["r"]),
+            float(config["lora_alpha"]),
+            (targets,) if isinstance(targets, str) else tuple(targets),
+            bool(config.get("use_rslora")),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ShoalError(
+            f"{folder / CONFIG} is no adapter's: r, lora_alpha or target_modules is wrong ({error})"
+        ) from error
+
+
+def open_tensors(folder: Path, a: Architecture) -> dict[str, StoredParameter]:
+    """The tensors of an adapter in a folder; ShoalError unless they are exactly those of the
+    architecture."""
+    if not (folder / WEIGHTS).is_file():
+        raise ShoalError(f"{folder} holds no {WEIGHTS}: expected an adapter as PEFT saves it")
+    stored, specs = read_header(folder / WEIGHTS), trained_specs(a)
+    shapes = {
+        name: spec.tensor_shape for spec in jax.tree.leaves(specs) for name in spec.tensor_names
+    }
+    others = [
+        f"{name.removeprefix(ADAPTER_PREFIX)} is {list(stored[name].shape)}, here {list(shape)}"
+        for name, shape in shapes.items()
+        if name in stored and stored[name].shape != shape
+    ]
+    lacking = [
+        f"the model has {name.removeprefix(ADAPTER_PREFIX)}, it has not"
+        for name in shapes.keys() - stored
+    ]
+    beyond = [
+        f"it has {name.removeprefix(ADAPTER_PREFIX)}, the model has not"
+        for name in stored.keys() - shapes
+    ]
+    if misfits := [*others, *sorted(lacking), *sorted(beyond)]:
+        base = read_json(folder / CONFIG).get("base_model_name_or_path") or "not named"
+        raise ShoalError(
+            f"{folder} holds an adapter that does not fit its {CONFIG} and the model: {misfits[0]} "
+            f"({count(len(misfits), 'tensor')} in all); give the model that it was trained on "
+            f"({base!s:.200}) as model.path"
+        )
+    return huggingface.check_tensors(
+        stored, specs, f"{folder} do not fit its {CONFIG} and the model"
+    )
+
+
+def load(folder: Path, a: Architecture, role: Role, dtype: Any) -> Parameters:
+    """The trained parameters of an adapter in a folder, in the role's sharding."""
+    return huggingface.read_tensors(open_tensors(folder, a), trained_specs(a), role, dtype)
+
+
+def begin(a: Architecture, role: Role, dtype: Any, seed: int) -> Parameters:
+    """An adapter that changes nothing yet, as PEFT makes it: A uniform within 1/sqrt(in), B
+    zero."""
+    return jax.tree.map(
+        lambda leaf: leaf.astype(dtype), initialise_specs(trained_specs(a), seed, role)
+    )
+
+
+# Out
+
+
+def write_config(folder: Path, adapter: Adapter, base: str) -> None:
+    """adapter_config.json with the entries that PEFT writes; `base`: folder or hub id of the frozen
+    model."""
+    config = {
+        "alpha_pattern": {},
+        "base_model_name_or_path": base,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "lora_alpha": adapter.alpha,
+        "lora_dropout": 0.0,
+        "modules_to_save": None,
+        "peft_type": "LORA",
+        "r": adapter.rank,
+        "rank_pattern": {},
+        "target_modules": list(adapter.targets),
+        "task_type": "CAUSAL_LM",
+        "use_dora": False,
+        "use_rslora": adapter.rslora,
+    }
+    write_text(folder / CONFIG, json.dumps(config, indent=2) + "\n")
+
+
+def save(
+    folder: Path,
+    parameters: Parameters,
+    a: Architecture,
+    base: str,
+    tokenizer: Path,
+    dtype: Any = "float32",
+) -> None:
+    """Writes a folder that `peft.PeftModel.from_pretrained` loads on the base, with the tokenizer's
+    files; `parameters`: those of the adapter."""
+    assert a.adapter
+    with scratch_folder(folder) as scratch:
+        write_file(
+            scratch / WEIGHTS,
+            list(huggingface.output_tensors(parameters, trained_specs(a))),
+            np.dtype(jnp.dtype(dtype)),
+        )
+        write_config(scratch, a.adapter, base)
+        huggingface.copy_tokenizer(tokenizer, scratch)
+        move_folder(scratch, folder)

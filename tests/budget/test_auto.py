@@ -1,0 +1,305 @@
+"""What settings leave open: the devices of one replica of the sampler, and what the backward pass
+keeps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import pytest
+from pods import gpu, tpu
+
+from shoal.budget.auto import decided_micro_tokens, decided_remat, run_roles
+from shoal.budget.memory import held_versions, input_bytes, update_bytes, weight_sizes
+from shoal.config.sections.algorithm import AlgorithmSection
+from shoal.config.sections.devices import MeshSection, SamplerSection
+from shoal.config.sections.model import LoraSection, ModelSection, TeacherSection
+from shoal.config.sections.optimizer import BatchSection
+from shoal.config.sections.sampling import SamplingSection
+from shoal.config.sections.train import TrainSection
+from shoal.config.train import Config
+from shoal.mesh import make_roles, roles
+from shoal.model.parameters import shardings
+from shoal.model.published import model_named
+from shoal.weights.source import adapted
+
+OWN = {"trainer": "4", "sampler": "2", "fsdp": 4}
+V5P, V6E = tpu("v5p", 2, 2), tpu("v6e", 2, 4)
+
+
+def config(kl_coef: float = 0.0, teacher: str = "", max_staleness: int = -1, **mesh: Any) -> Config:
+    return replace(
+        Config(),
+        mesh=MeshSection(**mesh),
+        model=ModelSection(dtype="bfloat16"),
+        algorithm=AlgorithmSection(kl_coef=kl_coef),
+        teacher=TeacherSection(path=teacher),
+        train=TrainSection(max_staleness=max_staleness),
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "devices", "settings", "tensor"),
+    [
+        (
+            "llama3.1-8b",
+            V5P,
+            {"fsdp": 4},
+            1,
+        ),  # 24 GB of masters and moments a device, 16 GB of weights
+        ("llama3.1-8b", V6E, {"fsdp": 8}, 2),  # 12 GB and 16 GB of 33.6
+        ("llama3.1-8b", V6E, {}, 1),  # the mesh is one device
+        (
+            "llama3.1-8b",
+            V6E,
+            {"fsdp": 4, "data": 2},
+            8,
+        ),  # 24 GB: each of two copies is of four devices
+        ("llama3.1-8b", V6E, {**OWN, "kl_coef": 0.1}, 1),  # 16 GB and 8 of the reference
+        (
+            "llama3.1-8b",
+            V6E,
+            {**OWN, "kl_coef": 0.1, "teacher": "Qwen/Qwen2.5-7B-Instruct"},
+            2,
+        ),  # and 8 of the teacher
+        (
+            "llama3.1-8b",
+            V6E,
+            {**OWN, "kl_coef": 0.1, "teacher": "Qwen/Qwen2.5-7B-Instruct", "reference": "2"},
+            1,
+        ),
+        ("llama3.1-70b", tpu("v5p", 4, 4, 8), {"trainer": "64", "sampler": "64", "fsdp": 64}, 2),
+        (
+            "llama3.1-70b",
+            tpu("v5p", 4, 4, 8),
+            {"trainer": "64", "sampler": "64", "fsdp": 64, "sampler_tensor": 8},
+            8,
+        ),
+        (
+            "llama3.1-70b",
+            tpu("v5p", 4, 4, 8),
+            {"trainer": "64", "sampler": "64", "fsdp": 64, "max_staleness": 1},
+            4,
+        ),
+        ("llama3.1-70b", tpu("v5p", 2, 4, 4), {"fsdp": 32}, 4),
+        ("llama3.1-70b", tpu("v6e", 8, 8), {"fsdp": 32, "tensor": 2}, 16),
+        ("llama3.1-8b", jax.devices(), {"fsdp": 8}, 1),
+        ("qwen2.5-1.5b", gpu("h200", 1, 1), {}, 1),
+    ],
+)
+def test_a_replica_has_the_least_devices_that_hold_it(model, devices, settings, tensor):
+    assert (
+        run_roles(config(**settings), model_named(model).architecture, devices).sampler.tensor
+        == tensor
+    )
+
+
+def test_of_several_processes_a_replica_has_no_more_devices_than_each(monkeypatch):
+    monkeypatch.setattr(roles.jax, "process_count", lambda: 16)
+    made = run_roles(
+        config(fsdp=32, tensor=2), model_named("llama3.1-70b").architecture, tpu("v6e", 8, 8)
+    )
+    assert made.sampler.tensor == 4
+
+
+def test_a_reference_on_devices_that_do_not_divide_the_model_has_copies():
+    a = model_named("qwen2.5-7b").architecture
+    made = run_roles(config(0.1, trainer="2", sampler="6", fsdp=2), a, jax.devices())
+    assert made.reference.mesh.devices.shape == (3, 2, 1, 1)
+    kernel = shardings(a, made.reference).embed_tokens
+    assert kernel.shard_shape((a.vocab_size, a.hidden_size)) == (a.vocab_size, a.hidden_size // 2)
+
+
+@pytest.mark.parametrize(
+    ("max_staleness", "interval", "held"),
+    [
+        (-1, 1, [(1, 0)]),  # the trainer's own arrays, where type and devices are its own
+        (1, 1, [(2, 1)]),
+        (-1, 3, [(1, 0), (1, 1), (1, 1)]),  # between two publications the trainer goes on
+        (2, 2, [(2, 1), (2, 2)]),
+    ],
+)
+def test_versions_that_are_held_at_once(max_staleness, interval, held):
+    section = TrainSection(max_staleness=max_staleness, weight_sync_interval=interval)
+    assert list(held_versions(replace(Config(), train=section))) == held
+
+
+# ---- what the backward pass keeps
+
+PODS = {"trainer": "64", "sampler": "64", "fsdp": 64, "sampler_tensor": 8}
+
+
+@pytest.mark.parametrize(
+    ("model", "devices", "mesh", "micro_tokens", "remat"),
+    [
+        ("llama3.1-70b", tpu("v5p", 4, 4, 8), PODS, 2048, "dots"),
+        (
+            "llama3.1-70b",
+            tpu("v5p", 4, 4, 8),
+            PODS,
+            4352,
+            "attention",
+        ),  # all products would take 60 of 54 GiB
+        ("llama3.1-70b", tpu("v5p", 2, 4, 4), {"fsdp": 32}, 16384, "full"),
+        ("llama3.1-8b", tpu("v5p", 2, 2), {"fsdp": 4}, 4352, "dots"),
+        (
+            "llama3.1-8b",
+            tpu("v6e", 2, 4),
+            {"fsdp": 8, "sampler_tensor": 8},
+            2048,
+            "full",
+        ),  # as fast, whatever fits
+        ("qwen2.5-1.5b", gpu("h200", 1, 1), {}, 32768, "dots"),
+        ("qwen2.5-1.5b", gpu("h200", 1, 1), {}, 131072, "attention"),
+        ("qwen2.5-1.5b", jax.devices(), {}, 512, "dots"),  # a CPU: by 2 GiB alone
+        ("qwen2.5-1.5b", jax.devices(), {}, 4096, "full"),
+    ],
+)
+def test_as_much_is_kept_as_there_is_memory_for(
+    model: str, devices: Any, mesh: dict[str, Any], micro_tokens: int, remat: str
+) -> None:
+    made = Config(mesh=MeshSection(**mesh), batch=BatchSection(micro_tokens=micro_tokens))
+    a = model_named(model).architecture
+    assert decided_remat(made, run_roles(made, a, devices), a) == remat
+
+
+@pytest.mark.parametrize(
+    ("model", "devices", "settings", "micro_tokens"),
+    [
+        (
+            "qwen2.5-1.5b",
+            gpu("h200", 1, 1),
+            {},
+            17408,
+        ),  # four groups; of eight 34,816 are more than are asked for
+        ("qwen2.5-1.5b", gpu("l4", 1, 1), {}, 4096),  # 18 of 24 GB are held
+        (
+            "llama3.1-8b",
+            tpu("v6e", 2, 4),
+            {"mesh": MeshSection(fsdp=8)},
+            4096,
+        ),  # 24 of 33.5 GB are held
+        (
+            "llama3.1-8b",
+            tpu("v5p", 2, 2),
+            {"mesh": MeshSection(fsdp=4)},
+            4352,
+        ),  # two would be three quarters of it
+        (
+            "llama3.1-70b",
+            tpu("v5p", 4, 4, 8),
+            {"mesh": MeshSection(**PODS)},
+            4352,
+        ),  # of which as much is kept as of 4,096
+        (
+            "qwen2.5-1.5b",
+            gpu("h200", 1, 1),
+            {"algorithm": AlgorithmSection(num_minibatches=32)},
+            4352,
+        ),
+        ("qwen2.5-1.5b", gpu("h200", 1, 1), {"model": ModelSection(remat="none")}, 4096),
+    ],
+)
+def test_rows_hold_as_many_whole_groups_as_leave_a_quarter_of_the_memory(
+    model: str, devices: Any, settings: dict[str, Any], micro_tokens: int
+) -> None:
+    sizes = {"max_prompt_tokens": 256, "max_completion_tokens": 512}
+    made = Config(
+        batch=BatchSection(prompts_per_step=32 * len(devices), micro_tokens=4096),
+        **{"sampling": SamplingSection(**sizes), **settings},
+    )
+    a = model_named(model).architecture
+    assert decided_micro_tokens(made, run_roles(made, a, devices), a) == micro_tokens
+
+
+@pytest.mark.parametrize(
+    ("prompt", "completion", "micro_tokens"),
+    [
+        (256, 64, 2048),  # whole groups fit a row
+        (64, 128, 2048),
+        (64, 256, 2304),  # a group
+        (64, 512, 2304),  # four completions; a row of 2,048 holds three
+        (64, 1024, 2304),  # two; a row of 2,048 holds one, and half of it is padding
+        (128, 768, 3328),
+        (512, 2048, 2048),  # a row holds one completion, whatever its length is
+    ],
+)
+def test_rows_of_a_cpu_hold_a_number_of_the_longest_completions(
+    prompt: int, completion: int, micro_tokens: int
+) -> None:
+    sampling = SamplingSection(max_prompt_tokens=prompt, max_completion_tokens=completion)
+    made = Config(
+        batch=BatchSection(prompts_per_step=4, group_size=8, micro_tokens=2048), sampling=sampling
+    )
+    a = model_named("qwen2.5-1.5b").architecture
+    assert decided_micro_tokens(made, run_roles(made, a, jax.devices()[:1]), a) == micro_tokens
+
+
+def test_logits_of_few_tokens_take_no_more_than_they_are():
+    a, role = (
+        replace(model_named("qwen2.5-1.5b").architecture, vocab_size=1000),
+        make_roles(MeshSection()).trainer,
+    )
+    few, more = (
+        update_bytes(a, role, "float32", tokens) - input_bytes(a, tokens, "float32")
+        for tokens in (512, 1024)
+    )
+    assert more - few == 3 * 4 * 512 * 1000
+    one = replace(a, num_layers=1)  # whose one layer is whole, too
+    assert update_bytes(one, role, "float32", 512) < update_bytes(a, role, "float32", 512)
+
+
+@pytest.mark.parametrize(
+    ("kind", "parts"),
+    [
+        ("local", {"parameters", "Adam's moments", "the sampler's copy", "reference", "gradient"}),
+        ("ray", {"parameters", "Adam's moments", "reference", "gradient"}),
+    ],
+)
+def test_a_device_holds_what_all_of_its_roles_do_and_rays_samplers_have_their_own(kind, parts):
+    made = replace(config(0.1, fsdp=4), sampler=SamplerSection(kind=kind))
+    a = model_named("llama3.1-8b").architecture
+    sizes = weight_sizes(made, a, run_roles(made, a, V5P), "bfloat16", None)
+    assert set(sizes.on("trainer", "update")) == parts and "gradient" not in sizes.on(
+        "trainer", "sampling"
+    )
+    assert ("parameters" in sizes.on("sampler")) == (kind == "local")
+    assert (
+        sizes.on("trainer")["parameters"] == 4 * 2_007_565_312
+    )  # a quarter of 8,030,261,248, in float32
+
+
+@pytest.mark.parametrize(("staleness", "versions"), [(-1, 1), (1, 2)])
+def test_what_an_adapter_takes_by_hand(staleness, versions):
+    """Rank 16 of Qwen3 4B on one GPU, whose sampler reads layers apart: 36 layers of q, k, v, o and
+    three products."""
+    made = replace(
+        config(0.1, max_staleness=staleness), model=ModelSection(lora=LoraSection(rank=16))
+    )
+    a = adapted(LoraSection(rank=16), model_named("qwen3-4b").architecture)
+    roles = run_roles(made, a, gpu("h200", 1, 1))
+    sizes = weight_sizes(made, a, roles, "bfloat16", None)
+    own = 36 * 16 * ((2560 + 4096) + 2 * (2560 + 1024) + (4096 + 2560) + 3 * (2560 + 9728))
+    layers = 36 * (2560 * (4096 + 2 * 1024) + 4096 * 2560 + 3 * 2560 * 9728 + 2 * 2560 + 2 * 128)
+    assert sizes.on("trainer", "update") == {
+        "parameters": 4 * own,
+        "Adam's moments": 8 * own,
+        "gradient": 4 * own,
+        "reference": 0,
+        "frozen parameters": 2 * (layers + 151936 * 2560 + 2560),
+        "the sampler's copy": 2 * layers + 2 * own * versions,
+    }
+    # An adapter that training goes on from is kept as it was, too; the base alone is not.
+    for lora, path in (
+        (LoraSection(path="adapter"), ""),
+        (LoraSection(path="adapter", rank=16), ""),
+        (LoraSection(), "outputs/run"),
+    ):
+        goes_on = replace(made, model=ModelSection(path=path or "tiny", lora=lora))
+        assert (
+            weight_sizes(goes_on, a, roles, "bfloat16", None).on("reference")["reference"]
+            == 2 * own
+        )
+        base = replace(goes_on, algorithm=replace(goes_on.algorithm, reference="base"))
+        assert weight_sizes(base, a, roles, "bfloat16", None).on("reference")["reference"] == 0

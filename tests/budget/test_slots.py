@@ -1,0 +1,348 @@
+"""How many completions a run samples at once, in which rows, within which memory; and by how many
+engines."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+from pods import tpu
+from small import PLAINEST, roles
+
+from shoal.budget.auto import run_roles
+from shoal.budget.memory import bytes_per_device, key_bytes
+from shoal.budget.slots import (
+    CacheRoom,
+    all_places,
+    choose_places,
+    engine_states,
+    places_text,
+    training_places,
+)
+from shoal.config.merge import compose
+from shoal.config.sections.devices import MeshSection, SamplerSection
+from shoal.config.sections.model import ModelSection
+from shoal.config.sections.optimizer import BatchSection
+from shoal.config.sections.sampling import SamplingSection
+from shoal.config.stored import decided_between, texts_of
+from shoal.config.train import Config
+from shoal.job.hosts import engine_maker, run_engines, sampling_engine_maker
+from shoal.job.job import Job
+from shoal.mesh import make_roles
+from shoal.model.published import model_named
+from shoal.model.transformer import Model
+from shoal.records import Purpose, ShoalError
+from shoal.report.console import Console
+from shoal.runs.reader import read_decided_keys
+from shoal.runs.writer import RunFolder
+
+MODEL = Model(PLAINEST, roles().sampler)
+TOKENIZER: Any = SimpleNamespace(eos_ids=(0,), decode=None)
+
+
+def sampling(prompt: int = 64, completion: int = 512, **changes: int) -> SamplingSection:
+    return SamplingSection(max_prompt_tokens=prompt, max_completion_tokens=completion, **changes)
+
+
+@pytest.mark.parametrize(
+    ("section", "slots", "completions", "places"),
+    [
+        (sampling(), 64, 64, (64, 8)),  # nothing waits
+        (sampling(), 64, 65, (64, 1)),
+        (sampling(256, 64), 64, 512, (64, 4)),  # of each row's 512 keys half are the prompt's
+        (sampling(2048, 128), 64, 512, (64, 8)),
+    ],
+)
+def test_places_are_as_many_as_asked(section, slots, completions, places):
+    assert choose_places(section, MODEL, slots, 8, completions)[:2] == places
+
+
+@pytest.mark.parametrize(
+    ("tokens", "places"),
+    [
+        (4160 * 3, (21, 1)),  # three rows of 64 + 8 x 512 keys would hold 24 of 64
+        (4160 * 8, (64, 8)),
+        (576, (1, 1)),
+        (1, (1, 1)),
+    ],
+)
+def test_places_are_as_many_as_the_caches_hold(tokens, places):
+    assert choose_places(sampling(), MODEL, 64, 8, 64, tokens)[:2] == places
+
+
+def test_caches_are_divided_by_replica():
+    where = make_roles(MeshSection(2, 2, 2)).sampler  # 8 devices, 4 replicas of 2
+    assert choose_places(sampling(), Model(PLAINEST, where), 64, 8, 512, 4800)[:2] == (
+        8,
+        1,
+    )  # 576 a row
+    assert choose_places(sampling(), Model(PLAINEST, where), 64, 8, 512, 2304)[:2] == (4, 1)
+
+
+def test_one_engine_serves_all_sizes_that_fill_its_rows():
+    def made(completion: int) -> list[int]:
+        make = sampling_engine_maker(
+            Model(PLAINEST, roles().sampler), TOKENIZER, sampling(256, completion), 64, 8
+        )
+        engines = [
+            make(Purpose.TRAIN, 8),
+            make(Purpose.EVALUATE, 1),
+            make(Purpose.EVALUATE, 4),
+            make(Purpose.EVALUATE, 16),
+        ]
+        assert all(engine.num_rows * engine.siblings == 64 for engine in engines)
+        return [engines.index(engine) for engine in engines]
+
+    assert made(512) == [0, 0, 0, 0]
+    assert made(64) == [0, 1, 0, 0]  # four siblings a row
+
+
+def test_every_engine_stays_within_the_caches():
+    """Greedy answers have rows of their own, each with a prompt's keys: there is room for fewer."""
+    places = choose_places(sampling(512, 512), MODEL, 16, 8, 16, 4608 * 2)
+    make = engine_maker(Model(PLAINEST, roles().sampler), TOKENIZER, sampling(512, 512), places, 8)
+    training, greedy = make(Purpose.TRAIN, 8), make(Purpose.EVALUATE, 1)
+    assert (training.num_rows, training.siblings) == (2, 8) and (
+        greedy.num_rows,
+        greedy.siblings,
+    ) == (9, 1)
+
+
+@pytest.mark.parametrize("num_kv_heads", [2, 1])
+def test_the_shapes_of_engines_are_known_without_them(num_kv_heads):
+    """Also where two devices share a key/value head: of 300 and 100 tokens each caches a half, in
+    blocks of 64."""
+    config = Config(sampling=sampling(300, 100), batch=BatchSection(4, 6))
+    made, a = (
+        make_roles(MeshSection(fsdp=4, tensor=2)),
+        replace(PLAINEST, num_kv_heads=num_kv_heads),
+    )
+    model = Model(a, made.trainer)
+    states = dict(engine_states(config, model, made, a))
+    engines = dict(run_engines(config, model, made, TOKENIZER))
+    assert (
+        states == {name: engine.state_shapes() for name, engine in engines.items()}
+        and len(states) == 3
+    )
+    cache, parts = states["training"].caches[0], model.key_parts
+    assert parts == 3 - num_kv_heads
+    prompt, own = (x.shape[-2] * parts for x in (cache.prefix_k, cache.own_k))
+    rows, siblings = cache.own_k.shape[0] // 4, cache.own_k.shape[1]
+    assert bytes_per_device(states["training"].caches) == rows * (
+        prompt + siblings * own
+    ) * key_bytes(a, made.sampler, model.dtype)
+
+
+def test_on_an_accelerator_a_step_that_does_not_fit_is_sampled_in_parts():
+    """8B on 8 chips of 31 GiB: 12 GB of masters and moments and 8 of weights leave some 8 of
+    each."""
+    config = Config(
+        model=ModelSection(dtype="bfloat16"),
+        mesh=MeshSection(fsdp=8),
+        sampling=sampling(256, 1024),
+        batch=BatchSection(64, 8),
+    )
+    a, devices = model_named("llama3.1-8b").architecture, tpu("v6e", 2, 4)
+    made = run_roles(config, a, devices)
+    places = training_places(config, made, a)
+    assert places.siblings == 1 and 100 < places.slots < 512
+    assert (
+        places_text(config, made, a)
+        == f"{places.slots} completions at once, each in a row of its own"
+    )
+    assert all_places(config, made, a) == places.slots * len(made.hosts)
+    # As many rollouts as one worker has places would leave the others idle.
+    remote = replace(config, sampler=SamplerSection(kind="ray", workers=3))
+    assert all_places(remote, made, a) == 3 * training_places(remote, made, a).slots
+    half = replace(config, sampling=replace(config.sampling, memory_share=0.7))
+    assert training_places(half, made, a).slots < places.slots
+    short = replace(config, sampling=sampling(64, 64))
+    assert training_places(short, made, a)[:2] == (512, 8) and places_text(short, made, a) == ""
+
+
+def test_places_by_the_mean_length_of_completions_share_a_pool():
+    """8B on 8 v6e, completions of up to 16 thousand tokens: of a quarter of that in the mean."""
+    config = Config(
+        model=ModelSection(dtype="bfloat16"),
+        mesh=MeshSection(fsdp=8),
+        sampling=sampling(1024, 16384),
+        batch=BatchSection(64, 8),
+    )
+    a, devices = model_named("llama3.1-8b").architecture, tpu("v6e", 2, 4)
+    made = run_roles(config, a, devices)
+    whole, shards = training_places(config, made, a), made.hosts[0].row_shards
+    by_mean = replace(config, sampling=replace(config.sampling, mean_completion_tokens=4096))
+    many = training_places(by_mean, made, a)
+    assert 3 * whole.slots < many.slots < 4 * whole.slots and many.siblings == 1
+    assert whole.room.pages(whole.slots, 1) == whole.slots // shards * 128  # nothing gives way
+    pages = many.room.pages(many.slots, 1)
+    assert many.slots // shards * 32 <= pages < many.slots // shards * 128
+    model = Model(a, made.trainer, jnp.bfloat16)
+    for some, places in ((config, whole), (by_mean, many)):
+        caches = dict(engine_states(some, model, made, a))["training"].caches
+        keys = places.slots // shards * 1024 + 128 * places.room.pages(places.slots, 1)
+        assert bytes_per_device(caches) == keys * key_bytes(a, made.sampler, jnp.bfloat16)
+        assert keys <= places.room.tokens / shards < 1.4 * keys
+
+
+def test_a_row_has_room_for_its_limits_whatever_the_mean():
+    """Of 40 pages rows of 8 siblings at 8 each would take 64."""
+    room = CacheRoom(128, 128, 1024, 40 * 128, 1, True)
+    assert room.slots(64, 8) == 0 and room.slots(64, 4) == 32 and room.pages(28, 4) == 33
+    assert room._replace(tokens=0).pages(64, 8) == 64
+    assert room._replace(by_pages=False).pages(28, 4) == 0
+
+
+def test_a_mean_length_is_refused_where_caches_are_not_by_pages():
+    with pytest.raises(
+        ShoalError, match=r"only decoding by the kernel for TPUs has caches by pages \(CPU, "
+    ):
+        choose_places(sampling(mean_completion_tokens=64), MODEL, 64, 8, 64)
+    with pytest.raises(ShoalError, match="mean_completion_tokens"):
+        sampling(mean_completion_tokens=513)
+
+
+# ---- what the data needs
+
+TOOL = '''\
+def add(a: int) -> int:
+    """Adds.
+
+    Args:
+        a: A number.
+    """
+    return a
+'''
+
+
+def job_of(
+    tmp_path: Path, *words: str, lengths: Sequence[int] = (5, 9, 7, 70), resumed: Path | None = None
+) -> Job:
+    """A job of own data with prompts of so many words, each a token or two; the last row is held
+    out."""
+    rows = tmp_path / "rows.jsonl"
+    prompts = [[{"role": "user", "content": " ".join(["one"] * length)}] for length in lengths]
+    rows.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    config, _ = compose(
+        "train",
+        [
+            "task=custom",
+            f"task.path={rows}",
+            "batch.prompts_per_step=2",
+            "batch.group_size=4",
+            "algorithm.kl_coef=0",
+            "task.num_eval_questions=1",
+            f"base_output_directory={tmp_path}",
+            "reward=think_format_reward",
+            *words,
+        ],
+    )
+    return Job(config, Console(io.StringIO()), resumed=resumed)
+
+
+def test_slots_have_room_for_the_longest_prompt_of_own_data(tmp_path):
+    """They had it for 1,024 tokens whatever the data held: 4.5 GiB of keys for prompts of 64
+    tokens."""
+    with job_of(tmp_path, "train.pass_k=0") as job:
+        task = job.questions
+        longest = max(
+            len(job.encode(example)) for example in (*task.train, *task.evaluations["held_out"])
+        )
+        sampling = job.slots
+        assert job.config.sampling == sampling and sampling.max_prompt_tokens == 1024
+        assert longest <= sampling.slot_prompt == sampling.prompt_slot_tokens < longest + 64
+        assert {engine.max_prompt_tokens for engine in job.engines.values()} == {
+            sampling.slot_prompt
+        }
+        # Of one question there is one answer; it had as many slots as training.
+        assert sampling.evaluation_slots == 1
+        assert job.engines["evaluation"].num_rows == 1 and job.engines["training"].num_rows == 2
+        text = places_text(job.config, job.roles, job.spec.architecture)
+        assert f"room for prompts of {sampling.slot_prompt} tokens" in text
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("sampling.max_prompt_tokens=64",),  # no longer than that, and longer ones are dropped
+        (
+            "model=tiny-tools",
+            "environment.tools=[tools.py:add]",
+        ),  # what a turn adds is not known before
+    ],
+)
+def test_slots_have_room_for_all_that_is_allowed_where_the_longest_prompt_is_not_less(
+    tmp_path, words
+):
+    (tmp_path / "tools.py").write_text(TOOL)
+    words = tuple(word.replace("tools.py", str(tmp_path / "tools.py")) for word in words)
+    with job_of(tmp_path, *words, lengths=(5, 9, 70, 7)) as job:
+        assert (
+            job.slots.prompt_slot_tokens == 0
+            and job.slots.slot_prompt == job.slots.max_prompt_tokens
+        )
+
+
+def test_a_generated_task_keeps_its_room():
+    config, _ = compose("train", ["task=words", "task.num_eval_questions=2"])
+    with Job(config, Console(io.StringIO())) as job:
+        assert job.slots.prompt_slot_tokens == 0 and job.slots.evaluation_slots == 2 + 2 + 2 * 8
+
+
+def test_room_that_is_too_small_is_refused(tmp_path):
+    with (
+        job_of(tmp_path, "sampling.prompt_slot_tokens=8") as job,
+        pytest.raises(
+            ShoalError, match=r"prompt_slot_tokens=8: the longest prompt of the data has \d+ tokens"
+        ),
+    ):
+        job.slots  # noqa: B018
+
+
+def test_a_resumed_run_keeps_its_room_as_long_as_its_data_fits(tmp_path):
+    """Another room is another program, whose last bits may differ."""
+    with job_of(tmp_path) as job:
+        before = job.slots.prompt_slot_tokens
+        config = job.config
+        with RunFolder.create(tmp_path, "first") as made:
+            made.write_config(*texts_of(config, decided_between(job.given, config)))
+    assert {"sampling.prompt_slot_tokens", "sampling.evaluation_slots"} <= read_decided_keys(
+        made.path
+    )
+    with job_of(tmp_path, lengths=(5, 9, 7, 5), resumed=made.path) as job:
+        assert job.slots.prompt_slot_tokens == before  # though its data got shorter
+    with job_of(tmp_path, lengths=(5, 9, 300, 5), resumed=made.path) as job:
+        assert before < job.slots.prompt_slot_tokens
+    older = replace(
+        config, sampling=replace(config.sampling, prompt_slot_tokens=0, evaluation_slots=0)
+    )
+    with RunFolder(made.path) as folder:  # of a version that decided nothing
+        folder.write_config(*texts_of(older, ()))
+    with job_of(tmp_path, resumed=made.path) as job:
+        assert job.slots.prompt_slot_tokens == 0 and job.slots.evaluation_slots == 0
+
+
+def test_an_evaluation_has_no_more_slots_than_completions():
+    batch = BatchSection(prompts_per_step=4, group_size=128)
+    config = Config(sampling=sampling(512, 64, evaluation_slots=3), batch=batch)
+    made = make_roles(MeshSection())
+    model = Model(PLAINEST, made.trainer)
+    engines = dict(run_engines(config, model, made, TOKENIZER))
+    assert engines["training"].num_rows * engines["training"].siblings == 512
+    assert engines["evaluation"].num_rows == 3
+    states = dict(engine_states(config, model, made, PLAINEST))
+    assert states == {name: engine.state_shapes() for name, engine in engines.items()}
+
+
+def test_what_samples_nothing_has_no_caches():
+    """Answers of data are learned, and no evaluation is wanted."""
+    config, _ = compose("sft", ["train.evaluate_every=-1"])
+    made = make_roles(MeshSection())
+    assert not dict(engine_states(config, Model(PLAINEST, made.trainer), made, PLAINEST))

@@ -1,0 +1,458 @@
+"""The head of a run, and a dry run: both say what the doctor would say, before weights are read."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tiny_runs import Workshop
+
+from shoal import cli
+from shoal.budget import auto
+from shoal.budget.auto import run_roles
+from shoal.budget.memory import AvailableMemory
+from shoal.commands import doctor as doctor_module
+from shoal.config.derived import for_devices, staleness_text
+from shoal.config.merge import compose
+from shoal.job import job as job_module
+from shoal.job.head import data_lines, print_head
+from shoal.job.job import Job
+from shoal.mesh import available_devices
+from shoal.records import ShoalError
+from shoal.report.console import Console
+from shoal.tasks.task import DataReport, Task
+from shoal.trainer.loss import make_objective
+from shoal.weights.source import open_run_model
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory) -> Workshop:
+    return Workshop(tmp_path_factory.mktemp("workshop"), num_hidden_layers=1)
+
+
+def head_of(workshop: Workshop, *changes: str) -> list[str]:
+    """The lines at the start of a run, as far as they need no weights."""
+    config, _ = compose("train", workshop.words("head", "reward.workers=0", *changes)[1:])
+    out = io.StringIO()
+    with Job(config, Console(out)) as job:
+        job.check()
+        print_head(job)
+    return out.getvalue().splitlines()
+
+
+@pytest.mark.parametrize(
+    ("platform", "given", "expected"),
+    [("cpu", 0, 2048), ("tpu", 0, 4096), ("gpu", 0, 4096), ("cpu", 4096, 4096), ("tpu", 512, 512)],
+)
+def test_micro_tokens_follow_from_the_platform_unless_given(platform, given, expected):
+    config, _ = compose("train", ["task=gsm8k", f"batch.micro_tokens={given}"])
+    assert for_devices(config, 4, platform).batch == replace(config.batch, micro_tokens=expected)
+
+
+def test_a_run_says_what_it_will_do_with_what(workshop):
+    lines = dict(
+        line.split(": ", 1)
+        for line in head_of(workshop)
+        if not line.startswith(("warning", "this step"))
+    )
+    assert lines["devices"].startswith("1 of 8 x cpu (cpu), JAX ")
+    assert f"{workshop.model} (qwen3), " in lines["model"] and lines["model"].endswith(
+        "parameters, float32"
+    )
+    assert lines["attention"] == "blocked"
+    assert lines["evaluation"] == "4 held_out" and lines["prompts"] == (
+        "11 to 12 tokens (held_out 11 to 12), each answered by at most 12 tokens"
+    )
+    assert lines["first prompt"].endswith("=") and lines["rewards of known answers"].startswith(
+        "right "
+    )
+    assert lines["memory"].startswith("at least ") and "KV caches" in lines["memory"]
+    assert len(lines) <= 12
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ("optimizer.lr=0", "WRONG configuration: optimizer.lr=0: nothing would be learned"),
+        (
+            "model.template={{ messages[-1].content }}<|im_end|>",
+            "template: the prompt ends with <|im_end|>",
+        ),
+        (
+            "sampling.max_prompt_tokens=20 task.path={long}",
+            "data: 5 of 9 prompts checked have more than ",
+        ),
+        (
+            "reward={constant}",
+            "WRONG reward: of the answers tried all score 0.5: if the model's do too, nothing is "
+            "learned; set reward.functions to one that tells answers apart",
+        ),
+        ("task.path={templated}", "template: the question holds special tokens itself"),
+        (
+            "mesh.fsdp=1",
+            "devices: 1 of 8 devices are used: raise mesh.fsdp (-1 takes all of the trainer's)",
+        ),
+        (
+            "mesh.trainer=0.3 mesh.sampler=0.3",
+            "devices: 3 of 8 devices are used: raise mesh.fsdp (-1 takes all of "
+            "the trainer's) or mesh.trainer or mesh.sampler",
+        ),
+    ],
+)
+def test_what_the_doctor_warns_of_a_run_warns_of(workshop, tmp_path, change, text):
+    (tmp_path / "constant.py").write_text(
+        "def f(completions, **_): return [0.5] * len(completions)\n"
+    )
+    for name, question in (
+        ("long", "{} + 17 = ?{}"),
+        ("templated", "<|im_start|>user\n{} + 17 = ?{}<|im_end|>"),
+    ):
+        rows = [
+            {
+                "question": question.format(10 + i, "9" * 30 * (1 - i % 2)),
+                "answer": f"#### {27 + i}",
+            }
+            for i in range(10)
+        ]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    paths = {
+        "{constant}": f"{tmp_path}/constant.py:f",
+        "{long}": f"{tmp_path}/long.jsonl",
+        "{templated}": f"{tmp_path}/templated.jsonl",
+    }
+    for name, path in paths.items():
+        change = change.replace(name, path)
+    words = [change] if "{{" in change else change.split()
+    extra = ["sampling.max_prompt_tokens=64"] if "templated" in change else []
+    shown = text if text.startswith("WRONG") else f"warning: {text}"
+    assert any(line.startswith(shown) for line in head_of(workshop, *extra, *words))
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ("", "no reference (algorithm.kl_coef=0)"),
+        ("algorithm.kl_coef=0.1", "reference on all of these devices"),
+        (
+            "algorithm.kl_coef=0.1 mesh.trainer=4 mesh.sampler=4 mesh.fsdp=4",
+            "reference on the sampler's devices",
+        ),
+        (
+            "algorithm.kl_coef=0.1 mesh.trainer=2 mesh.sampler=2 mesh.reference=[0,1] mesh.fsdp=2",
+            "reference on the trainer's devices",
+        ),
+        (
+            "algorithm.kl_coef=0.1 mesh.trainer=2 mesh.sampler=2 mesh.reference=2 mesh.fsdp=2",
+            "reference on 2 devices of its own",
+        ),
+        (
+            "algorithm.kl_coef=0.1 teacher.path={model}",
+            "reference and teacher on all of these devices",
+        ),
+    ],
+)
+def test_the_head_says_where_the_reference_is(workshop, words, text):
+    lines = head_of(workshop, *words.replace("{model}", str(workshop.model)).split())
+    [line] = [line for line in lines if line.startswith("devices: ")]
+    assert line.endswith(f"; {text}")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "text"),
+    [
+        ("torchrl", "TorchRL counts 8 dialog turns a batch, 16 in all, 2 updates of 8"),
+        ("maxtext", "MaxText counts 8 sequences a step of at most 212 tokens: 1,696 tokens"),
+        ("tunix", "Tunix counts 2 prompts a batch, 8 completions in mini-batches of 8"),
+        ("trl", "TRL counts a generation_batch_size of 8, and max_steps=2 of 8 completions"),
+        (
+            "verl",
+            "verl counts a train_batch_size of 2 prompts and a ppo_mini_batch_size of 1, 4 updates",
+        ),
+    ],
+)
+def test_the_head_has_a_systems_own_sizes(workshop, recipe, text):
+    words = ["algorithm.num_minibatches=2"] if recipe == "verl" else ["algorithm.num_minibatches=1"]
+    assert text in head_of(workshop, f"recipe={recipe}", *words, "sampling.max_prompt_tokens=200")
+    assert not any(" counts " in line for line in head_of(workshop))
+
+
+@pytest.mark.parametrize("words", [[], ["--dry-run"]])
+def test_the_folder_of_published_weights_must_have_its_parent(workshop, tmp_path, words, capsys):
+    """A mount that is missing would be made on this machine's disk."""
+    folder = tmp_path / "no" / "mount"
+    assert (
+        cli.main(
+            workshop.words(
+                "published",
+                f"publish.folder={folder}",
+                "publish.channel=files",
+                "sampler.kind=ray",
+                *words,
+            )
+        )
+        == 2
+    )
+    assert (
+        f"publish.folder={folder}: there is no folder {folder.parent}; make it"
+        in capsys.readouterr().err
+    )
+    assert not folder.parent.exists()
+
+
+def test_a_warning_of_the_head_ends_the_run_where_that_was_asked(workshop):
+    with pytest.raises(
+        ShoalError,
+        match=r"before the first step by train.on_warning=stop: .*optimizer.lr=0: nothing",
+    ):
+        head_of(workshop, "train.on_warning=stop", "optimizer.lr=0")
+
+
+def test_a_further_set_whose_prompts_are_all_too_long_is_left_out(workshop):
+    out = io.StringIO()
+    with Job(compose("train", workshop.words("head")[1:])[0], Console(out)) as job:
+        known = job.questions.evaluations
+        [(main, examples)] = known.items()
+        long = [replace(examples[0], prompt=[{"role": "user", "content": "9" * 100}])]
+        job.opened["questions"] = replace(job.questions, evaluations={**known, "long": long})
+        job.check()
+        print_head(job)
+        assert list(job.sets) == [main]
+    assert (
+        "data: long is not evaluated: no prompt of long has at most 64 tokens: raise "
+        in out.getvalue()
+    )
+    assert f"evaluation: {len(examples)} {main}\n" in out.getvalue()
+    with Job(compose("train", workshop.words("head")[1:])[0], Console(io.StringIO())) as job:
+        job.opened["questions"] = replace(job.questions, evaluations={"long": long})
+        with pytest.raises(ShoalError, match="no prompt of long has at most 64 tokens: raise"):
+            _ = job.sets
+
+
+@pytest.mark.slow
+def test_a_job_that_cannot_fit_ends_before_weights_are_read(workshop, monkeypatch):
+    monkeypatch.setattr(
+        job_module,
+        "available_memory",
+        lambda _: AvailableMemory(1 << 16, 1 << 16, "a small machine"),
+    )
+    with pytest.raises(
+        ShoalError, match=r"not enough memory: .* of 0.1 MiB free \(a small machine\)"
+    ):
+        head_of(workshop)
+    monkeypatch.setattr(
+        job_module,
+        "available_memory",
+        lambda _: AvailableMemory(1 << 40, 1 << 16, "a busy machine"),
+    )
+    assert any(line.startswith("WRONG memory: not enough memory") for line in head_of(workshop))
+
+
+@pytest.mark.parametrize(
+    ("report", "lines"),
+    [
+        (DataReport(), {"data": "gsm8k, 0 training prompts"}),
+        (
+            DataReport(
+                {"a/train-0.parquet": 4000, "a/train-1.parquet": 3473},
+                {"a/test.parquet": 1319},
+                {"no number": 12},
+            ),
+            {
+                "data": "trains on a/train-0.parquet and 1 more file (7,473 rows); holds out "
+                "a/test.parquet (1,319 rows)",
+                "training prompts": "0 of 7,473 rows; dropped: 12 (no number)",
+            },
+        ),
+    ],
+)
+def test_files_are_named_with_their_rows(report, lines):
+    assert data_lines(Task("gsm8k", [], {}, (), data=report)) == lines
+
+
+def test_what_flags_of_other_systems_became_is_said():
+    _, resolved = compose("train", ["--learning_rate=3e-6", "--num_generations=4", "task=gsm8k"])
+    assert resolved.start_lines[-1] == (
+        "flags: learning_rate=3e-6 became optimizer.lr=3e-06; "
+        "num_generations=4 became batch.group_size=4"
+    )
+    assert not any(
+        "became" in line for line in compose("train", ["batch.group_size=4"])[1].start_lines
+    )
+
+
+# ---- dry run
+
+
+def dry_run(capsys, *words: str) -> tuple[int, str]:
+    code = cli.main([*words, "--dry-run"])
+    out, err = capsys.readouterr()
+    return code, "".join(line for line in out.splitlines(True) if "warning:" in line) + err
+
+
+def test_a_warning_names_the_flag_that_was_typed(capsys, workshop):
+    for name, named in (
+        ("ici_fsdp_parallelism", "(mesh.fsdp: --ici_fsdp_parallelism)"),
+        ("ici_data_parallelism", "(in MaxText: mesh.fsdp is ici_fsdp_parallelism)"),
+        ("mesh.data", "trainer's)"),
+    ):
+        _, said = dry_run(capsys, *workshop.words("idle", f"{name}=2"))
+        assert named in said and "2 of 8 devices are used: raise mesh.fsdp (-1 takes" in said
+
+
+@pytest.mark.slow
+def test_a_dry_run_judges_the_size_of_a_group(capsys, tmp_path):
+    code, text = dry_run(
+        capsys, "train", "batch.group_size=1000000", f"base_output_directory={tmp_path}"
+    )
+    assert code == 2 and "not enough memory: " in text and "batch.group_size=" in text
+
+
+def test_a_dry_run_shows_the_warnings_of_the_run(capsys, workshop, tmp_path):
+    data = tmp_path / "rows.jsonl"
+    rows = [{"question": f"<|im_start|>{i} + 1", "answer": f"#### {i + 1}"} for i in range(9)]
+    data.write_text("\n".join(map(json.dumps, rows)))
+    code, text = dry_run(
+        capsys, *workshop.words("never", f"task.path={data}", "optimizer.warmup_steps=2")
+    )
+    assert code == 0 and not workshop.runs.exists()
+    for part in (
+        "# warning: configuration: optimizer.warmup_steps=2",
+        "# warning: template: the question holds",
+    ):
+        assert part in text
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ("sampling.temperature=0", "sampling.temperature=0"),
+        ("batch.prompts_per_step=21", "20 prompts, fewer than batch.prompts_per_step=21"),
+        ("sampling.max_prompt_tokens=5", "no prompt of held_out has at most 5 tokens"),
+        ("base_output_directory={taken}", "is a file"),
+    ],
+)
+def test_a_dry_run_refuses_what_the_data_does_not_allow(capsys, workshop, change, text):
+    code, error = dry_run(
+        capsys, *workshop.words("never", change.replace("{taken}", str(workshop.rewards)))
+    )
+    assert code == 2 and error.startswith("error: ") and text in error
+
+
+def test_what_is_printed_is_kept(tmp_path: Path):
+    out, log = io.StringIO(), tmp_path / "log.txt"
+    for terminal in (False, True):
+        console = Console(out, terminal=terminal)
+        console.note("before there was a folder")
+        console.keep_log(log)
+        console.heading("training")
+        console.warning("one\ud83d")
+        console.table(("a", "b"), [("1", "2")])
+    assert (
+        log.read_text()
+        == "before there was a folder\n== training\nwarning: one\\ud83d\na  b\n1  2\n" * 2
+    )
+    console.keep_log(tmp_path / "missing" / "log.txt")
+    console.note("no run ends for a log that cannot be written")
+
+
+@pytest.mark.slow
+def test_the_run_its_dry_run_and_the_doctor_divide_the_sampler_alike(
+    workshop, tmp_path, monkeypatch, capsys
+):
+    """On devices of so little memory that a replica needs more than one of them."""
+    monkeypatch.setattr(auto, "device_memory", lambda device: 1)
+    judged, judge = [], job_module.judge_memory
+
+    def judge_memory(figures, *rest):
+        judged.append(figures.job["roles"]["sampler"]["mesh"].get("tensor", 1))
+        return judge(figures, *rest)
+
+    monkeypatch.setattr(job_module, "judge_memory", judge_memory)
+    monkeypatch.setattr(doctor_module, "judge_memory", judge_memory)
+    monkeypatch.setattr(
+        doctor_module, "available_memory", lambda devices: AvailableMemory(1, 1, "a device")
+    )
+    config, _ = compose("train", workshop.words("alike", "mesh.fsdp=4")[1:])
+    a = open_run_model(config.model, None, None).architecture
+    tensor = run_roles(config, a, available_devices()).sampler.tensor
+    assert tensor > 1
+    cli.main([*workshop.words("alike", "mesh.fsdp=4"), "--dry-run"])
+    assert set(judged) == {tensor}
+    judged.clear()
+    cli.main(["doctor", *workshop.words("alike", "mesh.fsdp=4")[1:]])
+    assert set(judged) == {tensor}
+    note = f"mesh.sampler_tensor={tensor}: a replica of the sampler does not fit fewer devices"
+    assert note in " ".join(head_of(workshop, "mesh.fsdp=4"))
+
+
+VLLM = ["sampler.kind=vllm", "vllm.python=python"]
+
+
+@pytest.mark.parametrize(
+    ("words", "own", "said"),
+    [
+        ([], True, ""),
+        (
+            ["train.max_staleness=1"],
+            False,
+            "up to 1 version old, corrected by importance weights (algorithm.correction=",
+        ),
+        (
+            ["train.weight_sync_interval=3", "algorithm.correction=none"],
+            True,
+            "up to 2 versions old, not corrected (algorithm.correction=none); the sampler goes on "
+            "while the trainer learns",
+        ),
+        (
+            ["train.max_staleness=2", "train.versions=newest"],
+            True,
+            "takes new weights while completions go on",
+        ),
+        (
+            ["train.max_staleness=2", "train.versions=newest"],
+            False,
+            "take turns, so with train.versions=newest none is",
+        ),
+        (
+            VLLM,
+            True,
+            "by vLLM, whose numbers are not the trainer's and which samples other tokens when it "
+            "is asked again; "
+            "up to 0 versions old, corrected by importance weights (algorithm.correction=tis)",
+        ),
+        (
+            ["sampler.quantise=int8"],
+            False,
+            "by weights in int8, which are not quite the trainer's; up to 0 versions old, "
+            "corrected by importance weights (algorithm.correction=tis)",
+        ),
+        (
+            ["sampler.quantise=fp8", "train.max_staleness=1"],
+            True,
+            "the sampler goes on while the trainer learns",
+        ),
+    ],
+)
+def test_the_age_of_samples_and_its_correction_are_said(words, own, said):
+    text = staleness_text(compose("train", words)[0], own)
+    assert said in text and bool(said) == bool(text)
+
+
+@pytest.mark.parametrize(
+    ("words", "correction"),
+    [
+        ([], "none"),
+        (VLLM, "tis"),
+        (["train.max_staleness=1"], "tis"),
+        (["train.weight_sync_interval=2"], "tis"),
+        (["train.max_staleness=1", "algorithm.correction=none"], "none"),
+        (["algorithm.correction=icepop"], "icepop"),
+    ],
+)
+def test_samples_of_older_weights_are_corrected_unless_given_otherwise(words, correction):
+    config = for_devices(compose("train", words)[0], 1, "cpu")
+    assert config.algorithm.correction == correction
+    assert (make_objective(config.algorithm).correction is None) == (correction == "none")

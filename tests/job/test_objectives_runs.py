@@ -1,0 +1,267 @@
+"""Whole runs of what a step can do with its groups: truncation replayed, further groups, a teacher,
+penalties."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import yaml
+from tiny_models import write_model_with_tokenizer
+from tiny_runs import PROGRAMS_OF_TWO, groups, metrics, parameters_of, same_bits
+
+from shoal import cli
+from shoal.runs.metrics import is_clock
+
+CUT = ("sampling.top_p=0.7", "sampling.top_k=30", "sampling.max_support=20")
+
+
+@pytest.mark.slow
+def test_a_run_with_truncation_agrees_with_its_sampler(workshop):
+    cut = (*CUT, "algorithm.num_minibatches=2")
+    run = workshop.train("cut", *cut)
+    assert all(row["sampler_gap/logprob_max"] < 1e-4 for row in metrics(run))
+    stored = groups(run, 1)[0]["completions"][0]
+    assert all(
+        1 <= len(support_ids) <= 20 and token in support_ids
+        for support_ids, token in zip(stored["support_ids"], stored["token_ids"], strict=True)
+    )
+    biased = workshop.train("biased", *cut, "algorithm.match_sampling_support=false")
+    assert all(row["sampler_gap/logprob_mean"] > 0.05 for row in metrics(biased))
+    assert "support_ids" not in groups(biased, 1)[0]["completions"][0]
+
+
+@pytest.mark.slow
+def test_a_truncated_step_is_learnt_again_from_its_stored_groups(workshop, capsys):
+    run = workshop.train("cut-replay", *CUT, "checkpoint.every=0", "steps=3")
+    capsys.readouterr()
+    assert cli.main(["replay", str(run), "step=3", "group=1", "json=true"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["identical"] is True and told["weights"]["updates_retrained"] == 2
+
+
+@pytest.fixture(scope="module")
+def choosy(workshop):
+    """Words of a run whose reward tells the completions of every other prompt apart, and none of
+    the others."""
+    file = workshop.folder / "choosy.py"
+    file.write_text("""\
+def choosy(completions, answer, **kwargs):
+    texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
+    return [sum(map(ord, text)) % 3 if int(gold) % 2 else 1.0 for text, gold in zip(texts, answer)]
+""")
+    return (
+        f"reward={file}:choosy",
+        "algorithm.dynamic_sampling=true",
+        "algorithm.dynamic_sampling_by=reward",
+        "batch.prompts_per_step=4",
+        "steps=3",
+        *PROGRAMS_OF_TWO,
+    )
+
+
+def numbers(run):
+    return [
+        {name: value for name, value in row.items() if not is_clock(name)} for row in metrics(run)
+    ]
+
+
+@pytest.mark.slow
+def test_groups_without_variance_are_replaced(workshop, choosy):
+    run = workshop.train("dynamic", *choosy)
+    for number, row in enumerate(metrics(run), 1):
+        stored = groups(run, number)
+        assert len(stored) == len({group["row"] for group in stored}) == 4
+        assert all(len({c["reward"] for c in group["completions"]}) > 1 for group in stored)
+        assert row["groups/nonzero_std"] == 1.0
+    assert sum(row["groups/discarded"] for row in metrics(run)) >= 3
+    plain = workshop.train("not-dynamic", *choosy, "algorithm.dynamic_sampling=false")
+    assert any(row["groups/nonzero_std"] < 1 for row in metrics(plain))
+    assert all(row["groups/discarded"] == 0 for row in metrics(plain))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lag", [0, 1])
+def test_dynamic_sampling_resumes_exactly(workshop, choosy, lag):
+    whole = workshop.train(
+        f"whole-{lag}",
+        *choosy,
+        f"train.max_staleness={lag}",
+        "checkpoint.every=1",
+        "checkpoint.keep_last=3",
+    )
+    parts = shutil.copytree(whole, workshop.runs / f"parts-{lag}")
+    for version in (2, 3):
+        shutil.rmtree(parts / "checkpoints" / str(version))
+    (parts / "summary.json").unlink()
+    assert cli.main(["train", f"resume={parts}"]) == 0
+    assert numbers(parts) == numbers(whole)
+    tokens, again = (
+        json.loads((run / "summary.json").read_text())["tokens"] for run in (whole, parts)
+    )
+    assert tokens == again and tokens["discarded"] > 0 and tokens["lost"] == tokens["unused"] == 0
+    assert tokens["trained"] + tokens["discarded"] == sum(
+        row["tokens/sampled"] for row in metrics(whole)
+    )
+    assert same_bits(parameters_of(parts, 3), parameters_of(whole, 3))
+    assert [row["staleness"] for row in metrics(whole)] == [0, lag, lag]
+
+
+@pytest.mark.slow
+def test_a_step_that_cannot_be_filled_goes_on(workshop, choosy):
+    run = workshop.train(
+        "starved", *choosy, "reward.weights=[0.0]", "algorithm.max_sampling_rounds=2", "steps=1"
+    )
+    [row] = metrics(run)
+    assert row["groups/nonzero_std"] == 0 and row["groups/discarded"] == 8 and row["grad_norm"] == 0
+    assert len(groups(run, 1)) == 4
+
+
+@pytest.mark.slow
+def test_a_failure_in_a_further_round_loses_nothing(workshop, choosy, capsys):
+    """The step is saved as a whole: it is asked for again from its first prompt, once the reward is
+    mended."""
+    words = [*choosy[1:], "train.max_staleness=1", "checkpoint.every=1"]
+    file = workshop.folder / "tired.py"
+    text = (workshop.folder / "choosy.py").read_text()
+    file.write_text(
+        text.replace("answer, **kwargs", "answer, trainer_state, **kwargs").replace(
+            "    texts",
+            """    import os
+    flag = os.environ["SHOAL_TEST_FOLDER"] + f"/{trainer_state.global_step}-"
+    called = os.listdir(os.environ["SHOAL_TEST_FOLDER"])
+    number = len([name for name in called if name.startswith(f"{trainer_state.global_step}-")])
+    open(flag + str(number), "w").close()
+    if trainer_state.global_step == 1 and number == 5 and os.environ.get("SHOAL_TEST_TIRED"):
+        raise ValueError("tired")
+    texts""",
+            1,
+        )
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        for name, tired in (("rested", ""), ("tired", "1")):
+            folder = workshop.folder / f"calls-{name}"
+            folder.mkdir()
+            patch.setenv("SHOAL_TEST_FOLDER", str(folder))
+            patch.setenv("SHOAL_TEST_TIRED", tired)
+            line = workshop.words(name, *words, f"reward={file}:choosy", "reward.workers=0")
+            assert cli.main(line) == (cli.USAGE_EXIT_CODE if tired else 0)
+        assert "tired" in capsys.readouterr().err
+        patch.setenv("SHOAL_TEST_TIRED", "")
+        assert cli.main(line) == 0
+    assert numbers(workshop.runs / "tired") == numbers(workshop.runs / "rested")
+
+
+@pytest.mark.slow
+def test_small_data_ends_the_search_not_the_run(workshop, choosy):
+    run = workshop.train(
+        "small", *choosy, "batch.prompts_per_step=15", "steps=1", "algorithm.max_sampling_rounds=3"
+    )
+    [row] = metrics(run)
+    assert row["groups/discarded"] == 5  # the data has 20 rows: all were asked for, once
+    assert len(groups(run, 1)) == 15
+
+
+@pytest.mark.slow
+def test_a_teacher_alone_is_learnt_from(workshop):
+    teacher = write_model_with_tokenizer(workshop.folder / "teacher", "qwen3", "chatml", seed=5)
+    words = (
+        f"teacher.path={teacher}",
+        "algorithm.advantage=none",
+        "steps=12",
+        "batch.prompts_per_step=4",
+        *PROGRAMS_OF_TWO,
+    )
+    run = workshop.train("taught", *words)
+    told = [row["teacher/kl"] for row in metrics(run)]
+    assert np.mean(told[-3:]) < 0.8 * np.mean(told[:3])
+    assert all(row["advantage/abs_mean"] == 0 for row in metrics(run))
+    beside = workshop.train("beside", f"teacher.path={teacher}", "steps=1")
+    assert metrics(beside)[0]["advantage/abs_mean"] > 0 and metrics(beside)[0]["teacher/kl"] > 0
+
+
+def test_a_teacher_of_other_tokens_is_refused(workshop, capsys):
+    other = write_model_with_tokenizer(workshop.folder / "other", "llama3", "llama3")
+    assert cli.main(workshop.words("other", f"teacher.path={other}")) == cli.USAGE_EXIT_CODE
+    assert "its vocabulary is not that of the model" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_prompts_by_the_device_go_on_by_name(workshop):
+    workshop.train("by-device", "batch.prompts_per_device=4", *PROGRAMS_OF_TWO, "steps=1")
+    run = workshop.train("by-device", "batch.prompts_per_device=4", *PROGRAMS_OF_TWO, "steps=2")
+    assert [len(groups(run, step)) for step in (1, 2)] == [4, 4]
+
+
+@pytest.mark.slow
+def test_everything_at_once_runs_and_is_told(workshop):
+    run = workshop.train(
+        "all",
+        "reward.overlong_buffer_tokens=10",
+        "reward.overlong_penalty=0.5",
+        "algorithm.entropy_coef=0.01",
+        "algorithm.correction=icepop",
+        "algorithm.correction_level=geometric",
+        "algorithm.kl_coef=0.05",
+        "algorithm.kl_weighted=true",
+        "algorithm.kl_clamp_value=10",
+        "algorithm.clip_dual=3",
+        "algorithm.num_epochs=2",
+        "algorithm.advantage=gdpo",
+        "algorithm.aggregation=prompt-mean",
+        "batch.prompts_per_device=4",
+        *PROGRAMS_OF_TWO,
+    )
+    for row in metrics(run):
+        assert row["rewards/overlong"] < 0 and row["correction/weight"] == pytest.approx(
+            1, abs=1e-3
+        )
+        assert row["correction/zero"] == 0 and row["kl"] >= 0
+    assert len(groups(run, 1)) == 4
+    assert groups(run, 1)[0]["reward_weights"] == {"letters": 1.0, "overlong": 0.5}
+
+
+@pytest.mark.slow
+def test_the_objective_is_the_loss_without_its_other_terms(workshop):
+    words = (
+        "algorithm.kl_coef=0.1",
+        "algorithm.entropy_coef=0.01",
+        "algorithm.num_epochs=2",
+        "steps=3",
+    )
+    rows = metrics(workshop.train("terms", *words))
+    for row in rows:
+        assert row["loss"] == pytest.approx(
+            row["objective"] + 0.1 * row["kl"] - 0.01 * row["entropy"], rel=1e-6
+        )
+    assert any(abs(row["objective"] - row["loss"]) > 1e-4 for row in rows)
+
+
+@pytest.mark.slow
+def test_kl_without_a_weight_is_reported_and_changes_nothing(workshop):
+    """As TorchRL does; `report.hydra` writes what Hydra's users look for."""
+    without, with_it = (
+        workshop.train("no-kl", "steps=3"),
+        workshop.train("kl", "steps=3", "algorithm.kl_metric=true", "report.hydra=true"),
+    )
+    rows = numbers(with_it)
+    # Before the first update both are the same weights; on some processors two programs round them
+    # otherwise.
+    assert 0 <= rows[0]["kl"] < 1e-12 and all(row["kl"] > 1e-9 for row in rows[1:])
+    assert [
+        {name: value for name, value in row.items() if name != "kl"} for row in rows
+    ] == numbers(without)
+    same_bits(parameters_of(without, 3), parameters_of(with_it, 3))
+    place = with_it / ".hydra"
+    assert not (without / ".hydra").exists() and {one.name for one in place.iterdir()} == {
+        "config.yaml",
+        "overrides.yaml",
+        "hydra.yaml",
+    }
+    assert "algorithm.kl_metric=true" in yaml.safe_load((place / "overrides.yaml").read_text())
+    assert yaml.safe_load((place / "config.yaml").read_text())["algorithm"]["kl_metric"] is True
+    assert yaml.safe_load((place / "hydra.yaml").read_text())["hydra"]["runtime"][
+        "output_dir"
+    ] == str(with_it)

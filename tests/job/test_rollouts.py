@@ -1,0 +1,425 @@
+"""Runs whose rollouts have turns: the same bits however they are sampled, and an end whatever
+environments do."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from processes import descendants, gone
+from tiny_runs import groups, metrics, parameters_of, read_lines, same_bits
+from turn_runs import BOARD, TurnWorkshop, calling
+
+import shoal
+from shoal import cli
+from shoal.commands.replay import replay
+from shoal.config.commands import ReplayConfig
+from shoal.records import ShoalError, StopReason
+from shoal.runs.groups import read_file
+from shoal.runs.reader import read_config
+from shoal.tasks.examples import rows_task
+from shoal.tasks.task import Task
+from shoal.workers.sessions import Reply, Sessions
+
+
+@pytest.fixture(scope="module", autouse=True)
+def calls() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        calling(patch)
+        yield
+
+
+@pytest.fixture(scope="module")
+def turns(tmp_path_factory: pytest.TempPathFactory) -> TurnWorkshop:
+    return TurnWorkshop(tmp_path_factory.mktemp("turns"))
+
+
+@pytest.fixture(scope="module")
+def here(turns: TurnWorkshop) -> Path:
+    return turns.train("here")
+
+
+def assert_same_run(a: Path, b: Path, steps: int = 3) -> None:
+    for step in range(1, steps + 1):
+        assert groups(a, step) == groups(b, step)
+    assert same_bits(parameters_of(a, steps), parameters_of(b, steps))
+
+
+@pytest.mark.slow
+def test_the_run_has_every_kind_of_turn(here: Path) -> None:
+    rows = metrics(here)
+    for name in (
+        "tools/failure_frequency",
+        "completions/ended_by_max_turns",
+        "completions/ended_by_environment",
+        "completions/ended_by_length",
+    ):
+        assert sum(row[name] for row in rows) > 0, name
+    assert any(
+        "own_prompt_ids" in one
+        for step in (1, 2, 3)
+        for group in groups(here, step)
+        for one in group["completions"]
+    )
+    assert max(row["turns/max"] for row in rows) == 6
+
+
+@pytest.mark.slow
+def test_in_a_thread_with_more_rollouts_than_places_it_is_the_same_run(
+    turns: TurnWorkshop, here: Path
+) -> None:
+    assert_same_run(
+        here,
+        turns.train(
+            "thread",
+            "mesh.trainer=1",
+            "mesh.sampler=1",
+            "sampling.slots_per_device=4",
+            "environment.rollouts=16",
+        ),
+    )
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing catches it."""
+
+
+@pytest.mark.slow
+def test_killed_while_tools_answer_and_resumed_it_is_the_same_run(
+    turns: TurnWorkshop, here: Path, monkeypatch
+) -> None:
+    collect, calls = Sessions.collect, 0
+
+    def dies(self: Sessions, seconds: float = 0.0) -> list[Reply]:
+        nonlocal calls
+        replies = collect(self, seconds)
+        calls += bool(replies)
+        if calls == 30:  # in the second step
+            raise Killed
+        return replies
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(Sessions, "collect", dies)
+        cli.main(turns.words("killed", "checkpoint.every=1"))
+    assert len(metrics(turns.runs / "killed")) < 3
+    assert_same_run(here, turns.train("killed", "checkpoint.every=1"))
+
+
+@pytest.mark.slow
+def test_newest_weights_and_an_evaluation_between_steps(turns: TurnWorkshop) -> None:
+    """Tokens of a rollout may be of several versions; what was asked of a version is sampled from
+    no older one."""
+    run = turns.train(
+        "newest",
+        "mesh.trainer=1",
+        "mesh.sampler=1",
+        "train.versions=newest",
+        "steps=4",
+        "sampling.slots_per_device=4",
+        "environment.rollouts=16",
+        "train.evaluate_every=1",
+        "train.max_staleness=2",
+    )
+    assert [row["step"] for row in metrics(run)] == [1, 2, 3, 4]
+    assert len(read_lines(run / "evaluations.jsonl")) == 5
+    for step in range(1, 5):
+        for stored in read_file(run / "groups" / f"step_{step:06d}.parquet"):
+            sampled = np.concatenate([one.sampled_versions for one in stored.group.completions])
+            assert stored.group.version == sampled.min() >= step - 3 and sampled.max() < step
+    assert replay(ReplayConfig(run=str(run), step=3, group=0))["identical"]
+
+
+@pytest.mark.slow
+def test_replay_samples_every_group_again(here: Path) -> None:
+    for step, number in ((1, 0), (2, 1), (3, 0)):
+        result = replay(ReplayConfig(run=str(here), step=step, group=number))
+        assert result["identical"], (step, number, result["difference"])
+
+
+FUNCTION = '''
+from shoal import generate_rollout_completions
+
+
+def once(prompts, trainer):
+    """One turn with a limit of its own, and no message."""
+    return {"lengths": [[len(trainer.generate(prompts[0], max_tokens=3)["completion_ids"])]]}
+
+
+def play(prompts, trainer):
+    """Asks twice: what was sampled is said again, then something else."""
+    tokenizer, messages = trainer.processing_class, list(prompts[0])
+    prompt = tokenizer.apply_chat_template(messages, tokenize=False)
+    first, = generate_rollout_completions(trainer, [prompt])
+    messages += [{"role": "assistant", "content": first["text"]},
+                 {"role": "user", "content": "Again"}]
+    second = trainer.generate(messages)
+    more = tokenizer.encode("More")
+    third = trainer.generate(second["prompt_ids"] + second["completion_ids"] + more)
+    ids = [one["completion_ids"] for one in (first, second, third)]
+    return {"completion_ids": [sum(ids, [])], "lengths": [[len(one) for one in ids]]}
+
+
+def even(completions, lengths, answer, **columns):
+    return [0.0 if one is None else max(one) % 7 for one in lengths]
+'''
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["template", "function"])
+def test_branches_are_trained_on_stored_and_sampled_again(turns: TurnWorkshop, kind) -> None:
+    (file := turns.folder / "function.py").write_text(FUNCTION)
+    words = (
+        ["environment.history=template"]
+        if kind == "template"
+        else ["environment=", f"rollout={file}:play", f"reward={file}:even"]
+    )
+    run = turns.train(f"branches_{kind}", *words, "train.max_staleness=0", "steps=2")
+    assert sum(row["turns/branches"] for row in metrics(run)) > 0
+    compared = 0
+    for step in (1, 2):
+        for number, stored in enumerate(read_file(run / "groups" / f"step_{step:06d}.parquet")):
+            for one, arrays in zip(stored.group.completions, stored.token_arrays, strict=True):
+                if (
+                    arrays
+                ):  # with weights of the same version the trainer finds what the sampler found
+                    gap = np.abs(arrays["trainer_logprobs"] - one.logprobs)[one.loss_mask]
+                    assert gap.max() < 2e-5, (step, number, one.branches)
+                    compared += len(one.branches)
+            result = replay(ReplayConfig(run=str(run), step=step, group=number, likeliest=1))
+            assert result["identical"], result["difference"]
+    assert compared > 5
+
+
+@pytest.mark.slow
+def test_one_turn_that_its_own_limit_cuts_is_sampled_again(turns: TurnWorkshop) -> None:
+    """Nothing but its length says so: it has no context and no message."""
+    (file := turns.folder / "function.py").write_text(FUNCTION)
+    run = turns.train(
+        "once",
+        "environment=",
+        f"rollout={file}:once",
+        f"reward={file}:even",
+        "train.max_staleness=0",
+        "steps=1",
+        "train.evaluate_every=0",
+    )
+    cut = 0
+    for number, stored in enumerate(read_file(run / "groups" / "step_000001.parquet")):
+        cut += sum(one.stop_reason is StopReason.LENGTH for one in stored.group.completions)
+        assert max(map(len, stored.group.completions)) == 3
+        result = replay(ReplayConfig(run=str(run), step=1, group=number))
+        assert result["identical"], result["difference"]
+    assert cut
+
+
+class Owner:
+    """Owns its data: what is asked follows from the number of the row."""
+
+    def reset(self, row: int) -> str:
+        self.row = row
+        return f"Row {row % 97}"
+
+    def respond(self, message: str) -> str | None:
+        return None
+
+    def get_reward(self) -> float:
+        return float(self.row % 2)
+
+
+@pytest.mark.slow
+def test_an_environment_from_python_that_owns_its_data(turns: TurnWorkshop) -> None:
+    words = (word.partition("=") for word in turns.words("owner")[1:])
+    given: dict[str, Any] = {
+        name: value
+        for name, _, value in words
+        if not name.startswith(("task", "environment", "reward"))
+    }
+    run = turns.runs / "owner"
+    given["steps"] = 1
+    result = shoal.train(**given, task="environment", environment=Owner, task__num_eval_questions=4)
+    assert (
+        result.metrics["turns/mean"][0] >= 1 and "python:Owner" in (run / "config.yaml").read_text()
+    )
+    for stored in read_file(run / "groups" / "step_000001.parquet"):
+        row, group = stored.group.example.row, stored.group
+        assert group.example.columns["row"] == row and set(group.rewards) == {row % 2}
+    with pytest.raises(
+        ShoalError, match=r"environment 'python:Other' came from Python: give it again there"
+    ):
+        shoal.train(resume=str(run), steps=2, environment="python:Other")
+    rows = rows_task(
+        [{"prompt": [{"role": "user", "content": "Row"}], "row": n} for n in range(9)],
+        "train",
+        None,
+        2,
+    )
+    task = Task("mine", rows.train, environments={"Owner": Owner})
+    given["run_name"] = "mine"
+    shoal.train(**given, task=task)
+    assert read_config(turns.runs / "mine").turns == "environments"
+
+
+CHAOS = (
+    BOARD
+    + '''
+
+import os, signal, subprocess, time
+
+
+class Chaos(Board):
+    def reset(self, answer: str, **columns) -> str | None:
+        if int(answer) % 5 == 3:
+            raise ConnectionError("the server is full")
+        return super().reset(answer)
+
+    def look(self, number: int) -> str:
+        """Looks.
+
+        Args:
+            number: Where.
+        """
+        if number % 4 == 1:
+            raise RuntimeError("no")
+        return self._act(number)
+
+    def respond(self, message: str) -> str | None:
+        return self._act(len(message) + self.row)
+
+    def _act(self, number):
+        self.asked += 1
+        kind = (number + self.asked) % 8
+        if kind == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if kind == 1 and self.row % 4 == 1:
+            time.sleep(1000)
+        if kind == 2 and self.row % 3:
+            return "f" * 1_000_000
+        if kind == 3:
+            return b"\\xff\\xfe"
+        if kind == 4:
+            return "\\ud800 half a character"
+        if kind == 5:
+            subprocess.Popen(["sleep", "1000"], start_new_session=True)
+        return super().respond("x" * (number % 9))
+
+    def get_reward(self) -> float:
+        return float("nan") if self.row % 7 == 0 else 1.0
+
+
+def calm(completions, environments, **columns):
+    return [len(one) + (environment.asked or 0)
+            for one, environment in zip(completions, environments)]
+'''
+)
+
+
+@pytest.mark.slow
+def test_a_run_ends_whatever_environments_do_and_everything_is_counted(
+    turns: TurnWorkshop, capsys
+) -> None:
+    (file := turns.folder / "chaos.py").write_text(CHAOS)
+    before = descendants()
+    run = turns.train(
+        "chaos",
+        f"environment={file}:Chaos",
+        f"reward={file}:calm",
+        "environment.on_error=skip",
+        "environment.timeout_seconds=2",
+        "environment.result_bytes=40",
+        "batch.prompts_per_step=6",
+        "sampling.slots_per_device=8",
+    )  # as for two prompts: the programs of `here`
+    assert all(gone(pid) for pid in descendants() - before)
+    rows, stored = (
+        metrics(run),
+        [
+            one
+            for step in (1, 2, 3)
+            for one in read_file(run / "groups" / f"step_{step:06d}.parquet")
+        ],
+    )
+    rollouts = [
+        both
+        for entry in stored
+        for both in zip(entry.group.completions, entry.group.valid, strict=True)
+    ]
+    failed = sum(one.stop_reason is StopReason.FAILED for one, _ in rollouts)
+    assert failed > 0 and sum(
+        24 * row["completions/ended_by_failed"] for row in rows
+    ) == pytest.approx(failed)
+    unscored = sum(
+        not valid for _, valid in rollouts
+    )  # of some get_reward has failed, after the rollout had ended
+    assert sum(row["rewards/failed/environment"] for row in rows) == unscored > failed
+    said = capsys.readouterr().out
+    for text in (
+        "warning: an environment failed: ",
+        "environment: raised for",
+        "environment: died for",
+    ):
+        assert text in said
+    assert sum(row["tools/truncated_bytes"] for row in rows) >= 10**6 - 40
+    assert sum(row["tools/failure_frequency"] for row in rows) > 0
+    assert not any(valid for one, valid in rollouts if one.stop_reason is StopReason.FAILED)
+    assert (
+        sum(row["groups/unscorable"] for row in rows) > 0
+    )  # reset fails for all of a row's rollouts
+
+
+HANGING = (
+    BOARD
+    + """
+
+import pathlib, time
+
+
+class Hanging(Board):
+    def respond(self, message: str) -> str | None:
+        if pathlib.Path('REACHED').with_name("hang").exists():
+            pathlib.Path('REACHED').touch()
+            time.sleep(1000)
+        return super().respond(message)
+"""
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words", [(), ("mesh.trainer=1", "mesh.sampler=1")], ids=["the caller's thread", "a thread"]
+)
+def test_a_stop_does_not_wait_for_an_environment_that_hangs(
+    turns: TurnWorkshop, words, tmp_path, capfd
+) -> None:
+    reached, before = tmp_path / "reached", descendants()
+    (file := tmp_path / "acts.py").write_text(HANGING.replace("REACHED", str(reached)))
+    name = f"hanging{len(words)}"
+    words = (
+        f"environment={file}:Hanging",
+        "environment.timeout_seconds=400",
+        "checkpoint.every=1",
+        *words,
+    )
+    turns.train(name, *words, "steps=1")
+    (tmp_path / "hang").touch()
+
+    def ask() -> None:
+        while not reached.exists():
+            time.sleep(0.002)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    code = cli.main(turns.words(name, *words, "steps=2"))
+    asking.join()
+    error = capfd.readouterr().err
+    assert code == 130 and "stopped after step 1 of 2, which is saved" in error, (
+        error
+    )  # else the call is waited for
+    assert all(gone(pid) for pid in descendants() - before)

@@ -1,0 +1,410 @@
+"""Attention by blocks and by kernels against the reference: values and gradients, ragged, several
+groups in a row."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from small import ON_POLICY, QWEN3, batches, random_groups, random_parameters, relative, roles
+
+from shoal.config.commands import EvalConfig, GenerateConfig
+from shoal.config.sections.model import ModelSection
+from shoal.config.sections.optimizer import OptimizerSection
+from shoal.config.train import Config
+from shoal.job.job import Job
+from shoal.mesh import Role
+from shoal.model.attention import gpu as gpu_attention
+from shoal.model.attention import selector
+from shoal.model.attention import tpu as tpu_attention
+from shoal.model.attention import trials as kernel_trials
+from shoal.model.attention.blocked import attend_by_blocks
+from shoal.model.attention.caches import cache_size, keys_at_once
+from shoal.model.attention.reference import attend_at_once
+from shoal.model.attention.rule import Tokens, blocks_of, needed_blocks, whole_blocks
+from shoal.model.attention.selector import attention_kind
+from shoal.model.attention.softmax import largest_block
+from shoal.model.parameters import shardings
+from shoal.model.rotary import rotate
+from shoal.model.transformer import Model
+from shoal.plan.analysis import inner_jaxprs, jaxpr_flops
+from shoal.records import ShoalError
+from shoal.report.console import Console
+from shoal.trainer.loss import batch_loss
+from shoal.trainer.step import Learner
+from shoal.weights.source import ModelSpec, make_model
+
+
+def rows_of(size: int) -> tuple[np.ndarray, np.ndarray]:
+    """A row of ragged groups with padding at its end, one of a single prompt, one of padding
+    alone."""
+    rng = np.random.default_rng(0)
+    segment, prompt = np.zeros((2, 3, size), np.int32)
+    at, number = 0, 0
+    while at < size - 5:
+        number += 1
+        first = number
+        for length in rng.integers(1, size // 4, 4):
+            end = min(at + length, size - 5)
+            segment[0, at:end], prompt[0, at:end] = number, first
+            at, number = end, number + 1
+    segment[1], prompt[1] = 1, 1
+    return segment, prompt
+
+
+def allowed(segment: np.ndarray, prompt: np.ndarray) -> np.ndarray:
+    """The rule, token by token: [R, T, T]."""
+    rows, size = segment.shape
+    found = np.zeros((rows, size, size), bool)
+    for row in range(rows):
+        for query in range(size):
+            for key in range(query + 1):
+                found[row, query, key] = segment[row, query] > 0 and (
+                    segment[row, key] in (segment[row, query], prompt[row, query])
+                )
+    return found
+
+
+def by_rule(q, k, v, segment, prompt):
+    """Softmax in float64 over the keys of the rule."""
+    mask, share = allowed(segment, prompt), q.shape[2] // k.shape[2]
+    k, v = (np.repeat(x, share, 2) for x in (k, v))
+    scores = np.where(
+        mask[:, None], np.einsum("rqha,rtha->rhqt", q, k) * q.shape[-1] ** -0.5, -np.inf
+    )
+    p = np.exp(scores - np.where(mask.any(-1), scores.max(-1).min(1), 0)[:, None, :, None])
+    total = p.sum(-1, keepdims=True)
+    return np.einsum("rhqt,rtha->rqha", p / np.where(total == 0, 1, total), v)
+
+
+def inputs(size: int, heads: int, key_heads: int, head_dim: int) -> list[np.ndarray]:
+    rng = np.random.default_rng(1)
+    return [
+        rng.standard_normal((3, size, n, head_dim)) for n in (heads, key_heads, key_heads, heads)
+    ]
+
+
+def blocked(block: int, at_once: int):
+    def attention(q, k, v, query, key):
+        return attend_by_blocks(q, k, v, blocks_of(query, key, block), at_once)
+
+    return attention
+
+
+def on_tpu(q, k, v, query, key):
+    """Of q and k that are turned back before."""
+    size = k.shape[1] * k.shape[3] // 2
+    angles = jax.random.uniform(jax.random.key(0), (1, size), maxval=6.0).reshape(
+        1, k.shape[1], 1, -1
+    )
+    of_keys = jnp.cos(angles), -jnp.sin(angles)
+    of_queries = tuple(jnp.take_along_axis(x, query.position[..., None, None], 1) for x in of_keys)
+    q, k = rotate(q, *of_queries), rotate(k, *of_keys)
+    own, others = (
+        jnp.broadcast_to(
+            tpu_attention.side_by_side((cos, -sin)), (len(q), cos.shape[1], q.shape[3])
+        )
+        for cos, sin in (of_queries, of_keys)
+    )
+    flat, pairs = (jax.lax.collapse(x, 2) for x in (q, k, v)), tpu_attention.row_pairs(query, key)
+    return tpu_attention.attend_rows(*flat, (own, others), pairs, interpret=True).reshape(q.shape)
+
+
+def by_pallas(block: int):
+    def attention(q, k, v, query, key):
+        readings = gpu_attention.block_lists(query, key, block)
+        return gpu_attention.attend_rows(q, k, v, readings, interpret=True)
+
+    return attention
+
+
+def in_parts(attention, count: int):
+    """Each part of the rows' queries by itself, as on the devices of `mesh.context`."""
+
+    def whole(q, k, v, query, key):
+        parts = zip(*(jnp.split(x, count, axis=1) for x in (q, *query)), strict=True)
+        return jnp.concatenate(
+            [attention(q, k, v, Tokens(*tokens), key) for q, *tokens in parts], 1
+        )
+
+    return whole
+
+
+@pytest.mark.slow
+def test_the_reference_reads_what_the_rule_says():
+    (q, k, v, _), (segment, prompt) = inputs(32, 4, 2, 8), rows_of(32)
+    found = attend_at_once(
+        *(jnp.asarray(x, jnp.float32) for x in (q, k, v)), *[Tokens.of(segment, prompt)] * 2
+    )
+    np.testing.assert_allclose(found, by_rule(q, k, v, segment, prompt), atol=2e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("attention", "size", "heads", "key_heads", "head_dim"),
+    [
+        pytest.param(blocked(16, 0), 96, 4, 2, 8, id="blocked"),
+        pytest.param(blocked(8, 4), 64, 2, 2, 16, id="blocked in parts"),
+        pytest.param(blocked(32, 1), 96, 6, 1, 8, id="one key head"),
+        pytest.param(on_tpu, 300, 8, 4, 64, id="TPU", marks=pytest.mark.slow),
+        pytest.param(on_tpu, 520, 3, 1, 128, id="TPU, one key head", marks=pytest.mark.slow),
+        pytest.param(by_pallas(16), 90, 6, 2, 24, id="pallas"),
+        pytest.param(
+            by_pallas(64), 200, 4, 2, 128, id="pallas in a GPU's tiles", marks=pytest.mark.slow
+        ),
+        pytest.param(in_parts(attend_at_once, 2), 64, 4, 2, 8, id="reference of a part"),
+        pytest.param(in_parts(blocked(16, 0), 3), 96, 4, 2, 8, id="blocked of a part"),
+        pytest.param(in_parts(on_tpu, 2), 600, 2, 2, 48, id="TPU, a part", marks=pytest.mark.slow),
+        pytest.param(
+            in_parts(by_pallas(16), 2), 90, 4, 2, 24, id="pallas of a part", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_values_and_gradients_are_the_references(attention, size, heads, key_heads, head_dim):
+    tokens = Tokens.of(*map(jnp.asarray, rows_of(size)))
+    *arrays, weight = inputs(size, heads, key_heads, head_dim)
+
+    def results(attention, dtype):
+        exact = [jnp.asarray(x, dtype) for x in arrays]
+
+        def value(*args):
+            out = attention(*args, tokens, tokens)
+            return (out.astype(jnp.float32) * weight).sum(), out
+
+        (_, out), gradient = jax.jit(jax.value_and_grad(value, argnums=(0, 1, 2), has_aux=True))(
+            *exact
+        )
+        return [np.asarray(x, np.float64) for x in (out, *gradient)]
+
+    ours, exact = results(attention, jnp.float32), results(attend_at_once, jnp.float32)
+    for one, other in zip(ours, exact, strict=True):
+        assert relative(one, other) < 1e-6
+    assert not ours[0][2].any() and not any(x[2].any() for x in ours[1:])  # padding
+    half, rounded = results(attention, jnp.bfloat16), results(attend_at_once, jnp.bfloat16)
+    for one, reference, other in zip(half, rounded, exact, strict=True):
+        assert relative(one, other) < 1.5 * max(relative(reference, other), 2e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", [8, 32])
+def test_no_block_that_is_needed_is_left_out_and_few_others_are_computed(block):
+    segment, prompt = rows_of(96)
+    read, tokens = allowed(segment, prompt), Tokens.of(jnp.asarray(segment), jnp.asarray(prompt))
+    pairs = read.reshape(3, 96 // block, block, 96 // block, block)
+    wanted, whole = pairs.any((2, 4)), np.asarray(whole_blocks(tokens, tokens, block))
+    # Keys of two segments that are all read are masked, too.
+    one = (segment.reshape(3, -1, block).min(-1) == segment.reshape(3, -1, block).max(-1))[:, None]
+    np.testing.assert_array_equal(whole, pairs.all((2, 4)) & one)
+    assert whole[0].any() == (block == 8) and whole[1].any()
+    found = np.asarray(needed_blocks(tokens, tokens, block))
+    assert (found >= wanted).all()
+    # On the diagonal of blocks, a query and a key of its own segment may stand in the wrong order.
+    assert (found & ~wanted).sum() <= len(np.unique(segment[0]))
+    assert found[0].sum() < np.tri(96 // block).sum() or block > 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mesh", "kind", "platform"),
+    [
+        ((1, 1, 1), "blocked", "cpu"),
+        ((1, 2, 2, 2), "blocked", "cpu"),
+        ((2, 1, 2, 2), "pallas", "gpu"),
+        ((1, 1, 1), "pallas", "tpu"),
+        ((1, 2, 2, 2), "pallas", "tpu"),
+    ],
+)
+def test_log_probs_and_gradients_of_a_model_are_those_of_the_reference(
+    mesh, kind, platform, monkeypatch
+):
+    monkeypatch.setattr(selector, "_kernel_refusal", lambda model, size: "")
+    for module in (gpu_attention, tpu_attention):
+        monkeypatch.setattr(module, "attend_rows", partial(module.attend_rows, interpret=True))
+    groups = random_groups(QWEN3, 12, 3, 16, 16)
+    where = roles(*mesh)
+    (batch,) = batches(groups, shards=where.trainer.row_shards // where.trainer.context)
+    found = []
+    for attention in ("reference", kind):
+        if attention == kind and platform == "tpu":
+            monkeypatch.setattr(Role, "platform", platform)
+        one = Learner(
+            Model(QWEN3, where.trainer, attention=attention), ON_POLICY, OptimizerSection(), 10
+        )
+        state = one.init(jax.device_put(random_parameters(QWEN3), shardings(QWEN3, where.trainer)))
+        total, lp = one.accumulate(None, state, batch)
+        found.append(
+            [np.concatenate([np.ravel(x) for x in jax.tree.leaves(total.gradient)]), np.asarray(lp)]
+        )
+    for ours, exact in zip(*found, strict=True):
+        assert 0 < relative(exact, ours) < 2e-6  # 1.01e-6 on some processors
+
+
+def gradient_jaxpr(remat: str, dtype=jnp.float32):
+    (batch,) = batches(random_groups(QWEN3, 2, 2, 9, 8))
+    model = Model(QWEN3, roles(1, 1, 1).trainer, jnp.dtype(dtype), remat, "blocked")
+    return jax.make_jaxpr(jax.grad(lambda p: batch_loss(model, ON_POLICY, p, batch)[0]))(
+        random_parameters(QWEN3)
+    ).jaxpr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_each_remat_computes_less_again_than_the_next(dtype):
+    """In bfloat16 `dots` once computed all products again: the policy did not see those of cast
+    weights."""
+    kinds = ("none", "dots", "attention", "full")
+    none, dots, attention, full = (jaxpr_flops(gradient_jaxpr(remat, dtype)) for remat in kinds)
+    assert none == dots < attention < full  # dots keeps what attention's own backward pass needs
+    assert jaxpr_flops(gradient_jaxpr("offload", dtype)) == attention
+
+
+@pytest.mark.slow
+def test_no_product_is_float32_where_bfloat16_is_meant():
+    def types(jaxpr):
+        for equation in jaxpr.eqns:
+            if equation.primitive.name == "dot_general":
+                yield {x.aval.dtype.name for x in equation.invars}
+            for inner in inner_jaxprs(equation.params):
+                yield from types(inner)
+
+    found = list(types(gradient_jaxpr("full", jnp.bfloat16)))
+    assert len(found) > 30 and all(one == {"bfloat16"} for one in found)
+
+
+def test_the_kind_follows_from_device_and_shape(monkeypatch):
+    wide = replace(QWEN3, num_heads=64, num_kv_heads=8, head_dim=64)
+    one, eight = (Model(wide, roles(*mesh).trainer) for mesh in ((1, 1, 1), (1, 1, 8)))
+    kept = replace(one, remat="none")  # the scores of all layers
+
+    def kinds(rows: int, size: int) -> list[str]:
+        return [attention_kind(model, rows, size) for model in (one, eight, kept)]
+
+    assert kinds(4, 128) == ["reference"] * 3 and kinds(1, 256) == ["blocked"] * 3
+    monkeypatch.setattr(Role, "platform", "gpu")
+    assert kinds(1, 511) == ["reference"] * 3 and kinds(1, 512) == kinds(1, 16384) == ["pallas"] * 3
+    one, eight, kept = (
+        replace(model, architecture=replace(wide, head_dim=320)) for model in (one, eight, kept)
+    )
+    assert kinds(1, 4096) == ["blocked", "reference", "blocked"] and kinds(2, 1500) == [
+        "reference"
+    ] * 2 + ["blocked"]
+    one, eight, kept = (replace(model, architecture=wide) for model in (one, eight, kept))
+    monkeypatch.setattr(Role, "platform", "tpu")
+    assert kinds(1, 256) == ["reference"] * 3 and kinds(1, 512) == ["pallas"] * 3
+    assert attention_kind(replace(one, attention="reference"), 1, 16384) == "reference"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_kernels_that_work_have_no_fault(dtype):
+    assert kernel_trials.fault_on(jax.devices()[0], 3, 24, dtype, interpret=True) == ""
+
+
+@pytest.mark.slow
+def test_kernels_that_do_not_compile_or_give_other_results_are_not_taken(monkeypatch):
+    """A CPU compiles none; a wrong sum or gradient is found by its size."""
+    device, right = jax.devices()[0], gpu_attention.attend_rows
+    assert "interpret mode" in kernel_trials.fault_on(device, 2, 16, "float32")
+    faults = {
+        "values": lambda q, k, v, *rest: 1.01 * right(q, k, v, *rest),
+        "dv": lambda q, k, v, *rest: right(q, k, jax.lax.stop_gradient(v), *rest),
+        "values differ by nan": lambda q, k, v, *rest: right(q, k, v * jnp.nan, *rest),
+    }
+    for number, (text, wrong) in enumerate(faults.items(), 1):
+        monkeypatch.setattr(gpu_attention, "attend_rows", wrong)
+        assert f"their {text}" in kernel_trials.fault_on(
+            device, number, 8, "float32", interpret=True
+        )
+
+
+@pytest.mark.slow
+def test_memory_that_another_program_holds_is_no_lasting_fault(monkeypatch):
+    def full(*_: object) -> None:
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+    asked = jax.devices()[0], 1, 24, "float32", True
+    with monkeypatch.context() as patched:
+        patched.setattr(gpu_attention, "attend_rows", full)
+        assert "RESOURCE_EXHAUSTED" in kernel_trials.fault_on(*asked)
+    assert kernel_trials.fault_on(*asked) == ""
+
+
+def test_a_model_on_a_gpu_has_blocked_attention_where_the_kernels_fail(monkeypatch):
+    """Tried only on a device that is here, and not where attention was chosen."""
+    spec, role = ModelSpec(Path(), QWEN3, lambda *_: None), roles(1, 1, 1).trainer
+    assert make_model(ModelSection(), QWEN3, role).attention == "auto"  # a CPU has none
+    monkeypatch.setattr(Role, "platform", "gpu")
+    tried = []
+    monkeypatch.setattr(kernel_trials, "fault_on", lambda *asked: tried.append(asked) or "too old")
+    monkeypatch.setattr(jax, "local_devices", list)
+    assert make_model(ModelSection(), QWEN3, role).attention == "auto" and not tried
+    monkeypatch.setattr(jax, "local_devices", lambda: list(role.mesh.devices.flat))
+    made = make_model(ModelSection(), QWEN3, role)
+    assert made.attention == "blocked" and tried == [
+        (role.mesh.devices.flat[0], 2, QWEN3.head_dim, "bfloat16")
+    ]
+    assert (
+        make_model(ModelSection(attention="pallas"), QWEN3, role).attention == "pallas"
+        and len(tried) == 1
+    )
+    for config in (EvalConfig(), GenerateConfig(), Config()):  # replay's jobs are of the last kind
+        out = io.StringIO()
+        with Job(config, Console(out), spec=spec, devices=list(role.mesh.devices.flat)) as job:
+            assert job.model.attention == "blocked"
+        assert (
+            out.getvalue()
+            == "attention is blocked: our kernels do not work on this GPU (too old)\n"
+        )
+
+
+def test_a_kernel_is_refused_where_it_cannot_run(monkeypatch):
+    def refused(head_dim: int, size: int) -> str:
+        a = replace(QWEN3, head_dim=head_dim)
+        with pytest.raises(ShoalError) as raised:
+            attention_kind(Model(a, roles(1, 1, 1).trainer, attention="pallas"), 1, size)
+        return str(raised.value)
+
+    assert refused(64, 64) == (
+        "model.attention=pallas: pallas attention is for GPUs and TPUs, and this is a CPU; "
+        "model.attention=auto uses reference here"
+    )
+    monkeypatch.setattr(Role, "platform", "tpu")
+    assert "65,600 tokens, and at most 65,536" in refused(
+        64, 65600
+    ) and "auto uses blocked" in refused(64, 65600)
+    monkeypatch.setattr(Role, "platform", "gpu")
+    assert "head_dim is 320; model.attention=auto uses blocked here" in refused(320, 16384)
+
+
+@pytest.mark.slow
+def test_memory_grows_with_tokens():
+    def temporaries(size: int, attention) -> int:
+        shape = jax.ShapeDtypeStruct((1, size, 2, 8), jnp.float32)
+        ones = Tokens.of(*[jnp.ones((1, size), jnp.int32)] * 2)
+        compiled = (
+            jax.jit(
+                jax.grad(lambda q, k, v: attention(q, k, v, ones, ones).sum(), argnums=(0, 1, 2))
+            )
+            .lower(shape, shape, shape)
+            .compile()
+        )
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert temporaries(1024, blocked(64, 4)) < 2.2 * temporaries(512, blocked(64, 4))
+    assert temporaries(1024, blocked(64, 4)) < temporaries(1024, attend_at_once) / 4
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 200, 257, 320, 448, 500, 1600, 5000])
+def test_a_cache_is_read_in_as_few_blocks_as_its_tokens_need(tokens):
+    """1,600 tokens were read in 25 blocks of 64 on accelerators, since 256 does not divide them."""
+    assert cache_size(tokens, "tpu") == -(-tokens // 128) * 128  # read by live pages
+    for platform in ("cpu", "gpu"):
+        size, most = cache_size(tokens, platform), keys_at_once(platform, tokens)
+        assert tokens <= size < tokens + max(64 * -(-tokens // most), 64)
+        assert size // largest_block(size, most) == -(-tokens // most)

@@ -1,0 +1,136 @@
+"""Computation in bfloat16 over float32 parameters: sampler and trainer agree, and small updates are
+not lost."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from small import QWEN3, batches, learner, random_groups, random_parameters, relative, roles, whole
+from test_sampler import play, request
+
+from shoal.model.block import gated_product
+from shoal.model.linear import linear
+from shoal.model.rotary import rotary, rotate, rotate_by_product
+from shoal.model.transformer import Model
+from shoal.records import Example, Group, Purpose
+from shoal.sampler.engine import Engine
+from shoal.trainer.batch import pack, unpack
+from shoal.trainer.loss import batch_logprobs
+from shoal.weights.sampler_copy import publish_to
+
+
+def largest_gap(dtype) -> tuple[float, float]:
+    """(largest, mean) difference of the sampler's log-probs and the trainer's for the tokens of one
+    engine."""
+    parameters = random_parameters(QWEN3, scale=5.0)
+    model = Model(QWEN3, roles().sampler, dtype)
+    engine = Engine(
+        model, slots=16, group_size=4, max_prompt_tokens=64, max_completion_tokens=64, eos_ids=()
+    )
+    engine.load(0, publish_to(model, parameters))
+    assert {leaf.dtype for leaf in jax.tree.leaves(engine.parameters)} == {jnp.dtype(dtype)}
+    requests = [request(row, size, max_tokens=48) for row, size in enumerate((20, 1, 64, 33))]
+    played = play(engine, requests)
+    groups = [
+        Group(
+            Purpose.TRAIN,
+            0,
+            0,
+            Example(r.id, ""),
+            r.prompt_ids,
+            tuple(played[r.id, i] for i in range(4)),
+            ("",) * 4,
+            np.zeros(4),
+            {},
+            np.ones(4, bool),
+        )
+        for r in requests
+    ]
+    zeros = np.zeros((4, 4))
+    (batch,) = pack(groups, range(4), zeros, zeros, [whole(groups)], 1.0)
+    lps, _ = jax.jit(lambda p, b: batch_logprobs(model, p, b, 2**25))(
+        parameters, batch.arrays
+    )  # float32 masters
+    assert lps.dtype == jnp.float32
+    gaps = np.concatenate(
+        [
+            np.abs(lp - groups[g].completions[i].logprobs)
+            for (g, i), lp in unpack([batch], [np.asarray(lps)]).items()
+        ]
+    )
+    return float(gaps.max()), float(gaps.mean())
+
+
+@pytest.mark.slow
+def test_log_probs_of_sampler_and_trainer_agree():
+    """They read the same rounded weights; the order of sums is all that differs. bfloat16 has 8
+    bits, a step of 1/256 relative to a logit."""
+    largest, mean = largest_gap(jnp.bfloat16)
+    assert largest < 0.1 and mean < 0.01
+    assert largest_gap(jnp.float32)[0] < 2e-5 < mean  # so the first was bfloat16 indeed
+
+
+@pytest.mark.slow
+def test_an_update_moves_float32_masters_by_less_than_bfloat16_can_hold():
+    groups = random_groups(QWEN3, 3, 4, 20, 20)
+    (batch,) = batches(groups)
+    parameters = random_parameters(QWEN3)
+    results = {}
+    for dtype in (jnp.float32, jnp.bfloat16):
+        one = learner(QWEN3, lr=1e-6, dtype=dtype)
+        state = one.init(parameters)
+        total, lp = one.accumulate(None, state, batch)
+        gradient = jax.device_get(total.gradient)
+        after, applied = one.apply(state, total)
+        assert int(applied.skipped) == 0 and lp.dtype == jnp.float32
+        for tree in (gradient, after.trainable, after.optimizer):
+            kinds = {leaf.dtype for leaf in jax.tree.leaves(tree)}
+            assert kinds <= {np.dtype(np.float32), np.dtype(np.int32)}  # counters are int32
+        results[dtype] = gradient, after
+    (exact, _), (rounded, after) = results.values()
+    for name in ("embed_tokens", "final_norm"):
+        assert 1e-4 < relative(getattr(rounded, name), getattr(exact, name)) < 0.1
+    moved = kept = count = 0
+    for new, old in zip(jax.tree.leaves(after.trainable), jax.tree.leaves(parameters), strict=True):
+        new, old = np.asarray(new), np.asarray(old)
+        moved += int((new != old).sum())
+        kept += int((new.astype(jnp.bfloat16) == old.astype(jnp.bfloat16)).sum())
+        count += new.size
+    assert (
+        moved > 0.9 * count and kept > 0.95 * count
+    )  # in bfloat16 most of this update would have been lost
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_what_tpus_compute_in_another_way_has_the_same_values_and_gradients(dtype):
+    """To the bit where it is the same sums: compared without a compiler, which may sum in another
+    order."""
+    rng = np.random.default_rng(0)
+    q = jnp.asarray(rng.standard_normal((2, 5, 3, QWEN3.head_dim)), dtype)
+    rope = rotary(QWEN3, jnp.arange(10).reshape(2, 5))
+    model = Model(QWEN3, roles().trainer, dtype)
+    gate, up, down = (
+        jnp.asarray(rng.standard_normal(shape), dtype)
+        for shape in ((2, 5, 24), (2, 5, 24), (24, 8))
+    )
+    pairs = [
+        (lambda q: rotate(q, *rope), lambda q: rotate_by_product(q, *rope), (q,)),
+        (
+            lambda *x: linear(x[2], jax.nn.silu(x[0]) * x[1]),
+            lambda *x: gated_product(model, *x),
+            (gate, up, down),
+        ),
+    ]
+    with jax.disable_jit():
+        for plain, other, inputs in pairs:
+            (value, backward), (other_value, other_backward) = (
+                jax.vjp(plain, *inputs),
+                jax.vjp(other, *inputs),
+            )
+            np.testing.assert_array_equal(value, other_value)
+            given = jnp.asarray(rng.standard_normal(value.shape), dtype)
+            for one, another in zip(backward(given), other_backward(given), strict=True):
+                np.testing.assert_array_equal(one, another)

@@ -1,0 +1,230 @@
+"""Each protocol of `types` has an implementation, each member of it is used, and no more than its
+members are needed.
+
+The assignments under TYPE_CHECKING are checked by pyright, the signatures and the uses here.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from small import PLAINEST, random_parameters, roles
+
+from shoal import protocols
+from shoal.config.choices import ADVANTAGES, POLICY_LOSSES
+from shoal.config.sections.reward import RewardSection
+from shoal.job import job as job_module
+from shoal.job import training as job_training
+from shoal.model.transformer import Model
+from shoal.protocols import GroupRequest
+from shoal.records import Completion, Example, Purpose, RewardFunction, SamplingParams, StopReason
+from shoal.rewards.pool import RewardPool
+from shoal.rollout import fleet, host, host_health
+from shoal.rollout.fleet import Fleet
+from shoal.rollout.host import EngineHost, ThreadHost
+from shoal.rollout.ledger import GroupRewards
+from shoal.rollout.multi_process import DealtSource
+from shoal.rollout.ray_host import ObjectVersion, RayHost
+from shoal.tasks.task import Task
+from shoal.trainer import evaluation, loop, update
+from shoal.trainer.scorers import ModelScorer, ParameterScorer
+from shoal.weights.store import FileVersion, MemoryPublisher, MemoryVersion, StoredVersion
+
+
+class Elsewhere:
+    """A `Host` written from the protocol alone: each token of a completion is its index."""
+
+    def __init__(self) -> None:
+        self.weights, self.queued = {}, []
+
+    def load(self, manifest: protocols.Manifest) -> None:
+        self.weights[manifest.version] = manifest
+
+    def submit(self, requests: Sequence[protocols.SampleRequest]) -> None:
+        self.queued.extend(requests)
+
+    def extend(self, id: int, index: int, context: Sequence[int], turn_limit: int = 0) -> None:
+        raise AssertionError("a completion of one turn is never extended")
+
+    def end(self, id: int, index: int) -> None:
+        raise AssertionError("a completion of one turn is never ended")
+
+    def poll(self) -> dict[int, list[Completion]]:
+        request = self.queued.pop()  # the last first: the fleet puts groups in order
+        manifest = self.weights[request.version]
+        assert manifest.exists and manifest.read(Model(PLAINEST, roles().sampler)).result()()
+        size = request.params.max_tokens
+        return {
+            request.id: [
+                Completion(
+                    request.id,
+                    index,
+                    np.full(size, index, np.int32),
+                    np.zeros(size, np.float32),
+                    np.ones(size, bool),
+                    np.full(size, request.version, np.int32),
+                    StopReason.LENGTH,
+                )
+                for index in range(request.num_completions)
+            ]
+        }
+
+    def progress(self) -> protocols.HostProgress:
+        return protocols.HostProgress()
+
+    def close(self) -> None:
+        self.weights.clear()
+
+
+if TYPE_CHECKING:
+    from typing import cast
+
+    HOSTS: tuple[protocols.Host, protocols.Host, protocols.Host, protocols.Host] = cast(
+        tuple[EngineHost, ThreadHost, RayHost, Elsewhere], None
+    )
+    MANIFESTS: tuple[protocols.Manifest, protocols.Manifest, protocols.Manifest] = cast(
+        tuple[MemoryVersion, FileVersion, ObjectVersion], None
+    )
+    SOURCES: tuple[protocols.RolloutSource, protocols.RolloutSource] = cast(
+        tuple[Fleet, DealtSource], None
+    )
+    SCORERS: tuple[protocols.Scorer, protocols.Scorer] = cast(
+        tuple[ParameterScorer, ModelScorer], None
+    )
+
+PAIRS = [
+    (protocols.Host, EngineHost),
+    (protocols.Host, ThreadHost),
+    (protocols.Host, RayHost),
+    (protocols.Manifest, MemoryVersion),
+    (protocols.Manifest, StoredVersion),
+    (protocols.RolloutSource, Fleet),
+    (protocols.RolloutSource, DealtSource),
+    (protocols.Scorer, ParameterScorer),
+    (protocols.Scorer, ModelScorer),
+]
+
+
+def members_of(protocol: type) -> set[str]:
+    return {name for name in vars(protocol) if not name.startswith("_")}
+
+
+def parameters(function: Callable) -> list[tuple[str, object]]:
+    """Names in order, with their defaults."""
+    return [(p.name, p.default) for p in inspect.signature(function).parameters.values()]
+
+
+@pytest.mark.parametrize(("protocol", "implementation"), [*PAIRS, (protocols.Host, Elsewhere)])
+def test_an_implementation_has_the_members_of_its_protocol(protocol, implementation):
+    assert members_of(protocol)
+    fields = {
+        name for one in implementation.__mro__ for name in vars(one).get("__annotations__", ())
+    }
+    for name in members_of(protocol):
+        if isinstance(getattr(protocol, name), property) and name in fields:
+            continue
+        ours, theirs = getattr(implementation, name), getattr(protocol, name)
+        assert isinstance(ours, property) == isinstance(theirs, property), name
+        if callable(theirs):
+            assert parameters(ours) == parameters(theirs), name
+
+
+@pytest.mark.parametrize(
+    ("protocol", "name", "users"),
+    [
+        (protocols.Host, "host", (fleet, host_health)),
+        (protocols.Manifest, r"(?:manifest|one|_reading\[0\])", (host,)),
+        (
+            protocols.RolloutSource,
+            "source",
+            (loop, evaluation, job_module, job_training, job_training),
+        ),
+        (protocols.Scorer, r"(?:reference|teacher|scorer)", (update,)),
+    ],
+)
+def test_every_member_of_a_protocol_is_used(protocol, name, users):
+    text = "".join(map(inspect.getsource, users))
+    used = set(re.findall(rf"\b{name}\.(\w+)", text))
+    if "closing(source)" in text:
+        used.add("close")
+    assert members_of(protocol) <= used
+
+
+def test_a_host_needs_no_more_than_the_protocol():
+    """Groups, their order, versions, rewards and figures come from a host that knows the protocol
+    alone."""
+    task = Task(
+        "t",
+        (),
+        {},
+        (RewardFunction("sum", lambda completions, **_: [float(text) for text in completions]),),
+    )
+    rewards = GroupRewards(
+        task, RewardPool(task.rewards, RewardSection(workers=0)), lambda ids: str(sum(ids))
+    )
+    shown: list[tuple[str, int, int]] = []
+    model, elsewhere = Model(PLAINEST, roles().sampler), Elsewhere()
+    source = Fleet(
+        MemoryPublisher(model),
+        {"far": elsewhere},
+        rewards,
+        seed=0,
+        on_progress=lambda *now: shown.append(now),
+    )
+    with closing(source):
+        source.publish(7, random_parameters(PLAINEST))
+        requests = {
+            purpose: [
+                GroupRequest(
+                    purpose,
+                    7,
+                    7,
+                    Example(row, "q"),
+                    np.array([1, 2]),
+                    count,
+                    SamplingParams(max_tokens=3),
+                )
+                for row in (5, 2)
+            ]
+            for purpose, count in ((Purpose.TRAIN, 4), (Purpose.EVALUATE, 1))
+        }
+        for queued in requests.values():
+            source.request(queued)
+        groups = source.take(Purpose.TRAIN, 7)
+        assert [group.example.row for group in groups] == [5, 2]
+        for group in groups:
+            assert group.rewards.tolist() == [0.0, 3.0, 6.0, 9.0]
+            assert all((one.versions == 7).all() for one in group.completions)
+        assert not shown and len(source.take(Purpose.EVALUATE, 7)) == 2
+        assert shown == [("train, sampled", 1, 2), ("train, sampled", 2, 2)]
+        tokens = [source.read_stats(purpose).tokens for purpose in (*requests, *requests)]
+        assert tokens == [2 * 4 * 3, 2 * 3, 0, 0]
+        source.request(
+            requests[Purpose.TRAIN]
+        )  # a further round of dynamic sampling, of the same weights
+        source.take(Purpose.TRAIN, 7)
+    assert not elsewhere.weights
+
+
+def test_every_protocol_has_an_implementation():
+    classes = [value for value in vars(protocols).values() if inspect.isclass(value)]
+    names = {one.__name__ for one in classes if getattr(one, "_is_protocol", False)} - {
+        "Protocol",
+        "Printer",
+    }
+    assert names == {protocol.__name__ for protocol, _ in PAIRS}
+
+
+@pytest.mark.parametrize("functions", [POLICY_LOSSES, ADVANTAGES])
+def test_the_functions_of_a_registry_share_their_first_parameters(functions):
+    """Losses have one signature; advantages share two arrays and take settings by name."""
+    first = [[name for name, _ in parameters(part.load())] for part in functions.values()]
+    if functions is POLICY_LOSSES:
+        assert all(names[:5] == first[0][:5] for names in first)
+    assert {tuple(names[:2]) for names in first} == {tuple(first[0][:2])}

@@ -1,0 +1,394 @@
+"""What a step does with its groups: truncation replayed, groups chosen, a teacher, penalties (runs:
+tests/run)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from small import learner, random_groups, whole
+from test_sampler import SMALL, make, model, play, request, weights
+
+from shoal.algorithm.advantage import Rewards, Valid
+from shoal.algorithm.loss import Mask, Segments, Tokens
+from shoal.checks.settings import algorithm_warnings
+from shoal.config.choices import ADVANTAGES, POLICY_LOSSES, Advantage, PolicyLoss
+from shoal.config.key import keys_of
+from shoal.config.merge import compose
+from shoal.config.sections.algorithm import AlgorithmSection
+from shoal.config.sections.optimizer import BatchSection
+from shoal.config.sections.reward import RewardSection
+from shoal.config.train import Config
+from shoal.job.task import with_overlong
+from shoal.model.attention.selector import prefill_attention
+from shoal.model.head import logits
+from shoal.model.transformer import forward
+from shoal.records import (
+    Example,
+    Group,
+    Purpose,
+    RewardFunction,
+    SamplingParams,
+    ShoalError,
+    StopReason,
+)
+from shoal.runs.metrics import MetricSet
+from shoal.tasks.library import PENALTY, overlong_punishment
+from shoal.trainer.batch import pack, unpack
+from shoal.trainer.loop import Run
+from shoal.trainer.loss import batch_logprobs, make_objective
+from shoal.trainer.prompts import PromptStream
+from shoal.trainer.schedule import schedule_of
+from shoal.trainer.step_table import StepTable
+from shoal.trainer.update import PrecomputedLogprobs, Updater
+
+# ---- truncation
+
+
+def as_group(row, drawn):
+    siblings = tuple(drawn[row, index] for index in range(4))
+    return Group(
+        Purpose.TRAIN,
+        0,
+        0,
+        Example(row, "q"),
+        request(row).prompt_ids,
+        siblings,
+        ("",) * 4,
+        np.arange(4.0),
+        {},
+        np.ones(4, bool),
+    )
+
+
+@pytest.mark.slow
+def test_truncated_samples_are_replayed_and_without_that_the_ratio_is_the_kept_mass():
+    engine = make(truncated=True, max_support=96)
+    params = SamplingParams(temperature=0.9, top_p=0.8, max_tokens=24)
+    drawn = play(engine, [request(row, params=params) for row in (0, 1)])
+    made = [as_group(row, drawn) for row in (0, 1)]
+    nothing = np.zeros((2, 4))
+    replayed, ignored = (
+        pack(made, (0, 1), nothing, nothing, [whole(made)], 0.9, max_support=k)[0] for k in (96, 0)
+    )
+    parameters = weights(SMALL)
+    lp, full = (
+        unpack([one], [np.asarray(batch_logprobs(model(SMALL), parameters, one.arrays, 2**25)[0])])
+        for one in (replayed, ignored)
+    )
+    ratios, masses = [], []
+    for (number, index), values in full.items():
+        completion = made[number].completions[index]
+        assert np.abs(lp[number, index] - completion.logprobs).max() < 2e-5
+        support_ids = mass_kept(parameters, made[number].prompt_ids, completion)
+        np.testing.assert_allclose(np.exp(values - completion.logprobs), support_ids, rtol=1e-4)
+        ratios.append(np.exp(values - completion.logprobs))
+        masses.append(support_ids)
+    mean = np.concatenate(ratios).mean()
+    assert mean == pytest.approx(np.concatenate(masses).mean(), rel=1e-5)
+    assert 0.8 <= mean < 0.95  # a ratio that should be 1: the bias of uncorrected truncation
+
+
+@jax.jit
+def all_scores(parameters, ids, length):
+    """Logits of ids[1, T], of which the first `length` count."""
+    size = ids.shape[1]
+    m = model(SMALL)
+    hidden, _ = forward(
+        m, parameters, ids, jnp.arange(size)[None], prefill_attention(m, length[None], size)
+    )
+    return logits(m, parameters, hidden)
+
+
+def mass_kept(parameters, prompt, completion):
+    """Share of the whole distribution that the kept tokens hold, at each token."""
+    tokens = np.concatenate([prompt, completion.token_ids])
+    ids = np.zeros((1, 256), np.int32)
+    ids[0, : len(tokens)] = tokens
+    scores = np.asarray(all_scores(parameters, ids, np.int32(len(tokens))))[
+        0, len(prompt) - 1 : len(tokens) - 1
+    ]
+    scores = scores.astype(np.float64) / 0.9
+    p = np.exp(scores - scores.max(-1, keepdims=True))
+    p /= p.sum(-1, keepdims=True)
+    return np.array(
+        [p[t, row[row >= 0]].sum() for t, row in enumerate(completion.extra["support_ids"])]
+    )
+
+
+# ---- dynamic sampling
+
+
+def judged(correct=None, valid=(True, True, True), weights=None, **parts):
+    """A group whose reward functions gave these values, or could not judge (None)."""
+    components = {name: np.array(values, float) for name, values in parts.items()}
+    weights = weights or dict.fromkeys(parts, 1.0)
+    rewards = sum(
+        (weights[name] * np.nan_to_num(values) for name, values in components.items()), np.zeros(3)
+    )
+    return Group(
+        Purpose.TRAIN,
+        0,
+        0,
+        Example(0, "q"),
+        np.ones(1, int),
+        (),
+        ("",) * 3,
+        rewards,
+        components,
+        np.array(valid),
+        None if correct is None else np.array(correct),
+        reward_weights=weights,
+    )
+
+
+def useful(group, *words):
+    """As the loop asks with this command line."""
+    config, _ = compose("train", ["algorithm.dynamic_sampling=true", *words])
+    return Run.is_useful(SimpleNamespace(config=config), group)  # type: ignore[arg-type]
+
+
+OVERLONG = "reward.overlong_buffer_tokens=4"
+
+
+def test_groups_are_chosen_by_what_is_right_not_by_penalties():
+    """DAPO, eq. 11: 0 < number right < G. Length alone teaches nothing that the filter is for."""
+    wrong = judged([False] * 3, right=[0, 0, 0], overlong=[0, -0.5, -1])
+    assert not useful(wrong, OVERLONG) and useful(
+        wrong, OVERLONG, "algorithm.dynamic_sampling_by=reward"
+    )
+    format = judged([True] * 3, right=[1, 1, 1], format=[0, 1, 1])
+    assert not useful(format) and useful(format, "algorithm.dynamic_sampling_by=reward")
+    partly = judged([True, False, False], right=[1, 0, 0])
+    assert useful(partly) and not useful(replace(partly, valid=np.array([False, True, True])))
+    hidden = judged(
+        [True, False, False], right=[1, 0, 0], overlong=[-1, 0, 0]
+    )  # the penalty evens the reward out
+    assert useful(hidden, OVERLONG) and not useful(
+        hidden, OVERLONG, "algorithm.dynamic_sampling_by=reward"
+    )
+
+
+def test_without_a_check_groups_are_chosen_by_the_reward_less_the_penalty():
+    same = judged(right=[0.1, 0.1, 0.1], half=[0.7, 0.7, 0.7], overlong=[0, -0.35, -1])
+    assert not useful(same, OVERLONG) and useful(same)  # one's own function may have that name
+    assert useful(judged(right=[0.1, 0.1, 0.2], overlong=[0, 0, -0.1]), OVERLONG)
+    # A completion of which only the penalty says something is not compared.
+    assert not useful(judged(right=[1, np.nan, 1], overlong=[0, -1, 0]), OVERLONG)
+    added = with_overlong((), RewardSection(overlong_buffer_tokens=4), 8)[-1].name
+    assert added == PENALTY
+
+
+def test_functions_that_are_normalised_apart_count_apart_where_they_have_a_weight():
+    even = {"first": [1, 0, 0], "second": [0, 1, 1]}
+    gdpo = "algorithm.advantage=gdpo"
+    assert useful(judged(**even), gdpo) and not useful(judged(**even))
+    logged = judged(weights={"first": 1.0, "logged": 0.0}, first=[0, 0, 0], logged=[0, 1, 2])
+    for words in ([gdpo], [gdpo, "algorithm.dynamic_sampling_by=reward"]):
+        assert not useful(logged, *words)
+    assert (StepTable.of([logged], AlgorithmSection(advantage="gdpo")).advantages == 0).all()
+    late = judged(first=[0, 0, 0], overlong=[0, 0, -1])
+    assert not useful(late, gdpo, OVERLONG) and useful(
+        late, gdpo, OVERLONG, "algorithm.dynamic_sampling_by=reward"
+    )
+    assert not useful(replace(late, correct=np.array([True] * 3)), gdpo)
+
+
+def test_further_prompts_leave_the_order_where_it_was_if_there_are_none():
+    rows = [Example(row, "x" * (1 + 9 * (row % 2))) for row in range(8)]
+    stream = PromptStream(rows, lambda example: np.zeros(len(example.prompt)), 0, 5)
+    first = stream.next(3)
+    taken = {prepared.example.row for prepared in first}
+    [last] = stream.more(4, taken)  # four rows of eight are short enough
+    before = stream.state()
+    assert stream.more(2, taken | {last.example.row}) == [] and stream.state() == before
+
+
+# ---- a teacher
+
+
+def updater(algorithm=None, **changes):
+    return Updater(
+        learner(SMALL), algorithm or AlgorithmSection(), BatchSection(2, 2), 1.0, 0, **changes
+    )
+
+
+def test_a_teachers_part_of_the_advantage_by_hand():
+    made = random_groups(SMALL, 1, 2, 4, 3)
+    made = [
+        replace(
+            made[0],
+            completions=(made[0].completions[0],),
+            rewards=np.ones(1),
+            valid=np.ones(1, bool),
+        )
+    ]
+    given = PrecomputedLogprobs(
+        old_logprobs={(0, 0): np.array([-1.0, -2, -3], np.float32)},
+        teacher={(0, 0): np.array([-0.5, -4, -3], np.float32)},
+    )
+    recorded = MetricSet()
+    teacher_bonus = updater(teacher_coef=0.5)._teacher_bonus(made, given, recorded)
+    assert teacher_bonus is not None
+    np.testing.assert_array_equal(teacher_bonus[0, 0], [0.25, -1.0, 0.0])  # half of teacher - old
+    assert recorded.result()["teacher/kl"] == pytest.approx((-0.5 + 2 + 0) / 3)
+    ones = np.ones((1, 1))
+    batch = pack(made, [0], 2 * ones, ones, [whole(made)], 1.0, teacher_bonus=teacher_bonus)[0]
+    np.testing.assert_array_equal(unpack([batch], [batch.arrays.advantage])[0, 0], [2.25, 1.0, 2.0])
+
+
+# ---- divergence in the reward, cut completions, penalties
+
+
+def test_a_divergence_in_the_reward_by_hand():
+    a = AlgorithmSection(kl="k1", kl_placement="reward", kl_coef=0.1, advantage="dr_grpo")
+    made = [
+        replace(group, rewards=np.array([1.0, 0.0])) for group in random_groups(SMALL, 1, 2, 4, 3)
+    ]
+    made[0] = replace(
+        made[0],
+        completions=tuple(
+            replace(c, token_ids=c.token_ids[:2], loss_mask=np.array([True, i == 0]))
+            for i, c in enumerate([made[0].completions[0]] * 2)
+        ),
+    )
+    given = PrecomputedLogprobs(
+        old_logprobs={
+            (0, 0): np.array([-1.0, -1], np.float32),
+            (0, 1): np.array([-1.0, -9], np.float32),
+        },
+        ref_logprobs={
+            (0, 0): np.array([-2.0, -3], np.float32),
+            (0, 1): np.array([-2.0, -3], np.float32),
+        },
+    )
+    recorded = MetricSet()
+    penalty = updater(a)._kl_penalty(made, StepTable.of(made, a), given, recorded)
+    assert penalty is not None
+    np.testing.assert_allclose(
+        penalty, [[0.3, 0.1]], rtol=1e-6
+    )  # 0.1 x (1 + 2), and for its one sampled token 0.1 x 1
+    assert recorded.result()["kl"] == pytest.approx(4 / 3)
+    np.testing.assert_allclose(
+        StepTable.of(made, a, penalty).advantages, [[0.4, -0.4]], rtol=1e-6
+    )  # (0.7, -0.1) - 0.3
+    np.testing.assert_allclose(StepTable.of(made, a).rewards, [[1.0, 0.0]])
+    # A completion that was cut and is masked loses its reward's part all the same; the metric is of
+    # those trained on.
+    first, second = made[0].completions
+    made[0] = replace(made[0], completions=(replace(first, stop_reason=StopReason.LENGTH), second))
+    recorded, masked = MetricSet(), replace(a, mask_truncated=True)
+    again = updater(masked)._kl_penalty(made, StepTable.of(made, masked), given, recorded)
+    np.testing.assert_array_equal(again, penalty)
+    assert recorded.result()["kl"] == pytest.approx(1.0)
+
+
+def test_cut_completions_leave_the_loss_and_stay_in_the_mean():
+    made = random_groups(SMALL, 1, 3, 4, 4)
+    cut = replace(made[0].completions[1], stop_reason=StopReason.LENGTH)
+    made = [
+        replace(
+            made[0],
+            completions=(made[0].completions[0], cut, made[0].completions[2]),
+            rewards=np.array([1.0, 3.0, 2.0]),
+        )
+    ]
+    for masked in (False, True):
+        a = AlgorithmSection(
+            advantage="dr_grpo", aggregation="seq-mean-token-sum", mask_truncated=masked
+        )
+        table = StepTable.of(made, a)
+        np.testing.assert_array_equal(table.advantages, [[-1, 1, 0]])
+        batch = updater(a)._pack(made, table, np.arange(1), None, None, None)[0]
+        weight = {
+            index: float(values[0])
+            for (_, index), values in unpack([batch], [batch.arrays.weight]).items()
+        }
+        assert weight == {
+            0: pytest.approx(1 / 3),
+            1: 0 if masked else pytest.approx(1 / 3),
+            2: pytest.approx(1 / 3),
+        }
+
+
+def test_the_overlong_penalty_by_hand():
+    told = overlong_punishment(100, 20)(completion_ids=[[0] * n for n in (1, 80, 85, 99, 100, 120)])
+    np.testing.assert_allclose(told, [0, 0, -0.25, -0.95, -1, -1])
+    own = (RewardFunction("r", lambda **_: [0.0], 1.0),)
+    assert with_overlong(own, RewardSection(), 100) is own
+    paper = with_overlong(own, RewardSection(overlong_buffer_tokens=-1), 100)[1]
+    assert paper.function(completion_ids=[[0] * 90]) == [-0.5]  # a fifth
+    with pytest.raises(ShoalError, match="overlong_buffer_tokens=20: expected at most"):
+        with_overlong(own, RewardSection(overlong_buffer_tokens=20), 10)
+
+
+@pytest.mark.parametrize(
+    ("words", "lag", "every"),
+    [
+        ([], 0, 1),
+        (["train.weight_sync_interval=3"], 0, 3),
+        (["train.max_staleness=1"], 1, 1),
+        (["train.weight_sync_interval=2", "train.max_staleness=3"], 2, 2),
+    ],
+)
+def test_staleness_and_publication(words, lag, every):
+    config, _ = compose("train", words)
+    assert (schedule_of(config.train).lag, schedule_of(config.train).weight_sync_interval) == (
+        lag,
+        every,
+    )
+
+
+# ---- a loss and an advantage of a user
+
+
+def bounded(
+    log_ratio: Tokens,
+    lp: Tokens,
+    advantage: Tokens,
+    mask: Mask,
+    segment: Segments,
+    *,
+    clip_high: float,
+) -> tuple[Tokens, Mask, Mask]:
+    """-min(ratio, 1 + high) A."""
+    ratio = jnp.exp(log_ratio)
+    return (
+        -jnp.minimum(ratio, 1 + clip_high) * advantage,
+        jnp.zeros_like(mask),
+        ratio > 1 + clip_high,
+    )
+
+
+def median(rewards: Rewards, valid: Valid, **unread: object) -> Rewards:
+    """r - median of the group."""
+    middle = np.nanmedian(np.where(valid, rewards, np.nan), axis=1, keepdims=True)
+    return np.where(valid, rewards - middle, 0.0)
+
+
+@pytest.mark.slow
+def test_a_loss_and_an_advantage_are_one_function_and_one_row_each(monkeypatch):
+    """docs/algorithms.md, "Adding a loss": names, help, errors, warnings and a step follow from the
+    two rows."""
+    monkeypatch.setitem(POLICY_LOSSES, "bounded", PolicyLoss(f"{__name__}:bounded", ("clip_high",)))
+    monkeypatch.setitem(ADVANTAGES, "median", Advantage(f"{__name__}:median"))
+    words = ["algorithm.loss=bounded", "algorithm.advantage=median", "algorithm.clip_high=0.3"]
+    config, _ = compose("train", words)
+    assert keys_of(Config)["algorithm.loss"].type_text.endswith("reinforce | bounded")
+    with pytest.raises(ShoalError, match=r"expected one of grpo, .*, sft, median"):
+        compose("train", ["algorithm.advantage=mean"])
+    [(_, warning)] = algorithm_warnings(config)
+    assert "algorithm.clip_high=0.3 cannot act" in warning
+    one = learner(SMALL, make_objective(config.algorithm))
+    state, made = one.init(weights(SMALL)), random_groups(SMALL, 2, 2, 9, 8)
+    after, result = Updater(one, config.algorithm, BatchSection(2, 2), 1.0, 0).update(
+        state, made, 0
+    )
+    assert int(after.updates) == 1 and result.metrics.result()["grad_norm"] > 0
+    np.testing.assert_array_equal(
+        result.table.advantages, median(result.table.rewards, result.table.valid)
+    )

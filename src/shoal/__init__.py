@@ -123,7 +123,7 @@ def evaluate(
     )
     config, resolved = with_own_task(config, resolved, bool(functions))
     if config.responses:
-        from shoal.commands.evaluate import score_responses
+        from shoal.commands.responses import score_responses
 
         everything = replace(config, task=replace(config.task, num_eval_questions=0))
         with evaluating():

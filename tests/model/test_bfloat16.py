@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from small import QWEN3, batches, learner, random_groups, random_parameters, relative, roles, whole
-from test_sampler import play, request
+from small_engine import play, request
 
 from shoal.model.block import gated_product
 from shoal.model.linear import linear

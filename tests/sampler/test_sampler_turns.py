@@ -12,7 +12,7 @@ from itertools import chain, groupby
 import numpy as np
 import pytest
 import scipy.special
-from test_sampler import EOS, SMALL, TOLERANCE, full_logits, make, prompt, request, same, text
+from small_engine import EOS, SMALL, TOLERANCE, full_logits, make, prompt, request, same, text
 
 from shoal.mesh import Role
 from shoal.model.attention import decode_tpu, selector

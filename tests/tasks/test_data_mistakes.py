@@ -199,7 +199,7 @@ CASES: dict[str, tuple[str, bytes, dict[str, Any], list[str]]] = {
     ),
     "packed": (
         "a.jsonl.gz",
-        gzip.compress(lines(*GOOD)),
+        gzip.compress(lines(*GOOD), mtime=0),
         {},
         ["a.jsonl.gz is of a kind", "unpack or convert it"],
     ),

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from small import learner, random_groups, whole
-from test_sampler import SMALL, make, model, play, request, weights
+from small_engine import SMALL, make, model, play, request, weights
 
 from shoal.algorithm.advantage import Rewards, Valid
 from shoal.algorithm.loss import Mask, Segments, Tokens

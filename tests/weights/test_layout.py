@@ -147,10 +147,10 @@ TWO = """
 import sys, jax
 jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
 import numpy as np
-import test_spread
-test_spread.small_windows()
+import test_layout
+test_layout.small_windows()
 for name in ("a kernel", "an odd vocabulary", "norms"):
-    reads = test_spread.check(name, test_spread.MESHES["2x2x2"], np.float16, np.dtype(np.float32))
+    reads = test_layout.check(name, test_layout.MESHES["2x2x2"], np.float16, np.dtype(np.float32))
     print("reads", "".join(map(str, reads.flat)))
 """
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from shoal.chat.tokenizer import Tokenizer
 from shoal.checks.settings import check_model
-from shoal.commands.evaluate import given_names
+from shoal.commands.responses import given_names
 from shoal.config.commands import GenerateConfig
 from shoal.config.sections.model import ModelSection
 from shoal.config.stored import require_given

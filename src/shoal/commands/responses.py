@@ -1,0 +1,174 @@
+"""`shoal eval responses=FILE`: answers made elsewhere, scored by a task without a model or a
+device."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from shoal.buckets import OUTPUTS
+from shoal.config.commands import EvalConfig
+from shoal.config.sections.reward import RewardSection
+from shoal.files import check_input, check_local, check_new_file, write_text
+from shoal.job.rescore import (
+    Response,
+    add_rewards,
+    give_verdicts,
+    load_with_data,
+    match_examples,
+    read_responses,
+    report_unscored,
+    response_figures,
+)
+from shoal.job.task import with_rewards
+from shoal.records import Failure, ShoalError
+from shoal.report.console import Console
+from shoal.rewards.scores import failed_figures, failure_lines
+from shoal.runs.lines import json_ready
+from shoal.tasks.task import TASKS, Task
+
+
+def score_responses(
+    config: EvalConfig,
+    functions: Sequence[Callable] = (),
+    console: Console | None = None,
+    python_task: Task | None = None,
+) -> dict[str, Any]:
+    """The figures of the answers in `config.responses`; each row with its verdict is written to
+    `config.output`.
+
+    Reward functions (`config.reward.functions`, and `functions` from Python) are called if any are
+    given, the task's own if weights or a preset are. `python_task`: a task whose data came from
+    Python."""
+    file, output = check_input(config.responses, "responses"), None
+    if config.output:
+        output = check_local(config.output, "output", OUTPUTS)
+        if output.resolve() == file.resolve():
+            raise ShoalError(
+                f"output={output} is the file of responses itself, which would be overwritten: "
+                f"give "
+                "another name"
+            )
+        check_new_file(config.output, "output")
+    with console or Console() as console:
+        _report_unused_keys(config, console)
+        module = (
+            importlib.import_module(TASKS[config.task.name]) if config.task.name in TASKS else None
+        )
+        if python_task:
+            task, with_data, rewarded = python_task, python_task, bool(python_task.rewards)
+        else:
+            task, with_data, rewarded = _load_scoring_task(config, module, functions, console)
+        responses = read_responses(file, task.question, console)
+        examples = match_examples(responses, task, with_data, module, config.task, console)
+        num_unscored = report_unscored(responses, examples, task, console)
+        verdicts = give_verdicts(responses, examples, task, rewarded, console)
+        failures = (
+            add_rewards(responses, examples, verdicts, task, config.reward, console)
+            if rewarded
+            else []
+        )
+        protocol = f"answers of {config.responses}" + (
+            f", {num_unscored} of {len(responses)} not judged" if num_unscored else ""
+        )
+        figures = (
+            response_figures(responses, verdicts, task)
+            | failed_figures(failures)
+            | {"protocol": protocol}
+        )
+        shown = {name: value for name, value in figures.items() if name != "num_unjudged"}
+        report_evaluation({task.name: shown}, failures, console)
+    if output:
+        rows = output_rows(
+            responses,
+            [
+                {"correct": None, "unjudged": reason} if verdict is None else dict(verdict)
+                for verdict, reason in zip(verdicts, examples, strict=True)
+            ],
+        )
+        write_answers(output, {"task": task.name, **figures, "rows": rows})
+    return {"task": task.name, **figures}
+
+
+def _report_unused_keys(config: EvalConfig, console: Console) -> None:
+    if config.model.path != type(config.model)().path:
+        console.note(
+            f"model={config.model.path} has no effect: answers made elsewhere need no model"
+        )
+    if config.reward.overlong_buffer_tokens:
+        console.warning(
+            f"reward.overlong_buffer_tokens={config.reward.overlong_buffer_tokens} has no effect: "
+            f"the "
+            "lengths in tokens of answers made elsewhere are not known"
+        )
+
+
+def _load_scoring_task(
+    config: EvalConfig, module: Any, functions: Sequence[Callable], console: Console
+) -> tuple[Task, Task | None, bool]:
+    """The task, itself again if its data had to be read for it, and whether rewards are asked
+    for."""
+    with_data = None if hasattr(module, "blank") else load_with_data(config.task, console)
+    has_preset = config.reward.preset != RewardSection.preset
+    takes_preset = with_data is None and "reward" in inspect.signature(module.blank).parameters
+    if has_preset and (functions or config.reward.functions or not takes_preset):
+        console.warning(
+            f"reward.preset={config.reward.preset} has no effect: it is for the own rewards of "
+            f"task=gsm8k"
+        )
+        has_preset = False
+    task = with_data or (
+        module.blank(config.task, config.reward) if takes_preset else module.blank(config.task)
+    )
+    rewarded = bool(functions or config.reward.functions or config.reward.weights or has_preset)
+    return (
+        with_rewards(task, config.task, config.reward, functions) if rewarded else task,
+        with_data,
+        rewarded,
+    )
+
+
+def output_rows(
+    responses: Sequence[Response], verdicts: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Each row as given, with its verdict; a column that any verdict has too is renamed `given_...`
+    in all rows."""
+    names = given_names(
+        (name for response in responses for name in response.row),
+        {name for verdict in verdicts for name in verdict},
+    )
+    return [
+        {**{names[name]: value for name, value in response.row.items()}, **verdict}
+        for response, verdict in zip(responses, verdicts, strict=True)
+    ]
+
+
+def given_names(given: Iterable[str], taken: Collection[str]) -> dict[str, str]:
+    """The names of an input's columns in the output; one that the output has itself is `given_...`
+    there."""
+    given, names = set(given), {}
+    for name in sorted(given):
+        new = name
+        while new in taken or (new != name and new in given):
+            new = f"given_{new}"
+        names[name] = new
+    return names
+
+
+def report_evaluation(
+    figures: Mapping[str, Mapping[str, Any]], failures: Sequence[Failure], console: Console
+) -> None:
+    """Prints the figures of each set of questions and warns of failed reward functions."""
+    for name, values in figures.items():
+        console.evaluation(name, values)
+    for line in failure_lines(failures):
+        console.warning(line)
+
+
+def write_answers(output: Path, content: Mapping[str, Any]) -> None:
+    """Writes the JSON file of an evaluation, whole or not at all."""
+    write_text(output, json.dumps(json_ready(content), indent=2, ensure_ascii=False) + "\n")

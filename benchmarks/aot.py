@@ -28,7 +28,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from shoal.budget.budget import Figures
+from shoal.budget.budget import Budget
 from shoal.budget.memory import parameter_count
 from shoal.config.commands import PlanConfig
 from shoal.config.merge import compose
@@ -130,7 +130,7 @@ def composed(job: str, added: Sequence[str]) -> PlanConfig:
     return config
 
 
-def compiled(config: PlanConfig, programs: Sequence[str], say: Callable[[str], None]) -> Figures:
+def compiled(config: PlanConfig, programs: Sequence[str], say: Callable[[str], None]) -> Budget:
     """The figures of some of a job's programs; one is compiled at a time."""
     with compilers(1, config.topology) as answers:
         (figures,) = answers([(describe, config, config.topology)])
@@ -156,7 +156,7 @@ def decode_bytes(a: Architecture, groups: float, size: int, prompt: int, complet
     return BFLOAT16 * (parameter_count(a) + 2 * a.num_layers * a.num_kv_heads * a.head_dim * keys)
 
 
-def floor_seconds(figures: Figures, program: str) -> float:
+def floor_seconds(figures: Budget, program: str) -> float:
     """The least that all runs of a program in a step could take."""
     config, job, a = figures.config, figures.job, planned_architecture(figures.config.model)
     s, groups, size = config.sampling, job["prompts"], config.batch.group_size
@@ -177,7 +177,7 @@ def floor_seconds(figures: Figures, program: str) -> float:
     return passes * groups * forward_flops(a, *lengths) / devices / job["peak_flops"]
 
 
-def row(job: str, program: str, figures: Figures) -> list[str]:
+def row(job: str, program: str, figures: Budget) -> list[str]:
     config, one, runs = (
         figures.config,
         figures.programs[program],
@@ -211,7 +211,7 @@ def row(job: str, program: str, figures: Figures) -> list[str]:
     return [*cells, f"{times[0]} {unit}", times[1], f"{seconds / floor:.2f}", share, transfers]
 
 
-def scope(figures: Figures, program: str) -> str:
+def scope(figures: Budget, program: str) -> str:
     """What one run of a program works on."""
     job = figures.job
     if program != "accumulate":
@@ -221,7 +221,7 @@ def scope(figures: Figures, program: str) -> str:
     return f"{shape['tokens'] // devices} tokens a device ({sizes})"
 
 
-def print_sources(program: str, figures: Figures, number: int) -> None:
+def print_sources(program: str, figures: Budget, number: int) -> None:
     one = figures.programs[program]
     print(
         f"\n{program}: model.remat={figures.job['model']['remat']}; shares of its seconds, and its "

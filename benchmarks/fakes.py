@@ -78,7 +78,7 @@ class InProgress:
     versions: list[int] = field(default_factory=list)
 
     def complete(self) -> Completion:
-        key = self.request.address.key(self.index).astype(np.int64)
+        key = self.request.noise_key.key(self.index).astype(np.int64)
         tokens = (key[0] + np.arange(self.length) * (key[1] | 1)) % 1000
         return Completion(
             self.request.id,
@@ -134,7 +134,7 @@ class SleepingEngine:
 
     def release_memory(self) -> None: ...
 
-    def read_places(self) -> tuple[int, int]:
+    def read_slots(self) -> tuple[int, int]:
         counted, self._counted = self._counted, (0, 0)
         return counted
 

@@ -155,7 +155,7 @@ class Trial:
         """The completions that the sampler draws with the trainer's weights, published to it."""
         from shoal.model.transformer import Model
         from shoal.protocols import SampleRequest
-        from shoal.records import Address, SamplingParams
+        from shoal.records import NoiseKey, SamplingParams
         from shoal.sampler.engine import Engine, drain
         from shoal.weights.sampler_copy import publish_to
 
@@ -175,7 +175,7 @@ class Trial:
                     row,
                     ids,
                     GROUP_SIZE,
-                    Address(0, "train", 0, row),
+                    NoiseKey(0, "train", 0, row),
                     SamplingParams(max_tokens=LONGEST),
                 )
                 for row, ids in enumerate(self.prompts)

@@ -23,7 +23,7 @@ from shoal.model.architecture import Architecture
 from shoal.model.parameters import initialise
 from shoal.model.transformer import Model
 from shoal.protocols import SampleRequest
-from shoal.records import Address, SamplingParams
+from shoal.records import NoiseKey, SamplingParams
 from shoal.sampler.engine import Engine, drain
 
 SHAPES = {
@@ -60,7 +60,7 @@ def measure(
             row,
             rng.integers(0, 1024, prompt).astype(np.int32),
             GROUP_SIZE,
-            Address(0, "train", step, row),
+            NoiseKey(0, "train", step, row),
             params,
         )
         for row in range(len(lengths))
@@ -72,7 +72,7 @@ def measure(
         found += [one for completions in engine.step().values() for one in completions]
     seconds, used = time.perf_counter() - started, time.process_time() - used
     assert all(len(one) == lengths[one.request_id, one.index] for one in found)
-    drawing, places = engine.read_places()
+    drawing, places = engine.read_slots()
     for id in list(engine.progress):
         engine.cancel(id)
     drain(engine)

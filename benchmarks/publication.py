@@ -131,7 +131,7 @@ class Reader:
         usually take. The load itself also waits for the dispatches that are under way, in which the
         sampler does not stand still."""
         from shoal.protocols import SampleRequest
-        from shoal.records import Address, SamplingParams
+        from shoal.records import NoiseKey, SamplingParams
         from shoal.rollout.host import EngineHost
         from shoal.sampler.engine import Engine
         from shoal.sampler.programs import CHUNK
@@ -153,7 +153,7 @@ class Reader:
                     0,
                     np.arange(1, 9, dtype=np.int32),
                     4,
-                    Address(0, "train", 0, 0),
+                    NoiseKey(0, "train", 0, 0),
                     SamplingParams(max_tokens=1024),
                     version=0,
                     exact=False,

@@ -26,7 +26,7 @@ from shoal.records import Completion, Example, Group, Purpose, StopReason
 from shoal.report.console import Console
 from shoal.report.recorder import Recorder, StepRecord
 from shoal.runs.metrics import MetricSet
-from shoal.runs.writer import RunFolder
+from shoal.runs.writer import RunWriter
 
 
 def make_groups(
@@ -97,7 +97,7 @@ def main() -> None:
     clock = SimpleNamespace(
         logged={}, failures=[], tokens=options.tokens, sample_seconds=1.0, reward_seconds=0.0
     )
-    with tempfile.TemporaryDirectory() as folder, RunFolder(Path(folder)) as run:
+    with tempfile.TemporaryDirectory() as folder, RunWriter(Path(folder)) as run:
         recorder = Recorder(
             run, Console(io.StringIO()), options.steps, True, lambda: clock, lambda: 0, lambda: 0
         )

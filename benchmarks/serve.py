@@ -39,7 +39,7 @@ from shoal.model.architecture import Architecture
 from shoal.model.parameters import initialise
 from shoal.model.transformer import Model
 from shoal.protocols import SampleRequest
-from shoal.records import Address, SamplingParams
+from shoal.records import NoiseKey, SamplingParams
 from shoal.sampler.engine import Engine
 from shoal.serve.api import SHAPES
 from shoal.serve.app import Api
@@ -104,7 +104,7 @@ def directly(engine: Engine, requests: int, tokens: int) -> None:
                         given,
                         prompt,
                         1,
-                        Address(0, "direct", 0, given),
+                        NoiseKey(0, "direct", 0, given),
                         SamplingParams(max_tokens=tokens),
                         exact=False,
                     )
@@ -171,11 +171,13 @@ def measure(size: str, requests: int, tokens: int, repeats: int) -> None:
                     lambda: directly(sampler.engine, requests, tokens),
                 ):
                     started, cpu = time.perf_counter(), time.process_time()
-                    drawing, places = state.drawing, state.places
+                    drawing, places = state.active_slots, state.total_slots
                     run()
                     made = requests * tokens
-                    own = sampler.engine.read_places()
-                    full = (state.drawing - drawing + own[0]) / (state.places - places + own[1])
+                    own = sampler.engine.read_slots()
+                    full = (state.active_slots - drawing + own[0]) / (
+                        state.total_slots - places + own[1]
+                    )
                     pair.append(
                         (
                             made / (time.perf_counter() - started),

@@ -96,7 +96,7 @@ class Trial:
         from shoal.mesh import make_roles
         from shoal.model.architecture import PRODUCTS, Adapter, Architecture
         from shoal.report.console import Console
-        from shoal.weights.source import ModelSpec
+        from shoal.weights.source import ModelSource
 
         self.shape, self.computed = shape, 0
         self.architecture = Architecture(
@@ -124,7 +124,7 @@ class Trial:
             ),
         )
         self.roles = make_roles(config.mesh, jax.devices()[:1])
-        spec = ModelSpec(Path(), self.architecture, lambda role, dtype: self.parameters)
+        spec = ModelSource(Path(), self.architecture, lambda role, dtype: self.parameters)
         self.model = trained_model(config, spec, self.roles)
         job = Job(config, Console(io.StringIO()), spec=spec, settled=True)
         job.opened |= {"roles": self.roles, "model": self.model}
@@ -164,7 +164,7 @@ class Trial:
         import numpy as np
 
         from shoal.protocols import SampleRequest
-        from shoal.records import Address, Example, Group, Purpose, SamplingParams
+        from shoal.records import Example, Group, NoiseKey, Purpose, SamplingParams
         from shoal.sampler.engine import drain
 
         shape, rng = self.shape, np.random.default_rng(step)
@@ -177,7 +177,7 @@ class Trial:
                         row,
                         ids[row],
                         shape.siblings,
-                        Address(0, "train", step, row),
+                        NoiseKey(0, "train", step, row),
                         SamplingParams(max_tokens=int(own.max())),
                     )
                 ]

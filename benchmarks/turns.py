@@ -37,7 +37,7 @@ from shoal.rewards.pool import RewardPool
 from shoal.rollout.fleet import Fleet
 from shoal.rollout.host import EngineHost, ThreadHost
 from shoal.rollout.ledger import GroupRewards
-from shoal.rollout.turn_driver import Player
+from shoal.rollout.turn_driver import TurnDriver
 from shoal.sampler.engine import Engine
 from shoal.tasks.task import Task
 from shoal.weights.store import MemoryPublisher
@@ -131,7 +131,7 @@ def main() -> None:
     prompts = []
     engine.programs["prefill"] = _counting(engine.programs["prefill"], engine.num_rows, prompts)
     woken, tools = threading.Event(), SleepingTools(a.seconds)
-    player = Player(
+    player = TurnDriver(
         tools,
         lambda columns: Format(),
         EnvironmentSection(max_turns=a.turns),
@@ -184,7 +184,7 @@ def main() -> None:
             last, ended = host.progress(), time.monotonic()
             time.sleep(0.05)
         groups = fleet.take(Purpose.TRAIN, 0)
-    drawn, places = last.drawing - first.drawing, last.places - first.places
+    drawn, places = last.active_slots - first.active_slots, last.total_slots - first.total_slots
     busy = (last.busy_seconds - first.busy_seconds) / (ended - began)
     tokens = sum(one.num_sampled for group in groups for one in group.completions)
     turns = np.mean([len(one.messages) / 2 for group in groups for one in group.completions])

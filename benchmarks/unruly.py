@@ -29,7 +29,7 @@ NAMES = ("a", "b", "c", "slow")
 
 def length_of(request: SampleRequest, index: int) -> int:
     """Tokens of a completion, by address: long-tailed."""
-    noise = np.random.default_rng(request.address.key(index)).standard_normal()
+    noise = np.random.default_rng(request.noise_key.key(index)).standard_normal()
     return int(np.clip(np.rint(6 * np.exp(noise)), 1, 60))
 
 

@@ -46,7 +46,7 @@ def make(options: argparse.Namespace) -> None:
     from shoal.config.stored import texts_of
     from shoal.config.train import Config
     from shoal.runs.groups import to_table
-    from shoal.runs.writer import RunFolder
+    from shoal.runs.writer import RunWriter
 
     random_numbers = np.random.default_rng(0)
     groups = _groups(options, random_numbers)
@@ -57,7 +57,7 @@ def make(options: argparse.Namespace) -> None:
     }
     base = to_table(groups, [np.zeros(options.siblings)] * options.prompts, trainer)
     size = base.num_rows
-    folder = RunFolder(_new_folder(options.to))
+    folder = RunWriter(_new_folder(options.to))
     folder.write_config(*texts_of(Config(steps=options.steps)))
     floats = ("logprobs", "trainer_logprobs")
     dictionaries = [name for name in base.column_names if name not in (*floats, "text")]

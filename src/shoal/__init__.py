@@ -115,13 +115,13 @@ def evaluate(
     from shoal.config.commands import EvalConfig
     from shoal.config.merge import from_overrides
     from shoal.job.cache import cache_by_configuration
-    from shoal.job.own_task import with_own_task
+    from shoal.job.own_task import config_for_eval_of_run
     from shoal.tasks.data import evaluating
 
     config, resolved, functions = from_overrides(
         EvalConfig, **_named(task, held_out, correct, overrides)
     )
-    config, resolved = with_own_task(config, resolved, bool(functions))
+    config, resolved = config_for_eval_of_run(config, resolved, bool(functions))
     if config.responses:
         from shoal.commands.responses import score_responses
 
@@ -192,7 +192,7 @@ def _with_functions_named(config: Any, functions: Sequence[Callable]) -> Any:
 
 def _with_environments_named(config: Any, task: Task | None) -> Any:
     """The configuration with the names of a task's own tools and environments, in place of none."""
-    from shoal.config.merge import name_given
+    from shoal.config.merge import register_object
 
     if task is None or not (task.tools or task.environments) or config.turns:
         return config
@@ -200,8 +200,8 @@ def _with_environments_named(config: Any, task: Task | None) -> Any:
         config,
         environment=replace(
             config.environment,
-            tools=tuple(map(name_given, task.tools)),
-            factory=name_given(task.environments, "environments") if task.environments else "",
+            tools=tuple(map(register_object, task.tools)),
+            factory=register_object(task.environments, "environments") if task.environments else "",
         ),
     )
 

@@ -60,10 +60,10 @@ def program() -> int:
 def run_as(name: str) -> int:
     """Runs a script of another system, by its name in DOORS, with the words that were typed after
     it."""
-    from shoal.commands.compat import words_of_door
+    from shoal.commands.compat import shim_argv
 
     try:
-        sys.argv[1:] = words_of_door(name, sys.argv[1:])
+        sys.argv[1:] = shim_argv(name, sys.argv[1:])
     except ShoalError as error:
         print(f"error: {error}", file=sys.stderr)
         return USAGE_EXIT_CODE
@@ -213,16 +213,16 @@ def _in_their_names(resolved: Resolved) -> Callable[[str], str]:
 def _compose(command: str, words: list[str]) -> tuple[Any, Resolved]:
     """The configuration; with `resume`, and of `eval model=RUN`, on top of the run's own."""
     if "resume" in keys_of(COMMANDS[command]):
-        from shoal.job.resume import compose_job
+        from shoal.job.resume import config_for_resume
 
-        return compose_job(COMMANDS[command], words)
+        return config_for_resume(COMMANDS[command], words)
     from shoal.config.merge import compose
 
     config, resolved = compose(command, words)
     if command == "eval" and (is_bucket(config.model.path) or Path(config.model.path).is_dir()):
-        from shoal.job.own_task import with_own_task
+        from shoal.job.own_task import config_for_eval_of_run
 
-        return with_own_task(config, resolved)
+        return config_for_eval_of_run(config, resolved)
     return config, resolved
 
 

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from shoal.records import (
-    Address,
     Completion,
     Example,
     Failure,
     Group,
+    NoiseKey,
     Params,
     Purpose,
     SamplingParams,
@@ -32,13 +32,13 @@ class SampleRequest:
     start on.
 
     >>> SampleRequest(id=4, prompt_ids=np.array([5, 8, 13]), num_completions=8,
-    ...               address=Address(0, "train", 3, 17), params=SamplingParams(max_tokens=64))
+    ...               noise_key=NoiseKey(0, "train", 3, 17), params=SamplingParams(max_tokens=64))
     """
 
     id: int
     prompt_ids: np.ndarray
     num_completions: int
-    address: Address
+    noise_key: NoiseKey
     params: SamplingParams
     purpose: Purpose = Purpose.GENERATE
     version: int = 0
@@ -91,8 +91,8 @@ class RolloutStats:
     )
     tokens: int = 0  # of the groups that were taken
     busy_seconds: float = 0.0  # in which hosts sampled, in the mean over them
-    drawing: int = 0  # places of the sampler that drew a token, of
-    places: int = 0  # all, summed over the tokens of decoding
+    active_slots: int = 0  # slots of the sampler that drew a token, of
+    total_slots: int = 0  # all, summed over the tokens of decoding
     logged: dict[str, list[float]] = field(
         default_factory=dict
     )  # what rewards logged with log_metric
@@ -102,7 +102,7 @@ class RolloutStats:
         default_factory=lambda: dict.fromkeys(("seconds", "bytes", "pause_seconds"), 0.0)
     )
     sampler_idle: float | None = (
-        None  # share of the places, over the time since, that drew nothing; None: not counted
+        None  # share of the slots, over the time since, that drew nothing; None: not counted
     )
     queue: dict[str, int] = field(
         default_factory=dict
@@ -159,8 +159,8 @@ class HostProgress:
     tokens: int = 0  # sampled, those of completions under way too
     dispatches: int = 0  # compiled steps whose tokens have arrived
     preempted: int = 0  # rows of completions that gave way to others, for want of pages
-    drawing: int = 0  # places that drew a token, of
-    places: int = 0  # all, summed over the tokens of decoding
+    active_slots: int = 0  # slots that drew a token, of
+    total_slots: int = 0  # all, summed over the tokens of decoding
     pause_seconds: float = (
         0.0  # in which it loaded weights; those compiled steps that are under way are waited for
     )

@@ -121,15 +121,15 @@ class StopReason(enum.StrEnum):
 
 
 @dataclass(frozen=True)
-class Address:
-    """The address of a random number: the same address gives the same number, on any machine and in
-    any batch.
+class NoiseKey:
+    """The key of a random number: the same key gives the same number, on any machine and in any
+    batch.
 
-    Noise by address instead of by a running key makes sampling resumable and independent of what
-    else is sampled.
+    One key for each number, in place of a key that is split as sampling goes, makes sampling
+    resumable and independent of what else is sampled.
 
     >>> # folded with the position after the prompt, it gives one token's uniform
-    >>> Address(seed=0, purpose="train", step=3, row=17).key(completion=2)
+    >>> NoiseKey(seed=0, purpose="train", step=3, row=17).key(completion=2)
     array([...], dtype=uint32)
     """
 

@@ -19,12 +19,12 @@ from small import PLAINEST, roles
 from shoal.budget.auto import run_roles
 from shoal.budget.memory import bytes_per_device, key_bytes
 from shoal.budget.slots import (
-    CacheRoom,
-    all_places,
-    choose_places,
+    KVCacheBudget,
+    all_slots,
     engine_states,
-    places_text,
-    training_places,
+    plan_slots,
+    slots_text,
+    training_slots,
 )
 from shoal.config.merge import compose
 from shoal.config.sections.devices import MeshSection, SamplerSection
@@ -41,7 +41,7 @@ from shoal.model.transformer import Model
 from shoal.records import Purpose, ShoalError
 from shoal.report.console import Console
 from shoal.runs.reader import read_decided_keys
-from shoal.runs.writer import RunFolder
+from shoal.runs.writer import RunWriter
 
 MODEL = Model(PLAINEST, roles().sampler)
 TOKENIZER: Any = SimpleNamespace(eos_ids=(0,), decode=None)
@@ -61,7 +61,7 @@ def sampling(prompt: int = 64, completion: int = 512, **changes: int) -> Samplin
     ],
 )
 def test_places_are_as_many_as_asked(section, slots, completions, places):
-    assert choose_places(section, MODEL, slots, 8, completions)[:2] == places
+    assert plan_slots(section, MODEL, slots, 8, completions)[:2] == places
 
 
 @pytest.mark.parametrize(
@@ -74,16 +74,16 @@ def test_places_are_as_many_as_asked(section, slots, completions, places):
     ],
 )
 def test_places_are_as_many_as_the_caches_hold(tokens, places):
-    assert choose_places(sampling(), MODEL, 64, 8, 64, tokens)[:2] == places
+    assert plan_slots(sampling(), MODEL, 64, 8, 64, tokens)[:2] == places
 
 
 def test_caches_are_divided_by_replica():
     where = make_roles(MeshSection(2, 2, 2)).sampler  # 8 devices, 4 replicas of 2
-    assert choose_places(sampling(), Model(PLAINEST, where), 64, 8, 512, 4800)[:2] == (
+    assert plan_slots(sampling(), Model(PLAINEST, where), 64, 8, 512, 4800)[:2] == (
         8,
         1,
     )  # 576 a row
-    assert choose_places(sampling(), Model(PLAINEST, where), 64, 8, 512, 2304)[:2] == (4, 1)
+    assert plan_slots(sampling(), Model(PLAINEST, where), 64, 8, 512, 2304)[:2] == (4, 1)
 
 
 def test_one_engine_serves_all_sizes_that_fill_its_rows():
@@ -106,7 +106,7 @@ def test_one_engine_serves_all_sizes_that_fill_its_rows():
 
 def test_every_engine_stays_within_the_caches():
     """Greedy answers have rows of their own, each with a prompt's keys: there is room for fewer."""
-    places = choose_places(sampling(512, 512), MODEL, 16, 8, 16, 4608 * 2)
+    places = plan_slots(sampling(512, 512), MODEL, 16, 8, 16, 4608 * 2)
     make = engine_maker(Model(PLAINEST, roles().sampler), TOKENIZER, sampling(512, 512), places, 8)
     training, greedy = make(Purpose.TRAIN, 8), make(Purpose.EVALUATE, 1)
     assert (training.num_rows, training.siblings) == (2, 8) and (
@@ -151,20 +151,20 @@ def test_on_an_accelerator_a_step_that_does_not_fit_is_sampled_in_parts():
     )
     a, devices = model_named("llama3.1-8b").architecture, tpu("v6e", 2, 4)
     made = run_roles(config, a, devices)
-    places = training_places(config, made, a)
+    places = training_slots(config, made, a)
     assert places.siblings == 1 and 100 < places.slots < 512
     assert (
-        places_text(config, made, a)
+        slots_text(config, made, a)
         == f"{places.slots} completions at once, each in a row of its own"
     )
-    assert all_places(config, made, a) == places.slots * len(made.hosts)
+    assert all_slots(config, made, a) == places.slots * len(made.hosts)
     # As many rollouts as one worker has places would leave the others idle.
     remote = replace(config, sampler=SamplerSection(kind="ray", workers=3))
-    assert all_places(remote, made, a) == 3 * training_places(remote, made, a).slots
+    assert all_slots(remote, made, a) == 3 * training_slots(remote, made, a).slots
     half = replace(config, sampling=replace(config.sampling, memory_share=0.7))
-    assert training_places(half, made, a).slots < places.slots
+    assert training_slots(half, made, a).slots < places.slots
     short = replace(config, sampling=sampling(64, 64))
-    assert training_places(short, made, a)[:2] == (512, 8) and places_text(short, made, a) == ""
+    assert training_slots(short, made, a)[:2] == (512, 8) and slots_text(short, made, a) == ""
 
 
 def test_places_by_the_mean_length_of_completions_share_a_pool():
@@ -177,9 +177,9 @@ def test_places_by_the_mean_length_of_completions_share_a_pool():
     )
     a, devices = model_named("llama3.1-8b").architecture, tpu("v6e", 2, 4)
     made = run_roles(config, a, devices)
-    whole, shards = training_places(config, made, a), made.hosts[0].row_shards
+    whole, shards = training_slots(config, made, a), made.hosts[0].row_shards
     by_mean = replace(config, sampling=replace(config.sampling, mean_completion_tokens=4096))
-    many = training_places(by_mean, made, a)
+    many = training_slots(by_mean, made, a)
     assert 3 * whole.slots < many.slots < 4 * whole.slots and many.siblings == 1
     assert whole.room.pages(whole.slots, 1) == whole.slots // shards * 128  # nothing gives way
     pages = many.room.pages(many.slots, 1)
@@ -194,7 +194,7 @@ def test_places_by_the_mean_length_of_completions_share_a_pool():
 
 def test_a_row_has_room_for_its_limits_whatever_the_mean():
     """Of 40 pages rows of 8 siblings at 8 each would take 64."""
-    room = CacheRoom(128, 128, 1024, 40 * 128, 1, True)
+    room = KVCacheBudget(128, 128, 1024, 40 * 128, 1, True)
     assert room.slots(64, 8) == 0 and room.slots(64, 4) == 32 and room.pages(28, 4) == 33
     assert room._replace(tokens=0).pages(64, 8) == 64
     assert room._replace(by_pages=False).pages(28, 4) == 0
@@ -204,7 +204,7 @@ def test_a_mean_length_is_refused_where_caches_are_not_by_pages():
     with pytest.raises(
         ShoalError, match=r"only decoding by the kernel for TPUs has caches by pages \(CPU, "
     ):
-        choose_places(sampling(mean_completion_tokens=64), MODEL, 64, 8, 64)
+        plan_slots(sampling(mean_completion_tokens=64), MODEL, 64, 8, 64)
     with pytest.raises(ShoalError, match="mean_completion_tokens"):
         sampling(mean_completion_tokens=513)
 
@@ -264,7 +264,7 @@ def test_slots_have_room_for_the_longest_prompt_of_own_data(tmp_path):
         # Of one question there is one answer; it had as many slots as training.
         assert sampling.evaluation_slots == 1
         assert job.engines["evaluation"].num_rows == 1 and job.engines["training"].num_rows == 2
-        text = places_text(job.config, job.roles, job.spec.architecture)
+        text = slots_text(job.config, job.roles, job.spec.architecture)
         assert f"room for prompts of {sampling.slot_prompt} tokens" in text
 
 
@@ -311,7 +311,7 @@ def test_a_resumed_run_keeps_its_room_as_long_as_its_data_fits(tmp_path):
     with job_of(tmp_path) as job:
         before = job.slots.prompt_slot_tokens
         config = job.config
-        with RunFolder.create(tmp_path, "first") as made:
+        with RunWriter.create(tmp_path, "first") as made:
             made.write_config(*texts_of(config, decided_between(job.given, config)))
     assert {"sampling.prompt_slot_tokens", "sampling.evaluation_slots"} <= read_decided_keys(
         made.path
@@ -323,7 +323,7 @@ def test_a_resumed_run_keeps_its_room_as_long_as_its_data_fits(tmp_path):
     older = replace(
         config, sampling=replace(config.sampling, prompt_slot_tokens=0, evaluation_slots=0)
     )
-    with RunFolder(made.path) as folder:  # of a version that decided nothing
+    with RunWriter(made.path) as folder:  # of a version that decided nothing
         folder.write_config(*texts_of(older, ()))
     with job_of(tmp_path, resumed=made.path) as job:
         assert job.slots.prompt_slot_tokens == 0 and job.slots.evaluation_slots == 0

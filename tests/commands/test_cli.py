@@ -15,7 +15,7 @@ import jax
 import pytest
 
 from shoal import cli
-from shoal.commands.compat import words_of_door
+from shoal.commands.compat import shim_argv
 from shoal.commands.help import TOPICS
 from shoal.config.commands import (
     COMMANDS,
@@ -442,7 +442,7 @@ def test_memory_that_ran_out_in_torchrls_door_names_what_was_typed(capsys, monke
         raise MemoryError
 
     monkeypatch.setattr("shoal.commands.train.train", out_of_memory)
-    words = words_of_door(
+    words = shim_argv(
         "grpo", ["train.optim_batch_size=32", "env.repeats=16", "model.name=some/model"]
     )
     assert cli.main(words) == 2

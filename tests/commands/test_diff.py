@@ -35,7 +35,7 @@ from shoal.runs.compare import (
     step_difference,
 )
 from shoal.runs.groups import StoredGroup
-from shoal.runs.reader import reward_since, short_name
+from shoal.runs.reader import reward_changed_at, short_name
 from shoal.tasks.task import TASKS, load_by_name
 
 
@@ -582,9 +582,10 @@ def test_a_reward_can_be_the_cause_of_other_prompts_where_it_chooses_them():
     ],
 )
 def test_rewards_are_another_where_a_setting_differs_that_they_depend_on(before, after, since):
-    assert reward_since({0: before, 4: after}) == since
+    assert reward_changed_at({0: before, 4: after}) == since
     assert (
-        reward_since({0: before, 2: before, 4: after, 6: after}) == since and reward_since({}) == 0
+        reward_changed_at({0: before, 2: before, 4: after, 6: after}) == since
+        and reward_changed_at({}) == 0
     )
 
 

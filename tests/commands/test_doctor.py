@@ -478,7 +478,9 @@ def test_what_the_compiled_programs_need_is_held_against_what_is_there(workshop,
             for role in ROLES
         },
     )
-    monkeypatch.setattr(job_module, "job_sizes", lambda *job: replace(held(*job), held=little))
+    monkeypatch.setattr(
+        job_module, "job_sizes", lambda *job: replace(held(*job), bytes_by_role=little)
+    )
     result, _ = look(workshop, "batch.micro_tokens=100000", f"reward={workshop.rewards}:letters")
     told = found(result, "batch.micro_tokens", "not enough memory", "1.0 MiB of 1.0 GiB free")
     assert told["level"] == "wrong" and result["memory"]["parts"]["activations"] > 1 << 20

@@ -19,7 +19,7 @@ from tiny_runs import PLAIN, Workshop, read_lines
 import shoal
 from shoal import cli
 from shoal.commands.evaluate import read_in_any_form, well_formed_advice
-from shoal.config.merge import GIVEN, compose
+from shoal.config.merge import PYTHON_OBJECTS, compose
 from shoal.config.sections.task import TaskSection
 from shoal.job.job import Job
 from shoal.protocols import GroupRequest
@@ -685,7 +685,7 @@ def test_a_run_is_evaluated_with_its_own_tools(tmp_path, monkeypatch):
     ):
         cli._compose("eval", [given])
     assert cli._compose("eval", [given, "tools=t.py:look"])[0].environment.factory == ""
-    monkeypatch.setitem(GIVEN._objects, "python:House", object)
+    monkeypatch.setitem(PYTHON_OBJECTS._objects, "python:House", object)
     assert cli._compose("eval", [given])[0].environment.factory == "python:House"
 
 

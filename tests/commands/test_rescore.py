@@ -24,7 +24,7 @@ from shoal.config.sections.reward import RewardSection
 from shoal.job.rescore import rank_correlation
 from shoal.records import Completion, Example, Group, Purpose, ShoalError, StopReason, ground_truth
 from shoal.runs.groups import read_file, write_file
-from shoal.runs.writer import RunFolder
+from shoal.runs.writer import RunWriter
 
 REWARDS = """\
 def same(completions, stored, **kwargs):
@@ -97,7 +97,7 @@ def run(tmp_path) -> Path:
     """A run folder with two steps of two groups of four, made without training."""
     (tmp_path / "rewards.py").write_text(REWARDS)
     (tmp_path / "run").mkdir()
-    with RunFolder(tmp_path / "run") as folder:
+    with RunWriter(tmp_path / "run") as folder:
         folder.write_config(
             "steps: 4\nbatch: {prompts_per_step: 2, group_size: 4}\nalgorithm: {std_ddof: 0}", ""
         )
@@ -254,7 +254,7 @@ def test_rollouts_with_turns_are_scored_by_their_messages_and_exported(run, caps
 def turns(completions, **kwargs):
     return [len(one) if isinstance(one, list) else -1 for one in completions]
 """)
-    with RunFolder(run) as folder:
+    with RunWriter(run) as folder:
         groups = [
             replace(
                 group := in_turns(stored_group(3, 30, [0.0, 1.0, 0.0, 0.0])),

@@ -54,7 +54,7 @@ from shoal.runs.layout import process_start
 from shoal.runs.lines import flat_yaml
 from shoal.runs.metrics import wilson_interval
 from shoal.runs.reader import MAX_LINE_BYTES, StoredRun, _newest, open_runs
-from shoal.runs.writer import RunFolder
+from shoal.runs.writer import RunWriter
 from shoal.serve.server import host_name, listen
 
 
@@ -565,7 +565,7 @@ def test_values_that_a_run_chose_are_no_settings_that_differ(tmp_path):
 
     for name, own in (("chosen", decided), ("set", ())):
         config = compose(Config, ["batch.micro_tokens=640", "algorithm.correction=tis"])[0]
-        with RunFolder(write_run(tmp_path / name)) as folder:
+        with RunWriter(write_run(tmp_path / name)) as folder:
             folder.write_config(*texts_of(config, own))
         viewer = opened(tmp_path / name)
         rows = {
@@ -659,7 +659,7 @@ def test_after_a_resume_with_another_reward_the_rewards_are_not_compared(tmp_pat
             for step in (0, 3, 6)
         ],
     )
-    with RunFolder(path) as folder:
+    with RunWriter(path) as folder:
         folder.write_config(*texts_of(compose(Config, ["steps=6", "reward=format_reward"])[0]), 3)
     viewer = opened(path)
     try:

@@ -22,7 +22,7 @@ import stand_ins
 from huggingface_hub import constants
 
 from shoal import cli
-from shoal.commands.compat import DOORS, words_of_door
+from shoal.commands.compat import SHIMS, shim_argv
 from shoal.model import published
 
 FOLDER = Path(__file__).parent / "lines"
@@ -92,9 +92,7 @@ def words_of(line: Line, folder: Path, at: Path | None = None) -> list[str]:
     path = f"{words.pop(0).replace('.', '/')}.py" if script == "-m" else script
     path = re.sub(r"^.*/\.\./", "", path)  # test_grpo.sh names the demo from its own folder
     with contextlib.chdir(at or folder / "here"):
-        return words_of_door(
-            next(name for name, door in DOORS.items() if path in door.paths), words
-        )
+        return shim_argv(next(name for name, door in SHIMS.items() if path in door.paths), words)
 
 
 TOKEN = stand_ins.TOKEN

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.commands.compat import words_of_door
+from shoal.commands.compat import shim_argv
 from shoal.config.merge import compose, from_overrides
 from shoal.config.stored import difference_from_defaults
 from shoal.config.train import Config
@@ -229,9 +229,7 @@ def test_asynchronous_flags_that_cannot_be_taken_are_named(words, message):
 
 
 def test_the_asynchronous_entry_point_samples_on_devices_of_its_own():
-    words = words_of_door(
-        "grpo-async", ["train_model.num_devices=1", "inference_model.num_devices=1"]
-    )
+    words = shim_argv("grpo-async", ["train_model.num_devices=1", "inference_model.num_devices=1"])
     config, resolved = compose(words[0], words[1:])
     assert (config.mesh.trainer, config.mesh.sampler, config.train.max_staleness) == ("1", "1", 1)
     assert {

@@ -14,7 +14,7 @@ from scripts import load
 
 from shoal import cli
 from shoal.commands import compat
-from shoal.commands.compat import words_of_door
+from shoal.commands.compat import shim_argv
 from shoal.compat.front import SYSTEMS
 from shoal.compat.rules import RULES
 from shoal.config.commands import COMMANDS
@@ -49,7 +49,7 @@ def own_environment(monkeypatch):
 def test_maxtexts_scripts_read_the_environment(monkeypatch):
     monkeypatch.setenv("TRAINER_DEVICES_FRACTION", "0.5")
     monkeypatch.setenv("SAMPLER_DEVICES_FRACTION", "0.5")
-    words = words_of_door("grpo_demo", ["trainer_devices_fraction=0.25"])
+    words = shim_argv("grpo_demo", ["trainer_devices_fraction=0.25"])
     config, _ = compose(words[0], words[1:])
     assert (config.mesh.trainer, config.mesh.sampler) == ("0.25", "0.5")
 
@@ -70,18 +70,18 @@ def test_pathways_alone_says_that_roles_share_devices(capsys):
 def test_torchrls_doors_log_as_its_recipe_does(package, monkeypatch):
     monkeypatch.setattr(compat, "find_spec", lambda name: package or None)
     for name in ("grpo", "grpo-async"):
-        given = words_of_door(name, ["steps=1"])
+        given = shim_argv(name, ["steps=1"])
         assert [word for word in given if word.startswith(("report.", "algorithm."))] == [
             "report.hydra=true",
             "algorithm.kl_metric=true",
             *["report.wandb.mode=auto"] * package,
         ]
-    assert not any("report." in word for word in words_of_door("grpo_demo", []))
+    assert not any("report." in word for word in shim_argv("grpo_demo", []))
 
 
 def test_the_asynchronous_script_lets_samples_be_a_version_old(monkeypatch):
     monkeypatch.setattr(compat, "find_spec", lambda name: None)
-    words, own = words_of_door, ["report.hydra=true", "algorithm.kl_metric=true"]
+    words, own = shim_argv, ["report.hydra=true", "algorithm.kl_metric=true"]
     assert words("grpo", []) == ["train", "--config-name", "grpo_gsm8k", *own]
     assert words("grpo-async", []) == [
         "train",

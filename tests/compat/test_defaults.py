@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from shoal.commands.compat import words_of_door
+from shoal.commands.compat import shim_argv
 from shoal.compat.front import find_flag
 from shoal.config.commands import SftConfig
 from shoal.config.key import text_of
@@ -222,7 +222,7 @@ def test_what_acts_in_its_own_system_is_not_called_idle(word):
 
 
 def test_the_pathways_script_trains_the_instruct_model():
-    config, _ = compose("train", words_of_door("grpo_llama3_1_70b_demo_pw", [])[1:])
+    config, _ = compose("train", shim_argv("grpo_llama3_1_70b_demo_pw", [])[1:])
     assert (config.model.name, config.model.tokenizer) == (
         "llama3.1-70b-Instruct",
         "meta-llama/Llama-3.1-70B-Instruct",

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from shoal import cli
-from shoal.commands.compat import words_of_door
+from shoal.commands.compat import shim_argv
 from shoal.compat.front import in_their_names
 from shoal.config.merge import compose
 from shoal.config.sections.model import LoraSection
@@ -288,7 +288,7 @@ def test_a_file_lies_over_the_entry_points_preset(words, tmp_path):
     file.write_text(
         "num_generations: 8\ngrpo_beta: 0.2\nlearning_rate: 1.0e-6\nmax_target_length: 1024\n"
     )
-    words = words_of_door("grpo_demo", [word.format(file) for word in words])
+    words = shim_argv("grpo_demo", [word.format(file) for word in words])
     config, resolved = compose(words[0], words[1:])
     assert (config.task.name, config.recipe, config.steps) == ("gsm8k", "maxtext", 100)
     assert (config.optimizer.lr, config.batch.group_size, config.algorithm.kl_coef) == (
@@ -304,7 +304,7 @@ def test_a_file_lies_over_the_entry_points_preset(words, tmp_path):
 
 
 def test_a_packaged_preset_takes_the_place_of_the_entry_points_own():
-    words = words_of_door("grpo", ["--config-name", "grpo_ifeval"])
+    words = shim_argv("grpo", ["--config-name", "grpo_ifeval"])
     own = [word for word in words if word.startswith(("report.", "algorithm."))]
     assert (
         compose(words[0], words[1:])[0]
@@ -313,7 +313,7 @@ def test_a_packaged_preset_takes_the_place_of_the_entry_points_own():
 
 
 def test_an_entry_points_own_words_yield_to_the_users():
-    words = words_of_door("grpo-async", ["train.max_staleness=3"])
+    words = shim_argv("grpo-async", ["train.max_staleness=3"])
     config, resolved = compose(words[0], words[1:])
     assert config.train.max_staleness == 3 and not any(
         "more than once" in note for note in resolved.notes
@@ -321,7 +321,7 @@ def test_an_entry_points_own_words_yield_to_the_users():
 
 
 def test_a_real_file_under_an_entry_point():
-    words = words_of_door("train_rl", [str(FILES / "rl.yml"), "learning_rate=1e-5"])
+    words = shim_argv("train_rl", [str(FILES / "rl.yml"), "learning_rate=1e-5"])
     config, resolved = compose(words[0], words[1:])
     assert (config.recipe, config.reward.preset, config.optimizer.lr, config.steps) == (
         "tunix",
@@ -477,6 +477,6 @@ def test_a_file_of_another_system_over_a_recipe_is_said(tmp_path):
 
 def test_batches_of_an_evaluation_are_of_the_prompts_that_devices_have():
     config, _ = compose(
-        "train", words_of_door("grpo_demo", ["num_test_batches=4", "per_device_batch_size=2"])[1:]
+        "train", shim_argv("grpo_demo", ["num_test_batches=4", "per_device_batch_size=2"])[1:]
     )
     assert (config.batch.prompts_per_device, config.task.num_eval_questions) == (2, 8)

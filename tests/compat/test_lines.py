@@ -15,7 +15,7 @@ import stand_ins
 from lines import LINES, TOKEN, among, becomes, run, words_of
 
 import shoal
-from shoal.commands.compat import DOORS, MARK, REQUIREMENTS, SHELL, planned, words_of_door
+from shoal.commands.compat import MARK, REQUIREMENTS, SHELL, SHIMS, planned, shim_argv
 from shoal.config.commands import CompatConfig
 from shoal.config.derived import for_devices, num_updates
 from shoal.config.merge import compose
@@ -188,7 +188,7 @@ def test_a_line_runs_in_a_shell_as_it_is_typed_and_opens_no_socket(name, world, 
 
 def test_the_scripts_are_short_and_come_from_one_table(world):
     scripts = planned(CompatConfig(str(world / "here")))
-    assert len(scripts) == sum(len(door.paths) for door in DOORS.values()) + len(SHELL) + len(
+    assert len(scripts) == sum(len(door.paths) for door in SHIMS.values()) + len(SHELL) + len(
         REQUIREMENTS
     )
     for path, text in scripts.items():
@@ -277,7 +277,7 @@ def test_hydras_options_name_a_folder(tmp_path, monkeypatch):
         ["--config-dir=mine", "--config-name=own"],
         ["-cd", "mine", "-cn", "own.yaml"],
     ):
-        config, _ = compose("train", words_of_door("grpo", words)[1:])
+        config, _ = compose("train", shim_argv("grpo", words)[1:])
         assert (config.batch.group_size, config.recipe) == (4, "torchrl"), words
     assert compose("train", ["--config-dir=mine", "-cn", "grpo_ifeval"])[0].task.name == "ifeval"
     for words, part in (
@@ -289,7 +289,7 @@ def test_hydras_options_name_a_folder(tmp_path, monkeypatch):
 
 
 def test_trls_command_takes_the_trainers_that_are_here():
-    assert words_of_door("trl", ["rloo", "--beta", "0.1"]) == [
+    assert shim_argv("trl", ["rloo", "--beta", "0.1"]) == [
         "train",
         "--config-name",
         "trl",
@@ -299,7 +299,7 @@ def test_trls_command_takes_the_trainers_that_are_here():
     ]
     for words in (["sft", "--model_name_or_path", "x"], []):
         with pytest.raises(ShoalError, match="expected one of `trl grpo`, `trl rloo`"):
-            words_of_door("trl", words)
+            shim_argv("trl", words)
 
 
 # ---- what an audit found
@@ -321,7 +321,7 @@ def test_a_demo_that_cannot_be_meant_is_refused(words, part, world):
     words = [word.format(model=world / "models" / "qwen2") for word in words]
     with among(world, 1):
         for more in ([], ["--dry-run"]):
-            code, _, err = run([*words_of_door("grpo_demo", words), *more])
+            code, _, err = run([*shim_argv("grpo_demo", words), *more])
             assert code == 2 and part in err and err.count("error: ") == 1
 
 
@@ -507,9 +507,7 @@ def test_a_systems_default_job_has_its_own_numbers(
     door, words, updates, completions, tokens, world
 ):
     data = world / "home" / "data" / "gsm8k" / "train.parquet"
-    config, _ = compose(
-        "train", words_of_door(door, [word.format(data=data) for word in words])[1:]
-    )
+    config, _ = compose("train", shim_argv(door, [word.format(data=data) for word in words])[1:])
     config = for_devices(config, 1, "cpu")
     assert (num_updates(config), config.batch.prompts_per_step * config.batch.group_size) == (
         updates,

@@ -19,7 +19,7 @@ from shoal.commands.help import command_help
 from shoal.config.choices import ADVANTAGES, POLICY_LOSSES
 from shoal.config.commands import COMMANDS, EvalConfig, ExportConfig, GenerateConfig
 from shoal.config.key import Key, build, convert_value, get_value, keys_of, leaves_of, shown
-from shoal.config.merge import GIVEN, PACKAGED, compose, from_overrides, load
+from shoal.config.merge import PACKAGED, PYTHON_OBJECTS, compose, from_overrides, load
 from shoal.config.sections.optimizer import OptimizerSection
 from shoal.config.stored import difference_from_defaults, require_given, texts_of, to_dict, to_yaml
 from shoal.config.train import Config
@@ -32,7 +32,7 @@ from shoal.config.words import (
     read_arguments,
     translator,
 )
-from shoal.job.resume import on_run
+from shoal.job.resume import overrides_for_resume
 from shoal.records import ShoalError
 from shoal.rewards.functions import load_named
 from shoal.text import _at_most, exact, likeness, nearest
@@ -684,7 +684,7 @@ def test_none_from_python_is_a_key_that_is_not_given():
     )
     assert difference_from_defaults(config) == {"optimizer.beta1": 0.0}
     given = {"resume": None, "config_name": None, "steps": 3}
-    assert on_run(given) == (given, None)
+    assert overrides_for_resume(given) == (given, None)
 
 
 class Kind(str):
@@ -747,10 +747,10 @@ def test_objects_of_one_name_do_not_take_each_others_place():
     # The same object again is the same name; a later call that gives another makes a stored name
     # ambiguous.
     assert from_overrides(Config, tools=[one])[0].environment.tools == ("python:search",)
-    assert "python:search" in GIVEN
+    assert "python:search" in PYTHON_OBJECTS
     from_overrides(Config, tools=[make_tool("fourth")])
     from_overrides(Config)
-    assert "python:search" not in GIVEN
+    assert "python:search" not in PYTHON_OBJECTS
     with pytest.raises(ShoalError, match="came from Python: give it again there"):
         load_named(["python:search"], "tool")
     assert load_named(from_overrides(Config, tools=[one])[0].environment.tools, "tool") == [one]

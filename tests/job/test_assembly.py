@@ -779,11 +779,11 @@ def test_a_template_that_was_trained_with_stays_with_the_run(tmp_path: Path):
 
     from shoal.chat.tokenizer import Tokenizer
     from shoal.model.families import architecture_of
-    from shoal.weights.source import ModelSpec, copy_model_files
+    from shoal.weights.source import ModelSource, copy_model_files
 
     write_model_with_tokenizer(tmp_path / "model", "qwen3", "chatml", 0)
     template = "{{ messages[0]['content'] }} ->"
-    spec = ModelSpec(tmp_path / "model", architecture_of(tmp_path / "model"), template=template)
+    spec = ModelSource(tmp_path / "model", architecture_of(tmp_path / "model"), template=template)
     copy_model_files(spec, tmp_path / "run")
     again = Tokenizer.load(tmp_path / "run")
     messages = [{"role": "user", "content": "hello"}]

@@ -54,13 +54,13 @@ from shoal.records import (
     StopReason,
 )
 from shoal.report.console import Console
-from shoal.rollout.multi_process import DealtSource
-from shoal.runs.writer import ReadFolder, RunFolder
+from shoal.rollout.multi_process import MultiProcessSource
+from shoal.runs.writer import NullRunWriter, RunWriter
 from shoal.stop import StopRequested, StopSignal
 from shoal.weights import peft
 from shoal.weights.checkpoints import DAMAGED_FOLDER
 from shoal.weights.maxtext import MaxTextCheckpoint
-from shoal.weights.source import ModelSpec, resolve_model
+from shoal.weights.source import ModelSource, resolve_model
 
 HELD = """\
 import os, time
@@ -366,8 +366,10 @@ class FakeSource:
         )
 
 
-def dealt_source(world: World, source: FakeSource, stop: StopSignal | None = None) -> DealtSource:
-    return DealtSource(source, world, stop or StopSignal())  # type: ignore[arg-type]
+def dealt_source(
+    world: World, source: FakeSource, stop: StopSignal | None = None
+) -> MultiProcessSource:
+    return MultiProcessSource(source, world, stop or StopSignal())  # type: ignore[arg-type]
 
 
 def play(
@@ -391,7 +393,7 @@ def test_processes_have_the_same_kernels(tmp_path: Path):
         job = Job(
             config,
             Console(io.StringIO()),
-            spec=ModelSpec(tmp_path, QWEN3, lambda *_: random_parameters(QWEN3)),
+            spec=ModelSource(tmp_path, QWEN3, lambda *_: random_parameters(QWEN3)),
         )
         attention = "blocked" if world.index else "auto"
         job.opened |= {
@@ -429,7 +431,12 @@ def test_dealt_groups_are_those_of_one_player_in_every_process(count: int):
                     and a.logprobs.tobytes() == b.logprobs.tobytes()
                 )
         assert (stats.sample_seconds, stats.tokens, stats.logged) == (1.0, 15, {"seen": [1.0] * 3})
-        assert (stats.drawing, stats.places, stats.host_tokens, stats.preempted) == (9, 12, 18, 6)
+        assert (stats.active_slots, stats.total_slots, stats.host_tokens, stats.preempted) == (
+            9,
+            12,
+            18,
+            6,
+        )
         assert stats.failures[0].text == "it raised" and len(stats.failures) == 3
 
 
@@ -697,11 +704,11 @@ def test_a_folder_that_is_not_shared_is_refused(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_process_without_a_folder_of_its_own_writes_nothing(tmp_path: Path):
-    with RunFolder(tmp_path) as folder:
+    with RunWriter(tmp_path) as folder:
         for version in (0, 5, 10):
             folder.write_evaluation(version, "held_out", {"accuracy": 0.5})
         before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-        other = ReadFolder(tmp_path)
+        other = NullRunWriter(tmp_path)
         other.write_metrics(1, {"loss": 1.0})
         other.write_summary({})
         other.rewind(10, evaluated=False)

@@ -45,7 +45,7 @@ from shoal.protocols import HostProgress
 from shoal.records import HostRefused, ShoalError
 from shoal.report.console import Console
 from shoal.rollout import host_health, ray_host, worker_facts
-from shoal.rollout.worker_facts import Measure, Proof
+from shoal.rollout.worker_facts import WorkerFingerprint, WorkerParity
 from shoal.runs.layout import WORKER_PROOF, make_run_folder
 from shoal.weights import sampler_copy
 from shoal.weights.source import open_model
@@ -55,7 +55,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::ResourceWarning", r"ignore:os\.fork:RuntimeWarning"),
 ]
 
-NO_MEASURE = Measure(True, print)
+NO_MEASURE = WorkerParity(True, print)
 LAGGING = ("steps=4", "train.max_staleness=1", "train.evaluate_every=-1")
 
 
@@ -622,8 +622,10 @@ def test_workers_that_have_no_room_yet_are_counted_at_the_start(monkeypatch, fre
     assert heard == ([said] if said else [])
 
 
-def proof(facts: dict[str, str] | None = None, token: int = 3, logprob: float = -1.0) -> Proof:
-    return Proof(
+def proof(
+    facts: dict[str, str] | None = None, token: int = 3, logprob: float = -1.0
+) -> WorkerFingerprint:
+    return WorkerFingerprint(
         {"python": "3.11", "device": "cpu", **(facts or {})},
         np.array([1, token]),
         np.array([-0.5, logprob], np.float32),
@@ -631,15 +633,22 @@ def proof(facts: dict[str, str] | None = None, token: int = 3, logprob: float = 
 
 
 def judging(
-    strict: bool = True, trainer: Proof | None = None, said: Any = print, python: str = "3.11"
-) -> Measure:
-    return Measure(strict, said, {"python": python}, {"the trainer": trainer} if trainer else {})
+    strict: bool = True,
+    trainer: WorkerFingerprint | None = None,
+    said: Any = print,
+    python: str = "3.11",
+) -> WorkerParity:
+    return WorkerParity(
+        strict, said, {"python": python}, {"the trainer": trainer} if trainer else {}
+    )
 
 
 THREE = {"worker 0", "worker 1", "worker 2"}
 
 
-def joined(made: Measure, name: str, shown: Proof, alive: Set[str] = THREE) -> bool | None:
+def joined(
+    made: WorkerParity, name: str, shown: WorkerFingerprint, alive: Set[str] = THREE
+) -> bool | None:
     made.proofs[name] = shown
     return made.judge(name, alive)
 
@@ -712,13 +721,13 @@ def test_a_run_that_moves_to_other_devices_has_a_new_measure(tmp_path):
         made = judging()
         made.keep(tmp_path)
         assert joined(made, "worker 0", proof({"device": device}), {"worker 0"}) is False
-        assert Proof.read(tmp_path / WORKER_PROOF).facts["device"] == device
+        assert WorkerFingerprint.read(tmp_path / WORKER_PROOF).facts["device"] == device
 
 
 def test_a_proof_is_of_the_settings_with_which_a_worker_samples(monkeypatch):
     """A run that is resumed with another temperature has workers that draw other tokens: they are
     not odd."""
-    monkeypatch.setattr(job_hosts, "prove", lambda engine, params, size, facts: facts)
+    monkeypatch.setattr(job_hosts, "fingerprint_of", lambda engine, params, size, facts: facts)
     monkeypatch.setattr(job_hosts, "multiply_exactly", lambda dtype, stack: None)
     spec = open_model(ModelSection(), None)
 

@@ -58,9 +58,9 @@ from shoal.job.job import Job
 from shoal.job.resume import (
     ResumePlan,
     as_decided,
-    compose_job,
+    config_for_resume,
     from_overrides_on_run,
-    on_run,
+    overrides_for_resume,
     resolve_run,
 )
 from shoal.job.training import kept_text, open_run
@@ -72,7 +72,7 @@ from shoal.runs.layout import MODEL_FOLDER, find_run
 from shoal.runs.lines import JsonlSink
 from shoal.runs.metrics import METRICS
 from shoal.runs.reader import StoredRun, read_config, read_decided_keys
-from shoal.runs.writer import RunFolder
+from shoal.runs.writer import RunWriter
 from shoal.sampler.engine import Engine
 from shoal.stop import StopRequested
 from shoal.trainer.loop import Run
@@ -209,11 +209,11 @@ def stopped(stopped_in) -> Path:
                 (Checkpoints, "save+", 2),
                 (Checkpoints, "_prune", 3),
                 (JsonlSink, "write+", 7),
-                (RunFolder, "write_groups", 6),
-                (RunFolder, "write_config", 1),
+                (RunWriter, "write_groups", 6),
+                (RunWriter, "write_config", 1),
                 (Run, "begin", 1),
                 (Recorder, "evaluation", 3),
-                (RunFolder, "write_summary", 1),
+                (RunWriter, "write_summary", 1),
             )
         ),
     ],
@@ -229,8 +229,8 @@ def test_cut_anywhere_it_ends_as_the_unbroken_run(
 @pytest.mark.slow
 def test_cut_twice_and_in_the_middle_of_going_on(workshop, whole, monkeypatch):
     cut(workshop, "twice", monkeypatch, Updater, "update", 4, *WORDS)
-    cut(workshop, "twice", monkeypatch, RunFolder, "rewind", 1, *WORDS)
-    cut(workshop, "twice", monkeypatch, RunFolder, "rewind+", 1, *WORDS)
+    cut(workshop, "twice", monkeypatch, RunWriter, "rewind", 1, *WORDS)
+    cut(workshop, "twice", monkeypatch, RunWriter, "rewind+", 1, *WORDS)
     cut(workshop, "twice", monkeypatch, Checkpoints, "save+", 1, *WORDS)
     assert_equal_ends(whole, workshop.train("twice", *WORDS))
 
@@ -705,14 +705,14 @@ def test_no_checkpoint_goes_before_a_newer_one_is_whole(tmp_path):
 @pytest.mark.slow
 def test_an_evaluation_that_was_not_filed_whole_is_made_again(workshop, whole, monkeypatch):
     run = cut(
-        workshop, "half_filed", monkeypatch, RunFolder, "write_groups", 6, *WORDS
+        workshop, "half_filed", monkeypatch, RunWriter, "write_groups", 6, *WORDS
     )  # that of version 3
 
     def fails(self, *args, **kwargs):
         raise ShoalError("disk full")
 
     with monkeypatch.context() as patch:
-        patch.setattr(RunFolder, "write_evaluation", fails)
+        patch.setattr(RunWriter, "write_evaluation", fails)
         assert cli.main(workshop.words(run.name, *WORDS)) == 2
     assert versions(run) == [2, 3] and not saved(run, 3)["evaluated"]
     assert_equal_ends(whole, workshop.train(run.name, *WORDS))
@@ -842,10 +842,10 @@ def test_a_full_disk_under_the_metrics_is_one_line(workshop, stopped, capsys):
     (stopped / "metrics.jsonl").symlink_to("/dev/full")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(JsonlSink, "keep", lambda *_: None)
-        patch.setattr(RunFolder, "missing_steps", lambda *_: [])
+        patch.setattr(RunWriter, "missing_steps", lambda *_: [])
         error = failed(capsys, ["train", f"resume={stopped}"])
     assert error.count("\n") == 1 and "cannot write" in error and "No space left" in error
-    RunFolder(stopped).close()  # the lock was let go
+    RunWriter(stopped).close()  # the lock was let go
 
 
 def test_a_file_system_without_locks_is_said(workshop, monkeypatch, capsys):
@@ -883,7 +883,7 @@ def test_a_bracket_in_the_path_is_refused_before_anything_is_made(workshop, caps
 def test_home_is_home(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    with RunFolder.create("~/runs", "first") as made:
+    with RunWriter.create("~/runs", "first") as made:
         made.write_config("", "")
         made.remember("~/runs")
     assert (
@@ -946,7 +946,7 @@ def decided(tmp_path) -> Path:
     """A run as far as its configuration, which has decided what was left open."""
     given = compose("train", [f"base_output_directory={tmp_path}", "run_name=decided"])[0]
     config = for_devices(given, 1, "cpu")
-    with RunFolder.create(tmp_path, "decided") as made:
+    with RunWriter.create(tmp_path, "decided") as made:
         made.write_config(*texts_of(config, decided_between(given, config)))
     return made.path
 
@@ -954,11 +954,11 @@ def decided(tmp_path) -> Path:
 def test_a_run_tells_what_it_decided_from_what_was_set(stopped, decided):
     assert read_decided_keys(decided) == {"batch.micro_tokens", "algorithm.correction"}
     assert read_decided_keys(stopped) == {*read_decided_keys(decided), "sampling.evaluation_slots"}
-    with RunFolder(decided) as folder:
+    with RunWriter(decided) as folder:
         config = compose("train", ["batch.micro_tokens=640", "batch.prompts_per_device=2"])[0]
         folder.write_config(*texts_of(for_devices(config, 1, "cpu"), ["algorithm.correction"]))
     assert read_decided_keys(decided) == {"algorithm.correction", "batch.prompts_per_step"}
-    with RunFolder(
+    with RunWriter(
         decided
     ) as folder:  # of a run of which nothing was set: the second file is empty
         config = for_devices(Config(), 1, "cpu")
@@ -974,7 +974,9 @@ def test_a_run_tells_what_it_decided_from_what_was_set(stopped, decided):
 def test_the_correction_is_decided_again_where_samples_cease_to_be_the_trainers(
     decided, words, capsys
 ):
-    plan = resolve_run(compose_job(Config, [f"resume={decided}", *words.split()])[0], Console())
+    plan = resolve_run(
+        config_for_resume(Config, [f"resume={decided}", *words.split()])[0], Console()
+    )
     assert as_decided(read_config(decided), plan.config).algorithm.correction == "tis"
     assert "algorithm.correction changes from none to tis" in " ".join(
         capsys.readouterr().out.split()
@@ -987,22 +989,22 @@ def test_the_correction_is_decided_again_where_samples_cease_to_be_the_trainers(
 
 def test_what_is_set_by_hand_is_not_decided_again(decided, tmp_path, capsys):
     words = ["sampler.quantise=int8", "algorithm.correction=none"]
-    plan = resolve_run(compose_job(Config, [f"resume={decided}", *words])[0], Console())
+    plan = resolve_run(config_for_resume(Config, [f"resume={decided}", *words])[0], Console())
     assert plan.config.algorithm.correction == "none"
-    with RunFolder.create(tmp_path, "set") as made:
+    with RunWriter.create(tmp_path, "set") as made:
         given = compose(
             "train", [f"base_output_directory={tmp_path}", "algorithm.correction=none"]
         )[0]
         made.write_config(*texts_of(given, decided_between(given, for_devices(given, 1, "cpu"))))
     plan = resolve_run(
-        compose_job(Config, [f"resume={made.path}", "sampler.quantise=int8"])[0], Console()
+        config_for_resume(Config, [f"resume={made.path}", "sampler.quantise=int8"])[0], Console()
     )
     assert plan.config.algorithm.correction == "none"
     assert "correction changes" not in capsys.readouterr().out
 
 
 def test_what_was_set_by_hand_is_decided_anew_where_it_is_left_open(tmp_path, capsys):
-    with RunFolder.create(tmp_path, "set") as made:
+    with RunWriter.create(tmp_path, "set") as made:
         given = compose(
             "train",
             [
@@ -1015,7 +1017,7 @@ def test_what_was_set_by_hand_is_decided_anew_where_it_is_left_open(tmp_path, ca
         made.write_config(*texts_of(given, decided_between(given, for_devices(given, 1, "cpu"))))
     stored, keys = read_config(made.path), read_decided_keys(made.path)
     words = ["algorithm.correction=auto", "batch.micro_tokens=0"]
-    plan = resolve_run(compose_job(Config, [f"resume={made.path}", *words])[0], Console())
+    plan = resolve_run(config_for_resume(Config, [f"resume={made.path}", *words])[0], Console())
     assert "algorithm.correction changes from none to tis" in " ".join(
         capsys.readouterr().out.split()
     )
@@ -1024,7 +1026,7 @@ def test_what_was_set_by_hand_is_decided_anew_where_it_is_left_open(tmp_path, ca
         "tis",
         0,
     )  # 0: left to the devices
-    plan = resolve_run(compose_job(Config, [f"resume={made.path}"])[0], Console())
+    plan = resolve_run(config_for_resume(Config, [f"resume={made.path}"])[0], Console())
     config = as_decided(stored, plan.config, keys)
     assert (config.algorithm.correction, config.batch.micro_tokens) == ("none", 640)
 
@@ -1034,13 +1036,13 @@ def test_a_run_goes_on_as_it_decided_where_nothing_changes(decided, capsys):
     changed = replace(
         stored, batch=replace(stored.batch, micro_tokens=640)
     )  # of another machine or version
-    with RunFolder(decided) as folder:
+    with RunWriter(decided) as folder:
         folder.write_config(texts_of(changed)[0], folder.config_difference_path.read_text())
     for words in (["steps=50"], ["reward.workers=0"]):
-        plan = resolve_run(compose_job(Config, [f"resume={decided}", *words])[0], Console())
+        plan = resolve_run(config_for_resume(Config, [f"resume={decided}", *words])[0], Console())
         assert as_decided(changed, plan.config).batch.micro_tokens == 640
     plan = resolve_run(
-        compose_job(Config, [f"resume={decided}", "sampling.max_completion_tokens=200"])[0],
+        config_for_resume(Config, [f"resume={decided}", "sampling.max_completion_tokens=200"])[0],
         Console(),
     )
     assert (
@@ -1087,7 +1089,7 @@ def test_resume_takes_the_stored_configuration_and_says_what_changes(workshop, s
 @pytest.fixture
 def begun(tmp_path) -> Path:
     """A run as far as its configuration, which stands no flag that the defaults would."""
-    with RunFolder.create(tmp_path, "begun") as made:
+    with RunWriter.create(tmp_path, "begun") as made:
         words = [
             "sampling.max_prompt_tokens=100",
             f"base_output_directory={tmp_path}",
@@ -1117,7 +1119,7 @@ def test_a_job_is_composed_once_on_its_run(begun, tmp_path, monkeypatch, capsys,
     (begun / "checkpoints" / "20").mkdir(parents=True)
     for name, path in (("RUN", begun), ("BASE", tmp_path), ("FILE", file)):
         words = [word.replace(name, str(path)) for word in words]
-    config, resolved = compose_job(Config, [*words, "max_target_length=150"])
+    config, resolved = config_for_resume(Config, [*words, "max_target_length=150"])
     assert (config.resume, config.sampling.max_prompt_tokens) == (str(begun), 100)
     assert (config.sampling.max_completion_tokens, config.task.name, config.run_name) == (
         50,
@@ -1165,28 +1167,28 @@ def test_a_checkpoint_that_is_not_the_newest_is_not_resumed_from(begun, step, we
         match=rf"checkpoints of steps 20, 40, .* newest one alone, resume={begun}; .* "
         rf"model={begun}/checkpoints/{weights}$",
     ):
-        compose_job(Config, [f"resume_from_checkpoint={begun}/{step}"])
-    assert compose_job(Config, [f"resume_from_checkpoint={begun}/checkpoint-40"])[0].resume == str(
-        begun
-    )
+        config_for_resume(Config, [f"resume_from_checkpoint={begun}/{step}"])
+    assert config_for_resume(Config, [f"resume_from_checkpoint={begun}/checkpoint-40"])[
+        0
+    ].resume == str(begun)
 
 
 def test_a_run_is_resumed_from_python_by_another_systems_flag(begun):
-    overrides, run = on_run({"resume_from_checkpoint": str(begun), "steps": 9})
+    overrides, run = overrides_for_resume({"resume_from_checkpoint": str(begun), "steps": 9})
     assert overrides["resume"] == str(begun) == str(run)
-    overrides, run = on_run({"num_generations": 4, "resume_from_checkpoint": False})
+    overrides, run = overrides_for_resume({"num_generations": 4, "resume_from_checkpoint": False})
     assert overrides["resume_from_checkpoint"] is False and run is None
 
 
 def test_a_job_that_names_no_run_is_composed_as_ever(begun, tmp_path):
-    assert compose_job(Config, ["resume_from_checkpoint=False"])[0] == compose(Config, [])[0]
+    assert config_for_resume(Config, ["resume_from_checkpoint=False"])[0] == compose(Config, [])[0]
     for words in ([], ["gsm8k.yml", "steps=3"], ["resume=", f"base_output_directory={tmp_path}"]):
-        assert compose_job(Config, words) == compose(Config, words)
+        assert config_for_resume(Config, words) == compose(Config, words)
 
 
 @pytest.mark.parametrize("words", ["resume=last", "run_name=begun sampling.max_prompt_tokens=100"])
 def test_a_run_goes_on_on_another_mesh(begun, tmp_path, capsys, words):
-    config, _ = compose_job(
+    config, _ = config_for_resume(
         Config,
         [*words.split(), f"base_output_directory={tmp_path}", "mesh.fsdp=4", "mesh.trainer=4"],
     )
@@ -1223,7 +1225,7 @@ def test_what_cannot_change(workshop, stopped, capsys):
 
 def test_fewer_steps_than_were_made_are_refused_before_anything_is_loaded(begun):
     (begun / "checkpoints/3").mkdir(parents=True)
-    config, _ = compose_job(Config, [f"resume={begun}", "steps=2"])
+    config, _ = config_for_resume(Config, [f"resume={begun}", "steps=2"])
     with pytest.raises(ShoalError, match=r"steps=2: the run .* has made 3 already"):
         resolve_run(config, Console())
 
@@ -1409,16 +1411,16 @@ def test_the_best_are_kept_beside_the_newest(workshop):
 
 def test_two_runs_in_one_folder(workshop, stopped, tmp_path, capsys):
     before = {file: file.read_bytes() for file in stopped.rglob("*") if file.is_file()}
-    with RunFolder(stopped):
+    with RunWriter(stopped):
         for words in (workshop.words(stopped.name, *WORDS), ["train", f"resume={stopped}"]):
             error = failed(capsys, words)
             assert (
                 f"is in use by process {os.getpid()} on " in error and "another run_name" in error
             )
     assert all(file.read_bytes() == data for file, data in before.items() if file.name != ".lock")
-    with RunFolder.create(tmp_path, "new"), pytest.raises(ShoalError, match="in use by"):
-        RunFolder.create(tmp_path, "new")
-    RunFolder.create(tmp_path, "new").close()
+    with RunWriter.create(tmp_path, "new"), pytest.raises(ShoalError, match="in use by"):
+        RunWriter.create(tmp_path, "new")
+    RunWriter.create(tmp_path, "new").close()
 
 
 def test_a_folder_that_holds_something_else(workshop, tmp_path, capsys):
@@ -1431,8 +1433,8 @@ def test_a_folder_that_holds_something_else(workshop, tmp_path, capsys):
 def test_a_clock_set_back_changes_nothing(tmp_path):
     from datetime import datetime
 
-    later = RunFolder.create(tmp_path, now=datetime(2030, 1, 1, 12))
-    earlier = RunFolder.create(tmp_path, now=datetime(2020, 1, 1, 12))
+    later = RunWriter.create(tmp_path, now=datetime(2030, 1, 1, 12))
+    earlier = RunWriter.create(tmp_path, now=datetime(2020, 1, 1, 12))
     later.remember(tmp_path)
     earlier.write_config("", "")
     earlier.remember(tmp_path)

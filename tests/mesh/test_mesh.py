@@ -29,7 +29,7 @@ from shoal.model.architecture import Adapter, Architecture
 from shoal.model.parameters import Parameters, layer_pieces, param_specs, shardings
 from shoal.model.transformer import Model
 from shoal.protocols import SampleRequest
-from shoal.records import Address, Completion, Example, Group, Purpose, SamplingParams, ShoalError
+from shoal.records import Completion, Example, Group, NoiseKey, Purpose, SamplingParams, ShoalError
 from shoal.report.console import Console
 from shoal.sampler import programs
 from shoal.sampler.engine import Engine, drain
@@ -283,7 +283,7 @@ def test_sampled_log_probs_are_those_of_one_device(section, alone, monkeypatch):
     ]
     engine.submit(
         [
-            SampleRequest(row, ids, 2, Address(0, "train", 0, row), SamplingParams(max_tokens=16))
+            SampleRequest(row, ids, 2, NoiseKey(0, "train", 0, row), SamplingParams(max_tokens=16))
             for row, ids in enumerate(prompts)
         ]
     )
@@ -340,7 +340,7 @@ def sampled(engine: Engine, prompts: tuple[int, ...]) -> dict[tuple[int, int], C
                 size,
                 np.random.default_rng(size).integers(0, SMALL.vocab_size, size).astype(np.int32),
                 2,
-                Address(0, "train", 0, size),
+                NoiseKey(0, "train", 0, size),
                 SamplingParams(max_tokens=140),
             )
             for size in prompts

@@ -38,7 +38,7 @@ from shoal.records import ShoalError
 from shoal.report.console import Console
 from shoal.trainer.loss import batch_loss
 from shoal.trainer.step import Learner
-from shoal.weights.source import ModelSpec, make_model
+from shoal.weights.source import ModelSource, make_model
 
 
 def rows_of(size: int) -> tuple[np.ndarray, np.ndarray]:
@@ -337,7 +337,7 @@ def test_memory_that_another_program_holds_is_no_lasting_fault(monkeypatch):
 
 def test_a_model_on_a_gpu_has_blocked_attention_where_the_kernels_fail(monkeypatch):
     """Tried only on a device that is here, and not where attention was chosen."""
-    spec, role = ModelSpec(Path(), QWEN3, lambda *_: None), roles(1, 1, 1).trainer
+    spec, role = ModelSource(Path(), QWEN3, lambda *_: None), roles(1, 1, 1).trainer
     assert make_model(ModelSection(), QWEN3, role).attention == "auto"  # a CPU has none
     monkeypatch.setattr(Role, "platform", "gpu")
     tried = []

@@ -33,7 +33,7 @@ from shoal.model.transformer import Model
 from shoal.records import ShoalError
 from shoal.report.console import Console
 from shoal.sampler.engine import Engine
-from shoal.weights.source import ModelSpec
+from shoal.weights.source import ModelSource
 
 PREFIX_LEN, POSITION = np.array([1, 64, 100]), np.array([[0, 1], [63, 64], [127, 90]])
 EVERY, ONE = 1, 10**6
@@ -300,7 +300,7 @@ def test_without_it_where_it_cannot_run(monkeypatch):
         wide
     )
     monkeypatch.setattr(jax, "local_devices", list)  # the kernels are tried on none
-    out, spec = io.StringIO(), ModelSpec(Path(), replace(QWEN3, head_dim=80), lambda *_: None)
+    out, spec = io.StringIO(), ModelSource(Path(), replace(QWEN3, head_dim=80), lambda *_: None)
     with Job(
         GenerateConfig(), Console(out), spec=spec, devices=list(role.mesh.devices.flat)
     ) as job:

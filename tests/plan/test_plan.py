@@ -26,13 +26,13 @@ from shoal.budget.advice import (
     Change,
     advise,
     faster,
-    fitting,
-    leaner,
+    lossy_changes,
+    memory_saving_changes,
+    memory_trials,
     other_results,
-    otherwise,
-    smaller,
+    suggest_fit,
 )
-from shoal.budget.budget import Figures, verdict
+from shoal.budget.budget import Budget, verdict
 from shoal.budget.memory import AvailableMemory, parameter_count
 from shoal.commands import plan
 from shoal.config.commands import PlanConfig
@@ -44,7 +44,7 @@ from shoal.config.sections.optimizer import BatchSection, OptimizerSection
 from shoal.config.sections.sampling import SamplingSection
 from shoal.config.sections.train import TrainSection
 from shoal.config.train import Config
-from shoal.job.job import outline
+from shoal.job.job import memory_report
 from shoal.mesh import make_mesh
 from shoal.mesh.accelerators import ACCELERATORS, calibrated, read_calibration
 from shoal.model.families import config_of
@@ -294,7 +294,7 @@ def test_decoding_of_two_and_four_layers_gives_that_of_six(model, tmp_path, plan
     assert moved[0] == pytest.approx(moved[1], rel=0.01) and moved[0] > 0
 
 
-def figures(**changes: Any) -> Figures:
+def figures(**changes: Any) -> Budget:
     """A job on two v5p chips, 100 bytes of memory each, in round numbers."""
     program = {
         "extra_bytes": 10,
@@ -342,7 +342,7 @@ def figures(**changes: Any) -> Figures:
         "model": {"dtype": "bfloat16", "parameters": 10, "layers": 2, "remat": "full"},
         "shape": {"tokens": 512},
     } | changes
-    return Figures(
+    return Budget(
         Config(batch=BATCH, model=ModelSection(remat="full")),
         job,
         dict.fromkeys(job["programs"], program),
@@ -429,13 +429,13 @@ def test_roles_apart_hold_their_own():
 
 
 @pytest.fixture
-def job_here(planned) -> Callable[..., tuple[Figures, Any]]:
+def job_here(planned) -> Callable[..., tuple[Budget, Any]]:
     """(figures, describe) of a job of the tiny model on the 8 simulated devices, as if they were
     accelerators of `memory` bytes; each program takes 1000 bytes, or those that are given."""
 
     def make(
         keys: Mapping[str, Any], memory: int = 100_000_000, **extra: int
-    ) -> tuple[Figures, Any]:
+    ) -> tuple[Budget, Any]:
         job = planned(
             build(
                 Config,
@@ -453,8 +453,8 @@ def job_here(planned) -> Callable[..., tuple[Figures, Any]]:
         def describe(other: Config) -> dict[str, Any]:
             return job.described(other) | {"memory_bytes": memory}
 
-        found = outline(job) | {"memory_bytes": memory}
-        return Figures(
+        found = memory_report(job) | {"memory_bytes": memory}
+        return Budget(
             job.config,
             found,
             {
@@ -548,7 +548,7 @@ def test_rays_samplers_hold_nothing_beside_the_trainer_and_their_keys_mend_nothi
         "KV caches (evaluation)",
         "temporaries",
     }
-    tried = {one.change.key: one.bytes for one in smaller(figures, describe)}
+    tried = {one.change.key: one.bytes for one in memory_trials(figures, describe)}
     assert tried.keys() >= {"batch.micro_tokens", "model.remat"}
     assert not tried.keys() & {"sampling.slots_per_device", "mesh.sampler_tensor", "mesh.trainer"}
     assert advise(figures, describe)[0]["key"] == "batch.micro_tokens"
@@ -621,7 +621,7 @@ def test_every_key_that_changes_memory_is_tried(job_here):
     job = dict(figures.job) | {"machines": 2}
     tried = {
         change.key
-        for some in (leaner, faster, other_results)
+        for some in (memory_saving_changes, faster, other_results)
         for change in some(figures.config, job)
     }
     assert tried >= {
@@ -642,7 +642,9 @@ def test_every_key_that_changes_memory_is_tried(job_here):
     }
     idle, _ = job_here({})
     assert next(
-        change for change in leaner(idle.config, idle.job) if change.key == "mesh.fsdp"
+        change
+        for change in memory_saving_changes(idle.config, idle.job)
+        if change.key == "mesh.fsdp"
     ).values == {"mesh.fsdp": 8}
 
 
@@ -665,18 +667,20 @@ def test_a_change_that_a_later_one_makes_needless_is_not_advised(room, expected,
         return {**one.job, "held": {**one.job["held"], "trainer": trainer}}
 
     monkeypatch.setattr(
-        advice_module, "leaner", lambda *_: iter([Change({"optimizer.offload": True}, "moved")])
+        advice_module,
+        "memory_saving_changes",
+        lambda *_: iter([Change({"optimizer.offload": True}, "moved")]),
     )
     monkeypatch.setattr(
         advice_module, "other_results", lambda *_: iter([Change({"model.lora.rank": 4})])
     )
-    assert fitting(one, describe, room)["text"] == expected
+    assert suggest_fit(one, describe, room)["text"] == expected
 
 
 def test_an_adapter_is_advised_where_masters_and_moments_take_most(job_here):
     figures, describe = job_here({})
     bare = replace(figures, job={**figures.job, "activations": 0}, programs={})
-    trials = {one.change.key: one for one in otherwise(bare, describe)}
+    trials = {one.change.key: one for one in lossy_changes(bare, describe)}
     assert "model.lora.rank=16 (now off)" in trials["model.lora.rank"].text()
     held = trials["model.lora.rank"].after.job["held"]["trainer"]["always"]
     assert held["Adam's moments"] == 2 * held["parameters"] < held["frozen parameters"] * 4
@@ -693,7 +697,8 @@ def test_an_adapter_is_advised_where_masters_and_moments_take_most(job_here):
 def test_a_mesh_that_does_not_divide_the_model_is_never_advised(job_here):
     figures, describe = job_here({"mesh.fsdp": 8, "mesh.sampler_tensor": 2}, 1000)
     tensors = [
-        change.values.get("mesh.sampler_tensor") for change in leaner(figures.config, figures.job)
+        change.values.get("mesh.sampler_tensor")
+        for change in memory_saving_changes(figures.config, figures.job)
     ]
     assert 4 in tensors  # tried, and refused: the model has two heads of keys
     for one in advise(figures, describe):

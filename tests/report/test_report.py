@@ -43,7 +43,7 @@ from shoal.runs.summary import (
     summary_facts,
     summary_rows,
 )
-from shoal.runs.writer import RunFolder
+from shoal.runs.writer import RunWriter
 from shoal.text import duration, number_text
 
 # ---- metrics
@@ -303,31 +303,31 @@ NOON = datetime(2026, 11, 21, 12, 0, 5)
 
 
 def test_a_folder_by_date_and_time_or_by_name(tmp_path):
-    with RunFolder.create(tmp_path, now=NOON) as folder:
+    with RunWriter.create(tmp_path, now=NOON) as folder:
         assert folder.path == tmp_path / "2026-11-21" / "12-00-05"
     for suffix in ("-1", "-2"):
-        with RunFolder.create(tmp_path, now=NOON) as folder:
+        with RunWriter.create(tmp_path, now=NOON) as folder:
             assert folder.path == tmp_path / "2026-11-21" / f"12-00-05{suffix}"
-    with RunFolder.create(tmp_path, "first") as folder:
+    with RunWriter.create(tmp_path, "first") as folder:
         assert folder.path == tmp_path / "first"
 
 
 def test_a_named_folder_that_holds_something_is_refused_untouched(tmp_path):
     (tmp_path / "empty").mkdir()
-    RunFolder.create(tmp_path, "empty").close()
+    RunWriter.create(tmp_path, "empty").close()
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").write_text("mine")
     with pytest.raises(
         ShoalError, match=r"holds something that is no run \(notes.txt, no config.yaml\)"
     ):
-        RunFolder.create(tmp_path, "full")
+        RunWriter.create(tmp_path, "full")
     assert [path.name for path in (tmp_path / "full").iterdir()] == ["notes.txt"]
 
 
 @pytest.mark.parametrize("name", ["../other", "/other", ".", "a/../../b", "a\0b"])
 def test_a_run_name_stays_under_its_base(tmp_path, name):
     with pytest.raises(ShoalError, match="run_name"):
-        RunFolder.create(tmp_path / "base", name)
+        RunWriter.create(tmp_path / "base", name)
     assert not (tmp_path / "base").exists()
 
 
@@ -335,11 +335,11 @@ def test_a_run_name_stays_under_its_base(tmp_path, name):
 def test_a_place_that_cannot_be_written_is_one_clear_error(tmp_path, run_name):
     (tmp_path / "file").write_text("")
     with pytest.raises(ShoalError, match=r"cannot write .*file.*: .*base_output_directory"):
-        RunFolder.create(tmp_path / "file", run_name)
+        RunWriter.create(tmp_path / "file", run_name)
 
 
 def test_a_full_disk_is_one_clear_error_and_leaves_the_old_file(tmp_path, monkeypatch):
-    folder = RunFolder.create(tmp_path, "first")
+    folder = RunWriter.create(tmp_path, "first")
     folder.write_summary({"accuracy_before": 0.5})
 
     def full(*_):
@@ -355,7 +355,7 @@ def test_a_full_disk_is_one_clear_error_and_leaves_the_old_file(tmp_path, monkey
 
 
 def test_settings_metrics_evaluations_summary(tmp_path):
-    with RunFolder.create(tmp_path, "first") as folder:
+    with RunWriter.create(tmp_path, "first") as folder:
         folder.write_config("seed: 3\n", "seed: 3")
         folder.write_metrics(1, {"reward/mean": 0.5})
         folder.write_metrics(2, {"reward/mean": 0.6})
@@ -424,7 +424,7 @@ def make_group(**changes) -> Group:
 
 def test_an_evaluation_that_is_asked_for_again_is_recorded_once(tmp_path):
     """It was recorded after the checkpoint, in which it was under way."""
-    with RunFolder.create(tmp_path, "run") as folder:
+    with RunWriter.create(tmp_path, "run") as folder:
         for step in (0, 5, 10):
             folder.write_evaluation(step, "held_out", {"accuracy": 0.5})
         folder.rewind(6, again=[5])
@@ -434,7 +434,7 @@ def test_an_evaluation_that_is_asked_for_again_is_recorded_once(tmp_path):
 def test_settings_of_a_part_that_was_lost_hold_from_where_the_run_goes_on(tmp_path):
     """Resumed at step 40 with other settings; the checkpoints from 40 on are lost, so it goes on at
     30 with those."""
-    with RunFolder.create(tmp_path, "run") as folder:
+    with RunWriter.create(tmp_path, "run") as folder:
         for version, config in ((0, "first\n"), (40, "other\n")):
             folder.write_config(config, "", version)
         folder.rewind(30)
@@ -446,7 +446,7 @@ def test_settings_of_a_part_that_was_lost_hold_from_where_the_run_goes_on(tmp_pa
 
 
 def test_groups_are_written_with_what_the_trainer_returned(tmp_path):
-    with RunFolder.create(tmp_path, "first") as folder:
+    with RunWriter.create(tmp_path, "first") as folder:
         logprobs = {(0, 0): np.array([-0.1, -0.2, -0.3], np.float32)}
         path = folder.write_groups(12, [make_group()], np.array([[0.7, 0.0]], np.float32), logprobs)
     assert path == tmp_path / "first" / "groups" / "step_000012.parquet"
@@ -490,7 +490,7 @@ def test_groups_are_written_with_what_the_trainer_returned(tmp_path):
 
 
 def test_groups_of_an_evaluation_lie_beside_those_of_the_step(tmp_path):
-    with RunFolder.create(tmp_path, "first") as folder:
+    with RunWriter.create(tmp_path, "first") as folder:
         evaluated = make_group(
             purpose=Purpose.EVALUATE,
             subset="held out",
@@ -513,7 +513,7 @@ def test_the_end_of_a_run_says_what_became_of_its_tokens_and_what_to_do_next(tmp
     """Groups of equal rewards enter no update: their tokens were counted as trained on."""
     stream, stats = io.StringIO(), RolloutStats(tokens=8, host_tokens=8)
     right = make_group(rewards=np.ones(2), valid=np.ones(2, bool), correct=np.ones(2, bool))
-    with RunFolder.create(tmp_path, "first") as folder:
+    with RunWriter.create(tmp_path, "first") as folder:
         recorder = Recorder(folder, Console(stream), 1, True, lambda _: stats, lambda: 0, lambda: 0)
         for version, solved in ((0, np.zeros(2, bool)), (1, np.ones(2, bool))):
             asked = dataclasses.replace(

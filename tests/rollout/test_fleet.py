@@ -31,11 +31,11 @@ from shoal.mesh import Program, programs
 from shoal.model.transformer import Model
 from shoal.protocols import GroupRequest, HostProgress, Manifest, SampleRequest
 from shoal.records import (
-    Address,
     Completion,
     Example,
     HostLost,
     HostRefused,
+    NoiseKey,
     Purpose,
     RewardFunction,
     SamplingParams,
@@ -47,7 +47,7 @@ from shoal.rewards.pool import RewardPool
 from shoal.rollout import host_health
 from shoal.rollout.fleet import Fleet
 from shoal.rollout.host import EngineHost, ThreadHost
-from shoal.rollout.host_health import Member, wrong_answer
+from shoal.rollout.host_health import HostHealth, wrong_answer
 from shoal.rollout.ledger import GroupRewards, Stage
 from shoal.sampler.engine import Engine
 from shoal.tasks.task import Task
@@ -73,7 +73,7 @@ def answer(request: SampleRequest, version: int | None = None) -> list[Completio
         Completion(
             request.id,
             index,
-            np.full(size, (request.address.row + index) % 8, np.int32),
+            np.full(size, (request.noise_key.row + index) % 8, np.int32),
             np.full(size, -0.5, np.float32),
             np.ones(size, bool),
             np.full(size, request.version if version is None else version, np.int32),
@@ -304,7 +304,7 @@ def test_restarts_are_earned_back_by_steps_with_answers(monkeypatch):
         for _ in range(5):  # steps of others, or without an answer of this one, earn nothing
             lost.count_step()
         assert (lost.restarts, lost.losses) == (0, 1)
-    own = Member("here", FakeHost())
+    own = HostHealth("here", FakeHost())
     own.count_step()
     assert own.restarts is None
 
@@ -422,7 +422,7 @@ def test_a_fault_in_a_host_of_this_process_is_raised_by_take():
             source.take(Purpose.TRAIN, 0)
 
 
-ONE = SampleRequest(4, np.array([1]), 2, Address(0, "train", 0, 0), PARAMS, version=3)
+ONE = SampleRequest(4, np.array([1]), 2, NoiseKey(0, "train", 0, 0), PARAMS, version=3)
 
 
 @pytest.mark.parametrize(
@@ -519,7 +519,7 @@ def groups_come(source: Fleet) -> None:
 
 def test_health_is_progress_and_not_life():
     host = FakeHost()
-    one = Member("a", host, restarts=1, given={1: requests([0])[0]})  # type: ignore[arg-type]
+    one = HostHealth("a", host, restarts=1, given={1: requests([0])[0]})  # type: ignore[arg-type]
     start = time.monotonic()
     assert not one.stalled_seconds(start + 500) and one.stalled_seconds(
         start + 700
@@ -555,7 +555,7 @@ def test_a_host_that_compiles_or_reads_weights_has_not_stalled_while_it_is_heard
     host: Any = SimpleNamespace(progress=lambda: replace(tells))
     for groups in ({}, {1: requests([0])[0]}):
         one, now = (
-            Member("a", host, restarts=1, stall_seconds=stall_seconds, given=groups),
+            HostHealth("a", host, restarts=1, stall_seconds=stall_seconds, given=groups),
             time.monotonic(),
         )
         for _ in range(1000):
@@ -569,7 +569,7 @@ def test_a_host_that_compiles_or_reads_weights_has_not_stalled_while_it_is_heard
 def test_a_host_that_says_how_long_it_may_be_silent_is_lost_then_before_its_first_token():
     progress = HostProgress(silence_seconds=60.0)
     host: Any = SimpleNamespace(progress=lambda: replace(progress))
-    one, start = Member("a", host, restarts=1, given={1: requests([0])[0]}), time.monotonic()
+    one, start = HostHealth("a", host, restarts=1, given={1: requests([0])[0]}), time.monotonic()
     for second in range(500):  # it computes prompts
         progress.reports += 1
         one.look(start + second)
@@ -659,7 +659,7 @@ def test_an_evaluation_has_its_share_where_a_group_is_larger():
 def test_of_training_and_evaluation_none_starves_on_a_host(capacity, sizes, ends, alone):
     """Groups of both wait always, perhaps after training had the host alone; each that ends is
     followed at once, training first."""
-    host = Member("a", FakeHost(), progress=HostProgress(capacity=capacity))
+    host = HostHealth("a", FakeHost(), progress=HostProgress(capacity=capacity))
     train = replace(requests([0])[0], num_completions=sizes[0])
     evaluation = replace(train, purpose=Purpose.EVALUATE, num_completions=sizes[1])
     ids = iter(range(10**6))
@@ -723,7 +723,7 @@ def test_the_lane_of_a_host_elsewhere_shows_what_it_tells(tmp_path, monkeypatch)
     """Also of the next host of that name; no event begins before the last one's end."""
     now, tells = [100.0], HostProgress()
     monkeypatch.setattr("shoal.report.timeline.time.time", lambda: now[0])
-    one = Member("worker 0", SimpleNamespace(progress=lambda: replace(tells)), restarts=1)
+    one = HostHealth("worker 0", SimpleNamespace(progress=lambda: replace(tells)), restarts=1)
     with closing(Timeline(tmp_path / "timeline.json", print)) as timeline:
         one.timeline = timeline
         for now[0], tells.busy_seconds in ((101.0, 0.5), (101.3, 0.5), (102.0, 1.75)):
@@ -795,7 +795,7 @@ def sample(id: int, version: int, exact: bool, max_tokens: int = 80) -> SampleRe
         id,
         np.array([3, 5]),
         4,
-        Address(0, "x", 0, id),
+        NoiseKey(0, "x", 0, id),
         SamplingParams(max_tokens=max_tokens),
         Purpose.TRAIN,
         version,

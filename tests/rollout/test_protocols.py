@@ -29,7 +29,7 @@ from shoal.rollout import fleet, host, host_health
 from shoal.rollout.fleet import Fleet
 from shoal.rollout.host import EngineHost, ThreadHost
 from shoal.rollout.ledger import GroupRewards
-from shoal.rollout.multi_process import DealtSource
+from shoal.rollout.multi_process import MultiProcessSource
 from shoal.rollout.ray_host import ObjectVersion, RayHost
 from shoal.tasks.task import Task
 from shoal.trainer import evaluation, loop, update
@@ -92,7 +92,7 @@ if TYPE_CHECKING:
         tuple[MemoryVersion, FileVersion, ObjectVersion], None
     )
     SOURCES: tuple[protocols.RolloutSource, protocols.RolloutSource] = cast(
-        tuple[Fleet, DealtSource], None
+        tuple[Fleet, MultiProcessSource], None
     )
     SCORERS: tuple[protocols.Scorer, protocols.Scorer] = cast(
         tuple[ParameterScorer, ModelScorer], None
@@ -105,7 +105,7 @@ PAIRS = [
     (protocols.Manifest, MemoryVersion),
     (protocols.Manifest, StoredVersion),
     (protocols.RolloutSource, Fleet),
-    (protocols.RolloutSource, DealtSource),
+    (protocols.RolloutSource, MultiProcessSource),
     (protocols.Scorer, ParameterScorer),
     (protocols.Scorer, ModelScorer),
 ]

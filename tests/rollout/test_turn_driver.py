@@ -45,7 +45,7 @@ from shoal.rollout import host_health
 from shoal.rollout.fleet import Fleet
 from shoal.rollout.host import EngineHost, ThreadHost
 from shoal.rollout.ledger import IDLE, GroupRewards, PendingGroup, RolloutState, sample_request
-from shoal.rollout.turn_driver import Player, Rollout, with_words
+from shoal.rollout.turn_driver import Rollout, TurnDriver, with_words
 from shoal.runs.compare import completion_difference
 from shoal.sampler.engine import Engine
 from shoal.tasks.library import overlong_punishment
@@ -165,7 +165,7 @@ def fleet(
         eos_ids=EOS,
     )
     section, woken = dataclasses.replace(sessions.section, **changes), threading.Event()
-    player = Player(sessions, lambda columns: form(), section, 64, 64, tokenizer)  # pyright: ignore
+    player = TurnDriver(sessions, lambda columns: form(), section, 64, 64, tokenizer)  # pyright: ignore
     host = EngineHost(lambda purpose, size: engine, capacity=64 if thread else 0)
     hosts: dict[str, Any] = {"a": ThreadHost(host, woken.set, "a") if thread else host}
     scored = dataclasses.replace(rewards(TASK), on_error=section.on_error)
@@ -675,7 +675,7 @@ def test_tools_that_a_template_does_not_show_are_an_error_of_the_agents():
     """Of token ids no template is asked before the turn is read, where an error would end the
     run."""
     tokenizer = Tokenizer.load(Path(shoal.__file__).parent / "assets" / "tiny")
-    player = Player(None, None, EnvironmentSection(), 64, 4, tokenizer)  # type: ignore
+    player = TurnDriver(None, None, EnvironmentSection(), 64, 4, tokenizer)  # type: ignore
     tools = [{"function": {"name": "add", "parameters": {"properties": {}}}}]
     with pytest.raises(ShoalError, match="no place for"):
         player._called(
@@ -954,7 +954,7 @@ def test_turns_of_a_host_that_is_out_of_order_are_refused(first, change, reason)
         },
     )
     with closing(tools()) as sessions:
-        player = Player(sessions, lambda columns: Format(), sessions.section, 32, most=64)
+        player = TurnDriver(sessions, lambda columns: Format(), sessions.section, 32, most=64)
         entry = PendingGroup(0, requests([0])[0])
         player.open([entry])
         assert not player.wrong_turns(entry, [turn])
@@ -1006,7 +1006,7 @@ def test_what_reset_returned_ends_its_rollout_where_it_is_too_long(words: str, s
     sessions: Any = SimpleNamespace(drop=dropped.append, kind_of=lambda columns: None)
     request = SimpleNamespace(example=Example(7, "question", {}), prompt_ids=np.array([1, 2]))
     for on_error in ("zero", "error"):
-        player = Player(
+        player = TurnDriver(
             sessions,
             lambda columns: cast(Any, Format()),
             EnvironmentSection(on_error=on_error),

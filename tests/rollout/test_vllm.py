@@ -38,9 +38,9 @@ from shoal.model.parameters import frozen_specs, select, trained_specs, without_
 from shoal.model.transformer import Model, forward
 from shoal.protocols import GroupRequest, SampleRequest
 from shoal.records import (
-    Address,
     Example,
     HostLost,
+    NoiseKey,
     Params,
     Purpose,
     RewardFunction,
@@ -642,7 +642,7 @@ def test_a_turn_that_is_extended_is_a_new_request_with_all_tokens_so_far(
         5,
         np.array([1, 2]),
         1,
-        Address(0, "train", 0, 3),
+        NoiseKey(0, "train", 0, 3),
         SamplingParams(max_tokens=24),
         first=2,
         has_turns=True,
@@ -681,7 +681,7 @@ def test_a_server_is_asked_for_no_more_than_the_limit_of_a_turn(
         5,
         np.array([1, 2]),
         2,
-        Address(0, "train", 0, 3),
+        NoiseKey(0, "train", 0, 3),
         SamplingParams(max_tokens=12),
         has_turns=True,
         turn_limits=(4, 0),

@@ -28,7 +28,7 @@ from shoal.report.sinks import MOST_PENDING, GroupWriter
 from shoal.runs.group_table import GroupTable
 from shoal.runs.groups import from_table, group_record, to_table, write_file
 from shoal.runs.reader import StoredRun
-from shoal.runs.writer import RunFolder
+from shoal.runs.writer import RunWriter
 from shoal.text import ranges
 
 singles = st.floats(width=32, allow_nan=False, allow_infinity=False).map(np.float32)
@@ -184,7 +184,7 @@ def make_group(row: int = 17, **changes) -> Group:
 
 
 def write(folder: Path, step: int = 12) -> Path:
-    with RunFolder(folder) as run:
+    with RunWriter(folder) as run:
         logprobs = {(0, 0): np.array([-0.2, -0.6], np.float32)}
         return run.write_groups(
             step, [make_group(), make_group(18)], [[0.7, 0.0], [0.1, 0.2]], logprobs
@@ -252,7 +252,7 @@ def test_reading_a_file_starts_no_thread(tmp_path):
 
 def test_files_of_many_steps_have_one_schema(tmp_path):
     """polars.scan_parquet of the folder refuses files whose columns differ."""
-    with RunFolder(tmp_path) as run:
+    with RunWriter(tmp_path) as run:
         run.write_groups(1, [make_group()], [[0.0, 0.0]], {})  # no group was trained on
         run.write_groups(2, [make_group()], [[0.7, 0.0]], {(0, 0): np.zeros(2)})
     assert polars.scan_parquet(tmp_path / "groups" / "step_*.parquet").collect().height == 4
@@ -412,7 +412,7 @@ def test_a_full_disk_is_one_clear_error(tmp_path, monkeypatch):
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    with RunFolder(tmp_path) as run:
+    with RunWriter(tmp_path) as run:
         writer = GroupWriter(run.write_groups)
         monkeypatch.setattr("pyarrow.parquet.write_table", full)
         writer.put(1, [make_group()])
@@ -478,7 +478,7 @@ def test_a_step_is_printed_for_reading_and_as_json(tmp_path, capsys):
 def test_the_end_of_a_long_prompt_is_listed_since_the_question_stands_there(tmp_path, words):
     (tmp_path / "config.yaml").write_text("seed: 3\n")
     prompt = [{"role": "user", "content": "word " * words + "How many are left?"}]
-    with RunFolder(tmp_path) as run:
+    with RunWriter(tmp_path) as run:
         run.write_groups(1, [make_group(example=Example(3, prompt, {}))])
     [row] = list_groups(GroupsConfig(run=str(tmp_path), json=True))["groups"]
     assert "How many are left?" in row["prompt"] and len(row["prompt"]) <= 170

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shoal.protocols import SampleRequest
-from shoal.records import Address, SamplingParams, StopReason
+from shoal.records import NoiseKey, SamplingParams, StopReason
 from shoal.sampler.partial import PartialCompletion, stop_length
 from shoal.sampler.programs import SampledTokens
 
@@ -124,7 +124,12 @@ def sample_step(*tokens: int, limit: int, before: int = 0) -> SampledTokens:
 )
 def test_where_a_turn_is_cut(turn_limit, tokens, kept, reason, waits):
     request = SampleRequest(
-        0, np.array([1]), 1, Address(0, "train", 0, 0), SamplingParams(stop=("56",)), has_turns=True
+        0,
+        np.array([1]),
+        1,
+        NoiseKey(0, "train", 0, 0),
+        SamplingParams(stop=("56",)),
+        has_turns=True,
     )
     one = PartialCompletion(8, turn_limit)
     added = one.add(
@@ -137,7 +142,7 @@ def test_where_a_turn_is_cut(turn_limit, tokens, kept, reason, waits):
 
 def test_context_does_not_count_in_the_limit_of_a_turn():
     request = SampleRequest(
-        0, np.array([1]), 1, Address(0, "train", 0, 0), SamplingParams(), has_turns=True
+        0, np.array([1]), 1, NoiseKey(0, "train", 0, 0), SamplingParams(), has_turns=True
     )
     one = PartialCompletion(20, 1)
     one.add(sample_step(1, 2, limit=20), 0, 0, 3, request, None)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from small import roles
 
 from shoal.plan.hlo import COLLECTIVES, Module
-from shoal.records import Address
+from shoal.records import NoiseKey
 from shoal.sampler.sample_tokens import (
     BLOCK,
     TPU_BLOCK,
@@ -24,7 +24,7 @@ from shoal.sampler.sample_tokens import (
     uniform,
 )
 
-ADDRESS = Address(seed=0, purpose="train", step=3, row=17)
+ADDRESS = NoiseKey(seed=0, purpose="train", step=3, row=17)
 GOLDEN = [
     0.6257759928703308,
     0.013721287250518799,
@@ -108,17 +108,17 @@ def test_a_uniform_is_a_bitwise_function_of_its_address():
     key = ADDRESS.key(2)
     assert key.dtype == np.uint32 and key.tolist() == ADDRESS.key(2).tolist()
     assert uniforms([key], range(3))[0].tolist() == GOLDEN
-    companions = [Address(1, "train", 0, r).key(0) for r in range(5)]
+    companions = [NoiseKey(1, "train", 0, r).key(0) for r in range(5)]
     assert uniforms([*companions, key], range(40))[-1, :3].tolist() == GOLDEN
 
 
 @pytest.mark.parametrize(
     "other",
     [
-        Address(1, "train", 3, 17).key(2),
-        Address(0, "evaluate", 3, 17).key(2),
-        Address(0, "train", 4, 17).key(2),
-        Address(0, "train", 3, 18).key(2),
+        NoiseKey(1, "train", 3, 17).key(2),
+        NoiseKey(0, "evaluate", 3, 17).key(2),
+        NoiseKey(0, "train", 4, 17).key(2),
+        NoiseKey(0, "train", 3, 18).key(2),
         ADDRESS.key(1),
     ],
     ids=["seed", "purpose", "step", "row", "completion"],
@@ -130,7 +130,7 @@ def test_each_part_of_an_address_counts(other):
 
 def test_uniforms_are_uniform_and_unrelated():
     keys = [
-        Address(seed, "train", step, row).key(c)
+        NoiseKey(seed, "train", step, row).key(c)
         for seed in range(2)
         for step in range(5)
         for row in range(10)
@@ -241,7 +241,7 @@ def test_truncation_of_a_split_vocabulary_moves_no_logits(cut):
 
 def test_drawing_by_address_follows_the_distribution():
     p = np.array([0.02, 0.3, 0.08, 0.25, 0.05, 0.2, 0.1])
-    u = uniforms([Address(0, "train", 0, row).key(0) for row in range(80)], range(50)).ravel()
+    u = uniforms([NoiseKey(0, "train", 0, row).key(0) for row in range(80)], range(50)).ravel()
     tokens, *_ = _choose(np.tile(np.log(p).astype(np.float32), (len(u), 1)), how(len(u)), u, False)
     counts = np.bincount(np.asarray(tokens), minlength=len(p))
     assert (

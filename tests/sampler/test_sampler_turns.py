@@ -63,7 +63,7 @@ def play(
 ) -> tuple[dict[Key, Completion], dict[Key, int]]:
     """Plays rollouts to their ends, tools being answered in a random order after random waits; the
     completions, and turns, by (row, index). `turn_limit`: of the turn of a number, from 1."""
-    rng, rows = random.Random(seed), {one.id: one.address.row for one in requests}
+    rng, rows = random.Random(seed), {one.id: one.noise_key.row for one in requests}
     done, turns, waiting = {}, {}, []
     engine.submit(requests)
     while not engine.idle or waiting:

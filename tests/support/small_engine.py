@@ -18,8 +18,8 @@ from shoal.model.parameters import Parameters, param_specs
 from shoal.model.transformer import Model, forward
 from shoal.protocols import SampleRequest
 from shoal.records import (
-    Address,
     Completion,
+    NoiseKey,
     SamplingParams,
 )
 from shoal.sampler.engine import Engine, drain
@@ -88,7 +88,7 @@ def request(
         row if id is None else id,
         prompt(row, LENGTHS[row] if size is None else size),
         count,
-        Address(0, "train", step, row),
+        NoiseKey(0, "train", step, row),
         params,
     )
 
@@ -100,7 +100,7 @@ asked = request
 def play(engine: Engine, requests: Sequence[SampleRequest]) -> dict[tuple[int, int], Completion]:
     """By (row, index)."""
     engine.submit(requests)
-    rows = {r.id: r.address.row for r in requests}
+    rows = {r.id: r.noise_key.row for r in requests}
     return {(rows[id], index): c for (id, index), c in drain(engine).items()}
 
 

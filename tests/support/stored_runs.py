@@ -16,7 +16,7 @@ from shoal.config.stored import texts_of
 from shoal.config.train import Config
 from shoal.records import Completion, Example, Group, Purpose, StopReason
 from shoal.runs.metrics import wilson_interval
-from shoal.runs.writer import RunFolder
+from shoal.runs.writer import RunWriter
 
 HOSTILE = (
     "<script>document.title='hacked'</script><img src=x onerror=alert(1)>",
@@ -129,7 +129,7 @@ def write_run(
             stored_group(step, 10 + step, [0.1, 0.1, 0.1, 0.1]),
         ]
     )
-    with RunFolder(_made(path)) as folder:
+    with RunWriter(_made(path)) as folder:
         folder.write_config(*texts_of(config))
         for version, right in ((0, (False, True)), (steps, (True, True))):
             asked = [
@@ -195,7 +195,7 @@ def metrics(step: int, steps: int, spike: int = 0) -> dict[str, float]:
 
 def append_step(path: Path, step: int, groups: Sequence[Group]) -> None:
     """A further step, written as a run under way writes it."""
-    with RunFolder(path) as folder:
+    with RunWriter(path) as folder:
         folder.write_groups(step, groups)
         folder.write_metrics(step, metrics(step, step))
 

@@ -33,7 +33,7 @@ from shoal.records import ShoalError
 from shoal.trainer import step
 from shoal.trainer.step import Learner, TrainState, is_intact
 from shoal.weights.checkpoints import Checkpoints, restore
-from shoal.weights.source import ModelSpec
+from shoal.weights.source import ModelSource
 
 GROUPS = random_groups(QWEN3, 3, 4, 20, 20)
 
@@ -176,7 +176,7 @@ def test_a_device_without_memory_of_its_host_is_refused():
         trainer=SimpleNamespace(mesh=SimpleNamespace(devices=np.array([device])))
     )
     assert has_host_memory(jax.devices()[0]) and not has_host_memory(device)
-    spec = ModelSpec(Path(), QWEN3)
+    spec = ModelSource(Path(), QWEN3)
     for config, text in (
         (
             Config(optimizer=OptimizerSection(offload=True)),
@@ -206,12 +206,14 @@ def test_the_table_of_sizes_has_the_moments_where_they_are(topology, is_apart):
         )
         for offload in (False, True)
     )
-    moments = here.held["trainer"]["always"]["Adam's moments"]
+    moments = here.bytes_by_role["trainer"]["always"]["Adam's moments"]
     assert (
-        moments == 2 * here.held["trainer"]["always"]["parameters"]
-        and not here.held["trainer"]["host"]
+        moments == 2 * here.bytes_by_role["trainer"]["always"]["parameters"]
+        and not here.bytes_by_role["trainer"]["host"]
     )
-    assert there.held["trainer"]["host"] == ({"Adam's moments": moments} if is_apart else {})
+    assert there.bytes_by_role["trainer"]["host"] == (
+        {"Adam's moments": moments} if is_apart else {}
+    )
     assert (
         sum(here.on("trainer").values()) - sum(there.on("trainer").values()) == is_apart * moments
     )

@@ -55,7 +55,7 @@ def check(name: str, mesh: MeshSection, source: Any, target: Any) -> np.ndarray:
     declared = PARAMETERS[name]
     layout = ParamLayout.of(declared, make_roles(mesh).trainer)
     stored: Any = Stored(declared.file_shape, source)
-    array = weight_layout.spread(stored, layout, target)
+    array = weight_layout.load_sharded(stored, layout, target)
     wanted = declared.from_file(stored.values).astype(target)
     assert (
         array.shape == declared.shape
@@ -124,7 +124,7 @@ def test_devices_beyond_the_last_row_read_nothing_from_the_file(tmp_path, monkey
     stored = with_scales(read_header(tmp_path / "model.safetensors"), (4, 4))["weight"]
     declared = ParamSpec(shape, (None,) * len(shape))
     layout = ParamLayout.of(declared, make_roles(MeshSection(fsdp=8)).trainer)
-    found = weight_layout.spread(StoredParameter([stored]), layout, np.float32)
+    found = weight_layout.load_sharded(StoredParameter([stored]), layout, np.float32)
     np.testing.assert_array_equal(found, values)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from shoal.budget.budget import FULL, Figures
+from shoal.budget.budget import FULL, Budget
 from shoal.budget.shapes import computed_tokens, group_rows
 from shoal.config.derived import MICRO_TOKENS, longest_sequence, oldest_samples
 from shoal.config.key import build, get_value, keys_of
@@ -84,8 +84,8 @@ class Trial:
     """A change, and what it would make of the job."""
 
     change: Change
-    before: Figures
-    after: Figures
+    before: Budget
+    after: Budget
 
     @property
     def bytes(self) -> int:
@@ -115,27 +115,27 @@ class Trial:
         }
 
 
-def advise(figures: Figures, describe: Describe, room: float = 0) -> list[dict[str, Any]]:
+def advise(figures: Budget, describe: Describe, room: float = 0) -> list[dict[str, Any]]:
     """Keys to change, the best first. `room`: bytes of a device that may be used, if not all but a
     little."""
     room = room or FULL * figures.memory
     if not figures.fits or figures.peak > room:
-        return [fitting(figures, describe, room)]
+        return [suggest_fit(figures, describe, room)]
     tried = _tried(figures, describe, faster(figures.config, figures.job))
     return [one.record() for one in tried if figures.peak - one.bytes <= room]
 
 
-def smaller(figures: Figures, describe: Describe) -> Iterator[Trial]:
+def memory_trials(figures: Budget, describe: Describe) -> Iterator[Trial]:
     """The changes of no result after which the fullest device needs less, what costs least
     first."""
     return (
         one
-        for one in _tried(figures, describe, leaner(figures.config, figures.job))
+        for one in _tried(figures, describe, memory_saving_changes(figures.config, figures.job))
         if one.bytes > 0
     )
 
 
-def otherwise(figures: Figures, describe: Describe) -> Iterator[Trial]:
+def lossy_changes(figures: Budget, describe: Describe) -> Iterator[Trial]:
     """Those that change results."""
     return (
         one
@@ -144,7 +144,7 @@ def otherwise(figures: Figures, describe: Describe) -> Iterator[Trial]:
     )
 
 
-def _tried(figures: Figures, describe: Describe, some: Iterable[Change]) -> Iterator[Trial]:
+def _tried(figures: Budget, describe: Describe, some: Iterable[Change]) -> Iterator[Trial]:
     values = {name: get_value(figures.config, name) for name in keys_of(Config)}
     for change in some:
         new = {**change.values, **change.kept}
@@ -158,7 +158,7 @@ def _tried(figures: Figures, describe: Describe, some: Iterable[Change]) -> Iter
         yield Trial(change, figures, figures.changed(other, job))
 
 
-def _upon(figures: Figures, describe: Describe, changes: Iterable[Change]) -> list[Trial]:
+def _upon(figures: Budget, describe: Describe, changes: Iterable[Change]) -> list[Trial]:
     """The trials of changes, one upon the other."""
     trials: list[Trial] = []
     for change in changes:
@@ -166,20 +166,20 @@ def _upon(figures: Figures, describe: Describe, changes: Iterable[Change]) -> li
     return trials
 
 
-def fitting(figures: Figures, describe: Describe, room: float) -> dict[str, Any]:
+def suggest_fit(figures: Budget, describe: Describe, room: float) -> dict[str, Any]:
     """The changes after which a device needs at most `room` bytes, one upon the other, as one piece
     of advice: the first that is enough, else the one that saves most and others upon it, without
     those that a later one replaces."""
     chain: dict[str, Trial] = {}
     now, share = figures, room / figures.memory
 
-    def is_enough(one: Figures) -> bool:
+    def is_enough(one: Budget) -> bool:
         return one.peak <= share * one.memory
 
     for _ in range(MOST_CHANGES):
         if chain and is_enough(now):
             break
-        if not (better := list(smaller(now, describe)) or list(otherwise(now, describe))):
+        if not (better := list(memory_trials(now, describe)) or list(lossy_changes(now, describe))):
             break
         best = next(
             (one for one in better if is_enough(one.after)), max(better, key=lambda one: one.bytes)
@@ -206,7 +206,7 @@ def fitting(figures: Figures, describe: Describe, room: float) -> dict[str, Any]
 # ---- the keys
 
 
-def leaner(config: Config, job: Mapping[str, Any]) -> Iterator[Change]:
+def memory_saving_changes(config: Config, job: Mapping[str, Any]) -> Iterator[Change]:
     """What may take less memory and changes no result, what costs least first."""
     b, m, mesh = config.batch, config.mesh, job["roles"]["trainer"]["mesh"]
     same = _same_batch(config, job)

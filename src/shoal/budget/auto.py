@@ -31,7 +31,7 @@ from shoal.model.parameters import check_mesh, param_specs, tensor_sizes
 from shoal.model.transformer import Model
 from shoal.records import ShoalError
 from shoal.weights.source import (
-    ModelSpec,
+    ModelSource,
     check_quantised,
     compute_dtype,
     known_architecture,
@@ -135,7 +135,7 @@ def teacher_architecture(config: Config) -> Architecture | None:
     return known_architecture(section_of(config.model, config.teacher.path))
 
 
-def trained_model(config: Config, spec: ModelSpec, roles: Roles) -> Model:
+def trained_model(config: Config, spec: ModelSource, roles: Roles) -> Model:
     """The `Model` on the trainer's devices, with `model.remat` decided. ShoalError for what they
     cannot do."""
     check_quantised(config.model, spec.architecture)

@@ -48,7 +48,7 @@ models of 1M, 8M and 135M (benchmarks/memory.py)."""
 
 
 @dataclass(frozen=True)
-class Figures:
+class Budget:
     """A job's outline and its programs' costs: a plan's compilers say them, or a trial of `shoal
     doctor`."""
 
@@ -73,12 +73,12 @@ class Figures:
         """Part -> bytes on a device while a program runs."""
         held = self.sizes.on(self.job["programs"][program]["role"], PHASES[program][1])
         extra = self.programs[program]["extra_bytes"] if program in self.programs else 0
-        if program == "publish" and "sampler" in self.sizes.beside("trainer") and extra:
+        if program == "publish" and "sampler" in self.sizes.colocated_roles("trainer") and extra:
             extra -= self.programs[program]["memory"].get(
                 "output", 0
             )  # a part of the copy, which is counted
         name = "activations" if program == "accumulate" else "temporaries"
-        roles = self.sizes.beside(self.job["programs"][program]["role"])
+        roles = self.sizes.colocated_roles(self.job["programs"][program]["role"])
         code = sum(
             self.programs[other].get("code_bytes", 0)
             for other, one in self.job["programs"].items()
@@ -113,11 +113,11 @@ class Figures:
         }
 
     @cached_property
-    def estimated(self) -> Figures:
+    def estimated(self) -> Budget:
         """Before anything is compiled: what is held, and what an update is reckoned to take
         besides."""
         update = {"error": "", "memory": {}, "extra_bytes": self.job["activations"]}
-        return Figures(self.config, {**self.job, "peak_flops": None}, {"accumulate": update})
+        return Budget(self.config, {**self.job, "peak_flops": None}, {"accumulate": update})
 
     @property
     def is_compiled(self) -> bool:
@@ -127,7 +127,7 @@ class Figures:
     def fits(self) -> bool:
         return self.peak <= self.memory and (self.is_compiled or not self.programs)
 
-    def changed(self, config: Config, job: Mapping[str, Any]) -> Figures:
+    def changed(self, config: Config, job: Mapping[str, Any]) -> Budget:
         """The memory of a changed job. What sampling needs besides grows as its caches, what an
         update needs as the activations that the table reckons with."""
 
@@ -144,7 +144,7 @@ class Figures:
 
         if "processes" in self.job:
             job = {**job, "processes": self.job["processes"]}
-        return Figures(
+        return Budget(
             config,
             job,
             {
@@ -188,7 +188,7 @@ class Figures:
             [self.seconds(name) for name in self.programs if PHASES[name][0] in phases]
             for phases in (("sampling",), ("scoring", "update", "publication"))
         )
-        if "reference" in self.sizes.beside("sampler") and self.samples_apart:
+        if "reference" in self.sizes.colocated_roles("sampler") and self.samples_apart:
             sampler += [
                 self.seconds(name) for name in ("reference", "teacher") if name in self.programs
             ]
@@ -211,7 +211,7 @@ class Figures:
     @property
     def samples_apart(self) -> bool:
         """True where the sampler has devices of its own."""
-        return "trainer" not in self.sizes.beside("sampler")
+        return "trainer" not in self.sizes.colocated_roles("sampler")
 
     def phase_seconds(self) -> dict[str, tuple[float, ...]]:
         found: dict[str, tuple[float, ...]] = {}
@@ -239,7 +239,7 @@ class Figures:
         return sorted(found, key=lambda item: -item[0])
 
 
-def parts_text(figures: Figures) -> str:
+def parts_text(figures: Budget) -> str:
     """What a device needs at its fullest, by kind, the largest first."""
     parts = sorted(figures.needed(figures.fullest).items(), key=lambda part: -part[1])
     return ", ".join(f"{kind} {gib(size)}" for kind, size in parts if size) + (
@@ -247,14 +247,14 @@ def parts_text(figures: Figures) -> str:
     )
 
 
-def host_text(figures: Figures) -> str:
+def host_text(figures: Budget) -> str:
     """What the host holds for each device, by kind."""
     return ", ".join(
         f"{kind} {gib(size)}" for kind, size in figures.job.get("host", {}).items() if size
     )
 
 
-def verdict(figures: Figures) -> str:
+def verdict(figures: Budget) -> str:
     """The last line: fits or not, the seconds of a step, the key."""
     used = (
         f"{gib(figures.peak)} of {gib(figures.memory)} a device in {PHASES[figures.fullest][0]} "

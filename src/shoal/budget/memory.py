@@ -52,7 +52,7 @@ class Sizes:
      "gradient": 3437568}
     """
 
-    held: Held  # role -> phase -> part -> bytes
+    bytes_by_role: Held  # role -> phase -> part -> bytes
     devices: Mapping[
         str, Collection[int]
     ]  # role -> the numbers of its devices; empty for devices elsewhere
@@ -63,7 +63,7 @@ class Sizes:
         own."""
         return cls(held, {**devices, "sampler": ()} if config.sampler.is_remote else devices)
 
-    def beside(self, role: str) -> list[str]:
+    def colocated_roles(self, role: str) -> list[str]:
         """The roles that use devices of this one, itself included."""
         mine = set(self.devices[role])
         return [name for name in self.devices if name == role or mine & set(self.devices[name])]
@@ -71,9 +71,9 @@ class Sizes:
     def on(self, role: str, phase: str = "always") -> dict[str, int]:
         """What a device of a role holds in a phase, by part."""
         found: dict[str, int] = {}
-        for name in self.beside(role):
+        for name in self.colocated_roles(role):
             for when in dict.fromkeys(("always", phase)):
-                found |= self.held[name][when]
+                found |= self.bytes_by_role[name][when]
         return found
 
 
@@ -148,8 +148,11 @@ def job_sizes(
     if not by_engine:  # nothing is sampled
         return sizes
     largest = max(by_engine, key=lambda name: (by_engine[name], name))
-    sampler = {**sizes.held["sampler"], "sampling": {f"KV caches ({largest})": by_engine[largest]}}
-    return replace(sizes, held={**sizes.held, "sampler": sampler})
+    sampler = {
+        **sizes.bytes_by_role["sampler"],
+        "sampling": {f"KV caches ({largest})": by_engine[largest]},
+    }
+    return replace(sizes, bytes_by_role={**sizes.bytes_by_role, "sampler": sampler})
 
 
 def bytes_per_device(shapes: Any) -> int:

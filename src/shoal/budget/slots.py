@@ -31,7 +31,7 @@ ended. With twice the places 19 to 40% of them were idle where lengths are long-
 sampler is slower than the trainer, with four times up to 8% (benchmarks/overlap.py)."""
 
 
-class CacheRoom(NamedTuple):
+class KVCacheBudget(NamedTuple):
     """The memory of a sampler's caches: keys of a prompt, of a completion and of the longest, and
     how many there may be in all its replicas, or 0. `by_pages`: completions share a pool."""
 
@@ -67,13 +67,13 @@ class CacheRoom(NamedTuple):
         return max(siblings * self.longest, min(keys, most)) // PAGE if self.by_pages else 0
 
 
-class Places(NamedTuple):
+class SlotPlan(NamedTuple):
     """How many completions are sampled at once, and how many siblings share a row. `evaluated`: how
     many an evaluation has at most, 0 where that is not known."""
 
     slots: int
     siblings: int
-    room: CacheRoom
+    room: KVCacheBudget
     evaluated: int = 0
 
     def rows_for(self, size: int, group_size: int, is_shared: bool = True) -> tuple[int, int]:
@@ -89,7 +89,7 @@ class Places(NamedTuple):
         return slots, siblings
 
 
-def choose_places(
+def plan_slots(
     sampling: SamplingSection,
     model: Model,
     slots: int,
@@ -97,7 +97,7 @@ def choose_places(
     completions: float,
     free_tokens: int = 0,
     turns: Turns = "",
-) -> Places:
+) -> SlotPlan:
     """At most `slots` of so many completions, as there are `free_tokens` for their keys and values;
     0 for no bound. ShoalError for a mean length of completions where caches are not by pages.
 
@@ -118,7 +118,7 @@ def choose_places(
         cache_size(size, role.platform, model.key_parts)
         for size in (sampling.slot_prompt, mean or longest, longest)
     )
-    room = CacheRoom(prompt, own, longest, free_tokens, role.row_shards, paged)
+    room = KVCacheBudget(prompt, own, longest, free_tokens, role.row_shards, paged)
     few = next(
         size
         for size in range(1, group_size + 1)
@@ -135,25 +135,25 @@ def choose_places(
         siblings = 1  # one that waits for a tool can then give up its row alone
     if role.platform == "tpu":
         siblings = largest_block(siblings, MOST_SIBLINGS)
-    return Places(max(room.slots(slots, siblings), siblings), siblings, room)
+    return SlotPlan(max(room.slots(slots, siblings), siblings), siblings, room)
 
 
-def training_places(config: Config, roles: Roles, a: Architecture) -> Places:
+def training_slots(config: Config, roles: Roles, a: Architecture) -> SlotPlan:
     """The places of a host of a training run's sampler."""
     role, size = roles.hosts[0], config.batch.group_size
     step = -(-config.batch.prompts_per_step // num_hosts(roles)) * size
     slots = config.sampling.slots_per_device * role.mesh.size or step
     model = make_model(config.model, a, role)
-    places = choose_places(
+    places = plan_slots(
         config.sampling, model, slots, size, step, free_cache_tokens(config, roles, a), config.turns
     )
     return places._replace(evaluated=config.sampling.evaluation_slots)
 
 
-def all_places(config: Config, roles: Roles, a: Architecture) -> int:
+def all_slots(config: Config, roles: Roles, a: Architecture) -> int:
     """Completions that the hosts of this process's sampler, or its Ray workers, sample at once."""
     hosts = config.num_workers if config.sampler.is_remote else len(roles.hosts)
-    return training_places(config, roles, a).slots * hosts
+    return training_slots(config, roles, a).slots * hosts
 
 
 def num_hosts(roles: Roles) -> int:
@@ -161,10 +161,10 @@ def num_hosts(roles: Roles) -> int:
     return len(roles.hosts) * jax.process_count()
 
 
-def places_text(config: Config, roles: Roles, a: Architecture) -> str:
+def slots_text(config: Config, roles: Roles, a: Architecture) -> str:
     """How many completions are sampled at once, where these are not all of a step, each group in a
     row; and of which prompts, where they are shorter than those that are allowed."""
-    places, size = training_places(config, roles, a), config.batch.group_size
+    places, size = training_slots(config, roles, a), config.batch.group_size
     if config.sampler.kind == "vllm":
         return (
             f"{count(config.num_workers, 'server')} of vLLM, {count(places.slots, 'completion')} "
@@ -196,7 +196,7 @@ def engine_states(
 ) -> Iterator[tuple[str, DecodeState]]:
     """Name and shapes of what each of `run_engines` holds that a run uses; no engine is made. `a`:
     the model that memory is reckoned with."""
-    places, own = training_places(config, roles, a), model.on(roles.hosts[0])
+    places, own = training_slots(config, roles, a), model.on(roles.hosts[0])
     sizes = {} if config.algorithm.learns_from_data else {"training": config.batch.group_size}
     if config.evaluate_every >= 0:
         sizes |= {"evaluation": 1, "pass@k": config.pass_k}

@@ -38,7 +38,7 @@ if __name__ == "__main__":
 
 
 @dataclass(frozen=True)
-class Door:
+class ScriptShim:
     """A script of another system: the preset and the command that stand for it, and the paths that
     are typed."""
 
@@ -55,12 +55,12 @@ _ENVIRONMENT = ("TRAINER_DEVICES_FRACTION", "SAMPLER_DEVICES_FRACTION")
 _TORCHRL = "sota-implementations/grpo/"
 _CONFIGS = ("config", f"{_TORCHRL}config")
 
-DOORS: Mapping[str, Door] = {
-    "grpo_demo": Door("grpo_demo", ("src/MaxText/examples/grpo_demo.py", "grpo_demo.py")),
-    "grpo_llama3_1_70b_demo_pw": Door(
+SHIMS: Mapping[str, ScriptShim] = {
+    "grpo_demo": ScriptShim("grpo_demo", ("src/MaxText/examples/grpo_demo.py", "grpo_demo.py")),
+    "grpo_llama3_1_70b_demo_pw": ScriptShim(
         "grpo_llama3_1_70b_demo_pw", ("src/MaxText/examples/grpo_llama3_1_70b_demo_pw.py",)
     ),
-    "train_rl": Door(
+    "train_rl": ScriptShim(
         "train_rl",
         (
             "src/MaxText/rl/train_rl.py",
@@ -69,7 +69,7 @@ DOORS: Mapping[str, Door] = {
             "maxtext/trainers/post_train/rl/train_rl.py",
         ),
     ),
-    "to_maxtext": Door(
+    "to_maxtext": ScriptShim(
         "base",
         (
             "MaxText/utils/ckpt_conversion/to_maxtext.py",
@@ -78,26 +78,26 @@ DOORS: Mapping[str, Door] = {
         ),
         command="convert",
     ),
-    "to_huggingface": Door(
+    "to_huggingface": ScriptShim(
         "base",
         ("maxtext/checkpoint_conversion/to_huggingface.py",),
         ("format=huggingface",),
         command="convert",
     ),
-    "grpo": Door(
+    "grpo": ScriptShim(
         "grpo_gsm8k",
         (f"{_TORCHRL}grpo.py", f"{_TORCHRL}grpo-sync.py", "grpo.py", "grpo-sync.py"),
         configs=_CONFIGS,
     ),
-    "grpo-async": Door(
+    "grpo-async": ScriptShim(
         "grpo_gsm8k",
         (f"{_TORCHRL}grpo-async.py", "grpo-async.py"),
         ("train.max_staleness=1",),
         _CONFIGS,
     ),
-    "trl": Door("trl", ("bin/trl",), commands={"grpo": (), "rloo": ("algorithm=rloo",)}),
-    "verl": Door("verl", ("verl/trainer/main_ppo.py",)),
-    "tunix": Door("base_config", ("tunix/cli/grpo_main.py",)),
+    "trl": ScriptShim("trl", ("bin/trl",), commands={"grpo": (), "rloo": ("algorithm=rloo",)}),
+    "verl": ScriptShim("verl", ("verl/trainer/main_ppo.py",)),
+    "tunix": ScriptShim("base_config", ("tunix/cli/grpo_main.py",)),
 }
 """Name -> what stands for a Python script of that name."""
 
@@ -139,7 +139,7 @@ def planned(config: CompatConfig) -> dict[Path, str]:
     check_place(folder, "to", within=True)
     scripts = {
         folder / path: SCRIPT.format(name=name)
-        for name, door in DOORS.items()
+        for name, door in SHIMS.items()
         for path in door.paths
     }
     assets = resources.files("shoal").joinpath("assets", "doors")
@@ -162,14 +162,14 @@ def planned(config: CompatConfig) -> dict[Path, str]:
     return scripts
 
 
-def words_of_door(name: str, words: Sequence[str]) -> list[str]:
+def shim_argv(name: str, words: Sequence[str]) -> list[str]:
     """The words of `shoal` that stand for those of a script: the user's file and words lie over its
     own.
 
     >>> words_of_door("grpo_demo", ["--steps=4"])
     ['train', '--config-name', 'grpo_demo', '--steps=4']
     """
-    door, words = DOORS[name], list(words)
+    door, words = SHIMS[name], list(words)
     first = [*(_torchrl_words() if door.configs else ()), *door.words]
     if door.command == "train":
         first += [f"{flag}={os.environ[flag]}" for flag in _ENVIRONMENT if os.environ.get(flag)]

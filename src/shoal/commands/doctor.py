@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shoal.budget.budget import PHASES, Figures
+from shoal.budget.budget import PHASES, Budget
 from shoal.budget.memory import AvailableMemory, available_memory, parameter_count
 from shoal.checks.inputs import set_sizes
 from shoal.checks.reward import Sampled, probe, reward_findings, sampled_by, score_text
@@ -22,7 +22,7 @@ from shoal.checks.settings import check_size
 from shoal.config.commands import DoctorConfig
 from shoal.config.derived import evaluation_completions
 from shoal.findings import Finding, Findings
-from shoal.job.job import Job, judge_memory, outline
+from shoal.job.job import Job, judge_memory, memory_report
 from shoal.job.out_of_memory import explain_out_of_memory
 from shoal.job.step_trial import (
     StepTrial,
@@ -145,8 +145,8 @@ def check_step(job: Job, result: dict[str, Any], tries: bool) -> None:
     check_size(job.config, parameter_count(job.model.architecture), job.findings)
     if not job.collect("engines"):
         return
-    held, available = outline(job), available_memory(job.roles.trainer.mesh.devices.flat)
-    figures = Figures(job.config, held, {})
+    held, available = memory_report(job), available_memory(job.roles.trainer.mesh.devices.flat)
+    figures = Budget(job.config, held, {})
     if tries and available.free and figures.peak * available.sharing > available.free:
         report_memory(job, result, figures, available)
         return
@@ -283,7 +283,7 @@ def report_agreement(job: Job, result: dict[str, Any], trial: StepTrial) -> None
 
 
 def report_memory(
-    job: Job, result: dict[str, Any], figures: Figures, available: AvailableMemory
+    job: Job, result: dict[str, Any], figures: Budget, available: AvailableMemory
 ) -> None:
     """Reports the memory needed and free on each device, and if it is tight, the key that saves
     most."""
@@ -309,7 +309,7 @@ def report_memory(
 
 
 def report_time(
-    job: Job, result: dict[str, Any], times: Times, figures: Figures, available: AvailableMemory
+    job: Job, result: dict[str, Any], times: Times, figures: Budget, available: AvailableMemory
 ) -> None:
     """Reports the time of a step and of the run, and the key that saves most."""
     result["time"] = vars(times)

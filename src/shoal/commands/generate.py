@@ -17,7 +17,7 @@ from shoal.job.head import model_text
 from shoal.job.job import Job
 from shoal.job.task import encode_all
 from shoal.protocols import SampleRequest
-from shoal.records import Address, Completion, Example, Purpose, ShoalError
+from shoal.records import Completion, Example, NoiseKey, Purpose, ShoalError
 from shoal.report.console import Console
 from shoal.runs.lines import json_line
 from shoal.sampler.engine import drain
@@ -66,7 +66,7 @@ def generate(config: GenerateConfig, console: Console | None = None) -> dict[str
                     row,
                     one.prompt_ids,
                     size,
-                    Address(config.seed, Purpose.GENERATE.value, 0, row),
+                    NoiseKey(config.seed, Purpose.GENERATE.value, 0, row),
                     params,
                 )
                 for one in prompts

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.config.commands import COMMANDS, PlanConfig, command_of
 from shoal.config.derived import step_text
-from shoal.config.key import Key, keys_of, sections_of, shown, without_effect
+from shoal.config.key import Key, keys_of, overridden_keys, sections_of, shown
 from shoal.config.sections.model import ModelSection
 from shoal.config.train import Config
 from shoal.config.words import (
@@ -260,7 +260,7 @@ def dry_run(config: Any, resolved: Resolved, warnings: Sequence[str] = ()) -> st
                 f"  {name}={shown(value)}  # {origin_text(resolved.origins.get(name, 'Shoal'))} "
                 f"(default {shown(keys[name].default) or 'empty'})"
                 for name, value in changed.items()
-                if name not in without_effect(config)
+                if name not in overridden_keys(config)
             ),
         ]
     else:

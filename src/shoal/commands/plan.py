@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from shoal.budget.budget import PHASES, Figures, host_text, verdict
+from shoal.budget.budget import PHASES, Budget, host_text, verdict
 from shoal.checks.inputs import idle_text
 from shoal.checks.settings import check_trainable
 from shoal.config.commands import PlanConfig
@@ -50,7 +50,7 @@ def estimate(config: PlanConfig) -> list[str]:
     return [*stream.getvalue().splitlines(), f"estimated: {verdict(figures)}"]
 
 
-def show(figures: Figures, console: Console) -> None:
+def show(figures: Budget, console: Console) -> None:
     """A job before anything is compiled, or what was compiled before an interrupt."""
     if figures.programs:
         _show_memory(figures, console)
@@ -69,7 +69,7 @@ def show(figures: Figures, console: Console) -> None:
     )
 
 
-def _show_memory(figures: Figures, console: Console) -> None:
+def _show_memory(figures: Budget, console: Console) -> None:
     for roles in _apart(figures):
         console.heading(f"memory of a device ({', '.join(roles)}), of {gib(figures.memory)}")
         console.table(*_memory_table(figures, roles))
@@ -80,7 +80,7 @@ def _show_memory(figures: Figures, console: Console) -> None:
         )
 
 
-def report(figures: Figures, console: Console) -> None:
+def report(figures: Budget, console: Console) -> None:
     if figures.programs:
         _show_memory(figures, console)
         console.heading("a step" if figures.is_timed else "programs")
@@ -122,7 +122,7 @@ def report(figures: Figures, console: Console) -> None:
         console.note(f"another change: {one['text']}")
 
 
-def _head(figures: Figures) -> Iterator[str]:
+def _head(figures: Budget) -> Iterator[str]:
     job, config = figures.job, figures.config
     model, shape = job["model"], job["shape"]
     size = model["parameters"]
@@ -163,12 +163,14 @@ def _head(figures: Figures) -> Iterator[str]:
     )
 
 
-def _apart(figures: Figures) -> list[list[str]]:
+def _apart(figures: Budget) -> list[list[str]]:
     """The roles by the devices that they share."""
     found: list[list[str]] = []
     for role in figures.job["roles"]:
         roles = [
-            name for name in figures.sizes.beside(role) if any(figures.job["held"][name].values())
+            name
+            for name in figures.sizes.colocated_roles(role)
+            if any(figures.job["held"][name].values())
         ]
         if roles and roles not in found:
             found.append(roles)
@@ -176,7 +178,7 @@ def _apart(figures: Figures) -> list[list[str]]:
 
 
 def _memory_table(
-    figures: Figures, roles: list[str]
+    figures: Budget, roles: list[str]
 ) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """A row for each kind, a column for each program that runs on these roles' devices, or for
     those that need the same."""
@@ -199,7 +201,7 @@ def _memory_table(
 
 
 def _program_table(
-    figures: Figures, whole: bool = True
+    figures: Budget, whole: bool = True
 ) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """A row for each program: what it computes and moves in all its runs of a step, and how long
     that takes; of a `whole` job with their sums."""
@@ -252,7 +254,7 @@ def _program_table(
     return head, rows
 
 
-def _transfer_rows(figures: Figures) -> list[tuple[str, ...]]:
+def _transfer_rows(figures: Budget) -> list[tuple[str, ...]]:
     step = figures.step_seconds[2] if figures.is_timed else 0.0
     found = []
     for seconds, program, row in figures.transfers()[:SHOWN]:
@@ -272,7 +274,7 @@ def _transfer_rows(figures: Figures) -> list[tuple[str, ...]]:
     return found
 
 
-def _unknown(figures: Figures) -> Iterator[str]:
+def _unknown(figures: Budget) -> Iterator[str]:
     """What the figures do not hold."""
     if not figures.programs:
         yield "nothing was compiled: what the roles hold does not fit"
@@ -321,7 +323,7 @@ def _unknown(figures: Figures) -> Iterator[str]:
     )
 
 
-def record(figures: Figures) -> dict[str, Any]:
+def record(figures: Budget) -> dict[str, Any]:
     """The plan as JSON."""
     timed = figures.is_timed
     names = ("floor", "hidden", "not_hidden")

@@ -191,7 +191,7 @@ def get_value(config: Any, key: str) -> Any:
     return functools.reduce(getattr, key.split("."), config)
 
 
-def without_effect(config: Any) -> frozenset[str]:
+def overridden_keys(config: Any) -> frozenset[str]:
     """Keys in whose place others decide: with `batch.prompts_per_device`, the prompts of a step."""
     batch = getattr(config, "batch", None)
     return frozenset({"batch.prompts_per_step"} if getattr(batch, "prompts_per_device", 0) else ())

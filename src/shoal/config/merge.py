@@ -27,10 +27,10 @@ from shoal.config.key import (
     get_value,
     keys_of,
     leaves_of,
+    overridden_keys,
     sections_of,
     shown,
     text_of,
-    without_effect,
 )
 from shoal.config.stored import to_yaml
 from shoal.config.train import Config
@@ -477,7 +477,7 @@ def from_overrides(
     """
     config_name = str(overrides.pop("config_name", None) or "")
     entries, functions = [], ()
-    GIVEN.begin_call()
+    PYTHON_OBJECTS.begin_call()
     for name, value in python_leaves(config_type, overrides):
         key = key_of(config_type, name)
         if key and key.name in COMMA_LISTS and isinstance(value, str):
@@ -486,9 +486,9 @@ def from_overrides(
             value, functions = _take_callables(value)
         if key and key.name in OBJECT_KEYS:
             value = (
-                [name_given(one) for one in value]
+                [register_object(one) for one in value]
                 if isinstance(value, list | tuple)
-                else name_given(value)
+                else register_object(value)
             )
         value = list(value) if isinstance(value, tuple) else value
         if key and key.is_list:
@@ -585,14 +585,14 @@ def _is_same_object(one: Any, other: Any) -> bool:
     return one is other or (inspect.ismethod(one) and inspect.ismethod(other) and one == other)
 
 
-GIVEN = GivenObjects()
+PYTHON_OBJECTS = GivenObjects()
 
 
-def name_given(value: Any, name: str = "") -> Any:
+def register_object(value: Any, name: str = "") -> Any:
     """The name that stands for what a file could have defined; a text as it is."""
     if isinstance(value, str):
         return value
-    return GIVEN.add(
+    return PYTHON_OBJECTS.add(
         value, f"{FROM_PYTHON}{name or getattr(value, '__name__', type(value).__name__)}"
     )
 
@@ -710,7 +710,7 @@ def _notes(config: Any, merged: Merged, file: Path | None, has_preset: bool) -> 
             folder in ("task", *PACKAGED.values())
             and not layer.is_users
             and value != keys[key].default
-            and (key not in without_effect(config))
+            and (key not in overridden_keys(config))
         ):
             ours = "" if folder == "task" else f" (ours: {shown(keys[key].default) or 'empty'})"
             changed.setdefault(layer.label, []).append(f"{key}={shown(value)}{ours}")

@@ -145,7 +145,7 @@ def check_placement(config: PlanConfig, findings: Findings) -> None:
     import jax
 
     from shoal.mesh.topology import parse_topology, placeholder_devices
-    from shoal.weights.source import ModelSpec, check_positions, known_architecture, model_path
+    from shoal.weights.source import ModelSource, check_positions, known_architecture, model_path
 
     if (
         config.topology
@@ -156,7 +156,7 @@ def check_placement(config: PlanConfig, findings: Findings) -> None:
     if known:
         check_positions(known, config.sampling, f"model.path={model_path(config.model)}")
     with _quiet_job(
-        config, findings, devices=devices, spec=ModelSpec(Path(), known) if known else None
+        config, findings, devices=devices, spec=ModelSource(Path(), known) if known else None
     ) as job:
         _check_roles(job, job.roles if known else job.given_roles)
         if _is_here(config.model) and not config.topology:

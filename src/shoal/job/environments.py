@@ -27,7 +27,7 @@ from shoal.config.sections.sampling import SamplingSection
 from shoal.config.sections.task import EnvironmentSection
 from shoal.records import Example, ShoalError
 from shoal.rewards.functions import load_functions, load_named
-from shoal.rollout.turn_driver import Player
+from shoal.rollout.turn_driver import TurnDriver
 from shoal.serve.agent import AgentProgram
 from shoal.serve.server import require_packages
 from shoal.tasks.openenv import PREFIX, openenv
@@ -124,10 +124,10 @@ class TurnFormats:
         )
 
 
-def make_player(turns: TurnFormats, places: int, sampling: SamplingSection) -> Player:
+def make_player(turns: TurnFormats, places: int, sampling: SamplingSection) -> TurnDriver:
     """What plays rollouts of several turns on a sampler of so many places."""
     most = turns.section.rollouts or places
-    return Player(
+    return TurnDriver(
         turns.sessions, turns.of, turns.section, sampling.max_prompt_tokens, most, turns.tokenizer
     )
 

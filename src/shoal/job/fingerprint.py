@@ -14,7 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.records import Address, Params, RewardFunction, ShoalError
+from shoal.records import NoiseKey, Params, RewardFunction, ShoalError
 from shoal.report.console import Console
 from shoal.runs.lines import json_line
 from shoal.workers.environments import name_of
@@ -108,7 +108,7 @@ def data_digest(task: Task, seed: int) -> str:
     if count > MOST_ROWS:
         rows = sorted(
             {
-                int.from_bytes(Address(seed, "data", number, 0).key(0).tobytes()) % count
+                int.from_bytes(NoiseKey(seed, "data", number, 0).key(0).tobytes()) % count
                 for number in range(SAMPLE_ROWS)
             }
         )

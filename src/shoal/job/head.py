@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from shoal.budget.memory import parameter_count, reference_architecture
 from shoal.budget.shapes import micro_batch_shapes
-from shoal.budget.slots import places_text
+from shoal.budget.slots import slots_text
 from shoal.checks.inputs import devices_text
 from shoal.checks.settings import stop_on_warnings
 from shoal.config.derived import staleness_text, step_text, their_sizes
@@ -19,7 +19,7 @@ from shoal.model.families import read_config
 from shoal.model.transformer import Model
 from shoal.tasks.task import Task
 from shoal.text import shorten
-from shoal.weights.source import ModelSpec
+from shoal.weights.source import ModelSource
 
 FIRST_PROMPT = 240
 """Characters of the first prompt that are shown."""
@@ -44,7 +44,7 @@ def print_head(job: Job) -> None:
         or "none",
         "prompts": f"{lengths}, each answered by at most {config.sampling.max_completion_tokens:,} "
         f"tokens",
-        "sampler": places_text(config, roles, model.architecture),
+        "sampler": slots_text(config, roles, model.architecture),
         "samples": staleness_text(config, roles.disaggregated or config.sampler.is_remote),
         "first prompt": shorten(text.replace("\n", "\\n"), FIRST_PROMPT),
         "rewards of known answers": next(
@@ -62,7 +62,7 @@ def print_head(job: Job) -> None:
     Findings(console).extend(job.findings.at("wrong", "warning"))
 
 
-def model_text(section: ModelSection, loaded: ModelSpec, model: Model) -> str:
+def model_text(section: ModelSection, loaded: ModelSource, model: Model) -> str:
     """`tiny (llama), 859,392 parameters, float32, from .../assets/tiny`, and what an adapter
     changes of them"""
     family = (loaded.config or read_config(loaded.folder)).get("model_type")

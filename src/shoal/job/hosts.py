@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shoal.budget.memory import sampled_architecture
-from shoal.budget.slots import QUEUED, Places, all_places, choose_places, training_places
+from shoal.budget.slots import QUEUED, SlotPlan, all_slots, plan_slots, training_slots
 from shoal.chat.tokenizer import Tokenizer
 from shoal.config.derived import longest_sequence, max_support
 from shoal.config.sections.devices import MeshSection, PublishSection, VllmSection
@@ -42,8 +42,8 @@ from shoal.rollout import vllm
 from shoal.rollout.fleet import Fleet
 from shoal.rollout.host import EngineHost, ThreadHost
 from shoal.rollout.ledger import GroupRewards
-from shoal.rollout.turn_driver import Player
-from shoal.rollout.worker_facts import Measure, Proof, prove
+from shoal.rollout.turn_driver import TurnDriver
+from shoal.rollout.worker_facts import WorkerFingerprint, WorkerParity, fingerprint_of
 from shoal.sampler.engine import Engine
 from shoal.sampler.sample_tokens import SamplingArrays, sampling_logprobs
 from shoal.stop import StopSignal
@@ -52,7 +52,7 @@ from shoal.trainer.loss import next_token_logits
 from shoal.trainer.schedule import schedule_of
 from shoal.trainer.scorers import ModelScorer
 from shoal.weights.sampler_copy import num_bytes
-from shoal.weights.source import ModelSpec, make_model, multiply_exactly
+from shoal.weights.source import ModelSource, make_model, multiply_exactly
 from shoal.weights.store import (
     KEY,
     FilePublisher,
@@ -93,7 +93,7 @@ def local_fleet(
     seed: int,
     on_progress: Callable[[str, int, int], None] | None = None,
     stop: StopSignal | None = None,
-    player: Player | None = None,
+    player: TurnDriver | None = None,
 ) -> Fleet:
     """One host, in the caller's thread."""
     return Fleet(
@@ -111,7 +111,7 @@ def training_fleet(
     config: Config,
     model: Model,
     roles: Roles,
-    spec: ModelSpec,
+    spec: ModelSource,
     rewards: GroupRewards,
     stop: StopSignal,
     console: Console,
@@ -123,7 +123,7 @@ def training_fleet(
     replica."""
     tokenizer = spec.tokenizer
     player = (
-        make_player(turns, all_places(config, roles, model.architecture), config.sampling)
+        make_player(turns, all_slots(config, roles, model.architecture), config.sampling)
         if turns
         else None
     )
@@ -139,7 +139,7 @@ def training_fleet(
     if not roles.disaggregated:
         make = training_engine_maker(config, model, roles, tokenizer)
         return local_fleet(publisher, make, rewards, config.seed, console.answered, stop, player)
-    slots, woken = training_places(config, roles, model.architecture).slots, threading.Event()
+    slots, woken = training_slots(config, roles, model.architecture).slots, threading.Event()
     hosts = {
         f"sampler {number}": EngineHost(
             training_engine_maker(config, model, roles, tokenizer, host=number),
@@ -234,7 +234,7 @@ def open_cluster(config: Config, console: Console, stack: ExitStack) -> Cluster 
         asked or {kind: devices},
         config.ray.wait_seconds,
         worker_environment(devices, kind),
-        Measure(config.train.versions == "fixed", console.warning),
+        WorkerParity(config.train.versions == "fixed", console.warning),
         console.warning,
     )
     stack.callback(made.close)
@@ -288,7 +288,7 @@ def ray_fleet(
     stop: StopSignal,
     on_progress: Callable[[str, int, int], None],
     cluster: Cluster,
-    player: Player | None,
+    player: TurnDriver | None,
 ) -> Fleet:
     """Workers that join as the cluster has room for them."""
     model = publisher.model
@@ -326,11 +326,11 @@ def vllm_fleet(
     config: Config,
     model: Model,
     roles: Roles,
-    spec: ModelSpec,
+    spec: ModelSource,
     rewards: GroupRewards,
     stop: StopSignal,
     console: Console,
-    player: Player | None,
+    player: TurnDriver | None,
 ) -> Fleet:
     """Servers of vLLM: those that are given, or one started here for each worker."""
     check_servers(config.vllm)
@@ -355,7 +355,7 @@ def vllm_fleet(
         config.vllm.tolerance or (1e-3 if model.dtype == np.float32 else 0.1),
         spec.tokenizer.eos_ids,
         longest,
-        training_places(config, roles, model.architecture).slots,
+        training_slots(config, roles, model.architecture).slots,
         max_support(config),
         sleeps,
         beginnings,
@@ -518,7 +518,7 @@ def server_words(config: Config, model: Model, version: FolderVersion) -> list[s
 
 def trainer_proof(
     config: Config, model: Model, tokenizer: Tokenizer, say: Callable[[str], None]
-) -> Proof | None:
+) -> WorkerFingerprint | None:
     """What a worker's numbers must be, as this process samples on such devices as a worker's; None
     where the trainer has too few or no room."""
     if len(jax.devices()) < config.sampler.devices_per_worker:
@@ -545,7 +545,7 @@ def trainer_proof(
 
 def make_worker(
     config: Config, architecture: Architecture, dtype: Any, tokenizer: Tokenizer
-) -> tuple[EngineHost, Proof]:
+) -> tuple[EngineHost, WorkerFingerprint]:
     """What a worker samples with, in its own process, and its proof."""
     cache_by_configuration()
     count = config.sampler.devices_per_worker
@@ -566,7 +566,7 @@ def make_worker(
     )
     multiply_exactly(model.dtype, ExitStack())  # for all of the process
     make = training_engine_maker(config, model, roles, tokenizer)
-    places = training_places(config, roles, architecture)
+    places = training_slots(config, roles, architecture)
     host = EngineHost(make, capacity=QUEUED * places.slots, shares_memory=False)
     # A resumed run may have other settings, and with them other programs, whose numbers are not
     # those of before.
@@ -574,14 +574,14 @@ def make_worker(
         (architecture, dtype, config.model.attention, mesh, config.sampling, size, places)
     )
     facts = machine() | {"settings": hashlib.blake2b(settings.encode(), digest_size=8).hexdigest()}
-    return host, prove(make(Purpose.TRAIN, size), config.sampling.params, size, facts)
+    return host, fingerprint_of(make(Purpose.TRAIN, size), config.sampling.params, size, facts)
 
 
 def engine_maker(
     model: Model,
     tokenizer: Tokenizer,
     sampling: SamplingSection,
-    places: Places,
+    places: SlotPlan,
     group_size: int,
     max_support: int = 0,
     truncated: bool = False,
@@ -628,7 +628,7 @@ def sampling_engine_maker(
     # differ on some processors, and an answer may not depend on how many others were asked for.
     # Only an evaluation, whose questions are its data's, is given fewer slots where it has fewer
     # completions.
-    places = choose_places(sampling, model, slots, group_size, math.inf)
+    places = plan_slots(sampling, model, slots, group_size, math.inf)
     return engine_maker(model, tokenizer, sampling, places, group_size, truncated=truncated)
 
 
@@ -642,7 +642,7 @@ def training_engine_maker(
 ) -> Callable[[Purpose, int], Engine]:
     """A function that makes the engines of a host of a training run. `architecture`: of the model
     that memory is reckoned with, if it is not that of `model`."""
-    places = training_places(config, roles, architecture or model.architecture)
+    places = training_slots(config, roles, architecture or model.architecture)
     return engine_maker(
         model.on(roles.hosts[host]),
         tokenizer,

@@ -18,9 +18,9 @@ import jax
 import numpy as np
 
 from shoal.buckets import RUNS
-from shoal.budget.advice import TIGHT, Describe, fitting
+from shoal.budget.advice import TIGHT, Describe, suggest_fit
 from shoal.budget.auto import decided_micro_tokens, run_roles, teacher_architecture, trained_model
-from shoal.budget.budget import LARGEST, PHASES, Figures, parts_text
+from shoal.budget.budget import LARGEST, PHASES, Budget, parts_text
 from shoal.budget.memory import (
     ROLES,
     AvailableMemory,
@@ -34,7 +34,7 @@ from shoal.budget.memory import (
     update_bytes,
 )
 from shoal.budget.shapes import micro_batch_shapes
-from shoal.budget.slots import engine_states, num_hosts, training_places
+from shoal.budget.slots import engine_states, num_hosts, training_slots
 from shoal.chat.tokenizer import Tokenizer, read_date
 from shoal.checks.inputs import check_devices, check_prompts, check_tokenizer, open_prompts
 from shoal.checks.reward import check_first_prompt, lost_in_tokens, sampled_by
@@ -100,7 +100,7 @@ from shoal.rewards.environments import environment_rewards
 from shoal.rewards.pool import RewardPool
 from shoal.rollout.fleet import Fleet
 from shoal.rollout.ledger import GroupRewards
-from shoal.rollout.multi_process import DealtSource
+from shoal.rollout.multi_process import MultiProcessSource
 from shoal.runs.layout import MODEL_FOLDER
 from shoal.runs.reader import read_config, read_decided_keys
 from shoal.sampler.engine import Engine
@@ -117,9 +117,9 @@ from shoal.trainer.step import Learner
 from shoal.trainer.update import Updater
 from shoal.weights.checkpoints import checkpoint_bytes
 from shoal.weights.orbax import orbax_silenced
-from shoal.weights.sampler_copy import place
+from shoal.weights.sampler_copy import place_parameters
 from shoal.weights.source import (
-    ModelSpec,
+    ModelSource,
     adapted,
     check_positions,
     make_model,
@@ -247,7 +247,7 @@ class Job:
         functions: Sequence[Callable] = (),
         task: Task | None = None,
         devices: Sequence[Any] = (),
-        spec: ModelSpec | None = None,
+        spec: ModelSource | None = None,
         findings: Findings | None = None,
         settled: bool = False,
     ) -> None:
@@ -399,7 +399,7 @@ class Job:
         return datetime.now().replace(microsecond=0)
 
     @stage("tokenizer", "model.path")
-    def spec(self) -> ModelSpec:
+    def spec(self) -> ModelSource:
         """The model's sizes and tokenizer, and how its weights are read."""
         if self._spec is not None:
             return self._spec
@@ -527,7 +527,7 @@ class Job:
         self.spec.check()
 
     @stage("teacher", "teacher.path")
-    def teacher(self) -> ModelSpec | None:
+    def teacher(self) -> ModelSource | None:
         return (
             find_teacher(self.config, self.spec, self.console) if self.config.teacher.path else None
         )
@@ -737,7 +737,7 @@ class Job:
             name: self.opened[name] for name in ("teacher", "cluster") if name in self.opened
         }
         with other:
-            return outline(other)
+            return memory_report(other)
 
     # ---- what samples
 
@@ -769,7 +769,7 @@ class Job:
         )
 
     @stage()
-    def source(self) -> Fleet | DealtSource | DataSource:
+    def source(self) -> Fleet | MultiProcessSource | DataSource:
         """Groups of completions: of Ray's workers, threads with devices of their own, this thread,
         or the data."""
         c, rewards = (
@@ -801,7 +801,7 @@ class Job:
             self.cluster,
             self.turns,
         )
-        source = DealtSource(fleet, self.world, self.stop) if self.world.count > 1 else fleet
+        source = MultiProcessSource(fleet, self.world, self.stop) if self.world.count > 1 else fleet
         self.stack.enter_context(closing(source))
         return (
             DataSource(source, self.tokenizer, self.config)
@@ -833,7 +833,9 @@ class Job:
         if first is None:
             base = self.spec.read(model.role, model.dtype)
         else:
-            base = place(replace(model, architecture=a.base), without_adapter(policy, first))
+            base = place_parameters(
+                replace(model, architecture=a.base), without_adapter(policy, first)
+            )
         if not a.adapter:
             return ModelScorer(model, base)
         # Read once more, not shared: the policy's own is trained, and a resumed run's is that of
@@ -857,7 +859,7 @@ class Job:
             max_support=max_support(c),
         )
 
-    def load_weights(self, spec: ModelSpec | None = None) -> Params:
+    def load_weights(self, spec: ModelSource | None = None) -> Params:
         """The first weights, on the devices of what trains, or samples where nothing does. The
         caller owns them: kept here, they would take a model's memory for all of the run. `spec`: of
         other files than the job's."""
@@ -890,7 +892,7 @@ class Job:
 def check_memory(job: Job) -> Finding:
     """Whether what is known before compilation fits; ShoalError if it exceeds all of a device's
     memory."""
-    figures = Figures(job.config, outline(job), {})
+    figures = Budget(job.config, memory_report(job), {})
     available = available_memory(job.roles.trainer.mesh.devices.flat)
     found, _ = judge_memory(figures, available, job.described, "at least")
     if found.level == "wrong" and figures.peak * available.sharing > available.total:
@@ -899,7 +901,7 @@ def check_memory(job: Job) -> Finding:
 
 
 def judge_memory(
-    figures: Figures, available: AvailableMemory, describe: Describe, bound: str = "at most"
+    figures: Budget, available: AvailableMemory, describe: Describe, bound: str = "at most"
 ) -> tuple[Finding, str]:
     """Whether a job fits: what each device needs and has, and, if that is tight, what to change,
     besides as the text of its own. `bound`: `at least` where activations are unknown."""
@@ -916,14 +918,14 @@ def judge_memory(
     free = available.free / available.sharing
     if figures.peak <= TIGHT * free:
         return Finding("memory", "ok", text), ""
-    advice = fitting(figures, describe, TIGHT * free)
+    advice = suggest_fit(figures, describe, TIGHT * free)
     level, word = ("wrong", "not enough memory") if figures.peak > free else ("warning", "tight")
     return Finding("memory", level, f"{word}: {text}. {advice['text']}", advice["key"]), advice[
         "text"
     ]
 
 
-def outline(job: Job) -> dict[str, Any]:
+def memory_report(job: Job) -> dict[str, Any]:
     """What is known of a job before anything is compiled, for JSON. `activations`: bytes that an
     update is reckoned to need on a device besides what roles hold."""
     config, model, roles = job.config, job.model, job.roles
@@ -942,7 +944,7 @@ def outline(job: Job) -> dict[str, Any]:
         engine_states(config, model, roles, a),
     )
     mine = list(role.mesh.devices.flat)
-    memory, places = device_memory(mine[0]), training_places(config, roles, a)
+    memory, places = device_memory(mine[0]), training_slots(config, roles, a)
     if not memory:
         available = available_memory(mine)
         memory = available.total // available.sharing
@@ -953,7 +955,7 @@ def outline(job: Job) -> dict[str, Any]:
     )
     kept, on_host = (
         activation_bytes(a, tokens / role.tensor, model.dtype, remat),
-        sizes.held["trainer"]["host"],
+        sizes.bytes_by_role["trainer"]["host"],
     )
     if remat == "offload" and role.platform != "cpu":  # but for two layers', which are on their way
         stored = kept + input_bytes(a, tokens, model.dtype)
@@ -975,7 +977,7 @@ def outline(job: Job) -> dict[str, Any]:
         },
         "machines": 1,
         "num_devices": len(job.devices),
-        "held": sizes.held,
+        "held": sizes.bytes_by_role,
         "memory_bytes": memory,
         "peak_flops": None,
         "published_bytes": 0,

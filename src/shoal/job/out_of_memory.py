@@ -10,13 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from shoal.budget.advice import otherwise, plain_changes, smaller
-from shoal.budget.budget import Figures, parts_text
+from shoal.budget.advice import lossy_changes, memory_trials, plain_changes
+from shoal.budget.budget import Budget, parts_text
 from shoal.config.train import Config
-from shoal.job.job import Job, outline
+from shoal.job.job import Job, memory_report
 from shoal.records import ShoalError
 from shoal.report.console import Console
-from shoal.weights.source import ModelSpec, planned_architecture
+from shoal.weights.source import ModelSource, planned_architecture
 
 
 def explain_out_of_memory(error: BaseException, config: Any) -> ShoalError | None:
@@ -49,18 +49,18 @@ def explain_out_of_memory(error: BaseException, config: Any) -> ShoalError | Non
 def _by_phase(config: Config, asked: int) -> tuple[str, str, str]:
     """What a device holds in the fuller of sampling and update, the changes that take less in any
     of them where so many bytes more are needed, and the first one's key."""
-    spec = ModelSpec(Path(), planned_architecture(config.model))
+    spec = ModelSource(Path(), planned_architecture(config.model))
     with Job(config, Console(io.StringIO()), spec=spec) as job:
-        found = outline(job)
+        found = memory_report(job)
         extra = {"accumulate": max(asked, found["activations"]), "decode": asked}
-        bare = {name: Figures(job.config, _alone(found, name), {}) for name in extra}
+        bare = {name: Budget(job.config, _alone(found, name), {}) for name in extra}
         phases = {
             name: replace(one, programs={name: {"error": "", "extra_bytes": extra[name]}})
             for name, one in bare.items()
         }
         held = parts_text(max(bare.values(), key=lambda one: one.peak))
         lines: dict[str, str] = {}
-        for kind in (smaller, otherwise):  # of all phases, before what changes results
+        for kind in (memory_trials, lossy_changes):  # of all phases, before what changes results
             for name, one in phases.items():
                 for trial in kind(one, lambda other, name=name: _alone(job.described(other), name)):
                     lines.setdefault(trial.change.key, trial.text())

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shoal.config.commands import EvalConfig
-from shoal.config.merge import FROM_PYTHON, GIVEN, Resolved, load
+from shoal.config.merge import FROM_PYTHON, PYTHON_OBJECTS, Resolved, load
 from shoal.config.stored import difference_from_defaults
 from shoal.config.words import Entry
 from shoal.files import find_input
@@ -24,7 +24,7 @@ PLAYS = tuple(f"environment.{name}" for name in ("tools", "factory", "rollout", 
 """Of each of these the keys that are given replace all that the run has."""
 
 
-def with_own_task(
+def config_for_eval_of_run(
     config: EvalConfig, resolved: Resolved, has_functions: bool = False
 ) -> tuple[EvalConfig, Resolved]:
     """The configuration with the task, rewards, environment and lengths of the run in `model.path`
@@ -57,7 +57,7 @@ def with_own_task(
     plays = {key: value for key, value in settings.items() if key in PLAYS}
     for key, value in plays.items():
         for name in value if isinstance(value, list) else [value]:
-            if name.startswith(FROM_PYTHON) and name not in GIVEN:
+            if name.startswith(FROM_PYTHON) and name not in PYTHON_OBJECTS:
                 raise ShoalError(
                     f"model={path}: {key}={name} of this run came from Python: give it again "
                     f"there, "

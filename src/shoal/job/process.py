@@ -22,7 +22,7 @@ from shoal.mesh import World
 from shoal.mesh.processes import NO_SECTION, find_processes, join
 from shoal.records import ShoalError
 from shoal.report.console import Console
-from shoal.weights.source import ModelSpec
+from shoal.weights.source import ModelSource
 
 SHARED_SECONDS = 20.0
 """How long a file may take to appear on the other hosts of a shared folder."""
@@ -84,7 +84,7 @@ def check_same(
             )
 
 
-def check_same_model(world: World, what: str, key: str, spec: ModelSpec) -> None:
+def check_same_model(world: World, what: str, key: str, spec: ModelSource) -> None:
     """ShoalError unless all processes have the same weights, tokenizer and chat template: each
     reads files of its own, of the weights a part. `key`: what names the model."""
     if world.count == 1:

@@ -23,7 +23,7 @@ from shoal.report.console import Console
 from shoal.runs.layout import CONFIG, find_named, find_run, is_run
 from shoal.runs.lines import read_lines
 from shoal.runs.reader import read_config, read_decided_keys, read_summary
-from shoal.runs.writer import RunFolder
+from shoal.runs.writer import RunWriter
 from shoal.text import count
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class ResumePlan:
 # ---- configuration
 
 
-def compose_job(config_type: type, argv: Sequence[str]) -> tuple[Any, Resolved]:
+def config_for_resume(config_type: type, argv: Sequence[str]) -> tuple[Any, Resolved]:
     """`compose` for a command with `resume`: if it names a run, the given keys lie over that run's
     configuration.
 
@@ -115,7 +115,7 @@ def compose_job(config_type: type, argv: Sequence[str]) -> tuple[Any, Resolved]:
     )
 
 
-def on_run(overrides: Mapping[str, Any]) -> tuple[dict[str, Any], Path | None]:
+def overrides_for_resume(overrides: Mapping[str, Any]) -> tuple[dict[str, Any], Path | None]:
     """Overrides from Python, with the path of the run that their `resume` names; and its folder,
     None without one."""
     names = {name: value for name, value in overrides.items() if name != "config_name"}
@@ -136,7 +136,7 @@ def from_overrides_on_run(
 
     >>> config, resolved, functions = from_overrides_on_run({"resume": "last", "steps": 200})
     """
-    overrides, run = on_run(overrides)
+    overrides, run = overrides_for_resume(overrides)
     if run is None:
         return from_overrides(Config, **overrides)
     return from_overrides(Config, run / CONFIG, read_decided_keys(run), **overrides)
@@ -308,7 +308,7 @@ def changed_keys(stored: Config, config: Config) -> list[str]:
 
 
 def restore_latest(
-    folder: RunFolder,
+    folder: RunWriter,
     learner: Learner,
     shapes: Params,
     facts: Mapping[str, Any],

@@ -24,7 +24,7 @@ import numpy as np
 from shoal.algorithm.advantage import nonzero_std
 from shoal.algorithm.aggregation import token_weights
 from shoal.budget.advice import TIGHT, Describe, advise
-from shoal.budget.budget import LARGEST, Figures
+from shoal.budget.budget import LARGEST, Budget
 from shoal.budget.memory import AvailableMemory
 from shoal.budget.shapes import micro_batch_shapes
 from shoal.chat.tokenizer import Tokenizer
@@ -356,7 +356,7 @@ def estimate_times(
 
 def trial_figures(
     config: Config, job: Mapping[str, Any], trial: StepTrial, engines: Mapping[str, Engine]
-) -> Figures:
+) -> Budget:
     """The figures of a job whose programs were tried. Their memory is scaled from the trial's
     shapes to the longest allowed, and to the engine that prefills most prompts at once."""
     programs, tokens = trial.programs, job["shape"]["tokens"]
@@ -370,7 +370,7 @@ def trial_figures(
         job = {**job, "processes": cpu_processes(trial, engines)}
         # A program is compiled beside all that is held, but before it takes memory itself.
         extra = {name: max(size, programs[name].compile_bytes) for name, size in extra.items()}
-    return Figures(
+    return Budget(
         config, job, {name: {"error": "", "extra_bytes": size} for name, size in extra.items()}
     )
 
@@ -387,7 +387,7 @@ def cpu_processes(trial: StepTrial, engines: Mapping[str, Engine]) -> dict[str, 
 
 
 def best_advice(
-    config: Config, figures: Figures, describe: Describe, times: Times, available: AvailableMemory
+    config: Config, figures: Budget, describe: Describe, times: Times, available: AvailableMemory
 ) -> dict[str, Any]:
     """The key whose change would help the run's time most, as far as that is known; else what takes
     most."""

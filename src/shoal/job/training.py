@@ -36,7 +36,7 @@ from shoal.report.timeline import TIMELINE, Timeline
 from shoal.rollout.fleet import Fleet
 from shoal.runs.layout import MODEL_FOLDER, is_run, make_run_folder, refuse_foreign
 from shoal.runs.mirror import Mirror
-from shoal.runs.writer import ReadFolder, RunFolder
+from shoal.runs.writer import NullRunWriter, RunWriter
 from shoal.stop import StopSignal
 from shoal.tasks.task import ROWS
 from shoal.trainer.evaluation import Evaluator
@@ -45,7 +45,7 @@ from shoal.trainer.schedule import schedule_of
 from shoal.trainer.scorers import load_scorer
 from shoal.trainer.update import num_scorings
 from shoal.weights.checkpoints import Checkpoints, largest_array, versions
-from shoal.weights.source import ModelSpec, copy_model_files
+from shoal.weights.source import ModelSource, copy_model_files
 
 if TYPE_CHECKING:
     from shoal.job.job import Job
@@ -175,11 +175,13 @@ def open_run(job: Job) -> Run:
 
 def open_folder(
     config: Config, run: Path | None, console: Console, stack: ExitStack, world: World
-) -> RunFolder:
+) -> RunWriter:
     """The run's folder, locked: a new one, or that of the `run` that is resumed. Of several
     processes the first has it, for all."""
     if not world.is_main:
-        return stack.enter_context(ReadFolder(world.exchange_json("the run folder's name", "")[0]))
+        return stack.enter_context(
+            NullRunWriter(world.exchange_json("the run folder's name", "")[0])
+        )
     path, mirror = run or make_run_folder(config.base_output_directory, config.run_name), None
     if area_of(path):
         path = place(address(path), RUNS)
@@ -187,7 +189,7 @@ def open_folder(
         mirror = stack.enter_context(closing(Mirror(path, config.checkpoint.most_unsaved, console)))
         if not run:
             refuse_foreign(path)
-    folder = stack.enter_context(RunFolder(path, mirror))
+    folder = stack.enter_context(RunWriter(path, mirror))
     # Given twice at once, a command finds no run in either process; the lock decides which of them
     # makes it.
     if not run and is_run(folder.path):
@@ -208,7 +210,7 @@ def open_folder(
 
 
 def write_head(
-    folder: RunFolder, spec: ModelSpec, config: Config, decided: Sequence[str], resumed: bool
+    folder: RunWriter, spec: ModelSource, config: Config, decided: Sequence[str], resumed: bool
 ) -> None:
     """Writes what a run folder holds from the start: the configuration (of a resumed run, the loop
     does it) and the model's files, and makes `last` name this run. `decided`: the keys that the run
@@ -241,7 +243,7 @@ def write_head(
 
 def open_recorder(
     config: Config,
-    folder: RunFolder,
+    folder: RunWriter,
     resumed_at: int | None,
     source: RolloutSource,
     console: Console,

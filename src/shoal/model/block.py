@@ -40,7 +40,7 @@ def block(
     )
     # Decoding has few rows, whose elementwise operations are better done within the products.
     is_tpu = model.role.platform == "tpu" and cache is None
-    apart = _apart if is_tpu else lambda x: x
+    apart = _gradient_barrier if is_tpu else lambda x: x
     x = checkpoint_name(x, "input")
     h = apart(rms_norm(x, w.attention_norm, a.norm_eps))
     if w.k is None:
@@ -91,13 +91,15 @@ def block(
 
 
 @jax.custom_vjp
-def _apart(x: jax.Array) -> jax.Array:
+def _gradient_barrier(x: jax.Array) -> jax.Array:
     """x, whose gradient is an array of its own: fused with the products that give it, a norm's
     backward pass halves their rate."""
     return x
 
 
-_apart.defvjp(lambda x: (x, None), lambda _, gradient: (jax.lax.optimization_barrier(gradient),))
+_gradient_barrier.defvjp(
+    lambda x: (x, None), lambda _, gradient: (jax.lax.optimization_barrier(gradient),)
+)
 
 
 def _gated(model: Model, gate: jax.Array, up: jax.Array) -> jax.Array:

@@ -403,7 +403,7 @@ def layer_pieces(a: Architecture, role: Role, dtype: Any) -> int:
     return pieces if is_plain and pieces > 2 and width % pieces == 0 else 0
 
 
-def layers_apart(parameters: Parameters, num_layers: int, pieces: int = 1) -> Parameters:
+def unstack_layers(parameters: Parameters, num_layers: int, pieces: int = 1) -> Parameters:
     """Parameters with a tuple of L blocks in place of the stacked one: of ParamSpecs, of arrays,
     and of tuples of each layer's array in place of a stacked one. With `pieces` each matrix of the
     feed-forward part is a tuple of them."""

@@ -25,8 +25,8 @@ from shoal.model.parameters import (
     Parameters,
     check_mesh,
     layer_pieces,
-    layers_apart,
     param_specs,
+    unstack_layers,
 )
 from shoal.model.rotary import rotary
 from shoal.records import ShoalError
@@ -89,7 +89,9 @@ def published_specs(model: Model) -> Parameters:
     """The `param_specs` of what the sampler of a model is given."""
     specs = param_specs(model.architecture)
     return (
-        layers_apart(specs, model.architecture.num_layers, model.pieces) if model.pieces else specs
+        unstack_layers(specs, model.architecture.num_layers, model.pieces)
+        if model.pieces
+        else specs
     )
 
 

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from shoal.algorithm.loss import Objective
-from shoal.budget.budget import Figures
+from shoal.budget.budget import Budget
 from shoal.budget.memory import bytes_per_device, copied_shapes, reference_architecture
 from shoal.budget.shapes import micro_batch_shapes, packed_tokens
 from shoal.budget.slots import num_hosts
@@ -30,7 +30,7 @@ from shoal.config.derived import max_support
 from shoal.config.sections.model import ModelSection
 from shoal.config.train import Config
 from shoal.job.hosts import run_engines
-from shoal.job.job import Job, outline
+from shoal.job.job import Job, memory_report
 from shoal.mesh import Program, Role, available_devices
 from shoal.mesh.accelerators import Accelerator, accelerator_of, calibrated, read_calibration
 from shoal.mesh.reshard import in_order_of
@@ -52,7 +52,7 @@ from shoal.trainer.batch import LearnerBatch
 from shoal.trainer.step import score_program
 from shoal.trainer.update import needs_old_logprobs, num_scorings
 from shoal.weights.sampler_copy import publication_program, published_shapes
-from shoal.weights.source import ModelSpec, check_positions, model_path, planned_architecture
+from shoal.weights.source import ModelSource, check_positions, model_path, planned_architecture
 
 
 @dataclass(frozen=True)
@@ -79,13 +79,13 @@ def planned_job(
     for all. Where nothing `compiles` no compiler need be installed."""
     where = parse_topology(topology) if topology else None
     devices = _devices(topology, compiles) if where else available_devices(config.mesh)
-    spec = ModelSpec(Path(), planned_architecture(config.model))
+    spec = ModelSource(Path(), planned_architecture(config.model))
     check_positions(spec.architecture, config.sampling, f"model.path={model_path(config.model)}")
     with Job(config, Console(io.StringIO()), devices=devices, spec=spec) as job:
         if config.teacher.path:
             teacher = planned_architecture(ModelSection(path=config.teacher.path))
             check_positions(teacher, config.sampling, f"teacher.path={config.teacher.path}")
-            job.opened["teacher"] = ModelSpec(Path(), teacher)
+            job.opened["teacher"] = ModelSource(Path(), teacher)
         yield PlannedJob(job, where, layers)
 
 
@@ -395,7 +395,7 @@ class PlannedJob:
 
     # ---- in figures
 
-    def describe(self) -> Figures:
+    def describe(self) -> Budget:
         """What is known before anything is compiled."""
         c, a, kind = self.config, self.architecture, self.accelerator
         hosts = (
@@ -408,7 +408,7 @@ class PlannedJob:
             [c.sampling.max_completion_tokens] * c.batch.group_size,
         )
         groups = [group] * c.batch.prompts_per_step
-        found = outline(self.job)
+        found = memory_report(self.job)
         if kind:
             found |= {
                 "memory_bytes": kind.usable_bytes or found["memory_bytes"],
@@ -422,7 +422,7 @@ class PlannedJob:
             }
         if self.roles.disaggregated:
             found["published_bytes"] = bytes_per_device([own for _, own in self._copied()])
-        return Figures(
+        return Budget(
             c,
             found
             | {

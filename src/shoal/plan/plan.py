@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 from shoal.budget.advice import advise
-from shoal.budget.budget import Figures
+from shoal.budget.budget import Budget
 from shoal.budget.memory import machine_memory, parameter_count
 from shoal.config.commands import PlanConfig
 from shoal.config.train import Config
@@ -66,9 +66,9 @@ _LONGEST_FIRST = (
 def make_plan(
     config: PlanConfig,
     say: Callable[[str], None],
-    show: Callable[[Figures], None] = lambda _: None,
+    show: Callable[[Budget], None] = lambda _: None,
     compiles: bool = True,
-) -> Figures:
+) -> Budget:
     """The figures of a job, with advice; those estimated where nothing `compiles`. `show` is given
     the job before anything is compiled, and at an interrupt what was compiled by then."""
     each = COMPILER_BYTES + LARGE_BYTES * parameter_count(planned_architecture(config.model)) / 70e9
@@ -190,7 +190,7 @@ def extrapolate(
 # ---- in processes of their own
 
 
-def describe(config: Config, topology: str, compiles: bool = True) -> Figures:
+def describe(config: Config, topology: str, compiles: bool = True) -> Budget:
     """What is known of a job before anything is compiled."""
     with planned_job(config, topology, compiles=compiles) as job:
         return job.describe()
@@ -202,7 +202,7 @@ def cost(config: Config, topology: str, program: str, layers: int) -> dict[str, 
         return analyse(job, program)
 
 
-def advice(figures: Figures, topology: str, compiles: bool = True) -> list[dict[str, Any]]:
+def advice(figures: Budget, topology: str, compiles: bool = True) -> list[dict[str, Any]]:
     with planned_job(figures.config, topology, compiles=compiles) as job:
         return advise(figures, job.job.described)
 

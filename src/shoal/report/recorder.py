@@ -23,9 +23,9 @@ from shoal.runs.groups import TokenLogprobs
 from shoal.runs.layout import parts_of
 from shoal.runs.lines import evaluation_scalars
 from shoal.runs.metrics import ENVIRONMENT, MetricSet, logged_name
-from shoal.runs.reader import reward_since
+from shoal.runs.reader import reward_changed_at
 from shoal.runs.summary import account_text, curve_text, summary_facts, version_text
-from shoal.runs.writer import RunFolder
+from shoal.runs.writer import RunWriter
 from shoal.text import FAILED_CALL, count, duration
 
 EvaluationFigures: TypeAlias = "Mapping[str, Mapping[str, Any]]"
@@ -63,7 +63,7 @@ class Recorder:
     programs compiled so far, `mfu` the share of the devices' peak rate that a step used: of groups,
     the (group, completion) that were trained on, seconds."""
 
-    folder: RunFolder
+    folder: RunWriter
     console: Console
     steps: int
     keep_groups: bool
@@ -144,7 +144,7 @@ class Recorder:
         for name, value in stats.publish.items():
             metrics.add(f"publish/{name}", value)
         metrics.add("tokens/sampled", stats.tokens)
-        metrics.add("sampler/places_drawing", stats.drawing, stats.places)
+        metrics.add("sampler/places_drawing", stats.active_slots, stats.total_slots)
         if stats.preempted:
             metrics.add("sampler/preempted_rows", stats.preempted)
         metrics.add("time/sample_seconds", stats.sample_seconds)
@@ -350,7 +350,7 @@ class Recorder:
             summary["after"],
             solved,
             [curve_text(self.evaluations), summary_facts(summary), account_text(summary["tokens"])],
-            reward_since(
+            reward_changed_at(
                 {number: flat_values(file) for number, file in parts_of(self.folder.path).items()}
             ),
         )

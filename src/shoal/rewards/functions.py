@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from shoal.config.merge import FROM_PYTHON, GIVEN
+from shoal.config.merge import FROM_PYTHON, PYTHON_OBJECTS
 from shoal.records import RewardFunction, ShoalError
 from shoal.rewards.reward_call import unused
 from shoal.runs.metrics import RESERVED_FUNCTIONS
@@ -45,7 +45,10 @@ def load_named(specs: Sequence[str], noun: str, hint: str = "") -> list[Any]:
     Raises `ShoalError` for a missing file or name, and for a file that raises.
     """
     modules: dict[Path, ModuleType] = {}
-    return [GIVEN[spec] if spec in GIVEN else _find(spec, noun, hint, modules) for spec in specs]
+    return [
+        PYTHON_OBJECTS[spec] if spec in PYTHON_OBJECTS else _find(spec, noun, hint, modules)
+        for spec in specs
+    ]
 
 
 def name_functions(

@@ -24,7 +24,7 @@ import numpy as np
 from shoal.protocols import GroupRequest, Host, HostProgress, Manifest, RolloutStats
 from shoal.records import Completion, Group, HostLost, HostRefused, Params, Purpose, ShoalError
 from shoal.report.timeline import Timeline
-from shoal.rollout.host_health import Member, wrong_answer, wrong_versions
+from shoal.rollout.host_health import HostHealth, wrong_answer, wrong_versions
 from shoal.rollout.ledger import (
     GroupRewards,
     Ledger,
@@ -34,7 +34,7 @@ from shoal.rollout.ledger import (
     sample_request,
     whereabouts,
 )
-from shoal.rollout.turn_driver import Move, Player
+from shoal.rollout.turn_driver import HostCommand, TurnDriver
 from shoal.runs.summary import version_text
 from shoal.stop import StopSignal
 from shoal.text import count
@@ -93,7 +93,7 @@ class Fleet:
     keep_from: int = 0  # the oldest version that may yet be requested
     timeline: Timeline = field(default_factory=Timeline)
     woken: threading.Event = field(default_factory=threading.Event)
-    player: Player | None = None  # where rollouts have turns
+    player: TurnDriver | None = None  # where rollouts have turns
 
     def __post_init__(self) -> None:
         self._stats, self._read_at = (
@@ -105,7 +105,7 @@ class Fleet:
         )
         restarts = None if self.restart is None else self.restarts
         self.members = {
-            name: Member(name, host, restarts, self.stall_seconds)
+            name: HostHealth(name, host, restarts, self.stall_seconds)
             for name, host in self.hosts.items()
         }
         self._lost = self._lost_tokens = 0
@@ -262,9 +262,9 @@ class Fleet:
         now, before, self._read_at = time.monotonic(), self._read_at, time.monotonic()
         for member in self.members.values():
             self._ask(member, lambda host, member=member: member.look(now))
-            stats.drawing, stats.places = (
-                stats.drawing + member.total.drawing,
-                stats.places + member.total.places,
+            stats.active_slots, stats.total_slots = (
+                stats.active_slots + member.total.active_slots,
+                stats.total_slots + member.total.total_slots,
             )
             stats.host_tokens += member.total.tokens
             stats.preempted += member.total.preempted
@@ -276,7 +276,9 @@ class Fleet:
             stats.busy_seconds = stats.sample_seconds
             return
         busy = min(1.0, stats.busy_seconds / max(now - before, 1e-9))
-        stats.sampler_idle = 1.0 - busy * (stats.drawing / stats.places if stats.places else 1.0)
+        stats.sampler_idle = 1.0 - busy * (
+            stats.active_slots / stats.total_slots if stats.total_slots else 1.0
+        )
         stats.queue = {name: self.ledger.count(*stages) for name, stages in QUEUES.items()}
         members = self.members.values()
         stats.fleet = {
@@ -429,7 +431,7 @@ class Fleet:
             member.acting = acting[name]
         return [self._settle(one) for one in running]
 
-    def _move(self, moves: Sequence[Move]) -> None:
+    def _move(self, moves: Sequence[HostCommand]) -> None:
         for move in moves:
             entry, member = move.entry, self.members[move.entry.host]
             if move.prompt_ids is not None:
@@ -464,7 +466,7 @@ class Fleet:
         return self._answer(member, entry.id, completions)
 
     def _enter(
-        self, member: Member, id: int, completions: Sequence[Completion]
+        self, member: HostHealth, id: int, completions: Sequence[Completion]
     ) -> PendingGroup | None:
         """Enters a host's answer; the group that can be rewarded now, if there is one. A host whose
         answer is wrong is lost, with all that it has."""
@@ -504,7 +506,7 @@ class Fleet:
         return self._answer(member, id, completions)
 
     def _answer(
-        self, member: Member, id: int, completions: Sequence[Completion]
+        self, member: HostHealth, id: int, completions: Sequence[Completion]
     ) -> PendingGroup | None:
         """Enters all completions of a group."""
         if (entry := self.ledger.answer(id, completions)) is None:
@@ -566,7 +568,7 @@ class Fleet:
 
     # -- hosts that come and go
 
-    def _tend(self, member: Member, now: float) -> None:
+    def _tend(self, member: HostHealth, now: float) -> None:
         """Looks whether a host makes progress, and makes a lost one anew when its time has come."""
         if member.host is not None:
             self._ask(member, lambda host: member.look(now))
@@ -582,12 +584,12 @@ class Fleet:
             for version in sorted(self.publisher.versions):
                 self._give_version(member, self.publisher.versions[version])
 
-    def _give_version(self, member: Member, manifest: Manifest) -> None:
+    def _give_version(self, member: HostHealth, manifest: Manifest) -> None:
         self._ask(member, lambda host: host.load(manifest))
         if member.host is not None:
             member.versions.add(manifest.version)
 
-    def _ask(self, member: Member, call: Callable[[Host], Answer]) -> Answer | None:
+    def _ask(self, member: HostHealth, call: Callable[[Host], Answer]) -> Answer | None:
         """What a host answers to a call; None where it is lost."""
         if member.host is None:
             return None
@@ -597,7 +599,7 @@ class Fleet:
             self._lose(member, reason)
             return None
 
-    def _lose(self, member: Member, reason: str | Exception) -> None:
+    def _lose(self, member: HostHealth, reason: str | Exception) -> None:
         """A host is taken out, and its groups wait again; with the last one gone, `take` raises."""
         refused = isinstance(reason, HostRefused)
         text = f"sampler host {member.name} is {'refused' if refused else 'lost'}: {reason}"

@@ -117,12 +117,15 @@ class EngineHost:
             self._load_newest(engine)
         state, before, preempted = self.state, engine.tokens, engine.preempted
         answers = engine.step()
-        drawing, places = engine.read_places()
+        active, total = engine.read_slots()
         state.tokens += engine.tokens - before
         state.preempted += engine.preempted - preempted
         self.stuck = engine.stuck
         state.dispatches += bool(answers or not self.stuck)
-        state.drawing, state.places = state.drawing + drawing, state.places + places
+        state.active_slots, state.total_slots = (
+            state.active_slots + active,
+            state.total_slots + total,
+        )
         if engine.idle and self.shares_memory and not self._queue:
             # before rewards are waited for: the update that follows needs the memory
             engine.release_memory()

@@ -36,7 +36,7 @@ ROUNDING = 1e-3
 
 
 @dataclass
-class Member:
+class HostHealth:
     """One host. `restarts`: how often it may yet be made anew; with None it is this process's own,
     and a fault in it is one of the program."""
 
@@ -116,7 +116,14 @@ class Member:
         self.progress = replace(
             told, tokens=max(told.tokens, self.answered)
         )  # a host need not count them
-        for name in ("tokens", "preempted", "drawing", "places", "pause_seconds", "busy_seconds"):
+        for name in (
+            "tokens",
+            "preempted",
+            "active_slots",
+            "total_slots",
+            "pause_seconds",
+            "busy_seconds",
+        ):
             grown = getattr(self.progress, name) - getattr(before, name)
             setattr(self.total, name, getattr(self.total, name) + grown)
         self.timeline.add(self.name, "sample", self.progress.busy_seconds - before.busy_seconds)

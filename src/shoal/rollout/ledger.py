@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from shoal.protocols import GroupRequest, SampleRequest
-from shoal.records import Address, Completion, Group, Purpose
+from shoal.records import Completion, Group, NoiseKey, Purpose
 from shoal.rewards.pool import RewardPool
 from shoal.rewards.scores import Policy, Scores, with_failed
 from shoal.tasks.task import Task
@@ -180,12 +180,12 @@ def sample_request(request: GroupRequest, id: int, seed: int) -> SampleRequest:
     # would share noise.
     mode = "greedy" if request.params.temperature == 0 else "sampled"
     purpose = f"{request.purpose}/{request.subset}/{mode}"
-    address = Address(seed, purpose, request.step, request.example.row)
+    noise_key = NoiseKey(seed, purpose, request.step, request.example.row)
     return SampleRequest(
         id,
         request.prompt_ids,
         request.num_completions,
-        address,
+        noise_key,
         request.params,
         request.purpose,
         request.version,
@@ -230,7 +230,7 @@ def branch_request(
     """The request for what follows another prompt in a rollout of a group that has `used` so many
     tokens; `branch`: its number, from 1. Two branches may reach one position: their noise differs
     by that number. `turn_limit`: of its first turn, 0 for none."""
-    address = replace(request.address, purpose=f"{request.address.purpose}/branch {branch}")
+    noise_key = replace(request.noise_key, purpose=f"{request.noise_key.purpose}/branch {branch}")
     params = replace(request.params, max_tokens=request.params.max_tokens - used)
     return replace(
         request,
@@ -239,7 +239,7 @@ def branch_request(
         num_completions=1,
         first=index,
         has_turns=True,
-        address=address,
+        noise_key=noise_key,
         params=params,
         branch=branch,
         turn_limits=(turn_limit,),

@@ -34,7 +34,7 @@ NOWHERE = Example(0, "")
 
 
 @dataclass
-class DealtSource:
+class MultiProcessSource:
     """A `RolloutSource` of several processes: in each of them `source` samples a share of the
     requests.
 
@@ -149,7 +149,7 @@ class DealtSource:
         read, else sums."""
         for name in ("sample_seconds", "reward_seconds", "busy_seconds", "unchanged"):
             setattr(total, name, max(getattr(total, name), stats[name]))
-        for name in ("tokens", "host_tokens", "preempted", "drawing", "places"):
+        for name in ("tokens", "host_tokens", "preempted", "active_slots", "total_slots"):
             setattr(total, name, getattr(total, name) + stats[name])
         total.publish = _largest(total.publish, stats["publish"])
         total.failures += [Failure(**failure) for failure in stats["failures"]]

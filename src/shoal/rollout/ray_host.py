@@ -41,7 +41,7 @@ from shoal.model.transformer import Model
 from shoal.protocols import HostProgress, Manifest, SampleRequest
 from shoal.records import Completion, HostLost, Params, ShoalError
 from shoal.rollout.host import EngineHost, ThreadHost
-from shoal.rollout.worker_facts import Measure, Proof
+from shoal.rollout.worker_facts import WorkerFingerprint, WorkerParity
 from shoal.text import exact
 from shoal.weights.sampler_copy import named_leaves, named_specs, published_dtype, to_host
 from shoal.weights.store import FROZEN, Publisher, StoredVersion, Version
@@ -73,14 +73,14 @@ class Place(NamedTuple):
 class Joined(NamedTuple):
     """What a worker tells when it is ready."""
 
-    proof: Proof
+    proof: WorkerFingerprint
     capacity: int
 
 
 class Worker:
     """The actor: an `EngineHost` in a thread of its own. `make` gives the host and its proof."""
 
-    def __init__(self, name: str, make: Callable[[], tuple[EngineHost, Proof]]) -> None:
+    def __init__(self, name: str, make: Callable[[], tuple[EngineHost, WorkerFingerprint]]) -> None:
         self._name, self._make = name, make
         self._loop: asyncio.AbstractEventLoop | None = None
         self._news = asyncio.Event()
@@ -285,10 +285,12 @@ class Cluster:
     resources: Mapping[str, float]  # of one worker
     wait_seconds: float
     environment: Mapping[str, str]  # of a worker
-    measure: Measure
+    measure: WorkerParity
     say: Callable[[str], None]
     wake: Callable[[], None] = lambda: None
-    make: Callable[[], tuple[EngineHost, Proof]] | None = None  # what a worker is made by
+    make: Callable[[], tuple[EngineHost, WorkerFingerprint]] | None = (
+        None  # what a worker is made by
+    )
     alive: set[str] = field(default_factory=set)  # hosts that have a process
     trainer_devices: int = 0  # that are held for the trainer; 0 where it has those that it finds
     _late: bool = False

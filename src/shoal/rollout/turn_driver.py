@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Move:
+class HostCommand:
     """What a host is to do with a completion: go on after tokens of context, or, with None, give up
     its place; or begin a branch of its rollout."""
 
@@ -178,7 +178,7 @@ def with_words(prompt: Prompt, words: str) -> Prompt:
 
 
 @dataclass
-class Player:
+class TurnDriver:
     """All rollouts that go. `format_of`: how turns look, by the columns of a row; `most`: rollouts
     at once."""
 
@@ -282,7 +282,7 @@ class Player:
 
     # -- what a host answers
 
-    def take(self, entry: PendingGroup, completion: Completion) -> list[Move]:
+    def take(self, entry: PendingGroup, completion: Completion) -> list[HostCommand]:
         """Reads a turn that has ended."""
         one = entry.rollouts[completion.index]
         kind = self._kind(one)
@@ -324,7 +324,7 @@ class Player:
                 return f"a turn of {num_new} tokens, expected at most {rollout.turn_limit}"
         return ""
 
-    def _act(self, one: Rollout) -> list[Move]:
+    def _act(self, one: Rollout) -> list[HostCommand]:
         """Makes the next call of a turn; with all of them answered the rollout goes on."""
         for call in one.calls[len(one.answers) :]:
             if not call.error:
@@ -333,7 +333,7 @@ class Player:
             one.answers.append(_answer(call, failed_call(call.error)))
         return self._go_on(one, one.answers)
 
-    def _go_on(self, one: Rollout, messages: list[dict[str, Any]]) -> list[Move]:
+    def _go_on(self, one: Rollout, messages: list[dict[str, Any]]) -> list[HostCommand]:
         """Appends messages; where they, and one token more, do not fit, they are dropped and the
         rollout ends (TRL's rule)."""
         assert one.completion is not None
@@ -356,7 +356,7 @@ class Player:
         one.messages += messages
         return moves
 
-    def _follow(self, one: Rollout, ids: np.ndarray) -> list[Move]:
+    def _follow(self, one: Rollout, ids: np.ndarray) -> list[HostCommand]:
         """Samples after these tokens: those that are there and some more, or others, in a branch.
         No move where they do not fit."""
         assert one.completion is not None and one.prompt_ids is not None
@@ -369,13 +369,15 @@ class Player:
         ):
             return []
         left = (
-            [Move(one.entry, one.index, one.completion.request_id)] if one.completion.waits else []
+            [HostCommand(one.entry, one.index, one.completion.request_id)]
+            if one.completion.waits
+            else []
         )
         one.ended.append((one.prompt_ids, one.completion))
         one.prompt_ids, one.tokens, one.state = ids, [], RolloutState.SAMPLING
         return [
             *left,
-            Move(
+            HostCommand(
                 one.entry,
                 one.index,
                 prompt_ids=ids,
@@ -396,19 +398,21 @@ class Player:
         )
         return len(held) if goes_on else 0
 
-    def _append(self, one: Rollout, context: list[int]) -> list[Move]:
+    def _append(self, one: Rollout, context: list[int]) -> list[HostCommand]:
         assert one.completion is not None
         if one.num_tokens + len(context) >= one.entry.request.params.max_tokens:
             return []
         one.tokens += context
         one.state = RolloutState.SAMPLING
         return [
-            Move(
+            HostCommand(
                 one.entry, one.index, one.completion.request_id, context, turn_limit=one.turn_limit
             )
         ]
 
-    def _end(self, one: Rollout, reason: StopReason, failure: Failure | None = None) -> list[Move]:
+    def _end(
+        self, one: Rollout, reason: StopReason, failure: Failure | None = None
+    ) -> list[HostCommand]:
         assert one.completion is not None
         one.reason, one.failure = reason, failure
         if failure:
@@ -417,12 +421,14 @@ class Player:
             one.state = RolloutState.ENDED
             self.sessions.end(one.key)
         return (
-            [Move(one.entry, one.index, one.completion.request_id)] if one.completion.waits else []
+            [HostCommand(one.entry, one.index, one.completion.request_id)]
+            if one.completion.waits
+            else []
         )
 
     # -- what sessions answer
 
-    def collect(self, seconds: float = 0.0) -> list[Move]:
+    def collect(self, seconds: float = 0.0) -> list[HostCommand]:
         """What follows from the answers of sessions, waiting so long for the first."""
         moves = []
         for reply in self.sessions.collect(seconds):
@@ -430,7 +436,7 @@ class Player:
                 moves += self._take_reply(one, reply)
         return moves
 
-    def _take_reply(self, one: Rollout, reply: Reply) -> list[Move]:
+    def _take_reply(self, one: Rollout, reply: Reply) -> list[HostCommand]:
         if reply.fatal:
             return self._fail(one, reply)
         kind = self._kind(one)
@@ -457,7 +463,7 @@ class Player:
 
     # -- what a rollout function asks for
 
-    def _serve(self, one: Rollout, asked: dict[str, Any] | None) -> list[Move]:
+    def _serve(self, one: Rollout, asked: dict[str, Any] | None) -> list[HostCommand]:
         """Does what a rollout function asks for; None once it has returned."""
         if asked is None:
             assert one.completion is not None
@@ -593,7 +599,7 @@ class Player:
         kind = self._kind(one)
         return EndedEnvironment(kind.name, state, reward) if kind else None
 
-    def _fail(self, one: Rollout, reply: Reply) -> list[Move]:
+    def _fail(self, one: Rollout, reply: Reply) -> list[HostCommand]:
         """An environment has failed: an error, or the end of its rollout alone."""
         example = one.entry.request.example
         text = (

@@ -187,7 +187,7 @@ class VllmEngine:
         self.busy_seconds += (now - self._counted_at) * (self._going.total() > 0)
         self._going[version], self._counted_at = self._going[version] + change, now
 
-    def read_places(self) -> tuple[int, int]:
+    def read_slots(self) -> tuple[int, int]:
         return 0, 0  # how many of them a server has is its own affair
 
     def _body(self, id: int, number: int) -> dict[str, Any]:
@@ -195,7 +195,7 @@ class VllmEngine:
         p, tokens = request.params, one.tokens
         # Of its own, as the engines of a data-parallel server seed alike; what follows a pause has
         # another.
-        seed = request.address.key(request.first + number).tobytes() + len(tokens).to_bytes(8)
+        seed = request.noise_key.key(request.first + number).tobytes() + len(tokens).to_bytes(8)
         return self._request(
             [*request.prompt_ids.tolist(), *tokens],
             str(self.version),

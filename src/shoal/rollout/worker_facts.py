@@ -22,7 +22,7 @@ from shoal.mesh import Program, Role
 from shoal.model.parameters import ParamSpec, param_specs
 from shoal.model.transformer import Model
 from shoal.protocols import SampleRequest
-from shoal.records import Address, HostRefused, Params, SamplingParams, ShoalError
+from shoal.records import HostRefused, NoiseKey, Params, SamplingParams, ShoalError
 from shoal.rollout.host_health import FIRST_SECONDS
 from shoal.runs.layout import WORKER_PROOF
 from shoal.runs.lines import write_atomically
@@ -36,7 +36,7 @@ KNOWN_VERSION = -2
 
 
 @dataclass(frozen=True)
-class Proof:
+class WorkerFingerprint:
     """`facts`: versions, device kind, threads, a digest of the settings, by name. `tokens` and
     `logprobs` of the known group, one after the other."""
 
@@ -52,7 +52,7 @@ class Proof:
             if self.facts.get(name) != value
         )
 
-    def difference(self, other: Proof) -> str:
+    def difference(self, other: WorkerFingerprint) -> str:
         """How another host's numbers differ, and what may be why; empty where they do not."""
         facts = [text] if (text := other.other_facts(self.facts)) else []
         if not np.array_equal(self.tokens, other.tokens):
@@ -67,7 +67,7 @@ class Proof:
         write_atomically(file, [json.dumps({"facts": dict(self.facts), **arrays})])
 
     @classmethod
-    def read(cls, file: Path) -> Proof:
+    def read(cls, file: Path) -> WorkerFingerprint:
         """A proof from a file; ShoalError where that is damaged."""
         try:
             stored = json.loads(file.read_text(encoding="utf-8"))
@@ -88,7 +88,7 @@ class Proof:
 
 
 @dataclass
-class Measure:
+class WorkerParity:
     """What the numbers of a run's workers must be; with `strict`, which is for versions that are
     fixed, a worker that differs is refused.
 
@@ -101,13 +101,15 @@ class Measure:
     facts: Mapping[str, str] = field(
         default_factory=dict
     )  # of the trainer, those that a worker must share
-    wanted: dict[str, Proof] = field(
+    wanted: dict[str, WorkerFingerprint] = field(
         default_factory=dict
     )  # by whose they are, the first that fits is taken
-    proofs: dict[str, Proof] = field(default_factory=dict)  # of the workers that are ready
+    proofs: dict[str, WorkerFingerprint] = field(
+        default_factory=dict
+    )  # of the workers that are ready
     different: set[str] = field(default_factory=set)  # workers that sample otherwise
     file: Path | None = None  # that a worker's proof is written to where it is the measure
-    _chosen: tuple[str, Proof] | None = None
+    _chosen: tuple[str, WorkerFingerprint] | None = None
     _undecided_at: float = (
         0.0  # since when a worker that is ready waits for the proofs of others; 0: none does
     )
@@ -117,7 +119,7 @@ class Measure:
         must be like it."""
         self.file = folder / WORKER_PROOF
         if self.strict and self.file.exists():
-            self.wanted["the run's earlier workers"] = Proof.read(self.file)
+            self.wanted["the run's earlier workers"] = WorkerFingerprint.read(self.file)
 
     def judge(self, name: str, alive: Set[str]) -> bool | None:
         """True if a worker's numbers differ from what they should be; None while that cannot be
@@ -143,7 +145,7 @@ class Measure:
             self.different.add(name)
         return bool(difference)
 
-    def _choose(self, name: str, alive: Set[str]) -> tuple[str, Proof] | None:
+    def _choose(self, name: str, alive: Set[str]) -> tuple[str, WorkerFingerprint] | None:
         for who, wanted in self.wanted.items():
             if any(not one.other_facts(wanted.facts) for one in self.proofs.values()):
                 return who, wanted
@@ -162,9 +164,9 @@ class Measure:
         return name, self.proofs[name]
 
 
-def prove(
+def fingerprint_of(
     engine: Engine, params: SamplingParams, num_completions: int, facts: Mapping[str, str]
-) -> Proof:
+) -> WorkerFingerprint:
     """The known group of an engine that has nothing else to do; its programs are compiled by it."""
     limit = min(TOKENS, params.max_tokens)
     size = min(PROMPT_TOKENS, engine.max_prompt_tokens, engine.model.architecture.vocab_size)
@@ -175,15 +177,15 @@ def prove(
                 0,
                 np.arange(size, dtype=np.int32),
                 num_completions,
-                Address(0, "proof", 0, 0),
+                NoiseKey(0, "proof", 0, 0),
                 replace(params, max_tokens=limit, stop=()),
             )
         ]
     )
     ((_, completions),) = run_until_idle(engine)
     engine.release_memory()
-    engine.read_places()
-    return Proof(
+    engine.read_slots()
+    return WorkerFingerprint(
         facts,
         np.concatenate([one.token_ids for one in completions]),
         np.concatenate([one.logprobs for one in completions]),

@@ -226,7 +226,7 @@ class StoredRun:
         """The version from which on the reward is the run's last, if it was resumed with another;
         else 0."""
         parts = sorted(parts_of(self.root).items())[:MAX_PARTS]
-        return reward_since({number: self.settings(path.name) for number, path in parts})
+        return reward_changed_at({number: self.settings(path.name) for number, path in parts})
 
     def metrics(self) -> dict[int, dict[str, Any]]:
         """The metrics of every step; ShoalError, naming the line, if any but the last is
@@ -421,7 +421,7 @@ class Evaluations:
 
     def main_curve(self, reward_since: int = 0) -> tuple[str, dict[str, list[Any]]]:
         """Name and curve of the accuracy on the first data set; of its mean reward if the task
-        defines no accuracy, of versions after `reward_since` if that is not 0."""
+        defines no accuracy, of versions after `reward_changed_at` if that is not 0."""
         curves = self.curves()
         names = [
             name for end in ("/accuracy", "/mean_reward") for name in curves if name.endswith(end)
@@ -599,7 +599,7 @@ def _runs_below(folder: Path) -> Iterator[Path]:
         names.sort()
 
 
-def reward_since(parts: Mapping[int, Mapping[str, Any]]) -> int:
+def reward_changed_at(parts: Mapping[int, Mapping[str, Any]]) -> int:
     """The version from which on a run has the reward of its last part; 0 if that never changed.
 
     `parts`: the settings of each file of `parts_of`, as dotted key -> value, by its number."""

@@ -44,8 +44,8 @@ from shoal.runs.lines import JsonlSink, json_line, json_ready, read_lines, write
 from shoal.runs.mirror import Mirror
 
 
-class RunFolder:
-    """The files of one run. Made by `RunFolder.create`; closed at the end, or used in a `with`.
+class RunWriter:
+    """The files of one run. Made by `RunWriter.create`; closed at the end, or used in a `with`.
 
     >>> with RunFolder.create("outputs", "first") as folder:
     ...     folder.write_metrics(1, {"reward/mean": 0.5})
@@ -72,7 +72,7 @@ class RunFolder:
         base: str | os.PathLike[str] = "outputs",
         run_name: str = "",
         now: datetime | None = None,
-    ) -> RunFolder:
+    ) -> RunWriter:
         """A new folder, or the one of this name (see `make_run_folder`); ShoalError if it cannot be
         written or another process works in it."""
         return cls(make_run_folder(base, run_name, now))
@@ -233,14 +233,14 @@ class RunFolder:
         self.metrics.sync()
         self.evaluations.sync()
 
-    def __enter__(self) -> RunFolder:
+    def __enter__(self) -> RunWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
 
-class ReadFolder(RunFolder):
+class NullRunWriter(RunWriter):
     """A run folder in a process that writes nothing there, since process 0 does."""
 
     last_evaluation = sys.maxsize

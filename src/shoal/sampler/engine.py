@@ -33,10 +33,10 @@ from shoal.protocols import SampleRequest
 from shoal.records import Completion, Params, StopReason
 from shoal.sampler.partial import (
     Decode,
-    Dispatch,
-    Owner,
+    InFlightStep,
     PartialCompletion,
     Progress,
+    RowOwner,
     check_request,
 )
 from shoal.sampler.programs import (
@@ -146,16 +146,16 @@ class Engine:
         )
         self.version, self.parameters = -1, None
         self.progress: dict[int, Progress] = {}
-        self.in_flight: deque[Dispatch] = deque()
+        self.in_flight: deque[InFlightStep] = deque()
         self.finished: dict[int, list[Completion]] = {}
         self.tokens = 0  # sampled so far, of completions that were cancelled too
-        self.places = np.zeros(
+        self.slot_counts = np.zeros(
             2, np.int64
         )  # that sampled a token in decoding, and all, token by token
         self.preempted = 0  # rows so far that gave way, though their completions went on
         self._ended = np.ones((self.num_rows, self.siblings), bool)
         self._sizes = *sizes, shards * pages if self.pool else 0
-        self._ungathered: deque[Dispatch] = (
+        self._ungathered: deque[InFlightStep] = (
             deque()
         )  # those in flight, after one whose tokens are being gathered
         self._state: DecodeState | None = None
@@ -263,11 +263,14 @@ class Engine:
         )
         return progress.partials[index - progress.request.first], part, row, slot
 
-    def read_places(self) -> tuple[int, int]:
+    def read_slots(self) -> tuple[int, int]:
         """Places that drew a token, and all places, summed over the tokens of decoding since they
         were last read."""
-        (drawing, places), self.places = self.places.tolist(), np.zeros_like(self.places)
-        return drawing, places
+        (active, total), self.slot_counts = (
+            self.slot_counts.tolist(),
+            np.zeros_like(self.slot_counts),
+        )
+        return active, total
 
     @property
     def idle(self) -> bool:
@@ -469,7 +472,7 @@ class Engine:
             arrays["rows"][position] = row % self.replica_rows
             arrays["limit"][position, : len(partials)] = [partial.limit for partial in partials]
             arrays["keys"][position, : len(partials)] = [
-                request.address.key(first + i) for i in range(len(partials))
+                request.noise_key.key(first + i) for i in range(len(partials))
             ]
             for column, value in zip(
                 arrays["sampling"],
@@ -488,7 +491,7 @@ class Engine:
             self._ended[row] = arrays["limit"][position] == 0  # slots that the request does not use
             if self.pool:
                 self.pool.enter(row, self._pages(id, part))
-            owners.append(Owner(position, row, part, progress))
+            owners.append(RowOwner(position, row, part, progress))
         self._start("prefill" if admission.bucket else "join", arrays, owners)
 
     def _empty_batch(self, bucket: int) -> dict[str, Any]:
@@ -496,7 +499,7 @@ class Engine:
             self.scheduler.batch_rows(bucket), self.siblings, self.scheduler.padded(bucket)
         )
 
-    def _feed(self, owners: Sequence[Owner]) -> None:
+    def _feed(self, owners: Sequence[RowOwner]) -> None:
         """Computes the keys of long contexts in pieces. Which part of a context that is depends on
         its length alone."""
         while long := [
@@ -530,7 +533,7 @@ class Engine:
         if self.pool:
             self._give_pages(self.pool)
         owners = [
-            Owner(row, row, part, self.progress[id])
+            RowOwner(row, row, part, self.progress[id])
             for row, (id, part) in self.scheduler.running.items()
         ]
         with_turns = [owner for owner in owners if owner.progress.request.has_turns]
@@ -574,13 +577,13 @@ class Engine:
             **no_context(*self._ended.shape),
         }
 
-    def _start(self, program: str, arrays: dict[str, Any], owners: list[Owner]) -> None:
+    def _start(self, program: str, arrays: dict[str, Any], owners: list[RowOwner]) -> None:
         self._state = self._state or self.programs["make_state"]()
         size = arrays["tokens"].shape[1] if program == "prefill" else 0
         self._state, sampled = self._call(
             program, self.parameters, state=self._state, size=size, **arrays
         )
-        step = Dispatch(
+        step = InFlightStep(
             sampled, owners, ~arrays["stopped"] if program == "decode" else None, self.version
         )
         self.in_flight.append(step)
@@ -616,7 +619,7 @@ class Engine:
         self._ungathered.popleft()
         self._start_all()
 
-    def _gather(self, owner: Owner, host: SampledTokens, step: Dispatch) -> None:
+    def _gather(self, owner: RowOwner, host: SampledTokens, step: InFlightStep) -> None:
         """Adds the new tokens of a row to its completions."""
         position, row, part, progress = owner
         if progress.is_finished:
@@ -639,7 +642,7 @@ class Engine:
                             later.live[row, slot] = False
         self._end(owner, ended)
 
-    def _end(self, owner: Owner, ended: np.ndarray) -> None:
+    def _end(self, owner: RowOwner, ended: np.ndarray) -> None:
         """Notes which slots of a row have ended, bool[W], and frees it with the last; unless it has
         another owner."""
         _, row, part, progress = owner
@@ -669,7 +672,7 @@ class Engine:
     def _count_places(self, count: np.ndarray) -> None:
         # A replica decodes until its last slot has ended, which then has sampled a token each time.
         by_replica = count.reshape(self.scheduler.replicas, -1)
-        self.places += count.sum(), by_replica.max(1).sum() * by_replica.shape[1]
+        self.slot_counts += count.sum(), by_replica.max(1).sum() * by_replica.shape[1]
 
     def _finish(self, progress: Progress) -> None:
         self.scheduler.finish(progress.request.id)

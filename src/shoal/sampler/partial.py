@@ -213,7 +213,7 @@ def stop_length(decode: Decode, stop: Sequence[str], tokens: Sequence[int], new:
     return next(length for length in range(first + 1, len(tokens) + 1) if stopped(length))
 
 
-class Owner(NamedTuple):
+class RowOwner(NamedTuple):
     """Whose tokens a position of a step holds: a row's, those of a part of a request."""
 
     position: int
@@ -222,11 +222,11 @@ class Owner(NamedTuple):
     progress: Progress
 
 
-class Dispatch(NamedTuple):
+class InFlightStep(NamedTuple):
     """A compiled step in flight."""
 
     sampled: SampledTokens
-    owners: list[Owner]
+    owners: list[RowOwner]
     live: (
         np.ndarray | None
     )  # bool[N, W]: the slots that a decode was to go on with; None for other programs

@@ -14,7 +14,15 @@ from collections.abc import Callable
 from shoal.chat.tokenizer import Tokenizer
 from shoal.chat.turns import described, encode
 from shoal.protocols import SampleRequest
-from shoal.records import Address, Completion, HostLost, Params, Purpose, SamplingParams, ShoalError
+from shoal.records import (
+    Completion,
+    HostLost,
+    NoiseKey,
+    Params,
+    Purpose,
+    SamplingParams,
+    ShoalError,
+)
 from shoal.rollout.host import EngineHost, ThreadHost
 from shoal.sampler.engine import Engine
 from shoal.serve.api import Call, Sampled, require
@@ -87,9 +95,9 @@ class HostSampler:
         self._loop, id = asyncio.get_running_loop(), next(self._ids)
         # A seed's purpose is its own: no other request's noise is theirs.
         address = (
-            Address(self.seed, Purpose.GENERATE, 1, id)
+            NoiseKey(self.seed, Purpose.GENERATE, 1, id)
             if call.seed is None
-            else Address(call.seed, "serve", 0, 0)
+            else NoiseKey(call.seed, "serve", 0, 0)
         )
         answer = self.waiting[id] = self._loop.create_future()
         try:

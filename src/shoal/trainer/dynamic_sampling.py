@@ -17,7 +17,7 @@ MOST_AHEAD = 3
 """At most so many times the groups of a step are asked for before anything of it is known."""
 
 
-def beyond(wanted: int, useful_share: float) -> int:
+def num_extra(wanted: int, useful_share: float) -> int:
     """Groups to ask for beyond `wanted` where that is before the step's turn: as many as it takes
     at the share of the newest step learnt by then. A further round would have to be waited for."""
     return min(MOST_AHEAD * wanted, -int(-wanted // max(useful_share, 1e-9))) - wanted
@@ -40,7 +40,7 @@ def divide(
     return [groups[n] for n in chosen], [group for n, group in enumerate(groups) if n not in chosen]
 
 
-def keeps(group: Group, a: AlgorithmSection, penalty: str = "") -> bool:
+def has_signal(group: Group, a: AlgorithmSection, penalty: str = "") -> bool:
     """True if dynamic sampling keeps the group: its completions differ in what
     `dynamic_sampling_by` names.
 

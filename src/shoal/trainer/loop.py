@@ -285,7 +285,9 @@ class Run:
             except DataExhausted as exhausted:
                 self.recorder.data_exhausted(str(exhausted))
                 return
-            if self.schedule.lag and (more := dynamic_sampling.beyond(wanted, self.useful_share)):
+            if self.schedule.lag and (
+                more := dynamic_sampling.num_extra(wanted, self.useful_share)
+            ):
                 prompts += self.prompts.more(more, {prompt.example.row for prompt in prompts})
             self.pending[self.requested] = [prompt.example.row for prompt in prompts]
             self.source.request(self.group_requests(self.requested, prompts))
@@ -337,7 +339,7 @@ class Run:
 
     def is_useful(self, group: Group) -> bool:
         penalty = PENALTY if self.config.reward.overlong_buffer_tokens else ""
-        return dynamic_sampling.keeps(group, self.config.algorithm, penalty)
+        return dynamic_sampling.has_signal(group, self.config.algorithm, penalty)
 
     def step_done(self, step: int, groups: Sequence[Group], discarded: Sequence[Group]) -> None:
         del self.pending[step]

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from shoal.records import Address, Example, Group, ShoalError
+from shoal.records import Example, Group, NoiseKey, ShoalError
 from shoal.text import count as counted
 from shoal.text import exact
 
@@ -300,7 +300,7 @@ class PromptStream:
         if self._order[0] != epoch:
             # From (seed, epoch) alone, so that a checkpoint holds two numbers and not an order or a
             # generator's state.
-            random = np.random.default_rng(Address(self.seed, "order", epoch, 0).key(0).tolist())
+            random = np.random.default_rng(NoiseKey(self.seed, "order", epoch, 0).key(0).tolist())
             order = random.permutation(len(self.examples))
             if self.rates.active:
                 times = self.rates.times(random.random(len(self.examples)))

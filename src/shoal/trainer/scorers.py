@@ -16,10 +16,10 @@ from shoal.protocols import Printer
 from shoal.records import Params, ShoalError
 from shoal.trainer.batch import LearnerBatch
 from shoal.trainer.step import Learner, put_batch, score_program
-from shoal.weights.source import ModelSpec, check_positions, make_model, open_model, section_of
+from shoal.weights.source import ModelSource, check_positions, make_model, open_model, section_of
 
 
-def find_teacher(config: Config, student: ModelSpec, console: Printer | None) -> ModelSpec:
+def find_teacher(config: Config, student: ModelSource, console: Printer | None) -> ModelSource:
     """The teacher without its weights; raises ShoalError if its vocabulary is not the student's."""
     teacher = open_model(section_of(config.model, config.teacher.path), console)
     # By vocabulary, not by family: log-probs are compared id by id.
@@ -34,7 +34,7 @@ def find_teacher(config: Config, student: ModelSpec, console: Printer | None) ->
     return teacher
 
 
-def load_scorer(section: ModelSection, spec: ModelSpec, role: Role) -> ModelScorer:
+def load_scorer(section: ModelSection, spec: ModelSource, role: Role) -> ModelScorer:
     """A model that only scores, with its weights, in the dtype of the computation."""
     model = make_model(section, spec.architecture, role)
     return ModelScorer(model, spec.load(role, model.dtype))

@@ -20,7 +20,7 @@ from shoal.config.choices import AGGREGATIONS, KL_ESTIMATORS
 from shoal.config.sections.algorithm import AlgorithmSection
 from shoal.config.sections.optimizer import BatchSection
 from shoal.protocols import Scorer
-from shoal.records import Address, Group, Params
+from shoal.records import Group, NoiseKey, Params
 from shoal.runs.metrics import MetricSet
 from shoal.stop import StopSignal
 from shoal.trainer.batch import MicroBatch, Shape, TokenValues, pack, row_shapes, unpack
@@ -175,7 +175,7 @@ class Updater:
         parts = self.algorithm.num_minibatches
         order = np.arange(count)
         if parts > 1:
-            key = Address(self.seed, "minibatches", step, epoch).key(0)
+            key = NoiseKey(self.seed, "minibatches", step, epoch).key(0)
             order = np.random.default_rng(key.tolist()).permutation(count)
         return np.array_split(order, parts)
 

@@ -29,7 +29,7 @@ from shoal.model.families import architecture_of, config_to_save, weight_block
 from shoal.model.parameters import Keep, Parameters, param_specs
 from shoal.paths import path_within
 from shoal.records import ShoalError
-from shoal.weights.layout import ParamLayout, collect, spread
+from shoal.weights.layout import ParamLayout, collect, load_sharded
 from shoal.weights.tensor_files import (
     DTYPES,
     OutputTensor,
@@ -82,7 +82,8 @@ def read_tensors(
 ) -> Any:
     """The parameters in a tree of `ParamSpec`, each created on the devices that hold it."""
     return jax.tree.map(
-        lambda spec: keep(spec, spread(stored[spec.name], ParamLayout.of(spec, role), dtype)), specs
+        lambda spec: keep(spec, load_sharded(stored[spec.name], ParamLayout.of(spec, role), dtype)),
+        specs,
     )
 
 

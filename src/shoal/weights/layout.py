@@ -148,7 +148,7 @@ SMALL_BYTES = 32 << 20
 tiny models."""
 
 
-def carrier(dtype: Any, mesh: Any) -> np.dtype:
+def transfer_dtype(dtype: Any, mesh: Any) -> np.dtype:
     """The type in which values are moved. On CPU, XLA widens bfloat16 to float32 even for that: a
     whole array to write a part of it (525 MB: 220 ms, as integers 3), and all that devices exchange
     (five times the cost)."""
@@ -170,14 +170,14 @@ def is_small(layout: ParamLayout, itemsize: int) -> bool:
 # Files to devices
 
 
-def spread(stored: StoredParameter, layout: ParamLayout, dtype: Any) -> jax.Array:
+def load_sharded(stored: StoredParameter, layout: ParamLayout, dtype: Any) -> jax.Array:
     """The parameter as `dtype`, in its layout."""
     shape = layout.declared.shape
     if is_small(layout, stored.dtype.itemsize):
         layers, rows = (slice(0, size) for size in stored.shape[:2])
         values = layout.declared.from_file(stored.read(layers, rows)).astype(dtype)
         return jax.make_array_from_callback(shape, layout.sharding, lambda index: values[index])
-    array = zeros(shape, carrier(dtype, layout.mesh), layout.sharding)
+    array = zeros(shape, transfer_dtype(dtype, layout.mesh), layout.sharding)
     windows = list(layout.windows(stored.dtype.itemsize))
     # One window is read while the one before it is on its way; a thread, because reading holds no
     # lock.
@@ -212,7 +212,7 @@ def _put_rows(
     _, all_rows, columns = stored.shape
     parts = layout.parts(layout.row_axes)
     height, sharers = rows.stop - rows.start, layout.mesh.size // parts
-    moved = carrier(stored.dtype, layout.mesh)
+    moved = transfer_dtype(stored.dtype, layout.mesh)
     padded = -(-height // sharers) * sharers
 
     def read(index: Any) -> np.ndarray:
@@ -251,7 +251,7 @@ def _move(
             x = lax.all_to_all(apart, layout.column_axes, split_axis=2, concat_axis=1, tiled=True)
             x = x.reshape(x.shape[0], -1, x.shape[-1])
         x = lax.bitcast_convert_type(layout.declared.from_file(x[:, :height]), stored).astype(dtype)
-        return lax.bitcast_convert_type(x, carrier(dtype, layout.mesh))
+        return lax.bitcast_convert_type(x, transfer_dtype(dtype, layout.mesh))
 
     return jax.shard_map(
         local, mesh=layout.mesh, in_specs=layout.runs, out_specs=layout.spec, check_vma=False
@@ -300,7 +300,7 @@ def assemble(
         device: [slice(*cut.indices(size)) for cut, size in zip(cuts, shape, strict=True)]
         for device, cuts in indices.items()
     }
-    moved = carrier(dtype, sharding.mesh)
+    moved = transfer_dtype(dtype, sharding.mesh)
     arrays = {
         device: zeros(sharding.shard_shape(shape), moved, SingleDeviceSharding(device))
         for device in held
@@ -382,7 +382,7 @@ def _take(
         x = layout.declared.to_file(part).astype(dtype)
         if layout.column_axes:
             parts = layout.parts(layout.column_axes)
-            x = lax.bitcast_convert_type(x, carrier(dtype, layout.mesh))
+            x = lax.bitcast_convert_type(x, transfer_dtype(dtype, layout.mesh))
             x = jnp.pad(x, ((0, 0), (0, -height % parts), (0, 0)))
             x = x.reshape(1, parts, -1, x.shape[-1])
             x = lax.all_to_all(x, layout.column_axes, split_axis=1, concat_axis=3, tiled=True)

@@ -32,7 +32,13 @@ from shoal.mesh.devices import as_mesh
 from shoal.mesh.reshard import exchange_parts, in_order_of, reshard
 from shoal.mesh.roles import view_of
 from shoal.model.linear import Quantised, quantise
-from shoal.model.parameters import ParamSpec, layers_apart, param_shapes, param_specs, split_layers
+from shoal.model.parameters import (
+    ParamSpec,
+    param_shapes,
+    param_specs,
+    split_layers,
+    unstack_layers,
+)
 from shoal.model.transformer import Model, published_specs
 from shoal.records import Params, ShoalError
 from shoal.weights.checksum import array_checksum, host_checksum
@@ -49,8 +55,8 @@ def publish_to(model: Model, params: Params, frees: bool = False) -> Params:
         return params
     params = quantised(model, params)
     if not model.pieces:
-        return place(model, params)
-    return layers_apart(
+        return place_parameters(model, params)
+    return unstack_layers(
         _placed(model, params, is_apart=True, frees=frees), model.architecture.num_layers
     )
 
@@ -72,7 +78,7 @@ def quantised(model: Model, params: Params) -> Params:
     return jax.tree.unflatten(structure, map(convert, weights, structure.flatten_up_to(params)))
 
 
-def place(model: Model, params: Params) -> Params:
+def place_parameters(model: Model, params: Params) -> Params:
     """The parameters in the type, layout and devices of `model`: the arrays themselves where these
     are its own.
 
@@ -240,7 +246,7 @@ def _verified(
     params = jax.tree.unflatten(
         jax.tree.structure(param_specs(model.architecture)), [arrays[name] for name in specs]
     )
-    return layers_apart(params, model.architecture.num_layers) if is_apart else params
+    return unstack_layers(params, model.architecture.num_layers) if is_apart else params
 
 
 @lru_cache(PROGRAMS_KEPT)

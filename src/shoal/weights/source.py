@@ -50,7 +50,7 @@ def no_weights(role: Role, dtype: Any, seed: int = 0) -> Params:
 
 
 @dataclass(frozen=True)
-class ModelSpec:
+class ModelSource:
     """A model that was found, without its weights: what it is, and how to read them.
 
     >>> spec = open_model(ModelSection(path="Qwen/Qwen3-0.6B"), console)
@@ -112,13 +112,13 @@ class ModelSpec:
 
 def open_model(
     section: ModelSection, console: Printer | None, as_stored: bool = False
-) -> ModelSpec:
+) -> ModelSource:
     """The model that the settings name, checked against its tokenizer. Prints notes about both to
     `console`. `as_stored`: without the type of weights that a run was trained with."""
     return _noted(_resolve(with_run(section)) if as_stored else resolve_model(section), console)
 
 
-def _noted(spec: ModelSpec, console: Printer | None) -> ModelSpec:
+def _noted(spec: ModelSource, console: Printer | None) -> ModelSource:
     """The same; ShoalError if the tokenizer has ids that the model does not."""
     spec.tokenizer.check_vocabulary(spec.architecture.vocab_size)
     if console is not None:
@@ -127,7 +127,7 @@ def _noted(spec: ModelSpec, console: Printer | None) -> ModelSpec:
     return spec
 
 
-def open_run_model(section: ModelSection, run: Path | None, console: Printer | None) -> ModelSpec:
+def open_run_model(section: ModelSection, run: Path | None, console: Printer | None) -> ModelSource:
     """The model of a training run. A resumed run loads the files in its folder, and `model.path`
     only for the first weights."""
     if run is None or not (run / MODEL_FOLDER / "config.json").is_file():
@@ -181,14 +181,14 @@ def with_run(section: ModelSection) -> ModelSection:
     )
 
 
-def resolve_model(section: ModelSection) -> ModelSpec:
+def resolve_model(section: ModelSection) -> ModelSource:
     """Finds the model that the settings name; a model on the hub is downloaded."""
     section = with_run(section)
     spec = _with_lora(section.lora, _resolve(section))
     return spec if section.quantise == "none" else _quantised(section, spec)
 
 
-def _quantised(section: ModelSection, spec: ModelSpec) -> ModelSpec:
+def _quantised(section: ModelSection, spec: ModelSource) -> ModelSource:
     """The model with its products' frozen weights in one byte an element, from when each is
     read."""
     a = quantised(section, spec.architecture)
@@ -199,7 +199,7 @@ def _quantised(section: ModelSection, spec: ModelSpec) -> ModelSpec:
     )
 
 
-def _with_lora(lora: LoraSection, spec: ModelSpec) -> ModelSpec:
+def _with_lora(lora: LoraSection, spec: ModelSource) -> ModelSource:
     """The model with the adapter of the settings, if they have one."""
     if not (lora.rank or lora.path):
         return spec
@@ -273,7 +273,7 @@ def _find_files(path: str, local: Path) -> tuple[Path, tuple[Path, int] | None]:
     return locate(path), None
 
 
-def _resolve(section: ModelSection, base: ModelSpec | None = None) -> ModelSpec:
+def _resolve(section: ModelSection, base: ModelSource | None = None) -> ModelSource:
     """The model of the path; `base`: the one that an adapter there belongs to, in place of what its
     files name."""
     path = model_path(section)
@@ -308,7 +308,7 @@ def _resolve(section: ModelSection, base: ModelSpec | None = None) -> ModelSpec:
             if checkpoint
             else lambda: tensor_digests(huggingface.open_tensors(folder, a))
         )
-        spec = ModelSpec(folder, a, load, None, base=source, digests=digests)
+        spec = ModelSource(folder, a, load, None, base=source, digests=digests)
         is_untied = not a.tie_embeddings and families.architecture_of(folder).tie_embeddings
         if is_untied:
             note = (
@@ -364,8 +364,11 @@ def _check_tensors(path: str, folder: Path, a: Architecture) -> None:
 
 
 def _adapter_model(
-    section: ModelSection, folder: Path, checkpoint: tuple[Path, int] | None, base: ModelSpec | None
-) -> ModelSpec:
+    section: ModelSection,
+    folder: Path,
+    checkpoint: tuple[Path, int] | None,
+    base: ModelSource | None,
+) -> ModelSource:
     """The model of a folder with an adapter: PEFT's, or a run's, whose weights are in a
     checkpoint."""
     named = peft.read_base(folder) if base is None else base.base
@@ -406,7 +409,7 @@ def _adapter_model(
         )
         return {**find().digests(), **own}
 
-    return ModelSpec(
+    return ModelSource(
         place,
         a,
         lambda *to, **keep: find().read(*to, **keep),
@@ -418,7 +421,7 @@ def _adapter_model(
     )
 
 
-def _base_of(section: ModelSection, folder: Path, named: str) -> ModelSpec:
+def _base_of(section: ModelSection, folder: Path, named: str) -> ModelSource:
     try:
         # A MaxText checkpoint says no sizes: a run's folder does.
         return _resolve(
@@ -432,7 +435,7 @@ def _base_of(section: ModelSection, folder: Path, named: str) -> ModelSpec:
         raise ShoalError(f"the adapter in {folder} was trained on {named}: {error}") from error
 
 
-def _maxtext_model(section: ModelSection, found: Path) -> ModelSpec:
+def _maxtext_model(section: ModelSection, found: Path) -> ModelSource:
     name = section.name
     source = section.tokenizer or (
         name if "/" in name else model_named(name).hub_id if name else ""
@@ -451,7 +454,7 @@ def _maxtext_model(section: ModelSection, found: Path) -> ModelSpec:
     assert tokenizer is not None
     a = checkpoint.architecture
     config = None if families.describes(tokenizer, a) else families.make_config(a, tokenizer)
-    return ModelSpec(
+    return ModelSource(
         tokenizer,
         a,
         checkpoint.load,
@@ -540,7 +543,7 @@ def make_model(section: ModelSection, a: Architecture, role: Role) -> Model:
     return replace(model, attention="blocked") if kernel_fault(model) else model
 
 
-def copy_model_files(model: ModelSpec, target: Path) -> None:
+def copy_model_files(model: ModelSource, target: Path) -> None:
     """Copies tokenizer, chat template and config.json, so that checkpoints need nothing else.
     config.json comes last: it marks the folder as complete."""
     target.mkdir(parents=True, exist_ok=True)

@@ -578,7 +578,7 @@ def drivers(
 NAME_KEYS = ("run_name", "base_output_directory", "resume")
 
 
-def chips(
+def differing_settings(
     settings: Sequence[Mapping[str, Any]], decided: Sequence[Collection[str]] = ()
 ) -> list[list[tuple[str, Any]]]:
     """For each run its keys and values that are not the default, among those in which the runs

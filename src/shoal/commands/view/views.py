@@ -23,8 +23,8 @@ from shoal.commands.view.groups import MAX_TEXT, Searches
 from shoal.commands.view.run import (
     Curves,
     TextLint,
-    chips,
     comparison,
+    differing_settings,
     failure,
     home_row,
     lint,
@@ -339,7 +339,9 @@ def _home(viewer: Viewer, _: Query) -> dict[str, Any]:
             "chips": own,
             **one.home_row,
         }
-        for (name, one), own in zip(runs.items(), chips(settings, decided), strict=True)
+        for (name, one), own in zip(
+            runs.items(), differing_settings(settings, decided), strict=True
+        )
     ]
     return {"rows": sorted(rows, key=lambda row: -row["began"])}
 

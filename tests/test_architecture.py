@@ -62,10 +62,6 @@ WITHIN_LAYER = {  # who may import whom inside one layer
     ("benchmarks", "__init__"),
 }
 
-NOT_YET = {  # (importer, imported) that break the order today; this list only gets shorter
-    ("weights/checkpoints.py", "shoal.trainer.step"),
-}
-
 ONLY_IN = {  # a foreign package -> the files that may import it
     "ray": {"rollout/ray_host.py"},
     "orbax": {"weights/orbax.py"},
@@ -143,8 +139,6 @@ def import_faults(package: Path) -> list[str]:
         for line, name in imports(path, package):
             target, foreign = target_of(name, package), name.split(".")[0]
             fault = layer_fault(noun_of(path, package), target) if target else None
-            if (place, name.rpartition(".")[0]) in NOT_YET:
-                fault = None
             if foreign in ONLY_IN and place not in ONLY_IN[foreign]:
                 fault = (
                     f"{foreign} may be imported in {', '.join(ONLY_IN[foreign]) or 'no file'} only"
@@ -196,13 +190,6 @@ def circle_of(package: Path, folder: str) -> list[str]:
     }:
         edges -= bare
     return sorted({name for name, _ in edges})
-
-
-def test_what_breaks_the_order_still_does():
-    """Else it leaves NOT_YET."""
-    for place, name in NOT_YET:
-        names = {full.rpartition(".")[0] for _, full in imports(PACKAGE / place, PACKAGE)}
-        assert name in names
 
 
 FOLDERS = sorted(

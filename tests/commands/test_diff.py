@@ -18,11 +18,10 @@ from tiny_runs import Workshop, metrics, read_lines, rewrite_groups
 
 from shoal.commands.diff import describe_difference, diff, exact_figure
 from shoal.config.commands import DiffConfig
-from shoal.config.key import STAGES, is_under, keys_of
+from shoal.config.key import STAGES, keys_of
 from shoal.config.sections.reward import RewardSection
 from shoal.config.sections.task import TaskSection
 from shoal.config.train import Config
-from shoal.job.resume import FREE
 from shoal.records import Completion, Example, Group, Purpose, ShoalError, StopReason
 from shoal.runs.compare import (
     UNREAD_KEYS,
@@ -442,13 +441,7 @@ def test_likely_keys_are_those_of_the_stage_the_likeliest_first():
     ]
 
 
-INERT_BUT_KEPT = {
-    "recipe",
-    "algorithm.name",
-    "reward.max_failed_share",
-    "reward.judge.concurrency",
-    "vllm.tolerance",
-}
+INERT_BUT_KEPT = {"recipe", "algorithm.name"}
 """Keys that change no number of a step and yet are not free when a run is resumed."""
 
 
@@ -483,7 +476,7 @@ def test_each_key_that_alone_differs_is_named_in_the_stages_that_it_acts_on(name
             assert said == f"it differs; the likeliest cause is {name}"
         else:
             assert ("no key that differs acts there" in said) == bool(of_steps)
-    is_free = is_under(name, FREE)
+    is_free = key.on_resume == "free"
     assert not (is_free and of_steps) or name == "steps"
     assert bool(key.stages) or is_free or name in INERT_BUT_KEPT
 

@@ -8,6 +8,7 @@ import dataclasses
 import json
 import re
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -18,7 +19,16 @@ from hypothesis import strategies as st
 from shoal.commands.help import command_help
 from shoal.config.choices import ADVANTAGES, POLICY_LOSSES
 from shoal.config.commands import COMMANDS, EvalConfig, ExportConfig, GenerateConfig
-from shoal.config.key import Key, build, convert_value, get_value, keys_of, leaves_of, shown
+from shoal.config.key import (
+    Key,
+    OnResume,
+    build,
+    convert_value,
+    get_value,
+    keys_of,
+    leaves_of,
+    shown,
+)
 from shoal.config.merge import PACKAGED, PYTHON_OBJECTS, compose, from_overrides, load
 from shoal.config.sections.optimizer import OptimizerSection
 from shoal.config.stored import difference_from_defaults, require_given, texts_of, to_dict, to_yaml
@@ -933,7 +943,7 @@ def test_every_key_is_described(command):
 def test_descriptions_are_the_lines_under_the_fields():
     rows = keys_of(Config)
     assert rows["optimizer.lr"] == Key(
-        "optimizer.lr", float, 1.5e-4, "Peak learning rate of AdamW.", ("update",)
+        "optimizer.lr", float, 1.5e-4, "Peak learning rate of AdamW.", ("update",), "warn"
     )
     assert rows["optimizer.lr"].type_text == "number"
     assert rows["model.dtype"].type_text == "auto | float32 | bfloat16 | float16"
@@ -944,6 +954,17 @@ def test_descriptions_are_the_lines_under_the_fields():
     assert (
         rows["report.groups"].type_text == "true | false" and rows["steps"].type_text == "integer"
     )
+
+
+def test_every_key_of_training_says_what_another_value_does_to_a_run():
+    """Which stages it acts on, and what a resume does with it: a key that acts on none is free,
+    but for names of presets."""
+    for name, key in keys_of(Config).items():
+        assert key.stages is not None and key.on_resume in get_args(OnResume), name
+        if not key.stages:
+            assert key.on_resume == "free" or name in ("recipe", "algorithm.name"), name
+        if key.decided:
+            assert key.on_resume == "warn", name  # else it would be kept, or refused, undecided
 
 
 def test_nearest():

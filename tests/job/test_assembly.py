@@ -29,9 +29,10 @@ from tiny_runs import (
 import shoal
 from shoal import cli
 from shoal.config.derived import for_devices
+from shoal.config.key import get_value
 from shoal.config.merge import compose
 from shoal.job import training as job_training
-from shoal.job.resume import SLOTS
+from shoal.job.resume import slot_keys
 from shoal.mesh import return_freed_memory
 from shoal.model.families import architecture_of
 from shoal.runs.metrics import METRICS, metric
@@ -94,7 +95,7 @@ def test_a_run_leaves_its_settings(family):
     assert (given.sampling.prompt_slot_tokens, given.sampling.evaluation_slots) == (0, 0)
     assert config.sampling.evaluation_slots  # decided by the data, the others by the devices
     decided = for_devices(given, 1, "cpu")
-    slots = {name: getattr(config.sampling, name) for name in SLOTS}
+    slots = {key.removeprefix("sampling."): get_value(config, key) for key in slot_keys()}
     assert replace(decided, sampling=replace(decided.sampling, **slots)) == config
     assert {p.name for p in run.iterdir()} == {
         "config.yaml",

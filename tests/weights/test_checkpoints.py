@@ -181,7 +181,7 @@ def test_weights_outside_of_devices_are_saved_and_restored_there(tmp_path, monke
     checkpoints.close()
     assert sorted(read) == sorted(2 * sizes)  # for the checksum, and to be written
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), parameters)
-    found = restore(tmp_path, 5, one, shapes).published[4]
+    found = restore(tmp_path, 5, one.shapes(), shapes).published[4]
     assert len(held) == 2 * len(sizes) and max(held[: len(sizes)]) <= before + max(sizes)
     assert all(isinstance(leaf, LazyArray) for leaf in jax.tree.leaves(found))
     assert same_bits(by_path(found), by_path(parameters))
@@ -194,7 +194,7 @@ def test_weights_outside_of_devices_are_saved_and_restored_there(tmp_path, monke
         bytes(byte ^ (place == 3000) for place, byte in enumerate(largest.read_bytes()))
     )
     with pytest.raises(DamagedCheckpoint, match="checkpoints/5 is damaged"):
-        restore(tmp_path, 5, one, shapes)
+        restore(tmp_path, 5, one.shapes(), shapes)
 
 
 @pytest.mark.slow
@@ -347,7 +347,7 @@ def test_when_a_read_fails_all_others_have_ended(tmp_path, monkeypatch):
 
     monkeypatch.setattr(serialization, "async_deserialize", slow)
     with orbax_silenced(), pytest.raises(DamagedCheckpoint, match="this one is damaged"):
-        restore(tmp_path, 1, learner(QWEN3, where=roles(1, 4, 2)))
+        restore(tmp_path, 1, learner(QWEN3, where=roles(1, 4, 2)).shapes())
     assert len(begun) > 10 and sorted(ended) == begun
     with orbax_silenced(), pytest.raises(ShoalError, match="cannot be read"):
         begun.clear()
@@ -383,7 +383,7 @@ def test_on_a_cpu_few_arrays_are_written_at_once(tmp_path, monkeypatch):
     state, written, most = state_on((1, 1, 1)), 0, []
     sizes = [leaf.nbytes for leaf in jax.tree.leaves(state)]
     largest = max(sizes)
-    assert largest_array(learner(QWEN3)) == largest
+    assert largest_array(learner(QWEN3).shapes()) == largest
     monkeypatch.setattr("shoal.weights.orbax.WRITTEN_BYTES", 1)
     monkeypatch.setattr("shoal.weights.orbax.GB", 1000)  # a thousandth of it is the least margin
     reserve, release = LimitInFlightBytes.wait_for_bytes, LimitInFlightBytes.release_bytes

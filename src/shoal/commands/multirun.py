@@ -27,7 +27,7 @@ from shoal.config.commands import dataclass_of
 from shoal.config.derived import step_sizes
 from shoal.config.merge import compose
 from shoal.config.stored import difference_from_defaults
-from shoal.config.train import Config
+from shoal.config.train import FOLDER_KEYS, Config
 from shoal.config.words import is_file_option, is_file_word, joined, read_word
 from shoal.files import check_local, read_json
 from shoal.records import ShoalError
@@ -43,8 +43,6 @@ MULTIRUN_FOLDER = "multirun"
 SUMMARY = "multirun.json"
 INTERRUPTED = (130, -2)
 """Exit codes of a process ended by Ctrl-C: its own, and the signal's."""
-
-_FIXED = ("run_name", "base_output_directory", "resume")
 
 
 @dataclass
@@ -147,7 +145,7 @@ def combine(config_type: type, words: Sequence[str]) -> Iterator[tuple[dict[str,
             raise ShoalError(f"{name} is given more than once, and swept: write it once")
         places[name] = place
         if len(texts) > 1:
-            if name in _FIXED:
+            if name in FOLDER_KEYS:
                 raise ShoalError(
                     f"{name}={text}: this key cannot be swept, the runs of a sweep get folders by "
                     f"number; "

@@ -2,7 +2,8 @@
 the types of keys.
 
     lr: float = key(1.5e-4, stages=("update",))     a declaration
-    keys_of(Config)["optimizer.lr"]                 the Key: name, type, default, help, stages
+    keys_of(Config)["optimizer.lr"]                 the Key: its name, type, default, help, and
+                                                    what was declared
     convert_value(key, "3e-4")                      a text, or a plain value, in the key's type
 """
 
@@ -16,7 +17,7 @@ import inspect
 import itertools
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -31,10 +32,21 @@ say."""
 STAGES: tuple[Stage, ...] = get_args(Stage)
 
 
+OnResume = Literal["free", "bits", "warn", "fixed"]
+"""What a changed key does to a run that is resumed: nothing (free), numbers that may differ in
+their last bits (bits), another run from there on (warn), or an error (fixed)."""
+
 T = TypeVar("T")
 
 
-def key(default: T, *, stages: tuple[Stage, ...]) -> T:
+def key(
+    default: T,
+    *,
+    stages: tuple[Stage, ...],
+    on_resume: OnResume | None = None,
+    decided: bool = False,
+    may_be_infinite: bool = False,
+) -> T:
     """A field of the configuration, to stand in place of its default.
 
         lr: float = key(1.5e-4, stages=("update",))
@@ -42,8 +54,19 @@ def key(default: T, *, stages: tuple[Stage, ...]) -> T:
     `stages`: those whose numbers another value changes itself, the likeliest first; what follows
     from them is not counted. Empty for a key that changes no number: how long is waited, where
     files are, what is reported. Where two runs differ, `shoal diff` looks for the cause among the
-    keys of the stage that differs first."""
-    return dataclasses.field(default=default, metadata={"stages": stages})
+    keys of the stage that differs first.
+
+    `on_resume`: what another value does to a run that is resumed; without it `free` for a key that
+    acts on no stage, else `warn`. `decided`: the run decides the key itself where it has its
+    default, and stores what it decided. `may_be_infinite`: a number that `inf` leaves without a
+    bound."""
+    declared = {
+        "stages": stages,
+        "on_resume": on_resume or ("warn" if stages else "free"),
+        "decided": decided,
+        "may_be_infinite": may_be_infinite,
+    }
+    return dataclasses.field(default=default, metadata=declared)
 
 
 @dataclass(frozen=True)
@@ -52,16 +75,18 @@ class Key:
 
     >>> keys_of(Config)["optimizer.lr"]
     Key(name='optimizer.lr', type=<class 'float'>, default=0.00015,
-        help='Peak learning rate of AdamW.', stages=('update',))
+        help='Peak learning rate of AdamW.', stages=('update',), on_resume='warn', ...)
     """
 
     name: str
     type: Any
     default: Any
     help: str
-    stages: tuple[Stage, ...] | None = (
-        None  # that it acts on, the likeliest first; None: not declared
-    )
+    # As declared by `key`, which says what each means. None: the field has no declaration.
+    stages: tuple[Stage, ...] | None = None
+    on_resume: OnResume | None = None
+    decided: bool = False
+    may_be_infinite: bool = False
 
     @property
     def section(self) -> str:
@@ -124,14 +149,9 @@ def keys_of(config_type: type) -> Mapping[str, Key]:
                 else field.default_factory()
             )
             found[field.name] = Key(
-                field.name, wanted, default, helps.get(field.name, ""), field.metadata.get("stages")
+                field.name, wanted, default, helps.get(field.name, ""), **field.metadata
             )
     return found
-
-
-def is_under(key: str, names: Iterable[str]) -> bool:
-    """True if a key is one of these, or lies in one of these sections (`reward.`)."""
-    return any(key == name or (name.endswith(".") and key.startswith(name)) for name in names)
 
 
 @functools.cache
@@ -163,10 +183,6 @@ def _help_texts(config_type: type) -> dict[str, str]:
             ):
                 texts[field.target.id] = " ".join(below.value.value.split())
     return texts
-
-
-UNBOUNDED = ("algorithm.correction_cap", "algorithm.rejection_cap")
-"""Numbers for which `inf` means no bound."""
 
 
 def text_of(value: Any) -> str:
@@ -257,7 +273,7 @@ def _convert_scalar(key: Key, wanted: Any, value: Any) -> Any:
         if (
             wanted is float
             and not math.isfinite(converted)
-            and not (converted > 0 and key.name in UNBOUNDED)
+            and not (converted > 0 and key.may_be_infinite)
         ):
             raise ValueError
     except (ValueError, OverflowError):

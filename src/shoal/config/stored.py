@@ -4,11 +4,13 @@ configuration."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Container
 from typing import Any
 
 from shoal.config.key import get_value, keys_of, nest
+from shoal.config.train import Config
 from shoal.config.words import aliases_of
 from shoal.records import ShoalError
 
@@ -49,21 +51,18 @@ def to_yaml(config: Any) -> str:
     )
 
 
-DECIDED = (
-    "batch.micro_tokens",
-    "algorithm.correction",
-    "sampling.prompt_slot_tokens",
-    "sampling.evaluation_slots",
-)
-"""Keys that a run decides itself where they have their default, which leaves them open."""
+@functools.cache
+def open_keys() -> tuple[str, ...]:
+    """Keys that a run decides itself where they have their default, which leaves them open."""
+    return tuple(name for name, key in keys_of(Config).items() if key.decided)
 
 
 def texts_of(config: Any, decided: Container[str] = ()) -> tuple[str, str]:
     """A configuration as YAML: every key, and the keys that were set to something else than their
     default.
 
-    `decided`: the keys of DECIDED that the run chose. They are left out of the second text, which
-    tells them from what somebody set (`runs/writer.py`, `decided_keys`)."""
+    `decided`: the keys of `open_keys` that the run chose. They are left out of the second text,
+    which tells them from what somebody set (`decided_keys` in `runs/reader.py`)."""
     given = {
         key: value for key, value in difference_from_defaults(config).items() if key not in decided
     }
@@ -75,7 +74,7 @@ def decided_between(given: Any, config: Any) -> list[str]:
     default = keys_of(type(config))
     return [
         key
-        for key in DECIDED
+        for key in open_keys()
         if get_value(given, key) == default[key].default != get_value(config, key)
     ]
 

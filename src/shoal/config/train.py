@@ -34,13 +34,17 @@ def samples_for_pass_k(pass_k: int, task: str) -> int:
     return 8 if task == "words" else 0
 
 
+FOLDER_KEYS = ("run_name", "base_output_directory", "resume")
+"""Keys that say in which folder a run is, not what it does."""
+
+
 @dataclass(frozen=True)
 class Config:
     """`shoal train`: trains a model by reinforcement learning, or resumes a run."""
 
-    seed: int = key(0, stages=("data", "sampling", "update", "evaluation"))
+    seed: int = key(0, stages=("data", "sampling", "update", "evaluation"), on_resume="fixed")
     """Seed of the data order and of sampling."""
-    steps: int = key(40, stages=("evaluation", "update"))
+    steps: int = key(40, stages=("evaluation", "update"), on_resume="free")
     """Training steps: each samples completions of batch.prompts_per_step prompts and trains on
     them."""
     run_name: str = key("", stages=())
@@ -51,7 +55,7 @@ class Config:
     resume: str = key("", stages=())
     """Run folder to resume, or `last`: the newest run in base_output_directory. The run's own
     configuration is loaded, with your keys over it."""
-    recipe: str = key("", stages=())
+    recipe: str = key("", stages=(), on_resume="warn")
     """All defaults of another system, loaded under your own keys: trl, verl, maxtext, tunix,
     torchrl, scalerl."""
     model: ModelSection = field(default_factory=ModelSection)

@@ -717,7 +717,7 @@ class Job:
             self.config.base_output_directory, "base_output_directory", RUNS
         )
         needed, free = (
-            checkpoint_bytes(self.learner),
+            checkpoint_bytes(self.learner.shapes()),
             shutil.disk_usage(nearest_folder(base / "any")).free,
         )
         if free < needed and self.config.steps and jax.process_count() == 1:

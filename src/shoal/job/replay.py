@@ -299,9 +299,8 @@ class Replayer:
         """The newest readable checkpoint up to `version`."""
         for saved in sorted((v for v in self.run.checkpoints() if v <= version), reverse=True):
             try:
-                return restore(
-                    self.run.path, saved, self._job_of(self.run.config_at(saved)).learner
-                )
+                learner = self._job_of(self.run.config_at(saved)).learner
+                return restore(self.run.path, saved, learner.shapes())
             except ShoalError as error:
                 self.console.warning(f"{error}; the one before it is used")
         return None

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.buckets import RUNS, address
 from shoal.config.derived import correction_of, samples_are_the_trainers
-from shoal.config.key import get_value, is_under, keys_of, shown
+from shoal.config.key import get_value, keys_of, shown
 from shoal.config.merge import Resolved, from_overrides, given_values, load, python_leaves
-from shoal.config.stored import DECIDED
+from shoal.config.stored import open_keys
 from shoal.config.train import Config
 from shoal.config.words import COMMAND_LINE, PYTHON, Arguments, Entry, key_of, read_arguments
 from shoal.files import check_local
@@ -31,57 +31,7 @@ if TYPE_CHECKING:
     from shoal.trainer.step import Learner
     from shoal.weights.checkpoints import Restored
 
-FREE = (
-    "steps",
-    "run_name",
-    "base_output_directory",
-    "resume",
-    "checkpoint.",
-    "report.",
-    "train.evaluate_every",
-    "train.quick_questions",
-    "train.on_warning",
-    "mesh.coordinator",
-    "mesh.processes",
-    "mesh.process",
-    "ray.",
-    "mesh.pathways",
-    "reward.timeout_seconds",
-    "reward.memory_gib",
-    "reward.workers",
-    "sampler.workers",
-    "sampler.devices_per_worker",
-    "sampler.resources",
-    "sampler.restarts",
-    "sampler.stall_seconds",
-    "publish.",
-)
-"""Keys and sections that may change when a run is resumed: none changes a number of a step, except
-that `steps` moves the end of a learning rate schedule."""
-
-FIXED = (
-    "model.path",
-    "model.template",
-    "teacher.path",
-    "seed",
-    "task.name",
-    "model.lora.rank",
-    "model.lora.alpha",
-    "model.lora.targets",
-    "model.lora.rslora",
-    "model.lora.path",
-    "model.quantise",
-)
-"""Keys that cannot change when a run is resumed."""
-
-MESH = ("mesh.", "optimizer.offload")
-"""Keys that may change although they can change the last bits of a step: a run may move to other
-devices."""
-
-SLOTS = ("prompt_slot_tokens", "evaluation_slots")
-"""Keys of `sampling.` that a run decides by its data."""
-
-PLACE = ("resume", "base_output_directory")
+RUN_NAMES = ("resume", "base_output_directory")
 """Keys that name the run to resume."""
 
 
@@ -100,7 +50,7 @@ def config_for_resume(config_type: type, argv: Sequence[str]) -> tuple[Any, Reso
     """`compose` for a command with `resume`: if it names a run, the given keys lie over that run's
     configuration.
 
-    >>> config, resolved = compose_job(Config, ["resume=last", "steps=200"])
+    >>> config, resolved = config_for_resume(Config, ["resume=last", "steps=200"])
     """
     arguments = read_arguments(config_type, argv)
     run = named_run(config_type, arguments)
@@ -122,7 +72,7 @@ def overrides_for_resume(overrides: Mapping[str, Any]) -> tuple[dict[str, Any], 
     entries = [
         Entry(name, value if value is None else str(value), PYTHON)
         for name, value in python_leaves(Config, names)
-        if (key := key_of(Config, name)) is None or key.name in PLACE
+        if (key := key_of(Config, name)) is None or key.name in RUN_NAMES
     ]  # None: another system's flag
     run = named_run(Config, Arguments(str(overrides.get("config_name") or ""), tuple(entries)))
     return ({**overrides, "resume": address(run)} if run else dict(overrides)), run
@@ -144,8 +94,8 @@ def from_overrides_on_run(
 
 def named_run(config_type: type, arguments: Arguments) -> Path | None:
     """The run that `resume` names in the user's own file and keys; None without `resume`."""
-    given = given_values(config_type, arguments, *PLACE)
-    resume, base = (given.get(name, keys_of(config_type)[name].default) for name in PLACE)
+    given = given_values(config_type, arguments, *RUN_NAMES)
+    resume, base = (given.get(name, keys_of(config_type)[name].default) for name in RUN_NAMES)
     if not resume:
         return None
     check_local(base, "base_output_directory", RUNS)
@@ -155,10 +105,11 @@ def named_run(config_type: type, arguments: Arguments) -> Path | None:
 def resolve_run(config: Config, report: Console | Findings) -> ResumePlan:
     """Decides whether a run is new or resumed, and with which configuration.
 
-    With `resume`, `config` was composed on the stored configuration: a changed key is a warning, a
-    key of FIXED an error. If `run_name` names a run, its configuration must be equal, except for
-    keys of FREE and for a run that moves to other devices, which is a warning too. What is left
-    open stays open: `Job.config` decides it."""
+    With `resume`, `config` was composed on the stored configuration, and what a changed key does is
+    declared with it (`on_resume` of `config/key.py`): nothing, a warning, or an error. If
+    `run_name` names a run, its configuration must be equal, except for keys that are free and for
+    those of other devices, which are a warning too. What is left open stays open: `Job.config`
+    decides it."""
     check_local(config.base_output_directory, "base_output_directory", RUNS)
     if config.resume:
         run = find_run(config.resume, config.base_output_directory, groups=False)
@@ -172,10 +123,12 @@ def resolve_run(config: Config, report: Console | Findings) -> ResumePlan:
     config = replace(config, model=with_run(config.model))
     decided = as_decided(stored, config, read_decided_keys(run))
     changed = changed_keys(stored, decided)
-    if config.resume and (key := next((key for key in FIXED if key in changed), "")):
+    keys = keys_of(Config)
+    fixed = [key for key in changed if keys[key].on_resume == "fixed"]
+    if config.resume and fixed:
         raise ShoalError(
-            f"resume={address(run)}: {key} was {get_value(stored, key)!r} and cannot become "
-            f"{get_value(config, key)!r}: start a new run, from these weights with "
+            f"resume={address(run)}: {fixed[0]} was {get_value(stored, fixed[0])!r} and cannot "
+            f"become {get_value(config, fixed[0])!r}: start a new run, from these weights with "
             f"model={address(run)}"
         )
     is_open = config.algorithm.correction == "auto"  # then what it is follows from another key
@@ -250,24 +203,26 @@ def _check_steps(run: Path, stored: Config, config: Config, report: Console | Fi
         )
 
 
-def as_decided(stored: Config, config: Config, decided: Container[str] = DECIDED) -> Config:
+def as_decided(stored: Config, config: Config, decided: Container[str] | None = None) -> Config:
     """The configuration with what it leaves open as the run decided it, where the reasons are the
-    same. `decided`: the keys that it decided; what was set by hand and is left open now is decided
-    anew.
+    same. `decided`: the keys that it decided, by default all that may be; what was set by hand and
+    is left open now is decided anew.
 
     `algorithm.correction` is decided again where samples begin or cease to be the trainer's own.
     `batch.micro_tokens` stays open where a key has changed on which it may depend, as those of
     lengths, the model and the mesh. The room of slots is what it was: `Job.slots` decides it again
     where the data needs another."""
+    if decided is None:
+        decided = open_keys()
     if config.algorithm.correction == "auto":
         is_same = samples_are_the_trainers(stored) == samples_are_the_trainers(config)
         is_kept = is_same and "algorithm.correction" in decided
         correction = stored.algorithm.correction if is_kept else correction_of(config)
         config = replace(config, algorithm=replace(config.algorithm, correction=correction))
     kept_slots = {
-        name: getattr(stored.sampling, name)
-        for name in SLOTS
-        if not getattr(config.sampling, name) and f"sampling.{name}" in decided
+        key.removeprefix("sampling."): get_value(stored, key)
+        for key in slot_keys()
+        if not get_value(config, key) and key in decided
     }
     config = replace(config, sampling=replace(config.sampling, **kept_slots))
     is_open = not config.batch.micro_tokens and "batch.micro_tokens" in decided
@@ -284,24 +239,30 @@ def _is_move(stored: Config, config: Config, key: str) -> bool:
     are others."""
     if key == "sampler.kind":
         return "vllm" not in (stored.sampler.kind, config.sampler.kind)
-    return is_under(key, MESH)
+    return keys_of(Config)[key].on_resume == "bits"
 
 
 def changed_keys(stored: Config, config: Config) -> list[str]:
-    """Keys that differ, except those of FREE. With `batch.prompts_per_device`,
-    `batch.prompts_per_step` follows from it and may change; so may `batch.micro_tokens` and the
-    room of slots where they are left open."""
-    free, by_device = [*FREE], config.batch.prompts_per_device
+    """Keys that differ, except those that are free to change. With `batch.prompts_per_device`,
+    `batch.prompts_per_step` follows from it and is free; so are `batch.micro_tokens` and the room
+    of slots where they are left open."""
+    free = {name for name, key in keys_of(Config).items() if key.on_resume == "free"}
+    by_device = config.batch.prompts_per_device
     if by_device and by_device == stored.batch.prompts_per_device:
-        free.append("batch.prompts_per_step")
-    if not config.batch.micro_tokens:
-        free.append("batch.micro_tokens")
-    free += [f"sampling.{name}" for name in SLOTS if not getattr(config.sampling, name)]
+        free.add("batch.prompts_per_step")
+    for key in ("batch.micro_tokens", *slot_keys()):
+        if not get_value(config, key):
+            free.add(key)
     return [
         key
         for key in keys_of(Config)
-        if get_value(stored, key) != get_value(config, key) and not is_under(key, free)
+        if key not in free and get_value(stored, key) != get_value(config, key)
     ]
+
+
+def slot_keys() -> list[str]:
+    """The keys of slots that a run decides by its data."""
+    return [key for key in open_keys() if key.startswith("sampling.")]
 
 
 # ---- checkpoint
@@ -321,7 +282,7 @@ def restore_latest(
     of this process."""
     from shoal.weights.checkpoints import restore_newest
 
-    restored = restore_newest(folder.path, learner, shapes, console.warning, world)
+    restored = restore_newest(folder.path, learner.shapes(), shapes, console.warning, world)
     if restored is None:
         console.note(
             "the run has no checkpoint: it starts from its beginning, and its files are written "

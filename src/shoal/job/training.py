@@ -124,7 +124,7 @@ def open_run(job: Job) -> Run:
                 folder.checkpoints_path,
                 config.checkpoint.keep_last,
                 config.checkpoint.keep_best,
-                largest_array=largest_array(updater.learner),
+                largest_array=largest_array(updater.learner.shapes()),
             )
         )
     )

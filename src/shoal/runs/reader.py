@@ -34,7 +34,7 @@ from typing import Any
 from shoal.buckets import address
 from shoal.config.commands import stages_of
 from shoal.config.key import keys_of
-from shoal.config.stored import DECIDED
+from shoal.config.stored import open_keys
 from shoal.config.train import Config
 from shoal.config.words import flat_values
 from shoal.files import find_input
@@ -626,7 +626,7 @@ def decided_keys(settings: Mapping[str, Any], given: Mapping[str, Any] | None) -
         return frozenset()
     found = {
         key
-        for key in DECIDED
+        for key in open_keys()
         if key not in given and settings.get(key, keys[key].default) != keys[key].default
     }
     if settings.get("batch.prompts_per_device"):

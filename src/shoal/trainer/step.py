@@ -7,7 +7,7 @@ anew.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
 from typing import Any
@@ -60,6 +60,22 @@ class TrainState:
     @property
     def parameters(self) -> Params:
         return joined(self.trainable, self.frozen)
+
+    def to_trees(self) -> dict[str, Any]:
+        """What a checkpoint holds of it, by name; `from_trees` is the inverse."""
+        trees = {
+            "trainable": self.trainable,
+            "optimizer": self.optimizer,
+            "updates": self.updates,
+        }
+        if self.loss_scale is not None:
+            trees["loss_scale"] = self.loss_scale
+        return trees
+
+    @classmethod
+    def from_trees(cls, trees: Mapping[str, Any]) -> TrainState:
+        """The state, without frozen parameters, which no checkpoint holds."""
+        return cls(**trees)
 
 
 def is_intact(state: TrainState) -> bool:

@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,6 @@ from shoal.model.architecture import Architecture
 from shoal.model.parameters import Keep, param_shapes, trained_specs
 from shoal.records import Params, ShoalError
 from shoal.runs.layout import is_run
-from shoal.trainer.step import Learner, TrainState
 from shoal.weights.checksum import checksum
 from shoal.weights.orbax import (
     GB,
@@ -52,12 +51,24 @@ DAMAGED_FOLDER = "checkpoints_damaged"
 """In a run folder: where damaged checkpoints are moved."""
 
 
+class Checkpointed(Protocol):
+    """The trainer's state, or its shapes: what a checkpoint holds, as trees of arrays by name."""
+
+    @property
+    def trainable(self) -> Params: ...
+
+    def to_trees(self) -> dict[str, Any]: ...
+
+    @classmethod
+    def from_trees(cls, trees: Mapping[str, Any]) -> Any: ...
+
+
 @dataclass(frozen=True)
 class Restored:
     """A checkpoint as it was saved."""
 
     version: int
-    state: TrainState
+    state: Any  # of the class of the shapes that were given to `restore`
     extra: dict[str, Any]
     published: dict[int, Params] = field(
         default_factory=dict
@@ -117,7 +128,7 @@ class Checkpoints:
     def save(
         self,
         version: int,
-        state: TrainState,
+        state: Checkpointed,
         extra: Mapping[str, Any],
         published: Mapping[int, Params] | None = None,
         scores: Mapping[int, float] | None = None,
@@ -130,7 +141,7 @@ class Checkpoints:
         then kept.
         """
         self.finish()
-        items = {"state": _tree(state)}
+        items = {"state": state.to_trees()}
         if published:
             items["published"] = {
                 str(number): params for number, params in sorted(published.items())
@@ -195,19 +206,16 @@ def layout(tree: Any) -> str:
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
-def _tree(state: TrainState) -> dict[str, Any]:
-    tree = {"trainable": state.trainable, "optimizer": state.optimizer, "updates": state.updates}
-    return tree if state.loss_scale is None else tree | {"loss_scale": state.loss_scale}
-
-
-def checkpoint_bytes(learner: Learner) -> int:
+def checkpoint_bytes(shapes: Checkpointed) -> int:
     """Of the arrays of one checkpoint."""
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(_tree(learner.shapes())))
+    leaves = jax.tree.leaves(shapes.to_trees())
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
 
-def largest_array(learner: Learner) -> int:
+def largest_array(shapes: Checkpointed) -> int:
     """Bytes of the largest array of a checkpoint."""
-    return max(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(_tree(learner.shapes())))
+    leaves = jax.tree.leaves(shapes.to_trees())
+    return max(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
 
 def versions(run: Path) -> list[int]:
@@ -245,13 +253,13 @@ class DamagedCheckpoint(ShoalError):
 def restore(
     run: Path,
     version: int,
-    learner: Learner,
+    shapes: Checkpointed,
     sampler: Params | None = None,
     world: World | None = None,
 ) -> Restored:
-    """Reads a checkpoint, each array in the trainer's layout. `sampler` holds the shapes and layout
-    of published weights, which are `LazyArray`s of the checkpoint where they have no layout; None
-    does not read them.
+    """Reads a checkpoint, each array in the layout of `shapes`. `sampler` holds the shapes and
+    layout of published weights, which are `LazyArray`s of the checkpoint where they have no layout;
+    None does not read them.
 
     Raises `DamagedCheckpoint` if a part is missing or differs by a single bit from what was saved,
     ShoalError if it was saved with another model or optimizer, or if the machine cannot read it now
@@ -259,7 +267,7 @@ def restore(
     """
     path, wanted, world = (
         (run / FOLDER / str(version)).absolute(),
-        {"state": _tree(learner.shapes())},
+        {"state": shapes.to_trees()},
         world or World(),
     )
 
@@ -301,7 +309,7 @@ def restore(
                 f"checkpoint {path} is damaged ({name} has checksum {now:#010x}, saved was "
                 f"{checksums[name]:#010x})"
             )
-    state, published = TrainState(**found["state"]), found.get("published", {})
+    state, published = shapes.from_trees(found["state"]), found.get("published", {})
     return Restored(
         version, state, extra, {int(number): params for number, params in published.items()}
     )
@@ -366,7 +374,7 @@ def _is_machine_fault(error: Exception) -> bool:
 
 
 def restore_newest(
-    run: Path, learner: Learner, sampler: Params, warn: Callable[[str], None], world: World
+    run: Path, shapes: Checkpointed, sampler: Params, warn: Callable[[str], None], world: World
 ) -> Restored | None:
     """Reads the newest checkpoint that is whole; damaged newer ones are named in a warning and
     moved away.
@@ -377,7 +385,7 @@ def restore_newest(
     damaged: dict[int, str] = {}
     for version in reversed(world.exchange_json("checkpoints", versions(run))[0]):
         try:
-            restored = restore(run, version, learner, sampler, world)
+            restored = restore(run, version, shapes, sampler, world)
         except DamagedCheckpoint as error:
             damaged[version] = str(error)
             continue

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from shoal.config.key import keys_of
-from shoal.config.train import Config
+from shoal.config.train import FOLDER_KEYS, Config
 from shoal.report.watch import RARE
 from shoal.runs.compare import automatic_keys, settings_difference
 from shoal.runs.group_table import GroupFile, GroupTable, column_sql
@@ -575,8 +575,6 @@ def drivers(
 
 # ---- several runs
 
-NAME_KEYS = ("run_name", "base_output_directory", "resume")
-
 
 def differing_settings(
     settings: Sequence[Mapping[str, Any]], decided: Sequence[Collection[str]] = ()
@@ -611,7 +609,7 @@ def comparison(
     differing = [
         {"key": key, "values": json_ready(values), "help": known[key].help if key in known else ""}
         for key, values in settings_difference(settings, decided).items()
-        if key not in NAME_KEYS
+        if key not in FOLDER_KEYS
     ]
     task, reward = (
         [row["key"] for row in differing if row["key"] in same] for same in (SAME_TASK, SAME_REWARD)

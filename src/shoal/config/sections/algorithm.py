@@ -19,7 +19,7 @@ from shoal.text import exact
 
 @dataclass(frozen=True)
 class AlgorithmSection:
-    name: str = key("", stages=())
+    name: str = key("", stages=(), on_resume="warn")
     """A paper's settings, loaded under your own keys: dapo, dr_grpo, gspo, cispo, ... (`shoal help
     train algorithm`)."""
     advantage: Annotated[str, ADVANTAGES] = key("grpo", stages=("update", "sampling"))
@@ -88,7 +88,7 @@ class AlgorithmSection:
     aggregation_tokens: int = key(0, stages=("update",))
     """seq-mean-token-sum-norm: the constant length to divide by (verl's loss_scale_factor); 0 for
     sampling.max_completion_tokens."""
-    correction: Annotated[str, CORRECTIONS] = key("auto", stages=("update",))
+    correction: Annotated[str, CORRECTIONS] = key("auto", stages=("update",), decided=True)
     """Importance weights w = exp(old_logprob - sampler_logprob) that correct the gap between
     sampler and trainer. tis: w clipped to [correction_floor, correction_cap]; mis, icepop: w, and 0
     outside these bounds; none. direct: no weight, but the policy loss's ratio is exp(logprob -
@@ -97,7 +97,7 @@ class AlgorithmSection:
     correction_level: Literal["token", "sequence", "geometric"] = key("token", stages=("update",))
     """Weight of a token: its own, the product over its completion, or the geometric mean over its
     completion."""
-    correction_cap: float = key(2.0, stages=("update",))
+    correction_cap: float = key(2.0, stages=("update",), may_be_infinite=True)
     """Upper bound of the correction weight; inf for none."""
     correction_floor: float = key(-1.0, stages=("update",))
     """Lower bound of the correction weight; 0 for none, -1 for the correction's own: 0.5 for
@@ -107,7 +107,7 @@ class AlgorithmSection:
     too far apart (verl's rollout_rs): by the estimate k1, k2 or k3 of each token, or its sum, mean
     or maximum over a completion. They still count in the denominator. k1 bounds the weight w of
     `correction`: seq_mean_k1 its geometric mean."""
-    rejection_cap: float = key(2.0, stages=("update",))
+    rejection_cap: float = key(2.0, stages=("update",), may_be_infinite=True)
     """Upper bound: with k1 of w, else of the estimate in nats; inf for none."""
     rejection_floor: float = key(-1.0, stages=("update",))
     """With k1, the lower bound of w; 0 for none, -1 for 1 / rejection_cap."""

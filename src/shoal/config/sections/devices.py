@@ -13,29 +13,29 @@ from shoal.config.key import at_least, key, require
 
 @dataclass(frozen=True)
 class MeshSection:
-    data: int = key(1, stages=("sampling", "update", "evaluation"))
+    data: int = key(1, stages=("sampling", "update", "evaluation"), on_resume="bits")
     """Data-parallel copies of the model, each with a part of a batch's rows."""
-    fsdp: int = key(1, stages=("sampling", "update", "evaluation"))
+    fsdp: int = key(1, stages=("sampling", "update", "evaluation"), on_resume="bits")
     """Devices that share parameters, optimizer state and rows (FSDP); -1 for all that remain."""
-    tensor: int = key(1, stages=("sampling", "update", "evaluation"))
+    tensor: int = key(1, stages=("sampling", "update", "evaluation"), on_resume="bits")
     """Devices that share heads and feed-forward layers (tensor parallelism)."""
-    context: int = key(1, stages=("sampling", "update", "evaluation"))
+    context: int = key(1, stages=("sampling", "update", "evaluation"), on_resume="bits")
     """Devices that share the tokens of a row (context parallelism), and parameters as those of
     mesh.fsdp do: for rows whose activations do not fit one device."""
-    trainer: str = key("", stages=("sampling", "update", "evaluation"))
+    trainer: str = key("", stages=("sampling", "update", "evaluation"), on_resume="bits")
     """Devices of the trainer: a fraction (0.5, or 1.0 for all), a count (2), or a list of numbers
     ([0,1]); empty for all. A fraction or count takes the first devices."""
-    sampler: str = key("", stages=("sampling", "evaluation"))
+    sampler: str = key("", stages=("sampling", "evaluation"), on_resume="bits")
     """Devices of the sampler, in the same forms: the trainer's, or others. A fraction or count
     takes the last devices. Empty for the trainer's."""
-    reference: str = key("", stages=("update",))
+    reference: str = key("", stages=("update",), on_resume="bits")
     """Devices of the reference and of a teacher, in the same forms. Empty for the sampler's."""
-    sampler_tensor: int = key(0, stages=("sampling", "evaluation"))
+    sampler_tensor: int = key(0, stages=("sampling", "evaluation"), on_resume="bits")
     """Devices of one replica of the sampler, which share its weights; 0 for mesh.tensor, or more
     where a replica does not fit the memory of so few."""
-    dcn_data: int = key(1, stages=("sampling", "update", "evaluation"))
+    dcn_data: int = key(1, stages=("sampling", "update", "evaluation"), on_resume="bits")
     """Slices (or hosts) that each have a copy of the model, times mesh.data copies within each."""
-    dcn_fsdp: int = key(1, stages=("sampling", "update", "evaluation"))
+    dcn_fsdp: int = key(1, stages=("sampling", "update", "evaluation"), on_resume="bits")
     """Slices (or hosts) that share parameters, times mesh.fsdp devices within each."""
     coordinator: str = key("", stages=())
     """Of a run in several processes: HOST:PORT where process 0 waits for the others. Slurm and TPU
@@ -49,7 +49,9 @@ class MeshSection:
     pathways: bool = key(False, stages=())
     """Use the devices of all hosts from this one process, through Pathways' proxy at
     JAX_BACKEND_TARGET; as JAX_PLATFORMS=proxy does."""
-    compiler_options: tuple[str, ...] = key((), stages=("sampling", "update", "evaluation"))
+    compiler_options: tuple[str, ...] = key(
+        (), stages=("sampling", "update", "evaluation"), on_resume="bits"
+    )
     """XLA's options for all programs, as NAME=VALUE, over those that Shoal sets for the
     platform."""
 

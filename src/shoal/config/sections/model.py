@@ -10,17 +10,19 @@ from shoal.config.key import at_least, key, require
 
 @dataclass(frozen=True)
 class LoraSection:
-    rank: int = key(0, stages=("update", "sampling", "evaluation"))
+    rank: int = key(0, stages=("update", "sampling", "evaluation"), on_resume="fixed")
     """Rank of a LoRA adapter, which alone is then trained; 0: all weights are. 16 is usual, with
     five to ten times the learning rate of full training."""
-    alpha: float = key(32.0, stages=("update", "sampling", "evaluation"))
+    alpha: float = key(32.0, stages=("update", "sampling", "evaluation"), on_resume="fixed")
     """The adapter's change is multiplied by alpha / rank."""
-    targets: tuple[str, ...] = key(("all-linear",), stages=("update", "sampling", "evaluation"))
+    targets: tuple[str, ...] = key(
+        ("all-linear",), stages=("update", "sampling", "evaluation"), on_resume="fixed"
+    )
     """Products that have an adapter, by PEFT's names: all-linear, or [q_proj,v_proj], or a regular
     expression."""
-    rslora: bool = key(False, stages=("update", "sampling", "evaluation"))
+    rslora: bool = key(False, stages=("update", "sampling", "evaluation"), on_resume="fixed")
     """Multiply by alpha / sqrt(rank) in place of alpha / rank."""
-    path: str = key("", stages=("update", "sampling", "evaluation"))
+    path: str = key("", stages=("update", "sampling", "evaluation"), on_resume="fixed")
     """Folder of an adapter in PEFT's format, or run folder with one, to begin with; its rank, alpha
     and targets hold."""
 
@@ -37,7 +39,7 @@ class LoraSection:
 
 @dataclass(frozen=True)
 class ModelSection:
-    path: str = key("tiny", stages=("sampling", "update", "data", "evaluation"))
+    path: str = key("tiny", stages=("sampling", "update", "data", "evaluation"), on_resume="fixed")
     """The model to train: a folder or hub id in Hugging Face format, a run folder, or a packaged
     one: `tiny` for word problems, `tiny-tools` for calculator and guess."""
     name: str = key("", stages=("sampling", "update", "evaluation"))
@@ -53,7 +55,7 @@ class ModelSection:
     """Type of the computation; auto is float32 on CPU, bfloat16 elsewhere. Master weights and
     optimizer state stay float32. float16, on CPU and GPU, rounds 8 times less than bfloat16, and
     has a loss scale that adapts."""
-    template: str = key("", stages=("data", "environment", "evaluation"))
+    template: str = key("", stages=("data", "environment", "evaluation"), on_resume="fixed")
     """Jinja chat template, or a file with one, that replaces the tokenizer's own."""
     remat: Literal["auto", "none", "dots", "attention", "full", "offload"] = key(
         "auto", stages=("update",)
@@ -66,7 +68,7 @@ class ModelSection:
     GiB."""
     lora: LoraSection = field(default_factory=LoraSection)
     quantise: Literal["none", "int8", "fp8"] = key(
-        "none", stages=("sampling", "update", "evaluation")
+        "none", stages=("sampling", "update", "evaluation"), on_resume="fixed"
     )
     """Type of frozen weights of products: 8 bits an element and a scale an output channel, from
     when they are read. In training with model.lora; in eval and generate for any model."""
@@ -91,7 +93,7 @@ class ModelSection:
 
 @dataclass(frozen=True)
 class TeacherSection:
-    path: str = key("", stages=("update",))
+    path: str = key("", stages=("update",), on_resume="fixed")
     """Teacher checkpoint with the model's vocabulary, for on-policy distillation: the teacher's
     log-prob minus the policy's is added to each token's advantage; empty for none. With
     algorithm.advantage=none it is the whole advantage."""

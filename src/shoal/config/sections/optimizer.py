@@ -29,7 +29,7 @@ class OptimizerSection:
     moments: Literal["float32", "bfloat16"] = key("float32", stages=("update",))
     """Type in which AdamW's moments are kept between updates. bfloat16 takes half the memory, 4
     bytes a parameter, and is rounded at random, so that small changes are right in the mean."""
-    offload: bool = key(False, stages=("update",))
+    offload: bool = key(False, stages=("update",), on_resume="bits")
     """Keep AdamW's moments in the host's memory between updates: 8 bytes a parameter less on the
     devices (4 with optimizer.moments=bfloat16). An update fetches them a layer at a time; its
     result is the same."""
@@ -52,7 +52,7 @@ class BatchSection:
     """Prompts in a step for each device of the trainer, in place of prompts_per_step; 0 for off."""
     group_size: int = key(8, stages=("sampling", "update"))
     """G: completions of each prompt (TRL's num_generations, verl's rollout.n)."""
-    micro_tokens: int = key(0, stages=("update",))
+    micro_tokens: int = key(0, stages=("update",), decided=True)
     """Tokens of a micro-batch on one device, padding included, in one row that prompts and
     completions fill; it holds at least the longest prompt with the longest completion. 0 for 2,048
     on CPU, and on an accelerator for 4,096, or, up to 32,768, as many whole groups as leave a

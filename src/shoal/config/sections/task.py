@@ -110,7 +110,7 @@ DOORS = {
 
 @dataclass(frozen=True)
 class TaskSection:
-    name: str = key("words", stages=("data", "rewards", "evaluation"))
+    name: str = key("words", stages=("data", "rewards", "evaluation"), on_resume="fixed")
     """words | calculator | guess | gsm8k | math | ifeval | countdown | code, or custom for your own
     data at task.path."""
     path: str = key("", stages=("data", "rewards", "evaluation"))

@@ -10,10 +10,10 @@ from shoal.config.key import at_least, key, require
 
 @dataclass(frozen=True)
 class TrainSection:
-    evaluate_every: int = key(-2, stages=("evaluation",))
+    evaluate_every: int = key(-2, stages=("evaluation",), on_resume="free")
     """Steps between evaluations; 0 for two, before the first and after the last step; -1 for none
     at all; -2 for 10 with task=words and 0 otherwise."""
-    quick_questions: int = key(-1, stages=("evaluation",))
+    quick_questions: int = key(-1, stages=("evaluation",), on_resume="free")
     """How many questions of each set are asked between the first and the last evaluation, and
     sampled for pass@k; 0 for all, -1 for 100 with task=words and all otherwise.
     checkpoint.keep_best compares evaluations: all ask all."""
@@ -71,7 +71,7 @@ class CheckpointSection:
     """Steps between checkpoints; 0 for the last step only, which is always saved."""
     keep_last: int = key(2, stages=())
     """Newest checkpoints to keep."""
-    keep_best: int = key(0, stages=("evaluation",))
+    keep_best: int = key(0, stages=("evaluation",), on_resume="free")
     """Best evaluated checkpoints to keep in addition (train.evaluate_every); every evaluated
     version is then saved."""
     most_unsaved: int = key(3, stages=())

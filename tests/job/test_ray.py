@@ -622,6 +622,23 @@ def test_workers_that_have_no_room_yet_are_counted_at_the_start(monkeypatch, fre
     assert heard == ([said] if said else [])
 
 
+@pytest.mark.parametrize(
+    ("cpus", "cure"),
+    [
+        (8.0, ": raise ray.wait_seconds if they start slowly; else lower sampler.workers"),
+        (1.0, "; the cluster has 1 CPU: lower sampler.workers"),
+    ],
+)
+def test_where_no_worker_has_started_the_cure_depends_on_the_room(monkeypatch, cpus, cure):
+    monkeypatch.setattr(ray_host.ray, "cluster_resources", lambda: {"CPU": cpus})
+    cluster = ray_host.Cluster(
+        ray_host.Connection(""), 2, {"CPU": 2}, 1.0, {}, NO_MEASURE, print, alive=set()
+    )
+    with pytest.raises(ShoalError) as caught:
+        cluster.check_late(SimpleNamespace(started=time.monotonic() - 2))  # type: ignore[arg-type]
+    assert cure in str(caught.value)
+
+
 def proof(
     facts: dict[str, str] | None = None, token: int = 3, logprob: float = -1.0
 ) -> WorkerFingerprint:

@@ -328,18 +328,18 @@ class Cluster:
         if time.monotonic() - host.started < self.wait_seconds or (self.alive and self._late):
             return
         wanted = f"{_resources_text(self.resources)} each"
+        there = ray.cluster_resources()
         text = (
             f"of sampler.workers={self.workers}, which ask for {wanted}, {len(self.alive)} started "
-            f"in "
-            f"ray.wait_seconds={exact(self.wait_seconds)}; the cluster has "
-            f"{_resources_text(ray.cluster_resources())}"
+            f"in ray.wait_seconds={exact(self.wait_seconds)}; the cluster has "
+            f"{_resources_text(there)}"
         )
         if not self.alive:
-            raise ShoalError(
-                f"{text}: lower sampler.workers, sampler.devices_per_worker or sampler.resources, "
-                f"or add "
-                "nodes"
-            )
+            has_room = all(there.get(name, 0) >= size for name, size in self.resources.items())
+            cure = "lower sampler.workers, sampler.devices_per_worker or sampler.resources, or add nodes"
+            if has_room:
+                cure = f"raise ray.wait_seconds if they start slowly; else {cure}"
+            raise ShoalError(f"{text}: {cure}")
         self._late = True
         self.say(
             f"{text}: sampling goes on with {len(self.alive)}; the others join when there is room"

@@ -336,7 +336,10 @@ class Cluster:
         )
         if not self.alive:
             has_room = all(there.get(name, 0) >= size for name, size in self.resources.items())
-            cure = "lower sampler.workers, sampler.devices_per_worker or sampler.resources, or add nodes"
+            cure = (
+                "lower sampler.workers, sampler.devices_per_worker or sampler.resources, or add "
+                "nodes"
+            )
             if has_room:
                 cure = f"raise ray.wait_seconds if they start slowly; else {cure}"
             raise ShoalError(f"{text}: {cure}")

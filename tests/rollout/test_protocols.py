@@ -1,4 +1,4 @@
-"""Each protocol of `types` has an implementation, each member of it is used, and no more than its
+"""Each protocol of `protocols` has an implementation, each member of it is used, and no more than its
 members are needed.
 
 The assignments under TYPE_CHECKING are checked by pyright, the signatures and the uses here.

@@ -39,7 +39,7 @@ LLAMA2 = replace(LLAMA3, rope_scaling=None, num_kv_heads=4)
 QWEN3 = replace(LLAMA3, rope_scaling=None, qk_norm=True, tie_embeddings=True)
 PLAINEST, FULLEST = LLAMA2, replace(LLAMA3, qkv_bias=True, qk_norm=True, tie_embeddings=True)
 """The families' parts: none of them, and all. (Each family as it is: test_parity.py and
-test_hf.py.)"""
+test_huggingface.py.)"""
 ON_POLICY = make_objective(AlgorithmSection())
 
 

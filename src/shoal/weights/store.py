@@ -3,7 +3,7 @@
     MemoryPublisher   arrays on the sampler's devices, which are this process's
     FilePublisher     files, for hosts in other processes: in memory, or in a folder that several
                       machines share
-    ObjectPublisher   Ray's objects, for hosts on other machines (cluster.py)
+    ObjectPublisher   Ray's objects, for hosts on other machines (rollout/ray_host.py)
     FolderPublisher   model folders in Hugging Face's format, or PEFT's, for other engines (vllm.py)
 
 A version appears whole or not at all; it is written once and goes when nobody may ask for it. The

@@ -1,5 +1,5 @@
-"""Each protocol of `protocols` has an implementation, each member of it is used, and no more than its
-members are needed.
+"""Each protocol has an implementation, each member of it is used, and no more than its members are
+needed.
 
 The assignments under TYPE_CHECKING are checked by pyright, the signatures and the uses here.
 """

@@ -110,48 +110,50 @@ class Key:
 _TYPE_TEXT = {str: "text", int: "integer", float: "number", bool: "true | false"}
 
 
-def choices_of(wanted: Any) -> tuple[str, ...]:
+def choices_of(value_type: Any) -> tuple[str, ...]:
     """The values of a Literal, or the names of a registry as in `Annotated[str, registry]`; empty
     for other types."""
-    if get_origin(wanted) is Annotated:
-        return tuple(wanted.__metadata__[0])  # read anew each time: a part may be registered late
-    return get_args(wanted) if get_origin(wanted) is Literal else ()
+    if get_origin(value_type) is Annotated:
+        registry = value_type.__metadata__[0]
+        return tuple(registry)  # read anew each time: a part may be registered late
+    if get_origin(value_type) is Literal:
+        return get_args(value_type)
+    return ()
 
 
-def type_text(wanted: Any) -> str:
+def type_text(value_type: Any) -> str:
     """A type in a user's words: `integer`, `a | b` for a choice, `list of text` for a tuple."""
-    if choices := choices_of(wanted):
+    choices = choices_of(value_type)
+    if choices:
         return " | ".join(choices)
-    if get_origin(wanted) is tuple:
-        element = get_args(wanted)[0]
-        return "list of text" if element is str else f"list of {type_text(element)}s"
-    return _TYPE_TEXT[wanted]
+    if get_origin(value_type) is tuple:
+        item_type = get_args(value_type)[0]
+        if item_type is str:
+            return "list of text"
+        return f"list of {type_text(item_type)}s"
+    return _TYPE_TEXT[value_type]
 
 
 @functools.cache
 def keys_of(config_type: type) -> Mapping[str, Key]:
     """Every key by its dotted name, in the order of the schema."""
-    types, helps, found = (
-        get_type_hints(config_type, include_extras=True),
-        _help_texts(config_type),
-        {},
-    )
+    types = get_type_hints(config_type, include_extras=True)
+    helps = _help_texts(config_type)
+    keys: dict[str, Key] = {}
     for field in dataclasses.fields(config_type):
-        wanted = types[field.name]
-        if dataclasses.is_dataclass(wanted):
-            for name, key in keys_of(wanted).items():
-                full = f"{field.name}.{name}"
-                found[full] = dataclasses.replace(key, name=full)
+        field_type = types[field.name]
+        if dataclasses.is_dataclass(field_type):
+            for name, key in keys_of(field_type).items():
+                dotted_name = f"{field.name}.{name}"
+                keys[dotted_name] = dataclasses.replace(key, name=dotted_name)
+            continue
+        if field.default_factory is dataclasses.MISSING:
+            default = field.default
         else:
-            default = (
-                field.default
-                if field.default_factory is dataclasses.MISSING
-                else field.default_factory()
-            )
-            found[field.name] = Key(
-                field.name, wanted, default, helps.get(field.name, ""), **field.metadata
-            )
-    return found
+            default = field.default_factory()
+        help_text = helps.get(field.name, "")
+        keys[field.name] = Key(field.name, field_type, default, help_text, **field.metadata)
+    return keys
 
 
 @functools.cache
@@ -167,50 +169,61 @@ def _module_tree(module: str) -> ast.Module:
 def _help_texts(config_type: type) -> dict[str, str]:
     """Field -> the string under it in the source, in one line; base classes included."""
     texts = {}
-    for kind in reversed(config_type.__mro__[:-1]):
-        body = next(
-            node.body
-            for node in ast.walk(_module_tree(kind.__module__))
-            if isinstance(node, ast.ClassDef) and node.name == kind.__name__
-        )
-        for field, below in itertools.pairwise(body):
-            if (
-                isinstance(field, ast.AnnAssign)
-                and isinstance(field.target, ast.Name)
-                and isinstance(below, ast.Expr)
-                and isinstance(below.value, ast.Constant)
-                and isinstance(below.value.value, str)
-            ):
-                texts[field.target.id] = " ".join(below.value.value.split())
+    for base in reversed(config_type.__mro__[:-1]):
+        for field, below in itertools.pairwise(_class_body(base)):
+            if not isinstance(field, ast.AnnAssign) or not isinstance(field.target, ast.Name):
+                continue
+            if not isinstance(below, ast.Expr) or not isinstance(below.value, ast.Constant):
+                continue
+            text = below.value.value
+            if isinstance(text, str):
+                texts[field.target.id] = " ".join(text.split())
     return texts
+
+
+def _class_body(cls: type) -> list[ast.stmt]:
+    """The statements of a class in its source."""
+    for node in ast.walk(_module_tree(cls.__module__)):
+        if isinstance(node, ast.ClassDef) and node.name == cls.__name__:
+            return node.body
+    raise LookupError(f"{cls.__module__} has no class {cls.__name__}")
 
 
 def text_of(value: Any) -> str:
     """A plain value as a user types it."""
+    if value is None:
+        return "null"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list | tuple):
         return "[" + ",".join(map(text_of, value)) + "]"
-    return "null" if value is None else str(value)
+    return str(value)
 
 
 def shown(value: Any) -> str:
     """A configuration's value as a user types it, numbers in short but not rounded: it may be typed
     again."""
     if isinstance(value, tuple):
-        return f"[{','.join(map(shown, value))}]"
-    return exact(value) if isinstance(value, float) else text_of(value)
+        return "[" + ",".join(map(shown, value)) + "]"
+    if isinstance(value, float):
+        return exact(value)
+    return text_of(value)
 
 
 def get_value(config: Any, key: str) -> Any:
     """The value of a dotted key."""
-    return functools.reduce(getattr, key.split("."), config)
+    value = config
+    for name in key.split("."):
+        value = getattr(value, name)
+    return value
 
 
 def overridden_keys(config: Any) -> frozenset[str]:
     """Keys in whose place others decide: with `batch.prompts_per_device`, the prompts of a step."""
     batch = getattr(config, "batch", None)
-    return frozenset({"batch.prompts_per_step"} if getattr(batch, "prompts_per_device", 0) else ())
+    if getattr(batch, "prompts_per_device", 0):
+        return frozenset({"batch.prompts_per_step"})
+    return frozenset()
 
 
 def nest(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -218,10 +231,12 @@ def nest(values: Mapping[str, Any]) -> dict[str, Any]:
     nested: dict[str, Any] = {}
     for name, value in values.items():
         *sections, last = name.split(".")
-        place = nested
+        section_values = nested
         for section in sections:
-            place = place.setdefault(section, {})
-        place[last] = list(value) if isinstance(value, tuple) else value
+            section_values = section_values.setdefault(section, {})
+        if isinstance(value, tuple):
+            value = list(value)
+        section_values[last] = value
     return nested
 
 
@@ -263,27 +278,31 @@ def convert_value(key: Key, value: Any) -> Any:
     return tuple(_convert_scalar(key, get_args(key.type)[0], item) for item in items)
 
 
-def _convert_scalar(key: Key, wanted: Any, value: Any) -> Any:
-    if allowed := choices_of(wanted):
-        if isinstance(value, str) and value in allowed:
+def _convert_scalar(key: Key, value_type: Any, value: Any) -> Any:
+    choices = choices_of(value_type)
+    if choices:
+        if isinstance(value, str) and value in choices:
             return value
-        raise _wrong_type(key, value, f"one of {', '.join(filter(None, allowed))}")
+        raise _wrong_type(key, value, f"one of {', '.join(filter(None, choices))}")
     try:
-        converted = _CONVERTERS[wanted](value)
-        if (
-            wanted is float
-            and not math.isfinite(converted)
-            and not (converted > 0 and key.may_be_infinite)
-        ):
-            raise ValueError
+        converted = _CONVERTERS[value_type](value)
+        if value_type is float and not math.isfinite(converted):
+            is_no_bound = key.may_be_infinite and converted > 0
+            if not is_no_bound:
+                raise ValueError
     except (ValueError, OverflowError):
-        several = "; for a run with each: shoal train --multirun" if "," in str(value) else ""
-        raise _wrong_type(key, value, _WANTED[wanted] + several) from None
+        wanted = _WANTED[value_type]
+        if "," in str(value):
+            wanted += "; for a run with each: shoal train --multirun"
+        raise _wrong_type(key, value, wanted) from None
     return converted
 
 
 def _wrong_type(key: Key, value: Any, wanted: str) -> ShoalError:
-    typed = text_of(value) if value is None or isinstance(value, bool) else repr(value)
+    if value is None or isinstance(value, bool):
+        typed = text_of(value)
+    else:
+        typed = repr(value)
     return ShoalError(f"{key.name}={typed}: expected {wanted}")
 
 
@@ -354,6 +373,7 @@ def require(condition: bool, key: str, value: object, wanted: str) -> None:
 def at_least(section: object, head: str, least: float, *names: str, note: str = "") -> None:
     """Raises ShoalError for a field below `least`. `head`: the key before the field; `note`: what
     `least` means."""
+    bound = f"{least} ({note})" if note else f"{least}"
     for name in names:
         value = getattr(section, name)
-        require(value >= least, f"{head}{name}", value, f"{least}{note and f' ({note})'} or more")
+        require(value >= least, f"{head}{name}", value, f"{bound} or more")

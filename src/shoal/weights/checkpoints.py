@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import operator
 import re
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -117,13 +118,12 @@ class Checkpoints:
 
     def writing(self, name: str = "") -> AbstractContextManager[None]:
         """Around what writes a checkpoint: errors say from which one the run can go on."""
-        found = versions(self.folder.parent)
-        return writing(
-            self.folder / name,
-            f"resume the run, which goes on from the checkpoint of step {found[-1]}"
-            if found
-            else "start the run again: it has no checkpoint yet",
-        )
+        saved = versions(self.folder.parent)
+        if saved:
+            then = f"resume the run, which goes on from the checkpoint of step {saved[-1]}"
+        else:
+            then = "start the run again: it has no checkpoint yet"
+        return writing(self.folder / name, then)
 
     def save(
         self,
@@ -147,9 +147,8 @@ class Checkpoints:
                 str(number): params for number, params in sorted(published.items())
             }
         # Orbax notices a lost or shortened file, but not every flipped bit.
-        sums = {
-            name: checksum(tree) for name, tree in {**items, "trainable": state.trainable}.items()
-        }
+        sums = {name: checksum(tree) for name, tree in items.items()}
+        sums["trainable"] = checksum(state.trainable)
         saves = {
             name: self._args.PyTreeSave(tree, save_args=jax.tree.map(save_args, tree))
             for name, tree in items.items()
@@ -182,11 +181,14 @@ class Checkpoints:
         return sorted(self._manager.all_steps())
 
     def _prune(self) -> None:
-        saved, scores = self.versions(), self._scores
-        # Of equal scores the newer is kept: with few questions ties are common, and it has trained
-        # longer.
-        scored = sorted((v for v in saved if v in scores), key=lambda v: (scores[v], v))
-        keep = {*saved[-self.keep_last :], *(scored[-self.keep_best :] if self.keep_best else [])}
+        saved = self.versions()
+        keep = set(saved[-self.keep_last :])
+        if self.keep_best:
+            scored = [version for version in saved if version in self._scores]
+            # Of equal scores the newer is kept: with few questions ties are common, and it has
+            # trained longer.
+            scored.sort(key=lambda version: (self._scores[version], version))
+            keep.update(scored[-self.keep_best :])
         for version in saved:
             if version not in keep and version != self.protected:
                 self._manager.delete(version)
@@ -233,17 +235,17 @@ def find_checkpoint(folder: Path) -> tuple[Path, int] | None:
     if folder.name.isdigit() and folder.parent.name == FOLDER and folder.is_dir():
         return folder.parent.parent, int(folder.name)
     folder = folder.parent if folder.name == FOLDER else folder
-    if not (folder / FOLDER).is_dir() and (
-        not is_run(folder) or (folder / "config.json").is_file()
-    ):
-        return None
-    if not (numbers := versions(folder)):
+    if not (folder / FOLDER).is_dir():
+        is_model = (folder / "config.json").is_file()
+        if is_model or not is_run(folder):
+            return None
+    saved = versions(folder)
+    if not saved:
         raise ShoalError(
             f"the run {folder} has no checkpoint: wait for its first one if it is training, else "
-            f"give "
-            "another model"
+            f"give another model"
         )
-    return folder, numbers[-1]
+    return folder, saved[-1]
 
 
 class DamagedCheckpoint(ShoalError):
@@ -265,28 +267,24 @@ def restore(
     ShoalError if it was saved with another model or optimizer, or if the machine cannot read it now
     (memory, permissions, network). Of several processes all raise the same, whichever has met it.
     """
-    path, wanted, world = (
-        (run / FOLDER / str(version)).absolute(),
-        {"state": shapes.to_trees()},
-        world or World(),
-    )
+    path = (run / FOLDER / str(version)).absolute()
+    wanted: dict[str, Any] = {"state": shapes.to_trees()}
+    world = world or World()
 
     def read_extra() -> tuple[dict[str, Any], list[str], dict[str, int]]:
         with _reader(load_orbax().JsonCheckpointHandler()) as reader:
             extra = reader.restore(path / "extra")
         if sampler is not None and extra["published"]:
             wanted["published"] = {str(number): sampler for number in extra["published"]}
-        return (
-            extra,
-            [name for name, tree in wanted.items() if layout(tree) != extra["layouts"][name]],
-            extra["checksums"],
-        )
+        layouts = extra["layouts"]
+        others = [name for name, tree in wanted.items() if layout(tree) != layouts[name]]
+        return extra, others, extra["checksums"]
 
     def read_arrays(name: str) -> Any:
-        if name == "published" and all(
-            leaf.sharding is None for leaf in jax.tree.leaves(wanted[name])
-        ):
-            return jax.tree_util.tree_map_with_path(partial(_lazily, path / name), wanted[name])
+        if name == "published":
+            leaves = jax.tree.leaves(wanted[name])
+            if all(leaf.sharding is None for leaf in leaves):
+                return jax.tree_util.tree_map_with_path(partial(_lazily, path / name), wanted[name])
         with _reader(load_orbax().StandardCheckpointHandler()) as reader:
             return reader.restore(path / name, args=load_orbax().args.StandardRestore(wanted[name]))
 
@@ -300,19 +298,19 @@ def restore(
             "optimizer.clip_grad_norm and weight_decay, 0 or not, optimizer.moments, and "
             "model.dtype, float16 or not"
         )
-    found = {
-        name: _read_everywhere(path, name, partial(read_arrays, name), world) for name in wanted
-    }
-    for name, tree in found.items():
-        if (now := _read_everywhere(path, name, partial(checksum, tree), world)) != checksums[name]:
+    trees: dict[str, Any] = {}
+    for name in wanted:
+        trees[name] = _read_everywhere(path, name, partial(read_arrays, name), world)
+    for name, tree in trees.items():
+        read_sum = _read_everywhere(path, name, partial(checksum, tree), world)
+        saved_sum = checksums[name]
+        if read_sum != saved_sum:
             raise DamagedCheckpoint(
-                f"checkpoint {path} is damaged ({name} has checksum {now:#010x}, saved was "
-                f"{checksums[name]:#010x})"
+                f"checkpoint {path} is damaged ({name} has checksum {read_sum:#010x}, saved was "
+                f"{saved_sum:#010x})"
             )
-    state, published = shapes.from_trees(found["state"]), found.get("published", {})
-    return Restored(
-        version, state, extra, {int(number): params for number, params in published.items()}
-    )
+    published = {int(number): params for number, params in trees.get("published", {}).items()}
+    return Restored(version, shapes.from_trees(trees["state"]), extra, published)
 
 
 def _lazily(folder: Path, keys: Any, wanted: jax.ShapeDtypeStruct) -> LazyArray:
@@ -330,47 +328,39 @@ def _reader(handler: Any) -> Any:
 
 def _read_everywhere(path: Path, part: str, read: Callable[[], Any], world: World) -> Any:
     """What `read` returns, once it has in all processes; else the fault of one of them, in all."""
-    found, fault = None, None
+    content, error, fault = None, None, None
     try:
-        found = read()
-    except Exception as error:  # for a bad file Orbax raises anything, bare Exception included
-        fault = error
-    where = f" in {world.names[world.index]}" if world.count > 1 else ""
-    faults = [
-        *filter(
-            None,
-            world.exchange_json(
-                f"{part} of checkpoint {path.name}",
-                fault and [_is_machine_fault(fault), cause(fault) + where],
-            ),
-        )
-    ]
+        content = read()
+    except Exception as raised:  # for a bad file Orbax raises anything, bare Exception included
+        error = raised
+        where = f" in {world.names[world.index]}" if world.count > 1 else ""
+        fault = [_is_machine_fault(error), cause(error) + where]
+    of_all = world.exchange_json(f"{part} of checkpoint {path.name}", fault)
+    faults = [fault for fault in of_all if fault]
     if not faults:
-        return found
-    is_machine, text = max(faults, key=lambda one: one[0])
+        return content
+    # Where a machine is at fault the checkpoint may be whole, whatever another process has met.
+    is_machine, text = max(faults, key=operator.itemgetter(0))
     if is_machine:
         raise ShoalError(
             f"checkpoint {path} cannot be read now ({text}): nothing was changed; solve that and "
-            f"repeat "
-            "the command"
-        ) from fault
-    raise DamagedCheckpoint(f"checkpoint {path} is damaged ({text})") from fault
+            f"repeat the command"
+        ) from error
+    raise DamagedCheckpoint(f"checkpoint {path} is damaged ({text})") from error
 
 
 def _is_machine_fault(error: Exception) -> bool:
     """True for trouble with memory, permissions or a network disk: the checkpoint may be whole."""
-    text, is_file_fault = (
-        str(error),
-        isinstance(error, OSError) and not isinstance(error, FileNotFoundError),
-    )
-    return (
-        isinstance(error, MemoryError | Unreachable)
-        or is_file_fault
-        or any(
-            word in text
-            for word in ("RESOURCE_EXHAUSTED", "PERMISSION_DENIED", "UNAVAILABLE", "Out of memory")
-        )
-    )
+    if isinstance(error, MemoryError | Unreachable):
+        return True
+    if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
+        return True
+    text = str(error)
+    return any(word in text for word in _MACHINE_FAULTS)
+
+
+_MACHINE_FAULTS = ("RESOURCE_EXHAUSTED", "PERMISSION_DENIED", "UNAVAILABLE", "Out of memory")
+"""What XLA and TensorStore write into errors of a machine."""
 
 
 def restore_newest(
@@ -389,14 +379,15 @@ def restore_newest(
         except DamagedCheckpoint as error:
             damaged[version] = str(error)
             continue
-        for number, text in damaged.items() if world.is_main else ():
-            warn(f"{text}; it is moved to {_move_away(run, number)}, the one before it is used")
+        if world.is_main:
+            for number, text in damaged.items():
+                target = _move_away(run, number)
+                warn(f"{text}; it is moved to {target}, the one before it is used")
         return restored
     if damaged:
         raise ShoalError(
             f"no checkpoint of {run} is whole ({'; '.join(damaged.values())}): nothing was "
-            f"changed; "
-            "restore one, or start a new run with another run_name"
+            f"changed; restore one, or start a new run with another run_name"
         )
     return None
 
@@ -405,18 +396,20 @@ def _move_away(run: Path, version: int) -> Path:
     # Moved, not deleted: a file that is lost today may be on a disk that comes back.
     folder = run / DAMAGED_FOLDER
     folder.mkdir(exist_ok=True)
-    names = (f"{version}" if attempt == 0 else f"{version}-{attempt}" for attempt in range(1000))
-    target = next(folder / name for name in names if not (folder / name).exists())
+    target = folder / f"{version}"
+    attempt = 0
+    while target.exists():
+        attempt += 1
+        target = folder / f"{version}-{attempt}"
     return (run / FOLDER / str(version)).rename(target)
 
 
 def read_extra(run: Path, version: int, name: str) -> dict[str, Any]:
     """One entry of what a checkpoint holds beside arrays: `facts`, of the inputs of its run, or
     `checksums`. Empty where it cannot be read, which its weights then say."""
+    file = run / FOLDER / str(version) / "extra" / "metadata"
     try:
-        return json.loads((run / FOLDER / str(version) / "extra" / "metadata").read_text("utf-8"))[
-            name
-        ]
+        return json.loads(file.read_text("utf-8"))[name]
     except (OSError, ValueError, KeyError):
         return {}
 
@@ -452,19 +445,18 @@ def load_parameters(
         raise ShoalError(
             f"checkpoint {path.parent} cannot be read ({cause(error)}): choose another of {run}"
         ) from error
-    found = restored["trainable"]
-    if (saved := read_extra(run, version, "checksums").get("trainable")) is not None:
-        # As they were saved there would be no room beside those of another type: the files are read
-        # again, by pieces.
-        whole = {"trainable": param_shapes(trained_specs(architecture), role, jnp.float32)}
-        stored = (
-            found
-            if dtype == jnp.float32
-            else jax.tree_util.tree_map_with_path(partial(_lazily, path), whole)
-        )
-        if checksum(stored) != saved:
+    parameters = restored["trainable"]
+    saved_sum = read_extra(run, version, "checksums").get("trainable")
+    if saved_sum is not None:
+        as_saved = parameters
+        if dtype != jnp.float32:
+            # Beside those of another type there would be no room for all of them as they were
+            # saved: the files are read again, by pieces.
+            whole = {"trainable": param_shapes(trained_specs(architecture), role, jnp.float32)}
+            as_saved = jax.tree_util.tree_map_with_path(partial(_lazily, path), whole)
+        if checksum(as_saved) != saved_sum:
             raise DamagedCheckpoint(
                 f"checkpoint {path.parent} is damaged (its weights have another checksum than was "
                 f"saved): choose another of {run}"
             )
-    return jax.tree.map(keep, trained_specs(architecture), found)
+    return jax.tree.map(keep, trained_specs(architecture), parameters)

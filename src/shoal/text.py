@@ -28,20 +28,23 @@ def likeness(a: str, b: str) -> float:
 def nearest(key: str, names: Iterable[str]) -> str:
     """The name most like `key`, as a whole or in the last of its dotted parts; of equals, the
     first."""
-
-    # Of 350 keys a few have so many of the letters that their order is looked at.
     best, most = "", -1.0
     for name in names:
-        if nearness(key, name, _at_most) > most and (score := nearness(key, name)) > most:
+        # Of 350 names only a few have so many letters in common that their order matters.
+        if nearness(key, name, _at_most) <= most:
+            continue
+        score = nearness(key, name)
+        if score > most:
             best, most = name, score
     return best
 
 
 def nearness(key: str, name: str, like: Callable[[str, str], float] = likeness) -> float:
     """How like `key` a name is, 0 to 1: as a whole, or in the last of its dotted parts."""
-    last, theirs = key.rpartition(".")[2], name.rpartition(".")[2]
-    is_beginning = len(last) > 3 and theirs.startswith(last) and theirs != last
-    part = BEGINNING if is_beginning else like(last, theirs)
+    key_part = key.rpartition(".")[2]
+    name_part = name.rpartition(".")[2]
+    is_beginning = len(key_part) > 3 and name_part.startswith(key_part) and name_part != key_part
+    part = BEGINNING if is_beginning else like(key_part, name_part)
     whole = like(key, name)
     return max(whole, 0.9 * part + 0.1 * whole)
 
@@ -50,11 +53,10 @@ def _at_most(a: str, b: str) -> float:
     """No less than `likeness`, in a tenth of the time: as if all letters in common stood in the
     same order."""
     a, b = a.lower(), b.lower()
-    return (
-        2 * sum([min(a.count(letter), b.count(letter)) for letter in {*a}]) / len(a + b)
-        if a + b
-        else 1.0
-    )
+    if not a and not b:
+        return 1.0
+    in_common = sum([min(a.count(letter), b.count(letter)) for letter in set(a)])
+    return 2 * in_common / len(a + b)
 
 
 def exact(number: float) -> str:
@@ -64,7 +66,9 @@ def exact(number: float) -> str:
     >>> exact(1e-06), exact(8.0), exact(0.30000001)
     ('1e-06', '8', '0.30000001')
     """
-    return repr(float(number)).removesuffix(".0") if isinstance(number, float) else str(number)
+    if not isinstance(number, float):
+        return str(number)
+    return repr(float(number)).removesuffix(".0")
 
 
 def did_you_mean(
@@ -78,16 +82,21 @@ def did_you_mean(
     >>> did_you_mean("gold", ["answer", "question"], lists_all=True)
     '; there are: answer, question'
     """
-    if not (names := list(names)):
+    names = list(names)
+    if not names:
         return ""
     name = nearest(key, names)
-    last, theirs = key.rpartition(".")[2], name.rpartition(".")[2]
-    is_part = min(len(last), len(theirs)) > 3 and (
-        theirs.startswith(last) or last.startswith(theirs)
-    )
-    if is_part or max(likeness(key, name), likeness(last, theirs)) >= CLOSE:
-        return f", did you mean {(shown or {}).get(name, name)}?"
-    return f"; there are: {', '.join(names)}" if lists_all else ""
+    key_part = key.rpartition(".")[2]
+    name_part = name.rpartition(".")[2]
+    is_long = min(len(key_part), len(name_part)) > 3
+    is_part = is_long and (name_part.startswith(key_part) or key_part.startswith(name_part))
+    if is_part or max(likeness(key, name), likeness(key_part, name_part)) >= CLOSE:
+        if shown:
+            name = shown.get(name, name)
+        return f", did you mean {name}?"
+    if lists_all:
+        return f"; there are: {', '.join(names)}"
+    return ""
 
 
 def count(number: int, one: str, many: str = "") -> str:
@@ -96,19 +105,24 @@ def count(number: int, one: str, many: str = "") -> str:
     >>> count(1, "step"), count(1319, "question"), count(2, "entry", "entries")
     ('1 step', '1,319 questions', '2 entries')
     """
-    return f"{number:,} {one if number == 1 else many or one + 's'}"
+    noun = one if number == 1 else many or f"{one}s"
+    return f"{number:,} {noun}"
 
 
 def shorten(text: str, limit: int = 80) -> str:
     """One line of at most `limit` characters, the middle left out."""
-    line = " ".join(text.split())
+    line = one_line(text)
+    if len(line) <= limit:
+        return line
     half = (limit - 5) // 2
-    return line if len(line) <= limit else f"{line[:half]} ... {line[-half:]}"
+    return f"{line[:half]} ... {line[-half:]}"
 
 
 def describe_error(error: BaseException) -> str:
     """`ValueError: what it says`."""
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    name = type(error).__name__
+    text = str(error)
+    return f"{name}: {text}" if text else name
 
 
 FAILED_CALL = '{"error":'
@@ -123,13 +137,14 @@ def failed_call(reason: str) -> str:
 
 def ranges(numbers: Iterable[int]) -> str:
     """1, 2, 3, 7 as `1-3, 7`."""
-    parts: list[list[int]] = []
+    spans: list[list[int]] = []  # first and last of each
     for number in sorted(numbers):
-        if parts and number == parts[-1][1] + 1:
-            parts[-1][1] = number
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
         else:
-            parts.append([number, number])
-    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in parts)
+            spans.append([number, number])
+    texts = [str(first) if first == last else f"{first}-{last}" for first, last in spans]
+    return ", ".join(texts)
 
 
 def one_line(text: object) -> str:
@@ -150,14 +165,18 @@ def number_text(value: float, digits: int = 3) -> str:
         return f"{value:.{digits}g}"
     decimals = max(0, digits - 1 - math.floor(math.log10(abs(value))))
     text = f"{value:,.{decimals}f}"
-    return text.rstrip("0").rstrip(".") if "." in text else text
+    if "." not in text:
+        return text
+    return text.rstrip("0").rstrip(".")
 
 
 def figure(value: Any, digits: int = 4) -> str:
     """A figure as tables show it; `-` for none."""
-    return (
-        "-" if value is None else f"{value:.{digits}g}" if isinstance(value, float) else str(value)
-    )
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.{digits}g}"
+    return str(value)
 
 
 def duration(seconds: float) -> str:
@@ -166,10 +185,13 @@ def duration(seconds: float) -> str:
         return "?"
     minutes, rest = divmod(max(0, round(seconds)), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    if hours:
+        return f"{hours}:{minutes:02}:{rest:02}"
+    return f"{minutes}:{rest:02}"
 
 
 def speed_text(value: float | None) -> str:
+    """Tokens a second: 1.2M tokens/s, 34.5k tokens/s; `-` for none."""
     if value is None:
         return "-"
     for limit, letter in ((1e6, "M"), (1e3, "k")):
@@ -179,20 +201,21 @@ def speed_text(value: float | None) -> str:
 
 
 def is_share(name: str) -> bool:
-    return not name.startswith("rewards/") and (
-        name.startswith(("accuracy", "pass", "maj"))
-        or name.endswith(
-            ("accuracy", "share", "fraction", "well_formed", "truncated", "_strict", "_loose")
-        )
+    """True for a figure from 0 to 1, which is shown in percent."""
+    if name.startswith("rewards/"):
+        return False
+    if name.startswith(("accuracy", "pass", "maj")):
+        return True
+    return name.endswith(
+        ("accuracy", "share", "fraction", "well_formed", "truncated", "_strict", "_loose")
     )
 
 
 def is_number(value: Any) -> bool:
-    return (
-        not isinstance(value, bool)
-        and hasattr(value, "__float__")
-        and getattr(value, "ndim", 0) == 0
-    )
+    """True for a number of Python, NumPy or JAX, not for a truth value or an array."""
+    if isinstance(value, bool) or not hasattr(value, "__float__"):
+        return False
+    return getattr(value, "ndim", 0) == 0
 
 
 def figure_text(name: str, value: Any) -> str:
@@ -211,19 +234,21 @@ def figure_text(name: str, value: Any) -> str:
         return speed_text(number)
     if name.endswith("seconds") or name.startswith("seconds"):
         return f"{number:.1f} s"
-    return f"{number:.0f}" if number.is_integer() and abs(number) < 1e15 else number_text(number, 4)
+    if number.is_integer() and abs(number) < 1e15:
+        return f"{number:.0f}"
+    return number_text(number, 4)
 
 
 def text_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """The lines of a table, the first column aligned left and the others right."""
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    return [
-        "  ".join(
-            f"{cell:<{width}}" if place == 0 else f"{cell:>{width}}"
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in (head, *rows)
-    ]
+    lines = []
+    for row in (head, *rows):
+        cells = [row[0].ljust(widths[0])]
+        for cell, width in zip(row[1:], widths[1:], strict=True):
+            cells.append(cell.rjust(width))
+        lines.append("  ".join(cells).rstrip())
+    return lines
 
 
 def gib(num_bytes: float) -> str:
@@ -238,5 +263,7 @@ def seconds_text(seconds: float) -> str:
     """0.34 s, 12 s, 3.4 min, 5.2 h."""
     for limit, divisor, unit in ((100, 1, "s"), (6000, 60, "min")):
         if seconds < limit:
-            return f"{seconds / divisor:.{1 if seconds / divisor >= 1 else 2}f} {unit}"
+            number = seconds / divisor
+            digits = 1 if number >= 1 else 2
+            return f"{number:.{digits}f} {unit}"
     return f"{seconds / 3600:.1f} h"

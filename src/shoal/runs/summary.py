@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from shoal.text import (
@@ -35,27 +35,30 @@ STEP_FIGURES: Mapping[str, tuple[str, Callable[[float], str]]] = {
 }
 """Metric -> its name on the step's line, its form; a metric that a step lacks is left out."""
 
+_SHOWN_ABOVE_ZERO = ("tools/failure_frequency", "completions/ended_by_failed")
+
 
 def step_figures(metrics: Mapping[str, float], compiled: int = 0) -> list[str]:
     """A step's metrics as on its line, in the order of STEP_FIGURES, and the skipped updates, if
     any. A step that `compiled` programs has no speeds: most of its time went into that."""
-    rewarded = metrics.get("reward/mean") is not None  # else the loss says how it goes
-    without = {name for name, (_, form) in STEP_FIGURES.items() if compiled and form is speed_text}
-    without |= {"loss"} if rewarded else set()
-    without |= {
-        name
-        for name in ("tools/failure_frequency", "completions/ended_by_failed")
-        if not metrics.get(name)
-    }
-    figures = [
-        f"{label} {form(metrics[name])}"
-        for name, (label, form) in STEP_FIGURES.items()
-        if metrics.get(name) is not None and name not in without
-    ]
+    figures = []
+    for name, (label, form) in STEP_FIGURES.items():
+        value = metrics.get(name)
+        if value is None:
+            continue
+        if name == "loss" and metrics.get("reward/mean") is not None:
+            continue  # without rewards, the loss says how it goes
+        if name in _SHOWN_ABOVE_ZERO and not value:
+            continue
+        if compiled and form is speed_text:
+            continue
+        figures.append(f"{label} {form(value)}")
     if compiled:
         figures.append(f"compiled {count(compiled, 'program')}")
     skipped = metrics.get("update/skipped")
-    return figures + ([f"skipped updates {skipped:g}"] if skipped else [])
+    if skipped:
+        figures.append(f"skipped updates {skipped:g}")
+    return figures
 
 
 def version_text(version: int) -> str:
@@ -84,57 +87,72 @@ def evaluation_text(figures: Mapping[str, Any]) -> str:
     """An evaluation's figures in one line; after the first, in brackets: protocol, number of
     questions, interval."""
     names = _shown(figures)
-    sampled = next((name for name in names if name.startswith(_SAMPLED)), "")
-    terms = [one_line(figures[name]) for name in ("protocol", "data") if figures.get(name)]
-    terms += [
-        count(figures[name], unit)
-        for name, unit in _NUMBERS.items()
-        if figures.get(name) is not None
-    ]
-    about = [", ".join(terms)] if terms else []
-    if "accuracy_interval" in figures and names[:1] == ["accuracy"]:
-        about.append(
-            "95% interval {:.1f}-{:.1f}".format(
-                *(100 * end for end in figures["accuracy_interval"])
-            )
-        )
-    parts = [f"({'; '.join(about)})"] if about and not names else []
-    for place, name in enumerate(names):
-        notes = [*about] if place == 0 else []
-        if name == sampled and figures.get("sampled_protocol"):
-            notes += [*_fewer(figures), one_line(figures["sampled_protocol"])]
-        if (error := figures.get(f"{name}_error")) is not None:
+    about = _about_evaluation(figures, names)
+    if not names:
+        return f"({'; '.join(about)})" if about else ""
+    first_sampled = next((name for name in names if name.startswith(_SAMPLED)), "")
+    parts = []
+    for number, name in enumerate(names):
+        notes = list(about) if number == 0 else []
+        if name == first_sampled and figures.get("sampled_protocol"):
+            notes += _fewer(figures)
+            notes.append(one_line(figures["sampled_protocol"]))
+        error = figures.get(f"{name}_error")
+        if error is not None:
             notes.append(f"standard error {100 * float(error):.1f}")
         title = name if name.startswith("rewards/") else name.replace("_", " ")
         text = f"{title} {figure_text(name, figures[name])}"
         any_form = figures.get("accuracy_any_form")
         if name == "accuracy" and any_form is not None and any_form != figures[name]:
-            text += (
-                f" in the tags asked for, {figure_text('accuracy_any_form', any_form)} read in any "
-                f"form"
-            )
-        parts.append(text + (f" ({'; '.join(notes)})" if notes else ""))
+            any_form_text = figure_text("accuracy_any_form", any_form)
+            text += f" in the tags asked for, {any_form_text} read in any form"
+        if notes:
+            text += f" ({'; '.join(notes)})"
+        parts.append(text)
     return "  ".join(parts)
+
+
+def _about_evaluation(figures: Mapping[str, Any], names: Sequence[str]) -> list[str]:
+    """Protocol, data and number of questions, and the interval of the accuracy where that is the
+    first of the figures that are shown, `names`."""
+    terms = [one_line(figures[name]) for name in ("protocol", "data") if figures.get(name)]
+    for name, unit in _NUMBERS.items():
+        if figures.get(name) is not None:
+            terms.append(count(figures[name], unit))
+    about = []
+    if terms:
+        about.append(", ".join(terms))
+    if "accuracy_interval" in figures and names[:1] == ["accuracy"]:
+        low, high = figures["accuracy_interval"]
+        about.append(f"95% interval {100 * low:.1f}-{100 * high:.1f}")
+    return about
 
 
 def _fewer(figures: Mapping[str, Any]) -> list[str]:
     """The number of questions that were sampled, where it is not that of all."""
     number = figures.get("sampled_num_questions")
-    return [] if number in (None, figures.get("num_questions")) else [count(number, "question")]
+    if number is None or number == figures.get("num_questions"):
+        return []
+    return [count(number, "question")]
 
 
 def _shown(figures: Mapping[str, Any]) -> list[str]:
     """The names of figures that stand by themselves: pass@1 is the sampled accuracy, and of several
     pass@k only the largest is shown."""
-    largest = max((int(name[5:]) for name in figures if re.fullmatch(r"pass@\d+", name)), default=0)
-    return [
-        name
-        for name in figures
-        if name not in _ABOUT
-        and not (name.endswith("_error") and name.removesuffix("_error") in figures)
-        and not (name.startswith("pass@") and name != f"pass@{largest}")
-        and not (name == "pass@1" and "sampled_accuracy" in figures)
-    ]
+    pass_ks = [int(name[5:]) for name in figures if re.fullmatch(r"pass@\d+", name)]
+    largest_pass = f"pass@{max(pass_ks, default=0)}"
+    shown = []
+    for name in figures:
+        if name in _ABOUT:
+            continue
+        if name.endswith("_error") and name.removesuffix("_error") in figures:
+            continue
+        if name.startswith("pass@") and name != largest_pass:
+            continue
+        if name == "pass@1" and "sampled_accuracy" in figures:
+            continue
+        shown.append(name)
+    return shown
 
 
 _NOT_IN_SUMMARY = ("mean_length", "truncated", "sampled_mean_reward")
@@ -155,47 +173,56 @@ def summary_rows(
     for subset in dict.fromkeys([*before, *after]):
         old, new = before.get(subset, {}), after.get(subset, {})
         about = new or old
-        terms = [str(about["protocol"])] if about.get("protocol") else []
-        numbers = list(
-            dict.fromkeys(side["num_questions"] for side in (old, new) if "num_questions" in side)
-        )
-        terms += (
-            [" and ".join([*map(str, numbers[:-1]), count(numbers[-1], "question")])]
-            if numbers
-            else []
-        )
         main = "accuracy" if "accuracy" in about else "mean_reward"
         for name in _shown({**old, **new}):
-            hidden = name in _NOT_IN_SUMMARY or name.startswith("rewards/")
-            if hidden or not is_number(old.get(name, new.get(name))):
+            if name in _NOT_IN_SUMMARY or name.startswith("rewards/"):
                 continue
-            is_other = reward_since > 0 and name == "mean_reward"
-            notes = terms if name == main else _fewer(about) if name.startswith(_SAMPLED) else []
-            notes = [*notes, f"another reward since step {reward_since}"] if is_other else notes
-            title = f"{subset} {name.replace('_', ' ')}" + (
-                f" ({', '.join(notes)})" if notes else ""
-            )
-            cells = [figure_text(name, side[name]) if name in side else "-" for side in (old, new)]
-            rows.append(
-                (
-                    one_line(title),
-                    *cells,
-                    "" if is_other else _change(name, old.get(name), new.get(name)),
-                )
-            )
+            if not is_number(old.get(name, new.get(name))):
+                continue
+            notes = []
+            if name == main:
+                notes = _protocol_and_questions(old, new)
+            elif name.startswith(_SAMPLED):
+                notes = _fewer(about)
+            change = _change(name, old.get(name), new.get(name))
+            if reward_since > 0 and name == "mean_reward":
+                notes.append(f"another reward since step {reward_since}")
+                change = ""
+            title = f"{subset} {name.replace('_', ' ')}"
+            if notes:
+                title += f" ({', '.join(notes)})"
+            old_text = figure_text(name, old[name]) if name in old else "-"
+            new_text = figure_text(name, new[name]) if name in new else "-"
+            rows.append((one_line(title), old_text, new_text, change))
     return rows
 
 
+def _protocol_and_questions(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """The protocol of two evaluations, and their number of questions: both, where they differ."""
+    terms = []
+    about = new or old
+    if about.get("protocol"):
+        terms.append(str(about["protocol"]))
+    numbers = [side["num_questions"] for side in (old, new) if "num_questions" in side]
+    if numbers:
+        text = count(numbers[-1], "question")
+        if numbers[0] != numbers[-1]:
+            text = f"{numbers[0]} and {text}"
+        terms.append(text)
+    return terms
+
+
 def _change(name: str, old: Any, new: Any) -> str:
-    if (
-        not is_number(old)
-        or not is_number(new)
-        or not math.isfinite(difference := float(new) - float(old))
-    ):
+    """The difference as text; empty where one of the two is no number."""
+    if not is_number(old) or not is_number(new):
+        return ""
+    difference = float(new) - float(old)
+    if not math.isfinite(difference):
         return ""
     if is_share(name):
         return f"{100 * difference:+.1f} points"
-    return ("+" if difference >= 0 else "") + number_text(difference)
+    sign = "+" if difference >= 0 else ""
+    return sign + number_text(difference)
 
 
 def curve_text(evaluations: Mapping[int, Mapping[str, Mapping[str, Any]]]) -> str:
@@ -205,35 +232,37 @@ def curve_text(evaluations: Mapping[int, Mapping[str, Mapping[str, Any]]]) -> st
     >>> curve_text({step: {"held_out": {"accuracy": 0.37 + step / 200}} for step in (0, 20, 40)})
     'held_out accuracy by step: 0: 37.0%, 20: 47.0%, 40: 57.0%'
     """
-    points = [
-        (version, *next(iter(sets.items())))
-        for version, sets in sorted(evaluations.items())
-        if sets
-    ]
+    points = []
+    for version, sets in sorted(evaluations.items()):
+        if sets:
+            main_set, figures = next(iter(sets.items()))
+            points.append((version, main_set, figures))
     if len(points) < 3:  # the table of before and after says it
         return ""
-    (_, _, second), (_, main, last) = points[1], points[-1]
-    name, few = "accuracy" if "accuracy" in last else "mean_reward", second.get("num_questions")
-    all_asked = last.get("num_questions")
-    note = (
-        f" ({count(few, 'question')}, {all_asked} at both ends)"
-        if few not in (None, all_asked)
-        else ""
-    )
-    kept = [*points[: -1 : -(-len(points) // 12)], points[-1]]
-    values = ", ".join(
-        f"{version}: {figure_text(name, figures.get(name))}" for version, _, figures in kept
-    )
-    return f"{main} {name.replace('_', ' ')} by step{note}: {values}"
+    _, _, second = points[1]
+    _, main_set, last = points[-1]
+    name = "accuracy" if "accuracy" in last else "mean_reward"
+    asked_between = second.get("num_questions")
+    asked_last = last.get("num_questions")
+    note = ""
+    if asked_between is not None and asked_between != asked_last:
+        note = f" ({count(asked_between, 'question')}, {asked_last} at both ends)"
+    stride = -(-len(points) // 12)
+    kept = points[:-1:stride]
+    kept.append(points[-1])
+    values = [f"{version}: {figure_text(name, figures.get(name))}" for version, _, figures in kept]
+    return f"{main_set} {name.replace('_', ' ')} by step{note}: {', '.join(values)}"
 
 
 def summary_facts(summary: Mapping[str, Any]) -> str:
     """What a finished run took."""
+    steps = count(summary["steps_made"], "step")
+    sampling = speed_text(summary["sample_tokens_per_second"])
+    training = speed_text(summary["train_tokens_per_second"])
+    programs = count(summary["num_compilations"], "program")
     return (
-        f"{count(summary['steps_made'], 'step')} in {duration(summary['seconds_total'])}: sampling "
-        f"{speed_text(summary['sample_tokens_per_second'])}, training "
-        f"{speed_text(summary['train_tokens_per_second'])}, "
-        f"with the compilation of {count(summary['num_compilations'], 'program')}"
+        f"{steps} in {duration(summary['seconds_total'])}: sampling {sampling}, training "
+        f"{training}, with the compilation of {programs}"
     )
 
 
@@ -254,7 +283,10 @@ def account_text(tokens: Mapping[str, int]) -> str:
     >>> account_text({"sampled": 5000, "trained": 4000, "evaluated": 1000, "lost": 0})
     '5,000 tokens sampled: 4,000 trained on, 1,000 in evaluations'
     """
-    ends = [
-        f"{tokens[name]:,} {text}" for name, text in _ENDS_OF_TOKENS.items() if tokens.get(name)
-    ]
-    return f"{tokens['sampled']:,} tokens sampled: {', '.join(ends)}" if ends else ""
+    ends = []
+    for name, text in _ENDS_OF_TOKENS.items():
+        if tokens.get(name):
+            ends.append(f"{tokens[name]:,} {text}")
+    if not ends:
+        return ""
+    return f"{tokens['sampled']:,} tokens sampled: {', '.join(ends)}"

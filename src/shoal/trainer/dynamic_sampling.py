@@ -18,16 +18,19 @@ MOST_AHEAD = 3
 
 
 def num_extra(wanted: int, useful_share: float) -> int:
-    """Groups to ask for beyond `wanted` where that is before the step's turn: as many as it takes
-    at the share of the newest step learnt by then. A further round would have to be waited for."""
-    return min(MOST_AHEAD * wanted, -int(-wanted // max(useful_share, 1e-9))) - wanted
+    """Groups to request beyond `wanted` where that is done before the step's turn: as many as the
+    newest known share of useful groups asks for. A further round would have to be waited for."""
+    expected = -int(-wanted // max(useful_share, 1e-9))  # rounded up
+    return min(MOST_AHEAD * wanted, expected) - wanted
 
 
 def missing(groups: Sequence[Group], wanted: int, is_useful: Callable[[Group], bool]) -> int:
-    """Further groups to ask for, 0 once there are enough: as many as the share of useful groups so
+    """Further groups to request, 0 once there are enough: as many as the share of useful groups so
     far asks for, so that one more round mostly suffices."""
-    useful = sum(map(is_useful, groups))
-    return min(wanted, -(-max(0, wanted - useful) * len(groups) // max(useful, 1)))
+    num_useful = sum(map(is_useful, groups))
+    num_lacking = max(0, wanted - num_useful)
+    expected = -(-num_lacking * len(groups) // max(num_useful, 1))  # rounded up
+    return min(wanted, expected)
 
 
 def divide(
@@ -35,9 +38,11 @@ def divide(
 ) -> tuple[list[Group], list[Group]]:
     """(the groups of the step, those that are discarded): useful ones first, in the order of the
     prompts, since the choice must not depend on which finished first."""
-    order = sorted(range(len(groups)), key=lambda n: (not is_useful(groups[n]), n))
-    chosen = sorted(order[:wanted])
-    return [groups[n] for n in chosen], [group for n, group in enumerate(groups) if n not in chosen]
+    useful = [number for number, group in enumerate(groups) if is_useful(group)]
+    others = sorted(set(range(len(groups))).difference(useful))
+    of_the_step = sorted([*useful, *others][:wanted])
+    discarded = sorted(set(range(len(groups))).difference(of_the_step))
+    return [groups[number] for number in of_the_step], [groups[number] for number in discarded]
 
 
 def has_signal(group: Group, a: AlgorithmSection, penalty: str = "") -> bool:
@@ -48,19 +53,19 @@ def has_signal(group: Group, a: AlgorithmSection, penalty: str = "") -> bool:
     called `penalty`; or the whole reward. Where the advantage normalises each function separately,
     a single one that has a weight is enough.
     """
-    if a.dynamic_sampling_by == "correct" and group.correct is not None:
-        return has_variance(group.valid, group.correct[None].astype(float))
-    left_out = penalty if a.dynamic_sampling_by == "correct" else ""
-    weights = {
-        name: group.reward_weights.get(name, 1.0)
-        for name in group.reward_components
-        if name != left_out
-    }
-    values = np.array([group.reward_components[name] for name in weights]).reshape(
-        len(weights), len(group.rewards)
-    )
-    reward = weighted_sum(list(weights.values()), values) if left_out else group.rewards
-    counted = [values[n] for n, weight in enumerate(weights.values()) if weight]
-    return has_variance(
-        group.valid, np.stack([reward, *(counted if ADVANTAGES[a.advantage].by_function else ())])
-    )
+    left_out = ""
+    if a.dynamic_sampling_by == "correct":
+        if group.correct is not None:
+            return has_variance(group.valid, group.correct[None].astype(float))
+        left_out = penalty
+    names = [name for name in group.reward_components if name != left_out]
+    weights = [group.reward_weights.get(name, 1.0) for name in names]
+    values = np.array([group.reward_components[name] for name in names])
+    values = values.reshape(len(names), len(group.rewards))  # also of no function
+    reward = weighted_sum(weights, values) if left_out else group.rewards
+    compared = [reward]
+    if ADVANTAGES[a.advantage].by_function:
+        for weight, of_function in zip(weights, values, strict=True):
+            if weight:
+                compared.append(of_function)
+    return has_variance(group.valid, np.stack(compared))

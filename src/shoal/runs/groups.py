@@ -80,8 +80,11 @@ class StoredGroup:
 def groups_file(purpose: Purpose, subset: str, step: int) -> str:
     """The name of the file of a step's groups: `step_000012.parquet`, or `evaluate_<data
     set>_000012.parquet`."""
-    name = "".join(c if c.isalnum() or c in "-_" else "_" for c in f"{purpose.value}_{subset}")
-    return f"{'step' if purpose is Purpose.TRAIN else name}_{step:06d}.parquet"
+    name = "step"
+    if purpose is not Purpose.TRAIN:
+        characters = f"{purpose.value}_{subset}"
+        name = "".join(c if c.isalnum() or c in "-_" else "_" for c in characters)
+    return f"{name}_{step:06d}.parquet"
 
 
 def stored_step(purpose: Purpose, step: int) -> int:
@@ -104,7 +107,8 @@ def write_file(
     ShoalError if it cannot be written, ValueError where lengths differ."""
     import pyarrow.parquet as pq
 
-    table, floats = to_table(groups, advantages, logprobs), ("logprobs", "trainer_logprobs")
+    table = to_table(groups, advantages, logprobs)
+    floats = ("logprobs", "trainer_logprobs")
     dictionaries = [name for name in table.column_names if name not in (*floats, "text")]
     dictionaries += [f"{name}.list.element" for name in ("token_ids", "prompt_ids")]
     with appearing(path) as temporary, writing(path), temporary.open("wb") as file:
@@ -126,74 +130,69 @@ def to_table(
     object."""
     import pyarrow as pa
 
-    advantages = [None] * len(groups) if advantages is None else advantages
-    _check_lengths(groups, advantages, logprobs or {})
-    group_of = np.repeat(np.arange(len(groups)), [group.size for group in groups])
-    place_of = np.array([place for group in groups for place in range(group.size)], np.int64)
-    completions = [completion for group in groups for completion in group.completions]
-    table = {
-        name: column.take(pa.array(group_of)) for name, column in _group_columns(groups).items()
-    }
-    table |= {"group": pa.array(group_of), "completion": pa.array(place_of)}
-    table["text"] = pa.array(
-        [encodable(text) for group in groups for text in group.texts], pa.string()
-    )
+    if advantages is None:
+        advantages = [None] * len(groups)
+    logprobs = logprobs or {}
+    _check_lengths(groups, advantages, logprobs)
+    group_of: list[int] = []  # by row, the number of its group
+    index_of: list[int] = []  # and of its completion in it
+    completions: list[Completion] = []
+    texts: list[str] = []
+    valid: list[bool] = []
+    correct: list[bool | None] = []
+    versions: list[np.ndarray | None] = []
+    for number, group in enumerate(groups):
+        for index, completion in enumerate(group.completions):
+            group_of.append(number)
+            index_of.append(index)
+            completions.append(completion)
+            texts.append(encodable(group.texts[index]))
+            valid.append(bool(group.valid[index]))
+            correct.append(None if group.correct is None else bool(group.correct[index]))
+            has_others = bool(np.any(completion.versions != group.version))
+            versions.append(completion.versions if has_others else None)
+    masks = [None if np.all(c.loss_mask) else c.loss_mask for c in completions]
+    group_rows = pa.array(group_of, pa.int64())
+
+    table = {name: column.take(group_rows) for name, column in _group_columns(groups).items()}
+    table["group"] = group_rows
+    table["completion"] = pa.array(index_of, pa.int64())
+    table["text"] = pa.array(texts, pa.string())
     table["token_ids"] = _lists([c.token_ids for c in completions], np.int32)
     table["logprobs"] = _lists([c.logprobs for c in completions], np.float32)
     table["stop_reason"] = pa.array([c.stop_reason.value for c in completions], pa.string())
     table["reward"] = _numbers([group.rewards for group in groups], groups)
-    for name in _names(group.reward_components for group in groups):
-        table[f"component/{name}"] = _numbers(
-            [group.reward_components.get(name) for group in groups], groups
-        )
-    table["valid"] = pa.array(
-        [bool(value) for group in groups for value in group.valid], pa.bool_()
-    )
-    table["correct"] = pa.array(
-        [
-            None if group.correct is None else bool(group.correct[i])
-            for group in groups
-            for i in range(group.size)
-        ],
-        pa.bool_(),
-    )
+    for name in _names([group.reward_components for group in groups]):
+        values = [group.reward_components.get(name) for group in groups]
+        table[f"component/{name}"] = _numbers(values, groups)
+    table["valid"] = pa.array(valid, pa.bool_())
+    table["correct"] = pa.array(correct, pa.bool_())
     table["advantage"] = _numbers(advantages, groups)
-    table["loss_mask"] = _lists(
-        [None if np.all(c.loss_mask) else c.loss_mask for c in completions], bool
-    )
-    table["versions"] = _lists(
-        [
-            c.versions if np.any(c.versions != group.version) else None
-            for group in groups
-            for c in group.completions
-        ],
-        np.int32,
-    )
-    keys = zip(group_of.tolist(), place_of.tolist(), strict=True)
-    table["trainer_logprobs"] = _lists([(logprobs or {}).get(key) for key in keys], np.float32)
+    table["loss_mask"] = _lists(masks, bool)
+    table["versions"] = _lists(versions, np.int32)
+    rows = zip(group_of, index_of, strict=True)
+    table["trainer_logprobs"] = _lists([logprobs.get(row) for row in rows], np.float32)
     table["support_ids"] = _nested_lists([c.extra.get("support_ids") for c in completions])
-    as_json = _add_free_columns(
-        table,
-        {
-            f"extra/{name}": [
-                value for group in groups for value in group.extra.get(name, [None] * group.size)
-            ]
-            for name in _names(group.extra for group in groups)
-        },
-    )
+
+    as_json = []
+    extras = {}
+    for name in _names([group.extra for group in groups]):
+        column = extras[f"extra/{name}"] = []
+        for group in groups:
+            column.extend(group.extra.get(name, [None] * group.size))
+    as_json += _add_free_columns(table, extras)
     if any(c.messages for c in completions):
-        as_json += _add_free_columns(table, {"messages": [list(c.messages) for c in completions]})
+        messages = [list(c.messages) for c in completions]
+        as_json += _add_free_columns(table, {"messages": messages})
     if any(c.prompt_ids is not None for c in completions):
         table["own_prompt_ids"] = _lists([c.prompt_ids for c in completions], np.int32)
     if any(c.branches for c in completions):
-        as_json += _add_free_columns(
-            table, {"branches": [list(map(_branch, c.branches)) for c in completions]}
-        )
-    shared = {"prompt": [group.example.prompt for group in groups]} | {
-        f"column/{name}": [group.example.columns.get(name) for group in groups]
-        for name in _names(group.example.columns for group in groups)
-    }
-    as_json += _add_free_columns(table, shared, pa.array(group_of))
+        branches = [list(map(_branch, c.branches)) for c in completions]
+        as_json += _add_free_columns(table, {"branches": branches})
+    shared: dict[str, list[Any]] = {"prompt": [group.example.prompt for group in groups]}
+    for name in _names([group.example.columns for group in groups]):
+        shared[f"column/{name}"] = [group.example.columns.get(name) for group in groups]
+    as_json += _add_free_columns(table, shared, group_rows)
     return pa.table(table, metadata={_NOTES: json.dumps({"json": as_json})})
 
 
@@ -201,56 +200,49 @@ def _group_columns(groups: Sequence[Group]) -> dict[str, pa.Array]:
     """What the completions of a group share and has one type in every file, a value a group."""
     import pyarrow as pa
 
-    numbers = {
-        "step": [stored_step(group.purpose, group.step) for group in groups],
-        "version": [group.version for group in groups],
-        "row": [group.example.row for group in groups],
+    steps = [stored_step(group.purpose, group.step) for group in groups]
+    columns = {
+        "step": pa.array(steps, pa.int64()),
+        "version": pa.array([group.version for group in groups], pa.int64()),
+        "row": pa.array([group.example.row for group in groups], pa.int64()),
+        "purpose": pa.array([group.purpose.value for group in groups], pa.string()),
+        "subset": pa.array([encodable(group.subset) for group in groups], pa.string()),
     }
-    texts = {
-        "purpose": [group.purpose.value for group in groups],
-        "subset": [encodable(group.subset) for group in groups],
-    }
-    weights = {
-        f"weight/{name}": [group.reward_weights.get(name) for group in groups]
-        for name in _names(group.reward_weights for group in groups)
-    }
-    return (
-        {name: pa.array(values, pa.int64()) for name, values in numbers.items()}
-        | {name: pa.array(values, pa.string()) for name, values in texts.items()}
-        | {name: pa.array(values, pa.float64()) for name, values in weights.items()}
-        | {"prompt_ids": _lists([group.prompt_ids for group in groups], np.int32)}
-    )
+    for name in _names([group.reward_weights for group in groups]):
+        weights = [group.reward_weights.get(name) for group in groups]
+        columns[f"weight/{name}"] = pa.array(weights, pa.float64())
+    columns["prompt_ids"] = _lists([group.prompt_ids for group in groups], np.int32)
+    return columns
 
 
 def _check_lengths(
     groups: Sequence[Group], advantages: Sequence[Any], logprobs: TokenLogprobs
 ) -> None:
-    sizes = [
-        group.size if values is None else len(values)
-        for group, values in zip(groups, advantages, strict=True)
-    ]
-    if sizes != [group.size for group in groups]:
-        raise ValueError("advantages: expected one for each completion of each group")
-    tokens = {
-        (p, g): completion
-        for p, group in enumerate(groups)
-        for g, completion in enumerate(group.completions)
-    }
-    for name, arrays in (
-        ("trainer_logprobs", logprobs),
-        ("logprobs", {key: c.logprobs for key, c in tokens.items()}),
-    ):
-        for key, values in arrays.items():
-            if len(values) != len(tokens[key]):
-                raise ValueError(
-                    f"{name} of (group, completion) {key}: expected one a token, "
-                    f"{len(tokens[key])}, "
-                    f"got {len(values)}"
-                )
+    """ValueError where advantages or log-probs are not as many as completions or tokens."""
+    for group, of_group in zip(groups, advantages, strict=True):
+        if of_group is not None and len(of_group) != group.size:
+            raise ValueError("advantages: expected one for each completion of each group")
+    for (number, index), values in logprobs.items():
+        completion = groups[number].completions[index]
+        _check_one_a_token("trainer_logprobs", number, index, values, completion)
+    for number, group in enumerate(groups):
+        for index, completion in enumerate(group.completions):
+            _check_one_a_token("logprobs", number, index, completion.logprobs, completion)
+
+
+def _check_one_a_token(
+    name: str, number: int, index: int, values: np.ndarray, completion: Completion
+) -> None:
+    if len(values) != len(completion):
+        raise ValueError(
+            f"{name} of (group, completion) {(number, index)}: expected one a token, "
+            f"{len(completion)}, got {len(values)}"
+        )
 
 
 def _names(mappings: Iterable[Iterable[str]]) -> list[str]:
-    return list(dict.fromkeys(name for mapping in mappings for name in mapping))
+    """The names of all mappings, each once, in their order."""
+    return list(dict.fromkeys(itertools.chain.from_iterable(mappings)))
 
 
 def _lists(arrays: Sequence[np.ndarray | None], kind: Any) -> pa.ListArray:
@@ -265,15 +257,20 @@ def _nested_lists(arrays: Sequence[np.ndarray | None]) -> pa.ListArray:
     padding."""
     import pyarrow as pa
 
-    present = [array for array in arrays if array is not None]
-    counts = np.concatenate([np.zeros(1, int), *((array >= 0).sum(axis=1) for array in present)])
-    values = np.concatenate([np.empty(0, np.int32), *(array[array >= 0] for array in present)])
-    tokens = pa.ListArray.from_arrays(
-        pa.array(np.cumsum(counts), pa.int32()), pa.array(values, pa.int32())
-    )
-    offsets = np.cumsum([0, *(0 if array is None else len(array) for array in arrays)])
-    missing = pa.array([array is None for array in arrays], pa.bool_())
-    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), tokens, mask=missing)
+    counts = [np.zeros(1, int)]  # of each token's list, behind a 0
+    values = [np.empty(0, np.int32)]
+    sizes = [0]  # tokens of each array, behind a 0
+    is_missing = []
+    for array in arrays:
+        is_missing.append(array is None)
+        sizes.append(0 if array is None else len(array))
+        if array is not None:
+            counts.append((array >= 0).sum(axis=1))
+            values.append(array[array >= 0])
+    token_ends = pa.array(np.cumsum(np.concatenate(counts)), pa.int32())
+    tokens = pa.ListArray.from_arrays(token_ends, pa.array(np.concatenate(values), pa.int32()))
+    array_ends = pa.array(np.cumsum(sizes), pa.int32())
+    return pa.ListArray.from_arrays(array_ends, tokens, mask=pa.array(is_missing, pa.bool_()))
 
 
 def _numbers(values: Sequence[Any], groups: Sequence[Group]) -> pa.Array:
@@ -281,11 +278,13 @@ def _numbers(values: Sequence[Any], groups: Sequence[Group]) -> pa.Array:
     array, is null."""
     import pyarrow as pa
 
-    parts = [
-        np.full(group.size, np.nan) if of_group is None else np.asarray(of_group, np.float64)
-        for of_group, group in zip(values, groups, strict=True)
-    ]
-    flat = np.concatenate(parts) if parts else np.empty(0)
+    parts = [np.empty(0)]
+    for of_group, group in zip(values, groups, strict=True):
+        if of_group is None:
+            parts.append(np.full(group.size, np.nan))
+        else:
+            parts.append(np.asarray(of_group, np.float64))
+    flat = np.concatenate(parts)
     return pa.array(flat, mask=np.isnan(flat))
 
 
@@ -297,8 +296,11 @@ def _add_free_columns(
     as_json = []
     for name, values in columns.items():
         column, is_json = free_column(values)
-        table[name] = column if rows is None else column.take(rows)
-        as_json += [name] if is_json else []
+        if rows is not None:
+            column = column.take(rows)
+        table[name] = column
+        if is_json:
+            as_json.append(name)
     return as_json
 
 
@@ -307,29 +309,29 @@ def free_column(values: Sequence[Any]) -> tuple[pa.Array, bool]:
     and then True, JSON text."""
     import pyarrow as pa
 
-    types = {str: pa.string(), bool: pa.bool_(), int: pa.int64(), float: pa.float64()}
+    arrow_types = {str: pa.string(), bool: pa.bool_(), int: pa.int64(), float: pa.float64()}
     ready = [json_ready(value) for value in values]
-    kinds = {type(value) for value in ready if value is not None} or {str}
-    is_huge = kinds == {int} and any(
-        not -(2**63) <= value < 2**63 for value in ready if value is not None
-    )
-    is_json = len(kinds) > 1 or is_huge or not kinds <= types.keys()
+    present = [value for value in ready if value is not None]
+    types = {type(value) for value in present} or {str}
+    is_json = len(types) > 1 or not types <= arrow_types.keys()
+    if types == {int} and any(not -(2**63) <= value < 2**63 for value in present):
+        is_json = True
     if is_json:
-        ready = [
-            value if value is None else json.dumps(value, ensure_ascii=False) for value in ready
-        ]
-        kinds = {str}
-    return pa.array([encodable(value) for value in ready], types[kinds.pop()]), is_json
+        types = {str}
+        ready = [None if value is None else _json_text(value) for value in ready]
+    return pa.array([encodable(value) for value in ready], arrow_types[types.pop()]), is_json
+
+
+def _json_text(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 def encodable(value: Any) -> Any:
     """A text with lone surrogates, which UTF-8 cannot hold, as escapes; any other value as it
     is."""
-    return (
-        value.encode("utf-8", "backslashreplace").decode("utf-8")
-        if isinstance(value, str)
-        else value
-    )
+    if not isinstance(value, str):
+        return value
+    return value.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 # ---- reading
@@ -367,85 +369,95 @@ def from_table(table: pa.Table) -> list[StoredGroup]:
     as_json = json.loads((table.schema.metadata or {})[_NOTES])["json"]
     columns: dict[str, list[Any]] = {}
     for name in table.column_names:
-        columns[name] = (
-            _arrays(table[name], _BY_TOKEN[name]) if name in _BY_TOKEN else table[name].to_pylist()
-        )
+        if name in _BY_TOKEN:
+            columns[name] = _arrays(table[name], _BY_TOKEN[name])
+            continue
+        values = table[name].to_pylist()
         if name in as_json:
-            columns[name] = [
-                value if value is None else json.loads(value) for value in columns[name]
-            ]
-    starts = [row for row, place in enumerate(columns["completion"]) if place == 0]
-    return [
-        _stored_group(number, {name: values[start:stop] for name, values in columns.items()})
-        for number, (start, stop) in enumerate(itertools.pairwise([*starts, table.num_rows]))
-    ]
+            values = [None if value is None else json.loads(value) for value in values]
+        columns[name] = values
+    borders = [row for row, index in enumerate(columns["completion"]) if index == 0]
+    borders.append(table.num_rows)
+    groups = []
+    for number, (start, stop) in enumerate(itertools.pairwise(borders)):
+        rows = {name: values[start:stop] for name, values in columns.items()}
+        groups.append(_stored_group(number, rows))
+    return groups
 
 
 def _stored_group(number: int, rows: Mapping[str, list[Any]]) -> StoredGroup:
     """One group from its rows, by column."""
     first = {name: values[0] for name, values in rows.items()}
-    completions = tuple(
-        _completion(number, {name: values[index] for name, values in rows.items()})
-        for index in range(len(rows["group"]))
-    )
+    completions = []
+    for index in range(len(rows["group"])):
+        row = {name: values[index] for name, values in rows.items()}
+        completions.append(_completion(number, row))
+    purpose = Purpose(first["purpose"])
+    components = _under(rows, "component/")
+    weights = _under(first, "weight/")
+    correct = None
+    if None not in rows["correct"]:
+        correct = np.array(rows["correct"], bool)
     group = Group(
-        purpose=Purpose(first["purpose"]),
-        step=first["step"] - stored_step(Purpose(first["purpose"]), 0),
+        purpose=purpose,
+        step=first["step"] - stored_step(purpose, 0),
         version=first["version"],
         example=Example(first["row"], first["prompt"], _under(first, "column/")),
         prompt_ids=np.array(first["prompt_ids"], np.int32),
-        completions=completions,
+        completions=tuple(completions),
         texts=tuple(rows["text"]),
         rewards=_floats(rows["reward"]),
-        reward_components={
-            name: _floats(values) for name, values in _under(rows, "component/").items()
-        },
+        reward_components={name: _floats(values) for name, values in components.items()},
         valid=np.array(rows["valid"], bool),
-        correct=None if None in rows["correct"] else np.array(rows["correct"], bool),
+        correct=correct,
         subset=first["subset"],
         extra=_under(rows, "extra/"),
-        reward_weights={
-            name: value for name, value in _under(first, "weight/").items() if value is not None
-        },
+        reward_weights={name: weight for name, weight in weights.items() if weight is not None},
     )
-    trained = [
-        {} if values is None else {"trainer_logprobs": values}
-        for values in rows["trainer_logprobs"]
-    ]
-    return StoredGroup(
-        group, None if None in rows["advantage"] else _floats(rows["advantage"]), tuple(trained)
-    )
+    advantages = None
+    if None not in rows["advantage"]:
+        advantages = _floats(rows["advantage"])
+    token_arrays = []
+    for logprobs in rows["trainer_logprobs"]:
+        token_arrays.append({} if logprobs is None else {"trainer_logprobs": logprobs})
+    return StoredGroup(group, advantages, tuple(token_arrays))
 
 
 def _completion(number: int, row: Mapping[str, Any]) -> Completion:
     size = len(row["token_ids"])
-    if wrong := [name for name in _BY_TOKEN if row[name] is not None and len(row[name]) != size]:
-        raise ValueError(
-            f"completion {row['completion']}: {size} tokens, but {wrong[0]} has "
-            f"{len(row[wrong[0]])} "
-            "entries"
-        )
-    mask, versions, kept, own = (
-        row["loss_mask"],
-        row["versions"],
-        row["support_ids"],
-        row.get("own_prompt_ids"),
-    )
+    for name in _BY_TOKEN:
+        if row[name] is not None and len(row[name]) != size:
+            raise ValueError(
+                f"completion {row['completion']}: {size} tokens, but {name} has "
+                f"{len(row[name])} entries"
+            )
+    loss_mask = row["loss_mask"]
+    if loss_mask is None:
+        loss_mask = np.ones(size, bool)
+    versions = row["versions"]
+    if versions is None:
+        versions = np.full(size, row["version"], np.int32)
+    extra = {}
+    if row["support_ids"] is not None:
+        extra["support_ids"] = _padded(row["support_ids"])
+    prompt_ids = row.get("own_prompt_ids")
+    if prompt_ids is not None:
+        prompt_ids = np.array(prompt_ids, np.int32)
+    branches = []
+    for branch in row.get("branches") or ():
+        branches.append(Branch(branch["start"], np.array(branch["prompt_ids"], np.int32)))
     return Completion(
         request_id=number,
         index=row["completion"],
         token_ids=row["token_ids"],
         logprobs=row["logprobs"],
-        loss_mask=np.ones(size, bool) if mask is None else mask,
-        versions=np.full(size, row["version"], np.int32) if versions is None else versions,
+        loss_mask=loss_mask,
+        versions=versions,
         stop_reason=StopReason(row["stop_reason"]),
-        extra={} if kept is None else {"support_ids": _padded(kept)},
+        extra=extra,
         messages=tuple(row.get("messages") or ()),
-        prompt_ids=None if own is None else np.array(own, np.int32),
-        branches=tuple(
-            Branch(one["start"], np.array(one["prompt_ids"], np.int32))
-            for one in row.get("branches") or ()
-        ),
+        prompt_ids=prompt_ids,
+        branches=tuple(branches),
     )
 
 
@@ -454,35 +466,43 @@ def _branch(branch: Branch) -> dict[str, Any]:
 
 
 def _under(columns: Mapping[str, Any], head: str) -> dict[str, Any]:
-    return {
-        name.removeprefix(head): values for name, values in columns.items() if name.startswith(head)
-    }
+    """The columns whose names begin with `head`, by the rest of their names."""
+    below = {}
+    for name, values in columns.items():
+        if name.startswith(head):
+            below[name.removeprefix(head)] = values
+    return below
 
 
-def _arrays(column: pa.ChunkedArray, kind: Any) -> list[np.ndarray | None]:
+def _arrays(column: pa.ChunkedArray, dtype: Any) -> list[np.ndarray | None]:
     """An array a row of a column of lists, None where it is null."""
-    return [
-        row.values.to_numpy(zero_copy_only=False).astype(kind, copy=False) if row.is_valid else None
-        for row in column
-    ]
+    arrays: list[np.ndarray | None] = []
+    for row in column:
+        if row.is_valid:
+            arrays.append(row.values.to_numpy(zero_copy_only=False).astype(dtype, copy=False))
+        else:
+            arrays.append(None)
+    return arrays
 
 
 def _padded(rows: Sequence[Sequence[int]]) -> np.ndarray:
     """int32[T, K] with -1 after the end of each shorter row."""
     width = max(map(len, rows), default=0)
-    return np.array([[*row, *[-1] * (width - len(row))] for row in rows], np.int32).reshape(
-        len(rows), width
-    )
+    padded = np.full((len(rows), width), -1, np.int32)
+    for number, row in enumerate(rows):
+        padded[number, : len(row)] = row
+    return padded
 
 
 def _floats(values: Sequence[float | None]) -> np.ndarray:
+    """float64, NaN for None."""
     return np.array([np.nan if value is None else value for value in values], np.float64)
 
 
 def group_record(stored: StoredGroup) -> dict[str, Any]:
     """A stored group as JSON: the prompt once, then its completions. Fields that hold for every
     token are left out."""
-    group, version = stored.group, stored.group.version
+    group = stored.group
     completions = []
     for i, completion in enumerate(group.completions):
         record: dict[str, Any] = {
@@ -494,31 +514,38 @@ def group_record(stored: StoredGroup) -> dict[str, Any]:
             "components": {name: values[i] for name, values in group.reward_components.items()},
             "valid": group.valid[i],
         }
-        optional = {
-            "correct": None if group.correct is None else group.correct[i],
-            "advantage": None if stored.advantages is None else stored.advantages[i],
-            "loss_mask": None if np.all(completion.loss_mask) else completion.loss_mask,
-            "versions": completion.versions if np.any(completion.versions != version) else None,
-            "messages": list(completion.messages) or None,
-            "own_prompt_ids": completion.prompt_ids,
-            "branches": list(map(_branch, completion.branches)) or None,
-            "extra": {name: values[i] for name, values in group.extra.items()} or None,
-        }
-        record |= {name: value for name, value in optional.items() if value is not None}
-        if (kept := completion.extra.get("support_ids")) is not None:
-            record["support_ids"] = [row[row >= 0] for row in kept]
-        completions.append(record | dict(stored.token_arrays[i]))
-    return json_ready(
-        {
-            "purpose": group.purpose,
-            "step": stored_step(group.purpose, group.step),
-            "version": version,
-            "subset": group.subset,
-            "row": group.example.row,
-            "prompt": group.example.prompt,
-            "prompt_ids": group.prompt_ids,
-            "columns": group.example.columns,
-            **({"reward_weights": group.reward_weights} if group.reward_weights else {}),
-            "completions": completions,
-        }
-    )
+        if group.correct is not None:
+            record["correct"] = group.correct[i]
+        if stored.advantages is not None:
+            record["advantage"] = stored.advantages[i]
+        if not np.all(completion.loss_mask):
+            record["loss_mask"] = completion.loss_mask
+        if np.any(completion.versions != group.version):
+            record["versions"] = completion.versions
+        if completion.messages:
+            record["messages"] = list(completion.messages)
+        if completion.prompt_ids is not None:
+            record["own_prompt_ids"] = completion.prompt_ids
+        if completion.branches:
+            record["branches"] = list(map(_branch, completion.branches))
+        if group.extra:
+            record["extra"] = {name: values[i] for name, values in group.extra.items()}
+        support_ids = completion.extra.get("support_ids")
+        if support_ids is not None:
+            record["support_ids"] = [row[row >= 0] for row in support_ids]
+        record |= stored.token_arrays[i]
+        completions.append(record)
+    record = {
+        "purpose": group.purpose,
+        "step": stored_step(group.purpose, group.step),
+        "version": group.version,
+        "subset": group.subset,
+        "row": group.example.row,
+        "prompt": group.example.prompt,
+        "prompt_ids": group.prompt_ids,
+        "columns": group.example.columns,
+    }
+    if group.reward_weights:
+        record["reward_weights"] = group.reward_weights
+    record["completions"] = completions
+    return json_ready(record)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from shoal.config.commands import EvalConfig
 from shoal.config.merge import FROM_PYTHON, PYTHON_OBJECTS, Resolved, load
 from shoal.config.stored import difference_from_defaults
+from shoal.config.train import Config
 from shoal.config.words import Entry
 from shoal.files import find_input
 from shoal.records import ShoalError
@@ -31,53 +32,70 @@ def config_for_eval_of_run(
     beneath the user's keys, unless another task is named; unchanged for a model that is no run.
     `has_functions`: reward functions were given from Python."""
     path = config.model.path
-    found = None if config.responses else find_checkpoint(find_input(path, "model.path"))
-    if not (found and is_run(run := found[0])):
+    if config.responses:
         return config, resolved
+    checkpoint = find_checkpoint(find_input(path, "model.path"))
+    if checkpoint is None or not is_run(checkpoint[0]):
+        return config, resolved
+    run = checkpoint[0]
     stored = read_config(run)
     if "task.name" in resolved.origins and config.task.name != stored.task.name:
         return config, resolved
-    given = has_functions or "reward.functions" in resolved.origins
-    replaced = REWARD * given + PLAYS * any(key in resolved.origins for key in PLAYS)
-    settings = {
-        key: list(value) if isinstance(value, tuple) else value
-        for key, value in difference_from_defaults(stored).items()
-        if key.startswith(SECTIONS) and key not in replaced
-    }
-    own = stored.reward.functions
-    if stored.task.name == ROWS or (
-        not given and any(spec.startswith(FROM_PYTHON) for spec in own)
-    ):
-        what, rows = ("task", "task=rows, ") if stored.task.name == ROWS else ("reward", "")
-        raise ShoalError(
-            f"model={path}: the {what} of this run came from Python: give it again there, "
-            f"shoal.evaluate("
-            f"model=RUN, {rows}reward=f), or name another task, task=NAME"
-        )
-    plays = {key: value for key, value in settings.items() if key in PLAYS}
-    for key, value in plays.items():
-        for name in value if isinstance(value, list) else [value]:
-            if name.startswith(FROM_PYTHON) and name not in PYTHON_OBJECTS:
-                raise ShoalError(
-                    f"model={path}: {key}={name} of this run came from Python: give it again "
-                    f"there, "
-                    f"shoal.evaluate(model=RUN, "
-                    f"{key.partition('.')[2].replace('factory', 'environment')}="
-                    f"...), or as file.py:NAME",
-                    key,
-                )
-    entries = tuple(Entry(key, value, f"{run}") for key, value in settings.items())
+
+    replaced: list[str] = []
+    has_rewards = has_functions or "reward.functions" in resolved.origins
+    if has_rewards:
+        replaced.extend(REWARD)
+    if any(key in resolved.origins for key in PLAYS):
+        replaced.extend(PLAYS)
+    _require_from_python(path, stored, has_rewards)
+    settings = {}
+    for key, value in difference_from_defaults(stored).items():
+        if key.startswith(SECTIONS) and key not in replaced:
+            settings[key] = list(value) if isinstance(value, tuple) else value
+    has_environment = False
+    for key in PLAYS:
+        if key in settings:
+            has_environment = True
+            _require_objects(path, key, settings[key])
+
+    beneath = tuple(Entry(key, value, f"{run}") for key, value in settings.items())
     # The same task named again must not set its preset's lengths over those of the run.
-    asked = [
+    entries = [
         entry for entry in resolved.arguments.entries if entry.name not in ("task", "task.name")
     ]
-    config, resolved = load(
-        EvalConfig, replace(resolved.arguments, entries=tuple(asked), beneath=entries)
-    )
-    data = f"{config.task.name}, {config.task.path}" if config.task.path else config.task.name
-    line = (
-        f"{path}: evaluates its own task ({data}), reward{', environment' * bool(plays)} and "
-        f"lengths; task=NAME "
-        "for another"
-    )
+    arguments = replace(resolved.arguments, entries=tuple(entries), beneath=beneath)
+    config, resolved = load(EvalConfig, arguments)
+    data = config.task.name
+    if config.task.path:
+        data += f", {config.task.path}"
+    parts = "reward, environment" if has_environment else "reward"
+    line = f"{path}: evaluates its own task ({data}), {parts} and lengths; task=NAME for another"
     return config, replace(resolved, notes=(line, *resolved.notes))
+
+
+def _require_from_python(path: str, stored: Config, has_rewards: bool) -> None:
+    """ShoalError where the run's rows, or its rewards without others given, came from Python."""
+    if stored.task.name == ROWS:
+        what, rows = "task", "task=rows, "
+    elif not has_rewards and any(spec.startswith(FROM_PYTHON) for spec in stored.reward.functions):
+        what, rows = "reward", ""
+    else:
+        return
+    raise ShoalError(
+        f"model={path}: the {what} of this run came from Python: give it again there, "
+        f"shoal.evaluate(model=RUN, {rows}reward=f), or name another task, task=NAME"
+    )
+
+
+def _require_objects(path: str, key: str, value: str | list[str]) -> None:
+    """ShoalError where tools or an environment of the run came from Python and are not given."""
+    names = value if isinstance(value, list) else [value]
+    for name in names:
+        if name.startswith(FROM_PYTHON) and name not in PYTHON_OBJECTS:
+            argument = key.partition(".")[2].replace("factory", "environment")
+            raise ShoalError(
+                f"model={path}: {key}={name} of this run came from Python: give it again there, "
+                f"shoal.evaluate(model=RUN, {argument}=...), or as file.py:NAME",
+                key,
+            )

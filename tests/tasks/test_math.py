@@ -222,6 +222,13 @@ DIFFERENT = [
     ("1A_{16}", "1A_{12}"),
     ("x\\equiv 1 \\pmod 3", "x\\equiv 2 \\pmod 3"),
     ("x\\equiv 1 \\pmod 3", "3"),
+    ("\\pi r^2 h", "\\pi r^2"),
+    ("\\frac{1}{3}\\pi r^2h", "\\frac{1}{3}\\pi r^2"),
+    ("x+2m", "x+2"),
+    ("3\\text{ hours and }20\\text{ minutes}", "3\\text{ hours and }30\\text{ minutes}"),
+    ("2\\text{ m }30\\text{ cm}", "2"),
+    ("20\\text{ percent}", "30\\%"),
+    ("\\text{2:30 p.m.}", "2:30 am"),
 ]
 EQUAL = [
     ("(0, 12.5)", "0 < x < 12.5"),
@@ -296,6 +303,14 @@ EQUAL = [
     ("ln(2)", "\\ln 2"),
     ("90^\\circ", "90\\text{ degrees}"),
     ("5~\\text{cm}", "5"),
+    ("\\pi r^2 h", "h \\pi r^2"),
+    ("2x\\text{ m}", "2x"),
+    ("x = 2 m", "2"),
+    ("20\\%", "20\\text{ percent}"),
+    ("0.2", "20 percent"),
+    ("\\text{2:30 p.m.}", "2:30 PM"),
+    ("5\\text{ ft }6\\text{ in}", "5 feet, 6 inches"),
+    ("5 cm, 12 cm", "12 cm and 5 cm"),
     ("\\begin{pmatrix}0.5\\\\1\\end{pmatrix}", "\\begin{pmatrix}1/2\\\\1\\end{pmatrix}"),
 ]
 

@@ -24,7 +24,7 @@ from fractions import Fraction
 from typing import Any
 
 from shoal.records import ShoalError
-from shoal.tasks.graders.units import differ, quantity_of, variables_of
+from shoal.tasks.graders.units import differ, measures_of, quantity_of, variables_of
 from shoal.workers.pool import Limits, WorkerPool
 from shoal.workers.process import Header
 
@@ -79,7 +79,10 @@ _LETTERS = re.compile(
 """Letters at the end that math-verify would take for a unit, and leave out: behind a number those
 that are hardly one, behind an operator all."""
 _LAST_LETTER = re.compile(
-    r"(?:(?<=[0-9})\]+*/-])|(?<=[0-9})\]+*/-]\s)|(?<=\s[A-Za-z]\s))([A-Za-z])\s*\Z"
+    r"(?:(?<=[0-9})\]+*/-])|(?<=[0-9})\]+*/-]\s)|(?<=[A-Za-z]\s))([A-Za-z])\s*\Z"
+)
+_PERCENT = re.compile(
+    r"\s*(?:\\(?:text|mathrm|mbox)\{\s*per\s?cent\s*\}|(?<![A-Za-z])per\s?cent(?![A-Za-z]))"
 )
 _BARE_FUNCTION = re.compile(
     r"(?<![A-Za-z\\])((?:arc)?(?:sin|cos|tan|cot|sec|csc)|ln|log)(?=[(_^]|\\left\()"
@@ -127,13 +130,24 @@ def same_all(pairs: Sequence[tuple[str, str]]) -> list[bool | None]:
 
 def _in_latex(gold: str, answer: str) -> tuple[str, str]:
     variables = _shared_variables(gold, answer)
-    return latex(gold, variables), latex(answer, variables)
+    return (
+        latex(gold, variables | _last_variable(gold)),
+        latex(answer, variables | _last_variable(answer)),
+    )
 
 
 def _shared_variables(gold: str, answer: str) -> set[str]:
     """Letters that are variables in one of two answers, and so at the end of the other: `m/2` and
     `0.5 m`."""
     return variables_of(_unwrapped(gold)) | variables_of(_unwrapped(answer))
+
+
+def _last_variable(answer: str) -> set[str]:
+    """The letter that ends an expression with other letters, as of `\\pi r^2 h`: units that are one
+    letter stand behind numbers, or in words' wrapping."""
+    expression = _unwrapped(answer.rpartition("=")[2])
+    last = _LAST_LETTER.search(answer)
+    return {last[1]} if last is not None and variables_of(expression) else set()
 
 
 def ends_with(gold: str, text: str) -> bool | None:
@@ -151,6 +165,7 @@ def at_a_glance(gold: str, answer: str) -> bool | None:
         return False
     if max(len(gold), len(answer)) > MAX_CHARS:
         return None
+    gold, answer = _PERCENT.sub(r"\\%", gold), _PERCENT.sub(r"\\%", answer)
     wanted, came = plain(gold), plain(answer)
     if wanted == came:
         return True
@@ -164,6 +179,12 @@ def at_a_glance(gold: str, answer: str) -> bool | None:
         return False
     if unit is not None and wanted_unit == unit:  # `5 in.` and `5 inches`
         wanted, came = plain(wanted_number), plain(number)
+        if wanted == came:
+            return True
+    wanted_measures, measures = measures_of(_unwrapped(gold)), measures_of(_unwrapped(answer))
+    if wanted_measures and measures and max(len(wanted_measures), len(measures)) > 1:
+        # Of `3 hours 20 minutes` math-verify reads the 3.
+        return wanted_measures == measures
     if "\\equiv" in wanted or "\\equiv" in came:
         # Of `x \\equiv 1 \\pmod 3` math-verify reads the 3.
         return _congruence(wanted) == _congruence(came)
@@ -208,6 +229,7 @@ def is_whole(gold: str) -> bool:
 def latex(answer: str, variables: Collection[str] = ()) -> str:
     """An answer with signs, names and numbers of plain text in LaTeX: `π/2`, `sqrt(2)`, `√10`, `2
     1/2`, `1e10`. A last letter that is one of the variables is no unit."""
+    answer = _PERCENT.sub(r"\\%", answer)
     answer = _exponentials(_PI.sub(r"\\pi ", _spelled_out(answer)))
     for signs, sign in _TWO_SIGNS.items():
         answer = re.sub(signs, sign, answer)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
+from fractions import Fraction
 
 _NAMES = {
     "mm": "millimeter", "cm": "centimeter", "dm": "decimeter", "m": "meter mtr", "km": "kilometer",
@@ -30,6 +31,11 @@ _WORDS = re.compile(
 )
 _BASE = re.compile(r"(?P<digits>\s*-?[0-9A-Z.]+)\s*_\s*\{?\s*(?P<base>[0-9]{1,2})\s*\}?\s*")
 """`52_8`"""
+_MEASURE = re.compile(
+    r"[\s,]*(?:and\s+)?(?P<number>[0-9]{1,30}(?:\.[0-9]{1,30})?)(?P<words>\s*[A-Za-z. ]{1,40}?)?"
+    r"(?=\s*\Z|[\s,]+(?:and\s+)?[0-9])"
+)
+"""`3 hours` of `3 hours and 20 minutes`"""
 _NAMED = re.compile(r"\s*[A-Za-z]\s*=")
 _LETTER = re.compile(r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])")
 
@@ -77,6 +83,34 @@ def variables_of(text: str) -> set[str]:
     `3m + 2s` m, which is no meter."""
     expression = _NAMED.sub("", quantity_of(text)[0], count=1)
     return set(_LETTER.findall(expression))
+
+
+def measures_of(text: str) -> list[tuple[str, int, Fraction]]:
+    """The measures that a text consists of, by unit, power and number in their order; a number
+    alone has no unit. Empty for any other text.
+
+    >>> measures_of("5 ft 6 in")
+    [('ft', 1, Fraction(5, 1)), ('in', 1, Fraction(6, 1))]
+    >>> measures_of("12 cm, 5 cm") == measures_of("5 cm and 12 cm")
+    True
+    >>> measures_of("5, 6"), measures_of("5 ft x")
+    ([], [])
+    """
+    found: list[tuple[str, int, Fraction]] = []
+    place = 0
+    match = _MEASURE.match(text)
+    while match is not None:
+        unit = unit_of(match[0])
+        has_words = bool((match["words"] or "").strip(" ."))
+        if has_words and unit is None:
+            return []
+        named = Unit("") if unit is None else unit
+        found.append((named.name, named.power, Fraction(match["number"])))
+        place = match.end()
+        match = _MEASURE.match(text, place)
+    is_whole = not text[place:].strip(" .")
+    has_units = all(name for name, _, _ in found)
+    return sorted(found) if is_whole and (has_units or len(found) == 1) else []
 
 
 def _unit_of_words(match: re.Match[str]) -> Unit | None:

@@ -73,13 +73,18 @@ _CLOSING = r"[\s*_`\"'$\\\]})]*"
 _NUMBER = (
     r"(?P<number>[+-]?(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+))"
     r"(?:[^\S\n]*+(?:(?:points?|pts|stars?|marks?)\b)?+"
-    r"[^\S\n]*+[*_`\"',]*+[^\S\n]*+\(?(?:/|(?:out\s+|on\s+a\s+scale\s+)?of\b)[\s*_`]*+"
+    r"[^\S\n]*+[*_`\"',]*+[^\S\n]*+[(\[]?(?:/|max(?:imum)?\b[^\S\n]*[.:]?"
+    r"|on\s+a\s+scale\s+(?:of|from)\b(?:\s+[0-9]+(?:\s+to\b|[^\S\n]*[-–]))?"
+    r"|(?:out\s+)?of\b(?:\s+(?:an?|the)\b)?(?:\s+(?:possible|max(?:imum)?|total)\b)?(?:\s+of\b)?)"
+    r"[\s*_`]*+"
     r"(?P<scale>[0-9]+(?:\.[0-9]+)?)|\s?(?P<percent>\\?%))?+"
 )
-"""A score as judges write it: `8`, `8/10`, `8 (out of 10)`, `**8** / 10`, `80%`."""
+"""A score as judges write it: `8`, `8/10`, `8 (out of a possible 10)`, `8 on a scale from 0 to 10`,
+`**8** / 10`, `80%`."""
 _NOT_BEHIND = (
     r"(?![0-9A-Za-z½¼¾⁄]|[.,:/^][0-9]"
-    r"|[ \t]*(?:to|or|and|vs\.?|\.\.+|[-–—~→+*^⁄]|->|=>)[ \t]*(?:maybe[ \t]*)?[0-9]"
+    r"|[ \t]*(?:to|or|and|minus|plus|less|x|vs\.?|\.\.+|[-–—~→+*×^⁄]|->|=>)[ \t]*"
+    r"(?:maybe[ \t]*)?[0-9]"
     r"|(?:[^\S\n]|['’_])+[0-9])"
 )
 """`7-8`, `7th`, `8,5`, `7~8`, `6 -> 8`, `4 1/2`, `1 000` and `0 to 10` are no scores."""

@@ -77,6 +77,21 @@ def outcome(code: str, *tests: str, entry_point: str = "", setup: str = "", **gi
             "try:\n    f(1)\n    assert False\nexcept ValueError: pass",
             "passed",
         ),
+        (
+            "class Odd(ValueError): pass\ndef f(x): raise Odd",
+            "try:\n    f(1)\n    assert False\nexcept ValueError: pass",
+            "passed",
+        ),
+        (
+            "class Odd(KeyError): pass\ndef f(x): raise Odd",
+            "try:\n    f(1)\nexcept ValueError: pass",
+            "failed",
+        ),
+        (
+            "class End(StopIteration): pass\ndef f(x): raise End",
+            "assert all(map(f, [1]))",
+            "failed",
+        ),
         ("def f(x): raise TimeoutError", "f(1)", "failed"),
         (
             "class P:\n    def __init__(self, a): self.a = a\ndef f(ps): return sum(p.a for p in "
@@ -662,6 +677,11 @@ def test_without_a_sandbox_the_task_is_refused(
         ("```python3\nf = 5\n```", "f = 5\n"),
         ("```py\r\nh = 6\r\n```", "h = 6\r\n"),
         ("```python\ncut", "```python\ncut"),
+        ("```bash\npip\n```\nThen:\n```python\ni = 7\n```\n", "i = 7\n"),
+        ("```python\nj = 8\n```\n```json\n{}\n```\nas\n```\n8\n```\n", "j = 8\n"),
+        ("1. Code:\n   ```python\n   if k:\n       l = 9\n   ```", "if k:\n    l = 9\n"),
+        ('```python title="a.py"\nm = 10\n```', "m = 10\n"),
+        ("Call ```f``` as:\n```\n    return 11\n```", "    return 11\n"),
     ],
 )
 def test_the_code_of_a_completion_is_its_last_block(text: str, code: str) -> None:

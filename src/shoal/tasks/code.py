@@ -27,7 +27,12 @@ SYSTEM_PROMPT = (
     "that "
     "begins with ```python and ends with ```."
 )
-_BLOCK = re.compile(r"```(?:py(?:thon)?[0-9.]*)?[ \t]*\r?\n(.*?)```", re.DOTALL | re.IGNORECASE)
+_BLOCK = re.compile(
+    r"(?P<indent>(?<![^\n])[ \t]+)?```(?:(?P<language>[\w+#.-]+)(?:[ \t][^`\n]*)?)?[ \t]*\r?\n"
+    r"(?P<code>.*?)```",
+    re.DOTALL,
+)
+_PYTHON = re.compile(r"py(?:thon)?[0-9.]*", re.IGNORECASE)
 
 
 def load(task: TaskSection) -> Task:
@@ -41,7 +46,7 @@ def load(task: TaskSection) -> Task:
             "code",
             rewards=(RewardFunction("passed", passed),),
             correct_by="passed",
-            well_formed=lambda text: len(_BLOCK.findall(text)) == 1,
+            well_formed=lambda text: len(blocks_of(text)) == 1,
             verdict=verdict,
         ),
         splits,
@@ -110,11 +115,31 @@ def _texts(value: Any) -> list[str]:
     return [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, str)]
 
 
+def blocks_of(text: str) -> list[str]:
+    """The blocks of Python in a text; where none is marked as Python, those without a language,
+    since beside marked code they show what it prints.
+
+    >>> blocks_of("```python\\nf()\\n```\\nprints\\n```\\n1\\n```")
+    ['f()\\n']
+    """
+    marked: list[str] = []
+    unmarked: list[str] = []
+    for block in _BLOCK.finditer(text):
+        language, indent = block["language"], block["indent"] or ""
+        # In an item of a list the whole block is indented, and its code is not.
+        code = re.sub(f"^{indent}", "", block["code"], flags=re.MULTILINE)
+        if language is None:
+            unmarked.append(code)
+        elif _PYTHON.fullmatch(language):
+            marked.append(code)
+    return marked or unmarked
+
+
 def case_of(text: str, columns: Mapping[str, Any]) -> dict[str, Any]:
     """What the sandbox runs for a completion: its last block of code, or all of it where it has
     none. A function that HumanEval begins is redefined, or continued."""
     text = solution_of(text)
-    code = (_BLOCK.findall(text) or [text])[-1]
+    code = (blocks_of(text) or [text])[-1]
     return {
         "code": columns["head"] + code,
         "given": columns["head"],

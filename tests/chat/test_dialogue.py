@@ -175,6 +175,20 @@ NO_RESULTS = NO_CALLS.replace(
 LAST_THOUGHT = NO_CALLS.replace(
     "{{ m.content }}", "{% if loop.last %}{{ m.reasoning_content }}{% endif %}{{ m.content }}"
 )
+CALLS_ALONE = NO_CALLS.replace(
+    "{{ m.content }}",
+    "{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% else %}{{ m.content }}{% endif %}",
+)
+SAID_AND_CALLED = [
+    {"role": "user", "content": "a"},
+    {
+        "role": "assistant",
+        "content": "I add them.",
+        "tool_calls": [{"function": {"name": "add", "arguments": {"a": 2}}}],
+    },
+    {"role": "tool", "content": "5"},
+    {"role": "assistant", "content": "5"},
+]
 THOUGHT = [
     {"role": "user", "content": "a"},
     {"role": "assistant", "content": "b", "reasoning": "why"},
@@ -194,6 +208,14 @@ THOUGHT = [
         # Reasoning is written where a turn is the last one, in which it is learned.
         (LAST_THOUGHT, THOUGHT, None, ["name"]),
         (NO_CALLS, THOUGHT, None, ["reasoning", "name"]),
+        (
+            CALLS_ALONE,
+            SAID_AND_CALLED,
+            None,
+            ["what role assistant says in a message with tool_calls"],
+        ),
+        (NO_CALLS, SAID_AND_CALLED, None, ["tool_calls"]),
+        (PLAIN, SAID_AND_CALLED, None, []),
         ("", DIALOGUE, TOOLS, ["tools", "tool_calls"]),  # without a template, as plain lines
     ],
 )

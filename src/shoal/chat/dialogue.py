@@ -92,7 +92,8 @@ def unwritten(
     tokenizer: Tokenizer, messages: Messages, tools: Sequence[dict[str, Any]] | None = None
 ) -> list[str]:
     """What a dialogue holds and the chat template does not write, found by rendering it without:
-    `tools`, keys of messages besides role and content, and the contents of a role's messages.
+    `tools`, keys of messages besides role and content, the contents of a role's messages, and those
+    of messages with tool calls.
 
     >>> unwritten(tokenizer_of_plain_chatml, messages, tools)
     ['tools', 'tool_calls']
@@ -139,6 +140,13 @@ def unwritten(
         ]
         if role != ASSISTANT and others != list(messages):
             check(f"what role {role} says", others, tools)
+    # Llama 3's template writes of a message with calls the calls alone.
+    others = [
+        {**message, "content": ""} if message.get("tool_calls") else message for message in messages
+    ]
+    has_text = any(message.get("content") and message.get("tool_calls") for message in messages)
+    if has_text and "tool_calls" not in found:
+        check(f"what role {ASSISTANT} says in a message with tool_calls", others, tools)
     return found
 
 

@@ -20,7 +20,7 @@ from shoal.config.sections.task import TaskSection
 from shoal.job.task import load_task
 from shoal.records import ShoalError
 from shoal.rewards.pool import RewardPool
-from shoal.tasks.code import case_of
+from shoal.tasks.code import blocks_of, case_of
 from shoal.tasks.graders import sandbox
 
 try:
@@ -687,6 +687,16 @@ def test_without_a_sandbox_the_task_is_refused(
 def test_the_code_of_a_completion_is_its_last_block(text: str, code: str) -> None:
     columns = {"head": "", "setup": "", "tests": [], "entry_point": ""}
     assert case_of(text, columns)["code"] == code
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["```a" + " " * 300_000 + "x", "```" + " " * 300_000, " " * 300_000 + "`", "```a " * 50_000],
+)
+def test_blocks_of_hostile_text_are_read_in_time(text: str) -> None:
+    started = time.process_time()
+    assert blocks_of(text) == []
+    assert time.process_time() - started < 1
 
 
 @pytest.fixture

@@ -28,8 +28,8 @@ SYSTEM_PROMPT = (
     "begins with ```python and ends with ```."
 )
 _BLOCK = re.compile(
-    r"(?P<indent>(?<![^\n])[ \t]+)?```(?:(?P<language>[\w+#.-]+)(?:[ \t][^`\n]*)?)?[ \t]*\r?\n"
-    r"(?P<code>.*?)```",
+    r"(?P<indent>(?<![^\n])[ \t]++)?```"
+    r"(?:(?P<language>[\w+#.-]++)(?:[ \t][^`\r\n]*+)?|[ \t]*+)\r?\n(?P<code>.*?)```",
     re.DOTALL,
 )
 _PYTHON = re.compile(r"py(?:thon)?[0-9.]*", re.IGNORECASE)

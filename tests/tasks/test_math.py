@@ -378,6 +378,8 @@ HOSTILE = {  # each would keep a parser or sympy busy, or take all memory
         "0." * 400 + "\\overline{3}",
         "2 1/" * 250,
         "5 square " * 110,
+        "5" + " " * 990,
+        " " * 990 + "percen",
         "a " * 490 + "cm",
         "^\\circ" * 160,
         "\\{\\ " * 240,

@@ -82,7 +82,7 @@ _LAST_LETTER = re.compile(
     r"(?:(?<=[0-9})\]+*/-])|(?<=[0-9})\]+*/-]\s)|(?<=[A-Za-z]\s))([A-Za-z])\s*\Z"
 )
 _PERCENT = re.compile(
-    r"\s*(?:\\(?:text|mathrm|mbox)\{\s*per\s?cent\s*\}|(?<![A-Za-z])per\s?cent(?![A-Za-z]))"
+    r"(?<!\s)\s*(?:\\(?:text|mathrm|mbox)\{\s*per\s?cent\s*\}|(?<![A-Za-z])per\s?cent(?![A-Za-z]))"
 )
 _BARE_FUNCTION = re.compile(
     r"(?<![A-Za-z\\])((?:arc)?(?:sin|cos|tan|cot|sec|csc)|ln|log)(?=[(_^]|\\left\()"
@@ -248,7 +248,8 @@ def _unwrapped(answer: str) -> str:
     """An answer with spaces in place of LaTeX's, and without the wrapping of words."""
     for sign, command in _SIGNS.items():
         answer = answer.replace(sign, command)
-    return _WRAPPED.sub(r" \1 ", _SPACE.sub(" ", answer))
+    # One space for a run of them, since the search for units tries each.
+    return re.sub(r"\s+", " ", _WRAPPED.sub(r" \1 ", _SPACE.sub(" ", answer)))
 
 
 def _spelled_out(answer: str) -> str:

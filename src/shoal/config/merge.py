@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import operator
 import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -84,40 +85,44 @@ def layers_of(
     not read."""
     layers, file = users_layers(config_type, arguments, stored)
     if stored:
-        layers = [
-            replace(
-                layer, entries=[entry for entry in layer.entries if entry.name not in open_keys]
-            )
-            if layer.label == STORED
-            else layer
-            for layer in layers
-        ]
+        for number, layer in enumerate(layers):
+            if layer.label == STORED:
+                entries = [entry for entry in layer.entries if entry.name not in open_keys]
+                layers[number] = replace(layer, entries=entries)
     line = len(layers) - 1
     beneath: dict[int, list[Layer]] = {}
-    by_line = (
-        {} if file else merge(config_type, [layers[line]])[0].top
-    )  # perhaps by another system's flag
-    task = text_of(by_line["task.name"].value) if "task.name" in by_line else ""
-    if preset := preset_of_task(command_of(config_type), task):
+    task = ""
+    if not file:
+        # Merged, as another system's flag may name the task.
+        by_line, _ = merge(config_type, [layers[line]])
+        if "task.name" in by_line.top:
+            task = text_of(by_line.top["task.name"].value)
+    preset = preset_of_task(command_of(config_type), task)
+    if preset:
         file = preset
         beneath[line] = file_layers(config_type, preset, f"task {task}")
-    for key in [key for key in PACKAGED if key in keys_of(config_type)]:
-        named = [
-            (number, text_of(entry.value), f"{entry.origin}: " if layer.file else "")
-            for number, layer in enumerate(layers)
-            for entry in layer.entries
-            if names_of(config_type).get(entry.name) == key
-        ]
-        if named and named[-1][1]:
-            place, name, where = named[-1]
-            while (
-                place > 0 and layers[place - 1].label == layers[place].label
-            ):  # beneath a file's `defaults`, too
-                place -= 1
-            beneath.setdefault(place, []).extend(named_layers(config_type, key, name, where))
-    return [
-        one for number, layer in enumerate(layers) for one in (*beneath.get(number, ()), layer)
-    ], file
+    names = names_of(config_type)
+    for key in PACKAGED:
+        if key not in keys_of(config_type):
+            continue
+        number, name, where = 0, "", ""  # of the highest entry of the key
+        for layer_number, layer in enumerate(layers):
+            for entry in layer.entries:
+                if names.get(entry.name) == key:
+                    number = layer_number
+                    name = text_of(entry.value)
+                    where = f"{entry.origin}: " if layer.file else ""
+        if not name:
+            continue
+        # The files of a file's `defaults` have its label: the preset lies beneath them, too.
+        while number > 0 and layers[number - 1].label == layers[number].label:
+            number -= 1
+        beneath.setdefault(number, []).extend(named_layers(config_type, key, name, where))
+    ordered: list[Layer] = []
+    for number, layer in enumerate(layers):
+        ordered += beneath.get(number, [])
+        ordered.append(layer)
+    return ordered, file
 
 
 def preset_of_task(command: str, name: str) -> Path | None:
@@ -129,20 +134,29 @@ def users_layers(
     config_type: type, arguments: Arguments, stored: Path | None = None
 ) -> tuple[list[Layer], Path | None]:
     """The layers of `--preset`, of the file and of the command line; and the file."""
-    command, name = command_of(config_type), arguments.config_name
-    layers = [Layer(arguments.beneath, "run")] if arguments.beneath else []
+    command = command_of(config_type)
+    layers = []
+    if arguments.beneath:
+        layers.append(Layer(arguments.beneath, "run"))
     if command == "sft" and not stored:  # it is `shoal train` with these
-        values = {"algorithm.name": "sft", "task.name": "custom"}
-        layers.append(
-            Layer([Entry(key, value, "shoal sft") for key, value in values.items()], "shoal sft")
-        )
-    file = stored or (find_file(command, name) if name else None)
+        entries = [
+            Entry("algorithm.name", "sft", "shoal sft"),
+            Entry("task.name", "custom", "shoal sft"),
+        ]
+        layers.append(Layer(entries, "shoal sft"))
+    file = stored
+    if not file and arguments.config_name:
+        file = find_file(command, arguments.config_name)
     if arguments.preset and not stored and (file is None or not is_packaged(file)):
         below = find_file(command, arguments.preset)
         layers += file_layers(config_type, below, f"preset {below.stem}")
         file = file or below
     if file and not (layers and file == layers[-1].file):
-        label = STORED if stored else f"preset {file.stem}" if is_packaged(file) else ""
+        label = ""
+        if stored:
+            label = STORED
+        elif is_packaged(file):
+            label = f"preset {file.stem}"
         layers += file_layers(config_type, file, label)
     return [*layers, Layer(arguments.entries)], file
 
@@ -150,8 +164,9 @@ def users_layers(
 def named_layers(config_type: type, key: str, name: str, where: str = "") -> list[Layer]:
     """The layers of a packaged recipe or algorithm. `where`: a file's line before an error."""
     folder = PACKAGED[key]
-    file, known = packaged(folder, name), presets_of(folder)
+    file = packaged(folder, name)
     if file is None:
+        known = presets_of(folder)
         near = did_you_mean(name, known) or "."
         raise ShoalError(
             f"{where}{folder}={name}: there is no such {folder}{near} There are: {', '.join(known)}"
@@ -163,28 +178,28 @@ def file_layers(config_type: type, file: Path, label: str) -> list[Layer]:
     """The layers of a file and of its `defaults`, without empty sections and, for a command other
     than training, without the keys that only training reads. Without `label` each setting's origin
     is its line."""
-    found = []
-    keys, sections = keys_of(config_type), sections_of(config_type) | sections_of(Config)
-    for place, entries in read_files(command_of(config_type), file, lambda name: name in keys):
+    layers = []
+    is_key = keys_of(config_type).__contains__
+    sections = sections_of(config_type) | sections_of(Config)
+    for path, entries in read_files(command_of(config_type), file, is_key):
         raw = {entry.name: entry.value for entry in entries}
-        kept, skipped = [], []
+        kept = []
+        skipped = []
         for entry in entries:
             if entry.value is None and entry.name in sections:
                 continue
-            if names := _names_for_training(config_type, entry):
-                skipped += names
+            for_training = _names_for_training(config_type, entry)
+            if for_training:
+                skipped += for_training
                 continue
             value = entry.value
-            if is_interpolated(value) and entry.name not in names_of(
-                config_type
-            ):  # a key of ours: by final values
+            # Those of our own keys are replaced by final values, in `Merged.value_of`.
+            if is_interpolated(value) and entry.name not in names_of(config_type):
                 with contextlib.suppress(ShoalError):  # refused later, if the flag has an effect
-                    value = translator().interpolate(
-                        entry.name, value, lambda name, raw=raw: raw[name]
-                    )
+                    value = translator().interpolate(entry.name, value, raw.__getitem__)
             kept.append(Entry(entry.name, value, label or entry.origin))
-        found.append(Layer(kept, label or str(file), place, not is_packaged(place), skipped))
-    return found
+        layers.append(Layer(kept, label or str(file), path, not is_packaged(path), skipped))
+    return layers
 
 
 def _names_for_training(config_type: type, entry: Entry) -> list[str]:
@@ -192,27 +207,28 @@ def _names_for_training(config_type: type, entry: Entry) -> list[str]:
     if issubclass(config_type, Config):
         return []
 
-    def is_known(kind: type, name: str, value: Any) -> bool:
-        return name in names_of(kind) or translator().find(kind, name, value) is not None
+    def is_known(config_type: type, name: str, value: Any) -> bool:
+        if name in names_of(config_type):
+            return True
+        return translator().find(config_type, name, value) is not None
 
-    name, value = entry.name, entry.value
-    if isinstance(value, Mapping) and name in sections_of(
-        Config
-    ):  # `batch` is a key here, a section in training
+    name = entry.name
+    value = entry.value
+    # `batch` is a key here, a section in training.
+    if isinstance(value, Mapping) and name in sections_of(Config):
         inside = [f"{name}.{part}" for part in value]
-        return inside if all(is_known(Config, one, None) for one in inside) else []
-    return (
-        [name] if is_known(Config, name, value) and not is_known(config_type, name, value) else []
-    )
+        if all(is_known(Config, inside_name, None) for inside_name in inside):
+            return inside
+        return []
+    if is_known(Config, name, value) and not is_known(config_type, name, value):
+        return [name]
+    return []
 
 
 def is_interpolated(value: Any) -> bool:
     """True for a text, or a list with one, that refers to other names."""
-    return any(
-        "${" in item
-        for item in (value if isinstance(value, list) else [value])
-        if isinstance(item, str)
-    )
+    items = value if isinstance(value, list) else [value]
+    return any(isinstance(item, str) and "${" in item for item in items)
 
 
 # ---- from layers to values
@@ -231,7 +247,7 @@ class Merged:
     _pending: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.settings = sorted(self.settings, key=lambda one: one.place)
+        self.settings = sorted(self.settings, key=operator.attrgetter("place"))
         self.top = _in_effect(self.settings, line=len(self.layers) - 1)
 
     def get(self, key: str) -> Any:
@@ -249,28 +265,32 @@ class Merged:
                 self._pending.pop()
         return self._values[key]
 
-    def value_of(self, one: Setting) -> Any:
+    def value_of(self, setting: Setting) -> Any:
         """A setting's value in its type; a file's with `${...}` replaced by final values of keys,
         or by other names of the file."""
-        layer, value = self.layers[one.place[0]], one.value
-        if layer.file and is_interpolated(value) and not one.flags:
-            names, raw = (
-                names_of(self.config_type),
-                {entry.name: entry.value for entry in layer.entries},
-            )
-            value = translator().interpolate(
-                one.name, value, lambda name: self.get(names[name]) if name in names else raw[name]
-            )
-        return convert_value(keys_of(self.config_type)[one.key], value)
+        layer = self.layers[setting.place[0]]
+        value = setting.value
+        if layer.file and is_interpolated(value) and not setting.flags:
+            names = names_of(self.config_type)
+            raw = {entry.name: entry.value for entry in layer.entries}
+
+            def value_of_name(name: str) -> Any:
+                if name in names:
+                    return self.get(names[name])
+                return raw[name]
+
+            value = translator().interpolate(setting.name, value, value_of_name)
+        return convert_value(keys_of(self.config_type)[setting.key], value)
 
     @property
     def origins(self) -> dict[str, str]:
         """Key -> `command line`, `--learning_rate`, `mine.yml:4`, `recipe trl`."""
-        return {key: one.origin for key, one in self.top.items()}
+        return {key: setting.origin for key, setting in self.top.items()}
 
     def values(self) -> tuple[dict[str, Any], list[str]]:
         """Key -> its value, of the keys that are set; and the errors of those that cannot be."""
-        values, errors = {}, []
+        values = {}
+        errors = []
         for key in self.top:
             try:
                 values[key] = self.get(key)
@@ -284,32 +304,37 @@ def merge(config_type: type, layers: Sequence[Layer]) -> tuple[Merged, list[str]
     systems' flags come last: a rule's settings stand at the places of its flags, so none replaces
     what lies above."""
     translation = translator().translate(config_type, layers)
-    settings, errors, unknown = [*translation.settings], [*translation.errors], []
+    settings = list(translation.settings)
+    errors = list(translation.errors)
+    unknown = []
     for number, layer in enumerate(layers):
         for index, entry in enumerate(layer.entries):
             if (number, index) in translation.taken:
                 continue
+            where = f"{entry.origin}: " if layer.file else ""
             try:
                 key = find_key(config_type, entry.name).name
-                settings.append(
-                    Setting(key, entry.value, entry.origin, entry.name, (number, 1, index))
-                )
+            except UnknownKey as error:
+                unknown.append(f"{where}{error}")
+                continue
             except ShoalError as error:
-                where = f"{entry.origin}: " if layer.file else ""
-                (unknown if isinstance(error, UnknownKey) else errors).append(f"{where}{error}")
-    errors += [str(UnknownKey.of_all(unknown, config_type))] if unknown else []
+                errors.append(f"{where}{error}")
+                continue
+            place = (number, 1, index)
+            settings.append(Setting(key, entry.value, entry.origin, entry.name, place))
+    if unknown:
+        errors.append(str(UnknownKey.of_all(unknown, config_type)))
     merged = Merged(config_type, layers, settings, translation)
     for rule in translation.rules:
-        free = {
-            one.key: one.origin
-            for one in rule.claims
-            if one.key not in merged.top or merged.top[one.key].place < one.place
-        }
+        free = {}  # the keys of the rule that no higher setting has
+        for claim in rule.claims:
+            if claim.key not in merged.top or merged.top[claim.key].place < claim.place:
+                free[claim.key] = claim.origin
+        if not free:
+            continue
         try:
-            if free:
-                merged = Merged(
-                    config_type, layers, [*merged.settings, *rule.apply(merged.get)], translation
-                )
+            settings = [*merged.settings, *rule.apply(merged.get)]
+            merged = Merged(config_type, layers, settings, translation)
         except ShoalError as error:
             errors.append(with_origins(str(error), merged.origins | free))
     return merged, errors
@@ -318,26 +343,25 @@ def merge(config_type: type, layers: Sequence[Layer]) -> tuple[Merged, list[str]
 def _in_effect(settings: Sequence[Setting], line: int) -> dict[str, Setting]:
     """Key -> its highest setting, in the order of places. `line`: the number of the command line's
     layer."""
-    given = [
-        one
-        for one in settings
-        if one.place[0] == line and one.key in PROMPT_KEYS and text_of(one.value) != "0"
-    ]
-    found: dict[str, Setting] = {}
-    for one in settings:
-        if (
-            given
-            and one.place[0] == line
-            and one.key in PROMPT_KEYS
-            and (one.key != given[-1].key and one.place < given[-1].place)
-        ):
-            continue
-        other = found.get(PROMPT_KEYS[1])
-        if one.key == PROMPT_KEYS[0] and other and other.place[0] < one.place[0]:
-            del found[other.key]
-        found.pop(one.key, None)
-        found[one.key] = one
-    return found
+    last_number: Setting | None = None  # the command line's last number of prompts
+    for setting in settings:
+        is_number = setting.key in PROMPT_KEYS and text_of(setting.value) != "0"
+        if is_number and setting.place[0] == line:
+            last_number = setting
+    top: dict[str, Setting] = {}
+    for setting in settings:
+        if last_number and setting.place[0] == line and setting.key in PROMPT_KEYS:
+            is_other = setting.key != last_number.key
+            if is_other and setting.place < last_number.place:
+                continue
+        by_device = top.get("batch.prompts_per_device")
+        if setting.key == "batch.prompts_per_step" and by_device:
+            if by_device.place[0] < setting.place[0]:
+                del top[by_device.key]
+        # Removed first: the order is that of the places.
+        top.pop(setting.key, None)
+        top[setting.key] = setting
+    return top
 
 
 def check_names(merged: Merged) -> tuple[list[str], list[str]]:
@@ -347,50 +371,59 @@ def check_names(merged: Merged) -> tuple[list[str], list[str]]:
 
     PROMPT_KEYS count as one key. A file with most of the keys is a run's own and may have both:
     there `batch.prompts_per_step` followed from the other."""
-    notes, errors = [], []
-    claims = [one for rule in merged.translation.rules for one in rule.claims]
-    made = {(one.flags, one.key) for one in claims}
-    settings = sorted(
-        [*claims, *(one for one in merged.settings if (one.flags, one.key) not in made)],
-        key=lambda one: one.place,
-    )
+    notes = []
+    errors = []
+    claims = [claim for rule in merged.translation.rules for claim in rule.claims]
+    # A claim stands in place of the settings that its rule made, which have the same flags.
+    claimed = {(claim.flags, claim.key) for claim in claims}
+    settings = list(claims)
+    for setting in merged.settings:
+        if (setting.flags, setting.key) not in claimed:
+            settings.append(setting)
+    settings.sort(key=operator.attrgetter("place"))
     for number, layer in enumerate(merged.layers):
-        found: dict[str, Setting] = {}
+        latest: dict[str, Setting] = {}
         is_whole = 2 * len(layer.entries) > len(keys_of(merged.config_type))
-        for one in (one for one in settings if one.place[:2] == (number, 1)):
-            is_number = one.key in PROMPT_KEYS and not is_whole and text_of(one.value) != "0"
-            key = PROMPT_KEYS[0] if is_number else one.key
-            before = found.get(key)
-            found[key] = one
-            if before is None or not _are_two(before, one):
+        for setting in settings:
+            if setting.place[:2] != (number, 1):
                 continue
-            what = "how many prompts a step has" if before.key != one.key else one.key
-            if layer.file is None and not (one.key == "steps" and {before, one} & {*claims}):
+            key = setting.key
+            if key in PROMPT_KEYS and not is_whole and text_of(setting.value) != "0":
+                key = PROMPT_KEYS[0]
+            before = latest.get(key)
+            latest[key] = setting
+            if before is None or not _are_two(before, setting):
+                continue
+            what = setting.key if before.key == setting.key else "how many prompts a step has"
+            counts_batches = setting.key == "steps" and (before in claims or setting in claims)
+            if layer.file is None and not counts_batches:
                 notes.append(
-                    f"{before.name} and {one.name} both set {what}: the later one stands, "
-                    f"{one.name}"
+                    f"{before.name} and {setting.name} both set {what}: the later one stands, "
+                    f"{setting.name}"
                 )
-            elif all(
-                key not in merged.top or merged.top[key].place[0] <= number
-                for key in (before.key, one.key)
-            ):
+                continue
+            is_set_above = False
+            for two_names_key in (before.key, setting.key):
+                top = merged.top.get(two_names_key)
+                if top is not None and top.place[0] > number:
+                    is_set_above = True
+            if not is_set_above:
                 where = f"{layer.file}: " if layer.file else ""
                 errors.append(
-                    f"{where}{before.name} and {one.name} both set {what}; write one of them"
+                    f"{where}{before.name} and {setting.name} both set {what}; write one of them"
                 )
     return notes, errors
 
 
-def _are_two(before: Setting, one: Setting) -> bool:
+def _are_two(before: Setting, setting: Setting) -> bool:
     """True for two names that give a key different values."""
-    is_same = (
-        before.key == one.key
-        and before.value is not None
-        and text_of(before.value) == text_of(one.value)
-    )
-    return (
-        not is_same and before.name != one.name and not (before.flags and before.flags is one.flags)
-    )
+    if before.name == setting.name:
+        return False
+    if before.flags and before.flags is setting.flags:
+        return False
+    if before.key == setting.key and before.value is not None:
+        return text_of(before.value) != text_of(setting.value)
+    return True
 
 
 # ---- origins
@@ -401,21 +434,26 @@ def origin_text(origin: str) -> str:
     kind, _, name = origin.partition(" ")
     if kind == "task":
         return f"set by the preset of task={name}"
-    return f"set by {kind}={name}" if kind in PACKAGED.values() else origin
+    if kind in PACKAGED.values():
+        return f"set by {kind}={name}"
+    return origin
 
 
 def with_origins(message: str, origins: Mapping[str, str]) -> str:
     """A message with the origin of each key in it that was not typed under its own name."""
-    mentioned = [
-        f"{key}: {origin_text(origin)}"
-        for key, origin in origins.items()
-        if origin not in (COMMAND_LINE, PYTHON, STORED)
-        and re.search(rf"(?<![\w.-]){re.escape(key)}(?![\w-]|\.\w)", message)
-    ]
-    return f"{message} ({', '.join(mentioned)})" if mentioned else message
+    mentioned = []
+    for key, origin in origins.items():
+        if origin in (COMMAND_LINE, PYTHON, STORED):
+            continue
+        if re.search(rf"(?<![\w.-]){re.escape(key)}(?![\w-]|\.\w)", message):
+            mentioned.append(f"{key}: {origin_text(origin)}")
+    if not mentioned:
+        return message
+    return f"{message} ({', '.join(mentioned)})"
 
 
-MANY, FEW = 8, 3
+MANY = 8
+FEW = 3
 """Of more values than MANY that a preset sets, the line at the start shows FEW."""
 
 
@@ -428,15 +466,17 @@ class Resolved:
     notes: tuple[str, ...]  # lines for the start: values set by presets, keys that were skipped
     arguments: Arguments
     became: tuple[str, ...] = ()  # a line for each flag of another system that was given
-    origins: Mapping[str, str] = field(
-        default_factory=dict
-    )  # key -> `command line`, `mine.yml:4`, `recipe trl`
+    # key -> `command line`, `mine.yml:4`, `recipe trl`
+    origins: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def start_lines(self) -> list[str]:
         """The notes, and in one line what the other flags of other systems became."""
-        rest = [line for line in self.became if line not in self.notes]
-        return [*self.notes, *(["flags: " + "; ".join(rest)] if rest else [])]
+        lines = list(self.notes)
+        others = [line for line in self.became if line not in self.notes]
+        if others:
+            lines.append("flags: " + "; ".join(others))
+        return lines
 
     @property
     def text(self) -> str:
@@ -476,7 +516,8 @@ def from_overrides(
     preset or a file. `stored`, `open_keys`: as in `load`.
     """
     config_name = str(overrides.pop("config_name", None) or "")
-    entries, functions = [], ()
+    entries = []
+    functions: tuple[Callable[..., Any], ...] = ()
     PYTHON_OBJECTS.begin_call()
     for name, value in python_leaves(config_type, overrides):
         key = key_of(config_type, name)
@@ -485,19 +526,22 @@ def from_overrides(
         if key and key.name == "reward.functions":
             value, functions = _take_callables(value)
         if key and key.name in OBJECT_KEYS:
-            value = (
-                [register_object(one) for one in value]
-                if isinstance(value, list | tuple)
-                else register_object(value)
-            )
-        value = list(value) if isinstance(value, tuple) else value
+            if isinstance(value, list | tuple):
+                value = [register_object(item) for item in value]
+            else:
+                value = register_object(value)
+        if isinstance(value, tuple):
+            value = list(value)
         if key and key.is_list:
-            value = [text_given(item) for item in (value if isinstance(value, list) else [value])]
+            items = value if isinstance(value, list) else [value]
+            value = [text_given(item) for item in items]
+        if value is not None and not isinstance(value, list):
+            value = text_given(value)
         origin = PYTHON if name in names_of(config_type) else f"{PYTHON} {name}"
-        value = value if value is None or isinstance(value, list) else text_given(value)
         entries.append(make_entry(name, value, origin))
     arguments = Arguments("" if stored else config_name, tuple(entries))
-    return *load(config_type, arguments, stored, open_keys), functions
+    config, resolved = load(config_type, arguments, stored, open_keys)
+    return config, resolved, functions
 
 
 def text_given(value: Any) -> str:
@@ -514,17 +558,17 @@ def python_leaves(config_type: type, overrides: Mapping[str, Any]) -> Iterator[t
         is_list = isinstance(value, list | tuple)
         key = key_of(config_type, name)
         may_be_object = key is not None and key.name in OBJECT_KEYS
-        is_object = callable(value) or may_be_object or isinstance(value, str | bytes | Mapping)
-        if isinstance(value, Iterable) and not (
-            is_list or is_object
-        ):  # a set, an array, a generator
+        is_object = callable(value) or may_be_object
+        is_value = is_list or is_object or isinstance(value, str | bytes | Mapping)
+        if isinstance(value, Iterable) and not is_value:  # a set, an array, a generator
             raise ShoalError(
                 f"{name}={shorten(repr(value), 100)}: expected a value, or a list of such; "
                 f"give list(...) of the {type(value).__name__}"
             )
         items = value if is_list else [value]
         for item in items:
-            if isinstance(item, bytes) or (item is None and items is value):
+            is_missing = is_list and item is None
+            if is_missing or isinstance(item, bytes):
                 raise ShoalError(
                     f"{name}={value!r}: expected text, numbers or functions, without {item!r}"
                 )
@@ -574,15 +618,19 @@ class GivenObjects:
         return free
 
     def __contains__(self, name: str) -> bool:
-        return name in self._of_this_call or (name in self._objects and name not in self._ambiguous)
+        if name in self._of_this_call:
+            return True
+        return name in self._objects and name not in self._ambiguous
 
     def __getitem__(self, name: str) -> Any:
         return self._objects[name]
 
 
-def _is_same_object(one: Any, other: Any) -> bool:
+def _is_same_object(first: Any, second: Any) -> bool:
     """True also for a method that was taken from its object twice."""
-    return one is other or (inspect.ismethod(one) and inspect.ismethod(other) and one == other)
+    if inspect.ismethod(first) and inspect.ismethod(second):
+        return first == second
+    return first is second
 
 
 PYTHON_OBJECTS = GivenObjects()
@@ -592,17 +640,19 @@ def register_object(value: Any, name: str = "") -> Any:
     """The name that stands for what a file could have defined; a text as it is."""
     if isinstance(value, str):
         return value
-    return PYTHON_OBJECTS.add(
-        value, f"{FROM_PYTHON}{name or getattr(value, '__name__', type(value).__name__)}"
-    )
+    if not name:
+        name = getattr(value, "__name__", type(value).__name__)
+    return PYTHON_OBJECTS.add(value, f"{FROM_PYTHON}{name}")
 
 
 def nested_names(overrides: Mapping[str, Any]) -> dict[str, Any]:
     """`a__b` as `a.b`, at any depth."""
-    return {
-        str(name).replace("__", "."): nested_names(value) if isinstance(value, Mapping) else value
-        for name, value in overrides.items()
-    }
+    nested = {}
+    for name, value in overrides.items():
+        if isinstance(value, Mapping):
+            value = nested_names(value)
+        nested[str(name).replace("__", ".")] = value
+    return nested
 
 
 def _take_callables(value: Any) -> tuple[list[Any], tuple[Callable[..., Any], ...]]:
@@ -611,10 +661,11 @@ def _take_callables(value: Any) -> tuple[list[Any], tuple[Callable[..., Any], ..
     if functions and len(functions) < len(items):
         raise ShoalError(
             f"reward={value!r}: expected functions, or names of the form file.py:function, not "
-            f"both: "
-            "import the named ones and give them as functions"
+            "both: import the named ones and give them as functions"
         )
-    return ([], functions) if functions else (items, ())
+    if functions:
+        return [], functions
+    return items, ()
 
 
 def load(
@@ -633,46 +684,46 @@ def load(
     merged, errors = merge(config_type, layers)
     values, not_values = merged.values()
     twice, two_names = check_names(merged)
-    if errors := [*errors, *not_values, *two_names]:
+    errors = [*errors, *not_values, *two_names]
+    if errors:
         raise ShoalError("; ".join(dict.fromkeys(errors)))
     try:
         config = build(config_type, values)
     except ShoalError as error:
         raise ShoalError(with_origins(str(error), merged.origins)) from None
     became = merged.translation.lines(merged.settings, merged.top, values)
-    notes = (
-        *_notes(config, merged, file, bool(arguments.preset)),
-        *merged.translation.notes,
-        *twice,
-        *(line for line, is_note in became if is_note),
-    )
-    return config, Resolved(
+    notes = list(_notes(config, merged, file, bool(arguments.preset)))
+    notes += merged.translation.notes
+    notes += twice
+    notes += [line for line, is_note in became if is_note]
+    resolved = Resolved(
         config,
         file.stem if file else "",
-        notes,
+        tuple(notes),
         arguments,
         tuple(line for line, _ in became),
         merged.origins,
     )
+    return config, resolved
 
 
 def given_values(config_type: type, arguments: Arguments, *names: str) -> dict[str, Any]:
     """The values of some keys in the user's own file and command line, without presets."""
-    merged, _ = merge(
-        config_type, [layer for layer in users_layers(config_type, arguments)[0] if layer.is_users]
-    )
+    layers, _ = users_layers(config_type, arguments)
+    merged, _ = merge(config_type, [layer for layer in layers if layer.is_users])
     return {name: merged.get(name) for name in names if name in merged.top}
 
 
 def packaged_values(config: Any) -> dict[str, Any]:
     """The values that a configuration's recipe and algorithm set, by dotted key."""
-    layers = [
-        layer
-        for key in PACKAGED
-        if (name := get_value(config, key))
-        for layer in named_layers(type(config), key, name)
-    ]
-    return merge(type(config), layers)[0].values()[0]
+    layers = []
+    for key in PACKAGED:
+        name = get_value(config, key)
+        if name:
+            layers += named_layers(type(config), key, name)
+    merged, _ = merge(type(config), layers)
+    values, _ = merged.values()
+    return values
 
 
 # ---- notes
@@ -681,68 +732,80 @@ def packaged_values(config: Any) -> dict[str, Any]:
 def _notes(config: Any, merged: Merged, file: Path | None, has_preset: bool) -> Iterator[str]:
     """Lines for the start: keys of a file that were skipped, a task's preset that was not loaded,
     and the values of presets in effect that differ from Shoal's defaults."""
-    config_type, keys = type(config), keys_of(type(config))
-    if file and (skipped := [name for layer in merged.layers for name in layer.skipped]):
+    config_type = type(config)
+    keys = keys_of(config_type)
+    skipped = [name for layer in merged.layers for name in layer.skipped]
+    if file and skipped:
+        more = ", ..." if len(skipped) > 3 else ""
         yield (
             f"{file} holds {count(len(skipped), 'key')} that only training reads, passed over: "
-            f"{', '.join(skipped[:3])}" + (", ..." if len(skipped) > 3 else "")
+            f"{', '.join(skipped[:3])}{more}"
         )
+    preset = None
     if file and not is_packaged(file) and not has_preset and "task.name" in merged.top:
         preset = preset_of_task(command_of(config_type), config.task.name)
-        beneath = merge(config_type, file_layers(config_type, preset, ""))[0].top if preset else {}
-        given = {
-            *merged.top,
-            *(one.key for rule in merged.translation.rules for one in rule.claims),
-        }
-        if preset and (left := [key for key in beneath if key not in given]):
+    if file and preset:
+        of_preset, _ = merge(config_type, file_layers(config_type, preset, ""))
+        keys_given = set(merged.top)
+        for rule in merged.translation.rules:
+            keys_given.update(claim.key for claim in rule.claims)
+        left = [key for key in of_preset.top if key not in keys_given]
+        if left:
             yield (
                 f"{file.name} does not load the preset of task={config.task.name} ({left[0]} and "
-                f"{len(left) - 1} "
-                f"more keep their defaults): `defaults: [{preset.stem}, _self_]` in the file loads "
-                f"it"
+                f"{len(left) - 1} more keep their defaults): "
+                f"`defaults: [{preset.stem}, _self_]` in the file loads it"
             )
     yield from _replaced_in_files(merged)
     changed: dict[str, list[str]] = {}
     for key, setting in merged.top.items():
         layer = merged.layers[setting.place[0]]
-        folder, value = layer.label.partition(" ")[0], get_value(config, key)
-        if (
-            folder in ("task", *PACKAGED.values())
-            and not layer.is_users
-            and value != keys[key].default
-            and (key not in overridden_keys(config))
-        ):
-            ours = "" if folder == "task" else f" (ours: {shown(keys[key].default) or 'empty'})"
-            changed.setdefault(layer.label, []).append(f"{key}={shown(value)}{ours}")
+        folder = layer.label.partition(" ")[0]
+        if layer.is_users or folder not in ("task", *PACKAGED.values()):
+            continue
+        value = get_value(config, key)
+        if value == keys[key].default or key in overridden_keys(config):
+            continue
+        ours = ""
+        if folder != "task":
+            ours = f" (ours: {shown(keys[key].default) or 'empty'})"
+        changed.setdefault(layer.label, []).append(f"{key}={shown(value)}{ours}")
     for label, texts in changed.items():
         folder, _, name = label.partition(" ")
         verb = "loads its preset" if folder == "task" else "differs from Shoal's defaults in"
-        more = (
-            f" and {len(texts) - FEW} more keys (--dry-run lists them)" if len(texts) > MANY else ""
-        )
-        yield f"{folder}={name} {verb}: {', '.join(texts[:FEW] if more else texts)}{more}"
+        more = ""
+        if len(texts) > MANY:
+            more = f" and {len(texts) - FEW} more keys (--dry-run lists them)"
+            texts = texts[:FEW]
+        yield f"{folder}={name} {verb}: {', '.join(texts)}{more}"
 
 
 def _replaced_in_files(merged: Merged) -> Iterator[str]:
     """A line for a recipe or an algorithm on the command line that replaces settings of the user's
     file beneath it."""
-    now = merged.values()[0]
+    values, _ = merged.values()
     for number, layer in enumerate(merged.layers):
         files = [below for below in merged.layers[:number] if below.is_users and below.file]
-        if layer.is_users or layer.label.partition(" ")[0] not in PACKAGED.values() or not files:
+        is_preset = layer.label.partition(" ")[0] in PACKAGED.values()
+        if layer.is_users or not is_preset or not files:
             continue
-        alone = merge(merged.config_type, files)[0]
-        typed = {entry.name: text_of(entry.value) for below in files for entry in below.entries}
-        lost = {
-            alone.top[key].name: typed[alone.top[key].name]
-            for key, value in alone.values()[0].items()
-            if key in now and merged.top[key].place[0] == number and value != now[key]
-        }
-        if lost:
-            texts = ", ".join(f"{name}={text}" for name, text in lost.items())
+        of_files, _ = merge(merged.config_type, files)
+        values_of_files, _ = of_files.values()
+        typed = {}
+        for below in files:
+            for entry in below.entries:
+                typed[entry.name] = text_of(entry.value)
+        replaced = {}
+        for key, value in values_of_files.items():
+            if key not in values or merged.top[key].place[0] != number:
+                continue
+            if value != values[key]:
+                name = of_files.top[key].name
+                replaced[name] = typed[name]
+        if replaced:
+            texts = ", ".join(f"{name}={text}" for name, text in replaced.items())
             file = Path(files[-1].label).name
             yield (
                 f"{layer.label.replace(' ', '=', 1)} on the command line lies over {file} and "
-                f"replaces there: "
-                f"{texts}; named in the file, it would lie beneath them"
+                f"replaces there: {texts}; named in the file, it would lie beneath them"
             )

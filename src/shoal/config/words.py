@@ -68,11 +68,11 @@ SWITCHES = ("dryrun", "plan", "multirun")
 def switch_of(word: str) -> str:
     """`dryrun` for `--dry-run` in any spelling, `plan` for `--plan`, `multirun` for `--multirun`
     and `-m`; empty for any other word."""
-    name = (
-        re.sub("[-_]", "", word.removesuffix("=true"))
-        if word.startswith("--")
-        else {"-m": "multirun"}.get(word, "")
-    )
+    if word == "-m":
+        return "multirun"
+    if not word.startswith("--"):
+        return ""
+    name = re.sub("[-_]", "", word.removesuffix("=true"))
     return name if name in SWITCHES else ""
 
 
@@ -125,21 +125,23 @@ class Arguments:
 @functools.cache
 def aliases_of(config_type: type) -> dict[str, Alias]:
     """The short forms that a command accepts."""
-    keys, command = keys_of(config_type), command_of(config_type)
-    return {
-        name: alias
-        for name, alias in ALIASES.items()
-        if alias.key in keys and (not alias.commands or command in alias.commands)
-    }
+    keys = keys_of(config_type)
+    command = command_of(config_type)
+    aliases = {}
+    for name, alias in ALIASES.items():
+        is_accepted = not alias.commands or command in alias.commands
+        if is_accepted and alias.key in keys:
+            aliases[name] = alias
+    return aliases
 
 
 @functools.cache
 def names_of(config_type: type) -> dict[str, str]:
     """Every name of ours that a command accepts -> its dotted key; full names first."""
-    return {
-        **{name: name for name in keys_of(config_type)},
-        **{name: alias.key for name, alias in aliases_of(config_type).items()},
-    }
+    names = {name: name for name in keys_of(config_type)}
+    for name, alias in aliases_of(config_type).items():
+        names[name] = alias.key
+    return names
 
 
 class UnknownKey(ShoalError):
@@ -168,31 +170,32 @@ def find_key(config_type: type, name: str) -> Key:
             f"{name}: shoal {command_of(config_type)} has no use for it, shoal train does"
             f"{did_you_mean(name, names) or ': leave it out here'}"
         )
-    flags = {
-        flag: ", ".join(row.keys)
-        for flag, row in translator().flags(config_type).items()
-        if row.keys
-    }
-    of = {**flags, **names}
-    meant = nearest(name, of)
+    keys_by_name = {}  # of ours and of other systems' flags
+    for flag, row in translator().flags(config_type).items():
+        if row.keys:
+            keys_by_name[flag] = ", ".join(row.keys)
+    keys_by_name.update(names)
+    meant = nearest(name, keys_by_name)
     ours = nearest(name, names)
     if nearness(name, ours) >= nearness(name, meant) - OURS_FIRST:
         meant = ours
-    near = did_you_mean(
-        name, [meant], {one: one if one == key else f"{one} ({key})" for one, key in of.items()}
-    )
+    shown_as = {}
+    for known, key in keys_by_name.items():
+        shown_as[known] = known if known == key else f"{known} ({key})"
+    reason = f"there is no such key{did_you_mean(name, [meant], shown_as)}"
     # mesh.data is near to `dataset`, and never meant.
-    reason = (
-        "" if did_you_mean(name, names) and name != "dataset" else translator().unsupported(name)
-    )
-    raise UnknownKey(f"{name}: {reason or f'there is no such key{near}'}")
+    if name == "dataset" or not did_you_mean(name, names):
+        reason = translator().unsupported(name) or reason
+    raise UnknownKey(f"{name}: {reason}")
 
 
 def key_of(config_type: type, name: str) -> Key | None:
     """The key of a name, ours or another system's; None if there is none."""
     flag = translator().find(config_type, name)
-    renamed = flag.keys[0] if flag and flag.is_rename else ""
-    return keys_of(config_type).get(names_of(config_type).get(name, renamed))
+    key = names_of(config_type).get(name, "")
+    if not key and flag and flag.is_rename:
+        key = flag.keys[0]
+    return keys_of(config_type).get(key)
 
 
 # ---- words
@@ -216,7 +219,8 @@ def read_arguments(command: str | type, argv: Sequence[str]) -> Arguments:
         key = key_of(config_type, name)
         foreign = translator().find(config_type, name, text, among)
         value = split_list(key, text) if key and key.is_list else text
-        entries.append(make_entry(name, value, f"--{name}" if foreign else COMMAND_LINE))
+        origin = f"--{name}" if foreign else COMMAND_LINE
+        entries.append(make_entry(name, value, origin))
     if unknown:
         raise UnknownKey.of_all(unknown, config_type)
     return Arguments(config_name, tuple(entries), preset)
@@ -226,53 +230,68 @@ def joined(config_type: type, words: Sequence[str]) -> list[str]:
     """The words, with `--name VALUE` as `--name=VALUE`, and all words behind a list's name as its
     items. For a command of POSITIONALS only `true` or `false` is the value of a switch, and a list
     takes one word: another one is an argument."""
-    rest, whole, has_words = list(words), [], command_of(config_type) in POSITIONALS
+    rest = list(words)
+    whole = []
+    has_positionals = command_of(config_type) in POSITIONALS
     while rest:
         word = rest.pop(0)
-        key, flag = key_of(config_type, _plain(word)), translator().find(config_type, _plain(word))
+        key = key_of(config_type, _plain(word))
+        flag = translator().find(config_type, _plain(word))
         values: list[str] = []
         if word.startswith("-") and "=" not in word:
-            values = [*itertools.takewhile(_is_value, rest)]
-            if (
-                not values
-                and rest
-                and key is not None
-                and key.type in (str, tuple[str, ...])
-                and _is_text(config_type, rest[0])
-            ):
+            values = list(itertools.takewhile(_is_value, rest))
+            takes_text = key is not None and key.type in (str, tuple[str, ...])
+            if not values and rest and takes_text and _is_text(config_type, rest[0]):
                 values = rest[:1]
-        if key is None or not key.is_list or has_words:
+        if key is None or not key.is_list or has_positionals:
             del values[1:]
-        is_switch = flag.is_switch if flag else key is not None and key.type is bool
-        if values and not (is_switch and has_words and values[0].lower() not in ("true", "false")):
+        if values and has_positionals and _is_switch(key, flag):
+            # Any other word is an argument of the command.
+            if values[0].lower() not in ("true", "false"):
+                values = []
+        if values:
             del rest[: len(values)]
-            items = (
-                [item for one in values for item in split_list(key, one)]
-                if key and len(values) > 1
-                else []
-            )
-            word = f"{word}={_list_text(items) if items else values[0]}"
+            text = values[0]
+            if key and len(values) > 1:
+                items = []
+                for value in values:
+                    items += split_list(key, value)
+                if items:
+                    text = _list_text(items)
+            word = f"{word}={text}"
         whole.append(word)
     return whole
+
+
+def _is_switch(key: Key | None, flag: ForeignFlag | None) -> bool:
+    """True for a name of which `--name` alone means true."""
+    if flag:
+        return flag.is_switch
+    return key is not None and key.type is bool
 
 
 def _is_value(word: str) -> bool:
     """True for a word that can be the value of the option before it: no flag, no key=value, perhaps
     a call `f(key=value)` or a text as `Solve x=1: {q}`, since no name has a space."""
+    if word.startswith("--"):
+        return False
     name, equals, _ = word.partition("=")
-    return not word.startswith("--") and (not equals or "(" in name or " " in name.strip())
+    return not equals or "(" in name or " " in name.strip()
 
 
 def _is_text(config_type: type, word: str) -> bool:
     """True for a word such as `x={q}` or `a.b={q}` behind an option that wants a text: it names no
     key and no flag, nor, with a dot, something that is near to a key."""
+    if word.startswith("--"):
+        return False
     name = _plain(word.partition("=")[0]).lstrip("+").rstrip()
-    is_name = name in names_of(config_type) or translator().find(config_type, name) is not None
-    is_like_key = "." in name and bool(
-        name.partition(".")[0] in sections_of(config_type)
-        or did_you_mean(name, names_of(config_type))
-    )
-    return not word.startswith("--") and not is_name and not is_like_key
+    names = names_of(config_type)
+    if name in names or translator().find(config_type, name) is not None:
+        return False
+    if "." not in name:
+        return True
+    is_in_section = name.partition(".")[0] in sections_of(config_type)
+    return not is_in_section and not did_you_mean(name, names)
 
 
 def is_file_option(word: str) -> bool:
@@ -303,7 +322,10 @@ def is_file_word(word: str) -> bool:
 
 def _take_options(words: Sequence[str]) -> tuple[str, str, list[str]]:
     """The name of the preset or file, the preset beneath it, and the other words."""
-    files, preset, folder, rest = [], "", ("", ""), []
+    files = []
+    preset = ""
+    folder_option, folder = "", ""
+    rest = []
     for word in words:
         name, _, value = word.partition("=")
         if is_file_word(word):
@@ -315,7 +337,7 @@ def _take_options(words: Sequence[str]) -> tuple[str, str, list[str]]:
                 f"{name}: expected the name of a preset or a YAML file after it, nothing came"
             )
         elif is_folder_option(word):
-            folder = (name, value)
+            folder_option, folder = name, value
         elif _plain(name) == "preset":
             preset = value
         else:
@@ -323,99 +345,116 @@ def _take_options(words: Sequence[str]) -> tuple[str, str, list[str]]:
     if len(files) > 1:
         raise ShoalError(
             f"two presets were named, {files[0]} and {files[1]}: name one, a file may build on "
-            f"others "
-            "by its `defaults` list"
+            "others by its `defaults` list"
         )
-    return _in_folder(*folder, files[0] if files else ""), preset, rest
+    file = files[0] if files else ""
+    return _in_folder(folder_option, folder, file), preset, rest
 
 
 def _in_folder(option: str, folder: str, name: str) -> str:
     """The file of that name in the folder of an option, if there is one; in that of --config-dir it
     may be missing."""
-    file = Path(folder).expanduser() / (
-        name if name.endswith((".yml", ".yaml")) else f"{name}.yaml"
-    )
-    if not folder or (_plain(option) in ("config_dir", "cd") and not file.is_file()):
+    if not folder:
+        return name
+    file_name = name if name.endswith((".yml", ".yaml")) else f"{name}.yaml"
+    file = Path(folder).expanduser() / file_name
+    may_be_missing = _plain(option) in ("config_dir", "cd")
+    if may_be_missing and not file.is_file():
         return name
     if not (name and file.is_file()):
+        missing = file if name else "NAME"
         raise ShoalError(
             f"{option}={folder}: expected --config-name NAME with it, a file in that folder; there "
-            f"is no "
-            f"{file if name else 'NAME'}"
+            f"is no {missing}"
         )
     return str(file)
 
 
 def _with_keys(config_type: type, words: Sequence[str]) -> list[str]:
     """The words, those without a key as `key=word` by the command's POSITIONALS."""
-    command, names = command_of(config_type), names_of(config_type)
+    command = command_of(config_type)
+    names = names_of(config_type)
     keys = POSITIONALS.get(command, ())
+    if not keys:
+        return list(words)
 
     def is_bare(word: str) -> bool:
         name, equals, _ = word.partition("=")
-        return not (
-            word.startswith("-")
-            or name.lstrip("+") in names
-            or (equals and not Path(word).exists())
-        )
+        if word.startswith("-") or name.lstrip("+") in names:
+            return False
+        return not equals or Path(word).exists()  # a path may contain a `=`
 
-    bare = [word for word in words if is_bare(word)] if keys else []
+    bare = [word for word in words if is_bare(word)]
     rest = [word for word in words if word not in bare]
     if bare and keys_of(config_type)[keys[0]].is_list:
         return [*rest, f"{keys[0]}={_list_text(bare)}"]
     if len(bare) > len(keys):
         raise ShoalError(
             f"{bare[-1]}: one word too many, expected `shoal {command} "
-            f"{positionals_text(command)}` and "
-            "keys as key=value"
+            f"{positionals_text(command)}` and keys as key=value"
         )
-    return [*(f"{key}={word}" for key, word in zip(keys, bare, strict=False)), *rest]
+    with_keys = [f"{key}={word}" for key, word in zip(keys, bare, strict=False)]
+    return with_keys + rest
 
 
 def positionals_text(command: str) -> str:
     """A command's positional arguments as its usage shows them: `RUN OTHER`, or `[RUN ...]` for a
     list."""
-    keys = keys_of(COMMANDS[command]) if command in COMMANDS else {}
-    return " ".join(
-        f"[{key.upper().removesuffix('S')} ...]" if keys[key].is_list else key.upper()
-        for key in POSITIONALS.get(command, ())
-    )
+    texts = []
+    for key in POSITIONALS.get(command, ()):
+        if keys_of(COMMANDS[command])[key].is_list:
+            texts.append(f"[{key.upper().removesuffix('S')} ...]")
+        else:
+            texts.append(key.upper())
+    return " ".join(texts)
 
 
 def read_word(config_type: type, word: str, among: Sequence[str] = ()) -> tuple[str, str]:
     """The name (our dotted key, or another system's flag) and the text of the value of one
     argument."""
     name, equals, value = word.partition("=")
-    name = (_plain(name) if name.startswith("-") else name).lstrip("+").rstrip()
+    if name.startswith("-"):
+        name = _plain(name)
+    name = name.lstrip("+").rstrip()
     flag = translator().find(config_type, name, value, among) if name else None
-    if not name or not (equals or flag or word.startswith("-") or name in names_of(config_type)):
+    is_option = bool(equals or flag or word.startswith("-") or name in names_of(config_type))
+    if not name or not is_option:
         meant = argument_for(command_of(config_type), word)
         if meant or not re.match(r"[^\W\d]", name):
-            raise ShoalError(
-                f"{word!r}: expected key=value, without spaces"
-                + (f"; did you mean {meant}?" if meant else "")
-            )
+            hint = f"; did you mean {meant}?" if meant else ""
+            raise ShoalError(f"{word!r}: expected key=value, without spaces{hint}")
     key = None if flag else find_key(config_type, name)
     name = key.name if key else name
-    if not equals and not (flag.is_switch if flag else key is not None and key.type is bool):
-        wanted = f" ({key.type_text})" if key else ""
-        raise ShoalError(f"{word}: expected a value{wanted}: write {name}=VALUE")
-    return name, value if equals else "true"
+    if not equals and not _is_switch(key, flag):
+        type_text = f" ({key.type_text})" if key else ""
+        raise ShoalError(f"{word}: expected a value{type_text}: write {name}=VALUE")
+    if not equals:
+        value = "true"
+    return name, value
 
 
 def argument_for(command: str, word: str) -> str:
     """The argument that a word without a key stands for: `task=gsm8k` for `gsm8k`; empty if none is
     likely."""
-    file, names = packaged(command, word), names_of(COMMANDS[command])
+    file = packaged(command, word)
+    names = names_of(COMMANDS[command])
+    if file and file.is_relative_to(PRESETS):
+        return f"task={word}"
     if file:
-        return f"task={word}" if file.is_relative_to(PRESETS) else f"--config-name {word}"
+        return f"--config-name {word}"
     if "task" in names and word.endswith(DATA_SUFFIXES):
         return f"task=custom task.path={word}"
     if word.endswith((".yml", ".yaml")):
         return word
-    if command in ("export", "convert") and ("/" in word or Path(word).is_dir()):
-        return f"from={word}"
-    return f"model={word}" if "model" in names and ("/" in word or Path(word).is_dir()) else ""
+    if command in ("export", "convert"):
+        key = "from"
+    elif "model" in names:
+        key = "model"
+    else:
+        return ""
+    if "/" in word or Path(word).is_dir():
+        return f"{key}={word}"
+    return ""
 
 
 # ---- lists
@@ -428,31 +467,36 @@ _ITEM = re.compile(
 def split_list(key: Key, text: str) -> list[str]:
     """The items of a list's text: `[a,b]` with optional quotes, nothing, or one item unchanged."""
     is_list = text.startswith("[") and text.endswith("]") and len(text) > 1
-    inside, place, items = text[1:-1] if is_list else text, 0, []
-    if inside and key.name in COMMA_LISTS and not (is_list and re.search("[\"']", text)):
-        return [
-            item.strip() for item in re.split(r",(?![^(]*\))", inside)
-        ]  # none within a call's parentheses
+    inside = text[1:-1] if is_list else text
+    has_quotes = is_list and re.search("[\"']", text)
+    if inside and key.name in COMMA_LISTS and not has_quotes:
+        # No comma within a call's parentheses parts items.
+        return [item.strip() for item in re.split(r",(?![^(]*\))", inside)]
     if not is_list:
         return [text] if text else []
-    while place < len(inside):
-        match = _ITEM.match(inside, place)
+    items = []
+    position = 0
+    while position < len(inside):
+        match = _ITEM.match(inside, position)
         if match is None:
             raise ShoalError(
-                f"{key.name}={text}: the list cannot be read after {inside[:place]!r}; put each "
-                f"item "
-                "that holds a comma or a quote in quotes"
+                f"{key.name}={text}: the list cannot be read after {inside[:position]!r}; put each "
+                "item that holds a comma or a quote in quotes"
             )
         double, single, plain, _ = match.groups()
         quoted = double if double is not None else single
-        items.append(plain if quoted is None else re.sub(r"\\(.)", r"\1", quoted, flags=re.DOTALL))
-        place = match.end()
+        if quoted is None:
+            items.append(plain)
+        else:
+            items.append(re.sub(r"\\(.)", r"\1", quoted, flags=re.DOTALL))
+        position = match.end()
     return items
 
 
 def _list_text(items: Iterable[str]) -> str:
     """The items of a list as `split_list` reads them."""
-    return "[" + ",".join('"' + re.sub(r'(["\\])', r"\\\1", item) + '"' for item in items) + "]"
+    escaped = [re.sub(r'(["\\])', r"\\\1", item) for item in items]
+    return "[" + ",".join(f'"{item}"' for item in escaped) + "]"
 
 
 PRESETS = Path(__file__).parent / "presets"
@@ -472,17 +516,23 @@ def preset_folders(folder: str) -> tuple[Path, Path]:
 
 def presets_of(folder: str) -> list[str]:
     """Names of the packaged presets of a command, or of `recipe` or `algorithm`."""
-    return (
-        sorted(file.stem for place in preset_folders(folder) for file in place.glob("*.yaml"))
-        if folder
-        else []
-    )
+    if not folder:
+        return []
+    names = []
+    for path in preset_folders(folder):
+        names += [file.stem for file in path.glob("*.yaml")]
+    return sorted(names)
 
 
 def packaged(folder: str, name: str) -> Path | None:
     """The file of a packaged preset."""
-    places = (place / f"{name}.yaml" for place in preset_folders(folder)) if folder and name else ()
-    return next((file for file in places if "/" not in name and file.is_file()), None)
+    if not folder or not name or "/" in name:
+        return None
+    for path in preset_folders(folder):
+        file = path / f"{name}.yaml"
+        if file.is_file():
+            return file
+    return None
 
 
 def is_packaged(file: Path) -> bool:
@@ -497,8 +547,10 @@ def find_file(command: str, name: str) -> Path:
     is_yaml = path.suffix in (".yml", ".yaml")
     if is_yaml and path.is_file():
         return path.absolute()
-    if found := packaged(command, path.stem if is_yaml else name):
-        return found
+    preset_name = path.stem if is_yaml else name
+    preset = packaged(command, preset_name)
+    if preset:
+        return preset
     known = presets_of(command)
     if not known:
         raise ShoalError(
@@ -517,39 +569,35 @@ def read_files(
     if file in above:
         through = f" through {above[-1]}" if above[-1] != file else ""
         raise ShoalError(f"{file}: its `defaults` lead back to itself{through}; remove that name")
-    own, order = (file, []), ["_self_"]
+    own: list[Entry] = []
+    order = ["_self_"]
     for name, value, line in _leaves(file, is_key):
         origin = f"{file.name}:{line}"
         if name == "defaults":
-            order = [
-                item
-                for item in (value if isinstance(value, list) else [value])
-                if isinstance(item, str) and not item.startswith("override ")
-            ]
+            items = value if isinstance(value, list) else [value]
+            texts = [item for item in items if isinstance(item, str)]
+            order = [item for item in texts if not item.startswith("override ")]
         else:
-            own[1].append(make_entry(name, value, origin))
-    found = []
-    for item in order if "_self_" in order else [*order, "_self_"]:
+            own.append(make_entry(name, value, origin))
+    if "_self_" not in order:
+        order.append("_self_")
+    files: list[tuple[Path, list[Entry]]] = []
+    for item in order:
         if item == "_self_":
-            found.append(own)
+            files.append((file, own))
             continue
-        beside = next(
-            (
-                place
-                for place in (file.parent / f"{item}{end}" for end in ("", ".yaml", ".yml"))
-                if place.is_file()
-            ),
-            None,
-        )
-        lower = beside or packaged(command, item)
+        candidates = [file.parent / f"{item}{ending}" for ending in ("", ".yaml", ".yml")]
+        lower = next((path for path in candidates if path.is_file()), None)
         if lower is None:
+            lower = packaged(command, item)
+        if lower is None:
+            presets = ", ".join(presets_of(command)) or "it has none"
             raise ShoalError(
                 f"{file}: its `defaults` name {item}, which is no file in {file.parent} and no "
-                f"preset of "
-                f"{command or 'this command'}: {', '.join(presets_of(command)) or 'it has none'}"
+                f"preset of {command or 'this command'}: {presets}"
             )
-        found += read_files(command, lower, is_key, (*above, file))
-    return found
+        files += read_files(command, lower, is_key, (*above, file))
+    return files
 
 
 def flat_values(file: Path) -> dict[str, Any]:
@@ -559,7 +607,13 @@ def flat_values(file: Path) -> dict[str, Any]:
         is_empty = not file.read_bytes().strip()
     except OSError as error:
         raise ShoalError(f"{file} cannot be read: {error.strerror}") from error
-    return {} if is_empty else {name: value for name, value, _ in _leaves(file, lambda _: False)}
+    if is_empty:
+        return {}
+
+    def is_key(_: str) -> bool:
+        return False
+
+    return {name: value for name, value, _ in _leaves(file, is_key)}
 
 
 def _leaves(file: Path, is_key: Callable[[str], bool]) -> list[tuple[str, Any, int]]:
@@ -575,21 +629,16 @@ def _leaves(file: Path, is_key: Callable[[str], bool]) -> list[tuple[str, Any, i
             loader = yaml.SafeLoader(text)
             node = loader.get_single_node()
         if not isinstance(node, yaml.MappingNode):
-            reason = "expected keys with values, as in `steps: 3`"
-            raise ShoalError(
-                f"{file} is empty: {reason}" if node is None else f"{file} cannot be read: {reason}"
-            )
+            fault = "is empty" if node is None else "cannot be read"
+            raise ShoalError(f"{file} {fault}: expected keys with values, as in `steps: 3`")
         return list(_walk(loader, node, "", is_key, {}))
     except yaml.MarkedYAMLError as error:
         line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
         raise ShoalError(f"{file} cannot be read: {line}{error.problem}") from error
     except (yaml.YAMLError, OSError, ValueError, RecursionError) as error:
         raise ShoalError(f"{file} cannot be read: {' '.join(str(error).split())}") from error
-    except (
-        LookupError,
-        AttributeError,
-        TypeError,
-    ) as error:  # PyYAML's, of `!!int ""` or `!!bool foo`
+    except (LookupError, AttributeError, TypeError) as error:
+        # PyYAML's, of `!!int ""` or `!!bool foo`.
         raise ShoalError(
             f"{file} cannot be read: a value is not what its tag `!!...` says: leave tags out"
         ) from error
@@ -602,7 +651,8 @@ def _walk(
 
     loader.flatten_mapping(node)
     for key_node, value_node in node.value:
-        name, line = f"{head}{loader.construct_object(key_node)}", key_node.start_mark.line + 1
+        name = f"{head}{loader.construct_object(key_node)}"
+        line = key_node.start_mark.line + 1
         if name in lines:
             raise ValueError(f"lines {lines[name]} and {line} both set {name}")
         lines[name] = line
@@ -612,7 +662,9 @@ def _walk(
             yield name, loader.construct_object(value_node, deep=True), line
 
 
-COMMAND_LINE, PYTHON, STORED = "command line", "Python", "the run"
+COMMAND_LINE = "command line"
+PYTHON = "Python"
+STORED = "the run"
 
 
 Get = Callable[[str], Any]
@@ -663,21 +715,18 @@ class Setting:
 class Rule:
     """Flags whose keys need the values of other keys, known once all layers are merged."""
 
-    claims: Sequence[
-        Setting
-    ]  # the keys that the flags name, each at its flag's place, without values
-    apply: Callable[
-        [Get], Sequence[Setting]
-    ]  # their settings; a key without one keeps what is beneath it
+    # the keys that the flags name, each at its flag's place, without values
+    claims: Sequence[Setting]
+    # their settings; a key without one keeps what is beneath it
+    apply: Callable[[Get], Sequence[Setting]]
 
 
 @dataclass
 class Translation:
     """What the flags of other systems in some layers become."""
 
-    taken: set[tuple[int, int]] = field(
-        default_factory=set
-    )  # layer and index of each entry that is such a flag
+    # layer and index of each entry that is such a flag
+    taken: set[tuple[int, int]] = field(default_factory=set)
     settings: list[Setting] = field(default_factory=list)
     rules: list[Rule] = field(default_factory=list)  # each may need what earlier ones set
     errors: list[str] = field(default_factory=list)

@@ -72,9 +72,16 @@ HERE = "here"
 """The host in the caller's thread."""
 
 
-PROBE_TOKENS, PROBE_STRIDE, PROBE_BEGINNINGS = 64, 7919, 4
-"""Tokens of what a server and the trainer both score, the distance of their ids, and after how many
-beginnings of it a server samples a token."""
+PROBE_TOKENS = 64
+"""Tokens of the probe that a server and the trainer both score."""
+
+
+PROBE_STRIDE = 7919
+"""Distance of neighbouring token ids in the probe."""
+
+
+PROBE_BEGINNINGS = 4
+"""Beginnings of the probe after which a server samples a token."""
 
 
 GAP_TOLERANCES = 3
@@ -122,11 +129,10 @@ def training_fleet(
     one in the caller's thread; or, on devices of their own, one in a thread of its own for each
     replica."""
     tokenizer = spec.tokenizer
-    player = (
-        make_player(turns, all_slots(config, roles, model.architecture), config.sampling)
-        if turns
-        else None
-    )
+    player = None
+    if turns:
+        num_slots = all_slots(config, roles, model.architecture)
+        player = make_player(turns, num_slots, config.sampling)
     if config.sampler.kind == "vllm":
         return vllm_fleet(config, model, roles, spec, rewards, stop, console, player)
     publisher = make_publisher(
@@ -139,15 +145,13 @@ def training_fleet(
     if not roles.disaggregated:
         make = training_engine_maker(config, model, roles, tokenizer)
         return local_fleet(publisher, make, rewards, config.seed, console.answered, stop, player)
-    slots, woken = training_slots(config, roles, model.architecture).slots, threading.Event()
-    hosts = {
-        f"sampler {number}": EngineHost(
-            training_engine_maker(config, model, roles, tokenizer, host=number),
-            capacity=QUEUED * slots,
-            shares_memory=False,
-        )
-        for number in range(len(roles.hosts))
-    }
+    slots = training_slots(config, roles, model.architecture).slots
+    woken = threading.Event()
+    hosts = {}
+    for number in range(len(roles.hosts)):
+        make = training_engine_maker(config, model, roles, tokenizer, host=number)
+        host = EngineHost(make, capacity=QUEUED * slots, shares_memory=False)
+        hosts[f"sampler {number}"] = host
     threads = {name: ThreadHost(host, woken.set, name) for name, host in hosts.items()}
     return Fleet(
         publisher,
@@ -171,16 +175,19 @@ def make_publisher(
     folder = check_local(section.folder, KEY)
     if cluster is None and section.channel != "files":
         return MemoryPublisher(model, in_parts)
-    if (
-        cluster is not None
-        and section.channel != "files"
-        and (section.channel == "ray" or (not section.folder and cluster.may_span_machines))
-    ):
+    if cluster is None or section.channel == "files":
+        sends_objects = False
+    else:
+        has_no_shared_folder = not section.folder and cluster.may_span_machines
+        sends_objects = section.channel == "ray" or has_no_shared_folder
+    if sends_objects:
         from shoal.rollout.ray_host import ObjectPublisher
 
         return ObjectPublisher(model)
     size = num_bytes(model) + num_bytes(model, trained=False)
-    publisher = FilePublisher(folder if folder != Path() else default_folder(size), model)
+    if folder == Path():
+        folder = default_folder(size)
+    publisher = FilePublisher(folder, model)
     if cluster is not None and cluster.connection.watcher is not None:
         cluster.connection.watcher.remove(publisher.folder)
     return publisher
@@ -216,43 +223,45 @@ def open_cluster(config: Config, console: Console, stack: ExitStack) -> Cluster 
     except ImportError as error:  # of a broken installation, or of another version
         raise ShoalError(
             f"sampler.kind=ray: Ray cannot be imported ({error}); pip install '.[ray]' in the "
-            f"clone of "
-            "Shoal"
+            "clone of Shoal"
         ) from error
 
     if is_offline():
         ray_host.check_address(config.ray.address)
         return None
-    devices, asked = sampler.devices_per_worker, sampler.asked
-    joined = ray_host.connect(
-        config.ray.address, round(sampler.workers * asked.get("CPU", devices))
-    )
-    kind = ray_host.accelerator()
-    made = ray_host.Cluster(
-        joined,
+    devices = sampler.devices_per_worker
+    requested = sampler.asked
+    num_cpus = round(sampler.workers * requested.get("CPU", devices))
+    connection = ray_host.connect(config.ray.address, num_cpus)
+    accelerator = ray_host.accelerator()
+    cluster = ray_host.Cluster(
+        connection,
         sampler.workers,
-        asked or {kind: devices},
+        requested or {accelerator: devices},
         config.ray.wait_seconds,
-        worker_environment(devices, kind),
+        worker_environment(devices, accelerator),
         WorkerParity(config.train.versions == "fixed", console.warning),
         console.warning,
     )
-    stack.callback(made.close)
-    stack.callback(
-        set_variables, {name: os.environ.get(name) for name in ray_host.VISIBLE.values()}
-    )
-    holder, made.trainer_devices = ray_host.hold_accelerators(
-        kind,
+    stack.callback(cluster.close)
+    visible_before = {name: os.environ.get(name) for name in ray_host.VISIBLE.values()}
+    stack.callback(set_variables, visible_before)
+    holder, cluster.trainer_devices = ray_host.hold_accelerators(
+        accelerator,
         config.mesh.trainer,
-        sampler.workers * made.resources.get(kind, 0),
+        sampler.workers * cluster.resources.get(accelerator, 0),
         config.ray.wait_seconds,
     )
+    # Ray frees the accelerators when the last reference to their holder is gone.
     stack.callback(lambda holder: None, holder)
-    shown = f", dashboard http://{joined.dashboard}" if joined.dashboard else ""
-    where = f"the Ray cluster {joined.address}" if joined.watcher is None else "Ray, started here"
-    console.note(f"sampler: {sampler.workers} x {devices} {kind} in {where}{shown}")
-    made.say_room()
-    return made
+    dashboard = f", dashboard http://{connection.dashboard}" if connection.dashboard else ""
+    if connection.watcher is None:
+        where = f"the Ray cluster {connection.address}"
+    else:
+        where = "Ray, started here"
+    console.note(f"sampler: {sampler.workers} x {devices} {accelerator} in {where}{dashboard}")
+    cluster.say_room()
+    return cluster
 
 
 def set_variables(values: Mapping[str, str | None]) -> None:
@@ -265,11 +274,12 @@ def set_variables(values: Mapping[str, str | None]) -> None:
 
 def worker_environment(devices: int, kind: str) -> dict[str, str]:
     """The variables of this process that a worker on so many devices must share."""
-    found = {name: value for name, value in os.environ.items() if name.startswith(ENVIRONMENT)}
+    variables = {name: value for name, value in os.environ.items() if name.startswith(ENVIRONMENT)}
     flag = "--xla_force_host_platform_device_count"
-    if kind == "CPU" and devices > 1 and flag not in found.get("XLA_FLAGS", ""):
-        found["XLA_FLAGS"] = f"{found.get('XLA_FLAGS', '')} {flag}={devices}".strip()
-    return found
+    xla_flags = variables.get("XLA_FLAGS", "")
+    if kind == "CPU" and devices > 1 and flag not in xla_flags:
+        variables["XLA_FLAGS"] = f"{xla_flags} {flag}={devices}".strip()
+    return variables
 
 
 def trainer_mesh(config: Config, cluster: Cluster | None) -> Config:
@@ -292,19 +302,20 @@ def ray_fleet(
 ) -> Fleet:
     """Workers that join as the cluster has room for them."""
     model = publisher.model
-    woken, facts = threading.Event(), machine()
+    woken = threading.Event()
+    facts = machine()
     cluster.measure.facts = {name: facts[name] for name in SHARED_FACTS}
     cluster.wake = woken.set
     cluster.make = functools.partial(
         make_worker, config, model.architecture, model.dtype.name, tokenizer
     )
-    hosts = {
-        name: cluster.start(name)
-        for name in (f"worker {number}" for number in range(config.sampler.workers))
-    }
-    if cluster.measure.strict and (proof := trainer_proof(config, model, tokenizer, cluster.say)):
+    names = [f"worker {number}" for number in range(config.sampler.workers)]
+    hosts = {name: cluster.start(name) for name in names}
+    if cluster.measure.strict:
         # Made while the workers start, which compile the same.
-        cluster.measure.wanted = {"the trainer": proof, **cluster.measure.wanted}
+        proof = trainer_proof(config, model, tokenizer, cluster.say)
+        if proof:
+            cluster.measure.wanted = {"the trainer": proof, **cluster.measure.wanted}
     return Fleet(
         publisher,
         hosts,
@@ -334,14 +345,15 @@ def vllm_fleet(
 ) -> Fleet:
     """Servers of vLLM: those that are given, or one started here for each worker."""
     check_servers(config.vllm)
-    folder, size = (
-        check_local(config.publish.folder, KEY),
-        num_bytes(model) + num_bytes(model, trained=False),
-    )
-    longest, woken = longest_sequence(config), threading.Event()
+    folder = check_local(config.publish.folder, KEY)
+    size = num_bytes(model) + num_bytes(model, trained=False)
+    longest = longest_sequence(config)
+    woken = threading.Event()
     ids, beginnings, score = trainer_probe(model, longest, config.sampling.params)
+    if folder == Path():
+        folder = default_folder(size)
     publisher = FolderPublisher(
-        folder if folder != Path() else default_folder(size),
+        folder,
         model,
         spec.folder,
         spec.config,
@@ -350,9 +362,10 @@ def vllm_fleet(
         not config.vllm.urls,
     )
     sleeps = config.shares_gpu and model.role.platform != "cpu"
+    default_tolerance = 1e-3 if model.dtype == np.float32 else 0.1
     settings = vllm.Settings(
         ids,
-        config.vllm.tolerance or (1e-3 if model.dtype == np.float32 else 0.1),
+        config.vllm.tolerance or default_tolerance,
         spec.tokenizer.eos_ids,
         longest,
         training_slots(config, roles, model.architecture).slots,
@@ -380,7 +393,10 @@ def vllm_fleet(
 
     # Truncation that the trainer does not repeat makes a difference of its own.
     is_compared = not config.sampling.params.truncated or config.algorithm.match_sampling_support
-    names = config.vllm.urls or [f"vllm-{number}" for number in range(config.sampler.workers)]
+    logprob_tolerance = GAP_TOLERANCES * settings.tolerance if is_compared else 0.0
+    names = config.vllm.urls
+    if not names:
+        names = [f"vllm-{number}" for number in range(config.sampler.workers)]
     return Fleet(
         publisher,
         {name: start(name) for name in names},
@@ -388,7 +404,7 @@ def vllm_fleet(
         config.seed,
         by_itself=True,
         restart=start,
-        logprob_tolerance=GAP_TOLERANCES * settings.tolerance if is_compared else 0.0,
+        logprob_tolerance=logprob_tolerance,
         shares_memory=sleeps,
         restarts=config.sampler.restarts,
         stall_seconds=config.sampler.stall_seconds,
@@ -403,23 +419,25 @@ def vllm_fleet(
 def check_servers(section: VllmSection) -> None:
     """ShoalError unless each server that is given answers, and the program that starts others is
     there."""
-    deadline, faults = time.monotonic() + vllm.CONNECT_SECONDS, []
+    deadline = time.monotonic() + vllm.CONNECT_SECONDS
+    faults = []
     for url in section.urls:
+        remaining = max(1.0, deadline - time.monotonic())
         try:
-            vllm.Server(url).wait_until_ready(max(1.0, deadline - time.monotonic()))
+            vllm.Server(url).wait_until_ready(remaining)
         except HostLost as error:
             faults.append(str(error))
     if faults:
         raise ShoalError(
             f"vllm.urls: {'; '.join(faults)}; start them, or leave out those that are not there"
         )
-    if section.python and not shutil.which(
-        program := os.path.expanduser(shlex.split(section.python)[0])
-    ):
+    if not section.python:
+        return
+    program = os.path.expanduser(shlex.split(section.python)[0])
+    if not shutil.which(program):
         raise ShoalError(
             f"vllm.python={section.python}: there is no program {program}; make an environment "
-            f"(python -m "
-            "venv FOLDER; FOLDER/bin/pip install vllm) and give FOLDER/bin/python",
+            "(python -m venv FOLDER; FOLDER/bin/pip install vllm) and give FOLDER/bin/python",
             "vllm.python",
         )
 
@@ -427,14 +445,14 @@ def check_servers(section: VllmSection) -> None:
 def sends_adapters(section: VllmSection, model: Model) -> bool:
     """True if the servers read the run's adapter alone: those that run already if all have vLLM's
     call for it, those that are started here where vLLM computes with it."""
-    if (adapter := model.architecture.adapter) is None:
+    adapter = model.architecture.adapter
+    if adapter is None:
         return False
     if section.urls:
         return all(vllm.Server(url).takes_adapters() for url in section.urls)
     # vLLM's kernels for adapters take no float32 on a GPU.
-    return adapter.rank <= LORA_RANKS[-1] and (
-        model.dtype != np.float32 or model.role.platform == "cpu"
-    )
+    has_kernel = model.dtype != np.float32 or model.role.platform == "cpu"
+    return adapter.rank <= LORA_RANKS[-1] and has_kernel
 
 
 def trainer_probe(
@@ -443,25 +461,19 @@ def trainer_probe(
     """A probe for servers: token ids over all of the vocabulary, the lengths of its beginnings
     after which a token is sampled with `params`, and what the trainer makes of both with given
     parameters."""
-    ids = [
-        number * PROBE_STRIDE % model.architecture.vocab_size
-        for number in range(min(PROBE_TOKENS, longest - 1))
-    ]
-    beginnings = sorted(
-        {-(-len(ids) * part // PROBE_BEGINNINGS) for part in range(1, PROBE_BEGINNINGS + 1)}
-    )
+    num_tokens = min(PROBE_TOKENS, longest - 1)
+    vocab_size = model.architecture.vocab_size
+    ids = [position * PROBE_STRIDE % vocab_size for position in range(num_tokens)]
+    # A short probe has fewer beginnings: of equal lengths one stays.
+    lengths = {-(-len(ids) * part // PROBE_BEGINNINGS) for part in range(1, PROBE_BEGINNINGS + 1)}
+    beginnings = sorted(lengths)
     batch = MicroBatch.empty(Shape(1, PROBE_TOKENS), temperature=1.0)
     batch.add(0, np.array(ids[:1]), {(0, 0, 0): np.array(ids[1:])})
     sampling = SamplingArrays(
-        *(
-            np.full(len(beginnings), value)
-            for value in (
-                np.float32(params.temperature),
-                np.int32(params.top_k),
-                np.float32(params.top_p),
-                np.float32(params.min_p),
-            )
-        )
+        np.full(len(beginnings), np.float32(params.temperature)),
+        np.full(len(beginnings), np.int32(params.top_k)),
+        np.full(len(beginnings), np.float32(params.top_p)),
+        np.full(len(beginnings), np.float32(params.min_p)),
     )
 
     def next_token(parameters: Params, arrays: LearnerBatch) -> jax.Array:
@@ -473,20 +485,17 @@ def trainer_probe(
     def score(parameters: Params) -> ProbeScores:
         scorer = ModelScorer(model, parameters)
         logprobs = unpack([batch], [np.asarray(scorer.score(batch.arrays))])[0, 0]
-        return ProbeScores(
-            logprobs, np.asarray(next_token_program(parameters, scorer.put(batch.arrays)))
-        )
+        next_logprobs = next_token_program(parameters, scorer.put(batch.arrays))
+        return ProbeScores(logprobs, np.asarray(next_logprobs))
 
     return ids, beginnings, score
 
 
 def server_words(config: Config, model: Model, version: FolderVersion) -> list[str]:
     """The command that starts a server."""
-    first, *rest = shlex.split(config.vllm.python)
-    adapter = model.architecture.adapter if version.base else None
-    return [
-        os.path.expanduser(first),
-        *rest,
+    program, *program_arguments = shlex.split(config.vllm.python)
+    words = [os.path.expanduser(program), *program_arguments]
+    words += [
         "-m",
         "vllm.entrypoints.openai.api_server",
         f"--model={version.base or version.place}",
@@ -496,24 +505,25 @@ def server_words(config: Config, model: Model, version: FolderVersion) -> list[s
         "--logprobs-mode=processed_logprobs",
         "--generation-config=vllm",
         f"--tensor-parallel-size={config.sampler.devices_per_worker}",
-        *[f"--gpu-memory-utilization={config.vllm.memory}"] * (config.vllm.memory > 0),
-        *["--enable-sleep-mode"] * (config.shares_gpu and model.role.platform != "cpu"),
+    ]
+    if config.vllm.memory > 0:
+        words.append(f"--gpu-memory-utilization={config.vllm.memory}")
+    if config.shares_gpu and model.role.platform != "cpu":
+        words.append("--enable-sleep-mode")
+    adapter = model.architecture.adapter if version.base else None
+    if adapter:
         # Room for the adapters of all versions that may be sampled from at once, and the next.
-        *(
-            [
-                "--enable-lora",
-                f"--max-loras={schedule_of(config.train).max_staleness + 2}",
-                f"--max-lora-rank={next(one for one in LORA_RANKS if one >= adapter.rank)}",
-            ]
-            if adapter
-            else []
-        ),
-        *["--return-sampling-mask"] * (max_support(config) > 0),
+        max_adapters = schedule_of(config.train).max_staleness + 2
+        max_rank = next(rank for rank in LORA_RANKS if rank >= adapter.rank)
+        words += ["--enable-lora", f"--max-loras={max_adapters}", f"--max-lora-rank={max_rank}"]
+    if max_support(config) > 0:
+        words.append("--return-sampling-mask")
+    if model.role.platform == "cpu":
         # vLLM 0.32 on a CPU ends with an error where a prompt whose request has a seed is computed
         # in parts.
-        *["--no-enable-chunked-prefill"] * (model.role.platform == "cpu"),
-        *config.vllm.arguments,
-    ]
+        words.append("--no-enable-chunked-prefill")
+    words += config.vllm.arguments
+    return words
 
 
 def trainer_proof(
@@ -533,14 +543,11 @@ def trainer_proof(
             "their numbers"
         )
         return None
-    ignored = (
-        {"devices"}
-        if model.role.platform == "cpu"
-        else {"devices", "platform", "processor", "threads"}
-    )
-    return replace(
-        proof, facts={name: value for name, value in proof.facts.items() if name not in ignored}
-    )
+    ignored = {"devices"}
+    if model.role.platform != "cpu":
+        ignored |= {"platform", "processor", "threads"}
+    facts = {name: value for name, value in proof.facts.items() if name not in ignored}
+    return replace(proof, facts=facts)
 
 
 def make_worker(
@@ -549,7 +556,8 @@ def make_worker(
     """What a worker samples with, in its own process, and its proof."""
     cache_by_configuration()
     count = config.sampler.devices_per_worker
-    devices, tensor = available_devices(config.mesh), config.mesh.sampler_tensor or count
+    devices = available_devices(config.mesh)
+    tensor = config.mesh.sampler_tensor or count
     if len(devices) < count:
         raise ShoalError(
             f"sampler.devices_per_worker={count}: a worker finds {len(devices)} of kind "
@@ -558,7 +566,8 @@ def make_worker(
     mesh = MeshSection(
         data=count // tensor, tensor=tensor, compiler_options=config.mesh.compiler_options
     )
-    roles, size = make_roles(mesh, devices[:count]), config.batch.group_size
+    roles = make_roles(mesh, devices[:count])
+    group_size = config.batch.group_size
     model = make_model(
         replace(config.model, dtype=dtype),
         sampled_architecture(config, architecture),
@@ -566,15 +575,17 @@ def make_worker(
     )
     multiply_exactly(model.dtype, ExitStack())  # for all of the process
     make = training_engine_maker(config, model, roles, tokenizer)
-    places = training_slots(config, roles, architecture)
-    host = EngineHost(make, capacity=QUEUED * places.slots, shares_memory=False)
+    plan = training_slots(config, roles, architecture)
+    host = EngineHost(make, capacity=QUEUED * plan.slots, shares_memory=False)
     # A resumed run may have other settings, and with them other programs, whose numbers are not
     # those of before.
     settings = repr(
-        (architecture, dtype, config.model.attention, mesh, config.sampling, size, places)
+        (architecture, dtype, config.model.attention, mesh, config.sampling, group_size, plan)
     )
-    facts = machine() | {"settings": hashlib.blake2b(settings.encode(), digest_size=8).hexdigest()}
-    return host, fingerprint_of(make(Purpose.TRAIN, size), config.sampling.params, size, facts)
+    digest = hashlib.blake2b(settings.encode(), digest_size=8).hexdigest()
+    facts = machine() | {"settings": digest}
+    engine = make(Purpose.TRAIN, group_size)
+    return host, fingerprint_of(engine, config.sampling.params, group_size, facts)
 
 
 def engine_maker(
@@ -596,11 +607,12 @@ def engine_maker(
         support = max_support if purpose is Purpose.TRAIN else 0
         slots, siblings = places.rows_for(size, group_size, support == max_support)
         if (siblings, support) not in engines:
+            largest_group = group_size if siblings == places.siblings else size
             engines[siblings, support] = Engine(
                 model,
                 slots=slots,
                 siblings_per_row=siblings,
-                group_size=group_size if siblings == places.siblings else size,
+                group_size=largest_group,
                 max_prompt_tokens=sampling.slot_prompt,
                 max_completion_tokens=sampling.max_completion_tokens,
                 eos_ids=tokenizer.eos_ids,

@@ -83,7 +83,7 @@ from shoal.job.task import (
     own_rewards,
     with_overlong,
 )
-from shoal.mesh import Roles, World, available_devices, make_roles
+from shoal.mesh import Role, Roles, World, available_devices, make_roles
 from shoal.model.attention.caches import KEY_BLOCK
 from shoal.model.attention.selector import (
     attention_kind,
@@ -196,11 +196,13 @@ class stage(Generic[T]):
     function: Callable[[Job], T]
 
     def __init__(self, check: str = "configuration", key: str = "") -> None:
-        self.check, self.key = check, key
+        self.check = check
+        self.key = key
 
     def __call__(self, function: Callable[[Job], R]) -> stage[R]:
         made: stage[R] = stage(self.check, self.key)
-        made.function, made.__doc__ = function, function.__doc__
+        made.function = function
+        made.__doc__ = function.__doc__
         return made
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -253,14 +255,21 @@ class Job:
     ) -> None:
         # One of these: a stage reads what the commands that open it have.
         self.given: Any = replace(config, model=with_run(config.model))
-        self.console, self.resumed, self.functions = console, resumed, functions
-        self._task, self._devices, self._spec = task, devices, spec
+        self.console = console
+        self.resumed = resumed
+        self.functions = functions
+        self._task = task
+        self._devices = devices
+        self._spec = spec
         self.trains = isinstance(config, Config)
-        self.findings, self.stop, self.stack = findings or Findings(), StopSignal(), ExitStack()
+        self.findings = findings or Findings()
+        self.stop = StopSignal()
+        self.stack = ExitStack()
         self.opened: dict[str, Any] = {"config": config} if settled else {}
         self.failed: dict[str, ShoalError] = {}
         self.noted: list[ShoalError] = []
-        self.started, self.compilations = time.perf_counter(), job_training.CompilationCounter()
+        self.started = time.perf_counter()
+        self.compilations = job_training.CompilationCounter()
 
     def __enter__(self) -> Job:
         self.stack.enter_context(orbax_silenced())
@@ -299,14 +308,15 @@ class Job:
     @stage()
     def inputs(self) -> None:
         """The files and names that are given, as far as they are on this machine."""
-        check_before_weights(
-            self.given, bool(self.functions) or self._task is not None, self.resumed is not None
-        )
+        from_python = bool(self.functions) or self._task is not None
+        check_before_weights(self.given, from_python, self.resumed is not None)
 
     @stage("configuration", "base_output_directory")
     def folder_note(self) -> str:
         """A note if the run's folder is there already; ShoalError where it cannot be made."""
-        return "" if self.resumed else check_run_folder(self.given)
+        if self.resumed:
+            return ""
+        return check_run_folder(self.given)
 
     @stage("data", "task.path")
     def questions(self) -> Task:
@@ -325,25 +335,27 @@ class Job:
         """The functions that score answers. Those that were given need no data."""
         c = self.given
         needed = not self.trains or c.algorithm.uses_rewards
-        acting = environment_rewards(
-            {} if "questions" in self.failed else self.questions.environments
-        )
-        rewards = (
-            *(
-                self._task.rewards
-                if self._task
-                else given_rewards(c.reward, self.functions)
-                or own_rewards(self.questions, c.task, c.reward, needed and not acting)
-            ),
-            *acting,
-        )
+        environments = {} if "questions" in self.failed else self.questions.environments
+        of_environments = environment_rewards(environments)
+        if self._task:
+            of_task = self._task.rewards
+        else:
+            of_task = given_rewards(c.reward, self.functions)
+            if not of_task:
+                required = needed and not of_environments
+                of_task = own_rewards(self.questions, c.task, c.reward, required)
+        rewards = (*of_task, *of_environments)
+
+        def reference_role() -> Role:
+            return self.roles.reference
+
         for model in reward_models(rewards):
-            model.prepare(c.model, c.sampling, lambda: self.roles.reference)
+            model.prepare(c.model, c.sampling, reference_role)
             if self.trains:
                 model.date = self.template_date
-        return with_overlong(
-            rewards if rewards or needed else UNREWARDED, c.reward, c.sampling.max_completion_tokens
-        )
+        if not rewards and not needed:
+            rewards = UNREWARDED
+        return with_overlong(rewards, c.reward, c.sampling.max_completion_tokens)
 
     @stage("environment", "environment.factory")
     def sessions(self) -> Sessions | None:
@@ -351,9 +363,10 @@ class Job:
         rollouts have none."""
         if isinstance(self.given, GenerateConfig | ServeConfig):  # which have no task
             return None
-        return (made := open_sessions(self.questions, self.given)) and self.stack.enter_context(
-            closing(made)
-        )
+        sessions = open_sessions(self.questions, self.given)
+        if sessions:
+            self.stack.enter_context(closing(sessions))
+        return sessions
 
     @property
     def task(self) -> Task:
@@ -366,9 +379,8 @@ class Job:
         if "questions" not in self.failed:
             check_truths(self.questions, self.scorers)
         steps = (self.given.steps,) if self.trains else ()
-        return self.stack.enter_context(
-            closing(RewardPool(self.scorers, self.given.reward, *steps))
-        )
+        pool = RewardPool(self.scorers, self.given.reward, *steps)
+        return self.stack.enter_context(closing(pool))
 
     @stage()
     def cluster(self) -> Cluster | None:
@@ -387,14 +399,14 @@ class Job:
         first start."""
         if self.resumed:
             folder = self.resumed / MODEL_FOLDER
-            if date := read_date(folder):
+            date = read_date(folder)
+            if date:
                 return date
             template = folder / "chat_template.jinja"
             if template.is_file() and "strftime_now" in template.read_text(encoding="utf-8"):
                 self.findings.of("template", "model.template").warning(
                     "the chat template writes the date, and the run began with a version that did "
-                    "not keep it: from "
-                    "here on prompts have the present one"
+                    "not keep it: from here on prompts have the present one"
                 )
         return datetime.now().replace(microsecond=0)
 
@@ -406,14 +418,15 @@ class Job:
         if not self.trains:
             for _, text in adapter_warnings(self.given.model.lora):
                 self.console.warning(text)
-        spec = open_run_model(self.given.model, self.resumed, None if self.trains else self.console)
+        console = None if self.trains else self.console
+        spec = open_run_model(self.given.model, self.resumed, console)
         if not self.trains:
             return spec
         date = self.template_date
-        if (
-            "world" in self.opened and self.world.count > 1
-        ):  # processes may start on two days, or in two time zones
-            date = datetime.fromisoformat(self.world.exchange_json("the date", date.isoformat())[0])
+        # Processes may start on two days, or in two time zones: all take the first one's date.
+        if "world" in self.opened and self.world.count > 1:
+            dates = self.world.exchange_json("the date", date.isoformat())
+            date = datetime.fromisoformat(dates[0])
         return replace(spec, date=date)
 
     @stage("model", "sampling.max_completion_tokens")
@@ -430,19 +443,18 @@ class Job:
 
     @stage("devices", "mesh")
     def devices(self) -> Sequence[Any]:
-        return self._devices or available_devices(
-            self.given.mesh, getattr(self.given, "shares_gpu", False)
-        )
+        if self._devices:
+            return self._devices
+        shares_gpu = getattr(self.given, "shares_gpu", False)
+        return available_devices(self.given.mesh, shares_gpu)
 
     @property
     def mesh(self) -> MeshSection:
         """The mesh as given, for the devices that Ray holds for this process."""
         # Not `self.cluster`: a plan joins none.
-        return (
-            trainer_mesh(self.given, self.opened["cluster"]).mesh
-            if "cluster" in self.opened
-            else self.given.mesh
-        )
+        if "cluster" not in self.opened:
+            return self.given.mesh
+        return trainer_mesh(self.given, self.opened["cluster"]).mesh
 
     @stage("devices", "mesh")
     def given_roles(self) -> Roles:
@@ -454,15 +466,16 @@ class Job:
         """The mesh of each role for this model: `given_roles`, with a replica of the sampler over
         as many devices as it needs. A command that only samples has no trainer to share the devices
         with."""
-        given, roles = self.mesh, self.given_roles
+        mesh = self.mesh
+        roles = self.given_roles
         if not self.trains:
             return roles
-        roles = run_roles(replace(self.given, mesh=given), self.spec.architecture, self.devices)
-        if roles.sampler.tensor != (given.sampler_tensor or given.tensor):
+        roles = run_roles(replace(self.given, mesh=mesh), self.spec.architecture, self.devices)
+        requested_tensor = mesh.sampler_tensor or mesh.tensor
+        if roles.sampler.tensor != requested_tensor:
             self.console.note(
                 f"mesh.sampler_tensor={roles.sampler.tensor}: a replica of the sampler does not "
-                f"fit "
-                "fewer devices"
+                "fit fewer devices"
             )
         return roles
 
@@ -470,8 +483,9 @@ class Job:
     def config(self) -> Config:
         """The configuration of a training job, with what it left open decided: by its devices, or
         as its run has done that is resumed."""
-        trainer, before = self.roles.trainer, self.given.batch.prompts_per_step
+        trainer = self.roles.trainer
         given = self.given
+        before = given.batch.prompts_per_step
         if self.resumed:
             given = as_decided(read_config(self.resumed), given, read_decided_keys(self.resumed))
         config = for_devices(given, trainer.mesh.size, trainer.platform)
@@ -492,32 +506,28 @@ class Job:
     @stage("model", "model.path")
     def model(self) -> Model:
         """The model on the trainer's devices, or on the sampler's where none trains."""
-        model = (
-            trained_model(self.config, self.spec, self.roles)
-            if self.trains
-            else make_model(self.given.model, self.spec.architecture, self.roles.sampler)
-        )
-        if fault := kernel_fault(replace(model, attention=self.given.model.attention)):
+        if self.trains:
+            model = trained_model(self.config, self.spec, self.roles)
+        else:
+            model = make_model(self.given.model, self.spec.architecture, self.roles.sampler)
+        fault = kernel_fault(replace(model, attention=self.given.model.attention))
+        if fault:
             self.console.note(
                 "attention is blocked: our kernels do not work on this "
                 f"{model.role.platform.upper()} ({fault})"
             )
         sampler = model.on(self.roles.sampler)
-        if (
-            not decodes_by_kernel(sampler)
-            and sampler.role.platform != "cpu"
-            and model.attention == "auto"
-        ):
+        is_without_kernel = not decodes_by_kernel(sampler) and sampler.role.platform != "cpu"
+        if is_without_kernel and model.attention == "auto":
             self.console.note(f"decoding goes without its kernel: {kernel_refusal(sampler)}")
-        attention_kind(
-            model,
-            *(
-                (shape := micro_batch_shapes(self.config, model.role.row_shards)[0]).rows,
-                shape.length,
-            )
-            if self.trains
-            else (1, self.given.sampling.max_prompt_tokens),
-        )  # raises
+        if self.trains:
+            largest = micro_batch_shapes(self.config, model.role.row_shards)[0]
+            rows = largest.rows
+            length = largest.length
+        else:
+            rows = 1
+            length = self.given.sampling.max_prompt_tokens
+        attention_kind(model, rows, length)  # raises where the kernel cannot take this shape
         multiply_exactly(model.dtype, self.stack)
         return model
 
@@ -528,9 +538,9 @@ class Job:
 
     @stage("teacher", "teacher.path")
     def teacher(self) -> ModelSource | None:
-        return (
-            find_teacher(self.config, self.spec, self.console) if self.config.teacher.path else None
-        )
+        if not self.config.teacher.path:
+            return None
+        return find_teacher(self.config, self.spec, self.console)
 
     # ---- data
 
@@ -539,24 +549,24 @@ class Job:
         """The configuration; before its devices are known, as for one of them."""
         if "config" in self.opened:
             return self.config
-        b = self.given.batch
-        return replace(
-            self.given,
-            batch=replace(b, prompts_per_step=b.prompts_per_device or b.prompts_per_step),
-        )
+        batch = self.given.batch
+        prompts_per_step = batch.prompts_per_device or batch.prompts_per_step
+        return replace(self.given, batch=replace(batch, prompts_per_step=prompts_per_step))
 
     @stage("tokenizer", "model.path")
     def tokenizer(self) -> Tokenizer:
+        tokenizer = self.spec.tokenizer
         if self.trains:
-            check_tokenizer(
-                self.spec.tokenizer, (*self.spec.notes, *self.spec.tokenizer.notes), self.findings
-            )
-        return self.spec.tokenizer
+            notes = (*self.spec.notes, *tokenizer.notes)
+            check_tokenizer(tokenizer, notes, self.findings)
+        return tokenizer
 
     @stage("template", "model.template")
     def turns(self) -> TurnFormats | None:
         """How turns look in tokens; None where rollouts have one."""
-        return self.sessions and TurnFormats(
+        if not self.sessions:
+            return None
+        return TurnFormats(
             self.tokenizer,
             self.sessions,
             section_of(self.given),
@@ -566,11 +576,9 @@ class Job:
 
     def encode(self, example: Example) -> np.ndarray:
         """Token ids of an example's prompt, int32[T], with its tools."""
-        return (
-            self.turns.encode(example)
-            if self.turns
-            else self.tokenizer.encode_prompt(example.prompt)
-        )
+        if self.turns:
+            return self.turns.encode(example)
+        return self.tokenizer.encode_prompt(example.prompt)
 
     @stage("data", "task.path")
     def prompts(self) -> PromptStream:
@@ -584,15 +592,16 @@ class Job:
     def sets(self) -> Mapping[str, Sequence[TokenizedExample]]:
         """The questions of each evaluation set, without further sets whose prompts are all too
         long."""
-        warn, found = self.findings.of("data").warning if self.trains else self.console.warning, {}
+        warn = self.findings.of("data").warning if self.trains else self.console.warning
+        sets = {}
         for name, examples in self.questions.evaluations.items():
             try:
-                found[name] = encode_all(name, examples, self.encode, self.given.sampling, warn)
+                sets[name] = encode_all(name, examples, self.encode, self.given.sampling, warn)
             except ShoalError as error:
-                if not found or error.key != "sampling.max_prompt_tokens":
+                if not sets or error.key != "sampling.max_prompt_tokens":
                     raise
                 warn(f"{name} is not evaluated: {error}")
-        return found
+        return sets
 
     @stage("template", "model.template")
     def lengths(self) -> str:
@@ -611,21 +620,19 @@ class Job:
         """What the reward says of known answers to the first prompt. A resumed run's was tried when
         it began; a dry run reads no weights of a reward model; there is no known way through an
         environment."""
-        if (
-            self.resumed
-            or self.questions.environments
-            or (is_offline() and reward_models(self.scorers))
-        ):
+        if self.resumed or self.questions.environments:
             return []
-        found = check_first_prompt(
+        if is_offline() and reward_models(self.scorers):
+            return []
+        findings = check_first_prompt(
             self.config,
             self.tokenizer,
             self.first_prompt,
             self.pool,
             has_calls=bool(self.questions.tools),
         )
-        self.findings.extend(found)
-        return found
+        self.findings.extend(findings)
+        return findings
 
     @stage("reward", "reward.functions")
     def lost_answers(self) -> None:
@@ -634,9 +641,12 @@ class Job:
         first = next((questions[0] for questions in self.sets.values() if questions), None)
         if first is None or self.questions.environments or reward_models(self.scorers):
             return
-        lost = lost_in_tokens(
-            self.pool, [first.example], sampled_by(self.tokenizer, lambda _: first.prompt_ids)
-        )
+
+        def prompt_ids_of(_: Example) -> np.ndarray:
+            return first.prompt_ids
+
+        sampled = sampled_by(self.tokenizer, prompt_ids_of)
+        lost = lost_in_tokens(self.pool, [first.example], sampled)
         if lost:
             self.findings.of("reward").warning(lost)
 
@@ -648,12 +658,9 @@ class Job:
         from here on. A resumed run keeps its own, which other numbers follow from in their last
         bits, unless its data has outgrown it."""
         settings = self.config if self.trains else self.given
+        quick_questions = settings.quick_questions if self.trains else 0
         evaluator = Evaluator(
-            self.sets,
-            settings.sampling.params,
-            settings.pass_k,
-            self.task,
-            settings.quick_questions if self.trains else 0,
+            self.sets, settings.sampling.params, settings.pass_k, self.task, quick_questions
         )
         sampling = self.with_prompt_room(settings.sampling)
         is_kept = self.resumed is not None and not sampling.evaluation_slots
@@ -666,7 +673,8 @@ class Job:
     def with_prompt_room(self, sampling: SamplingSection) -> SamplingSection:
         """The settings of sampling with `prompt_slot_tokens` decided, where all prompts are known
         before."""
-        before, is_open = sampling.prompt_slot_tokens, not self.given.sampling.prompt_slot_tokens
+        before = sampling.prompt_slot_tokens
+        is_open = not self.given.sampling.prompt_slot_tokens
         if self.resumed is not None and not before:
             return sampling
         is_known = self.given.task.name in ("custom", ROWS) and self.sessions is None
@@ -674,40 +682,36 @@ class Job:
             if before and before < sampling.max_prompt_tokens:
                 raise ShoalError(
                     f"sampling.prompt_slot_tokens={before}: the prompts of this job are known only "
-                    f"when "
-                    f"it runs, and may have "
-                    f"sampling.max_prompt_tokens={sampling.max_prompt_tokens} "
-                    "tokens; leave it out"
+                    "when it runs, and may have "
+                    f"sampling.max_prompt_tokens={sampling.max_prompt_tokens} tokens; leave it out"
                 )
             return sampling
         # Of answers that are learned no completion is sampled.
         is_sampled = self.trains and not self.config.algorithm.learns_from_data
-        longest = longest_prompt(
-            self.questions.train if is_sampled else (), self.sets, self.encode, sampling
-        )
+        examples = self.questions.train if is_sampled else ()
+        longest = longest_prompt(examples, self.sets, self.encode, sampling)
         if not is_open:
             if longest > before:
                 raise ShoalError(
                     f"sampling.prompt_slot_tokens={before}: the longest prompt of the data has "
-                    f"{longest} "
-                    "tokens; leave it out, or lower sampling.max_prompt_tokens"
+                    f"{longest} tokens; leave it out, or lower sampling.max_prompt_tokens"
                 )
             return sampling
         needed = -(-longest // KEY_BLOCK) * KEY_BLOCK
         if needed <= before < sampling.max_prompt_tokens + KEY_BLOCK:
             return sampling
-        return replace(
-            sampling, prompt_slot_tokens=needed if needed < sampling.max_prompt_tokens else 0
-        )
+        if needed >= sampling.max_prompt_tokens:
+            needed = 0
+        return replace(sampling, prompt_slot_tokens=needed)
 
     @stage("memory", "model.path")
     def sizes(self) -> Finding:
         """What a device holds against what it has, as far as it is known before anything is
         compiled."""
         check_size(self.config, parameter_count(self.model.architecture), self.findings)
-        found = check_memory(self)
-        self.findings.extend([found])
-        return found
+        finding = check_memory(self)
+        self.findings.extend([finding])
+        return finding
 
     @stage("configuration", "base_output_directory")
     def room(self) -> None:
@@ -716,10 +720,8 @@ class Job:
         base = self.resumed or check_local(
             self.config.base_output_directory, "base_output_directory", RUNS
         )
-        needed, free = (
-            checkpoint_bytes(self.learner.shapes()),
-            shutil.disk_usage(nearest_folder(base / "any")).free,
-        )
+        needed = checkpoint_bytes(self.learner.shapes())
+        free = shutil.disk_usage(nearest_folder(base / "any")).free
         if free < needed and self.config.steps and jax.process_count() == 1:
             raise ShoalError(
                 f"base_output_directory={base}: a checkpoint takes {gib(needed)}, and the disk has "
@@ -733,9 +735,9 @@ class Job:
         if config.model.lora != self.config.model.lora:
             spec = replace(spec, architecture=adapted(config.model.lora, spec.architecture))
         other = Job(config, Console(io.StringIO()), devices=self.devices, spec=spec)
-        other.opened |= {
-            name: self.opened[name] for name in ("teacher", "cluster") if name in self.opened
-        }
+        for name in ("teacher", "cluster"):
+            if name in self.opened:
+                other.opened[name] = self.opened[name]
         with other:
             return memory_report(other)
 
@@ -747,15 +749,17 @@ class Job:
         if self.trains:
             return training_engine_maker(self.config, self.model, self.roles, self.tokenizer)
         c = self.given
-        size = max(
-            1, c.num_generations if isinstance(c, GenerateConfig) else getattr(c, "pass_k", 1)
-        )
-        sampling, slots = c.sampling, c.batch * self.model.role.mesh.size
+        if isinstance(c, GenerateConfig):
+            group_size = max(1, c.num_generations)
+        else:
+            group_size = max(1, getattr(c, "pass_k", 1))
+        sampling = c.sampling
+        slots = c.batch * self.model.role.mesh.size
         if isinstance(c, EvalConfig):
             sampling = self.slots
             slots = min(slots, sampling.evaluation_slots or slots)
         return sampling_engine_maker(
-            self.model, self.tokenizer, sampling, slots, size, isinstance(c, ServeConfig)
+            self.model, self.tokenizer, sampling, slots, group_size, isinstance(c, ServeConfig)
         )
 
     @stage("memory", "sampling.slots_per_device")
@@ -772,16 +776,14 @@ class Job:
     def source(self) -> Fleet | MultiProcessSource | DataSource:
         """Groups of completions: of Ray's workers, threads with devices of their own, this thread,
         or the data."""
-        c, rewards = (
-            self.given,
-            self.rewards,
-        )  # first: its processes are forked while JAX has no threads
+        c = self.given
+        # First: the processes that score are forked while JAX has no threads.
+        rewards = self.rewards
         if not self.trains:
-            player = (
-                make_player(self.turns, c.batch * self.model.role.mesh.size, c.sampling)
-                if self.turns
-                else None
-            )
+            player = None
+            if self.turns:
+                num_slots = c.batch * self.model.role.mesh.size
+                player = make_player(self.turns, num_slots, c.sampling)
             return local_fleet(
                 MemoryPublisher(self.model, frees=True),
                 self.make_engine(),
@@ -801,13 +803,13 @@ class Job:
             self.cluster,
             self.turns,
         )
-        source = MultiProcessSource(fleet, self.world, self.stop) if self.world.count > 1 else fleet
+        source = fleet
+        if self.world.count > 1:
+            source = MultiProcessSource(fleet, self.world, self.stop)
         self.stack.enter_context(closing(source))
-        return (
-            DataSource(source, self.tokenizer, self.config)
-            if self.config.algorithm.learns_from_data
-            else source
-        )
+        if self.config.algorithm.learns_from_data:
+            return DataSource(source, self.tokenizer, self.config)
+        return source
 
     # ---- what trains
 
@@ -833,9 +835,8 @@ class Job:
         if first is None:
             base = self.spec.read(model.role, model.dtype)
         else:
-            base = place_parameters(
-                replace(model, architecture=a.base), without_adapter(policy, first)
-            )
+            base_model = replace(model, architecture=a.base)
+            base = place_parameters(base_model, without_adapter(policy, first))
         if not a.adapter:
             return ModelScorer(model, base)
         # Read once more, not shared: the policy's own is trained, and a resumed run's is that of
@@ -863,27 +864,28 @@ class Job:
         """The first weights, on the devices of what trains, or samples where nothing does. The
         caller owns them: kept here, they would take a model's memory for all of the run. `spec`: of
         other files than the job's."""
-        return (
-            (spec or self.spec).load(
-                self.roles.trainer, np.float32, self.model.dtype, self.given.seed
-            )
-            if self.trains
-            else self.spec.load(self.roles.sampler, self.model.dtype)
-        )
+        if not self.trains:
+            return self.spec.load(self.roles.sampler, self.model.dtype)
+        source = spec or self.spec
+        return source.load(self.roles.trainer, np.float32, self.model.dtype, self.given.seed)
 
     # ---- a run
 
     def check(self, *without: str) -> None:
         """Opens everything that can be wrong with a job before its weights are read, of a dry run
         what needs no download; `without` these stages."""
-        for name in next(names for kind, names in CHECKS.items() if isinstance(self.given, kind)):
-            if name not in without:
-                try:
-                    getattr(self, name)
-                except NotHere as missing:  # raised in a dry run alone
-                    self.findings.of(NOT_HERE).ok(
-                        f"{missing} is not on this machine, and so not checked"
-                    )
+        stages = next(
+            names for config_type, names in CHECKS.items() if isinstance(self.given, config_type)
+        )
+        for name in stages:
+            if name in without:
+                continue
+            try:
+                getattr(self, name)
+            except NotHere as missing:  # raised in a dry run alone
+                self.findings.of(NOT_HERE).ok(
+                    f"{missing} is not on this machine, and so not checked"
+                )
 
 
 # ---- memory
@@ -894,10 +896,10 @@ def check_memory(job: Job) -> Finding:
     memory."""
     figures = Budget(job.config, memory_report(job), {})
     available = available_memory(job.roles.trainer.mesh.devices.flat)
-    found, _ = judge_memory(figures, available, job.described, "at least")
-    if found.level == "wrong" and figures.peak * available.sharing > available.total:
-        raise ShoalError(found.text)
-    return found
+    finding, _ = judge_memory(figures, available, job.described, "at least")
+    if finding.level == "wrong" and figures.peak * available.sharing > available.total:
+        raise ShoalError(finding.text)
+    return finding
 
 
 def judge_memory(
@@ -905,9 +907,9 @@ def judge_memory(
 ) -> tuple[Finding, str]:
     """Whether a job fits: what each device needs and has, and, if that is tight, what to change,
     besides as the text of its own. `bound`: `at least` where activations are unknown."""
-    shared = (
-        f" on each of {available.sharing} devices that share it" if available.sharing > 1 else ""
-    )
+    shared = ""
+    if available.sharing > 1:
+        shared = f" on each of {available.sharing} devices that share it"
     text = (
         f"{bound} {gib(figures.peak)}{shared}, in the {PHASES[figures.fullest][0]} phase "
         f"({parts_text(figures)})"
@@ -919,48 +921,51 @@ def judge_memory(
     if figures.peak <= TIGHT * free:
         return Finding("memory", "ok", text), ""
     advice = suggest_fit(figures, describe, TIGHT * free)
-    level, word = ("wrong", "not enough memory") if figures.peak > free else ("warning", "tight")
-    return Finding("memory", level, f"{word}: {text}. {advice['text']}", advice["key"]), advice[
-        "text"
-    ]
+    if figures.peak > free:
+        text = f"not enough memory: {text}. {advice['text']}"
+        finding = Finding("memory", "wrong", text, advice["key"])
+    else:
+        finding = Finding("memory", "warning", f"tight: {text}. {advice['text']}", advice["key"])
+    return finding, advice["text"]
 
 
 def memory_report(job: Job) -> dict[str, Any]:
     """What is known of a job before anything is compiled, for JSON. `activations`: bytes that an
     update is reckoned to need on a device besides what roles hold."""
-    config, model, roles = job.config, job.model, job.roles
-    a, role, shape = (
-        model.architecture,
-        roles.trainer,
-        micro_batch_shapes(config, roles.trainer.row_shards)[0],
-    )
+    config = job.config
+    model = job.model
+    roles = job.roles
+    a = model.architecture
+    role = roles.trainer
+    shape = micro_batch_shapes(config, role.row_shards)[0]
     teacher = job.opened.get("teacher")
-    sizes = job_sizes(
-        config,
-        a,
-        roles,
-        model.dtype,
-        teacher.architecture if teacher else teacher_architecture(config),
-        engine_states(config, model, roles, a),
-    )
-    mine = list(role.mesh.devices.flat)
-    memory, places = device_memory(mine[0]), training_slots(config, roles, a)
+    if teacher:
+        of_teacher = teacher.architecture
+    else:
+        of_teacher = teacher_architecture(config)
+    states = engine_states(config, model, roles, a)
+    sizes = job_sizes(config, a, roles, model.dtype, of_teacher, states)
+    devices = list(role.mesh.devices.flat)
+    memory = device_memory(devices[0])
+    plan = training_slots(config, roles, a)
     if not memory:
-        available = available_memory(mine)
+        available = available_memory(devices)
         memory = available.total // available.sharing
-    rows = num_rows(places.slots, places.siblings, roles.hosts[0].row_shards)
-    tokens, remat = (
-        shape.tokens // role.row_shards,
-        "dots" if model.remat == "none" else model.remat,
-    )
-    kept, on_host = (
-        activation_bytes(a, tokens / role.tensor, model.dtype, remat),
-        sizes.bytes_by_role["trainer"]["host"],
-    )
+    rows = num_rows(plan.slots, plan.siblings, roles.hosts[0].row_shards)
+    tokens = shape.tokens // role.row_shards
+    remat = "dots" if model.remat == "none" else model.remat
+    kept = activation_bytes(a, tokens / role.tensor, model.dtype, remat)
+    on_host = sizes.bytes_by_role["trainer"]["host"]
     if remat == "offload" and role.platform != "cpu":  # but for two layers', which are on their way
         stored = kept + input_bytes(a, tokens, model.dtype)
         kept -= stored * max(0, a.num_layers - 2) // a.num_layers
         on_host = {**on_host, "stored for the backward pass": stored}
+    role_meshes = {}
+    for name, of_role in zip(ROLES, roles.all, strict=True):
+        role_meshes[name] = {
+            "mesh": {axis: size for axis, size in of_role.mesh.shape.items() if size > 1},
+            "devices": [device.id for device in of_role.mesh.devices.flat],
+        }
     return {
         "model": {
             "parameters": parameter_count(a),
@@ -968,13 +973,7 @@ def memory_report(job: Job) -> dict[str, Any]:
             "dtype": model.dtype.name,
             "remat": model.remat,
         },
-        "roles": {
-            name: {
-                "mesh": {axis: size for axis, size in one.mesh.shape.items() if size > 1},
-                "devices": [device.id for device in one.mesh.devices.flat],
-            }
-            for name, one in zip(ROLES, roles.all, strict=True)
-        },
+        "roles": role_meshes,
         "machines": 1,
         "num_devices": len(job.devices),
         "held": sizes.bytes_by_role,
@@ -984,7 +983,7 @@ def memory_report(job: Job) -> dict[str, Any]:
         "activations": update_bytes(a, role, model.dtype, tokens) + kept,
         "host": on_host,
         "shape": {"rows": shape.rows, "length": shape.length, "tokens": shape.tokens},
-        "slots": rows * places.siblings * num_hosts(roles),
+        "slots": rows * plan.siblings * num_hosts(roles),
         "prompts": config.batch.prompts_per_step,
         "programs": {name: {"runs": 1, "role": role} for name, role in LARGEST.items()},
     }

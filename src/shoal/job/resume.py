@@ -56,26 +56,30 @@ def config_for_resume(config_type: type, argv: Sequence[str]) -> tuple[Any, Reso
     run = named_run(config_type, arguments)
     if run is None:
         return load(config_type, arguments)
-    given = (
-        entry for entry in arguments.entries if entry.name != "resume"
-    )  # `last` has a path now
-    entries = (*given, Entry("resume", address(run), COMMAND_LINE))
-    return load(
-        config_type, replace(arguments, entries=entries), run / CONFIG, read_decided_keys(run)
-    )
+    # `last` has a path now.
+    entries = [entry for entry in arguments.entries if entry.name != "resume"]
+    entries.append(Entry("resume", address(run), COMMAND_LINE))
+    arguments = replace(arguments, entries=tuple(entries))
+    return load(config_type, arguments, run / CONFIG, read_decided_keys(run))
 
 
 def overrides_for_resume(overrides: Mapping[str, Any]) -> tuple[dict[str, Any], Path | None]:
     """Overrides from Python, with the path of the run that their `resume` names; and its folder,
     None without one."""
     names = {name: value for name, value in overrides.items() if name != "config_name"}
-    entries = [
-        Entry(name, value if value is None else str(value), PYTHON)
-        for name, value in python_leaves(Config, names)
-        if (key := key_of(Config, name)) is None or key.name in RUN_NAMES
-    ]  # None: another system's flag
-    run = named_run(Config, Arguments(str(overrides.get("config_name") or ""), tuple(entries)))
-    return ({**overrides, "resume": address(run)} if run else dict(overrides)), run
+    entries = []
+    for name, value in python_leaves(Config, names):
+        key = key_of(Config, name)
+        # A name without a key is another system's flag, which may name the run.
+        if key is None or key.name in RUN_NAMES:
+            text = value if value is None else str(value)
+            entries.append(Entry(name, text, PYTHON))
+    config_name = str(overrides.get("config_name") or "")
+    run = named_run(Config, Arguments(config_name, tuple(entries)))
+    overrides = dict(overrides)
+    if run:
+        overrides["resume"] = address(run)
+    return overrides, run
 
 
 def from_overrides_on_run(
@@ -94,8 +98,10 @@ def from_overrides_on_run(
 
 def named_run(config_type: type, arguments: Arguments) -> Path | None:
     """The run that `resume` names in the user's own file and keys; None without `resume`."""
+    keys = keys_of(config_type)
     given = given_values(config_type, arguments, *RUN_NAMES)
-    resume, base = (given.get(name, keys_of(config_type)[name].default) for name in RUN_NAMES)
+    resume = given.get("resume", keys["resume"].default)
+    base = given.get("base_output_directory", keys["base_output_directory"].default)
     if not resume:
         return None
     check_local(base, "base_output_directory", RUNS)
@@ -113,9 +119,11 @@ def resolve_run(config: Config, report: Console | Findings) -> ResumePlan:
     check_local(config.base_output_directory, "base_output_directory", RUNS)
     if config.resume:
         run = find_run(config.resume, config.base_output_directory, groups=False)
-    elif not (
-        config.run_name and is_run(run := find_named(config.base_output_directory, config.run_name))
-    ):
+    elif config.run_name:
+        run = find_named(config.base_output_directory, config.run_name)
+        if not is_run(run):
+            return ResumePlan(config)
+    else:
         return ResumePlan(config)
     from shoal.weights.source import with_run  # imports JAX
 
@@ -131,41 +139,38 @@ def resolve_run(config: Config, report: Console | Findings) -> ResumePlan:
             f"become {get_value(config, fixed[0])!r}: start a new run, from these weights with "
             f"model={address(run)}"
         )
-    is_open = config.algorithm.correction == "auto"  # then what it is follows from another key
-    given = [key for key in changed if not (is_open and key == "algorithm.correction")]
-    if not config.resume and (
-        refused := [key for key in given if not _is_move(stored, config, key)]
-    ):
-        before, now = (
-            ", ".join(f"{key}={shown(get_value(one, key))}" for key in refused)
-            for one in (stored, config)
-        )
-        raise ShoalError(
-            f"the run {address(run)} was started with {before}; given now: {now}. Choose another "
-            "run_name, give the values that it was started with, or change them with "
-            f"resume={address(run)}"
-        )
+    if not config.resume:
+        refused = [key for key in changed if not _is_move(stored, config, key)]
+        # An open correction follows from another key, which is named.
+        if config.algorithm.correction == "auto" and "algorithm.correction" in refused:
+            refused.remove("algorithm.correction")
+        if refused:
+            before = ", ".join(f"{key}={shown(get_value(stored, key))}" for key in refused)
+            now = ", ".join(f"{key}={shown(get_value(config, key))}" for key in refused)
+            raise ShoalError(
+                f"the run {address(run)} was started with {before}; given now: {now}. Choose "
+                "another run_name, give the values that it was started with, or change them with "
+                f"resume={address(run)}"
+            )
     for key in changed:
-        before, now = (shown(get_value(one, key)) or "''" for one in (stored, decided))
-        effect = (
-            "numbers may differ in their last bits"
-            if _is_move(stored, config, key)
-            else "the run differs from the one that was started"
-        )
+        before = shown(get_value(stored, key)) or "''"
+        now = shown(get_value(decided, key)) or "''"
+        if _is_move(stored, config, key):
+            effect = "numbers may differ in their last bits"
+        else:
+            effect = "the run differs from the one that was started"
         report.warning(
             f"{key} changes from {before} to {now}, for later resumes too: from here on {effect}"
         )
     _check_steps(run, stored, config, report)
     if config.resume:
-        return ResumePlan(
-            replace(
-                config,
-                run_name=stored.run_name,
-                base_output_directory=stored.base_output_directory,
-                resume="",
-            ),
-            run,
+        config = replace(
+            config,
+            run_name=stored.run_name,
+            base_output_directory=stored.base_output_directory,
+            resume="",
         )
+        return ResumePlan(config, run)
     # Keys that are equal but for those of the devices, which `Job.config` sets.
     batch = replace(stored.batch, micro_tokens=config.batch.micro_tokens)
     return ResumePlan(replace(config, batch=batch), run)
@@ -177,23 +182,24 @@ def _check_steps(run: Path, stored: Config, config: Config, report: Console | Fi
     rate's schedule."""
     from shoal.weights.checkpoints import FOLDER, versions
 
-    saved, ended = versions(run), (read_summary(run) or {}).get("steps", 0)
-    made = max((*saved, ended))
+    saved = versions(run)
+    summary = read_summary(run) or {}
+    ended = summary.get("steps", 0)
+    made = max([*saved, ended])
     if made > config.steps:
         raise ShoalError(
             f"steps={config.steps}: the run {run} has made {made} already; give as many or more"
         )
     if not saved and ended < config.steps:
-        recorded = max((line["step"] for line in read_lines(run / "metrics.jsonl")), default=0)
+        recorded_steps = [line["step"] for line in read_lines(run / "metrics.jsonl")]
+        recorded = max(recorded_steps, default=0)
         # A run ends with a checkpoint. One that is under way has written its first before the
         # second is due.
         if ended or 0 < 2 * stored.checkpoint.every < recorded:
             raise ShoalError(
                 f"the run {run} has made {count(max(made, recorded), 'step')}, but {run / FOLDER} "
-                f"holds "
-                "no checkpoint to go on from: put one back, or start a new run with another "
-                "run_name; "
-                "nothing was changed"
+                "holds no checkpoint to go on from: put one back, or start a new run with another "
+                "run_name; nothing was changed"
             )
     if stored.steps != config.steps and config.optimizer.schedule != "constant":
         report.warning(
@@ -217,19 +223,20 @@ def as_decided(stored: Config, config: Config, decided: Container[str] | None = 
     if config.algorithm.correction == "auto":
         is_same = samples_are_the_trainers(stored) == samples_are_the_trainers(config)
         is_kept = is_same and "algorithm.correction" in decided
-        correction = stored.algorithm.correction if is_kept else correction_of(config)
+        if is_kept:
+            correction = stored.algorithm.correction
+        else:
+            correction = correction_of(config)
         config = replace(config, algorithm=replace(config.algorithm, correction=correction))
-    kept_slots = {
-        key.removeprefix("sampling."): get_value(stored, key)
-        for key in slot_keys()
-        if not get_value(config, key) and key in decided
-    }
+    kept_slots = {}
+    for key in slot_keys():
+        if not get_value(config, key) and key in decided:
+            kept_slots[key.removeprefix("sampling.")] = get_value(stored, key)
     config = replace(config, sampling=replace(config.sampling, **kept_slots))
     is_open = not config.batch.micro_tokens and "batch.micro_tokens" in decided
     if is_open and not changed_keys(stored, config):
-        config = replace(
-            config, batch=replace(config.batch, micro_tokens=stored.batch.micro_tokens)
-        )
+        batch = replace(config.batch, micro_tokens=stored.batch.micro_tokens)
+        config = replace(config, batch=batch)
     return config
 
 
@@ -250,14 +257,15 @@ def changed_keys(stored: Config, config: Config) -> list[str]:
     by_device = config.batch.prompts_per_device
     if by_device and by_device == stored.batch.prompts_per_device:
         free.add("batch.prompts_per_step")
-    for key in ("batch.micro_tokens", *slot_keys()):
+    decided_by_run = ["batch.micro_tokens", *slot_keys()]
+    for key in decided_by_run:
         if not get_value(config, key):
             free.add(key)
-    return [
-        key
-        for key in keys_of(Config)
-        if key not in free and get_value(stored, key) != get_value(config, key)
-    ]
+    changed = []
+    for key in keys_of(Config):
+        if key not in free and get_value(stored, key) != get_value(config, key):
+            changed.append(key)
+    return changed
 
 
 def slot_keys() -> list[str]:

@@ -54,7 +54,10 @@ if TYPE_CHECKING:
 def open_run(job: Job) -> Run:
     """The training run: its folder, locked, with everything that a run is made of. ShoalError for
     whatever is wrong with the configuration, before the folder exists."""
-    config, world, spec, roles = job.config, job.world, job.spec, job.roles
+    config = job.config
+    world = job.world
+    spec = job.spec
+    roles = job.roles
     # Before the folder exists: bad weights leave none behind. A resumed run reads them for KL and
     # what is frozen.
     reads_model = (
@@ -63,15 +66,15 @@ def open_run(job: Job) -> Run:
     if reads_model:
         check_same_model(world, "the model", "model.path", spec)
     weights = None if job.resumed else job.load_weights()
-    frozen = (
-        select(frozen_specs(spec.architecture), weights)
-        if weights
-        else spec.load_frozen(roles.trainer, job.model.dtype)
-    )
+    if weights:
+        frozen = select(frozen_specs(spec.architecture), weights)
+    else:
+        frozen = spec.load_frozen(roles.trainer, job.model.dtype)
     reference = job.open_reference(weights or frozen)
+    teacher = None
     if job.teacher:
         check_same_model(world, "the teacher", "teacher.path", job.teacher)
-    teacher = load_scorer(config.model, job.teacher, roles.reference) if job.teacher else None
+        teacher = load_scorer(config.model, job.teacher, roles.reference)
     # Each process has tried the kernels on its own GPU, and all of them compile one program.
     check_same(
         world,
@@ -84,16 +87,15 @@ def open_run(job: Job) -> Run:
     folder = open_folder(config, job.resumed, job.console, job.stack, world)
     if job.cluster:
         job.cluster.measure.keep(folder.path)
-    source, updater = job.source, job.make_updater(reference, teacher)
+    source = job.source
+    updater = job.make_updater(reference, teacher)
     facts = fingerprint(job.task, config.seed, reference, teacher, frozen)
     check_same(world, "data and rewards", {"data": facts["data"], **facts["rewards"]})
-    restored = (
-        restore_latest(
+    restored = None
+    if job.resumed:
+        restored = restore_latest(
             folder, updater.learner, source.published_shapes(), facts, job.console, world, frozen
         )
-        if job.resumed
-        else None
-    )
     first = restored.version if restored else 0
     decided = decided_between(job.given, config)
     if world.is_main:
@@ -118,16 +120,13 @@ def open_run(job: Job) -> Run:
         utilisation=utilisation,
         is_main=world.is_main,
     )
-    checkpoints = job.stack.enter_context(
-        closing(
-            Checkpoints(
-                folder.checkpoints_path,
-                config.checkpoint.keep_last,
-                config.checkpoint.keep_best,
-                largest_array=largest_array(updater.learner.shapes()),
-            )
-        )
+    checkpoints = Checkpoints(
+        folder.checkpoints_path,
+        config.checkpoint.keep_last,
+        config.checkpoint.keep_best,
+        largest_array=largest_array(updater.learner.shapes()),
     )
+    job.stack.enter_context(closing(checkpoints))
     if weights is None and restored is None:
         if not reads_model:
             check_same_model(world, "the model", "model.path", spec)
@@ -135,22 +134,28 @@ def open_run(job: Job) -> Run:
     recorder.spent("start", time.perf_counter() - job.started)
     command = resume_command(folder.path, config, world.count)
     # Last: before this a signal ends the process at once.
-    job.stack.enter_context(stop_on_signals(job.stop, lambda: kept_text(folder.path, command)))
+    text_at_stop = partial(kept_text, folder.path, command)
+    job.stack.enter_context(stop_on_signals(job.stop, text_at_stop))
     # Of several processes the source agrees on a stop when it takes groups; elsewhere they would
     # part.
     stop = job.stop if world.count == 1 else StopSignal()
-    profiler = Profiler(
-        config.report.profile if world.is_main else (), folder.path / "profile", job.console.warning
+    profiled_steps = config.report.profile if world.is_main else ()
+    profiler = Profiler(profiled_steps, folder.path / "profile", job.console.warning)
+    prompts = job.prompts
+    evaluator = Evaluator(
+        job.sets, config.sampling.params, config.pass_k, job.task, config.quick_questions
     )
+    keep_settings = None
+    if job.resumed:
+        resolved, difference = texts_of(config, decided)
+        keep_settings = partial(folder.write_config, resolved, difference, first)
     run = Run(
         config,
         None if restored else weights,
         replace(updater, stop=stop),
         source,
-        job.prompts,
-        Evaluator(
-            job.sets, config.sampling.params, config.pass_k, job.task, config.quick_questions
-        ),
+        prompts,
+        evaluator,
         checkpoints,
         recorder,
         schedule_of(config.train),
@@ -159,15 +164,12 @@ def open_run(job: Job) -> Run:
         stop,
         command,
         profiler.step,
-        keep_settings=partial(folder.write_config, *texts_of(config, decided), first)
-        if job.resumed
-        else None,
+        keep_settings=keep_settings,
         after_save=folder.saved,
     )
     if config.report.timeline and world.is_main:
-        run.timeline = job.stack.enter_context(
-            closing(Timeline(folder.path / TIMELINE, job.console.warning))
-        )
+        run.timeline = Timeline(folder.path / TIMELINE, job.console.warning)
+        job.stack.enter_context(closing(run.timeline))
         if isinstance(source, Fleet):
             source.follow(run.timeline)
     return run
@@ -179,10 +181,10 @@ def open_folder(
     """The run's folder, locked: a new one, or that of the `run` that is resumed. Of several
     processes the first has it, for all."""
     if not world.is_main:
-        return stack.enter_context(
-            NullRunWriter(world.exchange_json("the run folder's name", "")[0])
-        )
-    path, mirror = run or make_run_folder(config.base_output_directory, config.run_name), None
+        folder_names = world.exchange_json("the run folder's name", "")
+        return stack.enter_context(NullRunWriter(folder_names[0]))
+    path = run or make_run_folder(config.base_output_directory, config.run_name)
+    mirror = None
     if area_of(path):
         path = place(address(path), RUNS)
         console.note(f"{address(path)} is mirrored from {path}")
@@ -195,14 +197,12 @@ def open_folder(
     if not run and is_run(folder.path):
         raise ShoalError(
             f"another process has just started the run {address(folder.path)}: give the same "
-            f"command "
-            "again to resume it"
+            "command again to resume it"
         )
     if folder.no_locks:
         console.warning(
             f"the file system of {folder.path} grants no locks ({folder.no_locks}): nothing keeps "
-            f"a second "
-            "process out of this run"
+            "a second process out of this run"
         )
     console.note(f"run folder {address(folder.path)}")
     world.exchange_json("the run folder's name", str(folder.path))
@@ -219,26 +219,18 @@ def write_head(
         resolved, difference = texts_of(config, decided)
         folder.write_config(resolved, difference)
         if config.report.hydra:
-            folder.write_hydra(
-                resolved,
-                [
-                    f"{key}={shown(value)}"
-                    for key, value in difference_from_defaults(config).items()
-                ],
-            )
+            changed = difference_from_defaults(config)
+            overrides = [f"{key}={shown(value)}" for key, value in changed.items()]
+            folder.write_hydra(resolved, overrides)
     folder.remember(config.base_output_directory)
     model_folder = folder.path / MODEL_FOLDER
-    if (
-        resumed
-        and spec.folder == model_folder
-        and spec.tokenizer.writes_date
-        and read_date(model_folder) is None
-    ):
+    is_own_model = spec.folder == model_folder
+    if resumed and is_own_model and spec.tokenizer.writes_date and read_date(model_folder) is None:
         assert spec.tokenizer.date is not None
         write_date(spec.tokenizer.date, model_folder)
-    if spec.folder != folder.path / MODEL_FOLDER and not (resumed and area_of(folder.path)):
+    if not is_own_model and not (resumed and area_of(folder.path)):
         with writing(folder.path, "base_output_directory"):
-            copy_model_files(spec, folder.path / MODEL_FOLDER)
+            copy_model_files(spec, model_folder)
 
 
 def open_recorder(
@@ -256,8 +248,9 @@ def open_recorder(
 ) -> Recorder:
     """The recorder with its sinks. `resumed_at`: the version that a resumed run starts from, else
     None."""
-    sinks = (
-        make_sinks(
+    sinks = []
+    if is_main:
+        sinks = make_sinks(
             folder.path,
             config.report,
             to_dict(config),
@@ -266,29 +259,23 @@ def open_recorder(
             console.note,
             console.warning,
         )
-        if is_main
-        else []
-    )
     for sink in sinks:
         stack.callback(sink.close)
-    return stack.enter_context(
-        closing(
-            Recorder(
-                folder,
-                console,
-                config.steps,
-                config.report.groups and is_main,
-                source.read_stats,
-                compilations,
-                peak_bytes,
-                sinks,
-                utilisation and utilisation.share,
-                started,
-                warnings_stop=config.train.on_warning == "stop",
-                completions_every=config.report.completions_every,
-            )
-        )
+    recorder = Recorder(
+        folder,
+        console,
+        config.steps,
+        config.report.groups and is_main,
+        source.read_stats,
+        compilations,
+        peak_bytes,
+        sinks,
+        utilisation and utilisation.share,
+        started,
+        warnings_stop=config.train.on_warning == "stop",
+        completions_every=config.report.completions_every,
     )
+    return stack.enter_context(closing(recorder))
 
 
 def resume_command(folder: Path, config: Config, processes: int) -> str:
@@ -296,23 +283,26 @@ def resume_command(folder: Path, config: Config, processes: int) -> str:
     there."""
     # The folder holds no code: a shell could not load what was passed to shoal.train.
     where = address(folder)
-    acting = config.environment
-    named = (*config.reward.functions, *acting.tools, acting.factory, acting.rollout, acting.agent)
-    from_python = config.task.name == ROWS or any(name.startswith(FROM_PYTHON) for name in named)
-    command = (
-        f'shoal.train(resume="{where}", ...), with its task and reward'
-        if from_python
-        else f"shoal train {shlex.quote(f'resume={where}')}"
-    )
-    return f"in each of the {processes} processes, {command}" if processes > 1 else command
+    environment = config.environment
+    object_names = [*config.reward.functions, *environment.tools]
+    object_names += [environment.factory, environment.rollout, environment.agent]
+    has_python_objects = any(name.startswith(FROM_PYTHON) for name in object_names)
+    if config.task.name == ROWS or has_python_objects:
+        command = f'shoal.train(resume="{where}", ...), with its task and reward'
+    else:
+        command = f"shoal train {shlex.quote(f'resume={where}')}"
+    if processes > 1:
+        return f"in each of the {processes} processes, {command}"
+    return command
 
 
 def kept_text(folder: Path, command: str) -> str:
     """What a run that is stopped at once leaves: read from the disk, as a signal may come while
     anything is locked."""
-    if found := versions(folder):
+    saved_steps = versions(folder)
+    if saved_steps:
         return (
-            f"the checkpoint of step {found[-1]} stands, what came after it is lost; resume: "
+            f"the checkpoint of step {saved_steps[-1]} stands, what came after it is lost; resume: "
             f"{command}"
         )
     return f"{NOTHING_KEPT}; start again: {command}"
@@ -321,7 +311,8 @@ def kept_text(folder: Path, command: str) -> str:
 def peak_bytes() -> int:
     """Most memory used on a device: the accelerator's own figure, on CPU the process's resident
     peak."""
-    if "peak_bytes_in_use" in (stats := memory_stats(jax.local_devices()[0])):
+    stats = memory_stats(jax.local_devices()[0])
+    if "peak_bytes_in_use" in stats:
         return int(stats["peak_bytes_in_use"])
     import resource
 
@@ -383,11 +374,10 @@ class Profiler:
         """Traces the block, if this step was chosen, and closes the trace however the block
         ends."""
         target = self.folder / f"step_{step:06d}"
-        if (
-            step not in self.steps
-            or any(target.rglob("*"))
-            or not self._attempt(step, self._start, target)
-        ):
+        is_traced = step in self.steps and not any(target.rglob("*"))
+        if is_traced:
+            is_traced = self._attempt(step, self._start, target)
+        if not is_traced:
             yield
             return
         try:

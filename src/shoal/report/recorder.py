@@ -74,16 +74,13 @@ class Recorder:
     mfu: Callable[[Sequence[Group], Container[tuple[int, int]], float], float] | None = None
     started: float = field(default_factory=time.perf_counter)
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # by phase
-    totals: dict[str, float] = field(
-        default_factory=lambda: defaultdict(float)
-    )  # tokens, by metric
+    # tokens, by metric
+    totals: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     evaluations: dict[int, EvaluationFigures] = field(default_factory=dict)  # by version
-    account: Counter[str] = field(
-        default_factory=Counter
-    )  # of tokens: sampled by hosts, and what became of them
-    failures: Counter[tuple[str, str]] = field(
-        default_factory=Counter
-    )  # of rewards, by function and kind
+    # of tokens: sampled by hosts, and what became of them
+    account: Counter[str] = field(default_factory=Counter)
+    # of rewards, by function and kind
+    failures: Counter[tuple[str, str]] = field(default_factory=Counter)
     prompts_dropped: int = 0  # up to the last recorded step
     watch: Watch = field(default_factory=Watch)
     # train.on_warning=stop: a warning becomes the run's error, and is printed once as that
@@ -92,9 +89,8 @@ class Recorder:
     completions_every: int = 0  # steps between tables of completions for the sinks; 0: none
     _exhausted: bool = False
     _evaluation_rate: float | None = None  # seconds a completion, where nothing was compiled
-    _compiled_before: int = (
-        -1
-    )  # programs, when the newest evaluation began; -1 before this process's first
+    # programs, when the newest evaluation began; -1 before this process's first
+    _compiled_before: int = -1
 
     def __post_init__(self) -> None:
         self._groups = GroupWriter(self.folder.write_groups, self.folder.path)
@@ -110,7 +106,9 @@ class Recorder:
 
     def step(self, record: StepRecord) -> dict[str, float]:
         """Records a step under `step + 1`, the number of steps made, and returns its metrics."""
-        number, metrics, stats = record.step + 1, record.metrics, self.read_stats(Purpose.TRAIN)
+        number = record.step + 1
+        metrics = record.metrics
+        stats = self.read_stats(Purpose.TRAIN)
         started = time.perf_counter()
         _add_group_metrics(metrics, record.groups, record.advantages, record.nonzero_std)
         _add_turn_metrics(metrics, record.groups)
@@ -121,23 +119,26 @@ class Recorder:
         metrics.add("prompts/retired", record.prompts_retired)
         self.prompts_dropped = record.prompts_dropped
         self._add_rewards(metrics, stats)
-        taken = sum(one.num_sampled for group in record.groups for one in group.completions)
-        sizes = {
-            key: record.groups[key[0]].completions[key[1]].num_sampled for key in record.logprobs
-        }
-        trained = sum(sizes.values())
-        alone = sum(
-            size for (group, _), size in sizes.items() if not record.advantages[group].any()
-        )
-        ends = {
-            "trained": trained - alone,
-            "other_terms": alone,
-            "no_gradient": taken - trained,
-            "discarded": stats.tokens - taken,
-        }
-        self._add_tokens(
-            stats, **(ends if stats.tokens else {})
-        )  # else none was sampled: they are the data's
+        taken = 0
+        for group in record.groups:
+            taken += sum(completion.num_sampled for completion in group.completions)
+        trained = 0
+        without_advantage = 0
+        for group_index, completion_index in record.logprobs:
+            completion = record.groups[group_index].completions[completion_index]
+            trained += completion.num_sampled
+            if not record.advantages[group_index].any():
+                without_advantage += completion.num_sampled
+        if stats.tokens:
+            self._add_tokens(
+                stats,
+                trained=trained - without_advantage,
+                other_terms=without_advantage,
+                no_gradient=taken - trained,
+                discarded=stats.tokens - taken,
+            )
+        else:  # none was sampled: the tokens are the data's
+            self._add_tokens(stats)
         if self.mfu:
             metrics.add("mfu", self.mfu(record.groups, record.logprobs, record.seconds))
         metrics.add("version/unchanged", stats.unchanged)
@@ -152,14 +153,13 @@ class Recorder:
         metrics.add("throughput/sample_tokens_per_second", stats.tokens, stats.busy_seconds)
         metrics.add("time/step_seconds", record.seconds)
         if stats.sampler_idle is not None:
-            metrics.add(
-                "idle/trainer",
-                min(1.0, (stats.sample_seconds + stats.reward_seconds) / record.seconds),
-            )
+            trainer_idle = (stats.sample_seconds + stats.reward_seconds) / record.seconds
+            metrics.add("idle/trainer", min(1.0, trainer_idle))
             metrics.add("idle/sampler", stats.sampler_idle)
-            for group, figures in ("queue", stats.queue), ("fleet", stats.fleet):
-                for name, value in figures.items():
-                    metrics.add(f"{group}/{name}", value)
+            for name, value in stats.queue.items():
+                metrics.add(f"queue/{name}", value)
+            for name, value in stats.fleet.items():
+                metrics.add(f"fleet/{name}", value)
         metrics.add("memory/peak_bytes", self.peak_bytes())
         metrics.add("compilations", self.compilations())
         result = metrics.result()
@@ -169,11 +169,9 @@ class Recorder:
         for name in ("tokens/sampled", "tokens/trained"):
             self.totals[name] += result[name]
         self.folder.write_metrics(number, result)
-        rows = (
-            completion_rows(record.groups, record.advantages)
-            if self.sinks and self.completions_every and number % self.completions_every == 0
-            else []
-        )
+        rows = []
+        if self.sinks and self.completions_every and number % self.completions_every == 0:
+            rows = completion_rows(record.groups, record.advantages)
         for sink in self.sinks:
             sink.write_completions(number, rows)
             sink.write(number, result)
@@ -185,9 +183,8 @@ class Recorder:
         return result
 
     def _add_tokens(self, stats: RolloutStats, **taken: int) -> None:
-        self.account.update(
-            sampled=stats.host_tokens, lost=stats.fleet.get("tokens_lost", 0), **taken
-        )
+        lost = stats.fleet.get("tokens_lost", 0)
+        self.account.update(sampled=stats.host_tokens, lost=lost, **taken)
 
     def _add_rewards(self, metrics: MetricSet, stats: RolloutStats) -> None:
         """What reward functions logged, and the completions that they failed on."""
@@ -203,13 +200,13 @@ class Recorder:
         self.failures.update((failure.function, failure.kind) for failure in failures)
         self._warn(self.watch.failures(failures))
 
-    def _warn(self, found: Sequence[Finding]) -> None:
-        self.warned += found
+    def _warn(self, findings: Sequence[Finding]) -> None:
+        self.warned += findings
         if not self.warnings_stop:
-            self._print(found)
+            self._print(findings)
 
-    def _print(self, found: Sequence[Finding]) -> None:
-        for finding in found:
+    def _print(self, findings: Sequence[Finding]) -> None:
+        for finding in findings:
             if finding.level == "warning":  # what is wrong becomes the run's error
                 self.console.warning(finding.text)
 
@@ -223,8 +220,11 @@ class Recorder:
         if not num_completions:
             return
         rate = self._evaluation_rate
-        first = "; programs are compiled first" if self._compiled_before < 0 else ""
-        about = first if rate is None else f", about {duration(rate * num_completions)}"
+        about = ""
+        if rate is not None:
+            about = f", about {duration(rate * num_completions)}"
+        elif self._compiled_before < 0:
+            about = "; programs are compiled first"
         self._compiled_before = self.compilations()
         self.console.heading(
             f"evaluation {version_text(version)}, {count(num_completions, 'completion')}{about}"
@@ -254,26 +254,22 @@ class Recorder:
                 self._groups.put(version, [group for group in groups if group.subset == subset])
         self.evaluations[version] = figures
         main = next(iter(figures), "")
-        self._warn(
-            self.watch.evaluation(
-                version, self.evaluations.get(0, {}).get(main, {}), figures.get(main, {})
-            )
-        )
+        before = self.evaluations.get(0, {}).get(main, {})
+        self._warn(self.watch.evaluation(version, before, figures.get(main, {})))
 
     def scores(self) -> dict[int, float]:
         """Accuracy on the main set, else mean reward, by version, of the evaluations with the most
         questions."""
-        mains = {
-            version: next(iter(figures.values()), {})
-            for version, figures in self.evaluations.items()
-        }
-        most = max((main.get("num_questions", 0) for main in mains.values()), default=0)
-        return {
-            version: score
-            for version, main in mains.items()
-            if main.get("num_questions", 0) == most
-            and (score := main.get("accuracy", main.get("mean_reward"))) is not None
-        }
+        main_sets = {}
+        for version, figures in self.evaluations.items():
+            main_sets[version] = next(iter(figures.values()), {})
+        most = max((main.get("num_questions", 0) for main in main_sets.values()), default=0)
+        scores = {}
+        for version, main in main_sets.items():
+            score = main.get("accuracy", main.get("mean_reward"))
+            if main.get("num_questions", 0) == most and score is not None:
+                scores[version] = score
+        return scores
 
     # -- checkpoints and resumption
 
@@ -303,17 +299,17 @@ class Recorder:
         """Continues after `version`: removes what the folder holds of later steps, the evaluation
         of `version` unless it was `evaluated` completely, and those that are asked for `again`."""
         self.prompts_dropped = state["dropped"]
-        self.failures.update({(name, kind): count for name, kind, count in state["failures"]})
+        self.failures.update({(name, kind): number for name, kind, number in state["failures"]})
         self.seconds.update(state["seconds"])
         self.totals.update(state["totals"])
         self.account.update(state.get("account", {}))
-        self.account["lost"] += token_account(self.account)[
-            "unused"
-        ]  # with the trainer, which was ended
+        # What was under way was lost with the trainer, which was ended.
+        self.account["lost"] += token_account(self.account)["unused"]
         self.watch.restore(state["watch"])
         self.started -= state["seconds_total"]
         self.folder.rewind(version, evaluated, again)
-        if missing := self.folder.missing_steps(version):
+        missing = self.folder.missing_steps(version)
+        if missing:
             self.console.warning(
                 f"metrics.jsonl lacks {count(len(missing), 'step')} up to {version}, the first is "
                 f"{missing[0]}: they were lost, as in a power cut; the weights are not affected"
@@ -345,14 +341,14 @@ class Recorder:
             self.console.heading("before and after")
             if self.keep_groups:
                 solved = self.folder.solved_question(next(iter(summary["after"])), last)
+        facts = [
+            curve_text(self.evaluations),
+            summary_facts(summary),
+            account_text(summary["tokens"]),
+        ]
+        configs = {number: flat_values(file) for number, file in parts_of(self.folder.path).items()}
         self.console.summary(
-            summary["before"],
-            summary["after"],
-            solved,
-            [curve_text(self.evaluations), summary_facts(summary), account_text(summary["tokens"])],
-            reward_changed_at(
-                {number: flat_values(file) for number, file in parts_of(self.folder.path).items()}
-            ),
+            summary["before"], summary["after"], solved, facts, reward_changed_at(configs)
         )
         for failed, number in summary["reward_failures"].items():
             what = "" if failed.startswith(f"{ENVIRONMENT}: ") else "reward function "
@@ -374,21 +370,28 @@ class Recorder:
 
     def _summary(self, last: int) -> dict[str, Any]:
         """What summary.json holds of a run that ended after step `last`."""
-        before, after = self.evaluations.get(0, {}), self.evaluations.get(last, {})
+        before = self.evaluations.get(0, {})
+        after = self.evaluations.get(last, {})
         main = next(iter(after), "")
-        first, final = before.get(main, {}), after.get(main, {})
+        main_before = before.get(main, {})
+        main_after = after.get(main, {})
         phases = {name: value for name, value in self.seconds.items() if name != "training"}
 
         def speed(total: str, phase: str) -> float | None:
-            return self.totals[total] / phases[phase] if phases.get(phase) else None
+            if not phases.get(phase):
+                return None
+            return self.totals[total] / phases[phase]
 
+        reward_failures = {}
+        for (name, kind), number in sorted(self.failures.items()):
+            reward_failures[f"{name}: {kind}"] = number
         return {
-            "accuracy_before": first.get("accuracy"),
-            "accuracy_after": final.get("accuracy"),
-            "mean_reward_before": first.get("mean_reward"),
-            "mean_reward_after": final.get("mean_reward"),
-            "num_questions": final.get("num_questions", 0),
-            "protocol": final.get("protocol"),
+            "accuracy_before": main_before.get("accuracy"),
+            "accuracy_after": main_after.get("accuracy"),
+            "mean_reward_before": main_before.get("mean_reward"),
+            "mean_reward_after": main_after.get("mean_reward"),
+            "num_questions": main_after.get("num_questions", 0),
+            "protocol": main_after.get("protocol"),
             "before": before,
             "after": after,
             "seconds_total": time.perf_counter() - self.started,
@@ -401,9 +404,7 @@ class Recorder:
             "tokens": token_account(self.account),
             "num_compilations": self.compilations(),
             "prompts_dropped": self.prompts_dropped,
-            "reward_failures": {
-                f"{name}: {kind}": count for (name, kind), count in sorted(self.failures.items())
-            },
+            "reward_failures": reward_failures,
             "run_folder": address(self.folder.path),
         }
 
@@ -415,15 +416,13 @@ def token_account(counts: Mapping[str, int]) -> dict[str, int]:
     """Tokens that hosts sampled, and what became of them: `other_terms` are in groups without an
     advantage, which other terms of the loss read; `no_gradient` entered no update, `unused` were
     under way at the end."""
-    ends = {
-        name: counts.get(name, 0)
-        for name in ("trained", "other_terms", "no_gradient", "discarded", "evaluated", "lost")
-    }
-    return {
-        "sampled": counts.get("sampled", 0),
-        **ends,
-        "unused": counts.get("sampled", 0) - sum(ends.values()),
-    }
+    account = {"sampled": counts.get("sampled", 0)}
+    unused = account["sampled"]
+    for name in ("trained", "other_terms", "no_gradient", "discarded", "evaluated", "lost"):
+        account[name] = counts.get(name, 0)
+        unused -= account[name]
+    account["unused"] = unused
+    return account
 
 
 def _add_group_metrics(
@@ -431,10 +430,8 @@ def _add_group_metrics(
 ) -> None:
     """Adds the metrics of P groups of G completions; `advantages[P, G]`, `nonzero_std[P]`."""
     if groups[0].reward_components:  # else the data's answers are learned
-        rewards, valid = (
-            np.stack([group.rewards for group in groups]),
-            np.stack([group.valid for group in groups]),
-        )
+        rewards = np.stack([group.rewards for group in groups])  # [P, G]
+        valid = np.stack([group.valid for group in groups])  # [P, G]
         metrics.add("reward/mean", rewards[valid].sum(), valid.sum())
         for values, mask in zip(rewards, valid, strict=True):
             if mask.any():
@@ -458,13 +455,14 @@ def _add_group_metrics(
     metrics.add("completions/length_ended_mean", lengths[~truncated].sum(), (~truncated).sum())
     metrics.add("completions/truncated", truncated.sum(), len(lengths))
     for reason in (StopReason.EOS, StopReason.STOP, StopReason.LENGTH):
-        metrics.add(
-            f"completions/ended_by_{reason.value}", (reasons == reason.value).sum(), len(lengths)
-        )
-    metrics.add("prompts/length_mean", sum(len(group.prompt_ids) for group in groups), len(groups))
-    staleness = np.concatenate(
-        [group.step - c.sampled_versions for group in groups for c in group.completions]
-    )
+        num_ended = (reasons == reason.value).sum()
+        metrics.add(f"completions/ended_by_{reason.value}", num_ended, len(lengths))
+    prompt_tokens = sum(len(group.prompt_ids) for group in groups)
+    metrics.add("prompts/length_mean", prompt_tokens, len(groups))
+    ages = []
+    for group in groups:
+        ages += [group.step - completion.sampled_versions for completion in group.completions]
+    staleness = np.concatenate(ages)
     if len(staleness):
         metrics.add("staleness", staleness.sum(), len(staleness))
         metrics.add("staleness/max", staleness.max())
@@ -472,47 +470,49 @@ def _add_group_metrics(
 
 def _add_turn_metrics(metrics: MetricSet, groups: Sequence[Group]) -> None:
     """What tools and environments did; nothing where rollouts have one turn."""
-    rollouts = [one for group in groups for one in group.completions]
-    if not any(one.messages or one.branches or not one.loss_mask.all() for one in rollouts):
+    rollouts = [rollout for group in groups for rollout in group.completions]
+    if not any(
+        rollout.messages or rollout.branches or not rollout.loss_mask.all() for rollout in rollouts
+    ):
         return
-    for one in rollouts:
-        turns = int(np.count_nonzero(np.diff(one.loss_mask.astype(np.int8), prepend=0) > 0)) + len(
-            one.branches
-        )
+    for rollout in rollouts:
+        # A turn begins where the loss mask turns from 0 to 1, and with each branch.
+        rises = np.diff(rollout.loss_mask.astype(np.int8), prepend=0) > 0
+        turns = int(np.count_nonzero(rises)) + len(rollout.branches)
         metrics.add("turns/mean", turns)
         metrics.add("turns/max", turns)
-        metrics.add("turns/branches", len(one.branches))
-        metrics.add("tokens/context", len(one) - one.num_sampled)
+        metrics.add("turns/branches", len(rollout.branches))
+        metrics.add("tokens/context", len(rollout) - rollout.num_sampled)
     for reason in (StopReason.MAX_TURNS, StopReason.ENVIRONMENT, StopReason.FAILED):
-        metrics.add(
-            f"completions/ended_by_{reason.value}",
-            sum(one.stop_reason is reason for one in rollouts),
-            len(rollouts),
-        )
-    metrics.add(
-        "prompts/own", sum(len(group.by_prompt()) for group in groups if len(group.by_prompt()) > 1)
-    )
-    messages = [message for one in rollouts for message in one.messages]
-    metrics.add(
-        "tools/truncated_bytes", sum(message.get("truncated_bytes", 0) for message in messages)
-    )
+        num_ended = sum(rollout.stop_reason is reason for rollout in rollouts)
+        metrics.add(f"completions/ended_by_{reason.value}", num_ended, len(rollouts))
+    num_own_prompts = 0
+    for group in groups:
+        num_prompts = len(group.by_prompt())
+        if num_prompts > 1:
+            num_own_prompts += num_prompts
+    metrics.add("prompts/own", num_own_prompts)
+    messages = [message for rollout in rollouts for message in rollout.messages]
+    truncated_bytes = sum(message.get("truncated_bytes", 0) for message in messages)
+    metrics.add("tools/truncated_bytes", truncated_bytes)
     answers = [message for message in messages if message["role"] == "tool"]
     # A model may call what is no tool by any name: those that are called most have figures of their
-    # own.
-    names = Counter(
-        sorted(
-            name for message in answers if re.fullmatch(r"[\w.-]{1,64}", name := message["name"])
-        )
-    )
-    for name in ("", *dict(names.most_common(MOST_TOOLS))):
-        failed = [
-            message["content"].startswith(FAILED_CALL)
-            for message in answers
-            if name in ("", message["name"])
-        ]
-        ending = f"/{name}" if name else ""
-        metrics.add(f"tools/call_frequency{ending}", len(failed), len(rollouts))
-        metrics.add(f"tools/failure_frequency{ending}", sum(failed), len(failed))
+    # own. Of names that are called as often the first by the alphabet counts.
+    names = [message["name"] for message in answers]
+    names = sorted(name for name in names if re.fullmatch(r"[\w.-]{1,64}", name))
+    _add_call_metrics(metrics, "", answers, len(rollouts))
+    for name, _ in Counter(names).most_common(MOST_TOOLS):
+        of_tool = [message for message in answers if message["name"] == name]
+        _add_call_metrics(metrics, f"/{name}", of_tool, len(rollouts))
+
+
+def _add_call_metrics(
+    metrics: MetricSet, ending: str, answers: Sequence[Mapping[str, Any]], num_rollouts: int
+) -> None:
+    """Adds how often tools were called, and how often that failed, by their `answers`."""
+    num_failed = sum(message["content"].startswith(FAILED_CALL) for message in answers)
+    metrics.add(f"tools/call_frequency{ending}", len(answers), num_rollouts)
+    metrics.add(f"tools/failure_frequency{ending}", num_failed, len(answers))
 
 
 def _add_age_metrics(metrics: MetricSet, groups: Sequence[Group], logprobs: TokenLogprobs) -> None:
@@ -524,15 +524,19 @@ def _add_age_metrics(metrics: MetricSet, groups: Sequence[Group], logprobs: Toke
     """
     differences: dict[int, list[np.ndarray]] = {}
     for number, group in enumerate(groups):
-        for one in group.completions:
-            if one.num_sampled and (trainer := logprobs.get((number, one.index))) is not None:
-                age = int(group.step - one.sampled_versions.min())
-                differences.setdefault(age, []).append((trainer - one.logprobs)[one.loss_mask])
+        for completion in group.completions:
+            trainer_logprobs = logprobs.get((number, completion.index))
+            if not completion.num_sampled or trainer_logprobs is None:
+                continue
+            age = int(group.step - completion.sampled_versions.min())
+            difference = (trainer_logprobs - completion.logprobs)[completion.loss_mask]
+            differences.setdefault(age, []).append(difference)
     if max(differences, default=0) == 0:
         return
     for age, parts in differences.items():
         difference = np.concatenate(parts).astype(np.float64)
         w = np.exp(difference)
-        metrics.add(f"age/ess/{age}", w.sum() ** 2 / max(len(w) * (w**2).sum(), 1e-300), len(w) > 0)
+        ess = w.sum() ** 2 / max(len(w) * (w**2).sum(), 1e-300)
+        metrics.add(f"age/ess/{age}", ess, len(w) > 0)
         metrics.add(f"age/weight_max/{age}", w.max(initial=0.0))
         metrics.add(f"age/logprob_mean/{age}", np.abs(difference).sum(), len(w))

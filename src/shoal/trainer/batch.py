@@ -9,8 +9,10 @@ completions compile nothing anew.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import jax
@@ -36,15 +38,14 @@ class LearnerBatch:
 
     tokens: Any  # int32[R, T]
     position: Any  # int32[R, T]: in its sequence, the prompt included
-    # int32[R, T]: place in the row of the token before it in its sequence; its own where none is
+    # int32[R, T]: index in the row of the token before it in its sequence; its own where none is
     before: Any
     # int32[R, T]: 0 = padding, else the number of the token's prompt or completion in the row, from
     # 1
     segment: Any
     prompt: Any  # int32[R, T]: the segment of its prompt; of a prompt's token its own
-    loss_mask: (
-        Any  # bool[R, T]: the model sampled this token; only such tokens have loss, KL and entropy
-    )
+    # bool[R, T]: the model sampled this token; only such tokens have loss, KL and entropy
+    loss_mask: Any
     # float32[R, T]: of the token's loss; it holds aggregation and denominator of the whole update
     weight: Any
     advantage: Any  # float32[R, T]
@@ -52,9 +53,8 @@ class LearnerBatch:
     old_logprobs: Any  # float32[R, T]: the trainer's before the first update on this batch
     ref_logprobs: Any  # float32[R, T]: the reference's
     temperature: Any  # float32[]
-    support_ids: Any = (
-        None  # int32[R, T, K]: tokens that a truncating sampler chose from, -1 fills up
-    )
+    # int32[R, T, K]: tokens that a truncating sampler chose from, -1 fills up
+    support_ids: Any = None
 
 
 @dataclass(frozen=True)
@@ -83,62 +83,62 @@ class MicroBatch:
 
     arrays: LearnerBatch
     used: list[int]  # tokens of each row so far
-    positions: dict[Key, tuple[int, slice]] = field(
-        default_factory=dict
-    )  # the row of each, and its tokens there
-    prompts: list[tuple[int, int]] = field(
-        default_factory=list
-    )  # tokens of each prompt, completions that follow it
+    # The row of each completion, and its tokens there.
+    positions: dict[Key, tuple[int, slice]] = field(default_factory=dict)
+    # Tokens of each prompt, completions that follow it.
+    prompts: list[tuple[int, int]] = field(default_factory=list)
 
     @classmethod
     def empty(cls, shape: Shape, temperature: float, max_support: int = 0) -> MicroBatch:
         grid = (shape.rows, shape.length)
-        tokens, position, segment, prompt = (np.zeros(grid, np.int32) for _ in range(4))
-        weight, advantage, sampler_logprobs, old_logprobs, ref_logprobs = (
-            np.zeros(grid, np.float32) for _ in range(5)
+        support_ids = None
+        if max_support:
+            support_ids = np.full((shape.rows, shape.length, max_support), -1, np.int32)
+        arrays = LearnerBatch(
+            tokens=np.zeros(grid, np.int32),
+            position=np.zeros(grid, np.int32),
+            before=np.tile(np.arange(shape.length, dtype=np.int32), (shape.rows, 1)),
+            segment=np.zeros(grid, np.int32),
+            prompt=np.zeros(grid, np.int32),
+            loss_mask=np.zeros(grid, bool),
+            weight=np.zeros(grid, np.float32),
+            advantage=np.zeros(grid, np.float32),
+            sampler_logprobs=np.zeros(grid, np.float32),
+            old_logprobs=np.zeros(grid, np.float32),
+            ref_logprobs=np.zeros(grid, np.float32),
+            temperature=np.float32(temperature),
+            support_ids=support_ids,
         )
-        return cls(
-            LearnerBatch(
-                tokens=tokens,
-                position=position,
-                before=np.tile(np.arange(shape.length, dtype=np.int32), (shape.rows, 1)),
-                segment=segment,
-                prompt=prompt,
-                loss_mask=np.zeros(grid, bool),
-                weight=weight,
-                advantage=advantage,
-                sampler_logprobs=sampler_logprobs,
-                old_logprobs=old_logprobs,
-                ref_logprobs=ref_logprobs,
-                temperature=np.float32(temperature),
-                support_ids=np.full((*grid, max_support), -1, np.int32) if max_support else None,
-            ),
-            [0] * shape.rows,
-        )
+        return cls(arrays, [0] * shape.rows)
 
     def add(self, row: int, prompt: np.ndarray, completions: Mapping[Key, np.ndarray]) -> None:
         """Adds a prompt and completions of it, token ids each, to a row."""
-        batch, first = self.arrays, self.used[row]
-        last, (number, _) = first + len(prompt) - 1, self._add(row, prompt, 0, first)
+        first_token = self.used[row]
+        last_token = first_token + len(prompt) - 1
+        segment, _ = self._add(row, prompt, 0, first_token)
         for key, ids in completions.items():
-            _, self.positions[key] = self._add(row, ids, len(prompt), last)
-        batch.prompt[row, first : self.used[row]] = number
+            _, self.positions[key] = self._add(row, ids, len(prompt), last_token)
+        self.arrays.prompt[row, first_token : self.used[row]] = segment
         self.prompts.append((len(prompt), len(completions)))
 
     def _add(
         self, row: int, ids: np.ndarray, position: int, before: int
     ) -> tuple[int, tuple[int, slice]]:
-        """The number of a new segment in its row, and its place. `position` and `before` are those
-        of its first token."""
-        start, stop = self.used[row], self.used[row] + len(ids)
-        place = (row, slice(start, stop))
-        number = 1 + int(self.arrays.segment[row, start - 1]) if start else 1
-        self.arrays.tokens[place], self.arrays.segment[place] = ids, number
-        self.arrays.position[place] = np.arange(position, position + len(ids))
-        self.arrays.before[place] -= 1  # each was its own
+        """The number of a new segment in its row, and where its tokens are. `position` and `before`
+        are those of its first token."""
+        start = self.used[row]
+        stop = start + len(ids)
+        tokens = (row, slice(start, stop))
+        segment = 1
+        if start > 0:
+            segment = 1 + int(self.arrays.segment[row, start - 1])
+        self.arrays.tokens[tokens] = ids
+        self.arrays.segment[tokens] = segment
+        self.arrays.position[tokens] = np.arange(position, position + len(ids))
+        self.arrays.before[tokens] -= 1  # each was its own
         self.arrays.before[row, start] = before
         self.used[row] = stop
-        return number, place
+        return segment, tokens
 
     @property
     def num_tokens(self) -> int:
@@ -149,17 +149,22 @@ class MicroBatch:
 def unpack(batches: Iterable[MicroBatch], values: Iterable[np.ndarray]) -> TokenValues:
     """values[R, T] of each micro-batch -> the values of each completion's tokens, whatever prompts
     they follow."""
-    found = {
-        key: array[place]
-        for batch, array in zip(batches, values, strict=True)
-        for key, place in batch.positions.items()
-    }
-    whole: dict[tuple[int, int], list[np.ndarray]] = {}
-    for key in sorted(found):
-        whole.setdefault(key[:2], []).append(found[key])
-    return {
-        key: parts[0] if len(parts) == 1 else np.concatenate(parts) for key, parts in whole.items()
-    }
+    by_key: dict[Key, np.ndarray] = {}
+    for batch, array in zip(batches, values, strict=True):
+        for key, tokens in batch.positions.items():
+            by_key[key] = array[tokens]
+    # A completion's parts in the order of its tokens, which the keys end with.
+    parts_of: dict[tuple[int, int], list[np.ndarray]] = defaultdict(list)
+    for key in sorted(by_key):
+        group, completion, _ = key
+        parts_of[group, completion].append(by_key[key])
+    whole: TokenValues = {}
+    for completion_key, parts in parts_of.items():
+        if len(parts) == 1:
+            whole[completion_key] = parts[0]
+        else:
+            whole[completion_key] = np.concatenate(parts)
+    return whole
 
 
 NUM_SHAPES = 4
@@ -189,11 +194,19 @@ def row_shapes(
     `micro_tokens` are. An update has at most `most` tokens, if it computes each prompt once; one
     micro-batch holds them where it may.
     """
-    each = max(1, min(micro_tokens, -(-most // row_shards)))
-    unit = row_unit(each)
-    whole = max(min(-(-each // unit), micro_tokens // unit), -(-longest // (context * unit))) * unit
-    lengths = {-(-whole // (16 * 4**number)) * 16: None for number in range(count)}
-    return tuple(Shape(row_shards // context, length * context) for length in lengths)
+    tokens_per_device = max(1, min(micro_tokens, -(-most // row_shards)))
+    unit = row_unit(tokens_per_device)
+    # In units: what the update fills, not above `micro_tokens`, but enough for `longest`.
+    units_filled = min(-(-tokens_per_device // unit), micro_tokens // unit)
+    units_of_longest = -(-longest // (context * unit))
+    largest = max(units_filled, units_of_longest) * unit
+    shapes: list[Shape] = []
+    for number in range(count):
+        length = -(-largest // (16 * 4**number)) * 16
+        shape = Shape(row_shards // context, length * context)
+        if shape not in shapes:
+            shapes.append(shape)
+    return tuple(shapes)
 
 
 def pack(
@@ -215,61 +228,61 @@ def pack(
     `max_support` is K, the number of tokens recorded for a truncating sampler; 0 if it kept all. At
     least one micro-batch is returned: an update without rows applies a gradient of 0.
     """
-    sizes, prompts, places = {}, {}, dict[Key, slice]()
+    # By (group, prompt of the group): its token ids, and its size with those of its completions.
+    prompts: dict[tuple[int, int], np.ndarray] = {}
+    sizes: dict[tuple[int, int], tuple[int, dict[Key, int]]] = {}
+    tokens_of: dict[Key, slice] = {}  # within the completion
     for number in include:
         group = groups[number]
-        for which, (prompt, followers) in enumerate(group.by_prompt()):
-            # Completions without a reward have no advantage to learn from; an empty one has no
-            # token.
-            members = {
-                (number, i, tokens.start): tokens
-                for i, tokens in followers
-                if group.valid[i] and tokens.stop > tokens.start
-            }
-            if members:
-                sizes[number, which] = (
-                    len(prompt),
-                    {key: one.stop - one.start for key, one in members.items()},
-                )
-                prompts[number, which], places = prompt, places | members
+        for prompt_index, (prompt, followers) in enumerate(group.by_prompt()):
+            lengths: dict[Key, int] = {}
+            for completion_index, tokens in followers:
+                # A completion without a reward has no advantage to learn from.
+                if not group.valid[completion_index]:
+                    continue
+                length = tokens.stop - tokens.start
+                if length > 0:
+                    key = (number, completion_index, tokens.start)
+                    lengths[key] = length
+                    tokens_of[key] = tokens
+            if lengths:
+                prompts[number, prompt_index] = prompt
+                sizes[number, prompt_index] = (len(prompt), lengths)
     batches = []
     for shape, rows in in_batches(sizes, shapes):
         batch = MicroBatch.empty(shape, temperature, max_support)
         for row, content in enumerate(rows):
-            for which, members in content.parts:
-                batch.add(
-                    row,
-                    prompts[which],
-                    {
-                        key: groups[key[0]].completions[key[1]].token_ids[places[key]]
-                        for key in members
-                    },
-                )
+            for prompt_key, keys in content.parts:
+                completions: dict[Key, np.ndarray] = {}
+                for key in keys:
+                    completion = groups[key[0]].completions[key[1]]
+                    completions[key] = completion.token_ids[tokens_of[key]]
+                batch.add(row, prompts[prompt_key], completions)
         batches.append(batch)
     for batch in batches:
         arrays = batch.arrays
-        for part, place in batch.positions.items():
-            key, tokens = part[:2], places[part]
-            completion = groups[key[0]].completions[key[1]]
+        for key, slots in batch.positions.items():
+            number, completion_index, _ = key
+            completion_key = (number, completion_index)
+            completion = groups[number].completions[completion_index]
+            tokens = tokens_of[key]
             loss_mask = completion.loss_mask[tokens]
-            arrays.loss_mask[place], arrays.sampler_logprobs[place] = (
-                loss_mask,
-                completion.logprobs[tokens],
-            )
-            arrays.weight[place] = weights[key] * loss_mask
-            arrays.advantage[place] = advantages[key]
-            for values, array in (
-                (old_logprobs, arrays.old_logprobs),
-                (ref_logprobs, arrays.ref_logprobs),
-                (teacher_bonus, arrays.advantage),
-            ):
-                if values:
-                    array[place] += values[key][tokens]
+            arrays.loss_mask[slots] = loss_mask
+            arrays.sampler_logprobs[slots] = completion.logprobs[tokens]
+            arrays.weight[slots] = weights[completion_key] * loss_mask
+            arrays.advantage[slots] = advantages[completion_key]
+            if old_logprobs:
+                arrays.old_logprobs[slots] += old_logprobs[completion_key][tokens]
+            if ref_logprobs:
+                arrays.ref_logprobs[slots] += ref_logprobs[completion_key][tokens]
+            if teacher_bonus:
+                arrays.advantage[slots] += teacher_bonus[completion_key][tokens]
             # The sampler's own set, not one recomputed from newer weights: that may leave the
             # sampled token out.
             if arrays.support_ids is not None:
-                ids = completion.extra["support_ids"][tokens]
-                arrays.support_ids[(*place, slice(0, ids.shape[1]))] = ids
+                support_ids = completion.extra["support_ids"][tokens]
+                row, columns = slots
+                arrays.support_ids[row, columns, : support_ids.shape[1]] = support_ids
     return batches
 
 
@@ -305,8 +318,11 @@ class OpenRows:
 
     def tightest(self, tokens: int) -> int | None:
         """The row with the least room for so many tokens; None if none has."""
-        found = bisect_left(self._by_free, (tokens, 0))
-        return self._by_free[found][1] if found < len(self._by_free) else None
+        first = bisect_left(self._by_free, (tokens, 0))
+        if first == len(self._by_free):
+            return None
+        _, number = self._by_free[first]
+        return number
 
     def with_most_of(
         self, prompt: int, members: Mapping[Any, int]
@@ -314,19 +330,27 @@ class OpenRows:
         """The row that can take most tokens of a group's completions, and these: more than the
         prompt, which that row computes once more. None without such a row. Of equal rows the first
         is chosen."""
-        best, chosen, most = (prompt, 1), {}, None
-        stop, shortest = len(self._by_free), min(members.values())
-        while stop:
-            stop = bisect_left(self._by_free, (self._by_free[stop - 1][0], 0))
-            free, number = self._by_free[
-                stop
-            ]  # the first row with so much room; the others would take the same
-            if free - prompt < max(best[0], shortest):
+        best_row: int | None = None
+        best_taken: dict[Any, int] = {}
+        best_rank = (prompt, 1)  # (tokens taken, minus the row's number)
+        shortest = min(members.values())
+        stop = len(self._by_free)
+        while stop > 0:
+            # The first row with so many free tokens: the others with as many would take the same.
+            most_free, _ = self._by_free[stop - 1]
+            stop = bisect_left(self._by_free, (most_free, 0))
+            free, number = self._by_free[stop]
+            room = free - prompt
+            most_taken, _ = best_rank
+            if room < max(most_taken, shortest):
                 break
-            taken = _that_fit(members, free - prompt)
-            if (key := (sum(taken.values()), -number)) > best:
-                best, chosen, most = key, taken, number
-        return most, chosen
+            taken = _that_fit(members, room)
+            rank = (sum(taken.values()), -number)
+            if rank > best_rank:
+                best_row = number
+                best_taken = taken
+                best_rank = rank
+        return best_row, best_taken
 
 
 def fill_rows(sizes: Mapping[Any, tuple[int, Mapping[Any, int]]], length: int) -> list[Row]:
@@ -338,20 +362,30 @@ def fill_rows(sizes: Mapping[Any, tuple[int, Mapping[Any, int]]], length: int) -
     each row then computes once more.
     """
     rows = OpenRows(length)
-    totals = {number: prompt + sum(members.values()) for number, (prompt, members) in sizes.items()}
-    for number in sorted(sizes, key=lambda number: (-totals[number], number)):
+
+    def largest_first(number: Any) -> tuple[int, Any]:
         prompt, members = sizes[number]
-        rest = dict(sorted(members.items(), key=lambda entry: (-entry[1], entry[0])))
+        return -(prompt + sum(members.values())), number
+
+    def longest_first(member: tuple[Any, int]) -> tuple[int, Any]:
+        index, size = member
+        return -size, index
+
+    for number in sorted(sizes, key=largest_first):
+        prompt, members = sizes[number]
+        rest = dict(sorted(members.items(), key=longest_first))
         while rest:
-            taken, row = rest, rows.tightest(prompt + sum(rest.values()))
+            taken = rest
+            row = rows.tightest(prompt + sum(rest.values()))
             if row is None:
                 row, taken = rows.with_most_of(prompt, rest)
-            if row is None and not (taken := _that_fit(rest, length - prompt)):
-                raise ValueError(
-                    f"a prompt of {prompt} tokens with a completion of {min(rest.values())} does "
-                    f"not fit "
-                    f"rows of {length}"
-                )
+            if row is None:
+                taken = _that_fit(rest, length - prompt)
+                if not taken:
+                    raise ValueError(
+                        f"a prompt of {prompt} tokens with a completion of {min(rest.values())} "
+                        f"does not fit rows of {length}"
+                    )
             rows.add(row, number, taken, prompt + sum(taken.values()))
             rest = {index: size for index, size in rest.items() if index not in taken}
     return rows.rows
@@ -381,9 +415,11 @@ def in_batches(
     sizes: Mapping[Any, tuple[int, Mapping[Any, int]]], shapes: Sequence[Shape]
 ) -> Batches:
     """Rows for groups (`fill_rows`) by micro-batch, in the shapes that compute least."""
-    longest = max((prompt + max(members.values()) for prompt, members in sizes.values()), default=0)
-
-    least = sum(prompt + sum(members.values()) for prompt, members in sizes.values())
+    longest = 0  # tokens of a prompt with its longest completion
+    least = 0  # tokens, if each prompt is computed once
+    for prompt, members in sizes.values():
+        longest = max(longest, prompt + max(members.values()))
+        least += prompt + sum(members.values())
 
     def cost(batches: Batches) -> int:
         return sum(shape.tokens + BATCH_TOKENS for shape, _ in batches)
@@ -392,19 +428,25 @@ def in_batches(
     for number, shape in enumerate(shapes[1:], 1):
         allowed = (1 - LEAST_SAVED) * cost(chosen)
         if shape.length >= longest and least <= allowed:
-            other = _of_shape(fill_rows(sizes, shape.length), shapes[number:])
-            chosen = other if cost(other) <= allowed else chosen
+            shorter = _of_shape(fill_rows(sizes, shape.length), shapes[number:])
+            if cost(shorter) <= allowed:
+                chosen = shorter
     return chosen
 
 
 def _of_shape(rows: list[Row], shapes: Sequence[Shape]) -> Batches:
     """Rows in micro-batches of the first shape; the last one, of the emptiest rows, in the shortest
     that holds it."""
-    rows = sorted(rows, key=lambda row: row.free)  # stable: equal rows stay in order
-    whole = shapes[0]
-    parts = [rows[start : start + whole.rows] for start in range(0, max(1, len(rows)), whole.rows)]
-    used = max((whole.length - row.free for row in parts[-1]), default=0)
-    shape = next(shape for shape in reversed(shapes) if shape.length >= used)
-    if whole.tokens - shape.tokens < LEAST_SAVED * len(parts) * whole.tokens:
-        shape = whole
-    return [*((whole, part) for part in parts[:-1]), (shape, parts[-1])]
+    rows = sorted(rows, key=attrgetter("free"))  # stable: equal rows stay in order
+    largest = shapes[0]
+    batches: Batches = []
+    # Without any rows there is one micro-batch of none.
+    for start in range(0, max(1, len(rows)), largest.rows):
+        batches.append((largest, rows[start : start + largest.rows]))
+    _, last_rows = batches[-1]
+    used = max((largest.length - row.free for row in last_rows), default=0)
+    shortest = next(shape for shape in reversed(shapes) if shape.length >= used)
+    saved = largest.tokens - shortest.tokens
+    if saved >= LEAST_SAVED * len(batches) * largest.tokens:
+        batches[-1] = (shortest, last_rows)
+    return batches

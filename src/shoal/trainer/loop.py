@@ -40,7 +40,11 @@ NOTHING_KEPT = "nothing was kept, as the run has no checkpoint yet"
 
 @dataclass
 class Run:
-    """Everything that a run is made of, and `train`, which makes it go."""
+    """One training run: its configuration, its parts, and its progress.
+
+    `train` runs the steps that remain. The run owns the loop's own state (`requested`, `pending`,
+    `evaluating`, `saved`); each part owns what it holds, and the run closes none of them.
+    """
 
     config: Config
     parameters: Params | None  # the first weights; None where `restored` has others
@@ -52,24 +56,20 @@ class Run:
     recorder: Recorder
     schedule: Schedule = field(default_factory=Schedule)
     restored: Restored | None = None
-    fingerprint: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # of machine and data, stored in each checkpoint
+    # Of machine and data, stored in each checkpoint.
+    fingerprint: Mapping[str, Any] = field(default_factory=dict)
     stop: StopSignal = field(default_factory=StopSignal)
     resume_command: str = ""
     around_step: Callable[[int], AbstractContextManager[Any]] = lambda step: nullcontext()
     after_step: Callable[[int, dict[str, float]], None] | None = None
     after_save: Callable[[int], None] = lambda version: None
-    keep_settings: Callable[[], None] | None = (
-        None  # of a resumed run: stores its settings for later resumes
-    )
+    # Of a resumed run: stores its settings for later resumes.
+    keep_settings: Callable[[], None] | None = None
     requested: int = 0  # steps whose groups have been requested
-    pending: dict[int, list[int]] = field(
-        default_factory=dict
-    )  # step -> rows requested and not trained on yet
-    evaluating: dict[int, float] = field(
-        default_factory=dict
-    )  # version -> when its answers were asked for
+    # Step -> rows that were requested and not trained on yet.
+    pending: dict[int, list[int]] = field(default_factory=dict)
+    # Version -> when its evaluation was requested.
+    evaluating: dict[int, float] = field(default_factory=dict)
     useful_share: float = 1.0  # of the newest step's groups, with dynamic sampling
     timeline: Timeline = field(default_factory=Timeline)
     saved: int = -1  # the newest version that has a checkpoint
@@ -123,17 +123,16 @@ class Run:
                 if self.publication_due(step + 1):
                     try:
                         self.publish(step + 1, state.trainable)
-                    except (
-                        ShoalError
-                    ):  # as of a full disk; the update is saved, and its metrics with it
-                        self.record(step, groups, discarded, outcome, time.perf_counter() - started)
+                    # As of a full disk: the update is saved, and its metrics with it.
+                    except ShoalError:
+                        seconds = time.perf_counter() - started
+                        self.record(step, groups, discarded, outcome, seconds)
                         with self.saved_if_given_up(step + 1, state):
                             raise
                 self.lookahead.note(waited, time.perf_counter() - started)
                 self.request_published(step + 1)
-                metrics = self.record(
-                    step, groups, discarded, outcome, time.perf_counter() - started
-                )
+                seconds = time.perf_counter() - started
+                metrics = self.record(step, groups, discarded, outcome, seconds)
                 with self.saved_if_given_up(step + 1, state):
                     self.source.check_logprobs(groups, outcome.logprobs, step)
             self.settings_work()
@@ -166,23 +165,27 @@ class Run:
             self.publish(0, state.trainable)
             self.evaluate(0, state, ends=True)
             return state, 0
-        version, state, extra = self.restored.version, self.restored.state, self.restored.extra
+        version = self.restored.version
+        state = self.restored.state
+        extra = self.restored.extra
         self.publish_frozen(state)
         self.prompts.restore(extra["prompts"])
         self.useful_share = extra.get("useful_share", 1.0)
-        self.schedule = replace(self.schedule, held=(*sorted(self.restored.published), version))
+        held_versions = sorted(self.restored.published)
+        held_versions.append(version)
+        self.schedule = replace(self.schedule, held=tuple(held_versions))
         self.pending.update(extra["pending"])
-        for step, rows in self.pending.items():  # in order; the same addresses give the same tokens
-            self.source.request(
-                self.group_requests(step, [self.prompts.of_row(row) for row in rows])
-            )
-        self.requested, self.saved = version + len(self.pending), version
+        # In order: the same addresses give the same tokens.
+        for step, rows in self.pending.items():
+            prompts = [self.prompts.of_row(row) for row in rows]
+            self.source.request(self.group_requests(step, prompts))
+        self.requested = version + len(self.pending)
+        self.saved = version
         # Before publication, which releases the weights that nobody asks for.
-        self.evaluating = {
-            number: time.perf_counter()
-            for number in extra.get("evaluating", ())
-            if number in self.restored.published
-        }
+        self.evaluating = {}
+        for number in extra.get("evaluating", ()):
+            if number in self.restored.published:
+                self.evaluating[number] = time.perf_counter()
         for number in self.evaluating:
             self.evaluator.ask(self.source, number, number, full=False)
         for number, params in self.restored.published.items():
@@ -231,34 +234,36 @@ class Run:
     def end_if_warned(self, version: int, state: TrainState) -> None:
         """Raises ShoalError where a warning since the last step is hopeless, or
         train.on_warning=stop."""
-        warned, self.recorder.warned = self.recorder.warned, []
-        if wrong := next((finding for finding in warned if finding.level == "wrong"), None):
+        warned = self.recorder.warned
+        self.recorder.warned = []
+        hopeless = [finding for finding in warned if finding.level == "wrong"]
+        if hopeless:
             good = self.last_good()
-            place = self.checkpoints.folder / str(good)
-            cure = (
-                "no checkpoint is from before"
-                if good is None
-                else f"the last good checkpoint is of step {good}: shoal train model={place} ..."
-            )
-            raise ShoalError(f"stopped after step {version}: {wrong.text} ({cure})")
+            if good is None:
+                cure = "no checkpoint is from before"
+            else:
+                path = self.checkpoints.folder / str(good)
+                cure = f"the last good checkpoint is of step {good}: shoal train model={path} ..."
+            raise ShoalError(f"stopped after step {version}: {hopeless[0].text} ({cure})")
         if warned and self.config.train.on_warning == "stop":
             self.save(version, state)
-            key = f" {warned[0].key}=..., or" if warned[0].key else ""
+            key = warned[0].key
+            override = f" {key}=..., or" if key else ""
             text = "; ".join(finding.text for finding in warned)
             raise ShoalError(
                 f"stopped after step {version} by train.on_warning=stop: {text}; resume: "
-                f"{self.resume_command}{key} train.on_warning=continue"
+                f"{self.resume_command}{override} train.on_warning=continue"
             )
 
     def last_good(self) -> int | None:
         """The newest checkpoint from before the skipped updates of now; None where none is, or none
         were skipped. The weights that the first of them began with were bad already."""
-        if (streak := self.recorder.watch.in_a_row.get("skipped")) is None:
+        streak = self.recorder.watch.in_a_row.get("skipped")
+        if streak is None:
             return None
-        return max(
-            (number for number in self.checkpoints.versions() if number < streak[1] - 1),
-            default=None,
-        )
+        first_bad = streak[1] - 1
+        good = [number for number in self.checkpoints.versions() if number < first_bad]
+        return max(good, default=None)
 
     def stopped_text(self) -> str:
         if self.saved < 0:
@@ -276,19 +281,20 @@ class Run:
     def request_published(self, version: int) -> None:
         """Requests the groups of every step that may sample from `version` or an older one; none
         once the data is exhausted."""
-        while (
-            self.requested < min(self.config.steps, version + self.lookahead.steps + 1)
-            and self.schedule.version(self.requested) <= version
-        ):
+        prompts_per_step = self.config.batch.prompts_per_step
+        end = min(self.config.steps, version + self.lookahead.steps + 1)
+        while self.requested < end and self.schedule.version(self.requested) <= version:
             try:
-                prompts = self.prompts.next(wanted := self.config.batch.prompts_per_step)
+                prompts = self.prompts.next(prompts_per_step)
             except DataExhausted as exhausted:
                 self.recorder.data_exhausted(str(exhausted))
                 return
-            if self.schedule.lag and (
-                more := dynamic_sampling.num_extra(wanted, self.useful_share)
-            ):
-                prompts += self.prompts.more(more, {prompt.example.row for prompt in prompts})
+            # A step that samples ahead requests the expected replacements at once.
+            if self.schedule.lag:
+                num_extra = dynamic_sampling.num_extra(prompts_per_step, self.useful_share)
+                if num_extra:
+                    taken_rows = {prompt.example.row for prompt in prompts}
+                    prompts += self.prompts.more(num_extra, taken_rows)
             self.pending[self.requested] = [prompt.example.row for prompt in prompts]
             self.source.request(self.group_requests(self.requested, prompts))
             self.requested += 1
@@ -301,21 +307,24 @@ class Run:
         )
 
     def group_requests(self, step: int, prompts: Sequence[TokenizedExample]) -> list[GroupRequest]:
-        size, params = self.config.batch.group_size, self.config.sampling.params
+        group_size = self.config.batch.group_size
+        params = self.config.sampling.params
         version = self.schedule.version(step)
-        return [
-            GroupRequest(
+        exact = not self.schedule.newest
+        requests = []
+        for prompt in prompts:
+            request = GroupRequest(
                 Purpose.TRAIN,
                 step,
                 version,
                 prompt.example,
                 prompt.prompt_ids,
-                size,
+                group_size,
                 params,
-                exact=not self.schedule.newest,
+                exact=exact,
             )
-            for prompt in prompts
-        ]
+            requests.append(request)
+        return requests
 
     @timed("trainer", "wait for groups")
     def take(self, step: int) -> tuple[list[Group], list[Group]]:
@@ -323,19 +332,22 @@ class Run:
         replace those without variance: requested at the same version, in the order of the
         prompts."""
         self.stop.begin(f"the completions of step {step + 1}")
-        a, wanted = self.config.algorithm, self.config.batch.prompts_per_step
+        a = self.config.algorithm
+        prompts_per_step = self.config.batch.prompts_per_step
         groups = self.source.take(Purpose.TRAIN, step)
         if not a.dynamic_sampling:
             return groups, []
         for _ in range(a.max_sampling_rounds):
-            count = dynamic_sampling.missing(groups, wanted, self.is_useful)
-            if not count or not (
-                prompts := self.prompts.more(count, {group.example.row for group in groups})
-            ):
+            num_missing = dynamic_sampling.missing(groups, prompts_per_step, self.is_useful)
+            if not num_missing:
+                break
+            taken_rows = {group.example.row for group in groups}
+            prompts = self.prompts.more(num_missing, taken_rows)
+            if not prompts:
                 break
             self.source.request(self.group_requests(step, prompts))
             groups += self.source.take(Purpose.TRAIN, step)
-        return dynamic_sampling.divide(groups, wanted, self.is_useful)
+        return dynamic_sampling.divide(groups, prompts_per_step, self.is_useful)
 
     def is_useful(self, group: Group) -> bool:
         penalty = PENALTY if self.config.reward.overlong_buffer_tokens else ""
@@ -343,11 +355,11 @@ class Run:
 
     def step_done(self, step: int, groups: Sequence[Group], discarded: Sequence[Group]) -> None:
         del self.pending[step]
+        sampled = [*groups, *discarded]
         if self.config.algorithm.dynamic_sampling:
-            self.useful_share = sum(map(self.is_useful, (*groups, *discarded))) / len(
-                [*groups, *discarded]
-            )
-        self.prompts.rates.add([*groups, *discarded])
+            num_useful = sum(map(self.is_useful, sampled))
+            self.useful_share = num_useful / len(sampled)
+        self.prompts.rates.add(sampled)
 
     def publish_frozen(self, state: TrainState) -> None:
         if state.frozen is not None:
@@ -355,13 +367,15 @@ class Run:
 
     def check_frozen(self, state: TrainState) -> None:
         """RuntimeError unless frozen weights have the bits that they had at the start."""
-        if state.frozen is not None and weights_text(state.frozen) != self.fingerprint["base"]:
+        if state.frozen is None:
+            return
+        at_start = self.fingerprint["base"]
+        now = weights_text(state.frozen)
+        if now != at_start:
             raise RuntimeError(
-                f"the frozen weights have changed since the start (checksum "
-                f"{self.fingerprint['base']} "
-                f"then, {weights_text(state.frozen)} now), so the checkpoints of this run belong "
-                f"to no "
-                "known model: a memory or a device is faulty"
+                f"the frozen weights have changed since the start (checksum {at_start} then, "
+                f"{now} now), so the checkpoints of this run belong to no known model: a memory "
+                f"or a device is faulty"
             )
 
     @timed("publication", "publish")
@@ -369,9 +383,9 @@ class Run:
         """Publishes weights before `step` (None: the version's own). The version that this step
         samples from is kept, since the step may ask for more groups, or be given up and start
         again."""
-        self.source.publish(
-            version, params, keep_from=self.schedule.keep_from(version if step is None else step)
-        )
+        if step is None:
+            step = version
+        self.source.publish(version, params, keep_from=self.schedule.keep_from(step))
 
     def publication_due(self, version: int) -> bool:
         """On schedule, and where the version is to be evaluated."""
@@ -405,9 +419,8 @@ class Run:
                 continue
             full = ends and version == now
             with self.saved_if_given_up(now, state):
-                figures, groups = self.evaluator.score(
-                    self.evaluator.collect(self.source, version, full)
-                )
+                collected = self.evaluator.collect(self.source, version, full)
+                figures, groups = self.evaluator.score(collected)
                 self.recorder.evaluation(
                     version,
                     figures,
@@ -427,25 +440,25 @@ class Run:
         seconds: float,
     ) -> dict[str, float]:
         table = outcome.table
-        return self.recorder.step(
-            StepRecord(
-                step,
-                groups,
-                table.advantages,
-                table.nonzero_std,
-                outcome.logprobs,
-                outcome.metrics,
-                seconds,
-                len(discarded),
-                self.prompts.dropped,
-                len(self.prompts.rates.retired()),
-            )
+        record = StepRecord(
+            step,
+            groups,
+            table.advantages,
+            table.nonzero_std,
+            outcome.logprobs,
+            outcome.metrics,
+            seconds,
+            num_discarded=len(discarded),
+            prompts_dropped=self.prompts.dropped,
+            prompts_retired=len(self.prompts.rates.retired()),
         )
+        return self.recorder.step(record)
 
     def save_due(self, version: int) -> bool:
         c = self.config.checkpoint
-        best = c.keep_best > 0 and self.evaluation_due(version)
-        return version == self.config.steps or best or (c.every > 0 and version % c.every == 0)
+        on_schedule = c.every > 0 and version % c.every == 0
+        may_be_best = c.keep_best > 0 and self.evaluation_due(version)
+        return version == self.config.steps or may_be_best or on_schedule
 
     @timed("trainer", "save")
     def save(self, version: int, state: TrainState) -> None:
@@ -469,11 +482,10 @@ class Run:
             "facts": dict(self.fingerprint),
         }
         self.checkpoints.protected = self.last_good()
-        older = {
-            number: published[number]
-            for number in (*self.schedule.older_versions(version), *self.evaluating)
-            if number in published and number != version
-        }
+        older: dict[int, Params] = {}
+        for number in self.schedule.older_versions(version) + list(self.evaluating):
+            if number in published and number != version:
+                older[number] = published[number]
         self.checkpoints.save(version, state, extra, older, self.recorder.scores())
         self.saved = version
         self.after_save(version)

@@ -28,11 +28,9 @@ from shoal.trainer.batch import LearnerBatch
 
 def make_objective(a: AlgorithmSection) -> Objective:
     """What the settings minimise."""
-    loss, correction, rejection = (
-        POLICY_LOSSES[a.loss],
-        CORRECTIONS[a.correction],
-        REJECTIONS[a.rejection],
-    )
+    loss = POLICY_LOSSES[a.loss]
+    correction = CORRECTIONS[a.correction]
+    rejection = REJECTIONS[a.rejection]
     return Objective(
         loss=loss.load(),
         settings=tuple(loss.settings(a).items()),
@@ -70,40 +68,57 @@ def batch_logprobs(
     its prompt's last.
     """
     role = model.role
-    tokens, position, before, segment, prompt = map(
-        role.split_rows, (batch.tokens, batch.position, batch.before, batch.segment, batch.prompt)
-    )
-    support = None if batch.support_ids is None else role.split_rows(batch.support_ids)
-    hidden, _ = forward(
-        model, parameters, tokens, position, segment_attention(model, segment, prompt)
-    )
-    rows, size = tokens.shape
-    rows_here = -(-rows // role.row_shards)
-    budget, head = chunk_elements or CHUNK_ELEMENTS[role.platform], output_head(parameters)
-    chunk = chunk_size(rows_here, size, model.architecture.vocab_size, budget)
+    tokens = role.split_rows(batch.tokens)
+    position = role.split_rows(batch.position)
+    before = role.split_rows(batch.before)
+    segment = role.split_rows(batch.segment)
+    prompt = role.split_rows(batch.prompt)
+    support = None
+    if batch.support_ids is not None:
+        support = role.split_rows(batch.support_ids)
+    attention = segment_attention(model, segment, prompt)
+    hidden, _ = forward(model, parameters, tokens, position, attention)
+    rows, length = tokens.shape
+    rows_per_device = -(-rows // role.row_shards)
+    budget = chunk_elements or CHUNK_ELEMENTS[role.platform]
+    head = output_head(parameters)
+    vocab_size = model.architecture.vocab_size
+    chunk = chunk_size(rows_per_device, length, vocab_size, budget)
     # Of all tokens: to leave chunks of prompts out by a condition costs a second gradient of the
     # head (docs/LOG.md).
-    inputs = _states_at(role, hidden, before), tokens, batch.temperature
-    if role.platform == "tpu" and role.tensor == 1 and chunk < size:
-        slices = head_slices(head, max(128, budget // (rows_here * size)))
-        values = sliced_logprobs(
-            *inputs,
-            lambda head, hidden: head_projection(model, head)(hidden),
+    states = _states_at(role, hidden, before)
+    if role.platform == "tpu" and role.tensor == 1 and chunk < length:
+
+        def project(head_slice: Any, hidden: jax.Array) -> jax.Array:
+            return head_projection(model, head_slice)(hidden)
+
+        slices = head_slices(head, max(128, budget // (rows_per_device * length)))
+        logprobs, entropies = sliced_logprobs(
+            states,
+            tokens,
+            batch.temperature,
+            project,
             slices,
-            model.architecture.vocab_size,
+            vocab_size,
             support,
             entropy_gradient,
         )
     else:
-        values = token_logprobs(
-            *inputs,
+        logprobs, entropies = token_logprobs(
+            states,
+            tokens,
+            batch.temperature,
             head_projection(model, head),
             chunk,
             support,
             entropy_gradient,
             dense=role.platform == "gpu",
         )
-    return tuple(jnp.where(batch.segment != batch.prompt, role.join_rows(x), 0.0) for x in values)
+
+    def of_completions(values: jax.Array) -> jax.Array:
+        return jnp.where(batch.segment != batch.prompt, role.join_rows(values), 0.0)
+
+    return of_completions(logprobs), of_completions(entropies)
 
 
 def next_token_logits(
@@ -111,27 +126,27 @@ def next_token_logits(
 ) -> jax.Array:
     """Logits float32[K, V] of what follows the tokens at positions[K] in the batch's first row."""
     role = model.role
-    tokens, position, segment, prompt = map(
-        role.split_rows, (batch.tokens, batch.position, batch.segment, batch.prompt)
-    )
-    hidden, _ = forward(
-        model, parameters, tokens, position, segment_attention(model, segment, prompt)
-    )
+    tokens = role.split_rows(batch.tokens)
+    position = role.split_rows(batch.position)
+    segment = role.split_rows(batch.segment)
+    prompt = role.split_rows(batch.prompt)
+    attention = segment_attention(model, segment, prompt)
+    hidden, _ = forward(model, parameters, tokens, position, attention)
     states = role.join_rows(hidden)[0, positions]  # [K, D]
     return logits(model, parameters, states)
 
 
-def _states_at(role: Role, hidden: jax.Array, place: jax.Array) -> jax.Array:
-    """hidden[R, T, D] at the places [R, T] in its rows; where rows are split, they are whole for a
-    moment."""
+def _states_at(role: Role, hidden: jax.Array, index: jax.Array) -> jax.Array:
+    """hidden[R, T, D] at the indices [R, T] in its rows; rows that are split over devices are
+    gathered for it."""
 
-    def of_rows(hidden: jax.Array, place: jax.Array) -> jax.Array:
+    def of_rows(hidden: jax.Array, index: jax.Array) -> jax.Array:
         if role.context > 1:
             hidden = jax.lax.all_gather(hidden, "context", axis=1, tiled=True)
-        return jnp.take_along_axis(hidden, place[..., None], axis=1)
+        return jnp.take_along_axis(hidden, index[..., None], axis=1)
 
     if role.context == 1:
-        return of_rows(hidden, place)
+        return of_rows(hidden, index)
     rows = PartitionSpec(role.row_axes)
     return jax.shard_map(
         of_rows,
@@ -140,7 +155,7 @@ def _states_at(role: Role, hidden: jax.Array, place: jax.Array) -> jax.Array:
         out_specs=rows,
         axis_names=set(role.row_axes),
         check_vma=False,
-    )(hidden, place)
+    )(hidden, index)
 
 
 def batch_loss(model: Model, objective: Objective, parameters: Params, batch: LearnerBatch) -> Any:
@@ -161,4 +176,5 @@ def batch_loss(model: Model, objective: Objective, parameters: Params, batch: Le
         sampler_logprobs=batch.sampler_logprobs,
         ref_logprobs=batch.ref_logprobs,
     )
-    return (batch.weight * token_loss).sum(), (sums, maxima, jax.lax.stop_gradient(lp))
+    loss = (batch.weight * token_loss).sum()
+    return loss, (sums, maxima, jax.lax.stop_gradient(lp))

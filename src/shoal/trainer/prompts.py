@@ -40,30 +40,32 @@ class PassRates:
     """
 
     bound: float = 1.0
-    counts: dict[int, tuple[int, float]] = field(
-        default_factory=dict
-    )  # row -> completions sampled, passed
+    # Row -> completions sampled, passed.
+    counts: dict[int, tuple[int, float]] = field(default_factory=dict)
     at_epoch: dict[int, float] = field(default_factory=dict)  # row -> rate when the epoch began
 
     def add(self, groups: Sequence[Group]) -> None:
         """Counts valid completions; passed are the right ones, or without a verdict the reward in
         [0, 1]."""
         for group in groups:
-            passed = (
-                group.rewards.clip(0, 1) if group.correct is None else group.correct.astype(float)
-            )
-            sampled, before = self.counts.get(group.example.row, (0, 0.0))
-            self.counts[group.example.row] = (
-                sampled + int(group.valid.sum()),
-                before + float(passed[group.valid].sum()),
-            )
+            if group.correct is None:
+                passed = group.rewards.clip(0, 1)
+            else:
+                passed = group.correct.astype(float)
+            num_sampled = int(group.valid.sum())
+            num_passed = float(passed[group.valid].sum())
+            row = group.example.row
+            sampled_before, passed_before = self.counts.get(row, (0, 0.0))
+            self.counts[row] = (sampled_before + num_sampled, passed_before + num_passed)
 
     def begin_epoch(self) -> None:
         # Frozen for an epoch: were rates of its own steps to act, its order would depend on how far
         # ahead it is asked.
-        self.at_epoch = {
-            row: passed / sampled for row, (sampled, passed) in self.counts.items() if sampled
-        }
+        rates: dict[int, float] = {}
+        for row, (sampled, passed) in self.counts.items():
+            if sampled:
+                rates[row] = passed / sampled
+        self.at_epoch = rates
 
     @property
     def active(self) -> bool:
@@ -80,25 +82,31 @@ class PassRates:
         for row, rate in self.at_epoch.items():
             if row >= len(times):  # of data that was longer before the run was resumed
                 continue
-            times[row] = 0 if rate > self.bound else 1 + (uniforms[row] < 1 - rate)
+            if rate > self.bound:
+                times[row] = 0
+            else:
+                times[row] = 1 + (uniforms[row] < 1 - rate)
         return times
 
     def record(self) -> list[dict[str, Any]]:
         """One entry for each prompt that was sampled, in order of its row."""
-        return [
-            {
+        entries: list[dict[str, Any]] = []
+        for row, (sampled, passed) in sorted(self.counts.items()):
+            rate = passed / sampled if sampled else None
+            retired = self.at_epoch.get(row, 0.0) > self.bound
+            entry = {
                 "row": row,
                 "drawn": sampled,
                 "passed": passed,
-                "rate": passed / sampled if sampled else None,
-                "retired": self.at_epoch.get(row, 0.0) > self.bound,
+                "rate": rate,
+                "retired": retired,
             }
-            for row, (sampled, passed) in sorted(self.counts.items())
-        ]
+            entries.append(entry)
+        return entries
 
     def state(self) -> dict[str, Any]:
         return {
-            "counts": [[row, *count] for row, count in self.counts.items()],
+            "counts": [[row, sampled, passed] for row, (sampled, passed) in self.counts.items()],
             "at_epoch": [[row, rate] for row, rate in self.at_epoch.items()],
         }
 
@@ -108,8 +116,8 @@ class PassRates:
 
 
 @dataclass(frozen=True)
-class _Place:
-    """A place in the order of prompts, to return to."""
+class _Position:
+    """A position in the order of prompts, to return to."""
 
     epoch: int
     cursor: int
@@ -120,7 +128,10 @@ class _Place:
 
 @dataclass
 class PromptStream:
-    """P different prompts a step, in another order each epoch.
+    """The training prompts in order: P different ones a step, in another order each epoch.
+
+    The order depends on the data, the seed and the pass rates alone: a resumed run repeats it. The
+    run owns it.
 
     At an epoch's border a step may meet a row that it has already: the next step takes that row, so
     each epoch trains on all rows.
@@ -137,14 +148,12 @@ class PromptStream:
     rates: PassRates = field(default_factory=PassRates)
     epoch: int = 0
     cursor: int = 0  # within the epoch
-    postponed: list[int] = field(
-        default_factory=list
-    )  # rows that were passed over, for the next step
+    # Rows that were passed over, for the next step.
+    postponed: list[int] = field(default_factory=list)
     dropped: int = 0
     refusal: str = ""  # why the chat template refused a prompt, the last time
-    ended: tuple[float, int] | None = (
-        None  # the bound of the rates and the `count` with which `next` failed
-    )
+    # The bound of the rates and the `count` with which `next` failed.
+    ended: tuple[float, int] | None = None
     _order: tuple[int, np.ndarray] = field(default=(-1, np.empty(0, np.int64)), repr=False)
 
     def more(self, count: int, taken: Collection[int]) -> list[TokenizedExample]:
@@ -153,12 +162,13 @@ class PromptStream:
 
         If there is none, the cursor stays where it was.
         """
-        before = self._place()
+        before = self._position()
         # Through the data once: with the curriculum an epoch may hold nothing but rows that are
         # taken.
-        if not (found := self._read(count, len(self.examples), taken)):
+        prompts = self._read(count, len(self.examples), taken)
+        if not prompts:
             self._return_to(before)
-        return found
+        return prompts
 
     def next(self, count: int) -> list[TokenizedExample]:
         """The next `count` prompts, no row twice. Raises `DataExhausted` once too few are left, and
@@ -172,23 +182,26 @@ class PromptStream:
         # Kept in checkpoints: a resumed run ends where this one did, unless the bound or the step's
         # size was changed.
         has_ended = self.ended == (self.rates.bound, count)
-        found = [] if has_ended else self._read(count, 4 * len(self.examples) + count)
-        if len(found) == count:
+        prompts: list[TokenizedExample] = []
+        if not has_ended:
+            prompts = self._read(count, 4 * len(self.examples) + count)
+        if len(prompts) == count:
             self.ended = None
-            return found
+            return prompts
         if not has_ended:  # four epochs of rows were passed over: each is kept once
-            self.postponed = [prompt.example.row for prompt in found]
-        if retired := len(self.rates.retired()):
-            self.ended = self.rates.bound, count
+            self.postponed = [prompt.example.row for prompt in prompts]
+        num_retired = len(self.rates.retired())
+        if num_retired:
+            self.ended = (self.rates.bound, count)
+            verb = "is" if num_retired == 1 else "are"
             raise DataExhausted(
-                f"{counted(retired, 'prompt')} {'is' if retired == 1 else 'are'} retired "
+                f"{counted(num_retired, 'prompt')} {verb} retired "
                 f"(train.retire_above={exact(self.rates.bound)}), fewer than {count} are left"
             )
         refused = f"; {self.refusal}" if self.refusal else ""
         raise ShoalError(
             f"fewer than {counted(count, 'prompt')} of the data have at most {self.max_tokens} "
-            f"tokens: "
-            f"raise sampling.max_prompt_tokens{refused}"
+            f"tokens: raise sampling.max_prompt_tokens{refused}"
         )
 
     def _read(
@@ -196,10 +209,11 @@ class PromptStream:
     ) -> list[TokenizedExample]:
         """Up to `count` prompts, no row twice and none of `taken`: postponed ones, then from at
         most so many rows after the cursor. Rows that are passed over are postponed."""
-        found: dict[int, TokenizedExample] = {}
-        waiting, self.postponed = self.postponed, []
+        by_row: dict[int, TokenizedExample] = {}
+        waiting = self.postponed
+        self.postponed = []
         num_read = 0
-        while len(found) < count:
+        while len(by_row) < count:
             if waiting:
                 row = waiting.pop(0)
             elif num_read < most_rows:
@@ -209,14 +223,14 @@ class PromptStream:
                 break
             if row is None:
                 break
-            if row in found or row in taken:
+            if row in by_row or row in taken:
                 self.postponed.append(row)
                 continue
             prepared = self._prepare(row)
             if prepared is not None:
-                found[row] = prepared
+                by_row[row] = prepared
         self.postponed += waiting
-        return list(found.values())
+        return list(by_row.values())
 
     def is_exhausted(self, count: int) -> bool:
         """True if `next` will raise `DataExhausted`; the cursor does not move."""
@@ -227,7 +241,8 @@ class PromptStream:
 
     def peek(self, count: int = 1) -> TokenizedExample:
         """The first of the `count` prompts that `next` will return; the cursor does not move."""
-        before, ended = self._place(), self.ended
+        before = self._position()
+        ended = self.ended
         try:
             return self.next(count)[0]
         finally:
@@ -265,34 +280,41 @@ class PromptStream:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self.rates.restore(state)
-        self.ended = (state["ended"][0], state["ended"][1]) if state["ended"] else None
+        self.ended = None
+        if state["ended"]:
+            bound, count = state["ended"]
+            self.ended = (bound, count)
         # Older checkpoints have none; and data that is given anew may have fewer rows.
         postponed = [row for row in state.get("postponed", []) if row < len(self.examples)]
-        self._return_to(
-            _Place(
-                state["epoch"], state["cursor"], postponed, state["dropped"], self.rates.at_epoch
-            )
+        position = _Position(
+            state["epoch"], state["cursor"], postponed, state["dropped"], self.rates.at_epoch
         )
+        self._return_to(position)
 
-    def _place(self) -> _Place:
-        return _Place(
+    def _position(self) -> _Position:
+        return _Position(
             self.epoch, self.cursor, list(self.postponed), self.dropped, self.rates.at_epoch
         )
 
-    def _return_to(self, place: _Place) -> None:
-        self.epoch, self.cursor, self.dropped = place.epoch, place.cursor, place.dropped
-        self.postponed = list(place.postponed)
-        self.rates.at_epoch = place.at_epoch
+    def _return_to(self, position: _Position) -> None:
+        self.epoch = position.epoch
+        self.cursor = position.cursor
+        self.dropped = position.dropped
+        self.postponed = list(position.postponed)
+        self.rates.at_epoch = position.at_epoch
         self._order = (-1, np.empty(0, np.int64))
 
     def _next_row(self) -> int | None:
         """None where all prompts are retired."""
         if self.cursor >= len(self._order_of(self.epoch)):
-            self.epoch, self.cursor = self.epoch + 1, 0
+            self.epoch += 1
+            self.cursor = 0
             self.rates.begin_epoch()
         order = self._order_of(self.epoch)
         self.cursor += 1
-        return int(order[self.cursor - 1]) if len(order) else None
+        if len(order) == 0:
+            return None
+        return int(order[self.cursor - 1])
 
     def _order_of(self, epoch: int) -> np.ndarray:
         """The rows of an epoch, shuffled: each once, or with the curriculum as often as
@@ -318,7 +340,8 @@ class PromptStream:
         prepared = prepare(
             self.examples[row], self.encode, self.max_tokens, self.long_prompts, refuse
         )
-        self.dropped += prepared is None
+        if prepared is None:
+            self.dropped += 1
         return prepared
 
 

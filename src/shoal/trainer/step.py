@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
+from operator import attrgetter
 from typing import Any
 
 import jax
@@ -53,9 +54,8 @@ class TrainState:
     optimizer: Any
     updates: Any  # int32[]: updates applied; a skipped one does not count
     loss_scale: LossScale | None = None  # of a computation in float16
-    frozen: Params | None = (
-        None  # in the type of the computation, None in place of trained ones; None: all are trained
-    )
+    # In the type of the computation, None in place of trained ones; None: all are trained.
+    frozen: Params | None = None
 
     @property
     def parameters(self) -> Params:
@@ -105,9 +105,8 @@ class UpdateMetrics:
     lr: Any
     skipped: Any  # 1 if the gradient was not finite: parameters and moments are then unchanged
     loss_scale: Any = None  # with which the gradient was computed; None without one
-    overflow: Any = (
-        0  # 1 if the update was skipped, but not its loss, and a smaller loss scale is tried next
-    )
+    # 1 if the gradient overflowed, but not the loss, so that a smaller loss scale is tried next.
+    overflow: Any = 0
 
 
 class Learner:
@@ -127,19 +126,22 @@ class Learner:
     ):
         self.objective = objective
         # In a float32 computation the partitioner sums layers in float32, whatever is asked.
-        reduce_dtype = (
-            jnp.float32 if model.dtype == jnp.float32 else getattr(jnp, section.reduce_dtype)
-        )
-        self.model = model = replace(model, reduce_dtype=reduce_dtype)
+        reduce_dtype = jnp.float32
+        if model.dtype != jnp.float32:
+            reduce_dtype = getattr(jnp, section.reduce_dtype)
+        model = replace(model, reduce_dtype=reduce_dtype)
+        self.model = model
+        # What changes no program is left out: runs of other lengths, or seeds, would compile them
+        # again.
+        schedule_updates = num_updates if section.schedule != "constant" else 0
+        rounding_seed = seed if section.moments == "bfloat16" else 0
         self.optimizer, self.layout, init, apply = _optimizer_programs(
-            # What changes no program is left out: runs of other lengths, or seeds, would compile
-            # them anew.
             model.architecture,
             model.role,
             section,
-            num_updates if section.schedule != "constant" else 0,
+            schedule_updates,
             model.dtype == jnp.float16,
-            seed if section.moments == "bfloat16" else 0,
+            rounding_seed,
         )
         zero, accumulate, score = _gradient_programs(model, objective)
         self.programs: dict[str, Callable] = {
@@ -152,34 +154,32 @@ class Learner:
 
     def init(self, parameters: Params) -> TrainState:
         a = self.model.architecture
-        trainable, frozen = (
-            select(trained_specs(a), parameters),
-            select(frozen_specs(a), parameters),
-        )
-        # A host number has no place: the first `apply` would be compiled for it, the second for the
-        # array returned.
-        updates, scale = (
-            jax.tree.map(lambda x: put(x, self.model.role.replicated), start)
-            for start in (np.int32(0), LossScale.first() if self.layout.loss_scale else None)
-        )
-        return TrainState(trainable, self.programs["init"](trainable), updates, scale, frozen)
+        trainable = select(trained_specs(a), parameters)
+        frozen = select(frozen_specs(a), parameters)
+        # A host number has no sharding: the first `apply` would be compiled for it, the second for
+        # the array returned.
+        replicate = partial(put, sharding=self.model.role.replicated)
+        updates = replicate(np.int32(0))
+        scale = None
+        if self.layout.loss_scale:
+            scale = jax.tree.map(replicate, LossScale.first())
+        optimizer = self.programs["init"](trainable)
+        return TrainState(trainable, optimizer, updates, scale, frozen)
 
     def shapes(self) -> TrainState:
         """Shapes, types and layout of the state that `init` makes; nothing is allocated."""
 
-        def placed(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+        def with_sharding(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
         model = self.model
         parameters = _gradient_shapes(model.architecture)
-        shapes = TrainState(
-            parameters,
-            jax.eval_shape(self.optimizer.init, parameters),
-            jax.ShapeDtypeStruct((), jnp.int32),
-            LossScale.first() if self.layout.loss_scale else None,
-        )
+        optimizer = jax.eval_shape(self.optimizer.init, parameters)
+        updates = jax.ShapeDtypeStruct((), jnp.int32)
+        scale = LossScale.first() if self.layout.loss_scale else None
+        shapes = TrainState(parameters, optimizer, updates, scale)
         frozen = param_shapes(frozen_specs(model.architecture), model.role, model.dtype)
-        return replace(jax.tree.map(placed, shapes, self.layout), frozen=frozen)
+        return replace(jax.tree.map(with_sharding, shapes, self.layout), frozen=frozen)
 
     def accumulate(
         self, total: GradientSum | None, state: TrainState, batch: LearnerBatch
@@ -188,14 +188,16 @@ class Learner:
         T])."""
         # From zeros: a program of its own for the first micro-batch doubled the longest compilation
         # (5 s), and the buffer is the only one, as layers add to it where they stand.
-        before = self.programs["zero"]() if total is None else total
+        if total is None:
+            total = self.programs["zero"]()
+        on_device = put_batch(self.model, batch)
         return self.programs["accumulate"](
-            before, state.trainable, state.frozen, put_batch(self.model, batch), state.loss_scale
+            total, state.trainable, state.frozen, on_device, state.loss_scale
         )
 
     def apply(self, state: TrainState, total: GradientSum) -> tuple[TrainState, UpdateMetrics]:
         """One update of the optimizer. The buffers of `total` and of the moments are donated."""
-        new, applied = self.programs["apply"](
+        new_state, applied = self.programs["apply"](
             total.loss,
             state.trainable,
             state.updates,
@@ -203,7 +205,7 @@ class Learner:
             gradient=total.gradient,
             moments=state.optimizer,
         )
-        return replace(new, frozen=state.frozen), UpdateMetrics(*applied)
+        return replace(new_state, frozen=state.frozen), UpdateMetrics(*applied)
 
     def score(self, parameters: Params, batch: LearnerBatch) -> jax.Array:
         """Log-probs float32[R, T] of the batch's tokens under any parameters of this
@@ -213,7 +215,8 @@ class Learner:
 
 def put_batch(model: Model, batch: LearnerBatch) -> LearnerBatch:
     temperature = put(batch.temperature, model.role.replicated)
-    return replace(model.role.put_rows(replace(batch, temperature=None)), temperature=temperature)
+    rows = model.role.put_rows(replace(batch, temperature=None))
+    return replace(rows, temperature=temperature)
 
 
 def _streams(section: OptimizerSection, role: Role) -> bool:
@@ -237,50 +240,51 @@ def _optimizer_programs(
     # times.
     rate = learning_rate(section, num_updates)
     by_layer = _streams(section, role)
-    optimizer = make_optimizer(
-        section, rate, _matrices if by_layer else _map_specs(lambda d: d.weight_decay, a), seed
-    )
-    split, everywhere = shardings_of(trained_specs(a), role), role.replicated
+    # One layer's parameters lack the specs' dimension for layers: there, shapes tell the matrices.
+    weight_decay = _matrices
+    if not by_layer:
+        weight_decay = _map_specs(attrgetter("weight_decay"), a)
+    optimizer = make_optimizer(section, rate, weight_decay, seed)
+    split = shardings_of(trained_specs(a), role)
+    everywhere = role.replicated
     moments = state_shardings(optimizer, _gradient_shapes(a), split, everywhere, section.offload)
-    layout = TrainState(
-        split, moments, everywhere, LossScale(everywhere, everywhere) if scaled else None
-    )
+    scale_layout = LossScale(everywhere, everywhere) if scaled else None
+    layout = TrainState(split, moments, everywhere, scale_layout)
     offloads = PINNED_HOST in {sharding.memory_kind for sharding in jax.tree.leaves(moments)}
     apply = role.jit(
         partial(_apply, optimizer, rate, by_layer, offloads),
         donate_argnames=("gradient", "moments"),
         out_shardings=(layout, everywhere),
     )
-    init = (
-        partial(_begin, role, optimizer, moments)
-        if section.offload
-        else role.jit(optimizer.init, out_shardings=moments)
-    )
+    if section.offload:
+        init = partial(_begin, role, optimizer, moments)
+    else:
+        init = role.jit(optimizer.init, out_shardings=moments)
     return optimizer, layout, init, apply
 
 
 def _begin(
     role: Role, optimizer: optax.GradientTransformation, shardings: Any, parameters: Params
 ) -> Any:
-    """`optimizer.init`, all of which are zeros, an array after the other: of one program's a device
-    might hold all."""
+    """The state of `optimizer.init`, which is all zeros, made one array at a time: a device might
+    not hold all outputs of one program."""
 
     @cache
     def make(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Program:
         return role.jit(partial(jnp.zeros, shape, dtype), out_shardings=sharding)
 
-    return jax.tree.map(
-        lambda zeros, sharding: make(zeros.shape, zeros.dtype, sharding)(),
-        jax.eval_shape(optimizer.init, parameters),
-        shardings,
-    )
+    def zeros(shape: jax.ShapeDtypeStruct, sharding: Any) -> jax.Array:
+        return make(shape.shape, shape.dtype, sharding)()
+
+    return jax.tree.map(zeros, jax.eval_shape(optimizer.init, parameters), shardings)
 
 
 @lru_cache(PROGRAMS_KEPT)
 def _gradient_programs(model: Model, objective: Objective) -> tuple[Callable, Callable, Callable]:
     """Three programs: a gradient of zeros, its sum with a micro-batch's, log-probs alone."""
     # Log-probs keep the layout of rows where one process reads them.
-    role, everywhere = model.role, model.role.replicated
+    role = model.role
+    everywhere = role.replicated
     split = shardings_of(trained_specs(model.architecture), role)
     sums = GradientSum(split, everywhere, everywhere, everywhere)
     zero = role.jit(
@@ -292,11 +296,9 @@ def _gradient_programs(model: Model, objective: Objective) -> tuple[Callable, Ca
         out_shardings=(sums, role.host_layout),
     )
     # Scoring sums no gradients: one program, whatever their type is.
-    return (
-        zero,
-        accumulate,
-        score_program(replace(model, reduce_dtype=Model.reduce_dtype), objective.chunk_elements),
-    )
+    scoring_model = replace(model, reduce_dtype=Model.reduce_dtype)
+    score = score_program(scoring_model, objective.chunk_elements)
+    return zero, accumulate, score
 
 
 @lru_cache(PROGRAMS_KEPT)
@@ -312,11 +314,15 @@ def _map_specs(read: Callable[[ParamSpec], Any], a: Architecture) -> Params:
 
 
 def _gradient_shapes(a: Architecture) -> Params:
-    return _map_specs(lambda d: jax.ShapeDtypeStruct(d.shape, jnp.float32), a)
+    def shape_of(spec: ParamSpec) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(spec.shape, jnp.float32)
+
+    return _map_specs(shape_of, a)
 
 
 def _zero(shapes: Params, objective: Objective) -> GradientSum:
-    total = GradientSum(shapes, jax.ShapeDtypeStruct((), jnp.float32), *metric_shapes(objective))
+    sums, maxima = metric_shapes(objective)
+    total = GradientSum(shapes, jax.ShapeDtypeStruct((), jnp.float32), sums, maxima)
     return jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), total)
 
 
@@ -343,14 +349,12 @@ def _accumulate(
     # are not.
     seed = jnp.ones_like(value) if scale is None else scale.value
     (rest,) = backward.with_refs(replace(total.gradient, blocks=layers))(seed)
-    gradient = jax.tree.map(
-        jnp.add, replace(total.gradient, blocks=None), replace(rest, blocks=None)
-    )
+    sum_outside = replace(total.gradient, blocks=None)
+    gradient = jax.tree.map(jnp.add, sum_outside, replace(rest, blocks=None))
     value, sums = jax.tree.map(jnp.add, (total.loss, total.sums), (value, sums))
     maxima = jax.tree.map(jnp.maximum, total.maxima, maxima)
-    return GradientSum(
-        replace(gradient, blocks=jax.tree.map(jax.freeze, layers)), value, sums, maxima
-    ), lp
+    gradient = replace(gradient, blocks=jax.tree.map(jax.freeze, layers))
+    return GradientSum(gradient, value, sums, maxima), lp
 
 
 def _apply(
@@ -376,31 +380,32 @@ def _apply(
         return jnp.where(finite, new, old)
 
     def change(gradient: Any, moments: Any, parameters: Any, **more: Any) -> tuple[Any, Any]:
-        moments = _moved(moments, jax.memory.Space.Device) if offloads else moments
+        if offloads:
+            moments = _moved(moments, jax.memory.Space.Device)
         # Zeros in place of a gradient that is not finite keep NaN out of the optimizer, whose
         # result is then dropped.
         safe = jax.tree.map(lambda g: jnp.where(finite, g, 0.0), gradient)
-        step, new = optimizer.update(safe, moments, parameters, number=updates, **more)
-        new = jax.tree.map(keep, new, moments)
-        return jax.tree.map(keep, optax.apply_updates(parameters, step), parameters), _moved(
-            new, jax.memory.Space.Host
-        ) if offloads else new
+        step, new_moments = optimizer.update(safe, moments, parameters, number=updates, **more)
+        new_moments = jax.tree.map(keep, new_moments, moments)
+        new_parameters = jax.tree.map(keep, optax.apply_updates(parameters, step), parameters)
+        if offloads:
+            new_moments = _moved(new_moments, jax.memory.Space.Host)
+        return new_parameters, new_moments
 
-    changed = (
-        _change_by_layer(
-            partial(change, norm=jnp.where(finite, norm, 0.0)), gradient, moments, trainable
-        )
-        if by_layer
-        else change(gradient, moments, trainable)
-    )
-    state = TrainState(*changed, updates + finite, scale and scale.after(finite))
-    applied = loss, norm, rate(updates), 1 - finite.astype(jnp.int32)
+    if by_layer:
+        change_layer = partial(change, norm=jnp.where(finite, norm, 0.0))
+        new_trainable, new_moments = _change_by_layer(change_layer, gradient, moments, trainable)
+    else:
+        new_trainable, new_moments = change(gradient, moments, trainable)
+    new_updates = updates + finite
+    new_scale = None if scale is None else scale.after(finite)
+    state = TrainState(new_trainable, new_moments, new_updates, new_scale)
+    applied = (loss, norm, rate(updates), 1 - finite.astype(jnp.int32))
+    if scale is None:
+        return state, applied
     # A loss that is not finite, or a gradient that is not even unscaled, has another cause.
-    return state, applied if scale is None else (
-        *applied,
-        scale.value,
-        (~finite & jnp.isfinite(loss) & (scale.value > 1)).astype(jnp.int32),
-    )
+    overflow = ~finite & jnp.isfinite(loss) & (scale.value > 1)
+    return state, (*applied, scale.value, overflow.astype(jnp.int32))
 
 
 def _change_by_layer(
@@ -412,29 +417,45 @@ def _change_by_layer(
     """`change` of the parameters outside of layers, then of one layer after the other, in the place
     of its gradient and its moments: of these a device needs one layer's."""
 
-    def of_layer(held: tuple[Block, list[Block]], number: jax.Array) -> tuple[Block, list[Block]]:
-        at: Any = partial(jax.lax.dynamic_index_in_dim, index=number, axis=0, keepdims=False)
-        (blocks, own), weights = jax.tree.map(at, held), jax.tree.map(at, parameters.blocks)
-        new, state = change(
-            _alone(blocks), _with_parts(moments, map(_alone, own)), _alone(weights), layer=number
-        )
-        return new.blocks, [part.blocks for part in _parts(state)]
+    def update_layer(
+        layer: jax.Array, buffers: tuple[Block, list[Block]]
+    ) -> tuple[Block, list[Block]]:
+        """The buffers (gradient, moments) of all layers, where this layer's now hold its new
+        parameters and moments."""
 
-    def put_layer(number: jax.Array, held: tuple[Block, list[Block]]) -> tuple[Block, list[Block]]:
-        return jax.tree.map(
-            lambda whole, one: jax.lax.dynamic_update_index_in_dim(whole, one, number, 0),
-            held,
-            of_layer(held, number),
-        )
+        def of_layer(stacked: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_index_in_dim(stacked, index=layer, axis=0, keepdims=False)
 
-    outside = [replace(tree, blocks=None) for tree in (gradient, *_parts(moments), parameters)]
-    new, state = change(outside[0], _with_parts(moments, outside[1:-1]), outside[-1])
-    held = gradient.blocks, [part.blocks for part in _parts(moments)]
-    (layers,) = {leaf.shape[0] for leaf in jax.tree.leaves(held)} or {0}
-    blocks, own = jax.lax.fori_loop(0, layers, put_layer, held)
-    return replace(new, blocks=blocks), _with_parts(
-        state, (replace(part, blocks=block) for part, block in zip(_parts(state), own, strict=True))
+        def put_layer(stacked: jax.Array, new: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_update_index_in_dim(stacked, new, layer, 0)
+
+        layer_gradient, layer_moments = jax.tree.map(of_layer, buffers)
+        layer_parameters = jax.tree.map(of_layer, parameters.blocks)
+        new_parameters, new_state = change(
+            _alone(layer_gradient),
+            _with_parts(moments, map(_alone, layer_moments)),
+            _alone(layer_parameters),
+            layer=layer,
+        )
+        new_moments = [part.blocks for part in _parts(new_state)]
+        return jax.tree.map(put_layer, buffers, (new_parameters.blocks, new_moments))
+
+    moments_outside = [replace(part, blocks=None) for part in _parts(moments)]
+    new_parameters, new_state = change(
+        replace(gradient, blocks=None),
+        _with_parts(moments, moments_outside),
+        replace(parameters, blocks=None),
     )
+    buffers = (gradient.blocks, [part.blocks for part in _parts(moments)])
+    num_layers = 0
+    leaves = jax.tree.leaves(buffers)
+    if leaves:
+        (num_layers,) = {leaf.shape[0] for leaf in leaves}
+    blocks, block_moments = jax.lax.fori_loop(0, num_layers, update_layer, buffers)
+    new_parts = []
+    for part, block in zip(_parts(new_state), block_moments, strict=True):
+        new_parts.append(replace(part, blocks=block))
+    return replace(new_parameters, blocks=blocks), _with_parts(new_state, new_parts)
 
 
 def _is_part(node: Any) -> bool:
@@ -447,11 +468,13 @@ def _parts(moments: Any) -> list[Parameters]:
 
 
 def _with_parts(moments: Any, parts: Iterable[Parameters]) -> Any:
-    """The state with others in their places."""
-    new = iter(parts)
-    return jax.tree.map(
-        lambda node: next(new) if _is_part(node) else node, moments, is_leaf=_is_part
-    )
+    """The optimizer's state with `parts` in place of its own, in the order of `_parts`."""
+    new_parts = iter(parts)
+
+    def new_node(node: Any) -> Any:
+        return next(new_parts) if _is_part(node) else node
+
+    return jax.tree.map(new_node, moments, is_leaf=_is_part)
 
 
 def _alone(blocks: Block) -> Parameters:
@@ -465,8 +488,10 @@ def _matrices(parameters: Any) -> Any:
 
 def _moved(moments: Any, space: Any) -> Any:
     """The state with its moments in another memory; its counters stay on the devices."""
-    return _with_parts(moments, (jax.device_put(part, space) for part in _parts(moments)))
+    moved = [jax.device_put(part, space) for part in _parts(moments)]
+    return _with_parts(moments, moved)
 
 
 def _score(model: Model, chunk_elements: int, parameters: Params, batch: LearnerBatch) -> jax.Array:
-    return batch_logprobs(model, parameters, batch, chunk_elements)[0]
+    logprobs, _ = batch_logprobs(model, parameters, batch, chunk_elements)
+    return logprobs

@@ -33,17 +33,19 @@ class StepTable:
         ignores it, since it reads the functions' own values."""
         rewards = np.stack([group.rewards for group in groups])
         valid = np.stack([group.valid for group in groups])
-        lengths = np.array(
-            [[int(c.loss_mask.sum()) for c in group.completions] for group in groups]
-        )
-        truncated = np.array(
-            [[c.stop_reason == StopReason.LENGTH for c in group.completions] for group in groups]
-        )
+        length_rows = []
+        truncated_rows = []
+        for group in groups:
+            length_rows.append([int(c.loss_mask.sum()) for c in group.completions])
+            truncated_rows.append([c.stop_reason == StopReason.LENGTH for c in group.completions])
+        lengths = np.array(length_rows)
+        truncated = np.array(truncated_rows)
         components = [group.reward_components for group in groups]
-        penalised = rewards if penalty is None else rewards - penalty
-        advantages = step_advantages(
-            a, penalised, valid, lengths, components, groups[0].reward_weights
-        )
+        weights = groups[0].reward_weights
+        penalised = rewards
+        if penalty is not None:
+            penalised = rewards - penalty
+        advantages = step_advantages(a, penalised, valid, lengths, components, weights)
         return cls(rewards, valid, lengths, truncated, advantages, nonzero_std(rewards, valid))
 
 
@@ -61,14 +63,21 @@ def step_advantages(
     `components` are each group's rewards by function and `weights` the functions' weights, for the
     form that normalises the functions separately.
     """
-    names = list(weights or {})
-    stacked = (
-        np.array([[group[name] for group in components] for name in names])
-        if names and components
-        else None
-    )
-    scale = np.array([weights[name] for name in names]) if stacked is not None and weights else None
+    stacked = None  # [functions, P, G]
+    function_weights = None
+    if weights and components:
+        by_function = []
+        for name in weights:
+            by_function.append([group[name] for group in components])
+        stacked = np.array(by_function)
+        function_weights = np.array(list(weights.values()))
     estimator = ADVANTAGES[a.advantage]
-    return estimator.load()(
-        rewards, valid, components=stacked, weights=scale, lengths=lengths, **estimator.settings(a)
+    advantages = estimator.load()
+    return advantages(
+        rewards,
+        valid,
+        components=stacked,
+        weights=function_weights,
+        lengths=lengths,
+        **estimator.settings(a),
     )

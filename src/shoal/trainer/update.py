@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ from shoal.config.choices import AGGREGATIONS, KL_ESTIMATORS
 from shoal.config.sections.algorithm import AlgorithmSection
 from shoal.config.sections.optimizer import BatchSection
 from shoal.protocols import Scorer
-from shoal.records import Group, NoiseKey, Params
+from shoal.records import Group, NoiseKey
 from shoal.runs.metrics import MetricSet
 from shoal.stop import StopSignal
 from shoal.trainer.batch import MicroBatch, Shape, TokenValues, pack, row_shapes, unpack
@@ -43,9 +44,9 @@ def needs_all_groups(a: AlgorithmSection, has_teacher: bool) -> bool:
 def needs_old_logprobs(a: AlgorithmSection, has_teacher: bool) -> bool:
     """True if the trainer's log-probs are needed before the first update: for several updates a
     step, a KL in the reward, or a teacher."""
-    return (
-        make_objective(a).use_old or (a.kl_placement == "reward" and a.kl_coef > 0) or has_teacher
-    )
+    several_updates = make_objective(a).use_old
+    kl_in_reward = a.kl_placement == "reward" and a.kl_coef > 0
+    return several_updates or kl_in_reward or has_teacher
 
 
 def num_scorings(a: AlgorithmSection, has_teacher: bool) -> int:
@@ -77,9 +78,8 @@ class UpdateResult:
     table: StepTable
     metrics: MetricSet
     logprobs: TokenValues = field(default_factory=dict)
-    correction: np.ndarray = field(
-        default_factory=lambda: np.zeros(3)
-    )  # sums of w, 1 and w^2, w = exp(old - sampler)
+    # Sums of w, 1 and w^2, where w = exp(old - sampler).
+    correction: np.ndarray = field(default_factory=partial(np.zeros, 3))
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,10 @@ class PrecomputedLogprobs:
 
 @dataclass(frozen=True)
 class Updater:
-    """Makes the updates of a step.
+    """The update phase of a step: from its groups to new weights.
+
+    `update` changes nothing but the state that it returns; the moments of the state that it was
+    called with are consumed by its first update. The run owns it.
 
     `reference` scores for the KL term, None without one. `teacher` gives on-policy distillation:
     its log-prob minus the policy's, times `teacher_coef`, is added to each token's advantage.
@@ -117,12 +120,15 @@ class Updater:
     def update(
         self, state: TrainState, groups: Sequence[Group], step: int
     ) -> tuple[TrainState, UpdateResult]:
-        started, begun = time.perf_counter(), state
-        metrics, table = MetricSet(), StepTable.of(groups, self.algorithm)
+        started = time.perf_counter()
+        first_state = state
+        metrics = MetricSet()
+        table = StepTable.of(groups, self.algorithm)
         precomputed = self._precompute(state, groups, table)
         # A KL in the reward needs log-probs, which need packed groups: the table is made twice,
         # without and with it.
-        if (penalty := self._kl_penalty(groups, table, precomputed, metrics)) is not None:
+        penalty = self._kl_penalty(groups, table, precomputed, metrics)
+        if penalty is not None:
             table = StepTable.of(groups, self.algorithm, penalty)
         result = UpdateResult(table, metrics, dict(precomputed.old_logprobs or {}))
         teacher_bonus = self._teacher_bonus(groups, precomputed, metrics)
@@ -133,12 +139,13 @@ class Updater:
                 batches = self._pack(
                     groups, table, members, old_logprobs, precomputed.ref_logprobs, teacher_bonus
                 )
+                patience_seconds = 0.0 if state is first_state else PATIENCE_SECONDS
                 state = self._update_once(
                     state,
                     batches,
                     result,
                     keep=precomputed.old_logprobs is None,
-                    patience_seconds=0.0 if state is begun else PATIENCE_SECONDS,
+                    patience_seconds=patience_seconds,
                 )
                 trained += sum(batch.num_tokens for batch in batches)
                 _record_packing(metrics, batches)
@@ -156,12 +163,13 @@ class Updater:
     def shapes(self, groups: Sequence[Group]) -> tuple[Shape, ...]:
         """The shapes of micro-batches: the same in every step, unless groups are longer than
         `longest`."""
-        found = max(
-            (len(g.prompt_ids) + max(map(len, g.completions), default=0) for g in groups), default=0
-        )
+        longest = self.longest
+        for group in groups:
+            longest_completion = max(map(len, group.completions), default=0)
+            longest = max(longest, len(group.prompt_ids) + longest_completion)
         role = self.learner.model.role
         return update_shapes(
-            max(self.longest, found),
+            longest,
             self.max_tokens,
             self.batch,
             self.algorithm.num_minibatches,
@@ -172,12 +180,12 @@ class Updater:
     def _minibatches(self, count: int, step: int, epoch: int) -> list[np.ndarray]:
         """Numbers of the groups in each update of an epoch; shuffled by address, so that a resumed
         run repeats it."""
-        parts = self.algorithm.num_minibatches
+        num_minibatches = self.algorithm.num_minibatches
         order = np.arange(count)
-        if parts > 1:
+        if num_minibatches > 1:
             key = NoiseKey(self.seed, "minibatches", step, epoch).key(0)
             order = np.random.default_rng(key.tolist()).permutation(count)
-        return np.array_split(order, parts)
+        return np.array_split(order, num_minibatches)
 
     def _pack(
         self,
@@ -193,11 +201,14 @@ class Updater:
         Groups without variance count in the denominator or not, by `zero_std_groups`. With
         `mask_truncated` a truncated completion counts as a completion, but none of its tokens does.
         """
-        a, included = self.algorithm, self._included(table, members)
+        a = self.algorithm
+        included = self._included(table, members)
         counts = np.ones_like(table.valid)
         if a.zero_std_groups == "exclude":
             counts &= np.isin(np.arange(len(groups)), included)[:, None]
-        lengths = np.where(table.truncated, 0, table.lengths) if a.mask_truncated else table.lengths
+        lengths = table.lengths
+        if a.mask_truncated:
+            lengths = np.where(table.truncated, 0, lengths)
         weights = np.zeros(table.valid.shape)
         # The denominator is that of these members, the whole mini-batch, whatever micro-batches it
         # is packed into.
@@ -224,39 +235,34 @@ class Updater:
     def _included(self, table: StepTable, members: np.ndarray) -> list[int]:
         """Groups to compute: one whose advantages are all 0 is left out unless another term gives
         it a gradient."""
-        everyone = needs_all_groups(self.algorithm, self.teacher is not None)
-        return [int(n) for n in members if everyone or (table.advantages[n] != 0).any()]
+        if needs_all_groups(self.algorithm, self.teacher is not None):
+            return [int(n) for n in members]
+        return [int(n) for n in members if (table.advantages[n] != 0).any()]
 
     def _precompute(
         self, state: TrainState, groups: Sequence[Group], table: StepTable
     ) -> PrecomputedLogprobs:
         """Log-probs that need a forward pass of their own before the first update."""
-        scorers = self._scorers(state.parameters)
-        if scorers == (None, None, None):
+        policy: Scorer | None = None
+        if needs_old_logprobs(self.algorithm, self.teacher is not None):
+            policy = ParameterScorer(self.learner, state.parameters)
+        if policy is None and self.reference is None and self.teacher is None:
             return PrecomputedLogprobs()
         # Scoring reads tokens alone; advantages and weights come after a KL in the reward is known.
-        nothing = np.zeros_like(table.advantages)
+        zeros = np.zeros_like(table.advantages)
         batches = pack(
             groups,
             self._included(table, np.arange(len(groups))),
-            nothing,
-            nothing,
+            zeros,
+            zeros,
             self.shapes(groups),
             self.temperature,
             max_support=self.max_support,
         )
         return PrecomputedLogprobs(
-            *(None if scorer is None else self._scores(scorer, batches) for scorer in scorers)
-        )
-
-    def _scorers(self, parameters: Params) -> tuple[Scorer | None, Scorer | None, Scorer | None]:
-        """Of the policy's parameters before the update, where an objective reads them, the
-        reference and a teacher."""
-        scored = needs_old_logprobs(self.algorithm, self.teacher is not None)
-        return (
-            ParameterScorer(self.learner, parameters) if scored else None,
-            self.reference,
-            self.teacher,
+            old_logprobs=self._scores(policy, batches),
+            ref_logprobs=self._scores(self.reference, batches),
+            teacher=self._scores(self.teacher, batches),
         )
 
     def _kl_penalty(
@@ -271,34 +277,39 @@ class Updater:
 
         The metric `kl` covers the tokens that are trained on.
         """
-        a, old, ref = self.algorithm, precomputed.old_logprobs, precomputed.ref_logprobs
+        a = self.algorithm
+        old = precomputed.old_logprobs
+        ref = precomputed.ref_logprobs
         if a.kl_placement == "loss" or not a.kl_coef or ref is None or old is None:
             return None
-        longest = max(self.max_tokens, *map(len, old.values()), 0)
-        old_logprobs, ref_logprobs, loss_mask = (
-            np.zeros((len(groups), groups[0].size, longest), kind)
-            for kind in (np.float32, np.float32, bool)
-        )
+        longest_completion = max((len(values) for values in old.values()), default=0)
+        # [P, G, T]
+        shape = (len(groups), groups[0].size, max(self.max_tokens, longest_completion))
+        old_logprobs = np.zeros(shape, np.float32)
+        ref_logprobs = np.zeros(shape, np.float32)
+        loss_mask = np.zeros(shape, bool)
         for (group, index), values in old.items():
             position = (group, index, slice(0, len(values)))
-            old_logprobs[position], ref_logprobs[position] = values, ref[group, index]
+            old_logprobs[position] = values
+            ref_logprobs[position] = ref[group, index]
             loss_mask[position] = groups[group].completions[index].loss_mask
+        estimator = KL_ESTIMATORS[a.kl].load()
+        kl_by_group = []
         # One group at a time: one compiled shape whatever the number of groups, and little memory.
-        kl = np.stack(
-            [
-                np.asarray(
-                    token_kl(
-                        KL_ESTIMATORS[a.kl].load(),
-                        *map(jnp.asarray, arrays),
-                        clamp_input=a.kl_clamp_input,
-                        clamp_value=a.kl_clamp_value,
-                    ),
-                    np.float64,
-                )
-                for arrays in zip(old_logprobs, ref_logprobs, loss_mask, strict=True)
-            ]
-        )
-        trained = loss_mask & ~table.truncated[..., None] if a.mask_truncated else loss_mask
+        for group in range(len(groups)):
+            group_kl = token_kl(
+                estimator,
+                jnp.asarray(old_logprobs[group]),
+                jnp.asarray(ref_logprobs[group]),
+                jnp.asarray(loss_mask[group]),
+                clamp_input=a.kl_clamp_input,
+                clamp_value=a.kl_clamp_value,
+            )
+            kl_by_group.append(np.asarray(group_kl, np.float64))
+        kl = np.stack(kl_by_group)
+        trained = loss_mask
+        if a.mask_truncated:
+            trained = loss_mask & ~table.truncated[..., None]
         metrics.add("kl", kl[trained].sum(), trained.sum())
         return a.kl_coef * kl.sum(axis=-1)
 
@@ -307,16 +318,21 @@ class Updater:
     ) -> TokenValues | None:
         """The teacher's part of each token's advantage: minus the reverse KL from it, estimated
         from one sample."""
-        teacher, old = precomputed.teacher, precomputed.old_logprobs
+        teacher = precomputed.teacher
+        old = precomputed.old_logprobs
         if teacher is None or old is None:
             return None
         log_ratio = {key: teacher[key] - values for key, values in old.items()}
         for (group, index), values in log_ratio.items():
             loss_mask = groups[group].completions[index].loss_mask
             metrics.add("teacher/kl", -values[loss_mask].sum(), loss_mask.sum())
-        return {key: np.float32(self.teacher_coef) * values for key, values in log_ratio.items()}
+        coef = np.float32(self.teacher_coef)
+        return {key: coef * values for key, values in log_ratio.items()}
 
-    def _scores(self, scorer: Scorer, batches: Sequence[MicroBatch]) -> TokenValues:
+    def _scores(self, scorer: Scorer | None, batches: Sequence[MicroBatch]) -> TokenValues | None:
+        """Log-probs by token; None without a scorer."""
+        if scorer is None:
+            return None
         # All are dispatched before the first is read: reading each at once would leave the device
         # idle in between.
         values = []
@@ -335,21 +351,23 @@ class Updater:
     ) -> TrainState:
         """One update from its micro-batches. `keep` records their log-probs, those from before the
         first update."""
-        total, logprobs = None, []
+        total = None
+        logprobs = []
         for batch in batches:
             self.stop.check(patience_seconds)
             total, lp = self.learner.accumulate(total, state, batch.arrays)
             logprobs.append(lp)
         assert total is not None
-        sums, maxima = total.sums, total.maxima  # `apply` donates the rest
+        # `apply` donates the rest of `total`.
+        sums = total.sums
+        maxima = total.maxima
         state, applied = self.learner.apply(state, total)
+        kept_logprobs = logprobs if keep else []
         # One transfer: each `float(x)` of its own waits for the device.
-        sums, maxima, applied, values = jax.device_get(
-            (sums, maxima, applied, logprobs if keep else [])
-        )
-        result.correction += [
-            float(x) for x in (*sums.pop("sampler_gap/w"), sums.pop("sampler_gap/w2")[0])
-        ]
+        sums, maxima, applied, values = jax.device_get((sums, maxima, applied, kept_logprobs))
+        w, count = sums.pop("sampler_gap/w")
+        squares, _ = sums.pop("sampler_gap/w2")
+        result.correction += [float(w), float(count), float(squares)]
         result.metrics.add("objective", sums.pop("objective")[0])
         _record_update(result.metrics, sums | maxima, applied)
         if keep:
@@ -364,9 +382,8 @@ def _record_packing(metrics: MetricSet, batches: Sequence[MicroBatch]) -> None:
         computed = batch.arrays.tokens.size
         metrics.add("tokens/padding", computed - batch.num_tokens, computed)
         flattened = sum(length * completions for length, completions in batch.prompts)
-        metrics.add(
-            "tokens/prompt_saved", flattened - sum(length for length, _ in batch.prompts), flattened
-        )
+        shared = sum(length for length, _ in batch.prompts)
+        metrics.add("tokens/prompt_saved", flattened - shared, flattened)
 
 
 def _record_update(metrics: MetricSet, values: dict, applied: UpdateMetrics) -> None:

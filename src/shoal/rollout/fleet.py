@@ -11,6 +11,7 @@ ledger.
 from __future__ import annotations
 
 import contextlib
+import operator
 import threading
 import time
 from collections import Counter, defaultdict
@@ -21,7 +22,14 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from shoal.protocols import GroupRequest, Host, HostProgress, Manifest, RolloutStats
+from shoal.protocols import (
+    GroupRequest,
+    Host,
+    HostProgress,
+    Manifest,
+    RolloutStats,
+    SampleRequest,
+)
 from shoal.records import Completion, Group, HostLost, HostRefused, Params, Purpose, ShoalError
 from shoal.report.timeline import Timeline
 from shoal.rollout.host_health import HostHealth, wrong_answer, wrong_versions
@@ -73,22 +81,18 @@ class Fleet:
     rewards: GroupRewards
     seed: int
     by_itself: bool = False
-    shares_memory: bool = (
-        False  # the hosts' devices are the caller's, who learns only while they have nothing to do
-    )
-    restart: Callable[[str], Host] | None = (
-        None  # makes a host anew that was lost; None where hosts are this process's
-    )
+    # the hosts' devices are the caller's, who trains only while they have nothing to do
+    shares_memory: bool = False
+    # makes a new host in place of a lost one; None where hosts are this process's
+    restart: Callable[[str], Host] | None = None
     restarts: int = 3  # of each host
     stall_seconds: float = 0.0  # that a host may make no progress; 0 for auto
-    logprob_tolerance: float = (
-        0.0  # mean difference from the trainer's beyond which a host is lost; 0: none is
-    )
+    # mean difference from the trainer's beyond which a host is lost; 0: none is
+    logprob_tolerance: float = 0.0
     on_note: Callable[[str], None] = lambda text: None
     stop: StopSignal = field(default_factory=StopSignal)
-    on_progress: Callable[[str, int, int], None] | None = (
-        None  # (part of an evaluation, groups done, groups in all)
-    )
+    # (part of an evaluation, groups done, groups in all)
+    on_progress: Callable[[str, int, int], None] | None = None
     ledger: Ledger = field(default_factory=Ledger)
     keep_from: int = 0  # the oldest version that may yet be requested
     timeline: Timeline = field(default_factory=Timeline)
@@ -96,19 +100,17 @@ class Fleet:
     player: TurnDriver | None = None  # where rollouts have turns
 
     def __post_init__(self) -> None:
-        self._stats, self._read_at = (
-            defaultdict[Purpose, RolloutStats](RolloutStats),
-            time.monotonic(),
-        )
-        self._last: tuple[int, Any] | None = (
-            None  # the newest publication: its version, and an array of what was given
-        )
+        self._stats = defaultdict[Purpose, RolloutStats](RolloutStats)
+        self._read_at = time.monotonic()
+        # the newest publication: its version, and one of the published arrays
+        self._last: tuple[int, Any] | None = None
         restarts = None if self.restart is None else self.restarts
         self.members = {
             name: HostHealth(name, host, restarts, self.stall_seconds)
             for name, host in self.hosts.items()
         }
-        self._lost = self._lost_tokens = 0
+        self._lost = 0
+        self._lost_tokens = 0
         # (step, data row) of the newest step's groups -> the host that sampled it, and its losses
         # before
         self._sampled_by: dict[tuple[int, int], tuple[str, int]] = {}
@@ -117,12 +119,9 @@ class Fleet:
         self._failure: BaseException | None = None
         self._closed = False
         self._changed = threading.Condition()  # holds the lock of the ledger
-        self._thread = (
-            threading.Thread(target=self._run, name="fleet", daemon=True)
-            if self.by_itself
-            else None
-        )
-        if self._thread:
+        self._thread: threading.Thread | None = None
+        if self.by_itself:
+            self._thread = threading.Thread(target=self._run, name="fleet", daemon=True)
             self._thread.start()
 
     def follow(self, timeline: Timeline) -> None:
@@ -147,16 +146,17 @@ class Fleet:
             # before the new version: on a device that is nearly full both may not fit
             self._release()
         started = time.perf_counter()
-        manifest = self.publisher.publish(
-            version, params
-        )  # without the lock: hosts go on meanwhile
+        # without the lock: hosts go on meanwhile
+        manifest = self.publisher.publish(version, params)
         seconds = time.perf_counter() - started
-        given = min(jax.tree.leaves(params), key=lambda leaf: leaf.nbytes)
+        smallest_array = min(jax.tree.leaves(params), key=operator.attrgetter("nbytes"))
         with self._changed:
-            # An update makes new arrays, so those of the last version are its old weights.
-            last, self._last = self._last, (version, given)
+            last = self._last
+            self._last = (version, smallest_array)
             stats = self._stats[Purpose.TRAIN]
-            stats.unchanged += last is not None and last[0] != version and last[1] is given
+            # An update makes new arrays, so those of the last version are its old weights.
+            if last is not None and last[0] != version and last[1] is smallest_array:
+                stats.unchanged += 1
             stats.publish["seconds"] += seconds
             stats.publish["bytes"] += self.publisher.num_bytes
             for member in self.members.values():
@@ -166,33 +166,31 @@ class Fleet:
     def take(self, purpose: Purpose, step: int) -> list[Group]:
         started = time.perf_counter()
         with self._changed:
-            wanted = self.ledger.of(purpose, step)
-            if not wanted:
+            entries = self.ledger.of(purpose, step)
+            if not entries:
                 raise ValueError(f"{purpose} at step {step} has requested no groups")
-            if missing := [
-                one.request.version for one in wanted if not self._is_published(one.request)
-            ]:
-                # A fault of the schedule: sampling from another version would break the bound on
-                # staleness unseen.
-                raise RuntimeError(
-                    f"version {missing[0]} is requested, but only "
-                    f"{sorted(self.publisher.versions)} are "
-                    "published"
-                )
+            for entry in entries:
+                if not self._is_published(entry.request):
+                    # A fault of the schedule: sampling from another version would break the bound
+                    # on staleness unseen.
+                    raise RuntimeError(
+                        f"version {entry.request.version} is requested, but only "
+                        f"{sorted(self.publisher.versions)} are published"
+                    )
             self._taking = purpose, step
             try:
-                self._wait_until(wanted, {Stage.SAMPLED, Stage.REWARDED})
+                self._wait_until(entries, {Stage.SAMPLED, Stage.REWARDED})
                 sampled = time.perf_counter()
-                self._wait_until(wanted, {Stage.REWARDED})
+                self._wait_until(entries, {Stage.REWARDED})
             finally:
                 self._taking = None
             stats = self._stats[purpose]
             stats.sample_seconds += sampled - started
             stats.reward_seconds += time.perf_counter() - sampled
-            _count(stats, wanted)
+            _count(stats, entries)
             if purpose is Purpose.TRAIN and self.logprob_tolerance:
-                self._remember_hosts(step, wanted)
-            groups = self.ledger.hand_over(wanted)
+                self._remember_hosts(step, entries)
+            groups = self.ledger.hand_over(entries)
             if purpose is Purpose.TRAIN:
                 for member in self.members.values():
                     member.count_step()
@@ -204,8 +202,8 @@ class Fleet:
         self._sampled_by = {key: host for key, host in self._sampled_by.items() if key[0] == step}
         for entry in entries:
             if entry.host:
-                host = entry.host, self.members[entry.host].all_losses
-                self._sampled_by[step, entry.request.example.row] = host
+                losses = self.members[entry.host].all_losses
+                self._sampled_by[step, entry.request.example.row] = (entry.host, losses)
 
     def check_logprobs(
         self, groups: Sequence[Group], logprobs: Mapping[tuple[int, int], np.ndarray], version: int
@@ -226,7 +224,8 @@ class Fleet:
                 differences[host].append(np.abs(trained - completion.logprobs)[compared])
         with self._changed:
             for (name, losses), values in differences.items():
-                member, gap = self.members[name], float(np.concatenate(values).mean())
+                member = self.members[name]
+                gap = float(np.concatenate(values).mean())
                 was_lost_since = member.host is None or member.all_losses != losses
                 if was_lost_since or gap <= self.logprob_tolerance:
                     continue
@@ -243,11 +242,10 @@ class Fleet:
 
     def is_ready(self, purpose: Purpose, step: int) -> bool:
         with self._changed:
-            return (
-                not self.by_itself
-                or self.shares_memory
-                or all(one.stage is Stage.REWARDED for one in self.ledger.of(purpose, step))
-            )
+            if not self.by_itself or self.shares_memory:
+                return True
+            entries = self.ledger.of(purpose, step)
+            return all(entry.stage is Stage.REWARDED for entry in entries)
 
     def read_stats(self, purpose: Purpose) -> RolloutStats:
         with self._changed:
@@ -259,13 +257,13 @@ class Fleet:
     def _add_hosts(self, stats: RolloutStats) -> None:
         """What hosts did since this was last asked for; in the caller's thread that was all for one
         purpose."""
-        now, before, self._read_at = time.monotonic(), self._read_at, time.monotonic()
+        now = time.monotonic()
+        elapsed = now - self._read_at
+        self._read_at = now
         for member in self.members.values():
-            self._ask(member, lambda host, member=member: member.look(now))
-            stats.active_slots, stats.total_slots = (
-                stats.active_slots + member.total.active_slots,
-                stats.total_slots + member.total.total_slots,
-            )
+            self._look(member, now)
+            stats.active_slots += member.total.active_slots
+            stats.total_slots += member.total.total_slots
             stats.host_tokens += member.total.tokens
             stats.preempted += member.total.preempted
             stats.busy_seconds += member.total.busy_seconds / len(self.members)
@@ -275,27 +273,31 @@ class Fleet:
             # In the caller's thread rewards that are called there, and texts, are part of sampling.
             stats.busy_seconds = stats.sample_seconds
             return
-        busy = min(1.0, stats.busy_seconds / max(now - before, 1e-9))
-        stats.sampler_idle = 1.0 - busy * (
-            stats.active_slots / stats.total_slots if stats.total_slots else 1.0
-        )
+        busy_share = min(1.0, stats.busy_seconds / max(elapsed, 1e-9))
+        active_share = 1.0
+        if stats.total_slots:
+            active_share = stats.active_slots / stats.total_slots
+        stats.sampler_idle = 1.0 - busy_share * active_share
         stats.queue = {name: self.ledger.count(*stages) for name, stages in QUEUES.items()}
         members = self.members.values()
         stats.fleet = {
-            "hosts": sum(one.host is not None for one in members),
+            "hosts": sum(member.host is not None for member in members),
             "lost": self._lost,
             "tokens_lost": self._lost_tokens,
             "asked_again": self.ledger.asked_again,
             "duplicates": self.ledger.duplicates,
-            "refused": sum(one.refused or one.progress.differs for one in members),
+            "refused": sum(member.refused or member.progress.differs for member in members),
         }
-        self._lost = self._lost_tokens = self.ledger.asked_again = self.ledger.duplicates = 0
+        self._lost = 0
+        self._lost_tokens = 0
+        self.ledger.asked_again = 0
+        self.ledger.duplicates = 0
 
     def published(self) -> Mapping[int, Params]:
         with self._changed:
             return {
-                number: one.parameters(self.publisher.model)
-                for number, one in self.publisher.versions.items()
+                version: manifest.parameters(self.publisher.model)
+                for version, manifest in self.publisher.versions.items()
             }
 
     def close(self) -> None:
@@ -316,7 +318,7 @@ class Fleet:
 
     def _wait_until(self, entries: Sequence[PendingGroup], stages: set[Stage]) -> None:
         began = time.time()
-        while not all(one.stage in stages for one in entries):
+        while not all(entry.stage in stages for entry in entries):
             self.stop.check()
             if self._failure is not None:
                 raise self._failure
@@ -327,38 +329,31 @@ class Fleet:
             else:
                 # Once all is sampled there is nothing to do but to wait for rewards, which may
                 # hang.
-                self._turn(
-                    self.stop.raising_at_once,
-                    wait=all(
-                        one.stage is not Stage.RUNNING and one.stage is not Stage.WAITING
-                        for one in entries
-                    ),
-                )
+                unsampled = (Stage.WAITING, Stage.RUNNING)
+                all_sampled = all(entry.stage not in unsampled for entry in entries)
+                self._turn(self.stop.raising_at_once, wait=all_sampled)
 
     def _say_waiting(self, entries: Sequence[PendingGroup], began: float) -> None:
         """Says what is waited for, once that takes long, and then where it takes twice as long as
         was said before."""
-        if (seconds := time.time() - began) < self._patience:
+        seconds = time.time() - began
+        if seconds < self._patience:
             return
         self._patience *= 2
-        request, versions = (
-            entries[0].request,
-            {name: one.progress.version for name, one in self.members.items()},
-        )
-        weights = {
-            name: f"weights {version_text(version)}" if version >= 0 else "no weights yet"
-            for name, version in versions.items()
-        }
-        hosts = {name: f"{name} ({text})" for name, text in weights.items()}
-        what = (
-            f"the groups of step {request.step + 1}"
-            if request.purpose is Purpose.TRAIN
-            else f"the evaluation {version_text(request.version)}"
-        )
+        host_texts: dict[str, str] = {}
+        for name, member in self.members.items():
+            weights = "no weights yet"
+            if member.progress.version >= 0:
+                weights = f"weights {version_text(member.progress.version)}"
+            host_texts[name] = f"{name} ({weights})"
+        request = entries[0].request
+        if request.purpose is Purpose.TRAIN:
+            what = f"the groups of step {request.step + 1}"
+        else:
+            what = f"the evaluation {version_text(request.version)}"
+        since = time.strftime("%H:%M:%S", time.localtime(began))
         self.on_note(
-            f"waiting for {what} since {time.strftime('%H:%M:%S', time.localtime(began))}, "
-            f"{seconds:.0f} s: "
-            f"{whereabouts(entries, hosts)}"
+            f"waiting for {what} since {since}, {seconds:.0f} s: {whereabouts(entries, host_texts)}"
         )
 
     def _run(self) -> None:
@@ -367,9 +362,8 @@ class Fleet:
             self.woken.clear()
             try:
                 self._turn()
-            except (
-                BaseException
-            ) as error:  # raised by `take`: whoever waits for these groups must learn of it
+            except BaseException as error:
+                # raised by `take`: whoever waits for these groups must learn of it
                 with self._changed:
                     self._failure = error
                     self._changed.notify_all()
@@ -389,77 +383,94 @@ class Fleet:
         The lock is not held where functions of a user's may be called: a caller who gives up must
         not wait for them."""
         with self._changed:
-            now, ready = time.monotonic(), self._play(guard)
+            now = time.monotonic()
+            ready = self._play(guard)
             for member in self.members.values():
                 self._tend(member, now)
             self._assign()
             for member in list(self.members.values()):
-                if self.by_itself or member.given:
-                    for id, completions in (
-                        self._ask(member, lambda host: host.poll()) or {}
-                    ).items():
-                        if member.host is not None:  # else an answer before this one was wrong
-                            ready.append(self._enter(member, id, completions))
-        for entry in [one for one in ready if one is not None]:
+                if not self.by_itself and not member.given:
+                    continue
+                answers = self._ask(member, lambda host: host.poll())
+                if answers is None:
+                    continue
+                for id, completions in answers.items():
+                    if member.host is None:  # lost: an answer before this one was wrong
+                        break
+                    entry = self._enter(member, id, completions)
+                    if entry is not None:
+                        ready.append(entry)
+        for entry in ready:
             with guard(), self.timeline.span("rewards", "submit"):
                 self.rewards.submit(entry)
         with guard(), self.timeline.span("rewards", "collect"):
-            found = self.rewards.pool.collect(wait=wait)
+            scores = self.rewards.pool.collect(wait=wait)
         with self._changed:
-            self.rewards.enter(found, self.ledger)
+            self.rewards.enter(scores, self.ledger)
             self._changed.notify_all()
 
     # -- what is done with the ledger's lock held
 
     def _play(
         self, guard: Callable[[], contextlib.AbstractContextManager[None]]
-    ) -> list[PendingGroup | None]:
+    ) -> list[PendingGroup]:
         """Has rollouts go on whose tools have answered; the groups that can be rewarded now."""
         if self.player is None:
             return []
-        # In the caller's thread nothing else is to be done while every rollout waits for its tools.
         with guard():
-            moves = self.player.collect(
-                0.0 if self.by_itself or not self.player.waits else POLL_SECONDS
-            )
-        self._move(moves)
+            seconds = 0.0
+            if not self.by_itself and self.player.waits:
+                # In the caller's thread there is nothing else to do meanwhile.
+                seconds = POLL_SECONDS
+            commands = self.player.collect(seconds)
+        self._move(commands)
         running = self.ledger.at(Stage.RUNNING)
         acting = Counter[str]()
         for entry in running:
             acting[entry.host] += entry.num_idle
         for name, member in self.members.items():
             member.acting = acting[name]
-        return [self._settle(one) for one in running]
+        ready: list[PendingGroup] = []
+        for entry in running:
+            sampled = self._settle(entry)
+            if sampled is not None:
+                ready.append(sampled)
+        return ready
 
-    def _move(self, moves: Sequence[HostCommand]) -> None:
-        for move in moves:
-            entry, member = move.entry, self.members[move.entry.host]
-            if move.prompt_ids is not None:
-                asked = sample_request(entry.request, entry.id, self.seed)
-                request = branch_request(
-                    asked,
-                    self.ledger.add_part(entry),
-                    move.index,
-                    move.prompt_ids,
-                    move.branch,
-                    move.used,
-                    move.turn_limit,
-                )
-                self._ask(member, lambda host, request=request: host.submit([request]))
-            elif move.context is not None:
-                self._ask(
-                    member,
-                    lambda host, move=move, context=move.context: host.extend(
-                        move.request, move.index, context, move.turn_limit
-                    ),
-                )
-            else:
-                self._ask(member, lambda host, move=move: host.end(move.request, move.index))
+    def _move(self, commands: Sequence[HostCommand]) -> None:
+        for command in commands:
+            self._send(command)
+
+    def _send(self, command: HostCommand) -> None:
+        entry = command.entry
+        member = self.members[entry.host]
+        context = command.context
+        if command.prompt_ids is not None:
+            request = branch_request(
+                sample_request(entry.request, entry.id, self.seed),
+                self.ledger.add_part(entry),
+                command.index,
+                command.prompt_ids,
+                command.branch,
+                command.used,
+                command.turn_limit,
+            )
+            self._submit(member, [request])
+        elif context is not None:
+            self._ask(
+                member,
+                lambda host: host.extend(
+                    command.request, command.index, context, command.turn_limit
+                ),
+            )
+        else:
+            self._ask(member, lambda host: host.end(command.request, command.index))
 
     def _settle(self, entry: PendingGroup) -> PendingGroup | None:
         """Enters a group all of whose rollouts are over."""
         assert self.player is not None
-        if (completions := self.player.done(entry)) is None:
+        completions = self.player.done(entry)
+        if completions is None:
             return None
         member = self.members[entry.host]
         member.given.pop(entry.id, None)
@@ -476,104 +487,110 @@ class Fleet:
             member.given.pop(id, None)
         elif entry is None or id not in member.given:
             return None
-        if entry is not None:
+        if entry is None:
+            return self._answer(member, id, completions)
+        newest = max(self.publisher.versions, default=-1)
+        if self._last is not None:
             # While a version is copied, the one that hosts sample from may be released already.
-            newest = max([self._last[0] if self._last else -1, *self.publisher.versions])
-            request = replace(
-                sample_request(entry.request, id, self.seed), has_turns=self.player is not None
-            )
+            newest = max(newest, self._last[0])
+        request = sample_request(entry.request, id, self.seed)
+        request = replace(request, has_turns=self.player is not None)
+        if member.restarts is None:
             # This process's own engine is right about the rest; weights that are not finite are the
             # trainer's to see.
-            reason = (
-                wrong_versions(request, completions, newest)
-                if member.restarts is None
-                else wrong_answer(
-                    request, completions, self.publisher.model.architecture.vocab_size, newest
-                )
-            )
-            if self.player is not None and member.restarts is not None:
-                reason = reason or self.player.wrong_turns(entry, completions)
-            if reason:
-                self._lose(member, f"it answered with {reason}")
-                return None
-            if self.player is not None:
-                for one in completions:
-                    if (
-                        entry.rollouts
-                    ):  # else the host was lost by what was asked of it for the one before
-                        self._move(self.player.take(entry, one))
-                return self._settle(entry)
-        return self._answer(member, id, completions)
+            reason = wrong_versions(request, completions, newest)
+        else:
+            vocab_size = self.publisher.model.architecture.vocab_size
+            reason = wrong_answer(request, completions, vocab_size, newest)
+            if not reason and self.player is not None:
+                reason = self.player.wrong_turns(entry, completions)
+        if reason:
+            self._lose(member, f"it answered with {reason}")
+            return None
+        if self.player is None:
+            return self._answer(member, id, completions)
+        for completion in completions:
+            # The host may have been lost by a command that followed the completion before.
+            if entry.rollouts:
+                self._move(self.player.take(entry, completion))
+        return self._settle(entry)
 
     def _answer(
         self, member: HostHealth, id: int, completions: Sequence[Completion]
     ) -> PendingGroup | None:
         """Enters all completions of a group."""
-        if (entry := self.ledger.answer(id, completions)) is None:
+        entry = self.ledger.answer(id, completions)
+        if entry is None:
             return None
-        member.answers(sum(one.num_sampled for one in completions))
+        member.answers(sum(completion.num_sampled for completion in completions))
         self._show_progress(entry)
         return entry
 
     def _assign(self) -> None:
         """Gives what waits to hosts with room, each to the one that should end it first: training's
         groups, the oldest first, then an evaluation's, which have a share of their own."""
-        batches: dict[str, list[PendingGroup]] = {}
-        waiting = [one for one in self.ledger.at(Stage.WAITING) if self._may_start(one)]
+        waiting = [entry for entry in self.ledger.at(Stage.WAITING) if self._may_start(entry)]
         if self.player is not None:
             self.player.open(waiting)
-            waiting = [one for one in waiting if self.player.is_ready(one)]
+            waiting = [entry for entry in waiting if self.player.is_ready(entry)]
+        if not waiting:
+            return
+        unsampled = (Stage.WAITING, Stage.RUNNING)
         purposes = {
-            one.request.purpose is Purpose.TRAIN
-            for one in self.ledger.entries.values()
-            if one.stage in (Stage.WAITING, Stage.RUNNING)
+            entry.request.purpose is Purpose.TRAIN
+            for entry in self.ledger.entries.values()
+            if entry.stage in unsampled
         }
-        seconds = {name: member.step_seconds() for name, member in self.members.items()}
-        fastest = min((one for one in seconds.values() if one), default=1.0)
-        for is_training in (True, False) if waiting else ():
-            given = {name: member.completions(*Purpose) for name, member in self.members.items()}
+        is_shared = len(purposes) > 1
+        step_seconds = {name: member.step_seconds() for name, member in self.members.items()}
+        fastest = min(filter(None, step_seconds.values()), default=1.0)
+        batches: dict[str, list[PendingGroup]] = {}
+        for is_training in (True, False):
+            num_running = {
+                name: member.completions(*Purpose) for name, member in self.members.items()
+            }
             for entry in waiting:
-                request, size = entry.request, entry.request.num_completions
+                request = entry.request
+                size = request.num_completions
                 if (request.purpose is Purpose.TRAIN) != is_training:
                     continue
                 # By room alone one host of four that is ten times slower made every step 4 to 6
                 # times as long.
-                name = min(
-                    (
-                        name
-                        for name, member in self.members.items()
-                        if member.may_start(request)
-                        and member.has_room(size, is_training, len(purposes) > 1)
-                    ),
-                    default="",
-                    key=lambda name: (given[name] + size) * (seconds[name] or fastest),
-                )
-                if not name:
+                expected_seconds: dict[str, float] = {}
+                for name, member in self.members.items():
+                    if not member.may_start(request):
+                        continue
+                    if not member.has_room(size, is_training, is_shared):
+                        continue
+                    seconds = step_seconds[name] or fastest
+                    expected_seconds[name] = (num_running[name] + size) * seconds
+                if not expected_seconds:
                     break
+                name = min(expected_seconds, key=expected_seconds.__getitem__)
                 self.ledger.start(entry, name)
                 self.members[name].given[entry.id] = request
-                given[name] += size
+                num_running[name] += size
                 batches.setdefault(name, []).append(entry)
         for name, entries in batches.items():
-            requests = [
-                request
-                for one in entries
-                for request in (
-                    [sample_request(one.request, one.id, self.seed)]
-                    if self.player is None
-                    else self.player.requests(one, self.ledger, self.seed)
-                )
-            ]
-            self._ask(self.members[name], lambda host, requests=requests: host.submit(requests))
+            requests: list[SampleRequest] = []
+            for entry in entries:
+                if self.player is None:
+                    requests.append(sample_request(entry.request, entry.id, self.seed))
+                else:
+                    requests.extend(self.player.requests(entry, self.ledger, self.seed))
+            self._submit(self.members[name], requests)
 
     # -- hosts that come and go
 
     def _tend(self, member: HostHealth, now: float) -> None:
         """Looks whether a host makes progress, and makes a lost one anew when its time has come."""
         if member.host is not None:
-            self._ask(member, lambda host: member.look(now))
-            if member.restarts is not None and (idle := member.stalled_seconds(now)):
-                self._lose(member, f"it has made no progress for {idle:.0f} s")
+            self._look(member, now)
+            if member.restarts is None:
+                return
+            idle_seconds = member.stalled_seconds(now)
+            if idle_seconds:
+                self._lose(member, f"it has made no progress for {idle_seconds:.0f} s")
         elif self.restart is not None and not member.is_gone and now >= member.retry_at:
             try:
                 member.begin(self.restart(member.name), now)
@@ -589,6 +606,18 @@ class Fleet:
         if member.host is not None:
             member.versions.add(manifest.version)
 
+    def _submit(self, member: HostHealth, requests: Sequence[SampleRequest]) -> None:
+        self._ask(member, lambda host: host.submit(requests))
+
+    def _look(self, member: HostHealth, now: float) -> None:
+        """Notes a host's progress; a host that cannot be asked for it is lost."""
+        if member.host is None:
+            return
+        try:
+            member.look(now)
+        except HostLost as reason:
+            self._lose(member, reason)
+
     def _ask(self, member: HostHealth, call: Callable[[Host], Answer]) -> Answer | None:
         """What a host answers to a call; None where it is lost."""
         if member.host is None:
@@ -602,7 +631,8 @@ class Fleet:
     def _lose(self, member: HostHealth, reason: str | Exception) -> None:
         """A host is taken out, and its groups wait again; with the last one gone, `take` raises."""
         refused = isinstance(reason, HostRefused)
-        text = f"sampler host {member.name} is {'refused' if refused else 'lost'}: {reason}"
+        state = "refused" if refused else "lost"
+        text = f"sampler host {member.name} is {state}: {reason}"
         if member.restarts is None:
             raise RuntimeError(text)
         if member.host is not None:
@@ -611,21 +641,17 @@ class Fleet:
             with contextlib.suppress(HostLost):
                 member.host.close()
         if self.player is not None:
-            self.player.forget(
-                [one for one in self.ledger.at(Stage.RUNNING) if one.host == member.name]
-            )
+            running = self.ledger.at(Stage.RUNNING)
+            self.player.forget([entry for entry in running if entry.host == member.name])
         self._lost_tokens += member.lose(time.monotonic(), refused)
-        asked = self.ledger.lose(member.name)
-        self._lost += not refused
-        self.on_note(
-            f"{text}; {count(asked, 'group')} asked again"
-            + (
-                ", its last restart is used up (sampler.restarts)"
-                if member.is_gone and not refused
-                else ""
-            )
-        )
-        if all(one.is_gone for one in self.members.values()):
+        num_asked_again = self.ledger.lose(member.name)
+        note = f"{text}; {count(num_asked_again, 'group')} asked again"
+        if not refused:
+            self._lost += 1
+            if member.is_gone:
+                note += ", its last restart is used up (sampler.restarts)"
+        self.on_note(note)
+        if all(other.is_gone for other in self.members.values()):
             raise ShoalError(
                 f"no sampler host is left: {text}; see what ended them, then resume the run"
             )
@@ -633,42 +659,49 @@ class Fleet:
     def _may_start(self, entry: PendingGroup) -> bool:
         """True if a host has the weights, and, in the caller's thread, its step is being taken."""
         request = entry.request
-        return (self.by_itself or (request.purpose, request.step) == self._taking) and any(
-            member.may_start(request) for member in self.members.values()
-        )
+        if not self.by_itself and (request.purpose, request.step) != self._taking:
+            return False
+        return any(member.may_start(request) for member in self.members.values())
 
     def _is_published(self, request: GroupRequest) -> bool:
         versions = self.publisher.versions
-        return (
-            request.version in versions
-            if request.exact
-            else max(versions, default=-1) >= request.version
-        )
+        if request.exact:
+            return request.version in versions
+        return max(versions, default=-1) >= request.version
 
     def _show_progress(self, entry: PendingGroup) -> None:
         request = entry.request
-        if self.on_progress and request.purpose is Purpose.EVALUATE:
-            kind = "greedy" if request.params.temperature == 0 else "sampled"
-            batch = [
-                one
-                for one in self.ledger.of(request.purpose, request.step)
-                if (one.request.subset, one.request.params) == (request.subset, request.params)
-            ]
-            done = sum(one.stage in (Stage.SAMPLED, Stage.REWARDED) for one in batch)
-            self.on_progress(f"{request.subset}, {kind}", done, len(batch))
+        if self.on_progress is None or request.purpose is not Purpose.EVALUATE:
+            return
+        mode = "greedy" if request.params.temperature == 0 else "sampled"
+        num_done = 0
+        num_groups = 0
+        for other in self.ledger.of(request.purpose, request.step):
+            if other.request.subset != request.subset or other.request.params != request.params:
+                continue
+            num_groups += 1
+            if other.stage in (Stage.SAMPLED, Stage.REWARDED):
+                num_done += 1
+        self.on_progress(f"{request.subset}, {mode}", num_done, num_groups)
 
     def _release(self) -> None:
         """Drops weights that no pending request names and no later one may name."""
-        needed = {one.request.version for one in self.ledger.entries.values() if one.request.exact}
-        self.publisher.release(lambda version: version in needed or version >= self.keep_from)
+        needed = {
+            entry.request.version for entry in self.ledger.entries.values() if entry.request.exact
+        }
+
+        def is_kept(version: int) -> bool:
+            return version in needed or version >= self.keep_from
+
+        self.publisher.release(is_kept)
         for member in self.members.values():
             member.versions &= set(self.publisher.versions)
 
 
 def _count(stats: RolloutStats, entries: Sequence[PendingGroup]) -> None:
-    for one in entries:
-        stats.tokens += sum(completion.num_sampled for completion in one.completions)
-        if one.scores is not None:
-            stats.failures.extend(one.scores.failures)
-            for name, values in one.scores.metrics.items():
+    for entry in entries:
+        stats.tokens += sum(completion.num_sampled for completion in entry.completions)
+        if entry.scores is not None:
+            stats.failures.extend(entry.scores.failures)
+            for name, values in entry.scores.metrics.items():
                 stats.logged.setdefault(name, []).extend(values)

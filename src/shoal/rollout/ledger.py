@@ -101,32 +101,35 @@ class Ledger:
 
     def add_part(self, entry: PendingGroup) -> int:
         """The id of a request for a part of a group."""
+        id = self.next_id
         self.next_id += 1
-        self.parts[self.next_id - 1] = entry.id
-        return self.next_id - 1
+        self.parts[id] = entry.id
+        return id
 
     def of(self, purpose: Purpose, step: int) -> list[PendingGroup]:
         """What a step asked for, in that order."""
         return [
-            one
-            for one in self.entries.values()
-            if (one.request.purpose, one.request.step) == (purpose, step)
+            entry
+            for entry in self.entries.values()
+            if entry.request.purpose == purpose and entry.request.step == step
         ]
 
     def at(self, stage: Stage) -> list[PendingGroup]:
         """The groups of a stage, the oldest first."""
-        return [one for one in self.entries.values() if one.stage is stage]
+        return [entry for entry in self.entries.values() if entry.stage is stage]
 
     def start(self, entry: PendingGroup, host: str) -> None:
         """A host gets the group."""
         entry.move(Stage.RUNNING)
-        entry.host, entry.attempt = host, entry.attempt + 1
+        entry.host = host
+        entry.attempt += 1
 
     def answer(self, id: int, completions: Sequence[Completion]) -> PendingGroup | None:
         """The entry that a host's answer is for; None, and counted, if it has been answered."""
         entry = self.entries.get(id)
         if entry is None or entry.stage not in (Stage.WAITING, Stage.RUNNING):
-            self.duplicates += id < self.next_id
+            if id < self.next_id:
+                self.duplicates += 1
             return None
         entry.move(Stage.SAMPLED)
         entry.completions = completions
@@ -134,40 +137,43 @@ class Ledger:
 
     def lose(self, host: str) -> int:
         """What a lost host had waits again, before what was asked for later; how many groups."""
-        lost = [one for one in self.at(Stage.RUNNING) if one.host == host]
-        for one in lost:
-            one.move(Stage.WAITING)
+        lost = [entry for entry in self.at(Stage.RUNNING) if entry.host == host]
+        for entry in lost:
+            entry.move(Stage.WAITING)
         self.asked_again += len(lost)
         return len(lost)
 
     def hand_over(self, entries: Collection[PendingGroup]) -> list[Group]:
         groups = []
-        for one in entries:
-            one.move(Stage.HANDED_OVER)
-            assert one.group is not None
-            groups.append(one.group)
-            del self.entries[one.id]
+        for entry in entries:
+            entry.move(Stage.HANDED_OVER)
+            assert entry.group is not None
+            groups.append(entry.group)
+            del self.entries[entry.id]
         if len(entries):
             self.parts = {part: id for part, id in self.parts.items() if id in self.entries}
         return groups
 
     def count(self, *stages: Stage) -> int:
-        return sum(one.stage in stages for one in self.entries.values())
+        return sum(entry.stage in stages for entry in self.entries.values())
 
 
 def whereabouts(entries: Sequence[PendingGroup], hosts: Mapping[str, str]) -> str:
     """Where groups are that somebody waits for. `hosts`: what to say of each host that has some."""
-    places = Counter(
-        f"at {hosts[one.host]}" if one.stage is Stage.RUNNING else str(one.stage) for one in entries
-    )
-    there = places.pop(str(Stage.REWARDED), 0)
-    return ", ".join(
-        [
-            f"{there} of {len(entries)} groups are there",
-            *(f"{number} {place}" for place, number in places.items()),
-            f"attempt {max(one.attempt for one in entries)}",
-        ]
-    )
+    num_rewarded = 0
+    counts = Counter[str]()
+    for entry in entries:
+        if entry.stage is Stage.REWARDED:
+            num_rewarded += 1
+        elif entry.stage is Stage.RUNNING:
+            counts[f"at {hosts[entry.host]}"] += 1
+        else:
+            counts[str(entry.stage)] += 1
+    parts = [f"{num_rewarded} of {len(entries)} groups are there"]
+    for where, number in counts.items():
+        parts.append(f"{number} {where}")
+    parts.append(f"attempt {max(entry.attempt for entry in entries)}")
+    return ", ".join(parts)
 
 
 def sample_request(request: GroupRequest, id: int, seed: int) -> SampleRequest:
@@ -256,12 +262,14 @@ def make_group(
 ) -> Group:
     """A group from its completions, in order of their index, and their texts; its rewards are at
     `position` of `scores`."""
+    version = request.version
+    if not request.exact:
+        sampled = [completion for completion in completions if completion.num_sampled]
+        version = min(int(completion.sampled_versions.min()) for completion in sampled)
     group = Group(
         purpose=request.purpose,
         step=request.step,
-        version=request.version
-        if request.exact
-        else min(int(one.sampled_versions.min()) for one in completions if one.num_sampled),
+        version=version,
         example=request.example,
         prompt_ids=request.prompt_ids,
         completions=tuple(completions),
@@ -278,10 +286,8 @@ def make_group(
     if task.correct_by in scores.components:
         return replace(group, correct=scores.components[task.correct_by][position] == 1)
     if task.correct is not None:
-        return replace(
-            group,
-            correct=np.array([bool(task.correct(text, request.example)) for text in group.answers]),
-        )
+        correct = [bool(task.correct(text, request.example)) for text in group.answers]
+        return replace(group, correct=np.array(correct))
     return group
 
 
@@ -327,7 +333,8 @@ class GroupRewards:
             assert isinstance(ticket, int)
             entry = ledger.entries[ticket]
             entry.move(Stage.REWARDED)
-            if failures := [one.failure for one in entry.rollouts if one.failure]:
+            failures = [rollout.failure for rollout in entry.rollouts if rollout.failure]
+            if failures:
                 scores = with_failed(scores, failures, self.on_error)
             entry.scores = scores
             entry.group = make_group(

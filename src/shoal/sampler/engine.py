@@ -69,8 +69,12 @@ from shoal.sampler.scheduler import (
 
 
 class Engine:
-    """Samples on the devices of one mesh: `slots` completions at once, in rows of
+    """Sampler of the devices of one mesh: `slots` completions at once, in rows of
     `siblings_per_row` (0: of a group).
+
+    A completion's tokens do not depend on what the other slots do or on when it enters. The caller
+    of `step` owns the engine: it is used from one thread, and a `load` or `cancel` takes effect
+    between two steps.
 
     A request may have any number of completions; `group_size` is what most have: a quarter of the
     prompts that there is room for enters in one prefill. `decode` turns token ids into text and is
@@ -97,78 +101,82 @@ class Engine:
     ):
         decodes_by_kernel(model)  # raises where it cannot, before anything is compiled
         shards = model.role.row_shards
-        self.model, self.truncated = model, truncated
+        self.model = model
+        self.truncated = truncated
         self.siblings = min(siblings_per_row, group_size) or group_size
         self.max_support = min(max_support, model.architecture.vocab_size) if truncated else 0
         self.num_rows = num_rows(slots, self.siblings, shards)
         self.replica_rows = self.num_rows // shards  # programs count rows within a replica
-        self.num_groups = max(
-            1, self.num_rows // -(-group_size // self.siblings)
-        )  # that are sampled at once
-        self.max_prompt_tokens, self.max_completion_tokens = (
-            max_prompt_tokens,
-            max_completion_tokens,
-        )
-        self.eos_ids, self.decode_text = tuple(eos_ids), decode
-        platform, piece = model.role.platform, piece_size(model, prompt_bucket(max_prompt_tokens))
+        rows_per_group = -(-group_size // self.siblings)
+        self.num_groups = max(1, self.num_rows // rows_per_group)  # that are sampled at once
+        self.max_prompt_tokens = max_prompt_tokens
+        self.max_completion_tokens = max_completion_tokens
+        self.eos_ids = tuple(eos_ids)
+        self.decode_text = decode
+        platform = model.role.platform
+        piece = piece_size(model, prompt_bucket(max_prompt_tokens))
         # A batch costs the same however few of its rows are used, and decoding is interrupted to
         # fill one.
-        prompts, rows = (
-            min(self.num_rows, round_up(max(1, count), shards))
-            for count in (self.num_groups // 4, self.num_rows // 8)
-        )
-        sizes = (
-            self.num_rows,
-            self.siblings,
-            *(
-                cache_size(size, platform, model.key_parts)
-                for size in (max_prompt_tokens, max_completion_tokens)
-            ),
-        )
-        whole, self.pool = self.replica_rows, None  # rows of limits that there is room for
+        prefill_rows = min(self.num_rows, round_up(max(1, self.num_groups // 4), shards))
+        join_rows = min(self.num_rows, round_up(max(1, self.num_rows // 8), shards))
+        prompt_cache = cache_size(max_prompt_tokens, platform, model.key_parts)
+        completion_cache = cache_size(max_completion_tokens, platform, model.key_parts)
+        full_rows = self.replica_rows  # rows of a replica that have memory at their limits
+        self.pool: PagePool | None = None
+        row_pages = 0
+        total_pages = 0
         if by_pages(model):
-            most = sizes[3] // PAGE
-            pages = pages or whole * self.siblings * most
-            self.pool = PagePool(*sizes[:2], most, pages, shards)
-            whole = pages // (self.siblings * most)
-        swapped = shards * max(1, min(SWAP_ROWS, whole // SWAP_SHARE))
+            pages_per_slot = completion_cache // PAGE
+            pages_per_row = self.siblings * pages_per_slot
+            pages = pages or full_rows * pages_per_row
+            self.pool = PagePool(self.num_rows, self.siblings, pages_per_slot, pages, shards)
+            full_rows = pages // pages_per_row
+            row_pages = self.pool.with_next(np.ones(self.siblings, int))
+            total_pages = shards * pages
+        swap_rows = shards * max(1, min(SWAP_ROWS, full_rows // SWAP_SHARE))
         self.scheduler = Scheduler(
-            self.num_rows,
-            prompts,
-            rows,
-            shards,
-            PREFILL_TOKENS,
-            piece,
-            round_up(max_prompt_tokens, piece),
-            swapped,
-            self.pool,
-            self.pool.with_next(np.ones(self.siblings, int)) if self.pool else 0,
+            num_rows=self.num_rows,
+            prefill_rows=prefill_rows,
+            join_rows=join_rows,
+            replicas=shards,
+            prefill_tokens=PREFILL_TOKENS,
+            whole=piece,
+            longest=round_up(max_prompt_tokens, piece),
+            swap_rows=swap_rows,
+            pool=self.pool,
+            row_pages=row_pages,
         )
-        self.version, self.parameters = -1, None
+        self.version = -1
+        self.parameters: Params | None = None
         self.progress: dict[int, Progress] = {}
         self.in_flight: deque[InFlightStep] = deque()
         self.finished: dict[int, list[Completion]] = {}
         self.tokens = 0  # sampled so far, of completions that were cancelled too
-        self.slot_counts = np.zeros(
-            2, np.int64
-        )  # that sampled a token in decoding, and all, token by token
+        # Slots that sampled a token in decoding, and all slots, summed over its tokens.
+        self.slot_counts = np.zeros(2, np.int64)
         self.preempted = 0  # rows so far that gave way, though their completions went on
         self._ended = np.ones((self.num_rows, self.siblings), bool)
-        self._sizes = *sizes, shards * pages if self.pool else 0
-        self._ungathered: deque[InFlightStep] = (
-            deque()
-        )  # those in flight, after one whose tokens are being gathered
+        self._sizes = (
+            self.num_rows,
+            self.siblings,
+            prompt_cache,
+            completion_cache,
+            total_pages,
+        )
+        # Those in flight, after one whose tokens are being gathered.
+        self._ungathered: deque[InFlightStep] = deque()
         self._state: DecodeState | None = None
-        self.parked = ParkedRows(
-            state_shapes(model, self.scheduler.swap_rows, *sizes[1:]), model.key_parts
+        swapped_shapes = state_shapes(
+            model, self.scheduler.swap_rows, self.siblings, prompt_cache, completion_cache
         )
-        self.starting = (
-            False  # a program whose shapes are new to this engine, which may compile for minutes
-        )
+        self.parked = ParkedRows(swapped_shapes, model.key_parts)
+        # True during a call of a program whose shapes are new: it may compile for minutes.
+        self.starting = False
         self._started: set[tuple[str, int]] = set()  # programs and prompt lengths that are not new
-        self.programs: dict[str, Any] = dict(
-            make_programs(model, self._sizes, self.eos_ids, truncated, self.max_support, piece)
+        programs = make_programs(
+            model, self._sizes, self.eos_ids, truncated, self.max_support, piece
         )
+        self.programs: dict[str, Any] = dict(programs)
 
     def load(self, version: int, params: Params) -> None:
         """Sets the weights of the compiled steps that start from now on, and the number that their
@@ -176,7 +184,8 @@ class Engine:
 
         Completions in progress go on with them: their keys and values stay those of the weights
         before."""
-        self.version, self.parameters = version, params
+        self.version = version
+        self.parameters = params
 
     def submit(self, requests: Sequence[SampleRequest]) -> None:
         """Queues requests. ShoalError for one that cannot be sampled."""
@@ -190,26 +199,19 @@ class Engine:
                 self.truncated,
                 self.decode_text is not None,
             )
-            self.scheduler.submit(
-                request.id,
-                prompt_bucket(len(request.prompt_ids)),
-                -(-request.num_completions // self.siblings),
-            )
-            self.progress[request.id] = Progress(
-                request,
-                [
-                    PartialCompletion(
-                        self.limit_of(request, request.first + i), request.turn_limit_of(i)
-                    )
-                    for i in range(request.num_completions)
-                ],
-            )
+            num_parts = -(-request.num_completions // self.siblings)
+            self.scheduler.submit(request.id, prompt_bucket(len(request.prompt_ids)), num_parts)
+            partials = []
+            for i in range(request.num_completions):
+                limit = self.limit_of(request, request.first + i)
+                partials.append(PartialCompletion(limit, request.turn_limit_of(i)))
+            self.progress[request.id] = Progress(request, partials)
 
     def extend(self, id: int, index: int, context: Sequence[int], turn_limit: int = 0) -> None:
         """A completion whose turn has ended goes on after tokens of context, with a turn of at most
         `turn_limit` tokens, if that is not 0. ValueError where the context, and one token more, do
         not fit."""
-        partial, part, row, slot = self._place(id, index)
+        partial, part, row, slot = self._locate(id, index)
         partial.extend(context, turn_limit)
         if row is not None:
             self._ended[row, slot] = False
@@ -217,8 +219,8 @@ class Engine:
             self.scheduler.returning[id, part] = self._pages_back(id, part)
 
     def end(self, id: int, index: int) -> None:
-        """A completion whose turn has ended is over: its place is free."""
-        partial, _, row, _ = self._place(id, index)
+        """A completion whose turn has ended is over: its slot is free."""
+        partial, _, row, _ = self._locate(id, index)
         partial.waits = False
         if row is not None:
             self._release(row)
@@ -238,38 +240,40 @@ class Engine:
             elif not self.scheduler.idle and not self.stuck:
                 raise RuntimeError(f"the sampler waits for nothing: {self.scheduler}")
         for _ in range(len(self.in_flight)):
-            if not all(leaf.is_ready() for leaf in jax.tree.leaves(self.in_flight[0].sampled)):
+            arrays = jax.tree.leaves(self.in_flight[0].sampled)
+            if not all(array.is_ready() for array in arrays):
                 break
             self._drain_one()
-        finished, self.finished = self.finished, {}
+        finished = self.finished
+        self.finished = {}
         return finished
 
     @property
     def stuck(self) -> bool:
         """True if nothing goes on before a completion is extended or ended."""
-        return (
-            not self.in_flight
-            and not self.finished
-            and not self.scheduler.idle
-            and any(partial.waits for one in self.progress.values() for partial in one.partials)
-        )
+        if self.in_flight or self.finished or self.scheduler.idle:
+            return False
+        for progress in self.progress.values():
+            if any(partial.waits for partial in progress.partials):
+                return True
+        return False
 
-    def _place(self, id: int, index: int) -> tuple[PartialCompletion, int, int | None, int]:
+    def _locate(self, id: int, index: int) -> tuple[PartialCompletion, int, int | None, int]:
         """A completion with its part, its row, None while it has none, and its slot there."""
         progress = self.progress[id]
-        part, slot = divmod(index - progress.request.first, self.siblings)
-        row = next(
-            (row for row, held in self.scheduler.running.items() if held == (id, part)), None
-        )
-        return progress.partials[index - progress.request.first], part, row, slot
+        number = index - progress.request.first
+        partial = progress.partials[number]
+        part, slot = divmod(number, self.siblings)
+        for row, owner in self.scheduler.running.items():
+            if owner == (id, part):
+                return partial, part, row, slot
+        return partial, part, None, slot
 
     def read_slots(self) -> tuple[int, int]:
-        """Places that drew a token, and all places, summed over the tokens of decoding since they
+        """Slots that sampled a token, and all slots, summed over the tokens of decoding since they
         were last read."""
-        (active, total), self.slot_counts = (
-            self.slot_counts.tolist(),
-            np.zeros_like(self.slot_counts),
-        )
+        active, total = self.slot_counts.tolist()
+        self.slot_counts = np.zeros_like(self.slot_counts)
         return active, total
 
     @property
@@ -282,16 +286,17 @@ class Engine:
         idle."""
         if not self.idle:
             raise RuntimeError("an engine with requests in progress cannot release its memory")
-        self._state, self.parameters = None, None
+        self._state = None
+        self.parameters = None
 
     def cancel(self, id: int) -> None:
         """Ends a request: `step` returns what was sampled so far, with StopReason.CANCELLED;
         nothing of one with turns."""
         for partial in self.progress[id].partials:
             partial.reason = partial.reason or StopReason.CANCELLED
-        self._ended[[row for row, (other, _) in self.scheduler.running.items() if other == id]] = (
-            True
-        )
+        for row, (owner_id, _) in self.scheduler.running.items():
+            if owner_id == id:
+                self._ended[row] = True
         self.scheduler.cancel(id)
         self.parked.forget(id)
         self._finish(self.progress[id])
@@ -306,14 +311,14 @@ class Engine:
         self, program: str, parameters: Params
     ) -> dict[str, tuple[int, tuple, dict[str, Any]]]:
         """Of a `prefill` (of the longest prompts), `join`, `feed` or `decode`: `recorded_calls`."""
-        bucket = prompt_bucket(self.max_prompt_tokens) if program == "prefill" else 0
-        arrays = (
-            self._decode_arrays()
-            if program == "decode"
-            else self._empty_batch(bucket)
-            if program != "feed"
-            else self._empty_feed()
-        )
+        if program == "decode":
+            arrays = self._decode_arrays()
+        elif program == "feed":
+            arrays = self._empty_feed()
+        elif program == "prefill":
+            arrays = self._empty_batch(prompt_bucket(self.max_prompt_tokens))
+        else:
+            arrays = self._empty_batch(0)
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)
         return recorded_calls(
             self.programs, program, parameters, state=self.state_shapes(), **shapes
@@ -330,22 +335,22 @@ class Engine:
         """Starts the next compiled step without waiting for it; False if none can start now."""
         if len(self.in_flight) >= MAX_IN_FLIGHT:
             return False
-        while (lacking := self.scheduler.lacking) > 0 and self._park(
-            [
-                row
-                for row in np.flatnonzero(self._ended.all(1)).tolist()
-                if row in self.scheduler.running
-            ][:lacking]
-        ):
-            pass
+        # Rows are lacking: save those whose completions wait, until there are enough or none is
+        # left.
+        num_lacking = self.scheduler.lacking
+        while num_lacking > 0:
+            idle_rows = np.flatnonzero(self._ended.all(1)).tolist()
+            waiting_rows = [row for row in idle_rows if row in self.scheduler.running]
+            if not self._park(waiting_rows[:num_lacking]):
+                break
+            num_lacking = self.scheduler.lacking
         # Parts with tokens that are yet to be gathered do not come back before.
-        busy = {
-            (one.progress.request.id, one.part)
-            for step in self._ungathered
-            for one in step.owners
-            if self.pool
-        }
-        if (admission := self.scheduler.admit(busy)) is not None:
+        busy: set[tuple[int, int]] = set()
+        if self.pool:
+            for step in self._ungathered:
+                busy.update((owner.progress.request.id, owner.part) for owner in step.owners)
+        admission = self.scheduler.admit(busy)
+        if admission is not None:
             self._start_admission(admission)
             return True
         if not self._ended.all() and self._may_decode():
@@ -354,8 +359,9 @@ class Engine:
         return False
 
     def _start_all(self) -> None:
-        while self.dispatch_next():
-            pass
+        has_started = True
+        while has_started:
+            has_started = self.dispatch_next()
 
     def _may_decode(self) -> bool:
         """False while a decode step is in flight that may make room for others, or be the last."""
@@ -365,97 +371,108 @@ class Engine:
         # idle through the next.
         if self.scheduler.waiting or self.scheduler.entering:
             return False
-        running = [self.progress[id] for id in {id for id, _ in self.scheduler.running.values()}]
-        partials = [
-            partial for one in running for partial in one.partials if partial.reason is None
-        ]
+        running_ids = {id for id, _ in self.scheduler.running.values()}
+        running = [self.progress[id] for id in running_ids]
         # Slots that a stop string ends would be sampled from in vain, and those whose turns have
         # ended idle.
-        return not any(one.request.is_read_first for one in running) and any(
-            partial.limit > max(1, len(partial.tokens)) + CHUNK for partial in partials
-        )
+        if any(progress.request.is_read_first for progress in running):
+            return False
+        for progress in running:
+            for partial in progress.partials:
+                tokens_after_chunk = max(1, len(partial.tokens)) + CHUNK
+                if partial.reason is None and partial.limit > tokens_after_chunk:
+                    return True
+        return False
 
     def _park(self, rows: Sequence[int]) -> bool:
         """Frees some of these rows for others; False where there is none: their keys go to the
         host's memory."""
-        take, positions = self.scheduler.positions(self.scheduler.swap_rows), {}
-        numbers, table = (
-            np.zeros(self.scheduler.swap_rows, np.int32),
-            self._empty_table(self.scheduler.swap_rows),
-        )
+        swap_rows = self.scheduler.swap_rows
+        take = self.scheduler.positions(swap_rows)
+        positions: dict[tuple[int, int], int] = {}
+        numbers = np.zeros(swap_rows, np.int32)
+        table = self._empty_table(swap_rows)
         for row in rows:
-            if (position := take(row)) is not None:
-                held = self.scheduler.running[row]
-                numbers[position], positions[held] = row % self.replica_rows, position
-                for pages in table:
-                    pages[position] = self.pool.table[row] if self.pool else NO_PAGE
-                if not self._ended[row].all():
-                    self.preempted += 1
-                    # The last that gives way was in before the others.
-                    self.scheduler.returning = {
-                        held: self._pages_back(*held, row),
-                        **self.scheduler.returning,
-                    }
-                    self._ended[row] = True
-                self.scheduler.release(row)
-        if positions:
-            self.parked.add(positions, self._call("save", self._state, numbers, *table))
-        return bool(positions)
+            position = take(row)
+            if position is None:
+                continue
+            id, part = self.scheduler.running[row]
+            numbers[position] = row % self.replica_rows
+            positions[id, part] = position
+            for pages in table:
+                pages[position] = self.pool.table[row] if self.pool else NO_PAGE
+            if not self._ended[row].all():
+                self.preempted += 1
+                # The last that gives way was in before the others.
+                returning = {(id, part): self._pages_back(id, part, row)}
+                returning.update(self.scheduler.returning)
+                self.scheduler.returning = returning
+                self._ended[row] = True
+            self.scheduler.release(row)
+        if not positions:
+            return False
+        self.parked.add(positions, self._call("save", self._state, numbers, *table))
+        return True
 
     def _empty_table(self, rows: int) -> tuple[np.ndarray, ...]:
         """The argument of a program for the pages of rows; none where keys are not by pages."""
-        return (
-            (np.full((rows, *self.pool.table.shape[1:]), NO_PAGE, np.int32),) if self.pool else ()
-        )
+        if self.pool is None:
+            return ()
+        _, siblings, pages_per_slot = self.pool.table.shape
+        return (np.full((rows, siblings, pages_per_slot), NO_PAGE, np.int32),)
 
     def _pages(self, id: int, part: int, row: int | None = None) -> np.ndarray:
         """Of each slot of a part the pages, int[W], for all keys that it may have after the next
         decode; `row`: where steps may be in flight for it."""
-        found = np.zeros(self.siblings, int)
-        steps = sum(
-            (
-                step.live[row].astype(int)
-                for step in self._ungathered
-                if row is not None and step.live is not None
-            ),
-            start=found,
-        )
+        decodes_in_flight = np.zeros(self.siblings, int)
+        if row is not None:
+            for step in self._ungathered:
+                if step.live is not None:
+                    decodes_in_flight += step.live[row].astype(int)
+        wanted = np.zeros(self.siblings, int)
         for slot, partial in enumerate(self._partials(part, self.progress[id])):
-            found[slot] = -(-partial.most_keys(int(steps[slot])) // PAGE)
-        return found
+            num_keys = partial.most_keys(int(decodes_in_flight[slot]))
+            wanted[slot] = -(-num_keys // PAGE)
+        return wanted
 
     def _pages_back(self, id: int, part: int, row: int | None = None) -> int:
-        return self.pool.with_next(self._pages(id, part, row)) if self.pool else 0
+        if self.pool is None:
+            return 0
+        return self.pool.with_next(self._pages(id, part, row))
 
     def _give_pages(self, pool: PagePool) -> None:
         """Every live slot has pages for the tokens of the next decode. Where they lack, rows give
         way: ones whose completions wait, or else those that entered last, so that the first always
         goes on."""
         for row, (id, part) in list(self.scheduler.running.items()):
-            while row in self.scheduler.running and not pool.give(row, self._pages(id, part, row)):
+            while row in self.scheduler.running:
+                if pool.give(row, self._pages(id, part, row)):
+                    break
+                replica = pool.replica_of(row)
                 rows = [
-                    other
-                    for other in self.scheduler.running
-                    if pool.replica_of(other) == pool.replica_of(row)
+                    other for other in self.scheduler.running if pool.replica_of(other) == replica
                 ]
-                self._park(([other for other in rows if self._ended[other].all()] or rows)[-1:])
+                waiting_rows = [other for other in rows if self._ended[other].all()]
+                candidates = waiting_rows or rows
+                self._park(candidates[-1:])
 
     def _restore(self, admission: Admission) -> None:
         self.parked.bring_in(self.progress, wait=True)
-        rows = np.full(
-            self.scheduler.swap_rows, 2**31 - 1, np.int32
-        )  # past the end: nothing is written
-        table = self._empty_table(self.scheduler.swap_rows)
+        swap_rows = self.scheduler.swap_rows
+        rows = np.full(swap_rows, 2**31 - 1, np.int32)  # past the end: nothing is written
+        table = self._empty_table(swap_rows)
+        positions: list[tuple[tuple[int, int], int]] = []
         for position, id, part, row, _ in admission.entries:
             rows[position] = row % self.replica_rows
             for pages in table:
-                pages[position] = (
-                    self.pool.enter(row, self._pages(id, part)) if self.pool else NO_PAGE
-                )
+                pages[position] = NO_PAGE
+                if self.pool:
+                    pages[position] = self.pool.enter(row, self._pages(id, part))
             self._ended[row] = True
             for slot, partial in enumerate(self._partials(part, self.progress[id])):
                 self._ended[row, slot] = partial.reason is not None
-        saved = self.parked.take([((one.id, one.part), one.position) for one in admission.entries])
+            positions.append(((id, part), position))
+        saved = self.parked.take(positions)
         self._state = self._call("restore", self._state, rows, saved, *table)
 
     def _start_admission(self, admission: Admission) -> None:
@@ -467,32 +484,30 @@ class Engine:
         for position, id, part, row, source in admission.entries:
             progress = self.progress[id]
             request = progress.request
-            params, first = request.params, request.first + part * self.siblings
+            params = request.params
+            first = request.first + part * self.siblings
             partials = self._partials(part, progress)
+            count = len(partials)
             arrays["rows"][position] = row % self.replica_rows
-            arrays["limit"][position, : len(partials)] = [partial.limit for partial in partials]
-            arrays["keys"][position, : len(partials)] = [
-                request.noise_key.key(first + i) for i in range(len(partials))
-            ]
-            for column, value in zip(
-                arrays["sampling"],
-                (params.temperature, params.top_k, params.top_p, params.min_p),
-                strict=True,
-            ):
+            arrays["limit"][position, :count] = [partial.limit for partial in partials]
+            noise_keys = [request.noise_key.key(first + i) for i in range(count)]
+            arrays["keys"][position, :count] = noise_keys
+            sampling = arrays["sampling"]
+            values = (params.temperature, params.top_k, params.top_p, params.min_p)
+            for column, value in zip(sampling, values, strict=True):
                 column[position] = value
             if admission.bucket:
                 size = len(request.prompt_ids)
-                arrays["tokens"][position, :size], arrays["length"][position] = (
-                    request.prompt_ids,
-                    size,
-                )
+                arrays["tokens"][position, :size] = request.prompt_ids
+                arrays["length"][position] = size
             else:
                 arrays["sources"][position] = source % self.replica_rows
             self._ended[row] = arrays["limit"][position] == 0  # slots that the request does not use
             if self.pool:
                 self.pool.enter(row, self._pages(id, part))
             owners.append(RowOwner(position, row, part, progress))
-        self._start("prefill" if admission.bucket else "join", arrays, owners)
+        program = "prefill" if admission.bucket else "join"
+        self._start(program, arrays, owners)
 
     def _empty_batch(self, bucket: int) -> dict[str, Any]:
         return empty_batch(
@@ -502,40 +517,38 @@ class Engine:
     def _feed(self, owners: Sequence[RowOwner]) -> None:
         """Computes the keys of long contexts in pieces. Which part of a context that is depends on
         its length alone."""
-        while long := [
-            (row, slot, partial)
-            for _, row, part, progress in owners
-            for slot, partial in enumerate(self._partials(part, progress))
-            if partial.resumes and len(partial.context) >= FEED
-        ]:
-            arrays, take = (
-                self._empty_feed(),
-                self.scheduler.positions(FEED_ROWS * self.scheduler.replicas),
-            )
-            for row, slot, partial in long:
-                if (position := take(row)) is not None:
-                    arrays["rows"][position], arrays["slots"][position] = (
-                        row % self.replica_rows,
-                        slot,
-                    )
-                    arrays["start"][position] = len(partial.tokens) - 1
-                    if self.pool:
-                        arrays["pages"][position] = self.pool.table[row, slot]
-                    arrays["tokens"][position] = partial.feed(FEED, self.version, self.max_support)
+        while True:
+            long_contexts: list[tuple[int, int, PartialCompletion]] = []
+            for _, row, part, progress in owners:
+                for slot, partial in enumerate(self._partials(part, progress)):
+                    if partial.resumes and len(partial.context) >= FEED:
+                        long_contexts.append((row, slot, partial))
+            if not long_contexts:
+                return
+            arrays = self._empty_feed()
+            take = self.scheduler.positions(FEED_ROWS * self.scheduler.replicas)
+            for row, slot, partial in long_contexts:
+                position = take(row)
+                if position is None:
+                    continue
+                arrays["rows"][position] = row % self.replica_rows
+                arrays["slots"][position] = slot
+                arrays["start"][position] = len(partial.tokens) - 1
+                if self.pool:
+                    arrays["pages"][position] = self.pool.table[row, slot]
+                arrays["tokens"][position] = partial.feed(FEED, self.version, self.max_support)
             self._state, _ = self._call("feed", self.parameters, state=self._state, **arrays)
 
     def _empty_feed(self) -> dict[str, Any]:
-        return empty_feed(
-            FEED_ROWS * self.scheduler.replicas, self.pool.table.shape[2] if self.pool else 0
-        )
+        pages_per_slot = self.pool.table.shape[2] if self.pool else 0
+        return empty_feed(FEED_ROWS * self.scheduler.replicas, pages_per_slot)
 
     def _start_decode(self) -> None:
         if self.pool:
             self._give_pages(self.pool)
-        owners = [
-            RowOwner(row, row, part, self.progress[id])
-            for row, (id, part) in self.scheduler.running.items()
-        ]
+        owners = []
+        for row, (id, part) in self.scheduler.running.items():
+            owners.append(RowOwner(row, row, part, self.progress[id]))
         with_turns = [owner for owner in owners if owner.progress.request.has_turns]
         if with_turns and self.model.key_parts == 1:
             self._feed(with_turns)
@@ -543,12 +556,11 @@ class Engine:
         for _, row, part, progress in with_turns:
             for slot, partial in enumerate(self._partials(part, progress)):
                 if partial.resumes:
-                    arrays["resumed"][row, slot], arrays["last"][row, slot] = (
-                        len(partial.tokens),
-                        partial.tokens[-1],
-                    )
+                    arrays["resumed"][row, slot] = len(partial.tokens)
+                    arrays["last"][row, slot] = partial.tokens[-1]
                     partial.resumes = False
-                if next_tokens := partial.context[:CHUNK]:
+                next_tokens = partial.context[:CHUNK]
+                if next_tokens:
                     arrays["num_forced"][row, slot] = len(next_tokens)
                     arrays["forced"][row, slot, : len(next_tokens)] = next_tokens
         self._start("decode", arrays, owners)
@@ -557,35 +569,33 @@ class Engine:
         return progress.partials[part * self.siblings : (part + 1) * self.siblings]
 
     def _decode_arrays(self, has_turns: bool = False) -> dict[str, Any]:
-        # A copy: on CPU a compiled step may alias the host's array and read it after later steps
-        # have changed it. Before a turn goes on its slot idles: decoding is interrupted for a part
-        # of them.
-        live = int((~self._ended).sum())
-        slots = (
-            max(1, live // (TURNS_AT_ONCE * self.scheduler.replicas))
-            if has_turns
-            else self._ended.size
-        )
-        enough = np.tile(
-            np.array([self.scheduler.enough(), slots], np.int32), (self.scheduler.replicas, 1)
-        )
-        pages = {"pages": self.pool.table.copy()} if self.pool else {}
-        return {
+        replicas = self.scheduler.replicas
+        num_slots = self._ended.size
+        if has_turns:
+            # Before a turn goes on its slot idles: decoding is interrupted for a part of them.
+            num_live = int((~self._ended).sum())
+            num_slots = max(1, num_live // (TURNS_AT_ONCE * replicas))
+        interrupt_after = np.array([self.scheduler.enough(), num_slots], np.int32)
+        # Copies: on CPU a compiled step may alias the host's array and read it after later steps
+        # have changed it.
+        arrays: dict[str, Any] = {
             "stopped": self._ended.copy(),
-            "enough": enough,
-            **pages,
-            **no_context(*self._ended.shape),
+            "enough": np.tile(interrupt_after, (replicas, 1)),
         }
+        if self.pool:
+            arrays["pages"] = self.pool.table.copy()
+        arrays.update(no_context(self.num_rows, self.siblings))
+        return arrays
 
     def _start(self, program: str, arrays: dict[str, Any], owners: list[RowOwner]) -> None:
-        self._state = self._state or self.programs["make_state"]()
-        size = arrays["tokens"].shape[1] if program == "prefill" else 0
+        if not self._state:
+            self._state = self.programs["make_state"]()
+        prompt_size = arrays["tokens"].shape[1] if program == "prefill" else 0
         self._state, sampled = self._call(
-            program, self.parameters, state=self._state, size=size, **arrays
+            program, self.parameters, state=self._state, size=prompt_size, **arrays
         )
-        step = InFlightStep(
-            sampled, owners, ~arrays["stopped"] if program == "decode" else None, self.version
-        )
+        live = ~arrays["stopped"] if program == "decode" else None
+        step = InFlightStep(sampled, owners, live, self.version)
         self.in_flight.append(step)
         self._ungathered.append(step)
 
@@ -603,9 +613,8 @@ class Engine:
         step = self.in_flight.popleft()
         done = np.asarray(step.sampled.done)
         for owner in step.owners:
-            if (
-                not owner.progress.request.has_turns
-            ):  # else its tokens say whether it has ended or waits
+            # With turns, its tokens say whether it has ended or waits.
+            if not owner.progress.request.has_turns:
                 self._end(owner, done[owner.position])
         # Before tokens are gathered, so that the device need not wait for that.
         if not any(owner.progress.request.is_read_first for owner in step.owners):
@@ -613,7 +622,7 @@ class Engine:
         host = jax.device_get(step.sampled)
         self.parked.bring_in(self.progress)
         if step.live is not None:
-            self._count_places(host.count)
+            self._count_slots(host.count)
         for owner in step.owners:
             self._gather(owner, host, step)
         self._ungathered.popleft()
@@ -624,55 +633,64 @@ class Engine:
         position, row, part, progress = owner
         if progress.is_finished:
             return  # it was cancelled while the step ran
-        request, ended = progress.request, np.zeros(self.siblings, bool)
+        request = progress.request
+        ended = np.zeros(self.siblings, bool)
         for slot, partial in enumerate(self._partials(part, progress)):
-            if partial.reason is None and (step.live is None or step.live[position, slot]):
-                self.tokens += partial.add(
-                    host, position, slot, step.version, request, self.decode_text
-                )
-                ended[slot] = partial.reason is not None
-                if ended[slot] and request.has_turns:
-                    self._hand_over(progress, part * self.siblings + slot)
-                    for (
-                        later
-                    ) in self.in_flight:  # a step that has begun already does not go on with it
-                        if later.live is not None and any(
-                            one.progress is progress and one.part == part for one in later.owners
-                        ):  # else the row is another's there
-                            later.live[row, slot] = False
+            if partial.reason is not None:
+                continue
+            if step.live is not None and not step.live[position, slot]:
+                continue
+            self.tokens += partial.add(
+                host, position, slot, step.version, request, self.decode_text
+            )
+            ended[slot] = partial.reason is not None
+            if not ended[slot] or not request.has_turns:
+                continue
+            self._hand_over(progress, part * self.siblings + slot)
+            # A step that has begun already does not go on with it.
+            for later in self.in_flight:
+                if later.live is None:
+                    continue
+                # The row may be another part's in that step.
+                if any(
+                    later_owner.progress is progress and later_owner.part == part
+                    for later_owner in later.owners
+                ):
+                    later.live[row, slot] = False
         self._end(owner, ended)
 
     def _end(self, owner: RowOwner, ended: np.ndarray) -> None:
         """Notes which slots of a row have ended, bool[W], and frees it with the last; unless it has
         another owner."""
         _, row, part, progress = owner
-        if not progress.is_finished:
-            if self.scheduler.running.get(row) == (progress.request.id, part):
-                self._ended[row] |= ended
-                self._release(row)
-                return
-            if all(partial.reason is not None for partial in self._partials(part, progress)):
-                self.scheduler.returning.pop(
-                    (progress.request.id, part), None
-                )  # it gave way, and had ended
-            if progress.is_done:
-                self._finish(progress)
+        if progress.is_finished:
+            return
+        request_id = progress.request.id
+        if self.scheduler.running.get(row) == (request_id, part):
+            self._ended[row] |= ended
+            self._release(row)
+            return
+        if all(partial.reason is not None for partial in self._partials(part, progress)):
+            # It gave way, and had ended.
+            self.scheduler.returning.pop((request_id, part), None)
+        if progress.is_done:
+            self._finish(progress)
 
     def _release(self, row: int) -> None:
         """Frees a row, if all its completions are over, and forgets their request with its last."""
         id, part = self.scheduler.running[row]
         progress = self.progress[id]
-        if self._ended[row].all() and not any(
-            partial.waits for partial in self._partials(part, progress)
-        ):
+        has_waiting = any(partial.waits for partial in self._partials(part, progress))
+        if self._ended[row].all() and not has_waiting:
             self.scheduler.release(row)
         if progress.is_done:
             self._finish(progress)
 
-    def _count_places(self, count: np.ndarray) -> None:
+    def _count_slots(self, count: np.ndarray) -> None:
         # A replica decodes until its last slot has ended, which then has sampled a token each time.
         by_replica = count.reshape(self.scheduler.replicas, -1)
-        self.slot_counts += count.sum(), by_replica.max(1).sum() * by_replica.shape[1]
+        num_decoded = by_replica.max(1).sum() * by_replica.shape[1]
+        self.slot_counts += np.array([count.sum(), num_decoded])
 
     def _finish(self, progress: Progress) -> None:
         self.scheduler.finish(progress.request.id)
@@ -687,11 +705,10 @@ class Engine:
         """What there is of a request's completion of this number is in the next `step`'s
         answers."""
         request = progress.request
-        self.finished.setdefault(request.id, []).append(
-            progress.partials[number].completion(
-                request.id, request.first + number, self.max_support
-            )
+        completion = progress.partials[number].completion(
+            request.id, request.first + number, self.max_support
         )
+        self.finished.setdefault(request.id, []).append(completion)
 
 
 def run_until_idle(engine: Engine) -> Iterator[tuple[int, list[Completion]]]:
@@ -703,6 +720,8 @@ def run_until_idle(engine: Engine) -> Iterator[tuple[int, list[Completion]]]:
 
 def drain(engine: Engine) -> dict[tuple[int, int], Completion]:
     """Runs an engine until nothing is left; the completions by (request, index)."""
-    return {
-        (id, one.index): one for id, completions in run_until_idle(engine) for one in completions
-    }
+    by_index = {}
+    for id, completions in run_until_idle(engine):
+        for completion in completions:
+            by_index[id, completion.index] = completion
+    return by_index

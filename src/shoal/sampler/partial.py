@@ -23,20 +23,22 @@ decoders drop a leading space."""
 
 @dataclass
 class PartialCompletion:
-    """The tokens of one completion so far."""
+    """A completion on its way: the tokens of one completion so far.
+
+    All lists by token have the length of `tokens` (`support_ids` where they are recorded, else it
+    is empty). The engine's `Progress` of the request owns it.
+    """
 
     limit: int  # of its tokens, those of context included
     turn_limit: int = 0  # tokens after which its turn is cut; 0: no limit but the completion's
     turn_start: int = 0  # tokens before its turn, those of context included
     tokens: list[int] = field(default_factory=list)
-    is_sampled: list[bool] = field(
-        default_factory=list
-    )  # by token; the others are context that was appended
+    # By token; the others are context that was appended.
+    is_sampled: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    support_ids: list[np.ndarray] = field(
-        default_factory=list
-    )  # int32[K] by token, where they are recorded
+    # int32[K] by token, where they are recorded.
+    support_ids: list[np.ndarray] = field(default_factory=list)
     reason: StopReason | None = None  # why it ended, or its last turn did
     waits: bool = False  # its turn has ended: it is extended or ended next
     resumes: bool = False  # it was extended, and no step has begun since
@@ -58,9 +60,12 @@ class PartialCompletion:
         next."""
         if self.is_closed:
             return 0
-        fed = len(self.context) // FEED * FEED if self.resumes else 0
-        more = 0 if self.waits else fed + CHUNK * (1 + steps)
-        return min(self.limit, max(1, len(self.tokens)) + more) - 1  # the last token has none yet
+        num_keys = max(1, len(self.tokens))
+        if not self.waits:
+            num_keys += CHUNK * (1 + steps)
+            if self.resumes:
+                num_keys += len(self.context) // FEED * FEED
+        return min(self.limit, num_keys) - 1  # the last token has none yet
 
     def extend(self, context: Sequence[int], turn_limit: int = 0) -> None:
         """Appends tokens of context, after which sampling continues: a turn of at most `turn_limit`
@@ -71,11 +76,14 @@ class PartialCompletion:
         if not least <= len(context) < self.limit - len(self.tokens):
             raise ValueError(
                 f"{len(context)} tokens of context after {len(self.tokens)}: expected at least "
-                f"{least}, "
-                f"and room for one more within {self.limit}"
+                f"{least}, and room for one more within {self.limit}"
             )
-        self.context, self.reason, self.waits, self.resumes = list(context), None, False, True
-        self.turn_limit, self.turn_start = turn_limit, len(self.tokens) + len(context)
+        self.context = list(context)
+        self.reason = None
+        self.waits = False
+        self.resumes = True
+        self.turn_limit = turn_limit
+        self.turn_start = len(self.tokens) + len(context)
 
     def end_turn(self, reason: StopReason, has_turns: bool) -> None:
         """Notes why its turn has ended. It waits to be extended where it may have more turns, and
@@ -88,13 +96,15 @@ class PartialCompletion:
     def feed(self, count: int, version: int, max_support: int) -> list[int]:
         """Appends so many tokens of context at once; the last token before them and all of them but
         the last, whose keys are then to be computed."""
-        fed, self.context = self.context[:count], self.context[count:]
+        fed = self.context[:count]
+        self.context = self.context[count:]
         inputs = [self.tokens[-1], *fed[:-1]]
         self.tokens += fed
         self.is_sampled += [False] * count
         self.logprobs += [0.0] * count
         self.versions += [version] * count
-        self.support_ids += [np.zeros(max_support, np.int32)] * (count if max_support else 0)
+        if max_support:
+            self.support_ids += [np.zeros(max_support, np.int32)] * count
         return inputs
 
     def add(
@@ -112,7 +122,9 @@ class PartialCompletion:
 
         The device knows the limit of the completion alone: what it sampled beyond its turn's is
         dropped here, as what follows a stop string."""
-        count, stop, reason = int(step.count[position, slot]), request.params.stop, None
+        count = int(step.count[position, slot])
+        stop = request.params.stop
+        reason = None
         forced = min(count, len(self.context))
         del self.context[:forced]
         self.is_sampled.extend([False] * forced + [True] * (count - forced))
@@ -133,9 +145,9 @@ class PartialCompletion:
             assert decode is not None
             # An answer of a tool ends nothing, also where the model's first tokens complete it to a
             # stop string.
-            begin = len(self.tokens) - next(
-                (i for i, own in enumerate(reversed(self.is_sampled)) if not own), len(self.tokens)
-            )
+            begin = len(self.tokens)
+            while begin > 0 and self.is_sampled[begin - 1]:
+                begin -= 1
             length = stop_length(decode, stop, self.tokens[begin:], count - forced)
             if length is not None:
                 count -= len(self.tokens) - begin - length
@@ -159,9 +171,10 @@ class PartialCompletion:
     def completion(self, id: int, index: int, max_support: int) -> Completion:
         """What there is so far."""
         assert self.reason is not None
-        count, extra = len(self.tokens), {}
+        extra = {}
         if max_support:
-            extra["support_ids"] = np.array(self.support_ids, np.int32).reshape(count, max_support)
+            support_ids = np.array(self.support_ids, np.int32)
+            extra["support_ids"] = support_ids.reshape(len(self.tokens), max_support)
         return Completion(
             request_id=id,
             index=index,
@@ -177,7 +190,7 @@ class PartialCompletion:
 
 @dataclass
 class Progress:
-    """One request and its completions so far."""
+    """A request and its completions so far. The engine owns it, until it has handed them over."""
 
     request: SampleRequest
     partials: list[PartialCompletion]
@@ -196,8 +209,10 @@ def stop_length(decode: Decode, stop: Sequence[str], tokens: Sequence[int], new:
     ones, whose text is as long as the longest stop string: not with all, which every few tokens
     would be the whole text again.
     """
-    first, longest = len(tokens) - new, max(map(len, stop))
-    begin, before = first, ""
+    longest = max(len(string) for string in stop)
+    first = len(tokens) - new
+    begin = first
+    before = ""
     while begin > 0 and len(before) < longest + 2 * SLACK:
         begin = max(0, begin - max(longest, first - begin))
         before = decode(tokens[begin:first])
@@ -210,11 +225,14 @@ def stop_length(decode: Decode, stop: Sequence[str], tokens: Sequence[int], new:
 
     if not stopped(len(tokens)):
         return None
-    return next(length for length in range(first + 1, len(tokens) + 1) if stopped(length))
+    length = first + 1
+    while not stopped(length):
+        length += 1
+    return length
 
 
 class RowOwner(NamedTuple):
-    """Whose tokens a position of a step holds: a row's, those of a part of a request."""
+    """The owner of a position of a step: a row, for a part of a request's completions."""
 
     position: int
     row: int
@@ -227,9 +245,8 @@ class InFlightStep(NamedTuple):
 
     sampled: SampledTokens
     owners: list[RowOwner]
-    live: (
-        np.ndarray | None
-    )  # bool[N, W]: the slots that a decode was to go on with; None for other programs
+    # bool[N, W]: the slots that a decode was to go on with; None for other programs.
+    live: np.ndarray | None
     version: int  # of the weights that it sampled from
 
 
@@ -239,7 +256,8 @@ def check_request(
     """ShoalError or ValueError for one that an engine for prompts of `longest` and completions of
     `limit` tokens cannot sample: a compiled step would clamp what is out of range and sample on
     without an error."""
-    params, size = request.params, len(request.prompt_ids)
+    params = request.params
+    size = len(request.prompt_ids)
     if not 1 <= size <= longest:
         raise ShoalError(
             f"a prompt has {size} tokens, expected 1 to {longest} (sampling.max_prompt_tokens)"
@@ -249,9 +267,8 @@ def check_request(
             f"a request has max_tokens={params.max_tokens}, expected 1 to {limit} "
             "(sampling.max_completion_tokens)"
         )
-    if request.turn_limits and not (
-        request.has_turns and len(request.turn_limits) == request.num_completions
-    ):
+    has_limit_for_each = len(request.turn_limits) == request.num_completions
+    if request.turn_limits and not (request.has_turns and has_limit_for_each):
         raise ValueError(
             f"{len(request.turn_limits)} limits of turns: expected one for each of the "
             f"{request.num_completions} completions of a request with turns, or none"

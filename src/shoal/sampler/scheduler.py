@@ -31,7 +31,9 @@ class AdmittedPart(NamedTuple):
 class Admission:
     """One compiled step that fills rows: a prefill of prompts that fit `bucket` tokens, each with
     the first part of its completions; or, with bucket 0, further parts of requests whose prompts
-    are in other rows, or parts that were in rows before and come `back`."""
+    are in other rows, or parts that were in rows before and come `back`.
+
+    Made by the scheduler, which counts its rows as running already; the engine starts it."""
 
     bucket: int
     entries: tuple[AdmittedPart, ...]
@@ -51,7 +53,10 @@ class Entering:
 
 @dataclass
 class Scheduler:
-    """First come, first served, a bucket of prompt lengths at a time.
+    """Queue of requests, and the owner of the engine's rows: which are free, and what runs in each.
+
+    First come, first served, a bucket of prompt lengths at a time. The engine holds the one
+    scheduler, and asks it for the next step. Equal calls give equal rows.
 
     Prompts enter together, `prefill_rows` at once, or fewer of a bucket whose prefill would exceed
     `prefill_tokens`; as many of all buckets beyond `whole`, which share a program, as of the
@@ -72,9 +77,8 @@ class Scheduler:
     pool: PagePool | None = None  # of which rows have pages
     row_pages: int = 0  # that have to be spare before a new row enters
     waiting: deque[tuple[int, int, int]] = field(default_factory=deque)  # (id, bucket, parts)
-    entering: dict[int, Entering] = field(
-        default_factory=dict
-    )  # by id, in the order of their prefills
+    # By id, in the order of their prefills.
+    entering: dict[int, Entering] = field(default_factory=dict)
     # (id, part) that gave up their rows -> the pages that have to be spare before they come back,
     # in this order
     returning: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -105,67 +109,85 @@ class Scheduler:
     def admit(self, busy: Collection[tuple[int, int]] = ()) -> Admission | None:
         """The next step that fills rows, or None if decoding should continue. Parts that are `busy`
         cannot return."""
-        if (back := self._return(busy)) or (self.returning and self.free):
-            return (
-                back  # where pages are lacking, what is new does not go before what was in already
-            )
+        back = self._return(busy)
+        if back is not None:
+            return back
+        if self.returning and self.free:
+            return None  # pages are lacking: what is new does not go before what was in already
         return self._join() or self._prefill()
 
     @property
     def lacking(self) -> int:
         """Rows that could be filled beyond those that are free."""
-        wanted = (
-            len(self.returning)
-            + sum(one.parts - one.part for one in self.entering.values())
-            + sum(parts for _, _, parts in self.waiting)
-        )
-        first = next(iter(self.returning.values()), self.row_pages)
-        return min(wanted, self.num_rows) - len(self._room(self.num_rows, first))
+        num_entering = sum(request.parts - request.part for request in self.entering.values())
+        num_waiting = sum(parts for _, _, parts in self.waiting)
+        wanted = len(self.returning) + num_entering + num_waiting
+        pages = next(iter(self.returning.values()), self.row_pages)
+        return min(wanted, self.num_rows) - len(self._room(self.num_rows, pages))
 
     def _return(self, busy: Collection[tuple[int, int]]) -> Admission | None:
-        take, entries = self._with_pages(self.swap_rows), []
+        take = self._with_pages(self.swap_rows)
+        entries = []
         for row in list(self.free):
-            if (first := next(iter(self.returning), None)) is None or first in busy:
+            if not self.returning:
                 break
-            if (position := take(row, self.returning[first])) is not None:
-                del self.returning[first]
-                entries.append(AdmittedPart(position, *first, row, row))
-                self._enter(*first, row)
-        return Admission(0, tuple(entries), back=True) if entries else None
+            first = next(iter(self.returning))
+            if first in busy:
+                break
+            position = take(row, self.returning[first])
+            if position is None:
+                continue
+            del self.returning[first]
+            id, part = first
+            entries.append(AdmittedPart(position, id, part, row, row))
+            self._enter(id, part, row)
+        if not entries:
+            return None
+        return Admission(0, tuple(entries), back=True)
 
     def _join(self) -> Admission | None:
-        take, entries = self._with_pages(self.join_rows), []
-        for id, one in list(self.entering.items()):
-            replica = self.replica_of(one.source)
-            free = [one.source] * one.is_source_free + [
-                row for row in self.free if self.replica_of(row) == replica
-            ]
-            for row in free[: one.parts - one.part]:
-                if (position := take(row, self.row_pages)) is None:
+        take = self._with_pages(self.join_rows)
+        entries = []
+        for id, request in list(self.entering.items()):
+            replica = self.replica_of(request.source)
+            rows = [row for row in self.free if self.replica_of(row) == replica]
+            if request.is_source_free:
+                rows.insert(0, request.source)
+            num_left = request.parts - request.part
+            for row in rows[:num_left]:
+                position = take(row, self.row_pages)
+                if position is None:
                     break
-                entries.append(AdmittedPart(position, id, one.part, row, one.source))
-                self._enter(id, one.part, row)
-                one.part, one.is_source_free = one.part + 1, False
-            if one.part == one.parts:
+                entries.append(AdmittedPart(position, id, request.part, row, request.source))
+                self._enter(id, request.part, row)
+                request.part += 1
+                request.is_source_free = False
+            if request.part == request.parts:
                 del self.entering[id]
-        return Admission(0, tuple(entries)) if entries else None
+        if not entries:
+            return None
+        return Admission(0, tuple(entries))
 
     def _prefill(self) -> Admission | None:
         if not self.waiting:
             return None
-        # The first one's bucket, not the fullest: otherwise a rare length would wait to the end of
+        # The bucket of the first, not the fullest: otherwise a rare length would wait to the end of
         # the step.
         bucket = self.waiting[0][1]
         rows = self.batch_rows(bucket)
-        room, wanted = self._room(rows), min(rows, len(self.waiting))
+        room = self._room(rows)
+        wanted = min(rows, len(self.waiting))
         # A prompt can enter a row of its own replica alone: to wait until all are used would idle
         # those that are ahead.
         enough = -(-wanted * (self.replicas + 1) // (2 * self.replicas))
-        if not room or (len(room) < enough and self.running):
+        if not room:
             return None
-        chosen = [one for one in self.waiting if one[1] == bucket][: len(room)]
-        ids = {id for id, _, _ in chosen}
-        self.waiting = deque(one for one in self.waiting if one[0] not in ids)
+        if self.running and len(room) < enough:
+            return None
+        of_bucket = [request for request in self.waiting if request[1] == bucket]
+        chosen = of_bucket[: len(room)]
+        chosen_ids = {id for id, _, _ in chosen}
+        self.waiting = deque(request for request in self.waiting if request[0] not in chosen_ids)
         entries = []
         for (position, row), (id, _, parts) in zip(room, chosen, strict=False):
             entries.append(AdmittedPart(position, id, 0, row, row))
@@ -190,34 +212,47 @@ class Scheduler:
     def positions(self, batch: int) -> Callable[[int], int | None]:
         """A function that takes the next position of a row's replica in a batch of so many; None if
         none is left."""
-        each = batch // self.replicas
-        left = [
-            iter(range(replica * each, (replica + 1) * each)) for replica in range(self.replicas)
-        ]
-        return lambda row: next(left[self.replica_of(row)], None)
+        per_replica = batch // self.replicas
+        left = []
+        for replica in range(self.replicas):
+            left.append(iter(range(replica * per_replica, (replica + 1) * per_replica)))
+
+        def take(row: int) -> int | None:
+            return next(left[self.replica_of(row)], None)
+
+        return take
 
     def _with_pages(self, batch: int) -> Callable[[int, int], int | None]:
         """As `positions`, for a row that enters with so many pages; None, too, where its replica
         has fewer to spare."""
-        take, spare = (
-            self.positions(batch),
-            [self.pool.spare(replica) if self.pool else 0 for replica in range(self.replicas)],
-        )
+        take = self.positions(batch)
+        spare = [0] * self.replicas
+        if self.pool:
+            spare = [self.pool.spare(replica) for replica in range(self.replicas)]
 
-        def position(row: int, pages: int) -> int | None:
+        def take_with_pages(row: int, pages: int) -> int | None:
             replica = self.replica_of(row)
-            if pages > spare[replica] or (found := take(row)) is None:
+            if pages > spare[replica]:
                 return None
-            spare[replica] -= pages
-            return found
+            position = take(row)
+            if position is not None:
+                spare[replica] -= pages
+            return position
 
-        return position
+        return take_with_pages
 
     def _room(self, batch: int, pages: int | None = None) -> list[tuple[int, int]]:
         """The positions of a batch that can be used, each with the free row that it fills; by
         default of new rows."""
-        take, each = self._with_pages(batch), self.row_pages if pages is None else pages
-        return [(position, row) for row in self.free if (position := take(row, each)) is not None]
+        if pages is None:
+            pages = self.row_pages
+        take = self._with_pages(batch)
+        room = []
+        for row in self.free:
+            position = take(row, pages)
+            if position is not None:
+                room.append((position, row))
+        return room
 
     def _enter(self, id: int, part: int, row: int) -> None:
         if row in self.free:
@@ -229,9 +264,9 @@ class Scheduler:
         id, _ = self.running.pop(row)
         if self.pool:
             self.pool.take_back(row)
-        one = self.entering.get(id)
-        if one is not None and one.source == row:
-            one.is_source_free = True
+        request = self.entering.get(id)
+        if request is not None and request.source == row:
+            request.is_source_free = True
         else:
             # Lowest first: equal runs then use equal rows, which makes their traces comparable.
             insort(self.free, row)
@@ -242,12 +277,13 @@ class Scheduler:
 
     def cancel(self, id: int) -> None:
         """Frees a request's rows, or removes it from the queue."""
-        one = self.entering.pop(id, None)
-        if one is not None and one.is_source_free:
-            insort(self.free, one.source)
-        for row in [row for row, (other, _) in self.running.items() if other == id]:
+        request = self.entering.pop(id, None)
+        if request is not None and request.is_source_free:
+            insort(self.free, request.source)
+        rows = [row for row, (owner_id, _) in self.running.items() if owner_id == id]
+        for row in rows:
             self.release(row)
-        self.waiting = deque(entry for entry in self.waiting if entry[0] != id)
+        self.waiting = deque(request for request in self.waiting if request[0] != id)
         self.returning = {part: pages for part, pages in self.returning.items() if part[0] != id}
         self.finish(id)
 

@@ -33,11 +33,9 @@ def block(
     cache: Any,
 ) -> tuple[jax.Array, Any]:
     """One layer: x[R, T, D] -> (x[R, T, D], cache)."""
-    a, constrain, kept = (
-        model.architecture,
-        model.role.constrain,
-        partial(checkpoint_name, name="attention"),
-    )
+    a = model.architecture
+    constrain = model.role.constrain
+    kept = partial(checkpoint_name, name="attention")
     # Decoding has few rows, whose elementwise operations are better done within the products.
     is_tpu = model.role.platform == "tpu" and cache is None
     apart = _gradient_barrier if is_tpu else lambda x: x
@@ -51,37 +49,41 @@ def block(
             axis=-2,
         )
     else:
-        q, k, v = (linear(weight, h) for weight in (w.q, w.k, w.v))
+        q = linear(w.q, h)
+        k = linear(w.k, h)
+        v = linear(w.v, h)
         if cache is not None or (is_tpu and model.role.name == "sampler"):
             # Else XLA for TPU makes the heads of q inside the product, for which it copies the
             # weight in another order.
             q = jax.lax.optimization_barrier(q)
-        q, k, v = (x.reshape(*x.shape[:-1], -1, a.head_dim) for x in (q, k, v))
+        q = q.reshape(*q.shape[:-1], -1, a.head_dim)
+        k = k.reshape(*k.shape[:-1], -1, a.head_dim)
+        v = v.reshape(*v.shape[:-1], -1, a.head_dim)
     if a.qk_norm:
-        q, k = rms_norm(q, w.q_norm, a.norm_eps), rms_norm(k, w.k_norm, a.norm_eps)
+        q = rms_norm(q, w.q_norm, a.norm_eps)
+        k = rms_norm(k, w.k_norm, a.norm_eps)
     if getattr(attention, "rotates", False):
         attention = partial(attention, rope=rope)
     else:
-        turn = rotate_by_product if is_tpu else rotate
-        q, k = turn(q, *rope), turn(k, *rope)
-    if repeats := model.key_heads // a.num_kv_heads - 1:
-        k, v = (
-            constrain(jnp.repeat(x, repeats + 1, axis=-2), "rows", None, "heads", None)
-            for x in (k, v)
-        )
+        cos, sin = rope
+        rotate_heads = rotate_by_product if is_tpu else rotate
+        q = rotate_heads(q, cos, sin)
+        k = rotate_heads(k, cos, sin)
+    repeats = model.key_heads // a.num_kv_heads
+    if repeats > 1:
+        k = constrain(jnp.repeat(k, repeats, axis=-2), "rows", None, "heads", None)
+        v = constrain(jnp.repeat(v, repeats, axis=-2), "rows", None, "heads", None)
     out: Any
     out, cache = attention(kept(q), kept(k), kept(v), cache)
     x = kept(x + linear(w.o, out.reshape(*out.shape[:-2], -1)))
     h = apart(rms_norm(x, w.mlp_norm, a.norm_eps))
     if isinstance(w.down, tuple):  # pieces, each of which gives a part of the sum
-        inner = (
-            _gated(model, linear(gate, h), linear(up, h))
-            for gate, up in zip(w.gate, w.up, strict=True)
-        )
-        parts = [
-            linear(down, jax.lax.optimization_barrier(h) if is_tpu else h, jnp.float32)
-            for down, h in zip(w.down, inner, strict=True)
-        ]
+        parts = []
+        for gate, up, down in zip(w.gate, w.up, w.down, strict=True):
+            inner = _gated(model, linear(gate, h), linear(up, h))
+            if is_tpu:
+                inner = jax.lax.optimization_barrier(inner)
+            parts.append(linear(down, inner, jnp.float32))
         out = sum(parts[1:], parts[0]).astype(x.dtype)
     elif is_tpu:
         out = gated_product(model, linear(w.gate, h), linear(w.up, h), w.down)

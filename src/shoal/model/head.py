@@ -25,7 +25,9 @@ def logits(model: Model, parameters: Parameters, hidden: jax.Array) -> jax.Array
 
 def output_head(parameters: Parameters) -> jax.Array:
     """[D, V]"""
-    return parameters.embed_tokens.T if parameters.lm_head is None else parameters.lm_head
+    if parameters.lm_head is None:
+        return parameters.embed_tokens.T
+    return parameters.lm_head
 
 
 def _project(head: Weight, hidden: jax.Array) -> jax.Array:
@@ -36,9 +38,10 @@ def _project(head: Weight, hidden: jax.Array) -> jax.Array:
 def head_slices(head: jax.Array, size: int) -> jax.Array:
     """A head[D, V] as slices [n, D, v], v at most `size`, by whole registers; the last ones are
     filled up by zeros."""
-    count = -(-head.shape[1] // size)
-    width = -(-head.shape[1] // (128 * count)) * 128
-    head = jnp.pad(head, ((0, 0), (0, count * width - head.shape[1])))
+    vocab_size = head.shape[1]
+    count = -(-vocab_size // size)
+    width = -(-vocab_size // (128 * count)) * 128
+    head = jnp.pad(head, ((0, 0), (0, count * width - vocab_size)))
     return head.reshape(-1, count, width).swapaxes(0, 1)
 
 
@@ -76,7 +79,8 @@ def _copies(model: Model, reduce_dtype: Any, head: jax.Array) -> jax.Array:
 def _copies_backward(
     model: Model, reduce_dtype: Any, _: None, gradient: jax.Array
 ) -> tuple[jax.Array]:
-    role, vocab = model.role, model.vocab_axis
+    role = model.role
+    vocab = model.vocab_axis
     gradient = role.constrain(gradient, "rows", None, vocab).astype(reduce_dtype)
     # Not jnp.sum: it would sum bfloat16 in float32.
     total = jax.lax.reduce(gradient, jnp.zeros((), reduce_dtype), jax.lax.add, (0,))

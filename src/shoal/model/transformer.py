@@ -34,17 +34,16 @@ from shoal.records import ShoalError
 
 @dataclass(frozen=True)
 class Model:
-    """What `forward` needs besides parameters: static, hashable, a key of the compiled programs."""
+    """Static description of a model on the devices of a role: what `forward` needs besides
+    parameters. Immutable and hashable, a key of the compiled programs; it holds no arrays."""
 
     architecture: Architecture
     role: Role
     dtype: Any = jnp.float32  # of the computation; parameters are float32
-    remat: Literal["none", "dots", "attention", "full", "offload"] = (
-        "dots"  # what is computed again, see REMAT
-    )
-    attention: Literal["auto", "reference", "blocked", "pallas"] = (
-        "auto"  # of training, scoring and prefill
-    )
+    # What is computed again, see REMAT.
+    remat: Literal["none", "dots", "attention", "full", "offload"] = "dots"
+    # Of training, scoring and prefill.
+    attention: Literal["auto", "reference", "blocked", "pallas"] = "auto"
     reduce_dtype: Any = jnp.float32  # in which gradients are summed over the mesh
     sampler_type: str = ""  # of the sampler's products' weights, in 8 bits; empty: as the trainer's
 
@@ -79,23 +78,22 @@ class Model:
         return layer_pieces(self.architecture, self.role, self.dtype)
 
     def on(self, role: Role) -> Model:
-        a = self.architecture
+        architecture = self.architecture
         if role.name == "sampler" and self.sampler_type:
-            a = replace(a, quantised=self.sampler_type)
-        return replace(self, role=role, architecture=a)
+            architecture = replace(architecture, quantised=self.sampler_type)
+        return replace(self, role=role, architecture=architecture)
 
 
 def published_specs(model: Model) -> Parameters:
     """The `param_specs` of what the sampler of a model is given."""
     specs = param_specs(model.architecture)
-    return (
-        unstack_layers(specs, model.architecture.num_layers, model.pieces)
-        if model.pieces
-        else specs
-    )
+    if not model.pieces:
+        return specs
+    return unstack_layers(specs, model.architecture.num_layers, model.pieces)
 
 
-_KEPT, _DOTS = jax.checkpoint_policies, jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+_KEPT = jax.checkpoint_policies
+_DOTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
 
 
 REMAT: dict[str, Callable[[Callable], Callable]] = {
@@ -138,14 +136,13 @@ def forward(
     aux is what `attention` returned next to its output, an entry a layer: nothing in training, new
     caches in decoding.
     """
-    x, rope = embed(model, parameters.embed_tokens, tokens), rotary(model.architecture, positions)
+    x = embed(model, parameters.embed_tokens, tokens)
+    rope = rotary(model.architecture, positions)
     if caches is not None:
-        rope = jax.lax.optimization_barrier(
-            rope
-        )  # else XLA for CPU computes each cosine again for each head and layer
-    x, aux = through_layers(
-        model, parameters.blocks, x, partial(block, model, rope=rope, attention=attention), caches
-    )
+        # Else XLA for CPU computes each cosine again for each head and layer.
+        rope = jax.lax.optimization_barrier(rope)
+    layer = partial(block, model, rope=rope, attention=attention)
+    x, aux = through_layers(model, parameters.blocks, x, layer, caches)
     return rms_norm(x, parameters.final_norm, model.architecture.norm_eps), aux
 
 
@@ -164,21 +161,20 @@ def through_layers(
     if isinstance(blocks, Block) and caches is None:
         specs = param_specs(model.architecture).blocks
 
+        def cast(weight: jax.Array, spec: Any) -> Any:
+            axes = spec.axes_on(model.role)[1:]  # without the layers'
+            return cast_weight(model, weight, axes, spec.trained and not spec.dtype)
+
         @REMAT[model.remat]
         def step(x: jax.Array, weights: Block) -> tuple[jax.Array, Any]:
-            cast = jax.tree.map(
-                lambda weight, spec: cast_weight(
-                    model, weight, spec.axes_on(model.role)[1:], spec.trained and not spec.dtype
-                ),
-                weights,
-                specs,
-            )
-            return layer(cast, x, cache=None)
+            return layer(jax.tree.map(cast, weights, specs), x, cache=None)
 
         x, aux = jax.lax.scan(step, x, blocks)
         return x, unstacked(aux, model.architecture.num_layers)
-    aux, blocks = (), by_layer(model, blocks)
-    for weights, cache in zip(blocks, caches or (None,) * len(blocks), strict=True):
+    aux = ()
+    layers = by_layer(model, blocks)
+    caches = caches or (None,) * len(layers)
+    for weights, cache in zip(layers, caches, strict=True):
         x, new = layer(weights, x, cache=cache)
         aux += (new,)
     return x, aux
@@ -202,7 +198,9 @@ def embed(model: Model, table: jax.Array, tokens: jax.Array) -> jax.Array:
 
 def by_layer(model: Model, blocks: Any) -> tuple[Block, ...]:
     """The layers one by one, of stacked or separate ones."""
-    return unstacked(blocks, model.architecture.num_layers) if isinstance(blocks, Block) else blocks
+    if isinstance(blocks, Block):
+        return unstacked(blocks, model.architecture.num_layers)
+    return blocks
 
 
 def unstacked(tree: Any, num_layers: int) -> tuple[Any, ...]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from operator import attrgetter
 from typing import Any
 
 import jax
@@ -64,7 +65,8 @@ compiles nothing."""
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DecodeState:
-    """What the device holds between steps, for the slots [N, W]. Donated from step to step."""
+    """State of the slots [N, W] on the device between steps. The engine owns the one there is, and
+    each step takes it: it is donated from step to step."""
 
     caches: tuple[LayerCache, ...]
     prefix_len: Any  # int32[N]
@@ -103,17 +105,17 @@ def make_programs(
 ) -> dict[str, Program]:
     """Programs by name, for a state of `sizes`: rows, slots a row, prompt tokens, completion
     tokens, pages. Longer prompts than `piece` tokens enter in pieces."""
-    layout, saved = (
-        jax.tree.map(lambda x: x.sharding, state_shapes(model, *some))
-        for some in (sizes, sizes[:4])
-    )
+    rows, siblings, prefix, own, pages = sizes
+    get_sharding = attrgetter("sharding")
+    layout = jax.tree.map(get_sharding, state_shapes(model, rows, siblings, prefix, own, pages))
+    saved = jax.tree.map(get_sharding, state_shapes(model, rows, siblings, prefix, own))
     static = {"eos_ids": eos_ids, "truncated": truncated, "max_support": max_support}
-    by_row, tokens = PartitionSpec(model.role.row_axes), _tokens_by_row(model.role, max_support)
+    by_row = PartitionSpec(model.role.row_axes)
+    tokens = _tokens_by_row(model.role, max_support)
     # With the same sharding as before: where the compiler chose another, the next call would
     # compile again.
-    sampled, placed = (
-        jax.tree.map(partial(NamedSharding, model.role.mesh), specs) for specs in (tokens, by_row)
-    )
+    sampled = jax.tree.map(partial(NamedSharding, model.role.mesh), tokens)
+    placed = NamedSharding(model.role.mesh, by_row)
     role = model.role.with_options(SAMPLER_OPTIONS)
     decoding = model.role.with_options(PIECES_OPTIONS) if model.pieces > 1 else role
 
@@ -133,32 +135,35 @@ def make_programs(
             out_shardings=shardings,
         )
 
-    sampling = (by_row, tokens), (layout, sampled)
+    specs = (by_row, tokens)
+    shardings = (layout, sampled)
+    make_state = partial(_idle_state, model, rows, siblings, prefix, own, pages)
+    restore = partial(_on_rows, role, _restore)
     programs = {
-        "make_state": model.role.jit(partial(_idle_state, model, *sizes), out_shardings=layout),
-        "join": jit(partial(_join, **static), *sampling),
-        "decode": jit(partial(_decode, **static), *sampling, decoding),
+        "make_state": model.role.jit(make_state, out_shardings=layout),
+        "join": jit(partial(_join, **static), specs, shardings),
+        "decode": jit(partial(_decode, **static), specs, shardings, decoding),
         "save": role.jit(partial(_on_rows, role, _save), out_shardings=saved),
-        "restore": role.jit(
-            partial(_on_rows, role, _restore), donate_argnums=0, out_shardings=layout
-        ),
+        "restore": role.jit(restore, donate_argnums=0, out_shardings=layout),
     }
     if not model.pieces:
-        return programs | {
-            "prefill": jit(partial(_prefill, piece=piece, **static), *sampling),
-            "feed": jit(_feed, (by_row, None), (layout, None)),
-        }
-    one_layer = (by_row, by_row), (placed, layout.caches[:1]), role, ("x", "caches"), False
-    return programs | {
-        "embed": jit(partial(_embed, piece=piece), (by_row,) * 3, (placed,) * 3, donated=()),
-        "prefill": jit(partial(_prefill_layers, piece=piece), *one_layer),
-        "feed": jit(_feed_layers, *one_layer),
-        "enter": jit(
-            partial(_enter_prompts, **static),
-            (by_row, tokens),
-            (replace(layout, caches=()), sampled),
-        ),
-    }
+        prefill = partial(_prefill, piece=piece, **static)
+        programs["prefill"] = jit(prefill, specs, shardings)
+        programs["feed"] = jit(_feed, (by_row, None), (layout, None))
+        return programs
+    embed_specs = (by_row, by_row, by_row)
+    embed_shardings = (placed, placed, placed)
+    programs["embed"] = jit(partial(_embed, piece=piece), embed_specs, embed_shardings, donated=())
+    layer_specs = (by_row, by_row)
+    layer_shardings = (placed, layout.caches[:1])
+    jit_layer = partial(
+        jit, specs=layer_specs, shardings=layer_shardings, donated=("x", "caches"), queued=False
+    )
+    programs["prefill"] = jit_layer(partial(_prefill_layers, piece=piece))
+    programs["feed"] = jit_layer(_feed_layers)
+    enter_shardings = (replace(layout, caches=()), sampled)
+    programs["enter"] = jit(partial(_enter_prompts, **static), specs, enter_shardings)
+    return programs
 
 
 def run_program(programs: Mapping[str, Callable], name: str, *args: Any, **arrays: Any) -> Any:
@@ -166,12 +171,19 @@ def run_program(programs: Mapping[str, Callable], name: str, *args: Any, **array
     each."""
     if name not in ("prefill", "feed") or "embed" not in programs:
         return programs[name](*args, **arrays)
-    (parameters,), state, sampled, caches = args, arrays.pop("state"), None, ()
-    entering = {key: arrays.pop(key) for key in ("limit", "keys", "sampling") if key in arrays}
-    arrays |= {"prefix_len": state.prefix_len} if name == "feed" else {}
-    x, given, where = programs["embed"](parameters.embed_tokens, **arrays)
+    (parameters,) = args
+    state = arrays.pop("state")
+    sampled = None
+    entering = {}
+    for key in ("limit", "keys", "sampling"):
+        if key in arrays:
+            entering[key] = arrays.pop(key)
+    if name == "feed":
+        arrays["prefix_len"] = state.prefix_len
+    x, layer_inputs, where = programs["embed"](parameters.embed_tokens, **arrays)
+    caches = ()
     for layer, cache in zip(parameters.blocks, state.caches, strict=True):
-        x, written = programs[name]((layer,), x=x, caches=(cache,), **given, **where)
+        x, written = programs[name]((layer,), x=x, caches=(cache,), **layer_inputs, **where)
         caches += written
     if name == "prefill":
         state, sampled = programs["enter"](
@@ -203,37 +215,30 @@ def _save(state: DecodeState, rows: jax.Array, pages: jax.Array | None = None) -
     """What the device holds of rows[M], which give way, and of their pages[M, W, T] where keys are
     by pages; any row stands where fewer do."""
     saved = jax.tree.map(lambda x: _slices(x, rows), _without_pools(state, pages))
-    return (
-        saved
-        if pages is None
-        else replace(
-            saved,
-            caches=tuple(
-                replace(one, own_k=kv_caches.read_pages(whole.own_k, pages))
-                for one, whole in zip(saved.caches, state.caches, strict=True)
-            ),
-        )
-    )
+    if pages is None:
+        return saved
+    caches = []
+    for of_rows, cache in zip(saved.caches, state.caches, strict=True):
+        caches.append(replace(of_rows, own_k=kv_caches.read_pages(cache.own_k, pages)))
+    return replace(saved, caches=tuple(caches))
 
 
 def _without_pools(state: DecodeState, pages: jax.Array | None) -> DecodeState:
     """What is by row: all, where keys are not by pages."""
-    return (
-        state
-        if pages is None
-        else replace(state, caches=tuple(replace(x, own_k=None) for x in state.caches))
-    )
+    if pages is None:
+        return state
+    caches = tuple(replace(cache, own_k=None) for cache in state.caches)
+    return replace(state, caches=caches)
 
 
 def _slices(x: jax.Array, *index: jax.Array) -> jax.Array:
     """x[index[0], index[1]...] for few indices; one past the end means the last. XLA for TPU reads
     all of x where it gathers rows of a cache."""
-    sizes = (1,) * len(index) + x.shape[len(index) :]
-    parts = [
-        jax.lax.dynamic_slice(x, (*at, *(0,) * (x.ndim - len(at))), sizes)
-        for at in zip(*index, strict=True)
-    ]
-    return jnp.concatenate(parts).reshape(-1, *x.shape[len(index) :])
+    rest = x.shape[len(index) :]
+    sizes = (1,) * len(index) + rest
+    zeros = (0,) * len(rest)
+    slices = [jax.lax.dynamic_slice(x, at + zeros, sizes) for at in zip(*index, strict=True)]
+    return jnp.concatenate(slices).reshape(-1, *rest)
 
 
 def _restore(
@@ -241,22 +246,18 @@ def _restore(
 ) -> DecodeState:
     """Puts what was saved of M rows into rows[M], and into pages[M, W, T]; a row or page past the
     end is dropped."""
-    found = jax.tree.map(
+    restored = jax.tree.map(
         lambda x, new: x.at[rows].set(new, mode="drop"),
         _without_pools(state, pages),
         _without_pools(saved, pages),
     )
-    return (
-        found
-        if pages is None
-        else replace(
-            found,
-            caches=tuple(
-                replace(one, own_k=old.own_k.at[pages].set(new.own_k, mode="drop"))
-                for one, old, new in zip(found.caches, state.caches, saved.caches, strict=True)
-            ),
-        )
-    )
+    if pages is None:
+        return restored
+    caches = []
+    for of_rows, old, new in zip(restored.caches, state.caches, saved.caches, strict=True):
+        own_k = old.own_k.at[pages].set(new.own_k, mode="drop")
+        caches.append(replace(of_rows, own_k=own_k))
+    return replace(restored, caches=tuple(caches))
 
 
 def _idle_state(
@@ -287,29 +288,31 @@ def state_shapes(model: Model, *sizes: int) -> DecodeState:
     """Shapes, types and layout of a state of `sizes`, as those of `make_programs`; nothing is
     allocated."""
     shapes = jax.eval_shape(partial(_idle_state, model, *sizes))
-    return jax.tree.map(
-        lambda shape, place: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=place),
-        shapes,
-        _layout(model.role, shapes),
-    )
+
+    def with_sharding(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    return jax.tree.map(with_sharding, shapes, _layout(model.role, shapes))
 
 
 def _layout(role: Role, shapes: DecodeState) -> DecodeState:
     """Shardings of the state: its rows over those of the mesh, key/value heads over `tensor`."""
 
     def sharding(leaf: jax.ShapeDtypeStruct) -> NamedSharding:
-        last = (
-            ("heads", None, None) if leaf.ndim >= 4 else ()
-        )  # only caches have heads: [.., K, T, A]
-        return role.sharding(("rows", *(None,) * (leaf.ndim - 1 - len(last)), *last), leaf.shape)
+        axes: list[str | None] = ["rows"] + [None] * (leaf.ndim - 1)
+        if leaf.ndim >= 4:  # only caches have heads: [.., K, T, A]
+            axes[-3] = "heads"
+        return role.sharding(tuple(axes), leaf.shape)
 
     return jax.tree.map(sharding, shapes)
 
 
 def _tokens_by_row(role: Role, max_support: int) -> SampledTokens:
     """How sampled tokens are split: each replica's are its own rows'."""
-    rows, steps = PartitionSpec(role.row_axes), PartitionSpec(None, role.row_axes)
-    return SampledTokens(steps, steps, rows, rows, rows, steps if max_support else None)
+    rows = PartitionSpec(role.row_axes)
+    steps = PartitionSpec(None, role.row_axes)
+    support_ids = steps if max_support else None
+    return SampledTokens(steps, steps, rows, rows, rows, support_ids)
 
 
 def _next_tokens(
@@ -325,20 +328,16 @@ def _next_tokens(
     log-prob, support ids)."""
     shape = noise.shape
     flat = jax.tree.map(lambda x: x.reshape(-1), sampling)
-    hidden = (
-        jax.lax.optimization_barrier(hidden) if model.role.platform == "tpu" else hidden
-    )  # normed once, not in it
+    is_tpu = model.role.platform == "tpu"
+    if is_tpu:
+        hidden = jax.lax.optimization_barrier(hidden)  # normed once, not within the product
     scores = logits(model, parameters, hidden).reshape(-1, model.architecture.vocab_size)
     # They stay split through the choice of the token.
     scores = model.role.constrain(scores, None, model.vocab_axis)
+    split_over = model.role if model.vocab_axis else None
+    vocab_block = TPU_BLOCK if is_tpu else BLOCK
     token, logprob, support_ids = sample_tokens(
-        scores,
-        flat,
-        noise.reshape(-1),
-        truncated,
-        max_support,
-        model.role if model.vocab_axis else None,
-        TPU_BLOCK if model.role.platform == "tpu" else BLOCK,
+        scores, flat, noise.reshape(-1), truncated, max_support, split_over, vocab_block
     )
     if support_ids is not None:
         support_ids = support_ids.reshape(*shape, max_support)
@@ -353,14 +352,18 @@ def recorded_calls(
     programs: Mapping[str, Program], name: str, *args: Any, **arrays: Any
 ) -> dict[str, Any]:
     """What `run_program` calls, of shapes: by program how often, and what with."""
-    found: dict[str, Any] = {}
+    calls: dict[str, Any] = {}
 
     def record(name: str, *args: Any, **arrays: Any) -> Any:
-        found[name] = found.get(name, [0])[0] + 1, args, arrays
+        times = 1
+        if name in calls:
+            times += calls[name][0]
+        calls[name] = times, args, arrays
         return programs[name].eval_shape(*args, **arrays)
 
-    run_program({name: partial(record, name) for name in programs}, name, *args, **arrays)
-    return found
+    recorders = {program: partial(record, program) for program in programs}
+    run_program(recorders, name, *args, **arrays)
+    return calls
 
 
 def _by_replica(step: Callable, model: Model, out: tuple, weights: Any, **by_row: Any) -> tuple:
@@ -370,14 +373,14 @@ def _by_replica(step: Callable, model: Model, out: tuple, weights: Any, **by_row
     if role.row_shards == 1:
         return step(weights, model=model, **by_row)
 
-    def one(weights: Any, by_row: dict[str, Any]) -> tuple:
+    def on_replica(weights: Any, by_row: dict[str, Any]) -> tuple:
         # Rows are split already; the partitioner still splits heads and vocabulary over `tensor`.
         rules = tuple((axis, None if axis == "rows" else mapped) for axis, mapped in role.rules)
         inner = model.on(replace(role, mesh=jax.sharding.get_abstract_mesh(), rules=rules))
         return step(weights, model=inner, **by_row)
 
     return jax.shard_map(
-        one,
+        on_replica,
         mesh=role.mesh,
         in_specs=(PartitionSpec(), PartitionSpec(role.row_axes)),
         out_specs=out,
@@ -394,10 +397,10 @@ def empty_batch(positions: int, siblings: int, bucket: int) -> dict[str, Any]:
         "limit": np.zeros((positions, siblings), np.int32),
         "keys": np.zeros((positions, siblings, 2), np.uint32),
         "sampling": SamplingArrays(
-            *(
-                np.zeros(positions, dtype)
-                for dtype in (np.float32, np.int32, np.float32, np.float32)
-            )
+            np.zeros(positions, np.float32),
+            np.zeros(positions, np.int32),
+            np.zeros(positions, np.float32),
+            np.zeros(positions, np.float32),
         ),
     }
     if bucket:
@@ -422,11 +425,12 @@ def _prefill(
     """Prompts tokens[R, T] of length[R] enter rows[R] of their replica, each with its first
     siblings."""
     where: dict[str, Any] = {"length": length, "rows": rows, "model": model}
-    x, given, _ = _embed(parameters.embed_tokens, tokens=tokens, piece=piece, **where)
+    x, layer_inputs, _ = _embed(parameters.embed_tokens, tokens=tokens, piece=piece, **where)
     x, caches = _prefill_layers(
-        parameters.blocks, x=x, caches=state.caches, piece=piece, **given, **where
+        parameters.blocks, x=x, caches=state.caches, piece=piece, **layer_inputs, **where
     )
-    return _enter_prompts(parameters, state=replace(state, caches=caches), x=x, **where, **entering)
+    state = replace(state, caches=caches)
+    return _enter_prompts(parameters, state=state, x=x, **where, **entering)
 
 
 def _embed(
@@ -441,16 +445,18 @@ def _embed(
     """What tokens[R, T] enter the first layer with, x[R, T, D], what all layers are given besides,
     and `where` they stand: those of a prompt, or of context in rows whose prompts have
     `prefix_len`[N] tokens."""
-    size, first = tokens.shape[1], jnp.zeros(len(tokens), jnp.int32)
-    if prefix_len is None:
-        given: dict[str, Any] = {
-            "reads": prompt_reads(model, where["length"], size) if size <= piece else ()
-        }
+    size = tokens.shape[1]
+    first = jnp.zeros(len(tokens), jnp.int32)
+    layer_inputs: dict[str, Any] = {}
+    if prefix_len is not None:
+        layer_inputs["prefix_len"] = _slices(prefix_len, where["rows"])
+        first = layer_inputs["prefix_len"] + where["start"]
+    elif size <= piece:
+        layer_inputs["reads"] = prompt_reads(model, where["length"], size)
     else:
-        given = {"prefix_len": _slices(prefix_len, where["rows"])}
-        first = given["prefix_len"] + where["start"]
-    given["rope"] = rotary(model.architecture, first[:, None] + jnp.arange(size))
-    return embed(model, table, tokens), given, where
+        layer_inputs["reads"] = ()
+    layer_inputs["rope"] = rotary(model.architecture, first[:, None] + jnp.arange(size))
+    return embed(model, table, tokens), layer_inputs, where
 
 
 def _prefill_layers(
@@ -467,11 +473,11 @@ def _prefill_layers(
 ) -> tuple[jax.Array, tuple[LayerCache, ...]]:
     """Prompts x[R, T, D] of length[R] through layers; their keys are written to rows[R] of the
     caches."""
+    size = x.shape[1]
     layer: Any = partial(_in_pieces, model, rope=rope, length=length, piece=piece)
-    if (size := x.shape[1]) <= piece:
-        layer = partial(
-            block, model, rope=rope, attention=prefill_attention(model, length, size, reads)
-        )
+    if size <= piece:
+        attention = prefill_attention(model, length, size, reads)
+        layer = partial(block, model, rope=rope, attention=attention)
     x, keys = through_layers(model, blocks, x, layer)
     return x, kv_caches.write_prefixes(model, caches, keys, rows)
 
@@ -499,7 +505,9 @@ def piece_size(model: Model, longest: int) -> int:
     A kernel takes the longest prompt whole: in pieces 8B on a v6e takes twice as long for one of
     16k tokens.
     """
-    return PIECE if attention_kind(model, 1, longest) in ("reference", "blocked") else longest
+    if attention_kind(model, 1, longest) in ("reference", "blocked"):
+        return PIECE
+    return longest
 
 
 def _in_pieces(
@@ -514,30 +522,32 @@ def _in_pieces(
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """One layer of prompts x[R, T, D] of length[R], T in whole pieces: x, and their keys and values
     [R, T, K, A]."""
-    (count, size, _), a, longest = x.shape, model.architecture, length.max()
+    count, size, _ = x.shape
+    longest = length.max()
     block_keys = block_size(piece, model.role.platform)
-    zeros = jnp.zeros((count, model.key_heads, size, a.head_dim), model.dtype)
+    head_dim = model.architecture.head_dim
+    zeros = jnp.zeros((count, model.key_heads, size, head_dim), model.dtype)
 
-    def one(carry: tuple) -> tuple:
+    def has_next(carry: tuple) -> jax.Array:
+        number, _, _ = carry
+        return number * piece < longest
+
+    def one_piece(carry: tuple) -> tuple:
         number, x, keys = carry
         start = number * piece
-        own, turned = jax.tree.map(
+        own, own_rope = jax.tree.map(
             lambda whole: jax.lax.dynamic_slice_in_dim(whole, start, piece, 1), (x, rope)
         )
-        own, keys = block(
-            model,
-            weights,
-            own,
-            rope=turned,
-            cache=keys,
-            attention=decode.piece_attention(start, longest, block_keys),
-        )
-        return number + 1, jax.lax.dynamic_update_slice_in_dim(x, own, start, 1), keys
+        attention = decode.piece_attention(start, longest, block_keys)
+        own, keys = block(model, weights, own, rope=own_rope, cache=keys, attention=attention)
+        next_number = number + 1
+        x = jax.lax.dynamic_update_slice_in_dim(x, own, start, 1)
+        return next_number, x, keys
 
     # As many pieces as the longest has: what the others compute beyond their ends is masked, as
     # padding is.
     start = jnp.int32(0), x, LayerCache(zeros, zeros, None, None)
-    _, x, keys = jax.lax.while_loop(lambda carry: carry[0] * piece < longest, one, start)
+    _, x, keys = jax.lax.while_loop(has_next, one_piece, start)
     return x, (keys.prefix_k.swapaxes(1, 2), keys.prefix_v.swapaxes(1, 2))
 
 
@@ -554,7 +564,8 @@ def _join(
     **static: Any,
 ) -> tuple[DecodeState, SampledTokens]:
     """Further siblings enter rows[M] of their replica, their prompts are in its sources[M]."""
-    length, last = state.prefix_len[sources], state.last[sources]
+    length = state.prefix_len[sources]
+    last = state.last[sources]
     # A copy once for each row that is filled: read through pointers, a token's attention would
     # gather rows of keys, which XLA for TPU makes a loop over them.
     state = replace(state, caches=kv_caches.copy_prefixes(state.caches, sources, rows))
@@ -601,14 +612,9 @@ def _enter(
         keys=put(state.keys, keys),
         sampling=jax.tree.map(put, state.sampling, spread),
     )
-    sampled = SampledTokens(
-        token[None],
-        logprob[None],
-        used.astype(jnp.int32),
-        done,
-        eos,
-        None if support_ids is None else support_ids[None],
-    )
+    sampled = SampledTokens(token[None], logprob[None], used.astype(jnp.int32), done, eos)
+    if support_ids is not None:
+        sampled = replace(sampled, support_ids=support_ids[None])
     return state, sampled
 
 
@@ -617,11 +623,11 @@ def _feed(
 ) -> tuple[DecodeState, None]:
     """Writes the keys of tokens[M, C], after start[M] tokens of their own, of completions at
     rows[M], slots[M]; a row past the end is dropped."""
-    x, given, _ = _embed(
+    x, layer_inputs, _ = _embed(
         parameters.embed_tokens, tokens=tokens, model=model, prefix_len=state.prefix_len, **where
     )
     _, caches = _feed_layers(
-        parameters.blocks, x=x, caches=state.caches, model=model, **given, **where
+        parameters.blocks, x=x, caches=state.caches, model=model, **layer_inputs, **where
     )
     return replace(state, caches=caches), None
 
@@ -642,48 +648,51 @@ def _feed_layers(
     """Context x[M, C, D] through layers; prefix_len[M] of their prompts. `pages`[M, T]: those of
     their keys."""
 
-    def own_keys(keys: jax.Array) -> jax.Array:
-        return _slices(keys, rows, slots) if pages is None else kv_caches.read_pages(keys, pages)
+    def prompt_keys(keys: jax.Array) -> jax.Array:
+        return _slices(keys, rows)
 
-    read = tuple(
-        kv_caches.out_of_pages(
-            LayerCache(
-                *jax.tree.map(lambda keys: _slices(keys, rows), (one.prefix_k, one.prefix_v)),
-                *jax.tree.map(own_keys, (one.own_k, one.own_v)),
-            )
-        )
-        for one in caches
-    )
+    def own_keys(keys: jax.Array) -> jax.Array:
+        if pages is None:
+            return _slices(keys, rows, slots)
+        return kv_caches.read_pages(keys, pages)
+
+    read = []
+    for cache in caches:
+        prefix_k, prefix_v = jax.tree.map(prompt_keys, (cache.prefix_k, cache.prefix_v))
+        own_k, own_v = jax.tree.map(own_keys, (cache.own_k, cache.own_v))
+        read.append(kv_caches.out_of_pages(LayerCache(prefix_k, prefix_v, own_k, own_v)))
     attention = decode.context_attention(model.role.platform, prefix_len, start)
     rope = jax.lax.optimization_barrier(rope)  # as in `forward`
-    x, own = through_layers(
-        model, blocks, x, partial(block, model, rope=rope, attention=attention), read
-    )
-    own = own if pages is None else [(kv_caches.in_pages(k, v), None) for k, v in own]
+    layer = partial(block, model, rope=rope, attention=attention)
+    x, new_keys = through_layers(model, blocks, x, layer, read)
+    index: Any = (rows, slots)
+    if pages is not None:
+        index = pages
+        new_keys = [(kv_caches.in_pages(k, v), None) for k, v in new_keys]
 
     def put(keys: jax.Array, new: jax.Array) -> jax.Array:
         # Whole slots: to write the new keys alone, XLA for TPU copies the whole cache to another
         # layout and back.
-        return keys.at[(rows, slots) if pages is None else pages].set(new, mode="drop")
+        return keys.at[index].set(new, mode="drop")
 
-    written = (
-        jax.tree.map(put, (one.own_k, one.own_v), new) for one, new in zip(caches, own, strict=True)
-    )
-    return x, tuple(
-        replace(one, own_k=k, own_v=v) for one, (k, v) in zip(caches, written, strict=True)
-    )
+    written = []
+    for cache, new in zip(caches, new_keys, strict=True):
+        own_k, own_v = jax.tree.map(put, (cache.own_k, cache.own_v), new)
+        written.append(replace(cache, own_k=own_k, own_v=own_v))
+    return x, tuple(written)
 
 
 def empty_feed(positions: int, pages: int = 0) -> dict[str, Any]:
     """The arrays of a feed, all of whose positions are unused; of completions of so many pages at
     most."""
-    table = {"pages": np.full((positions, pages), kv_caches.NO_PAGE, np.int32)} if pages else {}
-    return table | {
-        "rows": np.full(positions, 2**31 - 1, np.int32),
-        "slots": np.zeros(positions, np.int32),
-        "start": np.zeros(positions, np.int32),
-        "tokens": np.zeros((positions, FEED), np.int32),
-    }
+    arrays: dict[str, Any] = {}
+    if pages:
+        arrays["pages"] = np.full((positions, pages), kv_caches.NO_PAGE, np.int32)
+    arrays["rows"] = np.full(positions, 2**31 - 1, np.int32)
+    arrays["slots"] = np.zeros(positions, np.int32)
+    arrays["start"] = np.zeros(positions, np.int32)
+    arrays["tokens"] = np.zeros((positions, FEED), np.int32)
+    return arrays
 
 
 def no_context(rows: int, siblings: int) -> dict[str, Any]:
@@ -703,16 +712,12 @@ def _read_in_a_loop(model: Model, parameters: Params) -> Params:
         # XLA for CPU copies each layer out of stacked weights before its products: in the loop, at
         # every token.
         return replace(parameters, blocks=by_layer(model, parameters.blocks))
-    if (
-        model.role.platform == "gpu"
-        and model.role.tensor == 1
-        and selector.decodes_by_kernel(model)
-    ):
+    is_whole_on_gpu = model.role.platform == "gpu" and model.role.tensor == 1
+    if is_whole_on_gpu and selector.decodes_by_kernel(model):
         # This copy is a fiftieth of what one token reads, and spares two launches a layer and
         # token.
-        return replace(
-            parameters, blocks=tuple(map(products_joined, by_layer(model, parameters.blocks)))
-        )
+        blocks = [products_joined(weights) for weights in by_layer(model, parameters.blocks)]
+        return replace(parameters, blocks=tuple(blocks))
     return parameters
 
 
@@ -742,7 +747,8 @@ def _decode(
     """
     shape = state.token.shape
     parameters = _read_in_a_loop(model, parameters)
-    goes_on, forced = resumed > 0, jnp.moveaxis(forced, -1, 0)
+    goes_on = resumed > 0
+    forced = jnp.moveaxis(forced, -1, 0)
     start = replace(
         state,
         done=(state.done & ~goes_on) | stopped,
@@ -755,8 +761,10 @@ def _decode(
         jnp.zeros(shape, jnp.int32),
         start.done,
         jnp.zeros(shape, bool),
-        jnp.zeros((CHUNK, *shape, max_support), jnp.int32) if max_support else None,
     )
+    if max_support:
+        support_ids = jnp.zeros((CHUNK, *shape, max_support), jnp.int32)
+        empty = replace(empty, support_ids=support_ids)
     num_prefix = jnp.max(jnp.where(start.done.all(-1), 1, state.prefix_len))
     # Of all tokens at once: a live slot's length grows by one at each. Threefry on CPU is a loop of
     # small operations.
@@ -785,25 +793,26 @@ def _decode(
         token, logprob, support_ids = _next_tokens(
             model, parameters, hidden, s.sampling, noise[step], truncated, max_support
         )
-        live, is_forced = ~s.done, step < num_forced  # a live slot has been so in each step before
-        token, logprob = (
-            jnp.where(is_forced, forced[step], token),
-            jnp.where(is_forced, 0.0, logprob),
-        )
+        live = ~s.done
+        is_forced = step < num_forced  # a live slot has been so in each step before
+        token = jnp.where(is_forced, forced[step], token)
+        logprob = jnp.where(is_forced, 0.0, logprob)
         # A finished slot is computed along and writes its last token again, at its own position,
         # where nobody reads.
         token = jnp.where(live, token, s.token)
         length = s.length + live
         eos = live & ~is_forced & _is_eos(token, eos_ids)
         done = s.done | eos | (length >= s.limit)
-        out = SampledTokens(
-            out.token.at[step].set(token),
-            out.logprob.at[step].set(logprob),
-            out.count + live,
-            done,
-            out.eos | eos,
-            None if support_ids is None else out.support_ids.at[step].set(support_ids),
+        out = replace(
+            out,
+            token=out.token.at[step].set(token),
+            logprob=out.logprob.at[step].set(logprob),
+            count=out.count + live,
+            done=done,
+            eos=out.eos | eos,
         )
+        if support_ids is not None:
+            out = replace(out, support_ids=out.support_ids.at[step].set(support_ids))
         new = replace(s, caches=caches, token=token, length=length, done=done)
         return unfinished(step + 1, done), step + 1, new, out
 
@@ -811,5 +820,5 @@ def _decode(
     # Whether it goes on is part of its body, which XLA for GPU records as one graph; a condition is
     # launched operation by operation.
     first = unfinished(jnp.int32(0), start.done), jnp.int32(0), start, empty
-    *_, state, sampled = jax.lax.while_loop(lambda carry: carry[0], one_token, first)
+    _, _, state, sampled = jax.lax.while_loop(lambda carry: carry[0], one_token, first)
     return state, sampled

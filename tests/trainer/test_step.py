@@ -86,20 +86,24 @@ def gradient(a, parameters, batch, dtype=jnp.float32, remat="dots"):
     return loss, gradient
 
 
-@pytest.mark.parametrize(
-    "a",
-    [
+@pytest.fixture(
+    scope="module",
+    params=[
         pytest.param(PLAINEST, id="plainest"),
         pytest.param(FULLEST, id="fullest", marks=pytest.mark.slow),
     ],
 )
-def test_a_shared_prompt_equals_the_flattened_computation(a):
-    parameters = random_parameters(a)
-    (batch,) = batches(random_groups(a, 3, 4, 40, 30), temperature=0.7)
-    flat_batch = flattened(batch)
-    ((loss, lp), shared), ((flat_loss, flat_lp), flat) = (
-        gradient_program(a, jnp.float32, "dots")(parameters, one) for one in (batch, flat_batch)
-    )
+def shared_and_flattened(request):
+    """A batch and the same flattened, each with its loss, log-probs and gradient."""
+    parameters = random_parameters(request.param)
+    (batch,) = batches(random_groups(request.param, 3, 4, 40, 30), temperature=0.7)
+    program = gradient_program(request.param, jnp.float32, "dots")
+    return [(one, program(parameters, one)) for one in (batch, flattened(batch))]
+
+
+def test_a_shared_prompt_equals_the_flattened_computation(shared_and_flattened):
+    batch, ((loss, lp), shared) = shared_and_flattened[0]
+    flat_batch, ((flat_loss, flat_lp), flat) = shared_and_flattened[1]
     assert np.abs(own(lp, batch) - own(flat_lp, flat_batch)).max() < 1e-5
     assert abs(loss - flat_loss) < 1e-5 * max(1, abs(flat_loss))
     for ours, theirs in zip(jax.tree.leaves(shared), jax.tree.leaves(flat), strict=True):

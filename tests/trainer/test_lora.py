@@ -385,7 +385,7 @@ def test_a_large_models_checkpoint_and_publication_are_of_the_adapter_alone():
 @pytest.mark.parametrize("rslora", [False, True])
 def test_peft_reads_what_is_written_and_writes_what_is_read(tmp_path, family, rslora):
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    peft = pytest.importorskip("peft")
+    package = pytest.importorskip("peft")
     folder = write_model(tmp_path / "base", family)
     base = resolve_model(ModelSection(path=str(folder))).architecture
     a = replace(
@@ -404,7 +404,7 @@ def test_peft_reads_what_is_written_and_writes_what_is_read(tmp_path, family, rs
         )
     assert np.abs(ours - whole).max() < 1e-4 < 0.1 < np.abs(ours - plain).max()
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    model = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter")
+    model = package.PeftModel.from_pretrained(theirs, tmp_path / "adapter")
     with torch.no_grad():
         assert np.abs(model(torch.tensor(tokens[None])).logits[0].numpy() - ours).max() < 1e-4
     model.save_pretrained(tmp_path / "again")

@@ -186,6 +186,8 @@ class Trial:
     def gap(self, scorer: Any, completions: dict[tuple[int, int], Any]) -> float:
         """The largest difference of a token's log-prob from the scorer's, which is of one
         device."""
+        from shoal.trainer.batch import unpack
+
         batch = self.batch(self.groups(completions), 1)
         scored = np.asarray(scorer.score(self.state(scorer).trainable, batch.arrays))
         return max(

@@ -317,7 +317,7 @@ def test_kernels_that_do_not_compile_or_give_other_results_are_not_taken(monkeyp
         "values differ by nan": lambda q, k, v, *rest: right(q, k, v * jnp.nan, *rest),
     }
     for number, (text, wrong) in enumerate(faults.items(), 1):
-        monkeypatch.setattr(gpu_attention, "attend_rows", wrong)
+        monkeypatch.setattr(kernel_trials, "attend_rows", wrong)
         assert f"their {text}" in kernel_trials.fault_on(
             device, number, 8, "float32", interpret=True
         )
@@ -330,7 +330,7 @@ def test_memory_that_another_program_holds_is_no_lasting_fault(monkeypatch):
 
     asked = jax.devices()[0], 1, 24, "float32", True
     with monkeypatch.context() as patched:
-        patched.setattr(gpu_attention, "attend_rows", full)
+        patched.setattr(kernel_trials, "attend_rows", full)
         assert "RESOURCE_EXHAUSTED" in kernel_trials.fault_on(*asked)
     assert kernel_trials.fault_on(*asked) == ""
 

@@ -19,7 +19,6 @@ from shoal.config.commands import GenerateConfig
 from shoal.job.job import Job
 from shoal.mesh import Role
 from shoal.model.attention import decode_gpu, decode_tpu, selector
-from shoal.model.attention import gpu as gpu_attention
 from shoal.model.attention import tpu as tpu_attention
 from shoal.model.attention import trials as kernel_trials
 from shoal.model.attention.caches import PAGE, LayerCache, in_pages
@@ -345,7 +344,7 @@ def test_more_slots_a_program_where_there_are_enough_programs():
 
 @pytest.mark.slow
 def test_a_device_on_which_it_gives_other_results_does_without(monkeypatch):
-    monkeypatch.setattr(gpu_attention, "block_size", lambda *_: 16)
+    monkeypatch.setattr(kernel_trials, "block_size", lambda *_: 16)
     device = jax.devices()[0]
     assert kernel_trials.fault_on(device, 2, 32, "float32", interpret=True) == ""
     monkeypatch.setattr(decode_gpu, "LOG2E", 1.4)
@@ -367,7 +366,7 @@ def test_a_tpu_on_which_it_gives_other_results_does_without(monkeypatch):
         )
     right = decode_tpu.attend_pages
     monkeypatch.setattr(
-        decode_tpu, "attend_pages", lambda *args, **keys: right(*args, **keys) * 1.01
+        kernel_trials, "attend_pages", lambda *args, **keys: right(*args, **keys) * 1.01
     )
     assert "their results in decoding differ" in kernel_trials.fault_on(
         device, 1, 64, "float32", interpret=True

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from small import PLAINEST, random_parameters, roles
 
-from shoal import protocols
+from shoal import findings, protocols
 from shoal.config.choices import ADVANTAGES, POLICY_LOSSES
 from shoal.config.sections.reward import RewardSection
 from shoal.job import job as job_module
@@ -24,6 +24,7 @@ from shoal.job import training as job_training
 from shoal.model.transformer import Model
 from shoal.protocols import GroupRequest
 from shoal.records import Completion, Example, Purpose, RewardFunction, SamplingParams, StopReason
+from shoal.report.console import Console
 from shoal.rewards.pool import RewardPool
 from shoal.rollout import fleet, host, host_health
 from shoal.rollout.fleet import Fleet
@@ -31,9 +32,11 @@ from shoal.rollout.host import EngineHost, ThreadHost
 from shoal.rollout.ledger import GroupRewards
 from shoal.rollout.multi_process import MultiProcessSource
 from shoal.rollout.ray_host import ObjectVersion, RayHost
+from shoal.runs import mirror
 from shoal.tasks.task import Task
 from shoal.trainer import evaluation, loop, update
 from shoal.trainer.scorers import ModelScorer, ParameterScorer
+from shoal.weights import source
 from shoal.weights.store import FileVersion, MemoryPublisher, MemoryVersion, StoredVersion
 
 
@@ -108,6 +111,7 @@ PAIRS = [
     (protocols.RolloutSource, MultiProcessSource),
     (protocols.Scorer, ParameterScorer),
     (protocols.Scorer, ModelScorer),
+    (protocols.Printer, Console),
 ]
 
 
@@ -143,9 +147,10 @@ def test_an_implementation_has_the_members_of_its_protocol(protocol, implementat
         (
             protocols.RolloutSource,
             "source",
-            (loop, evaluation, job_module, job_training, job_training),
+            (loop, evaluation, job_module, job_training),
         ),
         (protocols.Scorer, r"(?:reference|teacher|scorer)", (update,)),
+        (protocols.Printer, "console", (findings, mirror, source)),
     ],
 )
 def test_every_member_of_a_protocol_is_used(protocol, name, users):
@@ -214,10 +219,7 @@ def test_a_host_needs_no_more_than_the_protocol():
 
 def test_every_protocol_has_an_implementation():
     classes = [value for value in vars(protocols).values() if inspect.isclass(value)]
-    names = {one.__name__ for one in classes if getattr(one, "_is_protocol", False)} - {
-        "Protocol",
-        "Printer",
-    }
+    names = {one.__name__ for one in classes if getattr(one, "_is_protocol", False)} - {"Protocol"}
     assert names == {protocol.__name__ for protocol, _ in PAIRS}
 
 

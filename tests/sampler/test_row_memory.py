@@ -1,4 +1,4 @@
-"""Places by pages: whose pages they are, and that rows which give way and come back change no
+"""Slots by pages: whose pages they are, and that rows which give way and come back change no
 bit."""
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The registry of an algorithm's parts: by the name that a user sets, a function and what else must
 be known of it.
 
-    AlgorithmSection   the names that each key accepts, and the range of its bounds
-    help, completion, preflight   names, and which keys act on which part
-    trainer            `load`, and the settings that the function takes
+    AlgorithmSection           the names that each key accepts, and the range of its bounds
+    help, completion, checks   names, and which keys act on which part
+    trainer                    `load`, and the settings that the function takes
 
 Rows name functions as text, so nothing here imports JAX: `--help` and `--dry-run` stay quick.
 """

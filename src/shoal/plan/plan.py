@@ -2,7 +2,7 @@
 figures.
 
 config, topology -> PlannedJob.describe (a process) -> prints what is held, and what is impossible
-                 -> each program compiled, a deep model's decoding with 2 and 4 layers -> Figures
+                 -> each program compiled, a deep model's decoding with 2 and 4 layers -> Budget
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.records import ShoalError
-from shoal.runs.lines import bounded_json, one_line, rounded
+from shoal.runs.lines import bounded_json, bounded_line, rounded
 from shoal.runs.reader import StoredRun
 from shoal.text import did_you_mean
 
@@ -125,7 +125,7 @@ def column_sql(column: str) -> str:
 
 def reason(error: Exception) -> str:
     """What DuckDB says, in one line without the query."""
-    return one_line(str(error).split("\nLINE")[0])[:200]
+    return bounded_line(str(error).split("\nLINE")[0])[:200]
 
 
 # ---- filters

@@ -15,9 +15,9 @@ from typing import Any, SupportsFloat
 import numpy as np
 import yaml
 
-from shoal import text as texts
 from shoal.files import appearing, writing
 from shoal.records import ShoalError
+from shoal.text import one_line
 
 _LINE_ENDS = str.maketrans({"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"})
 
@@ -177,7 +177,7 @@ def flat_yaml(text: str) -> dict[str, Any]:
                 )
         found = yaml.load(text, _BoundedLoader)
     except yaml.YAMLError as error:
-        raise ValueError(one_line(str(error))[:200]) from error
+        raise ValueError(bounded_line(str(error))[:200]) from error
     except (
         LookupError,
         AttributeError,
@@ -224,15 +224,15 @@ def leaves(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, A
             yield f"{prefix}{key}", value
 
 
-def one_line(text: object) -> str:
+def bounded_line(text: object) -> str:
     """The beginning of a text that may be of any length, in one line."""
-    return texts.one_line(text)[:400]
+    return one_line(text)[:400]
 
 
 def reason(error: BaseException) -> str:
     """What an error says, in one short line."""
     text = getattr(error, "strerror", None) or str(error) or type(error).__name__
-    return one_line(text)[:160]
+    return bounded_line(text)[:160]
 
 
 def rounded(value: float) -> float | None:

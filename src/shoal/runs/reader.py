@@ -53,10 +53,10 @@ from shoal.runs.layout import (
 )
 from shoal.runs.lines import (
     bounded_json,
+    bounded_line,
     evaluation_scalars,
     flat_yaml,
     json_ready,
-    one_line,
     read_lines,
     reason,
     rounded,
@@ -117,7 +117,7 @@ class StoredRun:
             raise ShoalError(f"{self.where}/{about} {text}: remove it, or restore it from a backup")
         with self.lock:
             if about in self.problems or len(self.problems) < MAX_PROBLEMS:
-                self.problems[about] = one_line(f"{about}: {text}")
+                self.problems[about] = bounded_line(f"{about}: {text}")
 
     def text(self, name: str, most: int) -> str:
         """A file as text, bytes that are no UTF-8 as escapes; empty without it. Of a larger one the

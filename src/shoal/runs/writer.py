@@ -47,7 +47,7 @@ from shoal.runs.mirror import Mirror
 class RunWriter:
     """The files of one run. Made by `RunWriter.create`; closed at the end, or used in a `with`.
 
-    >>> with RunFolder.create("outputs", "first") as folder:
+    >>> with RunWriter.create("outputs", "first") as folder:
     ...     folder.write_metrics(1, {"reward/mean": 0.5})
     """
 

@@ -16,7 +16,7 @@ from shoal.commands.view.run import Curves
 from shoal.records import ShoalError, ground_truth
 from shoal.runs.compare import acting_keys, likely_keys
 from shoal.runs.group_table import Database, GroupFile, GroupTable, column_sql, reason
-from shoal.runs.lines import bounded_json, one_line
+from shoal.runs.lines import bounded_json, bounded_line
 from shoal.runs.metrics import is_clock
 from shoal.runs.reader import StoredRun
 
@@ -312,7 +312,9 @@ class Pieces:
         except BaseException as error:  # a panic of the Rust library is no Exception
             if isinstance(error, KeyboardInterrupt | SystemExit):
                 raise
-            self._run.problem("model/tokenizer.json", f"cannot be read ({one_line(error)[:120]})")
+            self._run.problem(
+                "model/tokenizer.json", f"cannot be read ({bounded_line(error)[:120]})"
+            )
             return None
 
     def _pieces(self, ids: list[int]) -> list[str]:

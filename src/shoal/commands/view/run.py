@@ -27,7 +27,7 @@ from shoal.report.watch import RARE
 from shoal.runs.compare import automatic_keys, settings_difference
 from shoal.runs.group_table import GroupFile, GroupTable, column_sql
 from shoal.runs.layout import parts_of
-from shoal.runs.lines import json_ready, one_line, rounded
+from shoal.runs.lines import bounded_line, json_ready, rounded
 from shoal.runs.metrics import known_mean, metric
 from shoal.runs.reader import MAX_LOG_BYTES, Evaluations, GrowingLines, StoredRun
 from shoal.runs.summary import version_text
@@ -318,7 +318,7 @@ _FAILURE = re.compile(r"^error: (.*)\n(?:warning: .*\n)*\Z", re.MULTILINE)
 def failure(run: StoredRun) -> str:
     """The error with which the run's log ends, in one line; empty where it ends otherwise."""
     found = _FAILURE.search(run.text("log.txt", MAX_LOG_BYTES))
-    return one_line(found[1]) if found else ""
+    return bounded_line(found[1]) if found else ""
 
 
 def progress(
@@ -415,7 +415,7 @@ def events(run: StoredRun, curves: Curves, evaluations: Evaluations) -> Iterator
         )
         if level:
             text = line.removeprefix("warning: ").removeprefix("error: ")
-            logged.append({"step": step, "level": level, "text": one_line(text)})
+            logged.append({"step": step, "level": level, "text": bounded_line(text)})
         if found := _BEGIN.match(line):
             step = int(found[1] or 0)
             logged[own:] = [event | {"step": step} for event in logged[own:]]

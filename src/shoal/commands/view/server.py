@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from shoal.commands.view.views import Viewer
 from shoal.records import ShoalError
-from shoal.runs.lines import json_ready, one_line
+from shoal.runs.lines import bounded_line, json_ready
 from shoal.serve.server import foreign
 
 POLICY = (
@@ -90,7 +90,7 @@ def make_app(viewer: Viewer, token: str = "") -> ASGIApp:
         """A fault of this program, or what a damaged run brought about: one line here and one in
         the terminal."""
         frame = traceback.extract_tb(error.__traceback__)[-1]
-        text = one_line(f"{request.url.path} cannot be shown: {type(error).__name__}: {error}")
+        text = bounded_line(f"{request.url.path} cannot be shown: {type(error).__name__}: {error}")
         print(f"{text} ({Path(frame.filename).name}:{frame.lineno})", file=sys.stderr, flush=True)
         return _json({"error": text}, 500)
 

@@ -38,15 +38,6 @@ def reads(query: tuple[jax.Array, ...], key: tuple[jax.Array, ...]) -> jax.Array
     return ((segment == own) | (segment == prompt)) & (own > 0) & (key_position <= position)
 
 
-def segment_index(segment: jax.Array) -> jax.Array:
-    """segment[..., C] (0 = padding; runs of equal numbers) -> each token's index within its run,
-    int32[..., C]."""
-    position = jnp.arange(segment.shape[-1], dtype=jnp.int32)
-    before = jnp.pad(segment, [(0, 0)] * (segment.ndim - 1) + [(1, 0)])[..., :-1]
-    starts = jnp.where(segment != before, position, 0)
-    return position - jax.lax.cummax(starts, axis=segment.ndim - 1)
-
-
 class BlockTokens(NamedTuple):
     """Tokens as N blocks of b."""
 

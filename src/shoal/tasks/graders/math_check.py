@@ -129,7 +129,7 @@ def same_all(pairs: Sequence[tuple[str, str]]) -> list[bool | None]:
 
 
 def _in_latex(gold: str, answer: str) -> tuple[str, str]:
-    variables = _shared_variables(gold, answer)
+    variables = _shared_variables(_unwrapped(gold), _unwrapped(answer))
     return (
         latex(gold, variables | _last_variable(gold)),
         latex(answer, variables | _last_variable(answer)),
@@ -137,9 +137,9 @@ def _in_latex(gold: str, answer: str) -> tuple[str, str]:
 
 
 def _shared_variables(gold: str, answer: str) -> set[str]:
-    """Letters that are variables in one of two answers, and so at the end of the other: `m/2` and
-    `0.5 m`."""
-    return variables_of(_unwrapped(gold)) | variables_of(_unwrapped(answer))
+    """Letters that are variables in one of two answers without wrapping of words, and so at the end
+    of the other: `m/2` and `0.5 m`."""
+    return variables_of(gold) | variables_of(answer)
 
 
 def _last_variable(answer: str) -> set[str]:
@@ -172,16 +172,17 @@ def at_a_glance(gold: str, answer: str) -> bool | None:
     for text, read in ((gold, wanted), (answer, came)):
         if _WRAPPED.fullmatch(text.strip()) and read.isalpha() and len(read) > 1:
             return wanted.casefold() == came.casefold()
-    variables = _shared_variables(gold, answer)
-    wanted_number, wanted_unit = quantity_of(_unwrapped(gold), variables)
-    number, unit = quantity_of(_unwrapped(answer), variables)
+    gold_text, answer_text = _unwrapped(gold), _unwrapped(answer)
+    variables = _shared_variables(gold_text, answer_text)
+    wanted_number, wanted_unit = quantity_of(gold_text, variables)
+    number, unit = quantity_of(answer_text, variables)
     if differ(wanted_unit, unit):
         return False
     if unit is not None and wanted_unit == unit:  # `5 in.` and `5 inches`
         wanted, came = plain(wanted_number), plain(number)
         if wanted == came:
             return True
-    wanted_measures, measures = measures_of(_unwrapped(gold)), measures_of(_unwrapped(answer))
+    wanted_measures, measures = measures_of(gold_text), measures_of(answer_text)
     if wanted_measures and measures and max(len(wanted_measures), len(measures)) > 1:
         # Of `3 hours 20 minutes` math-verify reads the 3.
         return wanted_measures == measures

@@ -44,7 +44,8 @@ FIXED = ("train.versions=fixed", "train.max_staleness=1")
 CHILD = """import sys
 from shoal import cli
 from shoal.rollout import host_health
-member.MOST_PAUSE_SECONDS = 1.0  # between a loss and the restart: 50 kills would take half an hour
+# between a loss and the restart: 50 kills would take half an hour
+host_health.MOST_PAUSE_SECONDS = 1.0
 sys.exit(cli.main(sys.argv[1:]))"""
 MARK = "RAY_CHAOS_RUN"
 """Environment of a run's own processes, by which those that are left over are found."""

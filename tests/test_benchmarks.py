@@ -170,7 +170,7 @@ def chaos(monkeypatch, folder) -> Any:
 
     monkeypatch.setattr(unruly, "TOKEN_SECONDS", 0.0005)
     monkeypatch.setattr(chaos, "STALL_SECONDS", 0.3)
-    monkeypatch.setattr(chaos.member, "MOST_PAUSE_SECONDS", 0.01)  # to be as before afterwards
+    monkeypatch.setattr(chaos.host_health, "MOST_PAUSE_SECONDS", 0.01)  # to be as before afterwards
     return chaos
 
 

@@ -270,7 +270,7 @@ def offline_rows(folder: Path) -> list[tuple[str, dict[str, str]]]:
 OFFLINE = """
 import json, sys
 from pathlib import Path
-from shoal.config.sections.model import ReportSection, WandbSection
+from shoal.config.sections.train import ReportSection, WandbSection
 from shoal.report.sinks import make_sinks
 section = ReportSection(wandb=WandbSection(mode=sys.argv[4], project="fish"))
 config = {"seed": 0, "batch": {"size": 8}}

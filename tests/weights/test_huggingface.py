@@ -322,7 +322,7 @@ def test_a_hub_that_does_not_answer_is_said_and_given_up(tmp_path):
             "HF_HUB_OFFLINE": "0",
         }
         program = (
-            "import shoal.files, shoal.model.published\n"
+            "import shoal.files, shoal.weights.hub\n"
             "shoal.files.HUB_SECONDS, shoal.files.SILENT_SECONDS = 1.0, 0.2\n"
             "shoal.weights.hub.locate('org/name')"
         )

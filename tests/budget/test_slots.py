@@ -31,7 +31,7 @@ from shoal.config.sections.devices import MeshSection, SamplerSection
 from shoal.config.sections.model import ModelSection
 from shoal.config.sections.optimizer import BatchSection
 from shoal.config.sections.sampling import SamplingSection
-from shoal.config.stored import decided_between, texts_of
+from shoal.config.stored import texts_of
 from shoal.config.train import Config
 from shoal.job.hosts import engine_maker, run_engines, sampling_engine_maker
 from shoal.job.job import Job
@@ -40,7 +40,7 @@ from shoal.model.published import model_named
 from shoal.model.transformer import Model
 from shoal.records import Purpose, ShoalError
 from shoal.report.console import Console
-from shoal.runs.reader import read_decided_keys
+from shoal.runs.reader import read_decisions
 from shoal.runs.writer import RunWriter
 
 MODEL = Model(PLAINEST, roles().sampler)
@@ -244,7 +244,8 @@ def job_of(
             *words,
         ],
     )
-    return Job(config, Console(io.StringIO()), resumed=resumed)
+    console = Console() if resumed else Console(io.StringIO())
+    return Job(config, console, resumed=resumed)
 
 
 def test_slots_have_room_for_the_longest_prompt_of_own_data(tmp_path):
@@ -306,27 +307,25 @@ def test_room_that_is_too_small_is_refused(tmp_path):
         job.slots  # noqa: B018
 
 
-def test_a_resumed_run_keeps_its_room_as_long_as_its_data_fits(tmp_path):
+def test_a_resumed_run_keeps_its_room_while_its_data_is_as_long(tmp_path, capsys):
     """Another room is another program, whose last bits may differ."""
     with job_of(tmp_path) as job:
         before = job.slots.prompt_slot_tokens
-        config = job.config
         with RunWriter.create(tmp_path, "first") as made:
-            made.write_config(*texts_of(config, decided_between(job.given, config)))
-    assert {"sampling.prompt_slot_tokens", "sampling.evaluation_slots"} <= read_decided_keys(
-        made.path
-    )
-    with job_of(tmp_path, lengths=(5, 9, 7, 5), resumed=made.path) as job:
-        assert job.slots.prompt_slot_tokens == before  # though its data got shorter
-    with job_of(tmp_path, lengths=(5, 9, 300, 5), resumed=made.path) as job:
-        assert before < job.slots.prompt_slot_tokens
-    older = replace(
-        config, sampling=replace(config.sampling, prompt_slot_tokens=0, evaluation_slots=0)
-    )
-    with RunWriter(made.path) as folder:  # of a version that decided nothing
-        folder.write_config(*texts_of(older, ()))
+            made.write_config(*texts_of(job.given, job.decisions))
+    decisions = read_decisions(made.path)
+    assert decisions["sampling.prompt_slot_tokens"].value == before
+    assert decisions["sampling.prompt_slot_tokens"].sources["longest prompt"] == before
+    wider = replace(decisions["sampling.prompt_slot_tokens"], value=before + 64)
+    with RunWriter(made.path) as folder:  # of another version
+        kept = decisions | {"sampling.prompt_slot_tokens": wider}
+        folder.write_config(*texts_of(job.given, kept))
     with job_of(tmp_path, resumed=made.path) as job:
-        assert job.slots.prompt_slot_tokens == 0 and job.slots.evaluation_slots == 0
+        assert job.slots.prompt_slot_tokens == before + 64
+    with job_of(tmp_path, lengths=(5, 9, 300, 5), resumed=made.path) as job:
+        assert before < job.slots.prompt_slot_tokens != before + 64
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"longest prompt was {before}, and is " in said
 
 
 def test_an_evaluation_has_no_more_slots_than_completions():

@@ -46,7 +46,7 @@ from shoal.commands.view.server import make_app, page_files
 from shoal.commands.view.views import Viewer
 from shoal.config.commands import ViewConfig
 from shoal.config.merge import compose
-from shoal.config.stored import texts_of
+from shoal.config.stored import Decision, texts_of
 from shoal.config.train import Config
 from shoal.records import ShoalError
 from shoal.runs.groups import read_file
@@ -563,8 +563,11 @@ def test_values_that_a_run_chose_are_no_settings_that_differ(tmp_path):
         row["key"] for row in comparison([chosen, other], [decided, set()])["differing"]
     }
 
-    for name, own in (("chosen", decided), ("set", ())):
-        config = compose(Config, ["batch.micro_tokens=640", "algorithm.correction=tis"])[0]
+    values = {"batch.micro_tokens": 640, "algorithm.correction": "tis"}
+    decisions = {key: Decision(value, {}) for key, value in values.items()}
+    given = [f"{key}={value}" for key, value in values.items()]
+    for name, words, own in (("chosen", [], decisions), ("set", given, {})):
+        config = compose(Config, words)[0]
         with RunWriter(write_run(tmp_path / name)) as folder:
             folder.write_config(*texts_of(config, own))
         viewer = opened(tmp_path / name)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -28,14 +27,13 @@ from tiny_runs import (
 
 import shoal
 from shoal import cli
-from shoal.config.derived import for_devices
-from shoal.config.key import get_value
+from shoal.config.key import open_keys
 from shoal.config.merge import compose
 from shoal.job import training as job_training
-from shoal.job.resume import slot_keys
 from shoal.mesh import return_freed_memory
 from shoal.model.families import architecture_of
 from shoal.runs.metrics import METRICS, metric
+from shoal.runs.reader import read_config, read_decisions
 from shoal.weights import huggingface
 
 CLOCKS = ("time/", "throughput/", "memory/", "publish/", "compilations")
@@ -87,19 +85,16 @@ def test_a_run_leaves_its_settings(family):
         "gsm8k",
         256,
     )
-    given, _ = compose("train", [str(run / "config_difference.yaml")])
-    assert (given.batch.micro_tokens, given.algorithm.correction) == (
-        0,
-        "auto",
-    )  # which the run decided itself
-    assert (given.sampling.prompt_slot_tokens, given.sampling.evaluation_slots) == (0, 0)
-    assert config.sampling.evaluation_slots  # decided by the data, the others by the devices
-    decided = for_devices(given, 1, "cpu")
-    slots = {key.removeprefix("sampling."): get_value(config, key) for key in slot_keys()}
-    assert replace(decided, sampling=replace(decided.sampling, **slots)) == config
+    left_open = (config.batch.micro_tokens, config.algorithm.correction)
+    assert left_open == (0, "auto")  # which the run decided itself
+    assert (config.sampling.prompt_slot_tokens, config.sampling.evaluation_slots) == (0, 0)
+    decided = read_config(run)
+    assert decided.sampling.evaluation_slots  # decided by the data, the others by the devices
+    assert (decided.batch.micro_tokens, decided.algorithm.correction) == (2048, "none")
+    assert read_decisions(run).keys() == set(open_keys(config))
     assert {p.name for p in run.iterdir()} == {
         "config.yaml",
-        "config_difference.yaml",
+        "decided.yaml",
         "metrics.jsonl",
         "evaluations.jsonl",
         "groups",

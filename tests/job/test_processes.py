@@ -81,6 +81,7 @@ PROGRAM = """
 import sys
 from shoal import cli
 from shoal.mesh import processes
+from shoal.runs.reader import read_requested
 processes.STORE_BYTES = 2000  # groups of tiny runs go by the devices too
 sys.exit(cli.main(sys.argv[1:]))
 """
@@ -170,7 +171,7 @@ def test_two_processes_sample_and_learn_what_one_does(two: Processes, whole: Pat
     assert [line["tokens/sampled"] for line in metrics(whole)] == [
         line["tokens/sampled"] for line in metrics(one)
     ]
-    assert "coordinator" not in (whole / "config_difference.yaml").read_text()
+    assert read_requested(whole).mesh.coordinator == ""
 
 
 def tokens(run: Path, step: int) -> list[Any]:

@@ -46,10 +46,9 @@ from shoal.commands.export import export
 from shoal.commands.replay import replay
 from shoal.commands.train import train, unfinished
 from shoal.config.commands import ConvertConfig, ExportConfig, ReplayConfig
-from shoal.config.derived import for_devices
 from shoal.config.merge import compose
 from shoal.config.sections.model import LoraSection, ModelSection, TeacherSection
-from shoal.config.stored import decided_between, texts_of
+from shoal.config.stored import Decision, texts_of
 from shoal.config.train import Config
 from shoal.job import job as job_module
 from shoal.job.fingerprint import machine
@@ -57,7 +56,6 @@ from shoal.job.interrupt import stop_on_signals
 from shoal.job.job import Job
 from shoal.job.resume import (
     ResumePlan,
-    as_decided,
     config_for_resume,
     from_overrides_on_run,
     overrides_for_resume,
@@ -71,7 +69,7 @@ from shoal.report.recorder import Recorder
 from shoal.runs.layout import MODEL_FOLDER, find_run
 from shoal.runs.lines import JsonlSink
 from shoal.runs.metrics import METRICS
-from shoal.runs.reader import StoredRun, read_config, read_decided_keys
+from shoal.runs.reader import StoredRun, read_config, read_decisions, read_requested
 from shoal.runs.writer import RunWriter
 from shoal.sampler.engine import Engine
 from shoal.stop import StopRequested
@@ -941,114 +939,145 @@ DIFFERENT_SAMPLES = (
 """By each of these a sampler's log-probs cease to be the trainer's."""
 
 
-@pytest.fixture
-def decided(tmp_path) -> Path:
-    """A run as far as its configuration, which has decided what was left open."""
-    given = compose("train", [f"base_output_directory={tmp_path}", "run_name=decided"])[0]
-    config = for_devices(given, 1, "cpu")
-    with RunWriter.create(tmp_path, "decided") as made:
-        made.write_config(*texts_of(config, decided_between(given, config)))
+def begin(base: Path, name: str, *words: str) -> Path:
+    """A run as far as its settings: what was requested, and what it decided."""
+    config = compose("train", [f"base_output_directory={base}", f"run_name={name}", *words])[0]
+    with RunWriter.create(base, name) as made, Job(config, Console()) as job:
+        assert job.config
+        made.write_config(*texts_of(job.given, job.decisions))
     return made.path
 
 
-def test_a_run_tells_what_it_decided_from_what_was_set(stopped, decided):
-    assert read_decided_keys(decided) == {"batch.micro_tokens", "algorithm.correction"}
-    assert read_decided_keys(stopped) == {*read_decided_keys(decided), "sampling.evaluation_slots"}
-    with RunWriter(decided) as folder:
-        config = compose("train", ["batch.micro_tokens=640", "batch.prompts_per_device=2"])[0]
-        folder.write_config(*texts_of(for_devices(config, 1, "cpu"), ["algorithm.correction"]))
-    assert read_decided_keys(decided) == {"algorithm.correction", "batch.prompts_per_step"}
-    with RunWriter(
-        decided
-    ) as folder:  # of a run of which nothing was set: the second file is empty
-        config = for_devices(Config(), 1, "cpu")
-        folder.write_config(*texts_of(config, decided_between(Config(), config)))
-    assert not folder.config_difference_path.read_text().strip()
-    both = {"batch.micro_tokens", "algorithm.correction"}
-    assert read_decided_keys(decided) == StoredRun(decided).decided_keys == both
-    (decided / "config_difference.yaml").unlink()
-    assert read_decided_keys(decided) == set()
+def go_on(run: Path, *words: str) -> Config:
+    """The settings that a resumed run works with."""
+    plan = resolve_run(config_for_resume(Config, [f"resume={run}", *words])[0], Console())
+    with Job(plan.config, Console(), resumed=plan.run) as job:
+        return job.config
+
+
+@pytest.fixture
+def decided(tmp_path) -> Path:
+    """A run as far as its settings, which has decided what was left open."""
+    return begin(tmp_path, "decided")
+
+
+def test_what_was_requested_and_what_the_run_decided_are_two_files(stopped, decided, tmp_path):
+    requested = read_requested(decided)
+    assert (requested.batch.micro_tokens, requested.algorithm.correction) == (0, "auto")
+    assert read_requested(decided) == compose("train", [str(decided / "config.yaml")])[0]
+    decisions = read_decisions(decided)
+    assert decisions.keys() == {"batch.micro_tokens", "algorithm.correction"}
+    assert decisions["algorithm.correction"] == Decision(
+        "none",
+        {
+            "train.max_staleness": -1,
+            "train.weight_sync_interval": 1,
+            "sampler.kind": "local",
+            "sampler.quantise": "none",
+        },
+    )
+    assert decisions["batch.micro_tokens"].sources["devices of the trainer"] == "1 x cpu"
+    assert read_config(decided).batch.micro_tokens == decisions["batch.micro_tokens"].value > 0
+    assert StoredRun(decided).decided_keys == decisions.keys()
+    slots = {"sampling.evaluation_slots", "sampling.prompt_slot_tokens"}
+    assert read_decisions(stopped).keys() == decisions.keys() | slots
+    by_device = begin(tmp_path, "by_device", "batch.micro_tokens=640", "batch.prompts_per_device=2")
+    assert read_decisions(by_device)["batch.prompts_per_step"].value == 2
+    assert read_decisions(by_device).keys() == {"algorithm.correction", "batch.prompts_per_step"}
+    assert read_config(by_device).batch.prompts_per_step == 2
+    (decided / "decided.yaml").unlink()  # and all is decided anew
+    assert read_decisions(decided) == {} and read_config(decided) == requested
+
+
+@pytest.mark.parametrize("text", ["{", "batch.nothing: {value: 3}", "batch.micro_tokens: 3", "[]"])
+def test_a_damaged_file_of_decisions_is_an_error_that_says_what_to_do(decided, text):
+    (decided / "decided.yaml").write_text(text)
+    for read in (read_config, lambda run: StoredRun(run).settings()):
+        with pytest.raises(ShoalError, match=r"decided\.yaml .*: remove it"):
+            read(decided)
+    page = StoredRun(decided, lenient=True)
+    assert page.settings()["batch.micro_tokens"] == 0 and "decided.yaml" in page.problems
+    (decided / "decided.yaml").unlink()
+    assert go_on(decided).batch.micro_tokens > 0
+
+
+def test_settings_of_a_run_are_read_as_they_are(decided):
+    path = decided / "config.yaml"
+    path.write_text(path.read_text().replace("recipe: ''", "recipe: verl"))
+    assert read_requested(decided) == replace(
+        compose("train", [])[0],
+        recipe="verl",
+        run_name="decided",
+        base_output_directory=str(decided.parent),
+    )
+    path.write_text("actor_rollout_ref.actor.optim.lr: 1.0")
+    with pytest.raises(ShoalError, match=r"another version of Shoal\? there is no key actor_rollo"):
+        read_requested(decided)
+
+
+@pytest.mark.parametrize("text", ["${HOME}", "a\\${b}", "\\\\${", "a\x85b", "$"])
+def test_a_text_with_a_reference_is_stored_as_it_is(tmp_path, text):
+    config = replace(Config(), task=replace(Config().task, path=text))
+    decision = {"batch.micro_tokens": Decision(64, {"model.path": text})}
+    with RunWriter.create(tmp_path, "run") as made:
+        made.write_config(*texts_of(config, decision))
+    assert read_requested(made.path).task.path == text
+    assert read_decisions(made.path) == decision
 
 
 @pytest.mark.parametrize("words", DIFFERENT_SAMPLES)
 def test_the_correction_is_decided_again_where_samples_cease_to_be_the_trainers(
     decided, words, capsys
 ):
-    plan = resolve_run(
-        config_for_resume(Config, [f"resume={decided}", *words.split()])[0], Console()
-    )
-    assert as_decided(read_config(decided), plan.config).algorithm.correction == "tis"
-    assert "algorithm.correction changes from none to tis" in " ".join(
-        capsys.readouterr().out.split()
-    )
+    assert go_on(decided, *words.split()).algorithm.correction == "tis"
+    said = " ".join(capsys.readouterr().out.split())
+    assert "algorithm.correction changes from none to tis, which the run decides itself: " in said
+    key, _, value = words.split()[0].partition("=")
+    assert re.search(rf"{key} was \S+, and is {value} now", said)
     from_python = from_overrides_on_run(
         {"resume": str(decided), **dict(word.split("=", 1) for word in words.split())}
     )
-    assert as_decided(read_config(decided), from_python[0]).algorithm.correction == "tis"
+    assert from_python[0].algorithm.correction == "auto"
 
 
 def test_what_is_set_by_hand_is_not_decided_again(decided, tmp_path, capsys):
     words = ["sampler.quantise=int8", "algorithm.correction=none"]
-    plan = resolve_run(config_for_resume(Config, [f"resume={decided}", *words])[0], Console())
-    assert plan.config.algorithm.correction == "none"
-    with RunWriter.create(tmp_path, "set") as made:
-        given = compose(
-            "train", [f"base_output_directory={tmp_path}", "algorithm.correction=none"]
-        )[0]
-        made.write_config(*texts_of(given, decided_between(given, for_devices(given, 1, "cpu"))))
-    plan = resolve_run(
-        config_for_resume(Config, [f"resume={made.path}", "sampler.quantise=int8"])[0], Console()
-    )
-    assert plan.config.algorithm.correction == "none"
+    assert go_on(decided, *words).algorithm.correction == "none"
+    run = begin(tmp_path, "set", "algorithm.correction=none")
+    assert go_on(run, "sampler.quantise=int8").algorithm.correction == "none"
     assert "correction changes" not in capsys.readouterr().out
 
 
 def test_what_was_set_by_hand_is_decided_anew_where_it_is_left_open(tmp_path, capsys):
-    with RunWriter.create(tmp_path, "set") as made:
-        given = compose(
-            "train",
-            [
-                f"base_output_directory={tmp_path}",
-                "algorithm.correction=none",
-                "train.max_staleness=2",
-                "batch.micro_tokens=640",
-            ],
-        )[0]
-        made.write_config(*texts_of(given, decided_between(given, for_devices(given, 1, "cpu"))))
-    stored, keys = read_config(made.path), read_decided_keys(made.path)
-    words = ["algorithm.correction=auto", "batch.micro_tokens=0"]
-    plan = resolve_run(config_for_resume(Config, [f"resume={made.path}", *words])[0], Console())
-    assert "algorithm.correction changes from none to tis" in " ".join(
-        capsys.readouterr().out.split()
-    )
-    config = as_decided(stored, plan.config, keys)
-    assert (config.algorithm.correction, config.batch.micro_tokens) == (
-        "tis",
-        0,
-    )  # 0: left to the devices
-    plan = resolve_run(config_for_resume(Config, [f"resume={made.path}"])[0], Console())
-    config = as_decided(stored, plan.config, keys)
+    words = ["algorithm.correction=none", "train.max_staleness=2", "batch.micro_tokens=640"]
+    run = begin(tmp_path, "set", *words)
+    config = go_on(run, "algorithm.correction=auto", "batch.micro_tokens=0")
+    said = " ".join(capsys.readouterr().out.split())
+    assert config.algorithm.correction == "tis" and config.batch.micro_tokens not in (0, 640)
+    for change in (
+        "algorithm.correction changes from none to tis",
+        "micro_tokens changes from 640",
+    ):
+        assert change in said
+    assert "which the run decides itself: it was given before, and is left open now" in said
+    config = go_on(run)
     assert (config.algorithm.correction, config.batch.micro_tokens) == ("none", 640)
 
 
-def test_a_run_goes_on_as_it_decided_where_nothing_changes(decided, capsys):
-    stored = read_config(decided)
-    changed = replace(
-        stored, batch=replace(stored.batch, micro_tokens=640)
-    )  # of another machine or version
+def test_a_run_goes_on_as_it_decided_while_what_it_followed_from_is_the_same(decided, capsys):
+    decisions = read_decisions(decided)
+    before = decisions["batch.micro_tokens"]
+    decisions["batch.micro_tokens"] = replace(before, value=640)  # of another version
     with RunWriter(decided) as folder:
-        folder.write_config(texts_of(changed)[0], folder.config_difference_path.read_text())
-    for words in (["steps=50"], ["reward.workers=0"]):
-        plan = resolve_run(config_for_resume(Config, [f"resume={decided}", *words])[0], Console())
-        assert as_decided(changed, plan.config).batch.micro_tokens == 640
-    plan = resolve_run(
-        config_for_resume(Config, [f"resume={decided}", "sampling.max_completion_tokens=200"])[0],
-        Console(),
-    )
-    assert (
-        as_decided(changed, plan.config).batch.micro_tokens == 0
-    )  # left to the devices and the new lengths
-    assert "micro_tokens" not in capsys.readouterr().out
+        folder.write_config(*texts_of(read_requested(decided), decisions))
+    for words in (["steps=50"], ["reward.workers=0"], ["optimizer.lr=1e-5"]):
+        assert go_on(decided, *words).batch.micro_tokens == 640
+    assert "micro_tokens changes" not in capsys.readouterr().out
+    config = go_on(decided, "sampling.max_completion_tokens=200")
+    assert config.batch.micro_tokens not in (0, 640)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "batch.micro_tokens changes from 640 to" in said
+    assert "sampling.max_completion_tokens was 64, and is 200 now" in said
 
 
 def test_vllm_in_place_of_this_process_is_no_free_change(decided, tmp_path, capsys):

@@ -24,7 +24,7 @@ from shoal.records import Completion, Example, Group, Purpose, ShoalError, StopR
 from shoal.report.console import Console, Pace, printable
 from shoal.report.recorder import Recorder, StepRecord
 from shoal.runs.groups import group_record, read_file
-from shoal.runs.layout import parts_of
+from shoal.runs.layout import decided_file, parts_of
 from shoal.runs.lines import JsonlSink, json_line, json_ready
 from shoal.runs.metrics import (
     _TABLE,
@@ -356,16 +356,15 @@ def test_a_full_disk_is_one_clear_error_and_leaves_the_old_file(tmp_path, monkey
 
 def test_settings_metrics_evaluations_summary(tmp_path):
     with RunWriter.create(tmp_path, "first") as folder:
-        folder.write_config("seed: 3\n", "seed: 3")
+        folder.write_config("seed: 3\n", "batch.micro_tokens: {value: 64}")
         folder.write_metrics(1, {"reward/mean": 0.5})
         folder.write_metrics(2, {"reward/mean": 0.6})
         folder.write_evaluation(0, "held_out", {"accuracy": np.float64(0.5), "protocol": "greedy"})
         folder.write_summary(
             {"accuracy_after": np.float32(0.7), "seconds_by_phase": {"train": math.inf}}
         )
-    assert (
-        folder.config_path.read_text() == folder.config_difference_path.read_text() == "seed: 3\n"
-    )
+    assert folder.config_path.read_text() == "seed: 3\n"
+    assert folder.decided_path.read_text() == "batch.micro_tokens: {value: 64}\n"
     lines = (tmp_path / "first" / "metrics.jsonl").read_text().splitlines()
     assert [strict(line)["step"] for line in lines] == [1, 2]
     assert strict((tmp_path / "first" / "evaluations.jsonl").read_text()) == {
@@ -436,13 +435,37 @@ def test_settings_of_a_part_that_was_lost_hold_from_where_the_run_goes_on(tmp_pa
     30 with those."""
     with RunWriter.create(tmp_path, "run") as folder:
         for version, config in ((0, "first\n"), (40, "other\n")):
-            folder.write_config(config, "", version)
+            folder.write_config(config, f"of {config}", version)
         folder.rewind(30)
-        folder.write_config("other\n", "", 30)
-        assert {number: file.read_text() for number, file in parts_of(folder.path).items()} == {
+        folder.write_config("other\n", "of other\n", 30)
+        parts = parts_of(folder.path)
+        assert {number: file.read_text() for number, file in parts.items()} == {
             0: "first\n",
             30: "other\n",
         }
+        assert {number: decided_file(file).read_text() for number, file in parts.items()} == {
+            0: "of first\n",
+            30: "of other\n",
+        }
+        assert not (folder.path / "decided_40.yaml").exists()
+
+
+def test_a_part_with_other_decisions_keeps_both(tmp_path):
+    """Resumed on other devices, with the same settings."""
+    with RunWriter.create(tmp_path, "run") as folder:
+        folder.write_config("same\n", "one device\n")
+        folder.write_config("same\n", "one device\n", 20)
+        assert not parts_of(folder.path)
+        folder.write_config("same\n", "two devices\n", 40)
+        files = {path.name: path.read_text() for path in folder.path.glob("*.yaml")}
+    assert files == {
+        "config.yaml": "same\n",
+        "decided.yaml": "two devices\n",
+        "config_0.yaml": "same\n",
+        "decided_0.yaml": "one device\n",
+        "config_40.yaml": "same\n",
+        "decided_40.yaml": "two devices\n",
+    }
 
 
 def test_groups_are_written_with_what_the_trainer_returned(tmp_path):

@@ -44,7 +44,7 @@ def key(
     *,
     stages: tuple[Stage, ...],
     on_resume: OnResume | None = None,
-    decided: bool = False,
+    decided_from: tuple[str, ...] = (),
     may_be_infinite: bool = False,
 ) -> T:
     """A field of the configuration, to stand in place of its default.
@@ -57,13 +57,13 @@ def key(
     keys of the stage that differs first.
 
     `on_resume`: what another value does to a run that is resumed; without it `free` for a key that
-    acts on no stage, else `warn`. `decided`: the run decides the key itself where it has its
-    default, and stores what it decided. `may_be_infinite`: a number that `inf` leaves without a
-    bound."""
+    acts on no stage, else `warn`. `decided_from`: of a key that the run decides itself where it is
+    left open (`open_keys`), the keys and facts (in plain words) that the decision follows from.
+    `may_be_infinite`: a number that `inf` leaves without a bound."""
     declared = {
         "stages": stages,
         "on_resume": on_resume or ("warn" if stages else "free"),
-        "decided": decided,
+        "decided_from": decided_from,
         "may_be_infinite": may_be_infinite,
     }
     return dataclasses.field(default=default, metadata=declared)
@@ -85,7 +85,7 @@ class Key:
     # As declared by `key`, which says what each means. None: the field has no declaration.
     stages: tuple[Stage, ...] | None = None
     on_resume: OnResume | None = None
-    decided: bool = False
+    decided_from: tuple[str, ...] = ()
     may_be_infinite: bool = False
 
     @property
@@ -224,6 +224,32 @@ def overridden_keys(config: Any) -> frozenset[str]:
     if getattr(batch, "prompts_per_device", 0):
         return frozenset({"batch.prompts_per_step"})
     return frozenset()
+
+
+def open_keys(config: Any) -> list[str]:
+    """The keys of a configuration that its run decides itself: those that can be decided
+    (`decided_from`) and have the default that leaves them open, as `auto` or 0; with
+    `batch.prompts_per_device`, the prompts of a step."""
+    overridden = overridden_keys(config)
+    names = []
+    for name, declared in keys_of(type(config)).items():
+        if not declared.decided_from:
+            continue
+        if name == "batch.prompts_per_step":  # its default is a number of prompts
+            is_open = name in overridden
+        else:
+            is_open = get_value(config, name) == declared.default
+        if is_open:
+            names.append(name)
+    return names
+
+
+def with_values(config: Any, values: Mapping[str, Any]) -> Any:
+    """The configuration with the values of some keys, by dotted name, replaced."""
+    if not values:
+        return config
+    by_name = {name: get_value(config, name) for name in keys_of(type(config))}
+    return build(type(config), {**by_name, **values})
 
 
 def nest(values: Mapping[str, Any]) -> dict[str, Any]:

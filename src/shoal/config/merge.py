@@ -16,8 +16,8 @@ import contextlib
 import inspect
 import operator
 import re
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -78,17 +78,10 @@ def layers_of(
     config_type: type,
     arguments: Arguments,
     stored: Path | None = None,
-    open_keys: Container[str] = (),
 ) -> tuple[list[Layer], Path | None]:
     """The user's layers, beneath each the presets that it names; and the preset or file that was
-    loaded. `stored`: a run's configuration in place of presets and files, of which `open_keys` are
-    not read."""
+    loaded. `stored`: a run's configuration in place of presets and files."""
     layers, file = users_layers(config_type, arguments, stored)
-    if stored:
-        for number, layer in enumerate(layers):
-            if layer.label == STORED:
-                entries = [entry for entry in layer.entries if entry.name not in open_keys]
-                layers[number] = replace(layer, entries=entries)
     line = len(layers) - 1
     beneath: dict[int, list[Layer]] = {}
     task = ""
@@ -501,7 +494,6 @@ def compose(command: str | type, argv: Sequence[str] = ()) -> tuple[Any, Resolve
 def from_overrides(
     config_type: type,
     stored: Path | None = None,
-    open_keys: Container[str] = (),
     /,
     **overrides: Any,
 ) -> tuple[Any, Resolved, tuple[Callable[..., Any], ...]]:
@@ -513,7 +505,7 @@ def from_overrides(
     ... )
 
     Keys may be nested dicts, joined by `__` or by dots, or short forms; `config_name` names a
-    preset or a file. `stored`, `open_keys`: as in `load`.
+    preset or a file. `stored`: as in `load`.
     """
     config_name = str(overrides.pop("config_name", None) or "")
     entries = []
@@ -540,7 +532,7 @@ def from_overrides(
         origin = PYTHON if name in names_of(config_type) else f"{PYTHON} {name}"
         entries.append(make_entry(name, value, origin))
     arguments = Arguments("" if stored else config_name, tuple(entries))
-    config, resolved = load(config_type, arguments, stored, open_keys)
+    config, resolved = load(config_type, arguments, stored)
     return config, resolved, functions
 
 
@@ -672,15 +664,13 @@ def load(
     config_type: type,
     arguments: Arguments,
     stored: Path | None = None,
-    open_keys: Container[str] = (),
 ) -> tuple[Any, Resolved]:
     """The configuration of the arguments; `stored`: a run's configuration in place of presets and
-    files, of which `open_keys` are not read: what the run decided itself is decided by its settings
-    of now.
+    files.
 
     >>> config, resolved = load(Config, resolved.arguments, run / "config.yaml")
     """
-    layers, file = layers_of(config_type, arguments, stored and stored.absolute(), open_keys)
+    layers, file = layers_of(config_type, arguments, stored and stored.absolute())
     merged, errors = merge(config_type, layers)
     values, not_values = merged.values()
     twice, two_names = check_names(merged)

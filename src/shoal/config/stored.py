@@ -1,15 +1,15 @@
-"""Writes a configuration as nested plain values, or as YAML that loads as the same
-configuration."""
+"""Settings on disk: a configuration as nested plain values or YAML that loads as the same, and a
+run's two files, config.yaml (what was requested) and decided.yaml (what the run decided)."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import re
-from collections.abc import Container
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from shoal.config.key import get_value, keys_of, nest
+from shoal.config.key import build, convert_value, get_value, keys_of, nest, with_values
 from shoal.config.train import Config
 from shoal.config.words import aliases_of
 from shoal.records import ShoalError
@@ -51,32 +51,63 @@ def to_yaml(config: Any) -> str:
     )
 
 
-@functools.cache
-def open_keys() -> tuple[str, ...]:
-    """Keys that a run decides itself where they have their default, which leaves them open."""
-    return tuple(name for name, key in keys_of(Config).items() if key.decided)
+@dataclass(frozen=True)
+class Decision:
+    """What a run decided for a key that was left open: the value, and the keys and facts that it
+    followed from, each with what it was then."""
+
+    value: Any
+    sources: Mapping[str, Any]
 
 
-def texts_of(config: Any, decided: Container[str] = ()) -> tuple[str, str]:
-    """A configuration as YAML: every key, and the keys that were set to something else than their
-    default.
-
-    `decided`: the keys of `open_keys` that the run chose. They are left out of the second text,
-    which tells them from what somebody set (`decided_keys` in `runs/reader.py`)."""
-    given = {
-        key: value for key, value in difference_from_defaults(config).items() if key not in decided
-    }
-    return to_yaml(config), to_yaml(nest(given))
+def texts_of(requested: Any, decisions: Mapping[str, Decision] | None = None) -> tuple[str, str]:
+    """config.yaml and decided.yaml of a run: every key as it was requested, where what was left
+    open stays open; and what the run decided for these."""
+    decided = {}
+    for name, decision in (decisions or {}).items():
+        decided[name] = {"value": decision.value, "from": dict(decision.sources)}
+    return to_yaml(requested), to_yaml(decided)
 
 
-def decided_between(given: Any, config: Any) -> list[str]:
-    """The keys that `given` leaves open and `config` has decided."""
-    default = keys_of(type(config))
-    return [
-        key
-        for key in open_keys()
-        if get_value(given, key) == default[key].default != get_value(config, key)
-    ]
+def config_of(values: Mapping[str, Any]) -> Config:
+    """The configuration of a stored run, of its values by dotted key as `texts_of` wrote them. No
+    preset, recipe or word of another system is read. ShoalError for a key that there is none of."""
+    known = keys_of(Config)
+    converted = {}
+    for name, value in values.items():
+        if name not in known:
+            raise ShoalError(f"there is no key {name}")
+        converted[name] = convert_value(known[name], _unescaped(value))
+    return build(Config, converted)
+
+
+def decisions_of(stored: Mapping[str, Any]) -> dict[str, Decision]:
+    """The decisions of a run, of decided.yaml as nested values; ShoalError for another form."""
+    known = keys_of(Config)
+    decisions = {}
+    for name, written in stored.items():
+        if name not in known or not isinstance(written, Mapping) or "value" not in written:
+            raise ShoalError(f"{name} is no decision of a key")
+        sources = written.get("from") or {}
+        if not isinstance(sources, Mapping):
+            raise ShoalError(f"what {name} follows from is no mapping")
+        value = convert_value(known[name], _unescaped(written["value"]))
+        decisions[name] = Decision(value, {key: _unescaped(sources[key]) for key in sources})
+    return decisions
+
+
+def resolved(requested: Config, decisions: Mapping[str, Decision]) -> Config:
+    """The configuration that a run works with: as requested, with what it decided."""
+    return with_values(requested, {name: decisions[name].value for name in decisions})
+
+
+def _unescaped(value: Any) -> Any:
+    """The inverse of `escape`, in texts and lists of them."""
+    if isinstance(value, list | tuple):
+        return [_unescaped(item) for item in value]
+    if not isinstance(value, str):
+        return value
+    return re.sub(r"(\\*)\\\$\{", lambda match: match[1][: len(match[1]) // 2] + "${", value)
 
 
 def escape(text: str) -> str:

@@ -47,8 +47,10 @@ from shoal.checks.settings import (
 )
 from shoal.config.commands import EvalConfig, GenerateConfig, ServeConfig
 from shoal.config.derived import for_devices, longest_sequence, max_support, num_updates
+from shoal.config.key import get_value, keys_of, open_keys, shown, with_values
 from shoal.config.sections.devices import MeshSection
 from shoal.config.sections.sampling import SamplingSection
+from shoal.config.stored import Decision
 from shoal.config.train import Config
 from shoal.files import check_local, is_offline, nearest_folder
 from shoal.findings import NOT_HERE, Finding, Findings
@@ -71,7 +73,6 @@ from shoal.job.hosts import (
     training_fleet,
 )
 from shoal.job.process import open_world
-from shoal.job.resume import as_decided
 from shoal.job.reward_model import reward_models
 from shoal.job.task import (
     UNREWARDED,
@@ -102,7 +103,7 @@ from shoal.rollout.fleet import Fleet
 from shoal.rollout.ledger import GroupRewards
 from shoal.rollout.multi_process import MultiProcessSource
 from shoal.runs.layout import MODEL_FOLDER
-from shoal.runs.reader import read_config, read_decided_keys
+from shoal.runs.reader import read_config, read_decisions
 from shoal.sampler.engine import Engine
 from shoal.sampler.scheduler import num_rows
 from shoal.stop import NotHere, StopSignal
@@ -236,8 +237,7 @@ class Job:
 
     `resumed`: the folder of a run that goes on. `functions`, `task`: reward functions and data from
     Python. `devices`: others than this machine's. `spec`: another model than the one of
-    `model.path`. `settled`: the configuration has what follows from its run's devices, as a stored
-    one has.
+    `model.path`.
     """
 
     def __init__(
@@ -251,7 +251,6 @@ class Job:
         devices: Sequence[Any] = (),
         spec: ModelSource | None = None,
         findings: Findings | None = None,
-        settled: bool = False,
     ) -> None:
         # One of these: a stage reads what the commands that open it have.
         self.given: Any = replace(config, model=with_run(config.model))
@@ -265,7 +264,9 @@ class Job:
         self.findings = findings or Findings()
         self.stop = StopSignal()
         self.stack = ExitStack()
-        self.opened: dict[str, Any] = {"config": config} if settled else {}
+        self.decisions: dict[str, Decision] = {}
+        self.stored_decisions = read_decisions(resumed) if resumed else {}
+        self.opened: dict[str, Any] = {}
         self.failed: dict[str, ShoalError] = {}
         self.noted: list[ShoalError] = []
         self.started = time.perf_counter()
@@ -481,23 +482,68 @@ class Job:
 
     @stage("devices", "mesh")
     def config(self) -> Config:
-        """The configuration of a training job, with what it left open decided: by its devices, or
-        as its run has done that is resumed."""
+        """The configuration of a training job, with what it left open decided."""
         trainer = self.roles.trainer
-        given = self.given
-        before = given.batch.prompts_per_step
+        num_devices = trainer.mesh.size
+        followed = for_devices(self.given, num_devices, trainer.platform)
+        config = self.decide(
+            self.given,
+            "batch.prompts_per_step",
+            followed.batch.prompts_per_step,
+            {"devices of the trainer": num_devices},
+        )
+        config = self.decide(config, "algorithm.correction", followed.algorithm.correction)
+        micro_tokens = decided_micro_tokens(followed, self.roles, self.spec.architecture)
+        device_kind = trainer.mesh.devices.flat[0].device_kind
+        return self.decide(
+            config,
+            "batch.micro_tokens",
+            micro_tokens,
+            {"devices of the trainer": f"{num_devices} x {device_kind}"},
+        )
+
+    def decide(
+        self, config: Any, key: str, value: Any, facts: Mapping[str, str | int] | None = None
+    ) -> Any:
+        """The configuration with a value for `key`, if that was left open. A resumed run keeps the
+        value that it decided before while all that it followed from is the same: keys, and those
+        `facts` that the key's declaration names (`decided_from`)."""
+        if key not in open_keys(self.given):
+            return config
+        known_facts = facts or {}
+        sources: dict[str, Any] = {}
+        for source in keys_of(type(config))[key].decided_from:
+            if source in known_facts:
+                sources[source] = known_facts[source]
+            else:
+                sources[source] = get_value(config, source)
+        before = self.stored_decisions.get(key)
+        if before is not None and before.sources == sources:
+            value = before.value
+        self.decisions[key] = Decision(value, sources)
         if self.resumed:
-            given = as_decided(read_config(self.resumed), given, read_decided_keys(self.resumed))
-        config = for_devices(given, trainer.mesh.size, trainer.platform)
-        if not given.batch.micro_tokens:
-            size = decided_micro_tokens(config, self.roles, self.spec.architecture)
-            config = replace(config, batch=replace(config.batch, micro_tokens=size))
-        if self.resumed and before != config.batch.prompts_per_step:
+            self._warn_of_change(key, before, self.decisions[key])
+        return with_values(config, {key: value})
+
+    def _warn_of_change(self, key: str, before: Decision | None, now: Decision) -> None:
+        """Says that a resumed run works with another value of a key that is left open."""
+        assert self.resumed
+        if before is None:
+            value_before = get_value(read_config(self.resumed), key)
+            reason = "it was given before, and is left open now"
+        else:
+            value_before = before.value
+            changes = []
+            for source, value in now.sources.items():
+                if before.sources.get(source) != value:
+                    was = shown(before.sources.get(source))
+                    changes.append(f"{source} was {was}, and is {shown(value)} now")
+            reason = "; ".join(changes)
+        if value_before != now.value:
             self.console.warning(
-                f"batch.prompts_per_step changes from {before} to {config.batch.prompts_per_step}: "
-                "the number of the trainer's devices has changed"
+                f"{key} changes from {shown(value_before)} to {shown(now.value)}, which the run "
+                f"decides itself: {reason}"
             )
-        return config
 
     @stage("devices", "mesh")
     def placement(self) -> None:
@@ -655,54 +701,57 @@ class Job:
     @stage("memory", "sampling.prompt_slot_tokens")
     def slots(self) -> SamplingSection:
         """The settings of sampling, with the room of slots decided by the data; `config` has it
-        from here on. A resumed run keeps its own, which other numbers follow from in their last
-        bits, unless its data has outgrown it."""
+        from here on."""
         settings = self.config if self.trains else self.given
         quick_questions = settings.quick_questions if self.trains else 0
         evaluator = Evaluator(
             self.sets, settings.sampling.params, settings.pass_k, self.task, quick_questions
         )
-        sampling = self.with_prompt_room(settings.sampling)
-        is_kept = self.resumed is not None and not sampling.evaluation_slots
-        if not self.given.sampling.evaluation_slots and not is_kept:
-            sampling = replace(sampling, evaluation_slots=evaluator.num_completions(full=True))
+        settings = self.with_prompt_room(settings)
+        completions = evaluator.num_completions(full=True)
+        settings = self.decide(
+            settings,
+            "sampling.evaluation_slots",
+            completions,
+            {"completions of an evaluation": completions},
+        )
         if self.trains:
-            self.opened["config"] = replace(settings, sampling=sampling)
-        return sampling
+            self.opened["config"] = settings
+        return settings.sampling
 
-    def with_prompt_room(self, sampling: SamplingSection) -> SamplingSection:
-        """The settings of sampling with `prompt_slot_tokens` decided, where all prompts are known
-        before."""
-        before = sampling.prompt_slot_tokens
-        is_open = not self.given.sampling.prompt_slot_tokens
-        if self.resumed is not None and not before:
-            return sampling
+    def with_prompt_room(self, settings: Any) -> Any:
+        """The settings with `sampling.prompt_slot_tokens` decided: the longest prompt where all
+        are known before, else 0, the longest that is allowed."""
+        sampling = settings.sampling
+        requested = self.given.sampling.prompt_slot_tokens
         is_known = self.given.task.name in ("custom", ROWS) and self.sessions is None
         if not is_known:
-            if before and before < sampling.max_prompt_tokens:
+            if requested and requested < sampling.max_prompt_tokens:
                 raise ShoalError(
-                    f"sampling.prompt_slot_tokens={before}: the prompts of this job are known only "
-                    "when it runs, and may have "
+                    f"sampling.prompt_slot_tokens={requested}: the prompts of this job are known "
+                    "only when it runs, and may have "
                     f"sampling.max_prompt_tokens={sampling.max_prompt_tokens} tokens; leave it out"
                 )
-            return sampling
+            return self.decide(
+                settings,
+                "sampling.prompt_slot_tokens",
+                0,
+                {"longest prompt": "not known before the run"},
+            )
         # Of answers that are learned no completion is sampled.
         is_sampled = self.trains and not self.config.algorithm.learns_from_data
         examples = self.questions.train if is_sampled else ()
         longest = longest_prompt(examples, self.sets, self.encode, sampling)
-        if not is_open:
-            if longest > before:
-                raise ShoalError(
-                    f"sampling.prompt_slot_tokens={before}: the longest prompt of the data has "
-                    f"{longest} tokens; leave it out, or lower sampling.max_prompt_tokens"
-                )
-            return sampling
+        if requested and longest > requested:
+            raise ShoalError(
+                f"sampling.prompt_slot_tokens={requested}: the longest prompt of the data has "
+                f"{longest} tokens; leave it out, or lower sampling.max_prompt_tokens"
+            )
         needed = -(-longest // KEY_BLOCK) * KEY_BLOCK
-        if needed <= before < sampling.max_prompt_tokens + KEY_BLOCK:
-            return sampling
-        if needed >= sampling.max_prompt_tokens:
-            needed = 0
-        return replace(sampling, prompt_slot_tokens=needed)
+        room = needed if needed < sampling.max_prompt_tokens else 0
+        return self.decide(
+            settings, "sampling.prompt_slot_tokens", room, {"longest prompt": needed}
+        )
 
     @stage("memory", "model.path")
     def sizes(self) -> Finding:

@@ -13,7 +13,7 @@ from shoal.config.words import Entry
 from shoal.files import find_input
 from shoal.records import ShoalError
 from shoal.runs.layout import is_run
-from shoal.runs.reader import read_config
+from shoal.runs.reader import read_requested
 from shoal.tasks.task import ROWS
 from shoal.weights.checkpoints import find_checkpoint
 
@@ -38,7 +38,7 @@ def config_for_eval_of_run(
     if checkpoint is None or not is_run(checkpoint[0]):
         return config, resolved
     run = checkpoint[0]
-    stored = read_config(run)
+    stored = read_requested(run)
     if "task.name" in resolved.origins and config.task.name != stored.task.name:
         return config, resolved
 

@@ -242,7 +242,11 @@ class Replayer:
     def _job_of(self, config: Config) -> Job:
         """The job of a segment's settings."""
         if id(config) not in self._jobs:
-            job = Job(replace(config, mesh=self._mesh), self.console, spec=self._spec, settled=True)
+            # A run's settings have all that it decided; its prompts do not follow from the devices
+            # of this machine.
+            batch = replace(config.batch, prompts_per_device=0)
+            settings = replace(config, mesh=self._mesh, batch=batch)
+            job = Job(settings, self.console, spec=self._spec)
             # One for all jobs: what they set for all of JAX is reset in the reverse of the order in
             # which it was set.
             job.stack, self._jobs[id(config)] = self._stack, job

@@ -3,16 +3,15 @@ checkpoint."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.buckets import RUNS, address
-from shoal.config.derived import correction_of, samples_are_the_trainers
-from shoal.config.key import get_value, keys_of, shown
+from shoal.config.key import get_value, keys_of, open_keys, shown
 from shoal.config.merge import Resolved, from_overrides, given_values, load, python_leaves
-from shoal.config.stored import open_keys
+from shoal.config.stored import resolved
 from shoal.config.train import Config
 from shoal.config.words import COMMAND_LINE, PYTHON, Arguments, Entry, key_of, read_arguments
 from shoal.files import check_local
@@ -22,7 +21,7 @@ from shoal.records import Params, ShoalError
 from shoal.report.console import Console
 from shoal.runs.layout import CONFIG, find_named, find_run, is_run
 from shoal.runs.lines import read_lines
-from shoal.runs.reader import read_config, read_decided_keys, read_summary
+from shoal.runs.reader import read_decisions, read_requested, read_summary
 from shoal.runs.writer import RunWriter
 from shoal.text import count
 
@@ -60,7 +59,7 @@ def config_for_resume(config_type: type, argv: Sequence[str]) -> tuple[Any, Reso
     entries = [entry for entry in arguments.entries if entry.name != "resume"]
     entries.append(Entry("resume", address(run), COMMAND_LINE))
     arguments = replace(arguments, entries=tuple(entries))
-    return load(config_type, arguments, run / CONFIG, read_decided_keys(run))
+    return load(config_type, arguments, run / CONFIG)
 
 
 def overrides_for_resume(overrides: Mapping[str, Any]) -> tuple[dict[str, Any], Path | None]:
@@ -93,7 +92,7 @@ def from_overrides_on_run(
     overrides, run = overrides_for_resume(overrides)
     if run is None:
         return from_overrides(Config, **overrides)
-    return from_overrides(Config, run / CONFIG, read_decided_keys(run), **overrides)
+    return from_overrides(Config, run / CONFIG, **overrides)
 
 
 def named_run(config_type: type, arguments: Arguments) -> Path | None:
@@ -111,11 +110,11 @@ def named_run(config_type: type, arguments: Arguments) -> Path | None:
 def resolve_run(config: Config, report: Console | Findings) -> ResumePlan:
     """Decides whether a run is new or resumed, and with which configuration.
 
-    With `resume`, `config` was composed on the stored configuration, and what a changed key does is
+    With `resume`, `config` was composed on the stored request, and what a changed key does is
     declared with it (`on_resume` of `config/key.py`): nothing, a warning, or an error. If
-    `run_name` names a run, its configuration must be equal, except for keys that are free and for
-    those of other devices, which are a warning too. What is left open stays open: `Job.config`
-    decides it."""
+    `run_name` names a run, the same must be requested, except for keys that are free and for those
+    of other devices, which are a warning too. What is left open stays open: `Job` decides it, as
+    before while nothing has changed that it follows from."""
     check_local(config.base_output_directory, "base_output_directory", RUNS)
     if config.resume:
         run = find_run(config.resume, config.base_output_directory, groups=False)
@@ -127,10 +126,10 @@ def resolve_run(config: Config, report: Console | Findings) -> ResumePlan:
         return ResumePlan(config)
     from shoal.weights.source import with_run  # imports JAX
 
-    stored = read_config(run)
+    requested = read_requested(run)
+    stored = resolved(requested, read_decisions(run))
     config = replace(config, model=with_run(config.model))
-    decided = as_decided(stored, config, read_decided_keys(run))
-    changed = changed_keys(stored, decided)
+    changed = changed_keys(stored, config)
     keys = keys_of(Config)
     fixed = [key for key in changed if keys[key].on_resume == "fixed"]
     if config.resume and fixed:
@@ -141,9 +140,6 @@ def resolve_run(config: Config, report: Console | Findings) -> ResumePlan:
         )
     if not config.resume:
         refused = [key for key in changed if not _is_move(stored, config, key)]
-        # An open correction follows from another key, which is named.
-        if config.algorithm.correction == "auto" and "algorithm.correction" in refused:
-            refused.remove("algorithm.correction")
         if refused:
             before = ", ".join(f"{key}={shown(get_value(stored, key))}" for key in refused)
             now = ", ".join(f"{key}={shown(get_value(config, key))}" for key in refused)
@@ -154,7 +150,7 @@ def resolve_run(config: Config, report: Console | Findings) -> ResumePlan:
             )
     for key in changed:
         before = shown(get_value(stored, key)) or "''"
-        now = shown(get_value(decided, key)) or "''"
+        now = shown(get_value(config, key)) or "''"
         if _is_move(stored, config, key):
             effect = "numbers may differ in their last bits"
         else:
@@ -170,10 +166,7 @@ def resolve_run(config: Config, report: Console | Findings) -> ResumePlan:
             base_output_directory=stored.base_output_directory,
             resume="",
         )
-        return ResumePlan(config, run)
-    # Keys that are equal but for those of the devices, which `Job.config` sets.
-    batch = replace(stored.batch, micro_tokens=config.batch.micro_tokens)
-    return ResumePlan(replace(config, batch=batch), run)
+    return ResumePlan(config, run)
 
 
 def _check_steps(run: Path, stored: Config, config: Config, report: Console | Findings) -> None:
@@ -209,37 +202,6 @@ def _check_steps(run: Path, stored: Config, config: Config, report: Console | Fi
         )
 
 
-def as_decided(stored: Config, config: Config, decided: Container[str] | None = None) -> Config:
-    """The configuration with what it leaves open as the run decided it, where the reasons are the
-    same. `decided`: the keys that it decided, by default all that may be; what was set by hand and
-    is left open now is decided anew.
-
-    `algorithm.correction` is decided again where samples begin or cease to be the trainer's own.
-    `batch.micro_tokens` stays open where a key has changed on which it may depend, as those of
-    lengths, the model and the mesh. The room of slots is what it was: `Job.slots` decides it again
-    where the data needs another."""
-    if decided is None:
-        decided = open_keys()
-    if config.algorithm.correction == "auto":
-        is_same = samples_are_the_trainers(stored) == samples_are_the_trainers(config)
-        is_kept = is_same and "algorithm.correction" in decided
-        if is_kept:
-            correction = stored.algorithm.correction
-        else:
-            correction = correction_of(config)
-        config = replace(config, algorithm=replace(config.algorithm, correction=correction))
-    kept_slots = {}
-    for key in slot_keys():
-        if not get_value(config, key) and key in decided:
-            kept_slots[key.removeprefix("sampling.")] = get_value(stored, key)
-    config = replace(config, sampling=replace(config.sampling, **kept_slots))
-    is_open = not config.batch.micro_tokens and "batch.micro_tokens" in decided
-    if is_open and not changed_keys(stored, config):
-        batch = replace(config.batch, micro_tokens=stored.batch.micro_tokens)
-        config = replace(config, batch=batch)
-    return config
-
-
 def _is_move(stored: Config, config: Config, key: str) -> bool:
     """True for a changed key by which a run moves to other devices: numbers differ in their last
     bits at most. Between this process and Ray's workers, too, which run the same programs; vLLM's
@@ -249,28 +211,19 @@ def _is_move(stored: Config, config: Config, key: str) -> bool:
     return keys_of(Config)[key].on_resume == "bits"
 
 
-def changed_keys(stored: Config, config: Config) -> list[str]:
-    """Keys that differ, except those that are free to change. With `batch.prompts_per_device`,
-    `batch.prompts_per_step` follows from it and is free; so are `batch.micro_tokens` and the room
-    of slots where they are left open."""
-    free = {name for name, key in keys_of(Config).items() if key.on_resume == "free"}
-    by_device = config.batch.prompts_per_device
-    if by_device and by_device == stored.batch.prompts_per_device:
-        free.add("batch.prompts_per_step")
-    decided_by_run = ["batch.micro_tokens", *slot_keys()]
-    for key in decided_by_run:
-        if not get_value(config, key):
-            free.add(key)
+def changed_keys(stored: Config, requested: Config) -> list[str]:
+    """Keys that differ, except those that are free to change and those that are left open now,
+    which the run decides: where it decides otherwise than before, it says so.
+
+    `stored`: what the run works with."""
+    left_open = open_keys(requested)
     changed = []
-    for key in keys_of(Config):
-        if key not in free and get_value(stored, key) != get_value(config, key):
-            changed.append(key)
+    for name, key in keys_of(Config).items():
+        if key.on_resume == "free" or name in left_open:
+            continue
+        if get_value(stored, name) != get_value(requested, name):
+            changed.append(name)
     return changed
-
-
-def slot_keys() -> list[str]:
-    """The keys of slots that a run decides by its data."""
-    return [key for key in open_keys() if key.startswith("sampling.")]
 
 
 # ---- checkpoint

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -17,7 +17,7 @@ from shoal.buckets import RUNS, address, area_of, place
 from shoal.chat.tokenizer import read_date, write_date
 from shoal.config.key import shown
 from shoal.config.merge import FROM_PYTHON
-from shoal.config.stored import decided_between, difference_from_defaults, texts_of, to_dict
+from shoal.config.stored import difference_from_defaults, texts_of, to_dict, to_yaml
 from shoal.config.train import Config
 from shoal.files import writing
 from shoal.job.fingerprint import fingerprint
@@ -97,9 +97,15 @@ def open_run(job: Job) -> Run:
             folder, updater.learner, source.published_shapes(), facts, job.console, world, frozen
         )
     first = restored.version if restored else 0
-    decided = decided_between(job.given, config)
+    requested_text, decided_text = texts_of(job.given, job.decisions)
     if world.is_main:
-        write_head(folder, spec, config, decided, resumed=job.resumed is not None)
+        if not job.resumed:  # of a resumed run the loop writes them, with its first checkpoint
+            folder.write_config(requested_text, decided_text)
+            if config.report.hydra:
+                changed = difference_from_defaults(job.given)
+                overrides = [f"{key}={shown(value)}" for key, value in changed.items()]
+                folder.write_hydra(to_yaml(config), overrides)
+        write_head(folder, spec, config, resumed=job.resumed is not None)
         job.console.keep_log(folder.log_path)
     utilisation = Utilisation.on(
         roles.trainer.mesh.devices.flat,
@@ -147,8 +153,7 @@ def open_run(job: Job) -> Run:
     )
     keep_settings = None
     if job.resumed:
-        resolved, difference = texts_of(config, decided)
-        keep_settings = partial(folder.write_config, resolved, difference, first)
+        keep_settings = partial(folder.write_config, requested_text, decided_text, first)
     run = Run(
         config,
         None if restored else weights,
@@ -209,19 +214,8 @@ def open_folder(
     return folder
 
 
-def write_head(
-    folder: RunWriter, spec: ModelSource, config: Config, decided: Sequence[str], resumed: bool
-) -> None:
-    """Writes what a run folder holds from the start: the configuration (of a resumed run, the loop
-    does it) and the model's files, and makes `last` name this run. `decided`: the keys that the run
-    decided itself."""
-    if not resumed:
-        resolved, difference = texts_of(config, decided)
-        folder.write_config(resolved, difference)
-        if config.report.hydra:
-            changed = difference_from_defaults(config)
-            overrides = [f"{key}={shown(value)}" for key, value in changed.items()]
-            folder.write_hydra(resolved, overrides)
+def write_head(folder: RunWriter, spec: ModelSource, config: Config, resumed: bool) -> None:
+    """Writes the model's files into a run's folder, and makes `last` name this run."""
     folder.remember(config.base_output_directory)
     model_folder = folder.path / MODEL_FOLDER
     is_own_model = spec.folder == model_folder

@@ -92,7 +92,7 @@ def is_run(path: Path) -> bool:
 CONFIG = "config.yaml"
 
 
-CONFIG_DIFFERENCE = "config_difference.yaml"
+DECIDED = "decided.yaml"
 
 
 SUMMARY = "summary.json"
@@ -184,14 +184,19 @@ def find_run(name: str, base: str | os.PathLike[str] = "outputs", groups: bool =
 
 
 def parts_of(run: Path) -> dict[int, Path]:
-    """The files config_40.yaml by their number: the settings of each part of a run that was resumed
-    with others."""
+    """The files config_40.yaml by their number: what was requested of each part of a run that was
+    resumed with other settings. What the part decided is in decided_40.yaml (`decided_file`)."""
     found = {file.stem.removeprefix("config_"): file for file in run.glob("config_*.yaml")}
     return {
         int(number): file
         for number, file in found.items()
         if number.isdecimal() and len(number) < 10
     }
+
+
+def decided_file(config_file: Path) -> Path:
+    """The file of what a run decided for the settings of config.yaml or config_40.yaml."""
+    return config_file.with_name(config_file.name.replace("config", "decided", 1))
 
 
 def process_start(pid: int) -> str:

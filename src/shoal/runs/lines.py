@@ -158,9 +158,13 @@ for _tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float"):
 
 
 def flat_yaml(text: str) -> dict[str, Any]:
-    """YAML of nested mappings as dotted key -> value; ValueError for anything else, for what is
-    deeper or larger than the bounds, and for aliases, with which a small file can stand for
-    billions of values."""
+    """YAML of nested mappings as dotted key -> value; ValueError as of `bounded_yaml`."""
+    return dict(leaves(bounded_yaml(text)))
+
+
+def bounded_yaml(text: str) -> Mapping[str, Any]:
+    """YAML of nested mappings; ValueError for anything else, for what is deeper or larger than the
+    bounds, and for aliases, with which a small file can stand for billions of values."""
     depth = values = 0
     try:
         for event in yaml.parse(text, _BoundedLoader):
@@ -186,7 +190,7 @@ def flat_yaml(text: str) -> dict[str, Any]:
         raise ValueError("a value is not what its tag says") from error
     if not isinstance(found, Mapping):
         raise ValueError("it holds no settings")
-    return dict(leaves(found))
+    return found
 
 
 def bounded_json(text: str | bytes) -> Any:

@@ -441,7 +441,7 @@ class Mirror:
             for name in sorted(
                 found,
                 key=lambda name: (
-                    not re.fullmatch(r"config_\d+\.yaml", name),
+                    not re.fullmatch(r"(config|decided)_\d+\.yaml", name),
                     name != "config.yaml",
                     name,
                 ),

@@ -34,7 +34,7 @@ from typing import Any
 from shoal.buckets import address
 from shoal.config.commands import stages_of
 from shoal.config.key import keys_of
-from shoal.config.stored import open_keys
+from shoal.config.stored import Decision, config_of, decisions_of, resolved
 from shoal.config.train import Config
 from shoal.config.words import flat_values
 from shoal.files import find_input
@@ -42,10 +42,10 @@ from shoal.records import ShoalError
 from shoal.runs.groups import StoredGroup, read_file
 from shoal.runs.layout import (
     CONFIG,
-    CONFIG_DIFFERENCE,
     LAST,
     LOCK,
     SUMMARY,
+    decided_file,
     find_run,
     is_run,
     parts_of,
@@ -54,6 +54,7 @@ from shoal.runs.layout import (
 from shoal.runs.lines import (
     bounded_json,
     bounded_line,
+    bounded_yaml,
     evaluation_scalars,
     flat_yaml,
     json_ready,
@@ -139,7 +140,8 @@ class StoredRun:
 
     @cached_property
     def config(self) -> Config:
-        """The resolved settings; of the newest segment, if the run was resumed with others."""
+        """The settings that the run works with; of the newest segment, if it was resumed with
+        others."""
         return read_config(self.path)
 
     @cached_property
@@ -157,23 +159,36 @@ class StoredRun:
         return self.segments[max(start for start in self.segments if start <= max(version, 0))]
 
     def settings(self, file: str = CONFIG) -> dict[str, Any]:
-        """config.yaml, or another file of settings, as dotted key -> value. It is plain data here:
-        what it names, presets or files, is not read."""
+        """The settings that the run works with, as dotted key -> value: those of config.yaml, or of
+        the file of a part, with what it decided. They are plain data here: what they name, presets
+        or files, is not read."""
         text = self.text(file, MAX_CONFIG_BYTES)
         try:
-            return flat_yaml(text)
+            values = flat_yaml(text)
         except ValueError as error:
             self.problem(file, f"is damaged ({reason(error)})")
+            return {}
+        for key, decision in self.decisions(file).items():
+            values[key] = decision.value
+        return values
+
+    def decisions(self, file: str = CONFIG) -> dict[str, Decision]:
+        """What the run decided itself, for the settings of a file; none where that cannot be
+        read."""
+        name = decided_file(self.path / file).name
+        if self.file(name) is None:
+            return {}
+        text = self.text(name, MAX_CONFIG_BYTES)
+        try:
+            return decisions_of(bounded_yaml(text)) if text.strip() else {}
+        except (ValueError, ShoalError) as error:
+            self.problem(name, f"is damaged ({reason(error)})")
             return {}
 
     @property
     def decided_keys(self) -> frozenset[str]:
         """The keys whose value the run decided itself: nobody set them."""
-        if self.file(CONFIG_DIFFERENCE) is None:
-            return frozenset()
-        # It is empty where nothing was set.
-        has_any = self.text(CONFIG_DIFFERENCE, MAX_CONFIG_BYTES).strip()
-        return decided_keys(self.settings(), self.settings(CONFIG_DIFFERENCE) if has_any else {})
+        return frozenset(self.decisions())
 
     @property
     def began(self) -> float:
@@ -616,43 +631,38 @@ def reward_changed_at(parts: Mapping[int, Mapping[str, Any]]) -> int:
     return since
 
 
-def decided_keys(settings: Mapping[str, Any], given: Mapping[str, Any] | None) -> frozenset[str]:
-    """The keys whose value a run decided itself: nobody set them.
-
-    `settings`, `given`: config.yaml and config_difference.yaml as dotted key -> value; None if that
-    is not there."""
-    keys = keys_of(Config)
-    if given is None:
-        return frozenset()
-    found = {
-        key
-        for key in open_keys()
-        if key not in given and settings.get(key, keys[key].default) != keys[key].default
-    }
-    if settings.get("batch.prompts_per_device"):
-        found.add("batch.prompts_per_step")
-    return frozenset(found)
-
-
-def read_decided_keys(run: Path) -> frozenset[str]:
-    """`decided_keys` of a run's folder; none where its files do not say."""
+def read_requested(run: Path, file: str = CONFIG) -> Config:
+    """The settings of a run as they were requested, in which what was left open is open; of its
+    newest part, if it was resumed with others."""
     try:
-        return decided_keys(flat_values(run / CONFIG), flat_values(run / CONFIG_DIFFERENCE))
-    except ShoalError:
-        return frozenset()
-
-
-def read_config(run: Path, file: str = CONFIG) -> Config:
-    """The resolved settings of a run; of its newest segment, if it was resumed with others."""
-    from shoal.config.merge import compose
-
-    try:
-        return compose(Config, [str(run / file)])[0]
+        return config_of(flat_values(run / file))
     except ShoalError as error:
         raise ShoalError(
             f"{run}: its settings cannot be read; were they written by another version of Shoal? "
             f"{error}"
         ) from error
+
+
+def read_decisions(run: Path, file: str = CONFIG) -> dict[str, Decision]:
+    """What a run decided where its settings leave a key open; none without its file, and all is
+    then decided anew. ShoalError for a damaged one."""
+    path = decided_file(run / file)
+    try:
+        text = path.read_text(encoding="utf-8")
+        return decisions_of(bounded_yaml(text)) if text.strip() else {}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, ShoalError) as error:
+        raise ShoalError(
+            f"{path} cannot be read ({reason(error)}): remove it, and the run decides anew what its "
+            "settings leave open"
+        ) from error
+
+
+def read_config(run: Path, file: str = CONFIG) -> Config:
+    """The settings that a run works with: as requested, with what it decided; of its newest part,
+    if it was resumed with others."""
+    return resolved(read_requested(run, file), read_decisions(run, file))
 
 
 def read_summary(run: Path) -> dict[str, Any] | None:

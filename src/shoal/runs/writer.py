@@ -1,9 +1,8 @@
 """The run's folder and what is written there: settings, metrics, groups, the summary.
 
-config.yaml  config_difference.yaml      the settings, resolved, and what somebody set to other than
-                                         the defaults
-config_40.yaml                           the settings from step 40 on, if the run was resumed with
-                                         others
+config.yaml  decided.yaml                the settings as requested, and what the run decided where
+                                         they leave a key open
+config_40.yaml  decided_40.yaml          both from step 40 on, if the run was resumed with others
 metrics.jsonl                            a line a step
 evaluations.jsonl                        a line an evaluation
 groups/step_000012.parquet               a row a completion
@@ -33,10 +32,11 @@ from shoal.records import Group, Purpose, ShoalError
 from shoal.runs.groups import TokenLogprobs, groups_file, read_file, write_file
 from shoal.runs.layout import (
     CONFIG,
-    CONFIG_DIFFERENCE,
+    DECIDED,
     LAST,
     SUMMARY,
     Lock,
+    decided_file,
     make_run_folder,
     parts_of,
 )
@@ -54,7 +54,7 @@ class RunWriter:
     def __init__(self, path: str | os.PathLike[str], mirror: Mirror | None = None) -> None:
         self.path, self.mirror = Path(path), mirror
         self.config_path = self.path / CONFIG
-        self.config_difference_path = self.path / CONFIG_DIFFERENCE
+        self.decided_path = self.path / DECIDED
         self.groups_path = self.path / "groups"
         self.checkpoints_path = self.path / "checkpoints"
         self.log_path = self.path / "log.txt"
@@ -112,6 +112,7 @@ class RunWriter:
             for number, file in parts_of(self.path).items():
                 if number > max(version, 0):
                     file.unlink()
+                    decided_file(file).unlink(missing_ok=True)
 
     def missing_steps(self, version: int) -> list[int]:
         """Steps up to `version` that have no line in metrics.jsonl."""
@@ -126,20 +127,33 @@ class RunWriter:
             found.setdefault(line["step"], {})[line["name"]] = figures
         return found
 
-    def write_config(self, config: str, difference: str, version: int = 0) -> None:
-        """Writes the resolved settings and what was set to other than the defaults, both as YAML
-        text. If a run is resumed at `version` with other settings, those of each part are kept:
-        config_0.yaml, config_40.yaml."""
+    def write_config(self, config: str, decided: str, version: int = 0) -> None:
+        """Writes the settings as requested and what the run decided, both as YAML text. If a run is
+        resumed at `version` with others, those of each part are kept: config_0.yaml and
+        decided_0.yaml, config_40.yaml and decided_40.yaml."""
         parts = parts_of(self.path)
         # Not config.yaml: it may hold those of a part that was lost with its checkpoint, which hold
         # again from here on.
         held = parts[max(parts)] if parts else self.config_path
-        if held.is_file() and (before := held.read_text(encoding="utf-8")) != config:
-            if not parts:
-                write_atomically(self.path / "config_0.yaml", [before.rstrip("\n")])
-            write_atomically(self.path / f"config_{version}.yaml", [config.rstrip("\n")])
+        if held.is_file():
+            config_before = held.read_text(encoding="utf-8")
+            held_decided = decided_file(held)
+            decided_before = ""
+            if held_decided.is_file():
+                decided_before = held_decided.read_text(encoding="utf-8")
+            if (config_before, decided_before) != (config, decided):
+                if not parts:
+                    self._write_part(0, config_before, decided_before)
+                self._write_part(version, config, decided)
+        # In this order: decisions of other settings than config.yaml's are taken anew.
         write_atomically(self.config_path, [config.rstrip("\n")])
-        write_atomically(self.config_difference_path, [difference.rstrip("\n")])
+        write_atomically(self.decided_path, [decided.rstrip("\n")])
+
+    def _write_part(self, version: int, config: str, decided: str) -> None:
+        path = self.path / f"config_{version}.yaml"
+        # First: the file of the settings is what makes the part.
+        write_atomically(decided_file(path), [decided.rstrip("\n")])
+        write_atomically(path, [config.rstrip("\n")])
 
     def write_hydra(self, config: str, overrides: Sequence[str]) -> None:
         """The files that Hydra writes, as those who come from it look for them; nothing here reads

@@ -35,7 +35,7 @@ from shoal.commands.view.run import (
 from shoal.files import check_local
 from shoal.records import ShoalError
 from shoal.runs.group_table import Database, GroupTable
-from shoal.runs.layout import CONFIG, CONFIG_DIFFERENCE, LAST, SUMMARY, is_run
+from shoal.runs.layout import CONFIG, DECIDED, LAST, SUMMARY, is_run
 from shoal.runs.reader import Evaluations, GrowingLines, StoredRun, open_runs
 from shoal.tasks.task import ROWS
 from shoal.text import did_you_mean
@@ -93,11 +93,14 @@ class OpenRun:
 
     @property
     def settings(self) -> dict[str, Any]:
-        return self._stored(CONFIG, self.run.settings)
+        # A run writes what it decided after what was requested.
+        files = [self.run.file(name) for name in (CONFIG, DECIDED)]
+        revision = [path and path.stat().st_mtime_ns for path in files]
+        return self.kept(CONFIG, revision, self.run.settings)
 
     @property
     def decided_keys(self) -> frozenset[str]:
-        return self._stored(CONFIG_DIFFERENCE, lambda: self.run.decided_keys)
+        return self._stored(DECIDED, lambda: self.run.decided_keys)
 
     @property
     def home_row(self) -> dict[str, Any]:

@@ -88,7 +88,16 @@ class AlgorithmSection:
     aggregation_tokens: int = key(0, stages=("update",))
     """seq-mean-token-sum-norm: the constant length to divide by (verl's loss_scale_factor); 0 for
     sampling.max_completion_tokens."""
-    correction: Annotated[str, CORRECTIONS] = key("auto", stages=("update",), decided=True)
+    correction: Annotated[str, CORRECTIONS] = key(
+        "auto",
+        stages=("update",),
+        decided_from=(
+            "train.max_staleness",
+            "train.weight_sync_interval",
+            "sampler.kind",
+            "sampler.quantise",
+        ),
+    )
     """Importance weights w = exp(old_logprob - sampler_logprob) that correct the gap between
     sampler and trainer. tis: w clipped to [correction_floor, correction_cap]; mis, icepop: w, and 0
     outside these bounds; none. direct: no weight, but the policy loss's ratio is exp(logprob -

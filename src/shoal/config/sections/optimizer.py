@@ -46,13 +46,46 @@ class OptimizerSection:
 
 @dataclass(frozen=True)
 class BatchSection:
-    prompts_per_step: int = key(32, stages=("data", "sampling", "update"))
+    prompts_per_step: int = key(
+        32,
+        stages=("data", "sampling", "update"),
+        decided_from=("batch.prompts_per_device", "devices of the trainer"),
+    )
     """P: prompts in a step (verl's train_batch_size)."""
     prompts_per_device: int = key(0, stages=("data", "sampling", "update"))
     """Prompts in a step for each device of the trainer, in place of prompts_per_step; 0 for off."""
     group_size: int = key(8, stages=("sampling", "update"))
     """G: completions of each prompt (TRL's num_generations, verl's rollout.n)."""
-    micro_tokens: int = key(0, stages=("update",), decided=True)
+    micro_tokens: int = key(
+        0,
+        stages=("update",),
+        decided_from=(
+            "batch.prompts_per_step",
+            "batch.group_size",
+            "sampling.max_prompt_tokens",
+            "sampling.max_completion_tokens",
+            "algorithm.name",
+            "algorithm.num_minibatches",
+            "algorithm.kl_coef",
+            "algorithm.kl_metric",
+            "model.path",
+            "model.dtype",
+            "model.remat",
+            "model.quantise",
+            "model.lora.rank",
+            "teacher.path",
+            "optimizer.offload",
+            "train.max_staleness",
+            "train.weight_sync_interval",
+            "sampler.kind",
+            "mesh.trainer",
+            "mesh.sampler",
+            "mesh.reference",
+            "mesh.context",
+            "mesh.tensor",
+            "devices of the trainer",
+        ),
+    )
     """Tokens of a micro-batch on one device, padding included, in one row that prompts and
     completions fill; it holds at least the longest prompt with the longest completion. 0 for 2,048
     on CPU, and on an accelerator for 4,096, or, up to 32,768, as many whole groups as leave a

@@ -42,10 +42,16 @@ class SamplingSection:
     truncated."""
     slots_per_device: int = key(0, stages=("sampling", "evaluation"))
     """Completions sampled at once on each device; 0 for all of a step."""
-    prompt_slot_tokens: int = key(0, stages=("sampling", "evaluation"), decided=True)
+    prompt_slot_tokens: int = key(
+        0,
+        stages=("sampling", "evaluation"),
+        decided_from=("sampling.max_prompt_tokens", "longest prompt"),
+    )
     """Prompt tokens that a slot has room for. 0: with task=custom and data from Python the longest
     prompt of the data that is not dropped, in steps of 64; else max_prompt_tokens."""
-    evaluation_slots: int = key(0, stages=("evaluation",), decided=True)
+    evaluation_slots: int = key(
+        0, stages=("evaluation",), decided_from=("completions of an evaluation",)
+    )
     """Completions of an evaluation that each sampler has at once; 0 for as many as of training, and
     no more than the evaluation has."""
     mean_completion_tokens: int = key(0, stages=("sampling", "evaluation"))

@@ -312,14 +312,14 @@ def test_a_resumed_run_keeps_its_room_while_its_data_is_as_long(tmp_path, capsys
     with job_of(tmp_path) as job:
         before = job.slots.prompt_slot_tokens
         with RunWriter.create(tmp_path, "first") as made:
-            made.write_config(*texts_of(job.given, job.decisions))
+            made.write_config(*texts_of(job.requested, job.decisions))
     decisions = read_decisions(made.path)
     assert decisions["sampling.prompt_slot_tokens"].value == before
     assert decisions["sampling.prompt_slot_tokens"].sources["longest prompt"] == before
     wider = replace(decisions["sampling.prompt_slot_tokens"], value=before + 64)
     with RunWriter(made.path) as folder:  # of another version
         kept = decisions | {"sampling.prompt_slot_tokens": wider}
-        folder.write_config(*texts_of(job.given, kept))
+        folder.write_config(*texts_of(job.requested, kept))
     with job_of(tmp_path, resumed=made.path) as job:
         assert job.slots.prompt_slot_tokens == before + 64
     with job_of(tmp_path, lengths=(5, 9, 300, 5), resumed=made.path) as job:

@@ -944,7 +944,7 @@ def begin(base: Path, name: str, *words: str) -> Path:
     config = compose("train", [f"base_output_directory={base}", f"run_name={name}", *words])[0]
     with RunWriter.create(base, name) as made, Job(config, Console()) as job:
         assert job.config
-        made.write_config(*texts_of(job.given, job.decisions))
+        made.write_config(*texts_of(job.requested, job.decisions))
     return made.path
 
 

@@ -318,7 +318,7 @@ def test_a_job_leaves_loggers_and_warnings_as_they_were(tmp_path):
 
     before = seen()
     with Job(Config(), Console()) as job:
-        assert job.given == Config() and all(
+        assert job.requested == Config() and all(
             now != then for now, then in zip(seen(), before, strict=True)
         )
         Checkpoints(tmp_path, keep_last=1).close()

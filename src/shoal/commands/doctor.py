@@ -61,7 +61,7 @@ def doctor(
         }
         if job.collect("settings", "folder_note") and job.folder_note:
             findings.of("configuration").ok(job.folder_note)
-        job.collect("questions", "pool", "given_roles", "spec", "placement", "tokenizer")
+        job.collect("questions", "pool", "requested_roles", "spec", "placement", "tokenizer")
         begins = check_data(job, result)
         scored = job.collect("questions", "pool") and check_reward(job, result)
         if job.collect("positions", "model", "teacher"):

@@ -43,7 +43,7 @@ def serve(config: ServeConfig, console: Console | None = None) -> dict[str, Any]
 
 def open_sampler(job: Job) -> HostSampler:
     """The sampler of a job, with its weights."""
-    config: ServeConfig = job.given
+    config: ServeConfig = job.requested
     return HostSampler(
         config.model.path,
         job.tokenizer,

@@ -33,7 +33,7 @@ LARGE_STEP = 1 << 24
 
 DEVICE_STAGES = (
     "world",
-    "given_roles",
+    "requested_roles",
     "placement",
     "model",
     "teacher",
@@ -88,7 +88,7 @@ def _check_job(config: Any, findings: Findings, command: str) -> None:
         if (
             isinstance(config, Config) and not without and "roles" not in job.opened
         ):  # the model is not here
-            _check_roles(job, job.given_roles)
+            _check_roles(job, job.requested_roles)
     if command in ("train", "sft"):
         stop_on_warnings(config, findings)
 
@@ -109,10 +109,10 @@ def _check_roles(job: Job, roles: Roles) -> None:
     from shoal.checks.inputs import check_idle
     from shoal.model.attention.selector import platform_fault
 
-    if fault := platform_fault(attention := job.given.model.attention, roles.trainer.platform):
+    if fault := platform_fault(attention := job.requested.model.attention, roles.trainer.platform):
         raise ShoalError(f"model.attention={attention}: {fault}; leave it out", "model.attention")
-    check_idle(job.given.mesh, roles, len(job.devices), job.findings)
-    for_devices(job.given, roles.trainer.mesh.size, roles.trainer.platform)
+    check_idle(job.requested.mesh, roles, len(job.devices), job.findings)
+    for_devices(job.requested, roles.trainer.mesh.size, roles.trainer.platform)
 
 
 def _needs_memory(config: Config) -> bool:
@@ -158,7 +158,7 @@ def check_placement(config: PlanConfig, findings: Findings) -> None:
     with _quiet_job(
         config, findings, devices=devices, spec=ModelSource(Path(), known) if known else None
     ) as job:
-        _check_roles(job, job.roles if known else job.given_roles)
+        _check_roles(job, job.roles if known else job.requested_roles)
         if _is_here(config.model) and not config.topology:
             job.sizes  # noqa: B018
 

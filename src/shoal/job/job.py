@@ -152,7 +152,7 @@ CHECKS: Mapping[type, Sequence[str]] = {
         "pool",
         "cluster",
         "world",
-        "given_roles",
+        "requested_roles",
         "placement",
         "positions",
         "model",
@@ -170,7 +170,7 @@ CHECKS: Mapping[type, Sequence[str]] = {
         "questions",
         "sessions",
         "pool",
-        "given_roles",
+        "requested_roles",
         "positions",
         "model",
         "tensors",
@@ -179,7 +179,7 @@ CHECKS: Mapping[type, Sequence[str]] = {
         "lost_answers",
     ),
     **dict.fromkeys(
-        (GenerateConfig, ServeConfig), ("given_roles", "positions", "model", "tensors")
+        (GenerateConfig, ServeConfig), ("requested_roles", "positions", "model", "tensors")
     ),
 }
 """The stages in which a job can be refused before its weights are read, of the run and of its dry
@@ -253,7 +253,7 @@ class Job:
         findings: Findings | None = None,
     ) -> None:
         # One of these: a stage reads what the commands that open it have.
-        self.given: Any = replace(config, model=with_run(config.model))
+        self.requested: Any = replace(config, model=with_run(config.model))
         self.console = console
         self.resumed = resumed
         self.functions = functions
@@ -303,26 +303,26 @@ class Job:
     @stage()
     def settings(self) -> None:
         if self.trains:
-            check_settings(self.given, self.findings)
-            check_sinks(self.given.report)
+            check_settings(self.requested, self.findings)
+            check_sinks(self.requested.report)
 
     @stage()
     def inputs(self) -> None:
         """The files and names that are given, as far as they are on this machine."""
         from_python = bool(self.functions) or self._task is not None
-        check_before_weights(self.given, from_python, self.resumed is not None)
+        check_before_weights(self.requested, from_python, self.resumed is not None)
 
     @stage("configuration", "base_output_directory")
     def folder_note(self) -> str:
         """A note if the run's folder is there already; ShoalError where it cannot be made."""
         if self.resumed:
             return ""
-        return check_run_folder(self.given)
+        return check_run_folder(self.requested)
 
     @stage("data", "task.path")
     def questions(self) -> Task:
         """The data of the task, with its own rewards."""
-        c = self.given
+        c = self.requested
         with nullcontext() if self.trains else evaluating():
             task = with_environment(self._task or load_questions(c.task, c.reward), c)
         if self.trains:
@@ -334,7 +334,7 @@ class Job:
     @stage("reward", "reward.functions")
     def scorers(self) -> tuple[RewardFunction, ...]:
         """The functions that score answers. Those that were given need no data."""
-        c = self.given
+        c = self.requested
         needed = not self.trains or c.algorithm.uses_rewards
         environments = {} if "questions" in self.failed else self.questions.environments
         of_environments = environment_rewards(environments)
@@ -362,9 +362,9 @@ class Job:
     def sessions(self) -> Sessions | None:
         """The processes of tools and environments, forked as those that score are; None where
         rollouts have none."""
-        if isinstance(self.given, GenerateConfig | ServeConfig):  # which have no task
+        if isinstance(self.requested, GenerateConfig | ServeConfig):  # which have no task
             return None
-        sessions = open_sessions(self.questions, self.given)
+        sessions = open_sessions(self.questions, self.requested)
         if sessions:
             self.stack.enter_context(closing(sessions))
         return sessions
@@ -379,19 +379,19 @@ class Job:
         0006)."""
         if "questions" not in self.failed:
             check_truths(self.questions, self.scorers)
-        steps = (self.given.steps,) if self.trains else ()
-        pool = RewardPool(self.scorers, self.given.reward, *steps)
+        steps = (self.requested.steps,) if self.trains else ()
+        pool = RewardPool(self.scorers, self.requested.reward, *steps)
         return self.stack.enter_context(closing(pool))
 
     @stage()
     def cluster(self) -> Cluster | None:
-        return open_cluster(self.given, self.console, self.stack)
+        return open_cluster(self.requested, self.console, self.stack)
 
     @stage()
     def world(self) -> World:
         """The processes of the run. From here on the configuration lacks the keys that are a
         process's own."""
-        world, self.given = open_world(self.given, self.resumed)
+        world, self.requested = open_world(self.requested, self.resumed)
         return self.stack.enter_context(world)
 
     @stage("tokenizer", "model.path")
@@ -417,10 +417,10 @@ class Job:
         if self._spec is not None:
             return self._spec
         if not self.trains:
-            for _, text in adapter_warnings(self.given.model.lora):
+            for _, text in adapter_warnings(self.requested.model.lora):
                 self.console.warning(text)
         console = None if self.trains else self.console
-        spec = open_run_model(self.given.model, self.resumed, console)
+        spec = open_run_model(self.requested.model, self.resumed, console)
         if not self.trains:
             return spec
         date = self.template_date
@@ -436,8 +436,8 @@ class Job:
         has the same."""
         check_positions(
             self.spec.architecture,
-            self.given.sampling,
-            f"model.path={model_path(self.given.model)}",
+            self.requested.sampling,
+            f"model.path={model_path(self.requested.model)}",
         )
 
     # ---- devices
@@ -446,32 +446,32 @@ class Job:
     def devices(self) -> Sequence[Any]:
         if self._devices:
             return self._devices
-        shares_gpu = getattr(self.given, "shares_gpu", False)
-        return available_devices(self.given.mesh, shares_gpu)
+        shares_gpu = getattr(self.requested, "shares_gpu", False)
+        return available_devices(self.requested.mesh, shares_gpu)
 
     @property
     def mesh(self) -> MeshSection:
         """The mesh as given, for the devices that Ray holds for this process."""
         # Not `self.cluster`: a plan joins none.
         if "cluster" not in self.opened:
-            return self.given.mesh
-        return trainer_mesh(self.given, self.opened["cluster"]).mesh
+            return self.requested.mesh
+        return trainer_mesh(self.requested, self.opened["cluster"]).mesh
 
     @stage("devices", "mesh")
-    def given_roles(self) -> Roles:
+    def requested_roles(self) -> Roles:
         """The mesh of each role by the settings alone: judged before the model is known."""
         return make_roles(self.mesh, self.devices)
 
     @stage("devices", "mesh")
     def roles(self) -> Roles:
-        """The mesh of each role for this model: `given_roles`, with a replica of the sampler over
-        as many devices as it needs. A command that only samples has no trainer to share the devices
-        with."""
+        """The mesh of each role for this model: `requested_roles`, with a replica of the sampler
+        over as many devices as it needs. A command that only samples has no trainer to share the
+        devices with."""
         mesh = self.mesh
-        roles = self.given_roles
+        roles = self.requested_roles
         if not self.trains:
             return roles
-        roles = run_roles(replace(self.given, mesh=mesh), self.spec.architecture, self.devices)
+        roles = run_roles(replace(self.requested, mesh=mesh), self.spec.architecture, self.devices)
         requested_tensor = mesh.sampler_tensor or mesh.tensor
         if roles.sampler.tensor != requested_tensor:
             self.console.note(
@@ -485,9 +485,9 @@ class Job:
         """The configuration of a training job, with what it left open decided."""
         trainer = self.roles.trainer
         num_devices = trainer.mesh.size
-        followed = for_devices(self.given, num_devices, trainer.platform)
+        followed = for_devices(self.requested, num_devices, trainer.platform)
         config = self.decide(
-            self.given,
+            self.requested,
             "batch.prompts_per_step",
             followed.batch.prompts_per_step,
             {"devices of the trainer": num_devices},
@@ -508,7 +508,7 @@ class Job:
         """The configuration with a value for `key`, if that was left open. A resumed run keeps the
         value that it decided before while all that it followed from is the same: keys, and those
         `facts` that the key's declaration names (`decided_from`)."""
-        if key not in open_keys(self.given):
+        if key not in open_keys(self.requested):
             return config
         known_facts = facts or {}
         sources: dict[str, Any] = {}
@@ -555,8 +555,8 @@ class Job:
         if self.trains:
             model = trained_model(self.config, self.spec, self.roles)
         else:
-            model = make_model(self.given.model, self.spec.architecture, self.roles.sampler)
-        fault = kernel_fault(replace(model, attention=self.given.model.attention))
+            model = make_model(self.requested.model, self.spec.architecture, self.roles.sampler)
+        fault = kernel_fault(replace(model, attention=self.requested.model.attention))
         if fault:
             self.console.note(
                 "attention is blocked: our kernels do not work on this "
@@ -572,7 +572,7 @@ class Job:
             length = largest.length
         else:
             rows = 1
-            length = self.given.sampling.max_prompt_tokens
+            length = self.requested.sampling.max_prompt_tokens
         attention_kind(model, rows, length)  # raises where the kernel cannot take this shape
         multiply_exactly(model.dtype, self.stack)
         return model
@@ -595,9 +595,9 @@ class Job:
         """The configuration; before its devices are known, as for one of them."""
         if "config" in self.opened:
             return self.config
-        batch = self.given.batch
+        batch = self.requested.batch
         prompts_per_step = batch.prompts_per_device or batch.prompts_per_step
-        return replace(self.given, batch=replace(batch, prompts_per_step=prompts_per_step))
+        return replace(self.requested, batch=replace(batch, prompts_per_step=prompts_per_step))
 
     @stage("tokenizer", "model.path")
     def tokenizer(self) -> Tokenizer:
@@ -615,9 +615,9 @@ class Job:
         return TurnFormats(
             self.tokenizer,
             self.sessions,
-            section_of(self.given),
+            section_of(self.requested),
             self.console.note,
-            self.given.sampling.max_completion_tokens,
+            self.requested.sampling.max_completion_tokens,
         )
 
     def encode(self, example: Example) -> np.ndarray:
@@ -642,7 +642,7 @@ class Job:
         sets = {}
         for name, examples in self.questions.evaluations.items():
             try:
-                sets[name] = encode_all(name, examples, self.encode, self.given.sampling, warn)
+                sets[name] = encode_all(name, examples, self.encode, self.requested.sampling, warn)
             except ShoalError as error:
                 if not sets or error.key != "sampling.max_prompt_tokens":
                     raise
@@ -702,7 +702,7 @@ class Job:
     def slots(self) -> SamplingSection:
         """The settings of sampling, with the room of slots decided by the data; `config` has it
         from here on."""
-        settings = self.config if self.trains else self.given
+        settings = self.config if self.trains else self.requested
         quick_questions = settings.quick_questions if self.trains else 0
         evaluator = Evaluator(
             self.sets, settings.sampling.params, settings.pass_k, self.task, quick_questions
@@ -723,8 +723,8 @@ class Job:
         """The settings with `sampling.prompt_slot_tokens` decided: the longest prompt where all
         are known before, else 0, the longest that is allowed."""
         sampling = settings.sampling
-        requested = self.given.sampling.prompt_slot_tokens
-        is_known = self.given.task.name in ("custom", ROWS) and self.sessions is None
+        requested = self.requested.sampling.prompt_slot_tokens
+        is_known = self.requested.task.name in ("custom", ROWS) and self.sessions is None
         if not is_known:
             if requested and requested < sampling.max_prompt_tokens:
                 raise ShoalError(
@@ -797,7 +797,7 @@ class Job:
         and size."""
         if self.trains:
             return training_engine_maker(self.config, self.model, self.roles, self.tokenizer)
-        c = self.given
+        c = self.requested
         if isinstance(c, GenerateConfig):
             group_size = max(1, c.num_generations)
         else:
@@ -818,14 +818,14 @@ class Job:
     @stage()
     def rewards(self) -> GroupRewards:
         return GroupRewards(
-            self.task, self.pool, self.tokenizer.decode, section_of(self.given).on_error
+            self.task, self.pool, self.tokenizer.decode, section_of(self.requested).on_error
         )
 
     @stage()
     def source(self) -> Fleet | MultiProcessSource | DataSource:
         """Groups of completions: of Ray's workers, threads with devices of their own, this thread,
         or the data."""
-        c = self.given
+        c = self.requested
         # First: the processes that score are forked while JAX has no threads.
         rewards = self.rewards
         if not self.trains:
@@ -890,7 +890,7 @@ class Job:
             return ModelScorer(model, base)
         # Read once more, not shared: the policy's own is trained, and a resumed run's is that of
         # its checkpoint.
-        adapter = self.spec.read_adapter(model.role, model.dtype, self.given.seed)
+        adapter = self.spec.read_adapter(model.role, model.dtype, self.requested.seed)
         return ModelScorer(model, joined(adapter, as_frozen(a, base)))
 
     def make_updater(self, reference: ModelScorer | None, teacher: ModelScorer | None) -> Updater:
@@ -916,7 +916,7 @@ class Job:
         if not self.trains:
             return self.spec.load(self.roles.sampler, self.model.dtype)
         source = spec or self.spec
-        return source.load(self.roles.trainer, np.float32, self.model.dtype, self.given.seed)
+        return source.load(self.roles.trainer, np.float32, self.model.dtype, self.requested.seed)
 
     # ---- a run
 
@@ -924,7 +924,9 @@ class Job:
         """Opens everything that can be wrong with a job before its weights are read, of a dry run
         what needs no download; `without` these stages."""
         stages = next(
-            names for config_type, names in CHECKS.items() if isinstance(self.given, config_type)
+            names
+            for config_type, names in CHECKS.items()
+            if isinstance(self.requested, config_type)
         )
         for name in stages:
             if name in without:

@@ -97,12 +97,12 @@ def open_run(job: Job) -> Run:
             folder, updater.learner, source.published_shapes(), facts, job.console, world, frozen
         )
     first = restored.version if restored else 0
-    requested_text, decided_text = texts_of(job.given, job.decisions)
+    requested_text, decided_text = texts_of(job.requested, job.decisions)
     if world.is_main:
         if not job.resumed:  # of a resumed run the loop writes them, with its first checkpoint
             folder.write_config(requested_text, decided_text)
             if config.report.hydra:
-                changed = difference_from_defaults(job.given)
+                changed = difference_from_defaults(job.requested)
                 overrides = [f"{key}={shown(value)}" for key, value in changed.items()]
                 folder.write_hydra(to_yaml(config), overrides)
         write_head(folder, spec, config, resumed=job.resumed is not None)

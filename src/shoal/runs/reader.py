@@ -654,8 +654,8 @@ def read_decisions(run: Path, file: str = CONFIG) -> dict[str, Decision]:
         return {}
     except (OSError, ValueError, ShoalError) as error:
         raise ShoalError(
-            f"{path} cannot be read ({reason(error)}): remove it, and the run decides anew what its "
-            "settings leave open"
+            f"{path} cannot be read ({reason(error)}): remove it, and the run decides anew what "
+            "its settings leave open"
         ) from error
 
 

@@ -126,8 +126,8 @@ class Trial:
         self.roles = make_roles(config.mesh, jax.devices()[:1])
         spec = ModelSource(Path(), self.architecture, lambda role, dtype: self.parameters)
         self.model = trained_model(config, spec, self.roles)
-        job = Job(config, Console(io.StringIO()), spec=spec, settled=True)
-        job.opened |= {"roles": self.roles, "model": self.model}
+        job = Job(config, Console(io.StringIO()), spec=spec)
+        job.opened |= {"config": config, "roles": self.roles, "model": self.model}
         self.learner, self.updater = job.learner, job.make_updater(None, None)
         accumulate = self.learner.accumulate
 

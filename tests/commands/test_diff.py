@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from tiny_runs import Workshop, metrics, read_lines, rewrite_groups
 
-from shoal.commands.diff import describe_difference, diff, exact_figure
+from shoal.commands.diff import diff, exact_figure, likely_cause
 from shoal.config.commands import DiffConfig
 from shoal.config.key import STAGES, keys_of
 from shoal.config.sections.reward import RewardSection
@@ -465,15 +465,9 @@ def test_each_key_that_alone_differs_is_named_in_the_stages_that_it_acts_on(name
     for stage in STAGES:
         likely = likely_keys([stage], acting_keys(differing, [1.0]))
         assert likely == ([name] if stage in key.stages else []), stage
-        result = {
-            "identical": False,
-            "likely_keys": likely,
-            "config": differing,
-            "divergence": {"sentence": "it differs"},
-        }
-        said = describe_difference(result)
+        said = likely_cause(likely, differing)
         if stage in key.stages:
-            assert said == f"it differs; the likeliest cause is {name}"
+            assert said == f"the likeliest cause is {name}"
         else:
             assert ("no key that differs acts there" in said) == bool(of_steps)
     is_free = key.on_resume == "free"

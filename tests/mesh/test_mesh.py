@@ -426,8 +426,8 @@ def test_a_reference_is_the_same_in_a_new_run_and_in_a_resumed_one(monkeypatch):
     model, config = Model(SMALL, where.trainer), Config(algorithm=AlgorithmSection(kl_coef=0.1))
     spec: Any = SimpleNamespace(read=lambda role, dtype: first)
     assert isinstance(publish_to(model, first).blocks, tuple)
-    with Job(config, Console(io.StringIO()), spec=spec, settled=True) as job:
-        job.opened |= {"model": model, "roles": where}
+    with Job(config, Console(io.StringIO()), spec=spec) as job:
+        job.opened |= {"config": config, "model": model, "roles": where}
         new, resumed = (job.open_reference(given) for given in (first, None))
     assert new and resumed and int(checksum(new.parameters)) == int(checksum(resumed.parameters))
 

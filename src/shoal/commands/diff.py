@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +10,9 @@ import numpy as np
 
 from shoal.config.commands import DiffConfig
 from shoal.report.console import Console
-from shoal.runs.compare import act_on_steps, compare
+from shoal.runs.compare import Comparison, act_on_steps, compare
 from shoal.runs.layout import find_run
+from shoal.runs.lines import json_ready
 from shoal.runs.reader import StoredRun, short_name
 from shoal.runs.summary import version_text
 from shoal.text import count, figure
@@ -22,63 +23,68 @@ FLOAT32_MAX = float(np.finfo(np.float32).max)
 def diff(config: DiffConfig, console: Console | None = None) -> dict[str, Any]:
     """Compares two runs and prints what differs and the likely cause."""
     with console or Console() as console:
-        result = compare(*(StoredRun(find_run(name)) for name in (config.run, config.other)))
-        _report(result, console)
-    return result
+        run = StoredRun(find_run(config.run))
+        other = StoredRun(find_run(config.other))
+        comparison = compare(run, other)
+        _report(comparison, console)
+    return comparison.to_dict()
 
 
-def _report(result: dict[str, Any], console: Console) -> None:
-    runs = [Path(result[name]) for name in ("run", "other")]
+def _report(comparison: Comparison, console: Console) -> None:
+    runs = [Path(comparison.run), Path(comparison.other)]
     names = [short_name(run, runs) for run in runs]
 
     def table(head: str, values: Mapping[str, Sequence[Any]]) -> None:
-        console.table(
-            (head, *names), [(name, *map(exact_figure, both)) for name, both in values.items()]
-        )
+        rows = []
+        for name, (of_run, of_other) in json_ready(values).items():
+            rows.append((name, exact_figure(of_run), exact_figure(of_other)))
+        console.table((head, names[0], names[1]), rows)
 
-    console.heading(
-        f"{result['run']} and {result['other']}, steps {result['steps_compared'] or 'none'}"
-    )
-    if result["num_steps"][0] != result["num_steps"][1]:
+    steps = comparison.steps_compared or "none"
+    console.heading(f"{comparison.run} and {comparison.other}, steps {steps}")
+    steps_of_run, steps_of_other = comparison.num_steps
+    if steps_of_run != steps_of_other:
         console.note(
-            "they have {} and {}: those of both are compared".format(
-                *(count(number, "step") for number in result["num_steps"])
-            )
+            f"they have {count(steps_of_run, 'step')} and {count(steps_of_other, 'step')}: those "
+            "of both are compared"
         )
-    for name, finished in zip(names, result["finished"], strict=True):
-        if not finished:
+    for name, is_finished in zip(names, comparison.finished, strict=True):
+        if not is_finished:
             console.note(f"{name} has not finished: it is running, or was stopped")
-    if result["evaluations_compared"] < max(result["num_evaluations"]):
+    evaluations_of_run, evaluations_of_other = comparison.num_evaluations
+    if comparison.evaluations_compared < max(evaluations_of_run, evaluations_of_other):
         console.note(
-            "they have {} and {} evaluations (of a version, on a data set): ".format(
-                *result["num_evaluations"]
-            )
-            + f"the {result['evaluations_compared']} of both are compared"
+            f"they have {evaluations_of_run} and {evaluations_of_other} evaluations (of a version, "
+            f"on a data set): the {comparison.evaluations_compared} of both are compared"
         )
-    if not result["group_steps_compared"]:
+    if not comparison.group_steps_compared:
         console.note(
             "no step has stored groups in both runs (report.groups): metrics alone are compared"
         )
-    if result["config"]:
-        table("key", {key: list(map(str, values)) for key, values in result["config"].items()})
+    if comparison.settings:
+        table("key", {key: list(map(str, both)) for key, both in comparison.settings.items()})
     else:
         console.text("no key differs")
-    if first := result["first_metrics"]:
-        table(f"step {first['step']}", first["metrics"])
-    if first := result["first_group_difference"]:
-        where = ", ".join(
-            f"{name} {first[name]}"
-            for name in ("group", "completion", "token")
-            if first[name] is not None
-        )
-        one, other = map(exact_figure, first["values"])
+    if comparison.first_metrics:
+        step, metrics = comparison.first_metrics
+        table(f"step {step}", metrics)
+    if comparison.first_group_difference:
+        difference = comparison.first_group_difference
+        places = {
+            "group": difference.group,
+            "completion": difference.completion,
+            "token": difference.token,
+        }
+        where = ", ".join(f"{name} {at}" for name, at in places.items() if at is not None)
+        of_run, of_other = json_ready(difference.values)
         console.text(
-            f"step {first['step']}, {where}: {first['what']} is {one} in {names[0]}, {other} in "
-            f"{names[1]}"
+            f"step {difference.step}, {where}: {difference.what} is {exact_figure(of_run)} in "
+            f"{names[0]}, {exact_figure(of_other)} in {names[1]}"
         )
-    if first := result["first_evaluation"]:
-        table(f"{version_text(first['version'])}, {first['name']}", first["figures"])
-    console.text(describe_difference(result), "bold")
+    if comparison.first_evaluation:
+        version, name, figures = comparison.first_evaluation
+        table(f"{version_text(version)}, {name}", figures)
+    console.text(describe_difference(comparison), "bold")
 
 
 def exact_figure(value: Any) -> str:
@@ -91,27 +97,31 @@ def exact_figure(value: Any) -> str:
     return figure(value, 9)
 
 
-def describe_difference(result: dict[str, Any]) -> str:
+def describe_difference(comparison: Comparison) -> str:
     """The result in a sentence, with the likely cause."""
-    if result["identical"]:
-        return (
-            f"identical over steps {result['steps_compared']} and "
-            f"{count(result['evaluations_compared'], 'evaluation')}, clocks aside"
-        )
-    if result["divergence"] is None:
+    if comparison.identical:
+        evaluations = count(comparison.evaluations_compared, "evaluation")
+        return f"identical over steps {comparison.steps_compared} and {evaluations}, clocks aside"
+    if comparison.divergence is None:
         return "nothing can be compared: no step is in both runs"
-    if result["likely_keys"]:
-        first, *others = result["likely_keys"]
-        cause = f"the likeliest cause is {first}" + (f" (or {', '.join(others)})" if others else "")
-    elif act_on_steps(result["config"]):
-        cause = (
+    cause = likely_cause(comparison.likely_keys, comparison.settings)
+    return f"{comparison.divergence.sentence}; {cause}"
+
+
+def likely_cause(likely_keys: Sequence[str], differing: Iterable[str]) -> str:
+    """Which of the keys that differ is likely the cause, or where else it is."""
+    if likely_keys:
+        first, *others = likely_keys
+        text = f"the likeliest cause is {first}"
+        if others:
+            text += f" (or {', '.join(others)})"
+        return text
+    if act_on_steps(differing):
+        return (
             "no key that differs acts there: the cause is another key, other files (data, model, "
-            "rewards), "
-            "another machine or other versions"
+            "rewards), another machine or other versions"
         )
-    else:
-        cause = (
-            "no key is the cause: other files (data, model, rewards), another machine, threads or "
-            "versions"
-        )
-    return f"{result['divergence']['sentence']}; {cause}"
+    return (
+        "no key is the cause: other files (data, model, rewards), another machine, threads or "
+        "versions"
+    )

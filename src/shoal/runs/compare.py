@@ -51,61 +51,126 @@ class Divergence:
     sentence: str
 
 
-def compare(a: StoredRun, b: StoredRun) -> dict[str, Any]:
-    """Compares the steps and evaluations that both runs have; `identical` is true where nothing but
-    clocks differs."""
-    metrics, evaluations = (
-        [run.metrics() for run in (a, b)],
-        [run.evaluations().by_version() for run in (a, b)],
-    )
-    keys = settings_difference(
-        [{key: get_value(run.config, key) for key in keys_of(Config)} for run in (a, b)],
-        [run.decided_keys for run in (a, b)],
-    )
-    in_metrics = metric_difference(*metrics)
-    in_groups, group_steps = group_difference(a, b, last=in_metrics[0] if in_metrics else None)
+@dataclass(frozen=True)
+class Comparison:
+    """Two runs, compared from their settings to the first token that differs.
+
+    `identical`: nothing but clocks differs. `likely_keys`: of the settings that differ, those that
+    act where the runs diverge, the likeliest first."""
+
+    run: str
+    other: str
+    identical: bool
+    settings: Values
+    num_steps: tuple[int, int]
+    steps_compared: str  # ranges, as 1-5, 8
+    group_steps_compared: str
+    finished: tuple[bool, bool]
+    first_metrics: tuple[int, Values] | None  # step, and its metrics that differ
+    num_evaluations: tuple[int, int]
+    evaluations_compared: int
+    first_evaluation: tuple[int, str, Values] | None  # version, data set, figures
+    first_group_difference: GroupDifference | None
+    divergence: Divergence | None
+    likely_keys: list[str]
+
+    def to_dict(self) -> dict[str, Any]:
+        """In JSON's own types, as `shoal.diff` returns it."""
+        first_metrics = None
+        if self.first_metrics:
+            step, metrics = self.first_metrics
+            first_metrics = {"step": step, "metrics": metrics}
+        first_evaluation = None
+        if self.first_evaluation:
+            version, name, figures = self.first_evaluation
+            first_evaluation = {"version": version, "name": name, "figures": figures}
+        first_group_difference = None
+        if self.first_group_difference:
+            first_group_difference = asdict(self.first_group_difference)
+        divergence = None
+        if self.divergence:
+            divergence = {
+                "step": self.divergence.step,
+                "stage": self.divergence.stages[0],
+                "sentence": self.divergence.sentence,
+            }
+        return json_ready(
+            {
+                "run": self.run,
+                "other": self.other,
+                "identical": self.identical,
+                "config": self.settings,
+                "num_steps": self.num_steps,
+                "steps_compared": self.steps_compared,
+                "group_steps_compared": self.group_steps_compared,
+                "finished": self.finished,
+                "first_metrics": first_metrics,
+                "num_evaluations": self.num_evaluations,
+                "evaluations_compared": self.evaluations_compared,
+                "first_evaluation": first_evaluation,
+                "first_group_difference": first_group_difference,
+                "divergence": divergence,
+                "likely_keys": self.likely_keys,
+            }
+        )
+
+
+def compare(a: StoredRun, b: StoredRun) -> Comparison:
+    """Compares the steps and evaluations that both runs have."""
+    metrics_a = a.metrics()
+    metrics_b = b.metrics()
+    evaluations_a = a.evaluations().by_version()
+    evaluations_b = b.evaluations().by_version()
+    settings = []
+    for run in (a, b):
+        settings.append({key: get_value(run.config, key) for key in keys_of(Config)})
+    differing = settings_difference(settings, [a.decided_keys, b.decided_keys])
+
+    in_metrics = metric_difference(metrics_a, metrics_b)
+    last_step = in_metrics[0] if in_metrics else None
+    in_groups, group_steps = group_difference(a, b, last=last_step)
     version = None
     if in_groups and in_groups.stage == "sampling":
         version = a.groups(in_groups.step)[in_groups.group].group.version
-    acting = acting_keys(
-        keys, (row.get("prompts/dropped") for run in metrics for row in run.values())
-    )
-    feeds_back = any(
-        run.config.algorithm.dynamic_sampling or run.config.train.retire_above < 1 for run in (a, b)
-    )
-    found = find_divergence(in_groups, version, in_metrics, group_steps, acting, feeds_back)
-    evaluated = evaluation_difference(*evaluations)
-    if found is None and evaluated:
+    dropped = []
+    for metrics in (metrics_a, metrics_b):
+        dropped += [row.get("prompts/dropped") for row in metrics.values()]
+    acting = acting_keys(differing, dropped)
+    feeds_back = _rewards_choose_prompts(a.config) or _rewards_choose_prompts(b.config)
+    divergence = find_divergence(in_groups, version, in_metrics, group_steps, acting, feeds_back)
+    in_evaluations = evaluation_difference(evaluations_a, evaluations_b)
+    if divergence is None and in_evaluations:
+        evaluated, name, _ = in_evaluations
         # The last update is seen in the weights alone.
-        stages = ("evaluation", "update") if evaluated[0] else ("evaluation",)
-        found = Divergence(
-            evaluated[0],
+        stages = ("evaluation", "update") if evaluated else ("evaluation",)
+        divergence = Divergence(
+            evaluated,
             stages,
-            "the steps are identical, the evaluation "
-            f"{version_text(evaluated[0])} on {evaluated[1]} differs",
+            f"the steps are identical, the evaluation {version_text(evaluated)} on {name} differs",
         )
-    shared = sorted(metrics[0].keys() & metrics[1].keys() | set(group_steps))
-    return json_ready(
-        {
-            "run": address(a.path),
-            "other": address(b.path),
-            "identical": found is None and bool(shared),
-            "config": keys,
-            "num_steps": list(map(len, metrics)),
-            "steps_compared": ranges(shared),
-            "group_steps_compared": ranges(group_steps),
-            "finished": [a.is_finished, b.is_finished],
-            "first_metrics": in_metrics and {"step": in_metrics[0], "metrics": in_metrics[1]},
-            "num_evaluations": list(map(len, evaluations)),
-            "evaluations_compared": len(evaluations[0].keys() & evaluations[1].keys()),
-            "first_evaluation": evaluated
-            and dict(zip(("version", "name", "figures"), evaluated, strict=True)),
-            "first_group_difference": in_groups and asdict(in_groups),
-            "divergence": found
-            and {"step": found.step, "stage": found.stages[0], "sentence": found.sentence},
-            "likely_keys": likely_keys(found.stages, acting) if found else [],
-        }
+    shared_steps = sorted(metrics_a.keys() & metrics_b.keys() | set(group_steps))
+    return Comparison(
+        run=address(a.path),
+        other=address(b.path),
+        identical=divergence is None and bool(shared_steps),
+        settings=differing,
+        num_steps=(len(metrics_a), len(metrics_b)),
+        steps_compared=ranges(shared_steps),
+        group_steps_compared=ranges(group_steps),
+        finished=(a.is_finished, b.is_finished),
+        first_metrics=in_metrics,
+        num_evaluations=(len(evaluations_a), len(evaluations_b)),
+        evaluations_compared=len(evaluations_a.keys() & evaluations_b.keys()),
+        first_evaluation=in_evaluations,
+        first_group_difference=in_groups,
+        divergence=divergence,
+        likely_keys=likely_keys(divergence.stages, acting) if divergence else [],
     )
+
+
+def _rewards_choose_prompts(config: Config) -> bool:
+    """True where rewards decide which prompts come next: dynamic sampling, and a curriculum."""
+    return config.algorithm.dynamic_sampling or config.train.retire_above < 1
 
 
 # ---- what differs
@@ -116,8 +181,10 @@ def automatic_keys(settings: Mapping[str, Any], decided: Collection[str] = ()) -
     no effect on a task whose questions are made.
 
     `settings`: dotted key -> value."""
-    is_made = settings.get("task.name") in GENERATED and not settings.get("task.path")
-    return {*decided, *(UNREAD_KEYS if is_made else ())}
+    keys = set(decided)
+    if settings.get("task.name") in GENERATED and not settings.get("task.path"):
+        keys.update(UNREAD_KEYS)
+    return keys
 
 
 def settings_difference(
@@ -126,15 +193,22 @@ def settings_difference(
     """Dotted key -> the value of each run, None where it has none; of the keys that differ, but for
     those that all runs chose themselves: those `decided` by each."""
     decided = decided or [()] * len(runs)
-    automatic = [automatic_keys(settings, own) for settings, own in zip(runs, decided, strict=True)]
-    nobodys = set.intersection(*automatic) if automatic else set()
-    keys = dict.fromkeys(key for settings in runs for key in settings)
-    values = {key: tuple(settings.get(key) for settings in runs) for key in keys}
-    return {
-        key: own
-        for key, own in values.items()
-        if key not in nobodys and any(one != own[0] for one in own)
-    }
+    chosen_by_nobody: set[str] | None = None
+    keys: dict[str, None] = {}  # in order, each once
+    for settings, own in zip(runs, decided, strict=True):
+        automatic = automatic_keys(settings, own)
+        if chosen_by_nobody is None:
+            chosen_by_nobody = automatic
+        else:
+            chosen_by_nobody &= automatic
+        keys.update(dict.fromkeys(settings))
+    differing = {}
+    for key in keys:
+        values = tuple(settings.get(key) for settings in runs)
+        is_automatic = chosen_by_nobody is not None and key in chosen_by_nobody
+        if not is_automatic and any(value != values[0] for value in values):
+            differing[key] = values
+    return differing
 
 
 def metric_difference(
@@ -142,10 +216,15 @@ def metric_difference(
 ) -> tuple[int, Values] | None:
     """The first shared step with a metric that differs, and all its metrics that do."""
     for step in sorted(a.keys() & b.keys()):
-        x, y = a[step], b[step]
-        names = [name for name in {**x, **y} if not is_clock(name) and x.get(name) != y.get(name)]
-        if names:
-            return step, {name: (x.get(name), y.get(name)) for name in names}
+        row_a = a[step]
+        row_b = b[step]
+        differing = {}
+        for name in {**row_a, **row_b}:
+            values = (row_a.get(name), row_b.get(name))
+            if not is_clock(name) and values[0] != values[1]:
+                differing[name] = values
+        if differing:
+            return step, differing
     return None
 
 
@@ -155,14 +234,16 @@ def evaluation_difference(
     """The first shared (version, data set) with a figure of both that differs, and all its figures
     that do."""
     for version, name in sorted(a.keys() & b.keys()):
-        x, y = a[version, name], b[version, name]
-        figures = {
-            key: (x[key], y[key])
-            for key in x
-            if key in y and not is_clock(key) and x[key] != y[key]
-        }
-        if figures:
-            return version, name, figures
+        figures_a = a[version, name]
+        figures_b = b[version, name]
+        differing = {}
+        for key in figures_a:
+            if key not in figures_b or is_clock(key):
+                continue
+            if figures_a[key] != figures_b[key]:
+                differing[key] = (figures_a[key], figures_b[key])
+        if differing:
+            return version, name, differing
     return None
 
 
@@ -183,15 +264,20 @@ def find_divergence(
     groups were compared, and are equal before the difference. `keys`: the settings that differ.
     `feeds_back`: rewards choose prompts, in dynamic sampling and in a curriculum."""
     if in_groups:
-        stage = "environment" if in_groups.what in OF_ENVIRONMENTS else in_groups.stage
-        step, stages, text = in_groups.step, (stage,), _SENTENCES[stage]
+        step = in_groups.step
+        stage = in_groups.stage
+        if in_groups.what in OF_ENVIRONMENTS:
+            stage = "environment"
+        stages = (stage,)
+        text = _SENTENCES[stage]
         if stage == "data" and feeds_back:
             stages = ("data", "rewards", "sampling", "update")
         # Where the same tokens end elsewhere, a limit or a stop string caused it, not the weights.
         if version and in_groups.what in ("token", "log-prob"):
             stages, text = _weights_or_sampling(version, same_groups, keys)
     elif in_metrics:
-        step, names = in_metrics[0], list(in_metrics[1])
+        step = in_metrics[0]
+        names = list(in_metrics[1])
         samples = ("sampling", "environment", "data")
         # An update before it shows in the weights alone, and in what follows from them.
         before = ("rewards", "update") if step > 1 else ()
@@ -238,27 +324,35 @@ def _weights_or_sampling(
 def acting_keys(keys: Iterable[str], dropped: Iterable[float | None]) -> list[str]:
     """The keys without those on long prompts, if no step of the runs has dropped one and another
     key may be the cause."""
-    keys, has_dropped = list(keys), any(number and number > 0 for number in dropped)
+    has_dropped = any(number and number > 0 for number in dropped)
+    keys = list(keys)
     others = [key for key in keys if key not in PROMPT_KEYS]
-    return others if act_on_steps(others) and not has_dropped else keys
+    if act_on_steps(others) and not has_dropped:
+        return others
+    return keys
 
 
 def likely_keys(stages: Iterable[str], keys: Iterable[str]) -> list[str]:
     """Of the keys that differ, those that act on these stages (`stages=` of their declaration):
     stage by stage, first those that act on it before all."""
     order = {name: number for number, name in enumerate(keys_of(Config))}
-    found: list[str] = []
+    likely: dict[str, None] = {}  # in order, each once
     for stage in stages:
+
+        def rank(key: str, stage: str = stage) -> tuple[int, int]:
+            return stages_of(key).index(stage), order.get(key, len(order))
+
         acting = [key for key in keys if stage in stages_of(key)]
-        found += sorted(
-            acting, key=lambda key: (stages_of(key).index(stage), order.get(key, len(order)))
-        )
-    return list(dict.fromkeys(found))
+        likely.update(dict.fromkeys(sorted(acting, key=rank)))
+    return list(likely)
 
 
 def act_on_steps(keys: Iterable[str]) -> bool:
     """True if one of the keys changes a number of a step, not of evaluations alone."""
-    return any(stage != "evaluation" for key in keys for stage in stages_of(key))
+    for key in keys:
+        if any(stage != "evaluation" for stage in stages_of(key)):
+            return True
+    return False
 
 
 # ---- the groups
@@ -283,14 +377,17 @@ def group_difference(
 ) -> tuple[GroupDifference | None, list[int]]:
     """The first difference in the groups that both runs stored, up to step `last`, and the steps
     compared."""
-    files = a.group_files(), b.group_files()
-    steps = [
-        step for step in sorted(files[0].keys() & files[1].keys()) if last is None or step <= last
-    ]
-    for number, step in enumerate(steps, 1):
-        if found := step_difference(step, read_file(files[0][step]), read_file(files[1][step])):
-            return found, steps[:number]
-    return None, steps
+    files_a = a.group_files()
+    files_b = b.group_files()
+    compared = []
+    for step in sorted(files_a.keys() & files_b.keys()):
+        if last is not None and step > last:
+            break
+        compared.append(step)
+        difference = step_difference(step, read_file(files_a[step]), read_file(files_b[step]))
+        if difference:
+            return difference, compared
+    return None, compared
 
 
 def step_difference(
@@ -311,93 +408,103 @@ def step_difference(
 OF_ENVIRONMENTS = ("token of an environment's prompt", "context token", "message")
 """What differs where tools or environments said something else after the same sampled tokens."""
 
-_Found: TypeAlias = "Iterator[tuple[str, int | None, int | None, tuple[Any, Any]]]"
+Differences: TypeAlias = "Iterator[tuple[str, int | None, int | None, tuple[Any, Any]]]"
 """Each difference of two groups in one stage: what differs, in which completion, at which token,
 the two values."""
 
 NOTHING = np.zeros(0)
 
 
-def _data(a: StoredGroup, b: StoredGroup) -> _Found:
-    x, y = a.group, b.group
+def _data(a: StoredGroup, b: StoredGroup) -> Differences:
+    x = a.group
+    y = b.group
     if x.example.row != y.example.row:
         yield "data row", None, None, (x.example.row, y.example.row)
-    if found := first_difference(x.prompt_ids, y.prompt_ids):
-        yield "prompt token", None, *found
+    prompt = first_difference(x.prompt_ids, y.prompt_ids)
+    if prompt:
+        token, values = prompt
+        yield "prompt token", None, token, values
     if x.example.columns != y.example.columns:
         yield "data column", None, None, (dict(x.example.columns), dict(y.example.columns))
 
 
-def _sampling(a: StoredGroup, b: StoredGroup) -> _Found:
-    for i, (x, y) in enumerate(zip(a.group.completions, b.group.completions, strict=False)):
-        own = [
-            np.concatenate(
-                [
-                    NOTHING if one.prompt_ids is None else one.prompt_ids,
-                    *(branch.prompt_ids for branch in one.branches),
-                ]
-            )
-            for one in (x, y)
-        ]
-        if prompt := first_difference(*own):
-            yield OF_ENVIRONMENTS[0], i, *prompt
-        if found := completion_difference(x, y):
-            what, at = found
-            if what == "stop reason":
-                yield what, i, None, (x.stop_reason.value, y.stop_reason.value)
-            else:
-                if what == "token" and not (x.loss_mask[at] and y.loss_mask[at]):
-                    what = OF_ENVIRONMENTS[1]
-                name = "logprobs" if what == "log-prob" else "token_ids"
-                yield what, i, at, _values(getattr(x, name), getattr(y, name), at)
-        elif x.messages != y.messages:
-            at = next(
-                n
-                for n, both in enumerate(zip_longest(x.messages, y.messages))
-                if both[0] != both[1]
-            )
-            yield (
-                OF_ENVIRONMENTS[2],
-                i,
-                None,
-                (str(x.messages[at : at + 1]), str(y.messages[at : at + 1])),
-            )
-    if a.group.size != b.group.size:
-        yield (
-            "number of completions",
-            min(a.group.size, b.group.size),
-            None,
-            (a.group.size, b.group.size),
-        )
+def _sampling(a: StoredGroup, b: StoredGroup) -> Differences:
+    for number, (x, y) in enumerate(zip(a.group.completions, b.group.completions, strict=False)):
+        of_environments = first_difference(_environment_prompts(x), _environment_prompts(y))
+        if of_environments:
+            token, values = of_environments
+            yield OF_ENVIRONMENTS[0], number, token, values
+        difference = completion_difference(x, y)
+        if difference is None:
+            if x.messages != y.messages:
+                yield OF_ENVIRONMENTS[2], number, None, _first_messages(x, y)
+            continue
+        what, token = difference
+        if what == "stop reason":
+            yield what, number, None, (x.stop_reason.value, y.stop_reason.value)
+        elif what == "log-prob":
+            yield what, number, token, _values(x.logprobs, y.logprobs, token)
+        else:
+            if what == "token" and not (x.loss_mask[token] and y.loss_mask[token]):
+                what = OF_ENVIRONMENTS[1]
+            yield what, number, token, _values(x.token_ids, y.token_ids, token)
+    sizes = (a.group.size, b.group.size)
+    if sizes[0] != sizes[1]:
+        yield "number of completions", min(sizes), None, sizes
     if a.group.version != b.group.version:
         yield "version", None, None, (a.group.version, b.group.version)
 
 
-def _rewards(a: StoredGroup, b: StoredGroup) -> _Found:
-    x, y = a.group, b.group
-    names = {**x.reward_components, **y.reward_components}
-    components = (
-        (f"rewards/{name}", *(group.reward_components.get(name, NOTHING) for group in (x, y)))
-        for name in names
-    )
-    for what, one, other in (
-        ("reward", x.rewards, y.rewards),
-        *components,
-        ("valid", x.valid, y.valid),
-    ):
-        if found := first_difference(one, other):
-            yield what, found[0], None, found[1]
+def _environment_prompts(completion: Completion) -> np.ndarray:
+    """The prompt tokens that a completion and its branches have of their own."""
+    parts = [NOTHING]
+    if completion.prompt_ids is not None:
+        parts = [completion.prompt_ids]
+    for branch in completion.branches:
+        parts.append(branch.prompt_ids)
+    return np.concatenate(parts)
 
 
-def _update(a: StoredGroup, b: StoredGroup) -> _Found:
-    if found := first_difference(
-        *(NOTHING if one.advantages is None else one.advantages for one in (a, b))
-    ):
-        yield "advantage", found[0], None, found[1]
-    for i, (one, other) in enumerate(zip(a.token_arrays, b.token_arrays, strict=True)):
-        for name in {**one, **other}:
-            if found := first_difference(one.get(name, NOTHING), other.get(name, NOTHING)):
-                yield name, i, *found
+def _first_messages(a: Completion, b: Completion) -> tuple[str, str]:
+    """The first message in which two completions differ, of each as text; [] where it has no
+    more."""
+    number = 0
+    for of_a, of_b in zip_longest(a.messages, b.messages):
+        if of_a != of_b:
+            break
+        number += 1
+    return str(a.messages[number : number + 1]), str(b.messages[number : number + 1])
+
+
+def _rewards(a: StoredGroup, b: StoredGroup) -> Differences:
+    x = a.group
+    y = b.group
+    compared = [("reward", x.rewards, y.rewards)]
+    for name in {**x.reward_components, **y.reward_components}:
+        of_a = x.reward_components.get(name, NOTHING)
+        of_b = y.reward_components.get(name, NOTHING)
+        compared.append((f"rewards/{name}", of_a, of_b))
+    compared.append(("valid", x.valid, y.valid))
+    for what, of_a, of_b in compared:
+        difference = first_difference(of_a, of_b)
+        if difference:
+            completion, values = difference
+            yield what, completion, None, values
+
+
+def _update(a: StoredGroup, b: StoredGroup) -> Differences:
+    advantages_a = NOTHING if a.advantages is None else a.advantages
+    advantages_b = NOTHING if b.advantages is None else b.advantages
+    difference = first_difference(advantages_a, advantages_b)
+    if difference:
+        completion, values = difference
+        yield "advantage", completion, None, values
+    for number, (of_a, of_b) in enumerate(zip(a.token_arrays, b.token_arrays, strict=True)):
+        for name in {**of_a, **of_b}:
+            difference = first_difference(of_a.get(name, NOTHING), of_b.get(name, NOTHING))
+            if difference:
+                token, values = difference
+                yield name, number, token, values
 
 
 _STAGES = {"data": _data, "sampling": _sampling, "rewards": _rewards, "update": _update}
@@ -418,7 +525,9 @@ def completion_difference(a: Completion, b: Completion) -> tuple[str, int] | Non
         return "token" if ids[at] else "log-prob", at
     if len(a) != len(b):
         return "length", shared
-    return None if a.stop_reason == b.stop_reason else ("stop reason", shared)
+    if a.stop_reason != b.stop_reason:
+        return "stop reason", shared
+    return None
 
 
 def first_difference(a: np.ndarray, b: np.ndarray) -> tuple[int, tuple[Any, Any]] | None:
@@ -428,12 +537,16 @@ def first_difference(a: np.ndarray, b: np.ndarray) -> tuple[int, tuple[Any, Any]
     same = a[:shared] == b[:shared]
     if a.dtype.kind == "f":
         same |= np.isnan(a[:shared]) & np.isnan(b[:shared])
-    if same.all() and len(a) == len(b):
+    if not same.all():
+        at = int(np.argmin(same))
+    elif len(a) != len(b):
+        at = shared
+    else:
         return None
-    at = shared if same.all() else int(np.argmin(same))
     return at, _values(a, b, at)
 
 
 def _values(a: np.ndarray, b: np.ndarray, at: int) -> tuple[Any, Any]:
-    x, y = (values[at].item() if at < len(values) else None for values in (a, b))
-    return x, y
+    of_a = a[at].item() if at < len(a) else None
+    of_b = b[at].item() if at < len(b) else None
+    return of_a, of_b

@@ -38,10 +38,16 @@ def divide(
 ) -> tuple[list[Group], list[Group]]:
     """(the groups of the step, those that are discarded): useful ones first, in the order of the
     prompts, since the choice must not depend on which finished first."""
-    useful = [number for number, group in enumerate(groups) if is_useful(group)]
-    others = sorted(set(range(len(groups))).difference(useful))
-    of_the_step = sorted([*useful, *others][:wanted])
-    discarded = sorted(set(range(len(groups))).difference(of_the_step))
+    useful = []
+    others = []
+    for number, group in enumerate(groups):
+        if is_useful(group):
+            useful.append(number)
+        else:
+            others.append(number)
+    useful_first = useful + others
+    of_the_step = sorted(useful_first[:wanted])
+    discarded = sorted(useful_first[wanted:])
     return [groups[number] for number in of_the_step], [groups[number] for number in discarded]
 
 

@@ -3,7 +3,7 @@ protocol."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -23,9 +23,8 @@ class Answers:
     """The answers of one version to the Q questions of a set."""
 
     greedy: Sequence[Group]  # Q, of one completion each
-    sampled: Sequence[
-        Group
-    ] = ()  # at most Q, of `pass_k` completions each; empty where none were requested
+    # At most Q, of `pass_k` completions each; empty where none were requested.
+    sampled: Sequence[Group] = ()
 
 
 @dataclass(frozen=True)
@@ -46,63 +45,59 @@ class Evaluator:
     ) -> list[tuple[Sequence[TokenizedExample], int, SamplingParams]]:
         """The passes over a set, each as questions, completions a question and their settings: a
         greedy one, and in a full evaluation of the main set a sampled one."""
-        few = self.sets[subset][: self.quick_questions or None]
+        questions = self.sets[subset]
+        quick_questions = questions[: self.quick_questions or None]
+        asked = questions if full else quick_questions
+        passes = [(asked, 1, self.params.as_greedy())]
+        is_main = subset == next(iter(self.sets))
         # At temperature 0 every sample would be the greedy answer: pass@k would say nothing and
         # cost k times as much.
-        sampled = (
-            full
-            and self.pass_k > 0
-            and self.params.temperature > 0
-            and subset == next(iter(self.sets))
-        )
-        greedy = self.sets[subset] if full else few, 1, self.params.as_greedy()
-        return [greedy, (few, self.pass_k, self.params)] if sampled else [greedy]
+        if full and is_main and self.pass_k > 0 and self.params.temperature > 0:
+            passes.append((quick_questions, self.pass_k, self.params))
+        return passes
 
     def num_completions(self, full: bool) -> int:
         """How many completions an evaluation takes; a full one, as at a run's ends, those of pass@k
         too."""
-        return sum(
-            len(questions) * count
-            for subset in self.sets
-            for questions, count, _ in self.passes(subset, full)
-        )
+        total = 0
+        for subset in self.sets:
+            for questions, count, _ in self.passes(subset, full):
+                total += len(questions) * count
+        return total
 
     def ask(self, source: RolloutSource, step: int, version: int, full: bool) -> None:
         """Requests the answers of one version; `collect` takes them."""
         for subset in self.sets:
             for questions, count, params in self.passes(subset, full):
-                source.request(
-                    [
-                        GroupRequest(
-                            Purpose.EVALUATE,
-                            step,
-                            version,
-                            question.example,
-                            question.prompt_ids,
-                            count,
-                            params,
-                            subset,
-                        )
-                        for question in questions
-                    ]
-                )
+                requests = []
+                for question in questions:
+                    request = GroupRequest(
+                        Purpose.EVALUATE,
+                        step,
+                        version,
+                        question.example,
+                        question.prompt_ids,
+                        count,
+                        params,
+                        subset,
+                    )
+                    requests.append(request)
+                source.request(requests)
 
     def collect(self, source: RolloutSource, step: int, full: bool) -> dict[str, Answers]:
         """The requested answers by data set; nothing where there is no data set."""
         if not self.sets:
             return {}
-        taken = iter(
-            source.take(Purpose.EVALUATE, step)
-        )  # in the order asked, whoever finished first
-        return {
-            subset: Answers(
-                *(
-                    list(islice(taken, len(questions)))
-                    for questions, _, _ in self.passes(subset, full)
-                )
-            )
-            for subset in self.sets
-        }
+        # In the order in which they were requested, whichever finished first.
+        taken = iter(source.take(Purpose.EVALUATE, step))
+        answers = {}
+        for subset in self.sets:
+            by_pass = []
+            for questions, _, _ in self.passes(subset, full):
+                by_pass.append(list(islice(taken, len(questions))))
+            sampled = by_pass[1] if len(by_pass) > 1 else ()
+            answers[subset] = Answers(by_pass[0], sampled)
+        return answers
 
     def answers(
         self, source: RolloutSource, step: int, version: int, full: bool
@@ -120,10 +115,12 @@ class Evaluator:
         self, answers: Mapping[str, Answers]
     ) -> tuple[dict[str, dict[str, Any]], list[Group]]:
         """Figures by data set, and the greedy groups."""
-        return (
-            {subset: self.figures(found) for subset, found in answers.items()},
-            [group for found in answers.values() for group in found.greedy],
-        )
+        figures = {}
+        greedy_groups: list[Group] = []
+        for subset, of_set in answers.items():
+            figures[subset] = self.figures(of_set)
+            greedy_groups.extend(of_set.greedy)
+        return figures, greedy_groups
 
 
 def score_greedy(groups: Sequence[Group], task: Task) -> dict[str, Any]:
@@ -134,31 +131,28 @@ def score_greedy(groups: Sequence[Group], task: Task) -> dict[str, Any]:
     figures: dict[str, Any] = {"num_questions": total, "protocol": "greedy"}
     if total == 0:
         return figures
-    if (solved := _solved(groups)) is not None:
-        right = int(solved[:, 0].sum())
-        figures |= {
-            "accuracy": right / total,
-            "accuracy_interval": list(wilson_interval(right, total)),
-        }
-    else:
+    solved = _solved(groups)
+    if solved is None:
         figures["mean_reward"] = known_mean(rewards)
+    else:
+        right = int(solved[:, 0].sum())
+        figures["accuracy"] = right / total
+        figures["accuracy_interval"] = list(wilson_interval(right, total))
     # The text alone is judged again: a reward may be a mixture, and IFEval has four verdicts of one
     # answer.
     if task.figures is not None and task.verdict is not None:
-        figures |= task.figures([task.verdict(group.answers[0], group.example) for group in groups])
+        verdicts = [task.verdict(group.answers[0], group.example) for group in groups]
+        figures |= task.figures(verdicts)
     if task.well_formed is not None:
-        figures["well_formed"] = float(
-            np.mean([task.well_formed(group.answers[0]) for group in groups])
-        )
+        well_formed = [task.well_formed(group.answers[0]) for group in groups]
+        figures["well_formed"] = float(np.mean(well_formed))
     figures.setdefault("mean_reward", known_mean(rewards))
     for name in groups[0].reward_components:
-        figures[f"rewards/{name}"] = known_mean(
-            group.reward_components[name][0] for group in groups
-        )
-    figures["mean_length"] = float(np.mean([group.completions[0].num_sampled for group in groups]))
-    figures["truncated"] = float(
-        np.mean([group.completions[0].stop_reason == "length" for group in groups])
-    )
+        of_function = [group.reward_components[name][0] for group in groups]
+        figures[f"rewards/{name}"] = known_mean(of_function)
+    completions = [group.completions[0] for group in groups]
+    figures["mean_length"] = float(np.mean([c.num_sampled for c in completions]))
+    figures["truncated"] = float(np.mean([c.stop_reason == "length" for c in completions]))
     return figures
 
 
@@ -172,37 +166,52 @@ def score_sampled(groups: Sequence[Group], params: SamplingParams, task: Task) -
         return {}
     k = groups[0].size
     by_question: dict[str, list[float]] = {}  # figure -> a value a question
-    if (solved := _solved(groups)) is not None:
+    solved = _solved(groups)
+    if solved is not None:
         counts = [int(row.sum()) for row in solved]
         by_question[f"pass@{k}"] = [pass_at_k(k, count, k) for count in counts]
-        if (extract := task.extract) is not None:
-            by_question[f"maj@{k}"] = [
-                float(majority_at_k([extract(text) for text in group.answers], row.tolist()))
-                for group, row in zip(groups, solved, strict=True)
-            ]
-        by_question["sampled_accuracy"] = by_question["pass@1"] = [count / k for count in counts]
-        for fewer in (2**power for power in range(1, k.bit_length()) if 2**power < k):
+        if task.extract is not None:
+            by_question[f"maj@{k}"] = _majorities(groups, solved, task.extract)
+        shares = [count / k for count in counts]
+        by_question["sampled_accuracy"] = shares
+        by_question["pass@1"] = shares
+        fewer = 2
+        while fewer < k:
             by_question[f"pass@{fewer}"] = [pass_at_k(k, count, fewer) for count in counts]
+            fewer *= 2
     figures: dict[str, Any] = {}
     for name, values in by_question.items():
-        figures |= {name: float(np.mean(values)), f"{name}_error": standard_error(values)}
+        figures[name] = float(np.mean(values))
+        figures[f"{name}_error"] = standard_error(values)
     figures["sampled_mean_reward"] = known_mean(np.concatenate([group.rewards for group in groups]))
-    return figures | {
-        "sampled_num_questions": len(groups),
-        "sampled_protocol": sampled_protocol(k, params),
-    }
+    figures["sampled_num_questions"] = len(groups)
+    figures["sampled_protocol"] = sampled_protocol(k, params)
+    return figures
+
+
+def _majorities(
+    groups: Sequence[Group], solved: np.ndarray, extract: Callable[[str], Any]
+) -> list[float]:
+    """maj@k of each question."""
+    majorities = []
+    for group, row in zip(groups, solved, strict=True):
+        answers = [extract(text) for text in group.answers]
+        majorities.append(float(majority_at_k(answers, row.tolist())))
+    return majorities
 
 
 def sampled_protocol(k: int, params: SamplingParams) -> str:
     """`8 completions a question at temperature 1, top_k 50`."""
+    text = f"{k} completions a question at temperature {exact(params.temperature)}"
     truncation = (
         ("top_k", params.top_k, 0),
         ("top_p", params.top_p, 1),
         ("min_p", params.min_p, 0),
     )
-    return f"{k} completions a question at temperature {exact(params.temperature)}" + "".join(
-        f", {name} {exact(value)}" for name, value, off in truncation if value != off
-    )
+    for name, value, off in truncation:
+        if value != off:
+            text += f", {name} {exact(value)}"
+    return text
 
 
 def _solved(groups: Sequence[Group]) -> np.ndarray | None:

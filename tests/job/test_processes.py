@@ -55,6 +55,7 @@ from shoal.records import (
 )
 from shoal.report.console import Console
 from shoal.rollout.multi_process import MultiProcessSource
+from shoal.runs.reader import read_requested
 from shoal.runs.writer import NullRunWriter, RunWriter
 from shoal.stop import StopRequested, StopSignal
 from shoal.weights import peft
@@ -81,7 +82,6 @@ PROGRAM = """
 import sys
 from shoal import cli
 from shoal.mesh import processes
-from shoal.runs.reader import read_requested
 processes.STORE_BYTES = 2000  # groups of tiny runs go by the devices too
 sys.exit(cli.main(sys.argv[1:]))
 """

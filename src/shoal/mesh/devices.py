@@ -58,39 +58,34 @@ def available_devices(section: MeshSection = NO_KEYS, shared: bool = False) -> l
         jax.config.update("jax_platforms", "cpu")
     if shared:
         os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
-    os.environ.setdefault(
-        "XLA_PYTHON_CLIENT_MEM_FRACTION", str(GPU_SHARE)
-    )  # read where JAX meets its first GPU
+    # JAX reads it where it meets its first GPU.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(GPU_SHARE))
     try:
         return jax.devices()
-    except (
-        RuntimeError,
-        AssertionError,
-    ) as error:  # AssertionError: `cuda` where jaxlib's plugin is not installed
-        asked = jax.config.values["jax_platforms"]
+    # AssertionError: of `cuda` where jaxlib's plugin is not installed.
+    except (RuntimeError, AssertionError) as error:
+        platforms = jax.config.values["jax_platforms"]
         reason = str(error).partition(" (set JAX_PLATFORMS")[0]
-        if through_proxy:
-            cause = (
-                "" if "establish connection" in reason else f" ({reason})"
-            )  # of missing credentials, too
-            raise ShoalError(
-                f"JAX_BACKEND_TARGET={jax.config.values['jax_backend_target']}: no proxy of "
-                f"Pathways "
-                f"answers there{cause}; start it, or unset JAX_PLATFORMS and leave out "
-                f"mesh.pathways to "
-                "use the devices of this machine"
-            ) from error
-        raise _no_devices(asked, reason) from error
+        if not through_proxy:
+            raise _no_devices(platforms, reason) from error
+        cause = ""
+        if "establish connection" not in reason:  # missing credentials, for one
+            cause = f" ({reason})"
+        raise ShoalError(
+            f"JAX_BACKEND_TARGET={jax.config.values['jax_backend_target']}: no proxy of Pathways "
+            f"answers there{cause}; start it, or unset JAX_PLATFORMS and leave out mesh.pathways "
+            "to use the devices of this machine"
+        ) from error
 
 
-def _no_devices(asked: Any, reason: str) -> ShoalError:
-    extras = [f"'.[{name}]'" for name in ("cuda", "tpu") if name in str(asked)]
-    install = (
-        f", or install {' and '.join(extras)} where the machine has the devices" if extras else ""
-    )
+def _no_devices(platforms: Any, reason: str) -> ShoalError:
+    because = f" ({reason})" if reason else ""
+    extras = [f"'.[{name}]'" for name in ("cuda", "tpu") if name in str(platforms)]
+    install = ""
+    if extras:
+        install = f", or install {' and '.join(extras)} where the machine has the devices"
     return ShoalError(
-        f"JAX_PLATFORMS={asked}: JAX finds no such devices{reason and f' ({reason})'}; unset it, "
-        f"or set "
+        f"JAX_PLATFORMS={platforms}: JAX finds no such devices{because}; unset it, or set "
         f"JAX_PLATFORMS=cpu{install}"
     )
 
@@ -100,24 +95,26 @@ def check_platforms(section: MeshSection = NO_KEYS, root: Path = Path("/")) -> N
     no devices."""
     if uses_pathways(section):
         check_pathways()
-    asked = jax.config.values["jax_platforms"] or ""
-    for name, device, found in (("cuda", "NVIDIA GPU", has_gpu), ("tpu", "TPU", has_tpu)):
-        if name in asked.split(",") and (root / "sys").exists() and not found(root):
-            raise _no_devices(asked, f"this machine has no {device}")
+    platforms = jax.config.values["jax_platforms"] or ""
+    names = platforms.split(",")
+    if not (root / "sys").exists():
+        return
+    for name, device, is_there in (("cuda", "NVIDIA GPU", has_gpu), ("tpu", "TPU", has_tpu)):
+        if name in names and not is_there(root):
+            raise _no_devices(platforms, f"this machine has no {device}")
 
 
 def has_tpu(root: Path = Path("/")) -> bool:
-    if any(next(root.glob(pattern), None) for pattern in ("dev/accel*", "dev/vfio/[0-9]*")):
+    if _has_file(root, "dev/accel*", "dev/vfio/[0-9]*"):
         return True
-    return any(
-        file.read_text().strip() == "0x1ae0" for file in root.glob("sys/bus/pci/devices/*/vendor")
-    )  # Google
+    for vendor in root.glob("sys/bus/pci/devices/*/vendor"):
+        if vendor.read_text().strip() == "0x1ae0":  # Google
+            return True
+    return False
 
 
 def has_gpu(root: Path = Path("/")) -> bool:
-    if any(
-        next(root.glob(pattern), None) for pattern in ("dev/nvidia*", "dev/dxg")
-    ):  # dxg: of Windows' Linux
+    if _has_file(root, "dev/nvidia*", "dev/dxg"):  # dxg: of Windows' Linux
         return True
     try:
         ctypes.CDLL("libcuda.so.1")  # the driver's
@@ -126,20 +123,23 @@ def has_gpu(root: Path = Path("/")) -> bool:
     return True
 
 
+def _has_file(root: Path, *patterns: str) -> bool:
+    return any(next(root.glob(pattern), None) for pattern in patterns)
+
+
 def accelerators_possible(root: Path = Path("/")) -> bool:
     """Whether JAX may find more than CPUs on this machine; False only where it certainly cannot.
 
     The compilers of the extra `plan` are JAX's plug-ins for TPUs and GPUs: asked for devices on a
     machine with neither, each prints a page of errors.
     """
-    folders = spec.submodule_search_locations if (spec := find_spec("jax_plugins")) else ()
-    plugins = {
-        plugin.name
-        for plugin in (*entry_points(group="jax_plugins"), *pkgutil.iter_modules(folders))
-    }
-    if os.environ.get("PJRT_NAMES_AND_LIBRARY_PATHS") or any(
-        not name.startswith("xla_cuda") for name in plugins
-    ):
+    plugins = {plugin.name for plugin in entry_points(group="jax_plugins")}
+    package = find_spec("jax_plugins")
+    folders = package.submodule_search_locations if package else ()
+    plugins.update(module.name for module in pkgutil.iter_modules(folders))
+    if os.environ.get("PJRT_NAMES_AND_LIBRARY_PATHS"):
+        return True
+    if any(not name.startswith("xla_cuda") for name in plugins):
         return True
     return not (root / "sys").exists() or has_tpu(root) or has_gpu(root)
 
@@ -196,74 +196,82 @@ def role_devices(section: MeshSection, available: int) -> RoleDevices:
     and the reference with the sampler; a trainer that is not mentioned has what the others leave,
     or all. ShoalError for devices that are not there, too few, and roles that overlap in part.
     """
-    texts = {
-        name: text
-        for name in ("trainer", "sampler", "reference")
-        if (text := getattr(section, name))
-    }
-    sizes = {name: devices_asked(f"mesh.{name}", text, available) for name, text in texts.items()}
+    texts = {}
+    for name in ("trainer", "sampler", "reference"):
+        text = getattr(section, name)
+        if text:
+            texts[name] = text
     shown = ", ".join(f"mesh.{name}={text}" for name, text in texts.items())
     devices = f"{available} device{'s' * (available > 1)}"
-    numbered = [number for size in sizes.values() if isinstance(size, list) for number in size]
-    if beyond := [number for number in numbered if number >= available]:
+    everything = list(range(available))
+    listed: dict[str, list[int]] = {}  # of a role with a list: the numbers of its devices
+    counts: dict[str, int] = {}  # of a role with a number or a fraction: devices of its own
+    requested: dict[str, int] = {}  # of each role that is mentioned: how many devices
+    for name, text in texts.items():
+        size = devices_asked(f"mesh.{name}", text, available)
+        if isinstance(size, list):
+            listed[name] = size
+            requested[name] = len(size)
+            continue
+        requested[name] = size
+        # 1.0 takes all devices, with whoever takes all too; so does any number of a single device.
+        takes_all = size == available and (available == 1 or not text.isdigit())
+        if not takes_all:
+            counts[name] = size
+    beyond = [number for numbers in listed.values() for number in numbers if number >= available]
+    if beyond:
         raise ShoalError(
             f"{shown}: there is no device {max(beyond)}; JAX finds {devices}, numbered from 0. "
             f"{_all_devices(section, available)}"
         )
-    # A count asks for devices of its own; 1.0 takes all, with whoever takes all too.
-    counts = {
-        name: size
-        for name, size in sizes.items()
-        if isinstance(size, int)
-        and not (size == available and (available == 1 or not texts[name].isdigit()))
-    }
-    everything = list(range(available))
 
     def own(name: str, free: Sequence[int]) -> list[int]:
         """The devices of a role that is mentioned; of a count the first that are free."""
-        size = sizes[name]
+        if name in listed:
+            return listed[name]
         if name not in counts:
-            return everything if isinstance(size, int) else size
+            return everything
         if counts[name] > len(free):
-            asked = [
-                f"{size if isinstance(size, int) else len(size)} ({role})"
-                for role, size in sizes.items()
-            ]
-            asked += ["1 or more (trainer)"] * ("trainer" not in sizes)
+            parts = [f"{size} ({role})" for role, size in requested.items()]
+            if "trainer" not in requested:
+                parts.append("1 or more (trainer)")
             raise ShoalError(
-                f"{shown}: {' + '.join(asked)} devices are requested, but JAX finds {devices}. "
-                f"Lower "
-                f"them. {_all_devices(section, available)}"
+                f"{shown}: {' + '.join(parts)} devices are requested, but JAX finds {devices}. "
+                f"Lower them. {_all_devices(section, available)}"
             )
         return list(free[: counts[name]])
 
-    last = (
-        everything
-        if not isinstance(asked := sizes.get("trainer"), list)
-        else [number for number in everything if number not in asked]
-    )
-    last = last[max(0, len(last) - counts.get("sampler", 0)) :]
-    sampler = own("sampler", last) if "sampler" in sizes else []
+    sampler: list[int] = []
+    if "sampler" in texts:
+        listed_for_trainer = listed.get("trainer", [])
+        others = [number for number in everything if number not in listed_for_trainer]
+        first = max(0, len(others) - counts.get("sampler", 0))
+        sampler = own("sampler", others[first:])
     left = [number for number in everything if number not in sampler]
-    asked, kept = sizes.get("reference", 0), counts.get("reference", 0)
-    reserved = asked if isinstance(asked, list) else left[-kept:] if kept else ()
-    trainer = (
-        own("trainer", left if "sampler" in counts else everything)
-        if "trainer" in sizes
-        else [number for number in left if number not in reserved] or left or everything
-    )
+    if "trainer" in texts:
+        trainer = own("trainer", left if "sampler" in counts else everything)
+    else:
+        reserved: Sequence[int] = ()
+        if "reference" in listed:
+            reserved = listed["reference"]
+        elif "reference" in counts:
+            reserved = left[-counts["reference"] :]
+        trainer = [number for number in left if number not in reserved] or left or everything
     sampler = sampler or trainer
-    free = [number for number in everything if number not in {*trainer, *sampler}]
-    reference = own("reference", free) if "reference" in sizes else sampler
+    reference = sampler
+    if "reference" in texts:
+        free = [number for number in everything if number not in {*trainer, *sampler}]
+        reference = own("reference", free)
     roles = RoleDevices(trainer, sampler, reference)
     for name, other in (("sampler", "trainer"), ("reference", "trainer"), ("reference", "sampler")):
-        mine, its = set(getattr(roles, name)), set(getattr(roles, other))
-        if mine & its and mine != its:
-            common = ", ".join(map(str, sorted(mine & its)))
+        devices_of_role = set(getattr(roles, name))
+        devices_of_other = set(getattr(roles, other))
+        common = devices_of_role & devices_of_other
+        if common and devices_of_role != devices_of_other:
+            numbers = ", ".join(map(str, sorted(common)))
             raise ShoalError(
-                f"{shown}: device{'s' * (len(mine & its) > 1)} {common} would be both the "
-                f"{other}'s and "
-                f"the {name}'s; they share all of their devices or none"
+                f"{shown}: device{'s' * (len(common) > 1)} {numbers} would be both the {other}'s "
+                f"and the {name}'s; they share all of their devices or none"
             )
     return roles
 

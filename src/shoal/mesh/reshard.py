@@ -9,9 +9,10 @@ layouts stands on a device, but for a dimension that both split in different ord
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -33,26 +34,28 @@ def reshard(array: jax.Array, source: NamedSharding, target: NamedSharding) -> j
     mesh = _common_mesh(source.mesh, target.mesh)
     if mesh is None:
         return jax.lax.with_sharding_constraint(array, target)
-    before, after = (_layout(mesh, sharding, array.ndim) for sharding in (source, target))
+    before = _layout(mesh, source, array.ndim)
+    after = _layout(mesh, target, array.ndim)
 
-    def move(part: jax.Array) -> jax.Array:
-        for kind, axis, where, to in _moves(before, after):
-            if kind == "move":
-                part = jax.lax.all_to_all(part, axis, split_axis=to, concat_axis=where, tiled=True)
-            elif kind == "gather":
-                part = jax.lax.all_gather(part, axis, axis=where, tiled=True)
-            else:
-                size = part.shape[where] // mesh.shape[axis]
-                part = jax.lax.dynamic_slice_in_dim(
-                    part, jax.lax.axis_index(axis) * size, size, where
+    def move_part(part: jax.Array) -> jax.Array:
+        """The part of a device in the layout `after`, of its part in the layout `before`."""
+        for step in _steps(before, after):
+            axis = step.axis
+            dim = step.dim
+            if step.kind == "move":
+                part = jax.lax.all_to_all(
+                    part, axis, split_axis=step.to_dim, concat_axis=dim, tiled=True
                 )
+            elif step.kind == "gather":
+                part = jax.lax.all_gather(part, axis, axis=dim, tiled=True)
+            else:
+                size = part.shape[dim] // mesh.shape[axis]
+                start = jax.lax.axis_index(axis) * size
+                part = jax.lax.dynamic_slice_in_dim(part, start, size, dim)
         return part
 
-    def spec(layout: Layout) -> PartitionSpec:
-        return PartitionSpec(*(tuple(axes) or None for axes in layout))
-
     moved = jax.shard_map(
-        move, mesh=mesh, in_specs=spec(before), out_specs=spec(after), check_vma=False
+        move_part, mesh=mesh, in_specs=_spec(before), out_specs=_spec(after), check_vma=False
     )
     return jax.lax.with_sharding_constraint(moved(array), target)
 
@@ -60,10 +63,14 @@ def reshard(array: jax.Array, source: NamedSharding, target: NamedSharding) -> j
 def in_order_of(source: NamedSharding, target: NamedSharding) -> NamedSharding:
     """The layout `source` with the devices in the order of `target`; itself where these are
     others."""
-    before, after = np.asarray(source.mesh.devices), np.asarray(target.mesh.devices)
-    if set(before.flat) != set(after.flat) or list(before.flat) == list(after.flat):
+    before = np.asarray(source.mesh.devices)
+    after = np.asarray(target.mesh.devices)
+    are_others = set(before.flat) != set(after.flat)
+    are_in_order = list(before.flat) == list(after.flat)
+    if are_others or are_in_order:
         return source
-    return NamedSharding(as_mesh(after.reshape(before.shape), source.mesh.axis_names), source.spec)
+    mesh = as_mesh(after.reshape(before.shape), source.mesh.axis_names)
+    return NamedSharding(mesh, source.spec)
 
 
 def exchange_parts(array: jax.Array, source: NamedSharding, ordered: NamedSharding) -> jax.Array:
@@ -71,31 +78,41 @@ def exchange_parts(array: jax.Array, source: NamedSharding, ordered: NamedShardi
     which is `source` with the devices in another order. A program knows one order, so its output is
     the parts in a row along the first dimension; as arrays of single devices they make the array in
     `ordered`."""
-    before, after = (list(np.asarray(sharding.mesh.devices).flat) for sharding in (source, ordered))
-    names, moves = (
-        source.mesh.axis_names,
-        [(sender, before.index(device)) for sender, device in enumerate(after)],
-    )
+    before = list(np.asarray(source.mesh.devices).flat)
+    after = list(np.asarray(ordered.mesh.devices).flat)
+    axes = source.mesh.axis_names
+    senders_and_receivers = []
+    for sender, device in enumerate(after):
+        senders_and_receivers.append((sender, before.index(device)))
+
+    def send(part: jax.Array) -> jax.Array:
+        return jax.lax.ppermute(part, axes, senders_and_receivers)
+
     exchange = jax.shard_map(
-        lambda part: jax.lax.ppermute(part, names, moves),
+        send,
         mesh=source.mesh,
         check_vma=False,
         in_specs=source.spec,
-        out_specs=PartitionSpec(names),
+        out_specs=PartitionSpec(axes),
     )
     return exchange(array)
 
 
 def _common_mesh(a: Any, b: Any) -> Mesh | None:
     """A mesh whose axes are parts of both's; None where one's axes cut the other's."""
-    cuts = sorted({cut for mesh in (a, b) for cut in _cuts(mesh)})
-    if any(high % low for low, high in pairwise(cuts)):
-        return None
-    sizes = [high // low for low, high in pairwise(cuts)][::-1]
-    return as_mesh(
-        np.asarray(a.devices).reshape(sizes or [1]),
-        [f"a{cut}" for cut in cuts[:-1][::-1]] or ["a1"],
-    )
+    cuts = sorted({*_cuts(a), *_cuts(b)})
+    sizes = []
+    names = []
+    for low, high in pairwise(cuts):
+        if high % low:
+            return None
+        sizes.append(high // low)
+        names.append(f"a{low}")
+    if not sizes:  # a single device
+        sizes = [1]
+        names = ["a1"]
+    # The outermost axis comes first.
+    return as_mesh(np.asarray(a.devices).reshape(sizes[::-1]), names[::-1])
 
 
 def _cuts(mesh: Any) -> list[int]:
@@ -106,45 +123,81 @@ def _cuts(mesh: Any) -> list[int]:
 
 def _layout(common: Mesh, sharding: NamedSharding, ndim: int) -> Layout:
     """The axes of a common mesh that split each dimension of an array with this sharding."""
-    mesh, cuts = sharding.mesh, _cuts(sharding.mesh)
-    ranges = {name: (cuts[axis + 1], cuts[axis]) for axis, name in enumerate(mesh.axis_names)}
-    parts = (*sharding.spec, *(None,) * (ndim - len(sharding.spec)))
+    mesh = sharding.mesh
+    cuts = _cuts(mesh)
+    layout: Layout = [[] for _ in range(ndim)]
+    for dim, part in enumerate(sharding.spec):
+        names = (part,) if isinstance(part, str) else (part or ())
+        for name in names:
+            number = mesh.axis_names.index(name)
+            low = cuts[number + 1]
+            high = cuts[number]
+            for axis in common.axis_names:
+                if low <= int(axis[1:]) < high:
+                    layout[dim].append(axis)
+    return layout
 
-    def axes(part: str | Sequence[str] | None) -> Iterator[str]:
-        for name in (part,) if isinstance(part, str) else (part or ()):
-            low, high = ranges[name]
-            yield from (axis for axis in common.axis_names if low <= int(axis[1:]) < high)
 
-    return [list(axes(part)) for part in parts]
+def _spec(layout: Layout) -> PartitionSpec:
+    return PartitionSpec(*[tuple(axes) or None for axes in layout])
 
 
-def _moves(before: Layout, after: Layout) -> Iterator[tuple[str, str, int, int]]:
-    """(move, gather or slice; axis; dimension; for a move the dimension that it then splits), in
-    order."""
+@dataclass(frozen=True)
+class Step:
+    """An exchange between devices over one axis of the mesh. `move`: the axis splits dimension
+    `to_dim` in place of `dim`; `gather`: it no longer splits `dim`; `slice`: it splits `dim` from
+    now on."""
+
+    kind: Literal["move", "gather", "slice"]
+    axis: str
+    dim: int
+    to_dim: int = -1
+
+
+def _steps(before: Layout, after: Layout) -> Iterator[Step]:
+    """The exchanges that lead from one layout to the other, in order."""
     now = [list(axes) for axes in before]
-
-    def is_prefix(dim: int) -> bool:
-        return now[dim] == after[dim][: len(now[dim])]
-
     while now != after:
-        open_ends = {
-            after[dim][len(now[dim])]: dim
-            for dim in range(len(now))
-            if is_prefix(dim) and len(now[dim]) < len(after[dim])
-        }
-        wrong = [dim for dim in range(len(now)) if not is_prefix(dim)]
-        moved = next(((now[dim][-1], dim) for dim in wrong if now[dim][-1] in open_ends), None)
-        free = next((axis for axis in open_ends if not any(axis in axes for axes in now)), None)
-        if moved:
-            axis, dim = moved
-            now[dim].pop()
-            now[open_ends[axis]].append(axis)
-            yield "move", axis, dim, open_ends[axis]
-        elif free:
-            now[open_ends[free]].append(free)
-            yield "slice", free, open_ends[free], -1
-        else:
-            # First where the target splits too: what is gathered there is split again before more
-            # is gathered.
-            dim = min(wrong, key=lambda dim: not after[dim])
-            yield "gather", now[dim].pop(), dim, -1
+        next_axes: dict[str, int] = {}  # axis that a dimension lacks next -> that dimension
+        wrong = []  # dimensions that another axis splits than in the target
+        for dim, axes in enumerate(now):
+            if axes != after[dim][: len(axes)]:
+                wrong.append(dim)
+            elif len(axes) < len(after[dim]):
+                next_axes[after[dim][len(axes)]] = dim
+        step = _move(now, wrong, next_axes) or _slice(now, next_axes) or _gather(now, wrong, after)
+        if step.kind != "slice":
+            now[step.dim].pop()
+        if step.kind != "gather":
+            split = step.to_dim if step.kind == "move" else step.dim
+            now[split].append(step.axis)
+        yield step
+
+
+def _move(now: Layout, wrong: Sequence[int], next_axes: Mapping[str, int]) -> Step | None:
+    """Of a dimension that its innermost axis should not split, the axis moves to one that lacks
+    it."""
+    for dim in wrong:
+        axis = now[dim][-1]
+        if axis in next_axes:
+            return Step("move", axis, dim, next_axes[axis])
+    return None
+
+
+def _slice(now: Layout, next_axes: Mapping[str, int]) -> Step | None:
+    """An axis that splits nothing splits the dimension that lacks it."""
+    for axis, dim in next_axes.items():
+        if not any(axis in axes for axes in now):
+            return Step("slice", axis, dim)
+    return None
+
+
+def _gather(now: Layout, wrong: Sequence[int], after: Layout) -> Step:
+    """The innermost axis of a dimension is gathered: first where the target splits too, as what is
+    gathered there is split again before more is gathered."""
+    dim = wrong[0]
+    for candidate in wrong:
+        if after[candidate]:
+            dim = candidate
+            break
+    return Step("gather", now[dim][-1], dim)

@@ -46,15 +46,20 @@ MEMORY_EXPLAINED = ("train", "sft", "doctor", "eval", "generate", "serve")
 def program() -> int:
     """`shoal` as it is typed: `main`, in a process whose memory is set up for it."""
     end_on_interrupt()
-    with contextlib.suppress(
-        ShoalError
-    ):  # a token that was typed leaves the arguments, which others can read
+    # A token that was typed leaves the arguments, which other users of the machine can read.
+    with contextlib.suppress(ShoalError):
         sys.argv[:] = redact_token(sys.argv)
         sys.orig_argv[:] = redact_token(sys.orig_argv)
-    words = sys.argv[1:]
-    if words and words[0] in COMMANDS and not any(map(switch_of, words)) and not {*HELP} & {*words}:
+    if _computes(sys.argv[1:]):
         use_huge_pages()
     return main()
+
+
+def _computes(words: Sequence[str]) -> bool:
+    """True for a command that does its work, rather than show its help or what it would do."""
+    if not words or words[0] not in COMMANDS:
+        return False
+    return not any(word in HELP or switch_of(word) for word in words)
 
 
 def run_as(name: str) -> int:
@@ -99,86 +104,102 @@ def _run(words: list[str]) -> int:
         print(f"shoal {package_version('shoal')}")
         return 0
     command, *rest = words
-    job: list[str] = []
-    if (
-        command == "launch" and "--" in rest
-    ):  # its own words end here; --dry-run and --help behind it are the job's
-        rest, job = rest[: rest.index("--")], rest[rest.index("--") + 1 :]
     if command == "help":
-        print(command_help(_known(rest[0]), rest[1:]) if rest else overview())
-    elif any(word in HELP for word in rest):
-        first = next(place for place, word in enumerate(rest) if word in HELP)
-        topics = [word for word in rest[first:] if word not in HELP and "=" not in word]
+        if rest:
+            print(command_help(_known(rest[0]), rest[1:]))
+        else:
+            print(overview())
+        return 0
+    job: list[str] = []
+    if command == "launch" and "--" in rest:
+        # Its own words end here: --dry-run and --help behind it are the job's.
+        end = rest.index("--")
+        job = rest[end + 1 :]
+        rest = rest[:end]
+    asks_help = [number for number, word in enumerate(rest) if word in HELP]
+    if asks_help:
+        behind = rest[asks_help[0] :]
+        topics = [word for word in behind if word not in HELP and "=" not in word]
         print(command_help(_known(command), topics))
-    else:
-        return _run_command(_known(command), rest, job)
-    return 0
+        return 0
+    return _run_command(_known(command), rest, job)
 
 
 def _known(word: str) -> str:
     """The command that the first word names; ShoalError where there is none of that name."""
     if word in COMMANDS:
         return word
-    if meant := word if "=" in word or word.startswith("-") else argument_for("train", word):
-        reason = f"the command comes first: `shoal train {meant}`."
+    if "=" in word or word.startswith("-"):
+        argument = word
+    else:
+        argument = argument_for("train", word)
+    if argument:
+        reason = f"the command comes first: `shoal train {argument}`."
     else:
         reason = f"there is no such command{did_you_mean(word, COMMANDS) or '.'}"
     raise ShoalError(f"{word}: {reason} Commands: {', '.join(COMMANDS)}")
 
 
 def _run_command(command: str, words: list[str], job: Sequence[str] = ()) -> int:
-    switches = {*map(switch_of, words)}
-    only_shown, words = "dryrun" in switches, [word for word in words if not switch_of(word)]
+    switches = {switch_of(word) for word in words}
+    words = [word for word in words if not switch_of(word)]
+    is_dry_run = "dryrun" in switches
     for name in switches & {"plan", "multirun"}:
         if f"--{name}" not in options_of(command):
             raise ShoalError(f"--{name}: only shoal train has it; this is shoal {command}")
-    command = "plan" if "plan" in switches else command
+    if "plan" in switches:
+        command = "plan"
     if "multirun" in switches:
         from shoal.commands.multirun import multirun
         from shoal.report.console import Console
 
         raise_on_interrupt()
-        return (
-            FAILED_EXIT_CODE if multirun(command, words, Console(), only_shown)["num_failed"] else 0
-        )
+        sweep = multirun(command, words, Console(), is_dry_run)
+        return FAILED_EXIT_CODE if sweep["num_failed"] else 0
     config, resolved = _compose(command, words)
     if command == "launch":
-        config = replace(config, job=(*config.job, *job), dry_run=config.dry_run or only_shown)
-    elif only_shown:
-        from shoal.job.dry_run import adapter_lines, check_dry_run
-
-        with (
-            _stdout_is_stderr(),
-            _explained(command, config, resolved),
-        ):  # a reward function may print
-            explained = _in_their_names(resolved)
-            lines = [
-                f"{'note' if found.level == 'ok' else 'warning'}: {explained(str(found))}"
-                for found in check_dry_run(config)
-            ] + adapter_lines(config)
-            if command == "plan":
-                from shoal.commands.plan import estimate
-
-                lines += estimate(config)
-            elif command == "compat":
-                from shoal.commands.compat import planned
-
-                lines += map(str, planned(config))
+        config = replace(config, job=(*config.job, *job), dry_run=config.dry_run or is_dry_run)
+    elif is_dry_run:
+        lines = _dry_run_lines(command, config, resolved)
         print(dry_run(config, resolved, lines), end="")
         return 0
-    require_given(config, *(key for key in POSITIONALS.get(command, ()) if key != "runs"))
+    for key in POSITIONALS.get(command, ()):
+        if key != "runs":
+            require_given(config, key)
     cache_by_environment()
     as_json = "json" in keys_of(type(config)) and config.json
-    with (
-        _stdout_is_stderr() if as_json else contextlib.nullcontext(),
-        _explained(command, config, resolved),
-    ):
+    output = _stdout_is_stderr() if as_json else contextlib.nullcontext()
+    with output, _explained(command, config, resolved):
         result = _call(command, config, resolved)
     if as_json:
         from shoal.runs.lines import json_ready
 
         print(json.dumps(json_ready(result), indent=2, ensure_ascii=False, allow_nan=False))
-    return USAGE_EXIT_CODE if isinstance(result, Mapping) and result.get("ok") is False else 0
+    has_failed = isinstance(result, Mapping) and result.get("ok") is False
+    return USAGE_EXIT_CODE if has_failed else 0
+
+
+def _dry_run_lines(command: str, config: Any, resolved: Resolved) -> list[str]:
+    """What a dry run has to say beside the settings: notes, warnings, estimates."""
+    from shoal.job.dry_run import adapter_lines, check_dry_run
+
+    lines = []
+    # A reward function that is tried may print.
+    with _stdout_is_stderr(), _explained(command, config, resolved):
+        in_their_names = _in_their_names(resolved)
+        for finding in check_dry_run(config):
+            label = "note" if finding.level == "ok" else "warning"
+            lines.append(f"{label}: {in_their_names(str(finding))}")
+        lines += adapter_lines(config)
+        if command == "plan":
+            from shoal.commands.plan import estimate
+
+            lines += estimate(config)
+        elif command == "compat":
+            from shoal.commands.compat import planned
+
+            lines += map(str, planned(config))
+    return lines
 
 
 @contextlib.contextmanager
@@ -188,16 +209,18 @@ def _explained(command: str, config: Any, resolved: Resolved) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        known: Exception | None = error if isinstance(error, ShoalError) else None
-        if known is None and command in MEMORY_EXPLAINED:
+        explained: Exception | None = None
+        if isinstance(error, ShoalError):
+            explained = error
+        elif command in MEMORY_EXPLAINED:
             from shoal.job.out_of_memory import explain_out_of_memory
 
-            known = explain_out_of_memory(error, config)
-        if known is None:
+            explained = explain_out_of_memory(error, config)
+        if explained is None:
             raise
         from shoal.compat.front import in_their_names
 
-        raise ShoalError(in_their_names(str(known), resolved)) from error
+        raise ShoalError(in_their_names(str(explained), resolved)) from error
 
 
 def _in_their_names(resolved: Resolved) -> Callable[[str], str]:
@@ -239,13 +262,15 @@ def _call(command: str, config: Any, resolved: Resolved) -> Any:
     for note in resolved.start_lines:
         console.note(note)
     console.in_their_names = _in_their_names(resolved)
-    name = {"eval": "evaluate", "sft": "train"}.get(command, command.replace("-", "_"))
-    module, name = (
-        ("responses", "score_responses") if command == "eval" and config.responses else (name, name)
-    )
-    call = getattr(importlib.import_module(f"shoal.commands.{module}"), name)
+    if command == "eval" and config.responses:
+        module = "responses"
+        name = "score_responses"
+    else:
+        name = {"eval": "evaluate", "sft": "train"}.get(command, command.replace("-", "_"))
+        module = name
+    run = getattr(importlib.import_module(f"shoal.commands.{module}"), name)
     raise_on_interrupt()
-    return call(config, console=console)
+    return run(config, console=console)
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ encoded and decoded.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -52,33 +52,30 @@ class Probe:
     """
 
     form: str  # in which they were written; empty where the data has no gold answer
-    rows: Mapping[
-        str, Mapping[str, float]
-    ]  # kind -> `total` (weighted) and each function's score; NaN: no score
+    # kind -> `total` (weighted) and each function's score; NaN: no score
+    rows: Mapping[str, Mapping[str, float]]
     texts: Mapping[str, str]  # kind -> the text for the first example
-    failures: tuple[
-        str, ...
-    ] = ()  # errors of functions, where `reward.on_error` lets a run continue
-    useless: tuple[
-        str, ...
-    ] = ()  # the first error of each function that gave no right answer a score
+    # Errors of functions, where `reward.on_error` lets a run continue.
+    failures: tuple[str, ...] = ()
+    # The first error of each function that gave no right answer a score.
+    useless: tuple[str, ...] = ()
     stopped: bool = False  # a function took too long, so not all answers were tried
-    lost: str = (
-        ""  # what a completion cannot hold of the form that the reward wants, and what that costs
-    )
+    # What a completion cannot hold of the form that the reward wants, and what that costs.
+    lost: str = ""
 
     @property
     def functions(self) -> list[str]:
-        return [name for name in next(iter(self.rows.values())) if name != "total"]
+        first_row = next(iter(self.rows.values()))
+        return [name for name in first_row if name != "total"]
 
     def total(self, kind: str) -> float:
         return self.rows[kind]["total"]
 
     def records(self) -> list[dict[str, Any]]:
-        return [
-            {"answer": kind, "text": self.texts[kind], **values}
-            for kind, values in self.rows.items()
-        ]
+        records = []
+        for kind, values in self.rows.items():
+            records.append({"answer": kind, "text": self.texts[kind], **values})
+        return records
 
     def describe(self) -> str:
         """One line: `right 1.1, wrong 0.1, empty 0, repeated 0, many at once 0`."""
@@ -113,17 +110,24 @@ Sample = Callable[[Example, str], Sampled]
 def sampled(tokenizer: Tokenizer, prompt: str, text: str) -> Sampled:
     """A text as a completion of a rendered prompt would come: without what the prompt has opened,
     encoded, ended by an end-of-sequence token, and decoded as completions are."""
-    opened, found = "", _OPENED.search(prompt)
-    if found and text.startswith(found[1]):
-        opened = found[1]
-        text = text.removeprefix(opened).removeprefix(found[2])
-    ids = tokenizer.encode(text)
-    end = next((at for at, id in enumerate(ids) if id in tokenizer.eos_ids), None)
-    ids = [*ids, *tokenizer.eos_ids[:1]] if end is None else ids[: end + 1]
-    skipped = tuple(
-        token for token, special in tokenizer.added_tokens().values() if special and token in text
-    )
-    return Sampled(tokenizer.decode(ids), ids, opened, skipped)
+    opened = ""
+    tag_at_end = _OPENED.search(prompt)
+    if tag_at_end:
+        tag, space = tag_at_end.groups()
+        if text.startswith(tag):
+            opened = tag
+            text = text.removeprefix(tag).removeprefix(space)
+    ids = list(tokenizer.encode(text))
+    ends = [at for at, id in enumerate(ids) if id in tokenizer.eos_ids]
+    if ends:
+        ids = ids[: ends[0] + 1]
+    else:
+        ids += tokenizer.eos_ids[:1]
+    skipped = []
+    for token, is_special in tokenizer.added_tokens().values():
+        if is_special and token in text:
+            skipped.append(token)
+    return Sampled(tokenizer.decode(ids), ids, opened, tuple(skipped))
 
 
 def sampled_by(tokenizer: Tokenizer, encode: Callable[[Example], Any]) -> Sample:
@@ -155,14 +159,20 @@ def gold_of(example: Example) -> str | None:
 def write_answer(example: Example, gold: str, answer: str, form: str = next(iter(FORMS))) -> str:
     """A completion with the example's worked solution, `answer` in place of the gold one."""
     text = str(example.columns.get("solution") or example.columns.get("answer") or "")
-    inner = re.search(r"<reasoning>(.*?)</reasoning>", text, re.DOTALL)
-    thought = inner[1] if inner else text.partition("####")[0].strip()
-    thought = "Step by step." if thought in ("", gold) else thought
-    whole, part = FORMS[form]
-    return whole.format(
-        thought=re.sub(rf"(?<!\w){re.escape(gold)}(?!\w)", lambda _: answer, thought),
-        answer=part.format(answer),
-    )
+    reasoning = re.search(r"<reasoning>(.*?)</reasoning>", text, re.DOTALL)
+    if reasoning:
+        thought = reasoning[1]
+    else:
+        thought = text.partition("####")[0].strip()
+    if thought in ("", gold):
+        thought = "Step by step."
+
+    def in_place_of_gold(_: re.Match[str]) -> str:  # in a template a backslash would be an escape
+        return answer
+
+    thought = re.sub(rf"(?<!\w){re.escape(gold)}(?!\w)", in_place_of_gold, thought)
+    completion, part = FORMS[form]
+    return completion.format(thought=thought, answer=part.format(answer))
 
 
 def wrong_answers(gold: str) -> list[str]:
@@ -170,30 +180,36 @@ def wrong_answers(gold: str) -> list[str]:
     number = parse_number(gold)
     if number is None:
         return ["none of these", "unknown", "something else", "no such thing", "who knows"]
-    found = (f"{number + k:f}" for k in range(1, 100))
-    return [text for text in found if gold not in text][:5] or [
-        f"{number + k:f}" for k in range(1, 6)
-    ]
+    larger = [f"{number + difference:f}" for difference in range(1, 100)]
+    without_gold = [text for text in larger if gold not in text]
+    return without_gold[:5] or larger[:5]
 
 
 def answers(example: Example) -> dict[tuple[str, str], str]:
     """The known answers of an example, (form, kind) -> text; empty without a gold answer."""
-    found: dict[tuple[str, str], str] = {}
-    if (gold := gold_of(example)) is None:
-        return found
-    first, *others = wrong_answers(gold)
+    gold = gold_of(example)
+    if gold is None:
+        return {}
+    first_wrong, *others = wrong_answers(gold)
+    known = {}
     for form, (_, part) in FORMS.items():
-        right, wrong = (write_answer(example, gold, answer, form) for answer in (gold, first))
-        many = [wrong, *(part.format(answer) for answer in (*others[:2], gold, *others[2:]))]
+        right = write_answer(example, gold, gold, form)
+        wrong = write_answer(example, gold, first_wrong, form)
+        many = [wrong]
+        for answer in (*others[:2], gold, *others[2:]):
+            many.append(part.format(answer))
         texts = (right, wrong, "", "\n".join([right] * REPEATS), "\n".join(many))
-        found |= {(form, kind): text for kind, text in zip(KINDS, texts, strict=True)}
-    return found
+        for kind, text in zip(KINDS, texts, strict=True):
+            known[form, kind] = text
+    return known
 
 
 def answer_name(form: str, kind: str) -> str:
     """`right answer written as ####`"""
     what = {"many at once": "many answers at once", "some text": kind}.get(kind, f"{kind} answer")
-    return f"{what} written as {form}" if form and kind != "empty" else what
+    if form and kind != "empty":
+        return f"{what} written as {form}"
+    return what
 
 
 # ---- their scores
@@ -206,53 +222,60 @@ def probe(
     its time limit. Raises ShoalError if a function breaks the convention, or fails with
     `on_error=error` (by default `reward.on_error`)."""
     examples = list(examples[:NUM_EXAMPLES])
-    made = [answers(example) for example in examples]
-    if not (made and all(made)):  # an empty answer and some text, where there is no gold one
-        examples, made = examples[:1], [{("", "empty"): "", ("", "some text"): "The answer is 42."}]
-    keys = list(made[0])
-    given = [
-        [sample(example, texts[key]) for key in keys]
-        for example, texts in zip(examples, made, strict=True)
-    ]
-    scores = score(
-        pool,
-        examples,
-        [[one.text for one in group] for group in given],
-        [[one.ids for one in group] for group in given],
-        on_error,
-        trial=[answer_name(*key) for key in keys],
-    )
+    known = [answers(example) for example in examples]
+    have_gold = bool(known) and all(known)
+    if not have_gold:
+        examples = examples[:1]
+        known = [{("", "empty"): "", ("", "some text"): "The answer is 42."}]
+    keys = list(known[0])  # (form, kind)
+    texts = []
+    ids = []
+    for example, texts_of_example in zip(examples, known, strict=True):
+        completions = [sample(example, texts_of_example[key]) for key in keys]
+        texts.append([completion.text for completion in completions])
+        ids.append([completion.ids for completion in completions])
+    names = [answer_name(form, kind) for form, kind in keys]
+    scores = score(pool, examples, texts, ids, on_error, trial=names)
+
     columns = {"total": scores.rewards, **scores.components}
-    means = {
-        key: {name: float(np.mean(values[:, place])) for name, values in columns.items()}
-        for place, key in enumerate(keys)
-    }
+    means: dict[tuple[str, str], dict[str, float]] = {}
+    for number, key in enumerate(keys):
+        means[key] = {name: float(np.mean(values[:, number])) for name, values in columns.items()}
 
     def worth(form: str) -> tuple[bool, float, float]:
         """Orders forms: first those in which scores differ, then by the right answer's score, and
         the wrong one's."""
-        totals = [
-            float(np.nan_to_num(means[key]["total"], nan=-np.inf)) for key in keys if key[0] == form
-        ]
+        totals = []
+        for key in keys:
+            if key[0] == form:
+                totals.append(float(np.nan_to_num(means[key]["total"], nan=-np.inf)))
         return len(set(totals)) > 1, totals[0], -totals[1]
 
-    best = max(dict.fromkeys(form for form, _ in keys), key=worth)
-    chosen = {kind: (form, kind) for form, kind in keys if form == best}
-    rights = [place for place, (form, kind) in enumerate(keys) if not form or kind == "right"]
-    failed = {failure.function: failure.text for failure in reversed(scores.failures)}
+    forms = dict.fromkeys(form for form, _ in keys)
+    best = max(forms, key=worth)
+    rows = {}
+    first_texts = {}
+    for form, kind in keys:
+        if form == best:
+            rows[kind] = means[form, kind]
+            first_texts[kind] = known[0][form, kind]
+    rights = [number for number, (form, kind) in enumerate(keys) if not form or kind == "right"]
+    first_failures: dict[str, str] = {}
+    for failure in reversed(scores.failures):
+        first_failures[failure.function] = failure.text
+    useless = []
+    for function, text in first_failures.items():
+        if np.isnan(scores.components[function][:, rights]).all():
+            useless.append(text)
     stopped = any(failure.kind == "timed out" for failure in scores.failures)
     return Probe(
-        best,
-        {kind: means[key] for kind, key in chosen.items()},
-        {kind: made[0][key] for kind, key in chosen.items()},
-        tuple(failure.text for failure in scores.failures),
-        tuple(
-            text
-            for name, text in failed.items()
-            if np.isnan(scores.components[name][:, rights]).all()
-        ),
-        stopped,
-        "" if stopped else lost_in_tokens(pool, examples, sample),
+        form=best,
+        rows=rows,
+        texts=first_texts,
+        failures=tuple(failure.text for failure in scores.failures),
+        useless=tuple(useless),
+        stopped=stopped,
+        lost="" if stopped else lost_in_tokens(pool, examples, sample),
     )
 
 
@@ -262,55 +285,51 @@ def lost_in_tokens(pool: RewardPool, examples: Sequence[Example], sample: Sample
 
     The form in which the reward scores the whole text best is the one that it wants.
     """
-    whole = []
+    written = []  # of each example the right answer in each form
+    completions = []  # the same as they would be sampled
     for example in examples:
         gold = gold_of(example) or _ANY_ANSWER
-        whole.append([write_answer(example, gold, gold, form) for form in FORMS])
-    given = [
-        [sample(example, text) for text in texts]
-        for example, texts in zip(examples, whole, strict=True)
-    ]
-    if all(
-        one.text == text
-        for group, texts in zip(given, whole, strict=True)
-        for one, text in zip(group, texts, strict=True)
-    ):
+        right = [write_answer(example, gold, gold, form) for form in FORMS]
+        written.append(right)
+        completions.append([sample(example, text) for text in right])
+    texts = []
+    ids = []
+    is_kept = True
+    for right, sampled_answers in zip(written, completions, strict=True):
+        decoded = [completion.text for completion in sampled_answers]
+        is_kept = is_kept and decoded == right
+        texts.append(right + decoded)
+        ids.append([completion.ids for completion in sampled_answers] * 2)
+    if is_kept:
         return ""
-    texts = [
-        [*written, *(one.text for one in group)]
-        for written, group in zip(whole, given, strict=True)
-    ]
-    ids = [[one.ids for one in (*group, *group)] for group in given]
     names = [answer_name(form, "right") for form in FORMS] * 2
     scores = score(pool, examples, texts, ids, "skip", trial=names)
-    totals = np.nan_to_num(scores.rewards.mean(axis=0), nan=-np.inf).reshape(2, len(FORMS))
-    as_text, as_completion = totals
-    at = int(as_text.argmax())
-    if not as_text[at] > as_completion.max() + 1e-9:
+    totals = np.nan_to_num(scores.rewards.mean(axis=0), nan=-np.inf)
+    as_text, as_completion = totals.reshape(2, len(FORMS))
+    best = int(as_text.argmax())
+    if not as_text[best] > as_completion.max() + 1e-9:
         return ""
-    form, one = list(FORMS)[at], given[0][at]
+    form = list(FORMS)[best]
     loss = (
-        f"an answer written as {form} scores {as_completion[at]:.3g} in place of {as_text[at]:.3g}"
+        f"an answer written as {form} scores {as_completion[best]:.3g} in place of "
+        f"{as_text[best]:.3g}"
     )
-    if one.opened:
+    completion = completions[0][best]
+    if completion.opened:
         return (
-            f"the prompt ends with {one.opened}, so a completion begins behind it, and the reward "
-            f"never sees it: "
-            f"{loss}; give another model.template, whose generation prompt ends before "
-            f"{one.opened}, or a reward "
-            "that takes completions without it"
+            f"the prompt ends with {completion.opened}, so a completion begins behind it, and the "
+            f"reward never sees it: {loss}; give another model.template, whose generation prompt "
+            f"ends before {completion.opened}, or a reward that takes completions without it"
         )
-    if one.skipped:
+    if completion.skipped:
         return (
-            f"{', '.join(one.skipped)} are special tokens, which decoding leaves out, so the "
-            f"reward never sees "
-            f"them: {loss}; give other tags, or set their `special` to false in the model's "
-            f"tokenizer.json and "
-            "tokenizer_config.json"
+            f"{', '.join(completion.skipped)} are special tokens, which decoding leaves out, so "
+            f"the reward never sees them: {loss}; give other tags, or set their `special` to false "
+            "in the model's tokenizer.json and tokenizer_config.json"
         )
     return (
-        f"the tokenizer does not keep the text: {loss}; {shorten(whole[0][at])!r} is decoded as "
-        f"{shorten(one.text)!r}"
+        f"the tokenizer does not keep the text: {loss}; {shorten(written[0][best])!r} is decoded "
+        f"as {shorten(completion.text)!r}"
     )
 
 
@@ -337,88 +356,84 @@ def reward_findings(probe: Probe, has_calls: bool = False) -> list[Finding]:
     With `has_calls` completions have calls of tools, or turns with an environment, whose answers
     nobody knows before the run: the answers tried have none, so what they score does not show that
     a reward is wrong."""
-    found: list[tuple[Level, str]] = [
-        ("warning", f"{text} (reward.on_error lets the run continue)")
-        for text in probe.failures[:1]
-    ]
+    faults: list[tuple[Level, str]] = []
+    if probe.failures:
+        text = f"{probe.failures[0]} (reward.on_error lets the run continue)"
+        faults.append(("warning", text))
     if probe.lost:
-        found.append(("warning", probe.lost))
-    if silent := [
-        name for name in probe.functions if all(np.isnan(row[name]) for row in probe.rows.values())
-    ]:
-        found.append(
-            (
-                "wrong" if len(silent) == len(probe.functions) else "warning",
-                f"{', '.join(silent)} gave no number for any answer tried, so nothing is learned "
-                f"from it: return "
-                "a number, or set reward.functions to others",
-            )
+        faults.append(("warning", probe.lost))
+    silent = []
+    for name in probe.functions:
+        if all(np.isnan(row[name]) for row in probe.rows.values()):
+            silent.append(name)
+    if silent:
+        level: Level = "wrong" if len(silent) == len(probe.functions) else "warning"
+        text = (
+            f"{', '.join(silent)} gave no number for any answer tried, so nothing is learned from "
+            "it: return a number, or set reward.functions to others"
         )
-    found += _faults_of_totals(probe)
-    if has_calls:
-        without = "; tried without calls of tools and their answers, which a reward may need"
-        found = [
-            ("warning", f"{text}{without}") if level == "wrong" else (level, text)
-            for level, text in found
-        ]
-    if not found:
+        faults.append((level, text))
+    faults += _faults_of_totals(probe)
+    if not faults:
         return [Finding("reward", "ok", probe.describe())]
-    return [Finding("reward", level, text, _KEY) for level, text in found]
+    findings = []
+    for level, text in faults:
+        if has_calls and level == "wrong":
+            level = "warning"
+            text += "; tried without calls of tools and their answers, which a reward may need"
+        findings.append(Finding("reward", level, text, _KEY))
+    return findings
 
 
-def _faults_of_totals(probe: Probe) -> Iterable[tuple[Level, str]]:
+def _faults_of_totals(probe: Probe) -> list[tuple[Level, str]]:
+    """What is wrong with the weighted scores of the known answers."""
+    faults: list[tuple[Level, str]] = []
     totals = {kind: probe.total(kind) for kind in probe.rows}
     scored = {kind: round(total, 9) for kind, total in totals.items() if not np.isnan(total)}
-    if len(set(scored.values())) == 1 and (probe.form or len(scored) == len(totals)):
-        kinds = "all" if len(scored) == len(totals) else f"only {', '.join(scored)}"
-        yield (
-            "wrong" if probe.form else "warning",
+    different = set(scored.values())
+    all_have_one = len(scored) == len(totals)
+    if len(different) == 1 and (probe.form or all_have_one):
+        kinds = "all" if all_have_one else f"only {', '.join(scored)}"
+        text = (
             f"of the answers tried {kinds} score {score_text(next(iter(scored.values())))}: if the "
-            f"model's do too, "
-            "nothing is learned; set reward.functions to one that tells answers apart",
+            "model's do too, nothing is learned; set reward.functions to one that tells answers "
+            "apart"
         )
-    if len(set(scored.values())) < 2:
-        return
-    right, wrong = totals.get("right", np.nan), totals.get("wrong", np.nan)
+        faults.append(("wrong" if probe.form else "warning", text))
+    if len(different) < 2:
+        return faults
     if totals["empty"] > 0:
-        yield (
-            "warning",
-            (
-                f"an empty answer scores {totals['empty']:.3g}: the model may learn to say "
-                f"nothing; give it "
-                "0 or less"
-            ),
+        text = (
+            f"an empty answer scores {totals['empty']:.3g}: the model may learn to say nothing; "
+            "give it 0 or less"
         )
+        faults.append(("warning", text))
     if not probe.form:
-        return
+        return faults
+    right = totals.get("right", np.nan)
+    wrong = totals.get("wrong", np.nan)
     if not right > wrong:
-        yield (
-            "warning",
-            (
-                f"the right answer scores {score_text(right)}, a wrong one {score_text(wrong)} "
-                f"(written as "
-                f"{probe.form}): make sure that the reward wants what the data calls right"
-            ),
+        text = (
+            f"the right answer scores {score_text(right)}, a wrong one {score_text(wrong)} "
+            f"(written as {probe.form}): make sure that the reward wants what the data calls right"
         )
-        return
+        faults.append(("warning", text))
+        return faults
     if totals["repeated"] > right:
-        yield (
-            "warning",
-            (
-                f"the right answer written {REPEATS} times scores {totals['repeated']:.3g}, more "
-                f"than once "
-                f"({right:.3g}): the model will repeat itself; count one answer only"
-            ),
+        text = (
+            f"the right answer written {REPEATS} times scores {totals['repeated']:.3g}, more than "
+            f"once ({right:.3g}): the model will repeat itself; count one answer only"
         )
-    if totals["many at once"] >= right:  # the same is enough: who gives them all is never wrong
-        yield (
-            "warning",
-            (
-                f"many answers at once, right and wrong, score {totals['many at once']:.3g}, no "
-                f"less than "
-                f"the right answer alone ({right:.3g}): the model will guess; count one answer only"
-            ),
+        faults.append(("warning", text))
+    # The same is enough: who gives them all is never wrong.
+    if totals["many at once"] >= right:
+        text = (
+            f"many answers at once, right and wrong, score {totals['many at once']:.3g}, no less "
+            f"than the right answer alone ({right:.3g}): the model will guess; count one answer "
+            "only"
         )
+        faults.append(("warning", text))
+    return faults
 
 
 def check_first_prompt(
@@ -436,15 +451,23 @@ def check_first_prompt(
     else may be under way in the pool."""
     if not config.algorithm.uses_rewards:
         return []
-    tried = probe(
-        pool, [first.example], sampled_by(tokenizer, lambda _: first.prompt_ids), on_error="skip"
-    )
+
+    def prompt_ids_of(_: Example) -> np.ndarray:
+        return first.prompt_ids
+
+    tried = probe(pool, [first.example], sampled_by(tokenizer, prompt_ids_of), on_error="skip")
     if tried.useless and config.reward.on_error == "error":
         raise ShoalError(f"{tried.useless[0]}; it gave no right answer a score: fix it")
-    rest = "; no more answers were tried" if tried.stopped else ""
-    found = [Finding("reward", "warning", f"{text}{rest}", _KEY) for text in tried.failures[:1]]
+    findings = []
+    if tried.failures:
+        text = tried.failures[0]
+        if tried.stopped:
+            text += "; no more answers were tried"
+        findings.append(Finding("reward", "warning", text, _KEY))
     if tried.stopped:
-        return found
-    all_known = reward_findings(replace(tried, failures=()), has_calls)
-    known = [finding for finding in all_known if finding.level != "ok"]
-    return [*found, Finding("reward", "ok", tried.describe()), *known]
+        return findings
+    findings.append(Finding("reward", "ok", tried.describe()))
+    for finding in reward_findings(replace(tried, failures=()), has_calls):
+        if finding.level != "ok":
+            findings.append(finding)
+    return findings

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,65 +31,102 @@ def transfer_rows(
 ) -> list[dict[str, Any]]:
     """Collectives by kind, mesh axes and source, with bytes of the whole arrays, and seconds by the
     links."""
-    rows: dict[tuple[str, str, str], dict[str, Any]] = defaultdict(
-        lambda: {"times": 0.0, "bytes": 0.0, "seconds": 0.0}
-    )
-    places: dict[tuple[str, bool], tuple[str, float, float, int]] = {}
-    for one in collectives:
+    rows: dict[tuple[str, str, str], dict[str, Any]] = {}
+    links: dict[tuple[str, bool], GroupLink] = {}
+    for collective in collectives:
         # Of an array that all of a group get or sum up, a machine's devices take a part each from
         # other machines.
-        place = one.groups, one.kind in ("all-gather", "all-reduce", "reduce-scatter")
-        if place not in places:
-            groups = device_groups(one.groups) or [[]]
-            groups = (
-                groups if all(number < mesh.size for group in groups for number in group) else [[]]
-            )
-            # Of pairs the farthest are waited for.
-            some = groups if one.kind == "collective-permute" else groups[:1]
-            rates, latencies = zip(
-                *(link_of(topology, kind, mesh, group, place[1]) for group in some), strict=True
-            )
-            places[place] = (
-                axes_of(mesh, groups[0]),
-                min(rates),
-                max(latencies),
-                group_size(one.groups),
-            )
-        axes, rate, latency, size = places[place]
-        row = rows[one.kind, axes, one.source]
-        row["times"] += one.times
-        row["bytes"] += one.total
-        row["seconds"] += _moved(one.kind, one.total, size) / rate
-        row["seconds"] += (
-            one.times * latency * (2 if one.kind == "all-reduce" else 1)
-        )  # which scatters, then gathers
-    found = [
-        {"kind": kind, "axis": axes, "source": source, **row}
-        for (kind, axes, source), row in rows.items()
-    ]
-    return sorted(found, key=lambda row: -row["bytes"])
+        in_parts = collective.kind in ("all-gather", "all-reduce", "reduce-scatter")
+        key = (collective.groups, in_parts)
+        if key not in links:
+            links[key] = _group_link(collective, topology, kind, mesh, in_parts)
+        link = links[key]
+        row_key = (collective.kind, link.axes, collective.source)
+        if row_key not in rows:
+            rows[row_key] = {
+                "kind": collective.kind,
+                "axis": link.axes,
+                "source": collective.source,
+                "times": 0.0,
+                "bytes": 0.0,
+                "seconds": 0.0,
+            }
+        row = rows[row_key]
+        row["times"] += collective.times
+        row["bytes"] += collective.total
+        row["seconds"] += _moved(collective.kind, collective.total, link.size) / link.rate
+        # An all-reduce scatters, then gathers.
+        rounds = 2 if collective.kind == "all-reduce" else 1
+        row["seconds"] += collective.times * link.latency * rounds
+
+    def by_size(row: Mapping[str, Any]) -> float:
+        return -row["bytes"]
+
+    return sorted(rows.values(), key=by_size)
+
+
+@dataclass(frozen=True)
+class GroupLink:
+    """How the groups of a collective exchange: along these axes of the mesh, at `rate` bytes a
+    second for each device, `latency` seconds before the bytes, `size` devices with one another."""
+
+    axes: str
+    rate: float
+    latency: float
+    size: int
+
+
+def _group_link(
+    collective: Collective,
+    topology: Topology | None,
+    kind: Accelerator | None,
+    mesh: Any,
+    in_parts: bool,
+) -> GroupLink:
+    groups = device_groups(collective.groups) or [[]]
+    numbers = [number for group in groups for number in group]
+    if any(number >= mesh.size for number in numbers):
+        groups = [[]]
+    # Of pairs the farthest are waited for; groups are alike.
+    measured = groups if collective.kind == "collective-permute" else groups[:1]
+    rates = []
+    latencies = []
+    for group in measured:
+        rate, latency = link_of(topology, kind, mesh, group, in_parts)
+        rates.append(rate)
+        latencies.append(latency)
+    size = group_size(collective.groups)
+    return GroupLink(axes_of(mesh, groups[0]), min(rates), max(latencies), size)
 
 
 def _moved(kind: str, size: float, devices: int) -> float:
     """Bytes that a device receives."""
     share = (devices - 1) / devices
-    return {"all-reduce": 2 * share, "collective-permute": 1.0}.get(kind, share) * size
+    if kind == "all-reduce":
+        return 2 * share * size
+    if kind == "collective-permute":
+        return size
+    return share * size
 
 
 # ---- groups of devices
 
+GROUP_FORMS = (
+    r"replica_groups=(mesh\[[^\]]*\](?:, "
+    r"device_ids=\([^)]*(?:\([^)]*\)[^)]*)?\))?\s*\{[^}]*\})",
+    r"replica_groups=(\{\{[\d,{}]*\}\})",
+    r"replica_groups=(\[[\d,]*\]<=\[[\d,]*\](?:T\([\d,]*\))?)",
+    r"source_target_pairs=(\{[\d,{}]*\})",
+)
+"""The attributes in which XLA writes which devices exchange."""
+
 
 def groups_text(attributes: str) -> str:
     """Which devices exchange, as the attributes of an operation say it."""
-    for pattern in (
-        r"replica_groups=(mesh\[[^\]]*\](?:, "
-        r"device_ids=\([^)]*(?:\([^)]*\)[^)]*)?\))?\s*\{[^}]*\})",
-        r"replica_groups=(\{\{[\d,{}]*\}\})",
-        r"replica_groups=(\[[\d,]*\]<=\[[\d,]*\](?:T\([\d,]*\))?)",
-        r"source_target_pairs=(\{[\d,{}]*\})",
-    ):
-        if found := re.search(pattern, attributes):
-            return found[1]
+    for pattern in GROUP_FORMS:
+        match = re.search(pattern, attributes)
+        if match:
+            return match[1]
     return ""
 
 
@@ -101,64 +138,71 @@ def device_groups(text: str) -> list[list[int]]:
     ([[0, 2], [1, 3]], [[0, 1], [2, 3]])
     """
     if text.startswith("{{"):
-        return [
-            [int(n) for n in group.split(",") if n]
-            for group in re.findall(r"\{([\d,]*)\}", text[1:-1])
-        ]
-    if found := re.fullmatch(r"\[([\d,]*)\]<=(\[[\d,]*\](?:T\([\d,]*\))?)", text):
-        return _order(found[2]).reshape([int(n) for n in found[1].split(",")]).tolist()
+        groups = re.findall(r"\{([\d,]*)\}", text[1:-1])
+        return [_numbers(group) for group in groups]
+    iota = re.fullmatch(r"\[([\d,]*)\]<=(\[[\d,]*\](?:T\([\d,]*\))?)", text)
+    if iota:
+        return _order(iota[2]).reshape(_numbers(iota[1])).tolist()
     return _mesh_groups(text)
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(digits) for digits in re.findall(r"\d+", text)]
 
 
 def _order(text: str) -> np.ndarray:
     """The numbers of devices in the order of `[2,4]T(1,0)`: counted in a grid that is then
     transposed."""
     dims, _, order = text.partition("T")
-    grid = np.arange(math.prod(map(int, re.findall(r"\d+", dims)))).reshape(
-        [*map(int, re.findall(r"\d+", dims))]
-    )
-    return (grid.transpose([*map(int, re.findall(r"\d+", order))]) if order else grid).reshape(-1)
+    shape = _numbers(dims)
+    grid = np.arange(math.prod(shape)).reshape(shape)
+    if order:
+        grid = grid.transpose(_numbers(order))
+    return grid.reshape(-1)
 
 
 def _mesh_groups(text: str) -> list[list[int]]:
     """`mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b':(2)2}`: axes of a grid of devices in this
     order, or parts of axes (after 2, of size 2)."""
-    found = re.fullmatch(r"mesh\[([^\]]*)\](?:, device_ids=\((.*)\))?\s*\{([^}]*)\}", text)
-    if found is None:
+    match = re.fullmatch(r"mesh\[([^\]]*)\](?:, device_ids=\((.*)\))?\s*\{([^}]*)\}", text)
+    if match is None:
         return []
-    axes = [(name, int(size)) for name, size in re.findall(r"'([^']*)'=(\d+)", found[1])]
-    taken = {
-        name: (int(before or 1), int(size) if size else dict(axes)[name])
-        for name, before, size in re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", found[3])
-        if name in dict(axes)
-    }
-    shape, inside = [], []
-    for name, size in axes:
-        before, part = taken.get(name, (size, 1))
+    mesh_text, ids_text, axes_text = match.groups()
+    sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", mesh_text)}
+    parts = {}  # axis -> (devices before the part, devices of the part)
+    for name, before, size in re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", axes_text):
+        if name in sizes:
+            parts[name] = (int(before or 1), int(size or sizes[name]))
+    # Each axis as three: what is before the part, the part, what is after it.
+    shape = []
+    inside = []
+    for name, size in sizes.items():
+        before, part = parts.get(name, (size, 1))
         shape += [before, part, size // before // part]
         inside.append(len(shape) - 2)
-    order = [n for n in range(len(shape)) if n not in inside] + inside
-    numbers = np.arange(math.prod(shape))
-    if found[2]:
-        numbers = (
-            _order(found[2])
-            if found[2].startswith("[")
-            else np.array([*map(int, found[2].split(","))])
-        )
-    grid = numbers.reshape(shape).transpose(order)
-    return grid.reshape(-1, math.prod(shape[n] for n in inside)).tolist()
+    outside = [dim for dim in range(len(shape)) if dim not in inside]
+    if not ids_text:
+        numbers = np.arange(math.prod(shape))
+    elif ids_text.startswith("["):
+        numbers = _order(ids_text)
+    else:
+        numbers = np.array(_numbers(ids_text))
+    grid = numbers.reshape(shape).transpose(outside + inside)
+    size_of_group = math.prod(shape[dim] for dim in inside)
+    return grid.reshape(-1, size_of_group).tolist()
 
 
 def group_size(text: str) -> int:
     """Devices that exchange with one another."""
     groups = device_groups(text)
-    if text.startswith("{{") and groups and all(len(pair) == 2 for pair in groups):
-        return (
-            len(groups[0])
-            if len({n for pair in groups for n in pair}) == 2 * len(groups)
-            else len(groups)
-        )
-    return len(groups[0]) if groups else 1
+    if not groups:
+        return 1
+    if text.startswith("{{") and all(len(group) == 2 for group in groups):
+        devices = {number for pair in groups for number in pair}
+        are_a_ring = len(devices) < 2 * len(groups)  # pairs of sender and receiver
+        if are_a_ring:
+            return len(groups)
+    return len(groups[0])
 
 
 # ---- links
@@ -169,10 +213,12 @@ def axes_of(mesh: Any, group: Sequence[int]) -> str:
     no group."""
     if not group:
         return "?"
-    places = np.array([np.unravel_index(number, mesh.devices.shape) for number in group])
-    return "+".join(
-        axis for number, axis in enumerate(mesh.axis_names) if len(set(places[:, number])) > 1
-    )
+    coordinates = np.array([np.unravel_index(number, mesh.devices.shape) for number in group])
+    axes = []
+    for number, axis in enumerate(mesh.axis_names):
+        if len(set(coordinates[:, number])) > 1:
+            axes.append(axis)
+    return "+".join(axes)
 
 
 def link_of(
@@ -189,13 +235,16 @@ def link_of(
         return math.inf, 0.0
     devices = [mesh.devices.flat[number] for number in group]
     slices = {getattr(device, "slice_index", None) or 0 for device in devices}
-    places = np.array([getattr(device, "coords", None) or (0, 0, device.id) for device in devices])
-    sizes = {axis: len(set(places[:, axis])) for axis in range(places.shape[1])}
-    parts = len(slices) if kind.is_tpu or not topology else sizes[0]
+    coordinates = np.array(
+        [getattr(device, "coords", None) or (0, 0, device.id) for device in devices]
+    )
+    sizes = {axis: len(set(coordinates[:, axis])) for axis in range(coordinates.shape[1])}
+    num_parts = len(slices) if kind.is_tpu or not topology else sizes[0]
     within, latency = _within(topology, kind, sizes, len(group))
-    if parts > 1:
-        return min(within, kind.dcn * (len(group) // parts if in_parts else 1)), NETWORK_SECONDS
-    return within, latency
+    if num_parts == 1:
+        return within, latency
+    receivers = len(group) // num_parts if in_parts else 1
+    return min(within, kind.dcn * receivers), NETWORK_SECONDS
 
 
 def _within(
@@ -204,23 +253,27 @@ def _within(
     """`link_of` for `count` devices of one machine or slice, so many along each dimension."""
     if not kind.is_tpu:
         return kind.link or kind.hbm / 2, MACHINE_SECONDS  # or devices in one memory
-    shape, ways, hops = topology.shape if topology else (), 0, 0
+    shape = topology.shape if topology else ()
+    ways = 0
+    hops = 0
     for axis, size in sizes.items():
         # The ends of a dimension are joined: a group that spans all of it exchanges both ways
         # round, a part does not.
-        joined = _wraps(kind, shape, axis) and size == shape[axis]
-        ways += (2 if joined else 1) * (size > 1)
-        hops += size // 2 if joined else size - 1
-    ways = (
-        min(ways, 1) if count == 2 else ways
-    )  # two chips exchange along one way, however it turns
-    return (
-        (kind.link * ways, HOP_SECONDS * hops) if ways else (kind.hbm / 2, 0.0)
-    )  # or two devices of one chip
+        is_ring = _wraps(kind, shape, axis) and size == shape[axis]
+        if size > 1:
+            ways += 2 if is_ring else 1
+        hops += size // 2 if is_ring else size - 1
+    if ways == 0:  # two devices of one chip
+        return kind.hbm / 2, 0.0
+    if count == 2:  # two chips exchange along one way, however it turns
+        ways = 1
+    return kind.link * ways, HOP_SECONDS * hops
 
 
 def _wraps(kind: Accelerator, shape: Sequence[int], axis: int) -> bool:
     """True where the ends of a dimension are joined."""
     if axis >= len(shape):
         return False
-    return shape[axis] == 16 if kind.torus == 2 else all(size % 4 == 0 for size in shape)
+    if kind.torus == 2:
+        return shape[axis] == 16
+    return all(size % 4 == 0 for size in shape)

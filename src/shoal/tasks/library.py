@@ -35,15 +35,14 @@ def find_builtin(spec: str) -> RewardFunction | None:
     match = _CALL.fullmatch(spec.strip())
     if match is None:
         return None
-    name, arguments = match["name"], match["arguments"]
-    if name not in (*FUNCTIONS, *FACTORIES):
-        near = (
-            did_you_mean(name, [*FUNCTIONS, *FACTORIES])
-            or f"; for your own, write reward=FILE.py:{name}"
-        )
+    name = match["name"]
+    arguments = match["arguments"]
+    names = [*FUNCTIONS, *FACTORIES]
+    if name not in names:
+        hint = did_you_mean(name, names) or f"; for your own, write reward=FILE.py:{name}"
         raise ShoalError(
             f"reward function {spec!r}: expected `file.py:function`, or the name of a ready "
-            f"one{near}"
+            f"one{hint}"
         )
     if name in FUNCTIONS:
         if arguments:
@@ -53,19 +52,17 @@ def find_builtin(spec: str) -> RewardFunction | None:
     try:
         call = ast.parse(f"f({arguments or ''})", mode="eval").body
         assert isinstance(call, ast.Call)
-        given = {str(one.arg): ast.literal_eval(one.value) for one in call.keywords}
-        function = factory(
-            *(ast.literal_eval(one) for one in call.args), **(given if arguments else defaults)
-        )
+        positional = [ast.literal_eval(value) for value in call.args]
+        keywords = dict(defaults)
+        if arguments:
+            keywords = {str(given.arg): ast.literal_eval(given.value) for given in call.keywords}
+        function = factory(*positional, **keywords)
     except (SyntaxError, TypeError, ValueError, AssertionError) as error:
         raise ShoalError(
             f"reward function {spec!r}: {error}; expected {name}(KEY=NUMBER)"
         ) from error
-    return RewardFunction(
-        name.removeprefix("get_").removesuffix("_reward") + "_reward",
-        function,
-        runs_in_process=True,
-    )
+    function_name = name.removeprefix("get_").removesuffix("_reward") + "_reward"
+    return RewardFunction(function_name, function, runs_in_process=True)
 
 
 def accuracy_reward(
@@ -75,13 +72,13 @@ def accuracy_reward(
     None where the solution has no answer that can be read. A check that is ended at its limit gives
     0.0."""
     math_check.require_math_verify()
-    pairs = [
-        (str(gold), completion_text(completion))
-        for completion, gold in zip(completions, solution, strict=True)
-    ]
-    return [
-        None if same is None else float(same) for same in math_check.checker().ask(pairs, "trl")
-    ]
+    pairs = []
+    for completion, gold in zip(completions, solution, strict=True):
+        pairs.append((str(gold), completion_text(completion)))
+    scores: list[float | None] = []
+    for is_right in math_check.checker().ask(pairs, "trl"):
+        scores.append(None if is_right is None else float(is_right))
+    return scores
 
 
 def reasoning_accuracy_reward(
@@ -92,29 +89,29 @@ def reasoning_accuracy_reward(
 ) -> list[float | None]:
     """`accuracy_reward` of the text behind the last delimiter (`</think>`); 0.0 for a text without
     one."""
-    texts = [completion_text(completion) for completion in completions]
-    answers = [
-        next(
-            (
-                text.rpartition(end)[2]
-                for end in reasoning_delimiters or ("</think>",)
-                if end in text
-            ),
-            None,
-        )
-        for text in texts
-    ]
-    scores = accuracy_reward([answer or "" for answer in answers], solution)
-    return [0.0 if answer is None else one for answer, one in zip(answers, scores, strict=True)]
+    delimiters = reasoning_delimiters or ("</think>",)
+    answers = []
+    has_delimiter = []
+    for completion in completions:
+        text = completion_text(completion)
+        present = [delimiter for delimiter in delimiters if delimiter in text]
+        has_delimiter.append(bool(present))
+        answers.append(text.rpartition(present[0])[2] if present else "")
+    scores = accuracy_reward(answers, solution)
+    for number, is_there in enumerate(has_delimiter):
+        if not is_there:
+            scores[number] = 0.0
+    return scores
 
 
 def think_format_reward(completions: Sequence[Any], **kwargs: Any) -> list[float]:
     """1.0 for a completion that begins with its only `<think>` and closes it, else 0.0."""
-    texts = [completion_text(completion) for completion in completions]
-    return [
-        float(text.startswith("<think>") and text.count("<think>") == 1 and "</think>" in text)
-        for text in texts
-    ]
+    scores = []
+    for completion in completions:
+        text = completion_text(completion)
+        begins_with_it = text.startswith("<think>") and text.count("<think>") == 1
+        scores.append(float(begins_with_it and "</think>" in text))
+    return scores
 
 
 def cosine_scaled_reward(
@@ -135,16 +132,19 @@ def cosine_scaled_reward(
         **kwargs: Any,
     ) -> list[float | None]:
         rewards: list[float | None] = []
-        for right, ids in zip(accuracy_reward(completions, solution), completion_ids, strict=True):
-            at_end, at_start = (
-                (min_value_correct, max_value_correct)
-                if right
-                else (max_value_wrong, min_value_wrong)
-            )
+        scores = accuracy_reward(completions, solution)
+        for is_right, ids in zip(scores, completion_ids, strict=True):
+            if is_right is None:
+                rewards.append(None)
+                continue
+            if is_right:
+                at_start = max_value_correct
+                at_end = min_value_correct
+            else:
+                at_start = min_value_wrong
+                at_end = max_value_wrong
             cosine = math.cos(math.pi * min(1.0, len(ids) / max_len))
-            rewards.append(
-                None if right is None else at_end + 0.5 * (at_start - at_end) * (1.0 + cosine)
-            )
+            rewards.append(at_end + 0.5 * (at_start - at_end) * (1.0 + cosine))
         return rewards
 
     return cosine_scaled
@@ -166,7 +166,10 @@ def repetition_penalty(
         rewards = []
         for ids in completion_ids:
             ngrams = [tuple(ids[i : i + ngram_size]) for i in range(len(ids) - ngram_size + 1)]
-            repeated = 1 - len(set(ngrams)) / len(ngrams) if ngrams else 0.0
+            repeated = 0.0
+            if ngrams:
+                repeated = 1 - len(set(ngrams)) / len(ngrams)
+            # 0.0 and not -0.0, which the product would be.
             rewards.append(repeated * max_penalty if repeated else 0.0)
         return rewards
 
@@ -185,12 +188,15 @@ def overlong_punishment(
     """
 
     def overlong(completion_ids: Sequence[Sequence[int]], **kwargs: Any) -> list[float]:
-        start = max_completion_len - soft_punish_cache
+        lengths = [len(ids) for ids in completion_ids]
         if not soft_punish_cache:
-            return [-float(len(ids) > max_completion_len) for ids in completion_ids]
-        return [
-            max(-1.0, min(0.0, (start - len(ids)) / soft_punish_cache)) for ids in completion_ids
-        ]
+            return [-float(length > max_completion_len) for length in lengths]
+        start = max_completion_len - soft_punish_cache
+        penalties = []
+        for length in lengths:
+            share = (start - length) / soft_punish_cache
+            penalties.append(max(-1.0, min(0.0, share)))
+        return penalties
 
     return overlong
 
@@ -207,19 +213,24 @@ def verl_reward(
     from shoal.tasks.gsm8k import load_reward_preset
 
     for row in reward_model:
-        if fault := truth_fault({"reward_model": row}):
+        fault = truth_fault({"reward_model": row})
+        if fault:
             raise ShoalError(fault, "task.path")
-    gsm8k, golds = load_reward_preset("verl"), [str(row["ground_truth"]) for row in reward_model]
-    if unknown := {*data_source} - {"openai/gsm8k", *_MATH}:
+    unknown = set(data_source).difference(_MATH, ["openai/gsm8k"])
+    if unknown:
         raise ValueError(
             f"data_source={min(unknown)}: only GSM8K and MATH have a reward; give one of your own"
         )
-    return [
-        accuracy_reward([completion], [f"${gold}$"])[0]
-        if source in _MATH
-        else float(gsm8k.right(gsm8k.answer(completion_text(completion)), gold))
-        for completion, source, gold in zip(completions, data_source, golds, strict=True)
-    ]
+    gsm8k = load_reward_preset("verl")
+    scores: list[float | None] = []
+    for completion, source, row in zip(completions, data_source, reward_model, strict=True):
+        gold = str(row["ground_truth"])
+        if source in _MATH:
+            scores += accuracy_reward([completion], [f"${gold}$"])
+        else:
+            answer = gsm8k.answer(completion_text(completion))
+            scores.append(float(gsm8k.right(answer, gold)))
+    return scores
 
 
 _MATH = ("DigitalLearningGmbH/MATH-lighteval", "lighteval/MATH", "HuggingFaceH4/MATH-500")

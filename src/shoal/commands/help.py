@@ -78,21 +78,17 @@ TOPICS: Mapping[str, str] = {
 
 def overview() -> str:
     """The text of `shoal --help`."""
-    width = max(map(len, COMMANDS)) + 2
     lines = [
-        f"  {command:<{width}}{purpose(config_type)}" for command, config_type in COMMANDS.items()
+        "Post-trains language models by reinforcement learning from verifiable rewards.",
+        "",
+        "usage: shoal COMMAND [PRESET.yml] [key=value ...]",
+        "",
     ]
-    return "\n".join(
-        [
-            "Post-trains language models by reinforcement learning from verifiable rewards.",
-            "",
-            "usage: shoal COMMAND [PRESET.yml] [key=value ...]",
-            "",
-            *lines,
-            "",
-            textwrap.indent(EXAMPLES, "  "),
-        ]
-    )
+    width = max(map(len, COMMANDS)) + 2
+    for command, config_type in COMMANDS.items():
+        lines.append(f"  {command:<{width}}{purpose(config_type)}")
+    lines += ["", textwrap.indent(EXAMPLES, "  ")]
+    return "\n".join(lines)
 
 
 def purpose(config_type: type) -> str:
@@ -109,70 +105,71 @@ def command_help(command: str, topics: Sequence[str] = ()) -> str:
     config_type = COMMANDS[command]
     if topics:
         return "\n\n".join(_topic_help(config_type, topic) for topic in topics)
-    words = positionals_text(command)
+    words = positionals_text(command) or "[PRESET.yml | --config-name PRESET]"
     lines = [
         f"shoal {command}: {purpose(config_type)}",
         "",
-        f"usage: shoal {command} {words or '[PRESET.yml | --config-name PRESET]'} [key=value ...]",
-        *[f"  {name:<15}{text}" for name, text in options_of(command).items()],
-        "",
-        *_listing(keys_of(config_type).values()),
+        f"usage: shoal {command} {words} [key=value ...]",
     ]
-    if aliases := aliases_of(config_type):
+    for name, text in options_of(command).items():
+        lines.append(f"  {name:<15}{text}")
+    lines.append("")
+    lines += _listing(keys_of(config_type).values())
+    aliases = aliases_of(config_type)
+    if aliases:
         lines += ["", "short forms"]
-        lines += [
-            f"  {name}= is {alias.key}=" + (f"  ({alias.note})" if alias.note else "")
-            for name, alias in aliases.items()
-        ]
-    if systems := sorted(
-        {system for flag in translator().flags(config_type).values() for system in flag.systems}
-    ):
-        lines += [
-            "",
-            f"flags of {', '.join(systems)} are accepted, too; what one becomes: shoal {command} "
-            f"--help FLAG",
-        ]
-    if topics := [topic for topic in TOPICS if topic in sections_of(config_type)]:
-        lines += [
-            "",
-            f"one topic alone: shoal {command} --help TOPIC, of",
-            *textwrap.wrap(
-                ", ".join(topics), _width(), initial_indent="  ", subsequent_indent="  "
-            ),
-        ]
+    for name, alias in aliases.items():
+        note = f"  ({alias.note})" if alias.note else ""
+        lines.append(f"  {name}= is {alias.key}={note}")
+    systems: set[str] = set()
+    for flag in translator().flags(config_type).values():
+        systems.update(flag.systems)
+    if systems:
+        names = ", ".join(sorted(systems))
+        lines.append("")
+        lines.append(
+            f"flags of {names} are accepted, too; what one becomes: shoal {command} --help FLAG"
+        )
+    topics = [topic for topic in TOPICS if topic in sections_of(config_type)]
+    if topics:
+        lines += ["", f"one topic alone: shoal {command} --help TOPIC, of"]
+        lines += _wrapped(", ".join(topics), indent=2, break_on_hyphens=True)
     return "\n".join(lines)
 
 
 def options_of(command: str) -> dict[str, str]:
     """The options that a command accepts."""
-    without = {"--multirun", "--plan"} if command != "train" else set()
-    without |= {"--config-name", "--preset"} if command in POSITIONALS else set()
-    return {name: text for name, text in OPTIONS.items() if name not in without}
+    options = dict(OPTIONS)
+    if command != "train":
+        del options["--multirun"]
+        del options["--plan"]
+    if command in POSITIONALS:
+        del options["--config-name"]
+        del options["--preset"]
+    return options
 
 
 def _topic_help(config_type: type, topic: str) -> str:
     """The help of one section, key or flag."""
+    keys = keys_of(config_type).values()
+    names = names_of(config_type)
     if topic in sections_of(config_type):
-        lines = _listing(
-            key for key in keys_of(config_type).values() if key.name.startswith(f"{topic}.")
-        )
-        return "\n".join([*lines, *_packaged_lines(config_type, topic)])
-    if topic in names_of(config_type):
-        key = names_of(config_type)[topic]
-        other = [f"{topic}: another name of {key}"] if topic != key else []
-        return "\n".join(
-            [
-                *other,
-                *_key_lines(find_key(config_type, topic)),
-                *_packaged_lines(config_type, topic),
-            ]
-        )
-    if flag := translator().flags(config_type).get(topic):
+        lines = _listing(key for key in keys if key.name.startswith(f"{topic}."))
+        return "\n".join(lines + _packaged_lines(config_type, topic))
+    if topic in names:
+        lines = []
+        if topic != names[topic]:
+            lines.append(f"{topic}: another name of {names[topic]}")
+        lines += _key_lines(find_key(config_type, topic))
+        return "\n".join(lines + _packaged_lines(config_type, topic))
+    flag = translator().flags(config_type).get(topic)
+    if flag:
         return "\n".join(_flag_lines(config_type, flag))
     # `lora` for `model.lora`: a part of a name names all that has it.
-    if keys := [key for key in keys_of(config_type).values() if topic in key.name.split(".")]:
-        return "\n".join(_listing(keys))
-    known = [*sections_of(config_type), *names_of(config_type)]
+    with_part = [key for key in keys if topic in key.name.split(".")]
+    if with_part:
+        return "\n".join(_listing(with_part))
+    known = [*sections_of(config_type), *names]
     raise ShoalError(
         f"{topic}: there is no such topic or key{did_you_mean(topic, known) or ';'} "
         f"`shoal {command_of(config_type)} --help` lists all"
@@ -182,29 +179,33 @@ def _topic_help(config_type: type, topic: str) -> str:
 def _packaged_lines(config_type: type, topic: str) -> list[str]:
     """The presets that a topic's key names, each with the first line of its file."""
     key = {"recipe": "recipe", "algorithm": "algorithm.name"}.get(topic, "")
-    names = presets_of(topic) if key in keys_of(config_type) else []
-    files = [file for name in names if (file := packaged(topic, name))]
-    heads = [
-        re.split(r"(?<!Dr)[.] | \(|[.,]?\n", file.read_text(encoding="utf-8"))[0].lstrip("# ")
-        for file in files
-    ]
-    width = max((len(file.stem) for file in files), default=0) + 2
-    lines = [f"  {file.stem:<{width}}{head}" for file, head in zip(files, heads, strict=True)]
-    return ["", f"settings by name: {topic}=", *lines] if files else []
+    if key not in keys_of(config_type):
+        return []
+    heads = {}  # name -> the first sentence of its file
+    for name in presets_of(topic):
+        file = packaged(topic, name)
+        if file:
+            text = file.read_text(encoding="utf-8")
+            sentence = re.split(r"(?<!Dr)[.] | \(|[.,]?\n", text)[0]
+            heads[file.stem] = sentence.lstrip("# ")
+    if not heads:
+        return []
+    width = max(map(len, heads)) + 2
+    lines = ["", f"settings by name: {topic}="]
+    for name, head in heads.items():
+        lines.append(f"  {name:<{width}}{head}")
+    return lines
 
 
 def _flag_lines(config_type: type, flag: ForeignFlag) -> list[str]:
     """The help of another system's flag, with the keys that it sets."""
-    keys = [keys_of(config_type)[key] for key in flag.keys if key in keys_of(config_type)]
-    text = flag.meaning or "another name of this key"
-    lines = textwrap.wrap(
-        text, _width(), initial_indent=" " * 6, subsequent_indent=" " * 6, break_on_hyphens=False
-    )
-    return [
-        f"  {flag.name} ({', '.join(flag.systems)})",
-        *lines,
-        *(line for key in keys for line in _key_lines(key)),
-    ]
+    lines = [f"  {flag.name} ({', '.join(flag.systems)})"]
+    lines += _wrapped(flag.meaning or "another name of this key")
+    known = keys_of(config_type)
+    for key in flag.keys:
+        if key in known:
+            lines += _key_lines(known[key])
+    return lines
 
 
 def _listing(keys: Iterable[Key]) -> list[str]:
@@ -213,30 +214,32 @@ def _listing(keys: Iterable[Key]) -> list[str]:
     sections: dict[str, list[Key]] = {}
     for key in keys:
         sections.setdefault(key.section, []).append(key)
-    for section, inside in sections.items():
-        lines += [""] if lines else []
-        lines += [f"{section}: {TOPICS[section]}"] if section else []
-        lines += [line for key in inside for line in _key_lines(key)]
+    for section, keys_of_section in sections.items():
+        if lines:
+            lines.append("")
+        if section:
+            lines.append(f"{section}: {TOPICS[section]}")
+        for key in keys_of_section:
+            lines += _key_lines(key)
     return lines
 
 
 def _key_lines(key: Key) -> list[str]:
-    head = f"  {key.name}={shown(key.default)}"
-    text = f"{key.help} [{key.type_text}]"
-    return [
-        head,
-        *textwrap.wrap(
-            text,
-            _width(),
-            initial_indent=" " * 6,
-            subsequent_indent=" " * 6,
-            break_on_hyphens=False,
-        ),
-    ]
+    lines = [f"  {key.name}={shown(key.default)}"]
+    return lines + _wrapped(f"{key.help} [{key.type_text}]")
 
 
-def _width() -> int:
-    return max(60, min(shutil.get_terminal_size((110, 24)).columns, 140))
+def _wrapped(text: str, indent: int = 6, break_on_hyphens: bool = False) -> list[str]:
+    """A text in lines of the terminal's width, within limits, behind an indent."""
+    width = max(60, min(shutil.get_terminal_size((110, 24)).columns, 140))
+    margin = " " * indent
+    return textwrap.wrap(
+        text,
+        width,
+        initial_indent=margin,
+        subsequent_indent=margin,
+        break_on_hyphens=break_on_hyphens,
+    )
 
 
 # ---- before a run
@@ -252,27 +255,25 @@ def dry_run(config: Any, resolved: Resolved, warnings: Sequence[str] = ()) -> st
     keys = keys_of(type(config))
     lines = [note for note in resolved.notes if note not in resolved.became]
     if resolved.became:
-        lines += ["flags of other systems:", *(f"  {line}" for line in resolved.became)]
-    if changed := difference_from_defaults(config):
-        lines += [
-            "differs from the defaults:",
-            *(
-                f"  {name}={shown(value)}  # {origin_text(resolved.origins.get(name, 'Shoal'))} "
-                f"(default {shown(keys[name].default) or 'empty'})"
-                for name, value in changed.items()
-                if name not in overridden_keys(config)
-            ),
-        ]
+        lines.append("flags of other systems:")
+        lines += [f"  {line}" for line in resolved.became]
+    changed = difference_from_defaults(config)
+    if changed:
+        lines.append("differs from the defaults:")
     else:
         lines.append("nothing differs from the defaults")
+    for name, value in changed.items():
+        if name not in overridden_keys(config):
+            origin = origin_text(resolved.origins.get(name, "Shoal"))
+            default = shown(keys[name].default) or "empty"
+            lines.append(f"  {name}={shown(value)}  # {origin} (default {default})")
     if isinstance(config, Config):
         if config.model.name and config.model.path == ModelSection.path:
             from shoal.model.published import model_named
 
             name = config.model.name
-            lines.append(
-                f"model.name={name} loads {name if '/' in name else model_named(name).hub_id}"
-            )
+            hub_id = name if "/" in name else model_named(name).hub_id
+            lines.append(f"model.name={name} loads {hub_id}")
         lines.append(step_text(config))
         if config.resume:
             lines.append(
@@ -280,6 +281,7 @@ def dry_run(config: Any, resolved: Resolved, warnings: Sequence[str] = ()) -> st
             )
     # A plan's reader wants the estimate, and `shoal train --dry-run` prints the settings.
     text = "" if isinstance(config, PlanConfig) else resolved.text
-    return text + "".join(
-        f"# {' '.join(line.splitlines())}".rstrip() + "\n" for line in [*lines, *warnings]
-    )
+    for line in [*lines, *warnings]:
+        comment = f"# {' '.join(line.splitlines())}"
+        text += comment.rstrip() + "\n"
+    return text

@@ -34,8 +34,7 @@ _QUESTION = {"role": "user", "content": "What next?"}
 
 _NO_PLACE = (
     "The chat template has no place for {}: choose a model that calls tools, or give another "
-    "template with "
-    "model.template."
+    "template with model.template."
 )
 
 
@@ -59,54 +58,56 @@ class TurnFormat:
         call_format: str = "auto",
         special: bool = True,
     ):
-        added = sorted(
-            (text for text, _ in tokenizer.added_tokens().values() if len(text) > 1),
-            key=len,
-            reverse=True,
-        )
-        # An occurrence may begin within another one.
-        self._added = (
-            None if special or not added else re.compile(f"(?={'|'.join(map(re.escape, added))})")
-        )
-        self._tokenizer, self._schemas, self._reader = tokenizer, list(schemas), None
+        self._tokenizer = tokenizer
+        self._schemas = list(schemas)
+        self._reader: CallReader | None = None
+        self._added = None if special else _added_tokens(tokenizer)
         names = [tool["function"]["name"] for tool in schemas]
         shown = self._render([_QUESTION])
-        if names and (
-            shown == tokenizer.render([_QUESTION]) or not all(name in shown for name in names)
-        ):
-            raise ShoalError(_NO_PLACE.format("tools"), "model.template")
-        answer = {**_QUESTION, "role": "tool", "name": names[0]} if names else _QUESTION
+        answer: dict[str, Any] = dict(_QUESTION)
+        if names:
+            shows_tools = all(name in shown for name in names)
+            if not shows_tools or shown == tokenizer.render([_QUESTION]):
+                raise ShoalError(_NO_PLACE.format("tools"), "model.template")
+            answer = {**_QUESTION, "role": "tool", "name": names[0]}
         if answer["content"] not in tokenizer.decode(self.encode_context([answer])):
             raise ShoalError(_NO_PLACE.format("answers of tools"), "model.template")
         if names:
-            auto = "template" if tokenizer.response_template else ""
-            form = call_format if call_format != "auto" else auto or self._form(names[0])
-            start = tokenizer.encode(shown.rpartition(_QUESTION["content"])[2])
-            self._reader = CallReader(tokenizer, form, start, schemas)
+            if call_format == "auto":
+                call_format = "template" if tokenizer.response_template else self._form(names[0])
+            generation_prompt = shown.rpartition(_QUESTION["content"])[2]
+            start = tokenizer.encode(generation_prompt)
+            self._reader = CallReader(tokenizer, call_format, start, schemas)
         self.notes: list[str] = []
-        for message in {m["role"]: m for m in (answer, _QUESTION)}.values():
-            with contextlib.suppress(
-                ShoalError
-            ):  # a template may refuse the turn that this is tried on
-                self.notes += self._history_note(message)
+        tried = [answer]
+        if names:
+            tried.append(_QUESTION)
+        for message in tried:
+            # A template may refuse the turn that this is tried on.
+            with contextlib.suppress(ShoalError):
+                note = self._history_note(message)
+                if note:
+                    self.notes.append(note)
 
     def encode_prompt(self, prompt: Prompt) -> np.ndarray:
         """Token ids of a prompt with the tools, int32[T]."""
         if isinstance(prompt, str):
             raise ShoalError(
                 f"Rollouts of several turns need prompts of messages, but {prompt!r:.60} is a "
-                f"text: give "
-                '[{"role": "user", "content": ...}].'
+                'text: give [{"role": "user", "content": ...}].'
             )
         if self._added is None:
             return self._tokenizer.encode_prompt(prompt, self._schemas)
-        answers = [message for message in prompt if message["role"] == "tool"]
-        if not answers and not any(_CUT in str(message.get("content")) for message in prompt):
+        has_answers = any(message["role"] == "tool" for message in prompt)
+        has_cuts = any(_CUT in str(message.get("content")) for message in prompt)
+        if not has_answers and not has_cuts:
             return self._tokenizer.encode_prompt(prompt, self._schemas)
-        prompt = [
-            self.plain(message) if message["role"] == "tool" else message for message in prompt
-        ]
-        return np.asarray(self._encode(self._render(prompt)), np.int32)
+        messages = []
+        for message in prompt:
+            if message["role"] == "tool":
+                message = self.plain(message)
+            messages.append(message)
+        return np.asarray(self._encode(self._render(messages)), np.int32)
 
     def plain(self, message: dict[str, Any]) -> dict[str, Any]:
         """A message of a tool or an environment, with its text cut within each added token that it
@@ -115,38 +116,42 @@ class TurnFormat:
         if self._added is None or not isinstance(text, str):
             return message
         text = text.replace(_CUT, "")
-        starts = [match.start() + 1 for match in self._added.finditer(text)]
-        pieces = [
-            text[start:stop] for start, stop in zip([0, *starts], [*starts, len(text)], strict=True)
-        ]
+        pieces = []
+        start = 0
+        for match in self._added.finditer(text):
+            cut = match.start() + 1
+            pieces.append(text[start:cut])
+            start = cut
+        pieces.append(text[start:])
         return {**message, "content": _CUT.join(pieces)}
 
     def _encode(self, text: str) -> list[int]:
         """Ids of a rendered text, in pieces where it is cut."""
         text = text.encode(errors="replace").decode()  # tokenizers refuse half a character
-        pieces = text.split(_CUT)
-        ids = (
-            self._tokenizer.encode(pieces[0])
-            if self._tokenizer.has_template
-            else self._tokenizer.encode_prompt(pieces[0]).tolist()
-        )
-        for piece in filter(None, pieces[1:]):
-            ids += self._tokenizer.encode(piece)
+        first, *others = text.split(_CUT)
+        if self._tokenizer.has_template:
+            ids = self._tokenizer.encode(first)
+        else:
+            ids = self._tokenizer.encode_prompt(first).tolist()
+        for piece in others:
+            if piece:
+                ids += self._tokenizer.encode(piece)
         return ids
 
     def read(self, ids: Sequence[int]) -> tuple[dict[str, Any], list[ToolCall]]:
         """The assistant's message of a turn's sampled ids, and all calls in order, those with an
         error too. The content is the turn's text, thoughts included, without the calls that were
         read."""
-        content, calls = (
-            self._reader.read(ids) if self._reader else (self._tokenizer.decode(ids), [])
-        )
-        read = [_in_message(call) for call in calls if not call.error]
-        return {
-            "role": "assistant",
-            "content": content,
-            **({"tool_calls": read} if read else {}),
-        }, calls
+        calls: list[ToolCall] = []
+        if self._reader:
+            content, calls = self._reader.read(ids)
+        else:
+            content = self._tokenizer.decode(ids)
+        message: dict[str, Any] = {"role": "assistant", "content": content}
+        without_error = [_in_message(call) for call in calls if not call.error]
+        if without_error:
+            message["tool_calls"] = without_error
+        return message, calls
 
     def encode_context(
         self, messages: Messages, calls: Sequence[ToolCall] = (), last: int | None = None
@@ -156,16 +161,20 @@ class TurnFormat:
         messages  of role tool, one for each of `calls` in their order, or of role user
         last      the turn's last sampled id; if it did not end the turn, the end comes first
         """
+        called: list[str] = []
         answered = [message.get("name", "") for message in messages if message["role"] == "tool"]
-        end, ids = self._following(
-            messages, ([call.name for call in calls] or answered) if answered else []
-        )
-        # Another end will do, but not where the answers are part of the turn, as Gemma 4's: its end
-        # opens them.
-        ended = last in (None, end) or (
-            last in self._tokenizer.eos_ids and end == self._following([_QUESTION])[0]
-        )
-        return ids if ended else [end, *ids]
+        if answered:
+            called = [call.name for call in calls] or answered
+        end, ids = self._following(messages, called)
+        if last is None or last == end:
+            return ids
+        if last in self._tokenizer.eos_ids:
+            # Another end will do, but not where the answers are part of the turn, as Gemma 4's: its
+            # end opens them.
+            usual_end, _ = self._following([_QUESTION])
+            if end == usual_end:
+                return ids
+        return [end, *ids]
 
     def _render(self, messages: Messages, whole: bool = False) -> str:
         return self._tokenizer.render(messages, whole, self._schemas)
@@ -173,21 +182,19 @@ class TurnFormat:
     def _following(self, messages: Messages, names: Sequence[str] = ()) -> tuple[int, list[int]]:
         """The id that ends a turn that calls these tools, and the ids that follow it."""
         # The names are the model's: other text than a name could end the turn.
-        names = [name if re.fullmatch(r"[\w.-]{1,64}", name) else "unknown" for name in names]
-        calls = [
-            {"id": f"call{i:05}", **_in_message(ToolCall(name, {}))} for i, name in enumerate(names)
-        ]
+        calls = []
+        for number, name in enumerate(names):
+            if not re.fullmatch(r"[\w.-]{1,64}", name):
+                name = "unknown"
+            calls.append({"id": f"call{number:05}", **_in_message(ToolCall(name, {}))})
+        turn: dict[str, Any] = {"role": "assistant", "content": MARK}
         if calls:
             calls[-1]["function"]["arguments"] = {"text": MARK}
-        turn = {
-            "role": "assistant",
-            "content": "" if calls else MARK,
-            **({"tool_calls": calls} if calls else {}),
-        }
-        answers = [
-            {"tool_call_id": f"call{i:05}", **self.plain(message)}
-            for i, message in enumerate(messages)
-        ]
+            turn["content"] = ""
+            turn["tool_calls"] = calls
+        answers = []
+        for number, message in enumerate(messages):
+            answers.append({"tool_call_id": f"call{number:05}", **self.plain(message)})
         try:
             text = self._render([_QUESTION, turn, *answers])
         except ShoalError:  # Llama 3.1 takes one call in a message
@@ -198,65 +205,67 @@ class TurnFormat:
         if not mark:
             raise ShoalError(_NO_PLACE.format("tool calls"), "model.template")
         if self._added is None:
-            ids = self._tokenizer.encode(
-                rest.encode(errors="replace").decode()
-            )  # tokenizers refuse half a character
+            # Tokenizers refuse half a character.
+            ids = self._tokenizer.encode(rest.encode(errors="replace").decode())
         else:
             ids = self._encode(rest)
-        end = next((i for i, id in enumerate(ids) if id in self._tokenizer.eos_ids), None)
-        if end is None:
-            raise ShoalError(
-                f"The model has no end-of-turn token: its chat template ends a turn with "
-                f"{rest[:40]!r}, "
-                "without a token of eos_token_id in generation_config.json. Add the one that ends "
-                "turns."
-            )
-        return ids[end], ids[end + 1 :]
+        for number, id in enumerate(ids):
+            if id in self._tokenizer.eos_ids:
+                return id, ids[number + 1 :]
+        raise ShoalError(
+            f"The model has no end-of-turn token: its chat template ends a turn with "
+            f"{rest[:40]!r}, without a token of eos_token_id in generation_config.json. Add the "
+            "one that ends turns."
+        )
 
     def _form(self, name: str) -> str:
         """How the chat template writes calls."""
-        turn = {
-            "role": "assistant",
-            "content": "",
-            "tool_calls": [_in_message(ToolCall(name, {"text": MARK}))],
-        }
-        text = self._render(
-            [_QUESTION, turn, {"role": "tool", "name": name, "content": ""}]
-        ).partition(MARK.strip())[0]
-        before, _, after = text.rpartition(name)
-        signs = {
-            "xml": before.endswith("<function="),
-            "gemma": before.endswith("call:"),
-            "hermes": "<tool_call>" in before[-40:] and '"arguments"' in after,
-            "llama": '"parameters"' in after,
-        }
-        form = next((form for form, is_there in signs.items() if is_there), "")
-        if not form:
-            raise ShoalError(
-                f"The chat template writes tool calls in a form that is not known, "
-                f"{before[-40:]!r}: "
-                "choose environment.call_format=hermes, xml, llama or gemma.",
-                "environment.call_format",
-            )
-        return form
+        call = _in_message(ToolCall(name, {"text": MARK}))
+        turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+        answer = {"role": "tool", "name": name, "content": ""}
+        text = self._render([_QUESTION, turn, answer])
+        before_mark = text.partition(MARK.strip())[0]
+        before, _, after = before_mark.rpartition(name)
+        if before.endswith("<function="):
+            return "xml"
+        if before.endswith("call:"):
+            return "gemma"
+        if "<tool_call>" in before[-40:] and '"arguments"' in after:
+            return "hermes"
+        if '"parameters"' in after:
+            return "llama"
+        raise ShoalError(
+            f"The chat template writes tool calls in a form that is not known, {before[-40:]!r}: "
+            "choose environment.call_format=hermes, xml, llama or gemma.",
+            "environment.call_format",
+        )
 
-    def _history_note(self, answer: dict[str, Any]) -> list[str]:
+    def _history_note(self, answer: dict[str, Any]) -> str:
         """What apply_chat_template would change in a turn, tried on one with a thought, once this
-        message follows."""
-        calls = (
-            {"tool_calls": [_in_message(ToolCall(answer["name"], {}))]} if "name" in answer else {}
-        )
-        turn = {"role": "assistant", "content": "<think>\nWhy?\n</think>\n\nSo.", **calls}
+        message follows; empty for nothing."""
+        turn: dict[str, Any] = {
+            "role": "assistant",
+            "content": "<think>\nWhy?\n</think>\n\nSo.",
+        }
+        if "name" in answer:
+            turn["tool_calls"] = [_in_message(ToolCall(answer["name"], {}))]
         last = self._render([_QUESTION, turn], whole=True).rstrip()
+        if self._render([_QUESTION, turn, answer]).startswith(last):
+            return ""
         return (
-            []
-            if self._render([_QUESTION, turn, answer]).startswith(last)
-            else [
-                f"the chat template renders a turn in another way once a {answer['role']} message "
-                f"follows it, as without "
-                "its thoughts; rollouts keep the tokens that were sampled"
-            ]
+            f"the chat template renders a turn in another way once a {answer['role']} message "
+            "follows it, as without its thoughts; rollouts keep the tokens that were sampled"
         )
+
+
+def _added_tokens(tokenizer: Tokenizer) -> re.Pattern[str] | None:
+    """Where a text spells out an added token of more than one character; None without such."""
+    texts = [text for text, _ in tokenizer.added_tokens().values() if len(text) > 1]
+    if not texts:
+        return None
+    longest_first = sorted(texts, key=len, reverse=True)
+    # Looked for ahead: an occurrence may begin within another one.
+    return re.compile(f"(?={'|'.join(map(re.escape, longest_first))})")
 
 
 def _in_message(call: ToolCall) -> dict[str, Any]:
@@ -281,8 +290,9 @@ def schema(function: Callable[..., Any]) -> dict[str, Any]:
     """The JSON schema of a tool by its type hints and its docstring in Google's style, equal to
     that of transformers' `get_json_schema`; ShoalError if the docstring, or an argument's type or
     description, is missing."""
-    if made := getattr(function, "schema", None):
-        return made
+    own_schema = getattr(function, "schema", None)
+    if own_schema:
+        return own_schema
     name = getattr(function, "__name__", "operation")
     about, described, returned = _docstring(inspect.getdoc(function) or "")
     if not about:
@@ -293,7 +303,8 @@ def schema(function: Callable[..., Any]) -> dict[str, Any]:
         hints = typing.get_type_hints(function)
     except (NameError, TypeError) as error:
         raise ShoalError(f"The type hints of tool {name} cannot be read: {error}.") from error
-    properties, required = {}, []
+    properties: dict[str, Any] = {}
+    required = []
     for argument, parameter in inspect.signature(function).parameters.items():
         if argument in ("self", "cls") and argument not in hints:
             continue
@@ -302,28 +313,28 @@ def schema(function: Callable[..., Any]) -> dict[str, Any]:
                 f"Tool {name}, argument {argument}: write its type in the signature, and a line "
                 f"'{argument}: what it is' under Args: in the docstring."
             )
-        entry, text = (
-            _json_type(hints[argument], f"Tool {name}, argument {argument}"),
-            described[argument],
-        )
-        if choices := re.search(r"\(choices:\s*(.*?)\)\s*$", text, re.IGNORECASE):
-            entry["enum"] = [
-                one.strip() if isinstance(one, str) else one for one in json.loads(choices[1])
-            ]
+        property_schema = _json_type(hints[argument], f"Tool {name}, argument {argument}")
+        text = described[argument]
+        choices = re.search(r"\(choices:\s*(.*?)\)\s*$", text, re.IGNORECASE)
+        if choices:
+            values = []
+            for value in json.loads(choices[1]):
+                values.append(value.strip() if isinstance(value, str) else value)
+            property_schema["enum"] = values
             text = text[: choices.start()].strip()
-        properties[argument] = {**entry, "description": text}
-        required += [argument] if parameter.default is inspect.Parameter.empty else []
-    parameters = {
-        "type": "object",
-        "properties": properties,
-        **({"required": required} if required else {}),
-    }
-    made = {"name": name, "description": about, "parameters": parameters}
+        property_schema["description"] = text
+        properties[argument] = property_schema
+        if parameter.default is inspect.Parameter.empty:
+            required.append(argument)
+    parameters: dict[str, Any] = {"type": "object", "properties": properties}
+    if required:
+        parameters["required"] = required
+    tool: dict[str, Any] = {"name": name, "description": about, "parameters": parameters}
     with contextlib.suppress(ShoalError, KeyError):  # a model never writes what is returned
-        made["return"] = _json_type(hints["return"], name) | (
-            {"description": returned} if returned else {}
-        )
-    return {"type": "function", "function": made}
+        tool["return"] = _json_type(hints["return"], name)
+        if returned:
+            tool["return"]["description"] = returned
+    return {"type": "function", "function": tool}
 
 
 def _docstring(text: str) -> tuple[str, dict[str, str], str]:
@@ -331,11 +342,17 @@ def _docstring(text: str) -> tuple[str, dict[str, str], str]:
     about, *parts = re.split(r"(?:^|\n)[ \t]*(Args|Returns|Raises):", text.strip())
     sections = dict(zip(parts[::2], parts[1::2], strict=True))
     described: dict[str, str] = {}
-    indent = argument = ""
-    for line in filter(str.strip, sections.get("Args", "").split("\n")):
+    indent = ""
+    argument = ""
+    for line in sections.get("Args", "").split("\n"):
+        if not line.strip():
+            continue
         start = re.match(r"([ \t]*)(\w+):\s*(.*)", line)
-        if start and not (argument and re.match(rf"{indent}[ \t]", line)):
-            indent, argument, described[argument] = start[1], start[2], start[3].strip()
+        is_indented_further = argument and re.match(rf"{indent}[ \t]", line)
+        if start and not is_indented_further:
+            indent = start[1]
+            argument = start[2]
+            described[argument] = start[3].strip()
         elif argument:
             described[argument] = f"{described[argument]} {line.strip()}".strip()
     return about.strip(), described, sections.get("Returns", "").strip()
@@ -343,35 +360,48 @@ def _docstring(text: str) -> tuple[str, dict[str, str], str]:
 
 def _json_type(hint: Any, where: str) -> dict[str, Any]:
     """The schema of a type's values."""
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if hint is Any or hint in _JSON_TYPES:
-        return {} if hint is Any else {"type": _JSON_TYPES[hint]}
+    origin = typing.get_origin(hint)
+    args = typing.get_args(hint)
+    if hint is Any:
+        return {}
+    if hint in _JSON_TYPES:
+        return {"type": _JSON_TYPES[hint]}
     if origin is Literal or (isinstance(hint, type) and issubclass(hint, enum.Enum)):
-        values = [*args] or [member.value for member in hint]
+        values = list(args) or [member.value for member in hint]
         names = list(dict.fromkeys(_JSON_TYPES.get(type(value), "") for value in values))
-        if values and not {"", "array", "object"} & {*names}:
-            return {"type": names[0] if len(names) == 1 else names, "enum": values}
+        if values and not {"", "array", "object"}.intersection(names):
+            return {"type": _one_or_list(names), "enum": values}
     elif origin in (Union, types.UnionType):
-        made = [_json_type(one, where) for one in args if one is not type(None)]
-        if len(made) > 1 and all(
-            one.keys() == {"type"} and isinstance(one["type"], str) for one in made
-        ):
-            names = sorted({one["type"] for one in made})
-            made = [{"type": names[0] if len(names) == 1 else names}]
-        return (made[0] if len(made) == 1 else {"anyOf": made}) | (
-            {"nullable": True} if type(None) in args else {}
-        )
+        union = _union([_json_type(arg, where) for arg in args if arg is not type(None)])
+        if type(None) in args:
+            union["nullable"] = True
+        return union
     elif origin is list:
         return {"type": "array", "items": _json_type(args[0], where)}
     elif origin is tuple and len(args) > 1 and ... not in args:
-        return {"type": "array", "prefixItems": [_json_type(one, where) for one in args]}
+        return {"type": "array", "prefixItems": [_json_type(arg, where) for arg in args]}
     elif origin is dict and len(args) == 2:
         return {"type": "object", "additionalProperties": _json_type(args[1], where)}
     raise ShoalError(
         f"{where} has the type {hint}, which JSON does not have: use int, float, str, bool, list, "
-        f"dict, "
-        "Literal, an Enum, or a union of them."
+        "dict, Literal, an Enum, or a union of them."
     )
+
+
+def _union(schemas: list[dict[str, Any]]) -> dict[str, Any]:
+    """The schema of values that have one of these: simple types as one list of their names."""
+    if len(schemas) == 1:
+        return schemas[0]
+    are_simple = all(
+        schema.keys() == {"type"} and isinstance(schema["type"], str) for schema in schemas
+    )
+    if are_simple:
+        return {"type": _one_or_list(sorted({schema["type"] for schema in schemas}))}
+    return {"anyOf": schemas}
+
+
+def _one_or_list(names: list[str]) -> str | list[str]:
+    return names[0] if len(names) == 1 else names
 
 
 TOKEN_CHARACTERS = 128
@@ -385,22 +415,31 @@ tokens by which cutting it may change the count, at each border."""
 
 
 def described(
-    one: Completion, tools: Sequence[Any], tokenizer: Tokenizer, named: bool, start: int = 0
+    completion: Completion,
+    tools: Sequence[Any],
+    tokenizer: Tokenizer,
+    named: bool,
+    start: int = 0,
 ) -> dict[str, Any]:
     """What an answer says of a completion's tokens from `start` on, in plain data; `named`: the
     text of each."""
-    ids = one.token_ids[start:].tolist()
-    message: dict[str, Any] = {"role": "assistant", "content": tokenizer.decode(ids)}
+    ids = completion.token_ids[start:].tolist()
+    text = tokenizer.decode(ids)
+    if tools:
+        message, _ = turn_format(tokenizer, json.dumps(tools)).read(ids)
+    else:
+        message = {"role": "assistant", "content": text}
+    tokens = []
+    if named:
+        tokens = [tokenizer.decode([id], skip_special_tokens=False) for id in ids]
     return {
         "ids": ids,
-        "logprobs": one.logprobs[start:].tolist(),
-        "versions": one.versions[start:].tolist(),
-        "stop_reason": one.stop_reason.value,
-        "text": message["content"],
-        "tokens": [tokenizer.decode([id], skip_special_tokens=False) for id in ids]
-        if named
-        else [],
-        "message": turn_format(tokenizer, json.dumps(tools)).read(ids)[0] if tools else message,
+        "logprobs": completion.logprobs[start:].tolist(),
+        "versions": completion.versions[start:].tolist(),
+        "stop_reason": completion.stop_reason.value,
+        "text": text,
+        "tokens": tokens,
+        "message": message,
     }
 
 
@@ -445,11 +484,10 @@ def check_size(prompt: Any, tools: Sequence[Any], most: int, key: str) -> None:
 def _check_count(prompt: Any, tokenizer: Tokenizer, most: int) -> None:
     """ShoalError as soon as the pieces of a long prompt have more than `most` tokens: encoding
     takes some seconds and a gigabyte for each 4 million characters."""
-    texts = (
-        [prompt]
-        if isinstance(prompt, str)
-        else [str(message.get("content", "")) for message in prompt]
-    )
+    if isinstance(prompt, str):
+        texts = [prompt]
+    else:
+        texts = [str(message.get("content", "")) for message in prompt]
     if sum(map(len, texts)) <= LIKELY_CHARACTERS * most:
         return
     count = 0

@@ -98,8 +98,7 @@ def place(url: str, area: str, key: str = "") -> Path:
     if not parts or ".." in parts or "\0" in rest:
         raise ShoalError(
             f"{_named(key, url)}: expected SCHEME://BUCKET/PATH without '..', as s3://bucket/run, "
-            f"or "
-            "SCHEME://BUCKET"
+            "or SCHEME://BUCKET"
         )
     return cache_folder("buckets").resolve() / area / scheme.lower() / Path(*parts)
 
@@ -193,8 +192,8 @@ def lasting_fault(error: BaseException) -> str:
     if "Credentials" in name or "Token" in name or name == "ProfileNotFound":
         return (
             f"no credentials that work were found ({text}): set AWS_ACCESS_KEY_ID and "
-            f"AWS_SECRET_ACCESS_KEY or "
-            "AWS_PROFILE for s3://, GOOGLE_APPLICATION_CREDENTIALS for gs://"
+            "AWS_SECRET_ACCESS_KEY or AWS_PROFILE for s3://, GOOGLE_APPLICATION_CREDENTIALS for "
+            "gs://"
         )
     if isinstance(error, TypeError | NotImplementedError):
         return f"this kind of storage cannot do what is needed ({text})"
@@ -203,8 +202,7 @@ def lasting_fault(error: BaseException) -> str:
     if isinstance(error, OSError) and error.errno in DISK_FAULTS:
         return (
             f"this machine cannot hold the files ({text}): make room in {cache_folder('buckets')}, "
-            f"or set "
-            "XDG_CACHE_HOME to another disk"
+            "or set XDG_CACHE_HOME to another disk"
         )
     if _is_refused(error):
         return f"no such request can be made ({text}): is the address right?"
@@ -271,8 +269,7 @@ def attempt(do: Callable[[], T], url: str, key: str = "") -> T:
             if time.monotonic() + pause - began > WAIT_SECONDS:
                 raise Unreachable(
                     f"{_named(key, url)} has not answered for {WAIT_SECONDS:.0f} s "
-                    f"({cause(error)}): "
-                    "is the address right, and this machine online?"
+                    f"({cause(error)}): is the address right, and this machine online?"
                 ) from error
             if pause == FIRST_PAUSE:
                 text = f"waiting for {url}, at most {WAIT_SECONDS:.0f} s ({cause(error)}) ..."
@@ -325,8 +322,7 @@ def objects(fs: Any, path: str) -> dict[str, Object]:
             if name and str(parent) in found:
                 raise ShoalError(
                     f"the bucket's folder {path} holds {parent} and {name}: one name cannot be a "
-                    f"file and "
-                    "a folder here; remove or rename one of them there"
+                    "file and a folder here; remove or rename one of them there"
                 )
     return found
 
@@ -483,8 +479,7 @@ def fetch_into(
     ]:
         raise ShoalError(
             f"{_named(key, url)}: {changed[0]} changed while it was fetched: give the same command "
-            f"again "
-            "when nobody writes there"
+            "again when nobody writes there"
         )
 
 

@@ -81,7 +81,7 @@ def from_hub(name: str, **options: Any) -> Path:
         hooks.append(_limit_wait)
     text = (
         f"waiting for {name} of the Hugging Face hub (it may take {HUB_SECONDS:.0f} s to answer) "
-        f"..."
+        "..."
     )
     note = threading.Timer(SILENT_SECONDS, print, (text,), {"file": sys.stderr, "flush": True})
     note.start()
@@ -112,8 +112,7 @@ def writing(path: str | Path, key: str = "") -> Iterator[None]:
             ) from error
         raise ShoalError(
             f"cannot write {path}: {reason}; make room or set base_output_directory to a folder "
-            f"that can "
-            "be written"
+            "that can be written"
         ) from error
 
 

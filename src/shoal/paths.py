@@ -25,6 +25,6 @@ def path_within(folder: Path, name: Any, named_by: str) -> Path:
     if not is_plain or "\\" in name or "\0" in name:
         raise ShoalError(
             f"{named_by} names the file {name!r}, which is refused: expected a relative path "
-            f"without '..', '//' or a backslash; remove or rename it there"
+            "without '..', '//' or a backslash; remove or rename it there"
         )
     return folder.joinpath(*parts)

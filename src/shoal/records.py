@@ -51,7 +51,7 @@ def truth_fault(columns: Mapping[str, Any]) -> str:
     if isinstance(model, str) and model.lstrip().startswith("{"):
         return (
             f"`reward_model` is text, {model[:40]!r}: expected an object with `ground_truth`, "
-            f"parsed from that JSON"
+            "parsed from that JSON"
         )
     if ground_truth(columns) is not None:
         return ""
@@ -65,8 +65,7 @@ def truth_fault(columns: Mapping[str, Any]) -> str:
         return f"`{found[0]}` is empty"
     return (
         "expected a column `reward_model` with `ground_truth` in it, or a column `ground_truth`, "
-        "`answer`, "
-        f"`solution`, `target` or `label`; there are: {', '.join(columns) or 'none'}"
+        f"`answer`, `solution`, `target` or `label`; there are: {', '.join(columns) or 'none'}"
     )
 
 

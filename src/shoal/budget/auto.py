@@ -147,8 +147,7 @@ def trained_model(config: Config, spec: ModelSource, roles: Roles) -> Model:
         if wanted and not has_host_memory(device):
             raise ShoalError(
                 f"{key}={str(get_value(config, key)).lower()}: {device.device_kind} has no host "
-                f"memory "
-                f"that its programs can use ({PINNED_HOST}); use {key}={instead}",
+                f"memory that its programs can use ({PINNED_HOST}); use {key}={instead}",
                 key,
             )
     if remat == "auto":

@@ -109,8 +109,7 @@ def plan_slots(
     if mean and not paged:
         raise ShoalError(
             f"sampling.mean_completion_tokens={mean}: only decoding by the kernel for TPUs has "
-            f"caches by "
-            f"pages ({role.platform.upper()}, model.attention={model.attention}); use 0",
+            f"caches by pages ({role.platform.upper()}, model.attention={model.attention}); use 0",
             "sampling.mean_completion_tokens",
         )
     longest = sampling.max_completion_tokens
@@ -168,7 +167,7 @@ def slots_text(config: Config, roles: Roles, a: Architecture) -> str:
     if config.sampler.kind == "vllm":
         return (
             f"{count(config.num_workers, 'server')} of vLLM, {count(places.slots, 'completion')} "
-            f"at once at each"
+            "at once at each"
         )
     parts = []
     if (
@@ -186,7 +185,7 @@ def slots_text(config: Config, roles: Roles, a: Architecture) -> str:
     if room < config.sampling.max_prompt_tokens:
         parts.append(
             f"room for prompts of {count(room, 'token')}, as the data has them "
-            f"(sampling.prompt_slot_tokens)"
+            "(sampling.prompt_slot_tokens)"
         )
     return "; ".join(parts)
 

@@ -72,8 +72,7 @@ def streams_of(
         if not text.startswith(asked):
             raise ShoalError(
                 f"the chat template does not write message {at} where it asks a model for it "
-                f"(behind "
-                f"{asked[-40:]!r}): give another with model.template",
+                f"(behind {asked[-40:]!r}): give another with model.template",
                 "model.template",
             )
         own = (

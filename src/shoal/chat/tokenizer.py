@@ -190,8 +190,7 @@ class Tokenizer:
             if text
             else [
                 f"no chat template in {folder}: messages are rendered as plain 'User: ...' lines; "
-                f"set "
-                "model.template to choose one"
+                "set model.template to choose one"
             ]
         )
         if not eos_ids:
@@ -270,10 +269,9 @@ class Tokenizer:
         known = " or ".join(self.token_text(id) for id in self.eos_ids)
         return [
             f"the chat template ends a turn with {self.token_text(end.id)} (id {end.id}), which "
-            f"does not end a "
-            f"completion ({known} does): completions run on to their limit; add {end.id} to "
-            f"eos_token_id in the "
-            "model's generation_config.json, or give another model.template"
+            f"does not end a completion ({known} does): completions run on to their limit; add "
+            f"{end.id} to eos_token_id in the model's generation_config.json, or give another "
+            "model.template"
         ]
 
     def encode_prompt(
@@ -483,7 +481,7 @@ def _backend(file: Path) -> tokenizers.Tokenizer:
     if not file.is_file():
         raise ShoalError(
             f"{file.parent} holds no tokenizer.json; save the tokenizer with transformers to make "
-            f"one."
+            "one."
         )
     try:
         return tokenizers.Tokenizer.from_file(str(file))
@@ -571,8 +569,7 @@ def _own_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     if named is None:
         raise ShoalError(
             f"{folder}/tokenizer_config.json has the chat_template {entry!r:.60}: expected a "
-            f"template, or "
-            "a list of entries with name and template",
+            "template, or a list of entries with name and template",
             "model.template",
         )
     for name in named:
@@ -580,8 +577,7 @@ def _own_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
         if not _TEMPLATE_NAME.fullmatch(name):
             raise ShoalError(
                 f"{folder}/tokenizer_config.json has a chat template called {name!r:.60}: expected "
-                f"a name "
-                "of letters, digits, '_', '-', '.' and spaces",
+                "a name of letters, digits, '_', '-', '.' and spaces",
                 "model.template",
             )
     return named
@@ -607,8 +603,7 @@ def _read_template(file: Path) -> str:
     except UnicodeDecodeError as error:
         raise ShoalError(
             f"the chat template {file} is not UTF-8 ({error.reason} at byte {error.start}): save "
-            f"it as "
-            "UTF-8",
+            "it as UTF-8",
             "model.template",
         ) from error
 
@@ -645,8 +640,7 @@ def read_date(folder: Path) -> datetime | None:
     except (TypeError, ValueError) as error:
         raise ShoalError(
             f"{folder / DATE_FILE} holds no date ({value!r:.60}): write the one on which the run "
-            f"first "
-            "started, as 2026-01-31T12:00:00"
+            "first started, as 2026-01-31T12:00:00"
         ) from error
 
 

@@ -135,8 +135,7 @@ class CallReader:
             key = "environment.call_format"
             raise ShoalError(
                 f"The response_template of tokenizer_config.json cannot be used ({error!r}): "
-                f"choose "
-                f"{key}=hermes, xml, llama or gemma.",
+                f"choose {key}=hermes, xml, llama or gemma.",
                 key,
             ) from error
         text = self._text(start)

@@ -213,7 +213,7 @@ class TurnFormat:
             if id in self._tokenizer.eos_ids:
                 return id, ids[number + 1 :]
         raise ShoalError(
-            f"The model has no end-of-turn token: its chat template ends a turn with "
+            "The model has no end-of-turn token: its chat template ends a turn with "
             f"{rest[:40]!r}, without a token of eos_token_id in generation_config.json. Add the "
             "one that ends turns."
         )

@@ -51,8 +51,7 @@ def check_devices(config: Config, roles: Roles, findings: Findings) -> None:
     if config.mesh.pathways and not uses_pathways(config.mesh):
         check.warning(
             "mesh.pathways=true: JAX_BACKEND_TARGET names no proxy of Pathways, so the devices of "
-            "this "
-            "machine are used",
+            "this machine are used",
             "mesh.pathways",
         )
     if jax.devices()[0].platform == "cpu" and not os.environ.get("JAX_PLATFORMS"):
@@ -94,8 +93,7 @@ def devices_text(config: Config, roles: Roles) -> str:
     )
     return (
         f"{roles.trainer.mesh.size}{where} of {jax.device_count()} x {device.device_kind} "
-        f"({device.platform})"
-        f"{split}, JAX {jax.__version__}; {reference_text(config, roles)}"
+        f"({device.platform}){split}, JAX {jax.__version__}; {reference_text(config, roles)}"
     )
 
 
@@ -182,8 +180,7 @@ def check_prompts(
     if refused:
         check.warning(
             f"{len(refused)} of {len(refused) + len(lengths)} prompts checked are dropped; the "
-            f"first: "
-            f"{refused[0]}",
+            f"first: {refused[0]}",
             "model.template",
         )
     if first := readable(range(min(NUM_RENDERED, size))):
@@ -192,10 +189,9 @@ def check_prompts(
     if too_long := int((lengths > limit).sum()):
         (check.warning if too_long < len(lengths) else check.wrong)(
             f"{too_long} of {len(lengths)} prompts checked have more than "
-            f"sampling.max_prompt_tokens={limit} tokens "
-            f"(the longest "
+            f"sampling.max_prompt_tokens={limit} tokens (the longest "
             f"{lengths.max():,}){' and are dropped' * (config.sampling.long_prompts == 'drop')}: "
-            f"raise it",
+            "raise it",
             "sampling.max_prompt_tokens",
         )
     evaluated = evaluation_completions(config, set_sizes(task))
@@ -226,8 +222,7 @@ def check_template(
     if " ".join(question.split()) not in " ".join(text.split()):
         check.wrong(
             f"the prompt as the model reads it does not hold the question {question[:60]!r}: the "
-            f"template "
-            "leaves it out; give another with model.template",
+            "template leaves it out; give another with model.template",
             "model.template",
         )
     if (
@@ -253,20 +248,18 @@ def check_template(
     if not isinstance(prompt, str) and has_special:
         check.warning(
             "the question holds special tokens itself, so a template stands within the template: "
-            "give "
-            "plain text in the data (task.path), or a bare model.template",
+            "give plain text in the data (task.path), or a bare model.template",
             "task.path",
         )
     if first[-1:] and first[-1] in tokenizer.eos_ids:
         check.warning(
             f"the prompt ends with {tokenizer.token_text(first[-1])}, after which the model has "
-            f"nothing to "
-            "say: open the answer in the template (add_generation_prompt)"
+            "nothing to say: open the answer in the template (add_generation_prompt)"
         )
     if tokenizer.bos_id is not None and first[:2] == [tokenizer.bos_id] * 2:
         check.warning(
             f"the prompt begins with {tokenizer.token_text(first[0])} twice: remove it from the "
-            f"template"
+            "template"
         )
     if len(findings.found) == before:
         check.ok(f"the first prompt has {len(first)} tokens")
@@ -305,10 +298,8 @@ def check_written(config: Config, task: Task, tokenizer: Tokenizer, check: Findi
         what = name if name.startswith("what ") else f"`{name}`"
         check.warning(
             f"{number} of {count(checked, 'row')} checked hold {what}, which the chat template "
-            f"does not "
-            "write: the model never reads it; give another template with model.template, or leave "
-            "it out of "
-            "the data",
+            "does not write: the model never reads it; give another template with model.template, "
+            "or leave it out of the data",
             "model.template",
         )
     end = tokenizer.turn_end
@@ -318,10 +309,8 @@ def check_written(config: Config, task: Task, tokenizer: Tokenizer, check: Findi
     if unended and not is_noted:
         check.warning(
             f"{unended} of {count(learned, 'answer')} checked end without an end-of-sequence "
-            f"token, so the "
-            "model does not learn to end them: give a template that writes one behind the "
-            "assistant's turn "
-            "with model.template",
+            "token, so the model does not learn to end them: give a template that writes one "
+            "behind the assistant's turn with model.template",
             "model.template",
         )
 
@@ -359,7 +348,7 @@ def _check_answers(config: Config, task: Task, tokenizer: Tokenizer, check: Find
         if 2 * cut > len(known):
             grave(
                 f"the stop string {stop!r} ends right answers before their end: remove it from "
-                f"sampling.stop",
+                "sampling.stop",
                 "sampling.stop",
             )
 
@@ -384,8 +373,7 @@ def open_prompts(config: Config, task: Task, encode: Encode) -> PromptStream:
 
 EXPECTED_COLUMNS = (
     "expected `messages`, `prompt` and `completion` (both text, or both messages), or a column "
-    "with a right "
-    "answer"
+    "with a right answer"
 )
 
 

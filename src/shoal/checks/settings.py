@@ -90,8 +90,7 @@ def check_before_weights(config: Any, functions_given: bool = False, resumed: bo
         ).expanduser().absolute().parent.is_dir():
             raise ShoalError(
                 f"publish.folder={folder}: there is no folder {Path(folder).expanduser().parent}; "
-                f"make "
-                "it, or mount what trainer and samplers share"
+                "make it, or mount what trainer and samplers share"
             )
         needs_reward = (
             config.task.name in ("custom", "environment") and config.algorithm.uses_rewards
@@ -135,29 +134,25 @@ def check_trainable(config: Config) -> None:
             not (a.uses_rewards or a.learns_from_data or config.teacher.path),
             "algorithm.advantage",
             f"{advantage}: nothing would be learned, as rewards are ignored and there is no "
-            f"teacher; set teacher.path, or "
-            "another advantage",
+            "teacher; set teacher.path, or another advantage",
         ),
         (
             kl_in_reward and not a.uses_rewards,
             "algorithm.kl_placement",
             f"algorithm.kl_placement=reward with {advantage}: rewards, and the KL penalty in them, "
-            f"are ignored; set "
-            "algorithm.kl_placement=loss",
+            "are ignored; set algorithm.kl_placement=loss",
         ),
         (
             kl_in_reward and ADVANTAGES[a.advantage].by_function,
             "algorithm.kl_placement",
             f"algorithm.kl_placement=reward with {advantage}: each reward function is divided by "
-            f"its own deviation, so "
-            "algorithm.kl_coef would cancel; set algorithm.kl_placement=loss",
+            "its own deviation, so algorithm.kl_coef would cancel; set algorithm.kl_placement=loss",
         ),
         (
             a.dynamic_sampling and not a.uses_rewards,
             "algorithm.dynamic_sampling",
             f"algorithm.dynamic_sampling=true with {advantage}: groups are chosen by their "
-            f"rewards, which are ignored; "
-            "change one of the two",
+            "rewards, which are ignored; change one of the two",
         ),
     ]
     for holds, key, text in faults:
@@ -175,10 +170,9 @@ def check_model(section: ModelSection, key: str = "model.path") -> None:
     if not (section.path or section.name):
         raise ShoalError(
             f"{key}: no model is given; set it to a folder or a hub id (in MaxText "
-            f"load_parameters_path, "
-            "in TRL model_name_or_path, in verl actor_rollout_ref.model.path, in Tunix "
-            "model_config."
-            "model_id), or model.name to a known name (in MaxText model_name)",
+            "load_parameters_path, in TRL model_name_or_path, in verl "
+            "actor_rollout_ref.model.path, in Tunix model_config.model_id), or model.name to a "
+            "known name (in MaxText model_name)",
             key,
         )
     local, tokenizer = (
@@ -256,15 +250,14 @@ def algorithm_warnings(config: Config) -> Iterator[tuple[str, str]]:
             loss.ratio != "token" and max(a.clip_low, a.clip_high) > 0.01,
             "algorithm.loss",
             f"algorithm.loss={a.loss} with clip_low={exact(a.clip_low)} "
-            f"clip_high={exact(a.clip_high)} practically never "
-            "clips: a sequence's ratio moves far less than a token's; the paper has 3e-4 and 4e-4",
+            f"clip_high={exact(a.clip_high)} practically never clips: a sequence's ratio moves far "
+            "less than a token's; the paper has 3e-4 and 4e-4",
         ),
         (
             a.kl_coef and not kl_in_reward and not kl.in_loss,
             "algorithm.kl",
             f"algorithm.kl={a.kl} in the loss regularises nothing: its on-policy gradient is zero "
-            f"in expectation; set "
-            "algorithm.kl_placement=reward, or kl=k2 or k3",
+            "in expectation; set algorithm.kl_placement=reward, or kl=k2 or k3",
         ),
         (
             kl_in_reward and not kl.in_reward,
@@ -275,30 +268,28 @@ def algorithm_warnings(config: Config) -> Iterator[tuple[str, str]]:
             truncated and not a.match_sampling_support,
             "algorithm.match_sampling_support",
             "algorithm.match_sampling_support=false: log-probs are over all tokens, samples over "
-            "those that top_k, top_p "
-            "and min_p keep; the ratio is biased by the mass that is kept",
+            "those that top_k, top_p and min_p keep; the ratio is biased by the mass that is kept",
         ),
         (
             truncated and a.match_sampling_support,
             "sampling.max_support",
             f"samples are truncated: at each position at most {max_support(config)} tokens "
-            f"(sampling.max_support="
-            f"{s.max_support}, the likeliest) are kept, stored and replayed by the trainer",
+            f"(sampling.max_support={s.max_support}, the likeliest) are kept, stored and replayed "
+            "by the trainer",
         ),
         (
             oldest > 0 and a.correction == "none",
             "algorithm.correction",
             f"samples may be {oldest} version{'s' * (oldest > 1)} old (train.max_staleness, "
-            f"train.weight_sync_interval), "
-            "and algorithm.correction=none treats them as on-policy: leave it out, or set "
-            "algorithm.correction=tis",
+            "train.weight_sync_interval), and algorithm.correction=none treats them as on-policy: "
+            "leave it out, or set algorithm.correction=tis",
         ),
         (
             config.teacher.path and loss.one_gradient,
             "algorithm.loss",
             f"a teacher with algorithm.loss={a.loss}: its token bonuses are averaged over the "
-            f"completion, all of whose "
-            "tokens have one gradient; set algorithm.loss=gspo-token, or grpo",
+            "completion, all of whose tokens have one gradient; set algorithm.loss=gspo-token, or "
+            "grpo",
         ),
         (
             a.dynamic_sampling
@@ -307,22 +298,20 @@ def algorithm_warnings(config: Config) -> Iterator[tuple[str, str]]:
             and has_own_check,
             "algorithm.dynamic_sampling_by",
             f"dynamic sampling keeps groups that the check of task={config.task.name} finds partly "
-            f"right, whatever "
-            "reward.functions return; algorithm.dynamic_sampling_by=reward uses these",
+            "right, whatever reward.functions return; algorithm.dynamic_sampling_by=reward uses "
+            "these",
         ),
         (
             "cispo_bound" in loss.reads and a.cispo_bound == "absolute" and a.clip_high <= 1,
             "algorithm.clip_high",
             f"algorithm.clip_high={exact(a.clip_high)} with algorithm.cispo_bound=absolute bounds "
-            f"every weight below "
-            "the 1 that it starts from; 5 is usual",
+            "every weight below the 1 that it starts from; 5 is usual",
         ),
         (
             ADVANTAGES[a.advantage].of_positive and below_zero,
             "algorithm.advantage",
             f"algorithm.advantage={a.advantage} is for rewards of 0 or more: a group with one "
-            f"below 0 (a penalty, a KL "
-            "term, a weight below 0) has no effect",
+            "below 0 (a penalty, a KL term, a weight below 0) has no effect",
         ),
     ]
     yield from ((key, text) for holds, key, text in rows if holds)
@@ -359,8 +348,8 @@ def unread_parts(config: Config) -> Iterator[tuple[str, str]]:
         yield (
             f"algorithm.{bounds[0]}",
             f"{', '.join(changed[name] for name in bounds)} cannot act: with one update a step "
-            f"every ratio is 1 and "
-            "nothing is clipped; set algorithm.num_minibatches or algorithm.num_epochs above 1",
+            "every ratio is 1 and nothing is clipped; set algorithm.num_minibatches or "
+            "algorithm.num_epochs above 1",
         )
 
 
@@ -382,7 +371,7 @@ def adapter_warnings(lora: LoraSection) -> Iterator[tuple[str, str]]:
         yield (
             key,
             f"{texts} {verb} no effect without an adapter: set model.lora.rank, 16 is usual, or "
-            f"leave it out",
+            "leave it out",
         )
 
 
@@ -412,8 +401,7 @@ def check_settings(config: Config, findings: Findings) -> None:
             o.warmup_steps >= updates > 0 and o.lr > 0,
             "optimizer.warmup_steps",
             f"optimizer.warmup_steps={o.warmup_steps}: the learning rate only begins to rise in a "
-            f"run of "
-            f"{count(updates, 'update')}; lower it",
+            f"run of {count(updates, 'update')}; lower it",
         ),
         (
             check.warning,
@@ -427,15 +415,14 @@ def check_settings(config: Config, findings: Findings) -> None:
             "sampling.temperature",
             f"sampling.temperature={exact(s.temperature)}: groups of "
             f"{'nearly equal' if s.temperature < 1 else 'rambling'} completions teach little; 1.0 "
-            f"is usual",
+            "is usual",
         ),
         (
             check.warning,
             config.model.lora.rank >= HIGH_RANK,
             "model.lora.rank",
             f"model.lora.rank={config.model.lora.rank}: in published runs of GRPO 73% accuracy "
-            f"fell to 9% at rank 64 with "
-            "batches of 128; 8 to 16 is usual",
+            "fell to 9% at rank 64 with batches of 128; 8 to 16 is usual",
         ),
         (
             check.wrong,
@@ -448,7 +435,7 @@ def check_settings(config: Config, findings: Findings) -> None:
             config.algorithm.kl_coef >= 1,
             "algorithm.kl_coef",
             f"algorithm.kl_coef={exact(config.algorithm.kl_coef)} holds the model where it is: 0 "
-            f"to 0.1 is usual",
+            "to 0.1 is usual",
         ),
     ]
     for say, holds, key, text in rows:
@@ -464,9 +451,8 @@ def stop_on_warnings(config: Config, findings: Findings) -> None:
     faults = findings.at("wrong", "warning")
     if faults and config.train.on_warning == "stop":
         raise ShoalError(
-            f"stopped before the first step by train.on_warning=stop: "
-            f"{'; '.join(map(str, faults))}; "
-            "set train.on_warning=continue to train nevertheless"
+            "stopped before the first step by train.on_warning=stop: "
+            f"{'; '.join(map(str, faults))}; set train.on_warning=continue to train nevertheless"
         )
 
 
@@ -499,7 +485,6 @@ def check_size(config: Config, parameters: int, findings: Findings) -> None:
     ):
         findings.of("configuration").warning(
             f"optimizer.lr={exact(config.optimizer.lr)} is high for {parameters / 1e9:.1f}B "
-            f"parameters: 1e-6 to 1e-5 "
-            "is usual",
+            "parameters: 1e-6 to 1e-5 is usual",
             "optimizer.lr",
         )

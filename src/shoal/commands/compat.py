@@ -126,8 +126,7 @@ def compat(config: CompatConfig, console: Console | None = None) -> dict[str, An
                 path.chmod(0o755)
         console.note(
             f"wrote {count(len(scripts), 'script')} to {config.to}: type your command lines there, "
-            f"or the "
-            f"scripts' paths elsewhere; bin/trl stands for `trl`"
+            "or the scripts' paths elsewhere; bin/trl stands for `trl`"
         )
     return {"to": config.to, "scripts": len(scripts)}
 
@@ -154,10 +153,8 @@ def planned(config: CompatConfig) -> dict[Path, str]:
     if foreign:
         raise ShoalError(
             f"to={config.to}: nothing was written, for {', '.join(map(str, foreign))} would be "
-            f"replaced: "
-            f"give a folder outside, to=DIR, and type here python3 "
-            f"DIR/{foreign[0].relative_to(folder)} "
-            "...; your own configuration files are read"
+            "replaced: give a folder outside, to=DIR, and type here python3 "
+            f"DIR/{foreign[0].relative_to(folder)} ...; your own configuration files are read"
         )
     return scripts
 

@@ -55,8 +55,7 @@ def convert(config: ConvertConfig, console: Console | None = None) -> dict[str, 
     if not (config.source or config.model_name):
         raise ShoalError(
             "from: nothing was given; expected a checkpoint, or model_name alone for the hub's "
-            "model of "
-            "that name"
+            "model of that name"
         )
     source = config.source or model_path(ModelSection(name=config.model_name))
     target, started = _target(config), time.perf_counter()
@@ -73,8 +72,7 @@ def convert(config: ConvertConfig, console: Console | None = None) -> dict[str, 
     if config.format != "maxtext" and not found:
         raise ShoalError(
             f"from={source} is no MaxText checkpoint (.../0/items): give one, or use `shoal "
-            f"export`, "
-            "which writes a run's weights in Hugging Face's format"
+            "export`, which writes a run's weights in Hugging Face's format"
         )
     make_roles(MeshSection(fsdp=1))  # ShoalError where JAX finds no devices
     with console or Console() as console, orbax_silenced():
@@ -85,8 +83,7 @@ def convert(config: ConvertConfig, console: Console | None = None) -> dict[str, 
         )
         console.note(
             f"wrote {address(target)}: {count(written['tensors'], 'tensor')}, "
-            f"{gib(written['bytes'])} in "
-            f"{time.perf_counter() - started:.1f} s"
+            f"{gib(written['bytes'])} in {time.perf_counter() - started:.1f} s"
         )
     return {"to": address(target), **written}
 
@@ -136,9 +133,9 @@ def _to_maxtext(
     stored = maxtext.arrays_of(a, config.scan_layers, pairs)
     if dtype.name == "bfloat16" and any(math.frexp(one.factor)[0] != 0.5 for one in stored):
         console.warning(
-            f"dtype=bfloat16: MaxText's queries are divided by the square root of "
-            f"head_dim={a.head_dim}, "
-            "which rounds them once more; dtype=float32 keeps bfloat16 weights as they are"
+            "dtype=bfloat16: MaxText's queries are divided by the square root of "
+            f"head_dim={a.head_dim}, which rounds them once more; dtype=float32 keeps bfloat16 "
+            "weights as they are"
         )
     arrays = maxtext.arrays_to_write(read, stored, dtype)
     size = sum(array.nbytes for array in arrays.values())
@@ -202,8 +199,7 @@ def _to_hugging_face(
     if tokenizer is None:
         console.warning(
             "no tokenizer was given: the folder will hold none; copy the tokenizer's files into "
-            "it, or "
-            "give tokenizer=FOLDER or a hub id"
+            "it, or give tokenizer=FOLDER or a hub id"
         )
     a, dtype = checkpoint.architecture, np.dtype(jnp.dtype(config.dtype))
     made = (

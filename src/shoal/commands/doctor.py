@@ -68,8 +68,8 @@ def doctor(
             check_step(job, result, begins and scored)
         wrong, warnings = len(findings.at("wrong")), len(findings.at("warning"))
         console.heading(
-            f"{f'{wrong} wrong' if wrong else 'nothing is wrong'}, "
-            f"{warnings} warning{'s' * (warnings != 1)}"
+            f"{f'{wrong} wrong' if wrong else 'nothing is wrong'}, {warnings} "
+            f"warning{'s' * (warnings != 1)}"
         )
         return result | {"ok": not wrong, "findings": findings.records()}
 
@@ -189,13 +189,12 @@ def check_weights(job: Job, parameters: Params) -> bool:
     if bad:
         check.wrong(
             f"NaN or infinity in the weights {', '.join(bad[:5])} of {job.config.model.path}: take "
-            f"another "
-            "checkpoint"
+            "another checkpoint"
         )
         return False
     check.ok(
         f"{sum(leaf.size for leaf in jax.tree.leaves(parameters)) / 1e6:.1f}M parameters, all "
-        f"finite"
+        "finite"
     )
     return True
 
@@ -255,10 +254,8 @@ def report_agreement(job: Job, result: dict[str, Any], trial: StepTrial) -> None
         agreement.ok(text)
     samples.ok(
         f"{trial.lengths.size} completions: entropy {trial.entropy:.2f}, "
-        f"{100 * trial.truncated:.0f}% truncated "
-        f"at {limit} tokens, {100 * trial.nonzero_std:.0f}% of {len(trial.groups)} groups with "
-        f"variance, mean "
-        f"reward {trial.mean_reward:.3g}"
+        f"{100 * trial.truncated:.0f}% truncated at {limit} tokens, {100 * trial.nonzero_std:.0f}% "
+        f"of {len(trial.groups)} groups with variance, mean reward {trial.mean_reward:.3g}"
     )
     if trial.truncated > 0.5:
         samples.warning(
@@ -276,8 +273,7 @@ def report_agreement(job: Job, result: dict[str, Any], trial: StepTrial) -> None
         first = "raise sampling.max_completion_tokens first, then " if trial.truncated > 0.5 else ""
         samples.warning(
             f"{same}, so this step would teach nothing: {first}make the task easier or harder, or "
-            f"raise "
-            f"batch.group_size={job.config.batch.group_size}",
+            f"raise batch.group_size={job.config.batch.group_size}",
             "batch.group_size",
         )
 

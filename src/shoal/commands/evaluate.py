@@ -50,8 +50,7 @@ def evaluate(
         if output and (taken := sorted(set(OUTPUT_FIELDS) & set(task.evaluations))):
             raise ShoalError(
                 f"output={output}: a set of questions is called {taken[0]!r}, the name of a field "
-                f"of this "
-                "file; rename the set"
+                "of this file; rename the set"
             )
         params = config.sampling.params
         if config.pass_k and params.temperature == 0:
@@ -124,9 +123,9 @@ def well_formed_advice(task: Task) -> str:
         else "task.path=DIALOGUES.jsonl with answers in that form"
     )
     return (
-        f"hardly any answer has the form that the prompt asks for, so a run would get few rewards: "
-        f"have the model "
-        f"learn the form first, shoal sft {data}, or take an instruct model that follows the prompt"
+        "hardly any answer has the form that the prompt asks for, so a run would get few rewards: "
+        f"have the model learn the form first, shoal sft {data}, or take an instruct model that "
+        "follows the prompt"
     )
 
 

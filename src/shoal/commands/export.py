@@ -36,8 +36,7 @@ def export(config: ExportConfig, console: Console | None = None) -> dict[str, An
     if find_tree(source):
         raise ShoalError(
             f"from={config.source} is a MaxText checkpoint: use `shoal convert "
-            f"format=huggingface`, "
-            "which writes it as a folder that transformers loads"
+            "format=huggingface`, which writes it as a folder that transformers loads"
         )
     with console or Console() as console, orbax_silenced():
         model = open_model(ModelSection(path=config.source), console, as_stored=True)
@@ -79,7 +78,7 @@ def export(config: ExportConfig, console: Console | None = None) -> dict[str, An
         if adapter_alone and is_unknown:
             console.note(
                 "PEFT wants base_model_name_or_path to be a folder or hub id in Hugging Face "
-                "format: export "
-                f"from={model.base} too, and write that folder into {config.to}/{peft.CONFIG}"
+                f"format: export from={model.base} too, and write that folder into "
+                f"{config.to}/{peft.CONFIG}"
             )
     return {"to": address(to)}

@@ -171,8 +171,8 @@ def _topic_help(config_type: type, topic: str) -> str:
         return "\n".join(_listing(with_part))
     known = [*sections_of(config_type), *names]
     raise ShoalError(
-        f"{topic}: there is no such topic or key{did_you_mean(topic, known) or ';'} "
-        f"`shoal {command_of(config_type)} --help` lists all"
+        f"{topic}: there is no such topic or key{did_you_mean(topic, known) or ';'} `shoal "
+        f"{command_of(config_type)} --help` lists all"
     )
 
 

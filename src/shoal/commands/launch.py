@@ -100,8 +100,7 @@ def launch(config: LaunchConfig, console: Console) -> None:
     if shutil.which(client) is None:
         raise ShoalError(
             f"target={config.target}: {client} is not on PATH, so nothing was started; what it is "
-            f"to be "
-            f"given is printed. It needs {needed}; --dry-run only prints"
+            f"to be given is printed. It needs {needed}; --dry-run only prints"
         )
     as_word = argv[0] == "bash"
     code = subprocess.run(
@@ -110,7 +109,7 @@ def launch(config: LaunchConfig, console: Console) -> None:
     if code:
         raise ShoalError(
             f"target={config.target}: {client} ended with exit code {code}; what it was given is "
-            f"printed"
+            "printed"
         )
 
 
@@ -170,8 +169,7 @@ class Workload:
         if not job:
             raise ShoalError(
                 "there is no job: give one after --, as shoal launch target=slurm topology=h100:8 "
-                "-- "
-                "train task=gsm8k"
+                "-- train task=gsm8k"
             )
         if train is None:
             return ["shoal", *job] if job[0] in COMMANDS else job
@@ -202,7 +200,7 @@ class Workload:
         ):
             raise ShoalError(
                 f"topology={topology}: {reason}; or use Pathways: target=xpk with "
-                f"mesh.pathways=true"
+                "mesh.pathways=true"
             )
 
     @property
@@ -245,8 +243,7 @@ def docker_script(work: Workload) -> str:
         if not (root / "deploy" / "Dockerfile").is_file():
             raise ShoalError(
                 f"mode={c.mode}: an image is built from a clone of Shoal; install it with pip "
-                f"install -e "
-                "in its folder"
+                "install -e in its folder"
             )
         steps.append(
             shlex.join(
@@ -308,8 +305,7 @@ def slurm_script(work: Workload) -> str:
     if work.topology and work.topology.accelerator.is_tpu:
         raise ShoalError(
             f"topology={work.topology}: Slurm has machines with GPUs here, as h100:8x8; use "
-            f"target=gke or "
-            "xpk for a TPU"
+            "target=gke or xpk for a TPU"
         )
     # B: the script itself receives the signal, and hands it on to the run.
     options = [
@@ -426,8 +422,7 @@ def job_set(work: Workload, topology: Topology) -> dict[str, Any]:
     elif work.training:
         command += (
             f" mesh.coordinator={work.name}-workers-0-0.{work.name}:7777 "
-            f"mesh.processes={work.hosts} "
-            "mesh.process=$JOB_COMPLETION_INDEX"
+            f"mesh.processes={work.hosts} mesh.process=$JOB_COMPLETION_INDEX"
         )
     hosts = work.hosts // topology.slices
     taken_away = {"action": "FailJob", "onPodConditions": [dict(DISRUPTED)]}

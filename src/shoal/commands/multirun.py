@@ -148,8 +148,7 @@ def combine(config_type: type, words: Sequence[str]) -> Iterator[tuple[dict[str,
             if name in FOLDER_KEYS:
                 raise ShoalError(
                     f"{name}={text}: this key cannot be swept, the runs of a sweep get folders by "
-                    f"number; "
-                    "put quotes around a value that holds commas"
+                    "number; put quotes around a value that holds commas"
                 )
             choices[name] = texts
         elif texts != [text]:
@@ -178,7 +177,7 @@ def sweep_texts(text: str) -> list[str]:
         if not numbers:
             raise ShoalError(
                 f"{text}: there is no number in this range; write range(stop) or "
-                f"range(start,stop,step)"
+                "range(start,stop,step)"
             )
         return [str(number) for number in numbers]
     items = [item.strip() for item in _ITEM.findall(text)]

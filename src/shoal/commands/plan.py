@@ -76,7 +76,7 @@ def _show_memory(figures: Budget, console: Console) -> None:
     if host := host_text(figures):
         console.note(
             f"for each device in the host's memory: {host}; how long it takes to move is not in "
-            f"the seconds"
+            "the seconds"
         )
 
 
@@ -88,9 +88,8 @@ def report(figures: Budget, console: Console) -> None:
     if figures.is_timed:
         console.note(
             "seconds: floor, what its operations take at the peak rate, or its weights and caches "
-            "to be read; "
-            "hidden, with all transfers between devices behind the computation; not hidden, after "
-            "it"
+            "to be read; hidden, with all transfers between devices behind the computation; not "
+            "hidden, after it"
         )
         longest = max(figures.programs, key=lambda name: figures.seconds(name)[1])
         console.heading(f"where {longest} takes its time, without transfers")
@@ -155,11 +154,9 @@ def _head(figures: Budget) -> Iterator[str]:
         )
     yield (
         f"assumed: every prompt has {config.sampling.max_prompt_tokens} tokens and every "
-        f"completion "
-        f"{config.sampling.max_completion_tokens}; {job['prompts']} x {config.batch.group_size} "
-        f"completions a step, "
-        f"{job['slots']} at once; a micro-batch is {count(shape['rows'], 'row')} of "
-        f"{shape['length']} tokens"
+        f"completion {config.sampling.max_completion_tokens}; {job['prompts']} x "
+        f"{config.batch.group_size} completions a step, {job['slots']} at once; a micro-batch is "
+        f"{count(shape['rows'], 'row')} of {shape['length']} tokens"
     )
 
 
@@ -282,13 +279,13 @@ def _unknown(figures: Budget) -> Iterator[str]:
     if copied := figures.job["published_bytes"]:
         yield (
             f"publication copies {gib(copied)} to each of the sampler's devices, counted at the "
-            f"rate of one link"
+            "rate of one link"
         )
     shallow = [name for name, one in figures.programs.items() if one.get("extrapolated")]
     if shallow:
         yield (
             f"extrapolated from 2 and 4 layers: {', '.join(shallow)}; layers=all compiles every "
-            f"layer"
+            "layer"
         )
     if one := figures.job.get("calibration"):
         shown = ", ".join(
@@ -297,14 +294,13 @@ def _unknown(figures: Budget) -> Iterator[str]:
         )
         yield (
             f"measured on {count(one['devices'], one['device'])} with JAX {one['jax']}, in place "
-            f"of what the maker "
-            f"says: {shown}, in bytes, operations and seconds"
+            f"of what the maker says: {shown}, in bytes, operations and seconds"
         )
     if share := figures.job.get("kernels"):
         yield (
             f"assumed: attention's kernels reach {share:.0%} of the peak rate, or the memory's; a "
-            f"transfer's first "
-            "bytes take 1 us a chip on its way (TPU) or 10 (GPU), 30 over a network"
+            "transfer's first bytes take 1 us a chip on its way (TPU) or 10 (GPU), 30 over a "
+            "network"
             + (
                 ""
                 if figures.job["is_tpu"]
@@ -316,8 +312,7 @@ def _unknown(figures: Budget) -> Iterator[str]:
         yield "seconds are not known: the table of accelerators does not hold these devices"
     yield (
         "not in these figures: rewards, evaluation, checkpoints, the host's work, contention of "
-        "links, and all that "
-        "a compiler's estimate leaves out"
+        "links, and all that a compiler's estimate leaves out"
         + "; nothing here was measured"
         * (not figures.job.get("calibration"))
     )

@@ -59,7 +59,7 @@ def report_replay(result: dict[str, Any], console: Console) -> None:
             noun = f"completions {ranges(places)} (the same {len(places)} times)"
         console.text(
             f"{noun}, each token with its log-prob (the sampler's, and the trainer's where it "
-            f"differs):"
+            "differs):"
         )
         console.text(f"    {text}")
     console.text(describe_replay(result), "bold")
@@ -67,7 +67,7 @@ def report_replay(result: dict[str, Any], console: Console) -> None:
         for what, (then, now) in weights["machine"].items():
             console.warning(
                 f"{what} is {now or 'not set'}, it was {then or 'not set'} in the run: bits may "
-                f"differ"
+                "differ"
             )
 
 

@@ -22,14 +22,13 @@ def rescore(config: RescoreConfig, console: Console | None = None) -> dict[str, 
         if algorithm.kl_placement == "reward" and algorithm.kl_coef:
             console.note(
                 "the run subtracted a divergence from its rewards (algorithm.kl_placement=reward): "
-                "stored "
-                "advantages contain it, new ones do not"
+                "stored advantages contain it, new ones do not"
             )
         if run.config.turns:
             console.note(
                 "environments are not stored, nor are fields of rollout functions: functions get "
-                "the messages "
-                "of rollouts without them, and the environments' own rewards are left out"
+                "the messages of rollouts without them, and the environments' own rewards are left "
+                "out"
             )
         result = score_again(run, config.reward, config.step)
         _report(result, console)
@@ -52,7 +51,7 @@ def _report(result: dict[str, Any], console: Console) -> None:
     )
     console.text(
         f"{c['advantages_flipped']} of {count(c['completions_compared'], 'advantage')} change "
-        f"their sign"
+        "their sign"
     )
     console.table(
         ("the new reward", ""),
@@ -76,12 +75,11 @@ def _report(result: dict[str, Any], console: Console) -> None:
         verb = "was" if number == 1 else "were"
         console.note(
             f"{count(number, 'group')} {verb} stored without advantages: their old ones follow the "
-            f"settings"
+            "settings"
         )
     for hack in result["hacks"]:
         console.text(
             f"scored {figure(hack['reward'], 3)} where the stored reward was lowest "
             f"({figure(hack['old_reward'], 3)}): step {hack['step']}, group {hack['group']}, "
-            f"completion "
-            f"{hack['completion']}: {hack['text'][:200]!r}"
+            f"completion {hack['completion']}: {hack['text'][:200]!r}"
         )

@@ -50,8 +50,7 @@ def score_responses(
         if output.resolve() == file.resolve():
             raise ShoalError(
                 f"output={output} is the file of responses itself, which would be overwritten: "
-                f"give "
-                "another name"
+                "give another name"
             )
         check_new_file(config.output, "output")
     with console or Console() as console:
@@ -102,8 +101,7 @@ def _report_unused_keys(config: EvalConfig, console: Console) -> None:
     if config.reward.overlong_buffer_tokens:
         console.warning(
             f"reward.overlong_buffer_tokens={config.reward.overlong_buffer_tokens} has no effect: "
-            f"the "
-            "lengths in tokens of answers made elsewhere are not known"
+            "the lengths in tokens of answers made elsewhere are not known"
         )
 
 
@@ -118,7 +116,7 @@ def _load_scoring_task(
     if has_preset and (functions or config.reward.functions or not takes_preset):
         console.warning(
             f"reward.preset={config.reward.preset} has no effect: it is for the own rewards of "
-            f"task=gsm8k"
+            "task=gsm8k"
         )
         has_preset = False
     task = with_data or (

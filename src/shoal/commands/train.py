@@ -38,8 +38,7 @@ def train(
         if plan.run and summary and summary.get("steps") == plan.config.steps:
             console.note(
                 f"{address(plan.run)} has made its {count(plan.config.steps, 'step')} already: "
-                f"give more "
-                "steps to continue, or another run_name"
+                "give more steps to continue, or another run_name"
             )
             return summary
         with Job(

@@ -525,8 +525,7 @@ def _recipe_notes(
         if layer.file and layer.is_users and is_sure and likely.lower() != recipe:
             return [
                 f"{layer.file} is {likely}'s, and what it does not name is as in {recipe}: "
-                f"recipe={likely.lower()} "
-                f"takes {likely}'s defaults"
+                f"recipe={likely.lower()} takes {likely}'s defaults"
             ]
     if (
         recipe
@@ -541,7 +540,7 @@ def _recipe_notes(
     )
     return [
         f"{system}'s flags change only what they name; recipe={system.lower()} sets its other "
-        f"defaults too"
+        "defaults too"
         for system, number in own.most_common(1)
         if number > 1
     ]

@@ -23,14 +23,12 @@ from shoal.tasks.gsm8k import RewardPreset, system_prompt, user_prompt
 
 _REASONING = (
     "You get a problem. Work it out step by step between <reasoning> and </reasoning>. After that, "
-    "give the "
-    "final answer, one number and nothing else, between <answer> and </answer>."
+    "give the final answer, one number and nothing else, between <answer> and </answer>."
 )
 _THINK = (
     "The user asks a question and you solve it. First think it through between <think> and "
-    "</think>, then give "
-    "the answer between <answer> and </answer>: <think>your thoughts</think> <answer>your "
-    "answer</answer>."
+    "</think>, then give the answer between <answer> and </answer>: <think>your thoughts</think> "
+    "<answer>your answer</answer>."
 )
 _HASHES = 'Think step by step, and write the final answer after "####".'
 _TAIL_CHARS = 300

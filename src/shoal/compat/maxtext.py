@@ -87,8 +87,7 @@ def read_adapter(given: Given) -> Values:
     if not found:
         raise ShoalError(
             f"module_path={pattern}: expected a regular expression for some products; in their "
-            f"place set "
-            "model.lora.targets, such as [q_proj,v_proj]"
+            "place set model.lora.targets, such as [q_proj,v_proj]"
         )
     return flags.lora_values(
         named["rank"],
@@ -300,8 +299,8 @@ FLAGS: list[Flag] = [
     *derived(
         rules.devices,
         "mesh.sampler mesh.sampler_tensor",
-        "inference_replicas samplers, each over "
-        "inference_devices_per_replica devices (1 and 4 where only the other is given)",
+        "inference_replicas samplers, each over inference_devices_per_replica devices (1 and 4 "
+        "where only the other is given)",
         "inference_devices_per_replica",
         "inference_replicas",
         lowest=("mesh.trainer",),

@@ -65,8 +65,7 @@ def devices(given: Given, get: Get) -> tuple[Values, str]:
         shown = " and ".join(f"{name}={exact(share)}" for name, share in shares.items())
         raise ShoalError(
             f"{shown} are more than all devices: expected 1.0 for both (the same devices), or a "
-            f"sum of at "
-            "most 1"
+            "sum of at most 1"
         )
     values = {f"mesh.{name.partition('_')[0]}": str(share) for name, share in shares.items()}
     if len(given) == len(shares):
@@ -126,7 +125,7 @@ def sampler_tensor(given: Given, get: Get) -> tuple[Values, str]:
         return (
             {},
             f"it does not divide the sampler's {count(devices, 'device')}; mesh.fsdp=-1 takes all "
-            f"devices",
+            "devices",
         )
     return {"mesh.sampler_tensor": str(size)}, f"each sampler over {count(size, 'device')}"
 
@@ -212,8 +211,7 @@ def turns(given: Given, get: Get) -> tuple[Values, str]:
     if get("batch.prompts_per_device"):
         raise ShoalError(
             f"{name}={text} needs env.num_envs (batch.prompts_per_step): the number of devices "
-            f"that "
-            "batch.prompts_per_device is for is known only later; or give steps"
+            "that batch.prompts_per_device is for is known only later; or give steps"
         )
     total, step = to_int(name, text), get("batch.prompts_per_step") * get("batch.group_size")
     rounded = ", rounded up" if total % step else ""
@@ -225,8 +223,7 @@ def _micro(completions: int, get: Get) -> tuple[Values, str]:
     return (
         {"batch.micro_tokens": str(completions * tokens)},
         f"{count(completions, 'completion')} of {tokens} tokens at once on a device: "
-        f"batch.micro_tokens decides "
-        "memory, never the result",
+        "batch.micro_tokens decides memory, never the result",
     )
 
 
@@ -352,8 +349,7 @@ def trl_batch(given: Given, get: Get) -> tuple[Values, str]:
     if batches % parts:
         raise ShoalError(
             f"steps_per_generation={batches}: expected a multiple of "
-            f"gradient_accumulation_steps={parts}, "
-            "so that a step ends with an update"
+            f"gradient_accumulation_steps={parts}, so that a step ends with an update"
         )
     group, total, updates = get("batch.group_size"), whole or size * batches, batches // parts
     if total % group:
@@ -383,15 +379,13 @@ def _batches_of(whole: int, size: int, given: Given, get: Get) -> int:
     if "steps_per_generation" in given:
         raise ShoalError(
             f"generation_batch_size={whole} and "
-            f"steps_per_generation={given['steps_per_generation']} say "
-            "the same: give one of them"
+            f"steps_per_generation={given['steps_per_generation']} say the same: give one of them"
         )
     devices = _trainer_devices(get)
     if not devices:
         raise ShoalError(
             f"generation_batch_size={whole} is divided by the number of devices, which "
-            f"mesh.fsdp=-1 "
-            "leaves open: set mesh.fsdp, or give steps_per_generation"
+            "mesh.fsdp=-1 leaves open: set mesh.fsdp, or give steps_per_generation"
         )
     if whole % (size * devices):
         raise ShoalError(
@@ -478,8 +472,7 @@ def epochs(given: Given, get: Get) -> tuple[Values, str]:
         return (
             {},
             "a run's length is in steps, and those of an epoch are known only when the data is "
-            "read; set "
-            f"steps to {exact(epochs)} x {steps_of_epoch}",
+            f"read; set steps to {exact(epochs)} x {steps_of_epoch}",
         )
     task = TaskSection(**{one.name: get(f"task.{one.name}") for one in fields(TaskSection)})
     rows = len(load_by_name(task, RewardSection()).train)
@@ -494,10 +487,8 @@ def epochs(given: Given, get: Get) -> tuple[Values, str]:
         one, four, eight = (steps_of(each * number) for number in (1, 4, 8))
         raise ShoalError(
             f"{name}={text} needs the number of devices, which mesh.fsdp=-1 leaves open: set "
-            f"mesh.fsdp to "
-            f"it, or give steps in its place, {one} on 1 device, {four} on 4, {eight} on 8 "
-            f"({said}, "
-            f"{count(each, 'prompt')} a device)"
+            f"mesh.fsdp to it, or give steps in its place, {one} on 1 device, {four} on 4, {eight} "
+            f"on 8 ({said}, {count(each, 'prompt')} a device)"
         )
     prompts = each * (devices or 1) or prompts
     steps = steps_of(prompts)
@@ -508,7 +499,7 @@ def epochs(given: Given, get: Get) -> tuple[Values, str]:
     if trained < wanted:
         said += (
             f"; {trained:,} of {wanted:,} rows, as an epoch's last rows that fill no step are not "
-            f"counted"
+            "counted"
         )
     elif trained > wanted:
         said += f"; {trained:,} rows, the last {trained - wanted:,} of a further epoch"
@@ -588,8 +579,7 @@ def schedule_length(given: Given, get: Get) -> tuple[Values, str]:
     if length > 0 and length != updates and get("optimizer.schedule") != "constant":
         raise ShoalError(
             f"{name}={text}: expected {updates}, the updates of this run: the learning rate falls "
-            f"over "
-            f"the whole run here; leave {name} out"
+            f"over the whole run here; leave {name} out"
         )
     return {}, f"the learning rate falls over all {updates} updates"
 
@@ -649,8 +639,7 @@ def trl_delta(given: Given, get: Get) -> tuple[Values, str]:
     if bound < 1 + high - 1e-9:
         raise ShoalError(
             f"delta={text}: expected {exact(1 + high)} (1 + epsilon_high) or more; below it TRL "
-            f"cuts "
-            "positive advantages too, which algorithm.clip_dual does not"
+            "cuts positive advantages too, which algorithm.clip_dual does not"
         )
     return {"algorithm.clip_dual": text}, ""
 

@@ -26,7 +26,7 @@ def redact_token(words: Sequence[str]) -> list[str]:
             if not equals:
                 raise ShoalError(
                     f"{TOKEN}: expected a value: write {TOKEN}=VALUE, or set HF_TOKEN in the "
-                    f"environment"
+                    "environment"
                 )
             take_token(text)
             word = f"{TOKEN}="

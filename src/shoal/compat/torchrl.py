@@ -99,9 +99,8 @@ FLAGS: list[Flag] = [
     *derived(
         rules.turns_per_batch,
         "batch.prompts_per_step sampling.slots_per_device",
-        "prompts of a step, each with "
-        "env.repeats completions; with train.dialog_turns_per_batch completions that are sampled "
-        "at once",
+        "prompts of a step, each with env.repeats completions; with train.dialog_turns_per_batch "
+        "completions that are sampled at once",
         "env.num_envs",
         is_quiet=False,
     ),
@@ -126,8 +125,8 @@ FLAGS: list[Flag] = [
     *derived(
         rules.micro_batch,
         "batch.micro_tokens",
-        "optim_batch_size / gradient_accumulation_steps completions at "
-        "once, each as long as prompt and completion may be",
+        "optim_batch_size / gradient_accumulation_steps completions at once, each as long as "
+        "prompt and completion may be",
         "train.gradient_accumulation_steps",
     ),
     reads(
@@ -186,8 +185,8 @@ FLAGS: list[Flag] = [
     *derived(
         rules.torchrl_memory,
         "sampling.memory_share vllm.memory",
-        "the sampler's share of a device's memory; of "
-        "servers of vLLM that are started here, vllm.memory",
+        "the sampler's share of a device's memory; of servers of vLLM that are started here, "
+        "vllm.memory",
         "inference_model.gpu_memory_utilization",
     ),
     *idle("an episode of these tasks is one turn", "env.max_steps"),

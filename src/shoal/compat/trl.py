@@ -48,8 +48,7 @@ def read_loss(given: Given) -> Values:
     if ratio and name not in ("grpo", ""):
         raise ShoalError(
             f"importance_sampling_level={level} with loss_type={kind}: expected token, the loss "
-            f"has a "
-            "ratio of its own"
+            "has a ratio of its own"
         )
     name = ratio or name
     values = {
@@ -108,7 +107,7 @@ def read_correction(given: Given) -> Values:
     if level not in ("token", "sequence") or kind not in ("mask", "truncate"):
         raise ShoalError(
             f"{_HEAD}mode={mode}: expected token_truncate, token_mask, sequence_truncate or "
-            f"sequence_mask"
+            "sequence_mask"
         )
     cap = given.get(_HEAD + "clip_max", given.get(_HEAD + "cap", "3.0")).lower()
     floor = given.get(_HEAD + "clip_min", "none").lower()
@@ -132,9 +131,8 @@ def read_vllm(given: Given) -> Values:
     if given.get("vllm_mode", "colocate") != "server":
         raise ShoalError(
             "use_vllm=true without vllm_mode=server: on the trainer's devices our own engine "
-            "samples; "
-            "leave it out, or give vllm_mode=server and the address, or sampler.kind=vllm and "
-            "vllm.python"
+            "samples; leave it out, or give vllm_mode=server and the address, or sampler.kind=vllm "
+            "and vllm.python"
         )
     host = given.get("vllm_server_host", "127.0.0.1").replace("0.0.0.0", "127.0.0.1")
     url = (
@@ -221,10 +219,9 @@ def read_resume(name: str, text: str) -> Values:
             own = f"{run}/checkpoints/{step[0] if int(step[0]) in saved else 'STEP'}"
             raise ShoalError(
                 f"{name}={text}: {run} has checkpoints of steps "
-                f"{', '.join(map(str, saved)) or '(none)'}, "
-                f"and a run is resumed from its newest one alone, resume={run}; a new run begins "
-                f"with the "
-                f"weights of another, model={own}"
+                f"{', '.join(map(str, saved)) or '(none)'}, and a run is resumed from its newest "
+                f"one alone, resume={run}; a new run begins with the weights of another, "
+                f"model={own}"
             )
     return {"resume": str(run)}
 
@@ -261,8 +258,8 @@ FLAGS: list[Flag] = [
         lambda name, text: dict.fromkeys(
             ("sampling.max_prompt_tokens", "sampling.max_completion_tokens"), text
         ),
-        "of SFTConfig: of a row's prompt, and "
-        "of what follows it; a longer prompt is dropped, what follows is cut",
+        "of SFTConfig: of a row's prompt, and of what follows it; a longer prompt is dropped, what "
+        "follows is cut",
     ),
     *only(
         "the assistant's turns alone have a loss",
@@ -401,8 +398,8 @@ FLAGS: list[Flag] = [
     *derived(
         rules.trl_batch,
         "batch.prompts_per_device batch.micro_tokens",
-        "completions on each device: with those "
-        "of steps_per_generation, divided by num_generations, prompts",
+        "completions on each device: with those of steps_per_generation, divided by "
+        "num_generations, prompts",
         "per_device_train_batch_size",
     ),
     *derived(
@@ -454,8 +451,8 @@ FLAGS: list[Flag] = [
     *derived(
         rules.trl_staleness,
         "train.max_staleness train.weight_sync_interval",
-        "with weight_sync_steps=n counted "
-        "in the sampler's weight updates: k is (k + 1) x n - 1 steps",
+        "with weight_sync_steps=n counted in the sampler's weight updates: k is (k + 1) x n - 1 "
+        "steps",
         "max_staleness",
         only=lambda text: True,
         only_with="weight_sync_steps",
@@ -579,8 +576,8 @@ FLAGS: list[Flag] = [
         "resume_from_checkpoint",
         "resume",
         read_resume,
-        "True: the run started last under output_dir; of a "
-        "run's newest checkpoint the run; another one is an error",
+        "True: the run started last under output_dir; of a run's newest checkpoint the run; "
+        "another one is an error",
         is_switch=True,
     ),
     *idle(

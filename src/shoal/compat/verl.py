@@ -110,8 +110,8 @@ FLAGS: list[Flag] = [
     *_grouped(
         verl_readers.loss,
         "loss clip_dual cispo_bound aggregation",
-        "the loss of that name; all but vanilla without "
-        "dual clip, geo_mean and sapo with their own mean",
+        "the loss of that name; all but vanilla without dual clip, geo_mean and sapo with their "
+        "own mean",
         _A + "policy_loss.loss_mode",
     ),
     *_grouped(verl_readers.loss, "aggregation", "the same names", _A + "loss_agg_mode"),

@@ -90,8 +90,7 @@ def divergence(given: Given) -> Values:
     if in_loss and in_reward:
         raise ShoalError(
             "use_kl_loss and use_kl_in_reward are both on, and there is one divergence at a time: "
-            "switch "
-            "one of them off"
+            "switch one of them off"
         )
     if in_reward:
         return {
@@ -131,7 +130,7 @@ def estimator(given: Given) -> Values:
     if given.get(name) == "gae":
         raise ShoalError(
             f"{name}=gae: expected one of {', '.join(_ESTIMATORS)}; gae, verl's default, needs a "
-            f"critic"
+            "critic"
         )
     advantage = chosen(name, given.get(name, "grpo"), _ESTIMATORS)
     by_deviation = to_bool(flag, given.get(flag, "true"))
@@ -157,15 +156,13 @@ def rollout_correction(given: Given) -> Values:
         if named.get("loss_type", "ppo_clip") != "ppo_clip":
             raise ShoalError(
                 f"{head}loss_type={named['loss_type']}: expected ppo_clip, the clipped ratio to "
-                f"the "
-                "sampler's log-probs"
+                "the sampler's log-probs"
             )
         if named.get("rollout_rs", "null").lower() not in flags.NOTHING:
             raise ShoalError(
                 f"{head}rollout_rs={named['rollout_rs']} with bypass_mode=true: it compares the "
-                f"weights "
-                "of each update with the sampler's there, those of the step here; leave one of "
-                "them out"
+                "weights of each update with the sampler's there, those of the step here; leave "
+                "one of them out"
             )
         return {"algorithm.correction": "direct"}
     if not {"rollout_is", "rollout_is_threshold"} & named.keys():
@@ -257,7 +254,7 @@ def reward_file(given: Given) -> Values:
     if "path" not in named:
         raise ShoalError(
             f"{next(iter(given))} needs custom_reward_function.path, the file that the function "
-            f"stands in"
+            "stands in"
         )
     return {"reward.functions": [f"{named['path']}:{named.get('name', 'compute_score')}"]}
 

@@ -43,8 +43,7 @@ def for_devices(config: Config, devices: int, platform: str) -> Config:
         raise ShoalError(
             f"batch.prompts_per_device={each} on {count(devices, 'device')} gives "
             f"{count(each * devices, 'prompt')} a step, fewer than "
-            f"algorithm.num_minibatches={parts}: "
-            "raise it or lower that"
+            f"algorithm.num_minibatches={parts}: raise it or lower that"
         )
     return replace(config, batch=replace(config.batch, prompts_per_step=each * devices))
 
@@ -83,8 +82,7 @@ def staleness_text(config: Config, own_devices: bool) -> str:
     if config.sampler.kind == "vllm":
         return (
             "by vLLM, whose numbers are not the trainer's and which samples other tokens when it "
-            "is asked again; "
-            f"{text}"
+            f"is asked again; {text}"
         )
     if config.sampler.quantise != "none":
         text = f"by weights in {config.sampler.quantise}, which are not quite the trainer's; {text}"
@@ -148,9 +146,8 @@ def step_text(config: Config) -> str:
         )
     return (
         f"this step = {count(batch.prompts_per_step, 'prompt')} x "
-        f"{count(batch.group_size, 'completion')} = "
-        f"{count(completions, 'completion')}, {count(updates, 'update')} "
-        f"({count(algorithm.num_epochs, 'epoch')} x "
+        f"{count(batch.group_size, 'completion')} = {count(completions, 'completion')}, "
+        f"{count(updates, 'update')} ({count(algorithm.num_epochs, 'epoch')} x "
         f"{count(algorithm.num_minibatches, 'mini-batch', 'mini-batches')}); "
         f"{count(config.steps, 'step')}"
     )

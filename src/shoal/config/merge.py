@@ -743,8 +743,8 @@ def _notes(config: Any, merged: Merged, file: Path | None, has_preset: bool) -> 
         if left:
             yield (
                 f"{file.name} does not load the preset of task={config.task.name} ({left[0]} and "
-                f"{len(left) - 1} more keep their defaults): "
-                f"`defaults: [{preset.stem}, _self_]` in the file loads it"
+                f"{len(left) - 1} more keep their defaults): `defaults: [{preset.stem}, _self_]` "
+                "in the file loads it"
             )
     yield from _replaced_in_files(merged)
     changed: dict[str, list[str]] = {}

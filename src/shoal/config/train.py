@@ -165,8 +165,7 @@ class Config:
                     f"mesh.{name}",
                     value,
                     f"{unset!r} with sampler.kind={self.sampler.kind}: its workers have devices of "
-                    f"their own "
-                    "(sampler.devices_per_worker), and the trainer is one process",
+                    "their own (sampler.devices_per_worker), and the trainer is one process",
                 )
         if self.sampler.kind == "vllm":
             require(
@@ -187,8 +186,7 @@ class Config:
                 self.vllm.memory,
                 "0 (vLLM's default), or vllm.python in a run with train.max_staleness=0: on the "
                 "trainer's GPU a server sleeps while the trainer learns; on others give "
-                "vllm.arguments="
-                f"[--gpu-memory-utilization={exact(self.vllm.memory)}]",
+                f"vllm.arguments=[--gpu-memory-utilization={exact(self.vllm.memory)}]",
             )
             require(
                 self.model.quantise == "none",

@@ -70,8 +70,7 @@ def _notes_of_answers(task: Task) -> list[str]:
         return []
     return [
         f"{task.name}: {len(empty)} of {total} rows have an empty answer, the first {empty[0]}: "
-        f"the model learns "
-        "to say nothing; fill them in or leave these rows out"
+        "the model learns to say nothing; fill them in or leave these rows out"
     ]
 
 

@@ -214,7 +214,7 @@ def check_files(config: Any, findings: Findings) -> None:
         if len(path.parts) == 2 and path.parent.is_dir() and not path.exists():
             findings.of("configuration").warning(
                 f"{key}={path}: {path.parent}/ holds nothing of that name; the run would look for "
-                f"it on the hub",
+                "it on the hub",
                 key,
             )
 

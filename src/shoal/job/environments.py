@@ -106,8 +106,7 @@ class TurnFormats:
             ):  # a token before it, and one after
                 raise ShoalError(
                     f"sampling.max_completion_tokens={self.limit}: all tokens of a rollout count, "
-                    f"and one "
-                    f"answer takes at least {least}: raise it",
+                    f"and one answer takes at least {least}: raise it",
                     "sampling.max_completion_tokens",
                 )
             self._made[kind] = form
@@ -178,13 +177,12 @@ def _try(sessions: Sessions, example: Example) -> None:
             else (
                 "reset",
                 f"a text or None, of the columns {', '.join(example.columns)}; **columns takes "
-                f"what has no name",
+                "what has no name",
             )
         )
         raise ShoalError(
             f"environment {kind and kind.type.__name__}: {method} failed for {row}: {reply.error}; "
-            f"it "
-            f"must return {cure}",
+            f"it must return {cure}",
             "environment.factory",
         )
 
@@ -205,7 +203,7 @@ def enter_sandbox(task: Task, section: EnvironmentSection) -> Callable[[socket.s
         if "<" in getattr(one, "__qualname__", "<"):
             raise ShoalError(
                 f"environment.sandbox=bwrap: {name_of(one)!r} is no function or class that a file "
-                f"names",
+                "names",
                 "environment.sandbox",
             )
     files = [str(inspect.getsourcefile(one)) for one in (*task.tools, *task.environments.values())]

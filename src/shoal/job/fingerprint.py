@@ -181,10 +181,8 @@ def compare_facts(saved: Mapping[str, Any], now: Mapping[str, Any], console: Con
         ),
         "reference": (
             "the reference weights (model.path or model.lora.path)",
-            "restore them, name the very "
-            "checkpoint (model=RUN/checkpoints/N), give algorithm.reference as the run began, or "
-            "set "
-            "algorithm.kl_coef=0",
+            "restore them, name the very checkpoint (model=RUN/checkpoints/N), give "
+            "algorithm.reference as the run began, or set algorithm.kl_coef=0",
         ),
         "teacher": ("the teacher's weights (teacher.path)", "restore them, or start a new run"),
     }
@@ -200,8 +198,7 @@ def compare_facts(saved: Mapping[str, Any], now: Mapping[str, Any], console: Con
         if (before := saved["machine"].get(name, "unknown")) != value:
             console.warning(
                 f"{name} is {value or 'not set'}, it was {before or 'not set'} when the checkpoint "
-                f"was "
-                "saved: numbers may differ in their last bits"
+                "was saved: numbers may differ in their last bits"
             )
     files: dict[tuple[str, str], list[str]] = {}  # functions of one file have its digest
     for name, digest in now["rewards"].items():
@@ -212,8 +209,6 @@ def compare_facts(saved: Mapping[str, Any], now: Mapping[str, Any], console: Con
     for names in files.values():
         console.warning(
             f"the file of {' and '.join(names)}, or one that it imports, has changed since the "
-            f"checkpoint "
-            "was saved: if they judge or answer otherwise now, rewards before and after it cannot "
-            "be "
-            "compared"
+            "checkpoint was saved: if they judge or answer otherwise now, rewards before and after "
+            "it cannot be compared"
         )

@@ -75,8 +75,7 @@ def model_text(section: ModelSection, loaded: ModelSource, model: Model) -> str:
         trained = parameter_count(model.architecture) - parameter_count(model.architecture.base)
         text += (
             f"; LoRA of rank {adapter.rank} trains {trained:,} more, and wants 5 to 10 times the "
-            f"learning rate "
-            f"of full training"
+            "learning rate of full training"
         )
     return text
 

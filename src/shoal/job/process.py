@@ -134,8 +134,6 @@ def check_shared(world: World, folder: Path, resumed: bool) -> None:
     if blind := [world.names[number] for number, sees in enumerate(found) if not sees]:
         raise ShoalError(
             f"{folder} is not shared: {', '.join(blind)} does not see what {world.names[0]} writes "
-            f"there; "
-            f"set {'XDG_CACHE_HOME' if area_of(folder) else 'base_output_directory'} to a folder "
-            f"that all "
-            "hosts have"
+            f"there; set {'XDG_CACHE_HOME' if area_of(folder) else 'base_output_directory'} to a "
+            "folder that all hosts have"
         )

@@ -75,11 +75,9 @@ def sample_again(
         kept = tokens_of_first_version(group)
         if kept != list(map(len, group.completions)):
             console.warning(
-                f"the weights changed while this group was sampled (train.versions=newest): "
-                f"{sum(kept)} of "
-                f"{sum(map(len, group.completions))} tokens are of version {group.version} and "
-                f"compared, "
-                "the others are of newer ones"
+                "the weights changed while this group was sampled (train.versions=newest): "
+                f"{sum(kept)} of {sum(map(len, group.completions))} tokens are of version "
+                f"{group.version} and compared, the others are of newer ones"
             )
         differences = [
             describe_completion_difference(one, other, player.tokenizer, size)
@@ -219,8 +217,8 @@ class Replayer:
         if self.config.sampler.kind == "vllm":
             raise ShoalError(
                 "vLLM sampled this group, and samples other tokens when it is asked again: there "
-                "is "
-                f"nothing to compare. Its tokens and log-probs are stored: shoal groups {run.path}"
+                "is nothing to compare. Its tokens and log-probs are stored: shoal groups "
+                f"{run.path}"
             )
         self._spec = resolve_model(
             ModelSection(path=str(run.path / MODEL_FOLDER), quantise=self.config.model.quantise)
@@ -339,9 +337,8 @@ class Replayer:
             origin.diverged_at = step + 1
             self.console.warning(
                 f"retraining step {step + 1} gives other log-probs than the run's trainer had: "
-                f"this "
-                "machine, its threads or versions differ, or the settings or first weights have "
-                "changed since"
+                "this machine, its threads or versions differ, or the settings or first weights "
+                "have changed since"
             )
         return state
 

@@ -277,8 +277,7 @@ def _warnings(found: dict[str, Any]) -> Iterator[str]:
     elif found["share_of_constant_groups"] > MANY_CONSTANT_GROUPS:
         yield (
             f"{found['share_of_constant_groups']:.0%} of the groups have one reward for all their "
-            f"completions: "
-            "they give no training signal"
+            "completions: they give no training signal"
         )
     length = found["correlation_with_length"]
     if length is not None and abs(length) > STRONG_LENGTH_CORRELATION:
@@ -289,14 +288,13 @@ def _warnings(found: dict[str, Any]) -> Iterator[str]:
     if found["seconds_per_completion"] > SLOW_SECONDS:
         yield (
             f"it takes {found['seconds_per_completion']:.1f} s a completion: sampling will wait "
-            f"for it"
+            "for it"
         )
     for name, number in found["none"].items():
         if number:
             yield (
                 f"{name} returned None for {count(number, 'completion')}: the other functions "
-                f"alone score them, "
-                "or they are left out"
+                "alone score them, or they are left out"
             )
     if found["failed"]:
         kinds = ", ".join(f"{what}: {number}" for what, number in found["failed"].items())
@@ -407,14 +405,12 @@ def read_responses(path: Path, question: str, console: Console) -> list[Response
     if not responses:
         raise ShoalError(
             f"responses={path} holds no row: expected a JSON object on each line, with "
-            f"`{question}` and "
-            f"`{TEXT}`"
+            f"`{question}` and `{TEXT}`"
         )
     if others := sum(not isinstance(response.row[TEXT], str) for response in responses):
         console.warning(
             f"{others} of {len(responses)} responses are no text: numbers are scored as text, null "
-            f"as"
-            " empty"
+            "as empty"
         )
     return responses
 
@@ -488,8 +484,7 @@ def match_examples(
     if len(lost) < len(responses):
         console.note(
             f"{len(responses) - len(lost)} of {len(responses)} responses are scored by the ground "
-            f"truth in "
-            "their own rows"
+            "truth in their own rows"
         )
     return examples
 
@@ -538,8 +533,8 @@ def find_examples(
     if ambiguous:
         console.warning(
             f"{len(ambiguous)} of {len(responses)} responses match several rows of the data with "
-            f"different "
-            f"ground truth, and the first row is used; the first such response, {ambiguous[0]}"
+            "different ground truth, and the first row is used; the first such response, "
+            f"{ambiguous[0]}"
         )
     return found
 
@@ -613,14 +608,12 @@ def report_unscored(
     if lost and len(lost) == len(responses):
         raise ShoalError(
             f"none of the {len(lost)} responses can be scored by task {task.name}; the first, "
-            f"{lost[0]}. "
-            f"Its data must contain each `{task.question}` literally"
+            f"{lost[0]}. Its data must contain each `{task.question}` literally"
         )
     if lost:
         console.warning(
             f"{len(lost)} of {len(responses)} responses cannot be scored and are not counted; the "
-            f"first, "
-            f"{lost[0]}"
+            f"first, {lost[0]}"
         )
     return len(lost)
 
@@ -640,8 +633,7 @@ def give_verdicts(
     if verdict is None and correct is None and not rewarded:
         raise ShoalError(
             f"task {task.name} does not define what is correct, so answers made elsewhere cannot "
-            f"be "
-            "scored: give a function that scores them, reward=file.py:function"
+            "be scored: give a function that scores them, reward=file.py:function"
         )
     verdicts: list[dict[str, Any] | None] = []
     for response, example in zip(responses, examples, strict=True):

@@ -198,7 +198,7 @@ def _check_steps(run: Path, stored: Config, config: Config, report: Console | Fi
         report.warning(
             f"steps changes from {stored.steps} to {config.steps}: the learning rate "
             f"(optimizer.schedule={config.optimizer.schedule}) falls to the new last step from "
-            f"here on"
+            "here on"
         )
 
 

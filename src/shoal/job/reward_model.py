@@ -61,16 +61,15 @@ class Classifier:
         if not set(named) & set(known):
             raise ShoalError(
                 f"reward={PREFIX}{path}: its config.json names "
-                f"{', '.join(named) or 'no architecture'}; "
-                f"expected a sequence classifier, {' or '.join(known)}, with one label",
+                f"{', '.join(named) or 'no architecture'}; expected a sequence classifier, "
+                f"{' or '.join(known)}, with one label",
                 "reward.functions",
             )
         # transformers writes the labels' names, and has two labels where config.json names none.
         if (labels := len(config.get("id2label") or ()) or config.get("num_labels", 2)) != 1:
             raise ShoalError(
                 f"reward={PREFIX}{path}: it has {labels} labels, and none of them is the reward; "
-                f"expected "
-                "a classifier with one (num_labels=1)",
+                "expected a classifier with one (num_labels=1)",
                 "reward.functions",
             )
         tokenizer = Tokenizer.load(folder)
@@ -155,8 +154,7 @@ class RewardModel:
         if not (isinstance(prompt, str) or c.tokenizer.has_template):
             raise ShoalError(
                 f"reward={PREFIX}{self.path} has no chat template, and prompts are messages: put "
-                f"the one "
-                "that it was trained with into its folder, as chat_template.jinja",
+                "the one that it was trained with into its folder, as chat_template.jinja",
                 "reward.functions",
             )
         ids = self.tokenizer.encode_answered(prompt, text)

@@ -300,13 +300,11 @@ class Times:
     def describe(self) -> str:
         return (
             f"about {seconds_text(self.step_seconds)} a step (sampling "
-            f"{seconds_text(self.sample_seconds)}, "
-            f"rewards {seconds_text(self.reward_seconds)}, update "
-            f"{seconds_text(self.update_seconds)}) for "
-            f"{self.sampled_tokens} tokens sampled and {self.trained_tokens} trained on; about "
-            f"{seconds_text(self.run_seconds)} for the run, "
-            f"{seconds_text(self.evaluation_seconds)} of it "
-            "evaluation. An estimate, from one batch"
+            f"{seconds_text(self.sample_seconds)}, rewards {seconds_text(self.reward_seconds)}, "
+            f"update {seconds_text(self.update_seconds)}) for {self.sampled_tokens} tokens sampled "
+            f"and {self.trained_tokens} trained on; about {seconds_text(self.run_seconds)} for the "
+            f"run, {seconds_text(self.evaluation_seconds)} of it evaluation. An estimate, from one "
+            "batch"
         )
 
 

@@ -72,8 +72,7 @@ def own_rewards(
     if reward.weights and len(reward.weights) != len(rewards):
         raise ShoalError(
             f"reward.weights: expected {count(len(rewards), 'number')}, one for each of the task's "
-            f"own "
-            f"functions ({', '.join(one.name for one in rewards)}), got {len(reward.weights)}",
+            f"own functions ({', '.join(one.name for one in rewards)}), got {len(reward.weights)}",
             "reward.weights",
         )
     return (
@@ -131,9 +130,8 @@ def given_rewards(
         names = ", ".join(spec.removeprefix(FROM_PYTHON) for spec in reward.functions)
         raise ShoalError(
             f"reward.functions={list(reward.functions)}: this reward came from Python; give it "
-            f"again "
-            f"there, shoal.train(resume=FOLDER, reward={names}), or name a file, "
-            f"reward=file.py:function"
+            f"again there, shoal.train(resume=FOLDER, reward={names}), or name a file, "
+            "reward=file.py:function"
         )
     given = [*find_functions(reward, files), *functions]
     return name_functions(given, reward.weights) if given else ()
@@ -161,8 +159,7 @@ def task_of_data(
         if held_out is not None or correct is not None:
             raise ShoalError(
                 f"{'held_out' if held_out is not None else 'correct'} is for rows; a shoal.Task "
-                f"has "
-                "`evaluations` and `correct` itself: set them there"
+                "has `evaluations` and `correct` itself: set them there"
             )
         return with_rewards(data, task, reward, functions)
     default = TaskSection()
@@ -174,8 +171,7 @@ def task_of_data(
     if not (functions or reward.functions):
         raise ShoalError(
             "reward is not given: your data needs a function that judges completions, reward=f "
-            "with "
-            "f(completions, **columns) -> list of numbers"
+            "with f(completions, **columns) -> list of numbers"
         )
     return with_rewards(
         rows_task(data, held_out, correct, task.num_eval_questions), task, reward, functions
@@ -225,15 +221,13 @@ def with_overlong(
     if buffer > max_tokens:
         raise ShoalError(
             f"reward.overlong_buffer_tokens={buffer}: expected at most "
-            f"sampling.max_completion_tokens "
-            f"({max_tokens}): it is the last part of a completion",
+            f"sampling.max_completion_tokens ({max_tokens}): it is the last part of a completion",
             "reward.overlong_buffer_tokens",
         )
     if any(one.name == PENALTY for one in rewards):
         raise ShoalError(
             "reward function 'overlong': reward.overlong_buffer_tokens adds one of this name; give "
-            "yours "
-            "another, or leave that key at 0",
+            "yours another, or leave that key at 0",
             "reward.overlong_buffer_tokens",
         )
     return (
@@ -286,8 +280,7 @@ def encode_all(
     if dropped := len(prepared) - len(found) - len(refused):
         warn(
             f"{dropped} of {all_of} have more than "
-            f"sampling.max_prompt_tokens={sampling.max_prompt_tokens} tokens and "
-            "are dropped"
+            f"sampling.max_prompt_tokens={sampling.max_prompt_tokens} tokens and are dropped"
         )
     if refused and found:
         warn(f"{len(refused)} of {all_of} are dropped; the last: {refused[-1]}")

@@ -278,8 +278,7 @@ def read_calibration(file: str, device_kind: str, known: Accelerator | None) -> 
     if not re.fullmatch(known.kind if known else re.escape(device_kind), device):
         raise ShoalError(
             f"calibration={file} was measured on {device}, and the plan is for {device_kind}: give "
-            f"one "
-            "that was measured there, or the topology of that device"
+            "one that was measured there, or the topology of that device"
         )
     return {**found, "figures": measured}
 

@@ -306,8 +306,7 @@ def devices_asked(key: str, text: str, available: int) -> int | list[int]:
     """
     wrong = ShoalError(
         f"{key}={text}: expected a fraction up to 1.0, a number of devices, or a list of their "
-        f"numbers "
-        "as [0,1]"
+        "numbers as [0,1]"
     )
     try:
         if text.startswith("["):
@@ -341,8 +340,7 @@ def check_pathways() -> None:
     if not (target := jax.config.values["jax_backend_target"]):
         raise ShoalError(
             f"JAX_PLATFORMS={PROXY}: JAX_BACKEND_TARGET is missing; set it to the address of the "
-            f"proxy of "
-            "Pathways, as grpc://HOST:29000, or unset JAX_PLATFORMS"
+            "proxy of Pathways, as grpc://HOST:29000, or unset JAX_PLATFORMS"
         )
     if find_spec("pathwaysutils") is None:
         raise ShoalError(
@@ -392,8 +390,7 @@ def make_mesh(section: MeshSection, devices: Sequence[Any]) -> Mesh:
         if len(devices) % count:
             raise ShoalError(
                 f"mesh.dcn_data={section.dcn_data} x mesh.dcn_fsdp={section.dcn_fsdp} does not "
-                f"divide "
-                f"{_devices(len(devices))} into {count} slices of one size"
+                f"divide {_devices(len(devices))} into {count} slices of one size"
             )
         parts = np.reshape(
             np.asarray(devices), (count, -1)
@@ -487,15 +484,13 @@ def _check_slices(parts: Sequence[Sequence[Any]]) -> None:
     ):
         cure = (
             f"set mesh.dcn_data={number} mesh.dcn_fsdp=1 (the slices exchange gradients alone) or "
-            f"mesh.dcn_data=1 "
-            f"mesh.dcn_fsdp={number}"
+            f"mesh.dcn_data=1 mesh.dcn_fsdp={number}"
             if number > 1
             else "leave both out"
         )
         raise ShoalError(
             f"these {len(devices)} devices are {number} slice{'s' * (number > 1)}, but "
-            f"mesh.dcn_data x "
-            f"mesh.dcn_fsdp is {count}: {cure}"
+            f"mesh.dcn_data x mesh.dcn_fsdp is {count}: {cure}"
         )
 
 

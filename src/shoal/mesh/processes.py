@@ -97,8 +97,7 @@ def find_processes(section: MeshSection) -> MeshSection:
         if given:
             raise ShoalError(
                 f"{_shown(given)}: under Pathways one process has the devices of all hosts; leave "
-                f"out "
-                "mesh.coordinator, mesh.processes and mesh.process"
+                "out mesh.coordinator, mesh.processes and mesh.process"
             )
         return section
     if (
@@ -122,8 +121,7 @@ def find_processes(section: MeshSection) -> MeshSection:
     if section.process >= max(section.processes, 1):
         raise ShoalError(
             f"mesh.process={section.process}: with mesh.processes={section.processes} expected 0 "
-            f"to "
-            f"{section.processes - 1}"
+            f"to {section.processes - 1}"
         )
     host, _, port = section.coordinator.rpartition(":")
     if section.processes > 1 and not (host and port.isdigit() and 0 < int(port) < 1 << 16):
@@ -546,8 +544,8 @@ def meet_others(section: MeshSection) -> Met:
     if BIND_ADDRESS not in os.environ and (address := loopback_of_name(host)):
         print(
             f"mesh.coordinator={section.coordinator}: {host} is {address} on this machine (its "
-            f"hosts file), which no "
-            "other reaches, so process 0 listens at all addresses of this machine",
+            "hosts file), which no other reaches, so process 0 listens at all addresses of this "
+            "machine",
             file=sys.stderr,
             flush=True,
         )
@@ -564,8 +562,7 @@ def meet_others(section: MeshSection) -> Met:
                     links.values(),
                     f"mesh.processes={section.processes}: {awaited} has not come within "
                     f"{START_SECONDS} s{strangers}; start each with its own mesh.process, the same "
-                    f"{TOKEN} "
-                    f"and mesh.coordinator={section.coordinator}",
+                    f"{TOKEN} and mesh.coordinator={section.coordinator}",
                 )
             try:
                 link, _ = listener.accept()
@@ -634,8 +631,8 @@ def _listener(section: MeshSection) -> socket.socket:
             if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
                 raise ShoalError(
                     f"mesh.coordinator={section.coordinator}: process 0 cannot listen at "
-                    f"{host}:{port} "
-                    f"({error.strerror}); give an address of this host and a free port"
+                    f"{host}:{port} ({error.strerror}); give an address of this host and a free "
+                    "port"
                 ) from error
         time.sleep(0.5)
 
@@ -664,7 +661,7 @@ def meet_main(section: MeshSection) -> Met:
             if "error" not in answer:
                 print(
                     f"process {section.process}: all {section.processes} have come; process 0 "
-                    f"prints what they do",
+                    "prints what they do",
                     file=sys.stderr,
                     flush=True,
                 )
@@ -679,8 +676,8 @@ def meet_main(section: MeshSection) -> Met:
             if time.monotonic() > deadline:
                 raise ShoalError(
                     f"mesh.coordinator={section.coordinator}: what answers there is no process 0 "
-                    f"of a "
-                    f"run with this {TOKEN}, or it has ended; start it again, or give another port"
+                    f"of a run with this {TOKEN}, or it has ended; start it again, or give another "
+                    "port"
                 ) from error
             time.sleep(0.5)
             continue
@@ -699,9 +696,9 @@ def _connect(section: MeshSection) -> socket.socket:
             cause = f"{error.strerror or error}{_address_text(host)}"
             if wait.left <= 0:
                 raise ShoalError(
-                    f"mesh.coordinator={section.coordinator}: nobody answers there "
-                    f"({cause}) after {START_SECONDS} s; start process 0 "
-                    "(mesh.process=0) on that host, with this port open"
+                    f"mesh.coordinator={section.coordinator}: nobody answers there ({cause}) after "
+                    f"{START_SECONDS} s; start process 0 (mesh.process=0) on that host, with this "
+                    "port open"
                 ) from error
         wait.report(f"process 0 at {section.coordinator}, where nobody answers yet ({cause})")
         time.sleep(0.2)
@@ -780,8 +777,7 @@ class CoordinationService:
         if self.process.stdout.readline() != "ready\n":
             raise ShoalError(
                 f"mesh.coordinator: JAX's coordination service cannot listen at {address}; choose "
-                f"another "
-                "port"
+                "another port"
             )
 
     def shutdown(self) -> None:

@@ -206,7 +206,7 @@ class Program:
                     _unknown.add(unknown[1])
                     warnings.warn(
                         f"this compiler has no option {unknown[1]}: the programs are compiled "
-                        f"without it",
+                        "without it",
                         stacklevel=3,
                     )
                 self._jitted = self._jit()

@@ -107,7 +107,7 @@ class Role:
             if size % (count := math.prod(self.mesh.shape[n] for n in names)):
                 raise ValueError(
                     f"{axis} of {tuple(shape)} has {size} elements, which {count} devices do not "
-                    f"divide"
+                    "divide"
                 )
             parts.append(mapped)
         return PartitionSpec(*parts)
@@ -248,8 +248,7 @@ def make_roles(
     if section.processes > 1:
         raise ShoalError(
             f"mesh.processes={section.processes}: only shoal train runs in several processes; "
-            f"leave out "
-            "mesh.coordinator, mesh.processes and mesh.process"
+            "leave out mesh.coordinator, mesh.processes and mesh.process"
         )
     devices = devices if devices is not None else available_devices(section)
     numbers = role_devices(section, len(devices))
@@ -329,22 +328,21 @@ def refusal(section: MeshSection, roles: Roles, hosts: Mapping[Any, int]) -> str
     if any(set(role.mesh.devices.flat) != set(trainer.devices.flat) for role in roles.all):
         return (
             f"a run in {processes} processes has all roles on all devices, since each process "
-            f"samples on its own: "
-            "leave out mesh.trainer, mesh.sampler and mesh.reference, or start one process"
+            "samples on its own: leave out mesh.trainer, mesh.sampler and mesh.reference, or start "
+            "one process"
         )
     if trainer.size != len(hosts):
         axes = " x ".join(f"mesh.{axis}={getattr(section, axis)}" for axis in trainer.axis_names)
         return (
             f"{axes} uses {trainer.size} of {len(hosts)} devices, but {processes} processes train "
-            f"on all of "
-            "theirs: set mesh.fsdp=-1"
+            "on all of theirs: set mesh.fsdp=-1"
         )
     if any(len({hosts[device] for device in replica.flat}) > 1 for replica in sampler.mesh.devices):
         each = len(hosts) // processes
         return (
             f"a replica of the sampler ({sampler.tensor} devices) would lie in two processes, "
-            f"which have {each} "
-            f"devices each: set mesh.sampler_tensor={math.gcd(sampler.tensor, each)}"
+            f"which have {each} devices each: set "
+            f"mesh.sampler_tensor={math.gcd(sampler.tensor, each)}"
         )
     return ""
 

@@ -142,8 +142,7 @@ def parse_topology(text: str) -> Topology:
         raise ShoalError(
             f"topology={text}: there is no such topology, did you mean {example(meant)}? Kinds: "
             f"{', '.join(ACCELERATORS)}; written as v5p-256, v5p:4x4x8, v6e:4x8@2 (two slices), "
-            f"h200:8x8 "
-            "(eight machines of eight)"
+            "h200:8x8 (eight machines of eight)"
         )
     slices = int(match["slices"] or 1)
     if not ACCELERATORS[kind].is_tpu:
@@ -151,8 +150,7 @@ def parse_topology(text: str) -> Topology:
         if len(sizes) > 2 or 0 in sizes or slices != 1:
             raise ShoalError(
                 f"topology={text}: expected {kind}:GPUS of one machine or {kind}:MACHINESxGPUS, "
-                f"such as "
-                f"{example(kind)}"
+                f"such as {example(kind)}"
             )
         return Topology(kind, (1, *sizes) if len(sizes) == 1 else tuple(sizes))
     if match["count"]:
@@ -246,8 +244,7 @@ def topology_devices(topology: Topology) -> list[Any]:
     if find_spec(needed) is None and (a.is_tpu or find_spec("jax_cuda12_plugin") is None):
         raise ShoalError(
             f"topology={topology}: compiling for {'a TPU' if a.is_tpu else 'a GPU'} needs "
-            f"{needed}: pip "
-            "install '.[plan]'"
+            f"{needed}: pip install '.[plan]'"
         )
     shape = "x".join(map(str, topology.shape))
     if not a.is_tpu:

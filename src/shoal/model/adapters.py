@@ -57,7 +57,7 @@ def make_adapter(
         if any(name not in products for products in covered):
             raise ShoalError(
                 f"model.lora.targets={target} is a product in some layers alone: give one of all "
-                f"layers"
+                "layers"
             )
     chosen = tuple(name for name in paths if name in named_by)
     sizes = {

@@ -101,8 +101,7 @@ def architecture_of(folder: str | Path) -> Architecture:
         if not is_number or not least <= value < MOST_OF_A_NUMBER:
             raise ShoalError(
                 f"{folder}/config.json: {key} is {'missing' if value is None else repr(value)}; "
-                f"expected "
-                f"a {'whole ' * whole}number of {least:g} or more."
+                f"expected a {'whole ' * whole}number of {least:g} or more."
             )
         return value
 
@@ -202,10 +201,10 @@ def weight_block(folder: Path) -> tuple[int, int] | None:
         if name in found
     )
     raise ShoalError(
-        f"{folder}/config.json: the weights are quantised by quant_method {method}"
-        f"{f' ({entries})' * bool(entries)}; expected fp8 (e4m3) with a weight_block_size, or "
-        f"none: give "
-        "the model's folder with weights in bfloat16; model.quantise=int8 makes frozen ones small"
+        f"{folder}/config.json: the weights are quantised by quant_method "
+        f"{method}{f' ({entries})' * bool(entries)}; expected fp8 (e4m3) with a weight_block_size, "
+        "or none: give the model's folder with weights in bfloat16; model.quantise=int8 makes "
+        "frozen ones small"
     )
 
 
@@ -219,8 +218,7 @@ def _refuse_windows(config: Mapping[str, Any], layers: int, folder: Path) -> Non
     if others := sorted({*(kinds or ())} - {"full_attention"}):
         raise ShoalError(
             f"{folder}/config.json: {', '.join(others)}, which is not supported; expected full "
-            f"attention "
-            "in all layers."
+            "attention in all layers."
         )
 
 

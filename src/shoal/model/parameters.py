@@ -480,8 +480,7 @@ def check_mesh(a: Architecture, role: Role) -> None:
     if tensor not in tensor_sizes(a, tensor):
         raise ShoalError(
             f"{key}={tensor} neither divides the model's num_key_value_heads={a.num_kv_heads} nor "
-            f"is a "
-            f"multiple of it; {use}",
+            f"is a multiple of it; {use}",
             "mesh.tensor",
         )
     if a.hidden_size % (fsdp * context):

@@ -211,8 +211,7 @@ def model_named(name: str) -> NamedModel:
     if name.lower() not in by_lower and UNSUPPORTED.match(name.lower()):
         raise ShoalError(
             f"model.name={name}: Gemma, mixtures of experts and other families are not supported; "
-            f"Llama "
-            f"2 and 3.x, Qwen2, Qwen2.5 and dense Qwen3 are. Names: {', '.join(MODELS)}",
+            f"Llama 2 and 3.x, Qwen2, Qwen2.5 and dense Qwen3 are. Names: {', '.join(MODELS)}",
             "model.name",
         )
     if name.lower() not in by_lower:
@@ -229,6 +228,5 @@ def check_name(name: str, a: Architecture, where: object, key: str) -> None:
     if model_named(name).architecture != a:
         raise ShoalError(
             f"{key}={name} is not the model at {where}, whose config.json has other sizes: leave "
-            f"{key} "
-            "out, or give the right one"
+            f"{key} out, or give the right one"
         )

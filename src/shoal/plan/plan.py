@@ -258,8 +258,7 @@ def _answers(pool: ProcessPoolExecutor, calls: Sequence[Call], done: Done | None
     except (BrokenProcessPool, MemoryError) as error:
         raise ShoalError(
             "a compiler ended without an answer, as a process does that the machine's memory "
-            "cannot hold: "
-            "compile fewer layers (layers=shallow), or plan on a larger machine"
+            "cannot hold: compile fewer layers (layers=shallow), or plan on a larger machine"
         ) from error
     return [future.result() for future in futures]
 

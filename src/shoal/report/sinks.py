@@ -87,7 +87,7 @@ class Background:
             self._on = False
             self._warn(
                 f"{self.name} is switched off: {self._fault}; metrics.jsonl continues and holds "
-                f"every step"
+                "every step"
             )
 
     def _work(self) -> None:
@@ -160,7 +160,7 @@ def make_sinks(
 
         wandb = WandbSink(folder, section.wandb, config, run_name)
         note(
-            f"Weights & Biases: "
+            "Weights & Biases: "
             f"{wandb.url or f'offline; `wandb sync {folder}/wandb/offline-*` sends it'}"
         )
         sinks.append(Background(wandb, "Weights & Biases", warn))
@@ -232,8 +232,7 @@ class GroupWriter:
         self._stuck = True
         raise ShoalError(
             f"{self._folder}: the disk has not answered for {STUCK_SECONDS:.0f} s, and groups are "
-            f"not "
-            "written; check the disk, then resume the run"
+            "not written; check the disk, then resume the run"
         )
 
     def _raise_failure(self) -> None:

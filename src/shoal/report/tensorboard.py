@@ -63,8 +63,8 @@ def load() -> tuple[Any, Any, Any, Any]:
         from tensorboard.summary.writer.record_writer import RecordWriter
     except ImportError as error:
         raise ShoalError(
-            "report.tensorboard=true needs a package that is not installed: "
-            "pip install '.[tensorboard]' in the clone of Shoal"
+            "report.tensorboard=true needs a package that is not installed: pip install "
+            "'.[tensorboard]' in the clone of Shoal"
         ) from error
     return event_pb2, summary_pb2, text_pb, RecordWriter
 

@@ -93,8 +93,8 @@ def load(section: WandbSection) -> tuple[Any, str]:
             from wandb.sdk.lib.wbauth import authenticate_session
     except ImportError as error:
         raise ShoalError(
-            f"report.wandb.mode={section.mode} needs a package that is not installed: "
-            "pip install '.[wandb]' in the clone of Shoal"
+            f"report.wandb.mode={section.mode} needs a package that is not installed: pip install "
+            "'.[wandb]' in the clone of Shoal"
         ) from error
     if section.mode == "offline":
         return wandb, "offline"

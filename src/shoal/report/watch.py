@@ -82,8 +82,8 @@ RULES = (
         1,
         lambda m: m["version/unchanged"] if m["update/count"] else 0,
         "an update was made, but the weights of before it were published (metric "
-        "version/unchanged): "
-        "completions are sampled from old weights, which is a fault of the program",
+        "version/unchanged): completions are sampled from old weights, which is a fault of the "
+        "program",
         "",
         hopeless=True,
     ),
@@ -161,8 +161,8 @@ class Watch:
         return (
             self._once(
                 f"constant {function}",
-                f"reward function {function} has given {given} is learned from it: "
-                "check it (shoal rescore), or leave it out of reward.functions",
+                f"reward function {function} has given {given} is learned from it: check it (shoal "
+                "rescore), or leave it out of reward.functions",
                 "reward.functions",
             )
             if given

@@ -88,7 +88,7 @@ def _find(spec: str, noun: str, hint: str, modules: dict[Path, ModuleType]) -> A
     if spec.startswith(FROM_PYTHON):
         raise ShoalError(
             f"{noun} {spec!r} came from Python: give it again there, shoal.train(resume=FOLDER, "
-            f"...)"
+            "...)"
         )
     is_file = spec.endswith(".py") and Path(spec).expanduser().is_file()  # its functions are listed
     file, separator, name = (spec, "", "") if is_file else spec.rpartition(":")

@@ -77,7 +77,7 @@ class RewardPool:
     ) -> None:
         if not functions or len({one.name for one in functions}) < len(functions):
             raise ValueError(
-                f"expected one function or more, each of its own name; got "
+                "expected one function or more, each of its own name; got "
                 f"{[f.name for f in functions]}"
             )
         self.functions, self.section, self.max_steps = tuple(functions), section, max_steps
@@ -102,7 +102,7 @@ class RewardPool:
             if not hasattr(os, "fork"):
                 raise ShoalError(
                     f"reward.workers={section.workers}: this system cannot fork processes; "
-                    f"reward.workers=0 calls reward functions in this one, without limits"
+                    "reward.workers=0 calls reward functions in this one, without limits"
                 )
             self._limits = Limits(
                 section.workers, section.timeout_seconds, int(section.memory_gib * _GIB)
@@ -132,8 +132,7 @@ class RewardPool:
         if self._remote and self._workers is None:
             raise ShoalError(
                 "the reward workers have ended, so nothing more can be scored: start or resume the "
-                "run "
-                "again"
+                "run again"
             )
         policy = on_error or self.section.on_error
         state = TrainerState.at(step, self.max_steps)
@@ -345,7 +344,7 @@ class RewardPool:
                 print(
                     f"waiting for rewards for {int(now - start)} s: {self._describe_queue()}; "
                     f"reward.timeout_seconds={exact(self.section.timeout_seconds)} is the limit of "
-                    f"a call",
+                    "a call",
                     file=sys.stderr,
                     flush=True,
                 )
@@ -372,8 +371,6 @@ class RewardPool:
         self.close()
         return ShoalError(
             f"waited {seconds:.0f} s for rewards ({queue}), but the process that starts reward "
-            f"workers "
-            f"is stopped or stuck; check what holds it, such as storage that does not answer, and "
-            f"start "
-            f"or resume the run again"
+            "workers is stopped or stuck; check what holds it, such as storage that does not "
+            "answer, and start or resume the run again"
         )

@@ -270,8 +270,7 @@ def _failed(one: RewardFunction, batch: Batch, error: BaseException) -> CallResu
     ):
         hint = (
             " (completions are strings here, because the prompts are text; give messages as "
-            "prompts to get lists "
-            "of messages)"
+            "prompts to get lists of messages)"
         )
     return CallResult(
         kind="raised", text=shorten(describe_error(error), 300) + hint, where=where, cause=error
@@ -389,8 +388,7 @@ def _read(one: RewardFunction, result: Any, batch: Batch, journal: _Journal) -> 
 def _listed(result: Any, batch: Batch) -> list[Any]:
     wanted = (
         "it must return a list with one number (or None where it cannot judge) for each "
-        "completion; "
-        f"{count(len(batch), 'was', 'were')} given, the first {batch.describe(0)}"
+        f"completion; {count(len(batch), 'was', 'were')} given, the first {batch.describe(0)}"
     )
     if isinstance(result, str | bytes | Mapping) or not (
         hasattr(result, "__len__") and hasattr(result, "__iter__")

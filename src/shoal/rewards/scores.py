@@ -240,8 +240,7 @@ class ScoreColumn:
                 part.start + i,
                 CallResult(kind="not a number", text=text),
                 f"for {self.batch.describe(part.start + i)}: expected a finite number, or None "
-                f"where it cannot "
-                f"judge",
+                "where it cannot judge",
             )
         for column, values in result.extra.items():
             self.extra.setdefault(column, [None] * len(self.batch))[part.start : part.stop] = values
@@ -344,11 +343,9 @@ class RewardWatch:
         recent, allowed = self._recent[name], self.section.max_failed_share
         return ShoalError(
             f"reward function {name!r} failed for {sum(recent)} of the last {len(recent)} "
-            f"completions, "
-            f"more than reward.max_failed_share={exact(allowed)}{reason}; the first: "
+            f"completions, more than reward.max_failed_share={exact(allowed)}{reason}; the first: "
             f"{self._first_failures[name]}. Repair the function, or raise reward.max_failed_share "
-            f"(1: no "
-            "limit)"
+            "(1: no limit)"
         )
 
     def add_scores(self, batch: Batch, scores: Scores) -> None:
@@ -362,8 +359,6 @@ class RewardWatch:
             names = ", ".join(scores.components)
             raise ShoalError(
                 f"{names} returned None for every completion of {self._unscored} groups in a row, "
-                f"the "
-                f"last for {batch.describe(len(batch) - 1)}: nothing can be learned; return a "
-                f"number for "
-                "what can be judged, or set reward.max_failed_share=1 (no limit)"
+                f"the last for {batch.describe(len(batch) - 1)}: nothing can be learned; return a "
+                "number for what can be judged, or set reward.max_failed_share=1 (no limit)"
             )

@@ -232,9 +232,8 @@ class Fleet:
                 self._lose(
                     member,
                     f"the log-probs of its tokens differ from the trainer's by {gap:.3g} in the "
-                    f"mean at "
-                    f"version {version}, more than {self.logprob_tolerance:.3g}, three times "
-                    "vllm.tolerance: its answers are of other weights, prompts or tokens",
+                    f"mean at version {version}, more than {self.logprob_tolerance:.3g}, three "
+                    "times vllm.tolerance: its answers are of other weights, prompts or tokens",
                 )
 
     def published_shapes(self) -> Params:

@@ -356,10 +356,9 @@ class Cluster:
         if isinstance(error, OutOfMemoryError):
             used = re.search(r"[\d.]+GB used / [\d.]+GB limit", text)
             return (
-                f"Ray has killed it, as the memory of its machine ran out "
-                f"({used[0] if used else 'no figures'}): "
-                "lower sampling.slots_per_device, or give each worker more of a machine by "
-                "sampler.resources"
+                "Ray has killed it, as the memory of its machine ran out "
+                f"({used[0] if used else 'no figures'}): lower sampling.slots_per_device, or give "
+                "each worker more of a machine by sampler.resources"
             )
         if found := re.search(r"pid[:=] ?(\d+)", text):
             node: Any = _ray_worker.global_worker.node
@@ -388,10 +387,8 @@ class Cluster:
         then = f"sampling begins with {room}, the others join" if room else "they start"
         self.say(
             f"of sampler.workers={self.workers}, which ask for {_resources_text(self.resources)} "
-            f"each, the "
-            f"cluster has room for {room} now ({_resources_text(ray.available_resources())} are "
-            f"free): {then} "
-            "when there is room"
+            f"each, the cluster has room for {room} now "
+            f"({_resources_text(ray.available_resources())} are free): {then} when there is room"
         )
 
     def close(self) -> None:
@@ -436,8 +433,7 @@ def connect(address: str, local_cpus: int) -> Connection:
         first = " ".join(str(error).split())[:300]
         raise ShoalError(
             f"ray.address={address}: {first}; start Ray there with the same Python and the same "
-            f"version "
-            "of Ray (ray start --head), or leave ray.address out to start it here"
+            "version of Ray (ray start --head), or leave ray.address out to start it here"
         ) from error
     finally:
         for name in marked:
@@ -506,8 +502,7 @@ def check_address(address: str) -> str:
     if address.startswith("ray://"):
         raise ShoalError(
             f"ray.address={address}: the trainer has to run on a machine of the cluster: give auto "
-            f"or "
-            "HOST:PORT there, or ray job submit -- shoal train ..."
+            "or HOST:PORT there, or ray job submit -- shoal train ..."
         )
     host, _, port = address.rpartition(":")
     if host:
@@ -528,8 +523,7 @@ def _check_answers(address: str, host: str, port: str) -> None:
             if isinstance(error, ValueError) or time.monotonic() > deadline - 1:
                 raise ShoalError(
                     f"ray.address={address}: nothing answers there ({error}); give auto or "
-                    f"HOST:PORT of "
-                    "a cluster (ray start --head), or leave it out to start Ray here"
+                    "HOST:PORT of a cluster (ray start --head), or leave it out to start Ray here"
                 ) from error
             time.sleep(1)
 
@@ -570,8 +564,7 @@ def hold_accelerators(kind: str, trainer: str, wanted: float, seconds: float) ->
     if not (count := len(asked) if isinstance(asked, list) else asked):
         raise ShoalError(
             f"the workers ask for {wanted:g} {kind}, which are all {here} of this machine: the "
-            f"trainer "
-            "would have none; lower sampler.workers or sampler.devices_per_worker, or set "
+            "trainer would have none; lower sampler.workers or sampler.devices_per_worker, or set "
             "mesh.trainer"
         )
     needs: dict[str, Any] = {"num_gpus": count} if kind == "GPU" else {"resources": {kind: count}}
@@ -589,8 +582,7 @@ def hold_accelerators(kind: str, trainer: str, wanted: float, seconds: float) ->
     except RayError as error:
         raise ShoalError(
             f"the trainer asks for {count} {kind} of this machine, which has {here}, and others of "
-            f"the "
-            "cluster hold some: lower mesh.trainer, or wait for them"
+            "the cluster hold some: lower mesh.trainer, or wait for them"
         ) from error
     os.environ[VISIBLE[kind]] = ",".join(found)
     return holder, count
@@ -637,8 +629,7 @@ class ObjectPublisher(Publisher):
         except ObjectStoreFullError as error:
             raise ShoalError(
                 "publish.channel=ray: Ray's object store has no room for the weights: start Ray "
-                "with a "
-                "larger one (--object-store-memory), or set publish.channel=files"
+                "with a larger one (--object-store-memory), or set publish.channel=files"
             ) from error
         return ObjectVersion(version, refs, checksums)
 

@@ -264,8 +264,7 @@ class TurnDriver:
             if is_long:
                 raise ShoalError(
                     f"row {request.example.row}: with what its environment's reset returned, the "
-                    f"prompt "
-                    f"has {size}; raise sampling.max_prompt_tokens={self.max_prompt_tokens}",
+                    f"prompt has {size}; raise sampling.max_prompt_tokens={self.max_prompt_tokens}",
                     "sampling.max_prompt_tokens",
                 )
         rollout.prompt_ids = ids

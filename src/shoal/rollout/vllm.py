@@ -338,8 +338,7 @@ class VllmEngine:
         if most < longest:
             raise ShoalError(
                 f"the server at {server.url} takes {most} tokens, and a prompt with its completion "
-                f"may "
-                f"have {longest}: start it with --max-model-len={longest}"
+                f"may have {longest}: start it with --max-model-len={longest}"
             )
         try:
             server.call("/is_paused")
@@ -357,8 +356,7 @@ class VllmEngine:
             if error.path != GENERATE or error.status == 403:
                 raise ShoalError(
                     f"the server at {server.url} lacks what a sampler needs ({error}): start it "
-                    f"with "
-                    "VLLM_SERVER_DEV_MODE=1 in its environment and --enable-scale-out"
+                    "with VLLM_SERVER_DEV_MODE=1 in its environment and --enable-scale-out"
                 ) from error
             self._path = COMPLETE  # of an older version
         threading.Thread(target=self._watch, args=(server,), daemon=True).start()
@@ -409,8 +407,7 @@ class VllmEngine:
             if error.path in (RELOAD, ADAPTER):
                 hint = (
                     f" (its files are in {weights.place}: the server must see the folder "
-                    f"publish.folder under "
-                    "the same path)"
+                    "publish.folder under the same path)"
                 )
             raise HostLost(f"version {version} could not be loaded: {error}{hint}") from error
         self.version, self.parameters = version, weights
@@ -454,9 +451,8 @@ class VllmEngine:
             raise ShoalError(
                 f"the server at {server.url} does not take the adapter ({error}): start it with "
                 "--enable-lora, --max-lora-rank of at least model.lora.rank, and --max-loras of at "
-                "least "
-                "train.max_staleness + 2; or without VLLM_ALLOW_RUNTIME_LORA_UPDATING, for whole "
-                "models"
+                "least train.max_staleness + 2; or without VLLM_ALLOW_RUNTIME_LORA_UPDATING, for "
+                "whole models"
             ) from error
         self._adapters[self._name] = weights.version
 
@@ -581,8 +577,7 @@ class VllmEngine:
         if not gap <= most:  # so that NaN is a gap
             raise HostLost(
                 f"{what} from the trainer's by up to {gap:.3g} at version {weights.version}, more "
-                f"than "
-                f"vllm.tolerance={exact(most)}: {cause}"
+                f"than vllm.tolerance={exact(most)}: {cause}"
             )
 
     def close(self) -> None:
@@ -712,7 +707,7 @@ def read_reason(
         position = inner_ends[0]
         raise ValueError(
             f"the end token {ids[position]} at position {position} of {len(ids)}, and tokens after "
-            f"it"
+            "it"
         )
     if choice["finish_reason"] != "stop":
         return {"length": StopReason.LENGTH, "abort": None}[choice["finish_reason"]]
@@ -730,8 +725,7 @@ def check_length(choice: Mapping[str, Any], count: int, max_tokens: int) -> None
     if is_cut or count > max_tokens:
         raise ValueError(
             f"finish_reason {choice['finish_reason']} at {count} tokens, and max_tokens was "
-            f"{max_tokens}: "
-            "has the server another limit, as by --max-model-len?"
+            f"{max_tokens}: has the server another limit, as by --max-model-len?"
         )
 
 

@@ -81,9 +81,8 @@ class WorkerFingerprint:
         except (OSError, KeyError, TypeError, ValueError) as error:
             raise ShoalError(
                 f"{file}, which the workers of a resumed run are compared with, is damaged "
-                f"({error}): "
-                "restore it from a backup, or remove it, and a worker of now is the measure of the "
-                "others"
+                f"({error}): restore it from a backup, or remove it, and a worker of now is the "
+                "measure of the others"
             ) from error
 
 
@@ -137,8 +136,7 @@ class WorkerParity:
             if self.strict:
                 raise HostRefused(
                     f"{text}; refused, as train.versions=fixed promises the same tokens from every "
-                    f"host: "
-                    "install the same everywhere, or set train.versions=newest"
+                    "host: install the same everywhere, or set train.versions=newest"
                 )
             if name not in self.different:
                 self.say(f"{text}; it samples nevertheless (train.versions=newest)")
@@ -154,10 +152,9 @@ class WorkerParity:
             if (seconds := time.monotonic() - self._undecided_at) < FIRST_SECONDS:
                 return None
             self.say(
-                f"no worker that is ready has the devices and settings of "
-                f"{' or '.join(self.wanted)}, and after "
-                f"{seconds:.0f} s {', '.join(others)} still prepare: {name}'s numbers are the "
-                f"measure of others'"
+                "no worker that is ready has the devices and settings of "
+                f"{' or '.join(self.wanted)}, and after {seconds:.0f} s {', '.join(others)} still "
+                f"prepare: {name}'s numbers are the measure of others'"
             )
         if self.file is not None:
             self.proofs[name].write(self.file)

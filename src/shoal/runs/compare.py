@@ -312,8 +312,8 @@ def _weights_or_sampling(
         return ("sampling", "update"), "sampling or the weights differ first"
     if not all(before in same_groups for before in range(1, version + 1)):
         return ("update", "sampling"), (
-            "the weights or sampling differ first (not all groups of steps 1 to "
-            f"{version} were compared)"
+            f"the weights or sampling differ first (not all groups of steps 1 to {version} were "
+            "compared)"
         )
     return ("update", "sampling"), (
         f"the weights differ first, by the update at the end of step {version}, which was "

@@ -216,8 +216,8 @@ def column_of(column: str, functions: Iterable[str]) -> str:
         return column_sql(f"mean/{function}")
     known = [*COLUMNS, *functions]
     raise ShoalError(
-        f"there is no column {column[:60]!r}{did_you_mean(column, known) or '.'} "
-        f"Columns: {', '.join(known)}"
+        f"there is no column {column[:60]!r}{did_you_mean(column, known) or '.'} Columns: "
+        f"{', '.join(known)}"
     )
 
 
@@ -285,8 +285,7 @@ class GroupTable:
         database.run(f'CREATE TABLE {self.prompts} ("set" VARCHAR, "row" BIGINT, prompt VARCHAR)')
         database.run(
             f"CREATE TABLE {self.sums} (file INTEGER, step INTEGER, function VARCHAR, n DOUBLE, x "
-            f"DOUBLE, "
-            "y DOUBLE, xx DOUBLE, yy DOUBLE, xy DOUBLE, low DOUBLE, high DOUBLE)"
+            "DOUBLE, y DOUBLE, xx DOUBLE, yy DOUBLE, xy DOUBLE, low DOUBLE, high DOUBLE)"
         )
         self.files: dict[str, GroupFile] = {}
         self.by_number: dict[int, GroupFile] = {}

@@ -25,8 +25,7 @@ def make_run_folder(
     if "[" in str((base / run_name).absolute()):
         raise ShoalError(
             f"the run folder {base / run_name} has a [ in its path, and checkpoints cannot be read "
-            f"from "
-            "there: choose another run_name or base_output_directory"
+            "from there: choose another run_name or base_output_directory"
         )
     if run_name:
         path = named_folder(os.fspath(base), run_name)
@@ -54,8 +53,7 @@ def refuse_foreign(path: Path) -> None:
     if foreign and CONFIG not in foreign:
         raise ShoalError(
             f"the folder {path} holds something that is no run ({min(foreign)}, no {CONFIG}): "
-            f"choose "
-            "another run_name, or empty it",
+            "choose another run_name, or empty it",
             "run_name",
         )
 
@@ -66,8 +64,7 @@ def named_folder(base: str | os.PathLike[str], run_name: str) -> Path:
     if name.is_absolute() or ".." in name.parts or not name.parts or "\0" in run_name:
         raise ShoalError(
             f"run_name={run_name!r}: expected a name under base_output_directory, without '..' or "
-            f"a "
-            "leading '/'"
+            "a leading '/'"
         )
     return check_local(os.fspath(base), "base_output_directory", RUNS) / name
 
@@ -134,8 +131,7 @@ class Lock:
             self._file.close()
             raise ShoalError(
                 f"the run folder {folder} is in use by {holder}: wait for it, stop it, or choose "
-                f"another "
-                "run_name"
+                "another run_name"
             ) from error
         except OSError as error:
             self.missing = error.strerror or str(error)
@@ -176,7 +172,7 @@ def find_run(name: str, base: str | os.PathLike[str] = "outputs", groups: bool =
     if not path.is_dir():
         raise ShoalError(
             f"{path}: there is no such folder; give a run folder, or `last` for the run started "
-            f"last"
+            "last"
         )
     if not is_run(path):
         raise ShoalError(f"{address(path)} is no run folder: it holds no {CONFIG}")

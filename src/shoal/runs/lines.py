@@ -177,7 +177,7 @@ def bounded_yaml(text: str) -> Mapping[str, Any]:
             if depth > MAX_NESTING or values > MAX_VALUES:
                 raise ValueError(
                     f"it is nested more than {MAX_NESTING} deep, or has more than {MAX_VALUES:,} "
-                    f"values"
+                    "values"
                 )
         found = yaml.load(text, _BoundedLoader)
     except yaml.YAMLError as error:

@@ -104,8 +104,7 @@ class Lease:
                 ends = time.strftime("%H:%M:%S", time.localtime(time.time() + left))
                 raise ShoalError(
                     f"the run folder {url} is in use by {holder['name']}, whose lease ends at "
-                    f"{ends}, in "
-                    f"{left:.0f} s: wait for it, stop it, or choose another run_name"
+                    f"{ends}, in {left:.0f} s: wait for it, stop it, or choose another run_name"
                 )
             self.before = holder.get("id", "")
             with contextlib.suppress(
@@ -142,8 +141,7 @@ class Lease:
         if not now:
             raise ShoalError(
                 f"{self.url}: this kind of storage does not say when an object was written, so "
-                f"that two "
-                "processes could write to one run: give gs://, s3:// or a local folder"
+                "that two processes could write to one run: give gs://, s3:// or a local folder"
             )
         # What a process left that ended within these few milliseconds.
         for name, one in found.items():
@@ -334,10 +332,8 @@ class Mirror:
             ):
                 self.fault = ShoalError(
                     f"{self.url} has not answered for {UNSAVED_SECONDS:.0f} s ({self._cause}), and "
-                    f"the newest state of "
-                    f"the run is in {self.folder} alone: where it answers again, the same command "
-                    f"on this machine "
-                    "continues from there"
+                    f"the newest state of the run is in {self.folder} alone: where it answers "
+                    "again, the same command on this machine continues from there"
                 )
             time.sleep(0.02)
 

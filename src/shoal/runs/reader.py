@@ -271,8 +271,7 @@ class StoredRun:
             ]:
                 raise ShoalError(
                     f"{self.where}/{name}, line {number} is damaged (it has no {missing[0]}): "
-                    f"restore the "
-                    "file from a backup, or remove the line"
+                    "restore the file from a backup, or remove the line"
                 )
         return rows
 
@@ -293,8 +292,7 @@ class StoredRun:
         if not self.config.report.groups:
             raise ShoalError(
                 f"{self.where} has no groups: it was made with report.groups=false; run it again "
-                f"with "
-                "report.groups=true"
+                "with report.groups=true"
             )
         cause = ": the run did not finish its first step" if name == "step" else ""
         raise ShoalError(f"{self.where}/groups holds no file {name}_*{cause}")
@@ -309,8 +307,7 @@ class StoredRun:
             running = "" if self.is_finished else ", which has not finished"
             raise ShoalError(
                 f"step={step}: {self.where}{running} has no groups of this step; it has those of "
-                f"steps "
-                f"{ranges(files)}"
+                f"steps {ranges(files)}"
             )
         return read_file(files[step])
 
@@ -320,8 +317,7 @@ class StoredRun:
         if number >= len(found):
             raise ShoalError(
                 f"group={number}: step {step} of {self.where} has {count(len(found), 'group')}, 0 "
-                f"to "
-                f"{len(found) - 1}"
+                f"to {len(found) - 1}"
             )
         return found[number]
 

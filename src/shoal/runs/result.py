@@ -150,8 +150,7 @@ class Result(Mapping[str, Any]):
         if not self.finished:
             raise ShoalError(
                 f"{self.folder} has no summary: the run has not finished (.metrics and "
-                f".evaluations hold "
-                "its steps so far); resume it with shoal.train(resume=FOLDER)"
+                ".evaluations hold its steps so far); resume it with shoal.train(resume=FOLDER)"
             )
         return self.summary[key]
 
@@ -200,8 +199,7 @@ class Result(Mapping[str, Any]):
         except ImportError as error:
             raise ShoalError(
                 "matplotlib is not installed: `pip install '.[plot]'` in the clone of Shoal, or "
-                "plot "
-                ".metrics.columns with what you have"
+                "plot .metrics.columns with what you have"
             ) from error
         if not len(self.metrics) and not self.evaluations:
             raise ShoalError(

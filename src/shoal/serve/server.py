@@ -52,8 +52,7 @@ def check_host(host: str, token: str, what: str, port: int) -> None:
     if host not in LOOPBACK and not token:
         raise ShoalError(
             f"host={host}: whoever reaches this address could {what}; set token=auto, or leave "
-            f"host= out "
-            f"and forward the port: ssh -L {port}:127.0.0.1:{port} HOST",
+            f"host= out and forward the port: ssh -L {port}:127.0.0.1:{port} HOST",
             "token",
         )
 
@@ -83,8 +82,7 @@ def listen(host: str, port: int, first: int = 8700) -> socket.socket:
             fault = error
     raise ShoalError(
         f"port={port}: cannot listen on {host}:{port} ({fault.strerror if fault else ''}): choose "
-        f"another "
-        "port, or leave port= out for a free one",
+        "another port, or leave port= out for a free one",
         "port",
     )
 

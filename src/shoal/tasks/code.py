@@ -24,8 +24,7 @@ from shoal.text import count
 
 SYSTEM_PROMPT = (
     "Solve the task in Python, with its standard library alone. Write the whole code in one block "
-    "that "
-    "begins with ```python and ends with ```."
+    "that begins with ```python and ends with ```."
 )
 _BLOCK = re.compile(
     r"(?P<indent>(?<![^\n])[ \t]++)?```"
@@ -63,8 +62,7 @@ def _note_undefined(splits: Splits) -> None:
         place, names = found[0]
         splits.notes.append(
             f"code: the tests of {count(len(found), 'row')} use names that neither the tests, "
-            f"their "
-            f"setup nor the solution define ({', '.join(names)} in {place}): define them in "
+            f"their setup nor the solution define ({', '.join(names)} in {place}): define them in "
             "`test_setup_code`, or leave these rows out"
         )
 
@@ -82,9 +80,8 @@ def _example(number: int, place: str, row: Mapping[str, Any]) -> Example:
     if not (isinstance(text, str) and are_tests):
         raise ShoalError(
             f"task code: {place} has neither `text` (or `prompt`) and `test_list`, as MBPP, nor "
-            f"`prompt`, "
-            f"`test` and `entry_point`, as HumanEval; its columns: {', '.join(row) or 'none'} "
-            "(task.columns=[test_list=OTHER] renames one)"
+            "`prompt`, `test` and `entry_point`, as HumanEval; its columns: "
+            f"{', '.join(row) or 'none'} (task.columns=[test_list=OTHER] renames one)"
         )
     if entry is None:
         setup = "\n".join([*_texts(row.get("test_imports")), *_texts(row.get("test_setup_code"))])

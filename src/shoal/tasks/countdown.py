@@ -21,10 +21,8 @@ from shoal.tasks.task import Task
 
 SYSTEM_PROMPT = (
     "Reach the target with the given numbers and + - * / and brackets; use every number exactly "
-    "once. Think between "
-    "<reasoning> and </reasoning>, then write only the expression, without an equals sign, between "
-    "<answer> and "
-    "</answer>."
+    "once. Think between <reasoning> and </reasoning>, then write only the expression, without an "
+    "equals sign, between <answer> and </answer>."
 )
 
 

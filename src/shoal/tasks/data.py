@@ -70,15 +70,13 @@ class Splits:
             self.train, self.held_out, self.data = [], rows, DataReport({}, files)
             self.notes.append(
                 f"{begin}{asked_rows(total, num_questions)} are evaluated on, those too that a run "
-                f"on "
-                "this data learned from"
+                "on this data learned from"
             )
             return
         if total < 2:
             raise ShoalError(
                 f"task {self.task}: {source} has 1 row and no other split to evaluate on: add "
-                f"rows, or "
-                f"evaluate on the row that is trained on, {self.on_purpose}"
+                f"rows, or evaluate on the row that is trained on, {self.on_purpose}"
             )
         if spread:
             held = range(_HELD_OUT_SHARE - 1, total, _HELD_OUT_SHARE) or range(total - 1, total)
@@ -125,8 +123,7 @@ class Splits:
         if len(held_out) < len(self.held_out):
             self.notes.append(
                 f"{self.task}: {len(self.held_out) - len(held_out)} of {len(self.held_out)} "
-                f"held-out "
-                f"rows were dropped: {reason}"
+                f"held-out rows were dropped: {reason}"
             )
         self._drop(train, reason)
         self.held_out = held_out
@@ -140,8 +137,7 @@ class Splits:
         if self.train and not kept and not is_evaluating():
             raise ShoalError(
                 f"task {self.task}: every training {noun} is held out too: give other data, or "
-                f"evaluate "
-                f"on the rows that are trained on, {self.on_purpose}"
+                f"evaluate on the rows that are trained on, {self.on_purpose}"
             )
         self._drop(kept, f"{noun} held out too")
 
@@ -196,8 +192,7 @@ def _find_files(
     if task.template:
         raise ShoalError(
             f"task.template has no effect on the task {name}, which makes its own prompts: leave "
-            f"it out, "
-            "or choose task=custom"
+            "it out, or choose task=custom"
         )
     for key in ("split", "eval_split"):
         if not getattr(task, key).strip():
@@ -257,7 +252,7 @@ def _read(
     if not rows:
         raise ShoalError(
             f"task {published.task}: {files[0]} is empty; rows with {_columns(published)} are "
-            f"needed"
+            "needed"
         )
     return rows, counts
 
@@ -281,7 +276,7 @@ def _checked(
             raise ShoalError(
                 f"task {published.task}: {place} has no column {column!r}; its columns: "
                 f"{', '.join(map(str, row)) or 'none'} (task.columns=[{column}=OTHER] takes "
-                f"another)",
+                "another)",
                 "task.columns",
             )
         value = row[column]
@@ -295,7 +290,7 @@ def _checked(
         elif column in published.texts and not isinstance(value, str):
             raise ShoalError(
                 f"task {published.task}: {place}: {column!r} is a {type(value).__name__}; text is "
-                f"needed"
+                "needed"
             )
     return row
 
@@ -328,8 +323,7 @@ def _renamed(row: Mapping[str, Any], place: str, renames: Mapping[str, str]) -> 
         if wanted in row and wanted not in renames:
             raise ShoalError(
                 f"task.columns: {wanted}={theirs}: {place} has a column {wanted!r} too; rename "
-                f"that as "
-                f"well, OTHER={wanted}"
+                f"that as well, OTHER={wanted}"
             )
     return {renames.get(column, column): value for column, value in row.items()}
 
@@ -408,14 +402,12 @@ def _parse_json(data: bytes, fault: str) -> Any:
     except UnicodeDecodeError as error:
         raise ShoalError(
             f"{fault}: it is no text in UTF-8 ({error.reason} at byte {error.start}); save the "
-            f"file as "
-            "UTF-8"
+            "file as UTF-8"
         ) from error
     except UnicodeEncodeError as error:
         raise ShoalError(
             f"{fault}: it holds {half_character(error.object)}, half of a character that JSON "
-            f"writes as "
-            "two; write both halves, or leave it out"
+            "writes as two; write both halves, or leave it out"
         ) from error
     except (ValueError, RecursionError) as error:
         raise ShoalError(
@@ -444,8 +436,7 @@ def _read_table(file: Path, name: str) -> PlacedRows:
                 if len(header) == 1 and sign in header[0]:
                     raise ShoalError(
                         f"{name}: its header, {header[0][:80]!r}, has {plural} between its "
-                        f"columns; "
-                        "expected commas: save the table with commas"
+                        "columns; expected commas: save the table with commas"
                     )
             if len(set(header)) < len(header):
                 raise ShoalError(
@@ -549,8 +540,7 @@ class DataFolder:
         if others and not held_out and task.eval_split != task.split:
             notes.append(
                 f"{name}: there is no split {task.eval_split} to evaluate on, but "
-                f"{' and '.join(others)}: "
-                f"task.eval_split={others[0]} takes it"
+                f"{' and '.join(others)}: task.eval_split={others[0]} takes it"
             )
         return train, held_out, notes
 
@@ -588,8 +578,7 @@ class DataFolder:
             return task, []
         note = (
             f"{self.published.task}: task.split={task.split} names a subset of the data set, so it "
-            f"is the subset, "
-            f"and the split is {split}"
+            f"is the subset, and the split is {split}"
         )
         return replace(task, subset=task.split, split=split, files=() if named else task.files), [
             note
@@ -742,8 +731,7 @@ def fetch_folder(task: TaskSection, published: Published) -> DataFolder:
     if not (path or published.hub_id):
         raise ShoalError(
             f"task {published.task} needs task.path: a jsonl or parquet file, a folder of them, or "
-            f"a hub "
-            "id"
+            "a hub id"
         )
     declared = open_folder(_download(path, published, ["README.md"]), published).declared
     subset = next(
@@ -784,6 +772,5 @@ def _download(path: str, published: Published, patterns: list[str], **options: A
         cause = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ShoalError(
             f"{what} the data set {name} could not be fetched ({cause}); give a local jsonl file "
-            f"or "
-            f"folder: task.path=FOLDER"
+            "or folder: task.path=FOLDER"
         ) from error

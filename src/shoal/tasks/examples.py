@@ -264,8 +264,7 @@ def note_empty_answers(splits: Splits) -> None:
         place = f", the first {empty[0].place}" if empty[0].place else ""
         splits.notes.append(
             f"{splits.task}: {len(empty)} of {len(rows)} rows have an empty answer{place}: fill "
-            f"them "
-            "in or leave these rows out, unless the reward needs no answer"
+            "them in or leave these rows out, unless the reward needs no answer"
         )
 
 
@@ -337,8 +336,7 @@ def _rows(data: Any, name: str) -> Sequence[Any]:
         )
         raise ShoalError(
             f"{name} is a {type(data).__name__}: expected rows, a list of dicts with `prompt`, a "
-            f"table of "
-            f"pandas, polars, arrow or datasets, {other}"
+            f"table of pandas, polars, arrow or datasets, {other}"
         )
     else:
         rows = list(data)
@@ -352,8 +350,7 @@ def _rows_of_columns(columns: Mapping[Any, Any], name: str) -> list[dict[str, An
         if isinstance(values, str | bytes) or not hasattr(values, "__len__"):
             raise ShoalError(
                 f"{name}: the column {column!r} is a {type(values).__name__}; expected a list, a "
-                f"value a "
-                "row"
+                "value a row"
             )
     lengths = {column: len(values) for column, values in columns.items()}
     if len(set(lengths.values())) > 1:
@@ -386,8 +383,8 @@ class UnknownRoles:
         """A line for each."""
         return [
             f"{count(len(places), 'prompt has', 'prompts have')} a message of the role "
-            f"{role!r:.40} (first "
-            f"{places[0]}), which most chat templates do not know: expected {', '.join(ROLES[:5])}"
+            f"{role!r:.40} (first {places[0]}), which most chat templates do not know: expected "
+            f"{', '.join(ROLES[:5])}"
             for role, places in self._found.items()
         ]
 
@@ -414,8 +411,7 @@ class ExampleMaker:
             )
             raise ShoalError(
                 f"{place}: `prompt` is {kind}, that of {first_place} is {other}: make all prompts "
-                f"of one "
-                "kind"
+                "of one kind"
             )
         if example.columns.keys() != first.columns.keys():
             _check_names(example, place)
@@ -423,8 +419,7 @@ class ExampleMaker:
             has, lacks = (place, first_place) if other in example.columns else (first_place, place)
             raise ShoalError(
                 f"{lacks} has no column {other!r}, {has} has: give every row the same columns, "
-                f"None where "
-                "there is no value"
+                "None where there is no value"
             )
         self.num_continued += (
             not isinstance(example.prompt, str) and example.prompt[-1]["role"] == "assistant"
@@ -438,13 +433,13 @@ def example_of(number: int, place: str, row: Any) -> Example:
     if not isinstance(row, Mapping):
         raise ShoalError(
             f"{place} is a {type(row).__name__}: expected a dict with `prompt` and the reward's "
-            f"columns"
+            "columns"
         )
     if "prompt" not in row and "messages" not in row:
         raise ShoalError(
             f"{place} has no `prompt`: its columns are {', '.join(map(str, row)) or 'none'}; "
-            f"rename the "
-            "column that holds the text to `prompt`, or the one that holds messages to `messages`"
+            "rename the column that holds the text to `prompt`, or the one that holds messages to "
+            "`messages`"
         )
     columns = {column: _plain(value) for column, value in row.items() if column != "prompt"}
     prompt = row["prompt"] if "prompt" in row else _without_answer(columns["messages"], place)
@@ -456,8 +451,7 @@ def _without_answer(messages: Any, place: str) -> list[Any]:
     if not isinstance(messages, list):
         raise ShoalError(
             f"{place}: `messages` is a {type(messages).__name__}: expected a list of dicts with "
-            f"role and "
-            "content"
+            "role and content"
         )
     ends = (
         bool(messages)
@@ -511,8 +505,7 @@ def checked_prompt(prompt: Any, place: str) -> Prompt:
         )
         raise ShoalError(
             f"{place}: `prompt` is {kind}: expected text, or messages, a list of dicts with role "
-            f"and "
-            "content"
+            "and content"
         )
     if isinstance(prompt, str):
         return _checked_text(prompt, place)
@@ -548,8 +541,7 @@ def _message(at: int, message: Any, place: str) -> dict[str, Any]:
     ):
         raise ShoalError(
             f"{place}: message {at} of `prompt` is {str(message)[:60]!r}: expected a dict with "
-            f"role and "
-            "content, both text, or with tool_calls"
+            "role and content, both text, or with tool_calls"
         )
     content = _checked_text(content, place)
     if message["role"] == "system":
@@ -573,7 +565,6 @@ def _checked_text(text: str, place: str) -> str:
     if not text.isascii() and (half := half_character(text)):
         raise ShoalError(
             f"{place}: `prompt` holds {half}, half of a character that is written as two: write "
-            f"both "
-            "halves, or leave it out"
+            "both halves, or leave it out"
         )
     return text

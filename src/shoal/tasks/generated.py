@@ -126,8 +126,7 @@ def refuse_path(section: TaskSection, name: str) -> None:
     if section.path:
         raise ShoalError(
             f"task.path={section.path!r}: the task {name} makes its own problems; leave task.path "
-            f"out, or "
-            "choose the task that reads it, task=custom for data of your own"
+            "out, or choose the task that reads it, task=custom for data of your own"
         )
 
 

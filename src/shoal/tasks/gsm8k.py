@@ -121,7 +121,7 @@ def blank(task: TaskSection, reward: RewardSection | None = None) -> Task:
         if answer is None:
             raise ShoalError(
                 f"task gsm8k: row {number} has no `answer` that is a number or ends in `#### "
-                f"<number>`"
+                "<number>`"
             )
         columns = {"answer": answer, "solution": str(row["answer"])}
         return Example(number, preset.prompt(str(row.get("question", ""))), columns)

@@ -30,8 +30,7 @@ PUBLISHED = Published(
 )
 SYSTEM_PROMPT = (
     "Think first, between <think> and </think>. Then write your whole response between <answer> "
-    "and </answer>: only "
-    "what stands there is checked against the user's instructions."
+    "and </answer>: only what stands there is checked against the user's instructions."
 )
 WEIGHTS = (0.4, 0.3, 0.2, 0.1)
 """Of prompt-strict, the mean of instruction-strict, prompt-loose and the mean of instruction-loose
@@ -54,14 +53,13 @@ def load(task: TaskSection) -> Task:
     if not tags:
         asked = asked_rows(len(splits.held_out), task.num_eval_questions)
         splits.notes[-1] = (
-            f"ifeval: {asked} are evaluated on, with their prompts as they are; a "
-            "training run with these keys would be measured on rows that it learned from"
+            f"ifeval: {asked} are evaluated on, with their prompts as they are; a training run "
+            "with these keys would be measured on rows that it learned from"
         )
     elif splits.one_split:
         splits.notes.append(
             "ifeval: the published prompts are a benchmark; a model that trained on some of them "
-            "has "
-            "no fair figures on it any more, not even on those held out"
+            "has no fair figures on it any more, not even on those held out"
         )
     splits.drop_held_out(lambda one: one[1]["prompt"], "prompt")
     splits.train, splits.held_out = (
@@ -212,8 +210,7 @@ def _example(number: int, place: str, row: Mapping[str, Any], tags: bool) -> Exa
     ):
         raise ShoalError(
             f"task ifeval: {place}: `instruction_id_list` must be a list of names, and `kwargs` a "
-            f"list of "
-            "as many objects"
+            "list of as many objects"
         )
     try:
         arguments = [read_arguments(name, one) for name, one in zip(names, given, strict=True)]

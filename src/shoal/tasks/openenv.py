@@ -120,8 +120,7 @@ def openenv(address: str) -> type[OpenEnv]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ShoalError(
             f"environment={address}: no OpenEnv server answers there ({describe_error(error)}): "
-            f"start it, "
-            "or give the address that its /health has",
+            "start it, or give the address that its /health has",
             "environment.factory",
         ) from error
     listed = (tools.get("result") or {}).get("tools") or []

@@ -101,8 +101,7 @@ def load_by_name(task: TaskSection, reward: RewardSection) -> Task:
     if task.name not in TASKS:
         raise ShoalError(
             f"task.name={task.name!r}: there is no such task; did you mean "
-            f"{nearest(task.name, TASKS)!r}? "
-            f"Tasks: {', '.join(TASKS)}"
+            f"{nearest(task.name, TASKS)!r}? Tasks: {', '.join(TASKS)}"
         )
     load = importlib.import_module(TASKS[task.name]).load
     if "reward" in inspect.signature(load).parameters:

@@ -270,7 +270,7 @@ class Run:
             return f"stopped: {NOTHING_KEPT}; start again: {self.resume_command}"
         if self.saved == 0:
             return (
-                f"stopped before the first step, with its evaluation saved; resume: "
+                "stopped before the first step, with its evaluation saved; resume: "
                 f"{self.resume_command}"
             )
         return (
@@ -373,9 +373,9 @@ class Run:
         now = weights_text(state.frozen)
         if now != at_start:
             raise RuntimeError(
-                f"the frozen weights have changed since the start (checksum {at_start} then, "
-                f"{now} now), so the checkpoints of this run belong to no known model: a memory "
-                f"or a device is faulty"
+                f"the frozen weights have changed since the start (checksum {at_start} then, {now} "
+                "now), so the checkpoints of this run belong to no known model: a memory or a "
+                "device is faulty"
             )
 
     @timed("publication", "publish")

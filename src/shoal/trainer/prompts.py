@@ -372,6 +372,6 @@ def prepare(
         raise ShoalError(
             f"the prompt of row {example.row} has {counted(len(ids), 'token')}, "
             f"sampling.max_prompt_tokens is {max_tokens}: raise it, or set "
-            f"sampling.long_prompts=drop"
+            "sampling.long_prompts=drop"
         )
     return None

@@ -60,8 +60,8 @@ class Schedule:
                 if newest < 0 or oldest > self.max_staleness:
                     raise RuntimeError(
                         f"step {group.step + 1} got tokens {newest} to {oldest} versions old, "
-                        f"expected "
-                        f"0 to {self.max_staleness} (train.max_staleness): row {group.example.row}"
+                        f"expected 0 to {self.max_staleness} (train.max_staleness): row "
+                        f"{group.example.row}"
                     )
 
     def version(self, step: int) -> int:

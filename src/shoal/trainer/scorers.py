@@ -27,7 +27,7 @@ def find_teacher(config: Config, student: ModelSource, console: Printer | None) 
         raise ShoalError(
             f"teacher.path={config.teacher.path}: its vocabulary is not that of the model "
             f"{config.model.path}, so its log-probs would be of other tokens; give one of the same "
-            f"family"
+            "family"
         )
     check_positions(teacher.architecture, config.sampling, f"teacher.path={config.teacher.path}")
     teacher.check()

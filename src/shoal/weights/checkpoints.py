@@ -243,7 +243,7 @@ def find_checkpoint(folder: Path) -> tuple[Path, int] | None:
     if not saved:
         raise ShoalError(
             f"the run {folder} has no checkpoint: wait for its first one if it is training, else "
-            f"give another model"
+            "give another model"
         )
     return folder, saved[-1]
 
@@ -293,8 +293,7 @@ def restore(
     if others:
         raise ShoalError(
             f"checkpoint {path} was saved with another model or optimizer (its {others[0]} has "
-            f"other "
-            "names, shapes or types): give model.* and optimizer.* as they were, above all "
+            "other names, shapes or types): give model.* and optimizer.* as they were, above all "
             "optimizer.clip_grad_norm and weight_decay, 0 or not, optimizer.moments, and "
             "model.dtype, float16 or not"
         )
@@ -344,7 +343,7 @@ def _read_everywhere(path: Path, part: str, read: Callable[[], Any], world: Worl
     if is_machine:
         raise ShoalError(
             f"checkpoint {path} cannot be read now ({text}): nothing was changed; solve that and "
-            f"repeat the command"
+            "repeat the command"
         ) from error
     raise DamagedCheckpoint(f"checkpoint {path} is damaged ({text})") from error
 
@@ -387,7 +386,7 @@ def restore_newest(
     if damaged:
         raise ShoalError(
             f"no checkpoint of {run} is whole ({'; '.join(damaged.values())}): nothing was "
-            f"changed; restore one, or start a new run with another run_name"
+            "changed; restore one, or start a new run with another run_name"
         )
     return None
 

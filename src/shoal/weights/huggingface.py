@@ -184,7 +184,7 @@ def _weight_files(folder: Path) -> list[Path]:
     if not folder.is_dir():
         raise ShoalError(
             f"{folder}: this machine has no such folder; expected one with a model's safetensors "
-            f"files"
+            "files"
         )
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.is_file():
@@ -195,13 +195,13 @@ def _weight_files(folder: Path) -> list[Path]:
         if not isinstance(weight_map, dict):
             raise ShoalError(
                 f"{index} has no weight_map, which names the file of each tensor. Download it "
-                f"again."
+                "again."
             )
         files = sorted({path_within(folder, name, str(index)) for name in weight_map.values()})
         if absent := [file.name for file in files if not file.is_file()]:
             raise ShoalError(
                 f"{folder}: {index.name} names {_listed(absent)}, which is missing. Download it "
-                f"again."
+                "again."
             )
     if not files:
         raise ShoalError(

@@ -189,8 +189,7 @@ def arrays_of(a: Architecture, scan_layers: bool, pairs: bool) -> list[MaxTextAr
     if a.output_bias or a.mlp_bias or (a.qkv_bias and a.qk_norm):
         raise ShoalError(
             "MaxText has no model with these biases (on the attention's output, the feed-forward "
-            "part, or "
-            "together with norms on queries and keys): keep it in Hugging Face's format"
+            "part, or together with norms on queries and keys): keep it in Hugging Face's format"
         )
     found, scale = [], 1.0 if a.qkv_bias or a.qk_norm else float(np.float32(a.head_dim**-0.5))
     for spec in jax.tree.leaves(param_specs(a)):
@@ -420,8 +419,7 @@ def _check_arrays(
     if root is None:
         raise ShoalError(
             f"{where} holds no MaxText model: expected params/params/token_embedder/embedding "
-            f"among its "
-            f"arrays, found {', '.join(sorted(shapes)[:3]) or 'none'}"
+            f"among its arrays, found {', '.join(sorted(shapes)[:3]) or 'none'}"
         )
     found = {
         name.removeprefix(root): shape for name, shape in shapes.items() if name.startswith(root)
@@ -441,8 +439,7 @@ def _check_arrays(
         )
         raise ShoalError(
             f"{where} has its layers {how}, which is not what "
-            f"scan_layers={str(scan_layers).lower()} "
-            f"says: give scan_layers={str(stacked).lower()}"
+            f"scan_layers={str(scan_layers).lower()} says: give scan_layers={str(stacked).lower()}"
         )
     wanted = {array.name: array.shape for array in arrays_of(a, scan_layers, False)}
     fault = next(

@@ -64,8 +64,7 @@ def read_base(folder: Path) -> str:
     if not (base := read_json(folder / CONFIG).get("base_model_name_or_path")):
         raise ShoalError(
             f"{folder / CONFIG} does not name the model it belongs to (base_model_name_or_path): "
-            f"give "
-            f"that one as model.path, and this as model.lora.path={folder}"
+            f"give that one as model.path, and this as model.lora.path={folder}"
         )
     return str(base)
 
@@ -83,7 +82,7 @@ def read_adapter(folder: Path, a: Architecture) -> Adapter:
     if others:
         raise ShoalError(
             f"{folder / CONFIG} has {', '.join(others)}, which is not supported: expected plain "
-            f"LoRA"
+            "LoRA"
         )
     targets = config.get("target_modules") or ()
     try:

@@ -237,10 +237,8 @@ def _verified(
         if checksums[name] != found:
             raise ShoalError(
                 f"the weights in {place} are not those that were published (checksum of {name} "
-                f"{found:#x},"
-                f" expected {checksums[name]:#x}): something writes there, or a memory or disk is "
-                f"faulty; "
-                "choose another publish.folder, and resume the run"
+                f"{found:#x}, expected {checksums[name]:#x}): something writes there, or a memory "
+                "or disk is faulty; choose another publish.folder, and resume the run"
             )
     frozen.update({name: arrays[name] for name, spec in specs.items() if not spec.trained})
     params = jax.tree.unflatten(

@@ -98,10 +98,8 @@ class ModelSource:
         ):
             raise ShoalError(
                 f"the weights in {self.base} are not those that this adapter was trained on "
-                f"(checksum "
-                f"{self.facts['base']}, now {now}): restore them, or export the adapter (shoal "
-                f"export "
-                "from=RUN) to use it on others"
+                f"(checksum {self.facts['base']}, now {now}): restore them, or export the adapter "
+                "(shoal export from=RUN) to use it on others"
             )
         return frozen
 
@@ -206,8 +204,7 @@ def _with_lora(lora: LoraSection, spec: ModelSource) -> ModelSource:
     if spec.architecture.adapter:
         raise ShoalError(
             f"model.path has an adapter on {spec.base} already, which is what is trained on: leave "
-            f"out "
-            f"model.lora.*, or give model.path={spec.base}"
+            f"out model.lora.*, or give model.path={spec.base}"
         )
     if not lora.path:
         a = adapted(lora, spec.architecture)
@@ -221,8 +218,7 @@ def _with_lora(lora: LoraSection, spec: ModelSource) -> ModelSource:
     if lora.rank not in (0, adapter.rank):
         raise ShoalError(
             f"model.lora.rank={lora.rank}: the adapter in {lora.path} has rank {adapter.rank}; "
-            f"leave it "
-            "out"
+            "leave it out"
         )
     return replace(
         spec,
@@ -255,8 +251,7 @@ def check_quantised(section: ModelSection, a: Architecture) -> None:
     if a.quantised and not a.adapter:
         raise ShoalError(
             f"model.quantise={section.quantise}: expected none, or model.lora.rank=16 with it: "
-            f"weights "
-            "that are trained are float32",
+            "weights that are trained are float32",
             "model.quantise",
         )
 
@@ -313,8 +308,7 @@ def _resolve(section: ModelSection, base: ModelSource | None = None) -> ModelSou
         if is_untied:
             note = (
                 f"the config.json of {path} says that the head is the embedding, and its files "
-                f"hold another head, "
-                "which is used, as transformers 5 does"
+                "hold another head, which is used, as transformers 5 does"
             )
             # Written into the run and its exports: there the head is a parameter.
             config = {**families.read_config(folder), "tie_word_embeddings": False}
@@ -509,10 +503,8 @@ def check_positions(a: Architecture, sampling: SamplingSection, whose: str) -> N
     if 0 < a.max_positions < prompt + completion:
         raise ShoalError(
             f"{whose}: it has positions for {a.max_positions:,} tokens (max_position_embeddings), "
-            f"but "
-            f"sampling.max_prompt_tokens={prompt} and sampling.max_completion_tokens={completion} "
-            f"are "
-            f"{prompt + completion:,}; lower one",
+            f"but sampling.max_prompt_tokens={prompt} and "
+            f"sampling.max_completion_tokens={completion} are {prompt + completion:,}; lower one",
             "sampling.max_completion_tokens",
         )
 

@@ -347,8 +347,7 @@ class FileVersion(StoredVersion):
             raise ShoalError(
                 f"{KEY}={self.place.parent.parent}: the weights of {self.title} were published "
                 f"there, but {socket.gethostname()} finds no such folder: give one that trainer "
-                f"and "
-                "samplers share, or publish.channel=ray"
+                "and samplers share, or publish.channel=ray"
             )
         try:
             tensors = read_header(self.place)

@@ -120,8 +120,7 @@ class StoredTensor:
                     if not count:
                         raise ShoalError(
                             f"{self.file} ends at byte {position}, within the tensor {self.name}: "
-                            f"bytes "
-                            f"up to {end} were expected. Download it again."
+                            f"bytes up to {end} were expected. Download it again."
                         )
                     position, left = position + count, left[count:]
         except OSError as error:
@@ -227,8 +226,7 @@ def digests(stored: Mapping[str, StoredParameter]) -> dict[str, str]:
             except OSError as error:
                 raise ShoalError(
                     f"{tensor.file} cannot be read in the tensor {tensor.name} ({error.strerror}): "
-                    f"check "
-                    "the disk, then repeat the command."
+                    "check the disk, then repeat the command."
                 ) from error
         return hashed.hexdigest()
 
@@ -249,8 +247,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     except SafetensorError as error:
         raise ShoalError(
             f"{file} is no whole safetensors file: it has {file.stat().st_size:,} bytes and is cut "
-            f"short, "
-            "damaged or something else. Download it again."
+            "short, damaged or something else. Download it again."
         ) from error
     with open(file, "rb") as stream:
         size = int.from_bytes(stream.read(8), "little")

@@ -51,8 +51,7 @@ class EnvironmentKind:
             except Exception as error:
                 raise ShoalError(
                     f"environment.factory {name_of(factory)!r} raised {describe_error(error)}: it "
-                    f"must "
-                    "make an environment, without arguments",
+                    "must make an environment, without arguments",
                     "environment.factory",
                 ) from error
         if not callable(getattr(made, "reset", None)):
@@ -174,8 +173,7 @@ class Environments:
         if what != "call" and not (value is None or isinstance(value, str)):
             raise TypeError(
                 f"{'reset' if what == 'open' else 'respond'} returned {shorten(repr(value))}: "
-                f"expected a "
-                "text or None"
+                "expected a text or None"
             )
         if what != "call" and value is None:
             return {"value": None} | self._reward(session)

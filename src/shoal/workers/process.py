@@ -102,8 +102,7 @@ def pickled(value: Any, parts: Iterable[tuple[str, Any]], hint: str) -> bytes:
             except Exception:
                 raise ShoalError(
                     f"{name} holds a {type(part).__name__}, which cannot be sent to another "
-                    f"process "
-                    f"({error}); {hint}"
+                    f"process ({error}); {hint}"
                 ) from error
         raise
 
@@ -316,8 +315,8 @@ def require_bubblewrap(
         reason = (made.stderr.strip().splitlines() or ["no output"])[-1]
         raise ShoalError(
             f"{what}: bwrap cannot make a sandbox here ({reason}); allow unprivileged user "
-            f"namespaces "
-            "(sysctl kernel.unprivileged_userns_clone=1, in a container its seccomp profile)",
+            "namespaces (sysctl kernel.unprivileged_userns_clone=1, in a container its seccomp "
+            "profile)",
             key,
         )
 

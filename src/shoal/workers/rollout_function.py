@@ -162,7 +162,7 @@ class RolloutCall:
             ]:
                 raise ValueError(
                     f"the field {wrong[0]!r} has the name of a column, or of what is used here: "
-                    f"rename it"
+                    "rename it"
                 )
             requests.put(fields)
         except RolloutEnded:
@@ -209,7 +209,7 @@ def _fields(returned: Any, sampled: Sequence[int]) -> dict[str, Any]:
     ] != list(sampled):
         raise ValueError(
             "completion_ids, where env_mask is 1, are not the tokens that generate() returned, in "
-            "order: "
-            "what is learnt from is what was sampled; give tokens of the environment env_mask 0"
+            "order: what is learnt from is what was sampled; give tokens of the environment "
+            "env_mask 0"
         )
     return {name: values[0] for name, values in returned.items() if name not in _TOKENS}

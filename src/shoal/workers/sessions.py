@@ -36,8 +36,7 @@ SILENT_SECONDS = 120.0
 something each second."""
 LOST = (
     "the process that starts sessions of environments ends as it starts, killed from outside or "
-    "for want of "
-    "memory; free some, or take fewer environment.rollouts"
+    "for want of memory; free some, or take fewer environment.rollouts"
 )
 
 
@@ -218,7 +217,7 @@ class Sessions:
                 return done
             if now - self._pool.heard > SILENT_SECONDS:
                 raise ShoalError(
-                    f"the process that starts sessions of environments has said nothing for "
+                    "the process that starts sessions of environments has said nothing for "
                     f"{SILENT_SECONDS:.0f} s: it is stopped or stuck; resume the run"
                 )
 

@@ -618,14 +618,12 @@ def comparison(
     if task:
         text = (
             f"these runs differ in {', '.join(task)}: their rewards, accuracies, groups and "
-            f"lengths are of other "
-            "questions and cannot be compared; the other curves can"
+            "lengths are of other questions and cannot be compared; the other curves can"
         )
     elif reward:
         text = (
             f"these runs differ in {', '.join(reward)}: their rewards cannot be compared; "
-            f"accuracies, lengths and "
-            "the other curves can"
+            "accuracies, lengths and the other curves can"
         )
     return {"differing": differing, "warning": text}
 
@@ -744,7 +742,7 @@ def verdict(
     ):
         text += (
             f"; {f'only {share:.0%} of the groups have' if share else 'no group has'} rewards that "
-            f"differ"
+            "differ"
         )
     if level != "good" and (name := _unrewarded(columns, drivers)):
         level, text = (
@@ -802,8 +800,7 @@ def _sentence(
         if accuracy and accuracy.high < LITTLE:
             return "warning", (
                 f"{rises} in {made}{driven}, but hardly more right answers: accuracy "
-                f"{accuracy.shares} "
-                "is within noise"
+                f"{accuracy.shares} is within noise"
             )
         known = (
             f"accuracy {accuracy.shares} is too few questions to say"
@@ -826,7 +823,7 @@ def _sentence(
     return (
         "warning",
         f"does not learn: {', '.join([*figures, f'reward {reward.numbers}'])} in {made}, within "
-        f"noise",
+        "noise",
     )
 
 
@@ -915,8 +912,8 @@ def number_findings(index: GroupTable) -> list[dict[str, Any]]:
                 table=index.table,
                 functions="".join(
                     f", avg({column_sql(f'mean/{one}')}) FILTER (step >= late) - "
-                    f"avg({column_sql(f'mean/{one}')}) FILTER (step <= early) "
-                    f"AS {column_sql(f'rise/{one}')}"
+                    f"avg({column_sql(f'mean/{one}')}) FILTER (step <= early) AS "
+                    f"{column_sql(f'rise/{one}')}"
                     for one in index.functions
                 ),
             )
@@ -991,8 +988,7 @@ def _length(
         return []
     text = (
         f"Within groups whose rewards and lengths differ, they correlate by {effect:+.2f} on "
-        f"average, over "
-        f"{count(number, 'group')}. Over all completions: {said}."
+        f"average, over {count(number, 'group')}. Over all completions: {said}."
     )
     if abs(effect) < STRONG_EFFECT:
         return [finding("length", "ok", "Reward hardly follows length.", text)]
@@ -1013,7 +1009,7 @@ def _constant(total: Mapping[str, Any], _: Any) -> list[dict[str, Any]]:
     share = total["constant"]
     text = (
         f"{share:.0%} of {count(total['groups'], 'training group')} have one reward for all their "
-        f"completions."
+        "completions."
     )
     if share <= MANY_CONSTANT:
         return [
@@ -1067,8 +1063,7 @@ def _drift(total: Mapping[str, Any], _: Any) -> list[dict[str, Any]]:
         return []
     text = (
         f"From the first to the last fifth of the steps: reward {before:.3g} to {after:.3g}, pass "
-        f"share "
-        f"{solved:.1%} to {solves:.1%}, length {total['length_early']:.0f} to "
+        f"share {solved:.1%} to {solves:.1%}, length {total['length_early']:.0f} to "
         f"{total['length_late']:.0f} tokens."
     )
     if after > before + max(0.02, 2.6 * (total["reward_error"] or 0)) and solves < solved + 0.01:
@@ -1079,8 +1074,7 @@ def _drift(total: Mapping[str, Any], _: Any) -> list[dict[str, Any]]:
                 "warning",
                 "The reward rises, the share of right answers does not",
                 f"{text} {driver or 'Something else than right answers'} is what rises: read "
-                f"groups with high "
-                "reward and none solved.",
+                "groups with high reward and none solved.",
                 "set=train pass=0",
                 driver or "reward",
             )
@@ -1095,8 +1089,7 @@ def _unvarying(functions: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             "warning",
             f"{row['function']} never varies",
             f"It gave {row['low']:g} to each of {row['n']:,.0f} completions: nothing is learned "
-            f"from it. Check "
-            "it with `shoal rescore`, or leave it out of reward.functions.",
+            "from it. Check it with `shoal rescore`, or leave it out of reward.functions.",
             "set=train",
         )
         for row in functions

@@ -30,8 +30,7 @@ from shoal.serve.server import foreign
 
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' "
-    "data:; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    "data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 HEADERS = {
     "Content-Security-Policy": POLICY,

@@ -60,8 +60,7 @@ class TrainSection:
                 "train.max_staleness",
                 self.max_staleness,
                 f"weight_sync_interval = {self.weight_sync_interval} or more with "
-                f"train.versions=newest: samples "
-                "that are asked for ahead are of older weights",
+                "train.versions=newest: samples that are asked for ahead are of older weights",
             )
 
 

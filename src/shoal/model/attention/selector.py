@@ -110,8 +110,7 @@ def _kernel_refusal(model: Model, size: int) -> str:
     if model.architecture.head_dim > MOST_PALLAS_HEAD:
         return (
             f"pallas attention needs heads of at most {MOST_PALLAS_HEAD}, and the model's head_dim "
-            f"is "
-            f"{model.architecture.head_dim}"
+            f"is {model.architecture.head_dim}"
         )
     if size > MOST_TPU_TOKENS and model.role.platform == "tpu":
         return f"a row has {size:,} tokens, and at most {MOST_TPU_TOKENS:,} are supported"
@@ -256,8 +255,7 @@ def kernel_refusal(model: Model) -> str:
     if model.key_parts > 1:
         return (
             f"a key head would be on {model.key_parts} devices: it needs mesh.sampler_tensor of at "
-            f"most "
-            f"{model.architecture.num_kv_heads}, the model's key/value heads"
+            f"most {model.architecture.num_kv_heads}, the model's key/value heads"
         )
     if platform == "tpu":
         return (

@@ -55,7 +55,7 @@ def read_arguments(instruction: str, given: Mapping[str, Any]) -> dict[str, Any]
     ones."""
     if instruction not in KINDS:
         raise ValueError(
-            f"there is no instruction "
+            "there is no instruction "
             f"{instruction!r}{did_you_mean(instruction, KINDS, lists_all=True)}"
         )
     names = [*inspect.signature(KINDS[instruction]).parameters][1:]

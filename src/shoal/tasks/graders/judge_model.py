@@ -203,8 +203,7 @@ class JudgeFunction:
             form = "`Score: N`" if self.section.response_format == "text" else '`"score": N`'
             return (
                 f"no {form} with a number from {low:g} to {high:g} in the reply "
-                f"{shorten(reply.text)!r}: have "
-                f"{KEY} ask for it, or raise reward.judge.max_tokens"
+                f"{shorten(reply.text)!r}: have {KEY} ask for it, or raise reward.judge.max_tokens"
             )
         return (score - low) / (high - low)
 
@@ -252,8 +251,8 @@ class JudgeFunction:
             if status in REFUSED:
                 raise ShoalError(
                     f"reward={PREFIX}{self.url}: HTTP {status}, {shorten(found)}; check the "
-                    f"address, "
-                    f"reward.judge.model={self.section.model} and the key in {KEY_VARIABLE}"
+                    f"address, reward.judge.model={self.section.model} and the key in "
+                    f"{KEY_VARIABLE}"
                 )
             match found:
                 case {"usage": {"total_tokens": int(counted)}}:
@@ -283,7 +282,7 @@ class JudgeFunction:
         ):  # it never was there: no other completion is asked
             raise ShoalError(
                 f"reward={PREFIX}{fault} (requests: {requests}); is the address right, and its "
-                f"server up?"
+                "server up?"
             )
         return Reply(
             "", f"{fault} (requests: {requests})", requests, tokens, time.monotonic() - started
@@ -462,8 +461,7 @@ def _address(url: str) -> str:
     if not is_right or parts.username is not None or parts.query:
         raise ShoalError(
             f"reward={PREFIX}{url.rpartition('@')[2]}: expected http://HOST:PORT/v1 or "
-            f"https://HOST/v1; a "
-            f"key is read from {KEY_VARIABLE}",
+            f"https://HOST/v1; a key is read from {KEY_VARIABLE}",
             "reward.functions",
         )
     path = parts.path.rstrip("/") or "/v1"

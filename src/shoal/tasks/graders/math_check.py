@@ -453,8 +453,8 @@ class Checker:
                         left.discard(call - first)
                         if "unusable" in reply:
                             raise ShoalError(
-                                f"math-verify cannot be used ({reply['unusable']}): "
-                                f"pip install '.[math]' in the clone of Shoal"
+                                f"math-verify cannot be used ({reply['unusable']}): pip install "
+                                "'.[math]' in the clone of Shoal"
                             )
                         results[call - first] = reply.get("same", results[call - first])
         except (EOFError, ConnectionError, TimeoutError):

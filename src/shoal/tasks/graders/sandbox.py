@@ -87,7 +87,7 @@ def require_sandbox() -> None:
     """ShoalError where the sandbox cannot be made: tested code runs nowhere else."""
     if platform.machine() not in NUMBERS:
         raise ShoalError(
-            f"task code: a model's code is run in bubblewrap alone, on Linux for "
+            "task code: a model's code is run in bubblewrap alone, on Linux for "
             f"{' or '.join(NUMBERS)}",
             "task.name",
         )

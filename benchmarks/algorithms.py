@@ -80,13 +80,12 @@ def main() -> None:
     names = options.names or [*all_names(), DISTILL]
     print(
         f"{options.steps} steps of {options.minibatches} updates; greedy accuracy in percent on "
-        f"{options.questions} "
-        f"held-out problems, means of seeds {options.seeds}; {os.cpu_count()} CPU cores"
+        f"{options.questions} held-out problems, means of seeds {options.seeds}; {os.cpu_count()} "
+        "CPU cores"
     )
     print(
         f"{'algorithm':>22} {'before':>7} {'after':>7} {'change':>7} {'(each)':>20} {'clip %':>8} "
-        f"{'low %':>8} "
-        f"{'high %':>8} {'entropy':>8} {'seconds':>8}"
+        f"{'low %':>8} {'high %':>8} {'entropy':>8} {'seconds':>8}"
     )
     with tempfile.TemporaryDirectory() as folder:
         for name in names:
@@ -114,9 +113,8 @@ def show(name: str, found: list[dict[str, Any]]) -> None:
     each = " ".join(f"{row['after'] - row['before']:+.1f}" for row in found)
     print(
         f"{name:>22} {m['before']:7.1f} {m['after']:7.1f} {m['after'] - m['before']:+7.1f} "
-        f"{each:>20} "
-        f"{100 * m['clip']:8.3f} {100 * m['low']:8.3f} {100 * m['high']:8.3f} {m['entropy']:8.3f} "
-        f"{m['seconds']:8.1f}",
+        f"{each:>20} {100 * m['clip']:8.3f} {100 * m['low']:8.3f} {100 * m['high']:8.3f} "
+        f"{m['entropy']:8.3f} {m['seconds']:8.1f}",
         flush=True,
     )
 

@@ -203,9 +203,9 @@ def play(
         total.update(one.fleet)
     return account, (
         f"{time.perf_counter() - began:5.1f} s, longest wait {longest:4.1f} s, oldest "
-        f"{account.oldest}, "
-        f"groups asked again {total['asked_again']}, tokens lost {total['tokens_lost']}, "
-        f"second answers {total['duplicates']}, hosts made {sum(hosts.made.values())}"
+        f"{account.oldest}, groups asked again {total['asked_again']}, tokens lost "
+        f"{total['tokens_lost']}, second answers {total['duplicates']}, hosts made "
+        f"{sum(hosts.made.values())}"
     )
 
 

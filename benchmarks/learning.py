@@ -149,8 +149,8 @@ def show(kind: str, seed: int, summary: dict[str, Any]) -> float:
     )
     print(
         f"{kind:>9} {seed:>5} {100 * before['accuracy']:7.1f} {100 * after['accuracy']:7.1f} "
-        f"{change:+7.1f} "
-        f"{_pair(*pass_8):>15} {_pair(*well_formed):>15} {summary['seconds_total']:8.1f}",
+        f"{change:+7.1f} {_pair(*pass_8):>15} {_pair(*well_formed):>15} "
+        f"{summary['seconds_total']:8.1f}",
         flush=True,
     )
     return change

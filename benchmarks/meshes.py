@@ -232,8 +232,7 @@ def main() -> None:
         same = a == b and (first == second).all()
         print(
             f"{data}, {fsdp}, {tensor} | {abs(a - loss) / abs(loss):.1e} | "
-            f"{relative(first, gradient):.1e} | "
-            f"{'yes' if same else 'NO'}",
+            f"{relative(first, gradient):.1e} | {'yes' if same else 'NO'}",
             flush=True,
         )
     print("\ntrainer; sampler (replicas x tensor) | log-probs | completions equal to one device's")

@@ -151,7 +151,7 @@ def main() -> None:
         return
     print(
         f"median seconds of {options.repeats} updates of {NUM_PROMPTS} x {GROUP_SIZE} completions, "
-        f"float32"
+        "float32"
     )
     for model in options.models:
         for longest in options.completions:

@@ -110,15 +110,13 @@ def main() -> None:
         measure(engines[siblings], short, options.prompt, 0)  # compiles
     print(
         f"{options.shape}, {jax.devices()[0].device_kind}, {os.cpu_count()} cores: "
-        f"{options.prompts} prompts of "
-        f"{options.prompt} tokens, groups of {GROUP_SIZE}, {options.slots} places, median "
-        f"{options.median}, cap "
-        f"{options.cap}; the fastest of {options.repeats}"
+        f"{options.prompts} prompts of {options.prompt} tokens, groups of {GROUP_SIZE}, "
+        f"{options.slots} places, median {options.median}, cap {options.cap}; the fastest of "
+        f"{options.repeats}"
     )
     print(
         f"{'sigma':>6} {'siblings a row':>15} {'places drawing':>15} {'tokens/s':>10} "
-        f"{'against 8':>10} "
-        f"{'/CPU s':>10} {'against 8':>10}"
+        f"{'against 8':>10} {'/CPU s':>10} {'against 8':>10}"
     )
     for sigma in options.sigmas:
         lengths = lognormal_lengths(options.prompts, options.median, sigma, options.cap)
@@ -131,8 +129,7 @@ def main() -> None:
             _, *whole = best[siblings] / best.get(GROUP_SIZE, np.nan)
             print(
                 f"{sigma:6.1f} {siblings:15d} {share:15.3f} {rate:10.0f} {whole[0]:10.2f} "
-                f"{cpu_rate:10.0f} "
-                f"{whole[1]:10.2f}",
+                f"{cpu_rate:10.0f} {whole[1]:10.2f}",
                 flush=True,
             )
 

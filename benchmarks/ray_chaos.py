@@ -186,8 +186,7 @@ class Bench:
         }
         print(
             f"| {what} | {'equal' if not found else 'DIFFERS: ' + ', '.join(found)} | "
-            f"{total['lost']} | "
-            f"{total['asked_again']} | {time.monotonic() - began:.0f} | {more} |",
+            f"{total['lost']} | {total['asked_again']} | {time.monotonic() - began:.0f} | {more} |",
             flush=True,
         )
         return not found
@@ -276,8 +275,8 @@ def newest(bench: Bench) -> bool:
         good &= once and oldest <= 2
         print(
             f"| {'50 kills' if run is killed else 'undisturbed'} | {'yes' if once else 'NO'} | "
-            f"{oldest:.0f} | "
-            f"{sum(row['fleet/lost'] for row in rows):.0f} | {accuracy:.3f} | {reward:.3f} |",
+            f"{oldest:.0f} | {sum(row['fleet/lost'] for row in rows):.0f} | {accuracy:.3f} | "
+            f"{reward:.3f} |",
             flush=True,
         )
     for name, place in (("accuracy", 0), ("reward", 1)):

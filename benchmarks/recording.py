@@ -125,8 +125,7 @@ def main() -> None:
     )
     print(
         f"loop        {median(loop):.3f} s, {100 * median(loop) / options.step_seconds:.2f}% of a "
-        f"step of "
-        f"{options.step_seconds:g} s"
+        f"step of {options.step_seconds:g} s"
     )
     print(
         f"to disk     {median(thread):.3f} s after the step, a product of {alone:.3f} s slowed by "

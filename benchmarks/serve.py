@@ -194,8 +194,7 @@ def measure(size: str, requests: int, tokens: int, repeats: int) -> None:
     print(
         f"{size:>4}  directly {direct:7,.0f} tokens/s   over HTTP {http:7,.0f}   share "
         f"{statistics.median(shares):.2f}  of {', '.join(f'{share:.2f}' for share in shares)}   "
-        f"cpu {cpu:.2f}   "
-        f"full {full[1]:.2f}, over HTTP {full[0]:.2f}",
+        f"cpu {cpu:.2f}   full {full[1]:.2f}, over HTTP {full[0]:.2f}",
         flush=True,
     )
 

@@ -171,7 +171,7 @@ def main() -> None:
     options = parser.parse_args()
     print(
         f"{options.steps} steps, {len(options.seeds)} seeds; greedy accuracy in percent on 500 "
-        f"held-out questions"
+        "held-out questions"
     )
     print(
         f"{'':18} {'accuracy':>8} {'by seed':^{5 * len(options.seeds)}} "

@@ -310,9 +310,8 @@ def main() -> None:
         label = f"{name} r{rank}" if rank else name
         print(
             f"{label:>13} {row['parameters'] / 1e6:7.1f}M {row['step']:8.3f} {spread:>15} "
-            f"{row['sampling']:9.3f} "
-            f"{row['update']:8.3f} {row['compile']:8.2f} {row['computed']:8.2f}x "
-            f"{row['peak_gib']:9.2f}",
+            f"{row['sampling']:9.3f} {row['update']:8.3f} {row['compile']:8.2f} "
+            f"{row['computed']:8.2f}x {row['peak_gib']:9.2f}",
             flush=True,
         )
 

@@ -73,7 +73,7 @@ def make(options: argparse.Namespace) -> None:
         )
         names = [
             f"Question {row}: how many of {row * 7 % 1009} things are left after {row % 97} of "
-            f"them are gone? " + "Think step by step and give a number. " * 5
+            "them are gone? " + "Think step by step and give a number. " * 5
             for row in rows[:: options.siblings]
         ]
         prompts = pa.array(
@@ -226,7 +226,7 @@ def serve(options: argparse.Namespace) -> None:
         seconds.append(ask(address, f"/api/curves?run={run}")[0])
         print(
             f"first page: {sum(seconds):.2f} s of requests, {time.perf_counter() - started:.2f} s "
-            f"from the command"
+            "from the command"
         )
         waiting = 1
         while waiting:
@@ -248,8 +248,7 @@ def serve(options: argparse.Namespace) -> None:
             walls, busy = ([1000 * one[place] for one in times] for place in (0, 1))
             print(
                 f"{name:12} median {median(walls):5.0f} ms  95% {quantiles(walls, n=20)[-1]:5.0f} "
-                f"ms  worst "
-                f"{max(walls):5.0f} ms;  processor: median {median(busy):5.0f} ms  95% "
+                f"ms  worst {max(walls):5.0f} ms;  processor: median {median(busy):5.0f} ms  95% "
                 f"{quantiles(busy, n=20)[-1]:5.0f} ms  ({len(times)})"
             )
         print(f"memory {_memory(process)}, load of the machine {os.getloadavg()[0]:.1f}")

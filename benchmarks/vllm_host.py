@@ -87,9 +87,8 @@ def main() -> None:
     python = options.python or make_environment(options.folder)
     print(
         f"{options.steps} steps of {options.prompts} prompts; greedy accuracy in percent on 500 "
-        f"held-out questions, "
-        "by seed, and less our engine's; largest difference of log-probs; seconds to write and to "
-        "load a version"
+        "held-out questions, by seed, and less our engine's; largest difference of log-probs; "
+        "seconds to write and to load a version"
     )
     own: list[float] = []
     for mode in MODES:

@@ -384,8 +384,8 @@ def screenshots(run: Path, to: Path) -> None:
             )
             page.goto(address)
             page.wait_for_function(
-                "() => document.querySelector('.view-group h1')"
-                " && !document.querySelector('.state')"
+                "() => document.querySelector('.view-group h1') && "
+                "!document.querySelector('.state')"
             )
             page.wait_for_timeout(500)  # what is drawn after the first paint
             picture = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
@@ -437,7 +437,7 @@ def main(folder: Path) -> None:
     if sum(sizes.values()) >= MOST_BYTES:
         raise SystemExit(
             f"{sum(sizes.values()):,} bytes in all, the limit is {MOST_BYTES:,}: lower COLOURS or "
-            f"HEIGHT"
+            "HEIGHT"
         )
 
 

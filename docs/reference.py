@@ -385,8 +385,8 @@ def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
 _INSTALLATION: tuple[tuple[str, str], ...] = (
     (
         "`pip install trl`, `pip install verl`, `pip install google-tunix`, MaxText's `pip install "
-        "-e .`, `bash "
-        "tools/setup/setup.sh` and `bash src/MaxText/examples/install_tunix_vllm_requirement.sh`",
+        "-e .`, `bash tools/setup/setup.sh` and `bash "
+        "src/MaxText/examples/install_tunix_vllm_requirement.sh`",
         "nothing: Shoal is installed already",
     ),
     (
@@ -404,8 +404,8 @@ _INSTALLATION: tuple[tuple[str, str], ...] = (
     ),
     (
         "`hydra.run.dir`, `hydra.sweep.dir` and other `hydra.*`",
-        "nothing: `base_output_directory` and `run_name` name "
-        "a run's folder; `report.hydra=true` writes `.hydra/`",
+        "nothing: `base_output_directory` and `run_name` name a run's folder; `report.hydra=true` "
+        "writes `.hydra/`",
     ),
     (
         "`checkpoints/checkpoint_*.pt`",
@@ -514,19 +514,16 @@ class SameJob(NamedTuple):
 SAME_JOBS: Mapping[str, SameJob] = {
     "MaxText": SameJob(
         "python3 src/MaxText/examples/grpo_demo.py --model_name=llama3.1-8b --num_generations=4 "
-        "--grpo_beta=0.04 "
-        "--grpo_epsilon=0.15 --learning_rate=5e-6 --steps=200",
+        "--grpo_beta=0.04 --grpo_epsilon=0.15 --learning_rate=5e-6 --steps=200",
         "shoal train --config-name grpo --model_name=llama3.1-8b --num_generations=4 "
-        "--grpo_beta=0.04 "
-        "--grpo_epsilon=0.15 --learning_rate=5e-6 --steps=200",
+        "--grpo_beta=0.04 --grpo_epsilon=0.15 --learning_rate=5e-6 --steps=200",
         "shoal train --config-name grpo model.name=llama3.1-8b batch.group_size=4 "
-        "algorithm.kl_coef=0.04 "
-        "algorithm.clip_low=0.15 algorithm.clip_high=0.15 optimizer.lr=5e-6 steps=200",
+        "algorithm.kl_coef=0.04 algorithm.clip_low=0.15 algorithm.clip_high=0.15 optimizer.lr=5e-6 "
+        "steps=200",
     ),
     "Tunix": SameJob(
         "python3 -m tunix.cli.grpo_main base_config.yaml grpo_config.num_generations=4 "
-        "grpo_config.beta=0.04 "
-        "rl_training_config.max_steps=200 "
+        "grpo_config.beta=0.04 rl_training_config.max_steps=200 "
         "rl_training_config.actor_optimizer_config.peak_value=3e-6",
         "shoal train recipe=tunix grpo_config.num_generations=4 grpo_config.beta=0.04 "
         "rl_training_config.max_steps=200 "
@@ -536,35 +533,29 @@ SAME_JOBS: Mapping[str, SameJob] = {
     ),
     "TorchRL": SameJob(
         "python grpo.py --config-name grpo_ifeval env.repeats=8 optimizer.lr=2e-5 "
-        "train_model.num_devices=2 "
-        "ref_model.num_devices=2 inference_model.num_devices=2",
+        "train_model.num_devices=2 ref_model.num_devices=2 inference_model.num_devices=2",
         "shoal train --config-name grpo_ifeval env.repeats=8 optimizer.lr=2e-5 "
-        "train_model.num_devices=2 "
-        "ref_model.num_devices=2 inference_model.num_devices=2",
+        "train_model.num_devices=2 ref_model.num_devices=2 inference_model.num_devices=2",
         "shoal train --config-name grpo_ifeval batch.group_size=8 optimizer.lr=2e-5 mesh.trainer=2 "
-        "mesh.reference=2 "
-        "mesh.sampler=2",
+        "mesh.reference=2 mesh.sampler=2",
     ),
     "TRL": SameJob(
         "trl grpo --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --num_generations 4 --beta 0.04 "
         "--learning_rate 1e-5",
         "shoal train recipe=trl --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --num_generations "
-        "4 --beta 0.04 "
-        "--learning_rate 1e-5",
+        "4 --beta 0.04 --learning_rate 1e-5",
         "shoal train recipe=trl model=Qwen/Qwen2.5-0.5B-Instruct batch.group_size=4 "
-        "algorithm.kl_coef=0.04 "
-        "optimizer.lr=1e-5",
+        "algorithm.kl_coef=0.04 optimizer.lr=1e-5",
     ),
     "verl": SameJob(
         "python3 -m verl.trainer.main_ppo data.train_batch_size=128 "
-        "actor_rollout_ref.actor.ppo_mini_batch_size=64 "
-        "actor_rollout_ref.rollout.n=8 actor_rollout_ref.actor.optim.lr=1e-6",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=64 actor_rollout_ref.rollout.n=8 "
+        "actor_rollout_ref.actor.optim.lr=1e-6",
         "shoal train recipe=verl data.train_batch_size=128 "
-        "actor_rollout_ref.actor.ppo_mini_batch_size=64 "
-        "actor_rollout_ref.rollout.n=8 actor_rollout_ref.actor.optim.lr=1e-6",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=64 actor_rollout_ref.rollout.n=8 "
+        "actor_rollout_ref.actor.optim.lr=1e-6",
         "shoal train recipe=verl batch.prompts_per_step=128 algorithm.num_minibatches=2 "
-        "batch.group_size=8 "
-        "optimizer.lr=1e-6",
+        "batch.group_size=8 optimizer.lr=1e-6",
     ),
 }
 """System -> what its page shows; a test resolves both forms to one configuration."""
@@ -572,14 +563,14 @@ SAME_JOBS: Mapping[str, SameJob] = {
 _PLACES = (
     (
         "MaxText's `grpo.yml`, `rl.yml`, `base.yml`",
-        "the presets `grpo`, `rl`, `base`; also with a path, if "
-        "no such file exists: `shoal train grpo.yml`",
+        "the presets `grpo`, `rl`, `base`; also with a path, if no such file exists: `shoal train "
+        "grpo.yml`",
     ),
     ("TorchRL's `--config-name grpo_gsm8k`, `grpo_ifeval`", "the presets of these names"),
     (
         "all defaults of a system, with your own model and data",
-        "`recipe=maxtext`, `recipe=tunix`, `recipe=torchrl`, "
-        "`recipe=trl`, `recipe=verl`, `recipe=scalerl`",
+        "`recipe=maxtext`, `recipe=tunix`, `recipe=torchrl`, `recipe=trl`, `recipe=verl`, "
+        "`recipe=scalerl`",
     ),
     (
         "a paper's settings",
@@ -587,10 +578,9 @@ _PLACES = (
     ),
     (
         "`grpo_demo.py`, `train_rl`, `grpo.py`, `grpo-async.py`, `to_maxtext`, `test_grpo.sh`, "
-        "`trl grpo`, "
-        "`verl.trainer.main_ppo`, `tunix.cli.grpo_main`",
-        "scripts of these names and paths: `shoal compat FOLDER` "
-        "writes them, and [Lines](lines.md) lists what runs",
+        "`trl grpo`, `verl.trainer.main_ppo`, `tunix.cli.grpo_main`",
+        "scripts of these names and paths: `shoal compat FOLDER` writes them, and "
+        "[Lines](lines.md) lists what runs",
     ),
 )
 

@@ -21,7 +21,7 @@ def row(number):
     a, b = rng.randint(10, 60), rng.randint(2, 30)
     question = (
         f"{name} has {a} {things}. {name} finds {b} more {things}. How many {things} does {name} "
-        f"have now?"
+        "have now?"
     )
     return {"prompt": [{"role": "user", "content": question}], "total": a + b}
 

@@ -479,7 +479,7 @@ def test_memory_that_ran_out_is_answered_with_the_plans_advice_in_the_users_flag
     saved = 12.5 * (1 - (fixed + 1152 * a_token) / (fixed + 2304 * a_token))
     for part in (
         f"order: batch.micro_tokens=1152 (now 4096): about {saved:.1f} GiB less a device, weights "
-        f"are",
+        "are",
         "batch.micro_tokens: --per_device_train_batch_size",
         "batch.group_size: --num_generations",
         "model.remat is gradient_checkpointing",
@@ -539,8 +539,7 @@ def test_a_dry_run_shows_what_would_run(capsys, calls, tmp_path):
         "#   batch.group_size=4  # command line (default 8)",
         "#   run_name=a  # command line (default empty)",
         "# this step = 32 prompts x 4 completions = 128 completions, 6 updates (2 epochs x 3 "
-        "mini-batches); "
-        "40 steps",
+        "mini-batches); 40 steps",
     ):
         assert f"\n{line}\n" in out
     file = tmp_path / "printed.yaml"
@@ -566,8 +565,8 @@ def test_a_step_in_one_line():
     )
     assert "x 8 completions, 1 update" in step_text(replace(fixed, mesh=MeshSection(fsdp=-1)))
     assert step_text(Config()) == (
-        "this step = 32 prompts x 8 completions = 256 completions, "
-        "1 update (1 epoch x 1 mini-batch); 40 steps"
+        "this step = 32 prompts x 8 completions = 256 completions, 1 update (1 epoch x 1 "
+        "mini-batch); 40 steps"
     )
 
 

@@ -103,7 +103,7 @@ def test_right_answers_without_the_tags_are_counted_too(texts, tagged, any_form)
     line = evaluation_text(figures)
     assert (
         f"accuracy {100 * tagged / 3:.1f}% in the tags asked for, {100 * any_form / 3:.1f}% read "
-        f"in any form" in line
+        "in any form" in line
     )
     assert "any form" not in evaluation_text(figures | {"accuracy_any_form": figures["accuracy"]})
     assert "shoal sft task=gsm8k" in well_formed_advice(gsm8k)
@@ -463,7 +463,7 @@ def test_a_file_holds_every_answer_and_a_run_its_checkpoint_and_its_export_have_
     )
     assert (
         f"(greedy, gsm8k of {workshop.data}, split test, model.template, 4 questions; 95% interval "
-        f"0.0-49.0)" in line
+        "0.0-49.0)" in line
     )
 
 

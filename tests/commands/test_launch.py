@@ -251,8 +251,8 @@ def test_roles_on_hosts_of_their_own_run_through_pathways(launched):
     } <= {*words}
     assert words[-1] == (
         "--command=JAX_PLATFORMS=proxy JAX_BACKEND_TARGET=grpc://127.0.0.1:29000 "
-        "ENABLE_PATHWAYS_PERSISTENCE=1 shoal "
-        "train mesh.pathways=true mesh.trainer=16 mesh.sampler=16 mesh.fsdp=-1 run_name=w"
+        "ENABLE_PATHWAYS_PERSISTENCE=1 shoal train mesh.pathways=true mesh.trainer=16 "
+        "mesh.sampler=16 mesh.fsdp=-1 run_name=w"
     )
 
 

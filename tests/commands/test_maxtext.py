@@ -413,7 +413,7 @@ def test_bfloat16_that_does_not_come_back_is_warned_of(tmp_path, capsys, family,
     run_convert(source=folder, to=tmp_path / "items", dtype="bfloat16")
     line = (
         f"divided by the square root of head_dim={head_dim}, which rounds them once more; "
-        f"dtype=float32 keeps"
+        "dtype=float32 keeps"
     )
     out = " ".join(capsys.readouterr().out.split())
     assert (line in out) == warned

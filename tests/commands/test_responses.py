@@ -160,8 +160,7 @@ def test_rows_with_their_gold_need_no_data(loads, tmp_path, capsys):
     line = capsys.readouterr().out.splitlines()[-1]
     assert line == (
         f"sums: accuracy 33.3% (answers of {tmp_path / 'responses.jsonl'}, 3 responses, 2 "
-        f"questions; "
-        "95% interval 6.1-79.2)  prompt loose 66.7%"
+        "questions; 95% interval 6.1-79.2)  prompt loose 66.7%"
     )
 
 
@@ -203,9 +202,8 @@ def test_gold_is_found_by_the_question(loads, tmp_path, capsys):
         and "1 of 1 training questions are answered" in out
     )
     assert (
-        f"2 of 7 responses cannot be scored and are not counted; the first, "
-        f"{tmp_path / 'responses.jsonl'}, line 3:"
-        " its question is not in"
+        "2 of 7 responses cannot be scored and are not counted; the first, "
+        f"{tmp_path / 'responses.jsonl'}, line 3: its question is not in"
     ) in out and "sums: 0 rows were dropped" in out
 
 
@@ -518,8 +516,7 @@ def test_conversations_are_distinguished_by_all_their_messages(tmp_path, capsys)
     assert shoal.evaluate(**settings, responses=str(write(tmp_path, rows)))["mean_reward"] == 1
     assert (
         "warning: 2 of 3 responses match several rows of the data with different ground truth, and "
-        "the first row "
-        f"is used; the first such response, {tmp_path / 'responses.jsonl'}, line 2"
+        f"the first row is used; the first such response, {tmp_path / 'responses.jsonl'}, line 2"
     ) in capsys.readouterr().out
 
 
@@ -680,8 +677,8 @@ def test_bad_settings_are_named(loads, tmp_path, monkeypatch):
 def test_no_jax_is_imported(tmp_path):
     file = write(tmp_path, [{"question": "?", "response": "8"}])
     code = (
-        "import sys; from shoal import cli; code = cli.main(sys.argv[1:]); "
-        "sys.exit(9 if 'jax' in sys.modules else code)"
+        "import sys; from shoal import cli; code = cli.main(sys.argv[1:]); sys.exit(9 if 'jax' in "
+        "sys.modules else code)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, "eval", "task=words", f"responses={file}"],

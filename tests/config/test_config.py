@@ -574,7 +574,7 @@ def test_a_training_configuration_can_be_given_to_other_commands(tmp_path, comma
     [note] = resolved.notes
     assert (
         f"holds {len(set(keys_of(Config)) - set(keys))} keys that only training reads, passed "
-        f"over: " in note
+        "over: " in note
     )
 
 

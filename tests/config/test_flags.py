@@ -384,8 +384,7 @@ def test_of_two_names_for_one_key_the_later_stands_and_is_said():
         (
             ["nokey=1", "--other", "x", "steps=2", "stpes=3"],
             "nokey: there is no such key; other: there is no such key; stpes: there is no such "
-            "key, did you mean steps? "
-            "(`shoal train --help` lists all keys)",
+            "key, did you mean steps? (`shoal train --help` lists all keys)",
         ),
         (
             ["actor_rollout_ref.actor.ppo_mini_batch_size=5"],
@@ -480,8 +479,7 @@ def test_what_gave_way_is_not_said_to_have_become():
     _, resolved = compose("train", ["per_device_batch_size=2", "batch.prompts_per_step=4"])
     assert not resolved.became and resolved.notes == (
         "per_device_batch_size and batch.prompts_per_step both set how many prompts a step has: "
-        "the later one stands, "
-        "batch.prompts_per_step",
+        "the later one stands, batch.prompts_per_step",
     )
     _, resolved = compose("train", ["max_target_length=768", "sampling.max_completion_tokens=9"])
     assert not resolved.became
@@ -622,8 +620,8 @@ def test_unknown_keys_of_a_file_are_named_together(tmp_path):
         with_file(tmp_path, "stpes: 3\noptimizer: {lrr: 1}\n")
     assert str(caught.value) == (
         "their.yml:1: stpes: there is no such key, did you mean steps?; their.yml:2: "
-        "optimizer.lrr: there is no such "
-        "key, did you mean optimizer.lr? (`shoal train --help` lists all keys)"
+        "optimizer.lrr: there is no such key, did you mean optimizer.lr? (`shoal train --help` "
+        "lists all keys)"
     )
 
 
@@ -743,8 +741,7 @@ def test_epochs_of_a_local_file_are_steps(tmp_path):
     assert config.steps == 3 * (108 // 8) and resolved.origins["steps"] == "--trainer.total_epochs"
     assert (
         "trainer.total_epochs=3 became steps=39: 3 epochs of 108 training rows in rows.jsonl, 8 "
-        "prompts a step; "
-        "312 of 324 rows, as an epoch's last rows that fill no step are not counted"
+        "prompts a step; 312 of 324 rows, as an epoch's last rows that fill no step are not counted"
         in resolved.start_lines
     )
     assert compose("train", [*words, "trainer.total_training_steps=5"])[0].steps == 5
@@ -970,8 +967,7 @@ def test_what_a_recipe_sets_is_said(packaged):
         "recipe=theirs differs from Shoal's defaults in: optimizer.lr=0.5 (ours: 0.00015), "
         "steps=80 (ours: 40)",
         "algorithm=mine differs from Shoal's defaults in: algorithm.clip_high=0.5 (ours: 0.2), "
-        "algorithm.loss=cispo "
-        "(ours: grpo)",
+        "algorithm.loss=cispo (ours: grpo)",
     )
     for word, part in (
         ("recipe=thiers", "did you mean theirs?"),

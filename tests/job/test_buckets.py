@@ -695,7 +695,7 @@ def test_training_goes_on_without_its_bucket_up_to_a_bound(memory, monkeypatch, 
     work.mirror.check()
     work.mirror.check()
     assert work.said == [
-        f"memory://b/run does not answer (no put_file today): training continues, and what it "
+        "memory://b/run does not answer (no put_file today): training continues, and what it "
         f"writes is kept in {work.folder}"
     ]
     memory.failing = lambda name, path: False
@@ -712,9 +712,8 @@ def test_training_goes_on_without_its_bucket_up_to_a_bound(memory, monkeypatch, 
         work.save(6)
     # Training does not continue now, and nothing says that it did.
     assert work.said[-1:] == [
-        f"memory://b/run does not answer (no put_file today): the run waits for it, at most 0 s, "
-        f"as more than "
-        f"checkpoint.most_unsaved=2 checkpoints are in {work.folder} alone"
+        "memory://b/run does not answer (no put_file today): the run waits for it, at most 0 s, as "
+        f"more than checkpoint.most_unsaved=2 checkpoints are in {work.folder} alone"
     ]
     with pytest.raises(ShoalError, match="has not answered"):
         work.mirror.check()

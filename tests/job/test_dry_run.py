@@ -151,8 +151,8 @@ def test_sequences_beyond_a_models_positions_are_refused_before_weights_are_read
     ]
     said = (
         f"model.path={workshop.model}: it has positions for 2,048 tokens "
-        f"(max_position_embeddings), but "
-        "sampling.max_prompt_tokens=64 and sampling.max_completion_tokens=2000 are 2,064; lower one"
+        "(max_position_embeddings), but sampling.max_prompt_tokens=64 and "
+        "sampling.max_completion_tokens=2000 are 2,064; lower one"
     )
     for words in commands:
         for ending in ([], ["--dry-run"]):

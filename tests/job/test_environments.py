@@ -453,8 +453,7 @@ def test_a_socket_of_another_network_namespace_is_found(tmp_path: Path) -> None:
     path = tmp_path.resolve() / "apart.sock"
     listening = (
         f"import socket; end = socket.socket(socket.AF_UNIX); end.bind({str(path)!r}); "
-        f"end.listen(); "
-        "print('up', flush=True); input()"
+        "end.listen(); print('up', flush=True); input()"
     )
     words = [
         "bwrap",

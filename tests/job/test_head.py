@@ -97,8 +97,8 @@ def test_a_run_says_what_it_will_do_with_what(workshop):
         ),
         (
             "mesh.trainer=0.3 mesh.sampler=0.3",
-            "devices: 3 of 8 devices are used: raise mesh.fsdp (-1 takes all of "
-            "the trainer's) or mesh.trainer or mesh.sampler",
+            "devices: 3 of 8 devices are used: raise mesh.fsdp (-1 takes all of the trainer's) or "
+            "mesh.trainer or mesh.sampler",
         ),
     ],
 )
@@ -275,8 +275,8 @@ def test_files_are_named_with_their_rows(report, lines):
 def test_what_flags_of_other_systems_became_is_said():
     _, resolved = compose("train", ["--learning_rate=3e-6", "--num_generations=4", "task=gsm8k"])
     assert resolved.start_lines[-1] == (
-        "flags: learning_rate=3e-6 became optimizer.lr=3e-06; "
-        "num_generations=4 became batch.group_size=4"
+        "flags: learning_rate=3e-6 became optimizer.lr=3e-06; num_generations=4 became "
+        "batch.group_size=4"
     )
     assert not any(
         "became" in line for line in compose("train", ["batch.group_size=4"])[1].start_lines
@@ -420,8 +420,8 @@ VLLM = ["sampler.kind=vllm", "vllm.python=python"]
             VLLM,
             True,
             "by vLLM, whose numbers are not the trainer's and which samples other tokens when it "
-            "is asked again; "
-            "up to 0 versions old, corrected by importance weights (algorithm.correction=tis)",
+            "is asked again; up to 0 versions old, corrected by importance weights "
+            "(algorithm.correction=tis)",
         ),
         (
             ["sampler.quantise=int8"],

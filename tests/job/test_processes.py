@@ -538,8 +538,7 @@ def test_processes_that_differ_are_named_with_the_difference():
     ):
         assert str(error) == (
             "processes differ in configuration: process 2 has optimizer.lr 1e-4, process 0 has "
-            "1e-5; "
-            "start all of them alike"
+            "1e-5; start all of them alike"
         )
 
 
@@ -1035,7 +1034,7 @@ def test_where_a_name_is_loopback_on_its_own_machine_process_0_can_be_reached_by
         processes.meet_others(section(coordinator=f"m1:{port}", process=0))
     assert capsys.readouterr().err.startswith(
         f"mesh.coordinator=m1:{port}: m1 is 127.0.1.1 on this machine (its hosts file), which no "
-        f"other reaches"
+        "other reaches"
     )
 
 
@@ -1057,8 +1056,7 @@ def test_a_coordinator_that_does_not_answer_is_said_at_once_with_what_its_name_i
         processes.meet_main(section(coordinator=free))
     assert (
         f"waiting for process 0 at {free}, where nobody answers yet (Connection refused; localhost "
-        f"is 127.0.0.1 "
-        "on this machine)" in capsys.readouterr().err
+        "is 127.0.0.1 on this machine)" in capsys.readouterr().err
     )
 
 

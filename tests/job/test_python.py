@@ -182,8 +182,7 @@ MISTAKES: list[tuple[Any, str]] = [
     (
         [GOOD],
         "task has 1 row and no other split to evaluate on: add rows, or evaluate on the row that "
-        "is trained "
-        "on, held_out='train'",
+        "is trained on, held_out='train'",
     ),
     (
         [GOOD, {"question": "?", "answer": 1}],

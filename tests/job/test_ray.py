@@ -802,8 +802,7 @@ def test_a_worker_that_hangs_before_its_proof_does_not_stop_the_others(monkeypat
     assert made.judge("worker 0", THREE) is made.judge("worker 1", THREE) is False
     assert said == [
         "no worker that is ready has the devices and settings of the trainer, and after 600 s "
-        "worker 2 "
-        "still prepare: worker 0's numbers are the measure of others'"
+        "worker 2 still prepare: worker 0's numbers are the measure of others'"
     ]
     with pytest.raises(HostRefused, match="worker 2 differs from worker 0: it draws other tokens"):
         joined(made, "worker 2", proof({"device": "gpu"}))

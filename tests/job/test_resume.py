@@ -1091,8 +1091,7 @@ def test_vllm_in_place_of_this_process_is_no_free_change(decided, tmp_path, caps
     resolve_run(compose("train", [*words, "sampler.kind=ray"])[0], Console())
     assert (
         "sampler.kind changes from local to ray, for later resumes too: from here on numbers may "
-        "differ in their "
-        "last bits" in " ".join(capsys.readouterr().out.split())
+        "differ in their last bits" in " ".join(capsys.readouterr().out.split())
     )
 
 
@@ -1479,7 +1478,7 @@ def process(workshop: Workshop, name: str, *words: str) -> subprocess.Popen[str]
     """The program itself."""
     words = (*words, "reward.workers=2")
     code = (
-        f"import sys; from shoal.cli import main; "
+        "import sys; from shoal.cli import main; "
         f"sys.exit(main({workshop.words(name, *WORDS, *words)!r}))"
     )
     return subprocess.Popen(

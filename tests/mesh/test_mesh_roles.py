@@ -131,8 +131,7 @@ def test_devices_of_the_roles(there, asked, trainer, sampler, reference):
             8,
             {"trainer": "[0,9]"},
             "there is no device 9; JAX finds 8 devices, numbered from 0. All roles share all "
-            "devices "
-            "with mesh.trainer=",
+            "devices with mesh.trainer=",
         ),
         (
             1,
@@ -173,8 +172,8 @@ def test_the_sampler_is_replicas_times_tensor(asked, sizes):
         ),
         (
             {"trainer": "6", "sampler": "2", "tensor": 3},
-            "mesh.tensor=3 does not divide the sampler's 2 devices; use 1 or 2 "
-            "for mesh.sampler_tensor",
+            "mesh.tensor=3 does not divide the sampler's 2 devices; use 1 or 2 for "
+            "mesh.sampler_tensor",
         ),
         (
             {"dcn_data": 3},
@@ -274,9 +273,8 @@ def test_slices_may_give_some_of_their_devices():
         (
             {"fsdp": 32},
             "these 32 devices are 2 slices, but mesh.dcn_data x mesh.dcn_fsdp is 1: set "
-            "mesh.dcn_data=2 "
-            "mesh.dcn_fsdp=1 (the slices exchange gradients alone) or mesh.dcn_data=1 "
-            "mesh.dcn_fsdp=2",
+            "mesh.dcn_data=2 mesh.dcn_fsdp=1 (the slices exchange gradients alone) or "
+            "mesh.dcn_data=1 mesh.dcn_fsdp=2",
         ),
         (
             {"fsdp": 4, "dcn_data": 4},

@@ -501,7 +501,7 @@ SAVED = 150_000_000 * (1 - reckoned(256) / reckoned(512))
             {"mesh.fsdp": 8},
             {"accumulate": 150_000_000},
             f"batch.micro_tokens=256 (now 512): about {SAVED / 2**20:.1f} MiB less a device, "
-            f"weights are gathered more often",
+            "weights are gathered more often",
         ),
         (
             {"mesh.fsdp": 8, "batch.micro_tokens": 128, "model.remat": "dots"},

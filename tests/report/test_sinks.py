@@ -516,8 +516,7 @@ def test_a_sink_that_fails_is_switched_off_with_one_warning():
     assert sink.rows == [0, 1, 2] and sink.closed == 1
     assert warned == [
         "It is switched off: OSError: [Errno 28] No space left on device; metrics.jsonl continues "
-        "and "
-        "holds every step"
+        "and holds every step"
     ]
 
 

@@ -262,7 +262,7 @@ def test_the_groups_of_a_lost_host_are_asked_again_elsewhere_and_it_is_made_anew
     )
     assert said == [
         f"sampler host a is lost: its process was killed; {stats.fleet['asked_again']} groups "
-        f"asked again"
+        "asked again"
     ]
 
 

@@ -308,8 +308,8 @@ def test_an_answer_that_trickles_ends_at_its_deadline(
         (
             "raw",
             "the log-probs of tokens that it samples differ from the trainer's by up to 0.4 at "
-            "version 0, more than "
-            "vllm.tolerance=0.001: start it with --logprobs-mode=processed_logprobs",
+            "version 0, more than vllm.tolerance=0.001: start it with "
+            "--logprobs-mode=processed_logprobs",
         ),
         ("empty probe", "not enough values to unpack"),
         ("no models", "it answered /v1/models with IndexError"),
@@ -514,9 +514,8 @@ def test_completions_under_way_keep_their_adapter_and_it_is_unloaded_after_them(
         (
             False,
             "does not take the adapter (it answered /v1/load_lora_adapter with 500: LoRA is not "
-            "enabled. Use "
-            "--enable-lora to enable LoRA.): start it with --enable-lora, --max-lora-rank of at "
-            "least",
+            "enabled. Use --enable-lora to enable LoRA.): start it with --enable-lora, "
+            "--max-lora-rank of at least",
         ),
     ],
 )

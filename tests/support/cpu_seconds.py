@@ -76,7 +76,7 @@ def summary(costs: Sequence[Cost]) -> list[str]:
         num_tests = sum(not cost.is_fixture for cost in own)
         lines.append(
             f"{tier:6}  {num_tests:5} tests  {cpu_seconds:6.0f} s of CPU  {wall_seconds:6.0f} s "
-            f"one by one"
+            "one by one"
         )
     dearest = sorted(costs, key=lambda cost: cost.cpu_seconds, reverse=True)
     lines += [
@@ -103,7 +103,7 @@ def main(file: Path) -> int:
         if cost.tier == "fast" and cost.outcome == "skipped":
             wrong.append(
                 f"{cost.test} was skipped: what it needs is for the tier `slow` or `system` "
-                f"(CONTRIBUTING.md)"
+                "(CONTRIBUTING.md)"
             )
     doubtful = too_expensive(costs)
     if doubtful:
@@ -111,8 +111,7 @@ def main(file: Path) -> int:
         for cost in too_expensive(read_costs(file)):
             wrong.append(
                 f"{cost.test} takes {cost.cpu_seconds:.1f} s of CPU: above {MOST_SECONDS:g} s a "
-                f"test needs "
-                f"the mark `slow` or `system` (CONTRIBUTING.md)"
+                "test needs the mark `slow` or `system` (CONTRIBUTING.md)"
             )
     print(*wrong, sep="\n")
     return 1 if wrong else 0

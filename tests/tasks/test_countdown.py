@@ -241,8 +241,7 @@ def test_the_dials_and_the_path(tmp_path: object) -> None:
     small = load(num_numbers=2, max_value=20, num_eval_questions=500)
     assert small.notes == (
         f"countdown: held_out has {len(small.evaluations['held_out'])} problems, not 500: there "
-        f"are "
-        "no more at task.num_numbers=2 task.max_value=20",
+        "are no more at task.num_numbers=2 task.max_value=20",
     )
     with pytest.raises(
         ShoalError, match=r"task.path='x': the task countdown makes its own problems"

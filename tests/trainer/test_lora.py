@@ -430,10 +430,9 @@ def base(tmp_path_factory) -> Path:
     [
         (
             {"rank": 4, "targets": ("q_prj",)},
-            "model.lora.targets=q_prj: no product of the model is called so; it has "
-            "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, and all-linear for all "
-            "of them, did you mean "
-            "q_proj?",
+            "model.lora.targets=q_prj: no product of the model is called so; it has q_proj, "
+            "k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, and all-linear for all of "
+            "them, did you mean q_proj?",
         ),
         ({"rank": 33}, "model.lora.rank=33: expected 1 to 32, the smaller dimension of down_proj"),
         (

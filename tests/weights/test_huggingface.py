@@ -175,8 +175,8 @@ BY_BLOCKS = {
         ),
         (
             {"quantization_config": {"quant_method": "fp8"}},
-            "quantised by quant_method fp8; expected fp8 (e4m3) with a "
-            "weight_block_size, or none: give the model's folder with weights in bfloat16",
+            "quantised by quant_method fp8; expected fp8 (e4m3) with a weight_block_size, or none: "
+            "give the model's folder with weights in bfloat16",
         ),
         (
             {"quantization_config": {**BY_BLOCKS, "weight_block_size": None}},

@@ -203,8 +203,8 @@ def test_a_file_cut_short_while_it_is_read_is_named_with_the_byte(tmp_path):
         down.read(slice(0, 2), slice(0, 32))
     assert str(error.value) == (
         f"{file} ends at byte {last.offset + 100}, within the tensor "
-        f"model.layers.1.mlp.down_proj.weight: bytes up to "
-        f"{last.offset + 32 * 48 * 4} were expected. Download it again."
+        f"model.layers.1.mlp.down_proj.weight: bytes up to {last.offset + 32 * 48 * 4} were "
+        "expected. Download it again."
     )
     file.unlink()
     with pytest.raises(

@@ -149,7 +149,7 @@ def test_a_version_is_there_whole_or_not_at_all(folder, monkeypatch):
             ShoalError,
             match=(
                 f"publish.folder={folder} cannot be written: No space left on device; choose "
-                f"another place"
+                "another place"
             ),
         ),
     ):

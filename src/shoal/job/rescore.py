@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import closing
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -68,36 +69,36 @@ def score_again(run: StoredRun, reward: RewardSection, step: int = 0) -> dict[st
 
         for model in reward_models(functions):
             model.date = read_date(run.path / MODEL_FOLDER)
+    steps = []
     with closing(RewardPool(functions, reward, run.config.steps)) as pool:
-        steps = [
-            rescore_step(number, files[number], pool, run.config_at(number - 1).algorithm)
-            for number in chosen
-        ]
-    old = np.concatenate([one.old.rewards[one.both] for one in steps])
-    new = np.concatenate([one.new.rewards[one.both] for one in steps])
+        for number in chosen:
+            algorithm = run.config_at(number - 1).algorithm
+            steps.append(rescore_step(number, files[number], pool, algorithm))
+    old = np.concatenate([rescored.old.rewards[rescored.both] for rescored in steps])
+    new = np.concatenate([rescored.new.rewards[rescored.both] for rescored in steps])
+    old_signal = sum(int(rescored.old.nonzero_std.sum()) for rescored in steps)
+    new_signal = sum(int(rescored.new.nonzero_std.sum()) for rescored in steps)
+    groups = None
+    if step:
+        groups = [steps[0].record(number) for number in range(len(steps[0].rows))]
     return json_ready(
         {
             "run": address(run.path),
             "finished": run.is_finished,
             "steps": chosen,
-            "num_groups": sum(len(one.rows) for one in steps),
-            "num_completions": sum(one.new.valid.size for one in steps),
-            "functions": {one.name: one.weight for one in functions},
+            "num_groups": sum(len(rescored.rows) for rescored in steps),
+            "num_completions": sum(rescored.new.valid.size for rescored in steps),
+            "functions": {function.name: function.weight for function in functions},
             "comparison": {
                 "completions_compared": len(old),
                 "reward_mean": [known_mean(old), known_mean(new)],
-                "nonzero_std_groups": [
-                    sum(int(one.old.nonzero_std.sum()) for one in steps),
-                    sum(int(one.new.nonzero_std.sum()) for one in steps),
-                ],
-                "advantages_flipped": sum(int(one.flipped.sum()) for one in steps),
+                "nonzero_std_groups": [old_signal, new_signal],
+                "advantages_flipped": sum(int(rescored.flipped.sum()) for rescored in steps),
             },
             "lint": lint_reward(steps, reward.on_error == "skip"),
             "hacks": find_hacks(steps, files, old, new),
-            "advantages_not_stored": sum(one.not_stored for one in steps),
-            "groups": [one.record(n) for one in steps for n in range(len(one.rows))]
-            if step
-            else None,
+            "advantages_not_stored": sum(rescored.not_stored for rescored in steps),
+            "groups": groups,
         }
     )
 
@@ -160,46 +161,59 @@ def rescore_step(
     stored = read_file(file)
     groups = [entry.group for entry in stored]
     started = time.perf_counter()
-    scored = score_texts(
+    ids = []
+    messages = []
+    for group in groups:
+        ids.append([c.token_ids[c.loss_mask].tolist() for c in group.completions])
+        messages.append([c.messages for c in group.completions])
+    scores_of_groups = score_texts(
         pool,
         [group.example for group in groups],
         [group.texts for group in groups],
-        [[c.token_ids[c.loss_mask].tolist() for c in group.completions] for group in groups],
+        ids,
         groups[0].step,
-        messages=[[c.messages for c in group.completions] for group in groups],
+        messages=messages,
     )
     seconds = time.perf_counter() - started
-    failures = [failure for one in scored for failure in one.failures]
-    weights = {one.name: one.weight for one in pool.functions}
-    again = [
-        replace(
-            group,
-            rewards=one.rewards[0],
-            valid=one.valid[0],
-            reward_weights=weights,
-            reward_components={name: values[0] for name, values in one.components.items()},
+    weights = {function.name: function.weight for function in pool.functions}
+    failures = []
+    rescored = []
+    for group, scores in zip(groups, scores_of_groups, strict=True):
+        failures += scores.failures
+        components = {name: values[0] for name, values in scores.components.items()}
+        rescored.append(
+            replace(
+                group,
+                rewards=scores.rewards[0],
+                valid=scores.valid[0],
+                reward_weights=weights,
+                reward_components=components,
+            )
         )
-        for group, one in zip(groups, scored, strict=True)
-    ]
-    old, new = StepTable.of(groups, algorithm), StepTable.of(again, algorithm)
-    old_advantages = np.stack(
-        [
-            old.advantages[n] if entry.advantages is None else entry.advantages
-            for n, entry in enumerate(stored)
-        ]
-    )
+    old = StepTable.of(groups, algorithm)
+    new = StepTable.of(rescored, algorithm)
+    old_advantages = []
+    not_stored = 0
+    for number, entry in enumerate(stored):
+        if entry.advantages is None:
+            not_stored += 1
+            old_advantages.append(old.advantages[number])
+        else:
+            old_advantages.append(entry.advantages)
     return RescoredStep(
-        step,
-        [group.example.row for group in groups],
-        old,
-        new,
-        [group.reward_components for group in again],
-        old_advantages,
-        sum(entry.advantages is None for entry in stored),
-        seconds,
-        Counter(f"{one.function}: {one.kind}" for one in failures),
-        Counter(one.function for one in failures if one.completion is not None),
-        next((one.text for one in failures), None),
+        step=step,
+        rows=[group.example.row for group in groups],
+        old=old,
+        new=new,
+        components=[group.reward_components for group in rescored],
+        old_advantages=np.stack(old_advantages),
+        not_stored=not_stored,
+        seconds=seconds,
+        failed=Counter(f"{failure.function}: {failure.kind}" for failure in failures),
+        failed_completions=Counter(
+            failure.function for failure in failures if failure.completion is not None
+        ),
+        first_failure=failures[0].text if failures else None,
     )
 
 
@@ -213,60 +227,69 @@ def find_hacks(
     `old`, `new`: the rewards of all completions that both scored."""
     if not len(old) or old.min() == old.max():
         return []
-    lowest, median = old.min(), np.median(new)
-    places = [
-        (one, n, i)
-        for one in steps
-        for n, i in np.argwhere(
-            one.both & (one.old.rewards == lowest) & (one.new.rewards > median)
-        ).tolist()
-    ]
-    places.sort(
-        key=lambda place: -place[0].new.rewards[place[1], place[2]]
-    )  # stable: by step, group
-    return [
-        {
-            "step": one.step,
-            "group": n,
-            "completion": i,
-            "text": read_file(files[one.step])[n].group.texts[i],
-            "old_reward": lowest,
-            "reward": one.new.rewards[n, i],
-        }
-        for one, n, i in places[:NUM_SHOWN]
-    ]
+    lowest = old.min()
+    median = np.median(new)
+    hacks = []
+    for rescored in steps:
+        was_lowest = rescored.old.rewards == lowest
+        is_high = rescored.new.rewards > median
+        for group, completion in np.argwhere(rescored.both & was_lowest & is_high).tolist():
+            hacks.append(
+                {
+                    "step": rescored.step,
+                    "group": group,
+                    "completion": completion,
+                    "text": "",
+                    "old_reward": lowest,
+                    "reward": rescored.new.rewards[group, completion],
+                }
+            )
+    hacks.sort(key=itemgetter("reward"), reverse=True)  # of equal ones in order of step and group
+    shown = hacks[:NUM_SHOWN]
+    for hack in shown:
+        groups = read_file(files[hack["step"]])
+        hack["text"] = groups[hack["group"]].group.texts[hack["completion"]]
+    return shown
 
 
 def lint_reward(steps: Sequence[RescoredStep], skips_failures: bool) -> dict[str, Any]:
     """The new reward's distribution, cost and failures, and `warnings` about them."""
-    rewards = np.concatenate([one.new.rewards[one.new.valid] for one in steps])
-    lengths = np.concatenate([one.new.lengths[one.new.valid] for one in steps])
-    failed, failed_completions = (
-        sum((getattr(one, name) for one in steps), Counter[str]())
-        for name in ("failed", "failed_completions")
-    )
-    nothing: Counter[str] = Counter()
-    for components in (components for one in steps for components in one.components):
-        nothing.update({name: int(np.isnan(values).sum()) for name, values in components.items()})
+    rewards = np.concatenate([rescored.new.rewards[rescored.new.valid] for rescored in steps])
+    lengths = np.concatenate([rescored.new.lengths[rescored.new.valid] for rescored in steps])
+    is_constant = np.concatenate([~rescored.new.nonzero_std for rescored in steps])
+    failed: Counter[str] = Counter()
+    failed_completions: Counter[str] = Counter()
+    without_score: Counter[str] = Counter()
+    first_failure = None
+    seconds = 0.0
+    num_completions = 0
+    unscorable = 0
+    for rescored in steps:
+        failed += rescored.failed
+        failed_completions += rescored.failed_completions
+        for components in rescored.components:
+            for name, values in components.items():
+                without_score[name] += int(np.isnan(values).sum())
+        first_failure = first_failure or rescored.first_failure
+        seconds += rescored.seconds
+        num_completions += rescored.new.valid.size
+        unscorable += int((~rescored.new.valid).sum())
     if skips_failures:  # a failed completion's score is NaN, as that of a None
-        nothing.subtract(failed_completions)
-    some = len(rewards) > 0
+        without_score.subtract(failed_completions)
+    has_rewards = len(rewards) > 0
     figures = {
         "mean": known_mean(rewards),
-        "std": float(rewards.std()) if some else None,
-        "min": float(rewards.min()) if some else None,
-        "max": float(rewards.max()) if some else None,
+        "std": float(rewards.std()) if has_rewards else None,
+        "min": float(rewards.min()) if has_rewards else None,
+        "max": float(rewards.max()) if has_rewards else None,
         "num_distinct": len(np.unique(rewards)),
-        "share_of_constant_groups": float(
-            np.mean(np.concatenate([~one.new.nonzero_std for one in steps]))
-        ),
-        "seconds_per_completion": sum(one.seconds for one in steps)
-        / sum(one.new.valid.size for one in steps),
+        "share_of_constant_groups": float(np.mean(is_constant)),
+        "seconds_per_completion": seconds / num_completions,
         "correlation_with_length": rank_correlation(lengths, rewards),
-        "none": dict(nothing),
+        "none": dict(without_score),
         "failed": dict(failed),
-        "first_failure": next((one.first_failure for one in steps if one.first_failure), None),
-        "unscorable": sum(int((~one.new.valid).sum()) for one in steps),
+        "first_failure": first_failure,
+        "unscorable": unscorable,
     }
     return figures | {"warnings": list(_warnings(figures))}
 

@@ -21,7 +21,7 @@ import traceback
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, fields, replace
-from itertools import groupby
+from itertools import chain, groupby
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
@@ -64,9 +64,8 @@ class TrainerState:
 
     @classmethod
     def at(cls, step: int, max_steps: int, num_input_tokens_seen: int = 0) -> TrainerState:
-        return cls(
-            step, max_steps, step / max_steps if max_steps else 0.0, 1, num_input_tokens_seen
-        )
+        epoch = step / max_steps if max_steps else 0.0
+        return cls(step, max_steps, epoch, 1, num_input_tokens_seen)
 
 
 @dataclass(frozen=True)
@@ -79,9 +78,8 @@ class CallResult:
     """
 
     values: list[float | None] = field(default_factory=list)
-    bad: list[tuple[int, str]] = field(
-        default_factory=list
-    )  # (index in the call, the value that is no number)
+    # (index in the call, the value that is no number)
+    bad: list[tuple[int, str]] = field(default_factory=list)
     extra: dict[str, list[Any]] = field(default_factory=dict)  # log_extra: column -> n values
     metrics: dict[str, list[float]] = field(default_factory=dict)  # log_metric: name -> values
     kind: str = ""  # of failure: "raised", "timed out", "died" or `WRONG`; "" where it returned
@@ -102,11 +100,12 @@ class CallResult:
         return self.kind == WRONG or (on_error == "error" and self.failed)
 
     def as_json(self) -> dict[str, Any]:
-        return {
-            one.name: value
-            for one in fields(self)
-            if one.name != "cause" and (value := getattr(self, one.name))
-        }
+        values = {}
+        for of_class in fields(self):
+            value = getattr(self, of_class.name)
+            if of_class.name != "cause" and value:
+                values[of_class.name] = value
+        return values
 
 
 @dataclass(frozen=True)
@@ -123,9 +122,8 @@ class Batch:
     state: TrainerState
     places: list[str]  # of the rows: file and line, or empty
     trial: tuple[str, ...] = ()  # of known answers, before the run: what each of a group is
-    messages: Sequence[
-        Sequence[Mapping[str, Any]]
-    ] = ()  # what followed each prompt, where there are turns
+    # What followed each prompt, where there are turns.
+    messages: Sequence[Sequence[Mapping[str, Any]]] = ()
     environments: Sequence[Any] = ()  # of each rollout, ended
 
     @classmethod
@@ -142,28 +140,40 @@ class Batch:
     ) -> Batch:
         if not len(examples) == len(prompts) == len(texts) == len(completion_ids):
             raise ValueError("examples, prompts, texts and completion_ids must be of one length, P")
-        sizes = {len(group) for group in (*texts, *completion_ids)}
+        sizes = {len(group) for group in texts} | {len(group) for group in completion_ids}
         if len(sizes) != 1 or 0 in sizes:
             raise ValueError(
                 "every group must hold the same number of completions, G, which is 1 or more"
             )
-        at = [(p, g) for p, group in enumerate(texts) for g in range(len(group))]
-        names = dict.fromkeys(
-            name for example in examples for name in example.columns if name not in _NOT_COLUMNS
-        )
-        return cls(
-            shape=(len(texts), len(texts[0])),
-            rows=[(examples[p].row, g) for p, g in at],
-            prompts=[prompts[p] for p, _ in at],
-            texts=[texts[p][g] for p, g in at],
-            completion_ids=[[int(token) for token in completion_ids[p][g]] for p, g in at],
-            columns={name: [examples[p].columns.get(name) for p, _ in at] for name in names},
+        (group_size,) = sizes
+        columns: dict[str, list[Any]] = {}
+        for example in examples:
+            for name in example.columns:
+                if name not in _NOT_COLUMNS:
+                    columns[name] = []
+        batch = cls(
+            shape=(len(texts), group_size),
+            rows=[],
+            prompts=[],
+            texts=[],
+            completion_ids=[],
+            columns=columns,
             state=state,
-            places=[examples[p].place for p, _ in at],
+            places=[],
             trial=tuple(trial),
-            messages=[one for group in messages for one in group],
-            environments=[one for group in environments for one in group],
+            messages=list(chain.from_iterable(messages)),
+            environments=list(chain.from_iterable(environments)),
         )
+        for number, example in enumerate(examples):
+            for index in range(group_size):
+                batch.rows.append((example.row, index))
+                batch.prompts.append(prompts[number])
+                batch.texts.append(texts[number][index])
+                batch.completion_ids.append([int(id) for id in completion_ids[number][index]])
+                batch.places.append(example.place)
+                for name, values in columns.items():
+                    values.append(example.columns.get(name))
+        return batch
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -186,13 +196,15 @@ class Batch:
     def describe(self, i: int) -> str:
         row, index = self.rows[i]
         prompt = self.prompts[i]
-        asked = (
-            prompt if isinstance(prompt, str) else str(prompt[-1].get("content")) if prompt else ""
-        )
+        question = ""
+        if isinstance(prompt, str):
+            question = prompt
+        elif prompt:
+            question = str(prompt[-1].get("content"))
         answer = shorten(self.texts[i])
         place = self.places[i] or f"data row {row}"
         which = self.trial[index] if self.trial else f"completion {index}"
-        return f"{place}, {which} (prompt {shorten(asked)!r}, completion {answer!r})"
+        return f"{place}, {which} (prompt {shorten(question)!r}, completion {answer!r})"
 
 
 # ---- calling
@@ -285,55 +297,56 @@ def _arguments(one: RewardFunction, batch: Batch, journal: _Journal) -> dict[str
     if one.per_completion:
         columns = {name: values[0] for name, values in batch.columns.items()}
         return _accepted(one.function, _verl_arguments(batch, columns))
+    arguments: dict[str, Any] = {}
+    for name, values in batch.columns.items():
+        arguments[name] = list(values)
+    if batch.environments:
+        arguments["environments"] = list(batch.environments)
+    returned = [environment.fields for environment in batch.environments]  # by rollout functions
+    for names in returned:
+        for name in names:
+            arguments[name] = [of_rollout.get(name) for of_rollout in returned]
     turns = batch.messages or [[{"role": "assistant", "content": text}] for text in batch.texts]
-    environments = {"environments": list(batch.environments)} if batch.environments else {}
-    played = [one.fields for one in batch.environments]  # by a rollout function
-    environments |= {
-        name: [fields.get(name) for fields in played] for fields in played for name in fields
-    }
-    return _accepted(
-        one.function,
-        {
-            **{name: list(values) for name, values in batch.columns.items()},
-            **environments,
-            "prompts": [
-                prompt if isinstance(prompt, str) else [dict(message) for message in prompt]
-                for prompt in batch.prompts
-            ],
-            "completions": [
-                text if isinstance(prompt, str) else [dict(message) for message in messages]
-                for prompt, text, messages in zip(batch.prompts, batch.texts, turns, strict=True)
-            ],
-            "completion_ids": [list(tokens) for tokens in batch.completion_ids],
-            "trainer_state": batch.state,
-            "log_extra": journal.log_extra,
-            "log_metric": journal.log_metric,
-        },
-        # What no rollout function of a group came to return; of one that failed nothing else is
-        # known.
-        len(played)
-        if all(vars(one)["_kind"] in (ROLLOUT, "") for one in batch.environments)
-        else 0,
-    )
+    prompts = []
+    completions = []
+    for prompt, text, messages in zip(batch.prompts, batch.texts, turns, strict=True):
+        if isinstance(prompt, str):
+            prompts.append(prompt)
+            completions.append(text)
+        else:
+            prompts.append([dict(message) for message in prompt])
+            completions.append([dict(message) for message in messages])
+    arguments["prompts"] = prompts
+    arguments["completions"] = completions
+    arguments["completion_ids"] = [list(ids) for ids in batch.completion_ids]
+    arguments["trainer_state"] = batch.state
+    arguments["log_extra"] = journal.log_extra
+    arguments["log_metric"] = journal.log_metric
+    # What no rollout function of a group came to return; of one that failed nothing else is known.
+    kinds = {vars(environment)["_kind"] for environment in batch.environments}
+    num_rollouts = len(returned) if kinds <= {ROLLOUT, ""} else 0
+    return _accepted(one.function, arguments, num_rollouts)
 
 
 def _verl_arguments(batch: Batch, columns: Mapping[str, Any]) -> dict[str, Any]:
-    if fault := truth_fault(columns):
+    fault = truth_fault(columns)
+    if fault:
         place = batch.places[0] or f"data row {batch.rows[0][0]}"
         raise _BrokenConvention(f"wants a ground truth, which {place} lacks: {fault}")
+    speakers = []
+    for messages in batch.messages:
+        for message in messages:
+            speakers.append(message["role"] == "assistant")
+    turns = list(groupby(speakers or [True]))
     info = columns.get("extra_info")
-    answered = [
-        message["role"] == "assistant" for messages in batch.messages for message in messages
-    ] or [True]
-    turns = {
-        "num_turns": 1 + len([*groupby(answered)]),
-        "rollout_reward_scores": {},
-    }  # the prompt's is the first
+    extra_info = dict(info) if isinstance(info, Mapping) else {}
+    extra_info["num_turns"] = 1 + len(turns)  # the prompt is the first
+    extra_info["rollout_reward_scores"] = {}
     return {
         "data_source": columns.get("data_source") or "",
         "solution_str": batch.texts[0],
         "ground_truth": ground_truth(columns),
-        "extra_info": {**(info if isinstance(info, Mapping) else {}), **turns},
+        "extra_info": extra_info,
     }
 
 

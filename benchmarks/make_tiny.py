@@ -41,9 +41,9 @@ from shoal.tasks.task import Task
 from shoal.weights import huggingface
 
 TINY_TEMPLATE = (
-    "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] }}"
-    "{% if message['role'] == 'assistant' %}{{ '<|end|>' }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+    "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] }}{% if "
+    "message['role'] == 'assistant' %}{{ '<|end|>' }}{% endif %}{% endfor %}{% if "
+    "add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 
 TOOLS_TEMPLATE = """\

@@ -25,10 +25,10 @@ CHAT = (
 PLAIN = CHAT.replace("BEGIN", "").replace("END", "")
 MARKED = CHAT.replace("BEGIN", "{% generation %}").replace("END", "{% endgeneration %}")
 REWRITES = (
-    "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' and not loop.last %}"
-    "{{ m.content.split('</reasoning>')[-1] }}{% else %}{{ m.content }}{% endif %}"
-    "{% if m.role == 'assistant' %}<|end|>{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' and not loop.last %}{{ "
+    "m.content.split('</reasoning>')[-1] }}{% else %}{{ m.content }}{% endif %}{% if m.role == "
+    "'assistant' %}<|end|>{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% "
+    "endif %}"
 )
 """Leaves the reasoning out of all turns but the last, as Qwen3's does."""
 
@@ -166,8 +166,7 @@ def test_what_cannot_be_learned(messages: list, template: str, error: str):
 NO_TOOLS = PLAIN.replace("{%- if tools %}<|system|>{{ tools | tojson }}\n{% endif %}", "")
 NO_CALLS = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% if m.role == 'assistant' %}<|end|>{% "
-    "endif %}"
-    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    "endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 NO_RESULTS = NO_CALLS.replace(
     "{% for m in messages %}", "{% for m in messages if m.role != 'tool' %}"

@@ -513,10 +513,8 @@ def test_what_a_template_only_reads_counts_for_nothing(tmp_path, monkeypatch):
     write_tokenizer(tmp_path)
     template = (
         "{% for i in range(3000) %}{% set one = messages[0].content %}{% set one = "
-        "messages[0]['content'] %}"
-        "{% set one = messages[0].get('content') | default('a') %}{% set all = messages %}{% "
-        "endfor %}"
-        "{{ messages[0].content[:3] }}"
+        "messages[0]['content'] %}{% set one = messages[0].get('content') | default('a') %}{% set "
+        "all = messages %}{% endfor %}{{ messages[0].content[:3] }}"
     )
     assert Tokenizer.load(tmp_path, template).render(user("a" * 100_000)) == "aaa"
 

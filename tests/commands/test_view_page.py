@@ -174,9 +174,9 @@ def test_each_view_has_an_address_and_fits(browser, address, width, theme):
     source = axe_source()
     with new_page(browser, width, theme) as page:
         page.add_init_script(
-            "window.shift = 0; new PerformanceObserver(list => list.getEntries().forEach(entry => {"
-            "if (!entry.hadRecentInput) window.shift += entry.value; }))"
-            ".observe({type: 'layout-shift', buffered: true})"
+            "window.shift = 0; new PerformanceObserver(list => list.getEntries().forEach(entry => "
+            "{if (!entry.hadRecentInput) window.shift += entry.value; })).observe({type: "
+            "'layout-shift', buffered: true})"
         )
         for name, (link, text) in VIEWS.items():
             page.goto("about:blank")

@@ -287,8 +287,7 @@ def test_a_resumed_run_may_keep_its_moments_elsewhere(workshop, monkeypatch, cap
 
 DATED = (
     "{% for m in messages %}<|im_start|>{{ strftime_now('%d %b %Y') }} {{ m.content }}<|im_end|>{% "
-    "endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>{% endif %}"
+    "endfor %}{% if add_generation_prompt %}<|im_start|>{% endif %}"
 )
 
 

@@ -261,8 +261,7 @@ def test_rows_without_an_answer_are_counted_before_the_first_step(tmp_path: Path
 
 CHATML = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% if m.role == 'assistant' %}END{% "
-    "endif %}"
-    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    "endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
 

@@ -297,8 +297,8 @@ CHECK_ADD = (
         ("def f(g): return g", "assert f(abs)(-1) == 1 and f(lambda: 1) is None"),
         (
             "def f(x): return type('Any', (), {'__eq__': lambda s, o: True, '__len__': lambda s: "
-            "2, "
-            "'__bool__': lambda s: True, '__lt__': lambda s, o: True, '__float__': lambda s: 1})()",
+            "2, '__bool__': lambda s: True, '__lt__': lambda s, o: True, '__float__': lambda s: "
+            "1})()",
             "assert len(f(1)) == 2",
         ),
         (

@@ -68,8 +68,7 @@ def test_a_template_that_takes_too_long_is_refused(monkeypatch: pytest.MonkeyPat
         "{% set ns = namespace(s='aaaaaaaa') %}{% for i in range(60) %}{% set ns.s = [ns.s, ns.s] "
         "| join %}{% endfor %}",
         "{% set ns = namespace(s='aaaaaaaa') %}{% for i in range(60) %}{% set s %}{{ ns.s }}{{ "
-        "ns.s }}{% endset %}"
-        "{% set ns.s = s %}{% endfor %}",
+        "ns.s }}{% endset %}{% set ns.s = s %}{% endfor %}",
         "{% set ns = namespace(n=9) %}{% for i in range(60) %}{% set ns.n = ns.n * ns.n %}{% "
         "endfor %}",
         "{% for i in range(9999) %}{{ 'aaaaaaaa' }}{% endfor %}",
@@ -149,12 +148,11 @@ def test_widths_and_numbers_of_a_template_are_written() -> None:
 
 def test_what_bounded_templates_write_is_what_jinja_writes() -> None:
     template = (
-        "{% macro f(x) %}<{{ x }}>{% endmacro %}"
-        "{% for m in messages if m.role != 'system' %}{{ loop.index ~ '/' ~ loop.length ~ "
-        "m.content }}"
-        "{% if loop.last %}!{% else %}{{ loop.nextitem.role }}{% endif %}{% else %}none{% endfor %}"
-        "{{ f(1 + 2) }}{{ 'a' * 3 + 'b' }}{{ ([1] + [2]) | length }}{{ 2 ** 10 }}{{ none ~ true }}"
-        "{% for n in [1, [2]] recursive %}{{ loop(n) if n is not number else n }}{% endfor %}"
+        "{% macro f(x) %}<{{ x }}>{% endmacro %}{% for m in messages if m.role != 'system' %}{{ "
+        "loop.index ~ '/' ~ loop.length ~ m.content }}{% if loop.last %}!{% else %}{{ "
+        "loop.nextitem.role }}{% endif %}{% else %}none{% endfor %}{{ f(1 + 2) }}{{ 'a' * 3 + 'b' "
+        "}}{{ ([1] + [2]) | length }}{{ 2 ** 10 }}{{ none ~ true }}{% for n in [1, [2]] recursive "
+        "%}{{ loop(n) if n is not number else n }}{% endfor %}"
     )
     messages = [
         {"role": "system", "content": "s"},

@@ -241,8 +241,7 @@ def check_template(
     ):  # with them the data is rendered already
         check.warning(
             "the prompts are plain text and bypass this model's chat template: give messages, or "
-            "make them "
-            "with task.template='{COLUMN}'",
+            "make them with task.template='{COLUMN}'",
             "task.template",
         )
     if not isinstance(prompt, str) and has_special:

@@ -52,10 +52,8 @@ RULES = (
         5,
         lambda m: m.get("groups/nonzero_std") == 0,
         "for {limit} steps no group has had completions of different reward, so nothing has been "
-        "learned: take "
-        "easier or harder questions, a larger batch.group_size, a higher sampling.temperature, or "
-        "a reward "
-        "with more levels",
+        "learned: take easier or harder questions, a larger batch.group_size, a higher "
+        "sampling.temperature, or a reward with more levels",
         "batch.group_size",
     ),
     WarningRule(
@@ -64,8 +62,7 @@ RULES = (
         lambda m: m["completions/truncated"] > 0.5 and not m["update/skipped"],
         "for {limit} steps more than half of the completions have been cut off at "
         "sampling.max_completion_tokens, or at an agent's max_tokens for its last turn: raise it, "
-        "or ask for "
-        "shorter answers",
+        "or ask for shorter answers",
         "sampling.max_completion_tokens",
     ),
     WarningRule(

@@ -117,8 +117,7 @@ def no_reward(task: TaskSection) -> ShoalError:
     """The error of a task without a reward of its own, where no function was given."""
     more = (
         ". Where rows have no column `prompt`, give task.template='{COLUMN}' or "
-        "task.columns=[prompt=COLUMN], too"
-        "; where no split is called test, task.eval_split=NAME"
+        "task.columns=[prompt=COLUMN], too; where no split is called test, task.eval_split=NAME"
         if task.name == "custom"
         else ""
     )

@@ -65,32 +65,34 @@ def check_devices(config: Config, roles: Roles, findings: Findings) -> None:
 def check_idle(mesh: MeshSection, roles: Roles, available: int, findings: Findings) -> None:
     """Warns of devices that no role uses."""
     used = {device for role in roles.all for device in role.mesh.devices.flat}
-    if text := idle_text(mesh, len(used), available):
+    text = idle_text(mesh, len(used), available)
+    if text:
         findings.of("devices").warning(text, "mesh.fsdp")
 
 
 def idle_text(mesh: MeshSection, used: int, available: int) -> str:
     """How many devices no role uses, and which keys use them; empty if none is idle."""
-    keys = ["mesh.fsdp (-1 takes all of the trainer's)"] if mesh.fsdp != -1 else []
-    keys += [f"mesh.{name}" for name in ("trainer", "sampler", "reference") if getattr(mesh, name)]
-    return (
-        f"{used} of {available} devices are used: raise {' or '.join(keys)}"
-        if used < available
-        else ""
-    )
+    if used >= available:
+        return ""
+    keys = []
+    if mesh.fsdp != -1:
+        keys.append("mesh.fsdp (-1 takes all of the trainer's)")
+    for name in ("trainer", "sampler", "reference"):
+        if getattr(mesh, name):
+            keys.append(f"mesh.{name}")
+    return f"{used} of {available} devices are used: raise {' or '.join(keys)}"
 
 
 def devices_text(config: Config, roles: Roles) -> str:
     """How many devices each role has, where the reference is, and what the devices are."""
-    device, sampler = jax.devices()[0], roles.sampler.mesh
-    where = (
-        f" for the trainer, {sampler.size} others for the sampler" if roles.disaggregated else ""
-    )
-    split = (
-        f", {sampler.shape['data']} samplers of {sampler.shape['tensor']}"
-        if sampler.shape["tensor"] > 1
-        else ""
-    )
+    device = jax.devices()[0]
+    sampler = roles.sampler.mesh
+    where = ""
+    if roles.disaggregated:
+        where = f" for the trainer, {sampler.size} others for the sampler"
+    split = ""
+    if sampler.shape["tensor"] > 1:
+        split = f", {sampler.shape['data']} samplers of {sampler.shape['tensor']}"
     return (
         f"{roles.trainer.mesh.size}{where} of {jax.device_count()} x {device.device_kind} "
         f"({device.platform}){split}, JAX {jax.__version__}; {reference_text(config, roles)}"
@@ -99,32 +101,32 @@ def devices_text(config: Config, roles: Roles) -> str:
 
 def reference_text(config: Config, roles: Roles) -> str:
     """`reference on the sampler's devices`, or why there is none."""
-    scored = [
-        name
-        for name, is_there in (
-            ("reference", config.algorithm.scores_reference),
-            ("teacher", bool(config.teacher.path)),
-        )
-        if is_there
-    ]
-    if not scored:
+    scorers = []
+    if config.algorithm.scores_reference:
+        scorers.append("reference")
+    if config.teacher.path:
+        scorers.append("teacher")
+    if not scorers:
         return "no reference (algorithm.kl_coef=0)"
-    trainer, sampler, reference = ({*role.mesh.devices.flat} for role in roles.all)
-    whose = (
-        "all of these devices"
-        if trainer == sampler == reference
-        else "the trainer's devices"
-        if reference == trainer
-        else "the sampler's devices"
-        if reference == sampler
-        else f"{count(len(reference), 'device')} of {'its' if len(scored) == 1 else 'their'} own"
-    )
-    return f"{' and '.join(scored)} on {whose}"
+    trainer = set(roles.trainer.mesh.devices.flat)
+    sampler = set(roles.sampler.mesh.devices.flat)
+    reference = set(roles.reference.mesh.devices.flat)
+    if trainer == sampler == reference:
+        where = "all of these devices"
+    elif reference == trainer:
+        where = "the trainer's devices"
+    elif reference == sampler:
+        where = "the sampler's devices"
+    else:
+        whose = "its" if len(scorers) == 1 else "their"
+        where = f"{count(len(reference), 'device')} of {whose} own"
+    return f"{' and '.join(scorers)} on {where}"
 
 
 def check_tokenizer(tokenizer: Tokenizer, notes: Sequence[str], findings: Findings) -> None:
     """`notes`: what was noticed when the model was opened."""
-    check, before = findings.of("tokenizer"), len(findings.found)
+    check = findings.of("tokenizer")
+    before = len(findings.found)
     if not tokenizer.eos_ids:
         check.wrong(
             "the model has no end-of-sequence token: every completion would run to "
@@ -132,13 +134,14 @@ def check_tokenizer(tokenizer: Tokenizer, notes: Sequence[str], findings: Findin
             "model.path",
         )
     for note in notes:
-        if "no end-of-sequence" not in note:
-            if note.startswith(
-                "MaxText checkpoint"
-            ):  # what was recognised: there is nothing to change
-                check.ok(note)
-            else:
-                check.warning(note, "model.template" if "template" in note else "model.path")
+        if "no end-of-sequence" in note:  # said above
+            continue
+        if note.startswith("MaxText checkpoint"):  # what was recognised: nothing is to be changed
+            check.ok(note)
+        elif "template" in note:
+            check.warning(note, "model.template")
+        else:
+            check.warning(note, "model.path")
     if len(findings.found) == before:
         ends = " or ".join(tokenizer.token_text(id) for id in tokenizer.eos_ids)
         check.ok(f"{tokenizer.vocab_size:,} tokens, ends with {ends}")
@@ -155,24 +158,22 @@ def check_prompts(
     """Checks the training prompts and right answers against the template and the limits; returns
     the prompts' lengths as text, with those of the evaluation `sets`. Raises ShoalError where the
     template refuses all of them, or one with `sampling.long_prompts=error`."""
-    size, limit, refused = len(task.train), config.sampling.max_prompt_tokens, []
+    size = len(task.train)
+    limit = config.sampling.max_prompt_tokens
+    refused: list[str] = []
     check = findings.of("data", "task.path")
 
     def readable(rows: Sequence[int]) -> list[TokenizedExample]:
-        found = (
-            prepare(task.train[row], encode, sys.maxsize, "drop", refused.append) for row in rows
-        )
-        return [one for one in found if one is not None]
+        """The rows that the template does not refuse."""
+        examples = []
+        for row in rows:
+            example = prepare(task.train[row], encode, sys.maxsize, "drop", refused.append)
+            if example is not None:
+                examples.append(example)
+        return examples
 
-    lengths = np.array(
-        [
-            len(one.prompt_ids)
-            for one in readable(
-                np.linspace(0, size - 1, min(NUM_PROMPTS, size)).astype(int).tolist()
-            )
-        ],
-        int,
-    )
+    rows = np.linspace(0, size - 1, min(NUM_PROMPTS, size)).astype(int).tolist()
+    lengths = np.array([len(example.prompt_ids) for example in readable(rows)], int)
     if refused and (not lengths.size or config.sampling.long_prompts == "error"):
         raise ShoalError(
             f"{refused[0]}. Give another template with model.template", "model.template"
@@ -183,14 +184,17 @@ def check_prompts(
             f"first: {refused[0]}",
             "model.template",
         )
-    if first := readable(range(min(NUM_RENDERED, size))):
-        check_template(tokenizer, encode, [one.example for one in first], findings)
+    rendered = readable(range(min(NUM_RENDERED, size)))
+    if rendered:
+        check_template(tokenizer, encode, [example.example for example in rendered], findings)
     check_written(config, task, tokenizer, check)
-    if too_long := int((lengths > limit).sum()):
-        (check.warning if too_long < len(lengths) else check.wrong)(
+    too_long = int((lengths > limit).sum())
+    if too_long:
+        dropped = " and are dropped" if config.sampling.long_prompts == "drop" else ""
+        report = check.warning if too_long < len(lengths) else check.wrong
+        report(
             f"{too_long} of {len(lengths)} prompts checked have more than "
-            f"sampling.max_prompt_tokens={limit} tokens (the longest "
-            f"{lengths.max():,}){' and are dropped' * (config.sampling.long_prompts == 'drop')}: "
+            f"sampling.max_prompt_tokens={limit} tokens (the longest {lengths.max():,}){dropped}: "
             "raise it",
             "sampling.max_prompt_tokens",
         )
@@ -204,19 +208,27 @@ def check_prompts(
             "task.num_eval_questions",
         )
     _check_answers(config, task, tokenizer, check)
-    sizes = {name: [len(one.prompt_ids) for one in questions] for name, questions in sets.items()}
-    asked = ", ".join(f"{name} {min(each)} to {max(each)}" for name, each in sizes.items())
-    trained = f"{lengths.min()} to {lengths.max()} tokens" if lengths.size else "none"
-    return f"{trained} ({asked})" if asked else trained
+    of_sets = []
+    for name, questions in sets.items():
+        of_set = [len(question.prompt_ids) for question in questions]
+        of_sets.append(f"{name} {min(of_set)} to {max(of_set)}")
+    text = "none"
+    if lengths.size:
+        text = f"{lengths.min()} to {lengths.max()} tokens"
+    if of_sets:
+        text += f" ({', '.join(of_sets)})"
+    return text
 
 
 def check_template(
     tokenizer: Tokenizer, encode: Encode, examples: Sequence[Example], findings: Findings
 ) -> None:
     """Reports faults of the chat template in prompts. Raises ShoalError if the template does."""
-    check, before = findings.of("template", "model.template"), len(findings.found)
+    check = findings.of("template", "model.template")
+    before = len(findings.found)
     ids = [encode(example).tolist() for example in examples]
-    first, prompt = ids[0], examples[0].prompt
+    first = ids[0]
+    prompt = examples[0].prompt
     text = tokenizer.decode(first, skip_special_tokens=False)
     question = prompt if isinstance(prompt, str) else str(prompt[-1].get("content", ""))
     if " ".join(question.split()) not in " ".join(text.split()):
@@ -225,20 +237,17 @@ def check_template(
             "template leaves it out; give another with model.template",
             "model.template",
         )
-    if (
-        len(ids) > 1
-        and all(other == first for other in ids)
-        and any(e.prompt != prompt for e in examples)
-    ):
+    are_one = len(ids) > 1 and all(other == first for other in ids)
+    if are_one and any(example.prompt != prompt for example in examples):
         check.wrong(
             "different questions become the same prompt: give another template with model.template"
         )
     inside = tokenizer.encode_prompt(question).tolist()
-    inside = inside[1:] if inside[:1] == [tokenizer.bos_id] else inside
+    if inside[:1] == [tokenizer.bos_id]:
+        inside = inside[1:]
     has_special = tokenizer.decode(inside) != tokenizer.decode(inside, skip_special_tokens=False)
-    if (
-        isinstance(prompt, str) and tokenizer.has_template and not has_special
-    ):  # with them the data is rendered already
+    # A text with special tokens is rendered already.
+    if isinstance(prompt, str) and tokenizer.has_template and not has_special:
         check.warning(
             "the prompts are plain text and bypass this model's chat template: give messages, or "
             "make them with task.template='{COLUMN}'",

@@ -53,6 +53,7 @@ from shoal.rollout import host_health, vllm
 from shoal.rollout.fleet import Fleet
 from shoal.rollout.ledger import GroupRewards
 from shoal.rollout.vllm import Server, Settings, VllmHost, read_support
+from shoal.runs.reader import read_config
 from shoal.tasks.task import Task
 from shoal.weights import huggingface, peft
 from shoal.weights.store import FolderPublisher, FolderVersion, ProbeScores, Publisher
@@ -974,4 +975,4 @@ def test_one_shoal_samples_for_another(versions: str, words: list[str], workshop
     assert found[0]["sampler_gap/logprob_max"] < 2e-5 and all(
         one["fleet/lost"] == 0 for one in found
     )
-    assert "correction: tis" in (run / "config.yaml").read_text()
+    assert read_config(run).algorithm.correction == "tis"

@@ -33,7 +33,7 @@ from shoal.model.transformer import Model
 from shoal.protocols import Printer
 from shoal.records import Params, ShoalError
 from shoal.runs.layout import MODEL_FOLDER
-from shoal.runs.reader import read_config
+from shoal.runs.reader import read_requested
 from shoal.stop import NotHere
 from shoal.weights import huggingface, maxtext, peft
 from shoal.weights.checkpoints import FOLDER as CHECKPOINTS
@@ -169,7 +169,7 @@ def with_run(section: ModelSection) -> ModelSection:
     if not local.is_dir() or not (found := find_checkpoint(local)):
         return section
     try:
-        stored = read_config(found[0]).model
+        stored = read_requested(found[0]).model
     except ShoalError:  # of another version, or gone: its weights can be read all the same
         return section
     return replace(

@@ -516,7 +516,9 @@ class Job:
             if source in known_facts:
                 sources[source] = known_facts[source]
             else:
-                sources[source] = get_value(config, source)
+                from_key = get_value(config, source)
+                # As it is read back from a file.
+                sources[source] = list(from_key) if isinstance(from_key, tuple) else from_key
         before = self.stored_decisions.get(key)
         if before is not None and before.sources == sources:
             value = before.value

@@ -989,7 +989,7 @@ def test_what_was_requested_and_what_the_run_decided_are_two_files(stopped, deci
 
 
 @pytest.mark.parametrize("text", ["{", "batch.nothing: {value: 3}", "batch.micro_tokens: 3", "[]"])
-def test_a_damaged_file_of_decisions_is_an_error_that_says_what_to_do(decided, text):
+def test_a_damaged_file_of_decisions_is_an_error_that_says_what_to_do(decided, text, capsys):
     (decided / "decided.yaml").write_text(text)
     for read in (read_config, lambda run: StoredRun(run).settings()):
         with pytest.raises(ShoalError, match=r"decided\.yaml .*: remove it"):
@@ -998,6 +998,7 @@ def test_a_damaged_file_of_decisions_is_an_error_that_says_what_to_do(decided, t
     assert page.settings()["batch.micro_tokens"] == 0 and "decided.yaml" in page.problems
     (decided / "decided.yaml").unlink()
     assert go_on(decided).batch.micro_tokens > 0
+    assert "it was given before" not in " ".join(capsys.readouterr().out.split())
 
 
 def test_settings_of_a_run_are_read_as_they_are(decided):

@@ -103,7 +103,7 @@ from shoal.rollout.fleet import Fleet
 from shoal.rollout.ledger import GroupRewards
 from shoal.rollout.multi_process import MultiProcessSource
 from shoal.runs.layout import MODEL_FOLDER
-from shoal.runs.reader import read_config, read_decisions
+from shoal.runs.reader import read_decisions, read_requested
 from shoal.sampler.engine import Engine
 from shoal.sampler.scheduler import num_rows
 from shoal.stop import NotHere, StopSignal
@@ -493,6 +493,8 @@ class Job:
             {"devices of the trainer": num_devices},
         )
         config = self.decide(config, "algorithm.correction", followed.algorithm.correction)
+        if "batch.micro_tokens" not in open_keys(self.requested):
+            return config  # without packing a step for it, as each of advice's candidates would
         micro_tokens = decided_micro_tokens(followed, self.roles, self.spec.architecture)
         device_kind = trainer.mesh.devices.flat[0].device_kind
         return self.decide(
@@ -531,7 +533,10 @@ class Job:
         """Says that a resumed run works with another value of a key that is left open."""
         assert self.resumed
         if before is None:
-            value_before = get_value(read_config(self.resumed), key)
+            requested_before = read_requested(self.resumed)
+            if key in open_keys(requested_before):
+                return  # it was decided before, too, and that is not on file
+            value_before = get_value(requested_before, key)
             reason = "it was given before, and is left open now"
         else:
             value_before = before.value

@@ -229,27 +229,29 @@ def find_hacks(
         return []
     lowest = old.min()
     median = np.median(new)
-    hacks = []
+    candidates = []  # new reward, step, group, completion
     for rescored in steps:
         was_lowest = rescored.old.rewards == lowest
         is_high = rescored.new.rewards > median
         for group, completion in np.argwhere(rescored.both & was_lowest & is_high).tolist():
-            hacks.append(
-                {
-                    "step": rescored.step,
-                    "group": group,
-                    "completion": completion,
-                    "text": "",
-                    "old_reward": lowest,
-                    "reward": rescored.new.rewards[group, completion],
-                }
-            )
-    hacks.sort(key=itemgetter("reward"), reverse=True)  # of equal ones in order of step and group
-    shown = hacks[:NUM_SHOWN]
-    for hack in shown:
-        groups = read_file(files[hack["step"]])
-        hack["text"] = groups[hack["group"]].group.texts[hack["completion"]]
-    return shown
+            reward = rescored.new.rewards[group, completion]
+            candidates.append((reward, rescored.step, group, completion))
+    # Stable: of equal ones in order of step and group.
+    candidates.sort(key=itemgetter(0), reverse=True)
+    hacks = []
+    for reward, step, group, completion in candidates[:NUM_SHOWN]:
+        text = read_file(files[step])[group].group.texts[completion]
+        hacks.append(
+            {
+                "step": step,
+                "group": group,
+                "completion": completion,
+                "text": text,
+                "old_reward": lowest,
+                "reward": reward,
+            }
+        )
+    return hacks
 
 
 def lint_reward(steps: Sequence[RescoredStep], skips_failures: bool) -> dict[str, Any]:

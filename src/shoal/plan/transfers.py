@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -58,11 +59,7 @@ def transfer_rows(
         # An all-reduce scatters, then gathers.
         rounds = 2 if collective.kind == "all-reduce" else 1
         row["seconds"] += collective.times * link.latency * rounds
-
-    def by_size(row: Mapping[str, Any]) -> float:
-        return -row["bytes"]
-
-    return sorted(rows.values(), key=by_size)
+    return sorted(rows.values(), key=itemgetter("bytes"), reverse=True)
 
 
 @dataclass(frozen=True)

@@ -146,34 +146,38 @@ class Batch:
                 "every group must hold the same number of completions, G, which is 1 or more"
             )
         (group_size,) = sizes
+        rows = []
+        prompts_by_completion = []
+        flat_texts = []
+        ids = []
+        places = []
         columns: dict[str, list[Any]] = {}
         for example in examples:
             for name in example.columns:
                 if name not in _NOT_COLUMNS:
                     columns[name] = []
-        batch = cls(
+        for number, example in enumerate(examples):
+            for index in range(group_size):
+                rows.append((example.row, index))
+                prompts_by_completion.append(prompts[number])
+                flat_texts.append(texts[number][index])
+                ids.append([int(id) for id in completion_ids[number][index]])
+                places.append(example.place)
+                for name, values in columns.items():
+                    values.append(example.columns.get(name))
+        return cls(
             shape=(len(texts), group_size),
-            rows=[],
-            prompts=[],
-            texts=[],
-            completion_ids=[],
+            rows=rows,
+            prompts=prompts_by_completion,
+            texts=flat_texts,
+            completion_ids=ids,
             columns=columns,
             state=state,
-            places=[],
+            places=places,
             trial=tuple(trial),
             messages=list(chain.from_iterable(messages)),
             environments=list(chain.from_iterable(environments)),
         )
-        for number, example in enumerate(examples):
-            for index in range(group_size):
-                batch.rows.append((example.row, index))
-                batch.prompts.append(prompts[number])
-                batch.texts.append(texts[number][index])
-                batch.completion_ids.append([int(id) for id in completion_ids[number][index]])
-                batch.places.append(example.place)
-                for name, values in columns.items():
-                    values.append(example.columns.get(name))
-        return batch
 
     def __len__(self) -> int:
         return len(self.texts)

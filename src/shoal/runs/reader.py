@@ -162,15 +162,20 @@ class StoredRun:
         """The settings that the run works with, as dotted key -> value: those of config.yaml, or of
         the file of a part, with what it decided. They are plain data here: what they name, presets
         or files, is not read."""
+        values = self.requested(file)
+        if values:
+            for key, decision in self.decisions(file).items():
+                values[key] = decision.value
+        return values
+
+    def requested(self, file: str = CONFIG) -> dict[str, Any]:
+        """The settings of a file as they were requested, as dotted key -> value."""
         text = self.text(file, MAX_CONFIG_BYTES)
         try:
-            values = flat_yaml(text)
+            return flat_yaml(text)
         except ValueError as error:
             self.problem(file, f"is damaged ({reason(error)})")
             return {}
-        for key, decision in self.decisions(file).items():
-            values[key] = decision.value
-        return values
 
     def decisions(self, file: str = CONFIG) -> dict[str, Decision]:
         """What the run decided itself, for the settings of a file; none where that cannot be
@@ -180,7 +185,7 @@ class StoredRun:
             return {}
         text = self.text(name, MAX_CONFIG_BYTES)
         try:
-            return decisions_of(bounded_yaml(text)) if text.strip() else {}
+            return _decisions_in(text)
         except (ValueError, ShoalError) as error:
             self.problem(name, f"is damaged ({reason(error)})")
             return {}
@@ -241,7 +246,7 @@ class StoredRun:
         """The version from which on the reward is the run's last, if it was resumed with another;
         else 0."""
         parts = sorted(parts_of(self.root).items())[:MAX_PARTS]
-        return reward_changed_at({number: self.settings(path.name) for number, path in parts})
+        return reward_changed_at({number: self.requested(path.name) for number, path in parts})
 
     def metrics(self) -> dict[int, dict[str, Any]]:
         """The metrics of every step; ShoalError, naming the line, if any but the last is
@@ -644,8 +649,7 @@ def read_decisions(run: Path, file: str = CONFIG) -> dict[str, Decision]:
     then decided anew. ShoalError for a damaged one."""
     path = decided_file(run / file)
     try:
-        text = path.read_text(encoding="utf-8")
-        return decisions_of(bounded_yaml(text)) if text.strip() else {}
+        return _decisions_in(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, ShoalError) as error:
@@ -653,6 +657,11 @@ def read_decisions(run: Path, file: str = CONFIG) -> dict[str, Decision]:
             f"{path} cannot be read ({reason(error)}): remove it, and the run decides anew what "
             "its settings leave open"
         ) from error
+
+
+def _decisions_in(text: str) -> dict[str, Decision]:
+    """The decisions of decided.yaml, which is empty where nothing was left open."""
+    return decisions_of(bounded_yaml(text)) if text.strip() else {}
 
 
 def read_config(run: Path, file: str = CONFIG) -> Config:

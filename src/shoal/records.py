@@ -218,7 +218,7 @@ class Branch(NamedTuple):
     start: int  # the first of the completion's tokens that follow it
     prompt_ids: (
         np.ndarray
-    )  # int32[Tp]; what of it the model had sampled is learnt from before, not here
+    )  # int32[Tp]; what of it the model had sampled is learned from before, not here
 
 
 @dataclass(frozen=True)

@@ -88,7 +88,7 @@ def test_a_run_says_what_it_will_do_with_what(workshop):
         (
             "reward={constant}",
             "WRONG reward: of the answers tried all score 0.5: if the model's do too, nothing is "
-            "learned; set reward.functions to one that tells answers apart",
+            "learned; set reward.functions to one that scores them differently",
         ),
         ("task.path={templated}", "template: the question holds special tokens itself"),
         (

@@ -396,8 +396,8 @@ def _faults_of_totals(probe: Probe) -> list[tuple[Level, str]]:
         kinds = "all" if all_have_one else f"only {', '.join(scored)}"
         text = (
             f"of the answers tried {kinds} score {score_text(next(iter(scored.values())))}: if the "
-            "model's do too, nothing is learned; set reward.functions to one that tells answers "
-            "apart"
+            "model's do too, nothing is learned; set reward.functions to one that scores them "
+            "differently"
         )
         faults.append(("wrong" if probe.form else "warning", text))
     if len(different) < 2:

@@ -519,7 +519,7 @@ def _add_age_metrics(metrics: MetricSet, groups: Sequence[Group], logprobs: Toke
     """How far samplers and trainer differ, by the age of a completion's oldest token; nothing where
     all are new.
 
-    With w = exp(trainer's - sampler's log-prob) over the tokens that the update learnt from,
+    With w = exp(trainer's - sampler's log-prob) over the tokens that the update learned from,
     `logprobs[group, index]`.
     """
     differences: dict[int, list[np.ndarray]] = {}

@@ -183,7 +183,7 @@ class Agent(RolloutCall):
 
 def _fields(returned: Any, sampled: Sequence[int]) -> dict[str, Any]:
     """The further fields of what a function returned. ValueError where its tokens are not those
-    that were sampled: what is learnt from is what was sampled."""
+    that were sampled: what is learned from is what was sampled."""
     if not sampled:
         raise ValueError(
             "the rollout function returned before anything was sampled: call generate(prompt)"
@@ -209,7 +209,7 @@ def _fields(returned: Any, sampled: Sequence[int]) -> dict[str, Any]:
     ] != list(sampled):
         raise ValueError(
             "completion_ids, where env_mask is 1, are not the tokens that generate() returned, in "
-            "order: what is learnt from is what was sampled; give tokens of the environment "
+            "order: what is learned from is what was sampled; give tokens of the environment "
             "env_mask 0"
         )
     return {name: values[0] for name, values in returned.items() if name not in _TOKENS}

@@ -23,7 +23,6 @@ from shoal.config.commands import (
     DoctorConfig,
     EvalConfig,
     ExportConfig,
-    ExportRolloutsConfig,
     GenerateConfig,
     PlanConfig,
     ReplayConfig,
@@ -67,7 +66,6 @@ JOBS = {
         "rescore",
         "diff",
         "view",
-        "export_rollouts",
     )
 }
 """Module of `shoal.commands` -> the function that the command line calls there."""
@@ -150,12 +148,6 @@ def python(code: str, **environment: str) -> subprocess.CompletedProcess:
             ViewConfig(("a", "b,c"), groups=("1", "2:3")),
         ),
         ("view", [], "view", ViewConfig()),
-        (
-            "export-rollouts",
-            ["a", "--format=verl", "to=b"],
-            "export_rollouts",
-            ExportRolloutsConfig(run="a", format="verl", to="b"),
-        ),
     ],
 )
 def test_each_command_calls_its_job(calls, command, words, called, config):
@@ -247,8 +239,8 @@ def test_a_run_to_go_on_with_must_be_there(calls, capsys, run):
         (["diff", "a", "b", "c"], "c: one word too many, expected `shoal diff RUN OTHER`"),
         (["replay", "a", "stpe=3"], "did you mean step?"),
         (
-            ["export-rollouts", "a", "--format"],
-            "--format: expected a value (trl | verl): write format=VALUE",
+            ["launch", "--target"],
+            "--target: expected a value (docker | ray | slurm | gke | xpk): write target=VALUE",
         ),
     ],
 )

@@ -10,16 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import pandas
-import polars
 import pytest
 from stored_runs import MESSAGES, in_turns
-from tiny_models import write_tokenizer
 
 from shoal.algorithm.advantage import grpo
-from shoal.commands.export_rollouts import export_rollouts
 from shoal.commands.rescore import rescore
-from shoal.config.commands import ExportRolloutsConfig, RescoreConfig
+from shoal.config.commands import RescoreConfig
 from shoal.config.sections.reward import RewardSection
 from shoal.job.rescore import rank_correlation
 from shoal.records import Completion, Example, Group, Purpose, ShoalError, StopReason, ground_truth
@@ -269,18 +265,6 @@ def turns(completions, **kwargs):
     result = under(run, "turns", step=3)
     assert result["groups"][0]["rewards"] == [len(MESSAGES), 1, 1, 1]
     assert "environments are not stored" in capsys.readouterr().out
-    write_tokenizer(run / "model")
-    for format in ("trl", "verl"):
-        export_rollouts(
-            ExportRolloutsConfig(run=str(run), to=str(run.parent / format), format=format)
-        )
-    completions = polars.read_parquet(run.parent / "trl" / "completions_00003.parquet")[
-        "completion"
-    ].to_list()
-    assert [json.loads(one) for one in completions[:1]] == [list(MESSAGES)]
-    rows = [json.loads(line) for line in (run.parent / "verl" / "3.jsonl").read_text().splitlines()]
-    assert [row["output"] for row in rows] == list(TEXTS)
-    assert rows[0]["input"] != rows[1]["input"]  # its environment began it with other words
 
 
 def test_rank_correlation_by_hand():
@@ -289,87 +273,6 @@ def test_rank_correlation_by_hand():
         0.9428, abs=1e-4
     )
     assert rank_correlation(np.array([1, 1]), np.array([1, 2])) is None
-
-
-# ---- export
-
-
-@pytest.fixture
-def exported(run):
-    write_tokenizer(run / "model")
-
-    def export(format: str) -> Path:
-        to = run.parent / format
-        config = ExportRolloutsConfig(run=str(run), to=str(to), format=format)  # type: ignore
-        assert export_rollouts(config)["completions"] == 16
-        return to
-
-    return export
-
-
-def test_rollouts_as_trl_writes_them(exported):
-    to = exported("trl")
-    assert sorted(path.name for path in to.iterdir()) == [
-        "completions_00001.parquet",
-        "completions_00002.parquet",
-    ]
-    p, d = (
-        polars.read_parquet(to / "completions_00002.parquet"),
-        pandas.read_parquet(to / "completions_00002.parquet"),
-    )
-    assert (
-        p.columns
-        == list(d.columns)
-        == ["step", "prompt", "completion", "stored", "parsed", "extra_step", "depth", "advantage"]
-    )
-    assert p["step"].to_list() == [2] * 8 and p["completion"].to_list() == list(TEXTS) * 2
-    assert (
-        p["stored"].to_list() == [1, 0, 0, 0, 0, 1, 2, None] and p["stored"].dtype == polars.Float64
-    )
-    assert p["extra_step"].to_list()[:4] == ["1", '"two"', None, "[4]"]
-    assert p["depth"].to_list()[:4] == [1.0, 0.5, None, 2.0]
-    assert p["advantage"].to_list()[:4] == pytest.approx(
-        [1.7317, -0.5772, -0.5772, -0.5772], abs=1e-4
-    )
-    assert all(isinstance(prompt, str) and prompt for prompt in p["prompt"])
-
-
-def test_rollouts_as_verl_writes_them(exported):
-    to = exported("verl")
-    assert sorted(path.name for path in to.iterdir()) == ["1.jsonl", "2.jsonl"]
-    rows = [json.loads(line) for line in (to / "2.jsonl").read_text().splitlines()]
-    assert len(rows) == 8 and list(rows[0])[:5] == ["input", "output", "gts", "score", "step"]
-    assert rows[5] == {
-        "input": rows[0]["input"],
-        "output": "bb",
-        "gts": "21",
-        "score": 1.0,
-        "step": 2,
-        "stored": 1.0,
-        "parsed": "bb",
-        "extra_step": "two",
-        "depth": 0.5,
-    }
-    assert rows[7]["score"] is None
-    assert polars.read_ndjson(to / "1.jsonl").height == 8
-
-
-def test_an_export_never_goes_over_what_is_there(exported):
-    (exported("trl") / "mine").write_text("")
-    with pytest.raises(ShoalError, match="exists and is not empty"):
-        exported("trl")
-
-
-def test_an_export_goes_to_the_users_home(run, tmp_path, monkeypatch):
-    write_tokenizer(run / "model")
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.chdir(tmp_path)
-    result = export_rollouts(ExportRolloutsConfig(run=str(run), to="~/out"))
-    assert (
-        result["to"] == str(tmp_path / "home" / "out")
-        and len(list((tmp_path / "home" / "out").iterdir())) == 2
-    )
-    assert not (tmp_path / "~").exists()
 
 
 def test_the_column_of_the_ground_truth():

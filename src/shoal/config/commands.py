@@ -306,18 +306,6 @@ class ViewConfig:
 
 
 @dataclass(frozen=True)
-class ExportRolloutsConfig:
-    """`shoal export-rollouts`: writes a run's training groups in another system's format."""
-
-    run: str = ""
-    """Run folder, or `last`."""
-    format: Literal["trl", "verl"] = "trl"
-    """trl: completions_00001.parquet, a file for each step; verl: 1.jsonl, a file for each step."""
-    to: str = ""
-    """Folder to write."""
-
-
-@dataclass(frozen=True)
 class CompatConfig:
     """`shoal compat`: writes the scripts of MaxText, TorchRL, TRL, verl and Tunix under the paths
     that are typed."""
@@ -397,7 +385,6 @@ COMMANDS: Mapping[str, type] = {
     "rescore": RescoreConfig,
     "diff": DiffConfig,
     "view": ViewConfig,
-    "export-rollouts": ExportRolloutsConfig,
     "launch": LaunchConfig,
     "compat": CompatConfig,
 }

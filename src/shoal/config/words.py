@@ -96,7 +96,6 @@ POSITIONALS: Mapping[str, tuple[str, ...]] = {
     "replay": ("run",),
     "rescore": ("run",),
     "diff": ("run", "other"),
-    "export-rollouts": ("run",),
     "view": ("runs",),
     "compat": ("to",),
 }

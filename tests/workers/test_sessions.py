@@ -26,6 +26,7 @@ from processes import descendants, gone
 
 from shoal.config.sections.task import EnvironmentSection
 from shoal.records import ShoalError
+from shoal.workers import pool, process
 from shoal.workers.environments import EnvironmentKind
 from shoal.workers.sessions import SHARED, Reply, Sessions
 
@@ -658,3 +659,28 @@ def test_a_supervisor_that_ends_as_it_starts_is_an_error() -> None:
         sessions.call("r", "add", {"a": 1, "b": 1})
         sessions.collect(20.0)
     sessions.close()
+
+
+@pytest.fixture
+def stopped(monkeypatch: pytest.MonkeyPatch) -> Iterator[Sessions]:
+    """Sessions whose supervisor lives, but neither reads nor sends."""
+    monkeypatch.setattr(pool, "SILENT_SECONDS", 1.0)
+    monkeypatch.setattr(process, "SEND_SECONDS", 1.0)
+    sessions = Sessions([add], {}, EnvironmentSection())
+    sessions.open("r", {})
+    sessions.collect()
+    os.kill(sessions._pool.pid, signal.SIGSTOP)
+    yield sessions
+    sessions.close()
+    assert gone(sessions._pool.pid)
+
+
+def test_a_supervisor_that_says_nothing_is_stuck(stopped: Sessions) -> None:
+    stopped.call("r", "add", {"a": 1, "b": 1})
+    with pytest.raises(ShoalError, match="has not answered for 1 s: it is stopped or stuck"):
+        stopped.collect(20.0)
+
+
+def test_a_supervisor_that_reads_nothing_is_stuck_and_has_not_ended(stopped: Sessions) -> None:
+    with pytest.raises(ShoalError, match="has not answered for 1 s: it is stopped or stuck"):
+        stopped.call("r", "add", {"a": "5" * 10_000_000, "b": 1})

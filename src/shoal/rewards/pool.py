@@ -30,12 +30,9 @@ from shoal.rewards.reward_call import (
 )
 from shoal.rewards.scores import FunctionCalls, Policy, RewardWatch, Scores, call_here, sum_scores
 from shoal.text import exact
-from shoal.workers.pool import Limits, WorkerPool
+from shoal.workers.pool import Limits, WorkerPool, WorkersLost
 from shoal.workers.process import Header
 
-SILENT_SECONDS = 120.0
-"""After how long without a word the supervisor counts as stuck: while it has calls it sends
-something each second."""
 FIRST_REPORT_SECONDS = 10.0
 """After how long a wait is reported."""
 REPORT_SECONDS = 30.0
@@ -216,10 +213,8 @@ class RewardPool:
         job.open.setdefault(one.name, set()).add(number)
         try:
             self._workers.submit(number, {"function": self._remote.index(one)}, body, together)
-        except ConnectionError:
-            raise self._lost() from None
-        except TimeoutError:
-            raise self._stuck(SILENT_SECONDS) from None
+        except WorkersLost as lost:
+            raise self._error_of_lost(lost, lost.seconds) from None
 
     def _call_singles(self, job: _Job, one: RewardFunction, together: bool = True) -> None:
         for i in range(len(job.batch)):
@@ -229,10 +224,8 @@ class RewardPool:
         if calls and self._workers is not None:
             try:
                 self._workers.cancel(calls)
-            except ConnectionError:
-                raise self._lost() from None
-            except TimeoutError:
-                raise self._stuck(SILENT_SECONDS) from None
+            except WorkersLost as lost:
+                raise self._error_of_lost(lost, lost.seconds) from None
 
     def _take(self, number: int, reply: Header) -> None:
         """Enters the reply to a call; where one for several completions failed, each is to be
@@ -313,18 +306,22 @@ class RewardPool:
 
     # -- waiting
 
-    def _receive(self, seconds: float = 0.0) -> None:
+    def _receive(self) -> None:
+        """Enters the replies that have arrived."""
         if self._workers is None:
             return
+        self.watch.begin_wait()
         try:
-            self.watch.begin_wait()
-            replies = self._workers.receive(seconds)
-            self.watch.count_wait()
-            for number, reply in replies:
-                self._progress = time.monotonic()
-                self._take(number, {"kind": "", **reply})
-        except (EOFError, ConnectionError):
-            raise self._lost() from None
+            replies = self._workers.receive()
+        except WorkersLost as lost:
+            raise self._error_of_lost(lost, lost.seconds) from None
+        self._enter(replies)
+
+    def _enter(self, replies: Sequence[tuple[int, Header]]) -> None:
+        self.watch.count_wait()
+        for number, reply in replies:
+            self._progress = time.monotonic()
+            self._take(number, {"kind": "", **reply})
 
     def _wait(self) -> None:
         """Until a job is scored, if one is queued. The supervisor is stuck where it is silent, or
@@ -333,12 +330,9 @@ class RewardPool:
         next_report = start + FIRST_REPORT_SECONDS
         while self._jobs and not self._done and self._workers is not None:
             now = time.monotonic()
-            deadline = min(
-                max(self._workers.heard, start) + SILENT_SECONDS,
-                max(self._progress, start) + self._most_seconds(),
-            )
+            deadline = max(self._progress, start) + self._most_seconds()
             if now >= deadline:
-                raise self._stuck(now - start)
+                raise self._error_of_lost(WorkersLost(has_ended=False), now - start)
             if now >= next_report:
                 next_report = now + REPORT_SECONDS
                 print(
@@ -348,29 +342,33 @@ class RewardPool:
                     file=sys.stderr,
                     flush=True,
                 )
-            self._receive(min(deadline, next_report) - now)
+            self.watch.begin_wait()
+            try:
+                replies = self._workers.wait(min(deadline, next_report) - now, since=start)
+            except WorkersLost as lost:
+                raise self._error_of_lost(lost, time.monotonic() - start) from None
+            self._enter(replies)
 
     def _most_seconds(self) -> float:
         """What everything that is queued may take, however its functions behave."""
-        calls = sum(1 + len(job.batch) for job in self._jobs) * len(self._remote)
-        return GENEROUS * self._limits.most_seconds * (1 + calls / self._limits.num_workers)
+        num_calls = sum(1 + len(job.batch) for job in self._jobs) * len(self._remote)
+        return GENEROUS * self._limits.most_seconds(num_calls)
 
     def _describe_queue(self) -> str:
         names = ", ".join(one.name for one in self._remote)
         return f"completions with {names}: {sum(len(job.batch) for job in self._jobs)}"
 
-    def _lost(self) -> ShoalError:
-        self.close()
-        return ShoalError(
-            "the process that starts reward workers has ended, killed from outside or for want of "
-            "memory; free some, or take fewer reward.workers"
-        )
-
-    def _stuck(self, seconds: float) -> ShoalError:
+    def _error_of_lost(self, lost: WorkersLost, waited_seconds: float) -> ShoalError:
+        """Closes the pool; the error says what became of its supervisor."""
         queue = self._describe_queue()
         self.close()
+        if lost.has_ended:
+            return ShoalError(
+                "the process that starts reward workers has ended, killed from outside or for want "
+                "of memory; free some, or take fewer reward.workers"
+            )
         return ShoalError(
-            f"waited {seconds:.0f} s for rewards ({queue}), but the process that starts reward "
-            "workers is stopped or stuck; check what holds it, such as storage that does not "
-            "answer, and start or resume the run again"
+            f"waited {waited_seconds:.0f} s for rewards ({queue}), but the process that starts "
+            "reward workers is stopped or stuck; check what holds it, such as storage that does "
+            "not answer, and start or resume the run again"
         )

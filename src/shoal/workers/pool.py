@@ -32,6 +32,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from shoal.workers import process
 from shoal.workers.process import (
     KILL_WITH_PARENT,
     PULSE_SECONDS,
@@ -58,6 +59,9 @@ EXIT_SECONDS = 0.5
 """How long to wait for a worker that has been killed, or has closed its socket, to be gone."""
 MOST_BYTES = 1 << 30
 """Of a frame: a worker may write anything into its socket."""
+SILENT_SECONDS = 120.0
+"""After how long without a word the supervisor counts as stuck: while it has calls it sends
+something each second."""
 LOST_SUPERVISOR = "the process that starts workers was killed, by a call or from outside"
 END_SECONDS = 1.5
 """What the supervisor may take to end its workers and itself, before it is killed."""
@@ -71,10 +75,21 @@ class Limits:
     seconds: float  # of one call
     memory_bytes: int = 0  # beyond what a worker starts with, on Linux; 0 for no limit
 
-    @property
-    def most_seconds(self) -> float:
-        """What one call may take at most, with the start and the end of its worker."""
-        return self.seconds + START_SECONDS + GRACE_SECONDS + 2 * EXIT_SECONDS
+    def most_seconds(self, num_calls: int) -> float:
+        """What so many calls may take at most, the start and the end of their workers included,
+        and one call before them that is still under way."""
+        a_call = self.seconds + START_SECONDS + GRACE_SECONDS + 2 * EXIT_SECONDS
+        return a_call * (1 + num_calls / self.num_workers)
+
+
+class WorkersLost(Exception):
+    """The supervisor of a pool answers no more, and no other takes its place: it has ended, or it
+    is stopped or stuck. Only closing the pool is left."""
+
+    def __init__(self, has_ended: bool, seconds: float = 0.0) -> None:
+        super().__init__("ended" if has_ended else f"stopped or stuck for {seconds:.0f} s")
+        self.has_ended = has_ended
+        self.seconds = seconds  # how long it has sent or read nothing, where it has not ended
 
 
 class WorkerPool:
@@ -160,39 +175,54 @@ class WorkerPool:
         seat: int = 0,
         seconds: float = 0.0,
     ) -> None:
-        """Sends a call; `seconds` stands in for the limit of the pool. ConnectionError where the
-        supervisor has ended and none takes its place, TimeoutError where it does not read."""
+        """Sends a call; `seconds` stands in for the limit of the pool. WorkersLost where the
+        supervisor has ended and none takes its place, or does not read."""
         self.heard = time.monotonic()
-        try:
-            self._channel.send(
-                {
-                    "call": call,
-                    "together": together,
-                    "seat": seat,
-                    "seconds": seconds,
-                    "asked": header,
-                },
-                body,
-            )
-        except ConnectionError:
-            if not self._restarts:
-                raise  # else `receive` finds the end too, and fails the call
+        envelope = {
+            "call": call,
+            "together": together,
+            "seat": seat,
+            "seconds": seconds,
+            "asked": header,
+        }
+        self._send(envelope, body)
         self._open.add(call)
 
     def cancel(self, calls: Iterable[int]) -> None:
         """Cancels those of the calls that no worker has begun; the others are replied to as
-        usual."""
-        self._channel.send({"cancel": list(calls)})
+        usual. Raises as `submit`."""
+        self._send({"cancel": list(calls)})
+
+    def _send(self, header: Header, body: bytes = b"") -> None:
+        try:
+            self._channel.send(header, body)
+        except ConnectionError:
+            if not self._restarts:
+                raise WorkersLost(has_ended=True) from None
+            # `receive` finds the end too, and fails the calls.
+        except TimeoutError:
+            raise WorkersLost(has_ended=False, seconds=process.SEND_SECONDS) from None
+
+    def wait(self, seconds: float, since: float = 0.0) -> list[tuple[int, Header]]:
+        """`receive`, with WorkersLost also where the supervisor has calls and has sent nothing for
+        `SILENT_SECONDS`; silence counts from `since`, by time.monotonic, at the earliest."""
+        silent_at = max(self.heard, since) + SILENT_SECONDS
+        left = max(0.0, silent_at - time.monotonic())
+        replies = self.receive(min(seconds, left) if self._open else seconds)
+        silence = time.monotonic() - max(self.heard, since)
+        if self._open and silence >= SILENT_SECONDS:
+            raise WorkersLost(has_ended=False, seconds=silence)
+        return replies
 
     def receive(self, seconds: float = 0.0) -> list[tuple[int, Header]]:
-        """The replies that have arrived, waiting some seconds for a frame. EOFError once the
+        """The replies that have arrived, waiting some seconds for a frame. WorkersLost once the
         supervisor has ended and none takes its place: where it does not restart, or ended as it
         started."""
         try:
             frames = self._channel.receive(seconds)
         except EOFError:
             if not (self._restarts and self._is_ready):
-                raise
+                raise WorkersLost(has_ended=True) from None
             return self._replies_of_lost()
         if frames:
             self.heard = time.monotonic()

@@ -26,18 +26,11 @@ from shoal.config.sections.task import EnvironmentSection
 from shoal.records import ShoalError
 from shoal.text import did_you_mean, exact, failed_call, shorten
 from shoal.workers.environments import EnvironmentKind, Environments, name_of
-from shoal.workers.pool import Limits, WorkerPool
+from shoal.workers.pool import Limits, WorkerPool, WorkersLost
 from shoal.workers.process import AsyncHandler, Handler, Header, pickled
 
 SHARED = 16
 """Environments whose methods are all `async` that share a process."""
-SILENT_SECONDS = 120.0
-"""After how long without a word the supervisor counts as stuck: while it has calls it sends
-something each second."""
-LOST = (
-    "the process that starts sessions of environments ends as it starts, killed from outside or "
-    "for want of memory; free some, or take fewer environment.rollouts"
-)
 
 
 @dataclass(frozen=True)
@@ -206,20 +199,18 @@ class Sessions:
         deadline = time.monotonic() + seconds
         while True:
             now = time.monotonic()
+            seconds_left = 0.0
+            if self._calls and not self._done:
+                seconds_left = max(0.0, deadline - now)
             try:
-                waits = self._calls and not self._done
-                for call, reply in self._pool.receive(max(0.0, deadline - now) if waits else 0.0):
-                    self._enter(self._calls.pop(call), reply)
-            except EOFError:
-                raise ShoalError(LOST) from None
+                replies = self._pool.wait(seconds_left)
+            except WorkersLost as lost:
+                raise _error_of_lost(lost) from None
+            for call, reply in replies:
+                self._enter(self._calls.pop(call), reply)
             if self._done or not self._calls or now >= deadline:
                 done, self._done = self._done, []
                 return done
-            if now - self._pool.heard > SILENT_SECONDS:
-                raise ShoalError(
-                    "the process that starts sessions of environments has said nothing for "
-                    f"{SILENT_SECONDS:.0f} s: it is stopped or stuck; resume the run"
-                )
 
     # ---- calls
 
@@ -274,8 +265,8 @@ class Sessions:
                     0 if tool else session.seat,
                     seconds,
                 )
-            except (ConnectionError, TimeoutError):
-                raise ShoalError(LOST) from None
+            except WorkersLost as lost:
+                raise _error_of_lost(lost) from None
 
     def _enter(self, session: _Session, reply: Header) -> None:
         """Enters the reply to the call of a session that is under way."""
@@ -316,3 +307,15 @@ class Sessions:
             if self._sessions.get(session.rollout) is session:
                 del self._sessions[session.rollout]
         self._send_next(session)
+
+
+def _error_of_lost(lost: WorkersLost) -> ShoalError:
+    if lost.has_ended:
+        return ShoalError(
+            "the process that starts sessions of environments ends as it starts, killed from "
+            "outside or for want of memory; free some, or take fewer environment.rollouts"
+        )
+    return ShoalError(
+        "the process that starts sessions of environments has not answered for "
+        f"{lost.seconds:.0f} s: it is stopped or stuck; resume the run"
+    )

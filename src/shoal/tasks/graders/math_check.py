@@ -25,7 +25,7 @@ from typing import Any
 
 from shoal.records import ShoalError
 from shoal.tasks.graders.units import differ, measures_of, quantity_of, variables_of
-from shoal.workers.pool import Limits, WorkerPool
+from shoal.workers.pool import Limits, WorkerPool, WorkersLost
 from shoal.workers.process import Header
 
 MAX_CHARS = 1000
@@ -442,13 +442,13 @@ class Checker:
             )
         first, self._next_call = self._next_call, self._next_call + len(keys)
         left = set(range(len(keys)))
-        deadline = time.monotonic() + limits.most_seconds * (1 + len(keys) / self.num_workers)
+        deadline = time.monotonic() + limits.most_seconds(len(keys))
         try:
             for i, key in enumerate(keys):
                 assert self._workers is not None
                 self._workers.submit(first + i, {"texts": key})
             while left and self._workers is not None and time.monotonic() < deadline:
-                for call, reply in self._workers.receive(1.0):
+                for call, reply in self._workers.wait(1.0):
                     if call - first in left:  # not of a check that an interrupt ended
                         left.discard(call - first)
                         if "unusable" in reply:
@@ -457,7 +457,7 @@ class Checker:
                                 "'.[math]' in the clone of Shoal"
                             )
                         results[call - first] = reply.get("same", results[call - first])
-        except (EOFError, ConnectionError, TimeoutError):
+        except WorkersLost:
             pass
         except (
             BaseException

@@ -130,7 +130,7 @@ class Reader:
         """Seconds: the median of a dispatch, and those around a load beyond what their dispatches
         usually take. The load itself also waits for the dispatches that are under way, in which the
         sampler does not stand still."""
-        from shoal.protocols import SampleRequest
+        from shoal.protocols import Load, SampleRequest, Submit
         from shoal.records import NoiseKey, SamplingParams
         from shoal.rollout.host import EngineHost
         from shoal.sampler.engine import Engine
@@ -146,24 +146,21 @@ class Reader:
             eos_ids=(),
         )
         host = EngineHost(lambda purpose, size: engine, shares_memory=False)
-        host.load(first)
-        host.submit(
-            [
-                SampleRequest(
-                    0,
-                    np.arange(1, 9, dtype=np.int32),
-                    4,
-                    NoiseKey(0, "train", 0, 0),
-                    SamplingParams(max_tokens=1024),
-                    version=0,
-                    exact=False,
-                )
-            ]
+        request = SampleRequest(
+            0,
+            np.arange(1, 9, dtype=np.int32),
+            4,
+            NoiseKey(0, "train", 0, 0),
+            SamplingParams(max_tokens=1024),
+            version=0,
+            exact=False,
         )
+        host.handle(Load(first))
+        host.handle(Submit([request]))
         for number in range(BEFORE + AFTER):
             if number == BEFORE:
                 tokens = engine.tokens
-                host.load(second)
+                host.handle(Load(second))
             seconds.append(timed(host.poll))
         assert engine.version == 1, "the next version was not loaded"
         usual = statistics.median(seconds[2:BEFORE])

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from fakes import SleepingEngine, thread_host
-from shoal.protocols import Host, HostProgress, Manifest, SampleRequest
+from shoal.protocols import Host, HostProgress, Load, Manifest, Message, SampleRequest
 from shoal.records import Completion, HostLost
 
 PROMPTS, GROUP_SIZE = 4, 4
@@ -126,16 +126,12 @@ class UnrulyHost:
         self.stopped: HostProgress | None = None  # what it says of itself from then on
         self.late: list[tuple[float, int, list[Completion]]] = []
 
-    def load(self, manifest: Manifest) -> None:
+    def handle(self, message: Message) -> None:
         self._check()
-        if manifest.version in self.plan.interrupted:
-            self.torn = manifest.version
-            manifest = TornManifest(manifest, self)
-        self.inner.load(manifest)
-
-    def submit(self, requests: Sequence[SampleRequest]) -> None:
-        self._check()
-        self.inner.submit(requests)
+        if isinstance(message, Load) and message.manifest.version in self.plan.interrupted:
+            self.torn = message.manifest.version
+            message = Load(TornManifest(message.manifest, self))
+        self.inner.handle(message)
 
     def progress(self) -> HostProgress:
         self._check()
@@ -195,7 +191,7 @@ class Absent:
     def _raise(self, *args: Any) -> Any:
         raise HostLost("it has not started")
 
-    load = submit = poll = progress = _raise
+    handle = poll = progress = _raise
 
     def close(self) -> None: ...
 

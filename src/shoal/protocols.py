@@ -1,5 +1,5 @@
 """What the parts of a run are to each other: hosts, sources of rollouts, scorers, published
-weights; and the requests that pass between them."""
+weights; and the requests and messages that pass between them."""
 
 from __future__ import annotations
 
@@ -174,35 +174,78 @@ class HostProgress:
     )
 
 
-class Host(Protocol):
-    """Samples completions by itself, wherever it is, from the versions of the weights that it was
-    told of; it knows nothing of rewards.
+@dataclass(frozen=True)
+class Load:
+    """A version of the weights was published. A host fetches it when a request needs it, or, for
+    requests that may start on newer weights, between two compiled steps."""
 
-    `Fleet` calls all of these from one thread at a time, and none of them waits for another host.
-    Each may raise HostLost; the fleet then closes the host, asks its groups again elsewhere and
-    makes it anew, unless that was HostRefused. A process elsewhere implements it as well as
+    manifest: Manifest
+
+
+@dataclass(frozen=True)
+class Submit:
+    """Requests to queue. ShoalError for one that cannot be sampled, such as a prompt that is too
+    long."""
+
+    requests: Sequence[SampleRequest]
+
+
+@dataclass(frozen=True)
+class Extend:
+    """A completion whose turn has ended continues after tokens of context.
+
+    The context and one token more fit within the request's `max_tokens`. The new turn is cut after
+    `turn_limit` tokens, if that is not 0: it has then ended as by an end-of-sequence token, with
+    StopReason.LENGTH. Only a turn that was cut so may be continued by an empty context."""
+
+    request_id: int
+    index: int  # of the completion within its group
+    context: Sequence[int]
+    turn_limit: int = 0
+
+
+@dataclass(frozen=True)
+class End:
+    """A completion whose turn has ended is over: its slot is freed."""
+
+    request_id: int
+    index: int  # of the completion within its group
+
+
+@dataclass(frozen=True)
+class Cancel:
+    """A request is given up, unless it is over. Its completions are what has been sampled; a
+    request that has not begun gets no answer."""
+
+    request_id: int
+
+
+@dataclass(frozen=True)
+class Pause:
+    """Sampling stops after the compiled steps that have begun, or resumes where it stopped."""
+
+    paused: bool
+
+
+Message = Load | Submit | Extend | End | Cancel | Pause
+"""What a `Host` is sent. `EngineHost` acts on messages about versions and whole requests, and
+passes all others on to its engine; hosts around another host pass every message on. A new message
+is a class here and a case in `Engine.handle`."""
+
+
+class Host(Protocol):
+    """Samples completions by itself, on any machine, from the versions of the weights that `Load`
+    named; it knows nothing of rewards.
+
+    `Fleet` calls all members from one thread at a time, and none of them waits for another host.
+    Each may raise HostLost; the fleet then closes the host, requests its groups from another one
+    and restarts it, unless that was HostRefused. A process elsewhere implements it as well as
     `EngineHost` does: docs/architecture.md, "A sampler on another machine".
     """
 
-    def load(self, manifest: Manifest) -> None:
-        """Says where a version can be fetched; it is fetched when a request needs it, or, for those
-        that may start on newer weights, between two compiled steps."""
-        ...
-
-    def submit(self, requests: Sequence[SampleRequest]) -> None:
-        """Queues requests. ShoalError for one that cannot be sampled, as a prompt that is too
-        long."""
-        ...
-
-    def extend(self, id: int, index: int, context: Sequence[int], turn_limit: int = 0) -> None:
-        """Has a completion whose turn has ended go on after tokens of context. There is room for
-        them and one more within the request's `max_tokens`. The turn that begins is cut after
-        `turn_limit` tokens, if that is not 0: it has ended then, as by an end-of-sequence token,
-        with StopReason.LENGTH. Such a turn may be continued by no tokens of context."""
-        ...
-
-    def end(self, id: int, index: int) -> None:
-        """Frees the place of a completion whose turn has ended."""
+    def handle(self, message: Message) -> None:
+        """Acts on a message, or passes it on. Messages take effect in the order that they were
+        sent."""
         ...
 
     def poll(self) -> dict[int, list[Completion]]:

@@ -41,7 +41,7 @@ from shoal.job import hosts as job_hosts
 from shoal.job.hosts import open_cluster, trainer_mesh
 from shoal.mesh import role_devices
 from shoal.model.transformer import Model
-from shoal.protocols import HostProgress
+from shoal.protocols import End, Extend, HostProgress, Load, Message, Submit
 from shoal.records import HostRefused, ShoalError
 from shoal.report.console import Console
 from shoal.rollout import host_health, ray_host, worker_facts
@@ -129,15 +129,15 @@ def attacking(monkeypatch, attacks: Sequence[signal.Signals]) -> set[int]:
     """Sends each worker that is given requests a signal, which it then has, until all are sent; who
     got one. The groups of such a worker are given to another: so all are sent, however groups are
     dealt."""
-    submit, left, hit = ray_host.RayHost.submit, list(attacks), set[int]()
+    handle, left, hit = ray_host.RayHost.handle, list(attacks), set[int]()
 
-    def attacked(self, requests):
-        submit(self, requests)
-        if left and self._place.pid not in hit:
+    def attacked(self, message):
+        handle(self, message)
+        if isinstance(message, Submit) and left and self._place.pid not in hit:
             os.kill(self._place.pid, left.pop(0))
             hit.add(self._place.pid)
 
-    monkeypatch.setattr(ray_host.RayHost, "submit", attacked)
+    monkeypatch.setattr(ray_host.RayHost, "handle", attacked)
     return hit
 
 
@@ -261,17 +261,18 @@ def test_rollouts_with_turns_over_two_workers_one_killed_give_the_bits_of_the_ca
 def test_fewer_workers_than_wanted_sample_from_the_newest_weights(
     workshop, words, capfd, monkeypatch
 ):
-    submit, start, hosts = ray_host.RayHost.submit, ray_host.Cluster.start, []
+    handle, start, hosts = ray_host.RayHost.handle, ray_host.Cluster.start, []
 
-    def late(self, requests):
-        for other in hosts:
-            other.started -= 60.0  # as if that time were over
-        submit(self, requests)
+    def late(self, message):
+        if isinstance(message, Submit):
+            for other in hosts:
+                other.started -= 60.0  # as if that time were over
+        handle(self, message)
 
     monkeypatch.setattr(
         ray_host.Cluster, "start", lambda self, name: hosts.append(start(self, name)) or hosts[-1]
     )
-    monkeypatch.setattr(ray_host.RayHost, "submit", late)
+    monkeypatch.setattr(ray_host.RayHost, "handle", late)
     run = workshop.train(
         "fewer",
         "steps=4",
@@ -420,7 +421,8 @@ def test_a_worker_without_a_place_is_given_no_versions_and_one_that_gets_ready_i
     monkeypatch.setattr(ray_host.ray, "cluster_resources", lambda: {"CPU": 8.0})
     host = ray_host.RayHost("worker 0", made)
     for version in range(3):
-        host.load(ray_host.ObjectVersion(version, {"w": None} if version != 1 else {}, {}))
+        manifest = ray_host.ObjectVersion(version, {"w": None} if version != 1 else {}, {})
+        host.handle(Load(manifest))
     assert not host.poll() and [name for name, *_ in actor.calls] == ["place", "join"]
     host.started -= 400
     with pytest.raises(
@@ -437,21 +439,21 @@ def test_a_worker_without_a_place_is_given_no_versions_and_one_that_gets_ready_i
     actor.answer("join", ray_host.Joined(proof(), capacity=8))
     host.poll()
     assert host.progress().capacity == 8
-    sent = [args for name, args, _ in actor.calls if name == "call"]
-    assert [(number, method, manifest.version) for number, method, manifest, _ in sent] == [
-        (0, "load", 0),
-        (1, "load", 2),
+    sent = [args for name, args, _ in actor.calls if name == "handle"]
+    assert [(number, message.manifest.version, kept) for number, message, kept in sent] == [
+        (0, 0, [0, 2]),
+        (1, 2, [0, 2]),
     ]
 
 
 class Recorder:
-    """In place of a host: notes what it is asked."""
+    """In place of a host: notes what it is sent."""
 
     def __init__(self) -> None:
-        self.done: list[tuple[str, tuple]] = []
+        self.done: list[Message] = []
 
-    def __getattr__(self, name: str) -> Any:
-        return lambda *args: self.done.append((name, args))
+    def handle(self, message: Message) -> None:
+        self.done.append(message)
 
 
 def test_what_ray_begins_in_another_order_is_done_in_the_order_sent(monkeypatch):
@@ -465,11 +467,11 @@ def test_what_ray_begins_in_another_order_is_done_in_the_order_sent(monkeypatch)
     host = ray_host.RayHost("worker 0", made)
     host._capacity = 8
     for version in range(2):
-        host.load(ray_host.ObjectVersion(version, {"w": None}, {}))
-        host.submit([version])  # type: ignore[list-item]
-        host.extend(version, 3, [5])
-        host.end(version, 3)
-    sent = [args for name, args, _ in actor.calls if name == "call"]
+        host.handle(Load(ray_host.ObjectVersion(version, {"w": None}, {})))
+        host.handle(Submit([version]))  # type: ignore[list-item]
+        host.handle(Extend(version, 3, [5]))
+        host.handle(End(version, 3))
+    sent = [args for name, args, _ in actor.calls if name == "handle"]
     assert len(sent) == 8
     for seed in range(20):
         recorder = Recorder()
@@ -480,12 +482,12 @@ def test_what_ray_begins_in_another_order_is_done_in_the_order_sent(monkeypatch)
 
         async def play(worker: ray_host.Worker = worker, order: np.ndarray = order) -> None:
             for number in order:
-                await worker.call(*sent[number])
+                await worker.handle(*sent[number])
 
         asyncio.run(play())
-        assert [name for name, _ in done] == ["load", "submit", "extend", "end"] * 2
-        assert [args[0].version for name, args in done if name == "load"] == [0, 1]
-        assert [args[0] for name, args in done if name == "submit"] == [[0], [1]]
+        assert [type(message) for message in done] == [Load, Submit, Extend, End] * 2
+        assert [one.manifest.version for one in done if isinstance(one, Load)] == [0, 1]
+        assert [one.requests for one in done if isinstance(one, Submit)] == [[0], [1]]
 
 
 def test_tensors_are_fetched_from_another_node_together(monkeypatch):

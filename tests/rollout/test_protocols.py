@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import closing
 from typing import TYPE_CHECKING
 
@@ -46,17 +46,14 @@ class Elsewhere:
     def __init__(self) -> None:
         self.weights, self.queued = {}, []
 
-    def load(self, manifest: protocols.Manifest) -> None:
-        self.weights[manifest.version] = manifest
-
-    def submit(self, requests: Sequence[protocols.SampleRequest]) -> None:
-        self.queued.extend(requests)
-
-    def extend(self, id: int, index: int, context: Sequence[int], turn_limit: int = 0) -> None:
-        raise AssertionError("a completion of one turn is never extended")
-
-    def end(self, id: int, index: int) -> None:
-        raise AssertionError("a completion of one turn is never ended")
+    def handle(self, message: protocols.Message) -> None:
+        match message:
+            case protocols.Load(manifest):
+                self.weights[manifest.version] = manifest
+            case protocols.Submit(requests):
+                self.queued.extend(requests)
+            case _:
+                raise AssertionError(f"completions of one turn get no {message}")
 
     def poll(self) -> dict[int, list[Completion]]:
         request = self.queued.pop()  # the last first: the fleet puts groups in order

@@ -28,7 +28,7 @@ from shoal.config.sections.reward import RewardSection
 from shoal.config.sections.task import EnvironmentSection
 from shoal.job.replay import sample_turns
 from shoal.model.transformer import Model
-from shoal.protocols import GroupRequest
+from shoal.protocols import End, Extend, GroupRequest, Message
 from shoal.records import (
     Example,
     Group,
@@ -823,22 +823,15 @@ def test_an_environment_that_fails():
 
 
 class Lost(EngineHost):
-    """A host that is lost by the first call of a kind."""
+    """A host that is lost by the first message of a type."""
 
-    calls: ClassVar[list[str]] = []
+    calls: ClassVar[list[type]] = []
 
-    def extend(self, id: int, index: int, context: Sequence[int], turn_limit: int = 0) -> None:
-        self._lose("extend")
-        super().extend(id, index, context, turn_limit)
-
-    def end(self, id: int, index: int) -> None:
-        self._lose("end")
-        super().end(id, index)
-
-    def _lose(self, call: str) -> None:
-        if call in Lost.calls:
-            Lost.calls.remove(call)
+    def handle(self, message: Message) -> None:
+        if type(message) in Lost.calls:
+            Lost.calls.remove(type(message))
             raise HostLost("its process was killed")
+        super().handle(message)
 
 
 def test_a_host_that_is_lost_while_tools_answer_changes_no_bit(first, monkeypatch):
@@ -875,7 +868,7 @@ def test_a_host_that_is_lost_while_tools_answer_changes_no_bit(first, monkeypatc
     with closing(
         dataclasses.replace(lost, hosts={"a": restart("a")}, restart=restart, restarts=9)
     ) as source:
-        Lost.calls[:] = ["end", "extend", "end"]
+        Lost.calls[:] = [End, Extend, End]
         source.publish(0, random_parameters(MODEL))
         source.request(requests(range(6)))
         same(source.take(Purpose.TRAIN, 0), first)

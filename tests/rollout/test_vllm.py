@@ -36,7 +36,7 @@ from shoal.model.architecture import Adapter
 from shoal.model.head import logits
 from shoal.model.parameters import frozen_specs, select, trained_specs, without_adapter
 from shoal.model.transformer import Model, forward
-from shoal.protocols import GroupRequest, SampleRequest
+from shoal.protocols import End, Extend, GroupRequest, Load, SampleRequest, Submit
 from shoal.records import (
     Example,
     HostLost,
@@ -648,8 +648,8 @@ def test_a_turn_that_is_extended_is_a_new_request_with_all_tokens_so_far(
         has_turns=True,
     )
     with closing(host):
-        host.load(Folders(tmp_path).write(0, {}))
-        host.submit([request])
+        host.handle(Load(Folders(tmp_path).write(0, {})))
+        host.handle(Submit([request]))
 
         def next_turn() -> Any:
             deadline = time.monotonic() + 10
@@ -659,14 +659,14 @@ def test_a_turn_that_is_extended_is_a_new_request_with_all_tokens_so_far(
 
         first = next_turn()
         assert first.waits and first.index == 2 and first.stop_reason is StopReason.EOS
-        host.extend(5, 2, [7, 7])
+        host.handle(Extend(5, 2, [7, 7]))
         second = next_turn()
         found = [*first.token_ids, 7, 7]
         assert list(second.token_ids[: len(found)]) == found and len(second) > len(found)
         assert list(np.flatnonzero(~second.loss_mask)) == [len(first), len(first) + 1]
         assert server.bodies[1]["token_ids"] == [1, 2, *found]
         assert server.bodies[1]["sampling_params"]["max_tokens"] == 24 - len(found)
-        host.end(5, 2)
+        host.handle(End(5, 2))
         while not host.host.idle:
             time.sleep(0.01)
 
@@ -687,8 +687,8 @@ def test_a_server_is_asked_for_no_more_than_the_limit_of_a_turn(
         turn_limits=(4, 0),
     )
     with closing(host):
-        host.load(Folders(tmp_path).write(0, {}))
-        host.submit([request])
+        host.handle(Load(Folders(tmp_path).write(0, {})))
+        host.handle(Submit([request]))
         found: dict[int, Any] = {}
 
         def wait_for(index: int, size: int) -> Any:
@@ -701,10 +701,10 @@ def test_a_server_is_asked_for_no_more_than_the_limit_of_a_turn(
         first, whole = wait_for(0, 4), wait_for(1, 12)
         assert (len(first), first.waits, first.stop_reason) == (4, True, StopReason.LENGTH)
         assert (len(whole), whole.waits, whole.stop_reason) == (12, False, StopReason.LENGTH)
-        host.extend(5, 0, [7, 7], 3)
+        host.handle(Extend(5, 0, [7, 7], 3))
         second = wait_for(0, 9)
         assert (len(second), second.waits, second.stop_reason) == (9, True, StopReason.LENGTH)
-        host.extend(5, 0, [7], 100)
+        host.handle(Extend(5, 0, [7], 100))
         last = wait_for(0, 12)
         assert (len(last), last.waits, last.stop_reason) == (12, False, StopReason.LENGTH)
         assert (

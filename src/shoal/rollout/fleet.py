@@ -17,7 +17,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import numpy as np
@@ -26,9 +26,12 @@ from shoal.protocols import (
     GroupRequest,
     Host,
     HostProgress,
+    Load,
     Manifest,
+    Message,
     RolloutStats,
     SampleRequest,
+    Submit,
 )
 from shoal.records import Completion, Group, HostLost, HostRefused, Params, Purpose, ShoalError
 from shoal.report.timeline import Timeline
@@ -38,17 +41,14 @@ from shoal.rollout.ledger import (
     Ledger,
     PendingGroup,
     Stage,
-    branch_request,
     sample_request,
     whereabouts,
 )
-from shoal.rollout.turn_driver import HostCommand, TurnDriver
+from shoal.rollout.turn_driver import GroupMessage, TurnDriver
 from shoal.runs.summary import version_text
 from shoal.stop import StopSignal
 from shoal.text import count
 from shoal.weights.store import Publisher
-
-Answer = TypeVar("Answer")
 
 POLL_SECONDS = 0.01
 """How often the fleet's thread looks for answers and rewards while some are awaited."""
@@ -104,6 +104,9 @@ class Fleet:
         self._read_at = time.monotonic()
         # the newest publication: its version, and one of the published arrays
         self._last: tuple[int, Any] | None = None
+        if self.player is not None:
+            self.player.ledger = self.ledger
+            self.player.seed = self.seed
         restarts = None if self.restart is None else self.restarts
         self.members = {
             name: HostHealth(name, host, restarts, self.stall_seconds)
@@ -390,9 +393,7 @@ class Fleet:
             for member in list(self.members.values()):
                 if not self.by_itself and not member.given:
                     continue
-                answers = self._ask(member, lambda host: host.poll())
-                if answers is None:
-                    continue
+                answers = self._poll(member)
                 for id, completions in answers.items():
                     if member.host is None:  # lost: an answer before this one was wrong
                         break
@@ -421,8 +422,8 @@ class Fleet:
             if not self.by_itself and self.player.waits:
                 # In the caller's thread there is nothing else to do meanwhile.
                 seconds = POLL_SECONDS
-            commands = self.player.collect(seconds)
-        self._move(commands)
+            messages = self.player.collect(seconds)
+        self._send_all(messages)
         running = self.ledger.at(Stage.RUNNING)
         acting = Counter[str]()
         for entry in running:
@@ -436,34 +437,9 @@ class Fleet:
                 ready.append(sampled)
         return ready
 
-    def _move(self, commands: Sequence[HostCommand]) -> None:
-        for command in commands:
-            self._send(command)
-
-    def _send(self, command: HostCommand) -> None:
-        entry = command.entry
-        member = self.members[entry.host]
-        context = command.context
-        if command.prompt_ids is not None:
-            request = branch_request(
-                sample_request(entry.request, entry.id, self.seed),
-                self.ledger.add_part(entry),
-                command.index,
-                command.prompt_ids,
-                command.branch,
-                command.used,
-                command.turn_limit,
-            )
-            self._submit(member, [request])
-        elif context is not None:
-            self._ask(
-                member,
-                lambda host: host.extend(
-                    command.request, command.index, context, command.turn_limit
-                ),
-            )
-        else:
-            self._ask(member, lambda host: host.end(command.request, command.index))
+    def _send_all(self, messages: Sequence[GroupMessage]) -> None:
+        for entry, message in messages:
+            self._send(self.members[entry.host], message)
 
     def _settle(self, entry: PendingGroup) -> PendingGroup | None:
         """Enters a group all of whose rollouts are over."""
@@ -509,9 +485,9 @@ class Fleet:
         if self.player is None:
             return self._answer(member, id, completions)
         for completion in completions:
-            # The host may have been lost by a command that followed the completion before.
+            # The host may have been lost by a message that followed the completion before.
             if entry.rollouts:
-                self._move(self.player.take(entry, completion))
+                self._send_all(self.player.take(entry, completion))
         return self._settle(entry)
 
     def _answer(
@@ -576,8 +552,8 @@ class Fleet:
                 if self.player is None:
                     requests.append(sample_request(entry.request, entry.id, self.seed))
                 else:
-                    requests.extend(self.player.requests(entry, self.ledger, self.seed))
-            self._submit(self.members[name], requests)
+                    requests.extend(self.player.requests(entry))
+            self._send(self.members[name], Submit(requests))
 
     # -- hosts that come and go
 
@@ -601,12 +577,9 @@ class Fleet:
                 self._give_version(member, self.publisher.versions[version])
 
     def _give_version(self, member: HostHealth, manifest: Manifest) -> None:
-        self._ask(member, lambda host: host.load(manifest))
+        self._send(member, Load(manifest))
         if member.host is not None:
             member.versions.add(manifest.version)
-
-    def _submit(self, member: HostHealth, requests: Sequence[SampleRequest]) -> None:
-        self._ask(member, lambda host: host.submit(requests))
 
     def _look(self, member: HostHealth, now: float) -> None:
         """Notes a host's progress; a host that cannot be asked for it is lost."""
@@ -617,15 +590,26 @@ class Fleet:
         except HostLost as reason:
             self._lose(member, reason)
 
-    def _ask(self, member: HostHealth, call: Callable[[Host], Answer]) -> Answer | None:
-        """What a host answers to a call; None where it is lost."""
-        if member.host is None:
-            return None
+    def _send(self, member: HostHealth, message: Message) -> None:
+        """Sends a host a message, unless it is lost, or is lost by that."""
+        host = member.host
+        if host is None:
+            return
         try:
-            return call(member.host)
+            host.handle(message)
         except HostLost as reason:
             self._lose(member, reason)
-            return None
+
+    def _poll(self, member: HostHealth) -> dict[int, list[Completion]]:
+        """A host's answers since the last call; none where it is lost."""
+        host = member.host
+        if host is None:
+            return {}
+        try:
+            return host.poll()
+        except HostLost as reason:
+            self._lose(member, reason)
+            return {}
 
     def _lose(self, member: HostHealth, reason: str | Exception) -> None:
         """A host is taken out, and its groups wait again; with the last one gone, `take` raises."""

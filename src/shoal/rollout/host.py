@@ -1,4 +1,4 @@
-"""Hosts: engines that run by themselves behind a few calls.
+"""Hosts: engines that run by themselves and are sent messages.
 
 EngineHost    samples in the caller's thread, a compiled step at each `poll`
 ThreadHost    the same in a thread of its own, on devices of its own
@@ -14,7 +14,16 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from shoal.protocols import HostProgress, Manifest, SampleRequest
+from shoal.protocols import (
+    Cancel,
+    HostProgress,
+    Load,
+    Manifest,
+    Message,
+    Pause,
+    SampleRequest,
+    Submit,
+)
 from shoal.records import Completion, Params, Purpose
 from shoal.sampler.engine import Engine
 
@@ -38,7 +47,7 @@ class EngineHost:
     state: HostProgress = field(default_factory=HostProgress)
     _queue: deque[SampleRequest] = field(default_factory=deque)
     _manifests: dict[int, Manifest] = field(default_factory=dict)
-    _newest: int = -1  # of the versions that `load` has named
+    _newest: int = -1  # of the versions that `Load` messages have named
     _reading: tuple[Manifest, Future[Callable[[], Params]]] | None = (
         None  # the version that is being read
     )
@@ -52,33 +61,43 @@ class EngineHost:
         default_factory=dict
     )  # what was read once: no version changes it
 
-    def load(self, manifest: Manifest) -> None:
-        self._manifests = {number: one for number, one in self._manifests.items() if one.exists}
-        self._manifests[manifest.version] = manifest
+    def handle(self, message: Message) -> None:
+        match message:
+            case Load(manifest):
+                self._add_version(manifest)
+            case Submit(requests):
+                self._queue_requests(requests)
+            case Cancel():
+                self._cancel(message)
+            case Pause(paused):
+                self.paused = paused
+            case _:
+                # About completions that have begun: the engine's affair, whatever it says.
+                assert self._engine is not None
+                self._engine.handle(message)
+
+    def _add_version(self, manifest: Manifest) -> None:
+        available = {}
+        for version, older_manifest in self._manifests.items():
+            if older_manifest.exists:
+                available[version] = older_manifest
+        available[manifest.version] = manifest
+        self._manifests = available
         self._newest = max(self._newest, manifest.version)
 
-    def submit(self, requests: Sequence[SampleRequest]) -> None:
+    def _queue_requests(self, requests: Sequence[SampleRequest]) -> None:
         for request in requests:
             if request.branch:
                 self._queue.appendleft(request)
             else:
                 self._queue.append(request)
 
-    def extend(self, id: int, index: int, context: Sequence[int], turn_limit: int = 0) -> None:
-        assert self._engine is not None
-        self._engine.extend(id, index, context, turn_limit)
-
-    def end(self, id: int, index: int) -> None:
-        assert self._engine is not None
-        self._engine.end(id, index)
-
-    def cancel(self, id: int) -> None:
-        """Gives up a request, if it is not over: its completions are what has been sampled; of one
-        that has not begun and cannot begin, none come."""
+    def _cancel(self, message: Cancel) -> None:
+        # First what may begin: then the engine answers with what has been sampled, if only nothing.
         self._feed()
-        if self._engine is not None and id in self._engine.progress:
-            self._engine.cancel(id)
-        self._queue = deque(one for one in self._queue if one.id != id)
+        if self._engine is not None and message.request_id in self._engine.progress:
+            self._engine.handle(message)
+        self._queue = deque(request for request in self._queue if request.id != message.request_id)
 
     def progress(self) -> HostProgress:
         return replace(
@@ -218,7 +237,8 @@ class ThreadHost:
 
     def __init__(self, host: EngineHost, wake: Callable[[], None], name: str) -> None:
         self.host, self._wake = host, wake
-        self._calls: deque[Callable[[], None]] = deque()  # that the thread is to make
+        self._messages: deque[Message] = deque()  # that the thread is to pass on
+        self._polls_again = False  # though nothing could be sampled when it last polled
         self._answers: dict[int, list[Completion]] = {}
         self._progress = host.progress()
         self._failure: BaseException | None = None
@@ -227,24 +247,16 @@ class ThreadHost:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def load(self, manifest: Manifest) -> None:
-        self._call(lambda: self.host.load(manifest))
+    def handle(self, message: Message) -> None:
+        with self._changed:
+            self._messages.append(message)
+            self._changed.notify()
 
-    def submit(self, requests: Sequence[SampleRequest]) -> None:
-        self._call(lambda: self.host.submit(requests))
-
-    def extend(self, id: int, index: int, context: Sequence[int], turn_limit: int = 0) -> None:
-        self._call(lambda: self.host.extend(id, index, context, turn_limit))
-
-    def end(self, id: int, index: int) -> None:
-        self._call(lambda: self.host.end(id, index))
-
-    def cancel(self, id: int) -> None:
-        self._call(lambda: self.host.cancel(id))
-
-    def pause(self, paused: bool) -> None:
-        """Stops sampling after the compiled steps that have begun, or goes on with it."""
-        self._call(lambda: setattr(self.host, "paused", paused))
+    def poll_again(self) -> None:
+        """Has the thread poll its host, though nothing could be sampled when it last did."""
+        with self._changed:
+            self._polls_again = True
+            self._changed.notify()
 
     def poll(self) -> dict[int, list[Completion]]:
         with self._changed:
@@ -263,14 +275,9 @@ class ThreadHost:
         # at most a compiled step: what it runs cannot be left while the process goes on
         self._thread.join()
 
-    def _call(self, call: Callable[[], None]) -> None:
-        with self._changed:
-            self._calls.append(call)
-            self._changed.notify()
-
     def _run(self) -> None:
         try:
-            while self._wait_for_calls():
+            while self._wait_until_sampling():
                 answers = self.host.poll()
                 self._progress = self.host.progress()
                 if answers:
@@ -287,16 +294,19 @@ class ThreadHost:
         finally:
             self.host.close()
 
-    def _wait_for_calls(self) -> bool:
-        """Makes the calls that have come, and waits for some while nothing can be sampled; False
-        once closed."""
+    def _wait_until_sampling(self) -> bool:
+        """Passes on the messages that have come, and waits for more while nothing can be sampled.
+        False once closed."""
         with self._changed:
             while not self._closed:
-                calls, self._calls = self._calls, deque()
-                for call in calls:
-                    call()
-                if not self.host.idle and (calls or not self.host.stuck):
+                messages = self._messages
+                has_news = len(messages) > 0 or self._polls_again
+                self._messages = deque()
+                self._polls_again = False
+                for message in messages:
+                    self.host.handle(message)
+                if not self.host.idle and (has_news or not self.host.stuck):
                     return True
-                if not calls:
+                if not has_news:
                     self._changed.wait()
             return False

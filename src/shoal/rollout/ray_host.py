@@ -1,6 +1,6 @@
 """Hosts in Ray actors: samplers in processes of their own, on any machine of a cluster.
 
-    Fleet -> RayHost  --(submit, load)------>  Worker -> ThreadHost -> EngineHost
+    Fleet -> RayHost  --(messages)---------->  Worker -> ThreadHost -> EngineHost
                       <--(answers, progress)---
 
 A worker is trusted as the trainer is, since Ray pickles what it carries; it knows nothing of
@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import ray
@@ -38,7 +38,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from shoal.mesh import devices_asked
 from shoal.model.parameters import ParamSpec
 from shoal.model.transformer import Model
-from shoal.protocols import HostProgress, Manifest, SampleRequest
+from shoal.protocols import HostProgress, Load, Manifest, Message
 from shoal.records import Completion, HostLost, Params, ShoalError
 from shoal.rollout.host import EngineHost, ThreadHost
 from shoal.rollout.worker_facts import WorkerFingerprint, WorkerParity
@@ -86,9 +86,9 @@ class Worker:
         self._news = asyncio.Event()
         self._manifests: dict[int, Version] = {}
         self._host: ThreadHost | None = None
-        self._calls: dict[
-            int, tuple[str, tuple[Any, ...]]
-        ] = {}  # by number, those that wait for lower ones
+        # By number: messages that came before one of a lower number, and the versions that the
+        # trainer had when it sent them.
+        self._early: dict[int, tuple[Message, Sequence[int]]] = {}
         self._next = 0
 
     def _wake(self) -> None:
@@ -96,8 +96,7 @@ class Worker:
             self._loop.call_soon_threadsafe(self._news.set)
 
     # These are coroutines, of which only `join` and `news` wait. Ray may begin them in another
-    # order than they were called in (of 20,000 calls 870 were overtaken), so what has an order goes
-    # through `call`.
+    # order than they were called in (of 20,000 calls 870 were overtaken), so messages are numbered.
 
     async def place(self) -> Place:
         return Place(ray.get_runtime_context().get_node_id(), os.getpid())
@@ -112,22 +111,23 @@ class Worker:
         self._host = ThreadHost(host, self._wake, self._name)
         return Joined(proof, host.capacity)
 
-    async def call(self, number: int, method: str, *args: Any) -> None:
-        """Does what `RayHost` has sent, in the order of the numbers: 0, 1, ..."""
-        self._calls[number] = method, args
-        while self._next in self._calls:
-            method, args = self._calls.pop(self._next)
+    async def handle(self, number: int, message: Message, versions: Sequence[int]) -> None:
+        """Passes on the messages that `RayHost` has sent, in the order of their numbers: 0, 1, ...
+        `versions`: those that the trainer has not released."""
+        self._early[number] = message, versions
+        while self._next in self._early:
+            message, versions = self._early.pop(self._next)
             self._next += 1
-            if method == "load":
-                self._load(*args)
-            else:
-                getattr(self._joined, method)(*args)
+            self._release_others(versions)
+            if isinstance(message, Load):
+                # Ray has made a copy of it, so this process has to release it as well.
+                self._manifests[message.manifest.version] = cast(Version, message.manifest)
+            assert self._host is not None
+            self._host.handle(message)
 
-    def _load(self, manifest: Version, versions: Sequence[int]) -> None:
-        for version in self._manifests.keys() - versions:  # that the trainer has released
+    def _release_others(self, versions: Sequence[int]) -> None:
+        for version in self._manifests.keys() - versions:
             self._manifests.pop(version).remove()
-        self._manifests[manifest.version] = manifest
-        self._joined.load(manifest)
 
     async def news(self, seconds: float) -> tuple[dict[int, list[Completion]], HostProgress]:
         """Answers as soon as there are some, else none after so many seconds; and what the host has
@@ -143,11 +143,6 @@ class Worker:
             self._news.clear()
             answers = self._host.poll()
         return answers, self._host.progress()
-
-    @property
-    def _joined(self) -> ThreadHost:
-        assert self._host is not None
-        return self._host
 
 
 class RayHost:
@@ -171,22 +166,19 @@ class RayHost:
             False,
         )  # no room until it is taken in
 
-    def load(self, manifest: Manifest) -> None:
-        self._manifests = {number: one for number, one in self._manifests.items() if one.exists}
-        self._manifests[manifest.version] = manifest
-        # Calls that wait for a worker which the cluster has no room for would keep every version
-        # that they name.
-        if self._capacity >= 0:
-            self._send("load", manifest, list(self._manifests))
-
-    def submit(self, requests: Sequence[SampleRequest]) -> None:
-        self._send("submit", list(requests))
-
-    def extend(self, id: int, index: int, context: Sequence[int], turn_limit: int = 0) -> None:
-        self._send("extend", id, index, context, turn_limit)
-
-    def end(self, id: int, index: int) -> None:
-        self._send("end", id, index)
+    def handle(self, message: Message) -> None:
+        if isinstance(message, Load):
+            available = {}
+            for version, older_manifest in self._manifests.items():
+                if older_manifest.exists:
+                    available[version] = older_manifest
+            available[message.manifest.version] = message.manifest
+            self._manifests = available
+            if self._capacity < 0:
+                # `_join` sends it: calls that wait for a worker which the cluster has no room for
+                # would keep every version that they name.
+                return
+        self._send(message)
 
     def poll(self) -> dict[int, list[Completion]]:
         if self._place is None and not self._has_place():
@@ -230,7 +222,7 @@ class RayHost:
         self._differs, self._capacity = differs, capacity
         for manifest in self._manifests.values():
             if manifest.exists:
-                self._send("load", manifest, list(self._manifests))
+                self._send(Load(manifest))
 
     def close(self) -> None:
         self._cluster.alive.discard(self.name)
@@ -245,8 +237,10 @@ class RayHost:
                 if is_stopped and b"ray::" in (process / "cmdline").read_bytes():
                     os.kill(self._place.pid, signal.SIGKILL)
 
-    def _send(self, method: str, *args: Any) -> None:
-        self._sent.append(self._call(self._worker.call, self._num_sent, method, *args))
+    def _send(self, message: Message) -> None:
+        versions = list(self._manifests)
+        sent = self._call(self._worker.handle, self._num_sent, message, versions)
+        self._sent.append(sent)
         self._num_sent += 1
 
     def _call(self, method: Any, *args: Any) -> Future:

@@ -7,14 +7,14 @@ import json
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from shoal.chat.tool_calls import ToolCall
 from shoal.chat.turns import TOKEN_CHARACTERS, described, encode, turn_format
 from shoal.config.sections.task import EnvironmentSection
-from shoal.protocols import SampleRequest
+from shoal.protocols import End, Extend, Message, SampleRequest, Submit
 from shoal.records import Branch, Completion, Failure, Prompt, Purpose, ShoalError, StopReason
 from shoal.rewards.environments import EndedEnvironment
 from shoal.rollout.ledger import (
@@ -22,6 +22,7 @@ from shoal.rollout.ledger import (
     Ledger,
     PendingGroup,
     RolloutState,
+    branch_request,
     rollout_requests,
     sample_request,
 )
@@ -36,20 +37,11 @@ if TYPE_CHECKING:
     from shoal.workers.sessions import Reply, Sessions
 
 
-@dataclass(frozen=True)
-class HostCommand:
-    """What a host is to do with a completion: go on after tokens of context, or, with None, give up
-    its place; or begin a branch of its rollout."""
+class GroupMessage(NamedTuple):
+    """A message for the host that has a group."""
 
     entry: PendingGroup
-    index: int
-    request: int = -1  # the id of the request that it is of
-    context: Sequence[int] | None = None  # empty only after a turn that its own limit has cut
-    prompt_ids: np.ndarray | None = None  # of a branch
-    branch: int = 0  # its number, from 1
-    used: int = 0  # tokens of its rollout before it
-    # tokens after which the turn that begins is cut; 0: no limit but the rollout's
-    turn_limit: int = 0
+    message: Message
 
 
 @dataclass(eq=False)
@@ -184,7 +176,7 @@ def with_words(prompt: Prompt, words: str) -> Prompt:
 @dataclass
 class TurnDriver:
     """All rollouts that go. `format_of`: how turns look, by the columns of a row; `most`: rollouts
-    at once."""
+    at once. Its fleet sets `ledger`, which numbers requests, and `seed`, of their noise."""
 
     sessions: Sessions
     format_of: Callable[[Mapping[str, Any]], TurnFormat]
@@ -192,6 +184,8 @@ class TurnDriver:
     max_prompt_tokens: int
     most: int
     tokenizer: Tokenizer | None = None  # that rollout functions need
+    ledger: Ledger = field(default_factory=Ledger)
+    seed: int = 0
     rollouts: dict[Hashable, Rollout] = field(default_factory=dict)
     # of these, training's (True) and an evaluation's
     _going: Counter[bool] = field(default_factory=Counter)
@@ -221,15 +215,15 @@ class TurnDriver:
                 self.rollouts[rollout.key] = rollout
                 self.sessions.open(rollout.key, dict(row))
 
-    def requests(self, entry: PendingGroup, ledger: Ledger, seed: int) -> list[SampleRequest]:
+    def requests(self, entry: PendingGroup) -> list[SampleRequest]:
         """What a host is asked for."""
         prompts = [
             rollout.prompt_ids for rollout in entry.rollouts if rollout.prompt_ids is not None
         ]
         return rollout_requests(
-            sample_request(entry.request, entry.id, seed),
+            sample_request(entry.request, entry.id, self.seed),
             prompts,
-            lambda: ledger.add_part(entry),
+            lambda: self.ledger.add_part(entry),
             [rollout.turn_limit for rollout in entry.rollouts],
         )
 
@@ -286,7 +280,7 @@ class TurnDriver:
 
     # -- what a host answers
 
-    def take(self, entry: PendingGroup, completion: Completion) -> list[HostCommand]:
+    def take(self, entry: PendingGroup, completion: Completion) -> list[GroupMessage]:
         """Reads a turn that has ended."""
         rollout = entry.rollouts[completion.index]
         kind = self._kind(rollout)
@@ -332,7 +326,7 @@ class TurnDriver:
                 return f"a turn of {num_new} tokens, expected at most {rollout.turn_limit}"
         return ""
 
-    def _act(self, rollout: Rollout) -> list[HostCommand]:
+    def _act(self, rollout: Rollout) -> list[GroupMessage]:
         """Makes the next call of a turn; with all of them answered the rollout goes on."""
         for call in rollout.calls[len(rollout.answers) :]:
             if not call.error:
@@ -341,9 +335,9 @@ class TurnDriver:
             rollout.answers.append(_answer(call, failed_call(call.error)))
         return self._go_on(rollout, rollout.answers)
 
-    def _go_on(self, rollout: Rollout, messages: list[dict[str, Any]]) -> list[HostCommand]:
-        """Appends messages; where they, and one token more, do not fit, they are dropped and the
-        rollout ends (TRL's rule)."""
+    def _go_on(self, rollout: Rollout, replies: list[dict[str, Any]]) -> list[GroupMessage]:
+        """Appends the messages of tools or of an environment; where they, and one token more, do
+        not fit, they are dropped and the rollout ends (TRL's rule)."""
         assert rollout.completion is not None
         form = self._format(rollout)
         if self.section.history == "template":
@@ -351,22 +345,22 @@ class TurnDriver:
             assert not isinstance(prompt, str)
             # Only the model and its environment have spoken since the prompt.
             history = list(prompt)
-            for message in rollout.messages + messages:
+            for message in rollout.messages + replies:
                 if message["role"] != "assistant":
                     message = form.plain(message)
                 history.append(message)
-            commands = self._follow(rollout, form.encode_prompt(history))
+            host_messages = self._follow(rollout, form.encode_prompt(history))
         else:
             last_token = int(rollout.completion.token_ids[-1])
-            context = form.encode_context(messages, rollout.calls, last_token)
-            commands = self._append(rollout, context)
-        if not commands:
+            context = form.encode_context(replies, rollout.calls, last_token)
+            host_messages = self._append(rollout, context)
+        if not host_messages:
             return self._end(rollout, StopReason.LENGTH)
-        rollout.messages += messages
-        return commands
+        rollout.messages += replies
+        return host_messages
 
-    def _follow(self, rollout: Rollout, ids: np.ndarray) -> list[HostCommand]:
-        """The commands that continue a rollout with these tokens: an extension where they extend
+    def _follow(self, rollout: Rollout, ids: np.ndarray) -> list[GroupMessage]:
+        """The messages that continue a rollout with these tokens: an extension where they extend
         its row, else a new branch; none where they do not fit."""
         assert rollout.completion is not None and rollout.prompt_ids is not None
         num_held = self._num_held(rollout, ids)
@@ -377,27 +371,30 @@ class TurnDriver:
             return []
         if used >= rollout.entry.request.params.max_tokens:
             return []
-        commands = self._leave(rollout)
+        messages = self._leave(rollout)
         rollout.ended.append((rollout.prompt_ids, rollout.completion))
         rollout.prompt_ids = ids
         rollout.tokens = []
         rollout.state = RolloutState.SAMPLING
-        branch = HostCommand(
-            rollout.entry,
+        request = branch_request(
+            sample_request(rollout.entry.request, rollout.entry.id, self.seed),
+            self.ledger.add_part(rollout.entry),
             rollout.index,
             prompt_ids=ids,
             branch=len(rollout.ended),
             used=used,
             turn_limit=rollout.turn_limit,
         )
-        return [*commands, branch]
+        messages.append(GroupMessage(rollout.entry, Submit([request])))
+        return messages
 
-    def _leave(self, rollout: Rollout) -> list[HostCommand]:
-        """The command that frees the slot of a completion, if it has one."""
+    def _leave(self, rollout: Rollout) -> list[GroupMessage]:
+        """The message that frees the slot of a completion, if it has one."""
         assert rollout.completion is not None
         if not rollout.completion.waits:
             return []
-        return [HostCommand(rollout.entry, rollout.index, rollout.completion.request_id)]
+        end = End(rollout.completion.request_id, rollout.index)
+        return [GroupMessage(rollout.entry, end)]
 
     def _num_held(self, rollout: Rollout, ids: np.ndarray) -> int:
         """How many of these tokens the rollout has, if they go on from it; else 0. A turn that its
@@ -413,25 +410,18 @@ class TurnDriver:
             return 0
         return len(held)
 
-    def _append(self, rollout: Rollout, context: list[int]) -> list[HostCommand]:
+    def _append(self, rollout: Rollout, context: list[int]) -> list[GroupMessage]:
         assert rollout.completion is not None
         if rollout.num_tokens + len(context) >= rollout.entry.request.params.max_tokens:
             return []
         rollout.tokens += context
         rollout.state = RolloutState.SAMPLING
-        return [
-            HostCommand(
-                rollout.entry,
-                rollout.index,
-                rollout.completion.request_id,
-                context,
-                turn_limit=rollout.turn_limit,
-            )
-        ]
+        extend = Extend(rollout.completion.request_id, rollout.index, context, rollout.turn_limit)
+        return [GroupMessage(rollout.entry, extend)]
 
     def _end(
         self, rollout: Rollout, reason: StopReason, failure: Failure | None = None
-    ) -> list[HostCommand]:
+    ) -> list[GroupMessage]:
         assert rollout.completion is not None
         rollout.reason = reason
         rollout.failure = failure
@@ -444,16 +434,16 @@ class TurnDriver:
 
     # -- what sessions answer
 
-    def collect(self, seconds: float = 0.0) -> list[HostCommand]:
+    def collect(self, seconds: float = 0.0) -> list[GroupMessage]:
         """What follows from the answers of sessions, waiting so long for the first."""
-        commands: list[HostCommand] = []
+        messages: list[GroupMessage] = []
         for reply in self.sessions.collect(seconds):
             rollout = self.rollouts.get(reply.rollout)
             if rollout is not None:
-                commands += self._take_reply(rollout, reply)
-        return commands
+                messages += self._take_reply(rollout, reply)
+        return messages
 
-    def _take_reply(self, rollout: Rollout, reply: Reply) -> list[HostCommand]:
+    def _take_reply(self, rollout: Rollout, reply: Reply) -> list[GroupMessage]:
         if reply.fatal:
             return self._fail(rollout, reply)
         kind = self._kind(rollout)
@@ -483,7 +473,7 @@ class TurnDriver:
 
     # -- what a rollout function asks for
 
-    def _serve(self, rollout: Rollout, requested: dict[str, Any] | None) -> list[HostCommand]:
+    def _serve(self, rollout: Rollout, requested: dict[str, Any] | None) -> list[GroupMessage]:
         """Does what a rollout function asks for; None once it has returned."""
         if requested is None:
             assert rollout.completion is not None
@@ -511,9 +501,9 @@ class TurnDriver:
                 rollout.prompt_ids = ids
                 rollout.state = RolloutState.SAMPLING
                 return []
-            commands = self._follow(rollout, ids)
-            if commands:
-                return commands
+            messages = self._follow(rollout, ids)
+            if messages:
+                return messages
             if what == "call" and not self._num_held(rollout, ids):
                 # An agent's other prompts, as a sub-agent's, may be shorter.
                 if rollout.num_tokens < max_tokens:
@@ -626,7 +616,7 @@ class TurnDriver:
         kind = self._kind(rollout)
         return EndedEnvironment(kind.name, state, reward) if kind else None
 
-    def _fail(self, rollout: Rollout, reply: Reply) -> list[HostCommand]:
+    def _fail(self, rollout: Rollout, reply: Reply) -> list[GroupMessage]:
         """An environment has failed: an error, or the end of its rollout alone."""
         example = rollout.entry.request.example
         row = example.place or f"data row {example.row}"

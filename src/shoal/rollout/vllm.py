@@ -37,7 +37,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from shoal.protocols import HostProgress, Manifest, SampleRequest
+from shoal.protocols import End, Extend, HostProgress, Load, Message, SampleRequest
 from shoal.records import Completion, HostLost, HostRefused, SamplingParams, ShoalError, StopReason
 from shoal.rollout.host import EngineHost, ThreadHost
 from shoal.sampler.partial import PartialCompletion, Progress
@@ -147,16 +147,29 @@ class VllmEngine:
             add = self._queue.extendleft if one.branch else self._queue.extend
             add((one.id, number) for number in range(one.num_completions))
 
-    def extend(self, id: int, index: int, context: Sequence[int], turn_limit: int = 0) -> None:
-        one = self.progress[id].partials[number := index - self.progress[id].request.first]
-        one.extend(context, turn_limit)
-        one.feed(len(context), self.version, self.settings.max_support)
-        self._queue.appendleft((id, number))
+    def handle(self, message: Message) -> None:
+        """Acts on a message about completions that have begun. TypeError for any other."""
+        match message:
+            case Extend():
+                self._extend(message)
+            case End():
+                self._end(message)
+            case _:
+                raise TypeError(f"a server does not act on {type(message).__name__}")
 
-    def end(self, id: int, index: int) -> None:
-        self.progress[id].partials[index - self.progress[id].request.first].waits = False
-        if self.progress[id].is_done:
-            del self.progress[id]
+    def _extend(self, message: Extend) -> None:
+        progress = self.progress[message.request_id]
+        number = message.index - progress.request.first
+        partial = progress.partials[number]
+        partial.extend(message.context, message.turn_limit)
+        partial.feed(len(message.context), self.version, self.settings.max_support)
+        self._queue.appendleft((message.request_id, number))
+
+    def _end(self, message: End) -> None:
+        progress = self.progress[message.request_id]
+        progress.partials[message.index - progress.request.first].waits = False
+        if progress.is_done:
+            del self.progress[message.request_id]
 
     @property
     def idle(self) -> bool:
@@ -596,7 +609,7 @@ class VllmHost(ThreadHost):
         settings: Settings,
         wake: Callable[[], None],
     ) -> None:
-        self.engine: Any = VllmEngine(open_server, settings, lambda: self._call(lambda: None))
+        self.engine: Any = VllmEngine(open_server, settings, self.poll_again)
         self._looks = 0
         super().__init__(
             EngineHost(lambda purpose, size: self.engine, settings.capacity, settings.sleeps),
@@ -604,9 +617,10 @@ class VllmHost(ThreadHost):
             name,
         )
 
-    def load(self, manifest: Manifest) -> None:
-        super().load(manifest)
-        self.engine.begin_opening(manifest)
+    def handle(self, message: Message) -> None:
+        super().handle(message)
+        if isinstance(message, Load):
+            self.engine.begin_opening(message.manifest)
 
     def progress(self) -> HostProgress:
         self._looks += not self.engine.reports  # a start ends by a limit of its own

@@ -29,7 +29,7 @@ from shoal.mesh import MAX_IN_FLIGHT
 from shoal.model.attention.caches import NO_PAGE, PAGE, cache_size
 from shoal.model.attention.selector import by_pages, decodes_by_kernel
 from shoal.model.transformer import Model
-from shoal.protocols import SampleRequest
+from shoal.protocols import Cancel, End, Extend, Message, SampleRequest
 from shoal.records import Completion, Params, StopReason
 from shoal.sampler.partial import (
     Decode,
@@ -206,6 +206,19 @@ class Engine:
                 limit = self.limit_of(request, request.first + i)
                 partials.append(PartialCompletion(limit, request.turn_limit_of(i)))
             self.progress[request.id] = Progress(request, partials)
+
+    def handle(self, message: Message) -> None:
+        """Acts on a message about completions that have begun. TypeError for any other: versions
+        and the queue of requests are the host's."""
+        match message:
+            case Extend(id, index, context, turn_limit):
+                self.extend(id, index, context, turn_limit)
+            case End(id, index):
+                self.end(id, index)
+            case Cancel(id):
+                self.cancel(id)
+            case _:
+                raise TypeError(f"an engine does not act on {type(message).__name__}")
 
     def extend(self, id: int, index: int, context: Sequence[int], turn_limit: int = 0) -> None:
         """A completion whose turn has ended goes on after tokens of context, with a turn of at most

@@ -1,8 +1,8 @@
 """Answers the calls of an address with a host: one request a call, and weights that a trainer
 elsewhere replaces.
 
-event loop --submit, cancel, pause--> ThreadHost   (its thread samples)
-event loop <------wake, poll---------'
+event loop --Load, Submit, Cancel, Pause--> ThreadHost   (its thread samples)
+event loop <---------wake, poll------------'
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from shoal.chat.tokenizer import Tokenizer
 from shoal.chat.turns import described, encode
-from shoal.protocols import SampleRequest
+from shoal.protocols import Cancel, Load, Pause, SampleRequest, Submit
 from shoal.records import (
     Completion,
     HostLost,
@@ -77,7 +77,7 @@ class HostSampler:
         self._open, self._loading = asyncio.Event(), asyncio.Lock()
         self._open.set()
         self.host = ThreadHost(EngineHost(make_engine, shares_memory=False), self._wake, "sampler")
-        self.host.load(publisher.publish(0, weights))
+        self.host.handle(Load(publisher.publish(0, weights)))
         self.close = self.host.close
 
     async def sample(self, call: Call) -> Sampled:
@@ -110,7 +110,7 @@ class HostSampler:
             ]
         finally:
             if not answer.done() or answer.cancelled():
-                self.host.cancel(id)
+                self.host.handle(Cancel(id))
             self.waiting.pop(id, None)
         for one in choices:
             labels = {
@@ -132,7 +132,8 @@ class HostSampler:
 
     def _send(self) -> None:
         self._timer, requests, self._gathered = None, self._gathered, []
-        self.host.submit([request for request in requests if request.id in self.waiting])
+        awaited = [request for request in requests if request.id in self.waiting]
+        self.host.handle(Submit(awaited))
         self._collect()
 
     def check(self) -> None:
@@ -165,17 +166,17 @@ class HostSampler:
 
     async def pause(self, mode: str) -> None:
         self._open.clear()
-        self.host.pause(mode == "keep")
+        self.host.handle(Pause(mode == "keep"))
         if mode != "keep" and self._gathered:
             self._send()
         for id in [*self.waiting] if mode == "abort" else ():
-            self.host.cancel(id)
+            self.host.handle(Cancel(id))
         while mode != "keep" and self.waiting:
             await asyncio.wait([*self.waiting.values()])
             await asyncio.sleep(0)  # those who wait for them take them out
 
     def resume(self) -> None:
-        self.host.pause(False)
+        self.host.handle(Pause(False))
         self._open.set()
 
     async def reload(self, folder: str) -> None:
@@ -195,7 +196,7 @@ class HostSampler:
         version = self.publisher.publish(self._version + 1, weights)
         self.publisher.release(lambda number: number == version.version)
         self._version = version.version
-        self.host.load(version)
+        self.host.handle(Load(version))
 
     async def checksums(self) -> dict[str, str]:
         held = self.publisher.versions[self._version].parameters(self.publisher.model)

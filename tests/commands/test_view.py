@@ -594,6 +594,22 @@ def test_of_runs_with_other_rewards_all_but_rewards_is_compared():
     )
 
 
+@pytest.mark.parametrize(
+    ("key", "values", "part"),
+    [
+        ("reward.judge.model", ("large", "small"), "their rewards cannot be compared"),
+        ("reward.overlong_penalty", (1.0, 0.5), "their rewards cannot be compared"),
+        ("task.num_steps", (2, 3), "are of other questions"),
+        ("task.num_eval_questions", (100, 500), ""),
+        ("seed", (0, 1), ""),
+        ("optimizer.lr", (1e-4, 1e-5), ""),
+    ],
+)
+def test_what_of_two_runs_cannot_be_compared_follows_from_the_stages_of_the_keys(key, values, part):
+    warning = comparison([{"task.name": "words", key: value} for value in values])["warning"]
+    assert part in warning and bool(warning) == bool(part)
+
+
 def test_where_two_runs_first_differ(tmp_path):
     def changed(step: int) -> list:
         texts = ["no", "yes"] if step != 1 else ["no", "thus yes"]

@@ -36,6 +36,10 @@ OnResume = Literal["free", "bits", "warn", "fixed"]
 """What a changed key does to a run that is resumed: nothing (free), numbers that may differ in
 their last bits (bits), another run from there on (warn), or an error (fixed)."""
 
+Condition = Literal["data is read", "a prompt is too long"]
+"""When a key acts that does not always: where the task reads its questions and makes none, or
+where a prompt has more tokens than `sampling.max_prompt_tokens`."""
+
 T = TypeVar("T")
 
 
@@ -46,6 +50,7 @@ def key(
     on_resume: OnResume | None = None,
     decided_from: tuple[str, ...] = (),
     may_be_infinite: bool = False,
+    acts_if: Condition | None = None,
 ) -> T:
     """A field of the configuration, to stand in place of its default.
 
@@ -59,12 +64,14 @@ def key(
     `on_resume`: what another value does to a run that is resumed; without it `free` for a key that
     acts on no stage, else `warn`. `decided_from`: of a key that the run decides itself where it is
     left open (`open_keys`), the keys and facts (in plain words) that the decision follows from.
-    `may_be_infinite`: a number that `inf` leaves without a bound."""
+    `may_be_infinite`: a number that `inf` leaves without a bound. `acts_if`: of a key that has no
+    effect otherwise, but for the last bits of numbers, by the shapes of programs."""
     declared = {
         "stages": stages,
         "on_resume": on_resume or ("warn" if stages else "free"),
         "decided_from": decided_from,
         "may_be_infinite": may_be_infinite,
+        "acts_if": acts_if,
     }
     return dataclasses.field(default=default, metadata=declared)
 
@@ -87,6 +94,7 @@ class Key:
     on_resume: OnResume | None = None
     decided_from: tuple[str, ...] = ()
     may_be_infinite: bool = False
+    acts_if: Condition | None = None
 
     @property
     def section(self) -> str:

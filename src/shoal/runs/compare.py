@@ -19,6 +19,7 @@ import numpy as np
 from shoal.buckets import address
 from shoal.config.commands import stages_of
 from shoal.config.key import get_value, keys_of
+from shoal.config.sections.task import GENERATED_TASKS
 from shoal.config.train import Config
 from shoal.records import Completion
 from shoal.runs.groups import StoredGroup, read_file
@@ -30,15 +31,6 @@ from shoal.text import ranges
 
 Values: TypeAlias = "dict[str, tuple[Any, Any]]"
 """Name -> what the first run has and what the second has."""
-
-PROMPT_KEYS = ("sampling.max_prompt_tokens", "sampling.long_prompts")
-"""Keys that change at most the last bits (by the shapes of programs) unless a prompt is too
-long."""
-
-GENERATED = ("words", "calculator", "guess", "countdown", "environment")
-"""Tasks whose questions are made, not read."""
-UNREAD_KEYS = ("task.split", "task.subset", "task.files", "task.eval_split", "reward.preset")
-"""Keys of data that is read, and of its presets."""
 
 
 @dataclass(frozen=True)
@@ -182,8 +174,8 @@ def automatic_keys(settings: Mapping[str, Any], decided: Collection[str] = ()) -
 
     `settings`: dotted key -> value."""
     keys = set(decided)
-    if settings.get("task.name") in GENERATED and not settings.get("task.path"):
-        keys.update(UNREAD_KEYS)
+    if settings.get("task.name") in GENERATED_TASKS and not settings.get("task.path"):
+        keys.update(name for name, key in keys_of(Config).items() if key.acts_if == "data is read")
     return keys
 
 
@@ -322,11 +314,15 @@ def _weights_or_sampling(
 
 
 def acting_keys(keys: Iterable[str], dropped: Iterable[float | None]) -> list[str]:
-    """The keys without those on long prompts, if no step of the runs has dropped one and another
+    """The keys without those on long prompts, if no step of the runs has `dropped` one and another
     key may be the cause."""
     has_dropped = any(number and number > 0 for number in dropped)
     keys = list(keys)
-    others = [key for key in keys if key not in PROMPT_KEYS]
+    known = keys_of(Config)
+    others = []
+    for name in keys:
+        if name not in known or known[name].acts_if != "a prompt is too long":
+            others.append(name)
     if act_on_steps(others) and not has_dropped:
         return others
     return keys
@@ -353,6 +349,36 @@ def act_on_steps(keys: Iterable[str]) -> bool:
         if any(stage != "evaluation" for stage in stages_of(key)):
             return True
     return False
+
+
+def incomparable(keys: Iterable[str]) -> str:
+    """What of runs that differ in these keys cannot be compared, in a sentence; empty where all
+    can.
+
+    Where data is the first stage that a key acts on, and it changes rewards itself, other questions
+    are asked; where rewards are the first, other rewards are given for the same answers."""
+    of_questions = []
+    of_rewards = []
+    for name in keys:
+        key = keys_of(Config).get(name)
+        stages = key.stages if key else None
+        if not stages:
+            continue
+        if stages[0] == "data" and "rewards" in stages:
+            of_questions.append(name)
+        elif stages[0] == "rewards":
+            of_rewards.append(name)
+    if of_questions:
+        return (
+            f"these runs differ in {', '.join(of_questions)}: their rewards, accuracies, groups "
+            "and lengths are of other questions and cannot be compared; the other curves can"
+        )
+    if of_rewards:
+        return (
+            f"these runs differ in {', '.join(of_rewards)}: their rewards cannot be compared; "
+            "accuracies, lengths and the other curves can"
+        )
+    return ""
 
 
 # ---- the groups

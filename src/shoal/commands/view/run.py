@@ -24,7 +24,7 @@ import numpy as np
 from shoal.config.key import keys_of
 from shoal.config.train import FOLDER_KEYS, Config
 from shoal.report.watch import RARE
-from shoal.runs.compare import automatic_keys, settings_difference
+from shoal.runs.compare import automatic_keys, incomparable, settings_difference
 from shoal.runs.group_table import GroupFile, GroupTable, column_sql
 from shoal.runs.layout import parts_of
 from shoal.runs.lines import bounded_line, json_ready, rounded
@@ -593,12 +593,6 @@ def differing_settings(
     ]
 
 
-SAME_TASK = ("task.name", "task.path", "task.split", "task.columns")
-
-
-SAME_REWARD = ("reward.functions", "reward.weights", "reward.preset")
-
-
 def comparison(
     settings: Sequence[Mapping[str, Any]], decided: Sequence[Collection[str]] = ()
 ) -> dict[str, Any]:
@@ -611,21 +605,7 @@ def comparison(
         for key, values in settings_difference(settings, decided).items()
         if key not in FOLDER_KEYS
     ]
-    task, reward = (
-        [row["key"] for row in differing if row["key"] in same] for same in (SAME_TASK, SAME_REWARD)
-    )
-    text = ""
-    if task:
-        text = (
-            f"these runs differ in {', '.join(task)}: their rewards, accuracies, groups and "
-            "lengths are of other questions and cannot be compared; the other curves can"
-        )
-    elif reward:
-        text = (
-            f"these runs differ in {', '.join(reward)}: their rewards cannot be compared; "
-            "accuracies, lengths and the other curves can"
-        )
-    return {"differing": differing, "warning": text}
+    return {"differing": differing, "warning": incomparable(row["key"] for row in differing)}
 
 
 PART_STEPS, STUDENT = 5, 3.36

@@ -61,7 +61,9 @@ class RewardSection:
     judge behind an OpenAI-style address; empty for the task's own."""
     weights: tuple[float, ...] = key((), stages=("rewards", "evaluation"))
     """Weight of each function; empty for 1.0 each, or the task's own."""
-    preset: Annotated[str, REWARD_PRESETS] = key("shoal", stages=("rewards", "data", "evaluation"))
+    preset: Annotated[str, REWARD_PRESETS] = key(
+        "shoal", stages=("rewards", "data", "evaluation"), acts_if="data is read"
+    )
     """gsm8k: the system whose prompt and rewards are used."""
     overlong_buffer_tokens: int = key(0, stages=("rewards", "evaluation"))
     """DAPO's penalty for long completions (TRL's soft_punish_cache): the reward falls linearly over

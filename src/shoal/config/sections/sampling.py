@@ -27,7 +27,9 @@ class SamplingSection:
     stop: tuple[str, ...] = key((), stages=("sampling", "evaluation"))
     """Strings that end a completion."""
     max_prompt_tokens: int = key(
-        256, stages=("data", "environment", "sampling", "update", "evaluation")
+        256,
+        stages=("data", "environment", "sampling", "update", "evaluation"),
+        acts_if="a prompt is too long",
     )
     """Longest prompt (see sampling.long_prompts)."""
     max_completion_tokens: int = key(
@@ -36,7 +38,7 @@ class SamplingSection:
     """Longest completion; one that reaches the limit is truncated, and counted. (TRL's
     max_completion_length, verl's max_response_length.)"""
     long_prompts: Literal["drop", "error"] = key(
-        "drop", stages=("data", "environment", "evaluation")
+        "drop", stages=("data", "environment", "evaluation"), acts_if="a prompt is too long"
     )
     """Prompts over the limit: dropped from the data and counted, or an error. They are never
     truncated."""

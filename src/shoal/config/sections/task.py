@@ -108,6 +108,10 @@ DOORS = {
 """Who plays rollouts and is no task, by the name before a colon -> what is written in its place."""
 
 
+GENERATED_TASKS = ("words", "calculator", "guess", "countdown", "environment")
+"""Tasks that make their questions and read none."""
+
+
 @dataclass(frozen=True)
 class TaskSection:
     name: str = key("words", stages=("data", "rewards", "evaluation"), on_resume="fixed")
@@ -116,18 +120,20 @@ class TaskSection:
     path: str = key("", stages=("data", "rewards", "evaluation"))
     """Your own data in place of the task's: a jsonl or parquet file, a folder of them, or a hub
     id."""
-    subset: str = key("", stages=("data", "rewards", "evaluation"))
+    subset: str = key("", stages=("data", "rewards", "evaluation"), acts_if="data is read")
     """Subset (configuration) of a data set on the hub; empty for its only or default one."""
-    files: tuple[str, ...] = key((), stages=("data", "rewards", "evaluation"))
+    files: tuple[str, ...] = key(
+        (), stages=("data", "rewards", "evaluation"), acts_if="data is read"
+    )
     """Files of a folder or hub data set to train on (patterns allowed), in place of task.split's
     files."""
     columns: tuple[str, ...] = key((), stages=("data", "rewards", "evaluation"))
     """Columns to rename, as `wanted=yours`: [prompt=question,answer=final]."""
     template: str = key("", stages=("data", "rewards", "evaluation"))
     """Text (or a file with it) that makes the prompt from a row's columns: `Solve: {question}`."""
-    split: str = key("train", stages=("data", "rewards", "evaluation"))
+    split: str = key("train", stages=("data", "rewards", "evaluation"), acts_if="data is read")
     """Split to train on."""
-    eval_split: str = key("test", stages=("evaluation", "data"))
+    eval_split: str = key("test", stages=("evaluation", "data"), acts_if="data is read")
     """Split to evaluate on."""
     num_eval_questions: int = key(500, stages=("evaluation", "data"))
     """Held-out questions in an evaluation; 0 for all."""

@@ -35,7 +35,7 @@ from shoal.trainer.loop import Run
 from shoal.trainer.prompts import PromptStream, TokenizedExample
 from shoal.trainer.schedule import Schedule
 from shoal.weights.checkpoints import Restored
-from shoal.weights.store import MemoryVersion, Publisher
+from shoal.weights.store import HeldArrays, MemoryVersion, WeightStore
 from simulation import Case, Trace, pinned
 
 VOCABULARY = SimpleNamespace(architecture=SimpleNamespace(vocab_size=1000))
@@ -46,18 +46,21 @@ def weights(version: int) -> dict[str, np.ndarray]:
     return {"version": np.array([version])}
 
 
-class FakePublisher(Publisher):
-    """A publisher whose weights are numbers. `seconds`: of a publication."""
+class FakeStore(WeightStore):
+    """A store whose weights are numbers. `seconds`: of a publication."""
 
     def __init__(self, seconds: float = 0.0) -> None:
-        self.seconds, self.model, self.num_bytes, self.versions = seconds, VOCABULARY, 0, {}
+        self.seconds = seconds
+        self.model: Any = VOCABULARY
+        self.num_bytes = 0
+        self.versions = {}
 
-    def publish_frozen(self, params: Any) -> None:
+    def put_frozen(self, params: Any) -> None:
         raise AssertionError("all of these weights are trained")
 
     def write(self, version: int, params: Any) -> MemoryVersion:
         time.sleep(self.seconds)
-        return MemoryVersion(version, (params, params, None))
+        return MemoryVersion(version, HeldArrays(params, params, None))
 
     def published_shapes(self) -> dict[str, np.ndarray]:
         return weights(0)
@@ -245,7 +248,7 @@ def make_fleet(
     pool = RewardPool((REWARD,), RewardSection(workers=0))
     rewards = GroupRewards(TASK, pool, lambda ids: "x" * (sum(ids) % 7))
     return Fleet(
-        FakePublisher(publish_seconds),
+        FakeStore(publish_seconds),
         hosts,
         rewards,
         seed=0,

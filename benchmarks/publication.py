@@ -246,12 +246,12 @@ class Trainer:
         target = np.ones_like(source)
         self.copies.append(timed(lambda: np.copyto(target, source)))
 
-    def publish(self, publisher: Any, version: int) -> tuple[float, int]:
+    def publish(self, store: Any, version: int) -> tuple[float, int]:
         """Seconds, and the peak in bytes."""
         self.update()
         with peak() as found:
-            seconds = timed(lambda: publisher.publish(version, self.params))
-        publisher.release(lambda one: one > version - KEEP)
+            seconds = timed(lambda: store.put(version, self.params))
+        store.drop([number for number in store.versions if number <= version - KEEP])
         return seconds, found[0]
 
 
@@ -295,22 +295,22 @@ def measure_memory(args: argparse.Namespace) -> None:
     import jax
 
     from shoal.config.sections.devices import MeshSection
-    from shoal.weights.store import MemoryPublisher
+    from shoal.weights.store import MemoryStore
 
     trainer = Trainer(args.layers, MeshSection(trainer="1", sampler=str(args.workers)))
-    publisher = MemoryPublisher(trainer.model, in_parts=True)
+    store = MemoryStore(trainer.model, in_parts=True)
     hosts = [trainer.model.on(role) for role in trainer.roles.hosts]
     before = anonymous()
-    trainer.publish(publisher, 0)
+    trainer.publish(store, 0)
     writes, fetches = [], []
     for version in range(1, args.repeat + 1):
         trainer.copy()
-        publisher.release(lambda _: False)
-        seconds, found = trainer.publish(publisher, version)
+        store.drop(list(store.versions))
+        seconds, found = trainer.publish(store, version)
         writes.append(
             (seconds, found - args.workers * trainer.bytes)
         )  # what the samplers hold is theirs
-        manifest = publisher.versions[version]
+        manifest = store.versions[version]
         fetches += [
             timed(
                 lambda model=model, manifest=manifest: jax.block_until_ready(
@@ -319,14 +319,15 @@ def measure_memory(args: argparse.Namespace) -> None:
             )
             for model in hosts
         ]
-    trainer.publish(publisher, args.repeat + 1)  # beside the last
+    trainer.publish(store, args.repeat + 1)  # beside the last
     held = (anonymous() - before) / args.workers
     line("memory", trainer, writes, fetches, [max(fetches)], held / trainer.bytes, [])
 
 
 def measure_stored(args: argparse.Namespace) -> None:
     from shoal.config.sections.devices import MeshSection
-    from shoal.weights.store import FilePublisher, default_folder
+    from shoal.weights.publish_folder import default_folder
+    from shoal.weights.store import FileStore
 
     with ExitStack() as stack:
         if args.part == "ray":
@@ -343,12 +344,12 @@ def measure_stored(args: argparse.Namespace) -> None:
             stack.callback(ray.shutdown)
         trainer = Trainer(args.layers, MeshSection(data=1))
         if args.part == "ray":
-            from shoal.rollout.ray_host import ObjectPublisher
+            from shoal.weights.ray_store import RayStore
 
-            publisher: Any = ObjectPublisher(trainer.model)
+            store: Any = RayStore(trainer.model)
         else:
-            publisher = FilePublisher(default_folder(trainer.bytes), trainer.model)
-        stack.callback(publisher.close)
+            store = FileStore(default_folder(trainer.bytes), trainer.model)
+        stack.callback(store.close)
         readers: list[Any] = [
             (Actor if args.part == "ray" else Piped)(args.layers) for _ in range(args.workers)
         ]
@@ -357,8 +358,8 @@ def measure_stored(args: argparse.Namespace) -> None:
         pool = stack.enter_context(ThreadPoolExecutor(len(readers)))
         writes, alone, together, held = [], [], [], 0
         for version in range(args.repeat + 1):
-            write = trainer.publish(publisher, version)
-            stored = publisher.versions[version]
+            write = trainer.publish(store, version)
+            stored = store.versions[version]
             first = readers[0].ask("fetch", stored)
             trainer.copy()
             found = list(
@@ -376,9 +377,7 @@ def measure_stored(args: argparse.Namespace) -> None:
             for reader in readers[1:]:
                 reader.ask("drop")
             pauses.append(
-                readers[0].ask(
-                    "pause", *(publisher.versions[args.repeat - back] for back in (1, 0))
-                )
+                readers[0].ask("pause", *(store.versions[args.repeat - back] for back in (1, 0)))
             )
         line(args.part, trainer, writes, alone, together, held / trainer.bytes, pauses)
 

@@ -46,7 +46,7 @@ from shoal.serve.app import Api
 from shoal.serve.host_sampler import HostSampler
 from shoal.serve.server import listen, make_server
 from shoal.weights.hub import locate
-from shoal.weights.store import MemoryPublisher
+from shoal.weights.store import MemoryStore
 
 AT_ONCE, PROMPT = 32, 32
 SIZES = {
@@ -87,7 +87,7 @@ def make_sampler(a: Architecture, tokens: int, eos: tuple[int, ...] = ()) -> Hos
         tokenizer,
         lambda purpose, size: engine,
         SamplingParams(max_tokens=tokens),
-        MemoryPublisher(model),
+        MemoryStore(model),
         initialise(a, 0, model.role),
     )
 

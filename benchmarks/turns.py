@@ -40,7 +40,7 @@ from shoal.rollout.ledger import GroupRewards
 from shoal.rollout.turn_driver import TurnDriver
 from shoal.sampler.engine import Engine
 from shoal.tasks.task import Task
-from shoal.weights.store import MemoryPublisher
+from shoal.weights.store import MemoryStore
 from shoal.workers.sessions import Reply
 
 MODEL = Architecture(
@@ -148,7 +148,7 @@ def main() -> None:
     rewards = GroupRewards(task, RewardPool(task.rewards, RewardSection(workers=0)), lambda ids: "")
     with closing(
         Fleet(
-            MemoryPublisher(model),
+            MemoryStore(model),
             {"sampler": host},
             rewards,
             0,

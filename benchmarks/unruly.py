@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from fakes import SleepingEngine, thread_host
-from shoal.protocols import Host, HostProgress, Load, Manifest, Message, SampleRequest
+from shoal.protocols import Host, HostProgress, Load, Message, SampleRequest, Version
 from shoal.records import Completion, HostLost
 
 PROMPTS, GROUP_SIZE = 4, 4
@@ -96,10 +96,10 @@ class Plan:
 
 
 @dataclass
-class TornManifest:
+class TornVersion:
     """Weights whose reader dies half way."""
 
-    manifest: Manifest
+    manifest: Version
     host: UnrulyHost
 
     @property
@@ -114,6 +114,12 @@ class TornManifest:
         if self.host.plan.interrupts(self.host.torn):
             self.host.dead = "killed while it read weights"
         return self.manifest.read(model, frozen)
+
+    def parameters(self, model: Any) -> Any:
+        return self.manifest.parameters(model)
+
+    def remove(self) -> None:
+        self.manifest.remove()
 
 
 class UnrulyHost:
@@ -130,7 +136,7 @@ class UnrulyHost:
         self._check()
         if isinstance(message, Load) and message.manifest.version in self.plan.interrupted:
             self.torn = message.manifest.version
-            message = Load(TornManifest(message.manifest, self))
+            message = Load(TornVersion(message.manifest, self))
         self.inner.handle(message)
 
     def progress(self) -> HostProgress:

@@ -122,16 +122,16 @@ class Printer(Protocol):
     def wrong(self, text: str) -> None: ...
 
 
-class Manifest(Protocol):
-    """Where a published version of the weights can be fetched from. It is light: it holds no
-    weights."""
+class Version(Protocol):
+    """A published version of the weights: where it can be read, verified, by any host. A
+    `WeightStore` keeps it until nobody may request it any more."""
 
     @property
     def version(self) -> int: ...
 
     @property
     def exists(self) -> bool:
-        """False once nobody may ask for this version any more."""
+        """False once it was removed."""
         ...
 
     def read(
@@ -141,9 +141,18 @@ class Manifest(Protocol):
         these may sample. `frozen` is the host's: what no version changes is kept there, and read
         once.
 
-        What it ends with gives them, once, in the thread that dispatches to these devices.
-        LookupError where the version does not exist any more, ShoalError where the weights are not
-        those that were published."""
+        The function in the future returns them, once, in the thread that dispatches to these
+        devices. LookupError where the version does not exist any more, ShoalError where the weights
+        are not those that were published."""
+        ...
+
+    def parameters(self, model: Any) -> Params:
+        """The trained weights, for a checkpoint."""
+        ...
+
+    def remove(self) -> None:
+        """Removes the weights; in another process than the store's, what that process keeps of
+        them. A host that samples from them keeps its own copy."""
         ...
 
 
@@ -179,7 +188,7 @@ class Load:
     """A version of the weights was published. A host fetches it when a request needs it, or, for
     requests that may start on newer weights, between two compiled steps."""
 
-    manifest: Manifest
+    manifest: Version
 
 
 @dataclass(frozen=True)

@@ -334,7 +334,7 @@ def test_the_capture_of_openenv_gets_tokens(server: Served):
 
 @pytest.mark.slow
 def test_recorded_log_probs_are_the_trainers(server: Served, folder: Path):
-    model = server.sampler.publisher.model
+    model = server.sampler.store.model
     scorer = ModelScorer(
         Model(model.architecture, model.role),
         huggingface.load(folder, model.architecture, model.role),

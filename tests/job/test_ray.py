@@ -47,7 +47,7 @@ from shoal.report.console import Console
 from shoal.rollout import host_health, ray_host, worker_facts
 from shoal.rollout.worker_facts import WorkerFingerprint, WorkerParity
 from shoal.runs.layout import WORKER_PROOF, make_run_folder
-from shoal.weights import sampler_copy
+from shoal.weights import ray_store, sampler_copy
 from shoal.weights.source import open_model
 
 pytestmark = [
@@ -421,7 +421,7 @@ def test_a_worker_without_a_place_is_given_no_versions_and_one_that_gets_ready_i
     monkeypatch.setattr(ray_host.ray, "cluster_resources", lambda: {"CPU": 8.0})
     host = ray_host.RayHost("worker 0", made)
     for version in range(3):
-        manifest = ray_host.ObjectVersion(version, {"w": None} if version != 1 else {}, {})
+        manifest = ray_store.RayVersion(version, {"w": None} if version != 1 else {}, {})
         host.handle(Load(manifest))
     assert not host.poll() and [name for name, *_ in actor.calls] == ["place", "join"]
     host.started -= 400
@@ -467,7 +467,7 @@ def test_what_ray_begins_in_another_order_is_done_in_the_order_sent(monkeypatch)
     host = ray_host.RayHost("worker 0", made)
     host._capacity = 8
     for version in range(2):
-        host.handle(Load(ray_host.ObjectVersion(version, {"w": None}, {})))
+        host.handle(Load(ray_store.RayVersion(version, {"w": None}, {})))
         host.handle(Submit([version]))  # type: ignore[list-item]
         host.handle(Extend(version, 3, [5]))
         host.handle(End(version, 3))
@@ -508,8 +508,8 @@ def test_tensors_are_fetched_from_another_node_together(monkeypatch):
     monkeypatch.setattr(ray_host.ray, "get", get)
     for most, batches in ((1 << 30, 1), (0, len(specs))):
         asked.clear()
-        monkeypatch.setattr(ray_host, "FETCH_BYTES", most)
-        read = ray_host.ObjectVersion(3, refs, {}).open(model)
+        monkeypatch.setattr(ray_store, "FETCH_BYTES", most)
+        read = ray_store.RayVersion(3, refs, {}).open(model)
         for name, values in stored.items():
             np.testing.assert_array_equal(read(name), values)
             np.testing.assert_array_equal(read(name), values)  # a part of it, for a checkpoint

@@ -33,10 +33,10 @@ from shoal.protocols import (
     GroupRequest,
     HostProgress,
     Load,
-    Manifest,
     Message,
     SampleRequest,
     Submit,
+    Version,
 )
 from shoal.records import (
     Completion,
@@ -60,7 +60,7 @@ from shoal.rollout.ledger import GroupRewards, Stage
 from shoal.sampler.engine import Engine
 from shoal.tasks.task import Task
 from shoal.trainer.update import Updater
-from shoal.weights.store import MemoryPublisher
+from shoal.weights.store import MemoryStore
 
 PARAMS = SamplingParams(max_tokens=3)
 TOKENS = 4 * 3
@@ -113,7 +113,7 @@ class FakeHost:
             case _:
                 raise AssertionError(f"not of groups without turns: {message}")
 
-    def load(self, manifest: Manifest) -> None:
+    def load(self, manifest: Version) -> None:
         assert manifest.exists
         self.versions.append(manifest.version)
 
@@ -156,7 +156,7 @@ def fleet(hosts: dict[str, Any], in_thread: bool = True, **options: Any) -> Iter
         TASK, RewardPool(TASK.rewards, RewardSection(workers=0)), lambda ids: str(sum(ids))
     )
     with closing(
-        Fleet(MemoryPublisher(model), hosts, rewards, seed=0, by_itself=in_thread, **options)
+        Fleet(MemoryStore(model), hosts, rewards, seed=0, by_itself=in_thread, **options)
     ) as made:
         made.by_itself = True  # hosts are polled whenever groups are taken, and all is counted
         made.publish(0, random_parameters(PLAINEST))
@@ -511,10 +511,10 @@ def test_an_answer_from_newest_weights_may_come_while_the_next_are_published(mon
     go = threading.Event()
     host = FakeHost(lambda host: None if go.is_set() else {})
     with fleet({"a": host}) as source:
-        publish = source.publisher.publish
+        publish = source.store.put
 
         def slow(version: int, params: Any) -> Any:
-            assert not source.publisher.versions  # released, as both may not fit
+            assert not source.store.versions  # released, as both may not fit
             go.set()
             groups_come(source)
             return publish(version, params)
@@ -522,7 +522,7 @@ def test_an_answer_from_newest_weights_may_come_while_the_next_are_published(mon
         source.request(requests(range(2), exact=False))
         while len(host.queued) < 2:
             time.sleep(0.01)
-        monkeypatch.setattr(source.publisher, "publish", slow)
+        monkeypatch.setattr(source.store, "put", slow)
         source.publish(1, random_parameters(PLAINEST))
         assert rows_of(source) == [0, 1] and source.members["a"].host is host
 
@@ -610,7 +610,7 @@ def test_no_group_starts_on_a_version_before_its_host_was_given_it():
     """A version is published, and its manifest has not reached the hosts."""
     host = FakeHost()
     with fleet({"a": host}) as source:
-        publish, waiting = source.publisher.publish, []
+        publish, waiting = source.store.put, []
 
         def slow(version: int, params: Any) -> Any:
             manifest = publish(version, params)
@@ -620,7 +620,7 @@ def test_no_group_starts_on_a_version_before_its_host_was_given_it():
             waiting.append(source.ledger.count(Stage.WAITING))
             return manifest
 
-        source.publisher.publish = slow
+        source.store.put = slow
         source.request(requests([0, 1], version=1))
         source.publish(1, random_parameters(PLAINEST))
         assert waiting == [2] and rows_of(source) == [0, 1]
@@ -711,15 +711,15 @@ def test_with_newest_weights_hosts_go_on_while_others_are_copied():
     copying: list[int] = []
     host = FakeHost(lambda host: None if copying else {})
     with fleet({"a": host}) as source:
-        publish = source.publisher.publish
+        publish = source.store.put
 
         def slowly(version: int, params: Any) -> Any:
-            assert not source.publisher.versions
+            assert not source.store.versions
             copying.append(version)
             wait_for(lambda: not source.ledger.count(Stage.RUNNING) or source._failure is not None)
             return publish(version, params)
 
-        source.publisher.publish = slowly
+        source.store.put = slowly
         source.request(requests([0, 1], exact=False))
         wait_for(lambda: len(host.queued) == 2)
         source.publish(1, random_parameters(PLAINEST), keep_from=1)

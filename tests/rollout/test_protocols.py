@@ -31,13 +31,15 @@ from shoal.rollout.fleet import Fleet
 from shoal.rollout.host import EngineHost, ThreadHost
 from shoal.rollout.ledger import GroupRewards
 from shoal.rollout.multi_process import MultiProcessSource
-from shoal.rollout.ray_host import ObjectVersion, RayHost
+from shoal.rollout.ray_host import RayHost
 from shoal.runs import mirror
 from shoal.tasks.task import Task
 from shoal.trainer import evaluation, loop, update
 from shoal.trainer.scorers import ModelScorer, ParameterScorer
-from shoal.weights import source
-from shoal.weights.store import FileVersion, MemoryPublisher, MemoryVersion, StoredVersion
+from shoal.weights import source, store
+from shoal.weights.folder_store import FolderVersion
+from shoal.weights.ray_store import RayVersion
+from shoal.weights.store import FileVersion, MemoryStore, MemoryVersion, StoredVersion
 
 
 class Elsewhere:
@@ -88,8 +90,8 @@ if TYPE_CHECKING:
     HOSTS: tuple[protocols.Host, protocols.Host, protocols.Host, protocols.Host] = cast(
         tuple[EngineHost, ThreadHost, RayHost, Elsewhere], None
     )
-    MANIFESTS: tuple[protocols.Manifest, protocols.Manifest, protocols.Manifest] = cast(
-        tuple[MemoryVersion, FileVersion, ObjectVersion], None
+    VERSIONS: tuple[protocols.Version, protocols.Version, protocols.Version, protocols.Version] = (
+        cast(tuple[MemoryVersion, FileVersion, RayVersion, FolderVersion], None)
     )
     SOURCES: tuple[protocols.RolloutSource, protocols.RolloutSource] = cast(
         tuple[Fleet, MultiProcessSource], None
@@ -102,8 +104,9 @@ PAIRS = [
     (protocols.Host, EngineHost),
     (protocols.Host, ThreadHost),
     (protocols.Host, RayHost),
-    (protocols.Manifest, MemoryVersion),
-    (protocols.Manifest, StoredVersion),
+    (protocols.Version, MemoryVersion),
+    (protocols.Version, StoredVersion),
+    (protocols.Version, FolderVersion),
     (protocols.RolloutSource, Fleet),
     (protocols.RolloutSource, MultiProcessSource),
     (protocols.Scorer, ParameterScorer),
@@ -140,7 +143,7 @@ def test_an_implementation_has_the_members_of_its_protocol(protocol, implementat
     ("protocol", "name", "users"),
     [
         (protocols.Host, "host", (fleet, host_health)),
-        (protocols.Manifest, r"(?:manifest|one|_reading\[0\])", (host,)),
+        (protocols.Version, r"(?:manifest|one|_reading\[0\]|replaced)", (host, fleet, store)),
         (
             protocols.RolloutSource,
             "source",
@@ -173,7 +176,7 @@ def test_a_host_needs_no_more_than_the_protocol():
     shown: list[tuple[str, int, int]] = []
     model, elsewhere = Model(PLAINEST, roles().sampler), Elsewhere()
     source = Fleet(
-        MemoryPublisher(model),
+        MemoryStore(model),
         {"far": elsewhere},
         rewards,
         seed=0,

@@ -50,7 +50,7 @@ from shoal.runs.compare import completion_difference
 from shoal.sampler.engine import Engine
 from shoal.tasks.library import overlong_punishment
 from shoal.tasks.task import Task
-from shoal.weights.store import MemoryPublisher
+from shoal.weights.store import MemoryStore
 from shoal.workers.rollout_function import ROLLOUT, RolloutCall, generate_rollout_completions
 from shoal.workers.sessions import Reply, Sessions
 
@@ -170,7 +170,7 @@ def fleet(
     hosts: dict[str, Any] = {"a": ThreadHost(host, woken.set, "a") if thread else host}
     scored = dataclasses.replace(rewards(TASK), on_error=section.on_error)
     return Fleet(
-        MemoryPublisher(model), hosts, scored, seed=0, by_itself=thread, player=player, woken=woken
+        MemoryStore(model), hosts, scored, seed=0, by_itself=thread, player=player, woken=woken
     )
 
 

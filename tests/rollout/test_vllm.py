@@ -56,7 +56,8 @@ from shoal.rollout.vllm import Server, Settings, VllmHost, read_support
 from shoal.runs.reader import read_config
 from shoal.tasks.task import Task
 from shoal.weights import huggingface, peft
-from shoal.weights.store import FolderPublisher, FolderVersion, ProbeScores, Publisher
+from shoal.weights.folder_store import FolderStore, FolderVersion, ProbeScores
+from shoal.weights.store import WeightStore
 from shoal.weights.tensor_files import read_header
 
 TASK = Task(
@@ -71,14 +72,14 @@ SETTINGS = Settings(
 )
 
 
-class Folders(Publisher):
+class Folders(WeightStore):
     """Versions as what a scripted server reads; `base`: those of an adapter on it."""
 
     def __init__(self, folder: Path, base: Path | None = None) -> None:
         super().__init__(Model(PLAINEST, roles().sampler))
         self.folder, self.base = folder, base
 
-    def publish_frozen(self, params: Params) -> None:
+    def put_frozen(self, params: Params) -> None:
         pass
 
     def write(self, version: int, params: Params) -> FolderVersion:
@@ -825,27 +826,28 @@ def test_a_version_is_a_folder_with_the_trainers_weights(tmp_path: Path, adapter
     huggingface.save(tmp_path / "source", random_parameters(QWEN3), QWEN3)
     trained, frozen = select(trained_specs(a), params), select(frozen_specs(a), params)
     with closing(
-        FolderPublisher(tmp_path, model, tmp_path / "source", None, lambda whole: np.zeros(3))
+        FolderStore(tmp_path, model, tmp_path / "source", None, lambda whole: np.zeros(3))
     ) as made:
         if frozen is not None:
-            made.publish_frozen(frozen)
+            made.put_frozen(frozen)
         first, second = (
-            made.publish(number, jax.tree.map(lambda leaf, add=number: leaf + add, trained))
+            made.put(number, jax.tree.map(lambda leaf, add=number: leaf + add, trained))
             for number in (0, 1)
         )
         assert isinstance(first, FolderVersion) and isinstance(second, FolderVersion)
         assert first.checksum != second.checksum and first.read(model).result()() is first
         wanted = adapters.merge(a, params, model.role)
-        assert same(huggingface.load(first.place, QWEN3, model.role), wanted)
+        assert same(huggingface.load(first.folder, QWEN3, model.role), wanted)
         assert same(first.parameters(model), trained)
         # Tied embeddings are apart for vLLM on a CPU, which would not pack its output layer anew.
-        stored = read_header(first.place / "model.safetensors")
+        stored = read_header(first.folder / "model.safetensors")
         assert (
             QWEN3.tie_embeddings
             and stored["lm_head.weight"].shape == stored["model.embed_tokens.weight"].shape
         )
-        assert json.loads((first.place / "config.json").read_text())["tie_word_embeddings"] is False
-        made.release(lambda version: version == 1)
+        config = json.loads((first.folder / "config.json").read_text())
+        assert config["tie_word_embeddings"] is False
+        made.drop([0])
         assert not first.exists and second.exists
         with pytest.raises(LookupError, match="version 0 is not published any more"):
             first.read(model)
@@ -883,17 +885,17 @@ def test_an_adapter_alone_is_a_folder_of_pefts_on_a_base_that_is_written_once(tm
     huggingface.save(tmp_path / "source", base, QWEN3)
     trained, frozen = select(trained_specs(a), params), select(frozen_specs(a), params)
     with closing(
-        FolderPublisher(tmp_path, model, tmp_path / "source", None, lambda whole: np.zeros(3), True)
+        FolderStore(tmp_path, model, tmp_path / "source", None, lambda whole: np.zeros(3), True)
     ) as made:
-        made.publish_frozen(frozen)
-        version = made.publish(3, trained)
+        made.put_frozen(frozen)
+        version = made.put(3, trained)
         assert (
             isinstance(version, FolderVersion)
             and version.base == made.base
             and made.num_bytes < 1e6
         )
-        assert same(peft.load(version.place, a, model.role, np.float32), trained)
-        assert peft.read_adapter(version.place, QWEN3) == a.adapter
+        assert same(peft.load(version.folder, a, model.role, np.float32), trained)
+        assert peft.read_adapter(version.folder, QWEN3) == a.adapter
         assert same(huggingface.load(made.base, QWEN3, model.role), without_adapter(a, params))
         words = server_words(
             compose("train", ["sampler.kind=vllm", "vllm.python=python", "vllm.memory=0.4"])[0],

@@ -77,7 +77,7 @@ from shoal.weights.sampler_copy import (
     to_host,
 )
 from shoal.weights.source import resolve_model
-from shoal.weights.store import FilePublisher, MemoryPublisher
+from shoal.weights.store import FileStore, MemoryStore
 
 ROLE = roles().trainer
 RANK3 = Adapter(3, 6.0, PRODUCTS)
@@ -331,13 +331,13 @@ def test_frozen_weights_are_published_once(kind, tmp_path):
     """Each version is the adapter alone, and whoever reads it has all weights."""
     a = adapted(FULLEST)
     model, parameters = learner(a).model, random_parameters(a)
-    publisher = MemoryPublisher(model) if kind == "arrays" else FilePublisher(tmp_path, model)
+    store = MemoryStore(model) if kind == "arrays" else FileStore(tmp_path, model)
     trained, kept = select(trained_specs(a), parameters), dict[str, Any]()
-    publisher.publish_frozen(select(frozen_specs(a), parameters))
+    store.put_frozen(select(frozen_specs(a), parameters))
     manifest: Any = None
     for version in range(3):
         now = jax.tree.map(lambda leaf, by=version: leaf + by, trained)
-        manifest = publisher.publish(version, now)
+        manifest = store.put(version, now)
         read = manifest.read(model, kept).result()()
         assert same_bits(
             by_path(read), by_path(with_adapter(a, without_adapter(a, parameters), now))
@@ -345,7 +345,7 @@ def test_frozen_weights_are_published_once(kind, tmp_path):
         assert same_bits(
             by_path(jax.tree.map(np.asarray, manifest.parameters(model))), by_path(now)
         )
-    shapes = [leaf.shape for leaf in jax.tree.leaves(publisher.published_shapes())]
+    shapes = [leaf.shape for leaf in jax.tree.leaves(store.published_shapes())]
     assert shapes == [leaf.shape for leaf in jax.tree.leaves(trained)]
     if kind == "files":
         assert len(kept) == len(jax.tree.leaves(frozen_specs(a)))
@@ -358,7 +358,7 @@ def test_frozen_weights_are_published_once(kind, tmp_path):
         manifest.read(model, kept).result()()
         with pytest.raises(LookupError, match="what is frozen in all versions is not in"):
             manifest.read(model, {}).result()()
-    publisher.close()
+    store.close()
     assert len(jax.tree.leaves(published_shapes(model))) == len(jax.tree.leaves(parameters))
 
 
@@ -663,9 +663,9 @@ def test_quantised_weights_are_published_as_they_are(kind, tmp_path):
         ),
         select(frozen_specs(a), parameters),
     )
-    publisher = MemoryPublisher(model) if kind == "arrays" else FilePublisher(tmp_path, model)
-    publisher.publish_frozen(frozen)
-    read = publisher.publish(0, select(trained_specs(a), parameters)).read(model, {}).result()()
+    store = MemoryStore(model) if kind == "arrays" else FileStore(tmp_path, model)
+    store.put_frozen(frozen)
+    read = store.put(0, select(trained_specs(a), parameters)).read(model, {}).result()()
     for leaf, shape in zip(
         jax.tree.leaves(read), jax.tree.leaves(published_shapes(model)), strict=True
     ):
@@ -675,7 +675,7 @@ def test_quantised_weights_are_published_as_they_are(kind, tmp_path):
         by_path([leaf for leaf in jax.tree.leaves(read) if leaf.dtype == jnp.int8]),
         by_path([leaf for leaf in jax.tree.leaves(parameters) if leaf.dtype == jnp.int8]),
     )
-    publisher.close()
+    store.close()
 
 
 @pytest.mark.slow
@@ -685,20 +685,18 @@ def test_a_sampler_in_8_bits_has_the_trainers_weights_to_the_nearest(adapter, ki
     trainer, parameters = Model(a, ROLE, sampler_type=kind), random_parameters(a)
     model, frozen = trainer.on(replace(ROLE, name="sampler")), select(frozen_specs(a), parameters)
     read = []
-    for publisher in (MemoryPublisher(model), FilePublisher(tmp_path, model)):
+    for store in (MemoryStore(model), FileStore(tmp_path, model)):
         if adapter:
-            publisher.publish_frozen(frozen)
-        first = publisher.publish(0, select(trained_specs(a), parameters))
+            store.put_frozen(frozen)
+        first = store.put(0, select(trained_specs(a), parameters))
         # What a checkpoint stores of an older version is published again as it was.
         stored = jax.tree.map(
             lambda leaf, shape: jnp.asarray(np.asarray(leaf), shape.dtype),
             first.parameters(model),
-            publisher.published_shapes(),
+            store.published_shapes(),
         )
-        read += [
-            version.read(model, {}).result()() for version in (first, publisher.publish(1, stored))
-        ]
-        publisher.close()
+        read += [version.read(model, {}).result()() for version in (first, store.put(1, stored))]
+        store.close()
     wanted = jax.tree.leaves(published_shapes(model))
     for one in read:
         assert [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(one)] == [

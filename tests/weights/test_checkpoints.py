@@ -142,7 +142,7 @@ def test_small_arrays_of_several_replicas_are_written_by_one_and_compile_nothing
 
 
 def on_host(parameters: Parameters, used: list[int]) -> Parameters:
-    """The parameters as a publisher of files has them; `used` gets the bytes of each that is
+    """The parameters as a store of files has them; `used` gets the bytes of each that is
     read."""
 
     def lazy(leaf: jax.Array) -> LazyArray:

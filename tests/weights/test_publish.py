@@ -23,15 +23,9 @@ from shoal.records import ShoalError
 from shoal.weights import checksum as checksums
 from shoal.weights import store as weight_store
 from shoal.weights import tensor_files
+from shoal.weights.publish_folder import OWNER, file_system, remove_abandoned
 from shoal.weights.sampler_copy import publish_to
-from shoal.weights.store import (
-    OWNER,
-    FilePublisher,
-    FileVersion,
-    MemoryPublisher,
-    file_system,
-    remove_abandoned,
-)
+from shoal.weights.store import FileStore, FileVersion, MemoryStore
 
 
 def bits(tree) -> list[bytes]:
@@ -67,8 +61,8 @@ def test_a_sampler_of_another_type_and_layout_has_the_trainers_bits(
             params,
         ),
     )
-    made = FilePublisher(folder, model)
-    manifest = made.publish(3, trainer)
+    made = FileStore(folder, model)
+    manifest = made.put(3, trainer)
     fetched = fetch(manifest, model)
     assert bits(fetched) == bits(jax.tree.map(lambda leaf: leaf.astype(dtype), params))
     wanted = made.published_shapes()
@@ -76,7 +70,7 @@ def test_a_sampler_of_another_type_and_layout_has_the_trainers_bits(
         lambda a, b: a.sharding == b.sharding and a.dtype == b.dtype, fetched, wanted
     )
     assert bits(manifest.parameters(model)) == bits(fetched) and list(made.versions) == [3]
-    made.publish(4, fetched)  # as a resumed run does
+    made.put(4, fetched)  # as a resumed run does
     assert bits(made.versions[4].parameters(model)) == bits(fetched)
     made.close()
     assert not list(folder.iterdir())
@@ -89,10 +83,10 @@ def test_each_device_has_the_same_part_of_each_piece(folder, monkeypatch):
     monkeypatch.setattr(Model, "pieces", 2)
     model, params = Model(QWEN3, roles(tensor=2).sampler), random_parameters(QWEN3)
     held, read = (
-        fetch(made(model).publish(0, params), model)
-        for made in (MemoryPublisher, partial(FilePublisher, folder))
+        fetch(made(model).put(0, params), model)
+        for made in (MemoryStore, partial(FileStore, folder))
     )
-    assert jax.tree.structure(held) == jax.tree.structure(MemoryPublisher(model).published_shapes())
+    assert jax.tree.structure(held) == jax.tree.structure(MemoryStore(model).published_shapes())
     assert bits(held) == bits(read)
     for number, block in enumerate(held.blocks):
         for whole, parts, axis in (
@@ -104,7 +98,7 @@ def test_each_device_has_the_same_part_of_each_piece(folder, monkeypatch):
                 assert np.concatenate(shards, axis).tobytes() == own.tobytes()
         assert np.asarray(block.q).tobytes() == np.asarray(params.blocks.q[number]).tobytes()
     alone = publish_to(
-        Model(QWEN3, roles().sampler), params, frees=True
+        Model(QWEN3, roles().sampler), params, delete_source=True
     )  # else a device had each array twice
     assert params.blocks.q.is_deleted() and alone.embed_tokens is params.embed_tokens
 
@@ -121,12 +115,12 @@ def test_weights_that_are_sampled_from_stay_though_newer_ones_are_published(fold
     assert np.asarray(trapped)[0] == 1.0, "JAX copies mapped memory now"
 
     model, params = Model(QWEN3, roles().sampler), random_parameters(QWEN3)
-    made = FilePublisher(folder, model)
-    first = made.publish(0, params)
+    made = FileStore(folder, model)
+    first = made.put(0, params)
     held, before = fetch(first, model), bits(params)
     for version in (0, 1, 2):  # the first once more
-        made.publish(version, jax.tree.map(lambda leaf, by=version: leaf + by + 1, params))
-    made.release(lambda version: version == 2)
+        made.put(version, jax.tree.map(lambda leaf, by=version: leaf + by + 1, params))
+    made.drop([0, 1])
     assert bits(held) == before
     assert not first.exists
     with pytest.raises(LookupError, match="version 0 is not in"):
@@ -137,7 +131,7 @@ def test_weights_that_are_sampled_from_stay_though_newer_ones_are_published(fold
 
 def test_a_version_is_there_whole_or_not_at_all(folder, monkeypatch):
     model, params = Model(QWEN3, roles().sampler), random_parameters(QWEN3)
-    made = FilePublisher(folder, model)
+    made = FileStore(folder, model)
 
     def full(*args):
         (folder / "part").touch()
@@ -154,18 +148,18 @@ def test_a_version_is_there_whole_or_not_at_all(folder, monkeypatch):
         ),
     ):
         patch.setattr(weight_store, "write_file", full)
-        made.publish(1, params)
+        made.put(1, params)
     assert not made.versions and [path.name for path in made.folder.iterdir()] == [OWNER]
-    manifest = made.publish(1, params)
+    manifest = made.put(1, params)
     assert manifest.exists and bits(fetch(manifest, model)) == bits(params)
     made.close()
 
 
 def test_a_version_that_was_released_is_not_read(folder):
     model = Model(QWEN3, roles().sampler)
-    made = FilePublisher(folder, model)
-    manifest = made.publish(1, random_parameters(QWEN3))
-    made.release(lambda _: False)
+    made = FileStore(folder, model)
+    manifest = made.put(1, random_parameters(QWEN3))
+    made.drop(list(made.versions))
     assert not manifest.exists and not list(made.versions)
     with pytest.raises(LookupError, match="version 1 is not in"):
         fetch(manifest, model)
@@ -174,11 +168,11 @@ def test_a_version_that_was_released_is_not_read(folder):
 
 def test_weights_that_were_changed_are_not_sampled_from(folder):
     model, params = Model(QWEN3, roles().sampler), random_parameters(QWEN3)
-    made = FilePublisher(folder, model)
-    manifest = made.publish(1, params)
-    data = bytearray(manifest.place.read_bytes())
+    made = FileStore(folder, model)
+    manifest = made.put(1, params)
+    data = bytearray(manifest.path.read_bytes())
     data[-1] ^= 1
-    manifest.place.write_bytes(data)
+    manifest.path.write_bytes(data)
     with pytest.raises(
         ShoalError, match=r"are not those that were published \(checksum of final_norm"
     ):
@@ -188,12 +182,12 @@ def test_weights_that_were_changed_are_not_sampled_from(folder):
 
 def test_checksums_differ_where_weights_do(folder):
     model, params = Model(QWEN3, roles().sampler), random_parameters(QWEN3)
-    made = FilePublisher(folder, model)
+    made = FileStore(folder, model)
     sums = []
     for version, by in ((0, 0.0), (1, 0.0), (2, 1e-3)):
         sums.append(
             [
-                *made.publish(
+                *made.put(
                     version, jax.tree.map(lambda leaf, by=by: leaf + by, params)
                 ).checksums.values()
             ]
@@ -216,8 +210,8 @@ def test_weights_of_a_checkpoint_are_published_with_a_piece_at_a_time_on_a_devic
 
     monkeypatch.setattr(checksums, "_part", counted)
     monkeypatch.setattr(checksums, "PIECE_BYTES", 5000)
-    made, params = FilePublisher(folder, Model(QWEN3, roles().sampler)), random_parameters(QWEN3)
-    one, other = made.publish(0, params), made.publish(1, jax.tree.map(np.asarray, params))
+    made, params = FileStore(folder, Model(QWEN3, roles().sampler)), random_parameters(QWEN3)
+    one, other = made.put(0, params), made.put(1, jax.tree.map(np.asarray, params))
     assert one.checksums == other.checksums and bits(other.parameters(made.model)) == bits(params)
     assert sum(on_device) == sum(map(len, bits(params))) and max(on_device) <= 5000
     made.close()
@@ -236,12 +230,12 @@ def test_a_folder_that_is_not_shared_or_takes_nothing_is_one_error(tmp_path):
     with pytest.raises(
         ShoalError, match=f"publish.folder={tmp_path}/file/below cannot be written: Not a directory"
     ):
-        FilePublisher(tmp_path / "file" / "below", Model(QWEN3, roles().sampler))
+        FileStore(tmp_path / "file" / "below", Model(QWEN3, roles().sampler))
 
 
 def abandoned(parent: Path, name: str = "shoal-left", **changes: str) -> Path:
-    """A folder as a publisher has it whose process was killed: marked, and locked by nobody."""
-    made = FilePublisher(parent, Model(QWEN3, roles().sampler))
+    """A folder as a store has it whose process was killed: marked, and locked by nobody."""
+    made = FileStore(parent, Model(QWEN3, roles().sampler))
     left = parent / name
     left.mkdir()
     (left / "000001-1").mkdir()
@@ -253,15 +247,15 @@ def abandoned(parent: Path, name: str = "shoal-left", **changes: str) -> Path:
 
 def test_what_a_killed_trainer_left_is_removed(tmp_path):
     model = Model(QWEN3, roles().sampler)
-    one, left = FilePublisher(tmp_path, model), abandoned(tmp_path)
-    other = FilePublisher(tmp_path, model)
+    one, left = FileStore(tmp_path, model), abandoned(tmp_path)
+    other = FileStore(tmp_path, model)
     assert sorted(tmp_path.iterdir()) == sorted([one.folder, other.folder]) and not left.exists()
     one.close()
     other.close()
     assert not list(tmp_path.iterdir())
 
 
-def test_folders_that_a_publisher_did_not_mark_stay(tmp_path):
+def test_folders_that_no_store_marked_stay(tmp_path):
     """A run folder, with a lock file that nobody holds; folders of other hosts; one that was
     copied, marker and all; markers that hold anything; and all of them where other hosts may
     write."""
@@ -276,7 +270,7 @@ def test_folders_that_a_publisher_did_not_mark_stay(tmp_path):
         folder.mkdir()
         (folder / OWNER).write_text(text)
     before = sorted(tmp_path.rglob("*"))
-    FilePublisher(tmp_path, Model(QWEN3, roles().sampler)).close()
+    FileStore(tmp_path, Model(QWEN3, roles().sampler)).close()
     assert sorted(tmp_path.rglob("*")) == before
 
     mounts = tmp_path / "mounts"
@@ -300,7 +294,7 @@ def test_parts_are_made_once_by_the_thread_that_publishes():
         model.on(replace(model.role, mesh=as_mesh(replica[None], model.role.mesh.axis_names)))
         for replica in model.role.mesh.devices
     ]
-    made, wrong = MemoryPublisher(model, in_parts=True), []
+    made, wrong = MemoryStore(model, in_parts=True), []
     params = random_parameters(QWEN3)
 
     def read(manifest: Any, host: Model, start: threading.Barrier) -> None:
@@ -314,7 +308,7 @@ def test_parts_are_made_once_by_the_thread_that_publishes():
     try:
         for version in range(60):
             manifest, start = (
-                made.publish(version, jax.tree.map(lambda leaf: leaf + 1, params)),
+                made.put(version, jax.tree.map(lambda leaf: leaf + 1, params)),
                 threading.Barrier(4),
             )
             threads = [
@@ -324,7 +318,7 @@ def test_parts_are_made_once_by_the_thread_that_publishes():
                 thread.start()
             for thread in threads:
                 thread.join()
-            made.release(lambda _: False)
+            made.drop(list(made.versions))
     finally:
         sys.setswitchinterval(interval)
     assert not wrong
@@ -333,8 +327,8 @@ def test_parts_are_made_once_by_the_thread_that_publishes():
 def test_parts_are_made_only_where_hosts_have_parts(monkeypatch):
     model, params, looked = Model(QWEN3, roles().sampler), random_parameters(QWEN3), []
     monkeypatch.setattr(weight_store, "shards_of", looked.append)
-    made = MemoryPublisher(model)
-    given = fetch(made.publish(0, params), model)
+    made = MemoryStore(model)
+    given = fetch(made.put(0, params), model)
     assert not looked and all(
         map(lambda a, b: a is b, jax.tree.leaves(given), jax.tree.leaves(params))
     )

@@ -14,7 +14,7 @@ from shoal.job.job import Job
 from shoal.report.console import Console
 from shoal.serve.host_sampler import HostSampler
 from shoal.serve.server import base_url, check_host, listen, make_server, require_packages
-from shoal.weights.store import MemoryPublisher
+from shoal.weights.store import MemoryStore
 
 
 def serve(config: ServeConfig, console: Console | None = None) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def open_sampler(job: Job) -> HostSampler:
         job.tokenizer,
         job.make_engine(),
         config.sampling.params,
-        MemoryPublisher(job.model, frees=True),
+        MemoryStore(job.model, delete_source=True),
         job.load_weights(),
         config.seed,
     )

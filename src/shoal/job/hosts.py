@@ -51,17 +51,14 @@ from shoal.trainer.batch import LearnerBatch, MicroBatch, Shape, unpack
 from shoal.trainer.loss import next_token_logits
 from shoal.trainer.schedule import schedule_of
 from shoal.trainer.scorers import ModelScorer
+from shoal.weights.folder_store import FolderStore, FolderVersion, ProbeScores
+from shoal.weights.publish_folder import KEY, default_folder
 from shoal.weights.sampler_copy import num_bytes
 from shoal.weights.source import ModelSource, make_model, multiply_exactly
 from shoal.weights.store import (
-    KEY,
-    FilePublisher,
-    FolderPublisher,
-    FolderVersion,
-    MemoryPublisher,
-    ProbeScores,
-    Publisher,
-    default_folder,
+    FileStore,
+    MemoryStore,
+    WeightStore,
 )
 
 if TYPE_CHECKING:
@@ -94,7 +91,7 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 def local_fleet(
-    publisher: Publisher,
+    store: WeightStore,
     make_engine: Callable[[Purpose, int], Engine],
     rewards: GroupRewards,
     seed: int,
@@ -104,7 +101,7 @@ def local_fleet(
 ) -> Fleet:
     """One host, in the caller's thread."""
     return Fleet(
-        publisher,
+        store,
         {HERE: EngineHost(make_engine)},
         rewards,
         seed,
@@ -135,16 +132,14 @@ def training_fleet(
         player = make_player(turns, num_slots, config.sampling)
     if config.sampler.kind == "vllm":
         return vllm_fleet(config, model, roles, spec, rewards, stop, console, player)
-    publisher = make_publisher(
+    store = make_store(
         config.publish, model.on(roles.sampler), cluster, roles.hosts != [roles.sampler]
     )
     if cluster is not None:
-        return ray_fleet(
-            config, publisher, tokenizer, rewards, stop, console.answered, cluster, player
-        )
+        return ray_fleet(config, store, tokenizer, rewards, stop, console.answered, cluster, player)
     if not roles.disaggregated:
         make = training_engine_maker(config, model, roles, tokenizer)
-        return local_fleet(publisher, make, rewards, config.seed, console.answered, stop, player)
+        return local_fleet(store, make, rewards, config.seed, console.answered, stop, player)
     slots = training_slots(config, roles, model.architecture).slots
     woken = threading.Event()
     hosts = {}
@@ -154,7 +149,7 @@ def training_fleet(
         hosts[f"sampler {number}"] = host
     threads = {name: ThreadHost(host, woken.set, name) for name, host in hosts.items()}
     return Fleet(
-        publisher,
+        store,
         threads,
         rewards,
         config.seed,
@@ -167,30 +162,30 @@ def training_fleet(
     )
 
 
-def make_publisher(
+def make_store(
     section: PublishSection, model: Model, cluster: Cluster | None, in_parts: bool
-) -> Publisher:
+) -> WeightStore:
     """How hosts get the weights: as arrays, in this process; else as files, or, where a cluster may
     span machines that share no folder, as Ray's objects."""
     folder = check_local(section.folder, KEY)
     if cluster is None and section.channel != "files":
-        return MemoryPublisher(model, in_parts)
+        return MemoryStore(model, in_parts)
     if cluster is None or section.channel == "files":
         sends_objects = False
     else:
         has_no_shared_folder = not section.folder and cluster.may_span_machines
         sends_objects = section.channel == "ray" or has_no_shared_folder
     if sends_objects:
-        from shoal.rollout.ray_host import ObjectPublisher
+        from shoal.weights.ray_store import RayStore
 
-        return ObjectPublisher(model)
+        return RayStore(model)
     size = num_bytes(model) + num_bytes(model, trained=False)
     if folder == Path():
         folder = default_folder(size)
-    publisher = FilePublisher(folder, model)
+    store = FileStore(folder, model)
     if cluster is not None and cluster.connection.watcher is not None:
-        cluster.connection.watcher.remove(publisher.folder)
-    return publisher
+        cluster.connection.watcher.remove(store.folder)
+    return store
 
 
 # ---- workers in a Ray cluster
@@ -292,7 +287,7 @@ def trainer_mesh(config: Config, cluster: Cluster | None) -> Config:
 
 def ray_fleet(
     config: Config,
-    publisher: Publisher,
+    store: WeightStore,
     tokenizer: Tokenizer,
     rewards: GroupRewards,
     stop: StopSignal,
@@ -301,7 +296,7 @@ def ray_fleet(
     player: TurnDriver | None,
 ) -> Fleet:
     """Workers that join as the cluster has room for them."""
-    model = publisher.model
+    model = store.model
     woken = threading.Event()
     facts = machine()
     cluster.measure.facts = {name: facts[name] for name in SHARED_FACTS}
@@ -317,7 +312,7 @@ def ray_fleet(
         if proof:
             cluster.measure.wanted = {"the trainer": proof, **cluster.measure.wanted}
     return Fleet(
-        publisher,
+        store,
         hosts,
         rewards,
         config.seed,
@@ -352,7 +347,7 @@ def vllm_fleet(
     ids, beginnings, score = trainer_probe(model, longest, config.sampling.params)
     if folder == Path():
         folder = default_folder(size)
-    publisher = FolderPublisher(
+    store = FolderStore(
         folder,
         model,
         spec.folder,
@@ -383,7 +378,7 @@ def vllm_fleet(
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
             **os.environ,
             "PYTHONPATH": "",
-            **publisher.watcher.environment,
+            **store.watcher.environment,
         }
         log = Path(tempfile.gettempdir()) / f"shoal-{os.getpid()}-{name}.log"  # it outlives the run
         return vllm.Server.start(server_words(config, model, version), variables, log)
@@ -398,7 +393,7 @@ def vllm_fleet(
     if not names:
         names = [f"vllm-{number}" for number in range(config.sampler.workers)]
     return Fleet(
-        publisher,
+        store,
         {name: start(name) for name in names},
         rewards,
         config.seed,
@@ -498,7 +493,7 @@ def server_words(config: Config, model: Model, version: FolderVersion) -> list[s
     words += [
         "-m",
         "vllm.entrypoints.openai.api_server",
-        f"--model={version.base or version.place}",
+        f"--model={version.base or version.folder}",
         f"--dtype={model.dtype.name}",
         f"--max-model-len={longest_sequence(config) + 1}",
         "--enable-scale-out",

@@ -129,7 +129,7 @@ from shoal.weights.source import (
     open_run_model,
     with_run,
 )
-from shoal.weights.store import MemoryPublisher
+from shoal.weights.store import MemoryStore
 from shoal.workers.sessions import Sessions
 
 if TYPE_CHECKING:
@@ -841,7 +841,7 @@ class Job:
                 num_slots = c.batch * self.model.role.mesh.size
                 player = make_player(self.turns, num_slots, c.sampling)
             return local_fleet(
-                MemoryPublisher(self.model, frees=True),
+                MemoryStore(self.model, delete_source=True),
                 self.make_engine(),
                 rewards,
                 c.seed,

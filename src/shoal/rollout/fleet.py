@@ -27,11 +27,11 @@ from shoal.protocols import (
     Host,
     HostProgress,
     Load,
-    Manifest,
     Message,
     RolloutStats,
     SampleRequest,
     Submit,
+    Version,
 )
 from shoal.records import Completion, Group, HostLost, HostRefused, Params, Purpose, ShoalError
 from shoal.report.timeline import Timeline
@@ -48,7 +48,7 @@ from shoal.rollout.turn_driver import GroupMessage, TurnDriver
 from shoal.runs.summary import version_text
 from shoal.stop import StopSignal
 from shoal.text import count
-from shoal.weights.store import Publisher
+from shoal.weights.store import WeightStore
 
 POLL_SECONDS = 0.01
 """How often the fleet's thread looks for answers and rewards while some are awaited."""
@@ -76,7 +76,7 @@ class Fleet:
     only while their groups are taken, by `poll` in the caller's thread.
     """
 
-    publisher: Publisher
+    store: WeightStore
     hosts: Mapping[str, Host]
     rewards: GroupRewards
     seed: int
@@ -141,7 +141,7 @@ class Fleet:
         self.woken.set()
 
     def publish_frozen(self, params: Params) -> None:
-        self.publisher.publish_frozen(params)
+        self.store.put_frozen(params)
 
     def publish(self, version: int, params: Params, keep_from: int | None = None) -> None:
         with self._changed:
@@ -150,7 +150,7 @@ class Fleet:
             self._release()
         started = time.perf_counter()
         # without the lock: hosts go on meanwhile
-        manifest = self.publisher.publish(version, params)
+        manifest = self.store.put(version, params)
         seconds = time.perf_counter() - started
         smallest_array = min(jax.tree.leaves(params), key=operator.attrgetter("nbytes"))
         with self._changed:
@@ -161,7 +161,7 @@ class Fleet:
             if last is not None and last[0] != version and last[1] is smallest_array:
                 stats.unchanged += 1
             stats.publish["seconds"] += seconds
-            stats.publish["bytes"] += self.publisher.num_bytes
+            stats.publish["bytes"] += self.store.num_bytes
             for member in self.members.values():
                 self._give_version(member, manifest)
         self.woken.set()
@@ -178,7 +178,7 @@ class Fleet:
                     # on staleness unseen.
                     raise RuntimeError(
                         f"version {entry.request.version} is requested, but only "
-                        f"{sorted(self.publisher.versions)} are published"
+                        f"{sorted(self.store.versions)} are published"
                     )
             self._taking = purpose, step
             try:
@@ -240,7 +240,7 @@ class Fleet:
                 )
 
     def published_shapes(self) -> Params:
-        return self.publisher.published_shapes()
+        return self.store.published_shapes()
 
     def is_ready(self, purpose: Purpose, step: int) -> bool:
         with self._changed:
@@ -298,8 +298,8 @@ class Fleet:
     def published(self) -> Mapping[int, Params]:
         with self._changed:
             return {
-                version: manifest.parameters(self.publisher.model)
-                for version, manifest in self.publisher.versions.items()
+                version: manifest.parameters(self.store.model)
+                for version, manifest in self.store.versions.items()
             }
 
     def close(self) -> None:
@@ -311,7 +311,7 @@ class Fleet:
             if member.host is not None:
                 with contextlib.suppress(HostLost):
                     member.host.close()
-        self.publisher.close()
+        self.store.close()
         self.rewards.pool.close()
         if self.player is not None:
             self.player.sessions.close()
@@ -464,7 +464,7 @@ class Fleet:
             return None
         if entry is None:
             return self._answer(member, id, completions)
-        newest = max(self.publisher.versions, default=-1)
+        newest = max(self.store.versions, default=-1)
         if self._last is not None:
             # While a version is copied, the one that hosts sample from may be released already.
             newest = max(newest, self._last[0])
@@ -475,7 +475,7 @@ class Fleet:
             # trainer's to see.
             reason = wrong_versions(request, completions, newest)
         else:
-            vocab_size = self.publisher.model.architecture.vocab_size
+            vocab_size = self.store.model.architecture.vocab_size
             reason = wrong_answer(request, completions, vocab_size, newest)
             if not reason and self.player is not None:
                 reason = self.player.wrong_turns(entry, completions)
@@ -573,10 +573,10 @@ class Fleet:
             except (HostLost, ShoalError) as error:
                 self._lose(member, error)
                 return
-            for version in sorted(self.publisher.versions):
-                self._give_version(member, self.publisher.versions[version])
+            for version in sorted(self.store.versions):
+                self._give_version(member, self.store.versions[version])
 
-    def _give_version(self, member: HostHealth, manifest: Manifest) -> None:
+    def _give_version(self, member: HostHealth, manifest: Version) -> None:
         self._send(member, Load(manifest))
         if member.host is not None:
             member.versions.add(manifest.version)
@@ -647,7 +647,7 @@ class Fleet:
         return any(member.may_start(request) for member in self.members.values())
 
     def _is_published(self, request: GroupRequest) -> bool:
-        versions = self.publisher.versions
+        versions = self.store.versions
         if request.exact:
             return request.version in versions
         return max(versions, default=-1) >= request.version
@@ -672,13 +672,14 @@ class Fleet:
         needed = {
             entry.request.version for entry in self.ledger.entries.values() if entry.request.exact
         }
-
-        def is_kept(version: int) -> bool:
-            return version in needed or version >= self.keep_from
-
-        self.publisher.release(is_kept)
+        unneeded = [
+            version
+            for version in self.store.versions
+            if version < self.keep_from and version not in needed
+        ]
+        self.store.drop(unneeded)
         for member in self.members.values():
-            member.versions &= set(self.publisher.versions)
+            member.versions &= set(self.store.versions)
 
 
 def _count(stats: RolloutStats, entries: Sequence[PendingGroup]) -> None:

@@ -18,11 +18,11 @@ from shoal.protocols import (
     Cancel,
     HostProgress,
     Load,
-    Manifest,
     Message,
     Pause,
     SampleRequest,
     Submit,
+    Version,
 )
 from shoal.records import Completion, Params, Purpose
 from shoal.sampler.engine import Engine
@@ -46,9 +46,9 @@ class EngineHost:
     )
     state: HostProgress = field(default_factory=HostProgress)
     _queue: deque[SampleRequest] = field(default_factory=deque)
-    _manifests: dict[int, Manifest] = field(default_factory=dict)
+    _manifests: dict[int, Version] = field(default_factory=dict)
     _newest: int = -1  # of the versions that `Load` messages have named
-    _reading: tuple[Manifest, Future[Callable[[], Params]]] | None = (
+    _reading: tuple[Version, Future[Callable[[], Params]]] | None = (
         None  # the version that is being read
     )
     # since the last poll: nothing can be sampled before weights are loaded, or a turn goes on
@@ -76,7 +76,7 @@ class EngineHost:
                 assert self._engine is not None
                 self._engine.handle(message)
 
-    def _add_version(self, manifest: Manifest) -> None:
+    def _add_version(self, manifest: Version) -> None:
         available = {}
         for version, older_manifest in self._manifests.items():
             if older_manifest.exists:
@@ -216,7 +216,7 @@ class EngineHost:
                 return self._load_newest(engine)
         return -1 if engine.parameters is None else engine.version
 
-    def _load(self, engine: Engine, manifest: Manifest) -> None:
+    def _load(self, engine: Engine, manifest: Version) -> None:
         """Gives the engine a version's weights; later, where it samples and they are not read
         yet."""
         started, self._loading = time.perf_counter(), True

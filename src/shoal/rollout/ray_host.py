@@ -24,35 +24,27 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
-import numpy as np
 import ray
 from ray._private import (
     state as _ray_state,
 )  # there is no public name for what is free on each node,
 from ray._private import worker as _ray_worker  # nor for the folder of logs
-from ray.exceptions import ObjectStoreFullError, OutOfMemoryError, RayError, RayTaskError
+from ray.exceptions import OutOfMemoryError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from shoal.mesh import devices_asked
-from shoal.model.parameters import ParamSpec
-from shoal.model.transformer import Model
-from shoal.protocols import HostProgress, Load, Manifest, Message
-from shoal.records import Completion, HostLost, Params, ShoalError
+from shoal.protocols import HostProgress, Load, Message, Version
+from shoal.records import Completion, HostLost, ShoalError
 from shoal.rollout.host import EngineHost, ThreadHost
 from shoal.rollout.worker_facts import WorkerFingerprint, WorkerParity
 from shoal.text import exact
-from shoal.weights.sampler_copy import named_leaves, named_specs, published_dtype, to_host
-from shoal.weights.store import FROZEN, Publisher, StoredVersion, Version
 from shoal.workers.process import Watcher
 
 NEWS_SECONDS = 1.0
 """How often a worker that has no answers tells its progress."""
 CONNECT_SECONDS = 30.0
-FETCH_BYTES = 1 << 30
-"""Bytes of tensors that a node fetches from another at once: one by one, each takes the network's
-delay."""
 TOKEN, TOKEN_MODE = "RAY_AUTH_TOKEN", "RAY_AUTH_MODE"
 """Ray's variables: the secret of a cluster, and whether there is one."""
 LONGEST_REASON = 250
@@ -121,7 +113,7 @@ class Worker:
             self._release_others(versions)
             if isinstance(message, Load):
                 # Ray has made a copy of it, so this process has to release it as well.
-                self._manifests[message.manifest.version] = cast(Version, message.manifest)
+                self._manifests[message.manifest.version] = message.manifest
             assert self._host is not None
             self._host.handle(message)
 
@@ -159,7 +151,7 @@ class RayHost:
         self._news: Future | None = None
         self._sent: list[Future] = []
         self._num_sent = 0
-        self._manifests: dict[int, Manifest] = {}
+        self._manifests: dict[int, Version] = {}
         self._progress, self._capacity, self._differs = (
             HostProgress(),
             -1,
@@ -601,76 +593,3 @@ def _resources_text(resources: Mapping[str, float]) -> str:
         name: value for name, value in resources.items() if ":" not in name and "memory" not in name
     }
     return ", ".join(f"{value:g} {name}" for name, value in names.items()) or "nothing"
-
-
-class ObjectPublisher(Publisher):
-    """Versions as Ray's objects, which nodes fetch from each other."""
-
-    _frozen: ObjectVersion | None = None
-
-    def publish_frozen(self, params: Params) -> None:
-        self._frozen = self._write(FROZEN, params)
-
-    def write(self, version: int, params: Params) -> Version:
-        return replace(self._write(version, params), frozen=self._frozen)
-
-    def _write(self, version: int, params: Params) -> ObjectVersion:
-        refs, checksums = {}, {}
-        try:
-            for name, values, sum in to_host(self.model, named_leaves(self.model, params)):
-                refs[name] = ray.put(values.reshape(-1).view(np.uint8))
-                checksums[name] = int(sum)
-        except ObjectStoreFullError as error:
-            raise ShoalError(
-                "publish.channel=ray: Ray's object store has no room for the weights: start Ray "
-                "with a larger one (--object-store-memory), or set publish.channel=files"
-            ) from error
-        return ObjectVersion(version, refs, checksums)
-
-
-def _first_bytes(
-    model: Model, specs: Mapping[str, ParamSpec], names: Sequence[str], most: int
-) -> list[str]:
-    """The first of some tensors that have at most so many bytes together, or the first alone."""
-    found, size = [], 0
-    for name in names:
-        size += math.prod(specs[name].shape) * published_dtype(model, specs[name]).itemsize
-        if found and size > most:
-            break
-        found.append(name)
-    return found
-
-
-@dataclass(frozen=True)
-class ObjectVersion(StoredVersion):
-    """A version in Ray's object store, which keeps an object as long as any process refers to
-    it."""
-
-    version: int
-    refs: dict[str, Any]
-    checksums: Mapping[str, int]
-    frozen: StoredVersion | None = None
-    place: str = "Ray's object store"
-
-    @property
-    def exists(self) -> bool:
-        return bool(self.refs)
-
-    def remove(self) -> None:
-        self.refs.clear()
-
-    def open(self, model: Model) -> Callable[[str], np.ndarray]:
-        if not (refs := dict(self.refs)):
-            raise LookupError(f"{self.title} is not in {self.place} any more")
-        specs, names = named_specs(model), list(refs)
-        fetched: dict[str, Any] = {}
-
-        def read(name: str) -> np.ndarray:
-            nonlocal fetched
-            if name not in fetched:
-                batch = _first_bytes(model, specs, names[names.index(name) :], FETCH_BYTES)
-                fetched = dict(zip(batch, ray.get([refs[one] for one in batch]), strict=True))
-            values = fetched[name]
-            return values.view(published_dtype(model, specs[name])).reshape(specs[name].shape)
-
-        return read

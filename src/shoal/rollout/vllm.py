@@ -42,7 +42,7 @@ from shoal.records import Completion, HostLost, HostRefused, SamplingParams, Sho
 from shoal.rollout.host import EngineHost, ThreadHost
 from shoal.sampler.partial import PartialCompletion, Progress
 from shoal.text import describe_error, exact, shorten
-from shoal.weights.store import FolderVersion
+from shoal.weights.folder_store import FolderVersion
 
 NEWS_SECONDS, BUSY_SECONDS = 1.0, 2.0
 """How often a server is asked for its counters, and one that was too busy for a completion is asked
@@ -419,7 +419,7 @@ class VllmEngine:
             hint = ""
             if error.path in (RELOAD, ADAPTER):
                 hint = (
-                    f" (its files are in {weights.place}: the server must see the folder "
+                    f" (its files are in {weights.folder}: the server must see the folder "
                     "publish.folder under the same path)"
                 )
             raise HostLost(f"version {version} could not be loaded: {error}{hint}") from error
@@ -436,7 +436,7 @@ class VllmEngine:
                 self._take_back(server)
         server.call(
             RELOAD,
-            {"method": "reload_weights", "kwargs": {"weights_path": str(weights.place)}},
+            {"method": "reload_weights", "kwargs": {"weights_path": str(weights.folder)}},
             LOAD_SECONDS,
         )
         server.call("/update_weight_version", {"new_version": str(weights.version)})
@@ -453,10 +453,10 @@ class VllmEngine:
             server.call("/v1/unload_lora_adapter", {"lora_name": name})
             del self._adapters[name]
         # a name used twice may give older keys and weights
-        self._name = f"{weights.place.name}-{secrets.token_hex(4)}"
+        self._name = f"{weights.folder.name}-{secrets.token_hex(4)}"
         try:
             server.call(
-                ADAPTER, {"lora_name": self._name, "lora_path": str(weights.place)}, LOAD_SECONDS
+                ADAPTER, {"lora_name": self._name, "lora_path": str(weights.folder)}, LOAD_SECONDS
             )
         except TurnedDown as error:
             if "LoRA" not in str(error) or not weights.exists:

@@ -202,7 +202,7 @@ def known_parameters(model: Model) -> Params:
                 for number, spec in enumerate(specs)
             ],
         ),
-        frees=True,
+        delete_source=True,
     )
 
 

@@ -29,7 +29,7 @@ from shoal.serve.api import Call, Sampled, require
 from shoal.text import describe_error
 from shoal.weights import huggingface
 from shoal.weights.checksum import weights_text
-from shoal.weights.store import MemoryPublisher
+from shoal.weights.store import MemoryStore
 
 GATHERED = 0.01
 """Seconds without a further call after which those that came begin, where nothing is sampled: a
@@ -50,7 +50,7 @@ class HostSampler:
         tokenizer: Tokenizer,
         make_engine: Callable[[Purpose, int], Engine],
         params: SamplingParams,
-        publisher: MemoryPublisher,
+        store: MemoryStore,
         weights: Params,
         seed: int = 0,
     ) -> None:
@@ -60,8 +60,8 @@ class HostSampler:
             params,
             params.max_tokens,
         )
-        self.engine, self.publisher, self.seed = make_engine(Purpose.GENERATE, 1), publisher, seed
-        self.vocab_size, self.eos_ids = publisher.model.architecture.vocab_size, tokenizer.eos_ids
+        self.engine, self.store, self.seed = make_engine(Purpose.GENERATE, 1), store, seed
+        self.vocab_size, self.eos_ids = store.model.architecture.vocab_size, tokenizer.eos_ids
         self.max_prompt_tokens = self.engine.max_prompt_tokens
         self.waiting: dict[
             int, asyncio.Future[list[Completion]]
@@ -77,7 +77,7 @@ class HostSampler:
         self._open, self._loading = asyncio.Event(), asyncio.Lock()
         self._open.set()
         self.host = ThreadHost(EngineHost(make_engine, shares_memory=False), self._wake, "sampler")
-        self.host.handle(Load(publisher.publish(0, weights)))
+        self.host.handle(Load(store.put(0, weights)))
         self.close = self.host.close
 
     async def sample(self, call: Call) -> Sampled:
@@ -184,7 +184,7 @@ class HostSampler:
             await asyncio.to_thread(self._load, folder)
 
     def _load(self, folder: str) -> None:
-        model = self.publisher.model
+        model = self.store.model
         try:
             if model.architecture.adapter:
                 raise ShoalError(
@@ -193,13 +193,14 @@ class HostSampler:
             weights = huggingface.load(folder, model.architecture, model.role, model.dtype)
         except (OSError, ValueError) as error:
             raise ShoalError(f"weights_path={folder}: {error}", "weights_path") from error
-        version = self.publisher.publish(self._version + 1, weights)
-        self.publisher.release(lambda number: number == version.version)
+        version = self.store.put(self._version + 1, weights)
+        previous = [number for number in self.store.versions if number != version.version]
+        self.store.drop(previous)
         self._version = version.version
         self.host.handle(Load(version))
 
     async def checksums(self) -> dict[str, str]:
-        held = self.publisher.versions[self._version].parameters(self.publisher.model)
+        held = self.store.versions[self._version].parameters(self.store.model)
         return {"parameters": await asyncio.to_thread(weights_text, held)}
 
     def name_version(self, label: str) -> None:

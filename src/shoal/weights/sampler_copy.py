@@ -47,18 +47,17 @@ PROGRAMS_KEPT = 64
 """Programs (layouts of arrays) kept by this process."""
 
 
-def publish_to(model: Model, params: Params, frees: bool = False) -> Params:
-    """The sampler's parameters for `model`: as `place` gives them, with layers apart where it reads
-    them so; with `frees` arrays that are then needed no more are deleted, else there are two of
-    each."""
+def publish_to(model: Model, params: Params, delete_source: bool = False) -> Params:
+    """The sampler's parameters for `model`: those of `place_parameters`, with layers apart where it
+    reads them so. `delete_source`: arrays of `params` that were copied are deleted one by one, else
+    there are two of each."""
     if isinstance(params.blocks, tuple):  # published before, and read from a checkpoint
         return params
     params = quantised(model, params)
     if not model.pieces:
         return place_parameters(model, params)
-    return unstack_layers(
-        _placed(model, params, is_apart=True, frees=frees), model.architecture.num_layers
-    )
+    placed = _placed(model, params, is_apart=True, delete_source=delete_source)
+    return unstack_layers(placed, model.architecture.num_layers)
 
 
 def quantised(model: Model, params: Params) -> Params:
@@ -88,7 +87,7 @@ def place_parameters(model: Model, params: Params) -> Params:
     return _placed(model, params, is_apart=False)
 
 
-def _placed(model: Model, params: Params, is_apart: bool, frees: bool = False) -> Params:
+def _placed(model: Model, params: Params, is_apart: bool, delete_source: bool = False) -> Params:
     specs, structure = jax.tree.flatten(param_specs(model.architecture))
     published, sums = [], []
     for number, (leaf, spec) in enumerate(zip(structure.flatten_up_to(params), specs, strict=True)):
@@ -104,7 +103,7 @@ def _placed(model: Model, params: Params, is_apart: bool, frees: bool = False) -
         published.append(
             _layers(model, spec, model.pieces)(copy) if is_apart and spec.stacked else copy
         )
-        if frees and published[-1] is not leaf:
+        if delete_source and published[-1] is not leaf:
             leaf.delete()
     for expected, found in jax.device_get(sums):
         if expected != found:

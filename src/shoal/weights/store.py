@@ -1,29 +1,25 @@
-"""Publication: versions of the weights, where hosts fetch them when they like.
+"""Stores of weights: the versions that the trainer publishes and hosts read when they like.
 
-    MemoryPublisher   arrays on the sampler's devices, which are this process's
-    FilePublisher     files, for hosts in other processes: in memory, or in a folder that several
-                      machines share
-    ObjectPublisher   Ray's objects, for hosts on other machines (rollout/ray_host.py)
-    FolderPublisher   model folders in Hugging Face's format, or PEFT's, for other engines (vllm.py)
+    MemoryStore   arrays on the sampler's devices, which are this process's
+    FileStore     files, for hosts in other processes: in memory, or in a folder that several
+                  machines share
+    RayStore      Ray's objects, for hosts on other machines (ray_store.py)
+    FolderStore   model folders in Hugging Face's format, or PEFT's, for other engines
+                  (folder_store.py)
 
-A version appears whole or not at all; it is written once and goes when nobody may ask for it. The
-trainer never waits for a host, nor a host for the trainer. Frozen parameters are published once,
-before the first version.
-
-    shoal-x81k2/owner.json              whose folder of files it is, locked while that process lives
-                000003-4.safetensors    a version: tensors in the sampler's type, layers stacked
+A version appears whole or not at all; it is written once and dropped when nobody may request it any
+more. The trainer never waits for a host, nor a host for the trainer. Frozen parameters are put in
+once, before the first version.
 """
 
 from __future__ import annotations
 
 import abc
-import contextlib
-import json
 import os
 import shutil
 import socket
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,20 +29,18 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from shoal.files import appearing, read_json, writing
-from shoal.model import adapters
-from shoal.model.parameters import (
-    joined,
-    param_shapes,
-    param_specs,
-    trained_of,
-    trained_specs,
-    without_adapter,
-)
+from shoal.files import appearing, writing
+from shoal.model.parameters import joined, param_shapes, param_specs, trained_of, trained_specs
 from shoal.model.transformer import Model, published_specs
+from shoal.protocols import Version
 from shoal.records import Params, ShoalError
-from shoal.weights import huggingface, peft
-from shoal.weights.checksum import checksum
+from shoal.weights.publish_folder import (
+    KEY,
+    MEMORY_FILE_SYSTEMS,
+    file_system,
+    mark_folder,
+    remove_abandoned,
+)
 from shoal.weights.sampler_copy import (
     from_host,
     named_leaves,
@@ -66,83 +60,49 @@ from shoal.weights.tensor_files import (
     read_header,
     write_file,
 )
-from shoal.workers.process import Watcher
-
-MEMORY_FOLDER = Path("/dev/shm")
-"""Linux's file system in memory that every process may use."""
-ROOM = 4
-"""Copies of the weights that MEMORY_FOLDER must have room for to be chosen: versions that wait, and
-the next."""
-KEY = "publish.folder"
-MEMORY = ("tmpfs", "ramfs")
-LOCAL = (*MEMORY, "overlay", "ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs")
-"""Kinds of file systems that one machine alone writes to."""
-OWNER, PROGRAM = "owner.json", "shoal: published weights"
-"""The file that marks a folder as made here, and what it says of that."""
-
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-"""Tensors that are one where embeddings are tied."""
 
 FROZEN = -1
-"""The number of what is published once."""
+"""Version number of the frozen parameters, which are put in once."""
 
 
-class Version(abc.ABC):
-    """A published version: a `Manifest`, and what its publisher does with it."""
+class WeightStore(abc.ABC):
+    """Versions of the trainer's weights, by number, each until it is dropped. The fleet owns it.
 
-    version: int
-
-    @property
-    @abc.abstractmethod
-    def exists(self) -> bool: ...
-
-    @abc.abstractmethod
-    def read(
-        self, model: Model, frozen: MutableMapping[str, Any] | None = None
-    ) -> Future[Callable[[], Params]]: ...
-
-    @abc.abstractmethod
-    def parameters(self, model: Model) -> Params:
-        """The trained weights, for a checkpoint."""
-
-    @abc.abstractmethod
-    def remove(self) -> None:
-        """The weights go, or in another process than the publisher's what it has of them; a host
-        that samples from them keeps its own."""
-
-
-class Publisher(abc.ABC):
-    """How the trainer's weights reach hosts. `model` is the sampler's, on all of its devices in
-    this process."""
+    `model` is the sampler's, on all of its devices in this process."""
 
     def __init__(self, model: Model) -> None:
-        self.model, self.num_bytes = model, num_bytes(model)
-        """Bytes that the last publication copied or wrote."""
+        self.model = model
+        self.num_bytes = num_bytes(model)
+        """Bytes that the last `put` copied or wrote."""
         self.versions: Mapping[int, Version] = {}
-        """Those published and not released; a new table each time, as other threads read it."""
+        """Versions by number. Replaced as a whole, never changed, as other threads read it."""
 
     @abc.abstractmethod
-    def publish_frozen(self, params: Params) -> None:
-        """Parameters that no version has, as none changes them; None in place of the others."""
+    def put_frozen(self, params: Params) -> None:
+        """Stores the parameters that no version changes; None in place of the others."""
 
     @abc.abstractmethod
-    def write(self, version: int, params: Params) -> Version: ...
+    def write(self, version: int, params: Params) -> Version:
+        """Writes the trained parameters, None in place of the frozen ones."""
 
-    def publish(self, version: int, params: Params) -> Version:
-        before, written = self.versions.get(version), self.write(version, params)
+    def put(self, version: int, params: Params) -> Version:
+        """Stores a version; one of the same number is replaced."""
+        replaced = self.versions.get(version)
+        written = self.write(version, params)
         self.versions = {**self.versions, version: written}
-        if before is not None:
-            before.remove()
+        if replaced is not None:
+            replaced.remove()
         return written
 
-    def release(self, needed: Callable[[int], bool]) -> None:
-        """Forgets the versions that are not needed."""
-        before, self.versions = (
-            self.versions,
-            {number: one for number, one in self.versions.items() if needed(number)},
-        )
-        for number in before.keys() - self.versions:
-            before[number].remove()
+    def drop(self, versions: Iterable[int]) -> None:
+        """Removes these versions. Hosts that sample from one keep their own copy."""
+        previous = self.versions
+        dropped = set(versions)
+        self.versions = {
+            number: version for number, version in previous.items() if number not in dropped
+        }
+        for number in dropped:
+            previous[number].remove()
 
     def published_shapes(self) -> Params:
         """Shapes and type of a version's weights, and their layout where they are on devices."""
@@ -152,36 +112,40 @@ class Publisher(abc.ABC):
         )
 
     def close(self) -> None:
-        self.release(lambda version: False)
+        self.drop(list(self.versions))
 
 
-class MemoryPublisher(Publisher):
-    """Weights are copied where the sampler has other devices, types or layouts (compared by
-    checksum). `in_parts`: its hosts have a part of the sampler's devices each, with whole replicas.
-    `frees`: nothing trains, see `publish_to`."""
+# Arrays of this process
 
-    def __init__(self, model: Model, in_parts: bool = False, frees: bool = False) -> None:
+
+class MemoryStore(WeightStore):
+    """Weights in arrays of this process, copied where the sampler has other devices, types or
+    layouts (copies are compared by checksum).
+
+    `in_parts`: each host has some of the sampler's devices, with whole replicas. `delete_source`:
+    nothing trains, so arrays are deleted once they are copied (see `publish_to`)."""
+
+    def __init__(self, model: Model, in_parts: bool = False, delete_source: bool = False) -> None:
         super().__init__(model)
-        self.in_parts, self.frees = in_parts, frees
+        self.in_parts = in_parts
+        self.delete_source = delete_source
         self._frozen: Params | None = None
 
-    def publish_frozen(self, params: Params) -> None:
+    def put_frozen(self, params: Params) -> None:
         self._frozen = publish_to(self.model, params)
 
     def write(self, version: int, params: Params) -> Version:
-        own, published = (
-            set(map(id, jax.tree.leaves(params))),
-            publish_to(self.model, params, self.frees),
-        )
-        self.num_bytes = sum(
-            leaf.nbytes for leaf in jax.tree.leaves(published) if id(leaf) not in own
-        )
-        whole = joined(published, self._frozen)
-        # By this thread: JAX fills an array's list of shards at the first look, and a host that
-        # looks meanwhile gets a part of it.
-        return MemoryVersion(
-            version, (published, whole, shards_of(whole) if self.in_parts else None)
-        )
+        trainers_own = {id(leaf) for leaf in jax.tree.leaves(params)}
+        trained = publish_to(self.model, params, self.delete_source)
+        self.num_bytes = 0
+        for leaf in jax.tree.leaves(trained):
+            if id(leaf) not in trainers_own:
+                self.num_bytes += leaf.nbytes
+        whole = joined(trained, self._frozen)
+        # In this thread: JAX fills an array's list of shards at the first read, and a host that
+        # reads it meanwhile gets an incomplete list.
+        shards = shards_of(whole) if self.in_parts else None
+        return MemoryVersion(version, HeldArrays(trained, whole, shards))
 
     def published_shapes(self) -> Params:
         return param_shapes(
@@ -189,13 +153,20 @@ class MemoryPublisher(Publisher):
         )
 
 
+class HeldArrays(NamedTuple):
+    """The arrays of a version in memory."""
+
+    trained: Params
+    whole: Params  # with the frozen ones
+    shards: list[dict[Any, jax.Array]] | None  # of `whole`, where each host has some of the devices
+
+
 @dataclass
-class MemoryVersion(Version):
-    """`held`: the trained weights, all of them, and the parts of these by device where hosts have
-    parts; None once they are removed."""
+class MemoryVersion:
+    """A version in arrays of this process; `held` is None once it is removed."""
 
     version: int
-    held: tuple[Params, Params, Any] | None
+    held: HeldArrays | None
 
     @property
     def exists(self) -> bool:
@@ -205,57 +176,82 @@ class MemoryVersion(Version):
         self, model: Model, frozen: MutableMapping[str, Any] | None = None
     ) -> Future[Callable[[], Params]]:
         done: Future[Callable[[], Params]] = Future()
-        done.set_result(partial(self._give, model))
+        done.set_result(partial(self._arrays_of, model))
         return done
 
-    def _give(self, model: Model) -> Params:
-        if (held := self.held) is None:
+    def _arrays_of(self, model: Model) -> Params:
+        held = self.held  # read once: another thread may remove the version meanwhile
+        if held is None:
             raise LookupError(f"version {self.version} is not published any more")
-        return held[1] if held[2] is None else part_of(model, held[2])
+        if held.shards is None:
+            return held.whole
+        return part_of(model, held.shards)
 
     def parameters(self, model: Model) -> Params:
         assert self.held is not None
-        return self.held[0]
+        return self.held.trained
 
     def remove(self) -> None:
         self.held = None
 
 
-class StoredVersion(Version):
+# Tensors outside of any device
+
+
+class StoredVersion(abc.ABC):
     """A version outside of any device, verified when it is read; it can be sent to another
     process."""
 
+    version: int
     checksums: Mapping[str, int]  # by the names of its tensors
-    place: Any  # for messages
-    frozen: StoredVersion | None  # what was published once
+    frozen: StoredVersion | None  # what was put in once
+
+    @property
+    @abc.abstractmethod
+    def location(self) -> str:
+        """Where its tensors are, for messages."""
 
     @property
     def title(self) -> str:
         """What it is, for messages."""
-        return (
-            f"version {self.version}"
-            if self.version != FROZEN
-            else "what is frozen in all versions"
-        )
+        if self.version == FROZEN:
+            return "what is frozen in all versions"
+        return f"version {self.version}"
+
+    @property
+    @abc.abstractmethod
+    def exists(self) -> bool: ...
+
+    @abc.abstractmethod
+    def remove(self) -> None: ...
 
     @abc.abstractmethod
     def open(self, model: Model) -> Callable[[str], np.ndarray]:
-        """What reads a tensor of it by its name."""
+        """A function that reads one of its tensors, by name."""
 
     def read_now(self, model: Model, frozen: MutableMapping[str, Any]) -> Callable[[], Params]:
-        """Brings the weights to the devices of `model`; what is returned verifies them and gives
-        them, once."""
-        parts = [self] if frozen or self.frozen is None else [self, self.frozen]
-        readers = {
-            name: read for part in parts for read in [part.open(model)] for name in part.checksums
-        }
-        checksums = {name: sum for part in parts for name, sum in part.checksums.items()}
-        return from_host(model, lambda name: readers[name](name), checksums, self.place, frozen)
+        """Reads the weights to the devices of `model`. The function that it returns verifies them
+        and returns them, once."""
+        versions: list[StoredVersion] = [self]
+        if self.frozen is not None and not frozen:
+            versions.append(self.frozen)
+        readers: dict[str, Callable[[str], np.ndarray]] = {}
+        checksums: dict[str, int] = {}
+        for version in versions:
+            reader = version.open(model)
+            for name, expected in version.checksums.items():
+                readers[name] = reader
+                checksums[name] = expected
+
+        def read_tensor(name: str) -> np.ndarray:
+            return readers[name](name)
+
+        return from_host(model, read_tensor, checksums, self.location, frozen)
 
     def read(
         self, model: Model, frozen: MutableMapping[str, Any] | None = None
     ) -> Future[Callable[[], Params]]:
-        # In the background nothing is computed: only the host's own thread dispatches programs to
+        # The background thread computes nothing: only the host's own thread dispatches programs to
         # its devices.
         pool = ThreadPoolExecutor(1, "weights")
         reading = pool.submit(self.read_now, model, {} if frozen is None else frozen)
@@ -264,113 +260,130 @@ class StoredVersion(Version):
 
     def parameters(self, model: Model) -> Params:
         # Lazily: on devices, each of the trainer's would hold a replica's weights beside its own.
-        read = self.open(model)
-        arrays = [
-            LazyArray(
-                spec.shape, published_dtype(model, spec), lambda part, name=name: read(name)[part]
-            )
-            if name in self.checksums
-            else None
-            for name, spec in named_specs(model).items()
-        ]
+        reader = self.open(model)
+
+        def read_part(name: str, part: tuple[slice, ...]) -> np.ndarray:
+            return reader(name)[part]
+
+        arrays: list[LazyArray | None] = []
+        for name, spec in named_specs(model).items():
+            if name in self.checksums:
+                dtype = published_dtype(model, spec)
+                arrays.append(LazyArray(spec.shape, dtype, partial(read_part, name)))
+            else:
+                arrays.append(None)
         return jax.tree.unflatten(jax.tree.structure(param_specs(model.architecture)), arrays)
 
 
-class FilePublisher(Publisher):
-    """Versions as safetensors files in a folder of this process's own.
+class FileStore(WeightStore):
+    """Versions as safetensors files in a new folder in `parent`, which goes when the store is
+    closed.
 
-    What processes of this machine that were killed have left in `parent` is removed first."""
+    Folders in `parent` of processes of this machine that were killed are removed first.
+
+        shoal-x81k2/owner.json            names the folder's process, which keeps the file locked
+                    000003-4.safetensors  a version: tensors in the sampler's type, layers stacked
+    """
 
     def __init__(self, parent: Path, model: Model) -> None:
         super().__init__(model)
-        self.parent, self.count = parent, 0
+        self.parent = parent
+        self.num_written = 0
         self._frozen: FileVersion | None = None
         with writing(parent, KEY):
             parent.mkdir(exist_ok=True)  # not its parents: a mount that is missing is not made
             remove_abandoned(parent)
             self.folder = Path(tempfile.mkdtemp(prefix="shoal-", dir=parent))
-            self._owner = _mark(self.folder)
+            self._owner_file = mark_folder(self.folder)
 
-    def publish_frozen(self, params: Params) -> None:
-        self._frozen = self._write("frozen", FROZEN, params)
+    def put_frozen(self, params: Params) -> None:
+        self._frozen = self._write_file("frozen", FROZEN, params)
 
     def write(self, version: int, params: Params) -> Version:
-        return replace(self._write(f"{version:06d}", version, params), frozen=self._frozen)
+        return replace(self._write_file(f"{version:06d}", version, params), frozen=self._frozen)
 
-    def _write(self, name: str, version: int, params: Params) -> FileVersion:
-        # A file of its own each time: JAX on CPU computes with mapped files as they are, without
-        # copying them, so what is written over would change the weights of samplers that are at
-        # work.
-        self.count += 1
-        file = self.folder / f"{name}-{self.count}.safetensors"
-        checksums, leaves = {}, named_leaves(self.model, params)
+    def new_path(self, name: str) -> Path:
+        """A path that no version had before."""
+        self.num_written += 1
+        return self.folder / f"{name}-{self.num_written}"
+
+    def _write_file(self, name: str, version: int, params: Params) -> FileVersion:
+        # A new file each time: JAX on CPU computes with mapped files as they are, without copying
+        # them, so overwriting one would change the weights of samplers that are at work.
+        path = self.new_path(name).with_suffix(".safetensors")
+        leaves = named_leaves(self.model, params)
         values = to_host(self.model, leaves)
+        checksums: dict[str, int] = {}
 
         def runs(name: str, _: np.dtype) -> Iterator[tuple[int, np.ndarray]]:
-            written, array, sum = next(values)
-            assert written == name
+            tensor_name, array, array_sum = next(values)
+            assert tensor_name == name
             yield 0, array
-            checksums[name] = int(sum)
+            checksums[name] = int(array_sum)
 
         tensors = [
             OutputTensor(name, spec.shape, partial(runs, name), published_dtype(self.model, spec))
             for name, (_, spec, _) in leaves.items()
         ]
-        with appearing(file, KEY) as temporary, writing(self.parent, KEY):
+        with appearing(path, KEY) as temporary, writing(self.parent, KEY):
             write_file(temporary, tensors, np.dtype(self.model.dtype))
-        return FileVersion(version, file, checksums)
+        return FileVersion(version, path, checksums)
 
     def close(self) -> None:
         super().close()
         shutil.rmtree(self.folder, ignore_errors=True)
-        os.close(self._owner)
+        os.close(self._owner_file)
 
 
 @dataclass(frozen=True)
 class FileVersion(StoredVersion):
-    """A version in a file."""
+    """A version in a safetensors file."""
 
     version: int
-    place: Path
+    path: Path
     checksums: Mapping[str, int]
     frozen: StoredVersion | None = None
 
     @property
+    def location(self) -> str:
+        return str(self.path)
+
+    @property
     def exists(self) -> bool:
-        return self.place.is_file()
+        return self.path.is_file()
 
     def remove(self) -> None:
-        self.place.unlink(missing_ok=True)
+        self.path.unlink(missing_ok=True)
 
     def open(self, model: Model) -> Callable[[str], np.ndarray]:
-        if not self.place.parent.is_dir():
+        folder = self.path.parent
+        if not folder.is_dir():
             raise ShoalError(
-                f"{KEY}={self.place.parent.parent}: the weights of {self.title} were published "
+                f"{KEY}={folder.parent}: the weights of {self.title} were published "
                 f"there, but {socket.gethostname()} finds no such folder: give one that trainer "
                 "and samplers share, or publish.channel=ray"
             )
         try:
-            tensors = read_header(self.place)
+            tensors = read_header(self.path)
         except OSError as error:
-            raise LookupError(f"{self.title} is not in {self.place.parent} any more") from error
-        # On a CPU, of a file system in memory, the parameters are the mapped file itself. Of a file
-        # on a disk that several hosts share, a part that was not read yet is lost once the file is
-        # removed.
-        whole = np.memmap(self.place, np.uint8, "r") if file_system(self.place) in MEMORY else None
+            raise LookupError(f"{self.title} is not in {folder} any more") from error
+        # In a file system in memory the file is mapped, and on a CPU the parameters are the mapped
+        # file itself. Not on a disk that several hosts share: what was not read yet is lost there
+        # once the file is removed.
+        mapped: np.memmap | None = None
+        if file_system(self.path) in MEMORY_FILE_SYSTEMS:
+            mapped = np.memmap(self.path, np.uint8, "r")
 
         def read(name: str) -> np.ndarray:
             tensor: StoredTensor = tensors[name]
             dtype = OWN_DTYPES[tensor.dtype]
-            if whole is not None:
-                count = dtype.itemsize * int(np.prod(tensor.shape))
-                return (
-                    np.asarray(whole[tensor.offset : tensor.offset + count])
-                    .view(dtype)
-                    .reshape(tensor.shape)
-                )
-            values = np.empty(tensor.shape, dtype)
-            tensor.read(0, values)
-            return values
+            if mapped is None:
+                values = np.empty(tensor.shape, dtype)
+                tensor.read(0, values)
+                return values
+            size = dtype.itemsize * int(np.prod(tensor.shape))
+            tensor_bytes = np.asarray(mapped[tensor.offset : tensor.offset + size])
+            return tensor_bytes.view(dtype).reshape(tensor.shape)
 
         return read
 
@@ -378,180 +391,6 @@ class FileVersion(StoredVersion):
         try:
             return super().read_now(model, frozen)
         except ShoalError as error:
-            if self.place.parent.is_dir() and not self.exists:
+            if self.path.parent.is_dir() and not self.exists:
                 raise LookupError(f"{self.title} was removed while it was read") from error
             raise
-
-
-class ProbeScores(NamedTuple):
-    """What the trainer's weights give for a probe's N tokens. An engine with the same weights must
-    give the same, whatever it samples."""
-
-    logprobs: np.ndarray  # float32[N-1]: of each token after the first
-    next_token: np.ndarray
-    """float32[K, V]: log-probs of the token that follows each of K beginnings of the probe, under
-    the run's own temperature and truncation."""
-
-
-class FolderPublisher(FilePublisher):
-    """Versions as model folders in Hugging Face's format, an adapter merged into its base; or, with
-    `adapters`, as folders of PEFT's with the adapter alone. `starts`: servers are started here, and
-    read the base from `base`.
-
-    `score` gives what the trainer's parameters make of a probe; `source` has the tokenizer,
-    and config.json unless there is `config`. `model` is the trainer's, as are the parameters."""
-
-    def __init__(
-        self,
-        parent: Path,
-        model: Model,
-        source: Path,
-        config: dict[str, Any] | None,
-        score: Callable[[Params], ProbeScores],
-        adapters: bool = False,
-        starts: bool = True,
-    ) -> None:
-        super().__init__(parent, model)
-        self.source, self.config, self.score, self.adapters, self.starts = (
-            source,
-            config,
-            score,
-            adapters,
-            starts,
-        )
-        self.base, self._base = self.folder / "base", None
-        self.watcher = Watcher()  # of processes that read the folders
-        self.watcher.remove(self.folder)
-
-    def publish_frozen(self, params: Params) -> None:
-        self._base = params
-        if self.adapters and self.starts:
-            self._save(self.base, without_adapter(self.model.architecture, params))
-
-    def write(self, version: int, params: Params) -> Version:
-        self.count += 1
-        folder, a = self.folder / f"{version:06d}-{self.count}", self.model.architecture
-        whole = joined(params, self._base)
-        if self.adapters:
-            with writing(self.parent, KEY):
-                peft.save(folder, params, a, str(self.base), self.source, self.model.dtype)
-        else:
-            self._save(folder, adapters.merge(a, whole, self.model.role))
-        self.num_bytes = sum(file.stat().st_size for file in folder.iterdir())
-        return FolderVersion(
-            version,
-            folder,
-            self.score(whole),
-            checksum(params),
-            params if a.adapter else None,
-            self.base if self.adapters else None,
-        )
-
-    def _save(self, folder: Path, weights: Params) -> None:
-        a = self.model.architecture
-        tensors = [*huggingface.output_tensors(weights, param_specs(a.base))]
-        config = self.config or read_json(self.source / "config.json")
-        if a.tie_embeddings and self.model.role.platform == "cpu":
-            # vLLM 0.32 on a CPU packs the head, and packs it anew only where the files have it.
-            embedding = next(one for one in tensors if one.name == EMBEDDING)
-            tensors, config = (
-                [*tensors, replace(embedding, name=HEAD)],
-                {**config, "tie_word_embeddings": False},
-            )
-        with writing(self.parent, KEY):
-            huggingface.save(folder, tensors, a.base, self.source, self.model.dtype, config=config)
-
-    def published_shapes(self) -> Params:
-        return param_shapes(
-            trained_specs(self.model.architecture), self.model.role, self.model.dtype
-        )
-
-    def close(self) -> None:
-        super().close()
-        self.watcher.close()
-
-
-@dataclass(frozen=True)
-class FolderVersion(Version):
-    """A version in a folder. `probe`: what the trainer makes of the probe with it."""
-
-    version: int
-    place: Path
-    probe: ProbeScores
-    checksum: int  # of the trained parameters
-    adapter: Params | None  # those of an adapter
-    base: Path | None = (
-        None  # of the model, where the files are the adapter's; else they have it merged
-    )
-
-    @property
-    def exists(self) -> bool:
-        return self.place.is_dir()
-
-    def remove(self) -> None:
-        shutil.rmtree(self.place, ignore_errors=True)
-
-    def read(
-        self, model: Model, frozen: MutableMapping[str, Any] | None = None
-    ) -> Future[Callable[[], Params]]:
-        """Gives itself: the engine reads the files."""
-        if not self.exists:
-            raise LookupError(f"version {self.version} is not published any more")
-        done: Future[Callable[[], Params]] = Future()
-        done.set_result(lambda: self)
-        return done
-
-    def parameters(self, model: Model) -> Params:
-        return self.adapter or huggingface.load(
-            self.place, model.architecture, model.role, model.dtype
-        )
-
-
-def file_system(folder: Path, mounts: Path = Path("/proc/mounts")) -> str:
-    """The kind of file system that a folder lies in; "" where the system does not say."""
-    with contextlib.suppress(OSError):
-        found = [line.split()[1:3] for line in mounts.read_text().splitlines()]
-        inside = [(point, kind) for point, kind in found if folder.resolve().is_relative_to(point)]
-        return max(inside, key=lambda one: len(one[0]), default=("", ""))[1]
-    return ""
-
-
-def default_folder(num_bytes: int) -> Path:
-    """Where versions of so many bytes are written: a file system in memory with room for them, else
-    a temporary one."""
-    with contextlib.suppress(OSError):
-        if shutil.disk_usage(MEMORY_FOLDER).free >= ROOM * num_bytes:
-            with tempfile.TemporaryFile(dir=MEMORY_FOLDER):
-                return MEMORY_FOLDER
-    return Path(tempfile.gettempdir())
-
-
-def _owner_of(folder: Path) -> dict[str, str]:
-    return {"program": PROGRAM, "folder": str(folder.resolve()), "host": socket.gethostname()}
-
-
-def _mark(folder: Path) -> int:
-    """Marks a folder as this process's; the open file, which is locked before it says so, until the
-    process ends."""
-    import fcntl
-
-    file = os.open(folder / OWNER, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    os.write(file, json.dumps({**_owner_of(folder), "process": os.getpid()}).encode())
-    return file
-
-
-def remove_abandoned(parent: Path, mounts: Path = Path("/proc/mounts")) -> None:
-    """Removes folders of publishers of this machine whose process has ended. Nothing where other
-    machines may write: their processes cannot be seen."""
-    import fcntl
-
-    for folder in parent.glob("shoal-*") if file_system(parent, mounts) in LOCAL else ():
-        # Never made where there was none: only what this program has marked is its own.
-        with contextlib.suppress(OSError, ValueError), open(folder / OWNER, "r+b") as file:
-            owner = json.loads(file.read(4096))
-            if isinstance(owner, dict) and _owner_of(folder).items() <= owner.items():
-                fcntl.flock(
-                    file, fcntl.LOCK_EX | fcntl.LOCK_NB
-                )  # BlockingIOError while its process lives
-                shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,105 @@
+"""The store for hosts on other machines: versions as objects of Ray, which its nodes fetch from
+each other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import ray
+from ray.exceptions import ObjectStoreFullError
+
+from shoal.model.parameters import ParamSpec
+from shoal.model.transformer import Model
+from shoal.protocols import Version
+from shoal.records import Params, ShoalError
+from shoal.weights.sampler_copy import named_leaves, named_specs, published_dtype, to_host
+from shoal.weights.store import FROZEN, StoredVersion, WeightStore
+
+FETCH_BYTES = 1 << 30
+"""Bytes of tensors that a node fetches from another at once: one by one, each takes the network's
+delay."""
+
+
+class RayStore(WeightStore):
+    """Versions as Ray's objects, one a tensor."""
+
+    _frozen: RayVersion | None = None
+
+    def put_frozen(self, params: Params) -> None:
+        self._frozen = self._put_objects(FROZEN, params)
+
+    def write(self, version: int, params: Params) -> Version:
+        return replace(self._put_objects(version, params), frozen=self._frozen)
+
+    def _put_objects(self, version: int, params: Params) -> RayVersion:
+        refs: dict[str, Any] = {}
+        checksums: dict[str, int] = {}
+        try:
+            for name, values, array_sum in to_host(self.model, named_leaves(self.model, params)):
+                refs[name] = ray.put(values.reshape(-1).view(np.uint8))
+                checksums[name] = int(array_sum)
+        except ObjectStoreFullError as error:
+            raise ShoalError(
+                "publish.channel=ray: Ray's object store has no room for the weights: start Ray "
+                "with a larger one (--object-store-memory), or set publish.channel=files"
+            ) from error
+        return RayVersion(version, refs, checksums)
+
+
+@dataclass(frozen=True)
+class RayVersion(StoredVersion):
+    """A version in Ray's object store, which keeps an object as long as any process refers to
+    it."""
+
+    version: int
+    refs: dict[str, Any]
+    checksums: Mapping[str, int]
+    frozen: StoredVersion | None = None
+
+    @property
+    def location(self) -> str:
+        return "Ray's object store"
+
+    @property
+    def exists(self) -> bool:
+        return bool(self.refs)
+
+    def remove(self) -> None:
+        self.refs.clear()
+
+    def open(self, model: Model) -> Callable[[str], np.ndarray]:
+        refs = dict(self.refs)
+        if not refs:
+            raise LookupError(f"{self.title} is not in {self.location} any more")
+        specs = named_specs(model)
+        names = list(refs)
+        fetched: dict[str, Any] = {}
+
+        def read(name: str) -> np.ndarray:
+            nonlocal fetched
+            if name not in fetched:
+                batch = _first_bytes(model, specs, names[names.index(name) :], FETCH_BYTES)
+                values = ray.get([refs[name] for name in batch])
+                fetched = dict(zip(batch, values, strict=True))
+            spec = specs[name]
+            return fetched[name].view(published_dtype(model, spec)).reshape(spec.shape)
+
+        return read
+
+
+def _first_bytes(
+    model: Model, specs: Mapping[str, ParamSpec], names: Sequence[str], most: int
+) -> list[str]:
+    """The first of some tensors that have at most so many bytes together, or the first alone."""
+    first: list[str] = []
+    size = 0
+    for name in names:
+        size += math.prod(specs[name].shape) * published_dtype(model, specs[name]).itemsize
+        if first and size > most:
+            break
+        first.append(name)
+    return first

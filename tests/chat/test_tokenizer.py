@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from tiny_models import CHATML, SPECIAL, write_tokenizer
 from tokenizers import processors
 
-from shoal.chat import tokenizer as tokenizer_module
-from shoal.chat.tokenizer import DATE_FILE, Tokenizer, write_date, write_templates
+from shoal.chat import template as template_module
+from shoal.chat.tokenizer import Tokenizer
+from shoal.chat.tokenizer_files import DATE_FILE, write_date
 from shoal.records import ShoalError
 from shoal.weights.huggingface import copy_tokenizer
 
@@ -496,7 +497,7 @@ def test_a_broken_template_of_tools_is_refused_where_there_are_tools(tmp_path, t
     ],
 )
 def test_what_a_template_makes_altogether_is_bounded(tmp_path, monkeypatch, grow):
-    monkeypatch.setattr(tokenizer_module, "MOST_BYTES", 1 << 24)
+    monkeypatch.setattr(template_module, "MOST_BYTES", 1 << 24)
     write_tokenizer(tmp_path)
     template = (
         "{% set long = range(50000) | list %}{% set text = 'b' * 100000 %}{% set kept = "
@@ -509,7 +510,7 @@ def test_what_a_template_makes_altogether_is_bounded(tmp_path, monkeypatch, grow
 
 
 def test_what_a_template_only_reads_counts_for_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(tokenizer_module, "MOST_BYTES", 1 << 24)
+    monkeypatch.setattr(template_module, "MOST_BYTES", 1 << 24)
     write_tokenizer(tmp_path)
     template = (
         "{% for i in range(3000) %}{% set one = messages[0].content %}{% set one = "
@@ -526,7 +527,7 @@ def test_all_templates_go_into_a_copy_of_the_model(transformers, tmp_path):
     named = [{"name": name, "template": text} for name, text in NAMED.items()]
     config_file.write_text(json.dumps({**config, "chat_template": named}))
     (tmp_path / "run").mkdir()
-    write_templates(Tokenizer.load(tmp_path / "source"), tmp_path / "run")
+    Tokenizer.load(tmp_path / "source").write_templates(tmp_path / "run")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(tmp_path / "source" / name, tmp_path / "run" / name)
     (tmp_path / "export").mkdir()

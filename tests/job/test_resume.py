@@ -40,7 +40,7 @@ from tiny_runs import (
 from shoal import cli
 from shoal.budget.auto import teacher_architecture
 from shoal.chat import tokenizer as tokenizer_module
-from shoal.chat.tokenizer import DATE_FILE
+from shoal.chat.tokenizer_files import DATE_FILE
 from shoal.commands.convert import convert
 from shoal.commands.export import export
 from shoal.commands.replay import replay

@@ -18,7 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from shoal.chat.tokenizer import GENERATION, Tokenizer
+from shoal.chat.template import GENERATION
+from shoal.chat.tokenizer import Tokenizer
 from shoal.records import Messages, ShoalError
 
 ASSISTANT = "assistant"
@@ -37,8 +38,19 @@ class Stream:
     def of(cls, ids: np.ndarray, mask: np.ndarray) -> Stream:
         """`mask[T]`: the tokens of ids[T] that are learned; the first cannot be, as nothing comes
         before it."""
-        first, last = np.flatnonzero(mask[1:])[[0, -1]] + 1
+        learned = np.flatnonzero(mask[1:]) + 1
+        first = learned[0]
+        last = learned[-1]
         return cls(ids[:first], ids[first : last + 1], mask[first : last + 1])
+
+
+@dataclass
+class _Text:
+    """A rendered dialogue, and the spans of its characters that are learned, each (from, to)."""
+
+    text: str
+    spans: list[tuple[int, int]]
+    is_marked: bool  # the template's own marks say what is learned
 
 
 def streams_of(
@@ -50,41 +62,41 @@ def streams_of(
     """The streams of a dialogue, of which the assistant's messages from number `first` on are
     learned. ShoalError without such a message, and where the template does not begin it as it asks
     a model to."""
-    found: list[
-        tuple[str, list[tuple[int, int]], bool]
-    ] = []  # a text, what is learned of it, whether that is marked
-    for at, message in enumerate(messages):
-        if at < first or message["role"] != ASSISTANT:
+    texts: list[_Text] = []
+    for number, message in enumerate(messages):
+        if number < first or message["role"] != ASSISTANT:
             continue
-        if at == 0 or messages[at - 1]["role"] == ASSISTANT:
+        if number == 0:
             raise ShoalError(
-                f"message {at} is the assistant's, and "
-                + (
-                    "there is none before it to answer"
-                    if at == 0
-                    else "so is the one before it: join the two"
-                )
+                f"message {number} is the assistant's, and there is none before it to answer"
             )
-        asked = tokenizer.render(messages[:at], tools=tools)
-        text, marked = _without_marks(
-            tokenizer.render(messages[: at + 1], whole=True, tools=tools, marked=True)
-        )
+        if messages[number - 1]["role"] == ASSISTANT:
+            raise ShoalError(
+                f"message {number} is the assistant's, and so is the one before it: join the two"
+            )
+        asked = tokenizer.render(messages[:number], tools=tools)
+        with_marks = tokenizer.render(messages[: number + 1], whole=True, tools=tools, marked=True)
+        text, marked = _without_marks(with_marks)
         if not text.startswith(asked):
             raise ShoalError(
-                f"the chat template does not write message {at} where it asks a model for it "
+                f"the chat template does not write message {number} where it asks a model for it "
                 f"(behind {asked[-40:]!r}): give another with model.template",
                 "model.template",
             )
-        own = (
-            [(max(start, len(asked)), stop) for start, stop in marked if stop > len(asked)]
-            if marked
-            else [(len(asked), len(text))]
-        )
-        before = found.pop()[1] if found and asked.startswith(found[-1][0]) else []
-        found.append((text, [*before, *own], bool(marked)))
-    if not found:
+        spans: list[tuple[int, int]] = []
+        if texts and asked.startswith(texts[-1].text):
+            # The template only added to the last text: one stream holds both turns.
+            spans = texts.pop().spans
+        if marked:
+            for start, stop in marked:
+                if stop > len(asked):
+                    spans.append((max(start, len(asked)), stop))
+        else:
+            spans.append((len(asked), len(text)))
+        texts.append(_Text(text, spans, bool(marked)))
+    if not texts:
         raise ShoalError("there is no message of the assistant to learn from")
-    return [_stream(tokenizer, *one) for one in found]
+    return [_stream(tokenizer, text) for text in texts]
 
 
 def unwritten(
@@ -98,55 +110,62 @@ def unwritten(
     ['tools', 'tool_calls']
     """
     whole = _rendering(tokenizer, messages, tools)
-    found = []
 
-    def check(name: str, others: Messages, their_tools: Sequence[dict[str, Any]] | None) -> None:
+    def is_written(others: Messages, their_tools: Sequence[dict[str, Any]] | None) -> bool:
+        """True if the template writes what `others` or `their_tools` leave out."""
         try:
             if _rendering(tokenizer, others, their_tools) != whole:
-                return
+                return True
             # A template may write something in the last turns alone, as Qwen3 does reasoning.
-            for at, message in enumerate(messages[:-1]):
+            for number, message in enumerate(messages[:-1]):
                 if message["role"] == ASSISTANT:
-                    part = _rendering(tokenizer, messages[: at + 1], tools)
-                    if _rendering(tokenizer, others[: at + 1], their_tools) != part:
-                        return
+                    part = _rendering(tokenizer, messages[: number + 1], tools)
+                    if _rendering(tokenizer, others[: number + 1], their_tools) != part:
+                        return True
         except ShoalError:  # the template does not do without it
-            return
-        found.append(name)
+            return True
+        return False
 
-    if tools:
-        check("tools", messages, None)
-    for key in dict.fromkeys(key for message in messages for key in message):
-        holders = [
-            message
-            for message in messages
-            if message.get(key) and key not in _LINKS.get(message["role"], ())
-        ]
-        if key in ("role", "content") or not holders:
-            continue
-        check(
-            key,
-            [
-                {name: value for name, value in message.items() if name != key}
-                for message in messages
-            ],
-            tools,
-        )
+    names = []
+    if tools and not is_written(messages, None):
+        names.append("tools")
+    for key in _keys_of(messages):
+        others = []
+        for message in messages:
+            others.append({name: value for name, value in message.items() if name != key})
+        if not is_written(others, tools):
+            names.append(key)
     for role in dict.fromkeys(message["role"] for message in messages):
-        others = [
-            {**message, "content": ""} if message["role"] == role else message
-            for message in messages
-        ]
-        if role != ASSISTANT and others != list(messages):
-            check(f"what role {role} says", others, tools)
-    # Llama 3's template writes of a message with calls the calls alone.
-    others = [
-        {**message, "content": ""} if message.get("tool_calls") else message for message in messages
-    ]
-    has_text = any(message.get("content") and message.get("tool_calls") for message in messages)
-    if has_text and "tool_calls" not in found:
-        check(f"what role {ASSISTANT} says in a message with tool_calls", others, tools)
-    return found
+        others = []
+        for message in messages:
+            others.append({**message, "content": ""} if message["role"] == role else message)
+        if role != ASSISTANT and others != list(messages) and not is_written(others, tools):
+            names.append(f"what role {role} says")
+    # Of a message with tool calls Llama 3's template writes the calls alone.
+    others = []
+    has_text_beside_calls = False
+    for message in messages:
+        if message.get("tool_calls"):
+            has_text_beside_calls |= bool(message.get("content"))
+            message = {**message, "content": ""}
+        others.append(message)
+    if has_text_beside_calls and "tool_calls" not in names and not is_written(others, tools):
+        names.append(f"what role {ASSISTANT} says in a message with tool_calls")
+    return names
+
+
+def _keys_of(messages: Messages) -> list[str]:
+    """The keys with a value in some message, besides role and content, that a template should
+    write."""
+    keys = []
+    for key in dict.fromkeys(key for message in messages for key in message):
+        if key in ("role", "content"):
+            continue
+        for message in messages:
+            if message.get(key) and key not in _LINKS.get(message["role"], ()):
+                keys.append(key)
+                break
+    return keys
 
 
 _LINKS = {"tool": ("tool_call_id", "name")}
@@ -165,32 +184,33 @@ def _rendering(
 def text_stream(tokenizer: Tokenizer, prompt: str, completion: str) -> Stream:
     """The stream of a prompt and a completion of plain text, which an end-of-sequence token
     ends."""
-    asked, ids = tokenizer.encode_prompt(prompt), tokenizer.encode_prompt(prompt + completion)
+    asked = tokenizer.encode_prompt(prompt)
+    ids = tokenizer.encode_prompt(prompt + completion)
     # Where a token reaches over the border, the model would be asked with another prompt than the
     # one it learned.
     if not np.array_equal(ids[: len(asked)], asked):
-        ids = np.concatenate([asked, tokenizer.encode_spans(completion, [])[0]])
+        completion_ids, _ = tokenizer.encode_spans(completion, [])
+        ids = np.concatenate([asked, completion_ids])
     ids = np.append(ids, np.asarray(tokenizer.eos_ids[:1], np.int32))
     if not 0 < len(asked) < len(ids):
         raise ShoalError("the prompt is empty, or nothing follows it")
     return Stream.of(ids, np.arange(len(ids)) >= len(asked))
 
 
-def _stream(
-    tokenizer: Tokenizer, text: str, spans: Sequence[tuple[int, int]], exact: bool
-) -> Stream:
-    """`exact`: the spans are just what is learned; else each ends with its last end-of-sequence
-    token, without what a template writes behind that."""
-    ids, places = tokenizer.encode_spans(text, spans)
+def _stream(tokenizer: Tokenizer, text: _Text) -> Stream:
+    """The tokens of a text, and which are learned: of a span that the template marked all, of another
+    one those up to its last end-of-sequence token, without what the template writes behind it."""
+    ids, token_spans = tokenizer.encode_spans(text.text, text.spans)
     mask = np.zeros(len(ids), bool)
-    for start, stop in places:
-        ends = np.flatnonzero(np.isin(ids[start:stop], tokenizer.eos_ids))
-        mask[start : stop if exact or not ends.size else start + ends[-1] + 1] = True
-    if not tokenizer.has_template:  # whose lines end with nothing
-        ids, mask = (
-            np.append(ids, np.asarray(tokenizer.eos_ids[:1], np.int32)),
-            np.append(mask, True),
-        )
+    for start, stop in token_spans:
+        if not text.is_marked:
+            (ends,) = np.nonzero(np.isin(ids[start:stop], tokenizer.eos_ids))
+            if ends.size:
+                stop = start + ends[-1] + 1
+        mask[start:stop] = True
+    if not tokenizer.has_template:  # its lines end with nothing
+        ids = np.append(ids, np.asarray(tokenizer.eos_ids[:1], np.int32))
+        mask = np.append(mask, True)
     if not mask[1:].any():
         raise ShoalError(
             "the chat template leaves out what the assistant says: give another with "
@@ -201,9 +221,10 @@ def _stream(
 
 
 def _without_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
-    """The text without marks, and from where to where in it each pair of them stood."""
+    """The text without the marks of GENERATION, and the span in it that each pair enclosed."""
     begin, end = GENERATION.values()
-    (plain, *parts), spans = text.split(begin), []
+    plain, *parts = text.split(begin)
+    spans = []
     for part in parts:
         inside, _, rest = part.partition(end)
         spans.append((len(plain), len(plain) + len(inside)))

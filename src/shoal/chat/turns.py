@@ -265,7 +265,8 @@ def _added_tokens(tokenizer: Tokenizer) -> re.Pattern[str] | None:
         return None
     longest_first = sorted(texts, key=len, reverse=True)
     # Looked for ahead: an occurrence may begin within another one.
-    return re.compile(f"(?={'|'.join(map(re.escape, longest_first))})")
+    alternatives = "|".join(re.escape(text) for text in longest_first)
+    return re.compile(f"(?={alternatives})")
 
 
 def _in_message(call: ToolCall) -> dict[str, Any]:
@@ -409,9 +410,14 @@ TOKEN_CHARACTERS = 128
 encoded."""
 
 
-PIECE, BORDER, LIKELY_CHARACTERS = 1 << 14, 16, 8
-"""Characters that are counted at once of a text that has more than `LIKELY_CHARACTERS` a token; the
-tokens by which cutting it may change the count, at each border."""
+LIKELY_CHARACTERS = 8
+"""Characters of a token above which a text is likely to be too long, and is counted in pieces."""
+
+PIECE = 1 << 14
+"""Characters of a piece."""
+
+BORDER = 16
+"""Tokens by which cutting a text may change the count, at each border."""
 
 
 def described(
@@ -488,7 +494,8 @@ def _check_count(prompt: Any, tokenizer: Tokenizer, most: int) -> None:
         texts = [prompt]
     else:
         texts = [str(message.get("content", "")) for message in prompt]
-    if sum(map(len, texts)) <= LIKELY_CHARACTERS * most:
+    num_characters = sum(len(text) for text in texts)
+    if num_characters <= LIKELY_CHARACTERS * most:
         return
     count = 0
     for text in texts:

@@ -35,7 +35,8 @@ from shoal.budget.memory import (
 )
 from shoal.budget.shapes import micro_batch_shapes
 from shoal.budget.slots import engine_states, num_hosts, training_slots
-from shoal.chat.tokenizer import Tokenizer, read_date
+from shoal.chat.tokenizer import Tokenizer
+from shoal.chat.tokenizer_files import read_date
 from shoal.checks.inputs import check_devices, check_prompts, check_tokenizer, open_prompts
 from shoal.checks.reward import check_first_prompt, lost_in_tokens, sampled_by
 from shoal.checks.settings import (

@@ -23,7 +23,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from shoal.buckets import address
-from shoal.chat.tokenizer import read_date
+from shoal.chat.tokenizer_files import read_date
 from shoal.config.sections.algorithm import AlgorithmSection
 from shoal.config.sections.reward import RewardSection
 from shoal.config.sections.task import TaskSection

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import jax
 
 from shoal.buckets import RUNS, address, area_of, place
-from shoal.chat.tokenizer import read_date, write_date
+from shoal.chat.tokenizer_files import read_date, write_date
 from shoal.config.key import shown
 from shoal.config.merge import FROM_PYTHON
 from shoal.config.stored import difference_from_defaults, texts_of, to_dict, to_yaml

@@ -8,7 +8,7 @@ from importlib import resources
 from pathlib import Path
 
 from shoal.buckets import is_bucket
-from shoal.chat.tokenizer import NAMED_TEMPLATES
+from shoal.chat.tokenizer_files import NAMED_TEMPLATES
 from shoal.files import find_input, from_hub, is_offline, waits_for_hub
 from shoal.records import ShoalError
 from shoal.stop import NotHere

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shoal.chat.tokenizer import NAMED_TEMPLATES
+from shoal.chat.tokenizer_files import NAMED_TEMPLATES
 from shoal.files import move_folder, read_json, scratch_folder
 from shoal.mesh import Role
 from shoal.model.architecture import Architecture

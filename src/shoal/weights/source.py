@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 
 from shoal.buckets import address
-from shoal.chat.tokenizer import Tokenizer, write_date, write_templates
+from shoal.chat.tokenizer import Tokenizer
+from shoal.chat.tokenizer_files import write_date
 from shoal.config.sections.model import LoraSection, ModelSection
 from shoal.config.sections.reward import RewardSection
 from shoal.config.sections.sampling import SamplingSection
@@ -540,7 +541,7 @@ def copy_model_files(model: ModelSource, target: Path) -> None:
     config.json comes last: it marks the folder as complete."""
     target.mkdir(parents=True, exist_ok=True)
     # The template may be the user's own; exported, the model must be asked as it was trained.
-    write_templates(model.tokenizer, target)
+    model.tokenizer.write_templates(target)
     if model.tokenizer.date is not None and model.tokenizer.writes_date:
         write_date(model.tokenizer.date, target)
     if model.architecture.adapter:

@@ -1,0 +1,241 @@
+"""Files of a tokenizer in a model folder: tokenizer.json, its special and added tokens, its chat
+templates, and the date that a run's template writes. Read as transformers reads them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from shoal.files import read_json, write_text
+from shoal.records import ShoalError
+
+DEFAULT_TEMPLATE = "chat_template.jinja"
+"""The file of a model folder with its chat template."""
+
+NAMED_TEMPLATES = "additional_chat_templates"
+"""The folder of a model's chat templates other than the default, in files called by their names."""
+
+DATE_FILE = "template_date.json"
+"""Beside the tokenizer of a run: the date that the chat template writes, the one on which the run
+first started."""
+
+_SPECIAL_NAMES = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+_TOKEN_FLAGS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
+_TEMPLATE_NAME = re.compile(r"\w[\w. -]{0,99}")
+
+
+# Tokens
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """The JSON object in a file; empty if there is no such file."""
+    if not file.is_file():
+        return {}
+    return read_json(file)
+
+
+def read_backend(file: Path) -> tokenizers.Tokenizer:
+    """The tokenizer in a tokenizer.json; ShoalError if it is missing or invalid."""
+    if not file.is_file():
+        raise ShoalError(
+            f"{file.parent} holds no tokenizer.json; save the tokenizer with transformers to make "
+            "one."
+        )
+    try:
+        return tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises bare Exception
+        raise ShoalError(f"{file} is no valid tokenizer: {error}") from error
+
+
+def read_special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """The texts of `bos_token`, `eos_token`, ... by name. `config`: tokenizer_config.json.
+
+    The older special_tokens_map.json counts only if tokenizer_config.json lists no added tokens, as
+    in transformers.
+    """
+    entries = dict(config)
+    if "added_tokens_decoder" not in config:
+        entries |= read_object(folder / "special_tokens_map.json")
+    special = {}
+    # In transformers' order, which numbers the tokens that have no id yet.
+    for name in dict.fromkeys((*_SPECIAL_NAMES, *entries)):
+        value = entries.get(name)
+        text = value.get("content") if isinstance(value, Mapping) else value
+        if name.endswith("_token") and isinstance(text, str):
+            special[name] = text
+    return special
+
+
+def add_tokens(
+    backend: tokenizers.Tokenizer, config: Mapping[str, Any], special: Mapping[str, str]
+) -> None:
+    """Adds the tokens that only tokenizer_config.json has, in the order of transformers, which
+    decides their ids."""
+    known = {repr(token) for token in backend.get_added_tokens_decoder().values()}
+    listed = config.get("added_tokens_decoder", {})
+    new_tokens = []
+    for id_text in sorted(listed, key=int):
+        entry = listed[id_text]
+        flags = {flag: entry[flag] for flag in _TOKEN_FLAGS if flag in entry}
+        token = tokenizers.AddedToken(**flags)
+        if repr(token) not in known:
+            new_tokens.append(token)
+    backend.add_tokens(new_tokens)
+
+    texts = list(special.values())
+    further = config.get("extra_special_tokens") or config.get("additional_special_tokens") or ()
+    for token in further:
+        texts.append(token["content"] if isinstance(token, Mapping) else token)
+    added = {token.content for token in backend.get_added_tokens_decoder().values()}
+    backend.add_special_tokens([text for text in dict.fromkeys(texts) if text not in added])
+
+
+def token_ids(value: Any) -> list[int]:
+    """The ids of a configuration's entry, as `eos_token_id`: a number, a list, or null for none."""
+    if value is None:
+        return []
+    if isinstance(value, int):
+        return [int(value)]
+    return [int(token_id) for token_id in value]
+
+
+# Chat templates
+
+
+def read_templates(
+    folder: Path, config: Mapping[str, Any], requested: str = ""
+) -> tuple[str, dict[str, str]]:
+    """The chat template of a model, empty if it has none, and its further templates by name.
+
+    `requested`: the value of model.template, which then is the only template, as transformers'
+    `chat_template=`: a template, a file with one, or the name of one of the model's.
+    """
+    own = _own_templates(folder, config)
+    if requested in own:
+        return own[requested], {}
+    if requested:
+        return _requested_template(requested, own), {}
+    if own and "default" not in own:
+        raise ShoalError(
+            f"{folder} has chat templates {', '.join(own)} but no default: choose one by its name, "
+            f"model.template={next(iter(own))}",
+            "model.template",
+        )
+    default = own.pop("default", "")
+    return default, own
+
+
+def _own_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """The chat templates of a model folder by name, the usual one as `default`. Files count before
+    the entry of tokenizer_config.json, as in transformers."""
+    files = {file.stem: file for file in sorted((folder / NAMED_TEMPLATES).glob("*.jinja"))}
+    default = folder / DEFAULT_TEMPLATE
+    if default.is_file():
+        files["default"] = default
+    if files:
+        return {name: _read_template(file) for name, file in files.items()}
+    entry = config.get("chat_template") or []
+    if isinstance(entry, str):
+        return {"default": entry}
+    named = _listed_templates(entry)
+    if named is None:
+        raise ShoalError(
+            f"{folder}/tokenizer_config.json has the chat_template {entry!r:.60}: expected a "
+            "template, or a list of entries with name and template",
+            "model.template",
+        )
+    for name in named:
+        # They become names of files in the folder of a run.
+        if not _TEMPLATE_NAME.fullmatch(name):
+            raise ShoalError(
+                f"{folder}/tokenizer_config.json has a chat template called {name!r:.60}: expected "
+                "a name of letters, digits, '_', '-', '.' and spaces",
+                "model.template",
+            )
+    return named
+
+
+def _listed_templates(entry: Any) -> dict[str, str] | None:
+    """The templates by name of a chat_template that is not a text: a list of entries with name and
+    template, or an object, which transformers reads too. None for anything else."""
+    if isinstance(entry, list) and all(isinstance(item, Mapping) for item in entry):
+        pairs = [(item.get("name"), item.get("template")) for item in entry]
+    elif isinstance(entry, Mapping):
+        pairs = list(entry.items())
+    else:
+        return None
+    for name, template in pairs:
+        if not isinstance(name, str) or not isinstance(template, str):
+            return None
+    return dict(pairs)
+
+
+def _read_template(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ShoalError(
+            f"the chat template {file} is not UTF-8 ({error.reason} at byte {error.start}): save "
+            "it as UTF-8",
+            "model.template",
+        ) from error
+
+
+def _requested_template(requested: str, own: Mapping[str, str]) -> str:
+    """The text of a template that is given itself, or by the name of a file with it."""
+    if "{" in requested or "\n" in requested:
+        return requested
+    file = Path(requested).expanduser()
+    if not file.is_file():
+        known = f", nor a name of the model's ({', '.join(own)})" if own else ""
+        raise ShoalError(
+            f"model.template={requested!r} is neither a file nor a Jinja template{known}.",
+            "model.template",
+        )
+    return _read_template(file)
+
+
+def write_templates(folder: Path, default: str, named: Mapping[str, str]) -> None:
+    """Writes chat templates into a model folder, in files as transformers has them."""
+    if default:
+        (folder / DEFAULT_TEMPLATE).write_text(default, encoding="utf-8")
+    for name, template in named.items():
+        (folder / NAMED_TEMPLATES).mkdir(exist_ok=True)
+        (folder / NAMED_TEMPLATES / f"{name}.jinja").write_text(template, encoding="utf-8")
+
+
+# The date
+
+
+def read_date(folder: Path) -> datetime | None:
+    """The date that the chat template of a run writes; None if the folder keeps none."""
+    value = read_object(folder / DATE_FILE).get("strftime_now")
+    if not value:
+        return None
+    try:
+        return datetime.fromisoformat(value)
+    except (TypeError, ValueError) as error:
+        raise ShoalError(
+            f"{folder / DATE_FILE} holds no date ({value!r:.60}): write the one on which the run "
+            "first started, as 2026-01-31T12:00:00"
+        ) from error
+
+
+def write_date(date: datetime, folder: Path) -> None:
+    """Keeps the date that the chat template writes in the folder of a run's model."""
+    text = json.dumps({"strftime_now": date.isoformat(timespec="seconds")})
+    write_text(folder / DATE_FILE, f"{text}\n", "base_output_directory")

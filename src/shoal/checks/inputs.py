@@ -149,6 +149,7 @@ def check_tokenizer(tokenizer: Tokenizer, notes: Sequence[str], findings: Findin
 
 def check_prompts(
     config: Config,
+    prompts_per_step: int,
     task: Task,
     tokenizer: Tokenizer,
     encode: Encode,
@@ -199,7 +200,7 @@ def check_prompts(
             "sampling.max_prompt_tokens",
         )
     evaluated = evaluation_completions(config, set_sizes(task))
-    trained = config.steps * config.batch.prompts_per_step * config.batch.group_size
+    trained = config.steps * prompts_per_step * config.batch.group_size
     if config.steps and evaluated > 2 * trained:
         check.warning(
             f"evaluation samples {evaluated:,} completions, training {trained:,}: lower "
@@ -361,21 +362,21 @@ def _check_answers(config: Config, task: Task, tokenizer: Tokenizer, check: Find
             )
 
 
-def open_prompts(config: Config, task: Task, encode: Encode) -> PromptStream:
+def open_prompts(config: Config, prompts_per_step: int, task: Task, encode: Encode) -> PromptStream:
     """The training prompts; ShoalError where the first step lacks some, or, with
     `sampling.long_prompts=error`, where a prompt of any step is too long."""
-    s, wanted = config.sampling, config.batch.prompts_per_step
+    long_prompts = config.sampling.long_prompts
     prompts = PromptStream(
         task.train,
         encode,
         config.seed,
-        s.max_prompt_tokens,
-        s.long_prompts,
+        config.sampling.max_prompt_tokens,
+        long_prompts,
         PassRates(config.train.retire_above),
     )
-    prompts.peek(wanted)
-    if s.long_prompts == "error":
-        prompts.check(wanted * config.steps)
+    prompts.peek(prompts_per_step)
+    if long_prompts == "error":
+        prompts.check(prompts_per_step * config.steps)
     return prompts
 
 

@@ -59,12 +59,13 @@ def doctor(
             "time": {},
             "advice": {},
         }
-        if job.collect("settings", "folder_note") and job.folder_note:
+        job.collect(through="folder_note")
+        if job.is_open("settings", "folder_note") and job.folder_note:
             findings.of("configuration").ok(job.folder_note)
-        job.collect("questions", "pool", "requested_roles", "spec", "placement", "tokenizer")
+        job.collect(through="tokenizer")
         begins = check_data(job, result)
-        scored = job.collect("questions", "pool") and check_reward(job, result)
-        if job.collect("positions", "model", "teacher"):
+        scored = job.is_open("questions", "pool") and check_reward(job, result)
+        if job.is_open("positions", "model", "teacher"):
             check_step(job, result, begins and scored)
         wrong, warnings = len(findings.at("wrong")), len(findings.at("warning"))
         console.heading(
@@ -79,7 +80,7 @@ def doctor(
 
 def check_data(job: Job, result: dict[str, Any]) -> bool:
     """Checks template and data, and prints the run's first prompt; False if a run cannot begin."""
-    if not job.collect("questions", "tokenizer"):
+    if not job.is_open("questions", "tokenizer"):
         return False
     data, check = job.questions, job.findings.of("data", "task.path")
     for note in data.notes:
@@ -89,11 +90,11 @@ def check_data(job: Job, result: dict[str, Any]) -> bool:
             f"{number:,} of {sum(data.data.train_files.values()):,} training rows were dropped: "
             f"{reason}"
         )
-    if not (job.collect("lengths") and job.collect("sets", "prompts")):
+    job.collect(through="slots")
+    if not job.is_open("lengths", "sets", "prompts"):
         return False
-    job.collect("slots")
     if not job.findings.at("wrong"):
-        used = job.expected.steps * job.expected.batch.prompts_per_step
+        used = job.requested.steps * job.prompts_per_step
         check.ok(
             f"{len(data.train):,} prompts of {job.lengths}, {used:,} are asked for; "
             + ", ".join(f"{number:,} {name}" for name, number in set_sizes(data).items())
@@ -143,7 +144,8 @@ def check_step(job: Job, result: dict[str, Any], tries: bool) -> None:
     """Loads the weights, unless they cannot fit, and tries a step; only the weights if part of the
     job is wrong."""
     check_size(job.config, parameter_count(job.model.architecture), job.findings)
-    if not job.collect("engines"):
+    job.collect(through="engines")
+    if not job.is_open("engines"):
         return
     held, available = memory_report(job), available_memory(job.roles.trainer.mesh.devices.flat)
     figures = Budget(job.config, held, {})

@@ -31,19 +31,6 @@ if TYPE_CHECKING:
 LARGE_STEP = 1 << 24
 """Tokens of a planned step above which JAX is started, to hold its memory against the devices'."""
 
-DEVICE_STAGES = (
-    "world",
-    "requested_roles",
-    "placement",
-    "model",
-    "teacher",
-    "slots",
-    "reward_findings",
-    "sizes",
-    "room",
-)
-"""What is judged when all processes of a run have met."""
-
 
 def check_dry_run(config: Any) -> list[Finding]:
     """What a job would warn of, and what is not checked; ShoalError for what it would refuse. The
@@ -72,7 +59,8 @@ def check_dry_run(config: Any) -> list[Finding]:
 
 
 def _check_job(config: Any, findings: Findings, command: str) -> None:
-    resumed, without = None, ()
+    resumed = None
+    meets_others = False
     if command in ("train", "sft"):
         from shoal.job.resume import resolve_run
 
@@ -82,12 +70,15 @@ def _check_job(config: Any, findings: Findings, command: str) -> None:
             resumed and (read_summary(resumed) or {}).get("steps") == config.steps
         ):  # `shoal train` leaves it as it is
             return
-        without = DEVICE_STAGES if _has_processes(config, findings) else ()
-    with offline(), _quiet_job(config, findings, resumed=resumed) as job:
-        job.check(*without)
-        if (
-            isinstance(config, Config) and not without and "roles" not in job.opened
-        ):  # the model is not here
+        meets_others = _has_processes(config, findings)
+    # A doctor's job is judged as that of its run.
+    as_command = "train" if isinstance(config, Config) else None
+    with offline(), _quiet_job(config, findings, resumed=resumed, command=as_command) as job:
+        if meets_others:
+            job.leave_out("world")
+        job.check()
+        model_is_missing = "roles" not in job.opened
+        if isinstance(config, Config) and model_is_missing and not meets_others:
             _check_roles(job, job.requested_roles)
     if command in ("train", "sft"):
         stop_on_warnings(config, findings)
@@ -145,7 +136,7 @@ def check_placement(config: PlanConfig, findings: Findings) -> None:
     import jax
 
     from shoal.mesh.topology import parse_topology, placeholder_devices
-    from shoal.weights.source import ModelSource, check_positions, known_architecture, model_path
+    from shoal.weights.source import ModelSource, known_architecture
 
     if (
         config.topology
@@ -153,11 +144,10 @@ def check_placement(config: PlanConfig, findings: Findings) -> None:
         jax.config.update("jax_platforms", "cpu")
     devices = placeholder_devices(parse_topology(config.topology)) if config.topology else ()
     known = known_architecture(config.model)
-    if known:
-        check_positions(known, config.sampling, f"model.path={model_path(config.model)}")
-    with _quiet_job(
-        config, findings, devices=devices, spec=ModelSource(Path(), known) if known else None
-    ) as job:
+    spec = ModelSource(Path(), known) if known else None
+    with _quiet_job(config, findings, devices=devices, spec=spec) as job:
+        if known:
+            job.open("positions")
         _check_roles(job, job.roles if known else job.requested_roles)
         if _is_here(config.model) and not config.topology:
             job.sizes  # noqa: B018

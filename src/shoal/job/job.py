@@ -1,5 +1,5 @@
-"""A job: what a command needs, opened in stages, each when it is first asked for; and which of them
-check it."""
+"""A job: what a command needs, as a list of stages from a configuration to what samples and
+trains."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -46,7 +46,13 @@ from shoal.checks.settings import (
     check_settings,
     check_size,
 )
-from shoal.config.commands import EvalConfig, GenerateConfig, ServeConfig
+from shoal.config.commands import (
+    DoctorConfig,
+    EvalConfig,
+    GenerateConfig,
+    PlanConfig,
+    ServeConfig,
+)
 from shoal.config.derived import for_devices, longest_sequence, max_support, num_updates
 from shoal.config.key import get_value, keys_of, open_keys, shown, with_values
 from shoal.config.sections.devices import MeshSection
@@ -54,7 +60,7 @@ from shoal.config.sections.sampling import SamplingSection
 from shoal.config.stored import Decision
 from shoal.config.train import Config
 from shoal.files import check_local, is_offline, nearest_folder
-from shoal.findings import NOT_HERE, Finding, Findings
+from shoal.findings import Finding, Findings
 from shoal.job import training as job_training
 from shoal.job.data_source import DataSource, for_training
 from shoal.job.environments import (
@@ -75,6 +81,7 @@ from shoal.job.hosts import (
 )
 from shoal.job.process import open_world
 from shoal.job.reward_model import reward_models
+from shoal.job.stages import Command, StagedJob, stage
 from shoal.job.task import (
     UNREWARDED,
     check_truths,
@@ -107,7 +114,7 @@ from shoal.runs.layout import MODEL_FOLDER
 from shoal.runs.reader import read_decisions, read_requested
 from shoal.sampler.engine import Engine
 from shoal.sampler.scheduler import num_rows
-from shoal.stop import NotHere, StopSignal
+from shoal.stop import StopSignal
 from shoal.tasks.data import evaluating
 from shoal.tasks.task import ROWS, Task
 from shoal.text import gib
@@ -137,108 +144,28 @@ if TYPE_CHECKING:
     from shoal.rollout.ray_host import Cluster
 
 
-T = TypeVar("T")
+TRAIN: Sequence[Command] = ("train",)
+TRAIN_OR_DOCTOR: Sequence[Command] = ("train", "doctor")
+WITH_TASK: Sequence[Command] = ("train", "doctor", "eval")
+"""Commands that have data and rewards."""
+SAMPLES_ALONE: Sequence[Command] = ("eval", "generate", "serve")
+WITH_MODEL: Sequence[Command] = ("train", "doctor", "eval", "generate", "serve")
+RECKONS: Sequence[Command] = ("train", "doctor", "figures")
+"""Commands of a training job: what they open has the keys of `Config`."""
 
 
-R = TypeVar("R")
-
-
-CHECKS: Mapping[type, Sequence[str]] = {
-    Config: (
-        "settings",
-        "inputs",
-        "folder_note",
-        "questions",
-        "sessions",
-        "pool",
-        "cluster",
-        "world",
-        "requested_roles",
-        "placement",
-        "positions",
-        "model",
-        "tensors",
-        "teacher",
-        "sets",
-        "prompts",
-        "lengths",
-        "slots",
-        "reward_findings",
-        "sizes",
-        "room",
-    ),
-    EvalConfig: (
-        "questions",
-        "sessions",
-        "pool",
-        "requested_roles",
-        "positions",
-        "model",
-        "tensors",
-        "sets",
-        "slots",
-        "lost_answers",
-    ),
-    **dict.fromkeys(
-        (GenerateConfig, ServeConfig), ("requested_roles", "positions", "model", "tensors")
-    ),
-}
-"""The stages in which a job can be refused before its weights are read, of the run and of its dry
-run."""
-
-
-class stage(Generic[T]):
-    """A part of a job that opens when it is first asked for. What it becomes, or the error that it
-    raises, is kept.
-
-    `check`: what it checks, as findings call it. `key`: what mends it, unless the error names
-    another."""
-
-    name: str
-    function: Callable[[Job], T]
-
-    def __init__(self, check: str = "configuration", key: str = "") -> None:
-        self.check = check
-        self.key = key
-
-    def __call__(self, function: Callable[[Job], R]) -> stage[R]:
-        made: stage[R] = stage(self.check, self.key)
-        made.function = function
-        made.__doc__ = function.__doc__
-        return made
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
-
-    @overload
-    def __get__(self, job: None, owner: type) -> stage[T]: ...
-
-    @overload
-    def __get__(self, job: Job, owner: type) -> T: ...
-
-    def __get__(self, job: Job | None, owner: type) -> T | stage[T]:
-        if job is None:
-            return self
-        if self.name in job.failed:
-            raise job.failed[self.name]
-        if self.name not in job.opened:
-            try:
-                job.opened[self.name] = self.function(job)
-            except ShoalError as error:
-                job.failed[self.name] = error
-                raise
-        return job.opened[self.name]
-
-
-class Job:
-    """What a configuration becomes. Closed at the end, with everything that it opened.
+class Job(StagedJob):
+    """What a configuration becomes: a list of stages, in the order in which they are checked. It is
+    closed at the end, with everything that it opened.
 
     >>> with Job(config, console) as job:
+    ...     job.check()
     ...     open_run(job).train()
 
-    `resumed`: the folder of a run that goes on. `functions`, `task`: reward functions and data from
-    Python. `devices`: others than this machine's. `spec`: another model than the one of
-    `model.path`.
+    `resumed`: the folder of a run that is resumed. `functions`, `task`: reward functions and data
+    from Python. `devices`: others than this machine's. `spec`: a model in place of that of
+    `model.path`; the job then only reckons, or computes again, with it. `command`: the one that it
+    is opened for, where the configuration's type does not say which.
     """
 
     def __init__(
@@ -252,24 +179,24 @@ class Job:
         devices: Sequence[Any] = (),
         spec: ModelSource | None = None,
         findings: Findings | None = None,
+        command: Command | None = None,
     ) -> None:
+        super().__init__(command or _command_of(config, spec), findings or Findings())
         # One of these: a stage reads what the commands that open it have.
         self.requested: Any = replace(config, model=with_run(config.model))
         self.console = console
         self.resumed = resumed
         self.functions = functions
         self._task = task
-        self._devices = devices
-        self._spec = spec
+        if devices:
+            self.opened["devices"] = devices
+        if spec is not None:
+            self.opened["spec"] = spec
         self.trains = isinstance(config, Config)
-        self.findings = findings or Findings()
         self.stop = StopSignal()
         self.stack = ExitStack()
         self.decisions: dict[str, Decision] = {}
         self.stored_decisions = read_decisions(resumed) if resumed else {}
-        self.opened: dict[str, Any] = {}
-        self.failed: dict[str, ShoalError] = {}
-        self.noted: list[ShoalError] = []
         self.started = time.perf_counter()
         self.compilations = job_training.CompilationCounter()
 
@@ -285,42 +212,29 @@ class Job:
     ) -> None:
         self.stack.__exit__(kind, error, traceback)
 
-    def collect(self, *stages: str) -> bool:
-        """Opens stages and notes what is wrong with each, in place of raising it. True if all are
-        open."""
-        for name in stages:
-            try:
-                getattr(self, name)
-            except ShoalError as error:
-                if error not in self.noted:  # that of a stage which this one needs has been noted
-                    self.noted.append(error)
-                    source = next(name for name, known in self.failed.items() if known is error)
-                    made: stage[Any] = getattr(Job, source)
-                    self.findings.of(made.check, made.key).wrong(error)
-        return self.opened.keys() >= {*stages}
+    # ---- the stages: settings, files
 
-    # ---- before devices
-
-    @stage()
+    @stage(commands=TRAIN_OR_DOCTOR)
     def settings(self) -> None:
-        if self.trains:
-            check_settings(self.requested, self.findings)
-            check_sinks(self.requested.report)
+        check_settings(self.requested, self.findings)
+        check_sinks(self.requested.report)
 
-    @stage()
+    @stage(commands=TRAIN)
     def inputs(self) -> None:
         """The files and names that are given, as far as they are on this machine."""
         from_python = bool(self.functions) or self._task is not None
         check_before_weights(self.requested, from_python, self.resumed is not None)
 
-    @stage("configuration", "base_output_directory")
+    @stage(cure="base_output_directory", commands=TRAIN_OR_DOCTOR)
     def folder_note(self) -> str:
         """A note if the run's folder is there already; ShoalError where it cannot be made."""
         if self.resumed:
             return ""
         return check_run_folder(self.requested)
 
-    @stage("data", "task.path")
+    # ---- data and rewards, in processes that are forked before this one has threads
+
+    @stage("data", "task.path", commands=WITH_TASK)
     def questions(self) -> Task:
         """The data of the task, with its own rewards."""
         c = self.requested
@@ -332,7 +246,35 @@ class Job:
             self.console.note(note)
         return task
 
-    @stage("reward", "reward.functions")
+    @stage(
+        "environment", "environment.factory", needs=("questions",), commands=WITH_TASK, forks=True
+    )
+    def sessions(self) -> Sessions | None:
+        """The processes of tools and environments, forked as those that score are; None where
+        rollouts have none."""
+        sessions = open_sessions(self.questions, self.requested)
+        if sessions:
+            self.stack.enter_context(closing(sessions))
+        return sessions
+
+    @stage("tokenizer", "model.path")
+    def template_date(self) -> datetime:
+        """The date that chat templates write in a training run, resumed or not: the one of its
+        first start."""
+        if self.resumed:
+            folder = self.resumed / MODEL_FOLDER
+            date = read_date(folder)
+            if date:
+                return date
+            template = folder / "chat_template.jinja"
+            if template.is_file() and "strftime_now" in template.read_text(encoding="utf-8"):
+                self.findings.of("template", "model.template").warning(
+                    "the chat template writes the date, and the run began with a version that did "
+                    "not keep it: from here on prompts have the present one"
+                )
+        return datetime.now().replace(microsecond=0)
+
+    @stage("reward", "reward.functions", needs=("template_date",), after=("questions",))
     def scorers(self) -> tuple[RewardFunction, ...]:
         """The functions that score answers. Those that were given need no data."""
         c = self.requested
@@ -359,64 +301,67 @@ class Job:
             rewards = UNREWARDED
         return with_overlong(rewards, c.reward, c.sampling.max_completion_tokens)
 
-    @stage("environment", "environment.factory")
-    def sessions(self) -> Sessions | None:
-        """The processes of tools and environments, forked as those that score are; None where
-        rollouts have none."""
-        if isinstance(self.requested, GenerateConfig | ServeConfig):  # which have no task
-            return None
-        sessions = open_sessions(self.questions, self.requested)
-        if sessions:
-            self.stack.enter_context(closing(sessions))
-        return sessions
-
     @property
     def task(self) -> Task:
         return replace(self.questions, rewards=self.scorers)
 
-    @stage("reward", "reward.functions")
+    @stage(
+        "reward",
+        "reward.functions",
+        needs=("scorers",),
+        after=("questions",),
+        commands=WITH_TASK,
+        forks=True,
+    )
     def pool(self) -> RewardPool:
-        """The processes that score answers: forked while this one has no threads of JAX (decision
-        0006)."""
+        """The processes that score answers (decision 0006)."""
         if "questions" not in self.failed:
             check_truths(self.questions, self.scorers)
         steps = (self.requested.steps,) if self.trains else ()
         pool = RewardPool(self.scorers, self.requested.reward, *steps)
         return self.stack.enter_context(closing(pool))
 
-    @stage()
+    # ---- other processes and machines, which must be known before JAX looks for devices
+
+    @stage(after=("sessions", "pool"), commands=TRAIN)
     def cluster(self) -> Cluster | None:
         return open_cluster(self.requested, self.console, self.stack)
 
-    @stage()
+    @stage(needs=("cluster",), after=("sessions", "pool"), commands=TRAIN, starts_threads=True)
     def world(self) -> World:
         """The processes of the run. From here on the configuration lacks the keys that are a
         process's own."""
         world, self.requested = open_world(self.requested, self.resumed)
         return self.stack.enter_context(world)
 
-    @stage("tokenizer", "model.path")
-    def template_date(self) -> datetime:
-        """The date that chat templates write in a training run, resumed or not: the one of its
-        first start."""
-        if self.resumed:
-            folder = self.resumed / MODEL_FOLDER
-            date = read_date(folder)
-            if date:
-                return date
-            template = folder / "chat_template.jinja"
-            if template.is_file() and "strftime_now" in template.read_text(encoding="utf-8"):
-                self.findings.of("template", "model.template").warning(
-                    "the chat template writes the date, and the run began with a version that did "
-                    "not keep it: from here on prompts have the present one"
-                )
-        return datetime.now().replace(microsecond=0)
+    # ---- devices, and the model on them
 
-    @stage("tokenizer", "model.path")
+    @stage(
+        "devices",
+        "mesh",
+        needs=("cluster", "world"),
+        after=("sessions", "pool"),
+        starts_threads=True,
+    )
+    def devices(self) -> Sequence[Any]:
+        shares_gpu = getattr(self.requested, "shares_gpu", False)
+        return available_devices(self.requested.mesh, shares_gpu)
+
+    @property
+    def mesh(self) -> MeshSection:
+        """The mesh as given, for the devices that Ray holds for this process."""
+        if "cluster" not in self.opened:  # a command that joins none
+            return self.requested.mesh
+        return trainer_mesh(self.requested, self.opened["cluster"]).mesh
+
+    @stage("devices", "mesh", needs=("cluster", "devices"), commands=(*WITH_MODEL, "figures"))
+    def requested_roles(self) -> Roles:
+        """The mesh of each role by the settings alone: judged before the model is known."""
+        return make_roles(self.mesh, self.devices)
+
+    @stage("tokenizer", "model.path", needs=("template_date", "world"))
     def spec(self) -> ModelSource:
         """The model's sizes and tokenizer, and how its weights are read."""
-        if self._spec is not None:
-            return self._spec
         if not self.trains:
             for _, text in adapter_warnings(self.requested.model.lora):
                 self.console.warning(text)
@@ -426,52 +371,20 @@ class Job:
             return spec
         date = self.template_date
         # Processes may start on two days, or in two time zones: all take the first one's date.
-        if "world" in self.opened and self.world.count > 1:
+        if self.has("world") and self.world.count > 1:
             dates = self.world.exchange_json("the date", date.isoformat())
             date = datetime.fromisoformat(dates[0])
         return replace(spec, date=date)
 
-    @stage("model", "sampling.max_completion_tokens")
-    def positions(self) -> None:
-        """ShoalError where sequences may be longer than the model's positions reach; the reference
-        has the same."""
-        check_positions(
-            self.spec.architecture,
-            self.requested.sampling,
-            f"model.path={model_path(self.requested.model)}",
-        )
-
-    # ---- devices
-
-    @stage("devices", "mesh")
-    def devices(self) -> Sequence[Any]:
-        if self._devices:
-            return self._devices
-        shares_gpu = getattr(self.requested, "shares_gpu", False)
-        return available_devices(self.requested.mesh, shares_gpu)
-
-    @property
-    def mesh(self) -> MeshSection:
-        """The mesh as given, for the devices that Ray holds for this process."""
-        # Not `self.cluster`: a plan joins none.
-        if "cluster" not in self.opened:
-            return self.requested.mesh
-        return trainer_mesh(self.requested, self.opened["cluster"]).mesh
-
-    @stage("devices", "mesh")
-    def requested_roles(self) -> Roles:
-        """The mesh of each role by the settings alone: judged before the model is known."""
-        return make_roles(self.mesh, self.devices)
-
-    @stage("devices", "mesh")
+    @stage("devices", "mesh", needs=("cluster", "devices", "requested_roles", "spec"))
     def roles(self) -> Roles:
         """The mesh of each role for this model: `requested_roles`, with a replica of the sampler
         over as many devices as it needs. A command that only samples has no trainer to share the
         devices with."""
-        mesh = self.mesh
         roles = self.requested_roles
         if not self.trains:
             return roles
+        mesh = self.mesh
         roles = run_roles(replace(self.requested, mesh=mesh), self.spec.architecture, self.devices)
         requested_tensor = mesh.sampler_tensor or mesh.tensor
         if roles.sampler.tensor != requested_tensor:
@@ -481,7 +394,7 @@ class Job:
             )
         return roles
 
-    @stage("devices", "mesh")
+    @stage("devices", "mesh", needs=("roles", "spec"), commands=RECKONS)
     def config(self) -> Config:
         """The configuration of a training job, with what it left open decided."""
         trainer = self.roles.trainer
@@ -504,6 +417,351 @@ class Job:
             micro_tokens,
             {"devices of the trainer": f"{num_devices} x {device_kind}"},
         )
+
+    @stage("devices", "mesh", needs=("config", "roles"), commands=TRAIN_OR_DOCTOR)
+    def placement(self) -> None:
+        check_devices(self.config, self.roles, self.findings)
+
+    @stage("model", "sampling.max_completion_tokens", needs=("spec",), commands=WITH_MODEL)
+    def positions(self) -> None:
+        """ShoalError where sequences may be longer than the model's positions reach; the reference
+        has the same."""
+        check_positions(
+            self.spec.architecture,
+            self.requested.sampling,
+            f"model.path={model_path(self.requested.model)}",
+        )
+
+    @stage(
+        "model",
+        "model.path",
+        needs=("config", "roles", "spec"),
+        commands=(*WITH_MODEL, "figures"),
+    )
+    def model(self) -> Model:
+        """The model on the trainer's devices, or on the sampler's where none trains."""
+        if self.trains:
+            model = trained_model(self.config, self.spec, self.roles)
+        else:
+            model = make_model(self.requested.model, self.spec.architecture, self.roles.sampler)
+        fault = kernel_fault(replace(model, attention=self.requested.model.attention))
+        if fault:
+            self.console.note(
+                "attention is blocked: our kernels do not work on this "
+                f"{model.role.platform.upper()} ({fault})"
+            )
+        sampler = model.on(self.roles.sampler)
+        is_without_kernel = not decodes_by_kernel(sampler) and sampler.role.platform != "cpu"
+        if is_without_kernel and model.attention == "auto":
+            self.console.note(f"decoding goes without its kernel: {kernel_refusal(sampler)}")
+        if self.trains:
+            largest = micro_batch_shapes(self.config, model.role.row_shards)[0]
+            rows = largest.rows
+            length = largest.length
+        else:
+            rows = 1
+            length = self.requested.sampling.max_prompt_tokens
+        attention_kind(model, rows, length)  # raises where the kernel cannot take this shape
+        multiply_exactly(model.dtype, self.stack)
+        return model
+
+    @stage("model", "model.path", needs=("spec",), commands=("train", *SAMPLES_ALONE))
+    def tensors(self) -> None:
+        """The files of the weights, as far as their headers tell."""
+        self.spec.check()
+
+    @stage("teacher", "teacher.path", needs=("config", "spec"), commands=TRAIN_OR_DOCTOR)
+    def teacher(self) -> ModelSource | None:
+        if not self.config.teacher.path:
+            return None
+        return find_teacher(self.config, self.spec, self.console)
+
+    # ---- prompts
+
+    @stage("tokenizer", "model.path", needs=("spec",), commands=WITH_MODEL)
+    def tokenizer(self) -> Tokenizer:
+        tokenizer = self.spec.tokenizer
+        if self.trains:
+            notes = (*self.spec.notes, *tokenizer.notes)
+            check_tokenizer(tokenizer, notes, self.findings)
+        return tokenizer
+
+    @stage("template", "model.template", needs=("sessions", "tokenizer"), commands=WITH_TASK)
+    def turns(self) -> TurnFormats | None:
+        """How turns look in tokens; None where rollouts have one."""
+        if not self.sessions:
+            return None
+        return TurnFormats(
+            self.tokenizer,
+            self.sessions,
+            section_of(self.requested),
+            self.console.note,
+            self.requested.sampling.max_completion_tokens,
+        )
+
+    def encode(self, example: Example) -> np.ndarray:
+        """Token ids of an example's prompt, int32[T], with its tools."""
+        if self.has("turns") and self.turns:
+            return self.turns.encode(example)
+        return self.tokenizer.encode_prompt(example.prompt)
+
+    @stage("data", "task.path", needs=("questions", "tokenizer", "turns"), commands=WITH_TASK)
+    def sets(self) -> Mapping[str, Sequence[TokenizedExample]]:
+        """The questions of each evaluation set, without further sets whose prompts are all too
+        long."""
+        warn = self.findings.of("data").warning if self.trains else self.console.warning
+        sets = {}
+        for name, examples in self.questions.evaluations.items():
+            try:
+                sets[name] = encode_all(name, examples, self.encode, self.requested.sampling, warn)
+            except ShoalError as error:
+                if not sets or error.key != "sampling.max_prompt_tokens":
+                    raise
+                warn(f"{name} is not evaluated: {error}")
+        return sets
+
+    @property
+    def prompts_per_step(self) -> int:
+        """Where the devices are not known, as for one of them."""
+        if "config" in self.opened:
+            return self.config.batch.prompts_per_step
+        batch = self.requested.batch
+        return batch.prompts_per_device or batch.prompts_per_step
+
+    @stage(
+        "data",
+        "task.path",
+        needs=("questions", "tokenizer", "turns"),
+        after=("config",),
+        commands=TRAIN_OR_DOCTOR,
+    )
+    def prompts(self) -> PromptStream:
+        return open_prompts(self.requested, self.prompts_per_step, self.questions, self.encode)
+
+    @property
+    def first_prompt(self) -> TokenizedExample:
+        return self.prompts.peek(self.prompts_per_step)
+
+    @stage(
+        "template",
+        "model.template",
+        needs=("questions", "tokenizer", "turns"),
+        after=("config", "sets"),
+        commands=TRAIN_OR_DOCTOR,
+    )
+    def lengths(self) -> str:
+        """The prompts' lengths, in training and in each evaluation set, as text."""
+        sets = {} if "sets" in self.failed else self.sets
+        return check_prompts(
+            self.requested,
+            self.prompts_per_step,
+            self.questions,
+            self.tokenizer,
+            self.encode,
+            self.findings,
+            sets,
+        )
+
+    # ---- what follows from the data
+
+    @stage(
+        "memory",
+        "sampling.prompt_slot_tokens",
+        needs=("questions", "sessions", "scorers", "config", "tokenizer", "turns", "sets"),
+        commands=WITH_TASK,
+    )
+    def slots(self) -> SamplingSection:
+        """The settings of sampling, with the room of slots decided by the data; `config` has it
+        from here on."""
+        settings = self.config if self.trains else self.requested
+        quick_questions = settings.quick_questions if self.trains else 0
+        evaluator = Evaluator(
+            self.sets, settings.sampling.params, settings.pass_k, self.task, quick_questions
+        )
+        settings = self.with_prompt_room(settings)
+        completions = evaluator.num_completions(full=True)
+        settings = self.decide(
+            settings,
+            "sampling.evaluation_slots",
+            completions,
+            {"completions of an evaluation": completions},
+        )
+        if self.trains:
+            self.opened["config"] = settings
+        return settings.sampling
+
+    @stage(
+        needs=("questions", "scorers", "pool", "roles", "config", "tokenizer", "turns", "prompts"),
+        commands=TRAIN,
+    )
+    def reward_findings(self) -> list[Finding]:
+        """What the reward says of known answers to the first prompt. A resumed run's was tried when
+        it began; a dry run reads no weights of a reward model; there is no known way through an
+        environment."""
+        if self.resumed or self.questions.environments:
+            return []
+        if is_offline() and reward_models(self.scorers):
+            return []
+        findings = check_first_prompt(
+            self.config,
+            self.tokenizer,
+            self.first_prompt,
+            self.pool,
+            has_calls=bool(self.questions.tools),
+        )
+        self.findings.extend(findings)
+        return findings
+
+    @stage(
+        "reward",
+        "reward.functions",
+        needs=("questions", "scorers", "pool", "tokenizer", "sets"),
+        commands=("eval",),
+    )
+    def lost_answers(self) -> None:
+        """Warns of an evaluation whose rewards would not see in completions what they look for, as
+        a tag that the prompt opens: every answer would count as wrong."""
+        first = next((questions[0] for questions in self.sets.values() if questions), None)
+        if first is None or self.questions.environments or reward_models(self.scorers):
+            return
+
+        def prompt_ids_of(_: Example) -> np.ndarray:
+            return first.prompt_ids
+
+        sampled = sampled_by(self.tokenizer, prompt_ids_of)
+        lost = lost_in_tokens(self.pool, [first.example], sampled)
+        if lost:
+            self.findings.of("reward").warning(lost)
+
+    # ---- what it takes
+
+    @stage(
+        "memory",
+        "model.path",
+        needs=("devices", "spec", "roles", "config", "model", "slots"),
+        after=("teacher",),
+        commands=TRAIN,
+    )
+    def sizes(self) -> Finding:
+        """What a device holds against what it has, as far as it is known before anything is
+        compiled."""
+        check_size(self.config, parameter_count(self.model.architecture), self.findings)
+        finding = check_memory(self)
+        self.findings.extend([finding])
+        return finding
+
+    @stage(needs=("config", "model"))
+    def learner(self) -> Learner:
+        return Learner(
+            self.model,
+            make_objective(self.config.algorithm),
+            self.config.optimizer,
+            num_updates(self.config),
+            self.config.seed,
+        )
+
+    @stage(cure="base_output_directory", needs=("config", "learner"), commands=TRAIN)
+    def room(self) -> None:
+        """ShoalError where the disk has less room than one checkpoint takes. Of several processes
+        each writes its part, whose disk may be another's."""
+        base = self.resumed or check_local(
+            self.config.base_output_directory, "base_output_directory", RUNS
+        )
+        needed = checkpoint_bytes(self.learner.shapes())
+        free = shutil.disk_usage(nearest_folder(base / "any")).free
+        if free < needed and self.config.steps and jax.process_count() == 1:
+            raise ShoalError(
+                f"base_output_directory={base}: a checkpoint takes {gib(needed)}, and the disk has "
+                f"{gib(free)} free: make room, or choose a folder on another disk"
+            )
+
+    # ---- what samples
+
+    @stage(
+        "memory",
+        "sampling.slots_per_device",
+        needs=("config", "roles", "model", "tokenizer", "slots"),
+        commands=("doctor",),
+    )
+    def engines(self) -> dict[str, Engine]:
+        return dict(run_engines(self.config, self.model, self.roles, self.tokenizer))
+
+    @stage(needs=("questions", "scorers", "pool", "tokenizer"))
+    def rewards(self) -> GroupRewards:
+        return GroupRewards(
+            self.task, self.pool, self.tokenizer.decode, section_of(self.requested).on_error
+        )
+
+    @stage(
+        needs=(
+            "rewards",
+            "cluster",
+            "world",
+            "roles",
+            "spec",
+            "config",
+            "model",
+            "tokenizer",
+            "turns",
+            "slots",
+        )
+    )
+    def source(self) -> Fleet | MultiProcessSource | DataSource:
+        """Groups of completions: of Ray's workers, threads with devices of their own, this thread,
+        or the data."""
+        c = self.requested
+        if not self.trains:
+            player = None
+            if self.turns:
+                num_slots = c.batch * self.model.role.mesh.size
+                player = make_player(self.turns, num_slots, c.sampling)
+            return local_fleet(
+                MemoryStore(self.model, delete_source=True),
+                self.make_engine(),
+                self.rewards,
+                c.seed,
+                self.console.answered,
+                player=player,
+            )
+        fleet = training_fleet(
+            self.config,
+            self.model,
+            self.roles,
+            self.spec,
+            self.rewards,
+            self.stop,
+            self.console,
+            self.cluster,
+            self.turns,
+        )
+        source = fleet
+        if self.world.count > 1:
+            source = MultiProcessSource(fleet, self.world, self.stop)
+        self.stack.enter_context(closing(source))
+        if self.config.algorithm.learns_from_data:
+            return DataSource(source, self.tokenizer, self.config)
+        return source
+
+    def make_engine(self) -> Callable[[Purpose, int], Engine]:
+        """A function that makes the engines of the sampler's first host, for groups of a purpose
+        and size."""
+        if self.trains:
+            return training_engine_maker(self.config, self.model, self.roles, self.tokenizer)
+        c = self.requested
+        if isinstance(c, GenerateConfig):
+            group_size = max(1, c.num_generations)
+        else:
+            group_size = max(1, getattr(c, "pass_k", 1))
+        sampling = c.sampling
+        slots = c.batch * self.model.role.mesh.size
+        if isinstance(c, EvalConfig):
+            sampling = self.slots
+            slots = min(slots, sampling.evaluation_slots or slots)
+        return sampling_engine_maker(
+            self.model, self.tokenizer, sampling, slots, group_size, isinstance(c, ServeConfig)
+        )
+
+    # ---- what it left open
 
     def decide(
         self, config: Any, key: str, value: Any, facts: Mapping[str, str | int] | None = None
@@ -553,180 +811,6 @@ class Job:
                 f"decides itself: {reason}"
             )
 
-    @stage("devices", "mesh")
-    def placement(self) -> None:
-        check_devices(self.config, self.roles, self.findings)
-
-    @stage("model", "model.path")
-    def model(self) -> Model:
-        """The model on the trainer's devices, or on the sampler's where none trains."""
-        if self.trains:
-            model = trained_model(self.config, self.spec, self.roles)
-        else:
-            model = make_model(self.requested.model, self.spec.architecture, self.roles.sampler)
-        fault = kernel_fault(replace(model, attention=self.requested.model.attention))
-        if fault:
-            self.console.note(
-                "attention is blocked: our kernels do not work on this "
-                f"{model.role.platform.upper()} ({fault})"
-            )
-        sampler = model.on(self.roles.sampler)
-        is_without_kernel = not decodes_by_kernel(sampler) and sampler.role.platform != "cpu"
-        if is_without_kernel and model.attention == "auto":
-            self.console.note(f"decoding goes without its kernel: {kernel_refusal(sampler)}")
-        if self.trains:
-            largest = micro_batch_shapes(self.config, model.role.row_shards)[0]
-            rows = largest.rows
-            length = largest.length
-        else:
-            rows = 1
-            length = self.requested.sampling.max_prompt_tokens
-        attention_kind(model, rows, length)  # raises where the kernel cannot take this shape
-        multiply_exactly(model.dtype, self.stack)
-        return model
-
-    @stage("model", "model.path")
-    def tensors(self) -> None:
-        """The files of the weights, as far as their headers tell."""
-        self.spec.check()
-
-    @stage("teacher", "teacher.path")
-    def teacher(self) -> ModelSource | None:
-        if not self.config.teacher.path:
-            return None
-        return find_teacher(self.config, self.spec, self.console)
-
-    # ---- data
-
-    @property
-    def expected(self) -> Config:
-        """The configuration; before its devices are known, as for one of them."""
-        if "config" in self.opened:
-            return self.config
-        batch = self.requested.batch
-        prompts_per_step = batch.prompts_per_device or batch.prompts_per_step
-        return replace(self.requested, batch=replace(batch, prompts_per_step=prompts_per_step))
-
-    @stage("tokenizer", "model.path")
-    def tokenizer(self) -> Tokenizer:
-        tokenizer = self.spec.tokenizer
-        if self.trains:
-            notes = (*self.spec.notes, *tokenizer.notes)
-            check_tokenizer(tokenizer, notes, self.findings)
-        return tokenizer
-
-    @stage("template", "model.template")
-    def turns(self) -> TurnFormats | None:
-        """How turns look in tokens; None where rollouts have one."""
-        if not self.sessions:
-            return None
-        return TurnFormats(
-            self.tokenizer,
-            self.sessions,
-            section_of(self.requested),
-            self.console.note,
-            self.requested.sampling.max_completion_tokens,
-        )
-
-    def encode(self, example: Example) -> np.ndarray:
-        """Token ids of an example's prompt, int32[T], with its tools."""
-        if self.turns:
-            return self.turns.encode(example)
-        return self.tokenizer.encode_prompt(example.prompt)
-
-    @stage("data", "task.path")
-    def prompts(self) -> PromptStream:
-        return open_prompts(self.expected, self.questions, self.encode)
-
-    @property
-    def first_prompt(self) -> TokenizedExample:
-        return self.prompts.peek(self.expected.batch.prompts_per_step)
-
-    @stage("data", "task.path")
-    def sets(self) -> Mapping[str, Sequence[TokenizedExample]]:
-        """The questions of each evaluation set, without further sets whose prompts are all too
-        long."""
-        warn = self.findings.of("data").warning if self.trains else self.console.warning
-        sets = {}
-        for name, examples in self.questions.evaluations.items():
-            try:
-                sets[name] = encode_all(name, examples, self.encode, self.requested.sampling, warn)
-            except ShoalError as error:
-                if not sets or error.key != "sampling.max_prompt_tokens":
-                    raise
-                warn(f"{name} is not evaluated: {error}")
-        return sets
-
-    @stage("template", "model.template")
-    def lengths(self) -> str:
-        """The prompts' lengths, in training and in each evaluation set, as text."""
-        return check_prompts(
-            self.expected,
-            self.questions,
-            self.tokenizer,
-            self.encode,
-            self.findings,
-            self.opened.get("sets", {}),
-        )
-
-    @stage()
-    def reward_findings(self) -> list[Finding]:
-        """What the reward says of known answers to the first prompt. A resumed run's was tried when
-        it began; a dry run reads no weights of a reward model; there is no known way through an
-        environment."""
-        if self.resumed or self.questions.environments:
-            return []
-        if is_offline() and reward_models(self.scorers):
-            return []
-        findings = check_first_prompt(
-            self.config,
-            self.tokenizer,
-            self.first_prompt,
-            self.pool,
-            has_calls=bool(self.questions.tools),
-        )
-        self.findings.extend(findings)
-        return findings
-
-    @stage("reward", "reward.functions")
-    def lost_answers(self) -> None:
-        """Warns of an evaluation whose rewards would not see in completions what they look for, as
-        a tag that the prompt opens: every answer would count as wrong."""
-        first = next((questions[0] for questions in self.sets.values() if questions), None)
-        if first is None or self.questions.environments or reward_models(self.scorers):
-            return
-
-        def prompt_ids_of(_: Example) -> np.ndarray:
-            return first.prompt_ids
-
-        sampled = sampled_by(self.tokenizer, prompt_ids_of)
-        lost = lost_in_tokens(self.pool, [first.example], sampled)
-        if lost:
-            self.findings.of("reward").warning(lost)
-
-    # ---- sizes
-
-    @stage("memory", "sampling.prompt_slot_tokens")
-    def slots(self) -> SamplingSection:
-        """The settings of sampling, with the room of slots decided by the data; `config` has it
-        from here on."""
-        settings = self.config if self.trains else self.requested
-        quick_questions = settings.quick_questions if self.trains else 0
-        evaluator = Evaluator(
-            self.sets, settings.sampling.params, settings.pass_k, self.task, quick_questions
-        )
-        settings = self.with_prompt_room(settings)
-        completions = evaluator.num_completions(full=True)
-        settings = self.decide(
-            settings,
-            "sampling.evaluation_slots",
-            completions,
-            {"completions of an evaluation": completions},
-        )
-        if self.trains:
-            self.opened["config"] = settings
-        return settings.sampling
-
     def with_prompt_room(self, settings: Any) -> Any:
         """The settings with `sampling.prompt_slot_tokens` decided: the longest prompt where all
         are known before, else 0, the longest that is allowed."""
@@ -761,30 +845,6 @@ class Job:
             settings, "sampling.prompt_slot_tokens", room, {"longest prompt": needed}
         )
 
-    @stage("memory", "model.path")
-    def sizes(self) -> Finding:
-        """What a device holds against what it has, as far as it is known before anything is
-        compiled."""
-        check_size(self.config, parameter_count(self.model.architecture), self.findings)
-        finding = check_memory(self)
-        self.findings.extend([finding])
-        return finding
-
-    @stage("configuration", "base_output_directory")
-    def room(self) -> None:
-        """ShoalError where the disk has less room than one checkpoint takes. Of several processes
-        each writes its part, whose disk may be another's."""
-        base = self.resumed or check_local(
-            self.config.base_output_directory, "base_output_directory", RUNS
-        )
-        needed = checkpoint_bytes(self.learner.shapes())
-        free = shutil.disk_usage(nearest_folder(base / "any")).free
-        if free < needed and self.config.steps and jax.process_count() == 1:
-            raise ShoalError(
-                f"base_output_directory={base}: a checkpoint takes {gib(needed)}, and the disk has "
-                f"{gib(free)} free: make room, or choose a folder on another disk"
-            )
-
     def described(self, config: Config) -> dict[str, Any]:
         """The outline of the job with other settings, for the same model on the same devices.
         ShoalError for one that cannot be."""
@@ -798,87 +858,7 @@ class Job:
         with other:
             return memory_report(other)
 
-    # ---- what samples
-
-    def make_engine(self) -> Callable[[Purpose, int], Engine]:
-        """A function that makes the engines of the sampler's first host, for groups of a purpose
-        and size."""
-        if self.trains:
-            return training_engine_maker(self.config, self.model, self.roles, self.tokenizer)
-        c = self.requested
-        if isinstance(c, GenerateConfig):
-            group_size = max(1, c.num_generations)
-        else:
-            group_size = max(1, getattr(c, "pass_k", 1))
-        sampling = c.sampling
-        slots = c.batch * self.model.role.mesh.size
-        if isinstance(c, EvalConfig):
-            sampling = self.slots
-            slots = min(slots, sampling.evaluation_slots or slots)
-        return sampling_engine_maker(
-            self.model, self.tokenizer, sampling, slots, group_size, isinstance(c, ServeConfig)
-        )
-
-    @stage("memory", "sampling.slots_per_device")
-    def engines(self) -> dict[str, Engine]:
-        return dict(run_engines(self.config, self.model, self.roles, self.tokenizer))
-
-    @stage()
-    def rewards(self) -> GroupRewards:
-        return GroupRewards(
-            self.task, self.pool, self.tokenizer.decode, section_of(self.requested).on_error
-        )
-
-    @stage()
-    def source(self) -> Fleet | MultiProcessSource | DataSource:
-        """Groups of completions: of Ray's workers, threads with devices of their own, this thread,
-        or the data."""
-        c = self.requested
-        # First: the processes that score are forked while JAX has no threads.
-        rewards = self.rewards
-        if not self.trains:
-            player = None
-            if self.turns:
-                num_slots = c.batch * self.model.role.mesh.size
-                player = make_player(self.turns, num_slots, c.sampling)
-            return local_fleet(
-                MemoryStore(self.model, delete_source=True),
-                self.make_engine(),
-                rewards,
-                c.seed,
-                self.console.answered,
-                player=player,
-            )
-        fleet = training_fleet(
-            self.config,
-            self.model,
-            self.roles,
-            self.spec,
-            rewards,
-            self.stop,
-            self.console,
-            self.cluster,
-            self.turns,
-        )
-        source = fleet
-        if self.world.count > 1:
-            source = MultiProcessSource(fleet, self.world, self.stop)
-        self.stack.enter_context(closing(source))
-        if self.config.algorithm.learns_from_data:
-            return DataSource(source, self.tokenizer, self.config)
-        return source
-
     # ---- what trains
-
-    @stage()
-    def learner(self) -> Learner:
-        return Learner(
-            self.model,
-            make_objective(self.config.algorithm),
-            self.config.optimizer,
-            num_updates(self.config),
-            self.config.seed,
-        )
 
     def open_reference(self, first: Params | None) -> ModelScorer | None:
         """The reference on its role's devices, in the type of the computation; None without a KL
@@ -926,25 +906,19 @@ class Job:
         source = spec or self.spec
         return source.load(self.roles.trainer, np.float32, self.model.dtype, self.requested.seed)
 
-    # ---- a run
 
-    def check(self, *without: str) -> None:
-        """Opens everything that can be wrong with a job before its weights are read, of a dry run
-        what needs no download; `without` these stages."""
-        stages = next(
-            names
-            for config_type, names in CHECKS.items()
-            if isinstance(self.requested, config_type)
-        )
-        for name in stages:
-            if name in without:
-                continue
-            try:
-                getattr(self, name)
-            except NotHere as missing:  # raised in a dry run alone
-                self.findings.of(NOT_HERE).ok(
-                    f"{missing} is not on this machine, and so not checked"
-                )
+def _command_of(config: Any, spec: ModelSource | None) -> Command:
+    if isinstance(config, EvalConfig):
+        return "eval"
+    if isinstance(config, GenerateConfig):
+        return "generate"
+    if isinstance(config, ServeConfig):
+        return "serve"
+    if spec is not None or isinstance(config, PlanConfig):
+        return "figures"
+    if isinstance(config, DoctorConfig):
+        return "doctor"
+    return "train"
 
 
 # ---- memory

@@ -52,7 +52,7 @@ from shoal.trainer.batch import LearnerBatch
 from shoal.trainer.step import score_program
 from shoal.trainer.update import needs_old_logprobs, num_scorings
 from shoal.weights.sampler_copy import publication_program, published_shapes
-from shoal.weights.source import ModelSource, check_positions, model_path, planned_architecture
+from shoal.weights.source import ModelSource, check_positions, planned_architecture
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,8 @@ def planned_job(
     where = parse_topology(topology) if topology else None
     devices = _devices(topology, compiles) if where else available_devices(config.mesh)
     spec = ModelSource(Path(), planned_architecture(config.model))
-    check_positions(spec.architecture, config.sampling, f"model.path={model_path(config.model)}")
     with Job(config, Console(io.StringIO()), devices=devices, spec=spec) as job:
+        job.open("positions")
         if config.teacher.path:
             teacher = planned_architecture(ModelSection(path=config.teacher.path))
             check_positions(teacher, config.sampling, f"teacher.path={config.teacher.path}")

@@ -198,8 +198,9 @@ def text_stream(tokenizer: Tokenizer, prompt: str, completion: str) -> Stream:
 
 
 def _stream(tokenizer: Tokenizer, text: _Text) -> Stream:
-    """The tokens of a text, and which are learned: of a span that the template marked all, of another
-    one those up to its last end-of-sequence token, without what the template writes behind it."""
+    """The tokens of a text, and which are learned: of a span that the template marked all, of
+    another those up to its last end-of-sequence token, without what the template writes behind
+    it."""
     ids, token_spans = tokenizer.encode_spans(text.text, text.spans)
     mask = np.zeros(len(ids), bool)
     for start, stop in token_spans:

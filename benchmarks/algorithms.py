@@ -102,7 +102,7 @@ def main() -> None:
 
 def all_names() -> list[str]:
     """The presets, `grpo` first."""
-    from shoal.config.words import PRESETS
+    from shoal.config.preset_files import PRESETS
 
     names = sorted(file.stem for file in (PRESETS / "algorithm").glob("*.yaml"))
     return sorted(names, key=lambda name: name != "grpo")

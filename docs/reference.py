@@ -625,7 +625,7 @@ def _flags(rows: Iterable[Flag]) -> Iterator[str]:
     yield "| --- | --- | --- |"
     idle: dict[str, list[str]] = {}
     for row in rows:
-        if (row.idle or (row.late and not row.keys)) and not row.is_pattern:
+        if (row.idle or (row.rule and not row.keys)) and not row.is_pattern:
             idle.setdefault(row.meaning, []).append(row.name)
         elif not row.is_pattern:
             keys = (

@@ -22,10 +22,11 @@ from shoal import cli
 from shoal.commands.help import command_help
 from shoal.commands.multirun import combine
 from shoal.config.commands import COMMANDS
+from shoal.config.foreign import front_end
 from shoal.config.key import keys_of, sections_of
 from shoal.config.merge import compose
+from shoal.config.names import names_of
 from shoal.config.train import Config
-from shoal.config.words import names_of, translator
 from shoal.runs.metrics import METRICS
 from test_architecture import LAYERS
 from test_readme import path_of_the_page, resolve
@@ -226,7 +227,7 @@ def test_python_blocks_are_python(page: Path):
                 unknown = [
                     name
                     for name in given - known - {"config_name"}
-                    if not translator().find(config, name)
+                    if not front_end().find_flag(config, name)
                 ]
                 assert not unknown, f"{page.name}: {unknown}"
 

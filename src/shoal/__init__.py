@@ -20,8 +20,8 @@ from shoal.job.interrupt import end_on_interrupt, is_command
 if is_command():  # Ctrl-C is one line while the rest is imported
     end_on_interrupt()
 
+from shoal.config.foreign import register
 from shoal.config.sections.reward import REWARD_PRESETS
-from shoal.config.words import register
 from shoal.records import Example, ShoalError
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ REWARD_PRESETS.update(
         "verl": "shoal.compat.gsm8k_rewards:VERL",
     }
 )
-register(lambda: importlib.import_module("shoal.compat.front").Translator())
+register("shoal.compat.front")
 
 _LAZY = {
     "Result": "shoal.runs.result",
@@ -181,7 +181,7 @@ def _task_of_data(
 def _with_functions_named(config: Any, functions: Sequence[Callable]) -> Any:
     """The configuration with the names of the functions given, so that a run folder shows that
     there were some."""
-    from shoal.config.merge import FROM_PYTHON
+    from shoal.config.keywords import FROM_PYTHON
     from shoal.rewards.functions import name_functions
 
     if not functions:
@@ -192,7 +192,7 @@ def _with_functions_named(config: Any, functions: Sequence[Callable]) -> Any:
 
 def _with_environments_named(config: Any, task: Task | None) -> Any:
     """The configuration with the names of a task's own tools and environments, in place of none."""
-    from shoal.config.merge import register_object
+    from shoal.config.keywords import register_object
 
     if task is None or not (task.tools or task.environments) or config.turns:
         return config

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.buckets import is_bucket
 from shoal.commands.help import command_help, dry_run, options_of, overview
-from shoal.compat.token import redact_token
 from shoal.config.commands import COMMANDS
 from shoal.config.key import keys_of
 from shoal.config.stored import require_given
+from shoal.config.token import redact_token
 from shoal.config.words import POSITIONALS, argument_for, switch_of
 from shoal.job.cache import cache_by_environment
 from shoal.job.interrupt import end_on_interrupt, raise_on_interrupt

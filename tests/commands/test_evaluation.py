@@ -19,7 +19,8 @@ from tiny_runs import PLAIN, Workshop, read_lines
 import shoal
 from shoal import cli
 from shoal.commands.evaluate import read_in_any_form, well_formed_advice
-from shoal.config.merge import PYTHON_OBJECTS, compose
+from shoal.config.keywords import PYTHON_OBJECTS
+from shoal.config.merge import compose
 from shoal.config.sections.task import TaskSection
 from shoal.job.job import Job
 from shoal.protocols import GroupRequest

@@ -18,12 +18,12 @@ from shoal.commands.compat import shim_argv
 from shoal.compat.front import SYSTEMS
 from shoal.compat.rules import RULES
 from shoal.config.commands import COMMANDS
+from shoal.config.foreign import front_end
 from shoal.config.key import keys_of
 from shoal.config.merge import compose, from_overrides
 from shoal.config.sections.model import LoraSection
 from shoal.config.stored import difference_from_defaults
 from shoal.config.train import Config
-from shoal.config.words import translator
 from shoal.job.task import find_functions
 from shoal.records import ShoalError
 
@@ -372,7 +372,7 @@ def test_no_name_that_users_know_is_unknown(name):
     value = VALUES.get(name, "2" if name.endswith("devices") else "some")
     config, resolved = compose("train", [f"--{name}={value}"])
     assert (config == Config()) == (name in WITHOUT_A_KEY)
-    if name in translator().flags(Config) and name != "config_file":
+    if name in front_end().flags_of(Config) and name != "config_file":
         assert len(resolved.became) == 1 and resolved.became[0].startswith(f"{name}=")
     assert difference_from_defaults(
         compose("doctor", [f"{name}={value}"])[0]
@@ -496,15 +496,15 @@ def test_the_tables_are_whole():
             f"{system}: {[name for name in names if names.count(name) > 1]}"
         )
         for flag in flags:
-            kinds = (flag.read, flag.group, flag.late, flag.idle, flag.refused)
+            kinds = (flag.read, flag.group, flag.rule, flag.idle, flag.refused)
             assert sum(map(bool, kinds)) <= 1, flag.name
-            assert {*flag.keys, *flag.lowest} <= settings, f"{flag.name}: no such key"
+            assert {*flag.keys, *flag.default_only} <= settings, f"{flag.name}: no such key"
             assert flag.meaning or flag.is_rename or flag.group, flag.name
             assert not flag.is_rename or len(flag.keys) == 1
-            assert flag.is_pattern or flag.only or flag.name not in keys_of(Config), (
+            assert flag.is_pattern or flag.value_filter or flag.name not in keys_of(Config), (
                 f"{flag.name} is ours"
             )
-            rules |= {flag.late} - {None}
+            rules |= {flag.rule} - {None}
     assert rules == set(RULES)
 
 
@@ -529,6 +529,6 @@ def test_the_pages_have_every_flag_and_their_commands_work():
         for name in ("migrating.md", "flags-*.md")
         for file in (ROOT / "docs").glob(name)
     )
-    assert all(f"`{name}`" in "".join(tables) for name in translator().flags(Config))
+    assert all(f"`{name}`" in "".join(tables) for name in front_end().flags_of(Config))
     for line in re.findall(r"^shoal (.*)$", page, re.MULTILINE):
         assert cli.main(line.replace("./llama", "tiny").split()) == 0

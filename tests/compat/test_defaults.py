@@ -10,12 +10,12 @@ import pytest
 import yaml
 
 from shoal.commands.compat import shim_argv
-from shoal.compat.front import find_flag
+from shoal.compat.front import find_row
 from shoal.config.commands import SftConfig
 from shoal.config.key import text_of
 from shoal.config.merge import compose
+from shoal.config.names import names_of
 from shoal.config.train import Config
-from shoal.config.words import names_of
 from shoal.records import ShoalError
 
 FOLDER = Path(__file__).parent / "defaults"
@@ -52,15 +52,15 @@ def test_a_field_at_its_default_is_known_and_not_refused(name):
     config_type = SftConfig if name == "trl_sft" else Config
     unknown, refused = [], []
     for field, value in defaults_of(name).items():
-        row = find_flag(config_type, field, value, SYSTEMS[name], patterns=True)
+        row = find_row(config_type, field, value, SYSTEMS[name], patterns=True)
         if row is None and field not in names_of(config_type):
             unknown.append(field)
         is_reference = "${" in text(value)  # to another field, which stands here itself
         if (
             row is not None
-            and row[1].refused
+            and row.refused
             and not is_reference
-            and text(value).lower() not in row[1].accepts
+            and text(value).lower() not in row.accepts
         ):
             refused.append(field)
     assert not unknown

@@ -14,11 +14,11 @@ import yaml
 from stand_ins import VERL
 from test_files import FILES
 
-from shoal.compat.front import SYSTEMS, find_flag, likely_system
+from shoal.compat.front import SYSTEMS, find_row, likely_system
 from shoal.config.key import keys_of
 from shoal.config.merge import compose
 from shoal.config.train import Config
-from shoal.config.words import read_files
+from shoal.config.yaml_files import read_files
 from shoal.records import ShoalError
 
 CORRECTION = "algorithm.rollout_correction."
@@ -112,9 +112,9 @@ def test_every_key_acts_or_cannot_matter_or_is_an_error(
     values = entries(FILES / name)
     system, is_sure = likely_system(values)
     rows = {
-        key: row[1]
+        key: row
         for key, value in values.items()
-        if (row := find_flag(Config, key, value, system, is_sure))
+        if (row := find_row(Config, key, value, system, is_sure))
     }
     own = {key for key in values if key not in rows}
     assert own <= keys_of(Config).keys() | {"checkpoint_period"}  # names that are ours too

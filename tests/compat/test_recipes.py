@@ -18,16 +18,17 @@ from proof_data import Update, by_shoal, layout
 from shoal.algorithm.aggregation import token_weights
 from shoal.checks.settings import algorithm_warnings
 from shoal.config.choices import ADVANTAGES, AGGREGATIONS, POLICY_LOSSES
+from shoal.config.foreign import front_end
 from shoal.config.key import keys_of, leaves_of
 from shoal.config.merge import compose
+from shoal.config.preset_files import PRESETS, PRESETS_OF_SYSTEMS
 from shoal.config.sections.algorithm import AlgorithmSection
 from shoal.config.train import Config
-from shoal.config.words import PRESETS, translator
 from shoal.records import ShoalError
 from shoal.trainer.loss import make_objective
 from shoal.trainer.step_table import step_advantages
 
-RECIPES = sorted(file.stem for file in (translator().presets / "recipe").glob("*.yaml"))
+RECIPES = sorted(file.stem for file in (PRESETS_OF_SYSTEMS / "recipe").glob("*.yaml"))
 ALGORITHMS = sorted(file.stem for file in (PRESETS / "algorithm").glob("*.yaml"))
 P, G, T = 3, 4, 6
 
@@ -609,14 +610,14 @@ def test_every_recipe_and_algorithm_is_proven_or_named():
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipes_head_calls_nothing_missing_that_works(name: str):
-    text = (translator().presets / "recipe" / f"{name}.yaml").read_text(encoding="utf-8")
+    text = (PRESETS_OF_SYSTEMS / "recipe" / f"{name}.yaml").read_text(encoding="utf-8")
     head = " ".join(line.lstrip("# ") for line in text.splitlines() if line.startswith("#"))
     missing = re.sub(
         r"\([^()]*\)", "", head.partition("No counterpart here:")[2].partition(". ")[0]
     )
     flags = {
         known.rpartition(".")[2]
-        for known, flag in translator().flags(Config).items()
+        for known, (flag, *_) in front_end().flags_of(Config).items()
         if flag.keys and "steps" not in flag.keys and not flag.meaning.startswith("only ")
     }
     assert (
@@ -630,13 +631,13 @@ def test_each_file_has_a_head_and_holds_keys_alone(folder: str):
     import yaml
 
     for file in sorted(
-        ({"recipe": translator().presets, "algorithm": PRESETS}[folder] / folder).glob("*.yaml")
+        ({"recipe": PRESETS_OF_SYSTEMS, "algorithm": PRESETS}[folder] / folder).glob("*.yaml")
     ):
         text = file.read_text(encoding="utf-8")
         assert text.startswith("# ") and max(map(len, text.splitlines())) <= 120
         values = yaml.safe_load(text)
         names = {name for name, _ in leaves_of(Config, values)}
-        theirs = set(translator().flags(Config)) if folder == "recipe" else set()
+        theirs = set(front_end().flags_of(Config)) if folder == "recipe" else set()
         assert names and not names - set(keys_of(Config)) - theirs, file.name
         if folder == "algorithm" and file.stem != "sft":
             assert {"algorithm"} <= set(values) <= {"algorithm", "reward"} and "arXiv" in text
@@ -664,4 +665,4 @@ def test_an_unknown_recipe_names_the_ones_there_are():
 
 
 def test_presets_are_in_the_package():
-    assert Path(translator().presets, "recipe", "trl.yaml").is_file() and len(ALGORITHMS) >= 12
+    assert Path(PRESETS_OF_SYSTEMS, "recipe", "trl.yaml").is_file() and len(ALGORITHMS) >= 12

@@ -29,19 +29,14 @@ from shoal.config.key import (
     leaves_of,
     shown,
 )
-from shoal.config.merge import PACKAGED, PYTHON_OBJECTS, compose, from_overrides, load
+from shoal.config.keywords import PYTHON_OBJECTS
+from shoal.config.merge import PACKAGED, compose, from_overrides, load
+from shoal.config.names import ALIASES, aliases_of, names_of
+from shoal.config.preset_files import PRESETS, PRESETS_OF_SYSTEMS, presets_of
 from shoal.config.sections.optimizer import OptimizerSection
 from shoal.config.stored import difference_from_defaults, require_given, texts_of, to_dict, to_yaml
 from shoal.config.train import Config
-from shoal.config.words import (
-    ALIASES,
-    PRESETS,
-    aliases_of,
-    names_of,
-    presets_of,
-    read_arguments,
-    translator,
-)
+from shoal.config.words import read_arguments
 from shoal.job.resume import overrides_for_resume
 from shoal.records import ShoalError
 from shoal.rewards.functions import load_named
@@ -235,7 +230,7 @@ def test_hard_text_arrives_unchanged(text):
     assert config.run_name == text
     if text and not text.startswith("["):
         assert config.sampling.stop == (text,)
-    assert resolved.arguments.entries[0].value == text
+    assert resolved.arguments.words[0].value == text
 
 
 @settings(max_examples=25, deadline=None)
@@ -247,7 +242,7 @@ def test_any_text_arrives_unchanged(text):
 def test_a_command_line_is_entries():
     arguments = read_arguments("train", ["gsm8k.yml", "--steps=5", "sampling.stop=1"])
     assert arguments.config_name == "gsm8k.yml"
-    assert [(one.name, one.value, one.origin) for one in arguments.entries] == [
+    assert [(one.name, one.value, one.origin) for one in arguments.words] == [
         ("steps", "5", "command line"),
         ("sampling.stop", ["1"], "command line"),
     ]
@@ -273,7 +268,7 @@ def test_where_a_configuration_came_from_is_kept():
     _, resolved = compose("train", ["gsm8k.yml", "--steps=5"])
     assert resolved.arguments == read_arguments("train", ["gsm8k.yml", "--steps=5"])
     _, resolved, _ = from_overrides(Config, steps=5)
-    assert [(one.name, one.value, one.origin) for one in resolved.arguments.entries] == [
+    assert [(one.name, one.value, one.origin) for one in resolved.arguments.words] == [
         ("steps", "5", "Python")
     ]
 
@@ -437,7 +432,7 @@ def test_each_preset_composes_and_matters(command):
 
 
 def test_presets_belong_to_commands():
-    for place in (PRESETS, translator().presets):
+    for place in (PRESETS, PRESETS_OF_SYSTEMS):
         assert {folder.name for folder in place.iterdir()} <= {*COMMANDS, *PACKAGED.values()}
 
 

@@ -8,10 +8,11 @@ import shutil
 
 import pytest
 
+from shoal.config.foreign import front_end
 from shoal.config.merge import compose, from_overrides, load
+from shoal.config.preset_files import PRESETS, presets_of
 from shoal.config.stored import difference_from_defaults
 from shoal.config.train import Config
-from shoal.config.words import PRESETS, presets_of, translator
 from shoal.records import ShoalError
 
 
@@ -291,11 +292,13 @@ def test_a_flag_that_is_dropped_or_shards_names_the_key_that_uses_more_devices()
 
 
 def test_a_flag_that_is_found_names_its_system():
-    found = {name: translator().find(Config, name) for name in ("grpo_beta", "learning_rate")}
-    assert {name: flag and flag.systems for name, flag in found.items()} == {
-        "grpo_beta": ("MaxText",),
-        "learning_rate": ("TRL",),
+    found = {name: front_end().find_flag(Config, name) for name in ("grpo_beta", "learning_rate")}
+    assert {name: flag and flag.system for name, flag in found.items()} == {
+        "grpo_beta": "MaxText",
+        "learning_rate": "TRL",
     }
+    rows = front_end().flags_of(Config)["learning_rate"]
+    assert [row.system for row in rows] == ["TRL", "MaxText"]
 
 
 def test_a_data_set_of_ones_own_lies_over_a_presets():
@@ -928,7 +931,7 @@ def packaged(monkeypatch, tmp_path):
     (folder / "recipe" / "theirs.yaml").write_text(
         "algorithm: {clip_high: 0.4, clip_low: 0.1}\noptimizer: {lr: 0.5}\nsteps: 80\n"
     )
-    monkeypatch.setattr("shoal.config.words.PRESETS", folder)
+    monkeypatch.setattr("shoal.config.preset_files.PRESETS", folder)
     return tmp_path
 
 

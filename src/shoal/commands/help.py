@@ -10,20 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.config.commands import COMMANDS, PlanConfig, command_of
 from shoal.config.derived import step_text
+from shoal.config.foreign import Flag, front_end
 from shoal.config.key import Key, keys_of, overridden_keys, sections_of, shown
+from shoal.config.names import aliases_of, find_key, names_of
+from shoal.config.preset_files import packaged, presets_of
 from shoal.config.sections.model import ModelSection
 from shoal.config.train import Config
-from shoal.config.words import (
-    POSITIONALS,
-    ForeignFlag,
-    aliases_of,
-    find_key,
-    names_of,
-    packaged,
-    positionals_text,
-    presets_of,
-    translator,
-)
+from shoal.config.words import POSITIONALS, positionals_text
 from shoal.records import ShoalError
 from shoal.text import did_you_mean
 
@@ -122,8 +115,8 @@ def command_help(command: str, topics: Sequence[str] = ()) -> str:
         note = f"  ({alias.note})" if alias.note else ""
         lines.append(f"  {name}= is {alias.key}={note}")
     systems: set[str] = set()
-    for flag in translator().flags(config_type).values():
-        systems.update(flag.systems)
+    for rows in front_end().flags_of(config_type).values():
+        systems.update(flag.system for flag in rows)
     if systems:
         names = ", ".join(sorted(systems))
         lines.append("")
@@ -162,9 +155,9 @@ def _topic_help(config_type: type, topic: str) -> str:
             lines.append(f"{topic}: another name of {names[topic]}")
         lines += _key_lines(find_key(config_type, topic))
         return "\n".join(lines + _packaged_lines(config_type, topic))
-    flag = translator().flags(config_type).get(topic)
-    if flag:
-        return "\n".join(_flag_lines(config_type, flag))
+    rows = front_end().flags_of(config_type).get(topic)
+    if rows:
+        return "\n".join(_flag_lines(config_type, rows))
     # `lora` for `model.lora`: a part of a name names all that has it.
     with_part = [key for key in keys if topic in key.name.split(".")]
     if with_part:
@@ -197,9 +190,11 @@ def _packaged_lines(config_type: type, topic: str) -> list[str]:
     return lines
 
 
-def _flag_lines(config_type: type, flag: ForeignFlag) -> list[str]:
-    """The help of another system's flag, with the keys that it sets."""
-    lines = [f"  {flag.name} ({', '.join(flag.systems)})"]
+def _flag_lines(config_type: type, rows: Sequence[Flag]) -> list[str]:
+    """The help of other systems' flag, with the keys that it sets. `rows`: one for each system that
+    has it; the first counts."""
+    flag = rows[0]
+    lines = [f"  {flag.name} ({', '.join(row.system for row in rows)})"]
     lines += _wrapped(flag.meaning or "another name of this key")
     known = keys_of(config_type)
     for key in flag.keys:

@@ -1,11 +1,11 @@
-"""One flag of another system, and the readers of its text. The tables are in `trl.py`, `verl.py`
+"""Rows of flags by their kinds, and readers of their texts. The tables are in `trl.py`, `verl.py`
 and the like.
 
 rename     num_generations=4        batch.group_size=4
 read       grpo_epsilon=0.2         algorithm.clip_low=0.2, algorithm.clip_high=0.2: from the value
                                     alone
 group      epsilon=0.1 epsilon_high=0.3    from several flags together
-late       max_target_length=768    sampling.max_completion_tokens=512: from other keys, too
+rule       max_target_length=768    sampling.max_completion_tokens=512: from other keys, too
                                     (rules.py)
 idle       lazy_load_tensors=true   nothing: it cannot matter here
 refused    repetition_penalty=1.1   an error if it is switched on: it matters and has no counterpart
@@ -13,34 +13,14 @@ refused    repetition_penalty=1.1   an error if it is switched on: it matters an
 
 from __future__ import annotations
 
-import fnmatch
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from shoal.config.commands import command_of
-from shoal.config.key import keys_of
-from shoal.config.words import ForeignFlag, Get
+from shoal.config.foreign import NOTHING, OFF, Flag, Given, Group, Reader, Rule, Values, Yielding
 from shoal.records import ShoalError
 
 Chosen = TypeVar("Chosen")
-Values = Mapping[str, Any]
-"""Dotted key -> text, or list of texts, or one of them as Yielding."""
-
-Given = Mapping[str, str]
-"""The flags of a group that were given -> their texts."""
-
-Reader = Callable[[str, str], Values]
-Group = Callable[[Given], Values]
-Derivation = Callable[[Given, Get], tuple[Values, str]]
-"""(flags, the final value of any key) -> (values, a sentence for the start)."""
-
-NOTHING = ("", "none", "null", "{}", "[]")
-"""Texts of a flag that is left at its default."""
-
-OFF = (*NOTHING, "false", "no", "off", "0", "0.0", "-1", "disabled")
-"""Texts of a flag that is not switched on."""
 
 REPLICA = (
     "devices that share a sampler, or vLLM's server; dropped where mesh.* counts devices that it "
@@ -53,106 +33,6 @@ MEMORY = (
 )
 MEMORY_KEYS = "sampling.memory_share vllm.memory"
 SHARDED = "mesh.fsdp=-1 shards parameters, gradients and moments over all devices"
-QUANTISED = (
-    "8-bit weights are model.quantise=int8 or fp8, for LoRA's frozen weights alone, or "
-    "sampler.quantise"
-)
-UNSUPPORTED: Mapping[str, str] = {
-    "^dataset$|^(train|eval)_(dataset|data|files?)$": "data is task=, a name or rows from Python, "
-    "and held_out= the rows to evaluate on; from "
-    "files task=custom "
-    "task.path=FILE, or dataset_name=FILE",
-    "lora|peft|dora": "LoRA is model.lora.rank, alpha, targets, rslora and path; of its relatives "
-    "none is supported",
-    "quant|4bit|8bit|fp8|int8": QUANTISED,
-    "vllm|sglang": "the sampler is the model itself, or with sampler.kind=vllm a server of vLLM",
-    "tool|agent|multi_turn|environment": "tools are tools=file.py:f,g, environments "
-    "environment=file.py:Factory or openenv:URL, an agent "
-    "agent='python my_agent.py', their limits environment.*",
-    "critic|value_model|value_function": "there is no critic: advantages come from groups",
-    "image|video|audio|vision": "models and data are text only",
-    "megatron|deepspeed|pipeline_parallel|expert_parallel": "devices share the work by mesh.data, "
-    "mesh.fsdp, mesh.tensor and "
-    "mesh.context alone",
-    "context_parallel|sequence_parallel|^cp_size$": "rows are split over devices by mesh.context",
-    r"^(num_|n_)?(device|gpu|tpu|core)s?$|^cuda$": "JAX_PLATFORMS chooses the platform, "
-    "mesh.trainer the devices, mesh.data, "
-    "mesh.fsdp, mesh.tensor, mesh.context "
-    "their shares",
-}
-"""Parts of a name, as a pattern -> why no key has it."""
-
-COMMANDS = ("train", "sft", "doctor", "plan", "eval", "generate", "convert")
-"""Commands that accept a flag which becomes no key."""
-
-INSTEAD: Mapping[str, str] = {"model.path": "source", "model.tokenizer": "tokenizer"}
-"""Keys that `shoal convert` has under another name."""
-
-
-@dataclass(frozen=True)
-class Yielding:
-    """A reader's value that yields to all else that is given in its layer, or in any layer."""
-
-    value: Any
-    to_all: bool = False
-
-
-@dataclass(frozen=True)
-class Flag:
-    """A flag (or a pattern of names, `sa_*`) and what it becomes.
-
-    >>> Flag("num_generations", ("batch.group_size",))
-    """
-
-    name: str
-    keys: tuple[str, ...] = ()
-    lowest: tuple[str, ...] = ()  # late: keys that it sets where nothing else does
-    yields: bool = False  # late: its keys yield to their own names in the same layer
-    meaning: str = ""
-    read: Reader | None = None
-    group: Group | None = None
-    late: Derivation | None = None
-    idle: bool = False
-    refused: bool = False
-    accepts: tuple[str, ...] = OFF  # refused: texts that are no error
-    expected: str = ""  # refused: the texts that say what happens here
-    item: Callable[[str], str] | None = None  # rename of a list: what an item becomes
-    is_switch: bool = False  # may stand bare
-    is_quiet: bool = True  # not worth a line at the start
-    has_tail: bool = True  # its line ends with its meaning
-    keeps_nothing: bool = False  # None is a value of its own
-    only: Callable[[str], bool] | None = None  # a name that is ours, too: the texts that are theirs
-    only_with: str = ""  # a name that is ours, too: the flag of theirs without which it is ours
-
-    @property
-    def is_rename(self) -> bool:
-        return not (self.read or self.group or self.late or self.idle or self.refused)
-
-    @property
-    def is_pattern(self) -> bool:
-        return "*" in self.name
-
-    def matches(self, name: str) -> bool:
-        return self.name == name or (self.is_pattern and fnmatch.fnmatchcase(name, self.name))
-
-    def fits(self, config_type: type) -> bool:
-        """True if a command accepts it."""
-        command = command_of(config_type)
-        if not self.keys:
-            return command in COMMANDS
-        keys = keys_of(config_type)
-        return any(key in keys or (command == "convert" and key in INSTEAD) for key in self.keys)
-
-    def described(self, system: str) -> ForeignFlag:
-        return ForeignFlag(
-            self.name,
-            (system,),
-            self.keys,
-            self.meaning,
-            self.is_switch or self.idle,
-            self.is_rename,
-        )
-
 
 # ---- kinds of rows
 
@@ -171,8 +51,9 @@ def grouped(group: Group, keys: str, meaning: str, *names: str, **more: Any) -> 
     return [Flag(name, tuple(keys.split()), meaning=meaning, group=group, **more) for name in names]
 
 
-def derived(late: Derivation, keys: str, meaning: str, *names: str, **more: Any) -> list[Flag]:
-    return [Flag(name, tuple(keys.split()), meaning=meaning, late=late, **more) for name in names]
+def derived(rule: Rule, keys: str, meaning: str, *names: str, **more: Any) -> list[Flag]:
+    """Rows whose values need other keys (`rules.py`)."""
+    return [Flag(name, tuple(keys.split()), meaning=meaning, rule=rule, **more) for name in names]
 
 
 def idle(meaning: str, *names: str, **more: Any) -> list[Flag]:

@@ -1,58 +1,53 @@
-"""The flags among what a user gave, as settings of our keys.
+"""The front end for other systems' flags: `translate` makes layers of words of our keys from layers
+as they were typed.
 
-entries of every layer  ->  the highest of each flag
-    ->  settings at its place           from what was given alone
-        rules with claims at its place  once all layers are merged
+layers as typed  ->  the highest use of each flag
+    ->  words in its place                   of a flag alone, or of several read together
+    ->  words that follow from other keys    by the rules, in their order, each with the values of
+                                             all that stands before it
 """
 
 from __future__ import annotations
 
-import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shoal.compat import maxtext, torchrl, trl, verl
-from shoal.compat.flags import (
+from shoal.compat.rules import RULES
+from shoal.config.foreign import (
     INSTEAD,
     NOTHING,
     OFF,
-    UNSUPPORTED,
-    Derivation,
     Flag,
     Given,
     Group,
+    Rule,
+    Translation,
     Values,
     Yielding,
 )
-from shoal.compat.rules import RULES
-from shoal.compat.token import TOKEN, take_token
 from shoal.config.key import keys_of, shown, text_of
-from shoal.config.merge import Resolved, with_origins
-from shoal.config.words import (
-    Entry,
-    ForeignFlag,
-    Get,
-    Layer,
-    Place,
-    Rule,
-    Setting,
-    Translation,
-    names_of,
-)
+from shoal.config.merge import Merged, Resolved, with_origins
+from shoal.config.names import names_of
+from shoal.config.token import TOKEN
+from shoal.config.words import NO_VALUE, Layer, Word
 from shoal.records import ShoalError
 from shoal.text import count
 
+
+def _rows_of(system: str, flags: Sequence[Flag]) -> list[Flag]:
+    return [replace(flag, system=system) for flag in flags]
+
+
 SYSTEMS: Mapping[str, Sequence[Flag]] = {
-    "TRL": trl.FLAGS,
-    "verl": verl.FLAGS,
-    "MaxText": maxtext.FLAGS,
-    "TorchRL": torchrl.FLAGS,
-    "Tunix": maxtext.TUNIX_FLAGS,
+    "TRL": _rows_of("TRL", trl.FLAGS),
+    "verl": _rows_of("verl", verl.FLAGS),
+    "MaxText": _rows_of("MaxText", maxtext.FLAGS),
+    "TorchRL": _rows_of("TorchRL", torchrl.FLAGS),
+    "Tunix": _rows_of("Tunix", maxtext.TUNIX_FLAGS),
 }
 """Of a name that several systems have, the first row counts, unless a layer's other names are
 another system's."""
@@ -66,56 +61,7 @@ _PATTERNS = {
 }
 
 
-@dataclass(frozen=True, eq=False)
-class FlagUse:
-    """One use of a flag: its row in the table, its system, its entry, and the layer and index of
-    that."""
-
-    flag: Flag
-    system: str
-    entry: Entry
-    layer: int
-    index: int
-
-    @property
-    def text(self) -> str:
-        return text_of(self.entry.value)
-
-    @property
-    def where(self) -> str:
-        """A file's line before an error; nothing for a command line, whose flag the error names."""
-        return f"{self.entry.origin}: " if ":" in self.entry.origin else ""
-
-    def setting(self, key: str, value: Any, flags: FlagEffect) -> Setting:
-        """The setting of a key at the flag's place; a value that yields lies beneath its layer, or
-        all layers."""
-        place: Place = (self.layer, 1, self.index)
-        if isinstance(value, Yielding):
-            place, value = (-1 if value.to_all else self.layer, 0, self.index), value.value
-        return Setting(key, value, self.entry.origin, self.entry.name, place, flags)
-
-
-@dataclass(eq=False)
-class FlagEffect:
-    """What flags became, for --dry-run; with `has_line` also for a line at the start."""
-
-    flags: Given
-    place: tuple[int, int]  # the layer and index of the last of them
-    meaning: str = ""
-    has_line: bool = False
-    claims: Sequence[Setting] = ()  # the keys that the flags name
-    settings: Sequence[Setting] = ()  # those that got a value
-    reason: str | None = None  # of a rule's values
-    applies: bool = True  # False for a rule that higher settings left nothing to do
-
-    def apply(self, derive: Derivation, get: Get) -> Sequence[Setting]:
-        """The settings of a rule, whose keys were claims so far."""
-        values, self.reason = derive(self.flags, get)
-        self.settings = [
-            replace(one, value=values[one.key]) for one in self.claims if one.key in values
-        ]
-        self.applies = True
-        return self.settings
+# ---- rows of the tables
 
 
 ENOUGH = 3
@@ -124,32 +70,36 @@ there."""
 
 
 def find_flag(
+    config_type: type, name: str, value: Any = None, among: Sequence[str] = ()
+) -> Flag | None:
+    """The flag of a name that a command accepts; for some names the value decides whether it is
+    ours. Beside enough names of one system, `among`, its patterns of names count too."""
+    likely, is_sure = likely_system(among)
+    # A name without a dot may be a mistake.
+    return find_row(config_type, name, value, likely, patterns=is_sure and "." in name)
+
+
+def find_row(
     config_type: type, name: str, value: Any, likely: str = "", patterns: bool = False
-) -> tuple[str, Flag] | None:
-    """The system and the row of a name that a command accepts; of several the likely system's."""
-    order = sorted(SYSTEMS, key=lambda one: one != likely)
-    rows = [(one, _EXACT[one][name]) for one in order if name in _EXACT[one]]
-    rows += [
-        (likely, flag) for flag in _PATTERNS.get(likely, ()) if patterns and flag.matches(name)
-    ]
+) -> Flag | None:
+    """The row of a name that a command accepts; of several the likely system's."""
+    order = sorted(SYSTEMS, key=lambda system: system != likely)
+    rows = [_EXACT[system][name] for system in order if name in _EXACT[system]]
+    if patterns and likely:
+        rows += [flag for flag in _PATTERNS[likely] if flag.matches(name)]
     rows += _rows_above(order, name)
     is_ours = name in names_of(config_type)
-    return next(
-        (
-            (one, flag)
-            for one, flag in rows
-            if flag.fits(config_type)
-            and (
-                not is_ours
-                if flag.only is None
-                else value is not None and flag.only(text_of(value))
-            )
-        ),
-        None,
-    )
+    for flag in rows:
+        if flag.value_filter is None:
+            is_theirs = not is_ours
+        else:
+            is_theirs = value is not None and flag.value_filter(text_of(value))
+        if is_theirs and flag.fits(config_type):
+            return flag
+    return None
 
 
-def _rows_above(order: Sequence[str], name: str) -> list[tuple[str, Flag]]:
+def _rows_above(order: Sequence[str], name: str) -> list[Flag]:
     """Rows of a mapping in which the name lies, as `accelerator_config.split_batches` in one
     without effect. Where the mapping is refused, so is all that it sets."""
     rows = []
@@ -158,404 +108,496 @@ def _rows_above(order: Sequence[str], name: str) -> list[tuple[str, Flag]]:
         for system in order:
             flag = _EXACT[system].get(head)
             if flag and (flag.idle or flag.refused):
-                rows.append((system, replace(flag, accepts=NOTHING, expected="")))
+                rows.append(replace(flag, accepts=NOTHING, expected=""))
         head = head.rpartition(".")[0]
     return rows
 
 
-class Translator:
-    """config/'s view of this package."""
-
-    presets = Path(__file__).parent / "presets"
-
-    def flags(self, config_type: type) -> Mapping[str, ForeignFlag]:
-        """The flags that a command accepts, by name; those of several systems name all of them."""
-        found: dict[str, ForeignFlag] = {}
-        for system, rows in _EXACT.items():
-            for name, flag in rows.items():
-                if flag.fits(config_type):
-                    first = found.get(name)
-                    found[name] = (
-                        replace(first, systems=(*first.systems, system))
-                        if first
-                        else flag.described(system)
-                    )
-        return found
-
-    def find(
-        self, config_type: type, name: str, value: Any = None, among: Sequence[str] = ()
-    ) -> ForeignFlag | None:
-        likely, is_theirs = likely_system(among)
-        found = find_flag(
-            config_type, name, value, likely, is_theirs and "." in name
-        )  # a flat one may be a mistake
-        return found[1].described(found[0]) if found else None
-
-    def redact(self, name: str, value: Any) -> Any:
-        """A value to keep: the hub's token goes into the environment and is not kept."""
-        if name != TOKEN:
-            return value
-        take_token(text_of(value))
-        return ""
-
-    def unsupported(self, name: str) -> str:
-        return next(
-            (text for part, text in UNSUPPORTED.items() if re.search(part, name.lower())), ""
-        )
-
-    def interpolate(self, name: str, value: Any, get: Get) -> Any:
-        return interpolate(name, value, get)
-
-    def translate(self, config_type: type, layers: Sequence[Layer]) -> Translation:
-        found = FlagSettings(config_type, layers)
-        groups: dict[Group, list[FlagUse]] = {}
-        derived: dict[Derivation, list[FlagUse]] = {}
-        for one in found.given:
-            if one.text.lower() in NOTHING and not (
-                one.flag.keeps_nothing or one.flag.idle or one.flag.refused
-            ):
-                found.effect([one], meaning="it stays at its default").flags = {
-                    one.entry.name: one.text or "empty"
-                }
-            elif one.flag.group:
-                groups.setdefault(one.flag.group, []).append(one)
-            elif one.flag.late:
-                derived.setdefault(one.flag.late, []).append(one)
-            else:
-                found.attempt(one, lambda one=one: found.add_single(one))
-        for read, members in groups.items():
-            found.attempt(
-                members[-1], lambda read=read, members=members: found.add_group(read, members)
-            )
-        for derive in RULES:
-            if derive in derived:
-                found.add_rule(derive, derived[derive])
-        found.translation.lines = found.lines
-        return found.translation
-
-
-class FlagSettings:
-    """The settings that the flags of some layers become, while they are collected."""
-
-    def __init__(self, config_type: type, layers: Sequence[Layer]) -> None:
-        self.config_type, self.layers = config_type, layers
-        self.translation = Translation()
-        self.given = self._highest()
-        self.effects: list[FlagEffect] = []
-        self.translation.notes += _recipe_notes(config_type, layers, self.given)
-
-    def _highest(self) -> list[FlagUse]:
-        """The highest use of each flag; all uses are taken."""
-        found: dict[str, FlagUse] = {}
-        everywhere = {entry.name for layer in self.layers for entry in layer.entries}
-        recipes = [
-            f"recipe={text_of(entry.value)}"
-            for layer in self.layers
-            for entry in layer.entries
-            if entry.name == "recipe"
-        ]
-        for number, layer in enumerate(self.layers):
-            names = {entry.name: None for entry in layer.entries}
-            likely, is_theirs = likely_system([*names, *recipes])
-            for index, entry in enumerate(layer.entries):
-                row = find_flag(
-                    self.config_type,
-                    entry.name,
-                    entry.value,
-                    likely,
-                    is_theirs and layer.is_users and bool(layer.file or "." in entry.name),
-                )
-                if row is None:
-                    continue
-                system, flag = row
-                is_ours = flag.only and {*names} & {
-                    *flag.keys
-                }  # beside its own key, a name of ours is ours
-                if not is_ours and (not flag.only_with or flag.only_with in everywhere):
-                    self.translation.taken.add((number, index))
-                    found.pop(entry.name, None)
-                    found[entry.name] = FlagUse(flag, system, entry, number, index)
-        return [*found.values()]
-
-    def attempt(self, one: FlagUse, act: Callable[[], None]) -> None:
-        try:
-            act()
-        except ShoalError as error:
-            self.translation.errors.append(f"{one.where}{error}")
-
-    def effect(self, members: Sequence[FlagUse], **more: Any) -> FlagEffect:
-        """What flags become, said at the place of the last of them."""
-        last = max((one.layer, one.index) for one in members)
-        self.effects.append(FlagEffect({one.entry.name: one.text for one in members}, last, **more))
-        return self.effects[-1]
-
-    def add_single(self, one: FlagUse) -> None:
-        """A flag whose own value says all."""
-        flag, text, name = one.flag, one.text, one.entry.name
-        if flag.refused:
-            if text.lower() not in flag.accepts:
-                expected = f"expected {flag.expected}; " if flag.expected else ""
-                colon = ":" if expected or "not supported" in flag.meaning else " is not supported:"
-                raise ShoalError(f"{name}={text}{colon} {expected}{flag.meaning}")
-            self.effect([one], meaning=flag.meaning)
-            return
-        if flag.idle:
-            made = self.effect(
-                [one],
-                meaning=flag.meaning,
-                has_line=not (one.where and (flag.is_quiet or text.lower() in OFF)),
-            )
-            made.flags = {name: "..." if name == TOKEN else text}
-            return
-        is_list = all(
-            keys_of(self.config_type)[key].is_list
-            for key in flag.keys
-            if key in keys_of(self.config_type)
-        )
-        values: Values = (
-            flag.read(name, text)
-            if flag.read
-            else {flag.keys[0]: one.entry.value if is_list else text}
-        )
-        if flag.item and isinstance(one.entry.value, list):
-            items = one.entry.value
-            values = {
-                flag.keys[0]: [flag.item(item) if isinstance(item, str) else item for item in items]
-            }
-        made = self.effect(
-            [one],
-            has_line=not flag.is_quiet,
-            meaning=flag.meaning if flag.has_tail and not flag.is_quiet else "",
-        )
-        self._add(made, [(one, key, value) for key, value in values.items()])
-
-    def add_group(self, read: Group, members: Sequence[FlagUse]) -> None:
-        """Flags that are read together. What lies between a file's flag and a higher one of the
-        group, as a recipe on the command line, may replace it: it then counts beneath that
-        alone."""
-        top = max(one.layer for one in members)
-        counting = [
-            one
-            for one in members
-            if not any(one.layer < layer < top for layer in self._set_in(one))
-        ]
-        if len(counting) < len(members):
-            self.add_group(read, [one for one in members if one.layer < top])
-        values, without = (
-            _read(read, counting),
-            {one: _read_without(read, counting, one) for one in counting},
-        )
-        settings = []
-        for key, value in values.items():
-            deciding = [
-                one for one in counting if key in one.flag.keys and without[one].get(key) != value
-            ]
-            settings.append((_owner(deciding or counting, key), key, value))
-        self._add(self._effect_of(counting, bool(values)), settings)
-
-    def add_rule(self, derive: Derivation, members: Sequence[FlagUse]) -> None:
-        """Flags whose values need other keys: a rule that claims the keys which they name."""
-        claims = []
-        for key in dict.fromkeys(
-            key for one in members for key in (*one.flag.keys, *one.flag.lowest)
-        ):
-            one = _owner(members, key)
-            is_lowest = key not in one.flag.keys
-            claims.append(
-                (one, key, Yielding(None, is_lowest) if one.flag.yields or is_lowest else None)
-            )
-        made = self._effect_of(members, bool(claims))
-        made.applies = not claims
-        self._add(made, claims)
-        if claims:
-            self.translation.rules.append(Rule(made.claims, partial(made.apply, derive)))
-
-    def _set_in(self, one: FlagUse) -> set[int]:
-        """The layers in which a flag's first key is set by its own name, or by a flag that stands
-        for itself."""
-        names, first = names_of(self.config_type), one.flag.keys[0]
-        own = {
-            number
-            for number, layer in enumerate(self.layers)
-            for index, entry in enumerate(layer.entries)
-            if (number, index) not in self.translation.taken and names.get(entry.name) == first
-        }
-        return own | {
-            other.layer
-            for other in self.given
-            if other.flag.keys[:1] == (first,) and not (other.flag.group or other.flag.late)
-        }
-
-    def _effect_of(self, members: Sequence[FlagUse], has_keys: bool) -> FlagEffect:
-        return self.effect(
-            members,
-            has_line=not has_keys or any(not one.flag.is_quiet for one in members),
-            meaning=next((one.flag.meaning for one in members if not one.flag.is_quiet), ""),
-        )
-
-    def _add(self, effect: FlagEffect, values: Sequence[tuple[FlagUse, str, Any]]) -> None:
-        """Settings of the keys that the command has; a rule's are claims for now."""
-        keys = keys_of(self.config_type)
-        made = [
-            one.setting(
-                key if key in keys else INSTEAD.get(key, ""),
-                Yielding(value)
-                if self._is_wide(one, key) and not isinstance(value, Yielding)
-                else value,
-                effect,
-            )
-            for one, key, value in values
-            if (key if key in keys else INSTEAD.get(key, "")) in keys
-        ]
-        effect.claims = made
-        if effect.applies:
-            effect.settings = made
-            self.translation.settings += made
-
-    def _is_wide(self, one: FlagUse, key: str) -> bool:
-        """True if another system's flag in the layer names this key and only some of the flag's
-        others: the narrower one stands, whatever the order. Flags of one system say by themselves
-        which of them stands."""
-        return any(
-            other.layer == one.layer
-            and other.system != one.system
-            and other.text.lower() not in NOTHING
-            and key in other.flag.keys
-            and {*other.flag.keys} < {*one.flag.keys}
-            for other in self.given
-        )
-
-    def lines(
-        self, settings: Sequence[Setting], top: Mapping[str, Setting], values: Mapping[str, Any]
-    ) -> list[tuple[str, bool]]:
-        """A line for each flag of the user's that is in effect, and whether it is a note of its
-        own; the flags of a file that change nothing share one line."""
-        found, idle = [], dict[int, list[str]]()
-        for effect in sorted(self.effects, key=lambda one: one.place):
-            layer = self.layers[effect.place[0]]
-            made = {one.key: one for one in effect.settings}
-            overruled = [
-                one
-                for one in effect.claims
-                if (one.key in top and top[one.key].place > one.place)
-                or (one.key in made and top.get(one.key) is not made[one.key])
-            ]
-            if (
-                not layer.is_users
-                or not effect.applies
-                or (effect.claims and len(overruled) == len(effect.claims))
-            ):
-                continue
-            if not effect.claims and layer.file and not effect.has_line:
-                idle.setdefault(effect.place[0], []).extend(effect.flags)
-                continue
-            became = [
-                f"{one.key}={shown(values[one.key]) or repr('')}"
-                for one in effect.settings
-                if top.get(one.key) is one and _is_said(one, settings, values, self.config_type)
-            ]
-            is_whole = not any(
-                one.place[1] for one in overruled
-            )  # else the reason names keys without effect
-            reason = effect.meaning if effect.reason is None or not is_whole else effect.reason
-            flags = ", ".join(f"{name}={text}" for name, text in effect.flags.items())
-            said = f"became {', '.join(became)}" if became else "changes nothing here"
-            found.append(
-                (
-                    f"{flags} {said}" + (f": {reason}" if reason else ""),
-                    effect.has_line or (bool(reason) and not effect.meaning),
-                )
-            )
-        for number, names in idle.items():
-            file = self.layers[number].file
-            assert file is not None
-            said = f"{count(len(names), 'key')} that change{'s' * (len(names) == 1)} nothing here"
-            found.append((f"{file.name}: {said}: {', '.join(names)}", True))
-        return found
-
-
-def _read(read: Group, members: Sequence[FlagUse]) -> Values:
-    return read({one.entry.name: one.text for one in members})
-
-
-def _read_without(read: Group, members: Sequence[FlagUse], one: FlagUse) -> Values:
-    """What flags are without one of them; nothing where it cannot be missing."""
-    try:
-        return (
-            _read(read, [other for other in members if other is not one])
-            if len(members) > 1
-            else {}
-        )
-    except ShoalError:
-        return {}
-
-
-def _owner(members: Sequence[FlagUse], key: str) -> FlagUse:
-    """The flag at whose place a key stands: the highest that names it, in one layer the one that
-    names fewest keys."""
-    naming = (
-        [one for one in members if key in one.flag.keys]
-        or [one for one in members if key in one.flag.lowest]
-        or members
-    )
-    return max(naming, key=lambda one: (one.layer, -(len(one.flag.keys) or 99), one.index))
-
-
-def _is_said(
-    one: Setting, settings: Sequence[Setting], values: Mapping[str, Any], config_type: type
-) -> bool:
-    """False for a value that came with another key's flag and is as it was in the layers
-    beneath."""
-    below = [other.value for other in settings if other.key == one.key and other.place < one.place]
-    before = below[-1] if below else keys_of(config_type)[one.key].default
-    return one.place[1] == 1 or before != values[one.key]
-
-
-def _recipe_notes(
-    config_type: type, layers: Sequence[Layer], given: Sequence[FlagUse]
-) -> list[str]:
-    """A line on the recipe of a system, where names that it alone has stand without the recipe or a
-    preset, and where a file of the user's is another system's."""
-    entries = [entry for layer in layers for entry in layer.entries]
-    recipe = next(
-        (str(entry.value) for entry in entries if entry.name == "recipe" and entry.value), ""
-    )
-    for layer in layers if recipe in {*map(str.lower, SYSTEMS)} else ():
-        likely, is_sure = likely_system(entry.name for entry in layer.entries)
-        if layer.file and layer.is_users and is_sure and likely.lower() != recipe:
-            return [
-                f"{layer.file} is {likely}'s, and what it does not name is as in {recipe}: "
-                f"recipe={likely.lower()} takes {likely}'s defaults"
-            ]
-    if (
-        recipe
-        or "recipe" not in keys_of(config_type)
-        or any(entry.origin.startswith("preset ") for entry in entries)
-    ):
-        return []
-    own = Counter(
-        one.system
-        for one in given
-        if one.flag.keys and sum(one.flag.name in rows for rows in _EXACT.values()) == 1
-    )
-    return [
-        f"{system}'s flags change only what they name; recipe={system.lower()} sets its other "
-        "defaults too"
-        for system, number in own.most_common(1)
-        if number > 1
-    ]
+def flags_of(config_type: type) -> Mapping[str, Sequence[Flag]]:
+    """The flags that a command accepts, by name: a row for each system that has it."""
+    flags: dict[str, list[Flag]] = {}
+    for rows in _EXACT.values():
+        for name, flag in rows.items():
+            if flag.fits(config_type):
+                flags.setdefault(name, []).append(flag)
+    return flags
 
 
 def likely_system(names: Iterable[str]) -> tuple[str, bool]:
     """The system that has most of the names, and whether it has enough of them for its patterns to
     count. Among fewer a recipe, as `recipe=verl`, says the system."""
-    names = [*names]
-    votes = Counter(system for name in names for system, rows in _EXACT.items() if name in rows)
-    likely = max(SYSTEMS, key=lambda one: votes[one]) if votes else ""
+    names = list(names)
+    votes: Counter[str] = Counter()
+    for name in names:
+        votes.update(system for system, rows in _EXACT.items() if name in rows)
+    likely = ""
+    if votes:
+        likely = max(SYSTEMS, key=lambda system: votes[system])
     of_recipes = [system for system in SYSTEMS if f"recipe={system.lower()}" in names]
     if of_recipes and votes[likely] < ENOUGH:
         return of_recipes[-1], True
     return likely, votes[likely] >= ENOUGH
+
+
+# ---- from flags to words of our keys
+
+
+@dataclass(frozen=True, eq=False)
+class FlagUse:
+    """One use of a flag: its row in the table, the word, and the numbers of its layer and of it
+    there."""
+
+    flag: Flag
+    word: Word
+    layer: int
+    index: int
+
+    @property
+    def name(self) -> str:
+        return self.word.name
+
+    @property
+    def text(self) -> str:
+        return text_of(self.word.value)
+
+    @property
+    def where(self) -> str:
+        """A file's line before an error; nothing for a command line, whose flag the error names."""
+        return f"{self.word.origin}: " if ":" in self.word.origin else ""
+
+
+LOWEST = -1
+"""The number of a layer beneath all others: of words that yield to all else."""
+
+
+@dataclass(eq=False)
+class PlacedWord:
+    """A word of our keys, and the layer and the index of the flag in whose place it stands."""
+
+    word: Word
+    layer: int
+    index: int
+
+
+@dataclass(eq=False)
+class Effect:
+    """What flags became, for the words that replace them and for a line on it in --dry-run; with
+    `has_line` also for one at the start."""
+
+    flags: Given  # as the line shows them
+    last: tuple[int, int]  # the layer and the index of the last of them
+    meaning: str = ""
+    has_line: bool = False
+    words: list[PlacedWord] = field(default_factory=list)
+    rule: Rule | None = None
+    # Of a rule: what it says of its values, and whether higher words left it something to do.
+    reason: str | None = None
+    applies: bool = True
+
+
+def translate(config_type: type, layers: Sequence[Layer]) -> Translation:
+    """The layers, lowest first, with their flags replaced by words of our keys."""
+    draft = Draft(config_type, layers)
+    groups: dict[Group, list[FlagUse]] = {}
+    by_rule: dict[Rule, list[FlagUse]] = {}
+    for use in draft.uses:
+        flag = use.flag
+        stays = flag.keeps_nothing or flag.idle or flag.refused
+        if use.text.lower() in NOTHING and not stays:
+            effect = draft.add_effect([use], meaning="it stays at its default")
+            effect.flags = {use.name: use.text or "empty"}
+        elif flag.group:
+            groups.setdefault(flag.group, []).append(use)
+        elif flag.rule:
+            by_rule.setdefault(flag.rule, []).append(use)
+        else:
+            try:
+                draft.add_single(use)
+            except ShoalError as error:
+                draft.errors.append(f"{use.where}{error}")
+    for read, uses in groups.items():
+        try:
+            draft.add_group(read, uses)
+        except ShoalError as error:
+            draft.errors.append(f"{uses[-1].where}{error}")
+    effects = [draft.add_rule(rule, by_rule[rule]) for rule in RULES if rule in by_rule]
+
+    merged = Merged(config_type, draft.layers())
+    errors = [*draft.errors, *merged.errors]
+    for effect in effects:
+        positions = _positions(merged)
+        free = {}  # the keys of the rule that no higher word has, with their origins
+        for placed in effect.words:
+            word = placed.word
+            if word.key not in merged.top or merged.top[word.key] < positions[id(word)]:
+                free[word.key] = word.origin
+        if not free:
+            continue
+        assert effect.rule is not None
+        try:
+            values, effect.reason = effect.rule(effect.flags, merged.get)
+            for placed in effect.words:
+                value = values.get(placed.word.key, NO_VALUE)
+                placed.word = replace(placed.word, value=value)
+            effect.applies = True
+            merged = Merged(config_type, draft.layers())
+        except ShoalError as error:
+            errors.append(with_origins(str(error), merged.origins | free))
+
+    became: list[tuple[str, bool]] = []
+    values, errors_of_values = merged.values()
+    if not errors and not errors_of_values:
+        became = _became(draft, merged, values)
+    return Translation(
+        merged.layers, errors, _recipe_notes(config_type, layers, draft.uses), became
+    )
+
+
+def _positions(merged: Merged) -> dict[int, int]:
+    """Identity of a word -> its position."""
+    return {id(word): position for position, (_, word) in enumerate(merged.words)}
+
+
+class Draft:
+    """Layers while the flags in them are replaced by words."""
+
+    def __init__(self, config_type: type, layers: Sequence[Layer]) -> None:
+        self.config_type = config_type
+        self.typed = layers
+        self.taken: set[tuple[int, int]] = set()  # layer and index of each word that is a flag
+        self.uses = self._highest_uses()
+        self.effects: list[Effect] = []
+        self.errors: list[str] = []
+
+    def _highest_uses(self) -> list[FlagUse]:
+        """The highest use of each flag; all uses are taken."""
+        highest: dict[str, FlagUse] = {}
+        all_names = set()
+        recipes = []
+        for layer in self.typed:
+            for word in layer.words:
+                all_names.add(word.name)
+                if word.name == "recipe":
+                    recipes.append(f"recipe={text_of(word.value)}")
+        for number, layer in enumerate(self.typed):
+            names = dict.fromkeys(word.name for word in layer.words)
+            likely, is_sure = likely_system([*names, *recipes])
+            for index, word in enumerate(layer.words):
+                has_patterns = is_sure and layer.is_users and bool(layer.file or "." in word.name)
+                flag = find_row(self.config_type, word.name, word.value, likely, has_patterns)
+                if flag is None:
+                    continue
+                # Beside its own key, a name of ours is ours.
+                if flag.value_filter and any(key in names for key in flag.keys):
+                    continue
+                if flag.requires_flag and flag.requires_flag not in all_names:
+                    continue
+                self.taken.add((number, index))
+                # Removed first: the order is that of the highest uses.
+                highest.pop(word.name, None)
+                highest[word.name] = FlagUse(flag, word, number, index)
+        return list(highest.values())
+
+    def layers(self) -> list[Layer]:
+        """The layers with words in the places of flags, in each first those that yield; beneath
+        them, if there are any, the words that yield to all else."""
+        by_layer: dict[int, list[PlacedWord]] = {}
+        for effect in self.effects:
+            for placed in effect.words:
+                by_layer.setdefault(placed.layer, []).append(placed)
+        for placed_words in by_layer.values():
+            placed_words.sort(key=lambda placed: placed.index)
+        layers = []
+        if LOWEST in by_layer:
+            layers.append(Layer([placed.word for placed in by_layer[LOWEST]]))
+        for number, layer in enumerate(self.typed):
+            yielding = []
+            standing: dict[int, list[Word]] = {}  # index of a flag -> words in its place
+            for placed in by_layer.get(number, ()):
+                if placed.word.yields:
+                    yielding.append(placed.word)
+                else:
+                    standing.setdefault(placed.index, []).append(placed.word)
+            words = yielding
+            for index, word in enumerate(layer.words):
+                if (number, index) in self.taken:
+                    words += standing.get(index, ())
+                else:
+                    words.append(word)
+            layers.append(replace(layer, words=words, typed=layer.words))
+        return layers
+
+    def add_effect(self, uses: Sequence[FlagUse], meaning: str, has_line: bool = False) -> Effect:
+        """A new effect of flags, shown at the place of the last of them."""
+        last = max((use.layer, use.index) for use in uses)
+        effect = Effect({use.name: use.text for use in uses}, last, meaning, has_line)
+        self.effects.append(effect)
+        return effect
+
+    def add_single(self, use: FlagUse) -> None:
+        """A flag whose own value says all."""
+        flag, text, name = use.flag, use.text, use.name
+        if flag.refused:
+            if text.lower() not in flag.accepts:
+                expected = f"expected {flag.expected}; " if flag.expected else ""
+                is_sentence = expected or "not supported" in flag.meaning
+                colon = ":" if is_sentence else " is not supported:"
+                raise ShoalError(f"{name}={text}{colon} {expected}{flag.meaning}")
+            self.add_effect([use], flag.meaning)
+            return
+        if flag.idle:
+            is_off_in_file = bool(use.where) and (flag.is_quiet or text.lower() in OFF)
+            effect = self.add_effect([use], flag.meaning, has_line=not is_off_in_file)
+            effect.flags = {name: "..." if name == TOKEN else text}
+            return
+        value = use.word.value
+        values: Values
+        if flag.item and isinstance(value, list):
+            items = [flag.item(item) if isinstance(item, str) else item for item in value]
+            values = {flag.keys[0]: items}
+        elif flag.read:
+            values = flag.read(name, text)
+        else:
+            keys = keys_of(self.config_type)
+            is_list = all(keys[key].is_list for key in flag.keys if key in keys)
+            values = {flag.keys[0]: value if is_list else text}
+        has_meaning = flag.has_tail and not flag.is_quiet
+        effect = self.add_effect(
+            [use], flag.meaning if has_meaning else "", has_line=not flag.is_quiet
+        )
+        for key, value in values.items():
+            self._add_word(effect, use, key, value)
+
+    def add_group(self, read: Group, uses: Sequence[FlagUse]) -> None:
+        """Flags that are read together. What lies between a file's flag and a higher one of the
+        group, as a recipe on the command line, may replace it: it then counts beneath that
+        alone."""
+        top = max(use.layer for use in uses)
+        counting = []
+        for use in uses:
+            if not any(use.layer < layer < top for layer in self._layers_that_set(use)):
+                counting.append(use)
+        if len(counting) < len(uses):
+            self.add_group(read, [use for use in uses if use.layer < top])
+        values = _read(read, counting)
+        values_without = {use: _read_without(read, counting, use) for use in counting}
+        owners = {}
+        for key, value in values.items():
+            deciding = []  # the flags without which the key has another value
+            for use in counting:
+                if key in use.flag.keys and values_without[use].get(key) != value:
+                    deciding.append(use)
+            owners[key] = _owner(deciding or counting, key)
+        effect = self._add_effect_of_several(counting, bool(values))
+        for key, value in values.items():
+            self._add_word(effect, owners[key], key, value)
+
+    def add_rule(self, rule: Rule, uses: Sequence[FlagUse]) -> Effect:
+        """Flags whose values need other keys: words of the keys which they name, without values
+        before the rule has been applied."""
+        keys: dict[str, None] = {}
+        for use in uses:
+            keys.update(dict.fromkeys((*use.flag.keys, *use.flag.default_only)))
+        effect = self._add_effect_of_several(uses, bool(keys))
+        effect.rule = rule
+        effect.applies = not keys
+        for key in keys:
+            owner = _owner(uses, key)
+            value: Any = NO_VALUE
+            if key not in owner.flag.keys:
+                value = Yielding(NO_VALUE, to_all=True)
+            elif owner.flag.low_priority:
+                value = Yielding(NO_VALUE)
+            self._add_word(effect, owner, key, value)
+        return effect
+
+    def _layers_that_set(self, use: FlagUse) -> set[int]:
+        """The layers in which a flag's first key is set by its own name, or by a flag that stands
+        for itself."""
+        names = names_of(self.config_type)
+        first_key = use.flag.keys[0]
+        numbers = set()
+        for number, layer in enumerate(self.typed):
+            for index, word in enumerate(layer.words):
+                if (number, index) not in self.taken and names.get(word.name) == first_key:
+                    numbers.add(number)
+        for other in self.uses:
+            stands_for_itself = not (other.flag.group or other.flag.rule)
+            if stands_for_itself and other.flag.keys[:1] == (first_key,):
+                numbers.add(other.layer)
+        return numbers
+
+    def _add_effect_of_several(self, uses: Sequence[FlagUse], has_keys: bool) -> Effect:
+        loud = [use for use in uses if not use.flag.is_quiet]
+        meaning = loud[0].flag.meaning if loud else ""
+        return self.add_effect(uses, meaning, has_line=bool(loud) or not has_keys)
+
+    def _add_word(self, effect: Effect, use: FlagUse, key: str, value: Any) -> None:
+        """A word of a key, if the command has it, in the place of a flag."""
+        keys = keys_of(self.config_type)
+        if key not in keys:
+            instead = INSTEAD.get(key, "")
+            if instead not in keys:
+                return
+        else:
+            instead = key
+        yields = self._is_wide(use, key)
+        layer = use.layer
+        if isinstance(value, Yielding):
+            yields = True
+            if value.to_all:
+                layer = LOWEST
+            value = value.value
+        word = Word(
+            use.name,
+            value,
+            use.word.origin,
+            instead,
+            flags=tuple(effect.flags),
+            of_rule=effect.rule is not None,
+            yields=yields,
+        )
+        effect.words.append(PlacedWord(word, layer, use.index))
+
+    def _is_wide(self, use: FlagUse, key: str) -> bool:
+        """True if another system's flag in the layer names this key and only some of the flag's
+        others: the narrower one stands, whatever the order. Flags of one system say by themselves
+        which of them stands."""
+        for other in self.uses:
+            if other.layer != use.layer or other.flag.system == use.flag.system:
+                continue
+            if other.text.lower() in NOTHING or key not in other.flag.keys:
+                continue
+            if set(other.flag.keys) < set(use.flag.keys):
+                return True
+        return False
+
+
+def _read(read: Group, uses: Sequence[FlagUse]) -> Values:
+    return read({use.name: use.text for use in uses})
+
+
+def _read_without(read: Group, uses: Sequence[FlagUse], use: FlagUse) -> Values:
+    """What flags are without one of them; nothing where it cannot be missing."""
+    if len(uses) == 1:
+        return {}
+    try:
+        return _read(read, [other for other in uses if other is not use])
+    except ShoalError:
+        return {}
+
+
+def _owner(uses: Sequence[FlagUse], key: str) -> FlagUse:
+    """The flag at whose place a key stands: the highest that names it, in one layer the one that
+    names fewest keys."""
+    naming = [use for use in uses if key in use.flag.keys]
+    if not naming:
+        naming = [use for use in uses if key in use.flag.default_only]
+    return max(naming or uses, key=lambda use: (use.layer, -(len(use.flag.keys) or 99), use.index))
+
+
+# ---- lines on what flags became
+
+
+def _became(draft: Draft, merged: Merged, values: Mapping[str, Any]) -> list[tuple[str, bool]]:
+    """A line for each flag of the user's that is in effect, and whether it is a note of its own;
+    the flags of a file that change nothing share one line."""
+    positions = _positions(merged)
+    lines = []
+    idle_names: dict[int, list[str]] = {}  # number of a file's layer -> flags that change nothing
+    for effect in sorted(draft.effects, key=lambda effect: effect.last):
+        number, _ = effect.last
+        layer = draft.typed[number]
+        if not layer.is_users or not effect.applies:
+            continue
+        if not effect.words and layer.file and not effect.has_line:
+            idle_names.setdefault(number, []).extend(effect.flags)
+            continue
+        overruled = []
+        became = []
+        for placed in effect.words:
+            word = placed.word
+            position = positions[id(word)]
+            highest = merged.top.get(word.key, -1)
+            is_set = word.value is not NO_VALUE
+            if highest > position or (is_set and highest != position):
+                overruled.append(word)
+            elif is_set and _is_said(position, merged, values):
+                became.append(f"{word.key}={shown(values[word.key]) or repr('')}")
+        if effect.words and len(overruled) == len(effect.words):
+            continue
+        reason = effect.meaning
+        # Else the reason names keys without effect.
+        is_whole = all(word.yields for word in overruled)
+        if effect.reason is not None and is_whole:
+            reason = effect.reason
+        flags = ", ".join(f"{name}={text}" for name, text in effect.flags.items())
+        line = f"{flags} changes nothing here"
+        if became:
+            line = f"{flags} became {', '.join(became)}"
+        if reason:
+            line += f": {reason}"
+        is_note = effect.has_line or (bool(reason) and not effect.meaning)
+        lines.append((line, is_note))
+    for number, names in idle_names.items():
+        file = draft.typed[number].file
+        assert file is not None
+        verb = "changes" if len(names) == 1 else "change"
+        idle = f"{count(len(names), 'key')} that {verb} nothing here: {', '.join(names)}"
+        lines.append((f"{file.name}: {idle}", True))
+    return lines
+
+
+def _is_said(position: int, merged: Merged, values: Mapping[str, Any]) -> bool:
+    """False for a value that came with another key's flag and is as it was in the layers
+    beneath."""
+    _, word = merged.words[position]
+    if not word.yields:
+        return True
+    before = keys_of(merged.config_type)[word.key].default
+    for _, below in merged.words[:position]:
+        if below.key == word.key and below.value is not NO_VALUE:
+            before = below.value
+    return before != values[word.key]
+
+
+def _recipe_notes(config_type: type, layers: Sequence[Layer], uses: Sequence[FlagUse]) -> list[str]:
+    """A line on the recipe of a system, where names that it alone has stand without the recipe or a
+    preset, and where a file of the user's is another system's."""
+    recipe = ""
+    has_preset = False
+    for layer in layers:
+        for word in layer.words:
+            has_preset = has_preset or word.origin.startswith("preset ")
+            if word.name == "recipe" and word.value and not recipe:
+                recipe = str(word.value)
+    if recipe in [system.lower() for system in SYSTEMS]:
+        for layer in layers:
+            likely, is_sure = likely_system(word.name for word in layer.words)
+            if layer.file and layer.is_users and is_sure and likely.lower() != recipe:
+                return [
+                    f"{layer.file} is {likely}'s, and what it does not name is as in {recipe}: "
+                    f"recipe={likely.lower()} takes {likely}'s defaults"
+                ]
+    if recipe or has_preset or "recipe" not in keys_of(config_type):
+        return []
+    own: Counter[str] = Counter()  # flags that one system alone has, by system
+    for use in uses:
+        num_systems = sum(use.flag.name in rows for rows in _EXACT.values())
+        if use.flag.keys and num_systems == 1:
+            own[use.flag.system] += 1
+    if not own:
+        return []
+    [(system, number)] = own.most_common(1)
+    if number < 2:
+        return []
+    return [
+        f"{system}'s flags change only what they name; recipe={system.lower()} sets its other "
+        "defaults too"
+    ]
+
+
+# ---- errors in a system's names
 
 
 def in_their_names(message: str, resolved: Resolved) -> str:
@@ -565,64 +607,23 @@ def in_their_names(message: str, resolved: Resolved) -> str:
     >>> in_their_names("set batch.group_size lower", resolved)
     'set batch.group_size lower (batch.group_size: --num_generations)'
     """
-    given = {entry.name for entry in resolved.arguments.entries}
-    votes = sorted((len(given & rows.keys()), system) for system, rows in _EXACT.items())
-    system = votes[-1][1] if votes[-1][0] > votes[-2][0] else ""  # many names are several systems'
-    explained = with_origins(message, resolved.origins)
+    typed = {word.name for word in resolved.arguments.words}
+    votes = sorted((len(typed & rows.keys()), system) for system, rows in _EXACT.items())
+    system = ""
+    if votes[-1][0] > votes[-2][0]:  # many names are several systems'
+        system = votes[-1][1]
     named: dict[str, str] = {}
     for flag in SYSTEMS.get(system, ()):
+        if flag.is_pattern:
+            continue
         for key in flag.keys:
-            if (
-                key not in resolved.origins
-                and not flag.is_pattern
-                and re.search(rf"(?<![\w.-]){re.escape(key)}(?![\w-]|\.\w)", message)
-            ):
+            is_mentioned = re.search(rf"(?<![\w.-]){re.escape(key)}(?![\w-]|\.\w)", message)
+            if key not in resolved.origins and is_mentioned:
                 named.setdefault(key, flag.name)
     if "HF_TOKEN" in message and system == "MaxText":
         named["HF_TOKEN"] = TOKEN
+    explained = with_origins(message, resolved.origins)
+    if not named:
+        return explained
     tail = ", ".join(f"{key} is {name}" for key, name in named.items())
-    return f"{explained} (in {system}: {tail})" if tail else explained
-
-
-# ---- `${...}` in files: the value of another name, as in Hydra's files of verl and TorchRL
-
-_REFERENCE = re.compile(r"(\\*)\$\{(?:([^${}]*)\})?")
-
-
-def interpolate(name: str, value: Any, get: Callable[[str], Any]) -> Any:
-    """A value with `${other.name}`, `${.sibling}`, `${oc.env:NAME,default}` and
-    `${oc.select:name,default}` replaced; `\\${` is a plain `${`. `get` raises KeyError for a name
-    that does not exist."""
-    if isinstance(value, list):
-        return [interpolate(name, item, get) for item in value]
-    if not isinstance(value, str):
-        return value
-    whole = _REFERENCE.fullmatch(value)
-    if whole and not whole[1] and whole[2] is not None:
-        return _referred(name, whole[2], get)
-
-    def one(match: re.Match[str]) -> str:
-        slashes, inside = "\\" * (len(match[1]) // 2), match[2]
-        if len(match[1]) % 2 or inside is None:
-            return slashes + "${" + ("" if inside is None else inside + "}")
-        return slashes + text_of(_referred(name, inside, get))
-
-    return _REFERENCE.sub(one, value)
-
-
-def _referred(name: str, reference: str, get: Callable[[str], Any]) -> Any:
-    resolver, colon, rest = reference.partition(":")
-    wanted, comma, default = (part.strip() for part in (rest if colon else resolver).partition(","))
-    if resolver == "oc.env" and colon:
-        found = os.environ.get(wanted, default if comma else None)
-    else:
-        if wanted.startswith("."):
-            parts, up = name.split("."), len(wanted) - len(wanted.lstrip("."))
-            wanted = ".".join([*parts[:-up], wanted.lstrip(".")])
-        try:
-            found = get(wanted)
-        except KeyError:
-            found = default if resolver == "oc.select" and comma else None
-    if found is None:
-        raise ShoalError(f"{name}: ${{{reference}}} refers to nothing that is set")
-    return found
+    return f"{explained} (in {system}: {tail})"

@@ -19,7 +19,8 @@ from shoal.compat.flags import (
     refused,
     renames,
 )
-from shoal.compat.token import TOKEN
+from shoal.config.names import QUANTISED
+from shoal.config.token import TOKEN
 from shoal.records import ShoalError
 
 read_clip = flags.read_bounds("grpo_epsilon", "", "epsilon_high")
@@ -303,14 +304,14 @@ FLAGS: list[Flag] = [
         "where only the other is given)",
         "inference_devices_per_replica",
         "inference_replicas",
-        lowest=("mesh.trainer",),
+        default_only=("mesh.trainer",),
     ),
     *derived(
         rules.sampler_tensor,
         flags.REPLICA_KEYS,
         flags.REPLICA,
         "rollout_tensor_parallelism",
-        yields=True,
+        low_priority=True,
     ),
     *derived(
         rules.warmup,
@@ -413,7 +414,7 @@ FLAGS: list[Flag] = [
     ],
     # ---- what matters and has no counterpart
     *refused(
-        flags.QUANTISED,
+        QUANTISED,
         "quantization",
         "use_qwix_quantization",
         "quantize_kvcache",
@@ -442,7 +443,7 @@ FLAGS: list[Flag] = [
         *_under_lora("lora_restore_path"),
     ),
     *refused("all weights are trained, or an adapter alone", "trainable_parameters_mask"),
-    *refused(flags.QUANTISED, *_under_lora("lora_weight_qtype")),
+    *refused(QUANTISED, *_under_lora("lora_weight_qtype")),
     *refused("agents and environments", "rl.use_agentic_rollout"),
     *refused("a system prompt; write it into task.template", "rl.system_prompt"),
     *refused(
@@ -728,7 +729,7 @@ TUNIX_FLAGS: list[Flag] = [
         )
     ],
     *refused(
-        flags.QUANTISED,
+        QUANTISED,
         "model_config.lora_config.weight_qtype",
         "actor_model_config.lora_config.weight_qtype",
     ),

@@ -12,19 +12,16 @@ from pathlib import Path
 
 from shoal.compat.flags import (
     MEMORY,
-    NOTHING,
-    Given,
-    Values,
     chosen,
     last_part,
     to_bool,
     to_float,
     to_int,
 )
+from shoal.config.foreign import NOTHING, Get, Given, Rule, Values
 from shoal.config.sections.reward import RewardSection
 from shoal.config.sections.task import TaskSection
 from shoal.config.train import samples_for_pass_k
-from shoal.config.words import Get
 from shoal.records import ShoalError
 from shoal.tasks.task import load_by_name
 from shoal.text import count, exact
@@ -652,7 +649,7 @@ def verl_dual_clip(given: Given, get: Get) -> tuple[Values, str]:
     return {"algorithm.clip_dual": text}, ""
 
 
-RULES = (
+RULES: tuple[Rule, ...] = (
     lengths,
     devices,
     pathways,

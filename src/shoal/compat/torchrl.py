@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from shoal.compat import flags, rules
 from shoal.compat.flags import Flag, Given, Values, derived, idle, only, reads, refused, renames
+from shoal.config.names import QUANTISED
 
 
 def read_divergence(given: Given) -> Values:
@@ -94,7 +95,7 @@ FLAGS: list[Flag] = [
         "model.path",
         flags.each("model.path"),
         "with a / in it, a folder or hub id; without, our name of the architecture",
-        only=lambda text: "/" in text,
+        value_filter=lambda text: "/" in text,
     ),
     *derived(
         rules.turns_per_batch,
@@ -163,7 +164,7 @@ FLAGS: list[Flag] = [
         for name, key in (("r", "rank"), ("alpha", "alpha"))
     ],
     *refused(
-        flags.QUANTISED,
+        QUANTISED,
         "train_model.quantization.enabled",
         "inference_model.quantization.enabled",
         "ref_model.quantization.enabled",

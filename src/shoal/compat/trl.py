@@ -21,6 +21,7 @@ from shoal.compat.flags import (
     refused,
     to_bool,
 )
+from shoal.config.names import QUANTISED
 from shoal.records import ShoalError
 from shoal.runs.layout import LAST, is_run
 
@@ -309,7 +310,7 @@ FLAGS: list[Flag] = [
         "steps",
         "passes over the training rows of local files; for other data set steps",
         "num_train_epochs",
-        yields=True,
+        low_priority=True,
     ),
     *derived(
         rules.trl_counts,
@@ -454,8 +455,8 @@ FLAGS: list[Flag] = [
         "with weight_sync_steps=n counted in the sampler's weight updates: k is (k + 1) x n - 1 "
         "steps",
         "max_staleness",
-        only=lambda text: True,
-        only_with="weight_sync_steps",
+        value_filter=lambda text: True,
+        requires_flag="weight_sync_steps",
     ),
     *derived(rules.sampler_tensor, flags.REPLICA_KEYS, flags.REPLICA, "vllm_tensor_parallel_size"),
     *grouped(
@@ -537,7 +538,7 @@ FLAGS: list[Flag] = [
         "auto_find_batch_size",
     ),
     *refused("an adapter is of whole products", "lora_target_parameters"),
-    *refused(flags.QUANTISED, "load_in_8bit", "load_in_4bit"),
+    *refused(QUANTISED, "load_in_8bit", "load_in_4bit"),
     *refused("the model's shape and weights come from model.path", "model_init_kwargs"),
     *only(
         "a model's own files are read; download another revision and give its folder",

@@ -6,6 +6,7 @@ from typing import Any
 
 from shoal.compat import flags, rules, verl_readers
 from shoal.compat.flags import Flag, Given, Values, derived, idle, only, reads, refused, renames
+from shoal.config.names import QUANTISED
 
 _A, _R, _T = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "trainer."
 _REF, _MODEL = "actor_rollout_ref.ref.", "actor_rollout_ref.model."
@@ -247,7 +248,7 @@ FLAGS: list[Flag] = [
         "steps",
         "passes over the training rows of local files; for other data set steps",
         _T + "total_epochs",
-        yields=True,
+        low_priority=True,
     ),
     *derived(
         rules.verl_warmup,
@@ -516,7 +517,7 @@ FLAGS: list[Flag] = [
         "reward_model.enable",
         "reward.reward_model.enable",
     ),
-    *refused(flags.QUANTISED, _A + "qat.enable"),
+    *refused(QUANTISED, _A + "qat.enable"),
     *refused("a sampler does prefill and decoding", _R + "disaggregation.enabled"),
     *refused(
         "set actor_rollout_ref.model.lora_rank", _MODEL + "lora.rank", _MODEL + "lora.adapter_path"

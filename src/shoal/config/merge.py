@@ -1,10 +1,12 @@
-"""The layers of a configuration, lowest first, and their merge: the highest setting of a key
+"""Composes a configuration: layers of words, lowest first, of which the highest word of a key
 counts.
 
     defaults < preset < file < command line
 
-    entries  ->  settings (other systems' names by the translator)  ->  one a key
-             ->  values in their types
+    arguments  ->  layers, as typed
+               ->  layers of words of our keys     (`foreign`: other systems' flags are replaced)
+               ->  a word for each key             (`merge`)
+               ->  values in their types  ->  Config
 
 The preset of a task, recipe or algorithm lies directly beneath the layer that names it, the files
 of `defaults` beneath their file.
@@ -13,54 +15,42 @@ of `defaults` beneath their file.
 from __future__ import annotations
 
 import contextlib
-import inspect
-import operator
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from shoal.config.commands import command_of, dataclass_of
+from shoal.config.foreign import front_end
 from shoal.config.key import (
     build,
     convert_value,
     get_value,
     keys_of,
-    leaves_of,
     overridden_keys,
     sections_of,
     shown,
     text_of,
 )
+from shoal.config.keywords import read_keywords
+from shoal.config.names import UnknownKey, find_key, names_of
+from shoal.config.preset_files import find_file, is_packaged, packaged, presets_of
 from shoal.config.stored import to_yaml
 from shoal.config.train import Config
 from shoal.config.words import (
-    COMMA_LISTS,
     COMMAND_LINE,
+    NO_VALUE,
     PYTHON,
     STORED,
     Arguments,
-    Entry,
     Layer,
-    Setting,
-    Translation,
-    UnknownKey,
-    find_file,
-    find_key,
-    is_packaged,
-    key_of,
-    make_entry,
-    names_of,
-    packaged,
-    presets_of,
+    Word,
     read_arguments,
-    read_files,
-    split_list,
-    translator,
 )
+from shoal.config.yaml_files import interpolate, read_files
 from shoal.records import ShoalError
-from shoal.text import count, did_you_mean, shorten
+from shoal.text import count, did_you_mean
 
 PACKAGED: Mapping[str, str] = {"recipe": "recipe", "algorithm.name": "algorithm"}
 """Key that names a packaged preset -> the folder of these presets."""
@@ -78,42 +68,43 @@ def layers_of(
     config_type: type,
     arguments: Arguments,
     stored: Path | None = None,
+    beneath: Layer | None = None,
 ) -> tuple[list[Layer], Path | None]:
-    """The user's layers, beneath each the presets that it names; and the preset or file that was
-    loaded. `stored`: a run's configuration in place of presets and files."""
-    layers, file = users_layers(config_type, arguments, stored)
+    """The user's layers as typed, beneath each the presets that it names; and the preset or file
+    that was loaded. `stored`, `beneath`: as in `load`."""
+    layers, file = users_layers(config_type, arguments, stored, beneath)
     line = len(layers) - 1
-    beneath: dict[int, list[Layer]] = {}
+    presets: dict[int, list[Layer]] = {}  # number of a layer -> the presets directly beneath it
     task = ""
     if not file:
         # Merged, as another system's flag may name the task.
-        by_line, _ = merge(config_type, [layers[line]])
-        if "task.name" in by_line.top:
-            task = text_of(by_line.top["task.name"].value)
+        of_line = merge_typed(config_type, [layers[line]])
+        if "task.name" in of_line.top:
+            task = text_of(of_line.word_of("task.name").value)
     preset = preset_of_task(command_of(config_type), task)
     if preset:
         file = preset
-        beneath[line] = file_layers(config_type, preset, f"task {task}")
+        presets[line] = file_layers(config_type, preset, f"task {task}")
     names = names_of(config_type)
     for key in PACKAGED:
         if key not in keys_of(config_type):
             continue
-        number, name, where = 0, "", ""  # of the highest entry of the key
+        number, name, where = 0, "", ""  # of the highest word of the key
         for layer_number, layer in enumerate(layers):
-            for entry in layer.entries:
-                if names.get(entry.name) == key:
+            for word in layer.words:
+                if names.get(word.name) == key:
                     number = layer_number
-                    name = text_of(entry.value)
-                    where = f"{entry.origin}: " if layer.file else ""
+                    name = text_of(word.value)
+                    where = f"{word.origin}: " if layer.file else ""
         if not name:
             continue
         # The files of a file's `defaults` have its label: the preset lies beneath them, too.
         while number > 0 and layers[number - 1].label == layers[number].label:
             number -= 1
-        beneath.setdefault(number, []).extend(named_layers(config_type, key, name, where))
+        presets.setdefault(number, []).extend(named_layers(config_type, key, name, where))
     ordered: list[Layer] = []
     for number, layer in enumerate(layers):
-        ordered += beneath.get(number, [])
+        ordered += presets.get(number, [])
         ordered.append(layer)
     return ordered, file
 
@@ -124,26 +115,29 @@ def preset_of_task(command: str, name: str) -> Path | None:
 
 
 def users_layers(
-    config_type: type, arguments: Arguments, stored: Path | None = None
+    config_type: type,
+    arguments: Arguments,
+    stored: Path | None = None,
+    beneath: Layer | None = None,
 ) -> tuple[list[Layer], Path | None]:
     """The layers of `--preset`, of the file and of the command line; and the file."""
     command = command_of(config_type)
     layers = []
-    if arguments.beneath:
-        layers.append(Layer(arguments.beneath, "run"))
+    if beneath:
+        layers.append(beneath)
     if command == "sft" and not stored:  # it is `shoal train` with these
-        entries = [
-            Entry("algorithm.name", "sft", "shoal sft"),
-            Entry("task.name", "custom", "shoal sft"),
+        words = [
+            Word("algorithm.name", "sft", "shoal sft"),
+            Word("task.name", "custom", "shoal sft"),
         ]
-        layers.append(Layer(entries, "shoal sft"))
+        layers.append(Layer(words, "shoal sft"))
     file = stored
     if not file and arguments.config_name:
         file = find_file(command, arguments.config_name)
     if arguments.preset and not stored and (file is None or not is_packaged(file)):
-        below = find_file(command, arguments.preset)
-        layers += file_layers(config_type, below, f"preset {below.stem}")
-        file = file or below
+        preset = find_file(command, arguments.preset)
+        layers += file_layers(config_type, preset, f"preset {preset.stem}")
+        file = file or preset
     if file and not (layers and file == layers[-1].file):
         label = ""
         if stored:
@@ -151,7 +145,7 @@ def users_layers(
         elif is_packaged(file):
             label = f"preset {file.stem}"
         layers += file_layers(config_type, file, label)
-    return [*layers, Layer(arguments.entries)], file
+    return [*layers, Layer(arguments.words)], file
 
 
 def named_layers(config_type: type, key: str, name: str, where: str = "") -> list[Layer]:
@@ -169,44 +163,44 @@ def named_layers(config_type: type, key: str, name: str, where: str = "") -> lis
 
 def file_layers(config_type: type, file: Path, label: str) -> list[Layer]:
     """The layers of a file and of its `defaults`, without empty sections and, for a command other
-    than training, without the keys that only training reads. Without `label` each setting's origin
-    is its line."""
+    than training, without the keys that only training reads. Without `label` each word's origin is
+    its line."""
     layers = []
     is_key = keys_of(config_type).__contains__
     sections = sections_of(config_type) | sections_of(Config)
-    for path, entries in read_files(command_of(config_type), file, is_key):
-        raw = {entry.name: entry.value for entry in entries}
+    for path, words in read_files(command_of(config_type), file, is_key):
+        values = {word.name: word.value for word in words}
         kept = []
         skipped = []
-        for entry in entries:
-            if entry.value is None and entry.name in sections:
+        for word in words:
+            if word.value is None and word.name in sections:
                 continue
-            for_training = _names_for_training(config_type, entry)
+            for_training = _names_for_training(config_type, word)
             if for_training:
                 skipped += for_training
                 continue
-            value = entry.value
-            # Those of our own keys are replaced by final values, in `Merged.value_of`.
-            if is_interpolated(value) and entry.name not in names_of(config_type):
+            value = word.value
+            # Those of our own keys are replaced by final values, in `Merged.get`.
+            if is_interpolated(value) and word.name not in names_of(config_type):
                 with contextlib.suppress(ShoalError):  # refused later, if the flag has an effect
-                    value = translator().interpolate(entry.name, value, raw.__getitem__)
-            kept.append(Entry(entry.name, value, label or entry.origin))
+                    value = interpolate(word.name, value, values.__getitem__)
+            kept.append(Word(word.name, value, label or word.origin))
         layers.append(Layer(kept, label or str(file), path, not is_packaged(path), skipped))
     return layers
 
 
-def _names_for_training(config_type: type, entry: Entry) -> list[str]:
-    """The keys of an entry that training reads and this command does not."""
+def _names_for_training(config_type: type, word: Word) -> list[str]:
+    """The keys of a word that training reads and this command does not."""
     if issubclass(config_type, Config):
         return []
 
     def is_known(config_type: type, name: str, value: Any) -> bool:
         if name in names_of(config_type):
             return True
-        return translator().find(config_type, name, value) is not None
+        return front_end().find_flag(config_type, name, value) is not None
 
-    name = entry.name
-    value = entry.value
+    name = word.name
+    value = word.value
     # `batch` is a key here, a section in training.
     if isinstance(value, Mapping) and name in sections_of(Config):
         inside = [f"{name}.{part}" for part in value]
@@ -227,21 +221,48 @@ def is_interpolated(value: Any) -> bool:
 # ---- from layers to values
 
 
-@dataclass
 class Merged:
-    """The settings of some layers, and those of them that are in effect."""
+    """The words of some layers, and which of them are in effect."""
 
-    config_type: type
-    layers: Sequence[Layer]
-    settings: Sequence[Setting]  # lowest first
-    translation: Translation
-    top: Mapping[str, Setting] = field(init=False)
-    _values: dict[str, Any] = field(default_factory=dict)
-    _pending: list[str] = field(default_factory=list)
+    def __init__(self, config_type: type, layers: Sequence[Layer]) -> None:
+        self.config_type = config_type
+        self.layers = layers  # without flags of other systems
+        self.words: list[tuple[int, Word]] = []  # (number of its layer, word), lowest first
+        self.errors: list[str] = []
+        self._add_words()
+        self.top = _in_effect(self.words, line=len(layers) - 1)
+        """Key -> the position in `words` of its word in effect, in the order of positions."""
+        self._values: dict[str, Any] = {}
+        self._pending: list[str] = []
 
-    def __post_init__(self) -> None:
-        self.settings = sorted(self.settings, key=operator.attrgetter("place"))
-        self.top = _in_effect(self.settings, line=len(self.layers) - 1)
+    def _add_words(self) -> None:
+        unknown = []
+        for number, layer in enumerate(self.layers):
+            for word in layer.words:
+                if word.key:
+                    self.words.append((number, word))
+                    continue
+                where = f"{word.origin}: " if layer.file else ""
+                try:
+                    key = find_key(self.config_type, word.name)
+                except UnknownKey as error:
+                    unknown.append(f"{where}{error}")
+                except ShoalError as error:
+                    self.errors.append(f"{where}{error}")
+                else:
+                    self.words.append((number, replace(word, key=key.name)))
+        if unknown:
+            self.errors.append(str(UnknownKey.of_all(unknown, self.config_type)))
+
+    def word_of(self, key: str) -> Word:
+        """The word of a key that is in effect."""
+        _, word = self.words[self.top[key]]
+        return word
+
+    def layer_number(self, key: str) -> int:
+        """The number of the layer that sets a key."""
+        number, _ = self.words[self.top[key]]
+        return number
 
     def get(self, key: str) -> Any:
         """The value of a key in its type; empty for one that the command has not."""
@@ -249,36 +270,37 @@ class Merged:
         if key not in self.top:
             return keys[key].default if key in keys else ""
         if key in self._pending:
-            raise ShoalError(f"{self.top[key].origin}: {key} refers to itself")
+            raise ShoalError(f"{self.word_of(key).origin}: {key} refers to itself")
         if key not in self._values:
             self._pending.append(key)
             try:
-                self._values[key] = self.value_of(self.top[key])
+                self._values[key] = self._convert(key)
             finally:
                 self._pending.pop()
         return self._values[key]
 
-    def value_of(self, setting: Setting) -> Any:
-        """A setting's value in its type; a file's with `${...}` replaced by final values of keys,
-        or by other names of the file."""
-        layer = self.layers[setting.place[0]]
-        value = setting.value
-        if layer.file and is_interpolated(value) and not setting.flags:
+    def _convert(self, key: str) -> Any:
+        """The value of a key's word in its type; a file's with `${...}` replaced by final values of
+        keys, or by other names of the file."""
+        word = self.word_of(key)
+        layer = self.layers[self.layer_number(key)]
+        value = word.value
+        if layer.file and is_interpolated(value) and not word.flags:
             names = names_of(self.config_type)
-            raw = {entry.name: entry.value for entry in layer.entries}
+            typed = {other.name: other.value for other in layer.typed}
 
             def value_of_name(name: str) -> Any:
                 if name in names:
                     return self.get(names[name])
-                return raw[name]
+                return typed[name]
 
-            value = translator().interpolate(setting.name, value, value_of_name)
-        return convert_value(keys_of(self.config_type)[setting.key], value)
+            value = interpolate(word.name, value, value_of_name)
+        return convert_value(keys_of(self.config_type)[key], value)
 
     @property
     def origins(self) -> dict[str, str]:
         """Key -> `command line`, `--learning_rate`, `mine.yml:4`, `recipe trl`."""
-        return {key: setting.origin for key, setting in self.top.items()}
+        return {key: self.word_of(key).origin for key in self.top}
 
     def values(self) -> tuple[dict[str, Any], list[str]]:
         """Key -> its value, of the keys that are set; and the errors of those that cannot be."""
@@ -292,68 +314,34 @@ class Merged:
         return values, errors
 
 
-def merge(config_type: type, layers: Sequence[Layer]) -> tuple[Merged, list[str]]:
-    """The settings of layers, lowest first, and what is wrong with them. The rules of other
-    systems' flags come last: a rule's settings stand at the places of its flags, so none replaces
-    what lies above."""
-    translation = translator().translate(config_type, layers)
-    settings = list(translation.settings)
-    errors = list(translation.errors)
-    unknown = []
-    for number, layer in enumerate(layers):
-        for index, entry in enumerate(layer.entries):
-            if (number, index) in translation.taken:
-                continue
-            where = f"{entry.origin}: " if layer.file else ""
-            try:
-                key = find_key(config_type, entry.name).name
-            except UnknownKey as error:
-                unknown.append(f"{where}{error}")
-                continue
-            except ShoalError as error:
-                errors.append(f"{where}{error}")
-                continue
-            place = (number, 1, index)
-            settings.append(Setting(key, entry.value, entry.origin, entry.name, place))
-    if unknown:
-        errors.append(str(UnknownKey.of_all(unknown, config_type)))
-    merged = Merged(config_type, layers, settings, translation)
-    for rule in translation.rules:
-        free = {}  # the keys of the rule that no higher setting has
-        for claim in rule.claims:
-            if claim.key not in merged.top or merged.top[claim.key].place < claim.place:
-                free[claim.key] = claim.origin
-        if not free:
+def merge_typed(config_type: type, layers: Sequence[Layer]) -> Merged:
+    """The merge of layers as they were typed, whose flags are replaced first."""
+    return Merged(config_type, front_end().translate(config_type, layers).layers)
+
+
+def _in_effect(words: Sequence[tuple[int, Word]], line: int) -> dict[str, int]:
+    """Key -> the position of its highest word. `line`: the number of the command line's layer."""
+    last_number: tuple[int, Word] | None = None  # of the command line: the last number of prompts
+    for position, (number, word) in enumerate(words):
+        if number != line or word.key not in PROMPT_KEYS or word.value is NO_VALUE:
             continue
-        try:
-            settings = [*merged.settings, *rule.apply(merged.get)]
-            merged = Merged(config_type, layers, settings, translation)
-        except ShoalError as error:
-            errors.append(with_origins(str(error), merged.origins | free))
-    return merged, errors
-
-
-def _in_effect(settings: Sequence[Setting], line: int) -> dict[str, Setting]:
-    """Key -> its highest setting, in the order of places. `line`: the number of the command line's
-    layer."""
-    last_number: Setting | None = None  # the command line's last number of prompts
-    for setting in settings:
-        is_number = setting.key in PROMPT_KEYS and text_of(setting.value) != "0"
-        if is_number and setting.place[0] == line:
-            last_number = setting
-    top: dict[str, Setting] = {}
-    for setting in settings:
-        if last_number and setting.place[0] == line and setting.key in PROMPT_KEYS:
-            is_other = setting.key != last_number.key
-            if is_other and setting.place < last_number.place:
+        if text_of(word.value) != "0":
+            last_number = position, word
+    top: dict[str, int] = {}
+    for position, (number, word) in enumerate(words):
+        if word.value is NO_VALUE:
+            continue
+        if last_number and number == line and word.key in PROMPT_KEYS:
+            last_position, last_word = last_number
+            if word.key != last_word.key and position < last_position:
                 continue
-        by_device = top.get("batch.prompts_per_device")
-        if setting.key == "batch.prompts_per_step" and by_device:
-            if by_device.place[0] < setting.place[0]:
-                del top[by_device.key]
-        # Removed first: the order is that of the places.
-        top.pop(setting.key, None)
-        top[setting.key] = setting
+        if word.key == "batch.prompts_per_step" and "batch.prompts_per_device" in top:
+            number_by_device, _ = words[top["batch.prompts_per_device"]]
+            if number_by_device < number:
+                del top["batch.prompts_per_device"]
+        # Removed first: the order is that of the positions.
+        top.pop(word.key, None)
+        top[word.key] = position
     return top
 
 
@@ -366,56 +354,49 @@ def check_names(merged: Merged) -> tuple[list[str], list[str]]:
     there `batch.prompts_per_step` followed from the other."""
     notes = []
     errors = []
-    claims = [claim for rule in merged.translation.rules for claim in rule.claims]
-    # A claim stands in place of the settings that its rule made, which have the same flags.
-    claimed = {(claim.flags, claim.key) for claim in claims}
-    settings = list(claims)
-    for setting in merged.settings:
-        if (setting.flags, setting.key) not in claimed:
-            settings.append(setting)
-    settings.sort(key=operator.attrgetter("place"))
     for number, layer in enumerate(merged.layers):
-        latest: dict[str, Setting] = {}
-        is_whole = 2 * len(layer.entries) > len(keys_of(merged.config_type))
-        for setting in settings:
-            if setting.place[:2] != (number, 1):
+        latest: dict[str, Word] = {}
+        is_whole = 2 * len(layer.typed) > len(keys_of(merged.config_type))
+        for layer_number, word in merged.words:
+            if layer_number != number or word.yields:
                 continue
-            key = setting.key
-            if key in PROMPT_KEYS and not is_whole and text_of(setting.value) != "0":
+            key = word.key
+            is_unset = not word.of_rule and text_of(word.value) == "0"
+            if key in PROMPT_KEYS and not is_whole and not is_unset:
                 key = PROMPT_KEYS[0]
             before = latest.get(key)
-            latest[key] = setting
-            if before is None or not _are_two(before, setting):
+            latest[key] = word
+            if before is None or not _are_two(before, word):
                 continue
-            what = setting.key if before.key == setting.key else "how many prompts a step has"
-            counts_batches = setting.key == "steps" and (before in claims or setting in claims)
+            what = word.key if before.key == word.key else "how many prompts a step has"
+            counts_batches = word.key == "steps" and (before.of_rule or word.of_rule)
             if layer.file is None and not counts_batches:
                 notes.append(
-                    f"{before.name} and {setting.name} both set {what}: the later one stands, "
-                    f"{setting.name}"
+                    f"{before.name} and {word.name} both set {what}: the later one stands, "
+                    f"{word.name}"
                 )
                 continue
             is_set_above = False
-            for two_names_key in (before.key, setting.key):
-                top = merged.top.get(two_names_key)
-                if top is not None and top.place[0] > number:
+            for two_names_key in (before.key, word.key):
+                if two_names_key in merged.top and merged.layer_number(two_names_key) > number:
                     is_set_above = True
             if not is_set_above:
                 where = f"{layer.file}: " if layer.file else ""
                 errors.append(
-                    f"{where}{before.name} and {setting.name} both set {what}; write one of them"
+                    f"{where}{before.name} and {word.name} both set {what}; write one of them"
                 )
     return notes, errors
 
 
-def _are_two(before: Setting, setting: Setting) -> bool:
-    """True for two names that give a key different values."""
-    if before.name == setting.name:
+def _are_two(before: Word, word: Word) -> bool:
+    """True for two names that give a key different values. What a rule sets is not compared: it
+    follows from other keys, too."""
+    if before.name == word.name:
         return False
-    if before.flags and before.flags is setting.flags:
+    if before.flags and before.flags == word.flags:
         return False
-    if before.key == setting.key and before.value is not None:
-        return text_of(before.value) != text_of(setting.value)
+    if before.key == word.key and not before.of_rule and before.value is not None:
+        return word.of_rule or text_of(before.value) != text_of(word.value)
     return True
 
 
@@ -507,191 +488,46 @@ def from_overrides(
     Keys may be nested dicts, joined by `__` or by dots, or short forms; `config_name` names a
     preset or a file. `stored`: as in `load`.
     """
-    config_name = str(overrides.pop("config_name", None) or "")
-    entries = []
-    functions: tuple[Callable[..., Any], ...] = ()
-    PYTHON_OBJECTS.begin_call()
-    for name, value in python_leaves(config_type, overrides):
-        key = key_of(config_type, name)
-        if key and key.name in COMMA_LISTS and isinstance(value, str):
-            value = split_list(key, value)
-        if key and key.name == "reward.functions":
-            value, functions = _take_callables(value)
-        if key and key.name in OBJECT_KEYS:
-            if isinstance(value, list | tuple):
-                value = [register_object(item) for item in value]
-            else:
-                value = register_object(value)
-        if isinstance(value, tuple):
-            value = list(value)
-        if key and key.is_list:
-            items = value if isinstance(value, list) else [value]
-            value = [text_given(item) for item in items]
-        if value is not None and not isinstance(value, list):
-            value = text_given(value)
-        origin = PYTHON if name in names_of(config_type) else f"{PYTHON} {name}"
-        entries.append(make_entry(name, value, origin))
-    arguments = Arguments("" if stored else config_name, tuple(entries))
+    arguments, functions = read_keywords(config_type, overrides)
+    if stored:
+        arguments = replace(arguments, config_name="")
     config, resolved = load(config_type, arguments, stored)
     return config, resolved, functions
-
-
-def text_given(value: Any) -> str:
-    """A value from Python as text. Of a kind of text, as an Enum's or NumPy's, plainly what it
-    says: YAML has no other form of it."""
-    return str.__str__(value) if isinstance(value, str) else str(value)
-
-
-def python_leaves(config_type: type, overrides: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Every keyword from Python with its dotted name. A key of ours that is None is not given, as
-    an argument that somebody's own function has by default; another system's flag that is None is
-    its `null` in a file."""
-    for name, value in leaves_of(config_type, nested_names(overrides)):
-        is_list = isinstance(value, list | tuple)
-        key = key_of(config_type, name)
-        may_be_object = key is not None and key.name in OBJECT_KEYS
-        is_object = callable(value) or may_be_object
-        is_value = is_list or is_object or isinstance(value, str | bytes | Mapping)
-        if isinstance(value, Iterable) and not is_value:  # a set, an array, a generator
-            raise ShoalError(
-                f"{name}={shorten(repr(value), 100)}: expected a value, or a list of such; "
-                f"give list(...) of the {type(value).__name__}"
-            )
-        items = value if is_list else [value]
-        for item in items:
-            is_missing = is_list and item is None
-            if is_missing or isinstance(item, bytes):
-                raise ShoalError(
-                    f"{name}={value!r}: expected text, numbers or functions, without {item!r}"
-                )
-        if value is not None or key is None:
-            yield name, value
-
-
-OBJECT_KEYS = (
-    "environment.tools",
-    "environment.factory",
-    "environment.rollout",
-    "environment.agent",
-)
-"""Keys whose values may be objects from Python."""
-
-
-FROM_PYTHON = "python:"
-"""Begins the name of what was given from Python, where the configuration is stored."""
-
-
-class GivenObjects:
-    """Tools, environments and rollout functions that were given from Python, by the name that
-    stands for them.
-
-    Two objects of one name, given in one call, get a number each. A name that has meant two objects
-    in two calls means neither where a stored configuration has it: it is not known which one the
-    run had."""
-
-    def __init__(self) -> None:
-        self._objects: dict[str, Any] = {}
-        self._of_this_call: set[str] = set()
-        self._ambiguous: set[str] = set()
-
-    def begin_call(self) -> None:
-        self._of_this_call.clear()
-
-    def add(self, value: Any, name: str) -> str:
-        """The name that stands for an object from now on."""
-        free, number = name, 1
-        while free in self._of_this_call and not _is_same_object(self._objects[free], value):
-            number += 1
-            free = f"{name}-{number}"
-        if free in self._objects and not _is_same_object(self._objects[free], value):
-            self._ambiguous.add(free)
-        self._objects[free] = value
-        self._of_this_call.add(free)
-        return free
-
-    def __contains__(self, name: str) -> bool:
-        if name in self._of_this_call:
-            return True
-        return name in self._objects and name not in self._ambiguous
-
-    def __getitem__(self, name: str) -> Any:
-        return self._objects[name]
-
-
-def _is_same_object(first: Any, second: Any) -> bool:
-    """True also for a method that was taken from its object twice."""
-    if inspect.ismethod(first) and inspect.ismethod(second):
-        return first == second
-    return first is second
-
-
-PYTHON_OBJECTS = GivenObjects()
-
-
-def register_object(value: Any, name: str = "") -> Any:
-    """The name that stands for what a file could have defined; a text as it is."""
-    if isinstance(value, str):
-        return value
-    if not name:
-        name = getattr(value, "__name__", type(value).__name__)
-    return PYTHON_OBJECTS.add(value, f"{FROM_PYTHON}{name}")
-
-
-def nested_names(overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """`a__b` as `a.b`, at any depth."""
-    nested = {}
-    for name, value in overrides.items():
-        if isinstance(value, Mapping):
-            value = nested_names(value)
-        nested[str(name).replace("__", ".")] = value
-    return nested
-
-
-def _take_callables(value: Any) -> tuple[list[Any], tuple[Callable[..., Any], ...]]:
-    items = list(value) if isinstance(value, list | tuple) else [value]
-    functions = tuple(item for item in items if callable(item))
-    if functions and len(functions) < len(items):
-        raise ShoalError(
-            f"reward={value!r}: expected functions, or names of the form file.py:function, not "
-            "both: import the named ones and give them as functions"
-        )
-    if functions:
-        return [], functions
-    return items, ()
 
 
 def load(
     config_type: type,
     arguments: Arguments,
     stored: Path | None = None,
+    beneath: Layer | None = None,
 ) -> tuple[Any, Resolved]:
-    """The configuration of the arguments; `stored`: a run's configuration in place of presets and
-    files.
+    """The configuration of the arguments. `stored`: a run's configuration in place of presets and
+    files; `beneath`: words beneath all that the user gave.
 
     >>> config, resolved = load(Config, resolved.arguments, run / "config.yaml")
     """
-    layers, file = layers_of(config_type, arguments, stored and stored.absolute())
-    merged, errors = merge(config_type, layers)
+    layers, file = layers_of(config_type, arguments, stored and stored.absolute(), beneath)
+    translation = front_end().translate(config_type, layers)
+    merged = Merged(config_type, translation.layers)
     values, not_values = merged.values()
-    twice, two_names = check_names(merged)
-    errors = [*errors, *not_values, *two_names]
+    notes_on_names, errors_of_names = check_names(merged)
+    errors = [*translation.errors, *not_values, *errors_of_names]
     if errors:
         raise ShoalError("; ".join(dict.fromkeys(errors)))
     try:
         config = build(config_type, values)
     except ShoalError as error:
         raise ShoalError(with_origins(str(error), merged.origins)) from None
-    became = merged.translation.lines(merged.settings, merged.top, values)
     notes = list(_notes(config, merged, file, bool(arguments.preset)))
-    notes += merged.translation.notes
-    notes += twice
-    notes += [line for line, is_note in became if is_note]
+    notes += translation.notes
+    notes += notes_on_names
+    notes += [line for line, is_note in translation.became if is_note]
     resolved = Resolved(
         config,
         file.stem if file else "",
         tuple(notes),
         arguments,
-        tuple(line for line, _ in became),
+        tuple(line for line, _ in translation.became),
         merged.origins,
     )
     return config, resolved
@@ -700,7 +536,7 @@ def load(
 def given_values(config_type: type, arguments: Arguments, *names: str) -> dict[str, Any]:
     """The values of some keys in the user's own file and command line, without presets."""
     layers, _ = users_layers(config_type, arguments)
-    merged, _ = merge(config_type, [layer for layer in layers if layer.is_users])
+    merged = merge_typed(config_type, [layer for layer in layers if layer.is_users])
     return {name: merged.get(name) for name in names if name in merged.top}
 
 
@@ -711,8 +547,7 @@ def packaged_values(config: Any) -> dict[str, Any]:
         name = get_value(config, key)
         if name:
             layers += named_layers(type(config), key, name)
-    merged, _ = merge(type(config), layers)
-    values, _ = merged.values()
+    values, _ = merge_typed(type(config), layers).values()
     return values
 
 
@@ -735,10 +570,11 @@ def _notes(config: Any, merged: Merged, file: Path | None, has_preset: bool) -> 
     if file and not is_packaged(file) and not has_preset and "task.name" in merged.top:
         preset = preset_of_task(command_of(config_type), config.task.name)
     if file and preset:
-        of_preset, _ = merge(config_type, file_layers(config_type, preset, ""))
+        of_preset = merge_typed(config_type, file_layers(config_type, preset, ""))
         keys_given = set(merged.top)
-        for rule in merged.translation.rules:
-            keys_given.update(claim.key for claim in rule.claims)
+        for _, word in merged.words:
+            if word.of_rule:
+                keys_given.add(word.key)
         left = [key for key in of_preset.top if key not in keys_given]
         if left:
             yield (
@@ -748,8 +584,8 @@ def _notes(config: Any, merged: Merged, file: Path | None, has_preset: bool) -> 
             )
     yield from _replaced_in_files(merged)
     changed: dict[str, list[str]] = {}
-    for key, setting in merged.top.items():
-        layer = merged.layers[setting.place[0]]
+    for key in merged.top:
+        layer = merged.layers[merged.layer_number(key)]
         folder = layer.label.partition(" ")[0]
         if layer.is_users or folder not in ("task", *PACKAGED.values()):
             continue
@@ -779,18 +615,19 @@ def _replaced_in_files(merged: Merged) -> Iterator[str]:
         is_preset = layer.label.partition(" ")[0] in PACKAGED.values()
         if layer.is_users or not is_preset or not files:
             continue
-        of_files, _ = merge(merged.config_type, files)
+        typed_files = [replace(below, words=below.typed) for below in files]
+        of_files = merge_typed(merged.config_type, typed_files)
         values_of_files, _ = of_files.values()
         typed = {}
         for below in files:
-            for entry in below.entries:
-                typed[entry.name] = text_of(entry.value)
+            for word in below.typed:
+                typed[word.name] = text_of(word.value)
         replaced = {}
         for key, value in values_of_files.items():
-            if key not in values or merged.top[key].place[0] != number:
+            if key not in values or merged.layer_number(key) != number:
                 continue
             if value != values[key]:
-                name = of_files.top[key].name
+                name = of_files.word_of(key).name
                 replaced[name] = typed[name]
         if replaced:
             texts = ", ".join(f"{name}={text}" for name, text in replaced.items())

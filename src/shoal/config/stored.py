@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from shoal.config.key import build, convert_value, get_value, keys_of, nest, with_values
+from shoal.config.names import aliases_of
 from shoal.config.train import Config
-from shoal.config.words import aliases_of
 from shoal.records import ShoalError
 
 

@@ -1,66 +1,28 @@
-"""Reads the words of a command line, YAML files and Python keywords into entries.
+"""Words: names with values, as they were typed, and layers of them. Reads those of a command line.
 
     --run-name=a,b   model=X   --report.groups   gsm8k.yml   --config-name gsm8k
 
 Values stay texts; the schema gives them their types: `run_name=123` is text, `steps=123` a number.
-A package that knows other systems registers its translator here (`register`).
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from shoal.config.commands import COMMANDS, command_of, dataclass_of
-from shoal.config.key import Key, keys_of, sections_of
+from shoal.config.foreign import Flag, front_end
+from shoal.config.key import Key, keys_of, sections_of, text_of
+from shoal.config.names import UnknownKey, find_key, key_of, names_of
+from shoal.config.preset_files import PRESETS, packaged
 from shoal.config.sections.task import DATA_SUFFIXES
-from shoal.config.train import Config
+from shoal.config.token import TOKEN, take_token
 from shoal.records import ShoalError
-from shoal.text import did_you_mean, nearest, nearness
-
-
-@dataclass(frozen=True)
-class Alias:
-    """A short form of a key: the key, the commands that accept it (empty: all that have it), a note
-    for the help."""
-
-    key: str
-    commands: tuple[str, ...] = ()
-    note: str = ""
-
-
-_SAMPLING = ("eval", "generate", "serve")
-
-
-ALIASES: Mapping[str, Alias] = {
-    "model": Alias("model.path"),
-    "task": Alias("task.name", note="loads the preset of that name, under your own keys"),
-    "reward": Alias("reward.functions", note="file.py:function, several with commas"),
-    "tools": Alias("environment.tools", note="file.py:f,g: functions that the model may call"),
-    "environment": Alias("environment.factory", note="file.py:Factory"),
-    "rollout": Alias("environment.rollout", note="file.py:f, in TRL's convention"),
-    "agent": Alias("environment.agent", note="a program that asks OPENAI_BASE_URL, or file.py:f"),
-    "algorithm": Alias("algorithm.name", note="a paper's settings, under your own keys"),
-    "checkpoint_period": Alias("checkpoint.every"),
-    "max_staleness": Alias("train.max_staleness"),
-    "temperature": Alias("sampling.temperature", _SAMPLING),
-    "max_new_tokens": Alias("sampling.max_completion_tokens", _SAMPLING),
-    "max_prompt_tokens": Alias("sampling.max_prompt_tokens", _SAMPLING),
-    "top_k": Alias("sampling.top_k", _SAMPLING),
-    "top_p": Alias("sampling.top_p", _SAMPLING),
-    "min_p": Alias("sampling.min_p", _SAMPLING),
-    "stop": Alias("sampling.stop", _SAMPLING, note="several as [a,b]"),
-    "from": Alias("source", ("export", "convert")),
-    "MODE": Alias("mode", ("launch",), note="as MaxText's scripts"),
-    "CLOUD_IMAGE_NAME": Alias("push", ("launch",), note="as MaxText's scripts"),
-}
-"""Short forms of our own keys."""
-
+from shoal.text import did_you_mean
 
 SWITCHES = ("dryrun", "plan", "multirun")
 
@@ -74,11 +36,6 @@ def switch_of(word: str) -> str:
         return ""
     name = re.sub("[-_]", "", word.removesuffix("=true"))
     return name if name in SWITCHES else ""
-
-
-OURS_FIRST = 0.1
-"""How much nearer to a misspelled name another system's flag must be to be named in place of a key
-of ours."""
 
 
 FILE_OPTIONS = ("config_name", "cn", "config_file", "config", "preset")
@@ -107,94 +64,64 @@ COMMA_LISTS = frozenset({"reward.functions", "environment.tools", "reward.weight
 """Lists whose items contain no commas: `a,b` is two items (of `sampling.stop` it is one)."""
 
 
+COMMAND_LINE = "command line"
+PYTHON = "Python"
+STORED = "the run"
+"""Origins of words that were typed under the names of their keys."""
+
+
+@dataclass(frozen=True)
+class Word:
+    """A name with its value, as typed, or one of our keys that flags of another system stand for.
+
+    >>> Word("learning_rate", "3e-6", "--learning_rate")
+    """
+
+    name: str  # as typed: a key, a short form, or another system's flag
+    value: Any  # text, a list of texts, or what YAML gave; NO_VALUE
+    origin: str  # `command line`, `mine.yml:4`, `recipe trl`
+    # Of a word that flags were replaced by:
+    key: str = ""  # the key that it sets
+    flags: tuple[str, ...] = ()  # the names of all flags that it follows from
+    of_rule: bool = False  # it follows from other keys, too
+    yields: bool = False  # it gives way to the other words of its layer
+
+
+NO_VALUE = object()
+"""The value of a word by which a rule names a key without setting it: what lies beneath counts."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The words of one source: of a file, or of the command line."""
+
+    words: Sequence[Word]  # the later of two of one key counts; first those that yield
+    label: str = ""  # `preset gsm8k`, `recipe trl`, or the user's file
+    file: Path | None = None  # None for the command line
+    is_users: bool = True  # the command line and the user's own files
+    skipped: Sequence[str] = ()  # keys in the file that only training reads
+    typed: Sequence[Word] = ()  # the words before flags were replaced, once that is done
+
+
 @dataclass(frozen=True)
 class Arguments:
     """The arguments of a command: a command line, or keywords in Python.
 
     >>> read_arguments("train", ["gsm8k.yml", "--steps=5"])
-    Arguments(config_name='gsm8k.yml', entries=(Entry('steps', '5', 'command line'),))
+    Arguments(config_name='gsm8k.yml', words=(Word('steps', '5', 'command line'),))
     """
 
     config_name: str = ""  # a preset or a file; empty for none
-    entries: tuple[Entry, ...] = field(default_factory=tuple)
+    words: tuple[Word, ...] = ()
     preset: str = ""  # the preset beneath a file
-    beneath: tuple[Entry, ...] = ()  # of a run whose model is used, beneath all that the user gave
 
 
-@functools.cache
-def aliases_of(config_type: type) -> dict[str, Alias]:
-    """The short forms that a command accepts."""
-    keys = keys_of(config_type)
-    command = command_of(config_type)
-    aliases = {}
-    for name, alias in ALIASES.items():
-        is_accepted = not alias.commands or command in alias.commands
-        if is_accepted and alias.key in keys:
-            aliases[name] = alias
-    return aliases
-
-
-@functools.cache
-def names_of(config_type: type) -> dict[str, str]:
-    """Every name of ours that a command accepts -> its dotted key; full names first."""
-    names = {name: name for name in keys_of(config_type)}
-    for name, alias in aliases_of(config_type).items():
-        names[name] = alias.key
-    return names
-
-
-class UnknownKey(ShoalError):
-    """Raised for a name that is no key of a command."""
-
-    @classmethod
-    def of_all(cls, errors: Sequence[str], config_type: type) -> UnknownKey:
-        """One error for all unknown names, with one hint at its end."""
-        return cls(f"{'; '.join(errors)} (`shoal {command_of(config_type)} --help` lists all keys)")
-
-
-def find_key(config_type: type, name: str) -> Key:
-    """The key of one of our names; raises ShoalError with the nearest name if there is none."""
-    names = names_of(config_type)
-    if name in names:
-        return keys_of(config_type)[names[name]]
-    for section in sections_of(config_type):
-        if name in (section, section.rpartition(".")[2]):
-            inside = next(key for key in names if key.startswith(f"{section}."))
-            raise ShoalError(
-                f"{name}: that is a section of keys, not a key; set one of its keys, such as "
-                f"{inside}"
-            )
-    if name in names_of(Config) or translator().find(Config, name):
-        raise ShoalError(
-            f"{name}: shoal {command_of(config_type)} has no use for it, shoal train does"
-            f"{did_you_mean(name, names) or ': leave it out here'}"
-        )
-    keys_by_name = {}  # of ours and of other systems' flags
-    for flag, row in translator().flags(config_type).items():
-        if row.keys:
-            keys_by_name[flag] = ", ".join(row.keys)
-    keys_by_name.update(names)
-    meant = nearest(name, keys_by_name)
-    ours = nearest(name, names)
-    if nearness(name, ours) >= nearness(name, meant) - OURS_FIRST:
-        meant = ours
-    shown_as = {}
-    for known, key in keys_by_name.items():
-        shown_as[known] = known if known == key else f"{known} ({key})"
-    reason = f"there is no such key{did_you_mean(name, [meant], shown_as)}"
-    # mesh.data is near to `dataset`, and never meant.
-    if name == "dataset" or not did_you_mean(name, names):
-        reason = translator().unsupported(name) or reason
-    raise UnknownKey(f"{name}: {reason}")
-
-
-def key_of(config_type: type, name: str) -> Key | None:
-    """The key of a name, ours or another system's; None if there is none."""
-    flag = translator().find(config_type, name)
-    key = names_of(config_type).get(name, "")
-    if not key and flag and flag.is_rename:
-        key = flag.keys[0]
-    return keys_of(config_type).get(key)
+def make_word(name: str, value: Any, origin: str) -> Word:
+    """A word as it was typed. The hub's token goes into the environment and is not kept."""
+    if name == TOKEN:
+        take_token(text_of(value))
+        value = ""
+    return Word(name, value, origin)
 
 
 # ---- words
@@ -204,9 +131,9 @@ def read_arguments(command: str | type, argv: Sequence[str]) -> Arguments:
     """Parses the words after a command; raises one ShoalError for all unknown names."""
     config_type = dataclass_of(command)
     config_name, preset, words = _take_options(joined(config_type, argv))
-    entries: list[Entry] = []
-    unknown: list[str] = []
     words = _with_keys(config_type, words)
+    read: list[Word] = []
+    unknown: list[str] = []
     among = [_plain(word.partition("=")[0]) for word in words]
     among += [word.lstrip("-") for word in words if word.lstrip("-").startswith("recipe=")]
     for word in words:
@@ -216,13 +143,16 @@ def read_arguments(command: str | type, argv: Sequence[str]) -> Arguments:
             unknown.append(str(error))
             continue
         key = key_of(config_type, name)
-        foreign = translator().find(config_type, name, text, among)
-        value = split_list(key, text) if key and key.is_list else text
-        origin = f"--{name}" if foreign else COMMAND_LINE
-        entries.append(make_entry(name, value, origin))
+        value: str | list[str] = text
+        if key and key.is_list:
+            value = split_list(key, text)
+        origin = COMMAND_LINE
+        if front_end().find_flag(config_type, name, text, among):
+            origin = f"--{name}"
+        read.append(make_word(name, value, origin))
     if unknown:
         raise UnknownKey.of_all(unknown, config_type)
-    return Arguments(config_name, tuple(entries), preset)
+    return Arguments(config_name, tuple(read), preset)
 
 
 def joined(config_type: type, words: Sequence[str]) -> list[str]:
@@ -235,7 +165,7 @@ def joined(config_type: type, words: Sequence[str]) -> list[str]:
     while rest:
         word = rest.pop(0)
         key = key_of(config_type, _plain(word))
-        flag = translator().find(config_type, _plain(word))
+        flag = front_end().find_flag(config_type, _plain(word))
         values: list[str] = []
         if word.startswith("-") and "=" not in word:
             values = list(itertools.takewhile(_is_value, rest))
@@ -262,10 +192,10 @@ def joined(config_type: type, words: Sequence[str]) -> list[str]:
     return whole
 
 
-def _is_switch(key: Key | None, flag: ForeignFlag | None) -> bool:
+def _is_switch(key: Key | None, flag: Flag | None) -> bool:
     """True for a name of which `--name` alone means true."""
     if flag:
-        return flag.is_switch
+        return flag.may_stand_bare
     return key is not None and key.type is bool
 
 
@@ -285,7 +215,7 @@ def _is_text(config_type: type, word: str) -> bool:
         return False
     name = _plain(word.partition("=")[0]).lstrip("+").rstrip()
     names = names_of(config_type)
-    if name in names or translator().find(config_type, name) is not None:
+    if name in names or front_end().find_flag(config_type, name) is not None:
         return False
     if "." not in name:
         return True
@@ -415,7 +345,7 @@ def read_word(config_type: type, word: str, among: Sequence[str] = ()) -> tuple[
     if name.startswith("-"):
         name = _plain(name)
     name = name.lstrip("+").rstrip()
-    flag = translator().find(config_type, name, value, among) if name else None
+    flag = front_end().find_flag(config_type, name, value, among) if name else None
     is_option = bool(equals or flag or word.startswith("-") or name in names_of(config_type))
     if not name or not is_option:
         meant = argument_for(command_of(config_type), word)
@@ -496,308 +426,3 @@ def _list_text(items: Iterable[str]) -> str:
     """The items of a list as `split_list` reads them."""
     escaped = [re.sub(r'(["\\])', r"\\\1", item) for item in items]
     return "[" + ",".join(f'"{item}"' for item in escaped) + "]"
-
-
-PRESETS = Path(__file__).parent / "presets"
-"""Presets as YAML files: a folder for each command, and one for algorithms."""
-
-
-COMMAND_OF_PRESETS: Mapping[str, str] = {"doctor": "train", "plan": "train"}
-"""Command -> the command whose presets it shares."""
-
-
-def preset_folders(folder: str) -> tuple[Path, Path]:
-    """The folders of a command's presets, or of those that a key names: ours, and the
-    translator's."""
-    folder = COMMAND_OF_PRESETS.get(folder, folder)
-    return PRESETS / folder, translator().presets / folder
-
-
-def presets_of(folder: str) -> list[str]:
-    """Names of the packaged presets of a command, or of `recipe` or `algorithm`."""
-    if not folder:
-        return []
-    names = []
-    for path in preset_folders(folder):
-        names += [file.stem for file in path.glob("*.yaml")]
-    return sorted(names)
-
-
-def packaged(folder: str, name: str) -> Path | None:
-    """The file of a packaged preset."""
-    if not folder or not name or "/" in name:
-        return None
-    for path in preset_folders(folder):
-        file = path / f"{name}.yaml"
-        if file.is_file():
-            return file
-    return None
-
-
-def is_packaged(file: Path) -> bool:
-    """True for a preset of ours or the translator's."""
-    return file.is_relative_to(PRESETS) or file.is_relative_to(translator().presets)
-
-
-def find_file(command: str, name: str) -> Path:
-    """The file of `--config-name X` or of a word `X.yml`: an existing file, else the preset of that
-    base name."""
-    path = Path(name)
-    is_yaml = path.suffix in (".yml", ".yaml")
-    if is_yaml and path.is_file():
-        return path.absolute()
-    preset_name = path.stem if is_yaml else name
-    preset = packaged(command, preset_name)
-    if preset:
-        return preset
-    known = presets_of(command)
-    if not known:
-        raise ShoalError(
-            f"{name}: expected a YAML file that exists; {command or 'this command'} has no presets"
-        )
-    raise ShoalError(
-        f"{name}: no preset or YAML file has this name{did_you_mean(path.stem, known) or '.'} "
-        f"Presets: {', '.join(known)}"
-    )
-
-
-def read_files(
-    command: str, file: Path, is_key: Callable[[str], bool], above: tuple[Path, ...] = ()
-) -> list[tuple[Path, list[Entry]]]:
-    """A file's entries, and those of the files in its `defaults`, lowest first."""
-    if file in above:
-        through = f" through {above[-1]}" if above[-1] != file else ""
-        raise ShoalError(f"{file}: its `defaults` lead back to itself{through}; remove that name")
-    own: list[Entry] = []
-    order = ["_self_"]
-    for name, value, line in _leaves(file, is_key):
-        origin = f"{file.name}:{line}"
-        if name == "defaults":
-            items = value if isinstance(value, list) else [value]
-            texts = [item for item in items if isinstance(item, str)]
-            order = [item for item in texts if not item.startswith("override ")]
-        else:
-            own.append(make_entry(name, value, origin))
-    if "_self_" not in order:
-        order.append("_self_")
-    files: list[tuple[Path, list[Entry]]] = []
-    for item in order:
-        if item == "_self_":
-            files.append((file, own))
-            continue
-        candidates = [file.parent / f"{item}{ending}" for ending in ("", ".yaml", ".yml")]
-        lower = next((path for path in candidates if path.is_file()), None)
-        if lower is None:
-            lower = packaged(command, item)
-        if lower is None:
-            presets = ", ".join(presets_of(command)) or "it has none"
-            raise ShoalError(
-                f"{file}: its `defaults` name {item}, which is no file in {file.parent} and no "
-                f"preset of {command or 'this command'}: {presets}"
-            )
-        files += read_files(command, lower, is_key, (*above, file))
-    return files
-
-
-def flat_values(file: Path) -> dict[str, Any]:
-    """A file's values by dotted name, none of an empty one. ShoalError where it is not there or is
-    no YAML of names and values."""
-    try:
-        is_empty = not file.read_bytes().strip()
-    except OSError as error:
-        raise ShoalError(f"{file} cannot be read: {error.strerror}") from error
-    if is_empty:
-        return {}
-
-    def is_key(_: str) -> bool:
-        return False
-
-    return {name: value for name, value, _ in _leaves(file, is_key)}
-
-
-def _leaves(file: Path, is_key: Callable[[str], bool]) -> list[tuple[str, Any, int]]:
-    """Every value with its dotted name and its line."""
-    import yaml
-
-    try:
-        text = file.read_text(encoding="utf-8")
-        try:  # libyaml's takes a tenth of the time; what is wrong the other says better
-            loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)(text)
-            node = loader.get_single_node()
-        except yaml.YAMLError:
-            loader = yaml.SafeLoader(text)
-            node = loader.get_single_node()
-        if not isinstance(node, yaml.MappingNode):
-            fault = "is empty" if node is None else "cannot be read"
-            raise ShoalError(f"{file} {fault}: expected keys with values, as in `steps: 3`")
-        return list(_walk(loader, node, "", is_key, {}))
-    except yaml.MarkedYAMLError as error:
-        line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
-        raise ShoalError(f"{file} cannot be read: {line}{error.problem}") from error
-    except (yaml.YAMLError, OSError, ValueError, RecursionError) as error:
-        raise ShoalError(f"{file} cannot be read: {' '.join(str(error).split())}") from error
-    except (LookupError, AttributeError, TypeError) as error:
-        # PyYAML's, of `!!int ""` or `!!bool foo`.
-        raise ShoalError(
-            f"{file} cannot be read: a value is not what its tag `!!...` says: leave tags out"
-        ) from error
-
-
-def _walk(
-    loader: Any, node: Any, head: str, is_key: Callable[[str], bool], lines: dict[str, int]
-) -> Any:
-    import yaml
-
-    loader.flatten_mapping(node)
-    for key_node, value_node in node.value:
-        name = f"{head}{loader.construct_object(key_node)}"
-        line = key_node.start_mark.line + 1
-        if name in lines:
-            raise ValueError(f"lines {lines[name]} and {line} both set {name}")
-        lines[name] = line
-        if isinstance(value_node, yaml.MappingNode) and value_node.value and not is_key(name):
-            yield from _walk(loader, value_node, f"{name}.", is_key, lines)
-        else:
-            yield name, loader.construct_object(value_node, deep=True), line
-
-
-COMMAND_LINE = "command line"
-PYTHON = "Python"
-STORED = "the run"
-
-
-Get = Callable[[str], Any]
-"""The value of one of our keys, in its type."""
-
-
-Place = tuple[int, int, int]
-"""Where a setting stands: its layer, 0 if it yields to the layer's others (else 1), its index. The
-highest place of a key counts."""
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A name and its value, not parsed yet.
-
-    >>> Entry("learning_rate", "3e-6", "--learning_rate")
-    """
-
-    name: str
-    value: Any  # text, a list of texts, or what YAML gave
-    origin: str  # `command line`, `mine.yml:4`, `recipe trl`
-
-
-@dataclass(frozen=True)
-class Layer:
-    """The entries of one file, or of the command line."""
-
-    entries: Sequence[Entry]
-    label: str = ""  # `preset gsm8k`, `recipe trl`, or the user's file
-    file: Path | None = None  # None for the command line, where the later of two names wins
-    is_users: bool = True  # the command line and the user's own files
-    skipped: Sequence[str] = ()  # keys in the file that only training reads
-
-
-@dataclass(frozen=True, eq=False)
-class Setting:
-    """A key's value, with where it came from."""
-
-    key: str
-    value: Any  # as in Entry
-    origin: str
-    name: str  # as typed: the key, a short form, or another system's flag
-    place: Place
-    flags: object = None  # one object for all settings that the same flags made
-
-
-@dataclass(frozen=True)
-class Rule:
-    """Flags whose keys need the values of other keys, known once all layers are merged."""
-
-    # the keys that the flags name, each at its flag's place, without values
-    claims: Sequence[Setting]
-    # their settings; a key without one keeps what is beneath it
-    apply: Callable[[Get], Sequence[Setting]]
-
-
-@dataclass
-class Translation:
-    """What the flags of other systems in some layers become."""
-
-    # layer and index of each entry that is such a flag
-    taken: set[tuple[int, int]] = field(default_factory=set)
-    settings: list[Setting] = field(default_factory=list)
-    rules: list[Rule] = field(default_factory=list)  # each may need what earlier ones set
-    errors: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)  # lines for the start
-    lines: Callable[
-        [Sequence[Setting], Mapping[str, Setting], Mapping[str, Any]], list[tuple[str, bool]]
-    ] = lambda settings, top, values: []
-    """(all settings, lowest first; those in effect; their values) -> a line for each of the user's
-    flags, and whether it is a note at the start."""
-
-
-@dataclass(frozen=True)
-class ForeignFlag:
-    """A flag of another system, for the help and the command line."""
-
-    name: str
-    systems: tuple[str, ...]
-    keys: tuple[str, ...] = ()  # what it sets
-    meaning: str = ""  # what it becomes, where it is more than another name
-    is_switch: bool = False  # `--name` alone means true
-    is_rename: bool = False  # another name of its one key
-
-
-class Translator(Protocol):
-    """Knows other systems' flags."""
-
-    presets: Path
-    """More presets: a folder for each command, and `recipe`."""
-
-    def flags(self, config_type: type) -> Mapping[str, ForeignFlag]:
-        """The flags that a command accepts, by name."""
-        ...
-
-    def find(
-        self, config_type: type, name: str, value: Any = None, among: Sequence[str] = ()
-    ) -> ForeignFlag | None:
-        """The flag of a name that a command accepts; for some names the value decides whether it is
-        ours. Beside enough names of one system, `among`, its patterns of names count too."""
-        ...
-
-    def redact(self, name: str, value: Any) -> Any:
-        """The value to store of a name's value: empty for a secret."""
-        ...
-
-    def unsupported(self, name: str) -> str:
-        """Why a name that is no key or flag has none yet; empty where nothing is known of it."""
-        ...
-
-    def translate(self, config_type: type, layers: Sequence[Layer]) -> Translation:
-        """All flags in the layers, lowest layer first."""
-        ...
-
-    def interpolate(self, name: str, value: Any, get: Get) -> Any:
-        """A file's value with `${...}` replaced; `get` raises KeyError for a name that does not
-        exist."""
-        ...
-
-
-def make_entry(name: str, value: Any, origin: str) -> Entry:
-    """An entry whose value is stored without secrets."""
-    return Entry(name, translator().redact(name, value), origin)
-
-
-_registered: list[Callable[[], Translator]] = []
-
-
-def register(load: Callable[[], Translator]) -> None:
-    """Registers the translator, which is loaded at its first use."""
-    _registered[:] = [load]
-
-
-@functools.cache
-def translator() -> Translator:
-    """The registered translator."""
-    return _registered[0]()

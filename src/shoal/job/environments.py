@@ -22,7 +22,7 @@ import numpy as np
 
 from shoal.chat.tokenizer import Tokenizer
 from shoal.chat.turns import TurnFormat, schema
-from shoal.config.merge import FROM_PYTHON
+from shoal.config.keywords import FROM_PYTHON
 from shoal.config.sections.sampling import SamplingSection
 from shoal.config.sections.task import EnvironmentSection
 from shoal.records import Example, ShoalError

@@ -6,10 +6,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shoal.config.commands import EvalConfig
-from shoal.config.merge import FROM_PYTHON, PYTHON_OBJECTS, Resolved, load
+from shoal.config.keywords import FROM_PYTHON, PYTHON_OBJECTS
+from shoal.config.merge import Resolved, load
 from shoal.config.stored import difference_from_defaults
 from shoal.config.train import Config
-from shoal.config.words import Entry
+from shoal.config.words import Layer, Word
 from shoal.files import find_input
 from shoal.records import ShoalError
 from shoal.runs.layout import is_run
@@ -59,13 +60,11 @@ def config_for_eval_of_run(
             has_environment = True
             _require_objects(path, key, settings[key])
 
-    beneath = tuple(Entry(key, value, f"{run}") for key, value in settings.items())
+    beneath = Layer([Word(key, value, f"{run}") for key, value in settings.items()], "run")
     # The same task named again must not set its preset's lengths over those of the run.
-    entries = [
-        entry for entry in resolved.arguments.entries if entry.name not in ("task", "task.name")
-    ]
-    arguments = replace(resolved.arguments, entries=tuple(entries), beneath=beneath)
-    config, resolved = load(EvalConfig, arguments)
+    words = [word for word in resolved.arguments.words if word.name not in ("task", "task.name")]
+    arguments = replace(resolved.arguments, words=tuple(words))
+    config, resolved = load(EvalConfig, arguments, beneath=beneath)
     data = config.task.name
     if config.task.path:
         data += f", {config.task.path}"

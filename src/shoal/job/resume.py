@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.buckets import RUNS, address
 from shoal.config.key import get_value, keys_of, open_keys, shown
-from shoal.config.merge import Resolved, from_overrides, given_values, load, python_leaves
+from shoal.config.keywords import python_leaves
+from shoal.config.merge import Resolved, from_overrides, given_values, load
+from shoal.config.names import key_of
 from shoal.config.stored import resolved
 from shoal.config.train import Config
-from shoal.config.words import COMMAND_LINE, PYTHON, Arguments, Entry, key_of, read_arguments
+from shoal.config.words import COMMAND_LINE, PYTHON, Arguments, Word, read_arguments
 from shoal.files import check_local
 from shoal.findings import Findings
 from shoal.job.fingerprint import compare_facts
@@ -56,9 +58,9 @@ def config_for_resume(config_type: type, argv: Sequence[str]) -> tuple[Any, Reso
     if run is None:
         return load(config_type, arguments)
     # `last` has a path now.
-    entries = [entry for entry in arguments.entries if entry.name != "resume"]
-    entries.append(Entry("resume", address(run), COMMAND_LINE))
-    arguments = replace(arguments, entries=tuple(entries))
+    words = [word for word in arguments.words if word.name != "resume"]
+    words.append(Word("resume", address(run), COMMAND_LINE))
+    arguments = replace(arguments, words=tuple(words))
     return load(config_type, arguments, run / CONFIG)
 
 
@@ -66,15 +68,15 @@ def overrides_for_resume(overrides: Mapping[str, Any]) -> tuple[dict[str, Any], 
     """Overrides from Python, with the path of the run that their `resume` names; and its folder,
     None without one."""
     names = {name: value for name, value in overrides.items() if name != "config_name"}
-    entries = []
+    words = []
     for name, value in python_leaves(Config, names):
         key = key_of(Config, name)
         # A name without a key is another system's flag, which may name the run.
         if key is None or key.name in RUN_NAMES:
             text = value if value is None else str(value)
-            entries.append(Entry(name, text, PYTHON))
+            words.append(Word(name, text, PYTHON))
     config_name = str(overrides.get("config_name") or "")
-    run = named_run(Config, Arguments(config_name, tuple(entries)))
+    run = named_run(Config, Arguments(config_name, tuple(words)))
     overrides = dict(overrides)
     if run:
         overrides["resume"] = address(run)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from shoal.config.merge import FROM_PYTHON
+from shoal.config.keywords import FROM_PYTHON
 from shoal.config.sections.reward import RewardSection
 from shoal.config.sections.sampling import SamplingSection
 from shoal.config.sections.task import TaskSection

@@ -16,7 +16,7 @@ import jax
 from shoal.buckets import RUNS, address, area_of, place
 from shoal.chat.tokenizer_files import read_date, write_date
 from shoal.config.key import shown
-from shoal.config.merge import FROM_PYTHON
+from shoal.config.keywords import FROM_PYTHON
 from shoal.config.stored import difference_from_defaults, texts_of, to_dict, to_yaml
 from shoal.config.train import Config
 from shoal.files import writing

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from shoal.buckets import address
-from shoal.config.words import flat_values
+from shoal.config.yaml_files import flat_values
 from shoal.findings import Finding
 from shoal.protocols import RolloutStats
 from shoal.records import Failure, Group, Purpose, StopReason

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from shoal.config.merge import FROM_PYTHON, PYTHON_OBJECTS
+from shoal.config.keywords import FROM_PYTHON, PYTHON_OBJECTS
 from shoal.records import RewardFunction, ShoalError
 from shoal.rewards.reward_call import unused
 from shoal.runs.metrics import RESERVED_FUNCTIONS

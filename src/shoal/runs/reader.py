@@ -36,7 +36,7 @@ from shoal.config.commands import stages_of
 from shoal.config.key import keys_of
 from shoal.config.stored import Decision, config_of, decisions_of, resolved
 from shoal.config.train import Config
-from shoal.config.words import flat_values
+from shoal.config.yaml_files import flat_values
 from shoal.files import find_input
 from shoal.records import ShoalError
 from shoal.runs.groups import StoredGroup, read_file

@@ -1,0 +1,173 @@
+"""Reads keywords from Python into words; functions and objects get names that stand for them, as a
+file could have."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from shoal.config.key import leaves_of
+from shoal.config.names import key_of, names_of
+from shoal.config.words import COMMA_LISTS, PYTHON, Arguments, Word, make_word, split_list
+from shoal.records import ShoalError
+from shoal.text import shorten
+
+OBJECT_KEYS = (
+    "environment.tools",
+    "environment.factory",
+    "environment.rollout",
+    "environment.agent",
+)
+"""Keys whose values may be objects from Python."""
+
+
+def read_keywords(
+    config_type: type, overrides: Mapping[str, Any]
+) -> tuple[Arguments, tuple[Callable[..., Any], ...]]:
+    """The arguments of keywords, and the reward functions that were given as callables."""
+    overrides = dict(overrides)
+    config_name = str(overrides.pop("config_name", None) or "")
+    words: list[Word] = []
+    functions: tuple[Callable[..., Any], ...] = ()
+    PYTHON_OBJECTS.begin_call()
+    for name, value in python_leaves(config_type, overrides):
+        key = key_of(config_type, name)
+        if key and key.name in COMMA_LISTS and isinstance(value, str):
+            value = split_list(key, value)
+        if key and key.name == "reward.functions":
+            value, functions = _take_callables(value)
+        if key and key.name in OBJECT_KEYS:
+            if isinstance(value, list | tuple):
+                value = [register_object(item) for item in value]
+            else:
+                value = register_object(value)
+        if isinstance(value, tuple):
+            value = list(value)
+        if key and key.is_list:
+            items = value if isinstance(value, list) else [value]
+            value = [text_given(item) for item in items]
+        if value is not None and not isinstance(value, list):
+            value = text_given(value)
+        origin = PYTHON
+        if name not in names_of(config_type):
+            origin = f"{PYTHON} {name}"
+        words.append(make_word(name, value, origin))
+    return Arguments(config_name, tuple(words)), functions
+
+
+def text_given(value: Any) -> str:
+    """A value from Python as text. Of a kind of text, as an Enum's or NumPy's, plainly what it
+    says: YAML has no other form of it."""
+    return str.__str__(value) if isinstance(value, str) else str(value)
+
+
+def python_leaves(config_type: type, overrides: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Every keyword from Python with its dotted name. A key of ours that is None is not given, as
+    an argument that somebody's own function has by default; another system's flag that is None is
+    its `null` in a file."""
+    for name, value in leaves_of(config_type, nested_names(overrides)):
+        is_list = isinstance(value, list | tuple)
+        key = key_of(config_type, name)
+        may_be_object = key is not None and key.name in OBJECT_KEYS
+        is_object = callable(value) or may_be_object
+        is_value = is_list or is_object or isinstance(value, str | bytes | Mapping)
+        if isinstance(value, Iterable) and not is_value:  # a set, an array, a generator
+            raise ShoalError(
+                f"{name}={shorten(repr(value), 100)}: expected a value, or a list of such; "
+                f"give list(...) of the {type(value).__name__}"
+            )
+        items = value if is_list else [value]
+        for item in items:
+            is_missing = is_list and item is None
+            if is_missing or isinstance(item, bytes):
+                raise ShoalError(
+                    f"{name}={value!r}: expected text, numbers or functions, without {item!r}"
+                )
+        if value is not None or key is None:
+            yield name, value
+
+
+def nested_names(overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """`a__b` as `a.b`, at any depth."""
+    nested = {}
+    for name, value in overrides.items():
+        if isinstance(value, Mapping):
+            value = nested_names(value)
+        nested[str(name).replace("__", ".")] = value
+    return nested
+
+
+def _take_callables(value: Any) -> tuple[list[Any], tuple[Callable[..., Any], ...]]:
+    items = list(value) if isinstance(value, list | tuple) else [value]
+    functions = tuple(item for item in items if callable(item))
+    if functions and len(functions) < len(items):
+        raise ShoalError(
+            f"reward={value!r}: expected functions, or names of the form file.py:function, not "
+            "both: import the named ones and give them as functions"
+        )
+    if functions:
+        return [], functions
+    return items, ()
+
+
+# ---- objects
+
+FROM_PYTHON = "python:"
+"""Begins the name of what was given from Python, where the configuration is stored."""
+
+
+class GivenObjects:
+    """Tools, environments and rollout functions that were given from Python, by the name that
+    stands for them.
+
+    Two objects of one name, given in one call, get a number each. A name that has meant two objects
+    in two calls means neither where a stored configuration has it: it is not known which one the
+    run had."""
+
+    def __init__(self) -> None:
+        self._objects: dict[str, Any] = {}
+        self._of_this_call: set[str] = set()
+        self._ambiguous: set[str] = set()
+
+    def begin_call(self) -> None:
+        self._of_this_call.clear()
+
+    def add(self, value: Any, name: str) -> str:
+        """The name that stands for an object from now on."""
+        free, number = name, 1
+        while free in self._of_this_call and not _is_same_object(self._objects[free], value):
+            number += 1
+            free = f"{name}-{number}"
+        if free in self._objects and not _is_same_object(self._objects[free], value):
+            self._ambiguous.add(free)
+        self._objects[free] = value
+        self._of_this_call.add(free)
+        return free
+
+    def __contains__(self, name: str) -> bool:
+        if name in self._of_this_call:
+            return True
+        return name in self._objects and name not in self._ambiguous
+
+    def __getitem__(self, name: str) -> Any:
+        return self._objects[name]
+
+
+def _is_same_object(first: Any, second: Any) -> bool:
+    """True also for a method that was taken from its object twice."""
+    if inspect.ismethod(first) and inspect.ismethod(second):
+        return first == second
+    return first is second
+
+
+PYTHON_OBJECTS = GivenObjects()
+
+
+def register_object(value: Any, name: str = "") -> Any:
+    """The name that stands for what a file could have defined; a text as it is."""
+    if isinstance(value, str):
+        return value
+    if not name:
+        name = getattr(value, "__name__", type(value).__name__)
+    return PYTHON_OBJECTS.add(value, f"{FROM_PYTHON}{name}")

@@ -1,0 +1,76 @@
+"""Presets that come with the package, as YAML files: a folder for each command, and one each for
+algorithms and recipes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from shoal.records import ShoalError
+from shoal.text import did_you_mean
+
+PRESETS = Path(__file__).parent / "presets"
+"""Ours: a folder for each command, and one for algorithms."""
+
+
+PRESETS_OF_SYSTEMS = Path(__file__).parents[1] / "compat" / "presets"
+"""Those of other systems: a folder for each command, and one for recipes."""
+
+
+COMMAND_OF_PRESETS: Mapping[str, str] = {"doctor": "train", "plan": "train"}
+"""Command -> the command whose presets it shares."""
+
+
+def preset_folders(folder: str) -> tuple[Path, Path]:
+    """The folders of a command's presets, or of those that a key names: ours, and the other
+    systems'."""
+    folder = COMMAND_OF_PRESETS.get(folder, folder)
+    return PRESETS / folder, PRESETS_OF_SYSTEMS / folder
+
+
+def presets_of(folder: str) -> list[str]:
+    """Names of the packaged presets of a command, or of `recipe` or `algorithm`."""
+    if not folder:
+        return []
+    names = []
+    for path in preset_folders(folder):
+        names += [file.stem for file in path.glob("*.yaml")]
+    return sorted(names)
+
+
+def packaged(folder: str, name: str) -> Path | None:
+    """The file of a packaged preset."""
+    if not folder or not name or "/" in name:
+        return None
+    for path in preset_folders(folder):
+        file = path / f"{name}.yaml"
+        if file.is_file():
+            return file
+    return None
+
+
+def is_packaged(file: Path) -> bool:
+    """True for a preset of ours or another system's."""
+    return file.is_relative_to(PRESETS) or file.is_relative_to(PRESETS_OF_SYSTEMS)
+
+
+def find_file(command: str, name: str) -> Path:
+    """The file of `--config-name X` or of a word `X.yml`: an existing file, else the preset of that
+    base name."""
+    path = Path(name)
+    is_yaml = path.suffix in (".yml", ".yaml")
+    if is_yaml and path.is_file():
+        return path.absolute()
+    preset_name = path.stem if is_yaml else name
+    preset = packaged(command, preset_name)
+    if preset:
+        return preset
+    known = presets_of(command)
+    if not known:
+        raise ShoalError(
+            f"{name}: expected a YAML file that exists; {command or 'this command'} has no presets"
+        )
+    raise ShoalError(
+        f"{name}: no preset or YAML file has this name{did_you_mean(path.stem, known) or '.'} "
+        f"Presets: {', '.join(known)}"
+    )

@@ -1,0 +1,159 @@
+"""Reads YAML files into words, each with its line; and `${...}` in their values, which refers to
+other names as in Hydra's files."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from shoal.config.key import text_of
+from shoal.config.preset_files import packaged, presets_of
+from shoal.config.words import Word, make_word
+from shoal.records import ShoalError
+
+
+def read_files(
+    command: str, file: Path, is_key: Callable[[str], bool], above: tuple[Path, ...] = ()
+) -> list[tuple[Path, list[Word]]]:
+    """A file's words, and those of the files in its `defaults`, lowest first."""
+    if file in above:
+        through = f" through {above[-1]}" if above[-1] != file else ""
+        raise ShoalError(f"{file}: its `defaults` lead back to itself{through}; remove that name")
+    own: list[Word] = []
+    order = ["_self_"]
+    for name, value, line in _leaves(file, is_key):
+        origin = f"{file.name}:{line}"
+        if name == "defaults":
+            items = value if isinstance(value, list) else [value]
+            texts = [item for item in items if isinstance(item, str)]
+            order = [item for item in texts if not item.startswith("override ")]
+        else:
+            own.append(make_word(name, value, origin))
+    if "_self_" not in order:
+        order.append("_self_")
+    files: list[tuple[Path, list[Word]]] = []
+    for item in order:
+        if item == "_self_":
+            files.append((file, own))
+            continue
+        candidates = [file.parent / f"{item}{ending}" for ending in ("", ".yaml", ".yml")]
+        lower = next((path for path in candidates if path.is_file()), None)
+        if lower is None:
+            lower = packaged(command, item)
+        if lower is None:
+            presets = ", ".join(presets_of(command)) or "it has none"
+            raise ShoalError(
+                f"{file}: its `defaults` name {item}, which is no file in {file.parent} and no "
+                f"preset of {command or 'this command'}: {presets}"
+            )
+        files += read_files(command, lower, is_key, (*above, file))
+    return files
+
+
+def flat_values(file: Path) -> dict[str, Any]:
+    """A file's values by dotted name, none of an empty one. ShoalError where it is not there or is
+    no YAML of names and values."""
+    try:
+        is_empty = not file.read_bytes().strip()
+    except OSError as error:
+        raise ShoalError(f"{file} cannot be read: {error.strerror}") from error
+    if is_empty:
+        return {}
+
+    def is_key(_: str) -> bool:
+        return False
+
+    return {name: value for name, value, _ in _leaves(file, is_key)}
+
+
+def _leaves(file: Path, is_key: Callable[[str], bool]) -> list[tuple[str, Any, int]]:
+    """Every value with its dotted name and its line."""
+    import yaml
+
+    try:
+        text = file.read_text(encoding="utf-8")
+        try:  # libyaml's takes a tenth of the time; what is wrong the other says better
+            loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)(text)
+            node = loader.get_single_node()
+        except yaml.YAMLError:
+            loader = yaml.SafeLoader(text)
+            node = loader.get_single_node()
+        if not isinstance(node, yaml.MappingNode):
+            fault = "is empty" if node is None else "cannot be read"
+            raise ShoalError(f"{file} {fault}: expected keys with values, as in `steps: 3`")
+        return list(_walk(loader, node, "", is_key, {}))
+    except yaml.MarkedYAMLError as error:
+        line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
+        raise ShoalError(f"{file} cannot be read: {line}{error.problem}") from error
+    except (yaml.YAMLError, OSError, ValueError, RecursionError) as error:
+        raise ShoalError(f"{file} cannot be read: {' '.join(str(error).split())}") from error
+    except (LookupError, AttributeError, TypeError) as error:
+        # PyYAML's, of `!!int ""` or `!!bool foo`.
+        raise ShoalError(
+            f"{file} cannot be read: a value is not what its tag `!!...` says: leave tags out"
+        ) from error
+
+
+def _walk(
+    loader: Any, node: Any, head: str, is_key: Callable[[str], bool], lines: dict[str, int]
+) -> Any:
+    import yaml
+
+    loader.flatten_mapping(node)
+    for key_node, value_node in node.value:
+        name = f"{head}{loader.construct_object(key_node)}"
+        line = key_node.start_mark.line + 1
+        if name in lines:
+            raise ValueError(f"lines {lines[name]} and {line} both set {name}")
+        lines[name] = line
+        if isinstance(value_node, yaml.MappingNode) and value_node.value and not is_key(name):
+            yield from _walk(loader, value_node, f"{name}.", is_key, lines)
+        else:
+            yield name, loader.construct_object(value_node, deep=True), line
+
+
+# ---- `${...}`: the value of another name
+
+_REFERENCE = re.compile(r"(\\*)\$\{(?:([^${}]*)\})?")
+
+
+def interpolate(name: str, value: Any, get: Callable[[str], Any]) -> Any:
+    """A value with `${other.name}`, `${.sibling}`, `${oc.env:NAME,default}` and
+    `${oc.select:name,default}` replaced; `\\${` is a plain `${`. `get` raises KeyError for a name
+    that does not exist."""
+    if isinstance(value, list):
+        return [interpolate(name, item, get) for item in value]
+    if not isinstance(value, str):
+        return value
+    whole = _REFERENCE.fullmatch(value)
+    if whole and not whole[1] and whole[2] is not None:
+        return _referred(name, whole[2], get)
+
+    def one(match: re.Match[str]) -> str:
+        slashes, inside = "\\" * (len(match[1]) // 2), match[2]
+        if len(match[1]) % 2 or inside is None:
+            return slashes + "${" + ("" if inside is None else inside + "}")
+        return slashes + text_of(_referred(name, inside, get))
+
+    return _REFERENCE.sub(one, value)
+
+
+def _referred(name: str, reference: str, get: Callable[[str], Any]) -> Any:
+    resolver, colon, rest = reference.partition(":")
+    wanted, comma, default = (part.strip() for part in (rest if colon else resolver).partition(","))
+    if resolver == "oc.env" and colon:
+        found = os.environ.get(wanted, default if comma else None)
+    else:
+        if wanted.startswith("."):
+            parts, up = name.split("."), len(wanted) - len(wanted.lstrip("."))
+            wanted = ".".join([*parts[:-up], wanted.lstrip(".")])
+        try:
+            found = get(wanted)
+        except KeyError:
+            found = default if resolver == "oc.select" and comma else None
+    if found is None:
+        raise ShoalError(f"{name}: ${{{reference}}} refers to nothing that is set")
+    return found

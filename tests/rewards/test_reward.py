@@ -31,11 +31,10 @@ from shoal.rewards.scores import Scores
 from shoal.tasks.graders.answer import (
     completion_text,
     extract_answer,
-    parse_number,
-    same_number,
     single_answer,
     well_formed,
 )
+from shoal.tasks.graders.numbers import parse_number, same_number
 
 EXAMPLES = [
     Example(17, [{"role": "user", "content": "2 + 3?"}], {"answer": "5", "prompt": "hidden"}),

@@ -20,7 +20,8 @@ from shoal.config.sections.reward import REWARD_PRESETS, RewardSection
 from shoal.config.sections.task import TaskSection
 from shoal.job.task import load_task
 from shoal.records import Example, ShoalError
-from shoal.tasks.graders.answer import answer_key, final_number, last_boxed, number_in, shown
+from shoal.tasks.graders.answer import final_number, last_boxed
+from shoal.tasks.graders.numbers import answer_key, number_in, write_number
 from shoal.tasks.gsm8k import load_reward_preset, verdict
 from shoal.tasks.task import Task
 
@@ -270,7 +271,9 @@ def test_no_text_breaks_a_preset(text: str, preset: str) -> None:
         assert all(np.isfinite(scored(preset, text, gold)))
         assert isinstance(PRESETS[preset].right(PRESETS[preset].answer(text), gold), bool)
     found = final_number(text)
-    assert found is None or (isinstance(found, Fraction) and number_in(shown(found) or "") == found)
+    assert found is None or (
+        isinstance(found, Fraction) and number_in(write_number(found) or "") == found
+    )
 
 
 @pytest.mark.parametrize(
@@ -458,7 +461,7 @@ def test_a_preset_of_another_task_is_said_to_do_nothing() -> None:
 )
 def test_final_numbers(text: str, number: str | None) -> None:
     found = final_number(text)
-    assert shown(found) == number
+    assert write_number(found) == number
     gold = number or "42"
     assert verdict(text, example(gold)) == {"correct": number is not None, "answer": number}
     assert not verdict(text, example("12345"))["correct"]
@@ -519,7 +522,7 @@ WORKING = "She eats 3 of 16, so 16 - 3 = 13 are left.\nShe sells 9 * 2 = 18 doll
     ],
 )
 def test_final_numbers_that_were_read_wrongly(text: str, number: str) -> None:
-    assert shown(final_number(text)) == number
+    assert write_number(final_number(text)) == number
 
 
 @pytest.mark.parametrize(
@@ -528,12 +531,12 @@ def test_final_numbers_that_were_read_wrongly(text: str, number: str) -> None:
 @pytest.mark.parametrize("signs", ["?", "!", ".", "...", "? !", "…", "??\n"])
 def test_an_answer_of_punctuation_alone_is_none(text: str, signs: str) -> None:
     assert final_number(text + signs) is None
-    assert shown(final_number(f"It is 42.\n{text}{signs}")) == "42"
+    assert write_number(final_number(f"It is 42.\n{text}{signs}")) == "42"
 
 
 def test_gold_with_a_thousand_places_or_a_fraction() -> None:
-    assert shown(Fraction(1, 3)) == "1/3"
-    assert shown(Fraction(10**60 + 1, 8)) == f"{(10**60 + 1) // 8}.125"
+    assert write_number(Fraction(1, 3)) == "1/3"
+    assert write_number(Fraction(10**60 + 1, 8)) == f"{(10**60 + 1) // 8}.125"
     assert verdict("#### 2.50", example("2.5"))["correct"]
 
 

@@ -24,7 +24,8 @@ from shoal.config.sections.task import TaskSection
 from shoal.job.task import load_task
 from shoal.records import ShoalError
 from shoal.tasks.graders import math_check
-from shoal.tasks.graders.math_check import Checker, at_a_glance, latex, plain, same, same_all, value
+from shoal.tasks.graders.math_check import Checker, at_a_glance, latex, plain, same, same_all
+from shoal.tasks.graders.numbers import parse_latex
 from shoal.tasks.math import SYSTEM_PROMPT, answer_of, gold
 from shoal.tasks.task import DataReport, Task
 from shoal.workers.pool import WorkerPool
@@ -522,7 +523,7 @@ def test_no_text_breaks_what_is_seen_at_a_glance(text: str) -> None:
     assert at_a_glance("\\frac{1}{2}", text) in (True, False, None)
     assert at_a_glance(text, text) is (bool(text.strip()))
     assert isinstance(latex(text) + plain(text), str)
-    assert isinstance(value(plain(text)), Fraction | None)
+    assert isinstance(parse_latex(plain(text)), Fraction | None)
     if "boxed" not in text:
         assert answer_of(f"<answer>{text}</answer>") == text.strip()
 

@@ -21,7 +21,8 @@ from shoal.findings import Finding, Level
 from shoal.records import Example, ShoalError, ground_truth
 from shoal.rewards.pool import RewardPool
 from shoal.rewards.scores import Policy, Scores
-from shoal.tasks.graders.answer import extract_answer, parse_number
+from shoal.tasks.graders.answer import extract_answer
+from shoal.tasks.graders.numbers import parse_number
 from shoal.text import shorten
 from shoal.trainer.prompts import TokenizedExample
 

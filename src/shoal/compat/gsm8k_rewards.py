@@ -10,13 +10,12 @@ import re
 from fractions import Fraction
 
 from shoal.tasks.graders import arithmetic
-from shoal.tasks.graders.answer import (
-    extract_answer,
+from shoal.tasks.graders.answer import extract_answer, last_boxed, reward_of
+from shoal.tasks.graders.numbers import (
     is_bare,
-    last_boxed,
     number_in,
+    parse_float,
     parse_number,
-    reward_of,
     same_number,
 )
 from shoal.tasks.gsm8k import RewardPreset, system_prompt, user_prompt
@@ -33,8 +32,6 @@ _THINK = (
 _HASHES = 'Think step by step, and write the final answer after "####".'
 _TAIL_CHARS = 300
 """verl looks for the answer in so many last characters."""
-_MAX_NUMBER_CHARS = 400
-"""What is longer is no number to Python's `float` here."""
 
 _DIGITS = re.compile(r"[\d.]+")  # of any script, as `float` reads them
 _AFTER_HASHES = re.compile(r"#### (-?[0-9.,]+)")
@@ -120,7 +117,7 @@ def answer_points(text: str, gold: str) -> float:
     if answer is None:
         return 0.0
     answer = answer.strip().replace(",", "")
-    value, wanted = _float(answer), _float(gold)
+    value, wanted = parse_float(answer), parse_float(gold)
     if answer == gold or (value is not None and value == wanted):
         return 3.0
     if value is None or wanted is None:
@@ -134,15 +131,8 @@ def number_points(text: str, gold: str) -> float:
     of the answer are not read."""
     opened = text.find("<answer>")
     found = _DIGITS.search(text, opened) if opened >= 0 else None
-    value = _float(found[0]) if found else None
-    return 1.5 if value is not None and value == _float(gold.strip().replace(",", "")) else 0.0
-
-
-def _float(text: str) -> float | None:
-    try:
-        return float(text) if len(text) <= _MAX_NUMBER_CHARS else None
-    except ValueError:
-        return None
+    value = parse_float(found[0]) if found else None
+    return 1.5 if value is not None and value == parse_float(gold.strip().replace(",", "")) else 0.0
 
 
 def _first_tagged(text: str) -> str | None:

@@ -13,7 +13,8 @@ from shoal.records import Example
 from shoal.tasks.countdown import is_answered
 from shoal.tasks.generated import Problems, generated_task, pick
 from shoal.tasks.graders import arithmetic
-from shoal.tasks.graders.answer import answer_key, reward_of, single_answer
+from shoal.tasks.graders.answer import reward_of, single_answer
+from shoal.tasks.graders.numbers import answer_key
 from shoal.tasks.task import Task
 from shoal.tasks.words import answers
 

@@ -20,15 +20,12 @@ from shoal.tasks.data import Published, read_splits
 from shoal.tasks.examples import has_answer, prompt_key, with_rows
 from shoal.tasks.graders.answer import (
     FORMAT,
-    answer_key,
     extract_answer,
     final_number,
-    parse_number,
     reward_of,
-    same_number,
-    shown,
     well_formed,
 )
+from shoal.tasks.graders.numbers import answer_key, parse_number, same_number, write_number
 from shoal.tasks.task import Task
 
 SYSTEM_PROMPT = (
@@ -144,15 +141,23 @@ def gold(answer: str) -> str | None:
     >>> gold("He has 1000 + 200.\\n#### 1,200")
     '1200'
     """
-    _, hashes, number = answer.rpartition("####")
-    last = answer.strip().rpartition("\n")[2].strip()
-    number = number if hashes else last.removeprefix("A:") if last.startswith("A:") else answer
-    number = number.strip().replace(",", "").replace("$", "")
-    return "".join(number.split()) if parse_number(number) is not None else None
+    last_line = answer.strip().rpartition("\n")[2].strip()
+    if "####" in answer:
+        text = answer.rpartition("####")[2]
+    elif last_line.startswith("A:"):
+        text = last_line.removeprefix("A:")
+    else:
+        text = answer
+    text = text.strip().replace(",", "").replace("$", "")
+    if parse_number(text) is None:
+        return None
+    return "".join(text.split())
 
 
 def verdict(text: str, example: Example) -> dict[str, Any]:
     """The verdict on a solution of whatever form: `correct`, and the number that it ends with as
     `answer`."""
-    found, wanted = final_number(text), final_number(f"#### {example.columns['answer']}")
-    return {"correct": found is not None and found == wanted, "answer": shown(found)}
+    number = final_number(text)
+    gold_number = final_number(f"#### {example.columns['answer']}")
+    is_right = number is not None and number == gold_number
+    return {"correct": is_right, "answer": write_number(number)}

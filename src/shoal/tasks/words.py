@@ -21,13 +21,12 @@ from shoal.records import Example
 from shoal.tasks.generated import Problems, generated_task, pick
 from shoal.tasks.graders.answer import (
     FORMAT,
-    answer_key,
     extract_answer,
     reward_of,
-    same_number,
     single_answer,
     well_formed,
 )
+from shoal.tasks.graders.numbers import answer_key, same_number
 from shoal.tasks.task import Task
 
 __all__ = ["Operation", "Problem", "Step", "extract_answer", "load", "numeric_form", "well_formed"]

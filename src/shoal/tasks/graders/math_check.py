@@ -19,11 +19,11 @@ import signal
 import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
-from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
 from shoal.records import ShoalError
+from shoal.tasks.graders.numbers import latex_numerals, parse_latex
 from shoal.tasks.graders.units import differ, measures_of, quantity_of, variables_of
 from shoal.workers.pool import Limits, WorkerPool, WorkersLost
 from shoal.workers.process import Header
@@ -33,10 +33,6 @@ MAX_CHARS = 1000
 MAX_DEPTH = 25
 """So is one with more brackets inside one another."""
 
-_NUMBER = re.compile(r"([+-]?)([0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)?(?:\.([0-9]+))?")
-_RATIO = re.compile(
-    r"([+-]?)(?:\\frac\{([+-]?[0-9]{1,30})\}\{([0-9]{1,30})\}|([0-9]{1,30})/([0-9]{1,30}))"
-)
 _WRAPPED = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mbox)\{([^{}]*)\}")
 _LARGE_FRACTION = re.compile(r"\\[dt]frac(?![A-Za-z])")
 _SHORT_FRACTION = re.compile(r"\\frac([0-9])([0-9])(?![0-9])")
@@ -48,20 +44,6 @@ _ROOT = re.compile(
 )
 _ROOT_ALONE = re.compile(r"√|(?<![\\A-Za-z])sqrt")
 _EXP = re.compile(r"(?<![A-Za-z])\\?exp\s*(?:\\left)?\(")
-_MIXED = re.compile(r"([+-]?)([0-9]{1,30})\\frac\{([0-9]{1,30})\}\{([0-9]{1,30})\}")
-_MIXED_IN_LINE = re.compile(
-    r"(?<![0-9A-Za-z.,/^_})\\])([0-9]{1,9})(?:\s|\\[ ,;:!])+([0-9]{1,9})\s*/\s*([0-9]{1,9})"
-    r"(?![0-9A-Za-z/^!_]|\.[0-9]|,[0-9]{3})"
-)
-"""`2 1/2`"""
-_SCIENTIFIC = re.compile(
-    r"(?<![0-9A-Za-z.\\])([0-9]{1,99}(?:\.[0-9]{1,99})?|\.[0-9]{1,99})[eE]([+-]?[0-9]{1,2})"
-    r"(?![0-9A-Za-z_^]|\.[0-9])"
-)
-_REPEATING = re.compile(
-    r"(?<![0-9.])([0-9]{0,50})\.([0-9]{0,50})\\(?:overline|bar|dot)\s*"
-    r"(?:\{([0-9]{1,50})\}|([0-9]))(?![0-9])"
-)
 _DEGREES = re.compile(
     r"([0-9]+(?:\.[0-9]+)?)\s*(?:\^\s*(?:\\circ|\{\s*\\circ\s*\})|\\degree)(?![A-Za-z])\s*"
 )
@@ -192,7 +174,7 @@ def at_a_glance(gold: str, answer: str) -> bool | None:
     if _ELLIPSIS.search(gold) or _ELLIPSIS.search(answer):
         # math-verify reads `1, 2, \\ldots, n` up to the dots.
         return _ELLIPSIS.sub("...", wanted) == _ELLIPSIS.sub("...", came)
-    first, second = value(wanted), value(came)
+    first, second = parse_latex(wanted), parse_latex(came)
     if first is None or second is None:
         return None
     if first == second:
@@ -263,24 +245,7 @@ def _spelled_out(answer: str) -> str:
         answer = answer.replace(sign, command)
     answer = _BARE_FUNCTION.sub(r"\\\1", answer)
     answer = _EMPTY_SET.sub(r"\\emptyset ", answer)
-    answer = _SCIENTIFIC.sub(lambda match: f"{Decimal(match[0]):f}", answer)
-    answer = _REPEATING.sub(_as_fraction, answer)
-    return _in_radians(_MIXED_IN_LINE.sub(_as_mixed, answer))
-
-
-def _as_fraction(repeating: re.Match[str]) -> str:
-    """`0.1\\overline{6}` as `\\frac{1}{6}`."""
-    whole, once = repeating[1], repeating[2]
-    again = repeating[3] or repeating[4]
-    digits = int(f"0{whole}{once}{again}") - int(f"0{whole}{once}")
-    number = Fraction(digits, (10 ** len(again) - 1) * 10 ** len(once))
-    return f"\\frac{{{number.numerator}}}{{{number.denominator}}}"
-
-
-def _as_mixed(match: re.Match[str]) -> str:
-    """`2 1/2` as `2\\frac{1}{2}`, never as 21/2; as it is where the fraction is none below 1."""
-    is_below_one = int(match[2]) < int(match[3])
-    return f"{match[1]}\\frac{{{match[2]}}}{{{match[3]}}}" if is_below_one else match[0]
+    return _in_radians(latex_numerals(answer))
 
 
 def _in_radians(answer: str) -> str:
@@ -343,21 +308,6 @@ def plain(answer: str) -> str:
     text = _SHORT_FRACTION.sub(r"\\frac{\1}{\2}", text)
     option = _OPTION.fullmatch(text)
     return option[1] if option else text
-
-
-def value(text: str) -> Fraction | None:
-    """The number that a plain answer is; None for anything else."""
-    if len(text) > 60:
-        return None
-    if match := _RATIO.fullmatch(text):
-        above, below = int(match[2] or match[4]), int(match[3] or match[5])
-        return None if below == 0 else Fraction(-above if match[1] == "-" else above, below)
-    if match := _MIXED.fullmatch(text):
-        whole, above, below = int(match[2]), int(match[3]), int(match[4])
-        number = whole + Fraction(above, below) if above < below else None
-        return -number if number is not None and match[1] == "-" else number
-    match = _NUMBER.fullmatch(text)
-    return Fraction(text.replace(",", "")) if match and (match[2] or match[3]) else None
 
 
 # ---- by math-verify

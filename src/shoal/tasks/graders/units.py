@@ -12,6 +12,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from fractions import Fraction
 
+from shoal.tasks.graders.numbers import DECIMAL
+
 _NAMES = {
     "mm": "millimeter", "cm": "centimeter", "dm": "decimeter", "m": "meter mtr", "km": "kilometer",
     "in": "inch", "ft": "foot feet", "yd": "yard", "mi": "mile",
@@ -32,7 +34,7 @@ _WORDS = re.compile(
 _BASE = re.compile(r"(?P<digits>\s*-?[0-9A-Z.]+)\s*_\s*\{?\s*(?P<base>[0-9]{1,2})\s*\}?\s*")
 """`52_8`"""
 _MEASURE = re.compile(
-    r"[\s,]*(?:and\s+)?(?P<number>[0-9]{1,30}(?:\.[0-9]{1,30})?)(?P<words>\s*[A-Za-z. ]{1,40}?)?"
+    rf"[\s,]*(?:and\s+)?(?P<number>{DECIMAL})(?P<words>\s*[A-Za-z. ]{{1,40}}?)?"
     r"(?=\s*\Z|[\s,]+(?:and\s+)?[0-9])"
 )
 """`3 hours` of `3 hours and 20 minutes`"""

@@ -26,7 +26,8 @@ from shoal.mesh import Roles, devices, make_mesh, make_roles
 from shoal.mesh.accelerators import ACCELERATORS
 from shoal.mesh.devices import as_mesh
 from shoal.model.architecture import Adapter, Architecture
-from shoal.model.parameters import Parameters, layer_pieces, param_specs, shardings
+from shoal.model.layers import ffn_chunks
+from shoal.model.parameters import Parameters, param_specs, shardings
 from shoal.model.transformer import Model
 from shoal.protocols import SampleRequest
 from shoal.records import Completion, Example, Group, NoiseKey, Purpose, SamplingParams, ShoalError
@@ -257,7 +258,7 @@ def test_sampled_log_probs_are_those_of_one_device(section, alone, monkeypatch):
     """On one mesh, on another view of its devices, on others; with fewer key/value heads than
     `tensor` too; with siblings that share a row, or have one each; with layers apart and
     feed-forward matrices in pieces."""
-    monkeypatch.setattr(Model, "pieces", section.get("pieces", 0))
+    monkeypatch.setattr(Model, "ffn_chunks", section.get("pieces", 0))
     section = {key: value for key, value in section.items() if key != "pieces"}
     where, siblings = (
         make_roles(MeshSection(**section)),
@@ -364,7 +365,7 @@ def test_with_keys_split_by_position_tokens_are_those_of_one_device(
     completions are longer than a block, and some hold no key of the shortest; second siblings join;
     in the second case prompts enter in pieces, and weights are given in pieces too."""
     monkeypatch.setattr(programs, "PIECE", piece)
-    monkeypatch.setattr(Model, "pieces", 2 * (piece < 1024))
+    monkeypatch.setattr(Model, "ffn_chunks", 2 * (piece < 1024))
     engine = engine_of_long_rows(MeshSection(fsdp=8, sampler_tensor=tensor))
     ours = sampled(engine, (300, 1, 65))
     cache = engine._state.caches[0]  # type: ignore[union-attr]
@@ -421,7 +422,7 @@ def test_publishing_lays_whole_matrices_out_for_sampling(where, monkeypatch):
 def test_a_reference_is_the_same_in_a_new_run_and_in_a_resumed_one(monkeypatch):
     """Also where the sampler reads layers one by one: a resumed run compares the reference's
     checksum."""
-    monkeypatch.setattr(Model, "pieces", 1)
+    monkeypatch.setattr(Model, "ffn_chunks", 1)
     where, first = roles(), jax.device_put(weights())
     model, config = Model(SMALL, where.trainer), Config(algorithm=AlgorithmSection(kl_coef=0.1))
     spec: Any = SimpleNamespace(read=lambda role, dtype: first)
@@ -469,7 +470,7 @@ def test_a_samplers_matrices_are_apart_where_that_is_faster(changes, dtype, kind
         device_kind=kind, platform={"T": "tpu", "N": "gpu"}.get(kind[0], "cpu"), tensor=tensor
     )
     a = replace(SMALL, hidden_size=4096, intermediate_size=14336, **changes)
-    assert layer_pieces(a, role, jnp.dtype(dtype)) == pieces
+    assert ffn_chunks(a, role, jnp.dtype(dtype)) == pieces
 
 
 @pytest.mark.slow

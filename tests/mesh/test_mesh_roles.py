@@ -12,7 +12,7 @@ from pods import gpu, tpu
 
 from shoal.config.sections.devices import MeshSection
 from shoal.mesh import devices_asked, make_mesh, make_roles, role_devices, roles
-from shoal.model.parameters import layer_pieces
+from shoal.model.layers import ffn_chunks
 from shoal.model.published import model_named
 from shoal.records import ShoalError
 
@@ -369,5 +369,5 @@ def test_a_tpus_sampler_is_given_large_matrices_in_pieces(name, devices, changes
     never are."""
     a = replace(model_named(name).architecture, **changes)
     role = make_roles(MeshSection(tensor=len(devices)), devices).sampler
-    assert layer_pieces(a, role, jnp.bfloat16) == pieces
-    assert layer_pieces(a, role, jnp.float32) == (pieces == 1)
+    assert ffn_chunks(a, role, jnp.bfloat16) == pieces
+    assert ffn_chunks(a, role, jnp.float32) == (pieces == 1)

@@ -253,7 +253,7 @@ def test_a_dry_run_estimates_without_compiling(model, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_where_layers_are_apart_a_prefill_is_a_call_for_each(model, planned, monkeypatch):
-    monkeypatch.setattr(Model, "pieces", 1)
+    monkeypatch.setattr(Model, "ffn_chunks", 1)
     sampling = replace(
         SAMPLING, max_prompt_tokens=320
     )  # else programs of another test would be taken

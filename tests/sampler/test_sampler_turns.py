@@ -212,7 +212,7 @@ def long_answer(row: int, index: int, turn: int) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("siblings", "slots"), [(1, 4), (4, 8)])
 def test_long_contexts_enter_in_pieces(siblings, slots, monkeypatch):
-    monkeypatch.setattr(Model, "pieces", int(siblings > 1))  # layers apart
+    monkeypatch.setattr(Model, "ffn_chunks", int(siblings > 1))  # layers apart
     engine = make(
         slots=slots,
         max_completion_tokens=1000,

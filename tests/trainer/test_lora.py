@@ -44,6 +44,7 @@ from shoal.model.attention import selector
 from shoal.model.block import gated_product
 from shoal.model.families import architecture_of
 from shoal.model.flops import model_flops
+from shoal.model.layers import by_layer
 from shoal.model.linear import Adapted, Biased, Quantised, linear, quantise
 from shoal.model.parameters import (
     as_frozen,
@@ -59,7 +60,7 @@ from shoal.model.parameters import (
     without_adapter,
 )
 from shoal.model.published import MODELS
-from shoal.model.transformer import Model, by_layer
+from shoal.model.transformer import Model
 from shoal.records import ShoalError
 from shoal.sampler.engine import Engine
 from shoal.trainer.batch import pack

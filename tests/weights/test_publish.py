@@ -80,7 +80,7 @@ def test_a_sampler_of_another_type_and_layout_has_the_trainers_bits(
 def test_each_device_has_the_same_part_of_each_piece(folder, monkeypatch):
     """In memory and of files, layers apart and the feed-forward matrices in two pieces: nothing is
     exchanged for it."""
-    monkeypatch.setattr(Model, "pieces", 2)
+    monkeypatch.setattr(Model, "ffn_chunks", 2)
     model, params = Model(QWEN3, roles(tensor=2).sampler), random_parameters(QWEN3)
     held, read = (
         fetch(made(model).put(0, params), model)

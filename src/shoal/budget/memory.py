@@ -24,10 +24,10 @@ from shoal.algorithm.logprobs import CHUNK_ELEMENTS
 from shoal.config.train import Config
 from shoal.mesh import PINNED_HOST, Role, Roles, accelerator_of, memory_stats
 from shoal.model.architecture import Architecture
+from shoal.model.layers import ffn_chunks
 from shoal.model.linear import QUANTISED, Quantised
 from shoal.model.parameters import (
     frozen_specs,
-    layer_pieces,
     param_shapes,
     param_specs,
     quantised_specs,
@@ -211,7 +211,7 @@ def copied_shapes(
     `specs`: a tree of `ParamSpec`; `sampled`: the architecture of a sampler, which may have weights
     of 8 bits or layers apart."""
     smaller = quantised_specs(sampled) if sampled else {}
-    found, is_apart = [], sampled is not None and layer_pieces(sampled, role, dtype) > 0
+    found, is_apart = [], sampled is not None and ffn_chunks(sampled, role, dtype) > 0
     for mine, spec in zip(jax.tree.leaves(parameters), jax.tree.leaves(specs), strict=True):
         own = param_shapes(spec if spec.dtype else smaller.get(spec.name, spec), role, dtype)
         same = (

@@ -59,11 +59,11 @@ SAMPLER_OPTIONS: Mapping[str, Mapping[str, Any]] = {"TPU v5": _VMEM, "TPU v5p": 
 weights, which are read in larger parts with 32 MB of on-chip memory for an operation (v6e's
 default) in place of 16: 70B on 8 v5p by cycles 15.9 -> 14.9 ms a token."""
 
-PIECES_OPTIONS: Mapping[str, Mapping[str, Any]] = {
+CHUNKED_OPTIONS: Mapping[str, Mapping[str, Any]] = {
     kind: {"xla_tpu_scoped_vmem_limit_kib": "16384"}
     for kind in ("TPU v5", "TPU v5p", "TPU v6 lite", "TPU v6e")
 }
-"""The same of decoding with matrices in pieces (`layer_pieces`), which are copied ahead into the
+"""The same of decoding with matrices in chunks (`ffn_chunks`), which are copied ahead into the
 rest of that memory: 70B on 8 v5p with 16 MB for an operation 10.5 ms a token, with 32 12.5."""
 
 _V6E = {

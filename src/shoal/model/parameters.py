@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from shoal.mesh import Role, listed, listed_divisors
-from shoal.mesh.programs import PIECES_OPTIONS
 from shoal.model.architecture import Architecture
 from shoal.model.linear import Adapted, Biased, Quantised, quantise
 from shoal.records import ShoalError
@@ -349,6 +348,11 @@ Keep = Callable[[ParamSpec, jax.Array], Any]
 """(a parameter, its array as it was read) -> what takes the array's place."""
 
 
+def keep_as_read(spec: ParamSpec, array: jax.Array) -> Any:
+    """The `Keep` that takes each array as it is."""
+    return array
+
+
 def quantised_specs(a: Architecture) -> dict[str, Quantised]:
     """The quantised weights of an architecture, by the name of the kernel in whose place they
     are."""
@@ -370,77 +374,6 @@ def quantiser(a: Architecture, role: Role) -> Keep:
         )(array)
 
     return keep
-
-
-PIECE_BYTES = 16 << 20
-"""Of a device's part of a feed-forward matrix, the most in one array of a TPU's sampler: as much is
-copied into on-chip memory while the product before is computed. A matrix of at most two such pieces
-is left whole."""
-
-
-def layer_pieces(a: Architecture, role: Role, dtype: Any) -> int:
-    """Arrays of which a sampler on these devices is given each matrix of a layer's feed-forward
-    part; 1: each layer's matrices are arrays of their own; 0: those of all layers are stacked in
-    one.
-
-    XLA for GPU copies nearly all of a layer out of stacked weights before its products, at every
-    token; for TPU it reads them in place, but copies no part of them into on-chip memory ahead. By
-    its account, with waits for copies, 70B on 8 v5p takes 10.5 ms a token in place of 14.9, and 8B
-    on one v6e 14.3 in place of 18.0 (int8: 10.8 apart, 18.7 stacked). What is frozen, or in the
-    trainer's float32, stays stacked on TPUs: on one mesh it is the trainer's array.
-    """
-    if role.device_kind not in PIECES_OPTIONS:
-        return int(role.platform == "gpu")
-    width, itemsize = a.intermediate_size // role.tensor, jnp.dtype(dtype).itemsize
-    if (
-        a.quantised and not a.adapter
-    ):  # made for the sampler; a part of a matrix of 8 bits is not copied ahead
-        return 1
-    pieces = 1
-    while a.hidden_size * width * itemsize > pieces * PIECE_BYTES:
-        pieces *= 2
-    is_plain = not (a.adapter or a.quantised or a.mlp_bias) and itemsize == 2
-    return pieces if is_plain and pieces > 2 and width % pieces == 0 else 0
-
-
-def unstack_layers(parameters: Parameters, num_layers: int, pieces: int = 1) -> Parameters:
-    """Parameters with a tuple of L blocks in place of the stacked one: of ParamSpecs, of arrays,
-    and of tuples of each layer's array in place of a stacked one. With `pieces` each matrix of the
-    feed-forward part is a tuple of them."""
-
-    def layer(leaf: Any, number: int) -> Any:
-        if not isinstance(leaf, ParamSpec):
-            return leaf[number]
-        own = replace(leaf, shape=leaf.shape[1:], axes=leaf.axes[1:])
-        if pieces == 1 or "mlp" not in own.axes:
-            return own
-        at = own.axes.index("mlp")
-        return (
-            replace(own, shape=(*own.shape[:at], own.shape[at] // pieces, *own.shape[at + 1 :])),
-        ) * pieces
-
-    blocks = (
-        jax.tree.map(
-            partial(layer, number=number), parameters.blocks, is_leaf=lambda x: isinstance(x, tuple)
-        )
-        for number in range(num_layers)
-    )
-    return replace(parameters, blocks=tuple(blocks))
-
-
-def split_layers(stacked: jax.Array, spec: ParamSpec, pieces: int, tensor: int) -> tuple[Any, ...]:
-    """Each layer of a stacked array: its array, or with `pieces` that of each. A piece is the same
-    part of what each device has: nothing is exchanged."""
-    if pieces == 1 or "mlp" not in spec.axes:
-        return tuple(stacked)
-    at = spec.axes.index("mlp")
-    before, after = stacked.shape[:at], stacked.shape[at + 1 :]
-    parts = stacked.reshape(*before, tensor, pieces, -1, *after)
-    split = (
-        jax.lax.index_in_dim(parts, number, at + 1, keepdims=False).reshape(*before, -1, *after)
-        for number in range(pieces)
-    )
-    return tuple(zip(*map(tuple, split), strict=True))
 
 
 def products_joined(block: Block) -> Block:

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from operator import itemgetter
 from typing import Any, Literal
 
 import jax
@@ -20,14 +19,8 @@ import jax.numpy as jnp
 from shoal.mesh import PINNED_HOST, Role
 from shoal.model.architecture import Architecture
 from shoal.model.block import AttentionFn, block, cast_weight, rms_norm
-from shoal.model.parameters import (
-    Block,
-    Parameters,
-    check_mesh,
-    layer_pieces,
-    param_specs,
-    unstack_layers,
-)
+from shoal.model.layers import by_layer, ffn_chunks, unstacked
+from shoal.model.parameters import Block, Parameters, check_mesh, param_specs
 from shoal.model.rotary import rotary
 from shoal.records import ShoalError
 
@@ -73,23 +66,15 @@ class Model:
         return None if self.architecture.vocab_size % self.role.tensor else "vocab"
 
     @property
-    def pieces(self) -> int:
-        """Of a sampler: see `layer_pieces`."""
-        return layer_pieces(self.architecture, self.role, self.dtype)
+    def ffn_chunks(self) -> int:
+        """Of a sampler: see `layers.ffn_chunks`."""
+        return ffn_chunks(self.architecture, self.role, self.dtype)
 
     def on(self, role: Role) -> Model:
         architecture = self.architecture
         if role.name == "sampler" and self.sampler_type:
             architecture = replace(architecture, quantised=self.sampler_type)
         return replace(self, role=role, architecture=architecture)
-
-
-def published_specs(model: Model) -> Parameters:
-    """The `param_specs` of what the sampler of a model is given."""
-    specs = param_specs(model.architecture)
-    if not model.pieces:
-        return specs
-    return unstack_layers(specs, model.architecture.num_layers, model.pieces)
 
 
 _KEPT = jax.checkpoint_policies
@@ -194,15 +179,3 @@ def embed(model: Model, table: jax.Array, tokens: jax.Array) -> jax.Array:
     # `data` splits rows too.
     columns = constrain(look_up(constrain(tokens, "fsdp_rows", None)), "fsdp_rows", None, "embed")
     return constrain(columns, "rows", None, None)
-
-
-def by_layer(model: Model, blocks: Any) -> tuple[Block, ...]:
-    """The layers one by one, of stacked or separate ones."""
-    if isinstance(blocks, Block):
-        return unstacked(blocks, model.architecture.num_layers)
-    return blocks
-
-
-def unstacked(tree: Any, num_layers: int) -> tuple[Any, ...]:
-    """The layers of a tree whose leaves have L in front, one by one."""
-    return tuple(jax.tree.map(itemgetter(number), tree) for number in range(num_layers))

@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shoal.mesh import Program, Role
-from shoal.mesh.programs import PIECES_OPTIONS, SAMPLER_OPTIONS
+from shoal.mesh.programs import CHUNKED_OPTIONS, SAMPLER_OPTIONS
 from shoal.model.attention import caches as kv_caches
 from shoal.model.attention import decode, selector
 from shoal.model.attention.blocked import block_size
@@ -29,9 +29,10 @@ from shoal.model.attention.caches import LayerCache
 from shoal.model.attention.selector import attention_kind, prefill_attention, prompt_reads
 from shoal.model.block import block, rms_norm
 from shoal.model.head import logits
+from shoal.model.layers import by_layer
 from shoal.model.parameters import Block, products_joined
 from shoal.model.rotary import rotary
-from shoal.model.transformer import Model, by_layer, embed, forward, through_layers
+from shoal.model.transformer import Model, embed, forward, through_layers
 from shoal.records import Params
 from shoal.sampler.sample_tokens import BLOCK, TPU_BLOCK, SamplingArrays, sample_tokens, uniform
 
@@ -117,7 +118,7 @@ def make_programs(
     sampled = jax.tree.map(partial(NamedSharding, model.role.mesh), tokens)
     placed = NamedSharding(model.role.mesh, by_row)
     role = model.role.with_options(SAMPLER_OPTIONS)
-    decoding = model.role.with_options(PIECES_OPTIONS) if model.pieces > 1 else role
+    decoding = model.role.with_options(CHUNKED_OPTIONS) if model.ffn_chunks > 1 else role
 
     def jit(
         step: Callable,
@@ -146,7 +147,7 @@ def make_programs(
         "save": role.jit(partial(_on_rows, role, _save), out_shardings=saved),
         "restore": role.jit(restore, donate_argnums=0, out_shardings=layout),
     }
-    if not model.pieces:
+    if not model.ffn_chunks:
         prefill = partial(_prefill, piece=piece, **static)
         programs["prefill"] = jit(prefill, specs, shardings)
         programs["feed"] = jit(_feed, (by_row, None), (layout, None))

@@ -30,8 +30,16 @@ import jax
 import numpy as np
 
 from shoal.files import appearing, writing
-from shoal.model.parameters import joined, param_shapes, param_specs, trained_of, trained_specs
-from shoal.model.transformer import Model, published_specs
+from shoal.model.layers import published_specs
+from shoal.model.parameters import (
+    ParamSpec,
+    joined,
+    param_shapes,
+    param_specs,
+    trained_of,
+    trained_specs,
+)
+from shoal.model.transformer import Model
 from shoal.protocols import Version
 from shoal.records import Params, ShoalError
 from shoal.weights.publish_folder import (
@@ -106,10 +114,11 @@ class WeightStore(abc.ABC):
 
     def published_shapes(self) -> Params:
         """Shapes and type of a version's weights, and their layout where they are on devices."""
-        return jax.tree.map(
-            lambda spec: jax.ShapeDtypeStruct(spec.shape, published_dtype(self.model, spec)),
-            trained_specs(self.model.architecture),
-        )
+
+        def shape_of(spec: ParamSpec) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(spec.shape, published_dtype(self.model, spec))
+
+        return jax.tree.map(shape_of, trained_specs(self.model.architecture))
 
     def close(self) -> None:
         self.drop(list(self.versions))

@@ -3,7 +3,7 @@
 A row is one stream of tokens: a prompt, completions of it, the next prompt, its completions, and
 padding at the end. Rows have one length for a whole run, or a quarter, a sixteenth, ... of it where
 an update has few tokens, and for what is left over at its end: the lengths of prompts and
-completions compile nothing anew.
+completions compile nothing again.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Dynamic sampling (DAPO, arXiv 2503.14476, eq. 11): how many groups to ask for, and which of them
-to learn from."""
+"""Dynamic sampling (DAPO, arXiv 2503.14476, eq. 11): how many groups to request, and which of
+them to learn from."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shoal.records import Group
 from shoal.rewards.scores import weighted_sum
 
 MOST_AHEAD = 3
-"""At most so many times the groups of a step are asked for before anything of it is known."""
+"""At most so many times the groups of a step are requested before anything of it is known."""
 
 
 def num_extra(wanted: int, useful_share: float) -> int:

@@ -17,9 +17,12 @@ from shoal.config.sections.optimizer import OptimizerSection
 from shoal.mesh import PINNED_HOST
 from shoal.records import Params
 
-FIRST_SCALE, LARGEST_SCALE, GROWTH_INTERVAL = 2.0**16, 2.0**24, 2000
-"""The loss scale at the start, its limit, and the updates in a row without overflow that double it.
-The limit keeps gradients that are 0 for long from raising it without end."""
+FIRST_SCALE = 2.0**16
+"""The loss scale at the start."""
+LARGEST_SCALE = 2.0**24
+"""Its limit, which keeps gradients that are 0 for long from raising it without end."""
+GROWTH_INTERVAL = 2000
+"""Updates in a row without overflow that double it."""
 
 
 @jax.tree_util.register_dataclass
@@ -51,12 +54,15 @@ def learning_rate(section: OptimizerSection, num_updates: int) -> Callable[[Any]
     The first update already has 1/warmup_steps of the rate (torch's schedules start at 0), and the
     update after the last would have 0.
     """
-    warmup, rest = section.warmup_steps, max(1, num_updates - section.warmup_steps)
-    decay = {
-        "constant": optax.constant_schedule(section.lr),
-        "linear": optax.linear_schedule(section.lr, 0.0, rest),
-        "cosine": optax.cosine_decay_schedule(section.lr, rest),
-    }[section.schedule]
+    warmup = section.warmup_steps
+    rest = max(1, num_updates - warmup)
+    decay: Callable[[Any], Any]
+    if section.schedule == "constant":
+        decay = optax.constant_schedule(section.lr)
+    elif section.schedule == "linear":
+        decay = optax.linear_schedule(section.lr, 0.0, rest)
+    else:
+        decay = optax.cosine_decay_schedule(section.lr, rest)
 
     def rate(update: Any) -> Any:
         rising = section.lr * (update + 1) / max(1, warmup)
@@ -73,7 +79,9 @@ def make_optimizer(
     update needs its `number` as an extra argument. An update of some parameters alone needs the
     `norm` of the whole gradient, of one layer's its `layer`."""
     # A part that is left out leaves no state either, so 0 or not is part of a checkpoint's layout.
-    parts = [clip_by_norm(section.clip_grad_norm)] if section.clip_grad_norm else []
+    parts = []
+    if section.clip_grad_norm:
+        parts.append(clip_by_norm(section.clip_grad_norm))
     adamw = optax.adamw(
         rate,
         section.beta1,
@@ -82,8 +90,11 @@ def make_optimizer(
         weight_decay=section.weight_decay,
         mask=weight_decay,
     )
-    optimizer = optax.with_extra_args_support(optax.chain(*parts, adamw))
-    return rounded(optimizer, seed) if section.moments == "bfloat16" else optimizer
+    parts.append(adamw)
+    optimizer = optax.with_extra_args_support(optax.chain(*parts))
+    if section.moments == "bfloat16":
+        return rounded(optimizer, seed)
+    return optimizer
 
 
 def clip_by_norm(most: float) -> optax.GradientTransformationExtraArgs:
@@ -93,8 +104,13 @@ def clip_by_norm(most: float) -> optax.GradientTransformationExtraArgs:
     def update(
         gradient: Any, state: Any, parameters: Any = None, *, norm: Any = None, **_: Any
     ) -> tuple[Any, Any]:
-        norm = optax.tree.norm(gradient) if norm is None else norm
-        return jax.tree.map(lambda g: jnp.where(norm < most, g, g / norm * most), gradient), state
+        if norm is None:
+            norm = optax.tree.norm(gradient)
+
+        def clip(g: jax.Array) -> jax.Array:
+            return jnp.where(norm < most, g, g / norm * most)
+
+        return jax.tree.map(clip, gradient), state
 
     return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)  # pyright: ignore
 
@@ -110,8 +126,14 @@ def rounded(
     def map_moments(function: Callable[[jax.Array], jax.Array], state: Any) -> Any:
         return optax.tree_utils.tree_map_params(optimizer, function, state)
 
+    def narrow(leaf: jax.Array) -> jax.Array:
+        return leaf.astype(jnp.bfloat16)
+
+    def widen(moment: jax.Array) -> jax.Array:
+        return moment.astype(jnp.float32)
+
     def init(parameters: Any) -> Any:
-        return optimizer.init(jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), parameters))
+        return optimizer.init(jax.tree.map(narrow, parameters))
 
     def update(
         gradient: Any,
@@ -122,14 +144,16 @@ def rounded(
         layer: Any = None,
         **more: Any,
     ) -> tuple[Any, Any]:
-        wide = map_moments(lambda moment: moment.astype(jnp.float32), state)
-        change, state = optimizer.update(gradient, wide, parameters, **more)
+        change, state = optimizer.update(gradient, map_moments(widen, state), parameters, **more)
         key = jax.random.fold_in(jax.random.key(seed), number)
-        key = key if layer is None else jax.random.fold_in(key, layer)
-        leaf = count()
-        return change, map_moments(
-            lambda moment: round_at_random(moment, jax.random.fold_in(key, next(leaf))), state
-        )
+        if layer is not None:
+            key = jax.random.fold_in(key, layer)
+        leaf_numbers = count()
+
+        def round_leaf(moment: jax.Array) -> jax.Array:
+            return round_at_random(moment, jax.random.fold_in(key, next(leaf_numbers)))
+
+        return change, map_moments(round_leaf, state)
 
     return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore
 
@@ -153,13 +177,18 @@ def state_shardings(
 ) -> Any:
     """Shardings of the optimizer's state: moments as their parameters, with `offload` in the host's
     memory; counters as `other`."""
+
+    def of_moment(_: Any, sharding: Any) -> Any:
+        if offload:
+            return sharding.with_memory_kind(PINNED_HOST)
+        return sharding
+
+    def of_counter(_: Any) -> Any:
+        return other
+
     # By optax's own map, not by shape: a counter and a scalar parameter, or two parameters, may
     # have one shape.
     state = jax.eval_shape(optimizer.init, shapes)
     return optax.tree_utils.tree_map_params(
-        optimizer,
-        lambda _, sharding: sharding.with_memory_kind(PINNED_HOST) if offload else sharding,
-        state,
-        shardings,
-        transform_non_params=lambda _: other,
+        optimizer, of_moment, state, shardings, transform_non_params=of_counter
     )

@@ -10,8 +10,8 @@ from shoal.config.sections.train import TrainSection
 from shoal.records import Group
 
 WAITED = 0.05
-"""Share of the time that the trainer waits for samples, from which on more steps ahead are asked
-for."""
+"""Share of the time that the trainer waits for samples, from which on more steps are requested
+ahead."""
 
 
 FEWEST = 3
@@ -19,7 +19,7 @@ FEWEST = 3
 
 
 PATIENCE = 10
-"""Steps without such waits after which fewer steps ahead are asked for; twice as many each time
+"""Steps without such waits after which fewer steps are requested ahead; twice as many each time
 that was too few."""
 
 
@@ -39,9 +39,8 @@ class Schedule:
     lag: int = 0
     weight_sync_interval: int = 1
     newest: bool = False
-    held: tuple[
-        int, ...
-    ] = ()  # versions that a resumed run began with, in order: the checkpoint's own is the last
+    held: tuple[int, ...] = ()
+    """Versions that a resumed run began with, in order: the checkpoint's own is the last."""
 
     @property
     def max_staleness(self) -> int:
@@ -50,13 +49,14 @@ class Schedule:
 
     def check(self, groups: Sequence[Group]) -> None:
         """RuntimeError where a step is to learn from tokens older than the bound, or of later
-        weights than its own, whatever was asked for and however it was answered."""
+        weights than its own, whatever was requested and answered."""
         for group in groups:
-            for one in group.completions:
-                if not one.num_sampled:
+            for completion in group.completions:
+                if not completion.num_sampled:
                     continue
-                versions = one.sampled_versions
-                oldest, newest = group.step - int(versions.min()), group.step - int(versions.max())
+                versions = completion.sampled_versions
+                oldest = group.step - int(versions.min())
+                newest = group.step - int(versions.max())
                 if newest < 0 or oldest > self.max_staleness:
                     raise RuntimeError(
                         f"step {group.step + 1} got tokens {newest} to {oldest} versions old, "
@@ -65,8 +65,13 @@ class Schedule:
                     )
 
     def version(self, step: int) -> int:
-        wanted = self.weight_sync_interval * (max(0, step - self.lag) // self.weight_sync_interval)
-        return next((version for version in self.held if version >= wanted), wanted)
+        """The version that a step samples from."""
+        interval = self.weight_sync_interval
+        wanted = interval * (max(0, step - self.lag) // interval)
+        for version in self.held:
+            if version >= wanted:
+                return version
+        return wanted
 
     def keep_from(self, step: int) -> int:
         """The oldest version that may be sampled from once a step begins."""
@@ -88,7 +93,7 @@ class Schedule:
 
 
 class Lookahead:
-    """How many steps are asked for before their turn: with newest weights as few as keep the
+    """How many steps are requested before their turn: with newest weights as few as keep the
     trainer from waiting, so that samples are as fresh as full speed allows; of fixed versions, all
     that the lag allows."""
 
@@ -96,32 +101,39 @@ class Lookahead:
         self.adapts = schedule.newest
         self.most = schedule.max_staleness
         self.steps = 1 if self.adapts else self.most
-        self._patience, self._was_lowered = PATIENCE, False
+        self._patience = PATIENCE
+        self._was_lowered = False
         self._measure(after=0)
 
     def note(self, waited: float, seconds: float) -> None:
-        """Takes in how many of a step's seconds the trainer waited for its groups."""
+        """Adds how many of a step's seconds the trainer waited for its groups."""
         if not self.adapts:
             return
         self._count += 1
         if self._count <= 0:
             return
-        self._waited, self._seconds = self._waited + waited, self._seconds + seconds
+        self._waited += waited
+        self._seconds += seconds
         waits = self._waited > WAITED * self._seconds
         if waits and self._count >= FEWEST and self.steps < self.most:
             if self._was_lowered:
                 self._patience = min(2 * self._patience, MOST_PATIENCE)
-            self.steps, self._was_lowered = self.steps + 1, False
+            self._was_lowered = False
+            self.steps += 1
             self._measure(after=self.steps)
         elif self._count >= self._patience:
-            fewer = not waits and self.steps > 1
-            self.steps, self._was_lowered = self.steps - fewer, self._was_lowered or fewer
-            self._measure(after=self.steps * fewer)
+            if waits or self.steps <= 1:
+                self._measure(after=0)
+                return
+            self._was_lowered = True
+            self.steps -= 1
+            self._measure(after=self.steps)
 
     def _measure(self, after: int) -> None:
-        """Begins to measure once the groups of so many steps, which were asked for before, are used
+        """Begins to measure once the groups of so many steps, which were requested before, are used
         up."""
-        self._waited = self._seconds = 0.0
+        self._waited = 0.0
+        self._seconds = 0.0
         self._count = -after
 
 
@@ -148,15 +160,14 @@ def step_seconds(schedule: Schedule, sampling: float, training: float, own_devic
     """
     if not own_devices:
         return sampling + training
-    sampled, trained = (
-        0.0,
-        [0.0],
-    )  # when each step's update has ended, the first entry being the start
+    sampled = 0.0  # when the newest step's groups were complete
+    trained = [0.0]  # when each step's update has ended; the first entry is the start
     steady = ROUNDS * schedule.weight_sync_interval
     for step in range(2 * steady):
-        # Asked for as early as its age allows, and answered by the version that was published for
+        # Requested as early as its age allows, and answered by the version that was published for
         # it.
-        known = max(trained[max(0, step - schedule.max_staleness)], trained[schedule.version(step)])
-        sampled = max(sampled, known) + sampling
+        oldest_allowed = trained[max(0, step - schedule.max_staleness)]
+        published = trained[schedule.version(step)]
+        sampled = max(sampled, oldest_allowed, published) + sampling
         trained.append(max(trained[-1], sampled) + training)
     return (trained[-1] - trained[steady]) / steady

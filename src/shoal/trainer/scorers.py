@@ -34,10 +34,10 @@ def find_teacher(config: Config, student: ModelSource, console: Printer | None) 
     return teacher
 
 
-def load_scorer(section: ModelSection, spec: ModelSource, role: Role) -> ModelScorer:
+def load_scorer(section: ModelSection, source: ModelSource, role: Role) -> ModelScorer:
     """A model that only scores, with its weights, in the dtype of the computation."""
-    model = make_model(section, spec.architecture, role)
-    return ModelScorer(model, spec.load(role, model.dtype))
+    model = make_model(section, source.architecture, role)
+    return ModelScorer(model, source.load(role, model.dtype))
 
 
 @dataclass(frozen=True)
@@ -60,19 +60,24 @@ class ModelScorer:
     parameters: Params
 
     def score(self, batch: LearnerBatch) -> jax.Array:
-        rows = len(batch.tokens)
-        lp = score_program(self.model, Objective.chunk_elements)(self.parameters, self.put(batch))
+        num_rows = len(batch.tokens)
+        score = score_program(self.model, Objective.chunk_elements)
+        logprobs = score(self.parameters, self.put(batch))
         with dispatching(self.model.role.mesh.devices.flat):  # samplers may decode there
-            return lp[:rows] if len(lp) > rows else lp
+            if len(logprobs) > num_rows:
+                return logprobs[:num_rows]
+            return logprobs
 
     def put(self, batch: LearnerBatch) -> LearnerBatch:
         """The batch on these devices, with rows of padding where they do not divide its rows."""
-        if empty := -len(batch.tokens) % self.model.role.batch_shards:
-            batch = replace(
-                jax.tree.map(
-                    lambda x: np.pad(x, [(0, empty)] + [(0, 0)] * (x.ndim - 1)),
-                    replace(batch, temperature=None),
-                ),
-                temperature=batch.temperature,
-            )
-        return put_batch(self.model, batch)
+        num_padding = -len(batch.tokens) % self.model.role.batch_shards
+        if num_padding == 0:
+            return put_batch(self.model, batch)
+
+        def pad(array: np.ndarray) -> np.ndarray:
+            widths = [(0, 0)] * array.ndim
+            widths[0] = (0, num_padding)
+            return np.pad(array, widths)
+
+        padded = jax.tree.map(pad, replace(batch, temperature=None))
+        return put_batch(self.model, replace(padded, temperature=batch.temperature))

@@ -2,7 +2,7 @@
 `score` log-probs.
 
 `accumulate` runs once a micro-batch, `apply` once an update: their number never compiles anything
-anew.
+again.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ import numpy as np
 from shoal.buckets import Unreachable, complete
 from shoal.mesh import Role, World, return_freed_memory
 from shoal.model.architecture import Architecture
-from shoal.model.parameters import Keep, param_shapes, trained_specs
+from shoal.model.parameters import Keep, keep_as_read, param_shapes, trained_specs
 from shoal.records import Params, ShoalError
 from shoal.runs.layout import is_run
 from shoal.weights.checksum import checksum
@@ -71,9 +71,8 @@ class Restored:
     version: int
     state: Any  # of the class of the shapes that were given to `restore`
     extra: dict[str, Any]
-    published: dict[int, Params] = field(
-        default_factory=dict
-    )  # older versions that are still sampled from, as saved
+    published: dict[int, Params] = field(default_factory=dict)
+    """Older versions that are still sampled from, as saved."""
 
 
 class Checkpoints:
@@ -93,10 +92,12 @@ class Checkpoints:
         bytes of the largest that `save` will be given; a checkpoint on CPU is then written with
         little memory beside the arrays."""
         ocp = load_orbax()
-        self.folder, self.keep_last, self.keep_best = folder.absolute(), keep_last, keep_best
-        self.in_background = (
-            jax.default_backend() != "cpu" if in_background is None else in_background
-        )
+        self.folder = folder.absolute()
+        self.keep_last = keep_last
+        self.keep_best = keep_best
+        if in_background is None:
+            in_background = jax.default_backend() != "cpu"
+        self.in_background = in_background
         self.protected: int | None = None  # a version that is kept whatever comes after it
         self._scores: Mapping[int, float] = {}
         options = ocp.CheckpointManagerOptions(
@@ -142,30 +143,28 @@ class Checkpoints:
         """
         self.finish()
         items = {"state": state.to_trees()}
+        published_versions = sorted(published or {})
         if published:
-            items["published"] = {
-                str(number): params for number, params in sorted(published.items())
-            }
+            items["published"] = {str(number): published[number] for number in published_versions}
         # Orbax notices a lost or shortened file, but not every flipped bit.
         sums = {name: checksum(tree) for name, tree in items.items()}
         sums["trainable"] = checksum(state.trainable)
-        saves = {
-            name: self._args.PyTreeSave(tree, save_args=jax.tree.map(save_args, tree))
-            for name, tree in items.items()
-        }
-        layouts = {name: layout(tree) for name, tree in items.items()}
+        saves: dict[str, Any] = {}
+        layouts: dict[str, str] = {}
+        for name, tree in items.items():
+            saves[name] = self._args.PyTreeSave(tree, save_args=jax.tree.map(save_args, tree))
+            layouts[name] = layout(tree)
         extra = {
             **extra,
             "checksums": sums,
             "layouts": layouts,
-            "published": sorted(published or {}),
+            "published": published_versions,
         }
+        saves["extra"] = self._args.JsonSave(extra)
         self._scores = scores or {}
         with self.writing(str(version)):
             check_room(self.folder, items)
-            self._manager.save(
-                version, args=self._args.Composite(**saves, extra=self._args.JsonSave(extra))
-            )
+            self._manager.save(version, args=self._args.Composite(**saves))
         if not self.in_background:
             self.finish()
             return_freed_memory()
@@ -201,11 +200,10 @@ class Checkpoints:
 def layout(tree: Any) -> str:
     """A digest of names, shapes and types: where it differs, the model or optimizer is another, not
     damaged."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    text = "\n".join(
-        f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype}" for path, leaf in leaves
-    )
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+    lines = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        lines.append(f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype}")
+    return hashlib.blake2b("\n".join(lines).encode(), digest_size=8).hexdigest()
 
 
 def checkpoint_bytes(shapes: Checkpointed) -> int:
@@ -225,7 +223,8 @@ def versions(run: Path) -> list[int]:
     folder = run / FOLDER
     if not folder.is_dir():
         return []
-    return sorted(int(entry.name) for entry in folder.iterdir() if re.fullmatch(r"\d+", entry.name))
+    numbered = [entry.name for entry in folder.iterdir() if re.fullmatch(r"\d+", entry.name)]
+    return sorted(map(int, numbered))
 
 
 def find_checkpoint(folder: Path) -> tuple[Path, int] | None:
@@ -234,7 +233,8 @@ def find_checkpoint(folder: Path) -> tuple[Path, int] | None:
     folder = folder.resolve()  # the names of `.` and `..` say nothing
     if folder.name.isdigit() and folder.parent.name == FOLDER and folder.is_dir():
         return folder.parent.parent, int(folder.name)
-    folder = folder.parent if folder.name == FOLDER else folder
+    if folder.name == FOLDER:
+        folder = folder.parent
     if not (folder / FOLDER).is_dir():
         is_model = (folder / "config.json").is_file()
         if is_model or not is_run(folder):
@@ -326,8 +326,11 @@ def _reader(handler: Any) -> Any:
 
 
 def _read_everywhere(path: Path, part: str, read: Callable[[], Any], world: World) -> Any:
-    """What `read` returns, once it has in all processes; else the fault of one of them, in all."""
-    content, error, fault = None, None, None
+    """What `read` returns, once it has returned in all processes; else all raise the fault of one
+    of them."""
+    content = None
+    error = None
+    fault = None
     try:
         content = read()
     except Exception as raised:  # for a bad file Orbax raises anything, bare Exception included
@@ -419,27 +422,26 @@ def load_parameters(
     architecture: Architecture,
     role: Role,
     dtype: Any = jnp.float32,
-    keep: Keep = lambda _, array: array,
+    keep: Keep = keep_as_read,
 ) -> Params:
     """Reads the trained parameters of one checkpoint, each in this role's layout and in `dtype`;
     `keep` is given each, once all are read, and returns what takes its place. ShoalError where they
     are not those that were saved."""
     ocp = load_orbax()
-    wanted = param_shapes(trained_specs(architecture), role, dtype)
-    # In part: the two moments of Adam would triple what is read, and evaluation has no optimizer to
-    # say their shapes.
+    specs = trained_specs(architecture)
+    wanted = {"trainable": param_shapes(specs, role, dtype)}
     path = (run / FOLDER / str(version) / "state").absolute()
     complete(path.parent)
+    # In part: the two moments of Adam would triple what is read, and evaluation has no optimizer to
+    # say their shapes.
+    restore_args = ocp.args.PyTreeRestore(
+        item=wanted,
+        partial_restore=True,
+        restore_args=ocp.checkpoint_utils.construct_restore_args(wanted),
+    )
     try:
-        with _reader(ocp.PyTreeCheckpointHandler()) as checkpointer:
-            restored = checkpointer.restore(
-                path,
-                args=ocp.args.PyTreeRestore(
-                    item={"trainable": wanted},
-                    partial_restore=True,
-                    restore_args=ocp.checkpoint_utils.construct_restore_args({"trainable": wanted}),
-                ),
-            )
+        with _reader(ocp.PyTreeCheckpointHandler()) as reader:
+            restored = reader.restore(path, args=restore_args)
     except Exception as error:  # as in `restore`
         raise ShoalError(
             f"checkpoint {path.parent} cannot be read ({cause(error)}): choose another of {run}"
@@ -451,11 +453,11 @@ def load_parameters(
         if dtype != jnp.float32:
             # Beside those of another type there would be no room for all of them as they were
             # saved: the files are read again, by pieces.
-            whole = {"trainable": param_shapes(trained_specs(architecture), role, jnp.float32)}
+            whole = {"trainable": param_shapes(specs, role, jnp.float32)}
             as_saved = jax.tree_util.tree_map_with_path(partial(_lazily, path), whole)
         if checksum(as_saved) != saved_sum:
             raise DamagedCheckpoint(
                 f"checkpoint {path.parent} is damaged (its weights have another checksum than was "
                 f"saved): choose another of {run}"
             )
-    return jax.tree.map(keep, trained_specs(architecture), parameters)
+    return jax.tree.map(keep, specs, parameters)

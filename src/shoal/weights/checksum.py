@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
@@ -16,7 +15,7 @@ from shoal.weights.tensor_files import grid
 POSITIONS = 2**32
 """Elements of an array whose positions differ in 32 bits."""
 PIECE_BYTES = 2**28
-"""Of an array outside of any device that are on one at the same time."""
+"""Of an array outside of any device, the bytes that are on one at the same time."""
 FOLD = 8
 """Neighbours that a CPU adds first."""
 
@@ -26,34 +25,32 @@ def checksum(parameters: Any) -> int:
     devices. Arrays outside of any device are brought to one, a piece at a time; those in the memory
     of a device's host one by one."""
     # Of leaves: a tree with names that change, as the numbers of versions, would be traced and
-    # compiled anew.
+    # compiled again.
     leaves = jax.tree.leaves(parameters)
-    on_devices = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
-    with dispatching({device for leaf in on_devices for device in leaf.sharding.device_set}):
-        if all(isinstance(leaf, jax.Array) and not _is_offloaded(leaf) for leaf in leaves):
+    devices: set[Any] = set()
+    all_on_devices = True
+    for leaf in leaves:
+        if isinstance(leaf, jax.Array):
+            devices |= leaf.sharding.device_set
+        if not isinstance(leaf, jax.Array) or _is_offloaded(leaf):
+            all_on_devices = False
+    with dispatching(devices):
+        if all_on_devices:
             return int(_checksum(leaves))
-        return (
-            sum(
-                int(_part(_fetched(leaf), np.uint32(number)))
-                if isinstance(leaf, jax.Array)
-                else host_checksum(np.asarray(leaf), number)
-                for number, leaf in enumerate(leaves)
-            )
-            % 2**32
-        )
+        total = 0
+        for number, leaf in enumerate(leaves):
+            if not isinstance(leaf, jax.Array):
+                total += host_checksum(np.asarray(leaf), number)
+                continue
+            if _is_offloaded(leaf):
+                sharding: Any = leaf.sharding
+                leaf = jax.device_put(leaf, sharding.with_memory_kind("device"))
+            total += int(_part(leaf, np.uint32(number)))
+        return total % 2**32
 
 
 def _is_offloaded(array: jax.Array) -> bool:
     return array.sharding.memory_kind == PINNED_HOST
-
-
-def _fetched(array: jax.Array) -> jax.Array:
-    sharding: Any = array.sharding
-    return (
-        jax.device_put(array, sharding.with_memory_kind("device"))
-        if _is_offloaded(array)
-        else array
-    )
 
 
 def weights_text(parameters: Any) -> str:
@@ -70,32 +67,25 @@ def host_checksum(array: np.ndarray, number: int) -> int:
     """`array_checksum` of an array outside of any device. Of a whole one, which on devices is split
     over them, there may be no room on one."""
     most = PIECE_BYTES // array.dtype.itemsize
-    steps = [
-        max(1, min(size, most // max(1, math.prod(array.shape[axis + 1 :]))))
-        for axis, size in enumerate(array.shape)
-    ]
-    return (
-        sum(
-            int(
-                _part(
-                    np.asarray(array[part]),
-                    np.uint32(number),
-                    array.shape,
-                    np.array([one.start for one in part], np.uint32),
-                )
-            )
-            for part in grid(array.shape, steps)
-        )
-        % 2**32
-    )
+    steps = []
+    for axis, size in enumerate(array.shape):
+        elements_of_index = math.prod(array.shape[axis + 1 :])
+        steps.append(max(1, min(size, most // max(1, elements_of_index))))
+    total = 0
+    for piece in grid(array.shape, steps):
+        start = np.array([cut.start for cut in piece], np.uint32)
+        total += int(_part(np.asarray(array[piece]), np.uint32(number), array.shape, start))
+    return total % 2**32
 
 
 @jax.jit
 def _checksum(leaves: list[jax.Array]) -> jax.Array:
     # Arrays of one shape are traced once, for both sums of a checkpoint: that was a sixth of what a
     # tiny run traces.
-    parts = (_part(leaf, jnp.uint32(number)) for number, leaf in enumerate(leaves))
-    return functools.reduce(jnp.add, parts, jnp.uint32(0))
+    total = jnp.uint32(0)
+    for number, leaf in enumerate(leaves):
+        total = jnp.add(total, _part(leaf, jnp.uint32(number)))
+    return total
 
 
 def array_checksum(
@@ -117,10 +107,10 @@ def array_checksum(
         return indices if start is None else indices + start[axis]
 
     shape = whole or array.shape
-    bits = jax.lax.bitcast_convert_type(
-        array, {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[array.dtype.itemsize]
-    )
-    number, position = mixed(number + jnp.uint32(1)), jnp.zeros(array.shape, jnp.uint32)
+    bits_dtype = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[array.dtype.itemsize]
+    bits = jax.lax.bitcast_convert_type(array, bits_dtype)
+    number = mixed(number + jnp.uint32(1))
+    position = jnp.zeros(array.shape, jnp.uint32)
     if math.prod(shape) > POSITIONS:  # which begin again in a later layer
         number = mixed(number + index(0))
     for axis, size in enumerate(shape):

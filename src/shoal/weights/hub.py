@@ -46,10 +46,10 @@ def locate(path: str | Path, token: str | None = None, weights: bool = True) -> 
         raise ShoalError(f"{folder} is a file; expected a model folder in Hugging Face format.")
     if HUB_ID.fullmatch(str(path)):
         if waits_for_hub():
-            found = cached_folder(str(path))
-            if found is None or (weights and not (found / "tokenizer.json").is_file()):
+            folder = cached_folder(str(path))
+            if folder is None or (weights and not (folder / "tokenizer.json").is_file()):
                 raise NotHere(path)
-            return found
+            return folder
         return _download(str(path), token or os.environ.get("HF_TOKEN"), weights)
     raise ShoalError(
         f"There is no model folder {path}. Give a folder, a hub id (org/name), or `tiny`."
@@ -61,25 +61,30 @@ def cached_folder(path: str) -> Path | None:
     cache."""
     if path in PACKAGED or Path(path).expanduser().is_dir():
         return locate(path)
+    if not HUB_ID.fullmatch(path):
+        return None
     # By hand: a dry run does not wait for huggingface_hub to be imported.
     home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface")
-    model = (
-        Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
-        / f"models--{path.replace('/', '--')}"
-    )
-    if not (HUB_ID.fullmatch(path) and (model / "refs" / "main").is_file()):
+    cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
+    model = cache / f"models--{path.replace('/', '--')}"
+    revision = model / "refs" / "main"
+    if not revision.is_file():
         return None
-    folder = model / "snapshots" / (model / "refs" / "main").read_text().strip()
+    folder = model / "snapshots" / revision.read_text().strip()
     return folder if (folder / "config.json").is_file() else None
 
 
-# Other subfolders hold the same weights in other formats. Each pattern names the folders that
-# differ from the one that is wanted in their next letter.
-OTHER_FOLDERS = (
-    "*/*/*",
-    *(f"{NAMED_TEMPLATES[:length]}[!{letter}]*/*" for length, letter in enumerate(NAMED_TEMPLATES)),
-)
-"""The hub's files in subfolders that are not downloaded with a model."""
+def _other_folders() -> tuple[str, ...]:
+    """Patterns of the hub's files in subfolders that are not downloaded with a model: other
+    subfolders hold the same weights in other formats. Each pattern names the folders that differ
+    from the folder of templates in their next letter."""
+    patterns = ["*/*/*"]
+    for length, letter in enumerate(NAMED_TEMPLATES):
+        patterns.append(f"{NAMED_TEMPLATES[:length]}[!{letter}]*/*")
+    return tuple(patterns)
+
+
+OTHER_FOLDERS = _other_folders()
 
 
 def _download(repository: str, token: str | None, weights: bool) -> Path:
@@ -88,35 +93,25 @@ def _download(repository: str, token: str | None, weights: bool) -> Path:
     from huggingface_hub import errors
 
     # No *.bin: pickles are never read.
-    patterns = [
-        "*.json",
-        "*.jinja",
-        "merges.txt",
-        "tokenizer.model",
-        *(["*.safetensors"] if weights else []),
-    ]
+    patterns = ["*.json", "*.jinja", "merges.txt", "tokenizer.model"]
+    if weights:
+        patterns.append("*.safetensors")
     try:
         return from_hub(
             repository, token=token, allow_patterns=patterns, ignore_patterns=OTHER_FOLDERS
         )
     except errors.GatedRepoError as error:
-        fault, cause = (
-            "is gated: ask for access on its page, then set HF_TOKEN to a token that has it",
-            error,
-        )
+        cause: Exception = error
+        fault = "is gated: ask for access on its page, then set HF_TOKEN to a token that has it"
     except errors.RepositoryNotFoundError as error:
-        fault, cause = "was not found; where it is private, set HF_TOKEN", error
+        cause = error
+        fault = "was not found; where it is private, set HF_TOKEN"
     except Exception as error:  # of the network, the disk, the library's own transport
+        cause = error
         status = getattr(getattr(error, "response", None), "status_code", "")
-        advice = (
-            "set HF_TOKEN to a token that may read it"
-            if status in (401, 403)
-            else "is this machine online? Try again later, or give a local folder"
-        )
-        fault, cause = (
-            f"could not be downloaded ({type(error).__name__} {status}): {advice}".replace(
-                " )", ")"
-            ),
-            error,
-        )
+        advice = "is this machine online? Try again later, or give a local folder"
+        if status in (401, 403):
+            advice = "set HF_TOKEN to a token that may read it"
+        reason = f"{type(error).__name__} {status}".strip()
+        fault = f"could not be downloaded ({reason}): {advice}"
     raise ShoalError(f"{repository} is no local folder, and as a hub id it {fault}.") from cause

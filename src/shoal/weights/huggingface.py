@@ -26,7 +26,7 @@ from shoal.files import move_folder, read_json, scratch_folder
 from shoal.mesh import Role
 from shoal.model.architecture import Architecture
 from shoal.model.families import architecture_of, config_to_save, weight_block
-from shoal.model.parameters import Keep, Parameters, param_specs
+from shoal.model.parameters import Keep, Parameters, ParamSpec, keep_as_read, param_specs
 from shoal.paths import path_within
 from shoal.records import ShoalError
 from shoal.weights.layout import ParamLayout, collect, load_sharded
@@ -43,10 +43,17 @@ from shoal.weights.tensor_files import (
 COMPARED_BYTES = 16 << 20
 """Bytes of a tensor that are compared at once."""
 TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
     "chat_template.jinja",
-    "generation_config.json", "vocab.json", "merges.txt", "tokenizer.model",
-)  # fmt: skip
+    "generation_config.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+)
+"""Files of a model folder that are copied with its tokenizer."""
 
 
 # Weights in
@@ -57,7 +64,7 @@ def load(
     architecture: Architecture,
     role: Role,
     dtype: Any = np.float32,
-    keep: Keep = lambda _, array: array,
+    keep: Keep = keep_as_read,
     specs: Parameters | None = None,
 ) -> Parameters:
     """The parameters in a folder's safetensors (bf16, f16, f32, or fp8 by blocks) as `dtype`, in
@@ -78,13 +85,15 @@ def read_tensors(
     specs: Any,
     role: Role,
     dtype: Any,
-    keep: Keep = lambda _, array: array,
+    keep: Keep = keep_as_read,
 ) -> Any:
     """The parameters in a tree of `ParamSpec`, each created on the devices that hold it."""
-    return jax.tree.map(
-        lambda spec: keep(spec, load_sharded(stored[spec.name], ParamLayout.of(spec, role), dtype)),
-        specs,
-    )
+
+    def read(spec: ParamSpec) -> Any:
+        array = load_sharded(stored[spec.name], ParamLayout.of(spec, role), dtype)
+        return keep(spec, array)
+
+    return jax.tree.map(read, specs)
 
 
 def stored_architecture(folder: Path) -> Architecture:
@@ -99,26 +108,40 @@ def stored_architecture(folder: Path) -> Architecture:
 
 def _has_other_head(folder: Path) -> bool:
     """True if a model's files hold a head that is not its embedding."""
-    stored = dict[str, StoredTensor]()
-    for file in _weight_files(folder):
-        stored |= read_header(file)
-    if block := weight_block(folder):
-        stored = with_scales(stored, block)
-    head, embedding = stored.get("lm_head.weight"), stored.get("model.embed_tokens.weight")
+    stored = _read_headers(folder)
+    head = stored.get("lm_head.weight")
+    embedding = stored.get("model.embed_tokens.weight")
     if head is None or embedding is None:
         return False
-    if head.shape != embedding.shape or {head.dtype, embedding.dtype} - DTYPES.keys():
-        return head.shape != embedding.shape
+    if head.shape != embedding.shape:
+        return True
+    if head.dtype not in DTYPES or embedding.dtype not in DTYPES:
+        return False
     step = max(1, COMPARED_BYTES // (4 * head.shape[1]))
     for start in range(0, head.shape[0], step):
         rows = slice(start, min(start + step, head.shape[0]))
-        one, other = (
-            StoredParameter([tensor]).read(slice(0, 1), rows).astype(np.float32)
-            for tensor in (head, embedding)
-        )
-        if not np.array_equal(one, other, equal_nan=True):
+        head_rows = StoredParameter([head]).read(slice(0, 1), rows)
+        embedding_rows = StoredParameter([embedding]).read(slice(0, 1), rows)
+        if not np.array_equal(
+            head_rows.astype(np.float32), embedding_rows.astype(np.float32), equal_nan=True
+        ):
             return True
     return False
+
+
+def _read_headers(folder: Path) -> dict[str, StoredTensor]:
+    """The tensors of a folder's files by name, those of 8 bits with their scales."""
+    stored: dict[str, StoredTensor] = {}
+    for file in _weight_files(folder):
+        stored |= read_header(file)
+    # Old Llama files store the rotary frequencies, which are computed here.
+    stored = {
+        name: tensor for name, tensor in stored.items() if not name.endswith("rotary_emb.inv_freq")
+    }
+    block = weight_block(folder)
+    if block is None:
+        return stored
+    return with_scales(stored, block)
 
 
 def open_tensors(
@@ -126,15 +149,8 @@ def open_tensors(
 ) -> dict[str, StoredParameter]:
     """The parameters in a folder's safetensors, by their names in `param_specs`; ShoalError unless
     they are exactly those of the architecture, or of the `specs` given."""
-    folder, stored = Path(folder), dict[str, StoredTensor]()
-    for file in _weight_files(folder):
-        stored |= read_header(file)
-    # Old Llama files store the rotary frequencies, which are computed here.
-    stored = {
-        name: tensor for name, tensor in stored.items() if not name.endswith("rotary_emb.inv_freq")
-    }
-    if block := weight_block(folder):
-        stored = with_scales(stored, block)
+    folder = Path(folder)
+    stored = _read_headers(folder)
     if a.tie_embeddings and "lm_head.weight" in stored:  # the same tensor once more, or alone
         stored.setdefault("model.embed_tokens.weight", stored.pop("lm_head.weight"))
     return check_tensors(stored, specs or param_specs(a), f"{folder} do not fit its config.json")
@@ -146,26 +162,30 @@ def check_tensors(
     """Stored tensors by the names of a tree of `ParamSpec`; ShoalError unless they are exactly
     those."""
     specs = jax.tree.leaves(specs)
-    shapes = {name: spec.tensor_shape for spec in specs for name in spec.tensor_names}
-    misshapen = [
-        f"{name} {list(stored[name].shape)} instead of {list(shape)}"
-        for name, shape in shapes.items()
-        if name in stored and stored[name].shape != shape
-    ]
-    misshapen += [
-        f"{name} stored as {stored[name].dtype} instead of {', '.join(DTYPES)}"
-        for name in shapes
-        if name in stored and stored[name].dtype not in DTYPES
-    ]
+    shapes: dict[str, tuple[int, ...]] = {}
+    for spec in specs:
+        for name in spec.tensor_names:
+            shapes[name] = spec.tensor_shape
+    missing = []
+    misshapen = []
+    mistyped = []
+    for name, shape in shapes.items():
+        if name not in stored:
+            missing.append(name)
+            continue
+        tensor = stored[name]
+        if tensor.shape != shape:
+            misshapen.append(f"{name} {list(tensor.shape)} instead of {list(shape)}")
+        if tensor.dtype not in DTYPES:
+            mistyped.append(f"{name} stored as {tensor.dtype} instead of {', '.join(DTYPES)}")
     problems = {
-        "missing": [name for name in shapes if name not in stored],
+        "missing": missing,
         "left over": sorted(stored.keys() - shapes.keys()),
-        "not as expected": misshapen,
+        "not as expected": misshapen + mistyped,
     }
-    if listed := "; ".join(
-        f"{kind}: {_listed(names)}" for kind, names in problems.items() if names
-    ):
-        raise ShoalError(f"The tensors in {where}. {listed}.")
+    faults = [f"{title}: {_listed(names)}" for title, names in problems.items() if names]
+    if faults:
+        raise ShoalError(f"The tensors in {where}. {'; '.join(faults)}.")
     return {
         spec.name: StoredParameter([stored[name] for name in spec.tensor_names]) for spec in specs
     }
@@ -186,7 +206,8 @@ def _weight_files(folder: Path) -> list[Path]:
             f"{folder}: this machine has no such folder; expected one with a model's safetensors "
             "files"
         )
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    single = folder / "model.safetensors"
+    index = folder / "model.safetensors.index.json"
     if single.is_file():
         return [single]
     files = sorted(folder.glob("*.safetensors"))
@@ -198,7 +219,8 @@ def _weight_files(folder: Path) -> list[Path]:
                 "again."
             )
         files = sorted({path_within(folder, name, str(index)) for name in weight_map.values()})
-        if absent := [file.name for file in files if not file.is_file()]:
+        absent = [file.name for file in files if not file.is_file()]
+        if absent:
             raise ShoalError(
                 f"{folder}: {index.name} names {_listed(absent)}, which is missing. Download it "
                 "again."
@@ -212,8 +234,10 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _listed(names: Sequence[str], most: int = 5) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+    text = ", ".join(names[:most])
+    if len(names) > most:
+        text += f" and {len(names) - most} more"
+    return text
 
 
 # Weights out
@@ -235,10 +259,8 @@ def save(
     source it is made from the architecture. Everything is written to a temporary folder and renamed
     at the end. ShoalError if the folder holds files.
     """
-    folder, source = (
-        Path(folder).expanduser(),
-        None if source_folder is None else Path(source_folder),
-    )
+    folder = Path(folder).expanduser()
+    source = None if source_folder is None else Path(source_folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ShoalError(f"{folder} exists and is not empty: give another folder, or remove it.")
     dtype = np.dtype(jnp.dtype(dtype))
@@ -249,11 +271,10 @@ def save(
         (scratch / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         if source is not None:
             copy_tokenizer(source, scratch)
-        tensors = (
-            output_tensors(parameters, param_specs(architecture))
-            if isinstance(parameters, Parameters)
-            else parameters
-        )
+        if isinstance(parameters, Parameters):
+            tensors = output_tensors(parameters, param_specs(architecture))
+        else:
+            tensors = parameters
         _write_shards(scratch, tensors, dtype, shard_bytes)
         move_folder(scratch, folder)
 
@@ -300,7 +321,8 @@ def _write_shards(
     for number, shard in enumerate(shards, start=1):
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         write_file(folder / name, shard, dtype)
-        weight_map.update({tensor.name: name for tensor in shard})
+        for tensor in shard:
+            weight_map[tensor.name] = name
     index = {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(
         json.dumps(index, indent=2) + "\n", encoding="utf-8"

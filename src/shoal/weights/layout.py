@@ -1,15 +1,16 @@
-"""How a parameter lies on devices and in files, the windows in which it passes between them, and
-its way from the files of several hosts to all of their devices.
+"""Layouts: how a parameter lies on devices and in files, the windows in which it passes between
+them, and its way from the files that several hosts read to all of their devices.
 
 A file holds a parameter as `layers` tensors [rows, columns]; the array is [layers, columns, rows]
-where the kernel is transposed, without `layers` where it has none.
+where the kernel is transposed, without `layers` where it has none. A window is some rows of some
+layers. It passes through the devices as runs of rows, one run a device.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -31,7 +32,7 @@ exist at once."""
 
 @dataclass(frozen=True)
 class ParamLayout:
-    """One parameter on the devices. A key of the compiled programs."""
+    """The layout of one parameter on devices. A key of the compiled programs."""
 
     mesh: Mesh
     spec: PartitionSpec
@@ -44,14 +45,15 @@ class ParamLayout:
     @classmethod
     def on(cls, array: jax.Array, declared: ParamSpec) -> ParamLayout:
         """The layout that an array has."""
-        sharding, dims = array.sharding, len(declared.shape)
+        sharding = array.sharding
         if not isinstance(sharding, NamedSharding):  # one device
-            sharding = NamedSharding(
-                Mesh(np.asarray([*array.devices()]), ("data",)), PartitionSpec()
-            )
+            devices = np.asarray(list(array.devices()))
+            sharding = NamedSharding(Mesh(devices, ("data",)), PartitionSpec())
         assert isinstance(sharding.mesh, Mesh)
-        spec = PartitionSpec(*sharding.spec, *[None] * (dims - len(sharding.spec)))
-        return cls(sharding.mesh, spec, declared)
+        num_dims = len(declared.shape)
+        entries = list(sharding.spec)
+        entries.extend([None] * (num_dims - len(entries)))
+        return cls(sharding.mesh, PartitionSpec(*entries), declared)
 
     @property
     def sharding(self) -> NamedSharding:
@@ -64,28 +66,30 @@ class ParamLayout:
     @property
     def row_dim(self) -> int:
         """The array's dimension that is the rows of its files."""
-        return len(self.spec) - 1 if self.declared.transposed else int(self.stacked)
+        if self.declared.transposed:
+            return len(self.spec) - 1
+        return int(self.stacked)
 
     @property
     def row_axes(self) -> tuple[str, ...]:
+        """Mesh axes that split the rows."""
         return self._mesh_axes(self.row_dim)
 
     @property
     def column_axes(self) -> tuple[str, ...]:
-        return tuple(
-            axis
-            for dim in range(self.stacked, len(self.spec))
-            if dim != self.row_dim
-            for axis in self._mesh_axes(dim)
-        )
+        """Mesh axes that split the columns."""
+        axes: tuple[str, ...] = ()
+        for dim in range(int(self.stacked), len(self.spec)):
+            if dim != self.row_dim:
+                axes += self._mesh_axes(dim)
+        return axes
 
     @property
     def copy_axes(self) -> tuple[str, ...]:
         """Mesh axes along which every device holds the same."""
+        splitting = self.row_axes + self.column_axes
         return tuple(
-            axis
-            for axis, size in self.mesh.shape.items()
-            if size > 1 and axis not in self.row_axes + self.column_axes
+            axis for axis, size in self.mesh.shape.items() if size > 1 and axis not in splitting
         )
 
     @property
@@ -93,54 +97,66 @@ class ParamLayout:
         """A window [layers, rows, columns] split into runs of rows, one a device: the parts of
         `row_axes`, in each of them runs for `column_axes`, in each of these runs for
         `copy_axes`."""
-        return PartitionSpec(
-            None, (*self.row_axes, *self.column_axes, *self.copy_axes) or None, None
-        )
+        axes = self.row_axes + self.column_axes + self.copy_axes
+        return PartitionSpec(None, axes or None, None)
 
     def _mesh_axes(self, dim: int) -> tuple[str, ...]:
+        """Mesh axes that split a dimension, without those of size 1."""
         entry = self.spec[dim]
-        names = (entry,) if isinstance(entry, str) else tuple(entry or ())
+        if entry is None:
+            return ()
+        names = (entry,) if isinstance(entry, str) else tuple(entry)
         return tuple(name for name in names if self.mesh.shape[name] > 1)
 
     def parts(self, axes: tuple[str, ...]) -> int:
+        """Devices along these axes."""
         return math.prod(self.mesh.shape[axis] for axis in axes)
 
     def starts(self, layer: Any, row: Any) -> list[Any]:
         """Where a window begins in a device's part of the array."""
-        return [
-            layer if dim == 0 and self.stacked else row if dim == self.row_dim else 0
-            for dim in range(len(self.spec))
-        ]
+        starts: list[Any] = [0] * len(self.spec)
+        starts[self.row_dim] = row
+        if self.stacked:
+            starts[0] = layer
+        return starts
 
     def sizes(self, height: int, shape: tuple[int, ...]) -> list[int]:
         """The sizes of a window of one layer of an array of this shape."""
-        return [
-            1 if dim == 0 and self.stacked else height if dim == self.row_dim else size
-            for dim, size in enumerate(shape)
-        ]
+        sizes = list(shape)
+        sizes[self.row_dim] = height
+        if self.stacked:
+            sizes[0] = 1
+        return sizes
 
     def windows(self, itemsize: int) -> Iterator[tuple[slice, slice]]:
         """Layers and rows of each window; rows are counted within each of the parts that the rows
         are split into, of which a window has the same: so a device writes into its own part
         alone."""
-        layers, rows, columns = self.declared.file_shape
-        part, tensor = rows // self.parts(self.row_axes), rows * columns * itemsize
-        window = WINDOW_BYTES * len({device.process_index for device in self.mesh.devices.flat})
-        at_once = _even_step(layers, min(layers, window // tensor)) if tensor <= window else 1
-        height = _even_step(part, math.ceil(part / math.ceil(tensor / window)))
-        for layer in range(0, layers, at_once):
-            for row in range(0, part, height):
-                yield (
-                    slice(layer, min(layer + at_once, layers)),
-                    slice(row, min(row + height, part)),
-                )
+        num_layers, num_rows, num_columns = self.declared.file_shape
+        part_rows = num_rows // self.parts(self.row_axes)
+        tensor_bytes = num_rows * num_columns * itemsize
+        processes = {device.process_index for device in self.mesh.devices.flat}
+        window_bytes = WINDOW_BYTES * len(processes)
+        layer_step = 1
+        if tensor_bytes <= window_bytes:
+            layer_step = _even_step(num_layers, min(num_layers, window_bytes // tensor_bytes))
+        windows_of_tensor = math.ceil(tensor_bytes / window_bytes)
+        row_step = _even_step(part_rows, math.ceil(part_rows / windows_of_tensor))
+        for layer in range(0, num_layers, layer_step):
+            layers = slice(layer, min(layer + layer_step, num_layers))
+            for row in range(0, part_rows, row_step):
+                yield layers, slice(row, min(row + row_step, part_rows))
 
 
 def _even_step(size: int, most: int) -> int:
     """A step of at most `most` that divides `size` if there is a large one: each size of window is
     compiled."""
-    divisor = next(step for step in range(most, 0, -1) if size % step == 0)
-    return divisor if 2 * divisor > most else most
+    divisor = most
+    while size % divisor:
+        divisor -= 1
+    if 2 * divisor > most:
+        return divisor
+    return most
 
 
 SMALL_BYTES = 32 << 20
@@ -153,18 +169,15 @@ def transfer_dtype(dtype: Any, mesh: Any) -> np.dtype:
     whole array to write a part of it (525 MB: 220 ms, as integers 3), and all that devices exchange
     (five times the cost)."""
     dtype = np.dtype(dtype)
-    return (
-        np.dtype(np.uint16)
-        if dtype.itemsize == 2 and mesh.devices.flat[0].platform == "cpu"
-        else dtype
-    )
+    if dtype.itemsize == 2 and mesh.devices.flat[0].platform == "cpu":
+        return np.dtype(np.uint16)
+    return dtype
 
 
 def is_small(layout: ParamLayout, itemsize: int) -> bool:
-    return (
-        math.prod(layout.declared.shape) * itemsize <= SMALL_BYTES
-        and not layout.mesh.is_multi_process
-    )
+    """True for a parameter that one process lays out on the host."""
+    num_bytes = math.prod(layout.declared.shape) * itemsize
+    return num_bytes <= SMALL_BYTES and not layout.mesh.is_multi_process
 
 
 # Files to devices
@@ -172,32 +185,44 @@ def is_small(layout: ParamLayout, itemsize: int) -> bool:
 
 def load_sharded(stored: StoredParameter, layout: ParamLayout, dtype: Any) -> jax.Array:
     """The parameter as `dtype`, in its layout."""
+    dtype = np.dtype(dtype)
     shape = layout.declared.shape
     if is_small(layout, stored.dtype.itemsize):
-        layers, rows = (slice(0, size) for size in stored.shape[:2])
-        values = layout.declared.from_file(stored.read(layers, rows)).astype(dtype)
-        return jax.make_array_from_callback(shape, layout.sharding, lambda index: values[index])
+        num_layers, num_rows, _ = stored.shape
+        whole = stored.read(slice(0, num_layers), slice(0, num_rows))
+        values = layout.declared.from_file(whole).astype(dtype)
+
+        def shard(index: Any) -> np.ndarray:
+            return values[index]
+
+        return jax.make_array_from_callback(shape, layout.sharding, shard)
     array = zeros(shape, transfer_dtype(dtype, layout.mesh), layout.sharding)
     windows = list(layout.windows(stored.dtype.itemsize))
     # One window is read while the one before it is on its way; a thread, because reading holds no
     # lock.
     with ThreadPoolExecutor(1) as reader:
-        ahead = reader.submit(_put_rows, stored, layout, *windows[0])
+
+        def begin_reading(number: int) -> Future[jax.Array]:
+            layers, rows = windows[number]
+            return reader.submit(_put_rows, stored, layout, layers, rows)
+
+        ahead = begin_reading(0)
         for number, (layers, rows) in enumerate(windows):
-            block = ahead.result()
+            window = ahead.result()
             if number + 1 < len(windows):
-                ahead = reader.submit(_put_rows, stored, layout, *windows[number + 1])
-            moved = _move(block, layout, rows.stop - rows.start, stored.dtype, np.dtype(dtype))
+                ahead = begin_reading(number + 1)
+            moved = _move(window, layout, rows.stop - rows.start, stored.dtype, dtype)
             array = _write(array, moved, layers.start, rows.start, layout)
-            del block, moved
+            del window, moved
             array.block_until_ready()  # else windows, and steps with collectives, queue up
-    return finished(array, layout.sharding, np.dtype(dtype))
+    return finished(array, layout.sharding, dtype)
 
 
 def finished(array: jax.Array, sharding: NamedSharding, dtype: np.dtype) -> jax.Array:
-    """An array of a carrier type as what it means, in the same memory."""
+    """An array of `transfer_dtype` as `dtype`, in the same memory."""
     parts = [shard.data for shard in array.addressable_shards]
-    if array.dtype != dtype:  # through NumPy's views: a compiled cast would need the memory twice
+    if array.dtype != dtype:
+        # Through NumPy's views: a compiled cast would need the memory twice.
         parts = [jax.device_put(np.asarray(part).view(dtype), part.sharding) for part in parts]
     # Compiled programs leave mesh axes of size 1 out of a sharding: another spelling, for which
     # others compile again.
@@ -209,25 +234,31 @@ def _put_rows(
 ) -> jax.Array:
     """A window on the devices in the file's form, a run of rows each; the last runs are filled
     up."""
-    _, all_rows, columns = stored.shape
-    parts = layout.parts(layout.row_axes)
-    height, sharers = rows.stop - rows.start, layout.mesh.size // parts
-    moved = transfer_dtype(stored.dtype, layout.mesh)
-    padded = -(-height // sharers) * sharers
+    _, all_rows, num_columns = stored.shape
+    num_parts = layout.parts(layout.row_axes)
+    part_rows = all_rows // num_parts
+    height = rows.stop - rows.start
+    devices_of_part = layout.mesh.size // num_parts
+    run_rows = -(-height // devices_of_part)
+    padded_height = run_rows * devices_of_part
+    moved_dtype = transfer_dtype(stored.dtype, layout.mesh)
 
     def read(index: Any) -> np.ndarray:
-        start, stop, _ = index[1].indices(parts * padded)
-        part, first = divmod(start, padded)
-        origin = part * (all_rows // parts) + rows.start
-        wanted = slice(origin + min(first, height), origin + min(first + stop - start, height))
-        values = stored.read(layers, wanted).view(
-            moved
-        )  # never used again: JAX on CPU may keep it as the array
-        missing = stop - start - values.shape[1]
-        return np.pad(values, ((0, 0), (0, missing), (0, 0))) if missing else values
+        start, stop, _ = index[1].indices(num_parts * padded_height)
+        part, first = divmod(start, padded_height)
+        last = first + stop - start
+        origin = part * part_rows + rows.start
+        wanted = slice(origin + min(first, height), origin + min(last, height))
+        # Never used again: JAX on CPU may keep it as the array.
+        values = stored.read(layers, wanted).view(moved_dtype)
+        num_missing = stop - start - values.shape[1]
+        if not num_missing:
+            return values
+        return np.pad(values, ((0, 0), (0, num_missing), (0, 0)))
 
-    shape = (layers.stop - layers.start, parts * padded, columns)
-    return jax.make_array_from_callback(shape, NamedSharding(layout.mesh, layout.runs), read, moved)
+    shape = (layers.stop - layers.start, num_parts * padded_height, num_columns)
+    sharding = NamedSharding(layout.mesh, layout.runs)
+    return jax.make_array_from_callback(shape, sharding, read, moved_dtype)
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
@@ -247,8 +278,9 @@ def _move(
         if layout.column_axes:
             # A dimension of its own for the parts: split within one, on CPU it takes three times as
             # long.
-            apart = x.reshape(*x.shape[:2], layout.parts(layout.column_axes), -1)
-            x = lax.all_to_all(apart, layout.column_axes, split_axis=2, concat_axis=1, tiled=True)
+            num_layers, num_rows, _ = x.shape
+            by_part = x.reshape(num_layers, num_rows, layout.parts(layout.column_axes), -1)
+            x = lax.all_to_all(by_part, layout.column_axes, split_axis=2, concat_axis=1, tiled=True)
             x = x.reshape(x.shape[0], -1, x.shape[-1])
         x = lax.bitcast_convert_type(layout.declared.from_file(x[:, :height]), stored).astype(dtype)
         return lax.bitcast_convert_type(x, transfer_dtype(dtype, layout.mesh))
@@ -294,44 +326,63 @@ def assemble(
         whole = np.empty(shape, dtype)
         for index, read in parts:
             whole[index] = read()
-        return jax.make_array_from_callback(shape, sharding, lambda index: whole[index])
+
+        def shard(index: Any) -> np.ndarray:
+            return whole[index]
+
+        return jax.make_array_from_callback(shape, sharding, shard)
     indices: Mapping[Any, Any] = sharding.addressable_devices_indices_map(shape)
-    held = {
-        device: [slice(*cut.indices(size)) for cut, size in zip(cuts, shape, strict=True)]
-        for device, cuts in indices.items()
-    }
-    moved = transfer_dtype(dtype, sharding.mesh)
-    arrays = {
-        device: zeros(sharding.shard_shape(shape), moved, SingleDeviceSharding(device))
-        for device in held
-    }
+    moved_dtype = transfer_dtype(dtype, sharding.mesh)
+    shards: dict[Any, tuple[slice, ...]] = {}
+    arrays: dict[Any, jax.Array] = {}
+    for device, index in indices.items():
+        shards[device] = _with_bounds(index, shape)
+        on_device = SingleDeviceSharding(device)
+        arrays[device] = zeros(sharding.shard_shape(shape), moved_dtype, on_device)
     for index, read in parts:
-        common = {
-            device: [
-                slice(max(a.start, b.start), min(a.stop, b.stop))
-                for a, b in zip(own, index, strict=True)
-            ]
-            for device, own in held.items()
-        }
-        shared = {
-            device: cuts
-            for device, cuts in common.items()
-            if all(cut.start < cut.stop for cut in cuts)
-        }
-        values = read() if shared else np.empty(0)
-        for device, cuts in shared.items():
-            within = tuple(
-                slice(cut.start - whole.start, cut.stop - whole.start)
-                for cut, whole in zip(cuts, index, strict=True)
-            )
-            starts = [cut.start - own.start for cut, own in zip(cuts, held[device], strict=True)]
-            part = np.ascontiguousarray(values[within], dtype).view(moved)
-            arrays[device] = _paste(arrays[device], jax.device_put(part, device), starts)
-        jax.block_until_ready([arrays[device] for device in shared])
-    whole = jax.make_array_from_single_device_arrays(
-        shape, sharding, list(arrays.values()), dtype=moved
+        values = None  # read once, and only if a device of this process holds some of them
+        pasted = []
+        for device, shard_index in shards.items():
+            common = _intersection(shard_index, index)
+            if common is None:
+                continue
+            if values is None:
+                values = read()
+            in_part = _relative_to(common, index)
+            in_shard = [cut.start for cut in _relative_to(common, shard_index)]
+            data = np.ascontiguousarray(values[in_part], dtype).view(moved_dtype)
+            arrays[device] = _paste(arrays[device], jax.device_put(data, device), in_shard)
+            pasted.append(arrays[device])
+        jax.block_until_ready(pasted)
+    assembled = jax.make_array_from_single_device_arrays(
+        shape, sharding, list(arrays.values()), dtype=moved_dtype
     )
-    return finished(whole, sharding, dtype)
+    return finished(assembled, sharding, dtype)
+
+
+def _with_bounds(index: Sequence[slice], shape: Sequence[int]) -> tuple[slice, ...]:
+    """An index with the numbers of its bounds in place of None."""
+    return tuple(slice(*cut.indices(size)) for cut, size in zip(index, shape, strict=True))
+
+
+def _intersection(first: Sequence[slice], second: Sequence[slice]) -> tuple[slice, ...] | None:
+    """The index of what two parts of an array share; None where they share nothing."""
+    common = []
+    for a, b in zip(first, second, strict=True):
+        start = max(a.start, b.start)
+        stop = min(a.stop, b.stop)
+        if start >= stop:
+            return None
+        common.append(slice(start, stop))
+    return tuple(common)
+
+
+def _relative_to(index: Sequence[slice], outer: Sequence[slice]) -> tuple[slice, ...]:
+    """An index of an array as the index of the same in the part `outer` of it."""
+    return tuple(
+        slice(cut.start - around.start, cut.stop - around.start)
+        for cut, around in zip(index, outer, strict=True)
+    )
 
 
 @partial(jax.jit, donate_argnums=0)
@@ -350,23 +401,25 @@ def collect(
         yield 0, layout.declared.to_file(np.asarray(array))[layer]
         return
     _, all_rows, _ = layout.declared.file_shape
-    parts, sharers = layout.parts(layout.row_axes), layout.parts(layout.column_axes)
-    for layers, rows in layout.windows(max(array.dtype.itemsize, np.dtype(dtype).itemsize)):
+    num_parts = layout.parts(layout.row_axes)
+    devices_of_part = layout.parts(layout.column_axes)
+    part_rows = all_rows // num_parts
+    dtype = np.dtype(dtype)
+    for layers, rows in layout.windows(max(array.dtype.itemsize, dtype.itemsize)):
         if not layers.start <= layer < layers.stop:
             continue
         height = rows.stop - rows.start
-        block = _take(array, layer, rows.start, layout, height, np.dtype(dtype))
-        padded = block.shape[1] // parts
-        for shard in block.addressable_shards:
+        window = _take(array, layer, rows.start, layout, height, dtype)
+        padded_height = window.shape[1] // num_parts
+        run_rows = padded_height // devices_of_part
+        for shard in window.addressable_shards:
             if shard.replica_id:
                 continue
-            part, first = divmod(shard.index[1].start or 0, padded)
-            last = min(first + padded // sharers, height)
+            part, first = divmod(shard.index[1].start or 0, padded_height)
+            last = min(first + run_rows, height)
             if first < last:
-                yield (
-                    part * (all_rows // parts) + rows.start + first,
-                    np.asarray(shard.data)[0, : last - first],
-                )
+                row = part * part_rows + rows.start + first
+                yield row, np.asarray(shard.data)[0, : last - first]
 
 
 @partial(jax.jit, static_argnums=(3, 4, 5))
@@ -389,11 +442,12 @@ def _take(
             x = lax.bitcast_convert_type(x.reshape(1, -1, x.shape[-1]), dtype)
         return x
 
-    everywhere, split = PartitionSpec(), (*layout.row_axes, *layout.column_axes)
+    everywhere = PartitionSpec()
+    split_axes = layout.row_axes + layout.column_axes
     return jax.shard_map(
         local,
         mesh=layout.mesh,
         in_specs=(layout.spec, everywhere, everywhere),
-        out_specs=PartitionSpec(None, split or None, None),
+        out_specs=PartitionSpec(None, split_axes or None, None),
         check_vma=False,
     )(array, layer, row)

@@ -27,7 +27,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -41,7 +41,7 @@ from shoal.files import is_offline, sample_of
 from shoal.mesh import Role
 from shoal.model import families
 from shoal.model.architecture import Architecture
-from shoal.model.parameters import Keep, ParamSpec, param_specs
+from shoal.model.parameters import Keep, ParamSpec, keep_as_read, param_specs
 from shoal.model.published import model_named
 from shoal.records import Params, ShoalError
 from shoal.stop import NotHere
@@ -95,92 +95,110 @@ _NAMES: Mapping[str, str] = {
 """The last two parts of a tensor's name in Hugging Face's files -> MaxText's name."""
 
 
-# ---- one array
+# ---- an array
 
 
 @dataclass(frozen=True)
 class MaxTextArray:
     """An array of MaxText's: a parameter, or one layer of it."""
 
-    name: str  # "decoder/layers/self_attention/query/kernel"
-    spec: ParamSpec  # of the parameter
-    layer: int | None = None  # that it holds; None for all
+    name: str
+    """As "decoder/layers/self_attention/query/kernel"."""
+    spec: ParamSpec
+    """Of the parameter."""
+    layer: int | None = None
+    """The layer that it holds; None for all."""
     head_dim: int = 0
-    head_axis: int | None = (
-        None  # of a layer's: all heads and a head's width, one dimension in Shoal, are two
-    )
-    in_pairs: bool = (
-        False  # its last dimension is rotated by position, in another order than Shoal's
-    )
-    factor: float = 1.0  # MaxText's values are Shoal's times this
+    head_axis: int | None = None
+    """Axis of the heads in one layer. All heads and a head's width, one dimension in Shoal, are two
+    here."""
+    in_pairs: bool = False
+    """True if its last dimension is rotated by position, in another order than Shoal's."""
+    factor: float = 1.0
+    """MaxText's values are Shoal's times this."""
 
     @property
     def scanned(self) -> bool:
+        """True if it holds all layers."""
         return self.spec.stacked and self.layer is None
 
     @property
     def shape(self) -> tuple[int, ...]:
-        axis, shape = self.head_axis, self.spec.shape[self.spec.stacked :]
-        if axis is not None:
-            shape = (*shape[:axis], shape[axis] // self.head_dim, self.head_dim, *shape[axis + 1 :])
-        return (
-            (*shape[:STACKED_AXIS], self.spec.shape[0], *shape[STACKED_AXIS:])
-            if self.scanned
-            else shape
-        )
+        shape = list(self.spec.shape)
+        num_layers = shape.pop(0) if self.spec.stacked else 0
+        if self.head_axis is not None:
+            num_heads = shape[self.head_axis] // self.head_dim
+            shape[self.head_axis : self.head_axis + 1] = [num_heads, self.head_dim]
+        if self.scanned:
+            shape.insert(STACKED_AXIS, num_layers)
+        return tuple(shape)
 
     @property
     def row_axis(self) -> int:
         """Its axis that is the rows of Hugging Face's tensor."""
         if not self.spec.transposed:
             return 0
-        return len(self.shape) - (2 if self.head_axis == 1 else 1)
+        if self.head_axis == 1:
+            return len(self.shape) - 2
+        return len(self.shape) - 1
 
     @property
     def whole_axis(self) -> int | None:
         """Its axis that is the width of a head, which no part cuts."""
-        return None if self.head_axis is None else self.head_axis + 1 + self.scanned
+        if self.head_axis is None:
+            return None
+        return self.head_axis + 1 + int(self.scanned)
 
     def index(self, part: tuple[slice, ...]) -> tuple[slice, ...]:
         """Where a part is in Shoal's parameter."""
-        cuts, layers = list(part), []
-        if self.spec.stacked:
-            layers = [
-                cuts.pop(STACKED_AXIS) if self.layer is None else slice(self.layer, self.layer + 1)
-            ]
+        cuts = list(part)
+        layers: slice | None = None
+        if self.scanned:
+            layers = cuts.pop(STACKED_AXIS)
+        elif self.layer is not None:
+            layers = slice(self.layer, self.layer + 1)
         if self.head_axis is not None:
-            heads, width = cuts[self.head_axis], cuts.pop(self.head_axis + 1).stop
+            heads = cuts[self.head_axis]
+            width = cuts.pop(self.head_axis + 1).stop
             cuts[self.head_axis] = slice(heads.start * width, heads.stop * width)
-        return (*layers, *cuts)
+        if layers is not None:
+            cuts.insert(0, layers)
+        return tuple(cuts)
 
     def from_shoal(self, values: np.ndarray) -> np.ndarray:
         """A part of Shoal's parameter as it is here."""
         if self.head_axis is not None:
-            axis = self.head_axis + self.spec.stacked
-            values = values.reshape(
-                *values.shape[:axis], -1, self.head_dim, *values.shape[axis + 1 :]
-            )
+            axis = self.head_axis + int(self.spec.stacked)
+            shape = list(values.shape)
+            shape[axis : axis + 1] = [-1, self.head_dim]
+            values = values.reshape(shape)
         if self.in_pairs:
             halves = values.reshape(*values.shape[:-1], 2, values.shape[-1] // 2)
             values = halves.swapaxes(-1, -2).reshape(values.shape)
         if self.factor != 1.0:
             values = values.astype(np.float32) * np.float32(self.factor)
+        if self.scanned:
+            return np.moveaxis(values, 0, STACKED_AXIS)
         if self.spec.stacked:
-            values = np.moveaxis(values, 0, STACKED_AXIS) if self.scanned else values[0]
+            return values[0]
         return values
 
     def to_shoal(self, values: np.ndarray) -> np.ndarray:
         """The way back."""
-        if self.spec.stacked:
-            values = np.moveaxis(values, STACKED_AXIS, 0) if self.scanned else values[None]
+        if self.scanned:
+            values = np.moveaxis(values, STACKED_AXIS, 0)
+        elif self.spec.stacked:
+            values = values[None]
         if self.in_pairs:
             by_pair = values.reshape(*values.shape[:-1], values.shape[-1] // 2, 2)
             values = by_pair.swapaxes(-1, -2).reshape(values.shape)
         if self.factor != 1.0:
             values = values.astype(np.float32) * np.float32(1 / self.factor)
         if self.head_axis is not None:
-            axis = self.head_axis + self.spec.stacked
-            values = values.reshape(*values.shape[:axis], -1, *values.shape[axis + 2 :])
+            axis = self.head_axis + int(self.spec.stacked)
+            shape = list(values.shape)
+            shape[axis : axis + 2] = [-1]
+            values = values.reshape(shape)
         return values
 
 
@@ -191,27 +209,32 @@ def arrays_of(a: Architecture, scan_layers: bool, pairs: bool) -> list[MaxTextAr
             "MaxText has no model with these biases (on the attention's output, the feed-forward "
             "part, or together with norms on queries and keys): keep it in Hugging Face's format"
         )
-    found, scale = [], 1.0 if a.qkv_bias or a.qk_norm else float(np.float32(a.head_dim**-0.5))
+    # Attention does not scale there: Llama's queries are stored scaled.
+    query_factor = float(np.float32(a.head_dim**-0.5))
+    if a.qkv_bias or a.qk_norm:  # Qwen's are scaled at run time
+        query_factor = 1.0
+    arrays = []
     for spec in jax.tree.leaves(param_specs(a)):
-        last = ".".join(spec.name.split(".")[-2:])
-        head_axis = spec.axes[spec.stacked :].index("heads") if "heads" in spec.axes else None
-        make = partial(
-            MaxTextArray,
-            spec=spec,
-            head_dim=a.head_dim,
-            head_axis=head_axis,
-            in_pairs=pairs and last.startswith(("q_proj", "k_proj")),
-            factor=scale if last == "q_proj.weight" else 1.0,
-        )
-        layers = range(a.num_layers) if spec.stacked and not scan_layers else [None]
-        found += [
-            make(
-                _NAMES[last].format(layers="layers" if layer is None else f"layers_{layer}"),
-                layer=layer,
+        end_of_name = ".".join(spec.name.split(".")[-2:])
+        head_axis = None
+        if "heads" in spec.axes:
+            head_axis = spec.axes.index("heads") - int(spec.stacked)
+        layers: Iterable[int | None] = [None]
+        if spec.stacked and not scan_layers:
+            layers = range(a.num_layers)
+        for layer in layers:
+            layers_name = "layers" if layer is None else f"layers_{layer}"
+            array = MaxTextArray(
+                _NAMES[end_of_name].format(layers=layers_name),
+                spec,
+                layer,
+                a.head_dim,
+                head_axis,
+                in_pairs=pairs and end_of_name.startswith(("q_proj", "k_proj")),
+                factor=query_factor if end_of_name == "q_proj.weight" else 1.0,
             )
-            for layer in layers
-        ]
-    return found
+            arrays.append(array)
+    return arrays
 
 
 def name_in_pairs(name: str, a: Architecture) -> bool:
@@ -223,10 +246,9 @@ def name_in_pairs(name: str, a: Architecture) -> bool:
 
 
 def layout_text(scan_layers: bool, pairs: bool) -> str:
-    return (
-        f"layers {'stacked' if scan_layers else 'one by one'}, rotary dimensions in "
-        f"{'pairs' if pairs else 'halves'}"
-    )
+    layers = "stacked" if scan_layers else "one by one"
+    order = "pairs" if pairs else "halves"
+    return f"layers {layers}, rotary dimensions in {order}"
 
 
 # ---- reading
@@ -237,16 +259,20 @@ def find_tree(folder: Path) -> Path | None:
     is not part of a run of Shoal's."""
     for path in (folder, folder / INNER.name):
         if (path / "_METADATA").is_file() and not (path / "config.json").exists():
-            # Our own checkpoints are Orbax trees, too; `checkpoint.py` reads those, and compares
+            # Our own checkpoints are Orbax trees, too; `checkpoints.py` reads those, and compares
             # checksums.
-            return (
-                None
-                if path.parent.parent.name == FOLDER and (path.parent / "extra").exists()
-                else path
-            )
-    steps = [path for path in folder.iterdir() if path.name.isdigit()] if folder.is_dir() else []
-    trees = map(find_tree, sorted(steps, key=lambda path: -int(path.name)))
-    return next((tree for tree in trees if tree), None)
+            if path.parent.parent.name == FOLDER and (path.parent / "extra").exists():
+                return None
+            return path
+    if not folder.is_dir():
+        return None
+    steps = [path for path in folder.iterdir() if path.name.isdigit()]
+    steps.sort(key=lambda path: int(path.name), reverse=True)
+    for step in steps:
+        tree = find_tree(step)
+        if tree is not None:
+            return tree
+    return None
 
 
 @dataclass(frozen=True)
@@ -263,28 +289,26 @@ class MaxTextCheckpoint:
     def describe(self) -> str:
         return f"MaxText checkpoint {self.folder}: {layout_text(self.scan_layers, self.pairs)}"
 
-    def load(
-        self, role: Role, dtype: Any = np.float32, keep: Keep = lambda _, array: array
-    ) -> Params:
+    def load(self, role: Role, dtype: Any = np.float32, keep: Keep = keep_as_read) -> Params:
         """The parameters in the role's layout, read a part at a time, each part once by a process;
-        `keep` as in `hf.load`."""
+        `keep` as in `huggingface.load`."""
 
         def read(spec: ParamSpec) -> Any:
-            return keep(spec, assemble(self._parts(spec), spec.sharding(role), spec.shape, dtype))
+            array = assemble(self._parts(spec), spec.sharding(role), spec.shape, dtype)
+            return keep(spec, array)
 
         return jax.tree.map(read, param_specs(self.architecture))
 
     def digests(self) -> dict[str, str]:
         """A digest of the size of each file and of bytes from all over it, by name: a copy of the
         checkpoint has the same."""
-        found = {}
+        digests = {}
         for file in sorted(self.folder.rglob("*")):
             if file.is_file():
                 content = f"{file.stat().st_size} ".encode() + sample_of(file)
-                found[str(file.relative_to(self.folder))] = hashlib.blake2b(
-                    content, digest_size=8
-                ).hexdigest()
-        return found
+                name = str(file.relative_to(self.folder))
+                digests[name] = hashlib.blake2b(content, digest_size=8).hexdigest()
+        return digests
 
     def tensors(self, file: IO[bytes], dtype: np.dtype) -> Iterator[OutputTensor]:
         """The tensors of Hugging Face's files, each read when it is written: one parameter at a
@@ -296,20 +320,19 @@ class MaxTextCheckpoint:
             if spec.name != staged:
                 self._stage(spec, file, dtype)
                 staged = spec.name
-            rows = spec.tensor_shape[0]
-            step = max(1, rows * WINDOW_BYTES // (math.prod(spec.tensor_shape) * dtype.itemsize))
-            for start in range(0, rows, step):
-                # Mapped anew for each window: pages that were read count as this process's memory
+            num_rows = spec.tensor_shape[0]
+            tensor_bytes = math.prod(spec.tensor_shape) * dtype.itemsize
+            step = max(1, num_rows * WINDOW_BYTES // tensor_bytes)
+            for start in range(0, num_rows, step):
+                # Mapped again for each window: pages that were read count as this process's memory
                 # until then.
-                whole, window = (
-                    np.memmap(file, dtype, "r", shape=spec.shape),
-                    slice(start, start + step),
-                )
-                tensor = whole[layer] if spec.stacked else whole
-                yield (
-                    start,
-                    transpose(tensor[:, window]) if spec.transposed else np.array(tensor[window]),
-                )
+                mapped = np.memmap(file, dtype, "r", shape=spec.shape)
+                tensor = mapped[layer] if spec.stacked else mapped
+                rows = slice(start, start + step)
+                if spec.transposed:
+                    yield start, transpose(tensor[:, rows])
+                else:
+                    yield start, np.array(tensor[rows])
 
         for spec in jax.tree.leaves(param_specs(self.architecture)):
             for layer, name in enumerate(spec.tensor_names):
@@ -327,15 +350,18 @@ class MaxTextCheckpoint:
         """All of a parameter in parts of a window, or of a piece of the file where pieces are
         larger."""
         for array in arrays_of(self.architecture, self.scan_layers, self.pairs):
-            if array.spec.name == spec.name:
-                name = self.root + array.name
-                stored = StoredArray(self.folder, name)
-                steps = part_steps(stored, self.dtypes[name].itemsize, array.whole_axis)
-                for part in grid(stored.shape, steps):
-                    yield (
-                        array.index(part),
-                        lambda a=array, s=stored, part=part: a.to_shoal(s.read(part)),
-                    )
+            if array.spec.name != spec.name:
+                continue
+            name = self.root + array.name
+            stored = StoredArray(self.folder, name)
+            steps = part_steps(stored, self.dtypes[name].itemsize, array.whole_axis)
+            for part in grid(stored.shape, steps):
+                yield array.index(part), partial(_read_part, array, stored, part)
+
+
+def _read_part(array: MaxTextArray, stored: StoredArray, part: tuple[slice, ...]) -> np.ndarray:
+    """A part of a stored array in Shoal's form."""
+    return array.to_shoal(stored.read(part))
 
 
 def part_steps(array: StoredArray, itemsize: int, whole: int | None) -> list[int]:
@@ -359,7 +385,7 @@ def transpose(values: np.ndarray) -> np.ndarray:
 
 
 def open_checkpoint(
-    found: Path,
+    tree_folder: Path,
     model_name: str,
     tokenizer: Path | None,
     scan_layers: bool,
@@ -369,41 +395,41 @@ def open_checkpoint(
     tokenizer. `keys`: of both, for errors."""
     if not (model_name or tokenizer):
         raise ShoalError(
-            f"{found} is a MaxText checkpoint, which does not say what model it is: give {keys[0]} "
-            f"(llama3.1-8b, ...), or as {keys[1]} a folder that also holds config.json"
+            f"{tree_folder} is a MaxText checkpoint, which does not say what model it is: give "
+            f"{keys[0]} (llama3.1-8b, ...), or as {keys[1]} a folder that also holds config.json"
         )
-    if is_offline() and area_of(found):
-        raise NotHere(found)
-    complete(found)
-    name = "" if "/" in model_name else model_name
-    if name:
-        a, model = model_named(name).architecture, name
+    if is_offline() and area_of(tree_folder):
+        raise NotHere(tree_folder)
+    complete(tree_folder)
+    if model_name and "/" not in model_name:
+        name = model_name
+        model = model_name
+        a = model_named(name).architecture
     else:
+        name = ""
         folder = locate(model_name or tokenizer or "", weights=False)
-        a, model = families.architecture_of(folder), f"{folder}/config.json"
-    with reading(found), load_orbax().PyTreeCheckpointer() as reader:
-        tree = reader.metadata(found.absolute()).item_metadata
-        if tree is None:
+        model = f"{folder}/config.json"
+        a = families.architecture_of(folder)
+    with reading(tree_folder), load_orbax().PyTreeCheckpointer() as reader:
+        metadata = reader.metadata(tree_folder.absolute()).item_metadata
+        if metadata is None:
             raise ValueError("its list of arrays is damaged")
-        leaves = {
-            jax.tree_util.keystr(path, simple=True, separator="/"): leaf
-            for path, leaf in jax.tree_util.tree_leaves_with_path(tree.tree)
-            if hasattr(leaf, "shape")
-        }  # leaves of text have none
-    if a.tie_embeddings and any(root + _NAMES["lm_head.weight"] in leaves for root in ROOTS):
-        a = replace(a, tie_embeddings=False)  # as `hf.stored_architecture`
-    root = _check_arrays(
-        {name: tuple(leaf.shape or ()) for name, leaf in leaves.items()},
-        a,
-        scan_layers,
-        found,
-        model,
-    )
-    pairs = (tree.custom_metadata or {}).get("rope_in_pairs")  # written by `shoal convert`
-    pairs = name_in_pairs(name, a) if pairs is None else bool(pairs)
-    return MaxTextCheckpoint(
-        found, a, scan_layers, pairs, root, {name: leaf.dtype for name, leaf in leaves.items()}
-    )
+        shapes: dict[str, tuple[int, ...]] = {}
+        dtypes: dict[str, Any] = {}
+        for path, leaf in jax.tree_util.tree_leaves_with_path(metadata.tree):
+            if hasattr(leaf, "shape"):  # leaves of text have none
+                array_name = jax.tree_util.keystr(path, simple=True, separator="/")
+                shapes[array_name] = tuple(leaf.shape or ())
+                dtypes[array_name] = leaf.dtype
+    if a.tie_embeddings:
+        has_head = any(root + _NAMES["lm_head.weight"] in shapes for root in ROOTS)
+        if has_head:  # as `huggingface.stored_architecture`
+            a = replace(a, tie_embeddings=False)
+    root = _check_arrays(shapes, a, scan_layers, tree_folder, model)
+    pairs = (metadata.custom_metadata or {}).get("rope_in_pairs")  # written by `shoal convert`
+    if pairs is None:
+        pairs = name_in_pairs(name, a)
+    return MaxTextCheckpoint(tree_folder, a, scan_layers, bool(pairs), root, dtypes)
 
 
 def _check_arrays(
@@ -415,55 +441,57 @@ def _check_arrays(
 ) -> str:
     """The prefix of the parameters' names, where they fit the architecture of `model` one to one;
     else ShoalError with the first that does not."""
-    root = next((root for root in ROOTS if root + "token_embedder/embedding" in shapes), None)
-    if root is None:
+    roots = [root for root in ROOTS if root + "token_embedder/embedding" in shapes]
+    if not roots:
         raise ShoalError(
             f"{where} holds no MaxText model: expected params/params/token_embedder/embedding "
             f"among its arrays, found {', '.join(sorted(shapes)[:3]) or 'none'}"
         )
-    found = {
-        name.removeprefix(root): shape for name, shape in shapes.items() if name.startswith(root)
-    }
-    if not root:  # the optimizer's state and the step have the same prefix
-        found = {
-            name: shape
-            for name, shape in found.items()
-            if name.startswith(("decoder/", "token_embedder/"))
-        }
-    stacked = any(name.startswith("decoder/layers/") for name in found)
-    if stacked != scan_layers and (stacked or "decoder/layers_0/mlp/wo/kernel" in found):
-        how = (
-            "stacked in one array each"
-            if stacked
-            else "in arrays of their own (decoder/layers_0, ...)"
-        )
+    root = roots[0]
+    stored: dict[str, tuple[int, ...]] = {}
+    for name, shape in shapes.items():
+        if not name.startswith(root):
+            continue
+        # Without a root the optimizer's state and the step stand beside the parameters.
+        if root or name.startswith(("decoder/", "token_embedder/")):
+            stored[name.removeprefix(root)] = shape
+    stacked = any(name.startswith("decoder/layers/") for name in stored)
+    if stacked != scan_layers and (stacked or "decoder/layers_0/mlp/wo/kernel" in stored):
+        how = "in arrays of their own (decoder/layers_0, ...)"
+        if stacked:
+            how = "stacked in one array each"
         raise ShoalError(
             f"{where} has its layers {how}, which is not what "
             f"scan_layers={str(scan_layers).lower()} says: give scan_layers={str(stacked).lower()}"
         )
-    wanted = {array.name: array.shape for array in arrays_of(a, scan_layers, False)}
-    fault = next(
-        (
-            f"{name} is {list(found[name])} instead of {list(shape)}"
-            for name, shape in wanted.items()
-            if found.get(name, shape) != shape
-        ),
-        "",
-    )
-    for kind, names in (
-        ("lacks", wanted.keys() - found.keys()),
-        ("also has", found.keys() - wanted.keys()),
-    ):
-        if names and not fault:
-            fault = f"it {kind} {min(names)}" + (
-                f" and {len(names) - 1} more" if len(names) > 1 else ""
-            )
+    fault = _first_misfit(stored, arrays_of(a, scan_layers, False))
     if fault:
         raise ShoalError(
             f"{where} does not fit {model}: {fault}; give the name of the model that it is, or a "
             "tokenizer folder with its config.json"
         )
     return root
+
+
+def _first_misfit(stored: Mapping[str, tuple[int, ...]], arrays: Sequence[MaxTextArray]) -> str:
+    """What of the stored arrays, by name, is not as wanted; "" where they fit one to one."""
+    wanted = {array.name: array.shape for array in arrays}
+    for name, shape in wanted.items():
+        if name in stored and stored[name] != shape:
+            return f"{name} is {list(stored[name])} instead of {list(shape)}"
+    missing = wanted.keys() - stored.keys()
+    if missing:
+        return f"it lacks {_first_of(missing)}"
+    left_over = stored.keys() - wanted.keys()
+    if left_over:
+        return f"it also has {_first_of(left_over)}"
+    return ""
+
+
+def _first_of(names: Collection[str]) -> str:
+    if len(names) == 1:
+        return min(names)
+    return f"{min(names)} and {len(names) - 1} more"
 
 
 # ---- writing
@@ -477,16 +505,16 @@ def arrays_to_write(
     def part_of(array: MaxTextArray, part: tuple[slice, ...]) -> np.ndarray:
         return array.from_shoal(read(array.spec, array.index(part))).astype(dtype, copy=False)
 
-    return {
-        ROOTS[0] + array.name: LazyArray(
-            array.shape,
-            dtype,
-            partial(part_of, array),
-            (STACKED_AXIS, array.row_axis) if array.scanned else (array.row_axis,),
-            STACKED_AXIS if array.scanned else None,
-        )
-        for array in arrays
-    }
+    tree: dict[str, LazyArray] = {}
+    for array in arrays:
+        axes: tuple[int, ...] = (array.row_axis,)
+        one_by_one = None
+        if array.scanned:
+            axes = (STACKED_AXIS, array.row_axis)
+            one_by_one = STACKED_AXIS
+        lazy = LazyArray(array.shape, dtype, partial(part_of, array), axes, one_by_one)
+        tree[ROOTS[0] + array.name] = lazy
+    return tree
 
 
 def write_tree(
@@ -501,14 +529,16 @@ def write_tree(
     One piece of one array at a time is in memory; `on_written` gets the bytes of each. Errors name
     `target`, the folder that the result will be moved to.
     """
-    ocp, (step, item) = load_orbax(), INNER.parts
+    ocp = load_orbax()
+    step, item = INNER.parts
     tree: dict[str, Any] = {"step": 0, "opt_state": {}}
-    for name, leaf in arrays.items():
-        *folders, last = name.split("/")
-        place = tree
-        for one in folders:
-            place = place.setdefault(one, {})
-        place[last] = leaf
+    for name, array in arrays.items():
+        folder_names = name.split("/")
+        array_name = folder_names.pop()
+        node = tree
+        for folder_name in folder_names:
+            node = node.setdefault(folder_name, {})
+        node[array_name] = array
     handler = ocp.PyTreeCheckpointHandler(
         use_ocdbt=True, use_zarr3=True, type_handler_registry=leaf_types(on_written)
     )
@@ -520,16 +550,10 @@ def write_tree(
         ) as manager,
     ):
         check_room(folder, list(arrays.values()))
-        manager.save(
-            int(step),
-            args=ocp.args.Composite(
-                **{
-                    item: ocp.args.PyTreeSave(
-                        tree,
-                        save_args=jax.tree.map(save_args, tree),
-                        ocdbt_target_data_file_size=FILE_BYTES,
-                        custom_metadata=dict(metadata),
-                    )
-                }
-            ),
+        save = ocp.args.PyTreeSave(
+            tree,
+            save_args=jax.tree.map(save_args, tree),
+            ocdbt_target_data_file_size=FILE_BYTES,
+            custom_metadata=dict(metadata),
         )
+        manager.save(int(step), args=ocp.args.Composite(**{item: save}))

@@ -45,6 +45,9 @@ REPLICA_BYTES = 1 << 20
 """Smallest part of an array that a replica writes for the others: each part is cut out by a program
 of its own."""
 
+LONGEST_CAUSE = 120
+"""Characters of an error's line that are shown whole."""
+
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -60,7 +63,8 @@ def load_orbax() -> Any:
     hook = sys.unraisablehook
 
     def without_closed_loops(unraisable: Any) -> None:
-        if not (unraisable.object is None and str(unraisable.exc_value) == "Event loop is closed"):
+        is_closed_loop = str(unraisable.exc_value) == "Event loop is closed"
+        if unraisable.object is not None or not is_closed_loop:
             hook(unraisable)
 
     sys.unraisablehook = without_closed_loops
@@ -116,13 +120,17 @@ def writing(path: Path, then: str = "give the same command again") -> Iterator[N
     try:
         yield
     except Exception as error:
-        full = getattr(error, "errno", None) in _FULL or any(
-            os.strerror(number) in str(error) for number in _FULL
-        )
-        cure = "make room" if full else "mend that"
+        cure = "make room" if _is_full_disk(error) else "mend that"
         raise ShoalError(
             f"the checkpoint {path} cannot be written ({cause(error)}): {cure}, then {then}"
         ) from error
+
+
+def _is_full_disk(error: Exception) -> bool:
+    if getattr(error, "errno", None) in _FULL:
+        return True
+    text = str(error)
+    return any(os.strerror(number) in text for number in _FULL)
 
 
 @contextmanager
@@ -142,28 +150,29 @@ def cause(error: BaseException) -> str:
 
     Frees what the error's frames hold: a coroutine that is freed later would warn then, after the
     end of `orbax_silenced`."""
-    found: list[BaseException | None] = [error]
-    while found:
-        if one := found.pop():
-            traceback.clear_frames(one.__traceback__)
-            found += [
-                one.__cause__,
-                *([] if one.__cause__ else [one.__context__]),
-                *getattr(one, "exceptions", ()),
-            ]
+    unfreed: list[BaseException | None] = [error]
+    while unfreed:
+        current = unfreed.pop()
+        if current is None:
+            continue
+        traceback.clear_frames(current.__traceback__)
+        unfreed.append(current.__cause__ or current.__context__)
+        unfreed.extend(getattr(current, "exceptions", ()))
     gc.collect()
-    line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    lines = str(error).strip().splitlines()
+    line = lines[0] if lines else type(error).__name__
     line = re.sub(r" \[(source locations|tensorstore_spec).*", "", line)
-    line = line if len(line) <= 120 else line.rpartition(": ")[2]
-    return line if len(line) <= 120 and "{" not in line else "a part of it is damaged or missing"
+    if len(line) > LONGEST_CAUSE:
+        _, _, line = line.rpartition(": ")
+    if len(line) > LONGEST_CAUSE or "{" in line:
+        return "a part of it is damaged or missing"
+    return line
 
 
 def check_room(folder: Path, tree: Any) -> None:
     """OSError if the disk has less room than the arrays take, raised before anything is written."""
-    needed, free = (
-        sum(leaf.nbytes for leaf in jax.tree.leaves(tree)),
-        shutil.disk_usage(folder).free,
-    )
+    needed = sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+    free = shutil.disk_usage(folder).free
     if jax.process_count() == 1 and free < needed:
         raise OSError(
             errno.ENOSPC,
@@ -185,7 +194,8 @@ class StoredArray:
 
         # As Orbax stores it: in one store with all arrays, or in a folder of its own; Zarr of
         # either version.
-        name, base = self.name.replace("/", "."), self.folder.absolute()
+        name = self.name.replace("/", ".")
+        base = self.folder.absolute()
         store = {"driver": "ocdbt", "base": f"file://{base}/", "path": f"{name}/"}
         if not (self.folder / "manifest.ocdbt").exists():
             store = {"driver": "file", "path": f"{base / name}/"}
@@ -231,11 +241,10 @@ def leaf_types(on_written: Callable[[int], None] = lambda size: None) -> Any:
             )
             # In the file's own pieces: one written twice in part is read, merged and compressed
             # twice.
-            pieces = array.chunk_layout.write_chunk.shape
-            steps = [
-                pieces[axis] if axis in value.axes else size
-                for axis, size in enumerate(value.shape)
-            ]
+            piece = array.chunk_layout.write_chunk.shape
+            steps = list(value.shape)
+            for axis in value.axes:
+                steps[axis] = piece[axis]
             for part in grid(value.shape, steps):
                 values = np.ascontiguousarray(value.read(part), value.dtype)
                 await array[part].write(values, can_reference_source_data_indefinitely=True)
@@ -250,20 +259,22 @@ def leaf_types(on_written: Callable[[int], None] = lambda size: None) -> Any:
 
 def save_args(leaf: Any) -> Any:
     """How Orbax cuts a `LazyArray` into pieces."""
-    cut = isinstance(leaf, LazyArray) and leaf.nbytes > CHUNK_BYTES
-    axes = () if not cut or leaf.one_by_one is None else (leaf.one_by_one,)
-    return load_orbax().SaveArgs(
-        **{"chunk_byte_size": CHUNK_BYTES, "shard_axes": axes} if cut else {}
-    )
+    save_args_of = load_orbax().SaveArgs
+    if not isinstance(leaf, LazyArray) or leaf.nbytes <= CHUNK_BYTES:
+        return save_args_of()
+    axes = () if leaf.one_by_one is None else (leaf.one_by_one,)
+    return save_args_of(chunk_byte_size=CHUNK_BYTES, shard_axes=axes)
 
 
 def _batches(values: Sequence[LazyArray]) -> Iterator[slice]:
     """Runs of arrays of at most CHUNK_BYTES together, or of one array; each run is written at
     once."""
-    start, total = 0, 0
+    start = 0
+    total = 0
     for number, value in enumerate(values):
         if start < number and total + value.nbytes > CHUNK_BYTES:
             yield slice(start, number)
-            start, total = number, 0
+            start = number
+            total = 0
         total += value.nbytes
     yield slice(start, len(values))

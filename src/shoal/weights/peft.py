@@ -21,7 +21,8 @@ from shoal.text import count
 from shoal.weights import huggingface
 from shoal.weights.tensor_files import StoredParameter, read_header, write_file
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
 
 
 REFUSED = (
@@ -61,7 +62,8 @@ def is_adapter(folder: Path) -> bool:
 
 def read_base(folder: Path) -> str:
     """Folder or hub id of the model that an adapter was trained on."""
-    if not (base := read_json(folder / CONFIG).get("base_model_name_or_path")):
+    base = read_json(folder / CONFIG).get("base_model_name_or_path")
+    if not base:
         raise ShoalError(
             f"{folder / CONFIG} does not name the model it belongs to (base_model_name_or_path): "
             f"give that one as model.path, and this as model.lora.path={folder}"
@@ -73,24 +75,27 @@ def read_adapter(folder: Path, a: Architecture) -> Adapter:
     """The adapter in a folder of PEFT's, for a model; ShoalError where it is none of the kind
     computed here."""
     config = read_json(folder / CONFIG)
-    others = [name for name in REFUSED if config.get(name)]
-    others += [f"init_lora_weights {config.get('init_lora_weights')}"] * (
-        config.get("init_lora_weights") not in BEGINNINGS
-    )
-    others += [f"peft_type {config.get('peft_type')}"] * (config.get("peft_type") != "LORA")
-    others += [f"bias {config.get('bias')}"] * (config.get("bias", "none") != "none")
-    if others:
+    unsupported = [name for name in REFUSED if config.get(name)]
+    if config.get("init_lora_weights") not in BEGINNINGS:
+        unsupported.append(f"init_lora_weights {config.get('init_lora_weights')}")
+    if config.get("peft_type") != "LORA":
+        unsupported.append(f"peft_type {config.get('peft_type')}")
+    if config.get("bias", "none") != "none":
+        unsupported.append(f"bias {config.get('bias')}")
+    if unsupported:
         raise ShoalError(
-            f"{folder / CONFIG} has {', '.join(others)}, which is not supported: expected plain "
-            "LoRA"
+            f"{folder / CONFIG} has {', '.join(unsupported)}, which is not supported: expected "
+            "plain LoRA"
         )
     targets = config.get("target_modules") or ()
+    if isinstance(targets, str):
+        targets = (targets,)
     try:
         return make_adapter(
             a,
             int(config["r"]),
             float(config["lora_alpha"]),
-            (targets,) if isinstance(targets, str) else tuple(targets),
+            tuple(targets),
             bool(config.get("use_rslora")),
         )
     except (KeyError, TypeError, ValueError) as error:
@@ -104,33 +109,32 @@ def open_tensors(folder: Path, a: Architecture) -> dict[str, StoredParameter]:
     architecture."""
     if not (folder / WEIGHTS).is_file():
         raise ShoalError(f"{folder} holds no {WEIGHTS}: expected an adapter as PEFT saves it")
-    stored, specs = read_header(folder / WEIGHTS), trained_specs(a)
-    shapes = {
-        name: spec.tensor_shape for spec in jax.tree.leaves(specs) for name in spec.tensor_names
-    }
-    others = [
-        f"{name.removeprefix(ADAPTER_PREFIX)} is {list(stored[name].shape)}, here {list(shape)}"
-        for name, shape in shapes.items()
-        if name in stored and stored[name].shape != shape
-    ]
-    lacking = [
-        f"the model has {name.removeprefix(ADAPTER_PREFIX)}, it has not"
-        for name in shapes.keys() - stored
-    ]
-    beyond = [
-        f"it has {name.removeprefix(ADAPTER_PREFIX)}, the model has not"
-        for name in stored.keys() - shapes
-    ]
-    if misfits := [*others, *sorted(lacking), *sorted(beyond)]:
+    stored = read_header(folder / WEIGHTS)
+    specs = trained_specs(a)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for spec in jax.tree.leaves(specs):
+        for name in spec.tensor_names:
+            shapes[name] = spec.tensor_shape
+    misfits = []
+    for name, shape in shapes.items():
+        if name in stored and stored[name].shape != shape:
+            short = name.removeprefix(ADAPTER_PREFIX)
+            misfits.append(f"{short} is {list(stored[name].shape)}, here {list(shape)}")
+    missing = [name.removeprefix(ADAPTER_PREFIX) for name in shapes.keys() - stored]
+    for short in sorted(missing):
+        misfits.append(f"the model has {short}, it has not")
+    left_over = [name.removeprefix(ADAPTER_PREFIX) for name in stored.keys() - shapes]
+    for short in sorted(left_over):
+        misfits.append(f"it has {short}, the model has not")
+    if misfits:
         base = read_json(folder / CONFIG).get("base_model_name_or_path") or "not named"
         raise ShoalError(
             f"{folder} holds an adapter that does not fit its {CONFIG} and the model: {misfits[0]} "
             f"({count(len(misfits), 'tensor')} in all); give the model that it was trained on "
             f"({base!s:.200}) as model.path"
         )
-    return huggingface.check_tensors(
-        stored, specs, f"{folder} do not fit its {CONFIG} and the model"
-    )
+    where = f"{folder} do not fit its {CONFIG} and the model"
+    return huggingface.check_tensors(stored, specs, where)
 
 
 def load(folder: Path, a: Architecture, role: Role, dtype: Any) -> Parameters:
@@ -141,9 +145,11 @@ def load(folder: Path, a: Architecture, role: Role, dtype: Any) -> Parameters:
 def begin(a: Architecture, role: Role, dtype: Any, seed: int) -> Parameters:
     """An adapter that changes nothing yet, as PEFT makes it: A uniform within 1/sqrt(in), B
     zero."""
-    return jax.tree.map(
-        lambda leaf: leaf.astype(dtype), initialise_specs(trained_specs(a), seed, role)
-    )
+
+    def cast(leaf: jax.Array) -> jax.Array:
+        return leaf.astype(dtype)
+
+    return jax.tree.map(cast, initialise_specs(trained_specs(a), seed, role))
 
 
 # Out
@@ -184,12 +190,9 @@ def save(
     """Writes a folder that `peft.PeftModel.from_pretrained` loads on the base, with the tokenizer's
     files; `parameters`: those of the adapter."""
     assert a.adapter
+    tensors = list(huggingface.output_tensors(parameters, trained_specs(a)))
     with scratch_folder(folder) as scratch:
-        write_file(
-            scratch / WEIGHTS,
-            list(huggingface.output_tensors(parameters, trained_specs(a))),
-            np.dtype(jnp.dtype(dtype)),
-        )
+        write_file(scratch / WEIGHTS, tensors, np.dtype(jnp.dtype(dtype)))
         write_config(scratch, a.adapter, base)
         huggingface.copy_tokenizer(tokenizer, scratch)
         move_folder(scratch, folder)

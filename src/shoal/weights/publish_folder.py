@@ -19,7 +19,8 @@ COPIES_IN_MEMORY = 4
 the next."""
 MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
 LOCAL_FILE_SYSTEMS = (
-    *MEMORY_FILE_SYSTEMS,
+    "tmpfs",
+    "ramfs",
     "overlay",
     "ext2",
     "ext3",
@@ -47,7 +48,7 @@ def file_system(folder: Path, mounts: Path = MOUNTS) -> str:
     deepest_mount = ""
     deepest_kind = ""
     for line in lines:
-        _, mount, kind, *_ = line.split()
+        mount, kind = line.split()[1:3]
         if resolved.is_relative_to(mount) and len(mount) > len(deepest_mount):
             deepest_mount = mount
             deepest_kind = kind

@@ -54,30 +54,33 @@ def no_weights(role: Role, dtype: Any, seed: int = 0) -> Params:
 class ModelSource:
     """A model that was found, without its weights: what it is, and how to read them.
 
-    >>> spec = open_model(ModelSection(path="Qwen/Qwen3-0.6B"), console)
-    >>> params = spec.load(roles.trainer, jnp.float32)
+    >>> source = open_model(ModelSection(path="Qwen/Qwen3-0.6B"), console)
+    >>> params = source.load(roles.trainer, jnp.float32)
     """
 
-    folder: Path  # holds the tokenizer, and config.json unless there is `config`
+    folder: Path
+    """Holds the tokenizer, and config.json unless there is `config`."""
     architecture: Architecture
-    read: Callable[..., Params] = (
-        no_weights  # (role, dtype, keep) -> the weights without an adapter, as `hf.load`
-    )
-    config: dict[str, Any] | None = None  # a config.json in place of the folder's
+    read: Callable[..., Params] = no_weights
+    """(role, dtype, keep) -> the weights without an adapter, as `huggingface.load`."""
+    config: dict[str, Any] | None = None
+    """A config.json in place of the folder's."""
     notes: tuple[str, ...] = ()
-    template: str = ""  # a chat template in place of the folder's
-    date: datetime | None = (
-        None  # that the chat template writes; None for the folder's, else the present one
-    )
-    read_adapter: Callable[[Role, Any, int], Params] = no_weights  # of a seed, if it has none yet
-    base: str = ""  # folder or hub id of the weights without the adapter
-    check: Callable[[], Any] = dict  # ShoalError for files whose headers are not those of the model
-    facts: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # of the adapter's checkpoint, by `fingerprint`
-    digests: Callable[[], Mapping[str, str]] = (
-        dict  # of samples of all weights that are read, by name
-    )
+    """What the user should know about the files."""
+    template: str = ""
+    """A chat template in place of the folder's."""
+    date: datetime | None = None
+    """The date that the chat template writes; None for the folder's, else the present one."""
+    read_adapter: Callable[[Role, Any, int], Params] = no_weights
+    """(role, dtype, seed) -> the adapter's weights; of the seed, if it has none yet."""
+    base: str = ""
+    """Folder or hub id of the weights without the adapter."""
+    check: Callable[[], Any] = dict
+    """ShoalError for files whose headers are not those of the model."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """What the adapter's checkpoint says of its inputs, by `fingerprint`."""
+    digests: Callable[[], Mapping[str, str]] = dict
+    """Digests of samples of all weights that are read, by name."""
 
     def load(self, role: Role, dtype: Any, frozen_dtype: Any = None, seed: int = 0) -> Params:
         """The weights in a role's layout: in `dtype`, those that an adapter freezes in
@@ -93,15 +96,14 @@ class ModelSource:
         if not self.architecture.adapter:
             return None
         frozen = as_frozen(self.architecture, self.read(role, dtype))
-        if (
-            self.facts.get("base_types") == types_text(frozen)
-            and (now := weights_text(frozen)) != self.facts["base"]
-        ):
-            raise ShoalError(
-                f"the weights in {self.base} are not those that this adapter was trained on "
-                f"(checksum {self.facts['base']}, now {now}): restore them, or export the adapter "
-                "(shoal export from=RUN) to use it on others"
-            )
+        if self.facts.get("base_types") == types_text(frozen):
+            checksum = weights_text(frozen)
+            if checksum != self.facts["base"]:
+                raise ShoalError(
+                    f"the weights in {self.base} are not those that this adapter was trained on "
+                    f"(checksum {self.facts['base']}, now {checksum}): restore them, or export the "
+                    "adapter (shoal export from=RUN) to use it on others"
+                )
         return frozen
 
     @functools.cached_property
@@ -114,16 +116,20 @@ def open_model(
 ) -> ModelSource:
     """The model that the settings name, checked against its tokenizer. Prints notes about both to
     `console`. `as_stored`: without the type of weights that a run was trained with."""
-    return _noted(_resolve(with_run(section)) if as_stored else resolve_model(section), console)
+    source = _resolve(with_run(section)) if as_stored else resolve_model(section)
+    return _checked(source, console)
 
 
-def _noted(spec: ModelSource, console: Printer | None) -> ModelSource:
-    """The same; ShoalError if the tokenizer has ids that the model does not."""
-    spec.tokenizer.check_vocabulary(spec.architecture.vocab_size)
+def _checked(source: ModelSource, console: Printer | None) -> ModelSource:
+    """The same source, its notes printed; ShoalError if the tokenizer has ids that the model does
+    not."""
+    source.tokenizer.check_vocabulary(source.architecture.vocab_size)
     if console is not None:
-        for note in (*spec.notes, *spec.tokenizer.notes):
+        for note in source.notes:
             console.note(note)
-    return spec
+        for note in source.tokenizer.notes:
+            console.note(note)
+    return source
 
 
 def open_run_model(section: ModelSection, run: Path | None, console: Printer | None) -> ModelSource:
@@ -132,28 +138,25 @@ def open_run_model(section: ModelSection, run: Path | None, console: Printer | N
     if run is None or not (run / MODEL_FOLDER / "config.json").is_file():
         return open_model(section, console)
     # The run's own files: what `model.path` names may have changed since, or be gone.
-    stored = resolve_model(
-        replace(section_of(section, str(run / MODEL_FOLDER)), quantise=section.quantise)
-    )
-    first = functools.cache(lambda: open_model(section, console))
-    # What an adapter was trained on is what its file names: where `model.path` is a run, it may
-    # have gone on since.
-    read = (
-        stored.read
-        if stored.architecture.adapter
-        else lambda role, dtype: first().read(role, dtype)
-    )
-    digests = stored.digests if stored.architecture.adapter else lambda: first().digests()
-    return _noted(
-        replace(
-            stored,
-            read=read,
-            check=dict,
-            read_adapter=lambda *to: first().read_adapter(*to),
-            digests=digests,
-        ),
-        console,
-    )
+    own_section = section_of(section, str(run / MODEL_FOLDER))
+    stored = resolve_model(replace(own_section, quantise=section.quantise))
+    open_first = functools.cache(functools.partial(open_model, section, console))
+
+    def read_first(role: Role, dtype: Any) -> Params:
+        return open_first().read(role, dtype)
+
+    def read_first_adapter(role: Role, dtype: Any, seed: int) -> Params:
+        return open_first().read_adapter(role, dtype, seed)
+
+    def digest_first() -> Mapping[str, str]:
+        return open_first().digests()
+
+    resumed = replace(stored, check=dict, read_adapter=read_first_adapter)
+    # What an adapter was trained on is what its file names: where `model.path` is a run, that may
+    # have trained further since.
+    if not stored.architecture.adapter:
+        resumed = replace(resumed, read=read_first, digests=digest_first)
+    return _checked(resumed, console)
 
 
 def section_of(section: ModelSection, path: str) -> ModelSection:
@@ -167,54 +170,58 @@ def with_run(section: ModelSection) -> ModelSection:
     """The section with how the run that it names read the base of its adapter, where it says
     nothing else."""
     local = find_input(section.path, "model.path")
-    if not local.is_dir() or not (found := find_checkpoint(local)):
+    checkpoint = find_checkpoint(local) if local.is_dir() else None
+    if checkpoint is None:
         return section
+    run, _ = checkpoint
     try:
-        stored = read_requested(found[0]).model
+        stored = read_requested(run).model
     except ShoalError:  # of another version, or gone: its weights can be read all the same
         return section
+    quantise = stored.quantise if section.quantise == "none" else section.quantise
     return replace(
-        section,
-        scan_layers=section.scan_layers and stored.scan_layers,
-        quantise=stored.quantise if section.quantise == "none" else section.quantise,
+        section, scan_layers=section.scan_layers and stored.scan_layers, quantise=quantise
     )
 
 
 def resolve_model(section: ModelSection) -> ModelSource:
     """Finds the model that the settings name; a model on the hub is downloaded."""
     section = with_run(section)
-    spec = _with_lora(section.lora, _resolve(section))
-    return spec if section.quantise == "none" else _quantised(section, spec)
+    source = _with_lora(section.lora, _resolve(section))
+    if section.quantise == "none":
+        return source
+    return _quantised(section, source)
 
 
-def _quantised(section: ModelSection, spec: ModelSource) -> ModelSource:
+def _quantised(section: ModelSection, source: ModelSource) -> ModelSource:
     """The model with its products' frozen weights in one byte an element, from when each is
     read."""
-    a = quantised(section, spec.architecture)
-    return replace(
-        spec,
-        architecture=a,
-        read=lambda role, dtype: spec.read(role, dtype, keep=quantiser(a.base, role)),
-    )
+    a = quantised(section, source.architecture)
+
+    def read(role: Role, dtype: Any) -> Params:
+        return source.read(role, dtype, keep=quantiser(a.base, role))
+
+    return replace(source, architecture=a, read=read)
 
 
-def _with_lora(lora: LoraSection, spec: ModelSource) -> ModelSource:
+def _with_lora(lora: LoraSection, source: ModelSource) -> ModelSource:
     """The model with the adapter of the settings, if they have one."""
     if not (lora.rank or lora.path):
-        return spec
-    if spec.architecture.adapter:
+        return source
+    if source.architecture.adapter:
         raise ShoalError(
-            f"model.path has an adapter on {spec.base} already, which is what is trained on: leave "
-            f"out model.lora.*, or give model.path={spec.base}"
+            f"model.path has an adapter on {source.base} already, which is what is trained on: "
+            f"leave out model.lora.*, or give model.path={source.base}"
         )
     if not lora.path:
-        a = adapted(lora, spec.architecture)
-        return replace(spec, architecture=a, read_adapter=functools.partial(peft.begin, a))
+        a = adapted(lora, source.architecture)
+        return replace(source, architecture=a, read_adapter=functools.partial(peft.begin, a))
     try:
-        given = _resolve(ModelSection(path=lora.path), base=spec)
+        with_adapter = _resolve(ModelSection(path=lora.path), base=source)
     except ShoalError as error:
         raise ShoalError(f"model.lora.path={lora.path}: {error}", "model.lora.path") from error
-    if not (adapter := given.architecture.adapter):
+    adapter = with_adapter.architecture.adapter
+    if not adapter:
         raise ShoalError(f"model.lora.path={lora.path} is no adapter: it holds no {peft.CONFIG}")
     if lora.rank not in (0, adapter.rank):
         raise ShoalError(
@@ -222,10 +229,10 @@ def _with_lora(lora: LoraSection, spec: ModelSource) -> ModelSource:
             "leave it out"
         )
     return replace(
-        spec,
-        architecture=given.architecture,
-        read_adapter=given.read_adapter,
-        digests=given.digests,
+        source,
+        architecture=with_adapter.architecture,
+        read_adapter=with_adapter.read_adapter,
+        digests=with_adapter.digests,
     )
 
 
@@ -234,12 +241,10 @@ def adapted(lora: LoraSection, a: Architecture) -> Architecture:
     if lora.path:
         folder, _ = _find_files(lora.path, find_input(lora.path, "model.lora.path"))
         return replace(a, adapter=peft.read_adapter(folder, a))
-    adapter = (
-        adapters.make_adapter(a, lora.rank, lora.alpha, lora.targets, lora.rslora)
-        if lora.rank
-        else None
-    )
-    return replace(a, adapter=adapter or a.adapter)
+    if not lora.rank:
+        return a
+    adapter = adapters.make_adapter(a, lora.rank, lora.alpha, lora.targets, lora.rslora)
+    return replace(a, adapter=adapter)
 
 
 def quantised(section: ModelSection, a: Architecture) -> Architecture:
@@ -258,14 +263,17 @@ def check_quantised(section: ModelSection, a: Architecture) -> None:
 
 
 def _find_files(path: str, local: Path) -> tuple[Path, tuple[Path, int] | None]:
-    """The folder with the files of a model, and the checkpoint with its weights if it is a
-    run's."""
-    if checkpoint := find_checkpoint(local) if local.is_dir() else None:
-        return checkpoint[0] / MODEL_FOLDER, checkpoint
-    if (small := locate(path, weights=False)).joinpath("config.json").is_file():
-        families.architecture_of(
-            small
-        )  # a model that is not supported is refused before its weights are downloaded
+    """The folder with the files of a model; and, of a run, (run folder, version) of the checkpoint
+    with its weights."""
+    if local.is_dir():
+        checkpoint = find_checkpoint(local)
+        if checkpoint is not None:
+            run, _ = checkpoint
+            return run / MODEL_FOLDER, checkpoint
+    # A model that is not supported is refused before its weights are downloaded.
+    without_weights = locate(path, weights=False)
+    if (without_weights / "config.json").is_file():
+        families.architecture_of(without_weights)
     return locate(path), None
 
 
@@ -275,86 +283,92 @@ def _resolve(section: ModelSection, base: ModelSource | None = None) -> ModelSou
     path = model_path(section)
     local = find_input(path, "model.path")
     # First: another system's folder may hold a config.json too.
-    if found := maxtext.find_tree(local):
-        return _maxtext_model(section, found)
+    maxtext_tree = maxtext.find_tree(local)
+    if maxtext_tree is not None:
+        return _maxtext_model(section, maxtext_tree)
     folder, checkpoint = _find_files(path, local)
     is_untied = False  # its files hold another head than the embedding that config.json names
-    spec = _adapter_model(section, folder, checkpoint, base) if peft.is_adapter(folder) else None
-    if spec is None:
-        a = (
-            families.architecture_of(folder)
-            if checkpoint
-            else huggingface.stored_architecture(folder)
-        )
-        load = (
-            functools.partial(load_parameters, *checkpoint, a)
-            if checkpoint
-            else functools.partial(huggingface.load, folder, a)
-        )
-        # The checkpoint itself, not its run, which may go on: an adapter belongs to these weights.
-        source = (
-            address(checkpoint[0] / CHECKPOINTS / str(checkpoint[1]))
-            if checkpoint
-            else path
-            if path in PACKAGED or not local.is_dir()
-            else address(local.resolve())
-        )
-        digests = (
-            functools.partial(_checkpoint_digests, *checkpoint)
-            if checkpoint
-            else lambda: tensor_digests(huggingface.open_tensors(folder, a))
-        )
-        spec = ModelSource(folder, a, load, None, base=source, digests=digests)
+    if peft.is_adapter(folder):
+        source = _adapter_model(section, folder, checkpoint, base)
+    elif checkpoint is not None:
+        run, version = checkpoint
+        source = _checkpoint_model(folder, run, version)
+    else:
+        a = huggingface.stored_architecture(folder)
         is_untied = not a.tie_embeddings and families.architecture_of(folder).tie_embeddings
-        if is_untied:
-            note = (
-                f"the config.json of {path} says that the head is the embedding, and its files "
-                "hold another head, which is used, as transformers 5 does"
-            )
-            # Written into the run and its exports: there the head is a parameter.
-            config = {**families.read_config(folder), "tie_word_embeddings": False}
-            spec = replace(spec, config=config, notes=(*spec.notes, note))
-        if not checkpoint:
-            spec = replace(spec, check=functools.partial(_check_tensors, path, folder, a))
+        source = _folder_model(path, local, folder, a, is_untied)
     if path == section.path and section.name and "/" not in section.name:
-        named = (
-            replace(spec.architecture.base, tie_embeddings=True)
-            if is_untied
-            else spec.architecture.base
-        )
+        named = source.architecture.base
+        if is_untied:
+            named = replace(named, tie_embeddings=True)
         check_name(section.name, named, path, "model.name")
-    spec = replace(spec, template=section.template)
+    source = replace(source, template=section.template)
     if not section.tokenizer:
-        return spec
+        return source
     tokenizer = locate(section.tokenizer, weights=False)
-    config = spec.config or families.read_config(spec.folder)
-    return replace(
-        spec, folder=tokenizer, config=families.make_config(spec.architecture, tokenizer, config)
+    config = source.config or families.read_config(source.folder)
+    config = families.make_config(source.architecture, tokenizer, config)
+    return replace(source, folder=tokenizer, config=config)
+
+
+def _checkpoint_model(folder: Path, run: Path, version: int) -> ModelSource:
+    """The model of a run's folder, with the weights of one of its checkpoints."""
+    a = families.architecture_of(folder)
+    return ModelSource(
+        folder,
+        a,
+        functools.partial(load_parameters, run, version, a),
+        # The checkpoint itself, not its run, which may train further: an adapter belongs to these
+        # weights.
+        base=address(run / CHECKPOINTS / str(version)),
+        digests=functools.partial(_checkpoint_digests, run, version),
     )
+
+
+def _folder_model(
+    path: str, local: Path, folder: Path, a: Architecture, is_untied: bool
+) -> ModelSource:
+    """The model of a folder in Hugging Face's format; `path` is what the settings name, `local`
+    where a folder of that name would be."""
+
+    def digests() -> Mapping[str, str]:
+        return tensor_digests(huggingface.open_tensors(folder, a))
+
+    is_folder = local.is_dir() and path not in PACKAGED
+    source = ModelSource(
+        folder,
+        a,
+        functools.partial(huggingface.load, folder, a),
+        base=address(local.resolve()) if is_folder else path,
+        check=functools.partial(_check_tensors, path, folder, a),
+        digests=digests,
+    )
+    if not is_untied:
+        return source
+    note = (
+        f"the config.json of {path} says that the head is the embedding, and its files "
+        "hold another head, which is used, as transformers 5 does"
+    )
+    # Written into the run and its exports: there the head is a parameter.
+    config = {**families.read_config(folder), "tie_word_embeddings": False}
+    return replace(source, config=config, notes=(note,))
 
 
 def _checkpoint_digests(run: Path, version: int) -> dict[str, str]:
     """The checksum of the weights of a checkpoint, which they are compared with when they are
     read."""
     checksum = read_extra(run, version, "checksums").get("trainable")
-    return {
-        f"the weights of {run.name}/{CHECKPOINTS}/{version}": "none"
-        if checksum is None
-        else f"{checksum:#010x}"
-    }
+    text = "none" if checksum is None else f"{checksum:#010x}"
+    return {f"the weights of {run.name}/{CHECKPOINTS}/{version}": text}
 
 
 def _check_tensors(path: str, folder: Path, a: Architecture) -> None:
     """ShoalError for weights whose headers are not the model's. NotHere where a run would download
     them first."""
     is_hub_id = HUB_ID.fullmatch(path) and not Path(path).is_dir()  # `models/mine` may be either
-    if (
-        is_hub_id
-        and waits_for_hub()
-        and folder == cached_folder(path)
-        and not huggingface.has_weights(folder)
-    ):
-        raise NotHere(path)
+    if is_hub_id and waits_for_hub():
+        if folder == cached_folder(path) and not huggingface.has_weights(folder):
+            raise NotHere(path)
     huggingface.open_tensors(folder, a)
 
 
@@ -366,89 +380,110 @@ def _adapter_model(
 ) -> ModelSource:
     """The model of a folder with an adapter: PEFT's, or a run's, whose weights are in a
     checkpoint."""
-    named = peft.read_base(folder) if base is None else base.base
-    is_whole = (
-        folder / "config.json"
-    ).is_file()  # a run's: the base is asked for when its weights are read
-    find = functools.cache(lambda: base or _base_of(section, folder, named))
-    a = (
-        base.architecture
-        if base
-        else families.architecture_of(folder)
-        if is_whole
-        else find().architecture
-    )
-    a = replace(a, adapter=peft.read_adapter(folder, a))
-    read = (
-        functools.partial(load_parameters, *checkpoint, a)
-        if checkpoint
-        else functools.partial(peft.load, folder, a)
-    )
-    if not checkpoint and not is_whole:
-        peft.open_tensors(
-            folder, a
-        )  # wrong files are refused now: the base's weights are read first
-    if not (folder / "tokenizer.json").is_file():
-        place, config = find().folder, find().config
+    base_name = peft.read_base(folder) if base is None else base.base
+    # A run's folder has the sizes: there the base is looked for only when its weights are read.
+    has_config = (folder / "config.json").is_file()
+
+    @functools.cache
+    def find_base() -> ModelSource:
+        if base is not None:
+            return base
+        return _base_of(section, folder, base_name)
+
+    if base is not None:
+        a = base.architecture
+    elif has_config:
+        a = families.architecture_of(folder)
     else:
-        place, config = (
-            folder,
-            None if is_whole else find().config or families.read_config(find().folder),
-        )
+        a = find_base().architecture
+    a = replace(a, adapter=peft.read_adapter(folder, a))
+    if checkpoint is None and not has_config:
+        # Wrong files are refused now, as the base's weights are read first.
+        peft.open_tensors(folder, a)
+
+    if not (folder / "tokenizer.json").is_file():
+        tokenizer_folder = find_base().folder
+        config = find_base().config
+    elif has_config:
+        tokenizer_folder = folder
+        config = None
+    else:
+        tokenizer_folder = folder
+        config = find_base().config or families.read_config(find_base().folder)
+
+    def read_base(role: Role, dtype: Any, **options: Any) -> Params:
+        return find_base().read(role, dtype, **options)
+
+    def read_adapter(role: Role, dtype: Any, seed: int) -> Params:
+        if checkpoint is None:
+            return peft.load(folder, a, role, dtype)
+        run, version = checkpoint
+        return load_parameters(run, version, a, role, dtype)
 
     def digests() -> dict[str, str]:
-        own = (
-            _checkpoint_digests(*checkpoint)
-            if checkpoint
-            else tensor_digests(peft.open_tensors(folder, a))
-        )
-        return {**find().digests(), **own}
+        all_digests = dict(find_base().digests())
+        if checkpoint is None:
+            all_digests |= tensor_digests(peft.open_tensors(folder, a))
+        else:
+            run, version = checkpoint
+            all_digests |= _checkpoint_digests(run, version)
+        return all_digests
 
+    facts: Mapping[str, Any] = {}
+    if checkpoint is not None:
+        run, version = checkpoint
+        facts = read_extra(run, version, "facts")
     return ModelSource(
-        place,
+        tokenizer_folder,
         a,
-        lambda *to, **keep: find().read(*to, **keep),
+        read_base,
         config,
         digests=digests,
-        read_adapter=lambda role, dtype, _: read(role, dtype),
-        base=named,
-        facts=read_extra(*checkpoint, "facts") if checkpoint else {},
+        read_adapter=read_adapter,
+        base=base_name,
+        facts=facts,
     )
 
 
-def _base_of(section: ModelSection, folder: Path, named: str) -> ModelSource:
+def _base_of(section: ModelSection, folder: Path, base_name: str) -> ModelSource:
+    """The model that an adapter in a folder was trained on."""
+    # A MaxText checkpoint says no sizes: a run's folder does.
+    tokenizer = str(folder) if (folder / "config.json").is_file() else ""
+    base = ModelSection(path=base_name, scan_layers=section.scan_layers, tokenizer=tokenizer)
     try:
-        # A MaxText checkpoint says no sizes: a run's folder does.
-        return _resolve(
-            ModelSection(
-                path=named,
-                scan_layers=section.scan_layers,
-                tokenizer=str(folder) if (folder / "config.json").is_file() else "",
-            )
-        )
+        return _resolve(base)
     except ShoalError as error:
-        raise ShoalError(f"the adapter in {folder} was trained on {named}: {error}") from error
+        raise ShoalError(f"the adapter in {folder} was trained on {base_name}: {error}") from error
 
 
-def _maxtext_model(section: ModelSection, found: Path) -> ModelSource:
+def _maxtext_model(section: ModelSection, tree: Path) -> ModelSource:
+    """The model of a MaxText checkpoint, with the tokenizer of the settings, or of the named
+    model."""
     name = section.name
-    source = section.tokenizer or (
-        name if "/" in name else model_named(name).hub_id if name else ""
-    )
-    try:
-        tokenizer = locate(source, weights=False) if source else None
-    except ShoalError as error:
-        if section.tokenizer:
-            raise
-        raise ShoalError(
-            f"{found} has no tokenizer, and that of model.name={name} is not here: {error} Or give "
-            "model.tokenizer=FOLDER, a folder that has it",
-            "model.tokenizer",
-        ) from error
-    checkpoint = maxtext.open_checkpoint(found, name, tokenizer, section.scan_layers)
+    if section.tokenizer:
+        tokenizer_source = section.tokenizer
+    elif name and "/" not in name:
+        tokenizer_source = model_named(name).hub_id
+    else:
+        tokenizer_source = name
+    tokenizer: Path | None = None
+    if tokenizer_source:
+        try:
+            tokenizer = locate(tokenizer_source, weights=False)
+        except ShoalError as error:
+            if section.tokenizer:
+                raise
+            raise ShoalError(
+                f"{tree} has no tokenizer, and that of model.name={name} is not here: {error} Or "
+                "give model.tokenizer=FOLDER, a folder that has it",
+                "model.tokenizer",
+            ) from error
+    checkpoint = maxtext.open_checkpoint(tree, name, tokenizer, section.scan_layers)
     assert tokenizer is not None
     a = checkpoint.architecture
-    config = None if families.describes(tokenizer, a) else families.make_config(a, tokenizer)
+    config = None
+    if not families.describes(tokenizer, a):
+        config = families.make_config(a, tokenizer)
     return ModelSource(
         tokenizer,
         a,
@@ -456,7 +491,7 @@ def _maxtext_model(section: ModelSection, found: Path) -> ModelSource:
         config,
         (checkpoint.describe(),),
         section.template,
-        base=address(found.resolve()),
+        base=address(tree.resolve()),
         digests=checkpoint.digests,
     )
 
@@ -476,11 +511,10 @@ def known_architecture(section: ModelSection) -> Architecture | None:
         return resolve_model(section).architecture
     if section.name and "/" not in section.name:
         return _with_settings(section, model_named(section.name).architecture)
-    known = next(
-        (known.architecture for known in MODELS.values() if known.hub_id.lower() == path.lower()),
-        None,
-    )
-    return known and _with_settings(section, known)
+    for published in MODELS.values():
+        if published.hub_id.lower() == path.lower():
+            return _with_settings(section, published.architecture)
+    return None
 
 
 def _with_settings(section: ModelSection, a: Architecture) -> Architecture:
@@ -490,11 +524,11 @@ def _with_settings(section: ModelSection, a: Architecture) -> Architecture:
 
 def planned_architecture(section: ModelSection) -> Architecture:
     """The model's sizes, from its name or a config.json alone; ShoalError if neither can be had."""
-    if known := known_architecture(section):
+    known = known_architecture(section)
+    if known is not None:
         return known
-    return _with_settings(
-        section, huggingface.stored_architecture(locate(model_path(section), weights=False))
-    )
+    folder = locate(model_path(section), weights=False)
+    return _with_settings(section, huggingface.stored_architecture(folder))
 
 
 def check_positions(a: Architecture, sampling: SamplingSection, whose: str) -> None:
@@ -533,7 +567,9 @@ def make_model(section: ModelSection, a: Architecture, role: Role) -> Model:
     dtype = compute_dtype(section.dtype, role.platform)
     remat = "dots" if section.remat == "auto" else section.remat
     model = Model(a, role, dtype, remat, section.attention)
-    return replace(model, attention="blocked") if kernel_fault(model) else model
+    if kernel_fault(model):
+        return replace(model, attention="blocked")
+    return model
 
 
 def copy_model_files(model: ModelSource, target: Path) -> None:
@@ -547,15 +583,14 @@ def copy_model_files(model: ModelSource, target: Path) -> None:
     if model.architecture.adapter:
         peft.write_config(target, model.architecture.adapter, model.base)
     names = [name for name in huggingface.TOKENIZER_FILES if name != "chat_template.jinja"]
-    for name in names if model.config else (*names, "config.json"):
+    if not model.config:
+        names.append("config.json")
+    for name in names:
         if (model.folder / name).is_file():
             shutil.copy2(model.folder / name, target / name)
     if model.config:
-        write_text(
-            target / "config.json",
-            json.dumps(model.config, indent=2) + "\n",
-            "base_output_directory",
-        )
+        text = json.dumps(model.config, indent=2) + "\n"
+        write_text(target / "config.json", text, "base_output_directory")
 
 
 PREFIX = "model:"
@@ -564,7 +599,12 @@ PREFIX = "model:"
 
 def reward_architectures(section: RewardSection) -> dict[str, Architecture]:
     """The sizes of the reward models whose files are on this machine, by path."""
-    paths = [spec.removeprefix(PREFIX) for spec in section.functions if spec.startswith(PREFIX)]
-    return {
-        path: families.architecture_of(folder) for path in paths if (folder := cached_folder(path))
-    }
+    architectures: dict[str, Architecture] = {}
+    for spec in section.functions:
+        if not spec.startswith(PREFIX):
+            continue
+        path = spec.removeprefix(PREFIX)
+        folder = cached_folder(path)
+        if folder is not None:
+            architectures[path] = families.architecture_of(folder)
+    return architectures

@@ -32,9 +32,8 @@ class LazyArray:
     dtype: np.dtype
     read: Callable[[tuple[slice, ...]], np.ndarray]
     axes: tuple[int, ...] = ()
-    one_by_one: int | None = (
-        None  # on disk, a large array has separate pieces for each index of this axis
-    )
+    one_by_one: int | None = None
+    """On disk, a large array has separate pieces for each index of this axis."""
 
     @property
     def ndim(self) -> int:
@@ -53,16 +52,17 @@ class LazyArray:
         return self.size * self.itemsize
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return np.asarray(self.read(tuple(slice(0, size) for size in self.shape)), dtype)
+        whole = tuple(slice(0, size) for size in self.shape)
+        return np.asarray(self.read(whole), dtype)
 
 
 def grid(shape: Sequence[int], steps: Sequence[int]) -> Iterator[tuple[slice, ...]]:
     """The parts of an array in steps along its axes, in order."""
-    ranges = [
-        [slice(start, min(start + step, size)) for start in range(0, size, step)]
-        for size, step in zip(shape, steps, strict=True)
-    ]
-    return itertools.product(*ranges)
+    cuts_by_axis = []
+    for size, step in zip(shape, steps, strict=True):
+        starts = range(0, size, step)
+        cuts_by_axis.append([slice(start, min(start + step, size)) for start in starts])
+    return itertools.product(*cuts_by_axis)
 
 
 DTYPES: Mapping[str, np.dtype] = {
@@ -85,9 +85,10 @@ ALIGNMENT = 64
 as it is."""
 
 
-WRITERS, PART_BYTES = 4, 2**25
-"""Threads that write, and bytes that one writes at a time: new pages cost six times a copy, also in
-memory."""
+WRITERS = 4
+"""Threads that write: new pages cost six times a copy, also in memory."""
+PART_BYTES = 2**25
+"""Bytes that one of them writes at a time."""
 
 
 SAMPLERS = 16
@@ -110,19 +111,22 @@ class StoredTensor:
         if not len(values):  # the run of a device that comes after the last row
             return
         position = self.offset + start * values[0].nbytes
-        end, left = position + values.nbytes, values.reshape(-1).view(np.uint8).data
+        end = position + values.nbytes
+        left = values.reshape(-1).view(np.uint8).data
         try:
             with open(self.file, "rb", buffering=0) as stream:
                 stream.seek(position)
                 while left:
                     count = stream.readinto(left)
-                    # checked at the start, but a copy may still run, or a network disk lose a part
+                    # The size was checked when the header was read, but a copy may still run, or a
+                    # network disk lose a part.
                     if not count:
                         raise ShoalError(
                             f"{self.file} ends at byte {position}, within the tensor {self.name}: "
                             f"bytes up to {end} were expected. Download it again."
                         )
-                    position, left = position + count, left[count:]
+                    position += count
+                    left = left[count:]
         except OSError as error:
             raise ShoalError(
                 f"{self.file} cannot be read at byte {position}, in the tensor {self.name} "
@@ -144,15 +148,19 @@ class BlockScaledTensor(StoredTensor):
     block: tuple[int, int]  # rows and columns; the last ones may be smaller
 
     def read(self, start: int, values: np.ndarray) -> None:
-        stored, (rows, columns) = np.empty(values.shape, OWN_DTYPES["F8_E4M3"]), self.block
+        block_rows, block_columns = self.block
+        num_rows = len(values)
+        stored = np.empty(values.shape, OWN_DTYPES["F8_E4M3"])
         super().read(start, stored)
-        first, last = start // rows, -(-(start + len(values)) // rows)
-        scales = np.empty((last - first, self.scales.shape[1]), DTYPES[self.scales.dtype])
-        self.scales.read(first, scales)
-        scales = scales.astype(np.float32).repeat(rows, 0)[start - first * rows :][: len(values)]
-        np.multiply(
-            stored.astype(np.float32), scales.repeat(columns, 1)[:, : self.shape[1]], out=values
-        )
+        first_block = start // block_rows
+        last_block = -(-(start + num_rows) // block_rows)
+        scales_shape = (last_block - first_block, self.scales.shape[1])
+        scales = np.empty(scales_shape, DTYPES[self.scales.dtype])
+        self.scales.read(first_block, scales)
+        by_row = scales.astype(np.float32).repeat(block_rows, 0)
+        by_row = by_row[start - first_block * block_rows :][:num_rows]
+        by_element = by_row.repeat(block_columns, 1)[:, : self.shape[1]]
+        np.multiply(stored.astype(np.float32), by_element, out=values)
 
     def sample(self) -> bytes:
         stored = StoredTensor(self.file, self.name, "F8_E4M3", self.shape, self.offset)
@@ -163,21 +171,21 @@ def with_scales(
     stored: Mapping[str, StoredTensor], block: tuple[int, int]
 ) -> dict[str, StoredTensor]:
     """The tensors of a file in which `NAME_scale_inv` holds the factors of the blocks of NAME."""
-    found = dict(stored)
+    scaled = dict(stored)
     for name, tensor in stored.items():
         scales = stored.get(f"{name}_scale_inv")
-        if (
-            scales
-            and tensor.dtype == "F8_E4M3"
-            and scales.dtype in DTYPES
-            and scales.shape
-            == tuple(-(-size // part) for size, part in zip(tensor.shape, block, strict=False))
-        ):
-            found[name] = BlockScaledTensor(
-                tensor.file, name, "F32", tensor.shape, tensor.offset, scales, block
-            )
-            del found[scales.name]
-    return found
+        if scales is None or tensor.dtype != "F8_E4M3" or scales.dtype not in DTYPES:
+            continue
+        num_blocks = tuple(
+            -(-size // part) for size, part in zip(tensor.shape, block, strict=False)
+        )
+        if scales.shape != num_blocks:
+            continue
+        scaled[name] = BlockScaledTensor(
+            tensor.file, name, "F32", tensor.shape, tensor.offset, scales, block
+        )
+        del scaled[scales.name]
+    return scaled
 
 
 @dataclass(frozen=True)
@@ -189,28 +197,31 @@ class StoredParameter:
     @property
     def shape(self) -> tuple[int, int, int]:
         """Layers (1 if it has none), rows, columns (1 for a vector)."""
-        rows, columns = (*self.tensors[0].shape, 1)[:2]
-        return len(self.tensors), rows, columns
+        shape = self.tensors[0].shape
+        num_rows = shape[0]
+        num_columns = shape[1] if len(shape) > 1 else 1
+        return len(self.tensors), num_rows, num_columns
 
     @property
     def dtype(self) -> np.dtype:
         types = {DTYPES[tensor.dtype] for tensor in self.tensors}
-        return (
-            types.pop() if len(types) == 1 else np.dtype(np.float32)
-        )  # it holds the values of all of them
+        if len(types) > 1:
+            return np.dtype(np.float32)  # it holds the values of all of them
+        return types.pop()
 
     def read(self, layers: slice, rows: slice) -> np.ndarray:
         """Some rows of some layers, [layers, rows, columns]."""
-        chosen, (_, _, columns) = self.tensors[layers], self.shape
-        values = np.empty((len(chosen), rows.stop - rows.start, columns), self.dtype)
-        for tensor, part in zip(chosen, values, strict=True):
-            stored = (
-                part
-                if DTYPES[tensor.dtype] == part.dtype
-                else np.empty(part.shape, DTYPES[tensor.dtype])
-            )
+        tensors = self.tensors[layers]
+        _, _, num_columns = self.shape
+        values = np.empty((len(tensors), rows.stop - rows.start, num_columns), self.dtype)
+        for tensor, layer_values in zip(tensors, values, strict=True):
+            stored_dtype = DTYPES[tensor.dtype]
+            if stored_dtype == values.dtype:
+                tensor.read(rows.start, layer_values)
+                continue
+            stored = np.empty(layer_values.shape, stored_dtype)
             tensor.read(rows.start, stored)
-            part[...] = stored
+            layer_values[...] = stored
         return values
 
 
@@ -252,13 +263,14 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     with open(file, "rb") as stream:
         size = int.from_bytes(stream.read(8), "little")
         header = json.loads(stream.read(size))
-    return {
-        name: StoredTensor(
-            file, name, entry["dtype"], tuple(entry["shape"]), 8 + size + entry["data_offsets"][0]
-        )
-        for name, entry in header.items()
-        if name != "__metadata__"
-    }
+    data_offset = 8 + size
+    tensors = {}
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        offset = data_offset + entry["data_offsets"][0]
+        tensors[name] = StoredTensor(file, name, entry["dtype"], tuple(entry["shape"]), offset)
+    return tensors
 
 
 @dataclass(frozen=True)
@@ -275,36 +287,41 @@ class OutputTensor:
 def write_file(file: Path, tensors: Sequence[OutputTensor], dtype: np.dtype) -> None:
     """Writes a file; each run of rows is fetched when it is written, its parts by several
     threads."""
-    kinds = {value: kind for kind, value in OWN_DTYPES.items()}
+    dtype_names = {value: name for name, value in OWN_DTYPES.items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    starts, end = [], 0
+    starts = []
+    end = 0
     for tensor in tensors:
-        own = tensor.dtype or dtype
+        tensor_dtype = tensor.dtype or dtype
         starts.append(end)
-        end += own.itemsize * math.prod(tensor.shape)
+        end += tensor_dtype.itemsize * math.prod(tensor.shape)
         header[tensor.name] = {
-            "dtype": kinds[own],
+            "dtype": dtype_names[tensor_dtype],
             "shape": list(tensor.shape),
             "data_offsets": [starts[-1], end],
         }
     text = json.dumps(header).encode()
     text += b" " * (-(8 + len(text)) % ALIGNMENT)
+    data_offset = 8 + len(text)
     with open(file, "wb") as stream, ThreadPoolExecutor(WRITERS) as pool:
         stream.write(len(text).to_bytes(8, "little") + text)
         stream.flush()
         for tensor, start in zip(tensors, starts, strict=True):
-            own = tensor.dtype or dtype
-            row_bytes = own.itemsize * math.prod(tensor.shape[1:])
-            for row, values in tensor.runs(own):
-                data = np.ascontiguousarray(values, own).reshape(-1).view(np.uint8).data
-                write = partial(
-                    _write_part, stream.fileno(), 8 + len(text) + start + row * row_bytes, data
-                )
+            tensor_dtype = tensor.dtype or dtype
+            row_bytes = tensor_dtype.itemsize * math.prod(tensor.shape[1:])
+            for row, values in tensor.runs(tensor_dtype):
+                data = np.ascontiguousarray(values, tensor_dtype).reshape(-1).view(np.uint8).data
+                position = data_offset + start + row * row_bytes
+                write = partial(_write_part, stream.fileno(), position, data)
+                # A list, so that the errors of all of them are raised.
                 list(pool.map(write, range(0, len(data), PART_BYTES)))
 
 
 def _write_part(descriptor: int, position: int, data: memoryview, first: int) -> None:
-    part, position = data[first : first + PART_BYTES], position + first
-    while part:
-        count = os.pwrite(descriptor, part, position)
-        part, position = part[count:], position + count
+    """Writes PART_BYTES of `data` from `first` on; `position` is that of the data in the file."""
+    left = data[first : first + PART_BYTES]
+    position += first
+    while left:
+        count = os.pwrite(descriptor, left, position)
+        left = left[count:]
+        position += count

@@ -32,6 +32,7 @@ from shoal.mesh.devices import (
 )
 from shoal.mesh.programs import Program, device_options
 from shoal.records import ShoalError
+from shoal.text import count
 
 TRAINER_RULES: Mapping[str, str | tuple[str, ...] | None] = {
     "batch": ("data", "fsdp"),  # whole rows
@@ -72,13 +73,10 @@ class Role:
         )
 
     def with_options(self, options: Mapping[str, Mapping[str, Any]]) -> Role:
-        """The role with options of some of its programs besides, by kind of device."""
-        # The role's come last: they hold those that the user gave.
-        own = {
-            **options.get(self.mesh.devices.flat[0].device_kind, {}),
-            **dict(self.compiler_options),
-        }
-        return replace(self, compiler_options=tuple(own.items()))
+        """The role with further compiler options, by kind of device; its own take precedence."""
+        merged = dict(options.get(self.mesh.devices.flat[0].device_kind, {}))
+        merged |= dict(self.compiler_options)  # these hold those that the user set
+        return replace(self, compiler_options=tuple(merged.items()))
 
     @property
     def platform(self) -> str:
@@ -100,17 +98,23 @@ class Role:
         every device would go unnoticed. The sizes of a model are checked before
         (`shoal.model.transformer.check_mesh`)."""
         rules = dict(self.rules)
-        parts: list[Any] = []
+        mesh_axes: list[Any] = []
         for axis, size in zip(axes, shape, strict=True):
-            mapped = rules[axis] if axis is not None else None
-            names = (mapped,) if isinstance(mapped, str) else (mapped or ())
-            if size % (count := math.prod(self.mesh.shape[n] for n in names)):
+            mapped = None if axis is None else rules[axis]
+            if mapped is None:
+                names = ()
+            elif isinstance(mapped, str):
+                names = (mapped,)
+            else:
+                names = mapped
+            num_parts = math.prod(self.mesh.shape[name] for name in names)
+            if size % num_parts:
                 raise ValueError(
-                    f"{axis} of {tuple(shape)} has {size} elements, which {count} devices do not "
-                    "divide"
+                    f"{axis} of {tuple(shape)} has {size} elements, which {num_parts} devices do "
+                    "not divide"
                 )
-            parts.append(mapped)
-        return PartitionSpec(*parts)
+            mesh_axes.append(mapped)
+        return PartitionSpec(*mesh_axes)
 
     def sharding(self, axes: Sequence[str | None], shape: Sequence[int]) -> NamedSharding:
         return NamedSharding(self.mesh, self.spec(axes, shape))
@@ -127,29 +131,33 @@ class Role:
 
     def put_rows(self, tree: Any) -> Any:
         """Host arrays whose first dimension is rows, split over the devices."""
-        return jax.tree.map(
-            lambda x: put(x, self.sharding(("batch",) + (None,) * (np.ndim(x) - 1), np.shape(x))),
-            tree,
-        )
+
+        def put_array(x: Any) -> jax.Array:
+            axes = ("batch",) + (None,) * (np.ndim(x) - 1)
+            return put(x, self.sharding(axes, np.shape(x)))
+
+        return jax.tree.map(put_array, tree)
 
     def split_rows(self, x: jax.Array) -> jax.Array:
         """Inside a compiled function: rows [R, T, ...] as the parts [R * context, T / context, ...]
         that devices hold; those of a row are on neighbours."""
         if self.context == 1:
             return x
-        x = x.reshape(
-            self.batch_shards, -1, self.context, x.shape[1] // self.context, *x.shape[2:]
-        ).swapaxes(1, 2)
-        return self.constrain(x.reshape(-1, *x.shape[3:]), "rows", *(None,) * (x.ndim - 3))
+        tokens_of_part = x.shape[1] // self.context
+        inner = x.shape[2:]
+        x = x.reshape((self.batch_shards, -1, self.context, tokens_of_part) + inner)
+        x = x.swapaxes(1, 2).reshape((-1, tokens_of_part) + inner)
+        return self.constrain(x, "rows", *(None,) * (x.ndim - 1))
 
     def join_rows(self, x: jax.Array) -> jax.Array:
         """The way back, to whole rows on each of their devices."""
         if self.context == 1:
             return x
-        x = x.reshape(self.batch_shards, self.context, -1, *x.shape[1:]).swapaxes(1, 2)
-        return self.constrain(
-            x.reshape(x.shape[0] * x.shape[1], -1, *x.shape[4:]), "batch", *(None,) * (x.ndim - 3)
-        )
+        num_rows = x.shape[0] // self.context
+        inner = x.shape[2:]
+        x = x.reshape((self.batch_shards, self.context, -1) + x.shape[1:])
+        x = x.swapaxes(1, 2).reshape((num_rows, -1) + inner)
+        return self.constrain(x, "batch", *(None,) * (x.ndim - 1))
 
     @property
     def host_layout(self) -> NamedSharding | None:
@@ -163,9 +171,8 @@ class Role:
         process."""
         if jax.process_count() == 1:
             return self
-        own = [
-            part for part in self.mesh.devices if part.flat[0].process_index == jax.process_index()
-        ]
+        this_process = jax.process_index()
+        own = [part for part in self.mesh.devices if part.flat[0].process_index == this_process]
         return replace(self, mesh=as_mesh(np.stack(own), self.mesh.axis_names))
 
     @property
@@ -230,10 +237,11 @@ class Roles:
         local = self.sampler.local
         if not self.disaggregated:
             return [local]
-        return [
-            replace(local, mesh=as_mesh(replica[None], local.mesh.axis_names))
-            for replica in local.mesh.devices
-        ]
+        hosts = []
+        for replica in local.mesh.devices:
+            mesh = as_mesh(replica[None], local.mesh.axis_names)
+            hosts.append(replace(local, mesh=mesh))
+        return hosts
 
 
 def make_roles(
@@ -241,8 +249,8 @@ def make_roles(
 ) -> Roles:
     """The roles on their devices; two that share devices may divide them differently.
 
-    A reference on other devices than the trainer's splits a model's `hidden_size` over as many of
-    them as divide it. ShoalError for devices that are not there, roles that overlap in part, sizes
+    A reference on other devices than the trainer's splits a model's `hidden_size` over the largest
+    number of them that divides it. ShoalError for devices that are not there, roles that overlap in part, sizes
     that do not divide, and what several processes cannot do.
     """
     if section.processes > 1:
@@ -250,44 +258,50 @@ def make_roles(
             f"mesh.processes={section.processes}: only shoal train runs in several processes; "
             "leave out mesh.coordinator, mesh.processes and mesh.process"
         )
-    devices = devices if devices is not None else available_devices(section)
+    if devices is None:
+        devices = available_devices(section)
     numbers = role_devices(section, len(devices))
     try:
         mesh = make_mesh(section, [devices[number] for number in numbers.trainer])
     except ShoalError as error:
-        given = ", ".join(
-            f"mesh.{name}={text}"
-            for name in ("trainer", "sampler")
-            if (text := getattr(section, name))
-        )
         if len(numbers.trainer) == len(devices):
             raise
+        settings = []
+        if section.trainer:
+            settings.append(f"mesh.trainer={section.trainer}")
+        if section.sampler:
+            settings.append(f"mesh.sampler={section.sampler}")
         raise ShoalError(
-            f"{error}. The trainer has {len(numbers.trainer)} of {len(devices)} devices by {given}",
+            f"{error}. The trainer has {len(numbers.trainer)} of {len(devices)} devices by "
+            f"{', '.join(settings)}",
             error.key,
         ) from None
-    given = dict(option.split("=", 1) for option in section.compiler_options)
-    options = tuple({**device_options(devices[0]), **given}.items())
+    compiler_options: dict[str, Any] = dict(device_options(devices[0]))
+    for option in section.compiler_options:
+        name, _, value = option.partition("=")
+        compiler_options[name] = value
+    options = tuple(compiler_options.items())
 
     def role(name: str, mesh: Mesh, rules: Mapping[str, Any]) -> Role:
         return Role(name, mesh, tuple(rules.items()), options)
 
     trainer = role("trainer", mesh, TRAINER_RULES)
     sampler = role("sampler", _sampler_mesh(section, mesh, devices, numbers), SAMPLER_RULES)
-    reference = trainer  # one layout, and so one program for its log-probs and the trainer's
-    if set(numbers.reference) != set(numbers.trainer):
-        scoring = [devices[number] for number in numbers.reference]
-        within = math.gcd(*map(len, by_slice(scoring)))
-        tensor = math.gcd(section.tensor, within)
-        context = math.gcd(section.context, within // tensor, hidden_size)
-        shape = (math.gcd(within // tensor, hidden_size) // context, context, tensor)
-        mesh = as_mesh(arrange_copies(scoring, shape), mesh.axis_names)
-        reference = role("reference", mesh, TRAINER_RULES)
+    if set(numbers.reference) == set(numbers.trainer):
+        reference = trainer  # one layout, and so one program for its log-probs and the trainer's
+    else:
+        own_devices = [devices[number] for number in numbers.reference]
+        in_slice = math.gcd(*[len(members) for members in by_slice(own_devices)])
+        tensor = math.gcd(section.tensor, in_slice)
+        context = math.gcd(section.context, in_slice // tensor, hidden_size)
+        fsdp = math.gcd(in_slice // tensor, hidden_size) // context
+        arranged = arrange_copies(own_devices, (fsdp, context, tensor))
+        reference = role("reference", as_mesh(arranged, mesh.axis_names), TRAINER_RULES)
     roles = Roles(trainer, sampler, reference)
-    if jax.process_count() > 1 and (
-        reason := refusal(section, roles, {device: device.process_index for device in devices})
-    ):
-        raise ShoalError(reason)
+    if jax.process_count() > 1:
+        reason = refusal(section, roles, {device: device.process_index for device in devices})
+        if reason:
+            raise ShoalError(reason)
     return roles
 
 
@@ -297,23 +311,25 @@ def _sampler_mesh(
     """The sampler's replicas x tensor; ShoalError for a size that does not divide its devices."""
     tensor = section.sampler_tensor or section.tensor
     shared = set(numbers.sampler) == set(numbers.trainer)
-    count = trainer.size if shared else len(numbers.sampler)
-    if count % tensor:
-        key = "mesh.sampler_tensor" if section.sampler_tensor else "mesh.tensor"
-        hint = "" if section.sampler_tensor else " for mesh.sampler_tensor"
+    num_devices = trainer.size if shared else len(numbers.sampler)
+    if num_devices % tensor:
+        key = "mesh.tensor"
+        hint = " for mesh.sampler_tensor"
+        if section.sampler_tensor:
+            key = "mesh.sampler_tensor"
+            hint = ""
         raise ShoalError(
-            f"{key}={tensor} does not divide the sampler's {count} device{'s' * (count > 1)}; use "
-            f"{listed_divisors(count)}{hint}",
+            f"{key}={tensor} does not divide the sampler's {count(num_devices, 'device')}; use "
+            f"{listed_divisors(num_devices)}{hint}",
             key,
         )
     if shared:
-        # In the trainer's order where that will do: weights are published without an exchange of
-        # parts before. Of a torus it puts neighbours on different hosts, but a process samples with
-        # whole replicas on its own devices.
+        # In the trainer's order where possible: weights are then published without an exchange of
+        # parts. In a torus that order puts neighbours on different hosts, but a process samples
+        # with whole replicas on its own devices.
         return as_mesh(by_host(trainer.devices, tensor), SAMPLER_AXES)
-    return as_mesh(
-        arrange_copies([devices[number] for number in numbers.sampler], (tensor,)), SAMPLER_AXES
-    )
+    own_devices = [devices[number] for number in numbers.sampler]
+    return as_mesh(arrange_copies(own_devices, (tensor,)), SAMPLER_AXES)
 
 
 def refusal(section: MeshSection, roles: Roles, hosts: Mapping[Any, int]) -> str:
@@ -322,39 +338,47 @@ def refusal(section: MeshSection, roles: Roles, hosts: Mapping[Any, int]) -> str
 
     Refused are idle devices, roles on devices of their own, and a replica over two processes.
     """
-    processes, trainer, sampler = len(set(hosts.values())), roles.trainer.mesh, roles.sampler
-    if processes == 1:
+    num_processes = len(set(hosts.values()))
+    if num_processes == 1:
         return ""
-    if any(set(role.mesh.devices.flat) != set(trainer.devices.flat) for role in roles.all):
-        return (
-            f"a run in {processes} processes has all roles on all devices, since each process "
-            "samples on its own: leave out mesh.trainer, mesh.sampler and mesh.reference, or start "
-            "one process"
-        )
+    trainer = roles.trainer.mesh
+    sampler = roles.sampler
+    for role in roles.all:
+        if set(role.mesh.devices.flat) != set(trainer.devices.flat):
+            return (
+                f"a run in {num_processes} processes has all roles on all devices, since each "
+                "process samples on its own: leave out mesh.trainer, mesh.sampler and "
+                "mesh.reference, or start one process"
+            )
     if trainer.size != len(hosts):
         axes = " x ".join(f"mesh.{axis}={getattr(section, axis)}" for axis in trainer.axis_names)
         return (
-            f"{axes} uses {trainer.size} of {len(hosts)} devices, but {processes} processes train "
-            "on all of theirs: set mesh.fsdp=-1"
+            f"{axes} uses {trainer.size} of {len(hosts)} devices, but {num_processes} processes "
+            "train on all of theirs: set mesh.fsdp=-1"
         )
-    if any(len({hosts[device] for device in replica.flat}) > 1 for replica in sampler.mesh.devices):
-        each = len(hosts) // processes
-        return (
-            f"a replica of the sampler ({sampler.tensor} devices) would lie in two processes, "
-            f"which have {each} devices each: set "
-            f"mesh.sampler_tensor={math.gcd(sampler.tensor, each)}"
-        )
+    for replica in sampler.mesh.devices:
+        hosts_of_replica = {hosts[device] for device in replica.flat}
+        if len(hosts_of_replica) > 1:
+            of_process = len(hosts) // num_processes
+            return (
+                f"a replica of the sampler ({sampler.tensor} devices) would lie in two processes, "
+                f"which have {of_process} devices each: set "
+                f"mesh.sampler_tensor={math.gcd(sampler.tensor, of_process)}"
+            )
     return ""
 
 
 def view_of(role: Role, devices: Sequence[Any]) -> Role:
-    """A role as it would be on other devices, in parts that hold whole parts of its own: as many as
-    divide both."""
+    """A role as it would be on other devices: each axis but the first has the largest size that
+    divides both the role's and the number of devices, so that a part holds whole parts of the
+    role's."""
     if set(devices) == set(role.mesh.devices.flat):
         return role
-    shape, left = [], len(devices)
+    sizes = []
+    left = len(devices)
     for axis in reversed(role.mesh.axis_names[1:]):
-        shape.append(math.gcd(role.mesh.shape[axis], left))
-        left //= shape[-1]
-    mesh = as_mesh(np.asarray(devices).reshape(left, *reversed(shape)), role.mesh.axis_names)
+        size = math.gcd(role.mesh.shape[axis], left)
+        sizes.insert(0, size)
+        left //= size
+    mesh = as_mesh(np.asarray(devices).reshape([left, *sizes]), role.mesh.axis_names)
     return replace(role, mesh=mesh)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,9 +68,10 @@ class Topology:
 
     def __str__(self) -> str:
         """`v5p:4x4x8@2`, as `parse_topology` reads it."""
-        return f"{self.kind}:{'x'.join(map(str, self.shape))}" + (
-            f"@{self.slices}" if self.slices > 1 else ""
-        )
+        text = f"{self.kind}:{_shape_text(self.shape)}"
+        if self.slices > 1:
+            text += f"@{self.slices}"
+        return text
 
     @property
     def accelerator(self) -> Accelerator:
@@ -93,34 +94,41 @@ class Topology:
     def num_hosts(self) -> int:
         """Machines with processes of their own: those of four chips, of eight v5e or v6e, or with
         GPUs."""
-        chips = math.prod(self.shape)
         if not self.accelerator.is_tpu:
             return self.shape[0]
-        return self.slices * (
-            1 if self.accelerator.torus == 2 and chips <= 8 else max(1, chips // 4)
-        )
+        if self._slice_is_one_host:
+            return self.slices
+        return self.slices * max(1, math.prod(self.shape) // 4)
+
+    @property
+    def _slice_is_one_host(self) -> bool:
+        """True for up to eight chips of v5e and v6e."""
+        return self.accelerator.torus == 2 and math.prod(self.shape) <= 8
 
     def describe(self) -> str:
         """`128 v5p chips (4x4x8)`"""
-        shape, a = "x".join(map(str, self.shape)), self.accelerator
-        if not a.is_tpu:
-            machines = f" ({shape.replace('x', ' machines of ')})" * (self.shape[0] > 1)
-            return f"{self.num_devices} {self.kind.upper()}{machines}"
-        text = (
-            f"{self.num_chips} {self.kind} chips "
-            f"({f'{self.slices} slices of ' * (self.slices > 1)}{shape})"
-        )
-        return text + f", {self.num_devices} devices" * (a.devices > 1)
+        if not self.accelerator.is_tpu:
+            text = f"{self.num_devices} {self.kind.upper()}"
+            machines, gpus = self.shape
+            if machines > 1:
+                text += f" ({machines} machines of {gpus})"
+            return text
+        shape = _shape_text(self.shape)
+        if self.slices > 1:
+            shape = f"{self.slices} slices of {shape}"
+        text = f"{self.num_chips} {self.kind} chips ({shape})"
+        if self.accelerator.devices > 1:
+            text += f", {self.num_devices} devices"
+        return text
 
     def hosts(self, devices: Sequence[Any]) -> dict[Any, int]:
         """The host of each of the topology's devices, as a run's processes would have them."""
-        a = self.accelerator
-        if a.is_tpu and not (a.torus == 2 and math.prod(self.shape) <= 8):
+        if self.accelerator.is_tpu and not self._slice_is_one_host:
             return {device: device.process_index for device in devices}
         # JAX takes a GPU that is not here for a host of its own, and eight chips of v5e or v6e,
         # which one host has, for two hosts.
-        each = len(devices) // (self.slices if a.is_tpu else self.shape[0])
-        return {device: number // each for number, device in enumerate(devices)}
+        of_host = len(devices) // self.num_hosts
+        return {device: number // of_host for number, device in enumerate(devices)}
 
 
 def parse_topology(text: str) -> Topology:
@@ -132,18 +140,7 @@ def parse_topology(text: str) -> Topology:
     )
     kind = match[1].lower().replace("v5litepod", "v5e") if match else ""
     if not match or kind not in ACCELERATORS:
-        name = re.split("[-:@]", text)[0].lower()
-        slices = re.fullmatch(r"(?i)(v[^-]+-\d+)x(\d+)", text)
-        if slices and name.replace("v5litepod", "v5e") in ACCELERATORS:
-            raise ShoalError(
-                f"topology={text}: {slices[2]} slices are written {slices[1]}@{slices[2]}"
-            )
-        meant = nearest(name, ACCELERATORS)
-        raise ShoalError(
-            f"topology={text}: there is no such topology, did you mean {example(meant)}? Kinds: "
-            f"{', '.join(ACCELERATORS)}; written as v5p-256, v5p:4x4x8, v6e:4x8@2 (two slices), "
-            "h200:8x8 (eight machines of eight)"
-        )
+        raise _no_topology(text)
     slices = int(match["slices"] or 1)
     if not ACCELERATORS[kind].is_tpu:
         sizes = [int(size) for size in (match["shape"] or match["count"]).split("x")]
@@ -152,16 +149,40 @@ def parse_topology(text: str) -> Topology:
                 f"topology={text}: expected {kind}:GPUS of one machine or {kind}:MACHINESxGPUS, "
                 f"such as {example(kind)}"
             )
-        return Topology(kind, (1, *sizes) if len(sizes) == 1 else tuple(sizes))
+        if len(sizes) == 1:
+            sizes.insert(0, 1)  # one machine
+        return Topology(kind, tuple(sizes))
     if match["count"]:
         return Topology(kind, _named_shape(text, kind, int(match["count"])), slices)
-    shape = tuple(map(int, match["shape"].split("x")))
+    shape = tuple(int(size) for size in match["shape"].split("x"))
     _check_shape(text, kind, shape)
     return Topology(kind, shape, slices)
 
 
+def _no_topology(text: str) -> ShoalError:
+    """The error for a text whose kind is unknown, or that is written in another way."""
+    name = re.split("[-:@]", text)[0].lower()
+    slices = re.fullmatch(r"(?i)(v[^-]+-\d+)x(\d+)", text)
+    if slices and name.replace("v5litepod", "v5e") in ACCELERATORS:
+        return ShoalError(
+            f"topology={text}: {slices[2]} slices are written {slices[1]}@{slices[2]}"
+        )
+    meant = nearest(name, ACCELERATORS)
+    return ShoalError(
+        f"topology={text}: there is no such topology, did you mean {example(meant)}? Kinds: "
+        f"{', '.join(ACCELERATORS)}; written as v5p-256, v5p:4x4x8, v6e:4x8@2 (two slices), "
+        "h200:8x8 (eight machines of eight)"
+    )
+
+
 def example(kind: str) -> str:
-    return f"{kind}-{8}" if ACCELERATORS[kind].is_tpu else f"{kind}:8"
+    """A topology of eight devices of a kind, as users write it."""
+    separator = "-" if ACCELERATORS[kind].is_tpu else ":"
+    return f"{kind}{separator}8"
+
+
+def _shape_text(shape: Sequence[int]) -> str:
+    return "x".join(str(size) for size in shape)
 
 
 def slice_shape(kind: str, chips: int) -> tuple[int, ...] | None:
@@ -172,87 +193,99 @@ def slice_shape(kind: str, chips: int) -> tuple[int, ...] | None:
     if torus == 2 or chips % 64 or chips > ACCELERATORS[kind].largest:
         return None
     cubes = chips // 64
-    shapes = [
-        (a, b, cubes // a // b)
-        for a in range(1, cubes + 1)
-        if cubes % a == 0
-        for b in range(a, cubes // a + 1)
-        if cubes // a % b == 0 and b <= cubes // a // b
-    ]
-    best = min(shapes, key=lambda shape: (shape[2], shape[1]))
-    return tuple(4 * size for size in best) if 4 * best[2] < _LONGEST else None
+    best = None  # the cubes by dimension, ascending
+    for first in range(1, cubes + 1):
+        for second in range(first, cubes // first + 1):
+            third, rest = divmod(cubes, first * second)
+            if rest or third < second:
+                continue
+            shape = (first, second, third)
+            if best is None or (third, second) < (best[2], best[1]):
+                best = shape
+    if best is None or 4 * best[2] >= _LONGEST:
+        return None
+    return tuple(4 * size for size in best)
 
 
 def slice_names(kind: str) -> Iterator[str]:
     """The names of all slices of a kind: v5p-8, v5p-16, ..."""
-    a = ACCELERATORS[kind]
-    for chips in (*_SMALL[a.torus], *range(64, (a.largest if a.torus == 3 else 0) + 1, 64)):
+    accelerator = ACCELERATORS[kind]
+    counts = list(_SMALL[accelerator.torus])
+    if accelerator.torus == 3:
+        counts += range(64, accelerator.largest + 1, 64)
+    for chips in counts:
         if slice_shape(kind, chips):
-            yield f"{kind}-{chips * a.cores}"
+            yield f"{kind}-{chips * accelerator.cores}"
 
 
 def _named_shape(text: str, kind: str, counted: int) -> tuple[int, ...]:
-    a = ACCELERATORS[kind]
-    shape = None if counted % a.cores else slice_shape(kind, counted // a.cores)
+    """The shape of a slice whose name counts cores or chips; ShoalError if there is none."""
+    chips, rest = divmod(counted, ACCELERATORS[kind].cores)
+    shape = None if rest else slice_shape(kind, chips)
     if shape is None:
-        raise _no_slice(text, kind, counted / a.cores, str)
+        raise _no_slice(text, kind, counted / ACCELERATORS[kind].cores, as_shapes=False)
     return shape
 
 
 def _check_shape(text: str, kind: str, shape: tuple[int, ...]) -> None:
-    a = ACCELERATORS[kind]
-    hosts = (2, 2, 1)[: a.torus]  # a host has four chips
-    fits = (
-        len(shape) == a.torus
-        and 0 not in shape
-        and math.prod(shape) <= a.largest
-        and (
-            math.prod(shape) == 1
-            or all(size % host == 0 for size, host in zip(shape, hosts, strict=False))
-        )
-    )
+    accelerator = ACCELERATORS[kind]
+    chips = math.prod(shape)
+    fits = len(shape) == accelerator.torus and 0 not in shape and chips <= accelerator.largest
+    if fits and chips > 1:
+        # A host has four chips, 2x2; only one chip can be a part of a host.
+        for size, of_host in zip(shape, (2, 2, 1), strict=False):
+            fits = fits and size % of_host == 0
     if not fits:
-        raise _no_slice(text, kind, math.prod(shape), lambda name: str(parse_topology(name)))
+        raise _no_slice(text, kind, chips, as_shapes=True)
 
 
-def _no_slice(text: str, kind: str, chips: float, show: Callable[[str], str]) -> ShoalError:
-    """The error for a slice that does not exist, with the nearest ones, as `show` writes their
-    names."""
-    a = ACCELERATORS[kind]
-    nearest_two = sorted(
-        slice_names(kind), key=lambda name: abs(int(name.partition("-")[2]) / a.cores - chips)
-    )[:2]
-    names = sorted(nearest_two, key=lambda name: int(name.partition("-")[2]))
-    counts = "cores, two a chip" if a.cores == 2 else "chips"
+def _no_slice(text: str, kind: str, chips: float, as_shapes: bool) -> ShoalError:
+    """The error for a slice that does not exist, with the two that are nearest, written as shapes
+    or by their names."""
+    accelerator = ACCELERATORS[kind]
+
+    def counted(name: str) -> int:
+        return int(name.partition("-")[2])
+
+    def distance(name: str) -> float:
+        return abs(counted(name) / accelerator.cores - chips)
+
+    by_distance = sorted(slice_names(kind), key=distance)
+    names = sorted(by_distance[:2], key=counted)
+    if as_shapes:
+        names = [str(parse_topology(name)) for name in names]
+    counts = "cores, two a chip" if accelerator.cores == 2 else "chips"
     return ShoalError(
-        f"topology={text}: there is no such slice, the nearest are {' or '.join(map(show, names))} "
-        f"({kind} counts {counts}); a shape is written as {kind}:{'x'.join(['4'] * a.torus)}, of "
-        f"{a.torus} dimensions and whole hosts of 2x2 chips"
+        f"topology={text}: there is no such slice, the nearest are {' or '.join(names)} "
+        f"({kind} counts {counts}); a shape is written as "
+        f"{kind}:{_shape_text([4] * accelerator.torus)}, of {accelerator.torus} dimensions and "
+        "whole hosts of 2x2 chips"
     )
 
 
 def topology_devices(topology: Topology) -> list[Any]:
     """JAX's devices of a topology, for a compiler: nothing can run on them. ShoalError where the
-    compiler is not installed. The process's environment is to be ENVIRONMENT, from before JAX was
+    compiler is not installed. The process must have had ENVIRONMENT since before JAX was
     imported."""
     from importlib.util import find_spec
 
     from jax.experimental.topologies import get_topology_desc
 
-    a = topology.accelerator
-    needed = "libtpu" if a.is_tpu else "jax_cuda13_plugin"
-    if find_spec(needed) is None and (a.is_tpu or find_spec("jax_cuda12_plugin") is None):
+    if topology.accelerator.is_tpu:
+        device, compilers = "a TPU", ["libtpu"]
+    else:
+        device, compilers = "a GPU", ["jax_cuda13_plugin", "jax_cuda12_plugin"]
+    if all(find_spec(compiler) is None for compiler in compilers):
         raise ShoalError(
-            f"topology={topology}: compiling for {'a TPU' if a.is_tpu else 'a GPU'} needs "
-            f"{needed}: pip install '.[plan]'"
+            f"topology={topology}: compiling for {device} needs {compilers[0]}: "
+            "pip install '.[plan]'"
         )
-    shape = "x".join(map(str, topology.shape))
-    if not a.is_tpu:
-        return list(
-            get_topology_desc(
-                platform="cuda", target_config=gpu_target(topology.kind), topology=f"{shape}x1"
-            ).devices
+    shape = _shape_text(topology.shape)
+    if not topology.accelerator.is_tpu:
+        description = get_topology_desc(
+            platform="cuda", target_config=gpu_target(topology.kind), topology=f"{shape}x1"
         )
+        return list(description.devices)
     options: dict[str, Any] = {"chip_config_name": "megacore"} if topology.kind == "v4" else {}
     if topology.num_chips == topology.slices:  # a host of one chip
         options["chips_per_host_bounds"] = [1] * 3
@@ -284,42 +317,45 @@ class PlaceholderDevice:
 
     @property
     def coords(self) -> tuple[int, ...]:
-        raise NotImplementedError(
-            "only the compiler knows its place in the torus"
-        )  # meshes then take devices in order
+        # Meshes then take the devices in order.
+        raise NotImplementedError("only the compiler knows its position in the torus")
 
     def memory_stats(self) -> None:
         """As of a compiler's device: nothing is in its memory."""
 
 
 def placeholder_devices(topology: Topology) -> list[PlaceholderDevice]:
-    """As many devices as a topology has, for estimates and for a check of meshes, which need no
+    """Devices in the number of a topology's, for estimates and for a check of meshes, which need no
     compiler."""
-    platform, each = (
-        "tpu" if topology.accelerator.is_tpu else "gpu",
-        topology.num_devices // topology.slices,
-    )
+    platform = "tpu" if topology.accelerator.is_tpu else "gpu"
     kind = DEVICE_KINDS.get(topology.kind, f"NVIDIA {topology.kind.upper()}")
+    of_slice = topology.num_devices // topology.slices
     of_host = topology.num_devices // topology.num_hosts
-    return [
-        PlaceholderDevice(number, platform, number // each, kind, number // of_host)
-        for number in range(topology.num_devices)
-    ]
+    devices = []
+    for number in range(topology.num_devices):
+        devices.append(
+            PlaceholderDevice(
+                number,
+                platform,
+                slice_index=number // of_slice,
+                device_kind=kind,
+                process_index=number // of_host,
+            )
+        )
+    return devices
 
 
 def gpu_target(kind: str) -> str:
     """The description of a GPU that XLA's compiler takes in place of one."""
-    a = ACCELERATORS[kind]
-    assert a.target is not None
-    target = dict(a.target)
-    major, shared = target.pop("capability"), target["shared_memory_per_core"]
-    feature = " feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""
-    lines = {
-        **target,
+    accelerator = ACCELERATORS[kind]
+    assert accelerator.target is not None
+    facts = dict(accelerator.target)
+    major = facts.pop("capability")
+    facts |= {
         "shared_memory_per_block": 48 << 10,
-        "shared_memory_per_block_optin": shared - 1024,
-        "memory_bandwidth": int(a.hbm),
-        "device_memory_size": a.hbm_bytes,
+        "shared_memory_per_block_optin": facts["shared_memory_per_core"] - 1024,
+        "memory_bandwidth": int(accelerator.hbm),
+        "device_memory_size": accelerator.hbm_bytes,
         "threads_per_block_limit": 1024,
         "threads_per_core_limit": 2048,
         "threads_per_warp": 32,
@@ -333,22 +369,27 @@ def gpu_target(kind: str) -> str:
         "registers_per_core_limit": 65536,
         "registers_per_block_limit": 65536,
     }
-    inside = "".join(f"  {name}: {value}\n" for name, value in lines.items())
-    versions = "".join(
-        f'  {name}: "{version}"\n'
-        for name, version in (
-            ("driver_version", "13.0.0"),
-            ("runtime_version", "13.0.0"),
-            ("compile_time_toolkit_version", "13.0.0"),
-            ("dnn_version", "9.10.0"),
-        )
-    )
+    versions = {
+        "driver_version": "13.0.0",
+        "runtime_version": "13.0.0",
+        "compile_time_toolkit_version": "13.0.0",
+        "dnn_version": "9.10.0",
+    }
     name = f"NVIDIA {kind.upper()}"
-    return (
-        f'gpu_device_info {{\n{inside}{versions}  name: "{name}"\n  device_vendor: "NVIDIA '
-        f'Corporation"\n'
-        f"  cuda_compute_capability {{ major: {major}{feature} }}\n"
-        "  device_interconnect_info { active_links: 18 }\n}\n"
-        'platform_name: "CUDA"\ndnn_version_info { major: 9 minor: 10 }\n'
-        f'device_description_str: "{name}"\n'
-    )
+    feature = " feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""
+    lines = ["gpu_device_info {"]
+    for fact, value in facts.items():
+        lines.append(f"  {fact}: {value}")
+    for library, version in versions.items():
+        lines.append(f'  {library}: "{version}"')
+    lines += [
+        f'  name: "{name}"',
+        '  device_vendor: "NVIDIA Corporation"',
+        f"  cuda_compute_capability {{ major: {major}{feature} }}",
+        "  device_interconnect_info { active_links: 18 }",
+        "}",
+        'platform_name: "CUDA"',
+        "dnn_version_info { major: 9 minor: 10 }",
+        f'device_description_str: "{name}"',
+    ]
+    return "\n".join(lines) + "\n"

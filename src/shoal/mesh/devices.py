@@ -30,6 +30,7 @@ from jax.sharding import AxisType, Mesh
 from shoal.config.sections.devices import MeshSection
 from shoal.mesh.accelerators import GPU_SHARE
 from shoal.records import ShoalError
+from shoal.text import count
 
 NO_KEYS = MeshSection()
 
@@ -202,7 +203,7 @@ def role_devices(section: MeshSection, available: int) -> RoleDevices:
         if text:
             texts[name] = text
     shown = ", ".join(f"mesh.{name}={text}" for name, text in texts.items())
-    devices = f"{available} device{'s' * (available > 1)}"
+    devices = count(available, "device")
     everything = list(range(available))
     listed: dict[str, list[int]] = {}  # of a role with a list: the numbers of its devices
     counts: dict[str, int] = {}  # of a role with a number or a fraction: devices of its own
@@ -218,10 +219,12 @@ def role_devices(section: MeshSection, available: int) -> RoleDevices:
         takes_all = size == available and (available == 1 or not text.isdigit())
         if not takes_all:
             counts[name] = size
-    beyond = [number for numbers in listed.values() for number in numbers if number >= available]
-    if beyond:
+    largest = -1
+    for numbers in listed.values():
+        largest = max(largest, *numbers)
+    if largest >= available:
         raise ShoalError(
-            f"{shown}: there is no device {max(beyond)}; JAX finds {devices}, numbered from 0. "
+            f"{shown}: there is no device {largest}; JAX finds {devices}, numbered from 0. "
             f"{_all_devices(section, available)}"
         )
 
@@ -257,10 +260,12 @@ def role_devices(section: MeshSection, available: int) -> RoleDevices:
         elif "reference" in counts:
             reserved = left[-counts["reference"] :]
         trainer = [number for number in left if number not in reserved] or left or everything
-    sampler = sampler or trainer
+    if not sampler:
+        sampler = trainer
     reference = sampler
     if "reference" in texts:
-        free = [number for number in everything if number not in {*trainer, *sampler}]
+        taken = set(trainer) | set(sampler)
+        free = [number for number in everything if number not in taken]
         reference = own("reference", free)
     roles = RoleDevices(trainer, sampler, reference)
     for name, other in (("sampler", "trainer"), ("reference", "trainer"), ("reference", "sampler")):
@@ -268,10 +273,11 @@ def role_devices(section: MeshSection, available: int) -> RoleDevices:
         devices_of_other = set(getattr(roles, other))
         common = devices_of_role & devices_of_other
         if common and devices_of_role != devices_of_other:
-            numbers = ", ".join(map(str, sorted(common)))
+            numbers = ", ".join(str(number) for number in sorted(common))
+            noun = "devices" if len(common) > 1 else "device"
             raise ShoalError(
-                f"{shown}: device{'s' * (len(common) > 1)} {numbers} would be both the {other}'s "
-                f"and the {name}'s; they share all of their devices or none"
+                f"{shown}: {noun} {numbers} would be both the {other}'s and the {name}'s; they "
+                "share all of their devices or none"
             )
     return roles
 
@@ -279,22 +285,24 @@ def role_devices(section: MeshSection, available: int) -> RoleDevices:
 def _all_devices(section: MeshSection, available: int) -> str:
     """The words with which all roles share all devices, over a stored configuration too, whose keys
     stay."""
-    words = [
-        f"mesh.{role}=" for role in ("trainer", "sampler", "reference") if getattr(section, role)
-    ]
-    words += [
-        f"mesh.{axis}={free}"
-        for axis, free in (
-            ("data", 1),
-            ("tensor", 1),
-            ("context", 1),
-            ("sampler_tensor", 0),
-            ("dcn_data", 1),
-            ("dcn_fsdp", 1),
-        )
-        if available % (getattr(section, axis) or 1)
-    ]
-    words += ["mesh.fsdp=-1"] * (section.fsdp > 1)
+    words = []
+    for role in ("trainer", "sampler", "reference"):
+        if getattr(section, role):
+            words.append(f"mesh.{role}=")
+    defaults = {
+        "data": 1,
+        "tensor": 1,
+        "context": 1,
+        "sampler_tensor": 0,
+        "dcn_data": 1,
+        "dcn_fsdp": 1,
+    }
+    for axis, default in defaults.items():
+        size = getattr(section, axis) or 1
+        if available % size:
+            words.append(f"mesh.{axis}={default}")
+    if section.fsdp > 1:
+        words.append("mesh.fsdp=-1")
     return f"All roles share all devices with {' '.join(words)}"
 
 
@@ -337,7 +345,8 @@ def uses_pathways(section: MeshSection) -> bool:
 
 def check_pathways() -> None:
     """ShoalError where the proxy's address or Pathways' client is missing."""
-    if not (target := jax.config.values["jax_backend_target"]):
+    target = jax.config.values["jax_backend_target"]
+    if not target:
         raise ShoalError(
             f"JAX_PLATFORMS={PROXY}: JAX_BACKEND_TARGET is missing; set it to the address of the "
             "proxy of Pathways, as grpc://HOST:29000, or unset JAX_PLATFORMS"
@@ -385,16 +394,15 @@ def make_mesh(section: MeshSection, devices: Sequence[Any]) -> Mesh:
     of each. ShoalError for a size that does not divide the devices: the rest would stay idle.
     """
     slices = (section.dcn_data, section.dcn_fsdp, 1, 1)
-    count, parts = math.prod(slices), by_slice(devices)
-    if count != len(parts):
-        if len(devices) % count:
+    num_slices, parts = math.prod(slices), by_slice(devices)
+    if num_slices != len(parts):
+        if len(devices) % num_slices:
             raise ShoalError(
                 f"mesh.dcn_data={section.dcn_data} x mesh.dcn_fsdp={section.dcn_fsdp} does not "
-                f"divide {_devices(len(devices))} into {count} slices of one size"
+                f"divide {count(len(devices), 'device')} into {num_slices} slices of one size"
             )
-        parts = np.reshape(
-            np.asarray(devices), (count, -1)
-        ).tolist()  # hosts, which have no number of a slice
+        # Hosts, which have no number of a slice: equal parts in the devices' order.
+        parts = np.reshape(np.asarray(devices), (num_slices, -1)).tolist()
     # fsdp last: it takes what the others leave.
     sizes = {
         "data": section.data,
@@ -402,17 +410,17 @@ def make_mesh(section: MeshSection, devices: Sequence[Any]) -> Mesh:
         "context": section.context,
         "fsdp": section.fsdp,
     }
-    left = each = min(map(len, parts))
+    of_slice = min(len(part) for part in parts)
+    left = of_slice
     for axis, size in sizes.items():
         if size == -1:
-            sizes[axis] = size = left
+            size = left
+            sizes[axis] = size
         if left % size:
-            among = (
-                _devices(left)
-                if left == each
-                else f"the {left} of {each} devices that the other axes leave"
-            )
-            within = " of a slice" if count > 1 else ""
+            among = f"the {left} of {of_slice} devices that the other axes leave"
+            if left == of_slice:
+                among = count(left, "device")
+            within = " of a slice" if num_slices > 1 else ""
             raise ShoalError(
                 f"mesh.{axis}={size} does not divide {among}{within}; use {listed_divisors(left)}",
                 f"mesh.{axis}",
@@ -422,9 +430,13 @@ def make_mesh(section: MeshSection, devices: Sequence[Any]) -> Mesh:
     parts = [part[: math.prod(shape)] for part in parts]
     _check_slices(parts)
     grid = np.stack([arrange(part, shape) for part in parts]).reshape(*slices, *shape)
-    order = [position for axis in range(len(shape)) for position in (axis, len(shape) + axis)]
-    sizes_with_slices = [size * count for size, count in zip(shape, slices, strict=True)]
-    return as_mesh(grid.transpose(order).reshape(sizes_with_slices), AXES)
+    # Each axis of the mesh: its slices, then its devices in a slice.
+    order = []
+    whole_sizes = []
+    for axis, (size, slices_of_axis) in enumerate(zip(shape, slices, strict=True)):
+        order += [axis, len(shape) + axis]
+        whole_sizes.append(size * slices_of_axis)
+    return as_mesh(grid.transpose(order).reshape(whole_sizes), AXES)
 
 
 def as_mesh(grid: np.ndarray, axes: Sequence[str]) -> Mesh:
@@ -446,18 +458,21 @@ def arrange(devices: Sequence[Any], shape: Sequence[int]) -> np.ndarray:
 def arrange_copies(devices: Sequence[Any], shape: Sequence[int]) -> np.ndarray:
     """Devices as copies of `shape`, each within a slice where the slices' sizes allow it: copies
     exchange nothing."""
-    size, parts = math.prod(shape), by_slice(devices)
+    size = math.prod(shape)
+    parts = by_slice(devices)
     if any(len(part) % size for part in parts):
         parts = [list(devices)]
-    return np.concatenate([arrange(part, (len(part) // size, *shape)) for part in parts])
+    arranged = [arrange(part, (len(part) // size, *shape)) for part in parts]
+    return np.concatenate(arranged)
 
 
 def by_slice(devices: Sequence[Any]) -> list[list[Any]]:
-    """The devices of each slice, as JAX numbers them, in their order; those without a number are of
-    one."""
+    """The devices of each slice, as JAX numbers them, in their order; devices without a number
+    belong to slice 0."""
     slices: dict[int, list[Any]] = {}
     for device in devices:
-        slices.setdefault(getattr(device, "slice_index", None) or 0, []).append(device)
+        number = getattr(device, "slice_index", None) or 0
+        slices.setdefault(number, []).append(device)
     return [slices[number] for number in sorted(slices)]
 
 
@@ -466,32 +481,37 @@ def by_host(devices: np.ndarray, size: int) -> np.ndarray:
     a host."""
 
     def within_hosts(grid: np.ndarray) -> bool:
-        return all(len({device.process_index for device in row}) == 1 for row in grid)
+        for row in grid:
+            if len({device.process_index for device in row}) > 1:
+                return False
+        return True
 
-    grid = devices.reshape(-1, size)
-    grouped = np.asarray(sorted(devices.flat, key=lambda device: device.process_index)).reshape(
-        -1, size
-    )
-    return grouped if within_hosts(grouped) and not within_hosts(grid) else grid
+    in_order = devices.reshape(-1, size)
+    by_process = sorted(devices.flat, key=lambda device: device.process_index)
+    host_by_host = np.asarray(by_process).reshape(-1, size)
+    if within_hosts(host_by_host) and not within_hosts(in_order):
+        return host_by_host
+    return in_order
 
 
 def _check_slices(parts: Sequence[Sequence[Any]]) -> None:
-    """ShoalError unless each part is a TPU slice's, and each of another."""
+    """ShoalError unless each part is of one TPU slice, and each of another."""
     devices = [device for part in parts for device in part]
-    number, count = len(by_slice(devices)), len(parts)
-    if devices[0].platform == "tpu" and not number == count == sum(
-        len(by_slice(part)) for part in parts
-    ):
+    if devices[0].platform != "tpu":
+        return
+    num_slices = len(by_slice(devices))
+    if num_slices == len(parts) and all(len(by_slice(part)) == 1 for part in parts):
+        return
+    cure = "leave both out"
+    if num_slices > 1:
         cure = (
-            f"set mesh.dcn_data={number} mesh.dcn_fsdp=1 (the slices exchange gradients alone) or "
-            f"mesh.dcn_data=1 mesh.dcn_fsdp={number}"
-            if number > 1
-            else "leave both out"
+            f"set mesh.dcn_data={num_slices} mesh.dcn_fsdp=1 (the slices exchange gradients alone) "
+            f"or mesh.dcn_data=1 mesh.dcn_fsdp={num_slices}"
         )
-        raise ShoalError(
-            f"these {len(devices)} devices are {number} slice{'s' * (number > 1)}, but "
-            f"mesh.dcn_data x mesh.dcn_fsdp is {count}: {cure}"
-        )
+    raise ShoalError(
+        f"these {len(devices)} devices are {count(num_slices, 'slice')}, but "
+        f"mesh.dcn_data x mesh.dcn_fsdp is {len(parts)}: {cure}"
+    )
 
 
 def listed_divisors(*numbers: int) -> str:
@@ -506,9 +526,7 @@ def listed_divisors(*numbers: int) -> str:
 
 def listed(sizes: Sequence[int]) -> str:
     """`1, 2 or 4`"""
-    *most, last = map(str, sizes)
-    return f"{', '.join(most)} or {last}" if most else last
-
-
-def _devices(count: int) -> str:
-    return f"{count} device{'s' * (count > 1)}"
+    *most, last = [str(size) for size in sizes]
+    if not most:
+        return last
+    return f"{', '.join(most)} or {last}"

@@ -1,8 +1,7 @@
-"""The one door of compiled programs: a `Role` makes them, with the compiler options of its
-platform.
+"""Compiled programs: all of them are `Program`s, which a `Role` makes with the compiler options of
+its platform.
 
-What the door makes is what `shoal plan` lowers for devices that are not here, so a plan is of the
-run's own programs.
+`shoal plan` lowers the same programs for devices that are not here.
 """
 
 from __future__ import annotations
@@ -96,8 +95,8 @@ _order: dict[Any, threading.RLock] = {}
 
 @contextlib.contextmanager
 def dispatching(devices: Iterable[Any]) -> Iterator[None]:
-    """Around the dispatch of a program that did not come from the door: one thread at a time for
-    devices that meet.
+    """Around the dispatch of a program that is not a `Program`: one thread at a time for devices
+    that both use.
 
     Two programs with collectives that reach two devices in different orders wait for each other for
     ever: samplers decode in threads of their own, while the trainer's thread compares and scores on
@@ -109,10 +108,9 @@ def dispatching(devices: Iterable[Any]) -> Iterator[None]:
 
 
 def device_options(device: Any) -> Mapping[str, Any]:
-    return {
-        **COMPILER_OPTIONS.get(device.platform, {}),
-        **COMPILER_OPTIONS.get(device.device_kind, {}),
-    }
+    options = dict(COMPILER_OPTIONS.get(device.platform, {}))
+    options.update(COMPILER_OPTIONS.get(device.device_kind, {}))
+    return options
 
 
 class Program:
@@ -134,11 +132,9 @@ class Program:
         options: Mapping[str, Any],
         queued: bool = True,
     ) -> None:
-        self.function, self.compiler_options, self.options = (
-            function,
-            dict(compiler_options),
-            dict(options),
-        )
+        self.function = function
+        self.compiler_options = dict(compiler_options)
+        self.options = dict(options)
         self._devices = frozenset(devices)
         self._is_queued = queued or any(device.platform == "cpu" for device in self._devices)
         self._in_flight = _in_flight.setdefault(self._devices, deque())

@@ -145,8 +145,8 @@ class Role:
             return x
         tokens_of_part = x.shape[1] // self.context
         inner = x.shape[2:]
-        x = x.reshape((self.batch_shards, -1, self.context, tokens_of_part) + inner)
-        x = x.swapaxes(1, 2).reshape((-1, tokens_of_part) + inner)
+        x = x.reshape(self.batch_shards, -1, self.context, tokens_of_part, *inner)
+        x = x.swapaxes(1, 2).reshape(-1, tokens_of_part, *inner)
         return self.constrain(x, "rows", *(None,) * (x.ndim - 1))
 
     def join_rows(self, x: jax.Array) -> jax.Array:
@@ -155,8 +155,8 @@ class Role:
             return x
         num_rows = x.shape[0] // self.context
         inner = x.shape[2:]
-        x = x.reshape((self.batch_shards, self.context, -1) + x.shape[1:])
-        x = x.swapaxes(1, 2).reshape((num_rows, -1) + inner)
+        x = x.reshape(self.batch_shards, self.context, -1, *x.shape[1:])
+        x = x.swapaxes(1, 2).reshape(num_rows, -1, *inner)
         return self.constrain(x, "batch", *(None,) * (x.ndim - 1))
 
     @property
@@ -250,8 +250,8 @@ def make_roles(
     """The roles on their devices; two that share devices may divide them differently.
 
     A reference on other devices than the trainer's splits a model's `hidden_size` over the largest
-    number of them that divides it. ShoalError for devices that are not there, roles that overlap in part, sizes
-    that do not divide, and what several processes cannot do.
+    number of them that divides it. ShoalError for devices that are not there, roles that overlap in
+    part, sizes that do not divide, and what several processes cannot do.
     """
     if section.processes > 1:
         raise ShoalError(

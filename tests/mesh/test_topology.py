@@ -81,6 +81,7 @@ def test_every_slice_has_its_chips_and_a_shape_of_whole_hosts(kind):
         ("pod", "Kinds: v4, v5e, v5p"),
         ("h100:0", "h100:GPUS"),
         ("v6e-8@0", "v6e:4x8@2 (two slices)"),
+        ("v5p-0", "the nearest are v5p-8 or v5p-16"),
     ],
 )
 def test_an_unknown_one_names_the_nearest(text, part):

@@ -242,9 +242,10 @@ def accelerator_of(device_kind: str) -> Accelerator | None:
     """The accelerator that JAX calls so; None if it is not known, as any CPU."""
     if "MIG" in device_kind:  # a slice of a device: its share is not in the name
         return None
-    return next(
-        (known for known in ACCELERATORS.values() if re.fullmatch(known.kind, device_kind)), None
-    )
+    for accelerator in ACCELERATORS.values():
+        if re.fullmatch(accelerator.kind, device_kind):
+            return accelerator
+    return None
 
 
 MEASURED = ("hbm", "launch", "bfloat16", "float32")
@@ -258,34 +259,38 @@ def read_calibration(file: str, device_kind: str, known: Accelerator | None) -> 
     than `device_kind`, or that does not have this form."""
     again = f"measure anew with `python benchmarks/accelerator.py --calibration {file}`"
     try:
-        found = json.loads(Path(file).read_text())
-        measured = {
-            name: [float(one) for one in found["figures"][name]]
-            for name in dict.fromkeys((*MEASURED, *found["figures"]))
-        }
-        device, _, _ = str(found["device"]), int(found["devices"]), found["jax"]
+        calibration = json.loads(Path(file).read_text())
+        figures = calibration["figures"]
+        measured = {}
+        for name in dict.fromkeys((*MEASURED, *figures)):
+            measured[name] = [float(value) for value in figures[name]]
+        device = str(calibration["device"])
+        # Read by `plan`: an entry that is missing is an error here.
+        _ = int(calibration["devices"]), calibration["jax"]
     except KeyError as error:
         raise ShoalError(f"calibration={file} has no {error.args[0]}: {again}") from error
     except (OSError, ValueError, OverflowError, RecursionError, TypeError, AttributeError) as error:
         raise ShoalError(f"calibration={file} is no calibration ({error}): {again}") from error
-    if unknown := set(measured) - {*MEASURED, "link"}:
+    unknown = set(measured) - {*MEASURED, "link"}
+    if unknown:
         raise ShoalError(
             f"calibration={file} has {', '.join(sorted(unknown))}, which no plan knows: {again}"
         )
-    for name, some in measured.items():
-        if len(some) != 3 or not all(0 < one < math.inf for one in some):
+    for name, values in measured.items():
+        if len(values) != 3 or not all(0 < value < math.inf for value in values):
             raise ShoalError(f"calibration={file}: {name} is not three positive numbers: {again}")
     if not re.fullmatch(known.kind if known else re.escape(device_kind), device):
         raise ShoalError(
             f"calibration={file} was measured on {device}, and the plan is for {device_kind}: give "
             "one that was measured there, or the topology of that device"
         )
-    return {**found, "figures": measured}
+    calibration["figures"] = measured
+    return calibration
 
 
 def calibrated(known: Accelerator | None, calibration: Mapping[str, Any]) -> Accelerator:
     """The makers' entry with the medians that were measured in place of its figures."""
-    medians = {name: some[0] for name, some in calibration["figures"].items()}
+    medians = {name: values[0] for name, values in calibration["figures"].items()}
     peaks = {"bfloat16": medians.pop("bfloat16"), "float32": medians.pop("float32")}
     if known is None:
         return Accelerator(re.escape(calibration["device"]), peaks, **medians)
@@ -301,8 +306,11 @@ def peak_flops(device_kind: str, dtype: Any) -> float | None:
     >>> peak_flops("NVIDIA H100 80GB HBM3", "bfloat16")
     989000000000000.0
     """
-    peaks = known.peaks if (known := accelerator_of(device_kind)) else {}
-    rates = next(
-        (rates for kind, rates in _OTHERS.items() if re.fullmatch(kind, device_kind)), peaks
-    )
-    return None if "MIG" in device_kind else rates.get(np.dtype(dtype).name)
+    if "MIG" in device_kind:
+        return None
+    dtype_name = np.dtype(dtype).name
+    for kind, peaks in _OTHERS.items():
+        if re.fullmatch(kind, device_kind):
+            return peaks.get(dtype_name)
+    accelerator = accelerator_of(device_kind)
+    return accelerator.peaks.get(dtype_name) if accelerator else None

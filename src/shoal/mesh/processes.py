@@ -88,11 +88,11 @@ def find_processes(section: MeshSection) -> MeshSection:
     """The section with `coordinator`, `processes` and `process` of a run in several processes,
     which are read from the launcher's environment where they are not given; without them for a run
     in one. ShoalError for those that are missing or cannot be. Nothing is started."""
-    given = {
-        name: getattr(section, name)
-        for name, none in NO_SECTION.items()
-        if getattr(section, name) != none
-    }
+    given = {}
+    for name, none in NO_SECTION.items():
+        if getattr(section, name) != none:
+            given[name] = getattr(section, name)
+    are_all_given = len(given) == len(NO_SECTION)
     if uses_pathways(section):  # its hosts may look like those of several processes
         if given:
             raise ShoalError(
@@ -100,11 +100,8 @@ def find_processes(section: MeshSection) -> MeshSection:
                 "out mesh.coordinator, mesh.processes and mesh.process"
             )
         return section
-    if (
-        (cluster := _environment()) is not None
-        and cluster.get_process_count() > 1
-        and len(given) < len(NO_SECTION)
-    ):
+    cluster = _environment()
+    if cluster is not None and cluster.get_process_count() > 1 and not are_all_given:
         port = os.environ.get("JAX_COORDINATOR_PORT")
         section = replace(
             section,
@@ -112,7 +109,7 @@ def find_processes(section: MeshSection) -> MeshSection:
             process=cluster.get_process_id() if section.process < 0 else section.process,
             coordinator=section.coordinator or cluster.get_coordinator_address(START_SECONDS, port),
         )
-    elif given and len(given) < len(NO_SECTION):
+    elif given and not are_all_given:
         missing = ", ".join(f"mesh.{name}" for name in NO_SECTION if name not in given)
         raise ShoalError(
             f"{_shown(given)}: {missing} is missing; each process of a run needs mesh.coordinator="
@@ -185,24 +182,29 @@ class World:
         if self.count == 1:
             return [data]
         self.sequence += 1
-        head, length = f"{what}\n".encode(), len(data) if len(data) > STORE_BYTES else 0
-        # The length goes before what is gathered, so that all processes are there, and know how
+        head = f"{what}\n".encode()
+        is_large = len(data) > STORE_BYTES
+        # The length of what is gathered goes first, so that all processes are there, and know how
         # much there is.
-        mark = json.dumps([length, jax.process_index()]).encode() + b"\n"
-        mine = mark if length else mark + data
-        self.client.key_value_set_bytes(f"shoal/{self.sequence}/{self.index}", head + mine)
-        given = [
-            mine if number == self.index else self._wait(number, head)
-            for number in range(self.count)
-        ]
-        # Whoever has given its part of this exchange has read all of the last one.
+        gathered_length = len(data) if is_large else 0
+        own_part = json.dumps([gathered_length, jax.process_index()]).encode() + b"\n"
+        if not is_large:
+            own_part += data
+        self.client.key_value_set_bytes(f"shoal/{self.sequence}/{self.index}", head + own_part)
+        lengths, rows, stored = [], [], []
+        for number in range(self.count):
+            part = own_part if number == self.index else self._wait(number, head)
+            mark, _, small = part.partition(b"\n")
+            length, row = json.loads(mark)
+            lengths.append(length)
+            rows.append(row)
+            stored.append(small)
+        # A process that wrote its part of this exchange has read all of the last one.
         if self.sequence > 1:
             self.client.key_value_delete(f"shoal/{self.sequence - 1}/{self.index}")
-        marks, _, stored = zip(*(part.partition(b"\n") for part in given), strict=True)
-        lengths, rows = zip(*map(json.loads, marks), strict=True)
         if not any(lengths):
-            return list(stored)
-        gathered = gather_bytes(data if length else b"", rows, lengths)
+            return stored
+        gathered = gather_bytes(data if is_large else b"", rows, lengths)
         return [large or small for large, small in zip(gathered, stored, strict=True)]
 
     def exchange_json(self, what: str, value: Any) -> list[Any]:
@@ -283,8 +285,10 @@ class World:
         farewell."""
         text = b""
         with contextlib.suppress(OSError):
-            while part := link.recv(4096):
+            part = link.recv(4096)
+            while part:
                 text += part
+                part = link.recv(4096)
         if text.endswith(b"farewell\n"):
             return
         # Process 0 hears of every end; the others hear its name from process 0.
@@ -295,8 +299,7 @@ class World:
                     other.sendall(ended.encode())
         reason = (
             f"error: {ended}, so this one ends too: the output of that process says why. Start all "
-            f"of them "
-            "again to resume\n"
+            "of them again to resume\n"
         )
         with contextlib.suppress(OSError):
             sys.stdout.flush()
@@ -319,10 +322,8 @@ def own_gpus() -> list[int] | None:
     """The GPU of this process where a launcher starts several on a node; None for all that it
     sees."""
     for per_node, number in PER_NODE.items():
-        if (
-            os.environ.get(per_node, "1").partition("(")[0] != "1"
-            and "JAX_LOCAL_DEVICE_IDS" not in os.environ
-        ):
+        is_one_a_node = os.environ.get(per_node, "1").partition("(")[0] == "1"
+        if not is_one_a_node and "JAX_LOCAL_DEVICE_IDS" not in os.environ:
             return [int(os.environ[number])]
     return None
 
@@ -330,7 +331,11 @@ def own_gpus() -> list[int] | None:
 def exit_code_of(kind: type[BaseException]) -> int:
     """The exit code of the command line for an exception, where Python is left without its own way
     out."""
-    return 2 if issubclass(kind, ShoalError) else 130 if issubclass(kind, KeyboardInterrupt) else 1
+    if issubclass(kind, ShoalError):
+        return 2
+    if issubclass(kind, KeyboardInterrupt):
+        return 130
+    return 1
 
 
 _joined: list[World] = []
@@ -397,16 +402,25 @@ def gather_bytes(data: bytes, rows: Sequence[int], lengths: Sequence[int]) -> li
     `rows`. All processes call this at the same point in the order of their computations, with the
     same rows and lengths.
     """
-    local, most = jax.local_device_count(), ROUND_BYTES // len(lengths)
-    wanted = max(-(-max(lengths) // local), LEAST_BYTES)
-    size = local << min((wanted - 1).bit_length(), max(most.bit_length() - 1, 0))
-    padded = np.zeros(-(-max(lengths) // size) * size, np.uint8)
+    num_devices = jax.local_device_count()
+    longest = max(lengths)
+    # Bytes that a device sends in a round: a power of two, so that few programs are compiled, of
+    # all that there is if that is within ROUND_BYTES for all processes together.
+    of_device = max(-(-longest // num_devices), LEAST_BYTES)
+    most_of_process = ROUND_BYTES // len(lengths)
+    exponent = min((of_device - 1).bit_length(), max(most_of_process.bit_length() - 1, 0))
+    round_size = num_devices << exponent
+    num_rounds = -(-longest // round_size)
+    padded = np.zeros(num_rounds * round_size, np.uint8)
     padded[: len(data)] = np.frombuffer(data, np.uint8)
-    gathered = [_gather()(padded[begin : begin + size]) for begin in range(0, len(padded), size)]
-    return [
-        b"".join(part[row] for part in gathered)[:length]
-        for row, length in zip(rows, lengths, strict=True)
-    ]
+    gathered = []
+    for begin in range(0, len(padded), round_size):
+        gathered.append(_gather()(padded[begin : begin + round_size]))
+    parts = []
+    for row, length in zip(rows, lengths, strict=True):
+        whole = b"".join(rows_of_round[row] for rows_of_round in gathered)
+        parts.append(whole[:length])
+    return parts
 
 
 @cache
@@ -477,10 +491,13 @@ def bind_address(section: MeshSection) -> str:
     """HOST:PORT where process 0 and JAX's service listen: the coordinator's, or all addresses of
     this machine where its name is a loopback address here, as in the hosts file of Debian and
     Ubuntu (127.0.1.1), which no other reaches."""
-    if given := os.environ.get(BIND_ADDRESS):
+    given = os.environ.get(BIND_ADDRESS)
+    if given:
         return given
     host, _, port = section.coordinator.rpartition(":")
-    return f"0.0.0.0:{port}" if loopback_of_name(host) else section.coordinator
+    if loopback_of_name(host):
+        return f"0.0.0.0:{port}"
+    return section.coordinator
 
 
 def loopback_of_name(name: str) -> str:
@@ -489,11 +506,13 @@ def loopback_of_name(name: str) -> str:
     if is_loopback(name):
         return ""
     try:
-        found = socket.getaddrinfo(name.strip("[]"), None, type=socket.SOCK_STREAM)
+        entries = socket.getaddrinfo(name.strip("[]"), None, type=socket.SOCK_STREAM)
     except OSError:
         return ""
-    addresses = [str(address[0]) for *_, address in found]
-    return addresses[0] if all(map(is_loopback, addresses)) else ""
+    addresses = [str(address[0]) for *_, address in entries]
+    if not all(is_loopback(address) for address in addresses):
+        return ""
+    return addresses[0]
 
 
 def _address_here(links: Iterable[socket.socket]) -> str:
@@ -539,11 +558,14 @@ def meet_others(section: MeshSection) -> Met:
     Links without a correct line are closed and counted. JAX's service listens at the same port
     afterwards; it would abort the process where another does not come.
     """
-    names, links, dropped = {0: _name(0)}, {}, 0
+    names = {0: _name(0)}
+    links: dict[int, socket.socket] = {}
+    dropped = 0
     host = section.coordinator.rpartition(":")[0]
-    if BIND_ADDRESS not in os.environ and (address := loopback_of_name(host)):
+    loopback = loopback_of_name(host)
+    if loopback and BIND_ADDRESS not in os.environ:
         print(
-            f"mesh.coordinator={section.coordinator}: {host} is {address} on this machine (its "
+            f"mesh.coordinator={section.coordinator}: {host} is {loopback} on this machine (its "
             "hosts file), which no other reaches, so process 0 listens at all addresses of this "
             "machine",
             file=sys.stderr,
@@ -552,11 +574,12 @@ def meet_others(section: MeshSection) -> Met:
     with _listener(section) as listener:
         listener.settimeout(0.2)
         wait = Wait()
-        while missing := sorted(set(range(section.processes)) - set(names)):
-            awaited = f"process {', '.join(map(str, missing))}"
-            strangers = (
-                f" (dropped connections without the run's {TOKEN}: {dropped})" if dropped else ""
-            )
+        while len(names) < section.processes:
+            missing = [str(number) for number in range(section.processes) if number not in names]
+            awaited = f"process {', '.join(missing)}"
+            strangers = ""
+            if dropped:
+                strangers = f" (dropped connections without the run's {TOKEN}: {dropped})"
             if wait.left <= 0:
                 raise _refused(
                     links.values(),
@@ -575,13 +598,15 @@ def meet_others(section: MeshSection) -> Met:
                 dropped += 1
                 link.close()
                 continue
+            fault = ""
             if count != section.processes:
                 fault = f"mesh.processes={count}, process 0 has mesh.processes={section.processes}"
-            else:
-                fault = f"mesh.process={number}, as {names[number]} has" if number in names else ""
+            elif number in names:
+                fault = f"mesh.process={number}, as {names[number]} has"
             if fault:
-                raise _refused((*links.values(), link), f"{name} was started with {fault}")
-            names[number], links[number] = name, link
+                raise _refused([*links.values(), link], f"{name} was started with {fault}")
+            names[number] = name
+            links[number] = link
     if dropped:
         print(
             f"dropped connections without the run's {TOKEN}: {dropped}", file=sys.stderr, flush=True
@@ -598,11 +623,8 @@ def _read_greeting(link: socket.socket, processes: int) -> tuple[int, int, str]:
     this run."""
     line = _read_line(link, GREETING_SECONDS, GREETING_BYTES)
     number, count, name = line["process"], line["processes"], line["name"]
-    if [type(value) for value in (number, count, name)] != [
-        int,
-        int,
-        str,
-    ] or not 0 < number < count:
+    has_types = type(number) is int and type(count) is int and type(name) is str
+    if not has_types or not 0 < number < count:
         raise ValueError("not a greeting")
     return number, count, name
 
@@ -728,10 +750,14 @@ def _send_line(link: socket.socket, value: Any) -> None:
 
 def _read_line(link: socket.socket, seconds: float, most_bytes: int) -> Any:
     """The value of a signed line, read a byte at a time: what follows it is for another reader."""
-    line, deadline = b"", time.monotonic() + seconds
+    line = b""
+    deadline = time.monotonic() + seconds
     while not line.endswith(b"\n"):
         link.settimeout(max(deadline - time.monotonic(), 1e-3))
-        if len(line) == most_bytes or time.monotonic() > deadline or not (byte := link.recv(1)):
+        if len(line) == most_bytes or time.monotonic() > deadline:
+            raise ValueError("no line")
+        byte = link.recv(1)
+        if not byte:  # the link was closed
             raise ValueError("no line")
         line += byte
     signature, _, text = line.rstrip(b"\n").partition(b" ")

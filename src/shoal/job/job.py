@@ -116,7 +116,7 @@ from shoal.sampler.engine import Engine
 from shoal.sampler.scheduler import num_rows
 from shoal.stop import StopSignal
 from shoal.tasks.data import evaluating
-from shoal.tasks.task import ROWS, Task
+from shoal.tasks.task import OWN_DATA, Task
 from shoal.text import gib
 from shoal.trainer.evaluation import Evaluator
 from shoal.trainer.loss import make_objective
@@ -816,7 +816,7 @@ class Job(StagedJob):
         are known before, else 0, the longest that is allowed."""
         sampling = settings.sampling
         requested = self.requested.sampling.prompt_slot_tokens
-        is_known = self.requested.task.name in ("custom", ROWS) and self.sessions is None
+        is_known = self.requested.task.name in OWN_DATA and self.sessions is None
         if not is_known:
             if requested and requested < sampling.max_prompt_tokens:
                 raise ShoalError(

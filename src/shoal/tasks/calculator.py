@@ -13,10 +13,9 @@ from shoal.records import Example
 from shoal.tasks.countdown import is_answered
 from shoal.tasks.generated import Problems, generated_task, pick
 from shoal.tasks.graders import arithmetic
-from shoal.tasks.graders.answer import reward_of, single_answer
-from shoal.tasks.graders.numbers import answer_key
+from shoal.tasks.graders.answer import reward_of
 from shoal.tasks.task import Task
-from shoal.tasks.words import answers
+from shoal.tasks.words import answers, extract, is_correct
 
 QUESTIONS = ("What is {}?", "How much is {}?", "Do you know {}?", "And {}?")
 
@@ -27,11 +26,12 @@ def calculate(expression: str) -> str:
     Args:
         expression: Whole numbers joined by + - * / and brackets, such as 12 * (3 + 4).
     """
-    if (found := arithmetic.read(expression)) is None:
+    parsed = arithmetic.read(expression)
+    if parsed is None:
         raise ValueError(
             f"{expression!r:.80} is no expression of whole numbers, + - * / and brackets"
         )
-    return str(found.value)
+    return str(parsed.value)
 
 
 def _draw(rng: Random, section: TaskSection) -> tuple[str, str]:
@@ -42,7 +42,11 @@ def _draw(rng: Random, section: TaskSection) -> tuple[str, str]:
     return pick(rng, QUESTIONS).format(expression), expression
 
 
-PROBLEMS = Problems("calculator", _draw, lambda problem: f"calculator {problem[1]}")
+def _key(problem: tuple[str, str]) -> str:
+    return f"calculator {problem[1]}"
+
+
+PROBLEMS = Problems("calculator", _draw, _key)
 """A question, `And 414 + 349 * 340?`, and its expression, which is never held out."""
 
 
@@ -51,9 +55,9 @@ def load(task: TaskSection) -> Task:
     empty = Task(
         name="calculator",
         rewards=(reward_of("correct", answers), reward_of("format", is_answered, 0.1, ())),
-        correct=lambda text, example: answers(text, example.columns["answer"]),
+        correct=is_correct,
         well_formed=is_answered,
-        extract=lambda text: answer_key(single_answer(text)) or None,
+        extract=extract,
         tools=(calculate,),
     )
     return generated_task(task, empty, PROBLEMS, _example)

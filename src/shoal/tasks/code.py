@@ -45,7 +45,7 @@ def load(task: TaskSection) -> Task:
             "code",
             rewards=(RewardFunction("passed", passed),),
             correct_by="passed",
-            well_formed=lambda text: len(blocks_of(text)) == 1,
+            well_formed=has_one_block,
             verdict=verdict,
         ),
         splits,
@@ -55,13 +55,16 @@ def load(task: TaskSection) -> Task:
 def _note_undefined(splits: Splits) -> None:
     """Notes tests that use what nobody defines: they fail every completion that does not guess
     it."""
-    rows = [*splits.train, *(() if splits.shared else splits.held_out)]
-    found = [(example.place, undefined_names(case_of("", example.columns))) for example in rows]
-    found = [(place, names) for place, names in found if names]
-    if found:
-        place, names = found[0]
+    with_undefined = []
+    for example in splits.all_rows:
+        names = undefined_names(case_of("", example.columns))
+        if names:
+            with_undefined.append((example.place, names))
+    if with_undefined:
+        place, names = with_undefined[0]
+        rows = count(len(with_undefined), "row")
         splits.notes.append(
-            f"code: the tests of {count(len(found), 'row')} use names that neither the tests, "
+            f"code: the tests of {rows} use names that neither the tests, "
             f"their setup nor the solution define ({', '.join(names)} in {place}): define them in "
             "`test_setup_code`, or leave these rows out"
         )
@@ -69,26 +72,29 @@ def _note_undefined(splits: Splits) -> None:
 
 def _example(number: int, place: str, row: Mapping[str, Any]) -> Example:
     tests: Any = row.get("test_list")
-    are_tests = (
-        isinstance(tests, list) and bool(tests) and all(isinstance(one, str) for one in tests)
-    )
-    entry, text = row.get("entry_point"), row.get("text") or row.get("prompt")
-    if entry is not None:
-        are_tests = (
-            isinstance(entry, str) and isinstance(row.get("test"), str) and bool(row["test"])
-        )
-    if not (isinstance(text, str) and are_tests):
+    entry = row.get("entry_point")
+    text = row.get("text") or row.get("prompt")
+    if entry is None:
+        has_tests = isinstance(tests, list) and bool(tests)
+        has_tests = has_tests and all(isinstance(test, str) for test in tests)
+    else:
+        test = row.get("test")
+        has_tests = isinstance(entry, str) and isinstance(test, str) and bool(test)
+    if not (isinstance(text, str) and has_tests):
         raise ShoalError(
             f"task code: {place} has neither `text` (or `prompt`) and `test_list`, as MBPP, nor "
             "`prompt`, `test` and `entry_point`, as HumanEval; its columns: "
             f"{', '.join(row) or 'none'} (task.columns=[test_list=OTHER] renames one)"
         )
     if entry is None:
-        setup = "\n".join([*_texts(row.get("test_imports")), *_texts(row.get("test_setup_code"))])
-        head, solution = "", "".join(_texts(row.get("code")))
+        setup = "\n".join(_texts(row.get("test_imports")) + _texts(row.get("test_setup_code")))
+        head = ""
+        solution = "".join(_texts(row.get("code")))
         asked = f"{text.strip()}\n\nYour code must pass this test, and others:\n{tests[0]}"
     else:
-        head, setup, tests = f"{text}\n", "", [row["test"]]
+        head = f"{text}\n"
+        setup = ""
+        tests = [row["test"]]
         asked = f"Complete this code:\n```python\n{text.rstrip()}\n```"
         solution = text + "".join(_texts(row.get("canonical_solution")))
     prompt = [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": asked}]
@@ -109,7 +115,12 @@ def _example(number: int, place: str, row: Mapping[str, Any]) -> Example:
 
 def _texts(value: Any) -> list[str]:
     """The texts of a column that holds one, several or none."""
-    return [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, str)]
+    values = value if isinstance(value, list) else [value]
+    return [text for text in values if isinstance(text, str)]
+
+
+def has_one_block(text: str) -> bool:
+    return len(blocks_of(text)) == 1
 
 
 def blocks_of(text: str) -> list[str]:
@@ -141,7 +152,9 @@ def case_of(text: str, columns: Mapping[str, Any]) -> dict[str, Any]:
         "code": columns["head"] + code,
         "given": columns["head"],
         "reference": columns.get("solution") or "",
-        **{name: columns[name] for name in ("setup", "tests", "entry_point")},
+        "setup": columns["setup"],
+        "tests": columns["tests"],
+        "entry_point": columns["entry_point"],
     }
 
 
@@ -158,24 +171,23 @@ async def passed(
 ) -> list[float]:
     """1.0 where all tests pass, else 0.0. Logged: the share of each outcome, and each
     completion's."""
-    solutions = solution or [""] * len(completions)
-    found = await run_all(
-        [
-            case_of(
-                completion_text(one),
-                {"head": h, "setup": s, "tests": t, "entry_point": e, "solution": given},
-            )
-            for one, h, s, t, e, given in zip(
-                completions, head, setup, tests, entry_point, solutions, strict=True
-            )
-        ]
-    )
+    cases = []
+    for i, completion in enumerate(completions):
+        columns = {
+            "head": head[i],
+            "setup": setup[i],
+            "tests": tests[i],
+            "entry_point": entry_point[i],
+            "solution": solution[i] if solution else "",
+        }
+        cases.append(case_of(completion_text(completion), columns))
+    outcomes = await run_all(cases)
     if log_extra and log_metric:
-        log_extra("outcome", found)
-        for one in found:
-            for outcome in OUTCOMES[1:]:
-                log_metric(outcome.replace(" ", "_"), float(one == outcome))
-    return [float(one == "passed") for one in found]
+        log_extra("outcome", outcomes)
+        for outcome in outcomes:
+            for failure in OUTCOMES[1:]:
+                log_metric(failure.replace(" ", "_"), float(outcome == failure))
+    return [float(outcome == "passed") for outcome in outcomes]
 
 
 def verdict(text: str, example: Example) -> dict[str, Any]:

@@ -54,31 +54,36 @@ class Puzzle:
 def _draw(rng: Random, task: TaskSection) -> Puzzle:
     """Numbers from 1 to `task.max_value`, joined two by two until one is left; no value on the way
     is larger."""
-    numbers = tuple(pick(rng, range(1, task.max_value + 1)) for _ in range(task.num_numbers))
+    numbers = []
+    for _ in range(task.num_numbers):
+        numbers.append(pick(rng, range(1, task.max_value + 1)))
     parts = [(number, str(number)) for number in numbers]
     while len(parts) > 1:
         first = parts.pop(pick(rng, range(len(parts))))
         second = parts.pop(pick(rng, range(len(parts))))
         parts.append(pick(rng, _joined(max(first, second), min(first, second), task.max_value)))
     value, solution = parts[0]
-    return Puzzle(numbers, value, solution.removeprefix("(").removesuffix(")"))
+    return Puzzle(tuple(numbers), value, solution.removeprefix("(").removesuffix(")"))
 
 
 def _joined(large: tuple[int, str], small: tuple[int, str], most: int) -> list[tuple[int, str]]:
     """The results of two values and their texts, whole numbers from 1 to `most`; one or more."""
     (a, left), (b, right) = large, small
-    values = {"+": a + b, "-": a - b, "*": a * b, "/": a // b if a % b == 0 else 0}
-    return [
-        (value, f"({left} {sign} {right})") for sign, value in values.items() if 1 <= value <= most
-    ]
+    values = {"+": a + b, "-": a - b, "*": a * b}
+    if a % b == 0:
+        values["/"] = a // b
+    joined = []
+    for sign, value in values.items():
+        if 1 <= value <= most:
+            joined.append((value, f"({left} {sign} {right})"))
+    return joined
 
 
-PROBLEMS = Problems(
-    "countdown",
-    _draw,
-    lambda problem: f"countdown {problem.normal_form}",
-    ("num_numbers", "max_value"),
-)
+def _key(problem: Puzzle) -> str:
+    return f"countdown {problem.normal_form}"
+
+
+PROBLEMS = Problems("countdown", _draw, _key, ("num_numbers", "max_value"))
 
 
 # ---- the task
@@ -93,11 +98,9 @@ def load(task: TaskSection) -> Task:
             reward_of("correct", solves_in_tag, 0.9, ("numbers", "target")),
             reward_of("answered", is_answered, 0.1, ()),
         ),
-        correct=lambda text, example: solves_in_tag(
-            text, example.columns["numbers"], example.columns["target"]
-        ),
+        correct=is_correct,
         well_formed=is_answered,
-        extract=lambda text: single_answer(text) or None,
+        extract=extract,
     )
     return generated_task(task, empty, PROBLEMS, _example)
 
@@ -108,17 +111,25 @@ def solves(answer: str | None, numbers: Sequence[int], target: int) -> bool:
     >>> solves("(3 + 4) * 2", [2, 3, 4], 14), solves("3 + 4", [3, 4, 2], 7)
     (True, False)
     """
-    expression = arithmetic.read(answer) if answer else None
-    return (
-        expression is not None
-        and expression.value == target
-        and sorted(expression.numbers) == sorted(numbers)
-    )
+    if not answer:
+        return False
+    expression = arithmetic.read(answer)
+    if expression is None or expression.value != target:
+        return False
+    return sorted(expression.numbers) == sorted(numbers)
 
 
 def solves_in_tag(text: str, numbers: Sequence[int], target: int) -> bool:
     """True if the text has one `<answer>`, and it solves the problem."""
     return solves(single_answer(text), numbers, target)
+
+
+def is_correct(text: str, example: Example) -> bool:
+    return solves_in_tag(text, example.columns["numbers"], example.columns["target"])
+
+
+def extract(text: str) -> str | None:
+    return single_answer(text) or None
 
 
 def is_answered(text: str) -> bool:

@@ -6,8 +6,8 @@ ones are held out, and no row that is held out is trained on, unless that was as
 
 from __future__ import annotations
 
+import contextlib
 import csv
-import itertools
 import json
 import math
 import re
@@ -59,15 +59,25 @@ class Splits:
     data: DataReport = field(default_factory=DataReport)
     one_split: bool = False  # there were no rows to evaluate on
     shared: bool = False  # the rows held out are those that are trained on, on purpose
+    # Held-out examples have the numbers of the data that they were taken from, else their own.
+    keeps_row_numbers: bool = False
+
+    @property
+    def all_rows(self) -> list[Any]:
+        return self.train if self.shared else self.train + self.held_out
 
     def divide(self, source: str, num_questions: int, spread: bool = False) -> None:
         """Holds out a tenth of data without another split: its last rows, at most `num_questions`
         (0: no limit), or every tenth one; all of them where nothing is trained."""
-        rows, total, files = self.train, len(self.train), self.data.train_files
+        rows = self.train
+        total = len(rows)
+        files = self.data.train_files
         begin = f"{self.task}: {source} has no other split to evaluate on; "
         self.one_split = True
         if is_evaluating():
-            self.train, self.held_out, self.data = [], rows, DataReport({}, files)
+            self.train = []
+            self.held_out = rows
+            self.data = DataReport({}, files)
             self.notes.append(
                 f"{begin}{asked_rows(total, num_questions)} are evaluated on, those too that a run "
                 "on this data learned from"
@@ -82,23 +92,26 @@ class Splits:
             held = range(_HELD_OUT_SHARE - 1, total, _HELD_OUT_SHARE) or range(total - 1, total)
             self.notes.append(f"{begin}every tenth row of it is held out, {len(held)} of {total}")
         else:
-            held = range(
-                total - min(max(1, total // _HELD_OUT_SHARE), num_questions or total), total
-            )
+            num_held = max(1, total // _HELD_OUT_SHARE)
+            if num_questions:
+                num_held = min(num_held, num_questions)
+            held = range(total - num_held, total)
             self.notes.append(f"{begin}its last {len(held)} of {total} rows are held out")
-        self.train, self.held_out = (
-            [row for at, row in enumerate(rows) if at not in held],
-            [rows[at] for at in held],
-        )
-        begins = itertools.accumulate(files.values(), initial=0)
-        counts = {
-            file: sum(at in held for at in range(first, first + files[file]))
-            for file, first in zip(files, begins, strict=False)
-        }
-        self.data = DataReport(
-            {file: files[file] - number for file, number in counts.items()},
-            {file: number for file, number in counts.items() if number},
-        )
+        self.train = []
+        self.held_out = []
+        for number, row in enumerate(rows):
+            if number in held:
+                self.held_out.append(row)
+            else:
+                self.train.append(row)
+        self.data = DataReport()
+        first = 0
+        for file, num_rows in files.items():
+            num_held = sum(number in held for number in range(first, first + num_rows))
+            self.data.train_files[file] = num_rows - num_held
+            if num_held:
+                self.data.held_out_files[file] = num_held
+            first += num_rows
 
     def share(self) -> None:
         """Evaluates on the rows that are trained on."""
@@ -111,14 +124,15 @@ class Splits:
     def keep(self, test: Callable[[Any], bool], expected: str, reason: str) -> None:
         """Drops the rows that fail a test; ShoalError where no other is left. `expected`: what a
         row must have; `reason`: what the dropped ones have."""
-        train, held_out = list(filter(test, self.train)), list(filter(test, self.held_out))
-        for kind, rows, kept in (
+        train = [row for row in self.train if test(row)]
+        held_out = [row for row in self.held_out if test(row)]
+        for split, rows, kept in (
             ("training", self.train, train),
             ("held-out", self.held_out, held_out),
         ):
             if rows and not kept:
                 raise ShoalError(
-                    f"task {self.task}: none of the {len(rows)} {kind} rows has {expected}"
+                    f"task {self.task}: none of the {len(rows)} {split} rows has {expected}"
                 )
         if len(held_out) < len(self.held_out):
             self.notes.append(
@@ -132,8 +146,8 @@ class Splits:
         """Leaves out the training rows whose `key` a held-out row has. `noun`: what a row asks."""
         if self.shared:
             return
-        known = {key(one) for one in self.held_out}
-        kept = [one for one in self.train if key(one) not in known]
+        held_out_keys = {key(row) for row in self.held_out}
+        kept = [row for row in self.train if key(row) not in held_out_keys]
         if self.train and not kept and not is_evaluating():
             raise ShoalError(
                 f"task {self.task}: every training {noun} is held out too: give other data, or "
@@ -149,11 +163,9 @@ class Splits:
 
 def asked_rows(total: int, num_questions: int) -> str:
     """How many rows of a data set are evaluated on, at most `num_questions` (0: no limit)."""
-    return (
-        f"the first {num_questions} of {total} rows"
-        if 0 < num_questions < total
-        else f"all {total} rows"
-    )
+    if 0 < num_questions < total:
+        return f"the first {num_questions} of {total} rows"
+    return f"all {total} rows"
 
 
 # ---- the files
@@ -202,21 +214,23 @@ def _find_files(
             )
     path = find_input(task.path, "task.path", weights=True, groups=True)
     if task.path and path.is_file():
-        return *_siblings(path, task), [
-            f"{name}: task.{key} has no effect, since {path.name} is one file"
-            for key in ("subset", "files")
-            if getattr(task, key)
-        ]
-    if task.files and not task.path and (not published.hub_id or all(map(is_bucket, task.files))):
-        train, held_out = named_files(task.files), []
-        if len(train) == 1:
-            train, held_out = _siblings(train[0], task)
-        return train, held_out, []
-    folder = (
-        open_folder(path, published)
-        if task.path and path.is_dir()
-        else fetch_folder(task, published)
-    )
+        notes = []
+        for key in ("subset", "files"):
+            if getattr(task, key):
+                notes.append(f"{name}: task.{key} has no effect, since {path.name} is one file")
+        train, held_out = _siblings(path, task)
+        return train, held_out, notes
+    if task.files and not task.path:
+        are_no_files_of_hub = not published.hub_id or all(is_bucket(file) for file in task.files)
+        if are_no_files_of_hub:
+            train, held_out = named_files(task.files), []
+            if len(train) == 1:
+                train, held_out = _siblings(train[0], task)
+            return train, held_out, []
+    if task.path and path.is_dir():
+        folder = open_folder(path, published)
+    else:
+        folder = fetch_folder(task, published)
     return folder.find_splits(task)
 
 
@@ -224,12 +238,14 @@ def _siblings(path: Path, task: TaskSection) -> tuple[list[Path], list[Path]]:
     """The files of training and of evaluation where one file is given: if it is named after a
     split, it is that split, and a file in its folder with the other's name is the other one."""
     for mine, other in ((task.split, task.eval_split), (task.eval_split, task.split)):
-        before, found, after = path.name.rpartition(mine)
+        before, name_of_split, after = path.name.rpartition(mine)
         sibling = path.with_name(f"{before}{other}{after}")
         if area_of(path):
             fetch(address(sibling), "task.path", may_be_empty=True)
-        if found and mine != other and sibling.is_file():
-            return ([path], [sibling]) if mine == task.split else ([sibling], [path])
+        if name_of_split and mine != other and sibling.is_file():
+            if mine == task.split:
+                return [path], [sibling]
+            return [sibling], [path]
     return [path], []
 
 
@@ -280,19 +296,21 @@ def _checked(
                 "task.columns",
             )
         value = row[column]
-        if (
-            column in published.numbers
-            and isinstance(value, int | float | Decimal)
-            and not isinstance(value, bool)
-            and math.isfinite(value)
-        ):
-            row[column] = str(int(value) if value == int(value) else value)  # `18` for 18.0
+        if column in published.numbers and _is_finite_number(value):
+            is_whole = value == int(value)
+            row[column] = str(int(value) if is_whole else value)  # `18` for 18.0
         elif column in published.texts and not isinstance(value, str):
             raise ShoalError(
                 f"task {published.task}: {place}: {column!r} is a {type(value).__name__}; text is "
                 "needed"
             )
     return row
+
+
+def _is_finite_number(value: Any) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float | Decimal):
+        return False
+    return math.isfinite(value)
 
 
 def renames_of(entries: Iterable[str]) -> dict[str, str]:
@@ -303,7 +321,8 @@ def renames_of(entries: Iterable[str]) -> dict[str, str]:
     """
     renames: dict[str, str] = {}
     for entry in entries:
-        wanted, theirs = (part.strip() for part in entry.split("=", 1))
+        wanted, theirs = entry.split("=", 1)
+        wanted, theirs = wanted.strip(), theirs.strip()
         if wanted in renames.values() or theirs in renames:
             twice = wanted if wanted in renames.values() else theirs
             raise ShoalError(
@@ -378,27 +397,24 @@ def _read_json(file: Path, name: str) -> PlacedRows:
         is_list = lines.read(1000).decode("utf-8-sig", "replace").lstrip().startswith("[")
         lines.seek(0)
         if is_list:
-            for number, row in enumerate(
-                _parse_json(lines.read(), f"{name} is no JSON list of objects")
-            ):
+            rows = _parse_json(lines.read(), f"{name} is no JSON list of objects")
+            for number, row in enumerate(rows):
                 yield f"row {number}", row
             return
         for number, line in enumerate(lines, 1):
             if line.strip():
-                yield (
-                    f"line {number}",
-                    _parse_json(line, f"{name}, line {number} is no JSON object"),
-                )
+                row = _parse_json(line, f"{name}, line {number} is no JSON object")
+                yield f"line {number}", row
 
 
 def _parse_json(data: bytes, fault: str) -> Any:
     """What JSON in UTF-8 holds, or ShoalError: `fault` and its cause."""
     try:
         text = data.decode("utf-8-sig")
-        found = json.loads(text)
+        value = json.loads(text)
         if "\\u" in text:  # half a surrogate pair is no text, but JSON can write it
-            json.dumps(found, ensure_ascii=False).encode()
-        return found
+            json.dumps(value, ensure_ascii=False).encode()
+        return value
     except UnicodeDecodeError as error:
         raise ShoalError(
             f"{fault}: it is no text in UTF-8 ({error.reason} at byte {error.start}); save the "
@@ -487,9 +503,8 @@ class Published:
     task: str
     hub_id: str = ""  # the data set where task.path names none; empty: there is none
     columns: tuple[str, ...] = ()  # every row has them
-    stems: tuple[str, ...] = (
-        "{split}",
-    )  # names of the files of a split, without suffix, tried in order
+    # Names of the files of a split, without suffix, tried in order.
+    stems: tuple[str, ...] = ("{split}",)
     subset: str = ""  # of the hub's data set, where task.subset names none
     texts: tuple[str, ...] = ()  # those of `columns` that must be text
     numbers: tuple[str, ...] = ()  # those of `texts` that may be numbers, taken as text
@@ -522,19 +537,7 @@ class DataFolder:
 
         train = named_files(task.files, self.path, files_of) if task.files else files_of(task.split)
         if not train:
-            wanted = ", ".join(
-                f"{stem.format(split=task.split)}.jsonl" for stem in reversed(self.published.stems)
-            )
-            subsets = list(filter(None, self.declared)) or sorted(
-                {file.parent.name for file in data_files(self.path) if file.parent != self.path}
-            )
-            raise ShoalError(
-                f"task {name}: {self.path} holds no {wanted} or parquet file of the split "
-                f"{task.split!r}"
-                f"{f' in the subset {task.subset!r}' if task.subset else ''}; it holds "
-                f"{_listed(data_files(self.path))} (task.files names others)"
-                f"{f'; task.subset is one of {_some(subsets)}' if subsets else ''}"
-            )
+            raise self._no_training_files(task)
         held_out = [file for file in files_of(task.eval_split) if file not in train]
         others = [split for split in _HELD_OUT if set(files_of(split)) - set(train)]
         if others and not held_out and task.eval_split != task.split:
@@ -544,23 +547,50 @@ class DataFolder:
             )
         return train, held_out, notes
 
+    def _no_training_files(self, task: TaskSection) -> ShoalError:
+        files = data_files(self.path)
+        names = [f"{stem.format(split=task.split)}.jsonl" for stem in self.published.stems]
+        wanted = ", ".join(reversed(names))
+        in_subset = f" in the subset {task.subset!r}" if task.subset else ""
+        subsets = [subset for subset in self.declared if subset]
+        if not subsets:
+            subsets = sorted({file.parent.name for file in files if file.parent != self.path})
+        advice = f"; task.subset is one of {_some(subsets)}" if subsets else ""
+        return ShoalError(
+            f"task {self.published.task}: {self.path} holds no {wanted} or parquet file of the "
+            f"split {task.split!r}{in_subset}; it holds {_listed(files)} (task.files names others)"
+            f"{advice}"
+        )
+
     def split_files(self, subset: str, split: str) -> list[Path]:
         """The files of a split, shards in order; empty where there are none."""
         own = self.published.subset
-        found = self.declared.get(subset or (own if own in self.declared else ""), Subset())
-        if found.splits:
-            return _matching(self.path, *found.splits.get(split, ()))
-        folder = found.folder or subset
-        bases = (
-            [f"{folder}/"] if folder else ["", "data/", "default/", *([f"{own}/"] if own else [])]
-        )
-        stems = [stem.format(split=split) for stem in self.published.stems]
-        names = [
-            *(stem + suffix for suffix in SUFFIXES for stem in stems),
-            *(f"{split}{mark}*{suffix}" for mark in "-_/" for suffix in SUFFIXES),
-        ]
-        matches = (_matching(self.path, base + name) for base in bases for name in names)
-        return next(filter(None, matches), [])
+        name = subset
+        if not name and own in self.declared:
+            name = own
+        declared = self.declared.get(name, Subset())
+        if declared.splits:
+            return _matching(self.path, declared.splits.get(split, ()))
+        folder = declared.folder or subset
+        if folder:
+            bases = [f"{folder}/"]
+        else:
+            bases = ["", "data/", "default/"]
+            if own:
+                bases.append(f"{own}/")
+        patterns = []
+        for suffix in SUFFIXES:
+            for stem in self.published.stems:
+                patterns.append(stem.format(split=split) + suffix)
+        for mark in "-_/":
+            for suffix in SUFFIXES:
+                patterns.append(f"{split}{mark}*{suffix}")
+        for base in bases:
+            for pattern in patterns:
+                files = _matching(self.path, [base + pattern])
+                if files:
+                    return files
+        return []
 
     def _subset_in_split(self, task: TaskSection) -> tuple[TaskSection, list[str]]:
         """The task as it is, or with the subset that its `split` really names and the split that
@@ -580,45 +610,49 @@ class DataFolder:
             f"{self.published.task}: task.split={task.split} names a subset of the data set, so it "
             f"is the subset, and the split is {split}"
         )
-        return replace(task, subset=task.split, split=split, files=() if named else task.files), [
-            note
-        ]
+        files = () if named else task.files
+        return replace(task, subset=task.split, split=split, files=files), [note]
 
 
 def named_files(
     names: Sequence[str],
     folder: Path | None = None,
-    files_of: Callable[[str], list[Path]] = lambda split: [],
+    files_of: Callable[[str], list[Path]] | None = None,
 ) -> list[Path]:
     """The files that `task.files` names, by pattern (without a folder: from the current one; also
     in a bucket) or by split."""
-    found: dict[Path, None] = {}
+    all_files: list[Path] = []
     for name in names:
         if is_bucket(name):
-            found |= dict.fromkeys(
-                file for one in fetch_matching(name, "task.files") for file in _rows_of(one)
-            )
+            for path in fetch_matching(name, "task.files"):
+                all_files += _rows_of(path)
             continue
         path = Path(name).expanduser()
-        base = Path(path.anchor) if path.anchor else folder or Path()
-        files = name.strip() and (
-            _matching(base, str(path.relative_to(path.anchor))) or files_of(name)
-        )
-        if not files:
+        base = folder or Path()
+        if path.anchor:
+            base = Path(path.anchor)
+        files: list[Path] = []
+        if name.strip():
+            files = _matching(base, [str(path.relative_to(path.anchor))])
+            if not files and files_of is not None:
+                files = files_of(name)
+        if not files and folder:
             raise ShoalError(
                 f"task.files: there is no file {name!r} in {folder}, nor is it a split; it holds "
                 f"{_listed(data_files(folder))}"
-                if folder
-                else f"task.files: there is no file {name!r}; without task.path, patterns count "
+            )
+        if not files:
+            raise ShoalError(
+                f"task.files: there is no file {name!r}; without task.path, patterns count "
                 f"from here"
             )
-        found |= dict.fromkeys(files)
-    return list(found)
+        all_files += files
+    return list(dict.fromkeys(all_files))
 
 
-def _matching(folder: Path, *patterns: str) -> list[Path]:
+def _matching(folder: Path, patterns: Sequence[str]) -> list[Path]:
     """The files of a folder that patterns name, in order; those of a folder that one names."""
-    found: dict[Path, None] = {}
+    files: list[Path] = []
     for pattern in patterns:
         try:
             entries = sorted(folder.glob(pattern))
@@ -627,8 +661,8 @@ def _matching(folder: Path, *patterns: str) -> list[Path]:
                 f"{folder}: {pattern!r} cannot be read as a name or pattern of files: {error}"
             ) from error
         for entry in entries:
-            found |= dict.fromkeys(_rows_of(entry))
-    return list(found)
+            files += _rows_of(entry)
+    return list(dict.fromkeys(files))
 
 
 def _rows_of(path: Path) -> list[Path]:
@@ -637,11 +671,9 @@ def _rows_of(path: Path) -> list[Path]:
 
 def data_files(folder: Path) -> list[Path]:
     """All files of a folder, and of those in it, that can hold rows."""
-    return (
-        [file for file in sorted(folder.rglob("*")) if file.suffix in SUFFIXES]
-        if folder.is_dir()
-        else []
-    )
+    if not folder.is_dir():
+        return []
+    return [file for file in sorted(folder.rglob("*")) if file.suffix in SUFFIXES]
 
 
 def _listed(files: Sequence[Path]) -> str:
@@ -649,10 +681,12 @@ def _listed(files: Sequence[Path]) -> str:
 
 
 def _some(names: Sequence[str], limit: int = 12) -> str:
-    return (
-        ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
-        or "nothing"
-    )
+    if not names:
+        return "nothing"
+    text = ", ".join(names[:limit])
+    if len(names) > limit:
+        text += f" and {len(names) - limit} more"
+    return text
 
 
 # ---- what a README declares
@@ -665,47 +699,52 @@ def open_folder(path: Path, published: Published) -> DataFolder:
     from yaml import YAMLError
 
     file = path / "README.md"
-    try:
-        configs = (metadata_load(file) or {}).get("configs") if file.is_file() else None
-    except (ValueError, YAMLError):
-        configs = None
-    entries = (
-        [entry for entry in configs if isinstance(entry, dict) and entry.get("config_name")]
-        if isinstance(configs, list)
-        else []
-    )
-    declared = {str(entry["config_name"]): _read_subset(entry) for entry in entries}
-    default = [
-        str(entry["config_name"]) for entry in entries if entry.get("default") or len(entries) == 1
-    ]
-    first = next(iter(default), "default")
-    return DataFolder(
-        path, published, declared | ({"": declared[first]} if first in declared else {})
-    )
+    configs = None
+    if file.is_file():
+        with contextlib.suppress(ValueError, YAMLError):
+            configs = (metadata_load(file) or {}).get("configs")
+    entries = []
+    if isinstance(configs, list):
+        for entry in configs:
+            if isinstance(entry, dict) and entry.get("config_name"):
+                entries.append(entry)
+    declared: dict[str, Subset] = {}
+    defaults = []
+    for entry in entries:
+        name = str(entry["config_name"])
+        declared[name] = _read_subset(entry)
+        if entry.get("default") or len(entries) == 1:
+            defaults.append(name)
+    default = defaults[0] if defaults else "default"
+    if default in declared:
+        declared[""] = declared[default]
+    return DataFolder(path, published, declared)
 
 
 def _read_subset(entry: Mapping[str, Any]) -> Subset:
     """One entry of `configs`; what points out of the data set is left out."""
     folder = str(entry.get("data_dir") or "").strip("/")
-    folder = folder if _is_inside(folder) else ""
+    if not _is_inside(folder):
+        folder = ""
+    base = f"{folder}/" if folder else ""
     files = entry.get("data_files") or {}
     if isinstance(files, list) and isinstance(files[0], dict):
-        files = {
-            entry.get("split"): entry.get("path") for entry in files if isinstance(entry, dict)
-        }
-    pairs = files.items() if isinstance(files, dict) else [(_TRAIN, files)]
-    base = f"{folder}/" if folder else ""
-    return Subset(
-        folder,
-        {
-            str(split): [
-                base + str(path).removeprefix("./")
-                for path in (paths if isinstance(paths, list) else [paths])
-                if path and _is_inside(str(path))
-            ]
-            for split, paths in pairs
-        },
-    )
+        by_split = {}
+        for split_and_path in files:
+            if isinstance(split_and_path, dict):
+                by_split[split_and_path.get("split")] = split_and_path.get("path")
+    elif isinstance(files, dict):
+        by_split = files
+    else:
+        by_split = {_TRAIN: files}
+    splits: dict[str, list[str]] = {}
+    for split, paths in by_split.items():
+        patterns = []
+        for path in paths if isinstance(paths, list) else [paths]:
+            if path and _is_inside(str(path)):
+                patterns.append(base + str(path).removeprefix("./"))
+        splits[str(split)] = patterns
+    return Subset(folder, splits)
 
 
 def _is_inside(path: str) -> bool:
@@ -734,26 +773,29 @@ def fetch_folder(task: TaskSection, published: Published) -> DataFolder:
             "a hub id"
         )
     declared = open_folder(_download(path, published, ["README.md"]), published).declared
-    subset = next(
-        (name for name in (task.subset, task.split, published.subset, "") if name in declared), ""
-    )
-    splits = declared.get(subset, Subset()).splits
-    wanted = list(
-        dict.fromkeys(
-            pattern
-            for split in (task.split, task.eval_split, *task.files, _TRAIN)
-            for pattern in splits.get(split, ())
-        )
-    )
-    wanted += [file for file in task.files if wanted and file.endswith(SUFFIXES)]
-    base = task.subset or ("" if path else published.subset)
-    folder = _download(
-        path, published, wanted or [f"{base + '/' if base else ''}*{suffix}" for suffix in SUFFIXES]
-    )
-    if not data_files(
-        folder
-    ):  # of another format: the hub keeps a copy of public data sets as parquet
-        folder, declared = _download(path, published, ["*.parquet"], revision=_CONVERTED), {}
+    splits: Mapping[str, Sequence[str]] = {}
+    for name in (task.subset, task.split, published.subset, ""):
+        if name in declared:
+            splits = declared[name].splits
+            break
+    patterns: list[str] = []
+    for split in (task.split, task.eval_split, *task.files, _TRAIN):
+        patterns += splits.get(split, ())
+    patterns = list(dict.fromkeys(patterns))
+    if patterns:
+        patterns += [file for file in task.files if file.endswith(SUFFIXES)]
+    else:
+        base = task.subset
+        if not base and not path:
+            base = published.subset
+        if base:
+            base += "/"
+        patterns = [f"{base}*{suffix}" for suffix in SUFFIXES]
+    folder = _download(path, published, patterns)
+    if not data_files(folder):
+        # Of another format: the hub keeps a copy of public data sets as parquet.
+        folder = _download(path, published, ["*.parquet"], revision=_CONVERTED)
+        declared = {}
     return DataFolder(folder, published, declared)
 
 
@@ -761,14 +803,11 @@ def _download(path: str, published: Published, patterns: list[str], **options: A
     name = path or published.hub_id
     try:
         return from_hub(name, repo_type="dataset", allow_patterns=patterns, **options)
-    except (
-        Exception
-    ) as error:  # no network, no such data set, no permission: a local copy cures them all
-        what = (
-            f"task.path={path!r}: there is no such file or folder here, and"
-            if path
-            else f"task {published.task}:"
-        )
+    # No network, no such data set, no permission: a local copy cures them all.
+    except Exception as error:
+        what = f"task {published.task}:"
+        if path:
+            what = f"task.path={path!r}: there is no such file or folder here, and"
         cause = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ShoalError(
             f"{what} the data set {name} could not be fetched ({cause}); give a local jsonl file "

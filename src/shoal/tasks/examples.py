@@ -24,11 +24,8 @@ import numpy as np
 from shoal.config.sections.task import TaskSection
 from shoal.records import Example, Prompt, ShoalError, ground_truth
 from shoal.tasks.data import Published, Splits, half_character, read_splits
-from shoal.tasks.task import ROWS, Task
+from shoal.tasks.task import CUSTOM, ROWS, Task
 from shoal.text import count, did_you_mean
-
-NAME = "custom"
-
 
 _LIKELY = ("question", "problem", "instruction", "query", "input", "text")
 
@@ -43,56 +40,60 @@ def load(task: TaskSection) -> Task:
     Raises `ShoalError`, with file and line, for a row that cannot be used: none is left out, but
     for training prompts that are held out too.
     """
-    maker, parts = (
-        ExampleMaker(),
-        parse_template(template_text(task.template)) if task.template else None,
-    )
+    maker = ExampleMaker()
 
     def make(number: int, place: str, row: dict[str, Any]) -> Example:
-        if parts:
-            row = row | {"prompt": [{"role": "user", "content": fill(*parts, row, place)}]}
-        elif "prompt" not in row and "messages" not in row:
+        if "prompt" not in row and "messages" not in row:
             raise _no_prompt(row, place)
         return maker(number, place, row)
 
-    splits = read_splits(replace(task, template=""), Published(NAME), make)
-    if parts:
-        splits.notes.append(f"{NAME}: task.template makes each prompt, as a user's message")
+    if not task.template:
+        return task_of_examples(read_splits(task, Published(CUSTOM), make), maker)
+
+    pieces, names = parse_template(template_text(task.template))
+
+    def make_by_template(number: int, place: str, row: dict[str, Any]) -> Example:
+        text = fill(pieces, names, row, place)
+        return maker(number, place, row | {"prompt": [{"role": "user", "content": text}]})
+
+    splits = read_splits(replace(task, template=""), Published(CUSTOM), make_by_template)
+    splits.notes.append(f"{CUSTOM}: task.template makes each prompt, as a user's message")
     return task_of_examples(splits, maker)
 
 
 def _no_prompt(row: Mapping[str, Any], place: str) -> ShoalError:
-    texts = [
-        name
-        for name, value in row.items()
-        if isinstance(value, str)
-        or (isinstance(value, list) and value and isinstance(value[0], dict))
-    ]
-    share_gpt = [name for name, value in row.items() if is_share_gpt(value)]
-    if share_gpt:
-        return ShoalError(
-            f"task {NAME}: {place} has no column `prompt` or `messages`, but {share_gpt[0]!r}: "
-            f"{SHARE_GPT_ADVICE}, in a column `messages`"
+    candidates = []
+    for name, value in row.items():
+        if is_share_gpt(value):
+            return ShoalError(
+                f"task {CUSTOM}: {place} has no column `prompt` or `messages`, but {name!r}: "
+                f"{SHARE_GPT_ADVICE}, in a column `messages`"
+            )
+        are_messages = isinstance(value, list) and value and isinstance(value[0], dict)
+        if isinstance(value, str) or are_messages:
+            candidates.append(name)
+    likely = min(candidates, default="OTHER", key=_unlikeliness)
+    if isinstance(row.get(likely), list):
+        advice = f"Take the messages of {likely}"
+    else:
+        advice = (
+            f"Make a message of one, task.template='{{{likely}}}', or take text as it is, past "
+            "the model's chat template"
         )
-    likely = min(
-        texts,
-        default="OTHER",
-        key=lambda name: (
-            _LIKELY.index(name.lower())
-            if name.lower() in _LIKELY
-            else len(_LIKELY) + (name.lower() in _UNLIKELY)
-        ),
-    )
-    advice = (
-        f"Take the messages of {likely}"
-        if isinstance(row.get(likely), list)
-        else f"Make a message of one, task.template='{{{likely}}}', or take text as it is, past "
-        f"the model's chat template"
-    )
     return ShoalError(
-        f"task {NAME}: {place} has no column `prompt`; its columns: {', '.join(row) or 'none'}. "
+        f"task {CUSTOM}: {place} has no column `prompt`; its columns: {', '.join(row) or 'none'}. "
         f"{advice}, task.columns=[prompt={likely}]"
     )
+
+
+def _unlikeliness(column: str) -> int:
+    """A number that is lower the likelier a column holds prompts, by its name."""
+    name = column.lower()
+    if name in _LIKELY:
+        return _LIKELY.index(name)
+    if name in _UNLIKELY:
+        return len(_LIKELY) + 1
+    return len(_LIKELY)
 
 
 # ---- template
@@ -163,12 +164,14 @@ def fill(
                 f"{key} names {name!r}, which is no column of {place}{did_you_mean(name, row)}; "
                 f"its columns: {', '.join(row) or 'none'}"
             )
-        values.append(
-            row[name]
-            if isinstance(row[name], str)
-            else json.dumps(row[name], ensure_ascii=False, default=str)
-        )
-    return "".join(piece + value for piece, value in zip(pieces, [*values, ""], strict=True))
+        value = row[name]
+        if not isinstance(value, str):
+            value = json.dumps(value, ensure_ascii=False, default=str)
+        values.append(value)
+    text = pieces[0]
+    for value, piece in zip(values, pieces[1:], strict=True):
+        text += value + piece
+    return text
 
 
 TAKEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
@@ -198,14 +201,13 @@ Correct = Callable[[str, Example], bool]
 def is_data(task: Any) -> bool:
     """True if `task=` holds data, not a name or settings: a dict of settings has plain values, one
     of columns lists."""
-    if isinstance(task, Mapping):
-        return any(
-            value is not None
-            and not isinstance(value, str | bool | int | float)
-            and name not in _LISTS
-            for name, value in task.items()
-        )
-    return task is not None and not isinstance(task, str | bytes)
+    if not isinstance(task, Mapping):
+        return task is not None and not isinstance(task, str | bytes)
+    for name, value in task.items():
+        is_plain = value is None or isinstance(value, str | bool | int | float)
+        if not is_plain and name not in _LISTS:
+            return True
+    return False
 
 
 def rows_task(
@@ -223,7 +225,8 @@ def rows_task(
             f"correct is a {type(correct).__name__}: expected a function (text, example) -> bool"
         )
     maker = ExampleMaker()
-    splits = Splits(ROWS, _examples(maker, data, "task"), [], "held_out='train'")
+    train = _examples(maker, data, "task")
+    splits = Splits(ROWS, train, [], on_purpose="held_out='train'", keeps_row_numbers=True)
     splits.data.train_files[_GIVEN] = len(splits.train)
     if isinstance(held_out, str) and held_out == SAME:
         splits.share()
@@ -232,9 +235,8 @@ def rows_task(
         splits.data.held_out_files[_GIVEN] = len(splits.held_out)
     else:
         splits.divide("task", num_questions)
-    return task_of_examples(
-        splits, maker, functools.partial(_call_correct, correct) if correct else None
-    )
+    checked = functools.partial(_call_correct, correct) if correct else None
+    return task_of_examples(splits, maker, checked)
 
 
 def task_of_examples(splits: Splits, maker: ExampleMaker, correct: Correct | None = None) -> Task:
@@ -258,7 +260,7 @@ def task_of_examples(splits: Splits, maker: ExampleMaker, correct: Correct | Non
 def note_empty_answers(splits: Splits) -> None:
     """Notes how many rows have no right answer, where others have one: no completion can match an
     empty one."""
-    rows = [*splits.train, *(() if splits.shared else splits.held_out)]
+    rows = splits.all_rows
     empty = [example for example in rows if _is_blank(ground_truth(example.columns))]
     if empty and len(empty) < len(rows):
         place = f", the first {empty[0].place}" if empty[0].place else ""
@@ -274,7 +276,9 @@ def _is_blank(answer: Any) -> bool:
 
 def with_rows(task: Task, splits: Splits) -> Task:
     """The task with the examples of its data, numbered from 0 in each split."""
-    held_out = splits.held_out if splits.task == ROWS else _numbered(splits.held_out)
+    held_out = splits.held_out
+    if not splits.keeps_row_numbers:
+        held_out = _numbered(held_out)
     return replace(
         task,
         train=_numbered(splits.train),
@@ -294,7 +298,12 @@ def prompt_key(example: Example) -> str:
 
 
 def _numbered(examples: Sequence[Example]) -> list[Example]:
-    return [one if one.row == row else replace(one, row=row) for row, one in enumerate(examples)]
+    numbered = []
+    for number, example in enumerate(examples):
+        if example.row != number:
+            example = replace(example, row=number)
+        numbered.append(example)
+    return numbered
 
 
 def _call_correct(correct: Correct, text: str, example: Example) -> bool:
@@ -312,28 +321,26 @@ def _call_correct(correct: Correct, text: str, example: Example) -> bool:
 
 
 def _examples(maker: ExampleMaker, data: Any, name: str) -> list[Example]:
-    return [
-        maker(number, f"{name} row {number}", row) for number, row in enumerate(_rows(data, name))
-    ]
+    examples = []
+    for number, row in enumerate(_rows(data, name)):
+        examples.append(maker(number, f"{name} row {number}", row))
+    return examples
 
 
 def _rows(data: Any, name: str) -> Sequence[Any]:
     """Whatever holds rows, as a list of them."""
     rows: Any
+    to_rows = getattr(data, "to_dicts", None) or getattr(data, "to_pylist", None)
     if isinstance(data, Mapping):
         rows = _rows_of_columns(data, name)
     elif hasattr(data, "iloc") and hasattr(data, "to_dict"):  # pandas
         rows = data.to_dict("records") if hasattr(data, "columns") else data.tolist()
-    elif callable(
-        read := getattr(data, "to_dicts", None) or getattr(data, "to_pylist", None)
-    ):  # polars, arrow
-        rows = read()
+    elif callable(to_rows):  # polars, arrow
+        rows = to_rows()
     elif isinstance(data, str | bytes) or not isinstance(data, Iterable):
-        other = (
-            f"or {SAME!r}, for those that are trained on"
-            if name == "held_out"
-            else "or a shoal.Task"
-        )
+        other = "or a shoal.Task"
+        if name == "held_out":
+            other = f"or {SAME!r}, for those that are trained on"
         raise ShoalError(
             f"{name} is a {type(data).__name__}: expected rows, a list of dicts with `prompt`, a "
             f"table of pandas, polars, arrow or datasets, {other}"
@@ -356,9 +363,10 @@ def _rows_of_columns(columns: Mapping[Any, Any], name: str) -> list[dict[str, An
     if len(set(lengths.values())) > 1:
         shown = ", ".join(f"{column} {length}" for column, length in lengths.items())
         raise ShoalError(f"{name}: its columns must be of one length, they have {shown} values")
-    return [
-        dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)
-    ]
+    rows = []
+    for values in zip(*columns.values(), strict=True):
+        rows.append(dict(zip(columns, values, strict=True)))
+    return rows
 
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
@@ -370,23 +378,26 @@ class UnknownRoles:
     fails."""
 
     def __init__(self) -> None:
-        self._found: dict[str, list[str]] = {}  # role -> the places of its rows
+        self._places: dict[str, list[str]] = {}  # by role: of the rows that have it
 
     def add(self, example: Example) -> None:
         if isinstance(example.prompt, str):
             return
-        for role in sorted({message["role"] for message in example.prompt} - {*ROLES}):
-            self._found.setdefault(role, []).append(example.place)
+        roles = {message["role"] for message in example.prompt}
+        for role in sorted(roles.difference(ROLES)):
+            self._places.setdefault(role, []).append(example.place)
 
     @property
     def notes(self) -> list[str]:
         """A line for each."""
-        return [
-            f"{count(len(places), 'prompt has', 'prompts have')} a message of the role "
-            f"{role!r:.40} (first {places[0]}), which most chat templates do not know: expected "
-            f"{', '.join(ROLES[:5])}"
-            for role, places in self._found.items()
-        ]
+        notes = []
+        for role, places in self._places.items():
+            notes.append(
+                f"{count(len(places), 'prompt has', 'prompts have')} a message of the role "
+                f"{role!r:.40} (first {places[0]}), which most chat templates do not know: "
+                f"expected {', '.join(ROLES[:5])}"
+            )
+        return notes
 
 
 class ExampleMaker:
@@ -403,27 +414,28 @@ class ExampleMaker:
         example = example_of(number, place, row)
         if self._first is None:
             _check_names(example, place)
-            self._first, self.from_messages = (example, place), "prompt" not in row
+            self._first = (example, place)
+            self.from_messages = "prompt" not in row
         first, first_place = self._first
-        if isinstance(example.prompt, str) != isinstance(first.prompt, str):
-            kind, other = (
-                "text" if isinstance(one.prompt, str) else "messages" for one in (example, first)
-            )
+        is_text, first_is_text = isinstance(example.prompt, str), isinstance(first.prompt, str)
+        if is_text != first_is_text:
+            form, first_form = ("text", "messages") if is_text else ("messages", "text")
             raise ShoalError(
-                f"{place}: `prompt` is {kind}, that of {first_place} is {other}: make all prompts "
-                "of one kind"
+                f"{place}: `prompt` is {form}, that of {first_place} is {first_form}: make all "
+                "prompts of one kind"
             )
         if example.columns.keys() != first.columns.keys():
             _check_names(example, place)
-            other = sorted(example.columns.keys() ^ first.columns.keys())[0]
-            has, lacks = (place, first_place) if other in example.columns else (first_place, place)
+            column = min(example.columns.keys() ^ first.columns.keys())
+            has, lacks = first_place, place
+            if column in example.columns:
+                has, lacks = place, first_place
             raise ShoalError(
-                f"{lacks} has no column {other!r}, {has} has: give every row the same columns, "
+                f"{lacks} has no column {column!r}, {has} has: give every row the same columns, "
                 "None where there is no value"
             )
-        self.num_continued += (
-            not isinstance(example.prompt, str) and example.prompt[-1]["role"] == "assistant"
-        )
+        if not isinstance(example.prompt, str) and example.prompt[-1]["role"] == "assistant":
+            self.num_continued += 1
         self.roles.add(example)
         return example
 
@@ -442,7 +454,10 @@ def example_of(number: int, place: str, row: Any) -> Example:
             "`messages`"
         )
     columns = {column: _plain(value) for column, value in row.items() if column != "prompt"}
-    prompt = row["prompt"] if "prompt" in row else _without_answer(columns["messages"], place)
+    if "prompt" in row:
+        prompt = row["prompt"]
+    else:
+        prompt = _without_answer(columns["messages"], place)
     return Example(number, checked_prompt(prompt, place), columns, place)
 
 
@@ -453,17 +468,14 @@ def _without_answer(messages: Any, place: str) -> list[Any]:
             f"{place}: `messages` is a {type(messages).__name__}: expected a list of dicts with "
             "role and content"
         )
-    ends = (
-        bool(messages)
-        and isinstance(messages[-1], Mapping)
-        and messages[-1].get("role") == "assistant"
-    )
-    asked = messages[:-1] if ends else messages
-    if not asked:
+    last = messages[-1] if messages else None
+    if isinstance(last, Mapping) and last.get("role") == "assistant":
+        messages = messages[:-1]
+    if not messages:
         raise ShoalError(
             f"{place}: `messages` holds nothing but an answer: expected a message to answer"
         )
-    return asked
+    return messages
 
 
 def _check_names(example: Example, place: str) -> None:
@@ -483,14 +495,12 @@ def _plain(value: Any) -> Any:
     if isinstance(value, np.ndarray | np.generic):
         value = value.tolist()
     if isinstance(value, dict):
-        return {name: _plain(one) for name, one in value.items()}
+        return {name: _plain(item) for name, item in value.items()}
     if isinstance(value, list):
-        return [_plain(one) for one in value]
-    missing = (isinstance(value, float) and math.isnan(value)) or type(value).__name__ in (
-        "NAType",
-        "NaTType",
-    )
-    return None if missing else value
+        return [_plain(item) for item in value]
+    is_nan = isinstance(value, float) and math.isnan(value)
+    is_missing = is_nan or type(value).__name__ in ("NAType", "NaTType")
+    return None if is_missing else value
 
 
 def checked_prompt(prompt: Any, place: str) -> Prompt:
@@ -498,18 +508,14 @@ def checked_prompt(prompt: Any, place: str) -> Prompt:
     if hasattr(prompt, "tolist"):  # tables hold lists as arrays
         prompt = prompt.tolist()
     if not (isinstance(prompt, str | list | tuple) and prompt):
-        kind = (
-            f"a {type(prompt).__name__}"
-            if prompt or prompt is None
-            else f"an empty {type(prompt).__name__}"
-        )
+        article = "a" if prompt or prompt is None else "an empty"
         raise ShoalError(
-            f"{place}: `prompt` is {kind}: expected text, or messages, a list of dicts with role "
-            "and content"
+            f"{place}: `prompt` is {article} {type(prompt).__name__}: expected text, or messages, "
+            "a list of dicts with role and content"
         )
     if isinstance(prompt, str):
         return _checked_text(prompt, place)
-    return [_message(at, message, place) for at, message in enumerate(prompt)]
+    return [_message(number, message, place) for number, message in enumerate(prompt)]
 
 
 def is_share_gpt(messages: Any) -> bool:
@@ -526,25 +532,25 @@ SHARE_GPT_ADVICE = (
 )
 
 
-def _message(at: int, message: Any, place: str) -> dict[str, Any]:
-    content = message.get("content") if isinstance(message, Mapping) else None
-    if is_share_gpt([message]) and content is None:
+def _message(number: int, message: Any, place: str) -> dict[str, Any]:
+    role = content = None
+    if isinstance(message, Mapping):
+        role = message.get("role")
+        content = message.get("content")
+        if content is None and is_share_gpt([message]):
+            raise ShoalError(
+                f"{place}: message {number} of `prompt` is {str(message)[:60]!r}: "
+                f"{SHARE_GPT_ADVICE}"
+            )
+        if content is None and message.get("tool_calls"):
+            content = ""
+    if not (isinstance(role, str) and isinstance(content, str)):
         raise ShoalError(
-            f"{place}: message {at} of `prompt` is {str(message)[:60]!r}: {SHARE_GPT_ADVICE}"
-        )
-    if content is None and isinstance(message, Mapping) and message.get("tool_calls"):
-        content = ""
-    if not (
-        isinstance(message, Mapping)
-        and isinstance(message.get("role"), str)
-        and isinstance(content, str)
-    ):
-        raise ShoalError(
-            f"{place}: message {at} of `prompt` is {str(message)[:60]!r}: expected a dict with "
+            f"{place}: message {number} of `prompt` is {str(message)[:60]!r}: expected a dict with "
             "role and content, both text, or with tool_calls"
         )
     content = _checked_text(content, place)
-    if message["role"] == "system":
+    if role == "system":
         content = sys.intern(str(content))  # one object for all rows, which mostly share it
     return without_none(message) | {"content": content}
 
@@ -553,16 +559,15 @@ def without_none(value: Any) -> Any:
     """Without the keys that a table fills in with None where only other rows have them, such as a
     tool's arguments."""
     if isinstance(value, Mapping):
-        return {key: without_none(one) for key, one in value.items() if one is not None}
-    return (
-        [without_none(one) for one in value]
-        if isinstance(value, list | tuple | np.ndarray)
-        else value
-    )
+        return {key: without_none(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list | tuple | np.ndarray):
+        return [without_none(item) for item in value]
+    return value
 
 
 def _checked_text(text: str, place: str) -> str:
-    if not text.isascii() and (half := half_character(text)):
+    half = "" if text.isascii() else half_character(text)
+    if half:
         raise ShoalError(
             f"{place}: `prompt` holds {half}, half of a character that is written as two: write "
             "both halves, or leave it out"

@@ -42,6 +42,10 @@ class MadeRows(Sequence[Example]):
         return self._make(rows[index])
 
 
+def _as_drawn(rng: Random, drawn: Any, purpose: str) -> Any:
+    return drawn
+
+
 @dataclass(frozen=True)
 class Problems(Generic[Problem]):
     """The problems of a task: of training rows, and held-out ones, which no training row has. The
@@ -56,17 +60,19 @@ class Problems(Generic[Problem]):
     draw: Callable[[Random, TaskSection], Any]  # a problem, or what `finish` makes one of
     key: Callable[[Any], str]  # of what was drawn: with the same key it is the same problem
     dials: tuple[str, ...] = ()
-    finish: Callable[[Random, Any, str], Problem] = lambda rng, drawn, purpose: drawn
+    finish: Callable[[Random, Any, str], Problem] = _as_drawn
 
     def _generator(self, purpose: str, row: int, section: TaskSection) -> Random:
-        return generator(self.task, purpose, row, *(getattr(section, dial) for dial in self.dials))
+        values = [getattr(section, dial) for dial in self.dials]
+        return generator(self.task, purpose, row, *values)
 
     def train(self, row: int, section: TaskSection, purpose: str = "train") -> Problem:
         """The problem of a training row; another `purpose` has others."""
         rng = self._generator(purpose, row, section)
-        while is_held_out(self.key(drawn := self.draw(rng, section))):
-            pass
-        return self.finish(rng, drawn, purpose)
+        while True:
+            drawn = self.draw(rng, section)
+            if not is_held_out(self.key(drawn)):
+                return self.finish(rng, drawn, purpose)
 
     @functools.cache  # noqa: B019 # half a second; a command may load its task more than once
     def held_out(
@@ -79,9 +85,10 @@ class Problems(Generic[Problem]):
         idle = 0
         while len(problems) < count and idle < MAX_IDLE_DRAWS:
             drawn = self.draw(rng, section)
+            key = self.key(drawn)
             idle += 1
-            if is_held_out(self.key(drawn)) and self.key(drawn) not in problems:
-                problems[self.key(drawn)] = self.finish(rng, drawn, purpose)
+            if is_held_out(key) and key not in problems:
+                problems[key] = self.finish(rng, drawn, purpose)
                 idle = 0
         return tuple(problems.values())
 
@@ -101,20 +108,28 @@ def generated_task(
     """
     refuse_path(section, task.name)
     count = section.num_eval_questions or NUM_HELD_OUT
-    held_out = {name: problems.held_out(count, section, name) for name in sets}
-    at = " ".join(f"task.{dial}={getattr(section, dial)}" for dial in problems.dials)
+
+    def training_example(row: int) -> Example:
+        return example(row, problems.train(row, section))
+
+    evaluations: dict[str, tuple[Example, ...]] = {}
+    notes: list[str] = []
+    for number, name in enumerate(sets):
+        held_out = problems.held_out(count, section, name)
+        first_row = number * NUM_TRAIN  # no two sets share rows, nor so their noise
+        examples = [example(first_row + i, problem) for i, problem in enumerate(held_out)]
+        evaluations[name] = tuple(examples)
+        if len(held_out) < count:
+            dials = " ".join(f"task.{dial}={getattr(section, dial)}" for dial in problems.dials)
+            notes.append(
+                f"{task.name}: {name} has {len(held_out)} problems, not {count}: there are no more "
+                f"at {dials}"
+            )
     return replace(
         task,
-        train=MadeRows(lambda row: example(row, problems.train(row, section)), NUM_TRAIN),
-        evaluations={
-            name: tuple(example(i * NUM_TRAIN + row, problem) for row, problem in enumerate(found))
-            for i, (name, found) in enumerate(held_out.items())
-        },
-        notes=tuple(
-            f"{task.name}: {name} has {len(found)} problems, not {count}: there are no more at {at}"
-            for name, found in held_out.items()
-            if len(found) < count
-        ),
+        train=MadeRows(training_example, NUM_TRAIN),
+        evaluations=evaluations,
+        notes=tuple(notes),
     )
 
 

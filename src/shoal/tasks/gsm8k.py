@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from shoal.config.sections.reward import REWARD_PRESETS, RewardSection
@@ -63,12 +64,16 @@ def system_prompt(instructions: str, question: str) -> Messages:
     return [{"role": "system", "content": instructions}, {"role": "user", "content": question}]
 
 
+def _is_tagged_gold(text: str, gold: str) -> bool:
+    return same_number(extract_answer(text), gold)
+
+
 SHOAL = RewardPreset(
-    lambda question: system_prompt(SYSTEM_PROMPT, question),
-    (reward_of("correct", lambda text, gold: same_number(extract_answer(text), gold)), FORMAT),
-    extract_answer,
-    well_formed,
-    same_number,
+    prompt=partial(system_prompt, SYSTEM_PROMPT),
+    rewards=(reward_of("correct", _is_tagged_gold), FORMAT),
+    answer=extract_answer,
+    well_formed=well_formed,
+    right=same_number,
 )
 
 
@@ -123,12 +128,18 @@ def blank(task: TaskSection, reward: RewardSection | None = None) -> Task:
         columns = {"answer": answer, "solution": str(row["answer"])}
         return Example(number, preset.prompt(str(row.get("question", ""))), columns)
 
+    def is_correct(text: str, example: Example) -> bool:
+        return preset.right(preset.answer(text), example.columns["answer"])
+
+    def extract(text: str) -> str | None:
+        return answer_key(preset.answer(text)) or None
+
     return Task(
         name="gsm8k",
         rewards=preset.rewards,
-        correct=lambda text, example: preset.right(preset.answer(text), example.columns["answer"]),
+        correct=is_correct,
         well_formed=preset.well_formed,
-        extract=lambda text: answer_key(preset.answer(text)) or None,
+        extract=extract,
         verdict=verdict,
         of_row=of_row,
     )

@@ -56,11 +56,14 @@ class Guess:
 
     def respond(self, message: str) -> str | None:
         """The answer to a guess; None where the rollout is over."""
-        guess, self.questions = number_of(message), self.questions + 1
+        guess = number_of(message)
+        self.questions += 1
         self.found = guess == self.number
         if self.found or self.questions == MAX_QUESTIONS:
             return None
-        return "no number" if guess is None else "higher" if guess < self.number else "lower"
+        if guess is None:
+            return "no number"
+        return "higher" if guess < self.number else "lower"
 
     def get_reward(self) -> float:
         return float(self.found)
@@ -68,8 +71,15 @@ class Guess:
 
 def number_of(message: str) -> int | None:
     """The number that a message is, from 1 to 100; None for anything else."""
-    found = _NUMBER.fullmatch(message)
-    return int(found[1]) if found and 1 <= int(found[1]) <= MOST else None
+    match = _NUMBER.fullmatch(message)
+    if match is None:
+        return None
+    number = int(match[1])
+    return number if 1 <= number <= MOST else None
+
+
+def is_correct(text: str, example: Example) -> bool:
+    return number_of(text) == example.columns["number"]
 
 
 def is_number(text: str) -> bool:
@@ -77,9 +87,10 @@ def is_number(text: str) -> bool:
 
 
 def _draw(rng: Random, _: TaskSection) -> tuple[str, int]:
-    return f"{pick(rng, FIRST_WORDS)} number from 1 to {MOST}. {pick(rng, LAST_WORDS)}", pick(
-        rng, range(1, MOST + 1)
-    )
+    first_words = pick(rng, FIRST_WORDS)
+    last_words = pick(rng, LAST_WORDS)
+    number = pick(rng, range(1, MOST + 1))
+    return f"{first_words} number from 1 to {MOST}. {last_words}", number
 
 
 RIDDLES = Problems("guess", _draw, str)
@@ -91,7 +102,7 @@ def load(task: TaskSection) -> Task:
     empty = Task(
         name="guess",
         rewards=(reward_of("format", is_number, 0.1, ()),),
-        correct=lambda text, example: number_of(text) == example.columns["number"],
+        correct=is_correct,
         well_formed=is_number,
         environments={"Guess": Guess},
     )

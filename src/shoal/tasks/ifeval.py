@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -48,9 +49,10 @@ def load(task: TaskSection) -> Task:
     Raises `ShoalError` for data that is missing or unreadable, and for a row with an instruction or
     an argument that no check can take.
     """
-    splits = read_splits(task, PUBLISHED, lambda number, place, row: (place, row), spread=True)
-    tags = not (splits.shared or (splits.one_split and is_evaluating()))
-    if not tags:
+    splits = read_splits(task, PUBLISHED, PlacedRow, spread=True)
+    evaluates_all = splits.shared or (splits.one_split and is_evaluating())
+    tags = not evaluates_all
+    if evaluates_all:
         asked = asked_rows(len(splits.held_out), task.num_eval_questions)
         splits.notes[-1] = (
             f"ifeval: {asked} are evaluated on, with their prompts as they are; a training run "
@@ -61,12 +63,30 @@ def load(task: TaskSection) -> Task:
             "ifeval: the published prompts are a benchmark; a model that trained on some of them "
             "has no fair figures on it any more, not even on those held out"
         )
-    splits.drop_held_out(lambda one: one[1]["prompt"], "prompt")
-    splits.train, splits.held_out = (
-        [_example(i, place, row, tags) for i, (place, row) in enumerate(rows)]
-        for rows in (splits.train, splits.held_out)
-    )
+    splits.drop_held_out(_prompt_of, "prompt")
+    splits.train = _examples(splits.train, tags)
+    splits.held_out = _examples(splits.held_out, tags)
     return with_rows(_task(tags), splits)
+
+
+@dataclass(frozen=True)
+class PlacedRow:
+    """A published row whose arguments are not read yet."""
+
+    number: int
+    place: str
+    row: Mapping[str, Any]
+
+
+def _prompt_of(placed: PlacedRow) -> str:
+    return placed.row["prompt"]
+
+
+def _examples(rows: Sequence[PlacedRow], tags: bool) -> list[Example]:
+    examples = []
+    for number, placed in enumerate(rows):
+        examples.append(_example(number, placed.place, placed.row, tags))
+    return examples
 
 
 def blank(task: TaskSection) -> Task:
@@ -77,8 +97,8 @@ def blank(task: TaskSection) -> Task:
 def _task(tags: bool) -> Task:
     """`tags`: whether the prompts ask for them; where they do not, the whole text is checked, and
     no form measured."""
-    points, columns = partial(instruction_points, tags=tags), ("instruction_id_list", "kwargs")
-    rewards = [reward_of("instructions", points, columns=columns)]
+    points = partial(instruction_points, tags=tags)
+    rewards = [reward_of("instructions", points, columns=("instruction_id_list", "kwargs"))]
     if tags:
         rewards.append(reward_of("format", form_points, columns=()))
     return Task(
@@ -89,8 +109,12 @@ def _task(tags: bool) -> Task:
         verdict=partial(verdict, tags=tags),
         figures=figures,
         question="prompt",
-        of_row=lambda number, row: _example(number, f"row {number}", row, tags=False),
+        of_row=_example_of_row,
     )
+
+
+def _example_of_row(number: int, row: Mapping[str, Any]) -> Example:
+    return _example(number, f"row {number}", row, tags=False)
 
 
 # ---- checking
@@ -110,13 +134,15 @@ def _followed(
     text: str, names: Sequence[str], arguments: Sequence[Mapping[str, Any]]
 ) -> tuple[list[bool], list[bool]]:
     """For each instruction, True if it is followed strictly, and True if by any of the variants."""
-    pairs = list(zip(names, arguments, strict=True))
-    strict = [follows(text, name, given) for name, given in pairs]
-    tried = variants(text)[1:]
-    loose = [
-        done or any(follows(one, name, given) for one in tried)
-        for done, (name, given) in zip(strict, pairs, strict=True)
-    ]
+    other_variants = variants(text)[1:]
+    strict = []
+    loose = []
+    for name, given in zip(names, arguments, strict=True):
+        is_followed = follows(text, name, given)
+        strict.append(is_followed)
+        loose.append(
+            is_followed or any(follows(variant, name, given) for variant in other_variants)
+        )
     return strict, loose
 
 
@@ -129,7 +155,8 @@ def verdict(text: str, example: Example, tags: bool = False) -> dict[str, Any]:
      'instruction_loose': [False], 'instruction_id_list': ['punctuation:no_comma']}
     """
     names, arguments = example.columns["instruction_id_list"], example.columns["kwargs"]
-    strict, loose = _followed(checked_text(text) if tags else text, names, arguments)
+    checked = checked_text(text) if tags else text
+    strict, loose = _followed(checked, names, arguments)
     return {
         "correct": all(strict),
         "prompt_strict": all(strict),
@@ -142,20 +169,25 @@ def verdict(text: str, example: Example, tags: bool = False) -> dict[str, Any]:
 
 def is_correct(text: str, example: Example, tags: bool = False) -> bool:
     """True if every instruction is followed, strictly; with `tags`, by the answer block alone."""
-    checked, columns = checked_text(text) if tags else text, example.columns
-    return all(map(partial(follows, checked), columns["instruction_id_list"], columns["kwargs"]))
+    names, arguments = example.columns["instruction_id_list"], example.columns["kwargs"]
+    checked = checked_text(text) if tags else text
+    pairs = zip(names, arguments, strict=False)
+    return all(follows(checked, name, given) for name, given in pairs)
 
 
 def figures(verdicts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """The four published figures, shares in [0, 1]: of prompts, and of the instructions of all
     prompts together."""
-    found = {}
+    shares = {}
     for mode in ("strict", "loose"):
-        found[f"prompt_{mode}"] = _mean([one[f"prompt_{mode}"] for one in verdicts])
-        found[f"instruction_{mode}"] = _mean(
-            [done for one in verdicts for done in one[f"instruction_{mode}"]]
-        )
-    return found
+        prompts = []
+        instructions = []
+        for verdict in verdicts:
+            prompts.append(verdict[f"prompt_{mode}"])
+            instructions += verdict[f"instruction_{mode}"]
+        shares[f"prompt_{mode}"] = _mean(prompts)
+        shares[f"instruction_{mode}"] = _mean(instructions)
+    return shares
 
 
 def well_formed(text: str) -> bool:
@@ -164,9 +196,9 @@ def well_formed(text: str) -> bool:
 
 
 def _thinks_once(text: str) -> bool:
-    return text.count("<think>") == 1 == text.count("</think>") and text.index(
-        "<think>"
-    ) < text.index("</think>")
+    if text.count("<think>") != 1 or text.count("</think>") != 1:
+        return False
+    return text.index("<think>") < text.index("</think>")
 
 
 def _mean(values: Sequence[bool]) -> float:
@@ -183,7 +215,8 @@ def instruction_points(
     mean of instruction-loose. The four weights are TorchRL's; it checks the first answer block,
     nothing where there is none. Ours is, with `tags`, to take only a single block as the answer,
     and the whole text where there is not exactly one."""
-    strict, loose = _followed(checked_text(text) if tags else text, names, arguments)
+    checked = checked_text(text) if tags else text
+    strict, loose = _followed(checked, names, arguments)
     parts = (all(strict), _mean(strict), all(loose), _mean(loose))
     return math.fsum(weight * part for weight, part in zip(WEIGHTS, parts, strict=True))
 
@@ -200,23 +233,26 @@ def form_points(text: str) -> float:
 def _example(number: int, place: str, row: Mapping[str, Any], tags: bool) -> Example:
     """A published row, its arguments read; raises `ShoalError` that names its place."""
     names, given = row["instruction_id_list"], row["kwargs"]
-    lists = (
-        isinstance(names, list) and names and isinstance(given, list) and len(given) == len(names)
-    )
-    if not (
-        lists
-        and all(isinstance(name, str) for name in names)
-        and all(isinstance(one, dict) for one in given)
-    ):
+    is_right = _is_list_of(names, str) and _is_list_of(given, dict) and len(given) == len(names)
+    if not is_right:
         raise ShoalError(
             f"task ifeval: {place}: `instruction_id_list` must be a list of names, and `kwargs` a "
             "list of as many objects"
         )
     try:
-        arguments = [read_arguments(name, one) for name, one in zip(names, given, strict=True)]
+        arguments = []
+        for name, given_arguments in zip(names, given, strict=True):
+            arguments.append(read_arguments(name, given_arguments))
     except ValueError as error:
         raise ShoalError(f"task ifeval: {place}: {error}") from error
-    prompt = [{"role": "system", "content": SYSTEM_PROMPT}] * tags + [
-        {"role": "user", "content": row["prompt"]}
-    ]
+    prompt = [{"role": "user", "content": row["prompt"]}]
+    if tags:
+        prompt.insert(0, {"role": "system", "content": SYSTEM_PROMPT})
     return Example(number, prompt, {"instruction_id_list": list(names), "kwargs": arguments})
+
+
+def _is_list_of(value: Any, item_type: type) -> bool:
+    """True for a list that is not empty, all of one type."""
+    if not isinstance(value, list) or not value:
+        return False
+    return all(isinstance(item, item_type) for item in value)

@@ -53,18 +53,22 @@ def load(task: TaskSection) -> Task:
     empty = blank(task)
     splits = read_splits(task, TRAIN, _make)
     if not task.path:  # the evaluation set has no split to train on: all its rows are evaluated on
-        found = read_splits(
-            replace(task, split=task.eval_split, subset="", files=()), EVALUATION, _make
-        )
-        splits.held_out, splits.shared = found.train, False
-        splits.data = replace(splits.data, held_out_files=found.data.train_files)
+        evaluation_task = replace(task, split=task.eval_split, subset="", files=())
+        evaluation = read_splits(evaluation_task, EVALUATION, _make)
+        splits.held_out = evaluation.train
+        splits.shared = False
+        splits.data = replace(splits.data, held_out_files=evaluation.data.train_files)
     splits.keep(
         has_answer,
         "an `answer` that can be read, or a `solution` with `\\boxed{...}`",
         "no answer that can be read",
     )
-    splits.drop_held_out(lambda example: example.prompt[-1]["content"].strip(), "problem")
+    splits.drop_held_out(_problem_of, "problem")
     return with_rows(empty, splits)
+
+
+def _problem_of(example: Example) -> str:
+    return example.prompt[-1]["content"].strip()
 
 
 def blank(task: TaskSection) -> Task:
@@ -75,9 +79,9 @@ def blank(task: TaskSection) -> Task:
         rewards=(RewardFunction("correct", correct_reward, 1.0, runs_in_process=True), FORMAT),
         correct=is_correct,
         well_formed=well_formed,
-        extract=lambda text: math_check.plain(answer_of(text) or "") or None,
+        extract=extract,
         verdict=verdict,
-        figures=lambda verdicts: {"unchecked": float(sum(one["unchecked"] for one in verdicts))},
+        figures=figures,
         question="problem",
         of_row=_of_row,
     )
@@ -90,6 +94,16 @@ def answer_of(text: str) -> str | None:
     tagged = extract_answer(tail)
     boxed = last_boxed(tail if tagged is None else tagged)
     return tagged if boxed is None else boxed
+
+
+def extract(text: str) -> str | None:
+    """The answer in one spelling, for maj@k."""
+    return math_check.plain(answer_of(text) or "") or None
+
+
+def figures(verdicts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """`unchecked`: how many checks were ended at their limit."""
+    return {"unchecked": float(sum(verdict["unchecked"] for verdict in verdicts))}
 
 
 def is_correct(text: str, example: Example) -> bool:
@@ -107,11 +121,11 @@ def correct_reward(
 
     Logged: `unchecked`, the share of answers whose check was ended at its limit (0.0 for them)."""
     answers = [answer_of(completion_text(completion)) or "" for completion in completions]
-    found = math_check.same_all(list(zip(answer, answers, strict=True)))
+    verdicts = math_check.same_all(list(zip(answer, answers, strict=True)))
     if log_metric:
-        for one in found:
-            log_metric("unchecked", float(one is None))
-    return [float(bool(one)) for one in found]
+        for is_same in verdicts:
+            log_metric("unchecked", float(is_same is None))
+    return [float(bool(is_same)) for is_same in verdicts]
 
 
 def verdict(text: str, example: Example) -> dict[str, Any]:
@@ -120,12 +134,12 @@ def verdict(text: str, example: Example) -> dict[str, Any]:
     math-verify looks for the answer."""
     text = solution_of(text[-TAIL_CHARS:])
     gold, answer = example.columns["answer"], answer_of(text)
-    same = math_check.same(gold, answer) if answer is not None else math_check.ends_with(gold, text)
-    return {
-        "correct": bool(same),
-        "answer": None if answer is None else answer[: math_check.MAX_CHARS],
-        "unchecked": same is None,
-    }
+    if answer is None:
+        is_same = math_check.ends_with(gold, text)
+    else:
+        is_same = math_check.same(gold, answer)
+        answer = answer[: math_check.MAX_CHARS]
+    return {"correct": bool(is_same), "answer": answer, "unchecked": is_same is None}
 
 
 # ---- rows
@@ -134,10 +148,14 @@ def verdict(text: str, example: Example) -> dict[str, Any]:
 def gold(row: Mapping[str, Any]) -> str | None:
     """The answer of a row: its `answer`, else what its `solution` has in its last box; None where
     there is none that can be read."""
-    given = row.get("answer")
-    answer = "" if given is None else str(given).strip()
-    answer = answer or last_boxed(str(row.get("solution") or "")) or ""
-    return answer if answer and math_check.is_whole(answer) else None
+    answer: str | None = None
+    if row.get("answer") is not None:
+        answer = str(row["answer"]).strip()
+    if not answer:
+        answer = last_boxed(str(row.get("solution") or ""))
+    if not answer or not math_check.is_whole(answer):
+        return None
+    return answer
 
 
 def _make(number: int, place: str, row: Mapping[str, Any]) -> Example:

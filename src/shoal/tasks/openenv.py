@@ -30,11 +30,8 @@ MOST_BYTES = 100 << 20
 """Of one message of a server."""
 
 
-_FIELDS = (
-    "done",
-    "reward",
-    "metadata",
-)  # of an observation or an action that are no part of what is said
+_FIELDS = ("done", "reward", "metadata")
+"""Fields of an observation or an action that are no part of what is said."""
 
 
 class OpenEnv:
@@ -50,12 +47,13 @@ class OpenEnv:
     async def reset(self, **columns: Any) -> str | None:
         self.total, self.done = 0.0, False
         vars(self).pop("reward", None)
-        given = {
-            name: value for name, value in columns.items() if name not in ("prompt", "environment")
-        }
+        arguments = dict(columns)
+        arguments.pop("prompt", None)
+        arguments.pop("environment", None)
         if "row" in columns:
-            given.setdefault("seed", columns["row"])
-        return _said((await self._ask("reset", given))["observation"]) or None
+            arguments.setdefault("seed", columns["row"])
+        reset = await self._ask("reset", arguments)
+        return _said(reset["observation"]) or None
 
     async def get_reward(self) -> float:
         return self.total
@@ -65,12 +63,12 @@ class OpenEnv:
         it has said that the rollout is over."""
         if self.done:
             raise RuntimeError("the environment is done: give your answer")
-        found = await self._ask("step", action)
-        self.done = bool(found.get("done"))
-        if found.get("reward") is not None:
-            self.reward = float(found["reward"])
+        step = await self._ask("step", action)
+        self.done = bool(step.get("done"))
+        if step.get("reward") is not None:
+            self.reward = float(step["reward"])
             self.total += self.reward
-        return found["observation"]
+        return step["observation"]
 
     async def close(self) -> None:
         if self._socket is not None:
@@ -80,16 +78,16 @@ class OpenEnv:
     async def _ask(self, kind: str, data: Mapping[str, Any]) -> Any:
         from websockets import ConnectionClosed
 
-        message, is_new = json.dumps({"type": kind, "data": data}), self._socket is None
+        message = json.dumps({"type": kind, "data": data})
+        is_new = self._socket is None
         try:
             answer = await self._exchange(message)
         except ConnectionClosed:
             await self.close()
             if kind != "reset" or is_new:
                 raise
-            answer = await self._exchange(
-                message
-            )  # a server may close what idled between two rollouts
+            # A server may close a connection that idled between two rollouts.
+            answer = await self._exchange(message)
         if answer["type"] == "error":
             said = answer["data"]
             raise RuntimeError(
@@ -124,18 +122,20 @@ def openenv(address: str) -> type[OpenEnv]:
             "environment.factory",
         ) from error
     listed = (tools.get("result") or {}).get("tools") or []
-    fields = {
-        name: one for name, one in (action.get("properties") or {}).items() if name not in _FIELDS
-    }
-    methods: dict[str, Any] = {}
+    fields = dict(action.get("properties") or {})
+    for name in _FIELDS:
+        fields.pop(name, None)
+    field_names = list(fields)
+    members: dict[str, Any] = {}
     if listed:
-        methods = {tool["name"]: _tool(tool) for tool in listed}
-    elif len(fields) == 1 and next(iter(fields.values())).get("type") == "string":
-        methods["respond"] = _respond(next(iter(fields)))
+        for tool in listed:
+            members[tool["name"]] = _tool(tool)
+    elif len(field_names) == 1 and fields[field_names[0]].get("type") == "string":
+        members["respond"] = _respond(field_names[0])
     else:
-        methods["step"] = _action_tool({**action, "properties": fields})
-    socket = "ws" + url.removeprefix("http")
-    return type("OpenEnv", (OpenEnv,), {**methods, "url": socket})
+        members["step"] = _action_tool({**action, "properties": fields})
+    members["url"] = "ws" + url.removeprefix("http")
+    return type("OpenEnv", (OpenEnv,), members)
 
 
 def _respond(field: str) -> Callable[..., Any]:
@@ -148,14 +148,15 @@ def _respond(field: str) -> Callable[..., Any]:
 
 def _tool(tool: Mapping[str, Any]) -> Callable[..., Any]:
     async def call(self: OpenEnv, **arguments: Any) -> str:
-        found = await self._step(
+        observation = await self._step(
             {"type": "call_tool", "tool_name": tool["name"], "arguments": arguments}
         )
-        if found.get("error"):
-            raise RuntimeError(found["error"]["message"])
-        result = found.get("result")
-        content = result.get("content") if isinstance(result, Mapping) else None
-        return "".join(str(part.get("text", "")) for part in content) if content else _said(result)
+        if observation.get("error"):
+            raise RuntimeError(observation["error"]["message"])
+        result = observation.get("result")
+        if isinstance(result, Mapping) and result.get("content"):
+            return "".join(str(part.get("text", "")) for part in result["content"])
+        return _said(result)
 
     return _described(
         call,
@@ -177,17 +178,16 @@ def _described(
 ) -> Callable[..., Any]:
     """The function with a schema of its own, in place of type hints and a docstring."""
     function.__name__ = name
-    known = {
-        key: parameters[key]
-        for key in ("type", "properties", "required", "$defs")
-        if key in parameters
-    }
+    schema_of_parameters: dict[str, Any] = {"type": "object", "properties": {}}
+    for key in ("type", "properties", "required", "$defs"):
+        if key in parameters:
+            schema_of_parameters[key] = parameters[key]
     function.schema = {
         "type": "function",
         "function": {
             "name": name,
             "description": description,
-            "parameters": {"type": "object", "properties": {}, **known},
+            "parameters": schema_of_parameters,
         },
     }
     return function
@@ -196,15 +196,20 @@ def _described(
 def _said(observation: Any) -> str:
     """An observation as words: its one text, or JSON."""
     if isinstance(observation, Mapping):
-        observation = {
-            name: one
-            for name, one in observation.items()
-            if name not in _FIELDS and one is not None
-        }
-        texts = [one for one in observation.values() if isinstance(one, str)]
-        if len(texts) == len(observation) == 1 or not observation:
-            return "".join(texts)
-    return observation if isinstance(observation, str) else json.dumps(observation)
+        fields = {}
+        for name, value in observation.items():
+            if name not in _FIELDS and value is not None:
+                fields[name] = value
+        if not fields:
+            return ""
+        observation = fields
+        if len(fields) == 1:
+            (value,) = fields.values()
+            if isinstance(value, str):
+                return value
+    if isinstance(observation, str):
+        return observation
+    return json.dumps(observation)
 
 
 def _get(url: str) -> Any:
@@ -227,9 +232,8 @@ def load(task: TaskSection) -> Task:
     """The task; prompts are empty before `reset(row, **columns)` returns the user's words. No two
     rows have one number, and those that are held out begin at a million."""
     refuse_path(task, "environment")
-    held_out = [
-        _example(row, NUM_TRAIN + row) for row in range(task.num_eval_questions or NUM_HELD_OUT)
-    ]
+    num_held_out = task.num_eval_questions or NUM_HELD_OUT
+    held_out = [_example(row, NUM_TRAIN + row) for row in range(num_held_out)]
     return Task(
         "environment",
         train=MadeRows(lambda row: _example(row, row), NUM_TRAIN),

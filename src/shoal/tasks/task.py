@@ -13,6 +13,11 @@ from shoal.config.sections.task import TaskSection
 from shoal.records import Example, RewardFunction, ShoalError
 from shoal.text import nearest
 
+CUSTOM = "custom"
+ROWS = "rows"
+OWN_DATA = (CUSTOM, ROWS)
+"""The names of the one task of a user's own rows: read from files, or given from Python."""
+
 TASKS = {
     "words": "shoal.tasks.words",
     "calculator": "shoal.tasks.calculator",
@@ -22,15 +27,11 @@ TASKS = {
     "ifeval": "shoal.tasks.ifeval",
     "countdown": "shoal.tasks.countdown",
     "code": "shoal.tasks.code",
-    "custom": "shoal.tasks.examples",
+    CUSTOM: "shoal.tasks.examples",
     "environment": "shoal.tasks.openenv",
 }
 """Name -> module with `load(TaskSection) -> Task`, or `load(TaskSection, reward:
 RewardSection)`."""
-
-
-ROWS = "rows"
-"""The name of a task whose data was given from Python."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +44,12 @@ class DataReport:
     ... )
     """
 
-    train_files: dict[str, int] = field(
-        default_factory=dict
-    )  # file -> rows read from it to train on
-    held_out_files: dict[str, int] = field(
-        default_factory=dict
-    )  # file -> rows; also a file that is in train_files
-    dropped: dict[str, int] = field(default_factory=dict)  # reason -> training rows left out
+    train_files: dict[str, int] = field(default_factory=dict)
+    """File -> rows read from it to train on."""
+    held_out_files: dict[str, int] = field(default_factory=dict)
+    """File -> rows to evaluate on; a file may be in both."""
+    dropped: dict[str, int] = field(default_factory=dict)
+    """Reason -> training rows left out."""
 
 
 @dataclass(frozen=True)
@@ -115,12 +115,12 @@ def load_by_name(task: TaskSection, reward: RewardSection) -> Task:
 
 def no_reward(task: TaskSection) -> ShoalError:
     """The error of a task without a reward of its own, where no function was given."""
-    more = (
-        ". Where rows have no column `prompt`, give task.template='{COLUMN}' or "
-        "task.columns=[prompt=COLUMN], too; where no split is called test, task.eval_split=NAME"
-        if task.name == "custom"
-        else ""
-    )
+    more = ""
+    if task.name == CUSTOM:
+        more = (
+            ". Where rows have no column `prompt`, give task.template='{COLUMN}' or "
+            "task.columns=[prompt=COLUMN], too; where no split is called test, task.eval_split=NAME"
+        )
     return ShoalError(
         f"task {task.name}: it has no reward of its own; give a function that judges completions, "
         f"reward=file.py:function with function(completions, **columns) -> list of numbers{more}"

@@ -9,7 +9,6 @@ dials or seed.
 from __future__ import annotations
 
 import enum
-import itertools
 import operator
 import random
 from collections.abc import Sequence
@@ -211,13 +210,10 @@ class Problem:
     @property
     def values(self) -> tuple[int, ...]:
         """The quantity at the start and after every step."""
-        return tuple(
-            itertools.accumulate(
-                self.steps,
-                lambda value, step: _APPLY[step.operation](value, step.operand),
-                initial=self.start,
-            )
-        )
+        values = [self.start]
+        for step in self.steps:
+            values.append(_APPLY[step.operation](values[-1], step.operand))
+        return tuple(values)
 
     @property
     def answer(self) -> int:
@@ -226,16 +222,20 @@ class Problem:
     @property
     def parts(self) -> tuple[str, ...]:
         """The kind of every sentence, in order."""
-        return ("opening", *(step.operation.value for step in self.steps), "question")
+        return _parts(self.steps)
 
     @property
     def question(self) -> str:
-        sentences = UNSEEN if self.unseen else SEEN
-        numbers = (self.start, *(step.operand for step in self.steps), 0)
-        return " ".join(
-            sentences[part][index].format_map(self._words(number))
-            for part, index, number in zip(self.parts, self.templates, numbers, strict=True)
-        )
+        templates = UNSEEN if self.unseen else SEEN
+        numbers = [self.start]
+        for step in self.steps:
+            numbers.append(step.operand)
+        numbers.append(0)  # the question has none
+        sentences = []
+        for part, index, number in zip(self.parts, self.templates, numbers, strict=True):
+            template = templates[part][index]
+            sentences.append(template.format_map(self._words(number)))
+        return " ".join(sentences)
 
     def _words(self, number: int) -> dict[str, Any]:
         he, him, his = ("she", "her", "her") if self.name in SHE else ("he", "him", "his")
@@ -255,20 +255,30 @@ class Problem:
     @property
     def solution(self) -> str:
         """The worked text: one equation a step, then the answer."""
-        lines = [
-            f"{before} {step.operation} {step.operand} = {after}."
-            for step, (before, after) in zip(
-                self.steps, itertools.pairwise(self.values), strict=True
-            )
-        ]
+        values = self.values
+        lines = []
+        for number, step in enumerate(self.steps):
+            before, after = values[number], values[number + 1]
+            lines.append(f"{before} {step.operation} {step.operand} = {after}.")
         return f"<reasoning>{' '.join(lines)}</reasoning><answer>{self.answer}</answer>"
+
+
+def _parts(steps: Sequence[Step]) -> tuple[str, ...]:
+    parts = ["opening"]
+    for step in steps:
+        parts.append(step.operation.value)
+    parts.append("question")
+    return tuple(parts)
 
 
 def numeric_form(numbers: tuple[int, tuple[Step, ...]]) -> str:
     """The quantity and what is done to it, such as `12 +7 -5`; held-out and training problems never
     share one."""
     start, steps = numbers
-    return " ".join((str(start), *(f"{step.operation}{step.operand}" for step in steps)))
+    text = str(start)
+    for step in steps:
+        text += f" {step.operation}{step.operand}"
+    return text
 
 
 # ---- drawing them
@@ -300,13 +310,16 @@ def _choices(value: int, max_value: int) -> list[tuple[Operation, Sequence[int]]
 
 
 def _draw_words(rng: random.Random, numbers: tuple[int, tuple[Step, ...]], purpose: str) -> Problem:
-    (start, steps), unseen = numbers, purpose == UNSEEN_TEMPLATES
+    start, steps = numbers
+    unseen = purpose == UNSEEN_TEMPLATES
     sentences = UNSEEN if unseen else SEEN
-    parts = ("opening", *(step.operation.value for step in steps), "question")
-    templates = tuple(pick(rng, range(len(sentences[part]))) for part in parts)
+    templates = []
+    for part in _parts(steps):
+        templates.append(pick(rng, range(len(sentences[part]))))
     name = pick(rng, SHE + HE)
     friend = pick(rng, [other for other in SHE + HE if other != name])
-    return Problem(start, steps, templates, unseen, name, friend, pick(rng, OBJECTS))
+    objects = pick(rng, OBJECTS)
+    return Problem(start, steps, tuple(templates), unseen, name, friend, objects)
 
 
 PROBLEMS = Problems("words", _draw_numbers, numeric_form, ("num_steps", "max_value"), _draw_words)
@@ -321,9 +334,9 @@ def load(task: TaskSection) -> Task:
     empty = Task(
         name="words",
         rewards=(reward_of("correct", answers), FORMAT),
-        correct=lambda text, example: answers(text, example.columns["answer"]),
+        correct=is_correct,
         well_formed=well_formed,
-        extract=lambda text: answer_key(single_answer(text)) or None,
+        extract=extract,
     )
     return generated_task(task, empty, PROBLEMS, _example, ("held_out", UNSEEN_TEMPLATES))
 
@@ -331,6 +344,15 @@ def load(task: TaskSection) -> Task:
 def answers(text: str, answer: str) -> bool:
     """True if the text has one `<answer>`, and its number is the problem's."""
     return same_number(single_answer(text), answer)
+
+
+def is_correct(text: str, example: Example) -> bool:
+    return answers(text, example.columns["answer"])
+
+
+def extract(text: str) -> str | None:
+    """The answer in its only tag, in one spelling."""
+    return answer_key(single_answer(text)) or None
 
 
 def _example(row: int, problem: Problem) -> Example:

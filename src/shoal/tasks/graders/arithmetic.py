@@ -40,13 +40,18 @@ class Expression:
 def read(text: str) -> Expression | None:
     """The expression that the whole text is; None for anything else, a division by 0 among it."""
     text = text.translate(_SIGNS)
-    tokens = _TOKEN.findall(text) if len(text) <= MAX_CHARS else []
-    if "".join(tokens) != "".join(text.split()) or any(len(token) > MAX_DIGITS for token in tokens):
+    tokens: list[str] = []
+    if len(text) <= MAX_CHARS:
+        tokens = _TOKEN.findall(text)
+    if "".join(tokens) != "".join(text.split()):
         return None
     depth = 0
     for token in tokens:
-        depth += (token == "(") - (token == ")")
-        if depth > MAX_DEPTH:
+        if token == "(":
+            depth += 1
+        elif token == ")":
+            depth -= 1
+        if depth > MAX_DEPTH or len(token) > MAX_DIGITS:
             return None
     numbers: list[int] = []
     try:

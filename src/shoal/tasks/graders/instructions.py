@@ -14,6 +14,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from shoal.tasks.graders.instructions_text import (
@@ -27,6 +28,10 @@ from shoal.text import did_you_mean, shorten
 
 MAX_CHARACTERS = 100_000
 
+Check = Callable[..., bool]
+KINDS: dict[str, Check] = {}
+"""Name in the published rows -> check, called with the text and the arguments that it names."""
+
 
 def follows(text: str, instruction: str, arguments: Mapping[str, Any]) -> bool:
     """True if a text follows an instruction, by its arguments as `read_arguments` gives them.
@@ -34,154 +39,283 @@ def follows(text: str, instruction: str, arguments: Mapping[str, Any]) -> bool:
     >>> follows("No commas here", "punctuation:no_comma", {})
     True
     """
-    return (
-        bool(text.strip()) and len(text) <= MAX_CHARACTERS and KINDS[instruction](text, **arguments)
-    )
+    if not text.strip() or len(text) > MAX_CHARACTERS:
+        return False
+    return KINDS[instruction](text, **arguments)
 
 
 def variants(text: str) -> list[str]:
     """What the loose figures try: the text without its first line, its last, both; each also
     without `*`."""
     lines = text.split("\n")
-    cut = [text, *("\n".join(part).strip() for part in (lines[1:], lines[:-1], lines[1:-1]))]
-    return list(dict.fromkeys([*cut, *(one.replace("*", "") for one in cut)]))
+    shortened = [text]
+    for kept_lines in (lines[1:], lines[:-1], lines[1:-1]):
+        shortened.append("\n".join(kept_lines).strip())
+    without_stars = [variant.replace("*", "") for variant in shortened]
+    return list(dict.fromkeys(shortened + without_stars))
 
 
 # ---- arguments
+
+
+@dataclass(frozen=True)
+class ArgumentKind:
+    """How the arguments whose names end in one of `endings` are read."""
+
+    endings: tuple[str, ...]
+    expected: str
+    read: Callable[[Any], Any]
+    """The value as the checks take it; None for another value than is expected."""
 
 
 def read_arguments(instruction: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of an instruction, those that are None left out. Raises ValueError for wrong
     ones."""
     if instruction not in KINDS:
-        raise ValueError(
-            "there is no instruction "
-            f"{instruction!r}{did_you_mean(instruction, KINDS, lists_all=True)}"
-        )
-    names = [*inspect.signature(KINDS[instruction]).parameters][1:]
+        near = did_you_mean(instruction, KINDS, lists_all=True)
+        raise ValueError(f"there is no instruction {instruction!r}{near}")
+    parameters = list(inspect.signature(KINDS[instruction]).parameters)
+    names = parameters[1:]  # behind the text
     given = {name: value for name, value in given.items() if value is not None}
-    if unknown := given.keys() - set(names):
+    unknown = given.keys() - set(names)
+    if unknown:
         raise ValueError(
             f"{instruction} takes {', '.join(names) or 'no arguments'}, but there is "
             f"{', '.join(sorted(unknown))}"
         )
-    read = {}
+    arguments = {}
     for name in names:
         if name not in given:
             raise ValueError(f"{instruction} needs {name!r}")
-        expected, reader = next(kind for ends, kind in READERS.items() if name.endswith(ends))
-        read[name] = reader(given[name])
-        if read[name] is None:
+        kind = _kind_of_argument(name)
+        value = kind.read(given[name])
+        if value is None:
             raise ValueError(
-                f"{instruction}: {name}={shorten(repr(given[name]))}, expected {expected}"
+                f"{instruction}: {name}={shorten(repr(given[name]))}, expected {kind.expected}"
             )
-    if "nth_paragraph" in read and not 1 <= read["nth_paragraph"] <= read["num_paragraphs"]:
-        raise ValueError(
-            f"{instruction}: nth_paragraph={read['nth_paragraph']}, expected 1 to num_paragraphs="
-            f"{read['num_paragraphs']}"
-        )
-    return read
+        arguments[name] = value
+    if "nth_paragraph" in arguments:
+        nth, number = arguments["nth_paragraph"], arguments["num_paragraphs"]
+        if not 1 <= nth <= number:
+            raise ValueError(
+                f"{instruction}: nth_paragraph={nth}, expected 1 to num_paragraphs={number}"
+            )
+    return arguments
 
 
-def _whole_number(value: Any) -> int | None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return int(value) if is_number and value >= 0 and value == value // 1 else None
+def _kind_of_argument(name: str) -> ArgumentKind:
+    for kind in ARGUMENT_KINDS:
+        if name.endswith(kind.endings):
+            return kind
+    return WHOLE_NUMBER
 
 
-def _stripped(value: Any) -> str | None:
-    return value.strip() or None if isinstance(value, str) else None
+def _read_words(value: Any) -> tuple[str, ...] | None:
+    if isinstance(value, str) or not isinstance(value, Sequence) or not value:
+        return None
+    for word in value:
+        if not isinstance(word, str) or not word:
+            return None
+    return tuple(value)
 
 
-def _words(value: Any) -> tuple[str, ...] | None:
-    is_list = isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0
-    return tuple(value) if is_list and all(isinstance(one, str) and one for one in value) else None
+def _read_relation(value: Any) -> str | None:
+    return value if value in ("less than", "at least") else None
 
 
-READERS: Mapping[str | tuple[str, ...], tuple[str, Callable[[Any], Any]]] = {
-    ("keywords", "forbidden_words"): ("a list of words that is not empty", _words),
-    "relation": (
-        "'less than' or 'at least'",
-        lambda value: value if value in ("less than", "at least") else None,
-    ),
-    "language": (
-        f"one of {', '.join(sorted(LANGUAGES))}",
-        lambda value: value if isinstance(value, str) and value in LANGUAGES else None,
-    ),
-    "letter": ("a letter or sign", lambda value: (_stripped(value) or "").lower() or None),
-    ("keyword", "first_word", "marker", "spliter", "to_repeat", "phrase"): (
+def _read_language(value: Any) -> str | None:
+    return value if isinstance(value, str) and value in LANGUAGES else None
+
+
+def _read_text(value: Any) -> str | None:
+    if not isinstance(value, str):
+        return None
+    return value.strip() or None
+
+
+def _read_letter(value: Any) -> str | None:
+    text = _read_text(value)
+    return None if text is None else text.lower()
+
+
+def _read_whole_number(value: Any) -> int | None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    is_whole = value >= 0 and value == value // 1
+    return int(value) if is_whole else None
+
+
+ARGUMENT_KINDS = (
+    ArgumentKind(("keywords", "forbidden_words"), "a list of words that is not empty", _read_words),
+    ArgumentKind(("relation",), "'less than' or 'at least'", _read_relation),
+    ArgumentKind(("language",), f"one of {', '.join(sorted(LANGUAGES))}", _read_language),
+    ArgumentKind(("letter",), "a letter or sign", _read_letter),
+    ArgumentKind(
+        ("keyword", "first_word", "marker", "spliter", "to_repeat", "phrase"),
         "text that is not empty",
-        _stripped,
+        _read_text,
     ),
-    "": ("a whole number, 0 or more", _whole_number),
-}
-"""By how an argument's name ends: what is expected of it, and what reads it (None: it is something
-else)."""
+)
+WHOLE_NUMBER = ArgumentKind((), "a whole number, 0 or more", _read_whole_number)
+"""All other arguments."""
 
 
 # ---- checks
 
 
-def _related(count: int, relation: str, wanted: int) -> bool:
+def _check(instruction: str) -> Callable[[Check], Check]:
+    """Enters a function into `KINDS`. The names of its arguments are those of the published
+    rows."""
+
+    def enter(check: Check) -> Check:
+        KINDS[instruction] = check
+        return check
+
+    return enter
+
+
+def _is_related(count: int, relation: str, wanted: int) -> bool:
     return count < wanted if relation == "less than" else count >= wanted
 
 
-def _found(literal: str, text: str) -> list[str]:
+def _occurrences(literal: str, text: str) -> list[str]:
+    """Wherever the literal stands, also inside a word, whatever its capitals."""
     return re.findall(re.escape(literal), text, re.IGNORECASE)
 
 
-def _number_paragraphs(text: str, num_paragraphs: int) -> bool:
+def _is_in_language(text: str, language: str) -> bool:
+    return detect_language(text) in (language, None)
+
+
+@_check("keywords:existence")
+def _has_keywords(text: str, keywords: Sequence[str]) -> bool:
+    return all(_occurrences(keyword, text) for keyword in keywords)
+
+
+@_check("keywords:frequency")
+def _has_keyword_so_often(text: str, keyword: str, frequency: int, relation: str) -> bool:
+    return _is_related(len(_occurrences(keyword, text)), relation, frequency)
+
+
+@_check("keywords:forbidden_words")
+def _has_no_forbidden_word(text: str, forbidden_words: Sequence[str]) -> bool:
+    for word in forbidden_words:
+        if re.search(rf"\b{re.escape(word)}\b", text, re.IGNORECASE):
+            return False
+    return True
+
+
+@_check("keywords:letter_frequency")
+def _has_letter_so_often(text: str, letter: str, let_frequency: int, let_relation: str) -> bool:
+    """Several letters together are no letter, and never occur."""
+    return _is_related(Counter(text.lower())[letter], let_relation, let_frequency)
+
+
+@_check("language:response_language")
+def _is_in_response_language(text: str, language: str) -> bool:
+    return _is_in_language(text, language)
+
+
+@_check("length_constraints:number_sentences")
+def _has_so_many_sentences(text: str, num_sentences: int, relation: str) -> bool:
+    return _is_related(len(sentences(text)), relation, num_sentences)
+
+
+@_check("length_constraints:number_paragraphs")
+def _has_so_many_paragraphs(text: str, num_paragraphs: int) -> bool:
     """Exactly so many between `***`; the first and the last may be empty and do not count then,
     others may not be."""
-    first, *others = (paragraph.strip() for paragraph in text.split("***"))
-    last = others.pop() if others else ""
-    return all(others) and sum(map(bool, (first, *others, last))) == num_paragraphs
+    parts = _parts_between(text, "***")
+    return parts is not None and len(parts) == num_paragraphs
 
 
-def _nth_paragraph_first_word(
+def _parts_between(text: str, separator: str) -> list[str] | None:
+    """The parts that are not empty; None where one is empty that is neither first nor last."""
+    parts = [part.strip() for part in text.split(separator)]
+    if not all(parts[1:-1]):
+        return None
+    return [part for part in parts if part]
+
+
+@_check("length_constraints:number_words")
+def _has_so_many_words(text: str, num_words: int, relation: str) -> bool:
+    return _is_related(count_words(text), relation, num_words)
+
+
+@_check("length_constraints:nth_paragraph_first_word")
+def _begins_nth_paragraph_with(
     text: str, num_paragraphs: int, nth_paragraph: int, first_word: str
 ) -> bool:
     """Exactly so many paragraphs between empty lines, and how the nth begins: empty ones are not
-    counted, but keep their place."""
+    counted, but keep their number."""
     paragraphs = [paragraph.strip() for paragraph in text.split("\n\n")]
-    if sum(map(bool, paragraphs)) != num_paragraphs or not paragraphs[nth_paragraph - 1]:
+    num_filled = sum(bool(paragraph) for paragraph in paragraphs)
+    if num_filled != num_paragraphs:
         return False
-    word = paragraphs[nth_paragraph - 1].split()[0].lstrip("'").lstrip('"')
-    return re.split(r"[.,?!'\"]", word)[0].lower() == first_word.lower()
+    paragraph = paragraphs[nth_paragraph - 1]
+    if not paragraph:
+        return False
+    word = paragraph.split()[0].lstrip("'").lstrip('"')
+    word = re.split(r"[.,?!'\"]", word)[0]
+    return word.lower() == first_word.lower()
 
 
-def _number_placeholders(text: str, num_placeholders: int) -> bool:
+@_check("detectable_content:number_placeholders")
+def _has_placeholders(text: str, num_placeholders: int) -> bool:
     """`[...]` within a line."""
-    lines = (line[: line.rfind("]") + 1] for line in text.split("\n"))
-    return sum(len(re.findall(r"\[[^\]]*\]", line)) for line in lines) >= num_placeholders
+    count = 0
+    for line in text.split("\n"):
+        up_to_last_bracket = line[: line.rfind("]") + 1]
+        count += len(re.findall(r"\[[^\]]*\]", up_to_last_bracket))
+    return count >= num_placeholders
 
 
-def _postscript(text: str, postscript_marker: str) -> bool:
+@_check("detectable_content:postscript")
+def _has_postscript(text: str, postscript_marker: str) -> bool:
     """The marker anywhere, whatever its capitals; spaces may stand inside the two usual ones."""
     usual = {"P.S.": r"p\.\s?s\.", "P.P.S": r"p\.\s?p\.\s?s"}
-    return (
-        re.search(usual.get(postscript_marker, re.escape(postscript_marker.lower())), text.lower())
-        is not None
-    )
+    pattern = usual.get(postscript_marker, re.escape(postscript_marker.lower()))
+    return re.search(pattern, text.lower()) is not None
 
 
-def _number_bullet_lists(text: str, num_bullets: int) -> bool:
+@_check("detectable_format:number_bullet_lists")
+def _has_so_many_bullets(text: str, num_bullets: int) -> bool:
     """Lines that begin with `-` or one `*`; a lone `*` takes the next line into its own."""
-    count, lines, i = 0, [line.lstrip() for line in text.split("\n")], 0
+    lines = [line.lstrip() for line in text.split("\n")]
+    count = sum(line.startswith("-") for line in lines)
+    i = 0
     while i < len(lines):
-        lone = lines[i] == "*" and i + 1 < len(lines)
-        count += lone or (lines[i].startswith("*") and lines[i][1:2] not in ("", "*"))
-        i += 2 if lone else 1
-    return count + sum(line.startswith("-") for line in lines) == num_bullets
+        line = lines[i]
+        is_lone_star = line == "*" and i + 1 < len(lines)
+        begins_with_one_star = line.startswith("*") and line[1:2] not in ("", "*")
+        if is_lone_star or begins_with_one_star:
+            count += 1
+        i += 2 if is_lone_star else 1
+    return count == num_bullets
 
 
-def _number_highlighted_sections(text: str, num_highlights: int) -> bool:
+@_check("detectable_format:constrained_response")
+def _is_constrained_response(text: str) -> bool:
+    return any(f"My answer is {answer}." in text for answer in ("yes", "no", "maybe"))
+
+
+@_check("detectable_format:number_highlighted_sections")
+def _has_highlights(text: str, num_highlights: int) -> bool:
     """`*...*` within a line, and `**...**` once more."""
     single = re.findall(r"\*([^\n*]*)\*", text)
     double = re.findall(r"\*\*([^\n*]*)\*\*", text)
-    return sum(bool(inside.strip()) for inside in (*single, *double)) >= num_highlights
+    count = sum(bool(inside.strip()) for inside in single + double)
+    return count >= num_highlights
 
 
-def _json_format(text: str) -> bool:
+@_check("detectable_format:multiple_sections")
+def _has_sections(text: str, section_spliter: str, num_sections: int) -> bool:
+    heads = re.findall(rf"{re.escape(section_spliter)}\s?\d+", text)
+    return len(heads) >= num_sections
+
+
+@_check("detectable_format:json_format")
+def _is_json(text: str) -> bool:
     """JSON of any kind, alone or between Markdown's fences."""
     text = text.strip()
     for fence in ("```json", "```Json", "```JSON", "```"):
@@ -193,82 +327,57 @@ def _json_format(text: str) -> bool:
     return True
 
 
-def _title(text: str) -> bool:
+@_check("detectable_format:title")
+def _has_title(text: str) -> bool:
     """A line with `<<...>>` that has something in it, taken from the first `<<` to the last
     `>>`."""
     for line in text.split("\n"):
         start, end = line.find("<<"), line.rfind(">>")
-        if 0 <= start < end - 2 and line[start : end + 2].lstrip("<").rstrip(">").strip():
-            return True
+        if 0 <= start < end - 2:
+            title = line[start : end + 2].lstrip("<").rstrip(">")
+            if title.strip():
+                return True
     return False
 
 
-def _two_responses(text: str) -> bool:
+@_check("combination:two_responses")
+def _has_two_responses(text: str) -> bool:
     """Two different answers between `******`; only the first and the last part may be empty."""
-    first, *others = (response.strip() for response in text.split("******"))
-    last = others.pop() if others else ""
-    answers = [answer for answer in (first, *others, last) if answer]
-    return all(others) and len(answers) == 2 and answers[0] != answers[1]
+    answers = _parts_between(text, "******")
+    return answers is not None and len(answers) == 2 and answers[0] != answers[1]
 
 
+@_check("combination:repeat_prompt")
+def _repeats_prompt(text: str, prompt_to_repeat: str) -> bool:
+    return text.strip().lower().startswith(prompt_to_repeat.lower())
+
+
+@_check("startend:end_checker")
+def _ends_with(text: str, end_phrase: str) -> bool:
+    return text.strip().strip('"').lower().endswith(end_phrase.lower())
+
+
+@_check("startend:quotation")
 def _is_quoted(text: str) -> bool:
     text = text.strip()
     return len(text) > 1 and text[0] == text[-1] == '"'
 
 
-KINDS: Mapping[str, Callable[..., bool]] = {
-    # Every keyword anywhere, also inside a word.
-    "keywords:existence": lambda text, keywords: all(_found(word, text) for word in keywords),
-    "keywords:frequency": lambda text, keyword, frequency, relation: _related(
-        len(_found(keyword, text)), relation, frequency
-    ),
-    "keywords:forbidden_words": lambda text, forbidden_words: (
-        not any(
-            re.search(rf"\b{re.escape(word)}\b", text, re.IGNORECASE) for word in forbidden_words
-        )
-    ),
-    # Several letters together are no letter, and never occur.
-    "keywords:letter_frequency": lambda text, letter, let_frequency, let_relation: _related(
-        Counter(text.lower())[letter], let_relation, let_frequency
-    ),
-    "language:response_language": lambda text, language: detect_language(text) in (language, None),
-    "length_constraints:number_sentences": lambda text, num_sentences, relation: _related(
-        len(sentences(text)), relation, num_sentences
-    ),
-    "length_constraints:number_paragraphs": _number_paragraphs,
-    "length_constraints:number_words": lambda text, num_words, relation: _related(
-        count_words(text), relation, num_words
-    ),
-    "length_constraints:nth_paragraph_first_word": _nth_paragraph_first_word,
-    "detectable_content:number_placeholders": _number_placeholders,
-    "detectable_content:postscript": _postscript,
-    "detectable_format:number_bullet_lists": _number_bullet_lists,
-    "detectable_format:constrained_response": lambda text: any(
-        f"My answer is {answer}." in text for answer in ("yes", "no", "maybe")
-    ),
-    "detectable_format:number_highlighted_sections": _number_highlighted_sections,
-    "detectable_format:multiple_sections": lambda text, section_spliter, num_sections: (
-        len(re.findall(rf"{re.escape(section_spliter)}\s?\d+", text)) >= num_sections
-    ),
-    "detectable_format:json_format": _json_format,
-    "detectable_format:title": _title,
-    "combination:two_responses": _two_responses,
-    "combination:repeat_prompt": lambda text, prompt_to_repeat: (
-        text.strip().lower().startswith(prompt_to_repeat.lower())
-    ),
-    "startend:end_checker": lambda text, end_phrase: (
-        text.strip().strip('"').lower().endswith(end_phrase.lower())
-    ),
-    "startend:quotation": _is_quoted,
-    "change_case:capital_word_frequency": lambda text, capital_frequency, capital_relation: (
-        _related(count_capital_words(text), capital_relation, capital_frequency)
-    ),
-    "change_case:english_capital": lambda text: (
-        text.isupper() and detect_language(text) in ("en", None)
-    ),
-    "change_case:english_lowercase": lambda text: (
-        text.islower() and detect_language(text) in ("en", None)
-    ),
-    "punctuation:no_comma": lambda text: "," not in text,
-}
-"""Name in the published rows -> check, called with the text and the arguments that it names."""
+@_check("change_case:capital_word_frequency")
+def _has_capital_words(text: str, capital_frequency: int, capital_relation: str) -> bool:
+    return _is_related(count_capital_words(text), capital_relation, capital_frequency)
+
+
+@_check("change_case:english_capital")
+def _is_english_in_capitals(text: str) -> bool:
+    return text.isupper() and _is_in_language(text, "en")
+
+
+@_check("change_case:english_lowercase")
+def _is_english_in_small_letters(text: str) -> bool:
+    return text.islower() and _is_in_language(text, "en")
+
+
+@_check("punctuation:no_comma")
+def _has_no_comma(text: str) -> bool:
+    return "," not in text

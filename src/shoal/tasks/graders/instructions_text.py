@@ -10,7 +10,6 @@ statistics: only after those four can the two differ.
 from __future__ import annotations
 
 import functools
-import itertools
 import re
 from collections.abc import Callable
 
@@ -108,34 +107,47 @@ def sentences(text: str) -> list[str]:
     >>> sentences('Dr. Lee left at 5 p.m. on Monday. "Why?" he asked')
     ['Dr. Lee left at 5 p.m. on Monday.', '"Why?"', 'he asked']
     """
-    pieces, start = [], 0
-    words = [*re.finditer(r"\S+", text), None]
-    for word, following in itertools.pairwise(words):
-        assert word
-        found = (_CANDIDATE if following else _INNER_CANDIDATE).match(word.group())
-        if found is None:
+    pieces = []
+    start = 0
+    words = list(re.finditer(r"\S+", text))
+    for number, word in enumerate(words):
+        following = words[number + 1] if number + 1 < len(words) else None
+        pattern = _CANDIDATE if following else _INNER_CANDIDATE
+        candidate = pattern.match(word.group())
+        if candidate is None:
             continue
-        rest = word.group()[found.end() :]
-        after = rest[:1] or (following.group() if following else "")
-        if _ends(found.group(), after) or (not rest and _ends_within(after)):
-            end = word.start() + found.end()
+        rest = word.group()[candidate.end() :]
+        after = ""
+        if rest:
+            after = rest[0]
+        elif following:
+            after = following.group()
+        if _ends(candidate.group(), after) or (not rest and _ends_within(after)):
+            end = word.start() + candidate.end()
             pieces.append((start, end))
-            start = following.start() if following and not rest else end
+            start = end
+            if following and not rest:
+                start = following.start()
     pieces.append((start, len(text.rstrip())))
     return _realigned(text, pieces)
 
 
 def _realigned(text: str, pieces: list[tuple[int, int]]) -> list[str]:
     """The pieces, with quotes and brackets that begin one given to the one before it."""
-    found, shift = [], 0
-    for (start, end), (next_start, next_end) in zip(pieces, [*pieces[1:], (0, 0)], strict=True):
-        start, closing = start + shift, _REALIGNED.match(text[next_start:next_end])
-        shift = closing.end() if closing else 0
-        if closing:
-            end = next_start + len(closing.group().rstrip())
+    realigned = []
+    num_given = 0  # characters of a piece that the one before it got
+    for number, (start, end) in enumerate(pieces):
+        start += num_given
+        num_given = 0
+        if number + 1 < len(pieces):
+            next_start, next_end = pieces[number + 1]
+            closing = _REALIGNED.match(text[next_start:next_end])
+            if closing:
+                num_given = closing.end()
+                end = next_start + len(closing.group().rstrip())
         if text[start:end]:
-            found.append(text[start:end])
-    return found
+            realigned.append(text[start:end])
+    return realigned
 
 
 def _ends(word: str, after: str) -> bool:
@@ -144,11 +156,11 @@ def _ends(word: str, after: str) -> bool:
         return True
     if word.endswith(".."):
         return _opens(after)
-    kind = _TOKEN_BREAK.split(word)[-1].lstrip("`&#-,").lower().removesuffix(".")
-    is_initial = len(kind) == 1 and kind.isalpha()
-    if kind in _ABBREVIATIONS or kind.rpartition("-")[2] in _ABBREVIATIONS:
+    stem = _TOKEN_BREAK.split(word)[-1].lstrip("`&#-,").lower().removesuffix(".")
+    is_initial = len(stem) == 1 and stem.isalpha()
+    if stem in _ABBREVIATIONS or stem.rpartition("-")[2] in _ABBREVIATIONS:
         return not is_initial and _opens(after)
-    if not is_initial and not _NUMBER.fullmatch(kind):
+    if not is_initial and not _NUMBER.fullmatch(stem):
         return True
     following = _first_word(after)
     if after in _PUNCTUATION or following[:1].islower():
@@ -158,8 +170,11 @@ def _ends(word: str, after: str) -> bool:
 
 def _ends_within(word: str) -> bool:
     """True if a sentence ends before the last sign of a word, as in `(No!)`."""
-    found = _INNER_CANDIDATE.match(word)
-    return found is not None and _ends(found.group(), word[found.end() :][:1])
+    candidate = _INNER_CANDIDATE.match(word)
+    if candidate is None:
+        return False
+    after = word[candidate.end() :][:1]
+    return _ends(candidate.group(), after)
 
 
 def _opens(after: str) -> bool:
@@ -169,8 +184,8 @@ def _opens(after: str) -> bool:
 
 
 def _first_word(text: str) -> str:
-    found = _WORD_START.match(text)
-    return found.group() if found else ""
+    start = _WORD_START.match(text)
+    return start.group() if start else ""
 
 
 # ---- words in capitals
@@ -194,7 +209,11 @@ def count_capital_words(text: str) -> int:
     >>> count_capital_words("NASA's DON'T-ASK rule: I agree, OK?")
     4
     """
-    return sum(word.isupper() for sentence in sentences(text) for word in _treebank(sentence))
+    count = 0
+    for sentence in sentences(text):
+        for word in _treebank(sentence):
+            count += word.isupper()
+    return count
 
 
 def _treebank(sentence: str) -> list[str]:
@@ -206,17 +225,20 @@ def _treebank(sentence: str) -> list[str]:
     spaced = _BREAK.sub(" ", sentence)
     for piece, space in re.findall(r"(\S+)(\s|$)", spaced):
         parts = [piece]
-        for clitic in (
-            (_CLITIC, _LONG_CLITIC) if space in ("", " ") else ()
-        ):  # before a line's end they stay
-            if found := clitic.search(parts[0]):
-                parts[:1] = [parts[0][: found.start()], found.group()]
-        words += [word for part in parts for word in _JOINED.sub(_apart, part).split()]
+        if space in ("", " "):  # before a line's end clitics stay
+            for clitic_pattern in (_CLITIC, _LONG_CLITIC):
+                clitic = clitic_pattern.search(parts[0])
+                if clitic:
+                    parts[:1] = [parts[0][: clitic.start()], clitic.group()]
+        for part in parts:
+            words += _JOINED.sub(_separated, part).split()
     return words
 
 
-def _apart(found: re.Match[str]) -> str:
-    return " {} {} ".format(*(part for part in found.groups() if part))
+def _separated(joined: re.Match[str]) -> str:
+    """`can not` of `cannot`."""
+    parts = [part for part in joined.groups() if part]
+    return f" {parts[0]} {parts[1]} "
 
 
 # ---- language

@@ -138,11 +138,9 @@ class JudgeFunction:
     __name__ = "judge"
 
     def __init__(self, url: str, section: RewardSection) -> None:
-        self.url, self.section, self.timeout_seconds = (
-            _address(url),
-            section.judge,
-            section.timeout_seconds,
-        )
+        self.url = _address(url)
+        self.section = section.judge
+        self.timeout_seconds = section.timeout_seconds
         if not self.section.model:
             raise ShoalError(
                 f"reward={PREFIX}{url}: reward.judge.model is missing; give the model's name there",
@@ -150,9 +148,9 @@ class JudgeFunction:
             )
         template = self.section.template
         if not template:
-            low, high = (f"{bound:g}" for bound in self.section.score_range)
+            low, high = self.section.score_range
             ending = TEXT_ENDING if self.section.response_format == "text" else JSON_ENDING
-            template = TEMPLATE + ending.replace("LOW", low).replace("HIGH", high)
+            template = TEMPLATE + ending.replace("LOW", f"{low:g}").replace("HIGH", f"{high:g}")
         self._template = parse_template(template_text(template, KEY), KEY)
         self._slots: asyncio.Semaphore | None = None
         self._has_answered = False
@@ -168,25 +166,21 @@ class JudgeFunction:
         self, prompts: Sequence[Prompt], completions: Sequence[Any], **columns: Any
     ) -> list[Any]:
         lists = {name: values for name, values in columns.items() if isinstance(values, list)}
-        rows = [
-            {name: values[i] for name, values in lists.items()} for i in range(len(completions))
-        ]
-        texts = [
-            fill(
-                *self._template,
-                {
-                    "answer": ground_truth(row),
-                    **row,
-                    "prompt": _prompt_text(prompt),
-                    "completion": completion_text(completion),
-                },
-                "the data",
-                KEY,
-            )
-            for row, prompt, completion in zip(rows, prompts, completions, strict=True)
-        ]
-        replies = await asyncio.gather(*map(self._reply, texts))
-        if log_metric := columns.get("log_metric"):
+        pieces, names = self._template
+        waiting = []
+        for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+            row = {name: values[i] for name, values in lists.items()}
+            values_of_template = {
+                "answer": ground_truth(row),
+                **row,
+                "prompt": _prompt_text(prompt),
+                "completion": completion_text(completion),
+            }
+            text = fill(pieces, names, values_of_template, "the data", KEY)
+            waiting.append(self._reply(text))
+        replies = await asyncio.gather(*waiting)
+        log_metric = columns.get("log_metric")
+        if log_metric:
             for reply in replies:
                 for name in ("requests", "tokens", "seconds", "cached"):
                     log_metric(f"judge_{name}", getattr(reply, name))
@@ -221,10 +215,12 @@ class JudgeFunction:
         elif self.section.response_format == "json_schema":
             body["response_format"] = {"type": "json_schema", "json_schema": JSON_SCHEMA}
         name = _hash([self.url, body])
-        if (known := self._read(name)) is not None:
-            return Reply(known, cached=True)
+        cached = self._read(name)
+        if cached is not None:
+            return Reply(cached, cached=True)
         # Two equal completions get one reply; a call that is given up leaves it for the next.
-        if shared := self._running.get(name):
+        shared = self._running.get(name)
+        if shared is not None:
             return replace(await asyncio.shield(shared), requests=0, tokens=0, cached=True)
         task = self._running[name] = asyncio.ensure_future(self._ask(body, name))
         task.add_done_callback(lambda _: self._running.pop(name, None))
@@ -232,61 +228,53 @@ class JudgeFunction:
 
     async def _ask(self, body: Mapping[str, Any], name: str) -> Reply:
         """The reply of the address, asked again with growing pauses where it may answer later."""
-        started, requests, tokens, fault, pause = time.monotonic(), 0, 0, "", FIRST_PAUSE_SECONDS
+        started = time.monotonic()
+        pause = FIRST_PAUSE_SECONDS
+        requests = tokens = 0
+        fault = ""
         for attempt in range(1 + self.section.retries):
-            if attempt:
+            if attempt > 0:
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
             sent = self._adapted(body)
-            status, found = await self._post(sent)
+            status, answer = await self._post(sent)
             requests += 1
             while status in (400, 422):
-                self._note_refusal(found)
+                self._note_refusal(answer)
                 if self._adapted(body) == sent:
                     break
                 sent = self._adapted(body)
-                status, found = await self._post(sent)
+                status, answer = await self._post(sent)
                 requests += 1
             self._has_answered |= status > 0
             if status in REFUSED:
                 raise ShoalError(
-                    f"reward={PREFIX}{self.url}: HTTP {status}, {shorten(found)}; check the "
+                    f"reward={PREFIX}{self.url}: HTTP {status}, {shorten(answer)}; check the "
                     f"address, reward.judge.model={self.section.model} and the key in "
                     f"{KEY_VARIABLE}"
                 )
-            match found:
+            match answer:
                 case {"usage": {"total_tokens": int(counted)}}:
                     tokens += counted
-            match found:
-                case {"choices": [{"message": {"content": str(text)}, "finish_reason": "length"}]}:
-                    text = _without_cut_number(text, self.section.score_range[1])
-                    return Reply(
-                        self._keep(name, text), "", requests, tokens, time.monotonic() - started
-                    )
-                case {"choices": [{"message": {"content": str(text)}}]}:
-                    return Reply(
-                        self._keep(name, text), "", requests, tokens, time.monotonic() - started
-                    )
+            match answer:
+                case {"choices": [{"message": {"content": str(text)}, **choice}]}:
+                    if choice.get("finish_reason") == "length":
+                        text = _without_cut_number(text, self.section.score_range[1])
+                    kept = self._keep(name, text)
+                    return Reply(kept, "", requests, tokens, time.monotonic() - started)
                 case dict():
-                    found = f"expected one choice with a text, got {_shown(found)}"
-            fault = (
-                f"{self.url}: "
-                f"{f'HTTP {status}, ' if status not in (0, 200) else ''}{shorten(found)}"
-            )
-            if status not in (0, 200, *RETRIED):
-                if "response_format" in body and "response_format" in found:
+                    answer = f"expected one choice with a text, got {_shown(answer)}"
+            http_status = "" if status in (0, 200) else f"HTTP {status}, "
+            fault = f"{self.url}: {http_status}{shorten(answer)}"
+            if status not in (0, 200) and status not in RETRIED:
+                if "response_format" in body and "response_format" in answer:
                     fault += "; set reward.judge.response_format=text"
                 break
-        if (
-            not self._has_answered and "ConnectError" in fault
-        ):  # it never was there: no other completion is asked
-            raise ShoalError(
-                f"reward={PREFIX}{fault} (requests: {requests}); is the address right, and its "
-                "server up?"
-            )
-        return Reply(
-            "", f"{fault} (requests: {requests})", requests, tokens, time.monotonic() - started
-        )
+        fault += f" (requests: {requests})"
+        if not self._has_answered and "ConnectError" in fault:
+            # It never was there: no other completion is asked.
+            raise ShoalError(f"reward={PREFIX}{fault}; is the address right, and its server up?")
+        return Reply("", fault, requests, tokens, time.monotonic() - started)
 
     def _note_refusal(self, reason: str) -> None:
         """Notes which fields of a request the address refuses, for all further ones."""
@@ -319,15 +307,20 @@ class JudgeFunction:
                 asyncio.timeout(self.timeout_seconds / 2),
                 httpx.AsyncClient(timeout=None) as http,
             ):
-                got = await http.post(
-                    self.url, json=body, headers={"Authorization": f"Bearer {key}"} if key else {}
-                )
-            found = got.json() if got.status_code == 200 else got.text
-            return got.status_code, found if isinstance(found, dict) else str(found).replace(
-                key or "\0", "***"
-            )
+                headers = {"Authorization": f"Bearer {key}"} if key else {}
+                response = await http.post(self.url, json=body, headers=headers)
+            answer = response.json() if response.status_code == 200 else response.text
+            if isinstance(answer, dict):
+                return response.status_code, answer
+            text = str(answer)
+            if key:
+                text = text.replace(key, "***")
+            return response.status_code, text
         except TimeoutError:
-            return 0, f"no answer in {self.timeout_seconds / 2:g} s, half of reward.timeout_seconds"
+            return (
+                0,
+                f"no answer in {self.timeout_seconds / 2:g} s, half of reward.timeout_seconds",
+            )
         except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
             return 0, f"{type(error).__name__} {error}".strip()
         except RecursionError:
@@ -337,12 +330,16 @@ class JudgeFunction:
 
     def _file(self, name: str) -> Path | None:
         folder = self.section.cache
-        return Path(folder).expanduser() / name[:2] / f"{name}.json" if folder else None
+        if not folder:
+            return None
+        return Path(folder).expanduser() / name[:2] / f"{name}.json"
 
     def _read(self, name: str) -> str | None:
         file = self._file(name)
+        if file is None:
+            return None
         try:
-            return json.loads(file.read_text(encoding="utf-8"))["reply"] if file else None
+            return json.loads(file.read_text(encoding="utf-8"))["reply"]
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError) as error:
@@ -353,7 +350,8 @@ class JudgeFunction:
 
     def _keep(self, name: str, text: str) -> str:
         """The first reply that a process stored for a text: theirs, where it was sooner."""
-        if (file := self._file(name)) is None:
+        file = self._file(name)
+        if file is None:
             return text
         with writing(file, "reward.judge.cache"):
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -385,13 +383,15 @@ def read_score(reply: str, highest: float) -> float | None:
         return None  # cut within the thoughts, which may name scores of all kinds
     text = reply.rpartition("</think>")[2].strip()
     fenced = _FENCED.fullmatch(text)
-    fields = _json_object(fenced[1] if fenced else text)
+    json_text = fenced[1] if fenced else text
+    fields = _json_object(json_text)
     if "score" in fields:
         score = fields["score"]
         if isinstance(score, str):
             return _in_range(_NUMBER_ALONE.fullmatch(score), highest)
-        is_number = isinstance(score, int | float) and not isinstance(score, bool)
-        return float(score) if is_number and abs(score) <= _LARGEST else None
+        if isinstance(score, bool) or not isinstance(score, int | float):
+            return None
+        return float(score) if abs(score) <= _LARGEST else None
     labels = list(_LABEL.finditer(text))
     for label in reversed(labels):
         match = _LABELLED_NUMBER.match(text, label.end())
@@ -401,7 +401,9 @@ def read_score(reply: str, highest: float) -> float | None:
         if match is not None and is_below and _ITEM_OF_LIST.match(text, match.end()):
             return None
         return _in_range(match, highest)
-    return None if labels else _in_range(_NUMBER_ALONE.fullmatch(text), highest)
+    if labels:
+        return None
+    return _in_range(_NUMBER_ALONE.fullmatch(text), highest)
 
 
 def _in_range(match: re.Match[str] | None, highest: float) -> float | None:
@@ -420,10 +422,10 @@ def _json_object(text: str) -> Mapping[str, Any]:
     if not text.startswith("{"):
         return {}
     try:
-        found = json.loads(text)
+        fields = json.loads(text)
     except (ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return fields if isinstance(fields, dict) else {}
 
 
 def _shown(reply: Mapping[str, Any]) -> str:
@@ -474,7 +476,10 @@ def _prompt_text(prompt: Prompt) -> str:
     """A prompt as text: of several messages each with its role."""
     if isinstance(prompt, str):
         return prompt
-    heads = [f"{message.get('role')}: " * (len(prompt) > 1) for message in prompt]
-    return "\n\n".join(
-        f"{head}{one.get('content') or ''}" for head, one in zip(heads, prompt, strict=True)
-    )
+    parts = []
+    for message in prompt:
+        text = str(message.get("content") or "")
+        if len(prompt) > 1:
+            text = f"{message.get('role')}: {text}"
+        parts.append(text)
+    return "\n\n".join(parts)

@@ -42,33 +42,15 @@ unshare and setns."""
 PLAIN = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 DICTS = {"Counter": Counter, "OrderedDict": OrderedDict, "dict": dict}  # subclasses before dict
 VIEWS = {"keys": type({}.keys()), "items": type({}.items())}
-MADE = {
-    bytes: lambda value: [value.hex()],
-    bytearray: lambda value: [value.hex()],
-    complex: lambda value: [value.real, value.imag],
-    Decimal: lambda value: [str(value)],
-    Fraction: lambda value: [value.numerator, value.denominator],
-    range: lambda value: [value.start, value.stop, value.step],
-    datetime: lambda value: [datetime.isoformat(value)],  # before date, whose subclass it is
-    date: lambda value: [date.isoformat(value)],
-    timedelta: lambda value: [value.days, value.seconds, value.microseconds],
-}
-"""Type -> what a value of it is made of anew."""
+VALUES = (bytes, bytearray, complex, Decimal, Fraction, range, datetime, date, timedelta, deque)
+"""Types whose values are sent as the arguments that make them again."""
 MAKERS = {
     "bytes": bytes.fromhex,
     "bytearray": bytearray.fromhex,
     "datetime": datetime.fromisoformat,
     "date": date.fromisoformat,
 }
-TYPES = {
-    **PLAIN,
-    **DICTS,
-    **{kind.__name__: kind for kind in (*MADE, deque)},
-    "int": int,
-    "float": float,
-    "str": str,
-    "bool": bool,
-}
+TYPES = PLAIN | DICTS | {each.__name__: each for each in (*VALUES, int, float, str, bool)}
 """What MBPP's tests pass as an argument, such as `int` in `remove_datatype((4, 7.7), int)`."""
 
 ASKED = {
@@ -124,22 +106,25 @@ def pack(value: Any, refs: list[Any]) -> Any:
     """A value as JSON holds it; `refs` gets the objects that stay here."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    for name, kind in PLAIN.items():
-        if isinstance(value, kind):
-            return {name: [pack(one, refs) for one in value]}
-    for name, kind in DICTS.items():
-        if isinstance(value, kind):
-            return {name: [[pack(one, refs) for one in item] for item in value.items()]}
-    for name, kind in VIEWS.items():
-        if isinstance(value, kind):
-            return {name: [pack(one, refs) for one in value]}
-    for kind, parts in MADE.items():
-        if isinstance(value, kind):
-            return {kind.__name__: parts(value)}
+    for name, plain_type in PLAIN.items():
+        if isinstance(value, plain_type):
+            return {name: [pack(item, refs) for item in value]}
+    for name, dict_type in DICTS.items():
+        if isinstance(value, dict_type):
+            pairs = []
+            for key, item in value.items():
+                pairs.append([pack(key, refs), pack(item, refs)])
+            return {name: pairs}
+    for name, view_type in VIEWS.items():
+        if isinstance(value, view_type):
+            return {name: [pack(item, refs) for item in value]}
     if isinstance(value, deque):
-        return {"deque": [[pack(one, refs) for one in value], value.maxlen]}
-    for name, kind in TYPES.items():
-        if value is kind:
+        return {"deque": [[pack(item, refs) for item in value], value.maxlen]}
+    for value_type in VALUES:
+        if isinstance(value, value_type):
+            return {value_type.__name__: arguments_of(value, value_type)}
+    for name, passed_type in TYPES.items():
+        if value is passed_type:
             return {"type": name}
     if isinstance(value, Ref):
         return {"ref": value._number}
@@ -147,26 +132,50 @@ def pack(value: Any, refs: list[Any]) -> Any:
     return {"ref": len(refs) - 1}
 
 
+def arguments_of(value: Any, value_type: type) -> list[Any]:
+    """What makes a value of a type of `VALUES` again, as JSON holds it."""
+    if value_type in (bytes, bytearray):
+        return [value.hex()]
+    if value_type is complex:
+        return [value.real, value.imag]
+    if value_type is Decimal:
+        return [str(value)]
+    if value_type is Fraction:
+        return [value.numerator, value.denominator]
+    if value_type is range:
+        return [value.start, value.stop, value.step]
+    if value_type in (datetime, date):
+        return [value_type.isoformat(value)]
+    return [value.days, value.seconds, value.microseconds]  # a timedelta
+
+
 def unpack(value: Any, find: Any) -> Any:
+    """The value that JSON holds; `find` gives the object of a number."""
     if not isinstance(value, dict):
         return value
-    ((kind, content),) = value.items()
-    if kind == "ref":
+    ((name, content),) = value.items()
+    if name == "ref":
         return find(content)
-    if kind == "type":
+    if name == "type":
         return TYPES[content]
-    if kind in PLAIN:
-        return PLAIN[kind](unpack(one, find) for one in content)
-    if kind in DICTS:
-        return DICTS[kind]({unpack(key, find): unpack(one, find) for key, one in content})
-    if kind == "keys":
-        return dict.fromkeys(unpack(one, find) for one in content).keys()
-    if kind == "items":
-        return dict(unpack(one, find) for one in content).items()
-    if kind == "deque":
+    if name == "deque":
         items, most = content
-        return deque((unpack(one, find) for one in items), most)
-    return MAKERS.get(kind, TYPES[kind])(*content)
+        return deque([unpack(item, find) for item in items], most)
+    if name in MAKERS:
+        return MAKERS[name](*content)
+    if name in DICTS:
+        values = {}
+        for key, item in content:
+            values[unpack(key, find)] = unpack(item, find)
+        return DICTS[name](values)  # of pairs a Counter would count each
+    if name in PLAIN or name in VIEWS:
+        items = [unpack(item, find) for item in content]
+        if name == "keys":
+            return dict.fromkeys(items).keys()
+        if name == "items":
+            return dict(items).items()
+        return PLAIN[name](items)
+    return TYPES[name](*content)
 
 
 # ---- the candidate
@@ -200,20 +209,21 @@ def candidate(channel: socket.socket) -> None:
 def builtin_kind(error: BaseException) -> str:
     """The name of the builtin exception that an error is, or is derived from: tests that expect a
     ValueError take a class of the candidate's, too."""
-    kinds = type(error).__mro__
-    return next(one.__name__ for one in kinds if getattr(builtins, one.__name__, None) is one)
+    for error_type in type(error).__mro__:
+        if getattr(builtins, error_type.__name__, None) is error_type:
+            return error_type.__name__
+    raise AssertionError("every exception is derived from a builtin one")
 
 
 def forbid_processes() -> None:
     """No process can be started from now on; threads can. Limits of processes do not hold for
     root."""
     system, clone, clone3, denied = NUMBERS[platform.machine()]
+    # Instructions and results of Linux's filters of system calls.
     load, equal, least, bit, done = 0x20, 0x15, 0x35, 0x45, 0x06
-    allow, refuse, missing = (
-        0x7FFF0000,
-        0x00050001,
-        0x00050026,
-    )  # EPERM; ENOSYS, upon which libc takes clone
+    allow = 0x7FFF0000
+    refuse = 0x00050001  # with EPERM
+    missing = 0x00050026  # with ENOSYS, upon which libc takes clone
     rules = [
         (load, 0, 0, 4),
         (equal, 1, 0, system),
@@ -233,18 +243,17 @@ def forbid_processes() -> None:
         (done, 0, 0, refuse),
         (done, 0, 0, allow),
     ]
-    code = b"".join(struct.pack("HBBI", *rule) for rule in rules)
-    program = ctypes.create_string_buffer(
-        struct.pack(
-            "HxxxxxxP", len(rules), ctypes.addressof(buffer := ctypes.create_string_buffer(code))
-        )
-    )
+    code = b""
+    for instruction, if_true, if_false, operand in rules:
+        code += struct.pack("HBBI", instruction, if_true, if_false, operand)
+    buffer = ctypes.create_string_buffer(code)
+    header = struct.pack("HxxxxxxP", len(rules), ctypes.addressof(buffer))
+    program = ctypes.create_string_buffer(header)
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(38, 1, 0, 0, 0) or libc.prctl(
-        22, 2, program, 0, 0
-    ):  # no new privileges; the filter
+    no_new_privileges = libc.prctl(38, 1, 0, 0, 0)
+    if no_new_privileges != 0 or libc.prctl(22, 2, program, 0, 0) != 0:
         os._exit(3)
-    del buffer
+    del buffer  # the filter reads it up to here
 
 
 # ---- the tester
@@ -261,13 +270,14 @@ def raised_by_candidate(name: str, text: str) -> Exception:
     Over for one that would end a loop or this process in place of a test: `all(map(f, cases))`
     takes StopIteration for the end of the cases.
     """
-    kind = getattr(builtins, name, RuntimeError)
-    if not (isinstance(kind, type) and issubclass(kind, BaseException)):
-        kind = RuntimeError
-    if issubclass(kind, StopIteration | StopAsyncIteration) or not issubclass(kind, Exception):
+    error_type = getattr(builtins, name, RuntimeError)
+    if not (isinstance(error_type, type) and issubclass(error_type, BaseException)):
+        error_type = RuntimeError
+    ends_a_loop = issubclass(error_type, StopIteration | StopAsyncIteration)
+    if ends_a_loop or not issubclass(error_type, Exception):
         raise Over("failed")
     try:
-        return kind(text)
+        return error_type(text)
     except TypeError:  # such as UnicodeDecodeError, which is made of five values
         return RuntimeError(text)
 
@@ -280,91 +290,120 @@ def how_it_ended(pid: int) -> str:
     return "timed out" if -status in (signal.SIGXCPU, signal.SIGKILL) else "crashed"
 
 
-def run(channel: socket.socket, pid: int, case: dict[str, Any], seconds: float) -> str:
-    deadline, lines = time.monotonic() + seconds, bytearray()
-    ends: list[str] = []  # kept, since tests may catch everything that is raised in them
+class Candidate:
+    """The candidate's process, as the tester asks it."""
 
-    def ask(what: str, *rest: Any) -> Any:
-        if ends:
-            raise Over(ends[0])
+    def __init__(self, channel: socket.socket, pid: int, seconds: float) -> None:
+        self.channel, self.pid = channel, pid
+        self.deadline = time.monotonic() + seconds
+        self.received = bytearray()
+        self.outcome = ""
+        """Of a candidate that gives no further answer; kept, since tests may catch everything that
+        is raised in them."""
+
+    def ask(self, what: str, *rest: Any) -> Any:
+        """What the candidate answers; its exceptions are raised here. Over where it answers no
+        more."""
+        if self.outcome:
+            raise Over(self.outcome)
         try:
-            return answer(what, *rest)
+            return self._answer((what, *rest))
         except Over as over:
-            ends.append(str(over))
+            self.outcome = str(over)
             raise
 
-    def answer(what: str, *rest: Any) -> Any:
+    def _answer(self, question: tuple[Any, ...]) -> Any:
         unsent: list[Any] = []
-        text = json.dumps(pack((what, *rest), unsent)).encode() + b"\n"
+        text = json.dumps(pack(question, unsent)).encode() + b"\n"
         if unsent:
-            raise Over(
-                "failed"
-            )  # a function of the tests' own: by its number the candidate would find another object
+            # A function of the tests' own: by its number the candidate would find another object.
+            raise Over("failed")
         try:
-            channel.settimeout(max(0.01, deadline - time.monotonic()))
-            channel.sendall(text)
-            while b"\n" not in lines:
-                channel.settimeout(max(0.01, deadline - time.monotonic()))
-                part = channel.recv(1 << 16)
-                if not part or len(lines) > MOST_BYTES:
-                    raise Over("failed" if part else how_it_ended(pid))
-                lines.extend(part)
-        except OSError as error:
-            raise Over(
-                "timed out" if isinstance(error, TimeoutError) else how_it_ended(pid)
-            ) from None
-        line, _, lines[:] = bytes(lines).partition(b"\n")
+            line = self._exchange(text)
+        except TimeoutError:
+            raise Over("timed out") from None
+        except OSError:
+            raise Over(how_it_ended(self.pid)) from None
         try:
             good, value = json.loads(line)
             if good:
-                return unpack(value, lambda number: Ref(ask, number))
+                return unpack(value, lambda number: Ref(self.ask, number))
             error = raised_by_candidate(str(value[0]), str(value[1]))
         except Exception:  # no answer that this file's candidate() writes
             raise Over("failed") from None
         raise error
 
+    def _exchange(self, text: bytes) -> bytes:
+        """Sends a line and receives one."""
+        self._limit_wait()
+        self.channel.sendall(text)
+        while b"\n" not in self.received:
+            self._limit_wait()
+            data = self.channel.recv(1 << 16)
+            if not data:
+                raise Over(how_it_ended(self.pid))
+            if len(self.received) > MOST_BYTES:
+                raise Over("failed")
+            self.received.extend(data)
+        line, _, self.received[:] = bytes(self.received).partition(b"\n")
+        return line
+
+    def _limit_wait(self) -> None:
+        self.channel.settimeout(max(0.01, self.deadline - time.monotonic()))
+
+
+def run(channel: socket.socket, pid: int, case: dict[str, Any], seconds: float) -> str:
+    """The outcome of a case."""
+    candidate_process = Candidate(channel, pid, seconds)
+    outcome = "passed"
     try:
-        found = ask("exec", case["code"], [*case["names"], *case["spare"]])
-        names: dict[str, Any] = {"__name__": "tests"}
-        exec(compile(case["given"], "<given>", "exec"), names)
-        for text in case["imports"]:
-            with contextlib.suppress(ImportError):  # no installed package is here
-                exec(compile(text, "<imports>", "exec"), names)
-        names.update(
-            {name: found[name] for name in case["spare"] if name in found and name not in names}
-        )
-        tested = {
-            name: found[name]
-            for name in case["names"]
-            if name in found and not (name == case["entry_point"] and hasattr(builtins, name))
-        }
-        missing = [name for name in case["names"] if name not in found]
-
-        def put_tested() -> None:
-            """What the solution defines is the candidate's or nobody's, though an import has the
-            same name."""
-            names.update(tested)
-            for name in missing:
-                names.pop(name, None)
-
-        put_tested()
-        exec(compile(case["setup"], "<setup>", "exec"), names)
-        put_tested()  # the setup may import all of a module
-        for text in case["tests"]:
-            exec(compile(text, "<tests>", "exec"), names)
-        if case["entry_point"]:
-            names["check"](found[case["entry_point"]])
-        outcome = "passed"
+        run_tests(case, candidate_process)
     except BaseException:
         outcome = "failed"
-    return ends[0] if ends else outcome
+    return candidate_process.outcome or outcome
+
+
+def run_tests(case: dict[str, Any], candidate_process: Candidate) -> None:
+    """Raises whatever a test raises."""
+    defined = candidate_process.ask("exec", case["code"], case["names"] + case["spare"])
+    names: dict[str, Any] = {"__name__": "tests"}
+    exec(compile(case["given"], "<given>", "exec"), names)
+    for text in case["imports"]:
+        with contextlib.suppress(ImportError):  # no installed package is here
+            exec(compile(text, "<imports>", "exec"), names)
+    for name in case["spare"]:
+        if name in defined and name not in names:
+            names[name] = defined[name]
+
+    tested: dict[str, Any] = {}
+    missing: list[str] = []
+    for name in case["names"]:
+        is_named_as_builtin = name == case["entry_point"] and hasattr(builtins, name)
+        if name not in defined:
+            missing.append(name)
+        elif not is_named_as_builtin:
+            tested[name] = defined[name]
+
+    def put_tested() -> None:
+        """What the solution defines is the candidate's or nobody's, though an import has the
+        same name."""
+        names.update(tested)
+        for name in missing:
+            names.pop(name, None)
+
+    put_tested()
+    exec(compile(case["setup"], "<setup>", "exec"), names)
+    put_tested()  # the setup may import all of a module
+    for text in case["tests"]:
+        exec(compile(text, "<tests>", "exec"), names)
+    if case["entry_point"]:
+        names["check"](defined[case["entry_point"]])
 
 
 def main() -> NoReturn:
-    cpu, seconds, memory = map(int, sys.argv[1:])
-    ctypes.CDLL(None).prctl(
-        4, 0, 0, 0, 0
-    )  # the candidate can neither trace this process nor open its files
+    cpu, seconds, memory = [int(word) for word in sys.argv[1:]]
+    # The candidate can neither trace this process nor open its files.
+    ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)
     for limit, value in (
         (resource.RLIMIT_AS, memory),
         (resource.RLIMIT_FSIZE, memory // 16),

@@ -26,9 +26,8 @@ class TestedNames:
     TestedNames(names=(), spare=('area',), given='', imports=('import math',))
     """
 
-    names: tuple[
-        str, ...
-    ]  # of the candidate: the reference solution defines them, or has nothing but their import
+    # Of the candidate: the reference solution defines them, or has nothing but their import.
+    names: tuple[str, ...]
     spare: tuple[str, ...]  # of the candidate, where no import brings them
     given: str  # the prompt's code, which is run first
     imports: tuple[str, ...]  # statements that are run before the tests
@@ -45,20 +44,20 @@ def tested_names(case: Mapping[str, Any]) -> TestedNames:
     entry_point = case.get("entry_point", "")
 
     own = tests.bound | given.bound
-    wanted = {name for name in tests.used if not (name in own or name.startswith("__"))}
+    wanted = {name for name in tests.used - own if not name.startswith("__")}
     # What the solution defines is what is tested, also where it is named as a builtin or a module.
     names = wanted & reference.defined
     if not (names or entry_point):
         names = _re_exported(tests, wanted, reference)
     wanted -= names
-    imports = [text for text, bound in reference.imports if bound & (wanted | {"*"})]
-    wanted -= {name for _, bound in reference.imports for name in bound}
-    modules = {
-        name
-        for name in wanted & sys.stdlib_module_names
-        if name in tests.opened and name not in tests.called
-    }
-    imports += [f"import {name}" for name in sorted(modules)]
+    imports = []
+    for statement, bound in reference.imports:
+        if bound & (wanted | {"*"}):
+            imports.append(statement)
+    wanted -= reference.imported
+    modules = (wanted & sys.stdlib_module_names & tests.opened) - tests.called
+    for name in sorted(modules):
+        imports.append(f"import {name}")
     spare = {name for name in wanted - modules if not hasattr(builtins, name)}
     if not (names or spare or entry_point or case.get("reference")):
         # MBPP has tasks whose function is named as a builtin, such as `sum`.
@@ -80,15 +79,18 @@ def undefined_names(case: Mapping[str, Any]) -> tuple[str, ...]:
     >>> undefined_names({**case, "reference": "def area(r): return 3 * r"})
     ('is_near',)
     """
-    return tested_names(case).spare if _Code.read([case.get("reference", "")]).bound else ()
+    if not _Code.read([case.get("reference", "")]).bound:
+        return ()
+    return tested_names(case).spare
 
 
 def _re_exported(tests: _Code, wanted: set[str], reference: _Code) -> set[str]:
     """What is tested of a solution that only imports it, as `from math import gcd`."""
     called = {name for name in wanted & tests.called if not hasattr(builtins, name)}
-    imported = {name for _, bound in reference.imports for name in bound}
-    is_all_imported = called <= imported or ("*" in imported and len(called) == 1)
-    return called if is_all_imported else set()
+    imported = reference.imported
+    if called <= imported or ("*" in imported and len(called) == 1):
+        return called
+    return set()
 
 
 def _completed(text: str) -> str:
@@ -114,6 +116,13 @@ class _Code:
     opened: frozenset[str]  # with an attribute that is read, as of a module
     imports: tuple[tuple[str, frozenset[str]], ...]  # statements, and the names that each binds
 
+    @property
+    def imported(self) -> set[str]:
+        names: set[str] = set()
+        for _, bound in self.imports:
+            names |= bound
+        return names
+
     @staticmethod
     def read(texts: Sequence[str]) -> _Code:
         used: set[str] = set()
@@ -129,12 +138,11 @@ class _Code:
             except (SyntaxError, ValueError, RecursionError, MemoryError):
                 continue
             used.update(_global_uses(table))
-            bound.update(
-                one.get_name()
-                for one in table.get_symbols()
-                if one.is_assigned() or one.is_imported()
-            )
-            defined.update(one.get_name() for one in table.get_symbols() if one.is_assigned())
+            for symbol in table.get_symbols():
+                if symbol.is_assigned():
+                    defined.add(symbol.get_name())
+                if symbol.is_assigned() or symbol.is_imported():
+                    bound.add(symbol.get_name())
             for node in ast.walk(tree):
                 if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                     called.add(node.func.id)
@@ -142,7 +150,9 @@ class _Code:
                     opened.add(node.value.id)
             for statement in _run_with_module(tree):
                 if isinstance(statement, ast.Import | ast.ImportFrom):
-                    names = (one.asname or one.name.partition(".")[0] for one in statement.names)
+                    names = set()
+                    for alias in statement.names:
+                        names.add(alias.asname or alias.name.partition(".")[0])
                     imports.append((ast.unparse(statement), frozenset(names)))
         return _Code(
             frozenset(used),

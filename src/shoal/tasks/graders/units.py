@@ -25,7 +25,11 @@ _NAMES = {
     "cent": "", "dollar": "", "deg": "degree", "rad": "radian", "am": "", "pm": "",
     "mi/h": "mph", "km/h": "kmh kmph kph",
 }  # fmt: skip
-_UNITS = {alias: name for name, aliases in _NAMES.items() for alias in (name, *aliases.split())}
+_UNITS: dict[str, str] = {}
+for _name, _aliases in _NAMES.items():
+    _UNITS[_name] = _name
+    for _alias in _aliases.split():
+        _UNITS[_alias] = _name
 _POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
 _WORDS = re.compile(
     r"(?:(?<=[0-9})\]])|(?<=\s))(?P<circ>\^\s*\{?\s*\\circ\s*\}?)?(?P<words>[A-Za-z ./]{0,40})"
@@ -77,7 +81,9 @@ def quantity_of(text: str, variables: Collection[str] = ()) -> tuple[str, Unit |
         unit = _unit_of_words(match)
         if unit is not None:
             return text[: match.start()].strip(), unit
-    return text, Unit("dollar") if "\\$" in text else None
+    if "\\$" in text:
+        return text, Unit("dollar")
+    return text, None
 
 
 def variables_of(text: str) -> set[str]:
@@ -98,44 +104,51 @@ def measures_of(text: str) -> list[tuple[str, int, Fraction]]:
     >>> measures_of("5, 6"), measures_of("5 ft x")
     ([], [])
     """
-    found: list[tuple[str, int, Fraction]] = []
-    place = 0
+    measures: list[tuple[str, int, Fraction]] = []
+    end = 0
     match = _MEASURE.match(text)
     while match is not None:
         unit = unit_of(match[0])
         has_words = bool((match["words"] or "").strip(" ."))
         if has_words and unit is None:
             return []
-        named = Unit("") if unit is None else unit
-        found.append((named.name, named.power, Fraction(match["number"])))
-        place = match.end()
-        match = _MEASURE.match(text, place)
-    is_whole = not text[place:].strip(" .")
-    has_units = all(name for name, _, _ in found)
-    return sorted(found) if is_whole and (has_units or len(found) == 1) else []
+        if unit is None:
+            unit = Unit("")
+        measures.append((unit.name, unit.power, Fraction(match["number"])))
+        end = match.end()
+        match = _MEASURE.match(text, end)
+    has_rest = bool(text[end:].strip(" ."))
+    if has_rest:
+        return []
+    has_units = all(name for name, _, _ in measures)
+    if not has_units and len(measures) > 1:
+        return []
+    return sorted(measures)
 
 
 def _unit_of_words(match: re.Match[str]) -> Unit | None:
     words = match["words"].replace(".", " ").lower().split()
-    if match["circ"] and len(words) < 2 and words in ([], ["c"], ["f"]):
+    if match["circ"] and words in ([], ["c"], ["f"]):
         return Unit(f"deg{''.join(words)}")
     power = int(match["power"] or 1)
     if words and words[0] in _POWERS:
         power = _POWERS[words.pop(0)]
     if words in (["a", "m"], ["p", "m"]):
         words = ["".join(words)]
-    parts = [part.strip() for part in " ".join(words).replace(" per ", "/").split("/")]
-    names = [_name_of(part) for part in parts]
-    if None in names:
-        return None
-    return Unit("/".join(name for name in names if name), power)
+    names = []
+    for part in " ".join(words).replace(" per ", "/").split("/"):
+        name = _name_of(part.strip())
+        if name is None:
+            return None
+        names.append(name)
+    return Unit("/".join(names), power)
 
 
 def _name_of(word: str) -> str | None:
     word = word.replace("metre", "meter").replace("litre", "liter")
-    for known in (word, word.removesuffix("s"), word.removesuffix("es")):
-        if known in _UNITS:
-            return _UNITS[known]
+    for singular in (word, word.removesuffix("s"), word.removesuffix("es")):
+        if singular in _UNITS:
+            return _UNITS[singular]
     return None
 
 

@@ -32,11 +32,9 @@ class EndedEnvironment:
     @property
     def fields(self) -> dict[str, Any]:
         """What a rollout function returned beside tokens."""
-        return {
-            name: value
-            for name, value in vars(self).items()
-            if self._kind == ROLLOUT and not name.startswith("_")
-        }
+        if self._kind != ROLLOUT:
+            return {}
+        return {name: value for name, value in vars(self).items() if not name.startswith("_")}
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("_") or vars(self)["_kind"]:
@@ -50,13 +48,16 @@ def environment_rewards(
 ) -> tuple[RewardFunction, ...]:
     """The `get_reward` of each environment that has one, as a reward of weight 1 with the name of
     the class."""
-    found: dict[str, RewardFunction] = {}
+    rewards: list[RewardFunction] = []
+    names = list(taken)
     for name, factory in environments.items():
-        made = EnvironmentKind.of(name, factory).type
-        if hasattr(made, "get_reward"):
-            called = unused(made.__name__, [*taken, *found])
-            found[called] = RewardFunction(called, partial(_reward_of, name), runs_in_process=True)
-    return tuple(found.values())
+        environment_type = EnvironmentKind.of(name, factory).type
+        if hasattr(environment_type, "get_reward"):
+            function_name = unused(environment_type.__name__, names)
+            names.append(function_name)
+            function = partial(_reward_of, name)
+            rewards.append(RewardFunction(function_name, function, runs_in_process=True))
+    return tuple(rewards)
 
 
 def _reward_of(
@@ -66,6 +67,10 @@ def _reward_of(
     **columns: Any,
 ) -> list[float | None]:
     """None for the completions of another environment, and where there is none."""
-    return [one.get_reward() if vars(one)["_kind"] == kind else None for one in environments] or [
-        None
-    ] * len(completions)
+    if not environments:
+        return [None] * len(completions)
+    rewards = []
+    for environment in environments:
+        is_of_kind = vars(environment)["_kind"] == kind
+        rewards.append(environment.get_reward() if is_of_kind else None)
+    return rewards

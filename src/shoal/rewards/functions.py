@@ -45,10 +45,13 @@ def load_named(specs: Sequence[str], noun: str, hint: str = "") -> list[Any]:
     Raises `ShoalError` for a missing file or name, and for a file that raises.
     """
     modules: dict[Path, ModuleType] = {}
-    return [
-        PYTHON_OBJECTS[spec] if spec in PYTHON_OBJECTS else _find(spec, noun, hint, modules)
-        for spec in specs
-    ]
+    objects = []
+    for spec in specs:
+        if spec in PYTHON_OBJECTS:
+            objects.append(PYTHON_OBJECTS[spec])
+        else:
+            objects.append(_find(spec, noun, hint, modules))
+    return objects
 
 
 def name_functions(
@@ -68,19 +71,18 @@ def name_functions(
         )
     named: dict[str, RewardFunction] = {}
     for i, function in enumerate(functions):
-        if in_process := isinstance(function, RewardFunction):
-            wanted, called = function.name, function.function
+        if isinstance(function, RewardFunction):
+            wanted, called, in_process = function.name, function.function, True
         else:
             _check_callable(function, f"reward function {function!r}", _NO_MODEL)
-            wanted, called = _name(function), function
+            wanted, called, in_process = _name(function), function, False
         if wanted in RESERVED_FUNCTIONS:
             raise ShoalError(
                 f"reward function {wanted!r}: metrics have this name already; give it another"
             )
         name = unused(wanted, named)
-        named[name] = RewardFunction(
-            name, called, float(weights[i]) if weights else 1.0, in_process
-        )
+        weight = float(weights[i]) if weights else 1.0
+        named[name] = RewardFunction(name, called, weight, in_process)
     return tuple(named.values())
 
 
@@ -100,11 +102,10 @@ def _find(spec: str, noun: str, hint: str, modules: dict[Path, ModuleType]) -> A
     if path not in modules:
         modules[path] = _run_file(path)
     if is_file or not hasattr(modules[path], name):
-        public = [
-            key
-            for key, value in vars(modules[path]).items()
-            if callable(value) and not key.startswith("_")
-        ]
+        public = []
+        for key, value in vars(modules[path]).items():
+            if callable(value) and not key.startswith("_"):
+                public.append(key)
         fault = "expected `file.py:function`" if is_file else f"{path.name} defines no {name!r}"
         raise ShoalError(f"{noun} {spec!r}: {fault}{did_you_mean(name, public, lists_all=True)}")
     return getattr(modules[path], name)
@@ -133,12 +134,10 @@ def _run_file(path: Path) -> ModuleType:
             sys.path.remove(folder)
         if isinstance(error, ShoalError):
             raise
-        lines = [
-            frame.lineno
-            for frame in traceback.extract_tb(error.__traceback__)
-            if frame.filename == str(path)
-        ]
-        line = f" at line {lines[-1]}" if lines else ""
+        line = ""
+        for frame in traceback.extract_tb(error.__traceback__):
+            if frame.filename == str(path):
+                line = f" at line {frame.lineno}"
         raise ShoalError(f"file {path} cannot be loaded: {describe_error(error)}{line}") from error
     _FOLDERS.add(path.parent)
     return module
@@ -159,9 +158,10 @@ def _check_neighbours(path: Path, code: bytes) -> None:
                 path.parent / name / "__init__.py",
                 path.parent / name,
             )
-            neighbour = next((one for one in neighbours if one.exists()), None)
-            if neighbour is None:
+            existing = [candidate for candidate in neighbours if candidate.exists()]
+            if not existing:
                 continue
+            neighbour = existing[0]
             for origin in _origins(name):
                 if origin.resolve() == neighbour.resolve():
                     continue
@@ -172,7 +172,8 @@ def _check_neighbours(path: Path, code: bytes) -> None:
                         "already: rename one of the two modules"
                     )
             files = sorted(neighbour.glob("*.py")) if neighbour.is_dir() else [neighbour]
-            unread += [(one, one.read_bytes()) for one in files]
+            for file_of_neighbour in files:
+                unread.append((file_of_neighbour, file_of_neighbour.read_bytes()))
 
 
 def _holds_code(neighbour: Path) -> bool:
@@ -217,16 +218,17 @@ def _imported_names(code: bytes) -> set[str]:
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(
             ("import_module", "__import__")
         ):
-            modules += [str(one.value) for one in node.args[:1] if isinstance(one, ast.Constant)]
+            if node.args and isinstance(node.args[0], ast.Constant):
+                modules.append(str(node.args[0].value))
     names = {module.partition(".")[0] for module in modules}
     return {name for name in names if name.isidentifier()}
 
 
 def _check_callable(function: Any, what: str, hint: str) -> None:
     if not callable(function) or inspect.isclass(function):
+        given = "class" if callable(function) else type(function).__name__
         raise ShoalError(
-            f"{what}: expected a function, or an object that can be called, not a "
-            f"{'class' if callable(function) else type(function).__name__}{hint}"
+            f"{what}: expected a function, or an object that can be called, not a {given}{hint}"
         )
 
 

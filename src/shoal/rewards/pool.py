@@ -11,6 +11,7 @@ limit * (1 + P*G / workers); `RewardWatch` ends the run earlier.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import time
@@ -24,7 +25,7 @@ from shoal.rewards.reward_call import (
     Batch,
     CallHandler,
     CallResult,
-    Loop,
+    EventLoopThread,
     TrainerState,
     pickled_batch,
 )
@@ -72,26 +73,27 @@ class RewardPool:
     def __init__(
         self, functions: Sequence[RewardFunction], section: RewardSection, max_steps: int = 0
     ) -> None:
-        if not functions or len({one.name for one in functions}) < len(functions):
-            raise ValueError(
-                "expected one function or more, each of its own name; got "
-                f"{[f.name for f in functions]}"
-            )
-        self.functions, self.section, self.max_steps = tuple(functions), section, max_steps
-        self._remote = (
-            [one for one in functions if not one.runs_in_process] if section.workers else []
-        )
-        self._here = [one for one in functions if one not in self._remote]
-        self._loop = Loop()
+        names = [function.name for function in functions]
+        if not names or len(set(names)) < len(names):
+            raise ValueError(f"expected one function or more, each of its own name; got {names}")
+        self.functions = tuple(functions)
+        self.section = section
+        self.max_steps = max_steps
+        self._remote: list[RewardFunction] = []  # called in workers
+        self._here: list[RewardFunction] = []  # called in this process
+        for function in functions:
+            if function.runs_in_process or not section.workers:
+                self._here.append(function)
+            else:
+                self._remote.append(function)
+        self._loop = EventLoopThread()
         self._done: list[tuple[Hashable, Scores | ShoalError]] = []
         self._jobs: list[_Job] = []
-        self._calls: dict[
-            int, tuple[_Job, RewardFunction, int | None]
-        ] = {}  # None: for all completions of the job
+        # By number: the job, the function and the completion, None for all of the job.
+        self._calls: dict[int, tuple[_Job, RewardFunction, int | None]] = {}
         self._next_call = 0
-        self._hung: set[tuple[str, int]] = (
-            set()
-        )  # (function, step): call it for one completion at a time
+        # (function, step): call it for one completion at a time.
+        self._hung: set[tuple[str, int]] = set()
         self.watch = RewardWatch(functions, section)
         self._workers: WorkerPool | None = None
         self._progress = time.monotonic()  # when a call was last replied to
@@ -145,13 +147,7 @@ class RewardPool:
         )
         job = _Job(ticket, batch, policy)
         self.watch.begin_wait()
-        call_here(
-            self._here,
-            batch,
-            self._loop,
-            job.calls,
-            lambda one, i, result: self._decides(job, one, i, result),
-        )
+        call_here(self._here, batch, self._loop, job.calls, functools.partial(self._decides, job))
         if job.done:
             return
         if not self._remote:
@@ -159,15 +155,16 @@ class RewardPool:
             return
         if not self._jobs:
             self._progress = time.monotonic()
-        self._hung = {(name, of) for name, of in self._hung if of >= step}
+        self._hung = {(name, hung_step) for name, hung_step in self._hung if hung_step >= step}
         self._jobs.append(job)
         body = pickled_batch(batch)
-        for one in self._remote:
-            job.calls[one.name] = FunctionCalls()
-            if one.per_completion or ((one.name, step) in self._hung and len(batch) > 1):
-                self._call_singles(job, one)
+        for function in self._remote:
+            job.calls[function.name] = FunctionCalls()
+            has_hung = (function.name, step) in self._hung
+            if function.per_completion or (has_hung and len(batch) > 1):
+                self._call_singles(job, function)
             else:
-                self._call(job, one, None, body, one.awaits)
+                self._call(job, function, None, body, function.awaits)
 
     def collect(self, wait: bool = False) -> list[tuple[Hashable, Scores]]:
         """The scores that are complete, each ticket once; with `wait`, not before one is, unless
@@ -181,11 +178,13 @@ class RewardPool:
         if wait:
             self._wait()
         done, self._done = self._done, []
-        for number, (_, scores) in enumerate(done):
+        scored: list[tuple[Hashable, Scores]] = []
+        for number, (ticket, scores) in enumerate(done):
             if isinstance(scores, ShoalError):
                 self._done = done[number + 1 :]
                 raise scores
-        return [(ticket, scores) for ticket, scores in done if isinstance(scores, Scores)]
+            scored.append((ticket, scores))
+        return scored
 
     def close(self) -> None:
         """Ends the worker processes, and everything that they started, within 2 s."""
@@ -205,20 +204,23 @@ class RewardPool:
     # -- calls in workers
 
     def _call(
-        self, job: _Job, one: RewardFunction, i: int | None, body: bytes, together: bool
+        self, job: _Job, function: RewardFunction, i: int | None, body: bytes, together: bool
     ) -> None:
         assert self._workers is not None
-        number, self._next_call = self._next_call, self._next_call + 1
-        self._calls[number] = job, one, i
-        job.open.setdefault(one.name, set()).add(number)
+        number = self._next_call
+        self._next_call += 1
+        self._calls[number] = job, function, i
+        job.open.setdefault(function.name, set()).add(number)
         try:
-            self._workers.submit(number, {"function": self._remote.index(one)}, body, together)
+            header = {"function": self._remote.index(function)}
+            self._workers.submit(number, header, body, together)
         except WorkersLost as lost:
             raise self._error_of_lost(lost, lost.seconds) from None
 
-    def _call_singles(self, job: _Job, one: RewardFunction, together: bool = True) -> None:
+    def _call_singles(self, job: _Job, function: RewardFunction, together: bool = True) -> None:
         for i in range(len(job.batch)):
-            self._call(job, one, i, pickled_batch(job.batch.single(i)), together and one.awaits)
+            body = pickled_batch(job.batch.single(i))
+            self._call(job, function, i, body, together and function.awaits)
 
     def _cancel(self, calls: Sequence[int]) -> None:
         if calls and self._workers is not None:
@@ -230,57 +232,57 @@ class RewardPool:
     def _take(self, number: int, reply: Header) -> None:
         """Enters the reply to a call; where one for several completions failed, each is to be
         called alone."""
-        job, one, i = self._calls.pop(number)
-        if job.done or number not in job.open[one.name]:
+        job, function, i = self._calls.pop(number)
+        open_calls = job.open[function.name]
+        if job.done or number not in open_calls:
             return
-        job.open[one.name].discard(number)
+        open_calls.discard(number)
         alone = reply.pop("alone", False)
         if reply["kind"] == "cancelled":
-            self._call_singles(job, one)
+            self._call_singles(job, function)
             return
         result = CallResult(**reply)
         if result.kind in ("timed out", "died"):
-            self._note_hung(one, job.batch.state.global_step)
-        calls = job.calls[one.name]
+            self._note_hung(function, job.batch.state.global_step)
+        calls = job.calls[function.name]
         if i is None:
             calls.whole = result
             if result.to_be_split(len(job.batch)):
-                self._call_singles(job, one, together=not alone)
+                self._call_singles(job, function, together=not alone)
                 return
         else:
             calls.singles[i] = result
-        if self._decides(job, one, i, result):
+        if self._decides(job, function, i, result):
             return
         if result.kind == "timed out" and job.batch.trial:
-            self._cancel([*job.open[one.name]])
-            job.open[one.name].clear()
+            self._cancel(list(open_calls))
+            open_calls.clear()
         if not any(job.open.values()):
             self._finish(job, self.functions)
 
-    def _note_hung(self, one: RewardFunction, step: int) -> None:
+    def _note_hung(self, hung: RewardFunction, step: int) -> None:
         """Calls of this step that are not begun are made for one completion at a time."""
-        if (one.name, step) not in self._hung:
-            self._hung.add((one.name, step))
-            self._cancel(
-                [
-                    number
-                    for number, (job, other, i) in self._calls.items()
-                    if other is one
-                    and i is None
-                    and job.batch.state.global_step == step
-                    and len(job.batch) > 1
-                    and not job.done
-                ]
-            )
+        if (hung.name, step) in self._hung:
+            return
+        self._hung.add((hung.name, step))
+        to_cancel = []
+        for number, (job, function, i) in self._calls.items():
+            is_of_step = job.batch.state.global_step == step and not job.done
+            is_of_several = i is None and len(job.batch) > 1
+            if function is hung and is_of_step and is_of_several:
+                to_cancel.append(number)
+        self._cancel(to_cancel)
 
-    def _decides(self, job: _Job, one: RewardFunction, i: int | None, result: CallResult) -> bool:
-        """Whether a result ends its job, and with it the run."""
+    def _decides(
+        self, job: _Job, function: RewardFunction, i: int | None, result: CallResult
+    ) -> bool:
+        """True if a result ends its job, and with it the run."""
         self.watch.count_wait()
         if result.ends_run(job.policy):
-            self._finish(job, [one])
+            self._finish(job, [function])
         elif job.policy != "error" and not job.batch.trial:
             try:
-                self.watch.add_result(one, job.batch, i, result)
+                self.watch.add_result(function, job.batch, i, result)
             except ShoalError as error:
                 self._drop(job)
                 self._done.append((job.ticket, error))
@@ -302,7 +304,10 @@ class RewardPool:
         job.done = True
         if job in self._jobs:
             self._jobs.remove(job)
-        self._cancel([number for numbers in job.open.values() for number in numbers])
+        to_cancel: list[int] = []
+        for open_calls in job.open.values():
+            to_cancel += open_calls
+        self._cancel(to_cancel)
 
     # -- waiting
 
@@ -355,7 +360,7 @@ class RewardPool:
         return GENEROUS * self._limits.most_seconds(num_calls)
 
     def _describe_queue(self) -> str:
-        names = ", ".join(one.name for one in self._remote)
+        names = ", ".join(function.name for function in self._remote)
         return f"completions with {names}: {sum(len(job.batch) for job in self._jobs)}"
 
     def _error_of_lost(self, lost: WorkersLost, waited_seconds: float) -> ShoalError:

@@ -18,7 +18,7 @@ import inspect
 import math
 import threading
 import traceback
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, fields, replace
 from itertools import chain, groupby
@@ -270,27 +270,32 @@ def _failed(one: RewardFunction, batch: Batch, error: BaseException) -> CallResu
         return CallResult(kind=WRONG, text=str(error), cause=error.__cause__)
     if isinstance(error, ShoalError):  # the user's to fix, and the same for every completion
         return CallResult(kind=WRONG, text=f"cannot score: {error}", cause=error)
-    function = one.function.func if isinstance(one.function, functools.partial) else one.function
-    code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
-    lines = [
-        frame.lineno
-        for frame in traceback.extract_tb(error.__traceback__)
-        if code is not None and frame.filename == code.co_filename
-    ]
-    where = f"{Path(code.co_filename).name}, line {lines[-1]}" if code is not None and lines else ""
-    hint = " (reward.memory_gib is the limit)" if isinstance(error, MemoryError) else ""
-    if (
-        isinstance(error, TypeError)
-        and "string ind" in str(error)
-        and isinstance(batch.prompts[0], str)
-    ):
-        hint = (
+    text = shorten(describe_error(error), 300)
+    if isinstance(error, MemoryError):
+        text += " (reward.memory_gib is the limit)"
+    indexes_a_string = isinstance(error, TypeError) and "string ind" in str(error)
+    if indexes_a_string and isinstance(batch.prompts[0], str):
+        text += (
             " (completions are strings here, because the prompts are text; give messages as "
             "prompts to get lists of messages)"
         )
-    return CallResult(
-        kind="raised", text=shorten(describe_error(error), 300) + hint, where=where, cause=error
-    )
+    where = _line_of_function(one.function, error)
+    return CallResult(kind="raised", text=text, where=where, cause=error)
+
+
+def _line_of_function(function: Any, error: BaseException) -> str:
+    """The file of a function, and the last of its lines that an error came through; empty where
+    neither is known."""
+    if isinstance(function, functools.partial):
+        function = function.func
+    code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
+    if code is None:
+        return ""
+    where = ""
+    for frame in traceback.extract_tb(error.__traceback__):
+        if frame.filename == code.co_filename:
+            where = f"{Path(code.co_filename).name}, line {frame.lineno}"
+    return where
 
 
 # ---- arguments
@@ -355,10 +360,10 @@ def _verl_arguments(batch: Batch, columns: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _accepted(
-    function: Callable[..., Any], given: dict[str, Any], played: int = 0
+    function: Callable[..., Any], given: dict[str, Any], num_rollouts: int = 0
 ) -> dict[str, Any]:
     """All keywords for a function with `**kwargs`, else those that it names; what is missing is
-    None for each of so many that a rollout function `played`."""
+    None for each of `num_rollouts` rollouts that a rollout function made, and an error without."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # some compiled functions have no signature
@@ -370,9 +375,11 @@ def _accepted(
                 f"takes {p.name!r} by position only, but is called with keywords; remove the `/`"
             )
     for name, p in named.items():
-        if p.default is p.empty and name not in given and played:
-            given[name] = [None] * played
-        elif p.default is p.empty and name not in given:
+        if name in given or p.default is not p.empty:
+            continue
+        if num_rollouts:
+            given[name] = [None] * num_rollouts
+        else:
             columns = [column for column in given if column not in _ARGUMENTS]
             near = did_you_mean(name, columns, lists_all=True)
             raise _BrokenConvention(
@@ -388,18 +395,19 @@ def _accepted(
 
 
 def _read(one: RewardFunction, result: Any, batch: Batch, journal: _Journal) -> CallResult:
-    found = [
-        _number(value)
-        for value in (
-            [_verl_score(result, journal)] if one.per_completion else _listed(result, batch)
-        )
-    ]
-    return CallResult(
-        [None if isinstance(number, str) else number for number in found],
-        [(i, number) for i, number in enumerate(found) if isinstance(number, str)],
-        journal.extra,
-        journal.metrics,
-    )
+    if one.per_completion:
+        returned = [_verl_score(result, journal)]
+    else:
+        returned = _listed(result, batch)
+    values: list[float | None] = []
+    bad: list[tuple[int, str]] = []
+    for i, value in enumerate(returned):
+        number = _number(value)
+        if isinstance(number, str):
+            bad.append((i, number))
+            number = None
+        values.append(number)
+    return CallResult(values, bad, journal.extra, journal.metrics)
 
 
 def _listed(result: Any, batch: Batch) -> list[Any]:
@@ -422,7 +430,8 @@ def _listed(result: Any, batch: Batch) -> list[Any]:
 def _verl_score(result: Any, journal: _Journal) -> Any:
     """The score of a float or of a dict with `score`; a dict's other values are logged."""
     if not isinstance(result, Mapping):
-        if isinstance(number := _number(result), float):
+        number = _number(result)
+        if isinstance(number, float):
             journal.log_metric("acc", number)
         return result
     if "score" not in result:
@@ -443,32 +452,34 @@ def _number(value: Any) -> float | str | None:
     """The number, None for None, or the text of a value that is no finite number."""
     if value is None:
         return None
+    if isinstance(value, str | bytes):
+        return shorten(repr(value))
     try:
-        number = math.nan if isinstance(value, str | bytes) else float(value)
+        number = float(value)
     except (TypeError, ValueError, OverflowError):
         return shorten(repr(value))
-    if math.isfinite(number):
-        return number
-    return shorten(repr(value)) if isinstance(value, str | bytes) else str(number)
+    return number if math.isfinite(number) else str(number)
 
 
 def _plain(value: Any) -> Any:
     """The same as JSON can hold it."""
-    if value is None or isinstance(value, str | bool | int | float):
-        return value.item() if isinstance(value, np.generic) else value
     if isinstance(value, np.ndarray | np.generic):
         return _plain(value.tolist())
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
     if isinstance(value, Mapping):
         return {str(name): _plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
         return [_plain(item) for item in value]
-    return value.isoformat() if hasattr(value, "isoformat") else str(value)
+    if hasattr(value, "isoformat"):
+        return value.isoformat()
+    return str(value)
 
 
 # ---- in the process that calls
 
 
-class Loop:
+class EventLoopThread:
     """An event loop in a daemon thread, made when first needed and kept, for clients of a network
     that functions keep too. In a thread, since a notebook's own has a running loop already."""
 
@@ -483,9 +494,7 @@ class Loop:
                     return await wanted, None
             except SystemExit as error:  # out of a task it would end the loop, and nobody the wait
                 return None, error
-            except (
-                KeyboardInterrupt
-            ):  # the same; raised by the caller it would be a person's Ctrl-C
+            except KeyboardInterrupt:  # the same; raised by the caller it would be Ctrl-C
                 return None, RuntimeError("KeyboardInterrupt")
 
         if self._loop is None:
@@ -520,23 +529,23 @@ class CallHandler:
     """Calls a function for the batch that was sent. After a MemoryError the worker is replaced."""
 
     def __init__(self, functions: Sequence[RewardFunction], timeout_seconds: float) -> None:
-        self.functions, self.timeout_seconds, self.loop = functions, timeout_seconds, Loop()
+        self.functions = functions
+        self.timeout_seconds = timeout_seconds
+        self.loop = EventLoopThread()
 
     def call(self, header: Header, body: bytes) -> Header:
         batch = _unpickled(body)
-        return _reply(
-            batch
-            if isinstance(batch, CallResult)
-            else call(self.functions[header["function"]], batch, self.loop.run)
-        )
+        if isinstance(batch, CallResult):
+            return _reply(batch)
+        function = self.functions[header["function"]]
+        return _reply(call(function, batch, self.loop.run))
 
     async def call_async(self, header: Header, body: bytes) -> Header:
         batch = _unpickled(body)
-        return _reply(
-            batch
-            if isinstance(batch, CallResult)
-            else await call_async(self.functions[header["function"]], batch, self.timeout_seconds)
-        )
+        if isinstance(batch, CallResult):
+            return _reply(batch)
+        function = self.functions[header["function"]]
+        return _reply(await call_async(function, batch, self.timeout_seconds))
 
 
 def _reply(result: CallResult) -> Header:
@@ -544,12 +553,17 @@ def _reply(result: CallResult) -> Header:
 
 
 def pickled_batch(batch: Batch) -> bytes:
-    parts = (
-        (f"column {name!r} of data row {row}", value)
-        for name, values in batch.columns.items()
-        for (row, _), value in zip(batch.rows, values, strict=True)
+    return pickled(
+        batch,
+        _named_values(batch),
+        "leave it out, or call rewards in this process: reward.workers=0",
     )
-    return pickled(batch, parts, "leave it out, or call rewards in this process: reward.workers=0")
+
+
+def _named_values(batch: Batch) -> Iterator[tuple[str, Any]]:
+    for name, values in batch.columns.items():
+        for (row, _), value in zip(batch.rows, values, strict=True):
+            yield f"column {name!r} of data row {row}", value
 
 
 def _unpickled(body: bytes) -> Batch | CallResult:
@@ -569,8 +583,9 @@ def _unpickled(body: bytes) -> Batch | CallResult:
 def unused(name: str, taken: Iterable[str]) -> str:
     """The name, with a number added where it is taken."""
     taken = set(taken)
-    return next(
-        free
-        for n in range(1, len(taken) + 2)
-        if (free := name if n == 1 else f"{name}_{n}") not in taken
-    )
+    candidate = name
+    number = 1
+    while candidate in taken:
+        number += 1
+        candidate = f"{name}_{number}"
+    return candidate

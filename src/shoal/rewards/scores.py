@@ -15,7 +15,15 @@ import numpy as np
 
 from shoal.config.sections.reward import RewardSection
 from shoal.records import Failure, RewardFunction, ShoalError
-from shoal.rewards.reward_call import WRONG, Batch, CallResult, Loop, call, call_async, unused
+from shoal.rewards.reward_call import (
+    WRONG,
+    Batch,
+    CallResult,
+    EventLoopThread,
+    call,
+    call_async,
+    unused,
+)
 from shoal.text import count, exact
 
 Policy = Literal["error", "zero", "skip"]
@@ -37,29 +45,27 @@ class Scores:
     """
 
     rewards: np.ndarray  # float64[P, G]: the weighted sum; NaN where not valid
-    components: Mapping[
-        str, np.ndarray
-    ]  # name -> float64[P, G], before weights; NaN where it returned None
-    valid: (
-        np.ndarray
-    )  # bool[P, G]: at least one function could judge, and none failed with `reward.on_error=skip`
-    extra: Mapping[str, list[list[Any]]] = field(
-        default_factory=dict
-    )  # log_extra: column -> [P][G]
-    metrics: Mapping[str, list[float]] = field(
-        default_factory=dict
-    )  # log_metric: name -> logged values
+    # Name -> float64[P, G], before weights; NaN where it returned None.
+    components: Mapping[str, np.ndarray]
+    # bool[P, G]: at least one function could judge, and none failed with `reward.on_error=skip`.
+    valid: np.ndarray
+    # log_extra: column -> [P][G]
+    extra: Mapping[str, list[list[Any]]] = field(default_factory=dict)
+    # log_metric: name -> logged values
+    metrics: Mapping[str, list[float]] = field(default_factory=dict)
     failures: tuple[Failure, ...] = ()
 
 
 def with_failed(scores: Scores, failures: Sequence[Failure], policy: Policy) -> Scores:
     """The scores of one group where environments failed: reward 0, or not valid with `skip`."""
-    failed = np.array(
-        [[any(one.completion == i for one in failures) for i in range(scores.valid.shape[1])]]
-    )
+    failed = np.zeros((1, scores.valid.shape[1]), dtype=bool)
+    for failure in failures:
+        if failure.completion is not None:
+            failed[0, failure.completion] = True
+    reward_of_failed = 0.0 if policy == "zero" else np.nan
     return replace(
         scores,
-        rewards=np.where(failed, 0.0 if policy == "zero" else np.nan, scores.rewards),
+        rewards=np.where(failed, reward_of_failed, scores.rewards),
         valid=np.where(failed, policy == "zero", scores.valid),
         failures=(*scores.failures, *failures),
     )
@@ -67,29 +73,31 @@ def with_failed(scores: Scores, failures: Sequence[Failure], policy: Policy) -> 
 
 def failure_lines(failures: Iterable[Failure]) -> list[str]:
     """The first example of each way in which a function failed, then the number of each."""
-    failures = list(failures)
-    first: dict[tuple[str, str], str] = {}
-    for one in failures:
-        first.setdefault((one.function, one.kind), one.text)
-    counts = Counter((one.function, one.kind) for one in failures)
-    return [
-        *first.values(),
-        *(
-            f"reward function {name}: {kind} for {count(number, 'completion')}"
-            for (name, kind), number in sorted(counts.items())
-        ),
-    ]
+    lines = []
+    counts: Counter[tuple[str, str]] = Counter()
+    for failure in failures:
+        way = (failure.function, failure.kind)
+        if way not in counts:
+            lines.append(failure.text)
+        counts[way] += 1
+    for (name, kind), number in sorted(counts.items()):
+        lines.append(f"reward function {name}: {kind} for {count(number, 'completion')}")
+    return lines
 
 
 def failed_figures(failures: Iterable[Failure]) -> dict[str, int]:
     """For how many completions functions failed, `failed`, and each one, `failed/{function}`; none
     where none did."""
-    counts = Counter(one.function for one in failures if one.completion is not None)
-    return (
-        {"failed": counts.total()} | {f"failed/{name}": count for name, count in counts.items()}
-        if counts
-        else {}
-    )
+    counts: Counter[str] = Counter()
+    for failure in failures:
+        if failure.completion is not None:
+            counts[failure.function] += 1
+    if not counts:
+        return {}
+    figures = {"failed": counts.total()}
+    for name, number in counts.items():
+        figures[f"failed/{name}"] = number
+    return figures
 
 
 # ---- calls in this process
@@ -107,42 +115,59 @@ class FunctionCalls:
 def call_here(
     functions: Sequence[RewardFunction],
     batch: Batch,
-    loop: Loop,
+    loop: EventLoopThread,
     calls: dict[str, FunctionCalls],
     decides: Callable[[RewardFunction, int | None, CallResult], bool],
 ) -> None:
     """Calls functions in this process, the `async` ones together, and fills `calls`, by name. No
     more calls are made once a result `decides`; it is not asked of a failed call of several
     completions, since each is called alone."""
-
-    async def gather() -> list[CallResult]:
-        return await asyncio.gather(*(call_async(one, part) for one, _, part in waiting))
-
-    places = {one.name: [*range(len(batch))] if one.per_completion else [None] for one in functions}
-    waiting = [
-        (one, i, batch if i is None else batch.single(i))
-        for one in functions
-        if one.awaits
-        for i in places[one.name]
-    ]
-    results = {
-        (one.name, i): result
-        for (one, i, _), result in zip(waiting, loop.run(gather()) if waiting else (), strict=True)
-    }
-    for one in functions:
-        calls[one.name] = found = FunctionCalls()
-        if not one.per_completion:
-            found.whole = results.get((one.name, None)) or call(one, batch, loop.run)
-            if not found.whole.to_be_split(len(batch)):
-                if decides(one, None, found.whole):
+    results = _results_of_async(functions, batch, loop)
+    for function in functions:
+        calls[function.name] = function_calls = FunctionCalls()
+        if not function.per_completion:
+            whole = results.get((function.name, None))
+            if whole is None:
+                whole = call(function, batch, loop.run)
+            function_calls.whole = whole
+            if not whole.to_be_split(len(batch)):
+                if decides(function, None, whole):
                     return
                 continue
         for i in range(len(batch)):
-            found.singles[i] = result = results.get((one.name, i)) or call(
-                one, batch.single(i), loop.run
-            )
-            if decides(one, i, result):
+            single = results.get((function.name, i))
+            if single is None:
+                single = call(function, batch.single(i), loop.run)
+            function_calls.singles[i] = single
+            if decides(function, i, single):
                 return
+
+
+def _results_of_async(
+    functions: Sequence[RewardFunction], batch: Batch, loop: EventLoopThread
+) -> dict[tuple[str, int | None], CallResult]:
+    """The results of the `async` functions, called together: by function and completion, or None
+    for all completions at once."""
+    keys: list[tuple[str, int | None]] = []
+    waiting: list[tuple[RewardFunction, Batch]] = []
+    for function in functions:
+        if not function.awaits:
+            continue
+        if not function.per_completion:
+            keys.append((function.name, None))
+            waiting.append((function, batch))
+            continue
+        for i in range(len(batch)):
+            keys.append((function.name, i))
+            waiting.append((function, batch.single(i)))
+    if not waiting:
+        return {}
+
+    async def gather() -> list[CallResult]:
+        coroutines = [call_async(function, part) for function, part in waiting]
+        return await asyncio.gather(*coroutines)
+
+    return dict(zip(keys, loop.run(gather()), strict=True))
 
 
 # ---- scores from calls
@@ -164,15 +189,20 @@ def sum_scores(
 ) -> Scores:
     """The weighted sum. Raises `ShoalError` for the first function that breaks its convention, or
     failed under the policy `error`."""
-    columns = [
-        ScoreColumn(one, batch, on_error, limit_seconds).fill(calls[one.name]) for one in functions
-    ]
+    columns = []
+    for function in functions:
+        column = ScoreColumn(function, batch, on_error, limit_seconds)
+        column.fill(calls[function.name])
+        columns.append(column)
     stacked = np.stack([column.values for column in columns])  # [F, P*G]
     skipped = np.any([column.skipped for column in columns], axis=0)
     valid = np.isfinite(stacked).any(axis=0) & ~skipped
-    rewards = np.where(valid, weighted_sum([one.weight for one in functions], stacked), np.nan)
+    weights = [function.weight for function in functions]
+    rewards = np.where(valid, weighted_sum(weights, stacked), np.nan)
+    components: dict[str, np.ndarray] = {}
     extra: dict[str, list[list[Any]]] = {}
     metrics: dict[str, list[float]] = {}
+    failures: list[Failure] = []
     num_prompts, group_size = batch.shape
     for column in columns:
         for name, values in column.extra.items():
@@ -180,13 +210,15 @@ def sum_scores(
             extra[unused(name, extra)] = groups
         for name, logged in column.metrics.items():
             metrics.setdefault(name, []).extend(logged)
+        components[column.function.name] = column.values.reshape(batch.shape)
+        failures += column.failures
     return Scores(
         rewards.reshape(batch.shape),
-        {column.one.name: column.values.reshape(batch.shape) for column in columns},
+        components,
         valid.reshape(batch.shape),
         extra,
         metrics,
-        tuple(failure for column in columns for failure in column.failures),
+        tuple(failures),
     )
 
 
@@ -194,25 +226,23 @@ class ScoreColumn:
     """One function's values for a batch."""
 
     def __init__(
-        self, one: RewardFunction, batch: Batch, on_error: Policy, limit_seconds: float
+        self, function: RewardFunction, batch: Batch, on_error: Policy, limit_seconds: float
     ) -> None:
-        self.one, self.batch, self.on_error, self.limit_seconds = (
-            one,
-            batch,
-            on_error,
-            limit_seconds,
-        )
+        self.function = function
+        self.batch = batch
+        self.on_error = on_error
+        self.limit_seconds = limit_seconds
         self.values = np.full(len(batch), np.nan)
         self.skipped = np.zeros(len(batch), dtype=bool)
         self.failures: list[Failure] = []
         self.extra: dict[str, list[Any]] = {}
         self.metrics: dict[str, list[float]] = {}
 
-    def fill(self, calls: FunctionCalls) -> ScoreColumn:
+    def fill(self, calls: FunctionCalls) -> None:
         whole, size = calls.whole, len(self.batch)
         if whole is not None and not whole.to_be_split(size):
             self.add(whole, range(size))
-            return self
+            return
         at = f"in a batch of {size} that starts with {self.batch.describe(0)}"
         for i, result in sorted(calls.singles.items()):
             if whole is not None and result.kind == WRONG:
@@ -223,7 +253,6 @@ class ScoreColumn:
             self.add(result, range(i, i + 1))
         if whole is not None and not self.failures:
             self._fail(None, whole, f"{at}, though for no part of it alone")
-        return self
 
     def add(self, result: CallResult, part: range) -> None:
         """Enters the result of a call for a part of the batch."""
@@ -232,35 +261,40 @@ class ScoreColumn:
         if result.kind:
             self._fail(part.start, result, f"for {self.batch.describe(part.start)}")
             return
-        self.values[part.start : part.stop] = [
-            np.nan if value is None else value for value in result.values
-        ]
-        for i, text in result.bad:
+        values = [np.nan if value is None else value for value in result.values]
+        self.values[part.start : part.stop] = values
+        for i_of_call, text in result.bad:
+            i = part.start + i_of_call
             self._fail(
-                part.start + i,
+                i,
                 CallResult(kind="not a number", text=text),
-                f"for {self.batch.describe(part.start + i)}: expected a finite number, or None "
-                "where it cannot judge",
+                f"for {self.batch.describe(i)}: expected a finite number, or None where it cannot "
+                "judge",
             )
-        for column, values in result.extra.items():
-            self.extra.setdefault(column, [None] * len(self.batch))[part.start : part.stop] = values
+        for column, logged_values in result.extra.items():
+            if column not in self.extra:
+                self.extra[column] = [None] * len(self.batch)
+            self.extra[column][part.start : part.stop] = logged_values
         for name, logged in result.metrics.items():
             self.metrics.setdefault(name, []).extend(logged)
 
     def _fail(self, i: int | None, result: CallResult, at: str) -> None:
-        text = f"{self._head} {self._describe(result)} {at}" + (
-            f"; {result.where}" if result.where else ""
-        )
+        text = f"{self._head} {self._describe(result)} {at}"
+        if result.where:
+            text += f"; {result.where}"
         if self.on_error == "error":
             raise ShoalError(
                 f"{text}. To continue despite failures: reward.on_error=zero or skip"
             ) from result.cause
-        row, index = self.batch.rows[i or 0]
         kind: Any = result.kind
-        self.failures.append(Failure(self.one.name, row, None if i is None else index, kind, text))
-        if i is not None:
-            self.values[i] = 0.0 if self.on_error == "zero" else np.nan
-            self.skipped[i] = self.on_error == "skip"
+        if i is None:
+            row, _ = self.batch.rows[0]
+            self.failures.append(Failure(self.function.name, row, None, kind, text))
+            return
+        row, index = self.batch.rows[i]
+        self.failures.append(Failure(self.function.name, row, index, kind, text))
+        self.values[i] = 0.0 if self.on_error == "zero" else np.nan
+        self.skipped[i] = self.on_error == "skip"
 
     def _describe(self, result: CallResult) -> str:
         return {
@@ -273,14 +307,13 @@ class ScoreColumn:
     @property
     def _head(self) -> str:
         step = self.batch.state.global_step
-        when = (
-            "tried on known answers"
-            if self.batch.trial
-            else f"after step {step}"
-            if step
-            else "at the start"
-        )
-        return f"reward function {self.one.name!r} {when}"
+        if self.batch.trial:
+            when = "tried on known answers"
+        elif step:
+            when = f"after step {step}"
+        else:
+            when = "at the start"
+        return f"reward function {self.function.name!r} {when}"
 
 
 # ---- rewards that cannot work
@@ -292,14 +325,13 @@ class RewardWatch:
 
     def __init__(self, functions: Sequence[RewardFunction], section: RewardSection) -> None:
         self.section = section
-        self._recent = {
-            one.name: deque[bool](maxlen=NUM_RECENT) for one in functions
-        }  # whether it failed
+        self._recent: dict[str, deque[bool]] = {}  # of the last completions: whether it failed
+        self._returned: dict[str, float] = {}  # seconds waited when a call last returned
+        for function in functions:
+            self._recent[function.name] = deque(maxlen=NUM_RECENT)
+            self._returned[function.name] = 0.0
         self._first_failures: dict[str, str] = {}
         self._waited = self._since = 0.0  # seconds waited, and when the wait under way began
-        self._returned = dict.fromkeys(
-            self._recent, 0.0
-        )  # seconds waited when a call last returned
         self._unscored = 0
 
     def begin_wait(self) -> None:
@@ -307,31 +339,35 @@ class RewardWatch:
 
     def count_wait(self) -> None:
         now = time.monotonic()
-        self._waited, self._since = self._waited + now - self._since, now
+        self._waited += now - self._since
+        self._since = now
 
     def add_result(
-        self, one: RewardFunction, batch: Batch, i: int | None, result: CallResult
+        self, function: RewardFunction, batch: Batch, i: int | None, result: CallResult
     ) -> None:
         """Counts a call: for completion `i`, or for all of the batch."""
         part = range(len(batch)) if i is None else range(i, i + 1)
-        bad, recent, allowed = (
-            {place for place, _ in result.bad},
-            self._recent[one.name],
-            self.section.max_failed_share,
-        )
-        recent.extend([True] if result.kind else [place in bad for place in range(len(part))])
-        if not result.kind:
-            self._returned[one.name] = self._waited
+        name = function.name
+        recent = self._recent[name]
+        if result.kind:
+            recent.append(True)
+        else:
+            bad = {i_of_call for i_of_call, _ in result.bad}
+            for i_of_call in range(len(part)):
+                recent.append(i_of_call in bad)
+            self._returned[name] = self._waited
         if not result.failed:
             return
-        column = ScoreColumn(one, batch, "skip", self.section.timeout_seconds)
+        column = ScoreColumn(function, batch, "skip", self.section.timeout_seconds)
         column.add(result, part)
-        self._first_failures.setdefault(one.name, column.failures[0].text)
-        failed, silent = sum(recent), self._waited - self._returned[one.name]
-        if failed > allowed * NUM_RECENT:
-            raise self._failed(one.name, f" of {NUM_RECENT}")
-        if silent >= HOPELESS_SECONDS and failed > allowed * len(recent):
-            raise self._failed(one.name, f", and returned nothing in {silent:.0f} s of waiting")
+        self._first_failures.setdefault(name, column.failures[0].text)
+        num_failed = sum(recent)
+        allowed = self.section.max_failed_share
+        silent = self._waited - self._returned[name]
+        if num_failed > allowed * NUM_RECENT:
+            raise self._failed(name, f" of {NUM_RECENT}")
+        if silent >= HOPELESS_SECONDS and num_failed > allowed * len(recent):
+            raise self._failed(name, f", and returned nothing in {silent:.0f} s of waiting")
 
     def check_end(self) -> None:
         """ShoalError at the end of a run of fewer completions than decide within one."""
@@ -351,8 +387,12 @@ class RewardWatch:
     def add_scores(self, batch: Batch, scores: Scores) -> None:
         """Counts groups in a row for whose completions every function returned None. The known
         answers of a trial are as different as groups, but never enough alone."""
-        for judged in scores.valid.reshape(-1, 1) if batch.trial else scores.valid:
-            self._unscored = 0 if judged.any() else self._unscored + (not scores.failures)
+        groups = scores.valid.reshape(-1, 1) if batch.trial else scores.valid
+        for is_valid in groups:
+            if is_valid.any():
+                self._unscored = 0
+            elif not scores.failures:
+                self._unscored += 1
         if batch.trial:
             self._unscored = min(self._unscored, NUM_UNSCORED - 1)
         elif self._unscored >= NUM_UNSCORED and self.section.max_failed_share < 1:

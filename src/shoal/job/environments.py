@@ -355,4 +355,4 @@ def serve() -> None:
         {name_of(one): one for one in found[: len(tools)]}, kinds, EnvironmentSection(**section)
     )
     end, trainer = socket.socket(fileno=int(sys.argv[1])), os.getppid()
-    live(lambda: Supervisor(end, handle, handle_async, limits, trainer).run(lambda: None))
+    live(lambda: Supervisor(end, handle, handle_async, limits, trainer).run())

@@ -42,32 +42,22 @@ class EnvironmentKind:
     def of(name: str, factory: Callable[[], Any]) -> EnvironmentKind:
         """Finds the class; a factory that is a function is called once for it. ShoalError for what
         is no factory."""
-        made: type = factory if inspect.isclass(factory) else object
-        if made is object:
-            try:
-                with ends_copies():
-                    made = type(instance := factory())
-                    getattr(instance, "close", lambda: None)()
-            except Exception as error:
-                raise ShoalError(
-                    f"environment.factory {name_of(factory)!r} raised {describe_error(error)}: it "
-                    "must make an environment, without arguments",
-                    "environment.factory",
-                ) from error
-        if not callable(getattr(made, "reset", None)):
+        environment_type = _type_made_by(factory)
+        if not callable(getattr(environment_type, "reset", None)):
             raise ShoalError(
-                f"environment.factory {name_of(factory)!r}: {made.__name__} has no method "
-                "reset(**columns), which begins a rollout",
+                f"environment.factory {name_of(factory)!r}: {environment_type.__name__} has no "
+                "method reset(**columns), which begins a rollout",
                 "environment.factory",
             )
-        methods = inspect.getmembers(made, inspect.isroutine)
-        tools = {
-            key: one for key, one in methods if not key.startswith("_") and key not in NOT_TOOLS
-        }
-        acts = [*tools.values(), *(one for key, one in methods if key in ("reset", "respond"))]
-        return EnvironmentKind(
-            name, factory, made, tools, all(map(inspect.iscoroutinefunction, acts))
-        )
+        tools: dict[str, Callable[..., Any]] = {}
+        are_async = True
+        for key, method in inspect.getmembers(environment_type, inspect.isroutine):
+            is_tool = not key.startswith("_") and key not in NOT_TOOLS
+            if is_tool:
+                tools[key] = method
+            if is_tool or key in ("reset", "respond"):
+                are_async = are_async and inspect.iscoroutinefunction(method)
+        return EnvironmentKind(name, factory, environment_type, tools, shares=are_async)
 
     @property
     def responds(self) -> bool:
@@ -82,12 +72,29 @@ class EnvironmentKind:
     def arguments(self, columns: Mapping[str, Any]) -> dict[str, Any]:
         """The columns that `reset` is called with."""
         parameters = inspect.signature(self.type.reset).parameters
-        takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
-        return {
-            name: value
-            for name, value in columns.items()
-            if takes_all or name in parameters or name not in OPTIONAL_COLUMNS
-        }
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        arguments = {}
+        for name, value in columns.items():
+            if takes_all or name in parameters or name not in OPTIONAL_COLUMNS:
+                arguments[name] = value
+        return arguments
+
+
+def _type_made_by(factory: Callable[[], Any]) -> type:
+    if inspect.isclass(factory) and factory is not object:
+        return factory
+    try:
+        with ends_copies():
+            environment = factory()
+            if hasattr(environment, "close"):
+                environment.close()
+            return type(environment)
+    except Exception as error:
+        raise ShoalError(
+            f"environment.factory {name_of(factory)!r} raised {describe_error(error)}: it must "
+            "make an environment, without arguments",
+            "environment.factory",
+        ) from error
 
 
 def name_of(function: Any) -> str:
@@ -103,12 +110,13 @@ class Environments:
         kinds: Mapping[str, EnvironmentKind],
         result_bytes: int,
     ) -> None:
-        self.tools, self.kinds, self.result_bytes = tools, kinds, result_bytes
+        self.tools = tools
+        self.kinds = kinds
+        self.result_bytes = result_bytes
         self.live: dict[int, Any] = {}  # environments by session
         self.spare: dict[str, list[Any]] = {}  # to be reset
-        self.scopes: dict[
-            asyncio.Timeout, float
-        ] = {}  # limits of the calls that share this process's loop
+        # Limits of the calls that share this process's loop, with their seconds.
+        self.scopes: dict[asyncio.Timeout, float] = {}
         self.runner: asyncio.Runner | None = None
 
     def call(self, header: Header, body: bytes) -> Header:
@@ -131,18 +139,22 @@ class Environments:
 
     async def call_async(self, header: Header, body: bytes) -> Header:
         """One call on an event loop that others share."""
-        began, scope = time.perf_counter(), asyncio.timeout(header["seconds"])
+        began = time.perf_counter()
+        scope = asyncio.timeout(header["seconds"])
         try:
             async with scope:
                 self.scopes[scope] = header["seconds"]
                 value = self._act(header, body)
-                value = await value if inspect.isawaitable(value) else value
+                if inspect.isawaitable(value):
+                    value = await value
             reply = self._reply(header, value)
         except BaseException as error:  # a KeyboardInterrupt here is the call's own
             reply = self._failed(header, Blocked() if scope.expired() else error)
             if isinstance(error, Blocked):  # the others could not end in time
-                for other in [one for one in self.scopes if one is not scope and not one.expired()]:
-                    other.reschedule(asyncio.get_running_loop().time() + self.scopes[other])
+                now = asyncio.get_running_loop().time()
+                for other, seconds in self.scopes.items():
+                    if other is not scope and not other.expired():
+                        other.reschedule(now + seconds)
         self.scopes.pop(scope, None)
         return {**reply, "seconds": time.perf_counter() - began}
 
@@ -152,90 +164,107 @@ class Environments:
         if what == "open":
             columns = ForkingPickler.loads(body)  # pyright: ignore[reportAttributeAccessIssue]
             spare = self.spare.get(kind)
-            environment = self.live[session] = spare.pop() if spare else self.kinds[kind].factory()
+            environment = spare.pop() if spare else self.kinds[kind].factory()
+            self.live[session] = environment
             return environment.reset(**columns)
-        if isinstance(arguments := json.loads(body), str):
+        arguments = json.loads(body)
+        if isinstance(arguments, str):  # why they could not be sent
             raise ValueError(arguments)
         if what == "end":
-            return getattr(self.live[session], "get_reward", lambda: None)()
+            environment = self.live[session]
+            return environment.get_reward() if hasattr(environment, "get_reward") else None
         name = header["name"] or what
-        return (getattr(self.live[session], name) if session else self.tools[name])(**arguments)
+        if session:
+            return getattr(self.live[session], name)(**arguments)
+        return self.tools[name](**arguments)
 
     def _reply(self, header: Header, value: Any) -> Header:
         """The reply with what a call returned. TypeError for what it may not return."""
         what, session = header["what"], header["session"]
         if what == "end":
-            if not (value is None or math.isfinite(value := float(value))):
-                raise TypeError(f"get_reward returned {value}: expected a finite number or None")
+            if value is not None:
+                value = float(value)
+                if not math.isfinite(value):
+                    raise TypeError(
+                        f"get_reward returned {value}: expected a finite number or None"
+                    )
             environment = self.live.pop(session)
             self.spare.setdefault(header["kind"], []).append(environment)
             return {"value": {"reward": value, "state": state_of(environment)}}
         if what != "call" and not (value is None or isinstance(value, str)):
-            raise TypeError(
-                f"{'reset' if what == 'open' else 'respond'} returned {shorten(repr(value))}: "
-                "expected a text or None"
-            )
+            method = "reset" if what == "open" else "respond"
+            raise TypeError(f"{method} returned {shorten(repr(value))}: expected a text or None")
         if what != "call" and value is None:
-            return {"value": None} | self._reward(session)
-        if (
-            isinstance(value, list)
-            and value
-            and all(isinstance(one, Mapping) and "text" in one for one in value)
-        ):
-            value = "".join(str(one["text"]) for one in value)  # parts of a message
+            return {"value": None, **self._reward(session)}
+        if _are_parts_of_a_message(value):
+            value = "".join(str(part["text"]) for part in value)
         data = str(value).encode("utf-8", "replace")
-        most = len(data) if isinstance(self.live.get(session), RolloutCall) else self.result_bytes
+        most = self.result_bytes
+        if isinstance(self.live.get(session), RolloutCall):  # what it says is no text for the model
+            most = len(data)
         return {
             "value": data[:most].decode("utf-8", "ignore"),
             "cut": max(0, len(data) - most),
-        } | self._reward(session)
+            **self._reward(session),
+        }
 
     def _reward(self, session: int) -> Header:
         """The turn's reward: the environment's attribute `reward`, where it has one."""
         value = getattr(self.live.get(session), "__dict__", {}).get("reward")
-        return (
-            {"reward": float(value)}
-            if isinstance(value, int | float) and math.isfinite(value)
-            else {}
-        )
+        if isinstance(value, int | float) and math.isfinite(value):
+            return {"reward": float(value)}
+        return {}
 
     def _failed(self, header: Header, error: BaseException) -> Header:
-        kind, text, spent = (
-            "raised",
-            shorten(describe_error(error), 300),
-            isinstance(error, MemoryError),
-        )
+        what, session = header["what"], header["session"]
+        kind, text = "raised", shorten(describe_error(error), 300)
+        spent = isinstance(error, MemoryError)
+        has_no_environment = what != "open" and session and session not in self.live
         if isinstance(error, Blocked):
             kind = "timed out"
-        elif header["what"] != "open" and header["session"] and header["session"] not in self.live:
+        elif has_no_environment:
             kind, text = "died", "while it waited"
         elif spent:
             kind, text = "died", "MemoryError (environment.memory_gib is the limit)"
-        if header["what"] != "call" or kind != "raised":
-            self.live.pop(header["session"], None)
+        if what != "call" or kind != "raised":
+            self.live.pop(session, None)
         return {"kind": kind, "text": text, "spent": spent}
+
+
+def _are_parts_of_a_message(value: Any) -> bool:
+    """True for `[{"type": "text", "text": "..."}, ...]`."""
+    if not isinstance(value, list) or not value:
+        return False
+    return all(isinstance(part, Mapping) and "text" in part for part in value)
 
 
 def _is_deep(value: Any, most: int = 32) -> bool:
     """True for what nests deeper than the processes between here and the trainer can read."""
-    inner = (
-        value.values()
-        if isinstance(value, dict)
-        else value
-        if isinstance(value, list | tuple)
-        else ()
-    )
-    return not most or any(_is_deep(one, most - 1) for one in inner)
+    if most == 0:
+        return True
+    if isinstance(value, dict):
+        return any(_is_deep(item, most - 1) for item in value.values())
+    if isinstance(value, list | tuple):
+        return any(_is_deep(item, most - 1) for item in value)
+    return False
+
+
+def _as_list(array: Any) -> Any:
+    return array.tolist()
 
 
 def state_of(environment: Any) -> dict[str, Any]:
     """An environment's attributes without `_`, as far as JSON holds them, arrays as lists."""
-    found, left = {}, STATE_BYTES
+    state = {}
+    bytes_left = STATE_BYTES
     for name, value in getattr(environment, "__dict__", {}).items():
+        if name.startswith("_"):
+            continue
         try:
-            text = json.dumps(value, default=lambda one: one.tolist())
+            text = json.dumps(value, default=_as_list)
         except (TypeError, ValueError, AttributeError, RecursionError):
             continue
-        if not name.startswith("_") and len(text) <= left and not _is_deep(value):
-            found[name], left = json.loads(text), left - len(text)
-    return found
+        if len(text) <= bytes_left and not _is_deep(value):
+            state[name] = json.loads(text)
+            bytes_left -= len(text)
+    return state

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import math
 import os
@@ -62,6 +63,8 @@ MOST_BYTES = 1 << 30
 SILENT_SECONDS = 120.0
 """After how long without a word the supervisor counts as stuck: while it has calls it sends
 something each second."""
+DIED_AS_IT_STARTED = {"kind": "died", "text": "as it started"}
+"""The reply to a call whose worker could not start."""
 LOST_SUPERVISOR = "the process that starts workers was killed, by a call or from outside"
 END_SECONDS = 1.5
 """What the supervisor may take to end its workers and itself, before it is killed."""
@@ -117,7 +120,7 @@ class WorkerPool:
         handle: Handler,
         limits: Limits,
         handle_async: AsyncHandler | None = None,
-        prepare: Callable[[], Any] = lambda: None,
+        prepare: Callable[[], Any] | None = None,
         enter: Callable[[socket.socket], Any] | None = None,
         restarts: bool = False,
     ) -> None:
@@ -130,7 +133,10 @@ class WorkerPool:
             if enter is not None:
                 enter(end)
             else:
-                Supervisor(end, handle, handle_async, limits, trainer).run(prepare)
+                supervisor = Supervisor(end, handle, handle_async, limits, trainer)
+                if prepare is not None:
+                    prepare()
+                supervisor.run()
 
         self._supervise = supervise
         self._trainer = trainer
@@ -157,10 +163,9 @@ class WorkerPool:
         self._open.clear()
         _end_supervisor(self._supervisor, self._trainer)
         started = _start_supervisor(self._supervise)
-        self._supervisor.pid, self._supervisor.end = (
-            started.pid,
-            started.end,
-        )  # `close` holds the record
+        # `close` holds the record, so it is changed and not replaced.
+        self._supervisor.pid = started.pid
+        self._supervisor.end = started.end
         self._channel = Channel(started.end)
         self._is_ready = False
         self.heard = time.monotonic()
@@ -227,8 +232,11 @@ class WorkerPool:
         if frames:
             self.heard = time.monotonic()
             self._is_ready = True
-        replies = [(header["call"], header["reply"]) for header, _ in frames if "call" in header]
-        self._open.difference_update(call for call, _ in replies)
+        replies = []
+        for header, _ in frames:
+            if "call" in header:
+                replies.append((header["call"], header["reply"]))
+                self._open.discard(header["call"])
         return replies
 
 
@@ -287,14 +295,12 @@ class _Call:
 @dataclass(eq=False)
 class _Worker:
     pid: int
-    seat: (
-        int | None
-    )  # of stateless calls: 0 for those that share an event loop, None for the others
+    # Of stateless calls: 0 for those that share an event loop, None for the others.
+    seat: int | None
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
-    waiting: dict[int, asyncio.Future[Header | None]] = field(
-        default_factory=dict
-    )  # by call, on an event loop
+    # By call, on an event loop.
+    waiting: dict[int, asyncio.Future[Header | None]] = field(default_factory=dict)
     heard: float = 0.0  # when it last sent something, or was asked while it had nothing to do
     status: int | None = None  # from waitpid, once it has ended
     killed: bool = False  # by the supervisor
@@ -315,8 +321,12 @@ class _Worker:
         if os.WIFEXITED(status):
             return f"exit code {os.WEXITSTATUS(status)}"
         number = os.WTERMSIG(status)
-        name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
-        return f"{name}, out of memory?" if number == signal.SIGKILL else name
+        if number == signal.SIGKILL:
+            return "SIGKILL, out of memory?"
+        try:
+            return signal.Signals(number).name
+        except ValueError:
+            return f"signal {number}"
 
 
 class Supervisor:
@@ -331,28 +341,27 @@ class Supervisor:
         limits: Limits,
         trainer: int,
     ) -> None:
-        self.trainer_end, self.handle, self.handle_async = trainer_end, handle, handle_async
-        self.limits, self.trainer = limits, trainer
+        self.trainer_end = trainer_end
+        self.handle = handle
+        self.handle_async = handle_async
+        self.limits = limits
+        self.trainer = trainer
         self.queue: deque[_Call] = deque()
         self.num_open = 0  # calls that are not replied to
         self.busy = 0  # workers with a call, or about to start for one
         self.ending = False
         self.ends = {trainer_end}  # of sockets, that no worker may hold
         self.workers: list[_Worker] = []
-        self.free: list[
-            _Worker
-        ] = []  # the last one to become free is used first: it may have things in its memory
-        self.seats: dict[
-            int, asyncio.Task[_Worker]
-        ] = {}  # workers that are kept; 0: of stateless calls on one loop
+        # The last one to become free is used first: it may have things in its memory.
+        self.free: list[_Worker] = []
+        # Workers that are kept; 0: of stateless calls on one loop.
+        self.seats: dict[int, asyncio.Task[_Worker]] = {}
         self.pids: set[int] = set()  # of workers that are not reaped, ended ones too
-        self.unreaped: set[int] = (
-            set()
-        )  # killed, but not gone: such as those that wait for a device
+        # Killed, but not gone: such as those that wait for a device.
+        self.unreaped: set[int] = set()
         self.tasks: set[asyncio.Task[Any]] = set()
 
-    def run(self, prepare: Callable[[], Any]) -> None:
-        prepare()
+    def run(self) -> None:
         asyncio.run(self._run())
 
     async def _run(self) -> None:
@@ -367,11 +376,11 @@ class Supervisor:
                     self._cancel(set(header["cancel"]))
                     continue
                 call = _Call(
-                    header["call"],
-                    header["together"],
-                    header["seat"],
-                    header["seconds"] or self.limits.seconds,
-                    frame(header, body),
+                    id=header["call"],
+                    together=header["together"],
+                    seat=header["seat"],
+                    seconds=header["seconds"] or self.limits.seconds,
+                    frame=frame(header, body),
                 )
                 self.num_open += 1
                 if call.together:
@@ -386,13 +395,15 @@ class Supervisor:
             pulse.cancel()
             for worker in self.workers:
                 _kill_group(worker.pid)
-            await asyncio.gather(*(self._end_worker(worker) for worker in list(self.workers)))
+            ends = [self._end_worker(worker) for worker in self.workers]
+            await asyncio.gather(*ends)
             if self.tasks:
                 await asyncio.wait(self.tasks, timeout=EXIT_SECONDS)
             await self._end_orphans()
 
     def _start(self, coroutine: Any) -> asyncio.Task[Any]:
-        self.tasks.add(task := asyncio.get_running_loop().create_task(coroutine))
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
         return task
 
@@ -402,9 +413,8 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(PULSE_SECONDS)
-            if (
-                os.getppid() != self.trainer
-            ):  # another process may hold the trainer's end of the socket open
+            if os.getppid() != self.trainer:
+                # Another process may hold the trainer's end of the socket open.
                 reader.feed_eof()
             if self.num_open:
                 self._send({"alive": True})
@@ -435,55 +445,54 @@ class Supervisor:
 
     async def _serve(self, call: _Call) -> None:
         """One call on a worker of its own for that time."""
-        while (
-            self.free and self.free[-1].has_ended()
-        ):  # killed from outside while it had nothing to do
+        while self.free and self.free[-1].has_ended():
+            # Killed from outside while it had nothing to do.
             await self._end_worker(self.free[-1])
-        reply, worker = await self._ask(self.free.pop() if self.free else None, call)
+        free_worker = self.free.pop() if self.free else None
+        reply, worker = await self._ask(free_worker, call)
         if worker in self.workers:
             self.free.append(worker)
-        self._reply(call, reply if call.together is False else {**reply, "alone": True})
+        if call.together:
+            reply = {**reply, "alone": True}
+        self._reply(call, reply)
         self.busy -= 1
         self._dispatch()
 
     async def _serve_seat(self, call: _Call) -> None:
         """One call on the worker of its seat, which has one at a time."""
         worker = await self._seated(call)
-        self._reply(
-            call,
-            (await self._ask(worker, call))[0]
-            if worker
-            else {"kind": "died", "text": "as it started"},
-        )
+        if worker is None:
+            self._reply(call, DIED_AS_IT_STARTED)
+            return
+        reply, _ = await self._ask(worker, call)
+        self._reply(call, reply)
 
     async def _ask(self, worker: _Worker | None, call: _Call) -> tuple[Header, _Worker | None]:
         """The reply to a call, and its worker, a new one where none is given; it is ended at its
         limits."""
         try:
-            worker = worker or await self._spawn()
+            if worker is None:
+                worker = await self._spawn()
             worker.writer.write(call.frame)
             async with asyncio.timeout(call.seconds):
-                answered, reply = _reply_of((await _read_frame(worker.reader))[0])
+                header, _ = await _read_frame(worker.reader)
+                answered, reply = _reply_of(header)
             if answered != call.id:
-                # of an earlier call, or written by something that the worker started
+                # Of an earlier call, or written by something that the worker started.
                 raise ValueError
-            if reply.pop(
-                "spent", False
-            ):  # what it holds may leave too little memory for the next call
+            if reply.pop("spent", False):
+                # What it holds may leave too little memory for the next call.
                 await self._end_worker(worker)
         except TimeoutError:
             reply = {"kind": "timed out"}
-            if worker:
+            if worker is not None:
                 await self._end_worker(worker)
-        except (
-            EOFError,
-            ConnectionError,
-            ValueError,
-            KeyError,
-        ):  # it is going, or wrote into its socket
-            if worker:
-                await self._end_worker(worker, wait=True)
-            reply = {"kind": "died", "text": worker.describe_end() if worker else "as it started"}
+        except (EOFError, ConnectionError, ValueError, KeyError):
+            # It is going, or wrote into its socket.
+            if worker is None:
+                return DIED_AS_IT_STARTED, None
+            await self._end_worker(worker, wait=True)
+            reply = {"kind": "died", "text": worker.describe_end()}
         return reply, worker
 
     async def _seated(self, call: _Call) -> _Worker | None:
@@ -505,36 +514,41 @@ class Supervisor:
         """One call on the event loop that calls share. The worker ends a call at its limit by
         itself; where it sends nothing for longer, a call blocks its loop. Then each call is made
         again alone, but those of a seat."""
-        worker, reply = await self._seated(call), None
+        worker = await self._seated(call)
+        reply = None
         if worker in self.workers:
-            if not worker.waiting:
-                worker.heard = time.monotonic()
-            future = worker.waiting[call.id] = asyncio.get_running_loop().create_future()
-            worker.writer.write(call.frame)
-            limit = call.seconds + GRACE_SECONDS
-            last = (
-                time.monotonic() + 3 * limit if call.seat else math.inf
-            )  # it may wait for one that blocks the loop
-            while (
-                not future.done()
-                and (left := min(worker.heard + limit, last) - time.monotonic()) > 0
-            ):
-                await asyncio.wait([future], timeout=left)
-            reply = future.result() if future.done() else None
-            if not future.done():
-                worker.blocked = True
-                await self._end_worker(worker)
+            reply = await self._reply_of_shared(worker, call)
         if reply is not None:
             self._reply(call, reply)
-        elif call.seat:
-            if worker:
-                await _gone(worker.has_ended)
-            self._reply(
-                call, {"kind": "died", "text": worker.describe_end() if worker else "as it started"}
-            )
-        else:
+        elif not call.seat:
             self.queue.append(call)
             self._dispatch()
+        elif worker is None:
+            self._reply(call, DIED_AS_IT_STARTED)
+        else:
+            await _gone(worker.has_ended)
+            self._reply(call, {"kind": "died", "text": worker.describe_end()})
+
+    async def _reply_of_shared(self, worker: _Worker, call: _Call) -> Header | None:
+        """The reply to a call by a worker whose event loop calls share; None where it ended, also
+        here because a call blocks its loop."""
+        if not worker.waiting:
+            worker.heard = time.monotonic()
+        future: asyncio.Future[Header | None] = asyncio.get_running_loop().create_future()
+        worker.waiting[call.id] = future
+        worker.writer.write(call.frame)
+        limit = call.seconds + GRACE_SECONDS
+        last = math.inf
+        if call.seat:  # it may wait for one that blocks the loop
+            last = time.monotonic() + 3 * limit
+        while not future.done():
+            seconds_left = min(worker.heard + limit, last) - time.monotonic()
+            if seconds_left <= 0:
+                worker.blocked = True
+                await self._end_worker(worker)
+                return None
+            await asyncio.wait([future], timeout=seconds_left)
+        return future.result()
 
     async def _read_together(self, worker: _Worker) -> None:
         """Gives the replies of the shared worker to those who wait, until it ends."""
@@ -560,7 +574,8 @@ class Supervisor:
         """A worker that has started; TimeoutError where it takes too long, EOFError where it ends
         first."""
         here, there = socket.socketpair()
-        self.ends = {end for end in self.ends if end.fileno() >= 0} | {here}
+        self.ends = {end for end in self.ends if end.fileno() >= 0}
+        self.ends.add(here)
         supervisor = os.getpid()
         pid = fork()
         if pid == 0:
@@ -590,15 +605,13 @@ class Supervisor:
         if os.getppid() != supervisor:
             return
         channel = Channel(end)
-        os.register_at_fork(
-            after_in_child=end.close
-        )  # else what a call forks holds, and may spoil, the socket
+        # Else what a call forks holds, and may spoil, the socket.
+        os.register_at_fork(after_in_child=end.close)
         channel.send({"ready": True})
         if together:
             assert self.handle_async is not None
-            asyncio.run(
-                work_together(channel, self.handle_async, self.limits.seconds if seat else 0.0)
-            )
+            alarm = self.limits.seconds if seat else 0.0
+            asyncio.run(work_together(channel, self.handle_async, alarm))
             return
         while True:
             for header, body in channel.receive():
@@ -636,26 +649,29 @@ class Supervisor:
     async def _end_orphans(self) -> None:
         """On Linux, processes that a worker started in sessions of their own are now children of
         this one."""
-        while pids := children() - self.pids - self.unreaped:
-            for pid in pids:
+        while True:
+            orphans = children() - self.pids - self.unreaped
+            if not orphans:
+                return
+            for pid in orphans:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
-                if not await _gone(lambda pid=pid: _reaped(pid) is not None):
+                if not await _gone(functools.partial(_is_reaped, pid)):
                     self.unreaped.add(pid)
 
 
 async def _read_frame(reader: asyncio.StreamReader) -> tuple[Header, bytes]:
     """ValueError or EOFError for what is no frame."""
-    header, body = SIZES.unpack(await reader.readexactly(SIZES.size))
-    if header + body > MOST_BYTES:
+    header_size, body_size = SIZES.unpack(await reader.readexactly(SIZES.size))
+    if header_size + body_size > MOST_BYTES:
         raise ValueError
     try:
-        found = json.loads(await reader.readexactly(header))
+        header = json.loads(await reader.readexactly(header_size))
     except RecursionError:
         raise ValueError from None
-    if not isinstance(found, dict):
+    if not isinstance(header, dict):
         raise ValueError
-    return found, await reader.readexactly(body)
+    return header, await reader.readexactly(body_size)
 
 
 def _reply_of(header: Header) -> tuple[int, Header]:
@@ -688,3 +704,7 @@ def _reaped(pid: int) -> int | None:
     except ChildProcessError:
         return 0
     return status if ended else None
+
+
+def _is_reaped(pid: int) -> bool:
+    return _reaped(pid) is not None

@@ -62,18 +62,22 @@ class Channel:
         ended = False
         self.end.settimeout(seconds)
         try:
-            while data := self.end.recv(1 << 20):
+            while True:
+                data = self.end.recv(1 << 20)
+                if not data:
+                    ended = True
+                    break
                 self._inbox += data
                 self.end.settimeout(0.0)
-            ended = True
         except (BlockingIOError, TimeoutError):
             pass
         except ConnectionError:
             ended = True
         frames = []
         while len(self._inbox) >= SIZES.size:
-            header, body = SIZES.unpack_from(self._inbox)
-            start, stop = SIZES.size + header, SIZES.size + header + body
+            header_size, body_size = SIZES.unpack_from(self._inbox)
+            start = SIZES.size + header_size
+            stop = start + body_size
             if len(self._inbox) < stop:
                 break
             frames.append(
@@ -110,9 +114,8 @@ def pickled(value: Any, parts: Iterable[tuple[str, Any]], hint: str) -> bytes:
 def fork() -> int:
     """Forks with signals held back until the child has its own handlers, and without warnings of
     other threads: the child uses none, and touches no device."""
-    before = signal.pthread_sigmask(
-        signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
-    )
+    held_back = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, held_back)
     pid = -1
     try:
         with warnings.catch_warnings():
@@ -141,17 +144,17 @@ def live(body: Callable[[], Any]) -> NoReturn:
             signal.SIGUSR2,
         ):
             signal.signal(number, signal.SIG_DFL)
-        signal.signal(
-            signal.SIGINT, lambda *_: None
-        )  # unlike SIG_IGN, programs that are started do not inherit it
+        # Unlike SIG_IGN, programs that are started do not inherit it.
+        signal.signal(signal.SIGINT, lambda *_: None)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         null = os.open(os.devnull, os.O_RDWR)
         os.dup2(null, 0)
         os.close(null)
-        sys.stdin, sys.stdout, sys.stderr = _stream(0, "r"), _stream(1, "w"), _stream(2, "w")
-        prctl(
-            _ADOPT_ORPHANS, 1
-        )  # processes whose parent ends under this one become its children: it can end them
+        sys.stdin = _stream(0, "r")
+        sys.stdout = _stream(1, "w")
+        sys.stderr = _stream(2, "w")
+        # Processes whose parent ends under this one become its children: it can end them.
+        prctl(_ADOPT_ORPHANS, 1)
         body()
         code = 0
     except (ConnectionError, TimeoutError, EOFError):  # the other end is gone
@@ -184,14 +187,13 @@ def _end_copy_of(owner: int) -> None:
 def end_copies_of_loop(loop: asyncio.AbstractEventLoop) -> None:
     """Has a process that is forked in a call on this loop end once it comes back to the loop. A
     copy shares the original's epoll instance and wakeup socket, and would take events from it."""
-    looked_up = weakref.ref(loop)
+    reference = weakref.ref(loop)
 
     def end() -> None:
-        copy = looked_up()
+        copy = reference()
         if copy is not None:
-            with contextlib.suppress(
-                RuntimeError
-            ):  # it is closed, or its thread is not in the copy
+            # RuntimeError: it is closed, or its thread is not in the copy.
+            with contextlib.suppress(RuntimeError):
                 copy.call_soon(os._exit, 0)
 
     os.register_at_fork(after_in_child=end)
@@ -230,10 +232,13 @@ async def work_together(channel: Channel, handle: AsyncHandler, alarm: float) ->
     def beat() -> None:
         """While calls run: the loop is not blocked, so the alarm is reset and the supervisor
         notified."""
-        signal.setitimer(signal.ITIMER_REAL, alarm if running else 0.0, alarm)
-        beats[:] = [loop.call_later(min(PULSE_SECONDS, alarm / 4), beat)] if running else []
-        if running:
-            channel.send({"alive": True})
+        beats.clear()
+        if not running:
+            signal.setitimer(signal.ITIMER_REAL, 0.0, alarm)
+            return
+        signal.setitimer(signal.ITIMER_REAL, alarm, alarm)
+        beats.append(loop.call_later(min(PULSE_SECONDS, alarm / 4), beat))
+        channel.send({"alive": True})
 
     def interrupt(*_: Any) -> None:
         if asyncio.current_task(loop) in running:
@@ -242,7 +247,8 @@ async def work_together(channel: Channel, handle: AsyncHandler, alarm: float) ->
     def read() -> None:
         try:
             for header, body in channel.receive(0.0):
-                running.add(task := loop.create_task(work(header, body)))
+                task = loop.create_task(work(header, body))
+                running.add(task)
                 task.add_done_callback(running.discard)
         except EOFError:
             loop.remove_reader(channel.end)
@@ -258,16 +264,18 @@ async def work_together(channel: Channel, handle: AsyncHandler, alarm: float) ->
 def children() -> set[int]:
     """The processes that this one has started, or that are its own since their parent ended; Linux
     alone."""
-    found: set[int] = set()
-    for listed in Path("/proc/self/task").glob("*/children"):
+    pids: set[int] = set()
+    for file in Path("/proc/self/task").glob("*/children"):
         with contextlib.suppress(OSError):  # of a thread that has just ended
-            found.update(map(int, listed.read_text().split()))
-    return found
+            pids.update(int(pid) for pid in file.read_text().split())
+    return pids
 
 
 def num_cores() -> int:
     """CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def prctl(option: int, value: int) -> None:
@@ -285,11 +293,9 @@ def limit_memory(memory_bytes: int) -> None:
     if memory_bytes and sys.platform == "linux":  # other systems do not enforce such a limit
         used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
-        most = (
-            used + memory_bytes
-            if hard == resource.RLIM_INFINITY
-            else min(used + memory_bytes, hard)
-        )
+        most = used + memory_bytes
+        if hard != resource.RLIM_INFINITY:
+            most = min(most, hard)
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
@@ -302,8 +308,11 @@ def require_bubblewrap(
         raise ShoalError(
             f"{what}: this machine has no bwrap: install it (apt install bubblewrap)", key
         )
-    made = subprocess.run(
-        [*words, *([] if case else ("echo", "-n", expected))],
+    command = list(words)
+    if not case:
+        command += ["echo", "-n", expected]
+    finished = subprocess.run(
+        command,
         input=case,
         capture_output=True,
         text=True,
@@ -311,8 +320,8 @@ def require_bubblewrap(
         check=False,
         env={},
     )
-    if made.stdout != expected:
-        reason = (made.stderr.strip().splitlines() or ["no output"])[-1]
+    if finished.stdout != expected:
+        reason = (finished.stderr.strip().splitlines() or ["no output"])[-1]
         raise ShoalError(
             f"{what}: bwrap cannot make a sandbox here ({reason}); allow unprivileged user "
             "namespaces (sysctl kernel.unprivileged_userns_clone=1, in a container its seccomp "
@@ -357,11 +366,11 @@ class Watcher:
     removes folders."""
 
     def __init__(self) -> None:
-        self.environment = {MARK: uuid.uuid4().hex}
-        ((name, value),) = self.environment.items()
+        mark = uuid.uuid4().hex
+        self.environment = {MARK: mark}
         # In a session of its own: Ctrl-C in a terminal is for the process that is watched.
         self._process = subprocess.Popen(
-            [sys.executable, "-ISc", _WATCH, f"{name}={value}"],
+            [sys.executable, "-ISc", _WATCH, f"{MARK}={mark}"],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

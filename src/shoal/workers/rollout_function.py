@@ -44,7 +44,8 @@ class RolloutSampler:
     """
 
     def __init__(self, ask: Callable[[str, Any], Any]) -> None:
-        self.ask, self.sampled = ask, list[int]()
+        self.ask = ask
+        self.sampled: list[int] = []
 
     @property
     def processing_class(self) -> RolloutSampler:
@@ -57,20 +58,19 @@ class RolloutSampler:
         tokens so far goes on from them, anything else is a branch with a prompt of its own.
         `max_tokens` ends this turn alone, where that is less than what is left. Raises RolloutEnded
         where no token is left."""
-        is_ids = not isinstance(prompt, str) and all(
-            isinstance(one, SupportsIndex) for one in prompt
-        )
-        ids = [*map(index, prompt)] if is_ids else self.encode(prompt)  # type: ignore[arg-type]
-        found = self.ask("sample", {"prompt": ids, "max_tokens": max_tokens})
-        self.sampled += found["completion_ids"]
-        return {"prompt_ids": ids, **found}
+        ids = _token_ids(prompt)
+        if ids is None:
+            ids = self.encode(prompt)
+        turn = self.ask("sample", {"prompt": ids, "max_tokens": max_tokens})
+        self.sampled += turn["completion_ids"]
+        return {"prompt_ids": ids, **turn}
 
     def encode(self, prompt: Prompt | Any) -> list[int]:
         """Token ids of a text, or of messages by the chat template."""
         return self.ask("encode", prompt)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        return self.ask("decode", [[*map(index, ids)], skip_special_tokens])
+        return self.ask("decode", [[index(id) for id in ids], skip_special_tokens])
 
     def batch_decode(
         self, many: Iterable[Sequence[int]], skip_special_tokens: bool = True
@@ -87,6 +87,18 @@ class RolloutSampler:
         return self.ask("encode text", text) if tokenize else text
 
 
+def _token_ids(prompt: Any) -> list[int] | None:
+    """The ids of a prompt of token ids; None for a text or messages."""
+    if isinstance(prompt, str):
+        return None
+    ids = []
+    for id in prompt:
+        if not isinstance(id, SupportsIndex):
+            return None
+        ids.append(index(id))
+    return ids
+
+
 def generate_rollout_completions(
     trainer: RolloutSampler, prompts: Sequence[Any]
 ) -> list[dict[str, Any]]:
@@ -101,19 +113,19 @@ class RolloutCall:
     function returned beside tokens."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        self._function, self._answers = function, SimpleQueue[Any]()
-        self._requests = SimpleQueue[Any]()
+        self._function = function
+        self._answers: SimpleQueue[Any] = SimpleQueue()
+        self._requests: SimpleQueue[Any] = SimpleQueue()
 
     def reset(self, prompt: Prompt, **columns: Any) -> str | None:
-        self._answers.put(
-            {"over": "it was dropped", "dropped": True}
-        )  # to the function of the rollout before
+        # To the function of the rollout before.
+        self._answers.put({"over": "it was dropped", "dropped": True})
         vars(self).update({"_answers": SimpleQueue(), "_requests": SimpleQueue()})
-        for name in [name for name in vars(self) if not name.startswith("_")]:
-            delattr(self, name)
-        threading.Thread(
-            target=self._run, args=(prompt, {*columns}, self._requests, self._answers), daemon=True
-        ).start()
+        for name in list(vars(self)):
+            if not name.startswith("_"):
+                delattr(self, name)
+        arguments = (prompt, set(columns), self._requests, self._answers)
+        threading.Thread(target=self._run, args=arguments, daemon=True).start()
         return self._next()
 
     def respond(self, message: str) -> str | None:
@@ -136,16 +148,17 @@ class RolloutCall:
         requests: SimpleQueue[Any],
         answers: SimpleQueue[Any],
     ) -> None:
-        lock = (
-            threading.Lock()
-        )  # of threads of the function's own each gets the answer to what it asked
+        # Of threads of the function's own each gets the answer to what it asked.
+        lock = threading.Lock()
 
         def ask(what: str, value: Any) -> Any:
             with lock:
                 requests.put(json.dumps({"what": what, "value": value}))
                 answer = answers.get()
+            if "dropped" in answer:
+                raise RolloutDropped(answer["over"])
             if "over" in answer:
-                raise (RolloutDropped if "dropped" in answer else RolloutEnded)(answer["over"])
+                raise RolloutEnded(answer["over"])
             if "error" in answer:
                 raise ValueError(answer["error"])
             return answer["value"]
@@ -155,15 +168,12 @@ class RolloutCall:
             with ends_copies():
                 returned = self._function([prompt], sampler)
             fields = _fields(returned, sampler.sampled)
-            if wrong := [
-                name
-                for name in fields
-                if name in columns or name.startswith("_") or hasattr(self, name)
-            ]:
-                raise ValueError(
-                    f"the field {wrong[0]!r} has the name of a column, or of what is used here: "
-                    "rename it"
-                )
+            for name in fields:
+                if name in columns or name.startswith("_") or hasattr(self, name):
+                    raise ValueError(
+                        f"the field {name!r} has the name of a column, or of what is used here: "
+                        "rename it"
+                    )
             requests.put(fields)
         except RolloutEnded:
             requests.put({})
@@ -194,19 +204,17 @@ def _fields(returned: Any, sampled: Sequence[int]) -> dict[str, Any]:
         raise TypeError(
             f"the rollout function returned {type(returned).__name__}: expected a dict or None"
         )
-    if wrong := [
-        name
-        for name, values in returned.items()
-        if not isinstance(values, list | tuple) or len(values) != 1
-    ]:
-        raise ValueError(
-            f"{wrong[0]!r}: expected a list of one value, for the one prompt that was given"
-        )
+    for name, values in returned.items():
+        if not isinstance(values, list | tuple) or len(values) != 1:
+            raise ValueError(
+                f"{name!r}: expected a list of one value, for the one prompt that was given"
+            )
     ids = [int(id) for id in returned.get("completion_ids", [sampled])[0]]
     mask = returned.get("env_mask", [[1] * len(ids)])[0]
-    if len(ids) != len(mask) or [
-        id for id, is_own in zip(ids, mask, strict=True) if is_own
-    ] != list(sampled):
+    own_ids = None
+    if len(ids) == len(mask):
+        own_ids = [id for id, is_own in zip(ids, mask, strict=True) if is_own]
+    if own_ids != list(sampled):
         raise ValueError(
             "completion_ids, where env_mask is 1, are not the tokens that generate() returned, in "
             "order: what is learned from is what was sampled; give tokens of the environment "

@@ -49,9 +49,8 @@ class Reply:
     name: str = ""  # of the tool
     # open, respond: str | None; call: the tool's text; end: {"reward": float | None, "state": dict}
     value: Any = None
-    kind: str = (
-        ""  # of failure: "raised", "unknown tool", "timed out" or "died"; "" where it returned
-    )
+    # Of failure: "raised", "unknown tool", "timed out" or "died"; "" where it returned.
+    kind: str = ""
     error: str = ""  # one line
     fatal: bool = False  # the session is over, and nothing may be asked of it
     cut: int = 0  # bytes of the text beyond environment.result_bytes
@@ -76,9 +75,8 @@ class _Session:
     kind: EnvironmentKind | None
     number: int
     seat: int = 0  # of the environment's process
-    queue: deque[tuple[str, str, bytes]] = field(
-        default_factory=deque
-    )  # calls: what, the tool, the body
+    # Calls: what, the tool, the body.
+    queue: deque[tuple[str, str, bytes]] = field(default_factory=deque)
     call: tuple[str, str, float] | None = None  # under way: what, the tool, its limit
     seconds: float = 0.0  # that its calls have taken
     dropped: bool = False
@@ -106,69 +104,76 @@ class Sessions:
     ) -> None:
         """Forks the supervisor, or one that will `enter` a sandbox: best before JAX starts its
         threads. ShoalError for two tools of one name, and for what is no environment."""
-        self.section, self.tools = section, {name_of(tool): tool for tool in tools}
-        self.kinds = {name: EnvironmentKind.of(name, one) for name, one in environments.items()}
-        for owned in (list[str](), *(kind.tools for kind in self.kinds.values())):
-            names = Counter([*map(name_of, tools), *owned])
-            if twice := [name for name, number in names.items() if number > 1]:
-                raise ShoalError(
-                    f"environment.tools: there are two tools of the name {twice[0]!r}; rename one",
-                    "environment.tools",
-                )
+        self.section = section
+        self.tools = {name_of(tool): tool for tool in tools}
+        self.kinds: dict[str, EnvironmentKind] = {}
+        for name, factory in environments.items():
+            self.kinds[name] = EnvironmentKind.of(name, factory)
+        tool_names = [name_of(tool) for tool in tools]
+        _require_distinct(tool_names)
+        for kind in self.kinds.values():
+            _require_distinct(tool_names + list(kind.tools))
         self._sessions: dict[Hashable, _Session] = {}
         self._calls: dict[int, _Session] = {}
         self._seats: dict[EnvironmentKind, list[int]] = {kind: [] for kind in self.kinds.values()}
         self._load: Counter[int] = Counter()  # sessions by seat
         self._done: list[Reply] = []
         self._numbers = 0  # of calls, sessions and seats
-        self._pool = WorkerPool(
-            *supervised(self.tools, self.kinds, section), enter=enter, restarts=True
-        )
+        handle, limits, handle_async = supervised(self.tools, self.kinds, section)
+        self._pool = WorkerPool(handle, limits, handle_async, enter=enter, restarts=True)
         self.close = self._pool.close
         """Ends all processes, and everything that they started."""
 
     def kind_of(self, columns: Mapping[str, Any]) -> EnvironmentKind | None:
         """The environment of a row, by its column `environment` where there are several; ShoalError
         for others."""
-        if len(self.kinds) > 1 and columns.get("environment") not in self.kinds:
+        if not self.kinds:
+            return None
+        if len(self.kinds) == 1:
+            (kind,) = self.kinds.values()
+            return kind
+        name = columns.get("environment")
+        if name not in self.kinds:
             raise ShoalError(
-                f"column 'environment' holds {columns.get('environment')!r}: expected one of "
-                f"{', '.join(self.kinds)}",
+                f"column 'environment' holds {name!r}: expected one of {', '.join(self.kinds)}",
                 "environment.factory",
             )
-        return (
-            self.kinds[columns["environment"]]
-            if len(self.kinds) > 1
-            else next(iter(self.kinds.values()), None)
-        )
+        return self.kinds[name]
 
     def functions(self, columns: Mapping[str, Any]) -> dict[str, Callable[..., Any]]:
         """The tools of a row's rollouts by name: functions, then the environment's methods."""
+        functions = dict(self.tools)
         kind = self.kind_of(columns)
-        return {**self.tools, **(kind.tools if kind else {})}
+        if kind is not None:
+            functions.update(kind.tools)
+        return functions
 
     def open(self, rollout: Hashable, columns: Mapping[str, Any]) -> None:
         """Begins a session: the environment's `reset(**columns)`. ShoalError for a column that
         cannot be sent."""
         if rollout in self._sessions:
             raise ValueError(f"the session of {rollout!r} is open")
-        session = _Session(rollout, kind := self.kind_of(columns), self._number())
+        kind = self.kind_of(columns)
+        session = _Session(rollout, kind, self._number())
         body = b""
-        if kind:
-            given = kind.arguments(columns)
-            body = pickled(
-                given,
-                ((f"column {name!r}", value) for name, value in given.items()),
-                "leave it out",
-            )
-            most, seats = SHARED if kind.shares else 1, self._seats[kind]
-            session.seat = (
-                next((seat for seat in seats if self._load[seat] < most), 0) or self._number()
-            )
+        if kind is not None:
+            arguments = kind.arguments(columns)
+            parts = [(f"column {name!r}", value) for name, value in arguments.items()]
+            body = pickled(arguments, parts, "leave it out")
+            session.seat = self._free_seat(kind)
             self._load[session.seat] += 1
-            seats += [session.seat] * (session.seat not in seats)
         self._sessions[rollout] = session
         self._ask(session, "open", "", body)
+
+    def _free_seat(self, kind: EnvironmentKind) -> int:
+        """A process of these environments with room for another, or a new one."""
+        most = SHARED if kind.shares else 1
+        for seat in self._seats[kind]:
+            if self._load[seat] < most:
+                return seat
+        seat = self._number()
+        self._seats[kind].append(seat)
+        return seat
 
     def call(self, rollout: Hashable, name: str, arguments: Mapping[str, Any]) -> None:
         """Calls a tool."""
@@ -188,7 +193,8 @@ class Sessions:
 
     def drop(self, rollout: Hashable) -> None:
         """Ends a session, if it is open, without an answer; the rollout may be opened anew."""
-        if session := self._sessions.pop(rollout, None):
+        session = self._sessions.pop(rollout, None)
+        if session is not None:
             session.dropped = True
             session.queue.clear()
             self._ask(session, "end")
@@ -227,78 +233,75 @@ class Sessions:
         process."""
         if session.call or not session.queue:
             return
-        (what, name, body), kind = session.queue.popleft(), session.kind
+        what, name, body = session.queue.popleft()
+        kind = session.kind
         seconds = self.section.timeout_seconds
         if what != "end":
             seconds = min(seconds, self.section.episode_seconds - session.seconds)
         session.call = what, name, seconds
-        header = {
-            "what": what,
-            "name": name,
-            "seconds": seconds,
-            "kind": kind and kind.name,
-            "session": session.number,
-        }
-        names = [*self.tools, *(kind.tools if kind else ())]
+        names = list(self.tools)
+        if kind is not None:
+            names += kind.tools
         if what == "call" and name not in names:
             near = did_you_mean(name, names, lists_all=True)
-            self._enter(
-                session,
-                {"kind": "unknown tool", "text": f"there is no tool {shorten(name)!r}{near}"},
-            )
+            text = f"there is no tool {shorten(name)!r}{near}"
+            self._enter(session, {"kind": "unknown tool", "text": text})
         elif seconds <= 0:
             self._enter(session, {"kind": "timed out"})
-        elif not (kind or name):
-            self._enter(
-                session, {"value": {"reward": None, "state": {}} if what == "end" else None}
-            )
+        elif kind is None and not name:
+            value = {"reward": None, "state": {}} if what == "end" else None
+            self._enter(session, {"value": value})
         else:
-            tool = self.tools.get(name)  # of no session
-            together = inspect.iscoroutinefunction(tool) if tool else bool(kind and kind.shares)
-            self._calls[call := self._number()] = session
-            try:
-                self._pool.submit(
-                    call,
-                    header | ({"session": 0} if tool else {}),
-                    body,
-                    together,
-                    0 if tool else session.seat,
-                    seconds,
-                )
-            except WorkersLost as lost:
-                raise _error_of_lost(lost) from None
+            self._submit(session, what, name, body, seconds)
+
+    def _submit(self, session: _Session, what: str, name: str, body: bytes, seconds: float) -> None:
+        kind = session.kind
+        header = {"what": what, "name": name, "seconds": seconds, "kind": kind and kind.name}
+        if name in self.tools:  # of no session: any process will do
+            header["session"] = seat = 0
+            together = inspect.iscoroutinefunction(self.tools[name])
+        else:
+            header["session"] = session.number
+            seat = session.seat
+            together = kind is not None and kind.shares
+        call = self._number()
+        self._calls[call] = session
+        try:
+            self._pool.submit(call, header, body, together, seat, seconds)
+        except WorkersLost as lost:
+            raise _error_of_lost(lost) from None
 
     def _enter(self, session: _Session, reply: Header) -> None:
         """Enters the reply to the call of a session that is under way."""
         assert session.call
-        (what, name, limit), session.call = session.call, None
+        what, name, limit = session.call
+        session.call = None
         kind, error, value = reply.get("kind", ""), reply.get("text", ""), reply.get("value")
         seconds = reply.get("seconds", limit if kind == "timed out" else 0.0)
         session.seconds += seconds
-        over = kind == "timed out" and limit < self.section.timeout_seconds
+        is_over = kind == "timed out" and limit < self.section.timeout_seconds
         if kind == "timed out":
-            key = "episode_seconds" if over else "timeout_seconds"
+            key = "episode_seconds" if is_over else "timeout_seconds"
             error = f"it took longer than environment.{key}={exact(getattr(self.section, key))}"
         elif kind == "died":
             error = f"it ended its process: {error}"
         if kind and what == "call":
             value = failed_call(error)
-        fatal = bool(kind) and (
-            what != "call" or over or (kind in ("timed out", "died") and name not in self.tools)
-        )
+        ended_environment = kind in ("timed out", "died") and name not in self.tools
+        fatal = bool(kind) and (what != "call" or is_over or ended_environment)
         if not session.dropped:
             self._done.append(
                 Reply(
                     session.rollout,
                     what,
                     name,
-                    value,
-                    kind,
-                    error,
-                    fatal,
-                    reply.get("cut", 0),
-                    seconds,
-                    reply.get("reward"),
+                    value=value,
+                    kind=kind,
+                    error=error,
+                    fatal=fatal,
+                    cut=reply.get("cut", 0),
+                    seconds=seconds,
+                    reward=reply.get("reward"),
                 )
             )
         if fatal or what == "end":
@@ -307,6 +310,15 @@ class Sessions:
             if self._sessions.get(session.rollout) is session:
                 del self._sessions[session.rollout]
         self._send_next(session)
+
+
+def _require_distinct(tool_names: Sequence[str]) -> None:
+    for name, number in Counter(tool_names).items():
+        if number > 1:
+            raise ShoalError(
+                f"environment.tools: there are two tools of the name {name!r}; rename one",
+                "environment.tools",
+            )
 
 
 def _error_of_lost(lost: WorkersLost) -> ShoalError:

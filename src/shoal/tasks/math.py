@@ -68,7 +68,8 @@ def load(task: TaskSection) -> Task:
 
 
 def _problem_of(example: Example) -> str:
-    return example.prompt[-1]["content"].strip()
+    messages: Any = example.prompt
+    return messages[-1]["content"].strip()
 
 
 def blank(task: TaskSection) -> Task:

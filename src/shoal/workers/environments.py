@@ -85,7 +85,7 @@ def _type_made_by(factory: Callable[[], Any]) -> type:
         return factory
     try:
         with ends_copies():
-            environment = factory()
+            environment: Any = factory()
             if hasattr(environment, "close"):
                 environment.close()
             return type(environment)
@@ -196,9 +196,11 @@ class Environments:
             raise TypeError(f"{method} returned {shorten(repr(value))}: expected a text or None")
         if what != "call" and value is None:
             return {"value": None, **self._reward(session)}
+        text = str(value)
         if _are_parts_of_a_message(value):
-            value = "".join(str(part["text"]) for part in value)
-        data = str(value).encode("utf-8", "replace")
+            parts: Any = value
+            text = "".join(str(part["text"]) for part in parts)
+        data = text.encode("utf-8", "replace")
         most = self.result_bytes
         if isinstance(self.live.get(session), RolloutCall):  # what it says is no text for the model
             most = len(data)

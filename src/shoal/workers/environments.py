@@ -196,10 +196,11 @@ class Environments:
             raise TypeError(f"{method} returned {shorten(repr(value))}: expected a text or None")
         if what != "call" and value is None:
             return {"value": None, **self._reward(session)}
-        text = str(value)
         if _are_parts_of_a_message(value):
             parts: Any = value
             text = "".join(str(part["text"]) for part in parts)
+        else:
+            text = str(value)
         data = text.encode("utf-8", "replace")
         most = self.result_bytes
         if isinstance(self.live.get(session), RolloutCall):  # what it says is no text for the model

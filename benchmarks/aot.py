@@ -131,22 +131,21 @@ def composed(job: str, added: Sequence[str]) -> PlanConfig:
 
 
 def compiled(config: PlanConfig, programs: Sequence[str], say: Callable[[str], None]) -> Budget:
-    """The figures of some of a job's programs; one is compiled at a time."""
+    """The budget of a job with the costs of some of its programs; one is compiled at a time."""
     with compilers(1, config.topology) as answers:
-        (figures,) = answers([(describe, config, config.topology)])
-        all_layers, costs = figures.job["model"]["layers"], {}
+        budget = answers([(describe, config, config.topology)])[0]
+        all_layers = budget.model.layers
         deep = all_layers > DEEP and config.layers != "all"
+        costs = {}
         for name in programs:
             few = []
             for layers in SHALLOW if deep else (0,):
                 started = time.perf_counter()
                 few += answers([(cost, config, config.topology, name, layers)])
-                say(
-                    f"{name}{f' of {layers} layers' * bool(layers)}: "
-                    f"{time.perf_counter() - started:.0f} s"
-                )
-            costs[name] = extrapolate(*few, all_layers) if deep else few[0]
-    return replace(figures, programs=costs)
+                title = f"{name} of {layers} layers" if layers else name
+                say(f"{title}: {time.perf_counter() - started:.0f} s")
+            costs[name] = extrapolate(few[0], few[1], all_layers) if deep else few[0]
+    return replace(budget, costs=costs)
 
 
 def decode_bytes(a: Architecture, groups: float, size: int, prompt: int, completion: int) -> float:
@@ -156,43 +155,46 @@ def decode_bytes(a: Architecture, groups: float, size: int, prompt: int, complet
     return BFLOAT16 * (parameter_count(a) + 2 * a.num_layers * a.num_kv_heads * a.head_dim * keys)
 
 
-def floor_seconds(figures: Budget, program: str) -> float:
+def floor_seconds(budget: Budget, program: str) -> float:
     """The least that all runs of a program in a step could take."""
-    config, job, a = figures.config, figures.job, planned_architecture(figures.config.model)
-    s, groups, size = config.sampling, job["prompts"], config.batch.group_size
-    devices = len(job["roles"][job["programs"][program]["role"]]["devices"])
+    config = budget.config
+    a = planned_architecture(config.model)
+    s = config.sampling
+    groups = budget.prompts_per_step
+    size = config.batch.group_size
+    assert budget.step is not None and budget.step.rates is not None
+    rates = budget.step.rates
+    devices = len(budget.roles[budget.programs[program].role].devices)
     if program == "decode":
-        replica = job["roles"]["sampler"]["mesh"].get("tensor", 1)
+        replica = budget.roles["sampler"].mesh.get("tensor", 1)
         replicas = devices // replica
         read = (
             decode_bytes(a, groups / replicas, size, s.max_prompt_tokens, s.max_completion_tokens)
             / replica
         )
-        return (s.max_completion_tokens - 1) * read / job["hbm"]
+        return (s.max_completion_tokens - 1) * read / rates.hbm
+    assert rates.peak_flops is not None
     lengths = (
         s.max_prompt_tokens,
         [1] if program == "prefill" else [s.max_completion_tokens] * size,
     )
     passes = 1 if program == "prefill" else 3 * config.algorithm.num_epochs
-    return passes * groups * forward_flops(a, *lengths) / devices / job["peak_flops"]
+    return passes * groups * forward_flops(a, *lengths) / devices / rates.peak_flops
 
 
-def row(job: str, program: str, figures: Budget) -> list[str]:
-    config, one, runs = (
-        figures.config,
-        figures.programs[program],
-        figures.job["programs"][program]["runs"],
-    )
-    peak = sum(figures.needed(program).values())
+def row(job: str, program: str, budget: Budget) -> list[str]:
+    config = budget.config
+    cost = budget.costs[program]
+    runs = budget.programs[program].runs
     cells = [
         job,
-        f"{program}, {scope(figures, program)}",
-        f"{peak / GIB:.1f}",
-        f"{figures.memory / GIB:.1f}",
+        f"{program}, {scope(budget, program)}",
+        f"{budget.needed_bytes(program) / GIB:.1f}",
+        f"{budget.memory / GIB:.1f}",
     ]
-    if one["error"]:
-        return [*cells, "does not compile", "", "", "", one["error"][:100]]
-    seconds, floor = runs * one["compute_seconds"], floor_seconds(figures, program)
+    if cost.error:
+        return [*cells, "does not compile", "", "", "", cost.error[:100]]
+    seconds, floor = runs * cost.compute_seconds, floor_seconds(budget, program)
     tokens = config.sampling.max_completion_tokens - 1
     scale, digits, unit = {
         "decode": (1e3 / tokens, 2, "ms a token"),
@@ -201,35 +203,35 @@ def row(job: str, program: str, figures: Budget) -> list[str]:
     times = [f"{scale * value:.{digits}f}" for value in (seconds, floor)]
     share = "" if program == "decode" else f"{100 * floor / seconds:.0f}%"
     moved: dict[str, float] = defaultdict(float)
-    for transfer in one["collectives"]:
-        moved[transfer["kind"]] += (
-            runs * transfer["bytes"] / (tokens if program == "decode" else 1) / 1e9
+    for transfers in cost.collectives:
+        moved[transfers.kind] += (
+            runs * transfers.bytes / (tokens if program == "decode" else 1) / 1e9
         )
-    transfers = ", ".join(
+    moved_text = ", ".join(
         f"{size:.3g} {kind}" for kind, size in sorted(moved.items(), key=lambda item: -item[1])
     )
-    return [*cells, f"{times[0]} {unit}", times[1], f"{seconds / floor:.2f}", share, transfers]
+    return [*cells, f"{times[0]} {unit}", times[1], f"{seconds / floor:.2f}", share, moved_text]
 
 
-def scope(figures: Budget, program: str) -> str:
+def scope(budget: Budget, program: str) -> str:
     """What one run of a program works on."""
-    job = figures.job
     if program != "accumulate":
-        return f"{job['slots'] // job['roles']['sampler']['mesh'].get('data', 1)} places a replica"
-    shape, devices = job["shape"], len(job["roles"]["trainer"]["devices"])
-    sizes = " x ".join(str(size) for name, size in shape.items() if name != "tokens")
-    return f"{shape['tokens'] // devices} tokens a device ({sizes})"
+        replicas = budget.roles["sampler"].mesh.get("data", 1)
+        return f"{budget.slots // replicas} slots a replica"
+    batch = budget.batch
+    devices = len(budget.roles["trainer"].devices)
+    return f"{batch.tokens // devices} tokens a device ({batch.rows} x {batch.length})"
 
 
-def print_sources(program: str, figures: Budget, number: int) -> None:
-    one = figures.programs[program]
+def print_sources(program: str, budget: Budget, number: int) -> None:
+    cost = budget.costs[program]
     print(
-        f"\n{program}: model.remat={figures.job['model']['remat']}; shares of its seconds, and its "
-        f"largest arrays"
+        f"\n{program}: model.remat={budget.model.remat}; shares of its seconds, and its largest "
+        "arrays"
     )
-    for source, seconds in list(one["sources"].items())[:number]:
-        print(f"    {100 * seconds / one['compute_seconds']:5.1f}%  {source}")
-    for size, shape, source in one["largest"][:number]:
+    for source, seconds in list(cost.sources.items())[:number]:
+        print(f"    {100 * seconds / cost.compute_seconds:5.1f}%  {source}")
+    for size, shape, source in cost.largest[:number]:
         print(f"    {size / GIB:5.2f} GiB  {shape}  {source}")
     print(flush=True)
 
@@ -257,15 +259,15 @@ def main() -> None:
             programs = [one for one in JOBS[name][0].split() if one in args.programs.split(",")]
             if not programs:
                 continue
-            figures = compiled(
+            budget = compiled(
                 composed(name, added),
                 programs,
                 lambda text: print(text, file=sys.stderr, flush=True),
             )
             for program in programs:
-                print(f"| {' | '.join(row(name, program, figures))} |", flush=True)
+                print(f"| {' | '.join(row(name, program, budget))} |", flush=True)
                 if args.sources:
-                    print_sources(program, figures, args.sources)
+                    print_sources(program, budget, args.sources)
 
 
 if __name__ == "__main__":

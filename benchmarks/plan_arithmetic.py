@@ -190,11 +190,11 @@ from shoal.plan.analysis import traced_costs
 from shoal.plan.job import planned_job
 config, _ = compose("plan", sys.argv[1:])
 with planned_job(config, config.topology) as job:
-    programs, figures, traced = job.programs(), job.describe(), {}
+    programs, budget, traced = job.programs(), job.budget().estimated(), {}
     for name in ("decode", "accumulate"):
         one = programs[name]
         traced[name] = one.runs, *traced_costs(job, one, one.program.trace(*one.args, **one.kwargs))
-    estimates = [figures.estimated.needed("accumulate"), figures.estimated.needed("decode")]
+    estimates = [budget.needed("accumulate"), budget.needed("decode")]
     print(json.dumps([*estimates, traced]))
 """
 

@@ -11,7 +11,7 @@ import pytest
 from pods import gpu, tpu
 
 from shoal.budget.auto import decided_micro_tokens, decided_remat, run_roles
-from shoal.budget.memory import held_versions, input_bytes, update_bytes, weight_sizes
+from shoal.budget.memory import held_versions, input_bytes, update_bytes, weight_budget
 from shoal.config.sections.algorithm import AlgorithmSection
 from shoal.config.sections.devices import MeshSection, SamplerSection
 from shoal.config.sections.model import LoraSection, ModelSection, TeacherSection
@@ -260,13 +260,13 @@ def test_logits_of_few_tokens_take_no_more_than_they_are():
 def test_a_device_holds_what_all_of_its_roles_do_and_rays_samplers_have_their_own(kind, parts):
     made = replace(config(0.1, fsdp=4), sampler=SamplerSection(kind=kind))
     a = model_named("llama3.1-8b").architecture
-    sizes = weight_sizes(made, a, run_roles(made, a, V5P), "bfloat16", None)
-    assert set(sizes.on("trainer", "update")) == parts and "gradient" not in sizes.on(
+    budget = weight_budget(made, a, run_roles(made, a, V5P), "bfloat16", None)
+    assert set(budget.held("trainer", "update")) == parts and "gradient" not in budget.held(
         "trainer", "sampling"
     )
-    assert ("parameters" in sizes.on("sampler")) == (kind == "local")
+    assert ("parameters" in budget.held("sampler")) == (kind == "local")
     assert (
-        sizes.on("trainer")["parameters"] == 4 * 2_007_565_312
+        budget.held("trainer")["parameters"] == 4 * 2_007_565_312
     )  # a quarter of 8,030,261,248, in float32
 
 
@@ -279,10 +279,10 @@ def test_what_an_adapter_takes_by_hand(staleness, versions):
     )
     a = adapted(LoraSection(rank=16), model_named("qwen3-4b").architecture)
     roles = run_roles(made, a, gpu("h200", 1, 1))
-    sizes = weight_sizes(made, a, roles, "bfloat16", None)
+    budget = weight_budget(made, a, roles, "bfloat16", None)
     own = 36 * 16 * ((2560 + 4096) + 2 * (2560 + 1024) + (4096 + 2560) + 3 * (2560 + 9728))
     layers = 36 * (2560 * (4096 + 2 * 1024) + 4096 * 2560 + 3 * 2560 * 9728 + 2 * 2560 + 2 * 128)
-    assert sizes.on("trainer", "update") == {
+    assert budget.held("trainer", "update") == {
         "parameters": 4 * own,
         "Adam's moments": 8 * own,
         "gradient": 4 * own,
@@ -298,8 +298,8 @@ def test_what_an_adapter_takes_by_hand(staleness, versions):
     ):
         goes_on = replace(made, model=ModelSection(path=path or "tiny", lora=lora))
         assert (
-            weight_sizes(goes_on, a, roles, "bfloat16", None).on("reference")["reference"]
+            weight_budget(goes_on, a, roles, "bfloat16", None).held("reference")["reference"]
             == 2 * own
         )
         base = replace(goes_on, algorithm=replace(goes_on.algorithm, reference="base"))
-        assert weight_sizes(base, a, roles, "bfloat16", None).on("reference")["reference"] == 0
+        assert weight_budget(base, a, roles, "bfloat16", None).held("reference")["reference"] == 0

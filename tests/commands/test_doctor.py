@@ -27,7 +27,8 @@ from tiny_runs import Workshop
 from tokenizers import AddedToken
 
 from shoal import cli
-from shoal.budget.memory import ROLES, AvailableMemory, machine_memory
+from shoal.budget.budget import Budget, Item
+from shoal.budget.memory import AvailableMemory, machine_memory
 from shoal.chat.tokenizer import Tokenizer
 from shoal.checks.reward import (
     KINDS,
@@ -46,7 +47,7 @@ from shoal.commands import doctor as doctor_module
 from shoal.commands.doctor import doctor
 from shoal.config.merge import compose
 from shoal.config.train import Config
-from shoal.job import job as job_module
+from shoal.job import memory as memory_module
 from shoal.job.out_of_memory import explain_out_of_memory
 from shoal.job.step_trial import ResidentPeak, array_bytes, children_bytes
 from shoal.job.task import load_task
@@ -470,17 +471,14 @@ def test_what_the_compiled_programs_need_is_held_against_what_is_there(workshop,
         "available_memory",
         lambda _: AvailableMemory(1 << 30, 1 << 20, "a small machine"),
     )
-    held, little = (
-        job_module.job_sizes,
-        {
-            role: {phase: {"parameters": 1} for phase in ("always", "sampling", "update")}
-            | {"host": {}}
-            for role in ROLES
-        },
-    )
-    monkeypatch.setattr(
-        job_module, "job_sizes", lambda *job: replace(held(*job), bytes_by_role=little)
-    )
+    weight_budget = memory_module.weight_budget
+
+    def hold_little(*job: Any) -> Budget:
+        parameters = Item("parameters", "trainer", "always", 1)
+        return replace(weight_budget(*job), items=[parameters])
+
+    monkeypatch.setattr(memory_module, "weight_budget", hold_little)
+    monkeypatch.setattr(memory_module, "cache_items", lambda states: [])
     result, _ = look(workshop, "batch.micro_tokens=100000", f"reward={workshop.rewards}:letters")
     told = found(result, "batch.micro_tokens", "not enough memory", "1.0 MiB of 1.0 GiB free")
     assert told["level"] == "wrong" and result["memory"]["parts"]["activations"] > 1 << 20

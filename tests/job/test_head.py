@@ -18,6 +18,7 @@ from shoal.commands import doctor as doctor_module
 from shoal.config.derived import for_devices, staleness_text
 from shoal.config.merge import compose
 from shoal.job import job as job_module
+from shoal.job import memory as memory_module
 from shoal.job.head import data_lines, print_head
 from shoal.job.job import Job
 from shoal.mesh import available_devices
@@ -364,13 +365,13 @@ def test_the_run_its_dry_run_and_the_doctor_divide_the_sampler_alike(
 ):
     """On devices of so little memory that a replica needs more than one of them."""
     monkeypatch.setattr(auto, "device_memory", lambda device: 1)
-    judged, judge = [], job_module.judge_memory
+    judged, judge = [], memory_module.judge_memory
 
-    def judge_memory(figures, *rest):
-        judged.append(figures.job["roles"]["sampler"]["mesh"].get("tensor", 1))
-        return judge(figures, *rest)
+    def judge_memory(budget, *rest):
+        judged.append(budget.roles["sampler"].mesh.get("tensor", 1))
+        return judge(budget, *rest)
 
-    monkeypatch.setattr(job_module, "judge_memory", judge_memory)
+    monkeypatch.setattr(memory_module, "judge_memory", judge_memory)
     monkeypatch.setattr(doctor_module, "judge_memory", judge_memory)
     monkeypatch.setattr(
         doctor_module, "available_memory", lambda devices: AvailableMemory(1, 1, "a device")

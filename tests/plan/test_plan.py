@@ -25,14 +25,24 @@ from shoal.budget import advice as advice_module
 from shoal.budget.advice import (
     Change,
     advise,
-    faster,
+    faster_changes,
     lossy_changes,
     memory_saving_changes,
-    memory_trials,
-    other_results,
+    saving_trials,
     suggest_fit,
 )
-from shoal.budget.budget import Budget, verdict
+from shoal.budget.budget import (
+    BatchSize,
+    Budget,
+    DeviceRates,
+    Item,
+    ModelSize,
+    PlannedStep,
+    ProgramCost,
+    RolePlacement,
+    StepProgram,
+    verdict,
+)
 from shoal.budget.memory import AvailableMemory, parameter_count
 from shoal.commands import plan
 from shoal.config.commands import PlanConfig
@@ -44,14 +54,14 @@ from shoal.config.sections.optimizer import BatchSection, OptimizerSection
 from shoal.config.sections.sampling import SamplingSection
 from shoal.config.sections.train import TrainSection
 from shoal.config.train import Config
-from shoal.job.job import memory_report
+from shoal.job.memory import job_budget
 from shoal.mesh import make_mesh
 from shoal.mesh.accelerators import ACCELERATORS, calibrated, read_calibration
 from shoal.model.families import config_of
 from shoal.model.flops import forward_flops
 from shoal.model.transformer import Model
 from shoal.plan.analysis import _compute_seconds, analyse, traced_costs
-from shoal.plan.hlo import Costs
+from shoal.plan.hlo import Costs, Operation
 from shoal.plan.job import Planned, PlannedJob, planned_job
 from shoal.plan.plan import compilers, cost, describe, extrapolate, make_plan
 from shoal.records import Completion, Example, Group, Purpose, ShoalError, StopReason
@@ -127,28 +137,33 @@ def test_what_roles_hold_is_what_the_runs_arrays_take(model, planned, mesh):
             optimizer=moments,
         )
     )
-    held, role = job.describe().job["held"], job.roles.trainer
+    budget = job.budget()
+    role = job.roles.trainer
+
+    def held(role: str, phase: str) -> dict[str, int]:
+        return {item.part: item.bytes for item in budget.items_of(role, phase)}
+
     parameters = jax.device_put(
         random_parameters(SMALL), jax.tree.map(lambda s: s.sharding, job.learner.shapes().trainable)
     )
     state = job.learner.init(parameters)
     assert role.mesh.size == {1: 1}.get(mesh.fsdp * mesh.data * mesh.tensor, 8)
-    assert held["trainer"]["always"] == {
+    assert held("trainer", "always") == {
         "parameters": bytes_of(parameters),
         "Adam's moments": bytes_of(
             [leaf for leaf in jax.tree.leaves(state.optimizer) if leaf.ndim]
         ),
     }
     total, _ = job.learner.accumulate(None, state, random_batch(job))
-    assert held["trainer"]["update"] == {"gradient": bytes_of(total.gradient)}
+    assert held("trainer", "update") == {"gradient": bytes_of(total.gradient)}
     published = publish_to(job.model.on(job.roles.sampler), parameters)
-    assert held["sampler"]["always"] == {"the sampler's copy": bytes_of(published)}
+    assert held("sampler", "always") == {"the sampler's copy": bytes_of(published)}
     caches = {
         f"KV caches ({name})": bytes_of(engine.programs["make_state"]())
         for name, engine in job.engines.items()
     }
     largest = max(caches, key=lambda name: caches[name])
-    assert held["sampler"]["sampling"] == {largest: caches[largest]}
+    assert held("sampler", "sampling") == {largest: caches[largest]}
 
 
 def random_batch(job: PlannedJob) -> Any:
@@ -288,70 +303,73 @@ def test_decoding_of_two_and_four_layers_gives_that_of_six(model, tmp_path, plan
     )
     two, four, whole = (analyse(planned(config, layers), "decode") for layers in (2, 4, 0))
     found = extrapolate(two, four, 6)
-    assert found["flops"] == pytest.approx(whole["flops"], rel=0.01)
-    assert found["extra_bytes"] == pytest.approx(whole["extra_bytes"], rel=0.05)
-    moved = [sum(row["bytes"] for row in one["collectives"]) for one in (found, whole)]
+    assert found.flops == pytest.approx(whole.flops, rel=0.01)
+    assert found.extra_bytes == pytest.approx(whole.extra_bytes, rel=0.05)
+    moved = [sum(row.bytes for row in one.collectives) for one in (found, whole)]
     assert moved[0] == pytest.approx(moved[1], rel=0.01) and moved[0] > 0
 
 
-def figures(**changes: Any) -> Budget:
-    """A job on two v5p chips, 100 bytes of memory each, in round numbers."""
-    program = {
-        "extra_bytes": 10,
-        "code_bytes": 1,
-        "flops": 1e12,
-        "floor_seconds": 1.0,
-        "compute_seconds": 2.0,
-        "transfer_seconds": 1.0,
-        "collectives": [],
-        "error": "",
-        "largest": [],
-        "sources": {},
+def placed(**devices: tuple[int, ...]) -> dict[str, RolePlacement]:
+    """Roles on these devices, else on two."""
+    return {
+        name: RolePlacement({"fsdp": 2}, devices.get(name, (0, 1)))
+        for name in ("trainer", "sampler", "reference")
     }
-    job = {
-        "roles": {
-            name: {"mesh": {"fsdp": 2}, "devices": [0, 1]}
-            for name in ("trainer", "sampler", "reference")
-        },
-        "held": {
-            "trainer": {
-                "always": {"parameters": 20, "Adam's moments": 40},
-                "sampling": {},
-                "update": {"gradient": 20},
-            },
-            "sampler": {
-                "always": {"the sampler's copy": 5},
-                "sampling": {"KV caches (training)": 5},
-                "update": {},
-            },
-            "reference": {"always": {}, "sampling": {}, "update": {}},
-        },
-        "programs": {
-            "prefill": {"runs": 1, "role": "sampler"},
-            "decode": {"runs": 4, "role": "sampler"},
-            "accumulate": {"runs": 8, "role": "trainer"},
-            "apply": {"runs": 1, "role": "trainer"},
-        },
-        "memory_bytes": 100,
-        "num_devices": 2,
-        "peak_flops": 1e12,
-        "slots": 16,
-        "prompts": 8,
-        "published_bytes": 0,
-        "model_flops": 5.6e12,
-        "model": {"dtype": "bfloat16", "parameters": 10, "layers": 2, "remat": "full"},
-        "shape": {"tokens": 512},
-    } | changes
-    return Budget(
-        Config(batch=BATCH, model=ModelSection(remat="full")),
-        job,
-        dict.fromkeys(job["programs"], program),
+
+
+STEP = PlannedStep(
+    devices="two devices",
+    hosts=1,
+    refusal="",
+    sampled_tokens=1024,
+    prompt_tokens=512,
+    model_flops=5.6e12,
+    rates=DeviceRates(1e12, 1.0, 1.0, 0.5, 1e-6, False, None),
+)
+
+
+def by_hand(**changes: Any) -> Budget:
+    """A budget whose programs take 2 seconds of computation and 1 of transfers each run."""
+    cost = ProgramCost(
+        extra_bytes=10,
+        code_bytes=1,
+        flops=1e12,
+        floor_seconds=1.0,
+        compute_seconds=2.0,
+        transfer_seconds=1.0,
     )
+    programs = {
+        "prefill": StepProgram("sampler", 1),
+        "decode": StepProgram("sampler", 4),
+        "accumulate": StepProgram("trainer", 8),
+        "apply": StepProgram("trainer", 1),
+    }
+    budget = Budget(
+        config=Config(batch=BATCH, model=ModelSection(remat="full")),
+        memory=100,
+        roles=placed(),
+        items=[
+            Item("parameters", "trainer", "always", 20),
+            Item("Adam's moments", "trainer", "always", 40),
+            Item("gradient", "trainer", "update", 20),
+            Item("the sampler's copy", "sampler", "always", 5),
+            Item("KV caches (training)", "sampler", "sampling", 5),
+        ],
+        num_devices=2,
+        model=ModelSize(10, 2, "bfloat16", "full"),
+        batch=BatchSize(1, 512, 512),
+        slots=16,
+        prompts_per_step=8,
+        programs=programs,
+        costs=dict.fromkeys(programs, cost),
+        step=STEP,
+    )
+    return replace(budget, **changes)
 
 
 def test_memory_and_seconds_by_hand():
-    one = figures()
-    assert one.needed("accumulate") == {
+    budget = by_hand()
+    assert budget.needed("accumulate") == {
         "parameters": 20,
         "Adam's moments": 40,
         "the sampler's copy": 5,
@@ -359,11 +377,13 @@ def test_memory_and_seconds_by_hand():
         "activations": 10,
         "compiled programs": 4,
     }
-    assert (one.peak, one.fullest, one.fits) == (99, "accumulate", True)
-    assert one.seconds("accumulate") == (8.0, 16.0, 24.0)
-    assert one.step_seconds == (14.0, 28.0, 42.0)
-    assert one.phase_seconds()["sampling"] == (5.0, 10.0, 15.0)
-    assert one.mfu(28.0) == pytest.approx(5.6 / (2 * 28))
+    assert (budget.peak(), budget.fullest, budget.fits()) == (99, "accumulate", True)
+    assert (budget.peak("sampling"), budget.peak("update")) == (84, 99)
+    assert budget.fits(0.99) and not budget.fits(0.98)
+    assert budget.seconds("accumulate") == (8.0, 16.0, 24.0)
+    assert budget.step_seconds == (14.0, 28.0, 42.0)
+    assert budget.phase_seconds()["sampling"] == (5.0, 10.0, 15.0)
+    assert budget.mfu(28.0) == pytest.approx(5.6 / (2 * 28))
 
 
 @pytest.mark.parametrize(
@@ -379,14 +399,9 @@ def test_memory_and_seconds_by_hand():
     ],
 )
 def test_a_plan_says_how_a_job_of_several_hosts_runs(refusal, pathways, text):
-    one = figures(
-        devices="128 v5p chips",
-        hosts=32,
-        refusal=refusal,
-        shape={"tokens": 512, "rows": 1, "prefix": 64, "slots": 1, "length": 64},
-    )
-    one = replace(one, config=replace(one.config, mesh=MeshSection(pathways=pathways)))
-    assert [line for line in plan._head(one) if "hosts" in line] == ([text] if text else [])
+    budget = by_hand(step=replace(STEP, devices="128 v5p chips", hosts=32, refusal=refusal))
+    budget = replace(budget, config=replace(budget.config, mesh=MeshSection(pathways=pathways)))
+    assert [line for line in plan._head(budget) if "hosts" in line] == ([text] if text else [])
 
 
 @pytest.mark.parametrize(
@@ -403,26 +418,23 @@ def test_a_plan_says_how_a_job_of_several_hosts_runs(refusal, pathways, text):
     ],
 )
 def test_a_step_takes_as_long_as_the_longer_of_what_overlaps(max_staleness, interval, step):
-    apart = {"trainer": [0], "sampler": [1], "reference": [0]}
-    one = figures(roles={name: {"mesh": {}, "devices": devices} for name, devices in apart.items()})
+    budget = by_hand(roles=placed(trainer=(0,), sampler=(1,), reference=(0,)))
     train = TrainSection(max_staleness=max_staleness, weight_sync_interval=interval)
-    assert replace(one, config=replace(one.config, train=train)).step_seconds[1] == pytest.approx(
-        step
-    )
-    together = replace(figures(), config=replace(one.config, train=train))
+    config = replace(budget.config, train=train)
+    assert replace(budget, config=config).step_seconds[1] == pytest.approx(step)
+    together = by_hand(config=config)
     assert together.step_seconds == (14.0, 28.0, 42.0)  # on the same devices they take turns
 
 
 def test_roles_apart_hold_their_own():
-    apart = {"trainer": [0], "sampler": [1], "reference": [1]}
-    one = figures(roles={name: {"mesh": {}, "devices": devices} for name, devices in apart.items()})
-    assert one.needed("decode") == {
+    budget = by_hand(roles=placed(trainer=(0,), sampler=(1,), reference=(1,)))
+    assert budget.needed("decode") == {
         "the sampler's copy": 5,
         "KV caches (training)": 5,
         "temporaries": 10,
         "compiled programs": 2,
     }
-    assert "the sampler's copy" not in one.needed("accumulate")
+    assert "the sampler's copy" not in budget.needed("accumulate")
 
 
 # ---- advice
@@ -430,7 +442,7 @@ def test_roles_apart_hold_their_own():
 
 @pytest.fixture
 def job_here(planned) -> Callable[..., tuple[Budget, Any]]:
-    """(figures, describe) of a job of the tiny model on the 8 simulated devices, as if they were
+    """(budget, describe) of a job of the tiny model on the 8 simulated devices, as if they were
     accelerators of `memory` bytes; each program takes 1000 bytes, or those that are given."""
 
     def make(
@@ -450,18 +462,12 @@ def job_here(planned) -> Callable[..., tuple[Budget, Any]]:
             )
         ).job
 
-        def describe(other: Config) -> dict[str, Any]:
-            return job.described(other) | {"memory_bytes": memory}
+        def describe(other: Config) -> Budget:
+            return replace(job.described(other), memory=memory)
 
-        found = memory_report(job) | {"memory_bytes": memory}
-        return Budget(
-            job.config,
-            found,
-            {
-                name: {"error": "", "extra_bytes": extra.get(name, 1000)}
-                for name in found["programs"]
-            },
-        ), describe
+        budget = job_budget(job)
+        costs = {name: ProgramCost(extra_bytes=extra.get(name, 1000)) for name in budget.programs}
+        return replace(budget, memory=memory, costs=costs), describe
 
     return make
 
@@ -513,9 +519,9 @@ SAVED = 150_000_000 * (1 - reckoned(256) / reckoned(512))
     ],
 )
 def test_what_does_not_fit_names_the_key_that_mends_it(job_here, keys, extra, expected):
-    figures, describe = job_here(keys, **extra)
-    assert not figures.fits
-    text = verdict(replace(figures, advice=advise(figures, describe)))
+    budget, describe = job_here(keys, **extra)
+    assert not budget.fits()
+    text = verdict(replace(budget, advice=advise(budget, describe)))
     assert "does not fit: " in text and expected in text
 
 
@@ -525,10 +531,10 @@ def test_what_is_held_is_mended_by_the_mesh(job_here):
     key at all."""
 
     def advised(memory: int, **keys: Any) -> str:
-        figures, describe = job_here(keys, memory)
-        figures = replace(figures, programs={})
-        assert not figures.fits
-        return verdict(replace(figures, advice=advise(figures, describe)))
+        budget, describe = job_here(keys, memory)
+        budget = replace(budget, costs={})
+        assert not budget.fits()
+        return verdict(replace(budget, advice=advise(budget, describe)))
 
     copies = advised(6_000_000, **{"mesh.data": 8})
     assert "mesh.fsdp=-1 mesh.data=1 (now 1 and 8)" in copies
@@ -541,19 +547,20 @@ def test_what_is_held_is_mended_by_the_mesh(job_here):
 
 def test_rays_samplers_hold_nothing_beside_the_trainer_and_their_keys_mend_nothing_there(job_here):
     keys = {"mesh.fsdp": 8, "sampler.kind": "ray"}
-    figures, describe = job_here(keys, accumulate=150_000_000)
-    assert "the sampler's copy" not in figures.needed("accumulate")
-    assert figures.needed("decode").keys() == {
+    budget, describe = job_here(keys, accumulate=150_000_000)
+    assert "the sampler's copy" not in budget.needed("accumulate")
+    assert budget.needed("decode").keys() == {
         "the sampler's copy",
         "KV caches (evaluation)",
         "temporaries",
     }
-    tried = {one.change.key: one.bytes for one in memory_trials(figures, describe)}
-    assert tried.keys() >= {"batch.micro_tokens", "model.remat"}
-    assert not tried.keys() & {"sampling.slots_per_device", "mesh.sampler_tensor", "mesh.trainer"}
-    assert advise(figures, describe)[0]["key"] == "batch.micro_tokens"
-    figures, describe = job_here(keys, memory=3_000_000)  # too little for a worker's caches
-    assert [one["key"] for one in advise(figures, describe)] == ["sampling.slots_per_device"]
+    trials = saving_trials(budget, describe, memory_saving_changes(budget))
+    tried = {trial.change.key for trial in trials}
+    assert tried >= {"batch.micro_tokens", "model.remat"}
+    assert not tried & {"sampling.slots_per_device", "mesh.sampler_tensor", "mesh.trainer"}
+    assert advise(budget, describe)[0].key == "batch.micro_tokens"
+    budget, describe = job_here(keys, memory=3_000_000)  # too little for a worker's caches
+    assert [advice.key for advice in advise(budget, describe)] == ["sampling.slots_per_device"]
 
 
 def test_what_fits_is_told_what_its_free_memory_is_good_for(job_here):
@@ -565,23 +572,23 @@ def test_what_fits_is_told_what_its_free_memory_is_good_for(job_here):
         "batch.micro_tokens": 128,
         "sampling.slots_per_device": 8,
     }
-    figures, describe = job_here(keys)
-    found = {one["key"]: one for one in advise(figures, describe)}
+    budget, describe = job_here(keys)
+    found = {advice.key: advice for advice in advise(budget, describe)}
     assert list(found) == [
         "batch.micro_tokens",
         "model.remat",
         "sampling.slots_per_device",
         "mesh.trainer",
     ]
-    assert found["model.remat"]["bytes"] <= 0 > found["sampling.slots_per_device"]["bytes"]
+    assert found["model.remat"].bytes <= 0 > found["sampling.slots_per_device"].bytes
     assert re.search(
         r" more a device, \d+ completions at once instead of \d+$",
-        found["sampling.slots_per_device"]["text"],
+        found["sampling.slots_per_device"].text,
     )
-    assert found["mesh.trainer"]["text"].startswith("mesh.trainer=1.0 mesh.sampler=1.0")
-    text = verdict(replace(figures, advice=advise(figures, describe)))
-    assert text.startswith("fits: ") and text.endswith(advise(figures, describe)[0]["text"])
-    assert advise(figures, describe, room=figures.peak) == []  # none is free
+    assert found["mesh.trainer"].text.startswith("mesh.trainer=1.0 mesh.sampler=1.0")
+    text = verdict(replace(budget, advice=advise(budget, describe)))
+    assert text.startswith("fits: ") and text.endswith(advise(budget, describe)[0].text)
+    assert advise(budget, describe, available=budget.peak()) == []  # none is free
 
 
 def test_rows_of_whole_groups_are_advised_where_others_compute_more(job_here):
@@ -589,12 +596,12 @@ def test_rows_of_whole_groups_are_advised_where_others_compute_more(job_here):
     row is padding."""
 
     def sizes(**keys: Any) -> dict[int, str]:
-        figures, _ = job_here(
+        budget, _ = job_here(
             {"mesh.trainer": "1", "batch.prompts_per_step": 32, "batch.group_size": 8, **keys}
         )
         return {
             change.values[change.key]: change.cost
-            for change in faster(figures.config, figures.job)
+            for change in faster_changes(budget)
             if change.key == "batch.micro_tokens"
         }
 
@@ -608,7 +615,7 @@ def test_rows_of_whole_groups_are_advised_where_others_compute_more(job_here):
 
 
 def test_every_key_that_changes_memory_is_tried(job_here):
-    figures, _ = job_here(
+    budget, _ = job_here(
         {
             "mesh.trainer": "4",
             "mesh.sampler": "4",
@@ -618,12 +625,10 @@ def test_every_key_that_changes_memory_is_tried(job_here):
             "algorithm.kl_coef": 0.1,
         }
     )
-    job = dict(figures.job) | {"machines": 2}
-    tried = {
-        change.key
-        for some in (memory_saving_changes, faster, other_results)
-        for change in some(figures.config, job)
-    }
+    budget = replace(budget, machines=2)
+    tried = set()
+    for changes in (memory_saving_changes, faster_changes, lossy_changes):
+        tried |= {change.key for change in changes(budget)}
     assert tried >= {
         "batch.micro_tokens",
         "model.remat",
@@ -642,72 +647,63 @@ def test_every_key_that_changes_memory_is_tried(job_here):
     }
     idle, _ = job_here({})
     assert next(
-        change
-        for change in memory_saving_changes(idle.config, idle.job)
-        if change.key == "mesh.fsdp"
+        change for change in memory_saving_changes(idle) if change.key == "mesh.fsdp"
     ).values == {"mesh.fsdp": 8}
 
 
 @pytest.mark.parametrize(
-    ("room", "expected"),
+    ("available", "expected"),
     [
         (60, "optimizer.offload=true (now false): about 0.0 MiB less a device, moved"),
         (40, "model.lora.rank=4 (now off): about 0.0 MiB less a device"),
     ],
 )
-def test_a_change_that_a_later_one_makes_needless_is_not_advised(room, expected, monkeypatch):
-    one = figures(activations=10)
+def test_a_change_that_a_later_one_makes_needless_is_not_advised(available, expected, monkeypatch):
+    budget = by_hand(activations=10)
 
-    def describe(config: Config) -> dict[str, Any]:
+    def describe(config: Config) -> Budget:
         size = 1 if config.model.lora.rank else 20
-        always = {"parameters": size} | (
-            {} if config.optimizer.offload else {"Adam's moments": 2 * size}
-        )
-        trainer = {"always": always, "sampling": {}, "update": {"gradient": size}}
-        return {**one.job, "held": {**one.job["held"], "trainer": trainer}}
+        on_host = config.optimizer.offload
+        trainer = [
+            Item("parameters", "trainer", "always", size),
+            Item("Adam's moments", "trainer", "always", 2 * size, on_host),
+            Item("gradient", "trainer", "update", size),
+        ]
+        others = [item for item in budget.items if item.role != "trainer"]
+        return replace(budget, items=[*trainer, *others])
 
-    monkeypatch.setattr(
-        advice_module,
-        "memory_saving_changes",
-        lambda *_: iter([Change({"optimizer.offload": True}, "moved")]),
-    )
-    monkeypatch.setattr(
-        advice_module, "other_results", lambda *_: iter([Change({"model.lora.rank": 4})])
-    )
-    assert suggest_fit(one, describe, room)["text"] == expected
+    def saving(_: Budget) -> list[Change]:
+        return [Change({"optimizer.offload": True}, "moved")]
+
+    def lossy(_: Budget) -> list[Change]:
+        return [Change({"model.lora.rank": 4})]
+
+    monkeypatch.setattr(advice_module, "memory_saving_changes", saving)
+    monkeypatch.setattr(advice_module, "lossy_changes", lossy)
+    assert suggest_fit(budget, describe, available).text == expected
 
 
 def test_an_adapter_is_advised_where_masters_and_moments_take_most(job_here):
-    figures, describe = job_here({})
-    bare = replace(figures, job={**figures.job, "activations": 0}, programs={})
-    trials = {one.change.key: one for one in lossy_changes(bare, describe)}
-    assert "model.lora.rank=16 (now off)" in trials["model.lora.rank"].text()
-    held = trials["model.lora.rank"].after.job["held"]["trainer"]["always"]
+    budget, describe = job_here({})
+    bare = replace(budget, activations=0, costs={})
+    trials = saving_trials(bare, describe, lossy_changes(bare))
+    trial = next(trial for trial in trials if trial.change.key == "model.lora.rank")
+    assert "model.lora.rank=16 (now off)" in trial.text()
+    held = {item.part: item.bytes for item in trial.after.items_of("trainer", "always")}
     assert held["Adam's moments"] == 2 * held["parameters"] < held["frozen parameters"] * 4
-    for job in (
-        {"activations": 1 << 40},
-        {"held": trials["model.lora.rank"].after.job["held"], "activations": 0},
-    ):
-        assert "model.lora.rank" not in {
-            one.key for one in other_results(figures.config, {**figures.job, **job})
-        }
+    with_adapter = replace(bare, items=trial.after.items)
+    for other in (replace(bare, activations=1 << 40), with_adapter):
+        assert "model.lora.rank" not in {change.key for change in lossy_changes(other)}
 
 
 @pytest.mark.slow
 def test_a_mesh_that_does_not_divide_the_model_is_never_advised(job_here):
-    figures, describe = job_here({"mesh.fsdp": 8, "mesh.sampler_tensor": 2}, 1000)
-    tensors = [
-        change.values.get("mesh.sampler_tensor")
-        for change in memory_saving_changes(figures.config, figures.job)
-    ]
+    budget, describe = job_here({"mesh.fsdp": 8, "mesh.sampler_tensor": 2}, 1000)
+    tensors = [change.values.get("mesh.sampler_tensor") for change in memory_saving_changes(budget)]
     assert 4 in tensors  # tried, and refused: the model has two heads of keys
-    for one in advise(figures, describe):
-        describe(
-            build(
-                Config,
-                {name: get_value(figures.config, name) for name in keys_of(Config)} | one["values"],
-            )
-        )
+    values = {name: get_value(budget.config, name) for name in keys_of(Config)}
+    for advice in advise(budget, describe):
+        describe(build(Config, {**values, **advice.values}))
 
 
 @pytest.mark.slow
@@ -716,9 +712,11 @@ def test_what_cannot_fit_is_said_before_anything_is_compiled(model, monkeypatch)
         raise AssertionError("compiled")
 
     monkeypatch.setattr("shoal.plan.plan.cost", never)
-    monkeypatch.setattr("shoal.job.job.available_memory", lambda _: AvailableMemory(1000, 1000, ""))
+    monkeypatch.setattr(
+        "shoal.job.memory.available_memory", lambda _: AvailableMemory(1000, 1000, "")
+    )
     found = make_plan(PlanConfig(model=model, sampling=SAMPLING, batch=BATCH), lambda text: None)
-    assert not found.fits and found.programs == {} and verdict(found).startswith("does not fit: ")
+    assert not found.fits() and found.costs == {} and verdict(found).startswith("does not fit: ")
 
 
 def test_a_compiler_that_is_not_installed_names_the_extra(monkeypatch):
@@ -769,8 +767,8 @@ def test_the_floor_of_decoding_reads_weights_and_live_keys_for_each_token(
     weights, tokens = 2 * read, 63 / 2  # in each of two dispatches
     heads = 2 * SMALL.num_layers * SMALL.num_kv_heads * SMALL.head_dim * 2
     keys = heads * (8 * 64 + 16 * 32)
-    assert decode["floor_seconds"] == pytest.approx(tokens * (weights + keys) / 4.8e12)
-    assert 0.0 < update["floor_seconds"] < decode["floor_seconds"]
+    assert decode.floor_seconds == pytest.approx(tokens * (weights + keys) / 4.8e12)
+    assert 0.0 < update.floor_seconds < decode.floor_seconds
 
 
 @pytest.mark.parametrize(("pages", "block"), [(True, 128), (False, 64)])
@@ -799,7 +797,9 @@ def test_an_operation_takes_its_launch_and_a_kernel_a_share_of_the_peak(name, se
         accelerator=kind, model=SimpleNamespace(dtype=jnp.dtype(jnp.bfloat16))
     )
     costs = Costs(
-        cycles={"": 100.0}, operations=[(4.0, 8.0, 8.0), (1.0, kind.hbm, 0.0)], awaited=7.0
+        cycles={"": 100.0},
+        operations=[Operation(4.0, 8.0, 8.0), Operation(1.0, kind.hbm, 0.0)],
+        awaited=7.0,
     )
     kernels = 1e12 / (kind.kernels * kind.peaks["bfloat16"])
     assert _compute_seconds(job, costs, 1e12) == pytest.approx(seconds + kernels)
@@ -955,11 +955,11 @@ def test_a_plan_for_devices_that_are_not_here(model, tmp_path, topology, needed,
         ),
         lambda text: None,
     )
-    assert found.fits and found.is_timed and found.job["model"]["dtype"] == "bfloat16"
-    assert {"publish", "decode", "accumulate"} <= set(found.programs)
+    assert found.fits() and found.is_timed and found.model.dtype == "bfloat16"
+    assert {"publish", "decode", "accumulate"} <= set(found.costs)
     assert any(
-        row["kind"] == "all-gather" and row["axis"] == "fsdp"
-        for row in found.programs["accumulate"]["collectives"]
+        row.kind == "all-gather" and row.axis == "fsdp"
+        for row in found.costs["accumulate"].collectives
     )
     floor, hidden, none = found.step_seconds
     assert 0 < floor <= hidden <= none
@@ -998,8 +998,8 @@ def test_a_token_of_1_5b_on_an_h200(tmp_path, monkeypatch):
         token = extrapolate(one, two, a.num_layers)
         keys = 2 * a.num_layers * a.num_kv_heads * a.head_dim * 32 * (256 + 8 * longest / 2)
         floor = 2 * (parameter_count(a) + keys) / ACCELERATORS["h200"].hbm
-        assert token["launches"] / tokens < 300
-        assert 1 < token["compute_seconds"] / tokens / floor < most[longest]
+        assert token.launches / tokens < 300
+        assert 1 < token.compute_seconds / tokens / floor < most[longest]
 
 
 @pytest.mark.system
@@ -1017,19 +1017,19 @@ def test_the_default_update_of_1_5b_on_an_h200_takes_at_most_1_9_times_its_opera
         sampling=replace(SAMPLING, max_prompt_tokens=256, max_completion_tokens=512),
     )
     with compilers(1, "h200:1") as answers:
-        figures, one, two = answers(
+        budget, one, two = answers(
             [
                 (describe, config, "h200:1"),
-                *((cost, config, "h200:1", "accumulate", layers) for layers in (1, 2)),
+                (cost, config, "h200:1", "accumulate", 1),
+                (cost, config, "h200:1", "accumulate", 2),
             ]
         )
-    a, job = planned_architecture(config.model), figures.job
-    seconds = (
-        job["programs"]["accumulate"]["runs"]
-        * extrapolate(one, two, a.num_layers)["compute_seconds"]
-    )
-    groups, each = job["prompts"], [config.sampling.max_completion_tokens] * config.batch.group_size
-    assert 1 < seconds / (3 * groups * forward_flops(a, 256, each) / job["peak_flops"]) < 1.9
+    a = planned_architecture(config.model)
+    seconds_of_a_run = extrapolate(one, two, a.num_layers).compute_seconds
+    seconds = budget.programs["accumulate"].runs * seconds_of_a_run
+    completions = [config.sampling.max_completion_tokens] * config.batch.group_size
+    flops = 3 * budget.prompts_per_step * forward_flops(a, 256, completions)
+    assert 1 < seconds / (flops / budget.peak_flops) < 1.9
 
 
 @pytest.mark.slow

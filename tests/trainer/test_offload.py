@@ -19,7 +19,7 @@ from test_lora import adapted
 from tiny_runs import by_path, same_bits
 
 from shoal.budget.auto import trained_model
-from shoal.budget.memory import bytes_per_device, weight_sizes
+from shoal.budget.memory import bytes_per_device, weight_budget
 from shoal.config.sections.devices import MeshSection
 from shoal.config.sections.model import ModelSection
 from shoal.config.sections.optimizer import OptimizerSection
@@ -197,7 +197,7 @@ def test_the_table_of_sizes_has_the_moments_where_they_are(topology, is_apart):
     devices = placeholder_devices(parse_topology(topology)) if topology else jax.devices()
     where = make_roles(MeshSection(fsdp=8), devices)
     here, there = (
-        weight_sizes(
+        weight_budget(
             Config(optimizer=OptimizerSection(offload=offload), mesh=MeshSection(fsdp=8)),
             QWEN3,
             where,
@@ -206,17 +206,11 @@ def test_the_table_of_sizes_has_the_moments_where_they_are(topology, is_apart):
         )
         for offload in (False, True)
     )
-    moments = here.bytes_by_role["trainer"]["always"]["Adam's moments"]
-    assert (
-        moments == 2 * here.bytes_by_role["trainer"]["always"]["parameters"]
-        and not here.bytes_by_role["trainer"]["host"]
-    )
-    assert there.bytes_by_role["trainer"]["host"] == (
-        {"Adam's moments": moments} if is_apart else {}
-    )
-    assert (
-        sum(here.on("trainer").values()) - sum(there.on("trainer").values()) == is_apart * moments
-    )
+    held = here.held("trainer")
+    moments = held["Adam's moments"]
+    assert moments == 2 * held["parameters"] and not here.on_host()
+    assert there.on_host() == ({"Adam's moments": moments} if is_apart else {})
+    assert sum(held.values()) - sum(there.held("trainer").values()) == is_apart * moments
 
 
 @pytest.mark.slow

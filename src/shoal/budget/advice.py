@@ -9,11 +9,11 @@ of a step is not guessed: a plan of the changed job says it.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from shoal.budget.budget import FULL, Budget
+from shoal.budget.budget import FULL, Advice, Budget
 from shoal.budget.shapes import computed_tokens, group_rows
 from shoal.config.derived import MICRO_TOKENS, longest_sequence, oldest_samples
 from shoal.config.key import build, get_value, keys_of
@@ -21,24 +21,24 @@ from shoal.config.train import Config
 from shoal.records import ShoalError
 from shoal.text import gib
 
-Describe = Callable[[Config], Mapping[str, Any]]
-"""A configuration -> the outline of its job."""
-
+Describe = Callable[[Config], Budget]
+"""A configuration -> the budget of its job, before anything is compiled. ShoalError or ValueError
+for one that cannot be."""
 
 TIGHT = 0.9
 """Share of the free memory above which a job is tight."""
 
-
 WORTH_SAVING = 0.02
 """Share of an update's tokens for which longer rows are advised."""
-
 
 RANK = 16
 """Of the adapter that is advised where masters and moments take too much."""
 
-
 MOST_CHANGES = 8
 """How often one change is made upon another to make a job fit."""
+
+UNSET = {"model.lora.rank": "off", "sampling.mean_completion_tokens": "the longest"}
+"""What 0 means for keys of which it does not mean `auto`."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,8 @@ class Change:
 
     values: Mapping[str, Any]
     cost: str = ""
-    kept: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # values with which the batch stays as it is
+    kept: Mapping[str, Any] = field(default_factory=dict)
+    """Further values, with which the batch stays as it is."""
 
     @property
     def key(self) -> str:
@@ -57,16 +56,17 @@ class Change:
 
     def words(self, config: Any) -> str:
         """`mesh.trainer=32 mesh.sampler=96 (now 64 and 64)`"""
-        now = {key: get_value(config, key) for key in self.values}
-        unset = {"model.lora.rank": "off", "sampling.mean_completion_tokens": "the longest"}
-        shown = " and ".join(
-            unset.get(key, "auto")
-            if value == 0 and value is not False
-            else _short(value) or "unset"
-            for key, value in now.items()
-        )
-        kept = f" with {_assigned(self.kept)}" if self.kept else ""
-        return f"{_assigned(self.values)} (now {shown}){kept}"
+        before = []
+        for key in self.values:
+            value = get_value(config, key)
+            if value == 0 and value is not False:
+                before.append(UNSET.get(key, "auto"))
+            else:
+                before.append(_short(value) or "unset")
+        text = f"{_assigned(self.values)} (now {' and '.join(before)})"
+        if self.kept:
+            text += f" with {_assigned(self.kept)}"
+        return text
 
 
 def _assigned(values: Mapping[str, Any]) -> str:
@@ -75,8 +75,12 @@ def _assigned(values: Mapping[str, Any]) -> str:
 
 def _short(value: Any) -> str:
     """A value as it is typed; of a long list of devices the first and the last."""
-    text = str(value).lower() if isinstance(value, bool) else str(value)
-    return re.sub(r"^(\[\d+,).*(,\d+\])$", r"\1...\2", text) if len(text) > 30 else text
+    text = str(value)
+    if isinstance(value, bool):
+        text = text.lower()
+    if len(text) > 30:
+        return re.sub(r"^(\[\d+,).*(,\d+\])$", r"\1...\2", text)
+    return text
 
 
 @dataclass(frozen=True)
@@ -88,302 +92,266 @@ class Trial:
     after: Budget
 
     @property
-    def bytes(self) -> int:
+    def saved_bytes(self) -> int:
         """That a device needs less at its fullest, of the memory that it has now: on a CPU more
         devices have less."""
-        return self.before.peak - round(self.after.peak * self.before.memory / self.after.memory)
+        after = self.after.peak() * self.before.memory / self.after.memory
+        return self.before.peak() - round(after)
 
     def text(self) -> str:
-        parts = [self.change.cost] * bool(self.change.cost)
-        if (
-            self.change.key.startswith("sampling.")
-            and (slots := self.after.job["slots"]) != self.before.job["slots"]
-        ):
-            parts.insert(0, f"{slots} completions at once instead of {self.before.job['slots']}")
-        if abs(self.bytes) > FULL * self.before.memory / 1000:
-            parts.insert(
-                0, f"about {gib(abs(self.bytes))} {'less' if self.bytes > 0 else 'more'} a device"
-            )
-        return f"{self.change.words(self.before.config)}{': ' * bool(parts)}{', '.join(parts)}"
+        parts = []
+        saved = self.saved_bytes
+        if abs(saved) > FULL * self.before.memory / 1000:
+            parts.append(f"about {gib(abs(saved))} {'less' if saved > 0 else 'more'} a device")
+        slots, slots_before = self.after.slots, self.before.slots
+        if self.change.key.startswith("sampling.") and slots != slots_before:
+            parts.append(f"{slots} completions at once instead of {slots_before}")
+        if self.change.cost:
+            parts.append(self.change.cost)
+        words = self.change.words(self.before.config)
+        if not parts:
+            return words
+        return f"{words}: {', '.join(parts)}"
 
-    def record(self) -> dict[str, Any]:
-        return {
-            "key": self.change.key,
-            "values": {**self.change.values, **self.change.kept},
-            "text": self.text(),
-            "bytes": self.bytes,
-        }
+    def advice(self) -> Advice:
+        values = {**self.change.values, **self.change.kept}
+        return Advice(self.change.key, values, self.text(), self.saved_bytes)
 
 
-def advise(figures: Budget, describe: Describe, room: float = 0) -> list[dict[str, Any]]:
-    """Keys to change, the best first. `room`: bytes of a device that may be used, if not all but a
-    little."""
-    room = room or FULL * figures.memory
-    if not figures.fits or figures.peak > room:
-        return [suggest_fit(figures, describe, room)]
-    tried = _tried(figures, describe, faster(figures.config, figures.job))
-    return [one.record() for one in tried if figures.peak - one.bytes <= room]
+def advise(budget: Budget, describe: Describe, available: float = 0) -> list[Advice]:
+    """Keys to change, the best first. `available`: bytes of a device that may be used, if not all
+    but a little."""
+    available = available or FULL * budget.memory
+    if not budget.fits() or budget.peak() > available:
+        return [suggest_fit(budget, describe, available)]
+    advice = []
+    for trial in try_changes(budget, describe, faster_changes(budget)):
+        if budget.peak() - trial.saved_bytes <= available:
+            advice.append(trial.advice())
+    return advice
 
 
-def memory_trials(figures: Budget, describe: Describe) -> Iterator[Trial]:
-    """The changes of no result after which the fullest device needs less, what costs least
-    first."""
-    return (
-        one
-        for one in _tried(figures, describe, memory_saving_changes(figures.config, figures.job))
-        if one.bytes > 0
-    )
-
-
-def lossy_changes(figures: Budget, describe: Describe) -> Iterator[Trial]:
-    """Those that change results."""
-    return (
-        one
-        for one in _tried(figures, describe, other_results(figures.config, figures.job))
-        if one.bytes > 0
-    )
-
-
-def _tried(figures: Budget, describe: Describe, some: Iterable[Change]) -> Iterator[Trial]:
-    values = {name: get_value(figures.config, name) for name in keys_of(Config)}
-    for change in some:
-        new = {**change.values, **change.kept}
+def try_changes(budget: Budget, describe: Describe, changes: Iterable[Change]) -> list[Trial]:
+    """What each change would make of a job, without those that change nothing or cannot be."""
+    values = {name: get_value(budget.config, name) for name in keys_of(Config)}
+    trials = []
+    for change in changes:
         if all(values[key] == value for key, value in change.values.items()):
             continue
         try:
-            other = build(Config, values | new)
-            job = describe(other)
+            config = build(Config, {**values, **change.values, **change.kept})
+            described = describe(config)
         except (ShoalError, ValueError):  # sizes that do not divide, devices that are not there
             continue
-        yield Trial(change, figures, figures.changed(other, job))
-
-
-def _upon(figures: Budget, describe: Describe, changes: Iterable[Change]) -> list[Trial]:
-    """The trials of changes, one upon the other."""
-    trials: list[Trial] = []
-    for change in changes:
-        trials += _tried(trials[-1].after if trials else figures, describe, [change])
+        after = budget.with_scaled_costs(replace(described, config=config))
+        trials.append(Trial(change, budget, after))
     return trials
 
 
-def suggest_fit(figures: Budget, describe: Describe, room: float) -> dict[str, Any]:
-    """The changes after which a device needs at most `room` bytes, one upon the other, as one piece
-    of advice: the first that is enough, else the one that saves most and others upon it, without
-    those that a later one replaces."""
+def saving_trials(budget: Budget, describe: Describe, changes: Iterable[Change]) -> list[Trial]:
+    """The trials after which the fullest device needs less."""
+    return [trial for trial in try_changes(budget, describe, changes) if trial.saved_bytes > 0]
+
+
+def suggest_fit(budget: Budget, describe: Describe, available: float) -> Advice:
+    """The changes after which a device needs at most so many bytes, one upon the other, as one
+    piece of advice: the first that is enough, else the one that saves most and others upon it,
+    without those that a later one replaces."""
+    share = available / budget.memory
     chain: dict[str, Trial] = {}
-    now, share = figures, room / figures.memory
-
-    def is_enough(one: Budget) -> bool:
-        return one.peak <= share * one.memory
-
+    now = budget
     for _ in range(MOST_CHANGES):
-        if chain and is_enough(now):
+        if chain and _is_enough(now, share):
             break
-        if not (better := list(memory_trials(now, describe)) or list(lossy_changes(now, describe))):
+        trials = saving_trials(now, describe, memory_saving_changes(now))
+        if not trials:
+            trials = saving_trials(now, describe, lossy_changes(now))
+        if not trials:
             break
-        best = next(
-            (one for one in better if is_enough(one.after)), max(better, key=lambda one: one.bytes)
-        )
-        first = chain.get(best.change.key, best)  # the same key again: its last value counts
-        chain[best.change.key] = Trial(best.change, first.before, best.after)
+        best = _first_enough(trials, share) or max(trials, key=lambda trial: trial.saved_bytes)
         now = best.after
-    for key in list(chain) if is_enough(now) else ():
-        others = _upon(
-            figures, describe, [one.change for name, one in chain.items() if name != key]
-        )
-        if others and is_enough(others[-1].after):
-            chain = {one.change.key: one for one in others}
-    texts = [one.text() for one in chain.values()]
-    if not is_enough(now):
-        needed = -(-now.peak * now.num_devices // int(share * now.memory))
+        replaced = chain.get(best.change.key)
+        if replaced is not None:  # the same key again: its last value counts
+            best = replace(best, before=replaced.before)
+        chain[best.change.key] = best
+    if _is_enough(now, share):
+        chain = _without_needless(budget, describe, chain, share)
+    texts = [trial.text() for trial in chain.values()]
+    if not _is_enough(now, share):
+        needed = -(-now.peak() * now.num_used_devices // int(share * now.memory))
         texts.append(f"a smaller model, or more devices (mesh.fsdp): some {needed} of these")
-    record = next(
-        (one.record() for one in chain.values()), {"key": "model.path", "values": {}, "bytes": 0}
-    )
-    return record | {"text": "; then ".join(texts)}
+    text = "; then ".join(texts)
+    if not chain:
+        return Advice("model.path", {}, text, 0)
+    first = next(iter(chain.values()))
+    return replace(first.advice(), text=text)
+
+
+def _is_enough(budget: Budget, share: float) -> bool:
+    return budget.peak() <= share * budget.memory
+
+
+def _first_enough(trials: Sequence[Trial], share: float) -> Trial | None:
+    for trial in trials:
+        if _is_enough(trial.after, share):
+            return trial
+    return None
+
+
+def _without_needless(
+    budget: Budget, describe: Describe, chain: Mapping[str, Trial], share: float
+) -> dict[str, Trial]:
+    """A chain of changes without those that it does not need, by key."""
+    needed = dict(chain)
+    for key in chain:
+        others = [trial.change for name, trial in needed.items() if name != key]
+        trials: list[Trial] = []
+        now = budget
+        for change in others:
+            made = try_changes(now, describe, [change])
+            trials.extend(made)
+            if made:
+                now = made[0].after
+        if trials and _is_enough(now, share):
+            needed = {trial.change.key: trial for trial in trials}
+    return needed
 
 
 # ---- the keys
 
 
-def memory_saving_changes(config: Config, job: Mapping[str, Any]) -> Iterator[Change]:
+def memory_saving_changes(budget: Budget) -> list[Change]:
     """What may take less memory and changes no result, what costs least first."""
-    b, m, mesh = config.batch, config.mesh, job["roles"]["trainer"]["mesh"]
-    same = _same_batch(config, job)
-    if (
-        half := min(b.micro_tokens, job["shape"]["length"] // m.context) // 2
-    ) * m.context >= longest_sequence(config):
-        yield Change({"batch.micro_tokens": half}, "weights are gathered more often")
-    if job["model"]["remat"] not in ("full", "offload"):
-        yield Change({"model.remat": "full"}, "the backward pass computes products again")
-    each, least = (
-        -(-job["slots"] // len(job["roles"]["sampler"]["devices"])),
-        max(b.group_size, config.pass_k),
-    )
-    for fewer in dict.fromkeys((each // 2, least)):
-        if least <= fewer < each:
-            yield Change({"sampling.slots_per_device": fewer})
-    yield from _idle(config, job)
-    if m.data > 1:
-        yield Change({"mesh.fsdp": -1, "mesh.data": 1}, "more devices exchange weights")
-    tensor, own = mesh.get("tensor", 1), job["roles"]["sampler"]["mesh"].get("tensor", 1)
-    yield Change(
-        {"mesh.tensor": 2 * tensor, "mesh.fsdp": -1},
-        "layers are split over more devices",
-        {} if m.sampler_tensor else {"mesh.sampler_tensor": own},
-    )
-    context = mesh.get("context", 1)
-    yield Change(
-        {"mesh.context": 2 * context, "mesh.fsdp": -1, "batch.micro_tokens": b.micro_tokens // 2},
-        "the tokens of a row are split over more devices",
-        {} if m.sampler_tensor else {"mesh.sampler_tensor": own},
-    )
-    yield Change({"mesh.sampler_tensor": 2 * own}, "a replica of the sampler has more devices")
-    yield Change(
-        {"model.remat": "offload"},
-        "what layers store goes to the host and back in each micro-batch",
-    )
-    yield Change(
-        {"optimizer.offload": True}, "Adam's moments come from the host and go back in each update"
-    )
-    yield from _placement(config, job, same)
+    batch = budget.config.batch
+    mesh = budget.config.mesh
+    changes = []
+    half = min(batch.micro_tokens, budget.batch.length // mesh.context) // 2
+    if half * mesh.context >= longest_sequence(budget.config):
+        changes.append(Change({"batch.micro_tokens": half}, "weights are gathered more often"))
+    if budget.model.remat not in ("full", "offload"):
+        changes.append(Change({"model.remat": "full"}, "the backward pass computes products again"))
+    changes += _fewer_slots(budget)
+    changes += _idle_devices(budget)
+    if mesh.data > 1:
+        changes.append(Change({"mesh.fsdp": -1, "mesh.data": 1}, "more devices exchange weights"))
+    replica = budget.roles["sampler"].mesh.get("tensor", 1)
+    same_replica = {}
+    if not mesh.sampler_tensor:
+        same_replica = {"mesh.sampler_tensor": replica}
+    axes = budget.roles["trainer"].mesh
+    changes += [
+        Change(
+            {"mesh.tensor": 2 * axes.get("tensor", 1), "mesh.fsdp": -1},
+            "layers are split over more devices",
+            same_replica,
+        ),
+        Change(
+            {
+                "mesh.context": 2 * axes.get("context", 1),
+                "mesh.fsdp": -1,
+                "batch.micro_tokens": batch.micro_tokens // 2,
+            },
+            "the tokens of a row are split over more devices",
+            same_replica,
+        ),
+        Change({"mesh.sampler_tensor": 2 * replica}, "a replica of the sampler has more devices"),
+        Change(
+            {"model.remat": "offload"},
+            "what layers store goes to the host and back in each micro-batch",
+        ),
+        Change(
+            {"optimizer.offload": True},
+            "Adam's moments come from the host and go back in each update",
+        ),
+    ]
+    return changes + _other_placements(budget)
 
 
-def faster(config: Config, job: Mapping[str, Any]) -> Iterator[Change]:
+def faster_changes(budget: Budget) -> list[Change]:
     """What shortens a step for memory that is free."""
-    b, slots = config.batch, job["slots"]
-    yield from _idle(config, job)
-    longer = list(_whole_groups(config, job))
-    yield from (change for saves, change in longer if saves)
-    for kept in {"full": ("dots", "attention"), "attention": ("dots",)}.get(
-        job["model"]["remat"], ()
+    config = budget.config
+    fewer_tokens, same_tokens = _longer_rows(budget)
+    changes = _idle_devices(budget) + fewer_tokens
+    for remat in {"full": ("dots", "attention"), "attention": ("dots",)}.get(
+        budget.model.remat, ()
     ):
-        yield Change({"model.remat": kept}, "the backward pass computes less again")
-    if slots < job["prompts"] * b.group_size:
-        yield Change({"sampling.slots_per_device": 0})
-        if (
-            half := config.sampling.max_completion_tokens
-            // 2
-            * (not config.sampling.mean_completion_tokens)
-        ):
-            yield Change(
-                {"sampling.mean_completion_tokens": half},
-                "if they take half of their limit on average",
+        changes.append(Change({"model.remat": remat}, "the backward pass computes less again"))
+    if budget.slots < budget.prompts_per_step * config.batch.group_size:
+        changes.append(Change({"sampling.slots_per_device": 0}))
+        half = config.sampling.max_completion_tokens // 2
+        if half and not config.sampling.mean_completion_tokens:
+            changes.append(
+                Change(
+                    {"sampling.mean_completion_tokens": half},
+                    "if they take half of their limit on average",
+                )
             )
-    yield from (change for saves, change in longer if not saves)
-    trainer, sampler = (job["roles"][name]["devices"] for name in ("trainer", "sampler"))
-    if set(trainer) != set(sampler) and not oldest_samples(config):
-        yield Change(
-            {"mesh.trainer": "1.0", "mesh.sampler": "1.0", "mesh.fsdp": -1},
-            f"all {len({*trainer, *sampler})} devices sample and train in turn, so none waits",
-            _same_batch(config, job),
-        )
-    if job["machines"] > 1 and config.mesh.dcn_data == 1:
-        yield Change(
-            {"mesh.dcn_data": job["machines"], "mesh.dcn_fsdp": 1, "mesh.data": 1, "mesh.fsdp": -1},
-            "machines exchange gradients alone, and each holds the whole model",
-        )
-
-
-def _whole_groups(config: Config, job: Mapping[str, Any]) -> Iterator[tuple[bool, Change]]:
-    """Longer rows of whole groups, by the numbers of them that divide those of a device: no prompt
-    is computed twice, and little of a row is padding. With each whether tokens are saved; what
-    layers store stays as it is."""
-    b, shards = config.batch, job["shape"]["rows"] * config.mesh.context
-    prompts = -(-job["prompts"] // config.algorithm.num_minibatches)
-
-    longer = [size for size in group_rows(config, shards) if size > b.micro_tokens][:2]
-    if not longer:
-        return
-    before = computed_tokens(config, shards, prompts, b.micro_tokens)
-    same = {"model.remat": job["model"]["remat"]} if config.model.remat == "auto" else {}
-    for size in longer:
-        saved = 1 - computed_tokens(config, shards, prompts, size) / before
-        yield (
-            saved > WORTH_SAVING,
+    changes += same_tokens
+    trainer = set(budget.roles["trainer"].devices)
+    sampler = set(budget.roles["sampler"].devices)
+    if trainer != sampler and not oldest_samples(config):
+        changes.append(
             Change(
-                {"batch.micro_tokens": size},
-                f"{saved:.0%} fewer tokens are computed"
-                if saved > WORTH_SAVING
-                else "weights and gradients are moved less often",
-                same,
-            ),
-        )
-
-
-def _same_batch(config: Config, job: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys with which another number of devices has the same batch."""
-    return (
-        {"batch.prompts_per_device": 0, "batch.prompts_per_step": job["prompts"]}
-        if config.batch.prompts_per_device
-        else {}
-    )
-
-
-def _idle(config: Config, job: Mapping[str, Any]) -> Iterator[Change]:
-    """All devices, where some have no role."""
-    m, used = config.mesh, {device for role in job["roles"].values() for device in role["devices"]}
-    if len(used) < job["num_devices"]:
-        fsdp = job["num_devices"] // (m.data * m.dcn_data * m.dcn_fsdp * m.tensor * m.context)
-        named = {f"mesh.{role}": "1.0" for role in ("trainer", "sampler") if getattr(m, role)}
-        yield Change(
-            {"mesh.fsdp": -1 if m.fsdp < 0 else fsdp, **named},
-            f"{job['num_devices']} devices instead of {len(used)}",
-            _same_batch(config, job),
-        )
-
-
-def _placement(config: Config, job: Mapping[str, Any], same: Mapping[str, Any]) -> Iterator[Change]:
-    """Other devices for the roles."""
-    trainer, sampler, reference = (
-        job["roles"][name]["devices"] for name in ("trainer", "sampler", "reference")
-    )
-    count = len({*trainer, *sampler})
-    apart = set(trainer) != set(sampler)
-    waits = "" if oldest_samples(config) else "each waits for the other"
-    for own in (2 * len(sampler), len(sampler) // 2) if apart else (count // 2,):
-        if 0 < own < count:
-            yield Change(
-                {"mesh.trainer": str(count - own), "mesh.sampler": str(own), "mesh.fsdp": -1},
-                waits,
-                same,
+                {"mesh.trainer": "1.0", "mesh.sampler": "1.0", "mesh.fsdp": -1},
+                f"all {len(trainer | sampler)} devices sample and train in turn, so none waits",
+                _same_batch(budget),
             )
-    if config.algorithm.scores_reference or config.teacher.path:
-        for devices, whose in ((sampler, "sampler"), (trainer, "trainer")):
-            if set(devices) != set(reference):
-                yield Change(
-                    {"mesh.reference": f"[{','.join(map(str, devices))}]"},
-                    f"scored on the {whose}'s devices",
-                )
-
-
-def other_results(config: Config, job: Mapping[str, Any]) -> Iterator[Change]:
-    """What takes less memory and changes what is computed or trained on."""
-    if job["model"]["dtype"] == "float32":
-        yield Change({"model.dtype": "bfloat16"}, "computed in fewer bits")
-    held = job["held"]["trainer"]["always"]
-    if "frozen parameters" not in held and sum(held.values()) > job["activations"]:
-        yield Change(
-            {"model.lora.rank": RANK},
-            "an adapter is trained, with five to ten times the learning rate",
         )
-    yield Change({"optimizer.moments": "bfloat16"}, "Adam's moments rounded at random")
-    scored = {"algorithm.kl_coef": 0.0, "algorithm.kl_metric": False}
-    if off := {key: none for key, none in scored.items() if get_value(config, key)}:
-        yield Change(off, "without a reference")
+    if budget.machines > 1 and config.mesh.dcn_data == 1:
+        changes.append(
+            Change(
+                {
+                    "mesh.dcn_data": budget.machines,
+                    "mesh.dcn_fsdp": 1,
+                    "mesh.data": 1,
+                    "mesh.fsdp": -1,
+                },
+                "machines exchange gradients alone, and each holds the whole model",
+            )
+        )
+    return changes
+
+
+def lossy_changes(budget: Budget) -> list[Change]:
+    """What takes less memory and changes what is computed or trained on."""
+    config = budget.config
+    changes = []
+    if budget.model.dtype == "float32":
+        changes.append(Change({"model.dtype": "bfloat16"}, "computed in fewer bits"))
+    always = budget.items_of("trainer", "always")
+    has_adapter = any(item.part == "frozen parameters" for item in always)
+    if not has_adapter and sum(item.bytes for item in always) > budget.activations:
+        changes.append(
+            Change(
+                {"model.lora.rank": RANK},
+                "an adapter is trained, with five to ten times the learning rate",
+            )
+        )
+    changes.append(Change({"optimizer.moments": "bfloat16"}, "Adam's moments rounded at random"))
+    without_reference = {}
+    for key, off in (("algorithm.kl_coef", 0.0), ("algorithm.kl_metric", False)):
+        if get_value(config, key):
+            without_reference[key] = off
+    if without_reference:
+        changes.append(Change(without_reference, "without a reference"))
     for key in ("batch.group_size", "sampling.max_completion_tokens", "sampling.max_prompt_tokens"):
-        for part in (2, 16, 256):
-            if (now := get_value(config, key)) >= part:
-                slots = config.sampling.slots_per_device // part if key == "batch.group_size" else 0
-                yield Change(
-                    {key: now // part}, "", {"sampling.slots_per_device": slots} if slots else {}
-                )
+        now = get_value(config, key)
+        for divisor in (2, 16, 256):
+            if now < divisor:
+                continue
+            fewer_slots = {}
+            slots = config.sampling.slots_per_device // divisor
+            if key == "batch.group_size" and slots:
+                fewer_slots = {"sampling.slots_per_device": slots}
+            changes.append(Change({key: now // divisor}, "", fewer_slots))
+    return changes
 
 
-def plain_changes(config: Any) -> Iterator[Change]:
+def plain_changes(config: Any) -> list[Change]:
     """What takes less memory in any command, where its job cannot be described again; the keys that
     it lacks are left out."""
     keys = keys_of(type(config))
+    changes = []
     for key in (
         "batch",
         "batch.micro_tokens",
@@ -391,10 +359,115 @@ def plain_changes(config: Any) -> Iterator[Change]:
         "sampling.max_completion_tokens",
         "sampling.max_prompt_tokens",
     ):
-        if key in keys and (now := get_value(config, key) or MICRO_TOKENS) > 1:
-            yield Change({key: now // 2})
-    for key, less in (("model.remat", "full"), ("model.dtype", "bfloat16")):
-        if get_value(config, key) != less and (
-            key == "model.dtype" or "batch.micro_tokens" in keys
-        ):
-            yield Change({key: less})
+        if key not in keys:
+            continue
+        now = get_value(config, key) or MICRO_TOKENS
+        if now > 1:
+            changes.append(Change({key: now // 2}))
+    trains = "batch.micro_tokens" in keys
+    if trains and get_value(config, "model.remat") != "full":
+        changes.append(Change({"model.remat": "full"}))
+    if get_value(config, "model.dtype") != "bfloat16":
+        changes.append(Change({"model.dtype": "bfloat16"}))
+    return changes
+
+
+def _fewer_slots(budget: Budget) -> list[Change]:
+    """Half as many slots, and as few as a group needs."""
+    now = -(-budget.slots // len(budget.roles["sampler"].devices))
+    least = max(budget.config.batch.group_size, budget.config.pass_k)
+    changes = []
+    for fewer in dict.fromkeys((now // 2, least)):
+        if least <= fewer < now:
+            changes.append(Change({"sampling.slots_per_device": fewer}))
+    return changes
+
+
+def _longer_rows(budget: Budget) -> tuple[list[Change], list[Change]]:
+    """Longer rows of whole groups, by the numbers of them that divide those of a device: (those
+    with which fewer tokens are computed, as no prompt is computed twice and little of a row is
+    padding, and the others). What layers store stays as it is."""
+    config = budget.config
+    shards = budget.batch.rows * config.mesh.context
+    prompts = -(-budget.prompts_per_step // config.algorithm.num_minibatches)
+    now = config.batch.micro_tokens
+    longer = [size for size in group_rows(config, shards) if size > now][:2]
+    fewer_tokens: list[Change] = []
+    same_tokens: list[Change] = []
+    if not longer:
+        return fewer_tokens, same_tokens
+    before = computed_tokens(config, shards, prompts, now)
+    same_remat = {}
+    if config.model.remat == "auto":
+        same_remat = {"model.remat": budget.model.remat}
+    for size in longer:
+        values = {"batch.micro_tokens": size}
+        saved = 1 - computed_tokens(config, shards, prompts, size) / before
+        if saved > WORTH_SAVING:
+            cost = f"{saved:.0%} fewer tokens are computed"
+            fewer_tokens.append(Change(values, cost, same_remat))
+        else:
+            cost = "weights and gradients are moved less often"
+            same_tokens.append(Change(values, cost, same_remat))
+    return fewer_tokens, same_tokens
+
+
+def _same_batch(budget: Budget) -> dict[str, Any]:
+    """Keys with which another number of devices has the same batch."""
+    if not budget.config.batch.prompts_per_device:
+        return {}
+    return {
+        "batch.prompts_per_device": 0,
+        "batch.prompts_per_step": budget.prompts_per_step,
+    }
+
+
+def _idle_devices(budget: Budget) -> list[Change]:
+    """All devices, where some have no role."""
+    mesh = budget.config.mesh
+    used = budget.num_used_devices
+    if used >= budget.num_devices:
+        return []
+    fsdp = -1
+    if mesh.fsdp >= 0:
+        others = mesh.data * mesh.dcn_data * mesh.dcn_fsdp * mesh.tensor * mesh.context
+        fsdp = budget.num_devices // others
+    values: dict[str, Any] = {"mesh.fsdp": fsdp}
+    if mesh.trainer:
+        values["mesh.trainer"] = "1.0"
+    if mesh.sampler:
+        values["mesh.sampler"] = "1.0"
+    cost = f"{budget.num_devices} devices instead of {used}"
+    return [Change(values, cost, _same_batch(budget))]
+
+
+def _other_placements(budget: Budget) -> list[Change]:
+    """Other devices for the roles."""
+    config = budget.config
+    trainer = budget.roles["trainer"].devices
+    sampler = budget.roles["sampler"].devices
+    reference = budget.roles["reference"].devices
+    count = len({*trainer, *sampler})
+    cost = "each waits for the other"
+    if oldest_samples(config):
+        cost = ""
+    sampler_sizes = [count // 2]
+    if set(trainer) != set(sampler):
+        sampler_sizes = [2 * len(sampler), len(sampler) // 2]
+    changes = []
+    for size in sampler_sizes:
+        if 0 < size < count:
+            values = {
+                "mesh.trainer": str(count - size),
+                "mesh.sampler": str(size),
+                "mesh.fsdp": -1,
+            }
+            changes.append(Change(values, cost, _same_batch(budget)))
+    if config.algorithm.scores_reference or config.teacher.path:
+        for devices, whose in ((sampler, "sampler"), (trainer, "trainer")):
+            if set(devices) != set(reference):
+                numbers = ",".join(map(str, devices))
+                changes.append(
+                    Change({"mesh.reference": f"[{numbers}]"}, f"scored on the {whose}'s devices")
+                )
+    return changes

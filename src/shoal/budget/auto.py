@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from shoal.budget.budget import Budget, StepProgram
 from shoal.budget.memory import (
     activation_bytes,
     device_memory,
@@ -18,13 +19,12 @@ from shoal.budget.memory import (
     key_bytes,
     sampled_architecture,
     update_bytes,
-    weight_sizes,
+    weight_budget,
 )
 from shoal.budget.shapes import completion_rows, computed_tokens, group_rows
 from shoal.config.derived import longest_sequence
-from shoal.config.key import get_value
 from shoal.config.train import Config
-from shoal.mesh import PINNED_HOST, Roles, accelerator_of, has_host_memory, make_roles
+from shoal.mesh import PINNED_HOST, Role, Roles, accelerator_of, has_host_memory, make_roles
 from shoal.model.architecture import Architecture
 from shoal.model.linear import QUANTISED
 from shoal.model.parameters import check_mesh, param_specs, tensor_sizes
@@ -43,13 +43,17 @@ from shoal.weights.source import (
 WEIGHT_SHARE = 0.75
 """Of a device's memory that weights may take while sampling, where `mesh.sampler_tensor` is
 open."""
+
 UPDATE_SHARE = 0.9
 """Of a device's memory that an update may take, where `model.remat` is open."""
 
-MICRO_TOKENS_SHARE, MOST_MICRO_TOKENS = 0.75, 2**15
-"""Of a device's memory what an update may take, and tokens of a device, where `batch.micro_tokens`
-is open. By the compiler's account the default update of 1.5B on one H200 takes 3.35 s with rows of
-4,096 tokens, 2.51 with 17,408, four whole groups, and 2.42 with 34,816."""
+MICRO_TOKENS_SHARE = 0.75
+"""Of a device's memory that an update may take, where `batch.micro_tokens` is open."""
+
+MOST_MICRO_TOKENS = 2**15
+"""Tokens of a device at most, where `batch.micro_tokens` is open. By the compiler's account the
+default update of 1.5B on one H200 takes 3.35 s with rows of 4,096 tokens, 2.51 with 17,408, four
+whole groups, and 2.42 with 34,816."""
 
 MOST_CPU_ROWS, WORTH_LONGER_ROWS = 2, 0.05
 """On a CPU: how many times longer a row may be than `derived.CPU_MICRO_TOKENS`, and the share of an
@@ -75,57 +79,75 @@ def run_roles(config: Config, a: Architecture, devices: Sequence[Any]) -> Roles:
     where a device's memory is not known, as on a CPU."""
     if config.sampler.is_remote:  # here the trainer's devices stand for the workers'
         config = replace(config, mesh=replace(config.mesh, sampler_tensor=config.mesh.tensor))
+    scored = []
+    if config.algorithm.scores_reference:
+        scored.append(a)
     teacher = teacher_architecture(config)
-    scored = [
-        model
-        for model in (
-            a if config.algorithm.scores_reference else None,
-            teacher,
-            *reward_architectures(config.reward).values(),
-        )
-        if model
-    ]
+    if teacher:
+        scored.append(teacher)
+    scored.extend(reward_architectures(config.reward).values())
     hidden_size = math.gcd(a.hidden_size, *(model.hidden_size for model in scored))
     roles = make_roles(config.mesh, devices, hidden_size)
-    for model, role in (a, roles.trainer), *((model, roles.reference) for model in scored):
-        check_mesh(model, role)
+    check_mesh(a, roles.trainer)
+    for model in scored:
+        check_mesh(model, roles.reference)
     memory = device_memory(devices[0])
     if config.mesh.sampler_tensor or not memory:
         return roles
-    dtype = compute_dtype(config.model.dtype, devices[0].platform)
-    sampler, possible = roles.sampler, tensor_sizes(a, roles.sampler.local.mesh.size)
-    held = weight_sizes(config, a, roles, dtype, teacher).on("sampler", "sampling")
-    free = WEIGHT_SHARE * memory - sum(
-        size for part, size in held.items() if part != "the sampler's copy"
-    )
-    # By a power of two: what heads, feed-forward size and the network are multiples of.
-    fitting = sampler.tensor
-    versions = max(held for held, _ in held_versions(config))
-    needed = sum(
-        math.prod(spec.shape)
-        * jnp.dtype(spec.dtype or dtype).itemsize
-        * (versions if spec.trained else 1)
-        for spec in jax.tree.leaves(param_specs(sampled_architecture(config, a)))
-    )
-    while needed / fitting > free and 2 * fitting in possible:
-        fitting *= 2
-    if fitting == sampler.tensor:
+    tensor = replica_size(config, a, roles, WEIGHT_SHARE * memory)
+    if tensor == roles.sampler.tensor:
         return roles
-    return make_roles(replace(config.mesh, sampler_tensor=fitting), devices, hidden_size)
+    return make_roles(replace(config.mesh, sampler_tensor=tensor), devices, hidden_size)
+
+
+def replica_size(config: Config, a: Architecture, roles: Roles, available: float) -> int:
+    """Devices of a replica of the sampler whose weights leave each of them within so many bytes: as
+    many as in `roles`, doubled until they fit or the model has no such split."""
+    dtype = compute_dtype(config.model.dtype, roles.sampler.platform)
+    held = open_budget(config, roles, a).held("sampler", "sampling")
+    held.pop("the sampler's copy", 0)
+    free = available - sum(held.values())
+    versions = max(held for held, _ in held_versions(config))
+    needed = 0
+    for spec in jax.tree.leaves(param_specs(sampled_architecture(config, a))):
+        size = math.prod(spec.shape) * jnp.dtype(spec.dtype or dtype).itemsize
+        needed += size * versions if spec.trained else size
+    possible = tensor_sizes(a, roles.sampler.local.mesh.size)
+    tensor = roles.sampler.tensor
+    # By a power of two: what heads, feed-forward size and the network are multiples of.
+    while needed / tensor > free and 2 * tensor in possible:
+        tensor *= 2
+    return tensor
+
+
+def open_budget(config: Config, roles: Roles, a: Architecture) -> Budget:
+    """The budget that open settings are decided by: of weights alone, as no model is loaded yet."""
+    dtype = compute_dtype(config.model.dtype, roles.trainer.platform)
+    return weight_budget(config, a, roles, dtype, teacher_architecture(config))
+
+
+def with_update(
+    weights: Budget, a: Architecture, role: Role, dtype: Any, tokens: int, remat: str
+) -> Budget:
+    """The budget of a job's weights and of an update whose micro-batches have so many tokens on
+    each device."""
+    activations = update_bytes(a, role, dtype, tokens) + activation_bytes(a, tokens, dtype, remat)
+    update = {"accumulate": StepProgram("trainer")}
+    return replace(weights, programs=update, activations=activations).estimated()
 
 
 def free_cache_tokens(config: Config, roles: Roles, a: Architecture) -> int:
-    """Tokens for whose keys and values the devices of a host of the sampler have memory beside
-    weights; 0 where it is not known, as on a CPU."""
-    role, memory = roles.sampler, device_memory(roles.sampler.mesh.devices.flat[0])
+    """KV-cache capacity of one host of the sampler beside weights, in tokens; 0 where a device's
+    memory is not known, as on a CPU."""
+    role = roles.sampler
+    memory = device_memory(role.mesh.devices.flat[0])
     if not memory:
         return 0
-    dtype = compute_dtype(config.model.dtype, role.platform)
-    held = weight_sizes(config, a, roles, dtype, teacher_architecture(config)).on(
-        "sampler", "sampling"
-    )
+    held = open_budget(config, roles, a).held("sampler", "sampling")
     free = config.sampling.memory_share * memory - sum(held.values())
-    return max(1, int(free / key_bytes(a, role, dtype))) * roles.hosts[0].row_shards
+    dtype = compute_dtype(config.model.dtype, role.platform)
+    tokens_of_a_replica = max(1, int(free / key_bytes(a, role, dtype)))
+    return tokens_of_a_replica * roles.hosts[0].row_shards
 
 
 def teacher_architecture(config: Config) -> Architecture | None:
@@ -139,49 +161,55 @@ def trained_model(config: Config, spec: ModelSource, roles: Roles) -> Model:
     """The `Model` on the trainer's devices, with `model.remat` decided. ShoalError for what they
     cannot do."""
     check_quantised(config.model, spec.architecture)
-    remat, device = config.model.remat, roles.trainer.mesh.devices.flat[0]
-    for key, wanted, instead in (
-        ("optimizer.offload", config.optimizer.offload, "false"),
-        ("model.remat", remat == "offload", "full"),
-    ):
-        if wanted and not has_host_memory(device):
-            raise ShoalError(
-                f"{key}={str(get_value(config, key)).lower()}: {device.device_kind} has no host "
-                f"memory that its programs can use ({PINNED_HOST}); use {key}={instead}",
-                key,
-            )
+    remat = config.model.remat
+    device = roles.trainer.mesh.devices.flat[0]
+    if config.optimizer.offload:
+        check_host_memory(device, "optimizer.offload", "true", "false")
+    if remat == "offload":
+        check_host_memory(device, "model.remat", "offload", "full")
     if remat == "auto":
         remat = decided_remat(config, roles, spec.architecture)
-    return replace(
-        make_model(replace(config.model, remat=remat), spec.architecture, roles.trainer),
-        sampler_type=QUANTISED[config.sampler.quantise],
-    )
+    section = replace(config.model, remat=remat)
+    model = make_model(section, spec.architecture, roles.trainer)
+    return replace(model, sampler_type=QUANTISED[config.sampler.quantise])
+
+
+def check_host_memory(device: Any, key: str, value: str, instead: str) -> None:
+    """ShoalError for a setting that moves arrays to a host whose memory programs cannot use."""
+    if not has_host_memory(device):
+        raise ShoalError(
+            f"{key}={value}: {device.device_kind} has no host memory that its programs can use "
+            f"({PINNED_HOST}); use {key}={instead}",
+            key,
+        )
 
 
 def decided_micro_tokens(config: Config, roles: Roles, a: Architecture) -> int:
     """`batch.micro_tokens` where it is open: `config`'s, or on an accelerator more, as many whole
     groups as leave part of its memory while as much is kept of them for the backward pass; on a CPU
     as `cpu_micro_tokens` says."""
-    tokens, role, remat = config.batch.micro_tokens, roles.trainer, config.model.remat
+    tokens = config.batch.micro_tokens
+    role = roles.trainer
+    remat = config.model.remat
     if config.algorithm.learns_from_data:
         return tokens
     if role.platform == "cpu":
         return cpu_micro_tokens(config, role.row_shards)
-    known = accelerator_of(role.mesh.devices.flat[0].device_kind)
-    if not known or remat == "none":
+    memory = device_memory(role.mesh.devices.flat[0])
+    if not memory or remat == "none":
         return tokens
+    if remat == "auto":
+        remat = decided_remat(config, roles, a)
     dtype = compute_dtype(config.model.dtype, role.platform)
-    kind = decided_remat(config, roles, a) if remat == "auto" else remat
-    room = MICRO_TOKENS_SHARE * known.usable_bytes - _held_bytes(config, roles, a, dtype)
-    return max(
-        (
-            size
-            for size in group_rows(config, role.row_shards)
-            if tokens < size <= MOST_MICRO_TOKENS
-            and update_bytes(a, role, dtype, size) + activation_bytes(a, size, dtype, kind) <= room
-        ),
-        default=tokens,
-    )
+    weights = open_budget(config, roles, a)
+    chosen = tokens
+    for size in group_rows(config, role.row_shards):
+        if not chosen < size <= MOST_MICRO_TOKENS:
+            continue
+        budget = with_update(weights, a, role, dtype, size, remat)
+        if budget.fits(MICRO_TOKENS_SHARE):
+            chosen = size
+    return chosen
 
 
 def cpu_micro_tokens(config: Config, row_shards: int) -> int:
@@ -207,38 +235,21 @@ def cpu_micro_tokens(config: Config, row_shards: int) -> int:
     return chosen
 
 
-def _held_bytes(config: Config, roles: Roles, a: Architecture, dtype: Any) -> int:
-    """Bytes that are held on a device of the trainer while it updates."""
-    held = weight_sizes(config, a, roles, dtype, teacher_architecture(config)).on(
-        "trainer", "update"
-    )
-    return sum(held.values())
-
-
 def decided_remat(config: Config, roles: Roles, a: Architecture) -> str:
     """`dots`, `attention` or `full`: the first that fits."""
     role = roles.trainer
-    device = role.mesh.devices.flat[0]
-    dtype, known = (
-        compute_dtype(config.model.dtype, device.platform),
-        accelerator_of(device.device_kind),
-    )
-    kinds, tokens, room = ("dots",), config.batch.micro_tokens, UNKNOWN_ROOM
-    if known:
-        kinds, tokens = (
-            ("dots", "attention"),
-            max(config.batch.micro_tokens, -(-longest_sequence(config) // role.context)),
-        )
-        pays = (
-            not known.is_tpu or a.hidden_size * known.hbm / known.peaks["bfloat16"] >= LEAST_READS
-        )
-        room = (
-            UPDATE_SHARE * known.usable_bytes
-            - _held_bytes(config, roles, a, dtype)
-            - update_bytes(a, role, dtype, tokens)
-            if pays
-            else 0
-        )
-    return next(
-        (kind for kind in kinds if activation_bytes(a, tokens, dtype, kind) <= room), "full"
-    )
+    tokens = config.batch.micro_tokens
+    dtype = compute_dtype(config.model.dtype, role.platform)
+    known = accelerator_of(role.mesh.devices.flat[0].device_kind)
+    if known is None:
+        if activation_bytes(a, tokens, dtype, "dots") <= UNKNOWN_ROOM:
+            return "dots"
+        return "full"
+    if known.is_tpu and a.hidden_size * known.hbm / known.peaks["bfloat16"] < LEAST_READS:
+        return "full"
+    tokens = max(tokens, -(-longest_sequence(config) // role.context))
+    weights = open_budget(config, roles, a)
+    for remat in ("dots", "attention"):
+        if with_update(weights, a, role, dtype, tokens, remat).fits(UPDATE_SHARE):
+            return remat
+    return "full"

@@ -1,31 +1,38 @@
-"""A job in figures: what its roles hold, from shapes alone, and what its programs cost, where they
-were compiled."""
+"""The budget of a job: what its roles hold in the memory of their devices, from shapes alone, and
+what its programs cost, where they were compiled or tried.
+
+`job/memory.py` makes the budget of a job, `plan/` and `job/step_trial.py` add the costs of its
+programs. What settings leave open, advice, findings and the plan's tables ask it alone.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from shoal.budget.memory import Sizes
 from shoal.config.derived import oldest_samples
 from shoal.config.train import Config
 from shoal.text import gib, seconds_text
 from shoal.trainer.schedule import schedule_of, step_seconds
 
-PHASES: Mapping[str, tuple[str, str]] = {
-    **dict.fromkeys(("embed", "prefill", "enter", "join", "decode"), ("sampling", "sampling")),
-    "score": ("scoring", "always"),
-    "reference": ("scoring", "always"),
-    "teacher": ("scoring", "always"),
-    "accumulate": ("update", "update"),
-    "apply": ("update", "update"),
-    "publish": ("publication", "always"),
+PROGRAM_PHASES: Mapping[str, str] = {
+    "embed": "sampling",
+    "prefill": "sampling",
+    "enter": "sampling",
+    "join": "sampling",
+    "decode": "sampling",
+    "score": "scoring",
+    "reference": "scoring",
+    "teacher": "scoring",
+    "accumulate": "update",
+    "apply": "update",
+    "publish": "publication",
 }
-"""Program -> the phase of a step in which it runs, and what roles hold then besides what they
-always hold."""
+"""Program -> the phase of a step in which it runs."""
 
+TRAINER_PHASES = ("scoring", "update", "publication")
+"""The phases that run on the trainer's devices, or wait for them."""
 
 LARGEST: Mapping[str, str] = {
     "prefill": "sampler",
@@ -35,11 +42,9 @@ LARGEST: Mapping[str, str] = {
 }
 """The programs that need most memory, and the roles that run them."""
 
-
 FULL = 0.97
 """Share of a device's memory above which a job is tight: what the compiler cannot see (the batch,
 fragments)."""
-
 
 FRAGMENTS = 0.14
 """On a CPU, of all that a process holds: what its allocator may keep of freed memory for later. It
@@ -48,160 +53,338 @@ models of 1M, 8M and 135M (benchmarks/memory.py)."""
 
 
 @dataclass(frozen=True)
+class Item:
+    """One part of what a role holds: bytes on each of the role's devices, or for each of them in
+    the memory of its host."""
+
+    part: str  # as `Adam's moments`
+    role: str
+    phase: str  # always, sampling or update
+    bytes: int
+    on_host: bool = False
+
+
+@dataclass(frozen=True)
+class RolePlacement:
+    """The devices of a role."""
+
+    mesh: Mapping[str, int]  # axis -> size, without axes of one device
+    devices: tuple[int, ...]  # their numbers
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """What of a model decides its cost."""
+
+    parameters: int = 0
+    layers: int = 0
+    dtype: str = ""
+    remat: str = ""
+
+
+@dataclass(frozen=True)
+class BatchSize:
+    """A micro-batch on all devices of the trainer."""
+
+    rows: int = 0
+    length: int = 0
+    tokens: int = 0
+
+
+@dataclass(frozen=True)
+class StepProgram:
+    """A program of a step: the role whose devices run it, and how often in a step."""
+
+    role: str
+    runs: float = 1
+
+
+@dataclass(frozen=True)
+class Transfers:
+    """The transfers of one kind that a line of code makes along axes of a mesh, in one run of a
+    program: bytes of the whole arrays, and seconds by the links."""
+
+    kind: str
+    axis: str
+    source: str
+    times: float
+    bytes: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class ProgramCost:
+    """What one run of a program costs on a device. A trial of a step measures `extra_bytes` and
+    `code_bytes` alone."""
+
+    program: str = ""
+    layers: int = 0
+    compiled_seconds: float = 0.0  # that its compilation took
+    error: str = ""  # of a program that the compiler refused
+    flops: float = 0.0
+    floor_seconds: float = 0.0
+    extra_bytes: int = 0  # besides its arguments: temporaries, and results that overwrite none
+    memory: Mapping[str, int] = field(default_factory=dict)  # as the compiler reports it, by kind
+    largest: Sequence[tuple[int, str, str]] = ()  # (bytes, shape, source) of temporaries
+    collectives: Sequence[Transfers] = ()
+    code_bytes: int = 0
+    compute_seconds: float = 0.0
+    transfer_seconds: float = 0.0
+    launches: float = 0.0
+    kernel_flops: float = 0.0
+    sources: Mapping[str, float] = field(default_factory=dict)  # source -> seconds
+    assumed: Sequence[str] = ()  # loops whose number of rounds was assumed
+    extrapolated: Sequence[int] = ()  # the two numbers of layers that were compiled instead of all
+
+
+@dataclass(frozen=True)
+class DeviceRates:
+    """What a planned device does, as its maker says or as it was measured: bytes and operations a
+    second."""
+
+    peak_flops: float | None  # in the type of the computation; None: not known
+    link: float
+    hbm: float
+    kernels: float  # share of the peak rate that attention's kernels reach
+    launch: float  # seconds until an operation begins
+    is_tpu: bool
+    calibration: Mapping[str, Any] | None
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """What a plan alone knows of a job: its devices as text, its hosts, the tokens of a step."""
+
+    devices: str
+    hosts: int
+    refusal: str  # why it does not run as a process on each host; empty where it does
+    sampled_tokens: int
+    prompt_tokens: int
+    model_flops: float
+    published_bytes: int = 0  # copied to each of the sampler's own devices
+    rates: DeviceRates | None = None  # None: devices of an unknown kind
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Keys to change, in words."""
+
+    key: str  # the first of them
+    values: Mapping[str, Any]
+    text: str
+    bytes: int  # that a device then needs less
+
+
+@dataclass(frozen=True)
 class Budget:
-    """A job's outline and its programs' costs: a plan's compilers say them, or a trial of `shoal
-    doctor`."""
+    """What a job takes of memory and time; of a job whose model is not made yet, its weights alone.
+
+    >>> budget.held("trainer", "update")
+    {"parameters": 3437568, "Adam's moments": 6875136, "the sampler's copy": 1718784,
+     "gradient": 3437568}
+    >>> budget.peak(), budget.peak("sampling"), budget.fits()
+    """
 
     config: Config  # as resolved on the job's devices
-    job: Mapping[str, Any]
-    programs: Mapping[str, Mapping[str, Any]]  # empty before anything is compiled
-    advice: Sequence[Mapping[str, Any]] = ()  # the keys to change, as `advise` gives them
+    memory: int  # bytes of a device
+    roles: Mapping[str, RolePlacement]
+    items: Sequence[Item]
+    num_devices: int = 0  # that there are; roles may use fewer
+    machines: int = 1
+    model: ModelSize = ModelSize()
+    batch: BatchSize = BatchSize()
+    slots: int = 0
+    prompts_per_step: int = 0
+    activations: int = 0  # bytes that an update is reckoned to need besides what roles hold
+    programs: Mapping[str, StepProgram] = field(default_factory=dict)
+    costs: Mapping[str, ProgramCost] = field(default_factory=dict)  # empty before compilation
+    process_bytes: Mapping[str, int] | None = None
+    """On a CPU, after a trial: part -> bytes of RAM besides arrays, of all devices together."""
+    step: PlannedStep | None = None
+    advice: Sequence[Advice] = ()
 
     # ---- memory
 
-    @property
-    def memory(self) -> int:
-        return self.job["memory_bytes"]
+    def colocated_roles(self, role: str) -> list[str]:
+        """The roles that use devices of this one, itself included."""
+        colocated = []
+        for other in self.roles:
+            if other == role or self._devices_of(role) & self._devices_of(other):
+                colocated.append(other)
+        return colocated
 
-    @cached_property
-    def sizes(self) -> Sizes:
-        """What roles hold."""
-        devices = {name: one["devices"] for name, one in self.job["roles"].items()}
-        return Sizes.of(self.config, self.job["held"], devices)
+    def _devices_of(self, role: str) -> set[int]:
+        """Numbers of a role's devices; those of a remote sampler are no devices of this job."""
+        if role == "sampler" and self.config.sampler.is_remote:
+            return set()
+        return set(self.roles[role].devices)
+
+    def held(self, role: str, phase: str = "always") -> dict[str, int]:
+        """What a device of a role holds in a phase, by part."""
+        parts = {}
+        for colocated in self.colocated_roles(role):
+            for item_phase in ("always", phase):
+                for item in self.items_of(colocated, item_phase):
+                    parts[item.part] = item.bytes
+        return parts
+
+    def items_of(self, role: str, phase: str) -> list[Item]:
+        """What a role itself adds to its devices' memory in a phase."""
+        return [
+            item
+            for item in self.items
+            if item.role == role and item.phase == phase and not item.on_host
+        ]
+
+    def on_host(self) -> dict[str, int]:
+        """What the host holds for each device, by part."""
+        return {item.part: item.bytes for item in self.items if item.on_host}
 
     def needed(self, program: str) -> dict[str, int]:
         """Part -> bytes on a device while a program runs."""
-        held = self.sizes.on(self.job["programs"][program]["role"], PHASES[program][1])
-        extra = self.programs[program]["extra_bytes"] if program in self.programs else 0
-        if program == "publish" and "sampler" in self.sizes.colocated_roles("trainer") and extra:
-            extra -= self.programs[program]["memory"].get(
-                "output", 0
-            )  # a part of the copy, which is counted
-        name = "activations" if program == "accumulate" else "temporaries"
-        roles = self.sizes.colocated_roles(self.job["programs"][program]["role"])
-        code = sum(
-            self.programs[other].get("code_bytes", 0)
-            for other, one in self.job["programs"].items()
-            if other in self.programs and one["role"] in roles
-        )
-        found = {**held, name: extra} | ({"compiled programs": code} if code else {})
-        if "processes" in self.job:  # on a CPU, whose devices share the RAM with what runs on them
-            sharing = len(self.job["roles"]["trainer"]["devices"])
-            found |= {
-                part: -(-size // sharing) for part, size in self.job["processes"].items() if size
-            }
-            found["freed memory that is not returned"] = round(FRAGMENTS * sum(found.values()))
-        return found
+        role = self.programs[program].role
+        parts = self.held(role, held_phase(program))
+        cost = self.costs.get(program, ProgramCost())
+        extra = cost.extra_bytes
+        if program == "publish" and extra and not self.samples_apart:
+            # Its output is a part of the sampler's copy, which is counted.
+            extra -= cost.memory.get("output", 0)
+        if program == "accumulate":
+            parts["activations"] = extra
+        else:
+            parts["temporaries"] = extra
+        code_bytes = self._code_bytes(role)
+        if code_bytes:
+            parts["compiled programs"] = code_bytes
+        if self.process_bytes is not None:  # devices of a CPU share the RAM with what runs on them
+            sharing = len(self.roles["trainer"].devices)
+            for part, size in self.process_bytes.items():
+                if size:
+                    parts[part] = -(-size // sharing)
+            parts["freed memory that is not returned"] = round(FRAGMENTS * sum(parts.values()))
+        return parts
+
+    def _code_bytes(self, role: str) -> int:
+        """Bytes of the compiled programs that devices of a role run."""
+        roles = self.colocated_roles(role)
+        total = 0
+        for name, program in self.programs.items():
+            if program.role in roles and name in self.costs:
+                total += self.costs[name].code_bytes
+        return total
+
+    def needed_bytes(self, program: str) -> int:
+        return sum(self.needed(program).values())
 
     @property
     def fullest(self) -> str:
         """The program that runs when a device needs most."""
-        return max(self.job["programs"], key=lambda name: sum(self.needed(name).values()))
+        return max(self.programs, key=self.needed_bytes)
 
-    @property
-    def peak(self) -> int:
-        return sum(self.needed(self.fullest).values())
+    def peak(self, phase: str = "") -> int:
+        """The most that a device needs; with a `phase`, sampling or update, in it."""
+        if not phase:
+            return self.needed_bytes(self.fullest)
+        return max(
+            self.needed_bytes(program) for program in self.programs if held_phase(program) == phase
+        )
 
-    def phase_bytes(self) -> dict[str, int]:
-        """The most that a device needs while sampling, and while updating."""
-        needed = [
-            (PHASES[name][1], sum(self.needed(name).values())) for name in self.job["programs"]
-        ]
-        return {
-            phase: max(size for other, size in needed if other == phase)
-            for phase in ("sampling", "update")
-        }
-
-    @cached_property
-    def estimated(self) -> Budget:
-        """Before anything is compiled: what is held, and what an update is reckoned to take
-        besides."""
-        update = {"error": "", "memory": {}, "extra_bytes": self.job["activations"]}
-        return Budget(self.config, {**self.job, "peak_flops": None}, {"accumulate": update})
+    def fits(self, share: float = 1.0) -> bool:
+        """True where a device needs at most a share of its memory, and every program compiled."""
+        return self.peak() <= share * self.memory and (self.is_compiled or not self.costs)
 
     @property
     def is_compiled(self) -> bool:
-        return bool(self.programs) and not any(one["error"] for one in self.programs.values())
+        return bool(self.costs) and not any(cost.error for cost in self.costs.values())
 
-    @property
-    def fits(self) -> bool:
-        return self.peak <= self.memory and (self.is_compiled or not self.programs)
+    def estimated(self) -> Budget:
+        """Before anything is compiled: what is held, and what an update is reckoned to take
+        besides. Its time is not known."""
+        step = self.step
+        if step is not None and step.rates is not None:
+            step = replace(step, rates=replace(step.rates, peak_flops=None))
+        update = ProgramCost(extra_bytes=self.activations)
+        return replace(self, step=step, costs={"accumulate": update}, advice=())
 
-    def changed(self, config: Config, job: Mapping[str, Any]) -> Budget:
-        """The memory of a changed job. What sampling needs besides grows as its caches, what an
-        update needs as the activations that the table reckons with."""
+    def with_scaled_costs(self, changed: Budget) -> Budget:
+        """The budget of a changed job with the memory that this one's programs need besides. What
+        sampling needs grows as its caches, what an update needs as the activations that the budget
+        reckons with."""
+        costs = {}
+        for name, cost in self.costs.items():
+            if name in changed.programs:
+                extra = cost.extra_bytes * changed._work(name) / self._work(name)
+                costs[name] = ProgramCost(extra_bytes=round(extra), code_bytes=cost.code_bytes)
+        return replace(changed, costs=costs, process_bytes=self.process_bytes)
 
-        def work(name: str, job: Mapping[str, Any]) -> float:
-            caches = (
-                sum(job["held"]["sampler"]["sampling"].values())
-                if PHASES[name][0] == "sampling"
-                else 1
-            )
-            return max(1, job["activations"] if name == "accumulate" else caches)
-
-        def extra(name: str, one: Mapping[str, Any]) -> int:
-            return round(one["extra_bytes"] * work(name, job) / work(name, self.job))
-
-        if "processes" in self.job:
-            job = {**job, "processes": self.job["processes"]}
-        return Budget(
-            config,
-            job,
-            {
-                name: {
-                    "error": "",
-                    "memory": {},
-                    "extra_bytes": extra(name, one),
-                    "code_bytes": one.get("code_bytes", 0),
-                }
-                for name, one in self.programs.items()
-                if name in job["programs"]
-            },
-        )
+    def _work(self, program: str) -> int:
+        """What the memory of a program besides what roles hold is proportional to."""
+        if program == "accumulate":
+            return max(1, self.activations)
+        if PROGRAM_PHASES[program] == "sampling":
+            return max(1, sum(item.bytes for item in self.items_of("sampler", "sampling")))
+        return 1
 
     # ---- time
 
     @property
+    def peak_flops(self) -> float | None:
+        """Operations a second of a device at its peak; None where they are not known."""
+        if self.step is None or self.step.rates is None:
+            return None
+        return self.step.rates.peak_flops
+
+    @property
     def is_timed(self) -> bool:
         """False where the devices are unknown, or a program was not compiled."""
-        return self.job["peak_flops"] is not None and self.is_compiled
+        return self.peak_flops is not None and self.is_compiled
 
     def seconds(self, program: str) -> tuple[float, float, float]:
         """(floor, with transfers wholly hidden, with none hidden) of all its runs in a step."""
-        one, runs = self.programs[program], self.job["programs"][program]["runs"]
-        compute, transfer = runs * one["compute_seconds"], runs * one["transfer_seconds"]
-        if (
-            program == "publish" and self.job["published_bytes"]
-        ):  # to other devices: no program of theirs
-            transfer += (
-                self.job["published_bytes"]
-                / self.job["link"]
-                / self.config.train.weight_sync_interval
-            )
-        return runs * one["floor_seconds"], max(compute, transfer), compute + transfer
+        cost = self.costs[program]
+        runs = self.programs[program].runs
+        compute = runs * cost.compute_seconds
+        transfer = runs * cost.transfer_seconds
+        if program == "publish":
+            transfer += self._publication_seconds()
+        return runs * cost.floor_seconds, max(compute, transfer), compute + transfer
+
+    def _publication_seconds(self) -> float:
+        """Seconds a step to copy weights to the sampler's own devices, which no program does."""
+        step = self.step
+        if step is None or step.rates is None or not step.published_bytes:
+            return 0.0
+        return step.published_bytes / step.rates.link / self.config.train.weight_sync_interval
 
     @property
     def step_seconds(self) -> tuple[float, float, float]:
         """Of a step in a long run: sampling and training overlap where the schedule and the devices
         let them."""
-        sampler, trainer = (
-            [self.seconds(name) for name in self.programs if PHASES[name][0] in phases]
-            for phases in (("sampling",), ("scoring", "update", "publication"))
-        )
-        if "reference" in self.sizes.colocated_roles("sampler") and self.samples_apart:
-            sampler += [
-                self.seconds(name) for name in ("reference", "teacher") if name in self.programs
-            ]
-        floor, hidden, none = (
+        sampler = []
+        trainer = []
+        scores_on_sampler = self.samples_apart and "reference" in self.colocated_roles("sampler")
+        for program in self.costs:
+            seconds = self.seconds(program)
+            phase = PROGRAM_PHASES[program]
+            if phase == "sampling":
+                sampler.append(seconds)
+            if phase in TRAINER_PHASES:
+                trainer.append(seconds)
+        if scores_on_sampler:  # they take the sampler's time too
+            for program in ("reference", "teacher"):
+                if program in self.costs:
+                    sampler.append(self.seconds(program))
+        schedule = schedule_of(self.config.train)
+        floor, hidden, none_hidden = (
             step_seconds(
-                schedule_of(self.config.train),
-                sum(one[bound] for one in sampler),
-                sum(one[bound] for one in trainer),
+                schedule,
+                sum(seconds[bound] for seconds in sampler),
+                sum(seconds[bound] for seconds in trainer),
                 self.samples_apart,
             )
             for bound in range(3)
         )
-        return floor, hidden, none
+        return floor, hidden, none_hidden
 
     @property
     def overlaps(self) -> bool:
@@ -211,71 +394,95 @@ class Budget:
     @property
     def samples_apart(self) -> bool:
         """True where the sampler has devices of its own."""
-        return "trainer" not in self.sizes.colocated_roles("sampler")
+        return "trainer" not in self.colocated_roles("sampler")
 
-    def phase_seconds(self) -> dict[str, tuple[float, ...]]:
-        found: dict[str, tuple[float, ...]] = {}
-        for program in self.programs:
-            phase = PHASES[program][0]
-            found[phase] = tuple(
-                map(sum, zip(found.get(phase, (0.0,) * 3), self.seconds(program), strict=True))
-            )
-        return found
+    def phase_seconds(self) -> dict[str, tuple[float, float, float]]:
+        """Phase -> `seconds` of all its programs."""
+        phases: dict[str, tuple[float, float, float]] = {}
+        for program in self.costs:
+            phase = PROGRAM_PHASES[program]
+            floor, hidden, none_hidden = phases.get(phase, (0.0, 0.0, 0.0))
+            more = self.seconds(program)
+            phases[phase] = (floor + more[0], hidden + more[1], none_hidden + more[2])
+        return phases
 
     @property
-    def num_devices(self) -> int:
-        return len({device for role in self.job["roles"].values() for device in role["devices"]})
+    def num_used_devices(self) -> int:
+        """Devices that have a role."""
+        used: set[int] = set()
+        for placement in self.roles.values():
+            used.update(placement.devices)
+        return len(used)
 
     def mfu(self, seconds: float) -> float:
-        return self.job["model_flops"] / (self.job["peak_flops"] * self.num_devices * seconds)
+        """Model FLOPs utilisation of a step that takes so many seconds; of a timed job alone."""
+        assert self.step is not None and self.peak_flops is not None
+        return self.step.model_flops / (self.peak_flops * self.num_used_devices * seconds)
 
-    def transfers(self) -> list[tuple[float, str, Mapping[str, Any]]]:
-        """(seconds a step, program, row) of every collective, the longest first."""
-        found = [
-            (self.job["programs"][name]["runs"] * row["seconds"], name, row)
-            for name, one in self.programs.items()
-            for row in one["collectives"]
-        ]
-        return sorted(found, key=lambda item: -item[0])
-
-
-def parts_text(figures: Budget) -> str:
-    """What a device needs at its fullest, by kind, the largest first."""
-    parts = sorted(figures.needed(figures.fullest).items(), key=lambda part: -part[1])
-    return ", ".join(f"{kind} {gib(size)}" for kind, size in parts if size) + (
-        f"; for each device in the host's memory {host}" if (host := host_text(figures)) else ""
-    )
+    def transfers(self) -> list[tuple[float, str, Transfers]]:
+        """(seconds a step, program, transfers), the longest first."""
+        rows = []
+        for program, cost in self.costs.items():
+            for transfers in cost.collectives:
+                rows.append((self.programs[program].runs * transfers.seconds, program, transfers))
+        return sorted(rows, key=lambda row: -row[0])
 
 
-def host_text(figures: Budget) -> str:
-    """What the host holds for each device, by kind."""
-    return ", ".join(
-        f"{kind} {gib(size)}" for kind, size in figures.job.get("host", {}).items() if size
-    )
+def held_phase(program: str) -> str:
+    """The phase in which roles hold more than always while a program runs."""
+    phase = PROGRAM_PHASES[program]
+    if phase in ("sampling", "update"):
+        return phase
+    return "always"
 
 
-def verdict(figures: Budget) -> str:
+# ---- in words
+
+
+def parts_text(budget: Budget) -> str:
+    """What a device needs at its fullest, by part, the largest first."""
+    parts = sorted(budget.needed(budget.fullest).items(), key=lambda part: -part[1])
+    text = sizes_text(parts)
+    on_host = host_text(budget)
+    if on_host:
+        text += f"; for each device in the host's memory {on_host}"
+    return text
+
+
+def host_text(budget: Budget) -> str:
+    """What the host holds for each device, by part."""
+    return sizes_text(list(budget.on_host().items()))
+
+
+def sizes_text(parts: Sequence[tuple[str, int]]) -> str:
+    return ", ".join(f"{part} {gib(size)}" for part, size in parts if size)
+
+
+def verdict(budget: Budget) -> str:
     """The last line: fits or not, the seconds of a step, the key."""
-    used = (
-        f"{gib(figures.peak)} of {gib(figures.memory)} a device in {PHASES[figures.fullest][0]} "
-        f"({figures.fullest})"
+    leaves_free = budget.fits(FULL)
+    if not budget.fits():
+        text = "does not fit"
+    elif leaves_free:
+        text = "fits"
+    else:
+        text = "fits, but is tight"
+    text += (
+        f": {gib(budget.peak())} of {gib(budget.memory)} a device in "
+        f"{PROGRAM_PHASES[budget.fullest]} ({budget.fullest})"
     )
-    text = (
-        "does not fit"
-        if not figures.fits
-        else "fits"
-        if figures.peak <= FULL * figures.memory
-        else "fits, but is tight"
-    )
-    text += f": {used}"
-    if not figures.programs:
-        text += f", before anything is compiled ({parts_text(figures)})"
-    if figures.is_timed:
-        _, low, high = figures.step_seconds
-        shown = dict.fromkeys((seconds_text(low), seconds_text(high)))
-        tokens = figures.config.sampling.max_completion_tokens
-        text += f"; a step with completions of {tokens:,} tokens takes about {' to '.join(shown)}"
-    is_free = figures.fits and figures.peak <= FULL * figures.memory
-    return (
-        f"{text}. {'Faster with ' * is_free}{figures.advice[0]['text']}" if figures.advice else text
-    )
+    if not budget.costs:
+        text += f", before anything is compiled ({parts_text(budget)})"
+    if budget.is_timed:
+        _, low, high = budget.step_seconds
+        seconds = seconds_text(low)
+        if seconds_text(high) != seconds:
+            seconds += f" to {seconds_text(high)}"
+        tokens = budget.config.sampling.max_completion_tokens
+        text += f"; a step with completions of {tokens:,} tokens takes about {seconds}"
+    if not budget.advice:
+        return text
+    advice = budget.advice[0].text
+    if leaves_free:
+        return f"{text}. Faster with {advice}"
+    return f"{text}. {advice}"

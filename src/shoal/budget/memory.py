@@ -1,8 +1,7 @@
 """What a job holds in the memory of its devices: the only place that knows bytes.
 
-Sizes             role -> phase -> part -> bytes on each of the role's devices
-weight_sizes      parameters, moments, gradient, the sampler's copy, reference, teacher
-job_sizes         these, and the sampler's caches
+weight_budget     parameters, moments, gradient, the sampler's copy, reference, teacher
+cache_items       the sampler's caches
 ..._bytes         what programs are reckoned to need besides
 available_memory  what a device has
 """
@@ -12,8 +11,8 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from shoal.algorithm.logprobs import CHUNK_ELEMENTS
+from shoal.budget.budget import Budget, Item, RolePlacement
 from shoal.config.train import Config
 from shoal.mesh import PINNED_HOST, Role, Roles, accelerator_of, memory_stats
 from shoal.model.architecture import Architecture
@@ -38,132 +38,118 @@ from shoal.weights.source import reward_architectures
 
 ROLES = ("trainer", "sampler", "reference")
 
-Held = Mapping[str, Mapping[str, Mapping[str, int]]]
-"""Role -> phase (`always`, `sampling`, `update`) -> part -> bytes on each of the role's devices; in
-the phase `host` those in the host's memory for each device."""
 
-
-@dataclass(frozen=True)
-class Sizes:
-    """Bytes on each device of a role, by phase and part.
-
-    >>> sizes.on("trainer", "update")
-    {"parameters": 3437568, "Adam's moments": 6875136, "the sampler's copy": 1718784,
-     "gradient": 3437568}
-    """
-
-    bytes_by_role: Held  # role -> phase -> part -> bytes
-    devices: Mapping[
-        str, Collection[int]
-    ]  # role -> the numbers of its devices; empty for devices elsewhere
-
-    @classmethod
-    def of(cls, config: Config, held: Held, devices: Mapping[str, Collection[int]]) -> Sizes:
-        """Of roles by the numbers of their devices; those of a remote sampler only stand for its
-        own."""
-        return cls(held, {**devices, "sampler": ()} if config.sampler.is_remote else devices)
-
-    def colocated_roles(self, role: str) -> list[str]:
-        """The roles that use devices of this one, itself included."""
-        mine = set(self.devices[role])
-        return [name for name in self.devices if name == role or mine & set(self.devices[name])]
-
-    def on(self, role: str, phase: str = "always") -> dict[str, int]:
-        """What a device of a role holds in a phase, by part."""
-        found: dict[str, int] = {}
-        for name in self.colocated_roles(role):
-            for when in dict.fromkeys(("always", phase)):
-                found |= self.bytes_by_role[name][when]
-        return found
-
-
-def weight_sizes(
+def weight_budget(
     config: Config, a: Architecture, roles: Roles, dtype: Any, teacher: Architecture | None
-) -> Sizes:
-    """What weights take, from the sizes of the models and the meshes alone."""
+) -> Budget:
+    """The budget of a job's weights, from the sizes of the models and the meshes alone. `dtype`: of
+    the computation."""
+    items = [
+        *trainer_items(config, a, roles, dtype),
+        *sampler_items(config, a, roles, dtype),
+        *reference_items(config, a, roles, dtype, teacher),
+    ]
+    return Budget(
+        config=config,
+        memory=device_memory(roles.trainer.mesh.devices.flat[0]),
+        roles=role_placements(roles),
+        items=items,
+    )
+
+
+def role_placements(roles: Roles) -> dict[str, RolePlacement]:
+    """The devices of each role by its name."""
+    placements = {}
+    for name, role in zip(ROLES, roles.all, strict=True):
+        axes = {axis: size for axis, size in role.mesh.shape.items() if size > 1}
+        numbers = tuple(device.id for device in role.mesh.devices.flat)
+        placements[name] = RolePlacement(axes, numbers)
+    return placements
+
+
+def trainer_items(config: Config, a: Architecture, roles: Roles, dtype: Any) -> list[Item]:
+    """The masters in float32, Adam's moments, an adapter's frozen base, and the gradient."""
     masters = param_shapes(trained_specs(a), roles.trainer, jnp.float32)
     frozen = param_shapes(frozen_specs(a), roles.trainer, dtype)
     size = bytes_per_device(masters)
-    moments = 2 * size // (2 if config.optimizer.moments == "bfloat16" else 1)
-    on_host = (
-        {"Adam's moments": moments}
-        if config.optimizer.offload and roles.trainer.platform != "cpu"
-        else {}
-    )
-    always: dict[str, dict[str, int]] = {
-        "trainer": {"parameters": size},
-        "sampler": {},
-        "reference": {},
-    }
-    if not on_host:
-        always["trainer"]["Adam's moments"] = moments
+    moments = 2 * size
+    if config.optimizer.moments == "bfloat16":
+        moments = size
+    # RAM is a CPU's own memory: nothing is moved out of it.
+    offloads = config.optimizer.offload and roles.trainer.platform != "cpu"
+    items = [
+        Item("parameters", "trainer", "always", size),
+        Item("Adam's moments", "trainer", "always", moments, on_host=offloads),
+    ]
     if frozen:
-        always["trainer"]["frozen parameters"] = bytes_per_device(frozen)
+        items.append(Item("frozen parameters", "trainer", "always", bytes_per_device(frozen)))
+    items.append(Item("gradient", "trainer", "update", size))
+    return items
+
+
+def sampler_items(config: Config, a: Architecture, roles: Roles, dtype: Any) -> list[Item]:
+    """The arrays of the sampler that are not the trainer's own, of all versions that are held at
+    once."""
     sampled = sampled_architecture(config, a)
+    masters = param_shapes(trained_specs(a), roles.trainer, jnp.float32)
+    frozen = param_shapes(frozen_specs(a), roles.trainer, dtype)
     copies = copied_shapes(masters, trained_specs(a), roles.sampler, dtype, sampled)
-    own = bytes_per_device([own for _, own in copies])
-    shared = size - bytes_per_device([mine for mine, _ in copies])
-    once = bytes_per_device(
-        [own for _, own in copied_shapes(frozen, frozen_specs(a), roles.sampler, dtype, sampled)]
-    )
+    frozen_copies = copied_shapes(frozen, frozen_specs(a), roles.sampler, dtype, sampled)
+    copied = bytes_per_device([own for _, own in copies])
+    shared = bytes_per_device(masters) - bytes_per_device([mine for mine, _ in copies])
     # Of arrays that are the trainer's own, only those of older versions take more.
-    if copy := once + max(held * own + older * shared for held, older in held_versions(config)):
-        always["sampler"]["the sampler's copy"] = copy
+    trained = max(held * copied + older * shared for held, older in held_versions(config))
+    size = bytes_per_device([own for _, own in frozen_copies]) + trained
+    if not size:
+        return []
+    return [Item("the sampler's copy", "sampler", "always", size)]
+
+
+def reference_items(
+    config: Config, a: Architecture, roles: Roles, dtype: Any, teacher: Architecture | None
+) -> list[Item]:
+    """The models that only score: the reference of a KL term, a teacher, reward models."""
+    items = []
     if config.algorithm.scores_reference:
-        same = frozen and not copied_shapes(frozen, frozen_specs(a), roles.reference, dtype)
-        own = 0 if same else weight_bytes(a.base, roles.reference, dtype)
+        frozen = param_shapes(frozen_specs(a), roles.trainer, dtype)
+        shares_base = frozen and not copied_shapes(frozen, frozen_specs(a), roles.reference, dtype)
+        size = 0
+        if not shares_base:
+            size = weight_bytes(a.base, roles.reference, dtype)
         if reference_architecture(config, a).adapter:  # a copy of the one that is trained on
-            own += bytes_per_device(param_shapes(trained_specs(a), roles.reference, dtype))
-        always["reference"]["reference"] = own
+            size += bytes_per_device(param_shapes(trained_specs(a), roles.reference, dtype))
+        items.append(Item("reference", "reference", "always", size))
     if teacher:
-        always["reference"]["teacher"] = weight_bytes(teacher, roles.reference, dtype)
+        size = weight_bytes(teacher, roles.reference, dtype)
+        items.append(Item("teacher", "reference", "always", size))
     for path, judge in reward_architectures(config.reward).items():
-        always["reference"][f"reward model {path}"] = weight_bytes(
-            replace(judge, tie_embeddings=True), roles.reference, dtype
-        )
-    held = {name: {"always": always[name], "sampling": {}, "update": {}} for name in ROLES}
-    held["trainer"] |= {"update": {"gradient": size}, "host": on_host}
-    return Sizes.of(
-        config,
-        held,
-        {
-            name: [device.id for device in role.mesh.devices.flat]
-            for name, role in zip(ROLES, roles.all, strict=True)
-        },
-    )
+        size = weight_bytes(replace(judge, tie_embeddings=True), roles.reference, dtype)
+        items.append(Item(f"reward model {path}", "reference", "always", size))
+    return items
 
 
-def job_sizes(
-    config: Config,
-    a: Architecture,
-    roles: Roles,
-    dtype: Any,
-    teacher: Architecture | None,
-    states: Iterable[tuple[str, Any]],
-) -> Sizes:
-    """What is known before compilation. `states`: shapes of the sampler's engines by name, of which
-    the largest counts: they take turns."""
-    sizes = weight_sizes(config, a, roles, dtype, teacher)
+def cache_items(states: Iterable[tuple[str, Any]]) -> list[Item]:
+    """The KV caches of the largest of the sampler's engines, which take turns; none where nothing
+    is sampled. `states`: their shapes by name."""
     by_engine = {name: bytes_per_device(state) for name, state in states}
-    if not by_engine:  # nothing is sampled
-        return sizes
+    if not by_engine:
+        return []
     largest = max(by_engine, key=lambda name: (by_engine[name], name))
-    sampler = {
-        **sizes.bytes_by_role["sampler"],
-        "sampling": {f"KV caches ({largest})": by_engine[largest]},
-    }
-    return replace(sizes, bytes_by_role={**sizes.bytes_by_role, "sampler": sampler})
+    return [Item(f"KV caches ({largest})", "sampler", "sampling", by_engine[largest])]
 
 
 def bytes_per_device(shapes: Any) -> int:
     """Bytes of a tree of shapes on each device that holds it, not in the host's memory; those
     without a sharding are whole."""
-    return sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape) if leaf.sharding else leaf.shape)
-        * jnp.dtype(leaf.dtype).itemsize
-        for leaf in jax.tree.leaves(shapes)
-        if leaf.sharding is None or leaf.sharding.memory_kind != PINNED_HOST
-    )
+    total = 0
+    for leaf in jax.tree.leaves(shapes):
+        shape = leaf.shape
+        if leaf.sharding is not None:
+            if leaf.sharding.memory_kind == PINNED_HOST:
+                continue
+            shape = leaf.sharding.shard_shape(shape)
+        total += math.prod(shape) * jnp.dtype(leaf.dtype).itemsize
+    return total
 
 
 def weight_bytes(a: Architecture, role: Role, dtype: Any) -> int:
@@ -184,44 +170,52 @@ def reference_architecture(config: Config, a: Architecture) -> Architecture:
 
 
 def parameter_count(a: Architecture) -> int:
-    return sum(math.prod(d.shape) for d in jax.tree.leaves(param_specs(a)))
+    """Parameters of a model, an adapter's included."""
+    return sum(math.prod(spec.shape) for spec in jax.tree.leaves(param_specs(a)))
 
 
 def held_versions(config: Config) -> Iterator[tuple[int, int]]:
     """(published versions whose weights are held, those of them that are older than the trainer's)
     while each of some later steps samples and updates."""
     schedule = schedule_of(config.train)
-    if (
-        schedule.newest
-    ):  # the version that is sampled from, and the next, which is there before it is loaded
+    if schedule.newest:
+        # The version that is sampled from, and the next, which is there before it is loaded.
         yield 2, 1
         return
     newest = schedule.weight_sync_interval * (schedule.lag + 1)
-    held = list(filter(schedule.publishes, range(schedule.version(newest), newest + 1)))
-    for step in range(
-        newest, newest + schedule.weight_sync_interval
-    ):  # until the next is published
+    held = []
+    for version in range(schedule.version(newest), newest + 1):
+        if schedule.publishes(version):
+            held.append(version)
+    for step in range(newest, newest + schedule.weight_sync_interval):  # until the next publication
         yield len(held), sum(version < step for version in held)
 
 
 def copied_shapes(
     parameters: Any, specs: Any, role: Role, dtype: Any, sampled: Architecture | None = None
 ) -> list[tuple[Any, Any]]:
-    """The trainer's and a role's shapes of each array that it does not read from the trainer's own.
-    `specs`: a tree of `ParamSpec`; `sampled`: the architecture of a sampler, which may have weights
-    of 8 bits or layers apart."""
-    smaller = quantised_specs(sampled) if sampled else {}
-    found, is_apart = [], sampled is not None and ffn_chunks(sampled, role, dtype) > 0
+    """(trainer's shapes, role's shapes) of each array that the role does not read from the
+    trainer's own. `specs`: a tree of `ParamSpec`; `sampled`: the architecture of a sampler, which
+    may have weights of 8 bits or layers apart."""
+    quantised = {}
+    has_layers_apart = False
+    if sampled is not None:
+        quantised = quantised_specs(sampled)
+        has_layers_apart = ffn_chunks(sampled, role, dtype) > 0
+    copies = []
     for mine, spec in zip(jax.tree.leaves(parameters), jax.tree.leaves(specs), strict=True):
-        own = param_shapes(spec if spec.dtype else smaller.get(spec.name, spec), role, dtype)
-        same = (
+        role_spec = spec
+        if not spec.dtype:
+            role_spec = quantised.get(spec.name, spec)
+        own = param_shapes(role_spec, role, dtype)
+        is_shared = (
             not isinstance(own, Quantised)
             and mine.dtype == own.dtype
             and mine.sharding.is_equivalent_to(own.sharding, len(mine.shape))
         )
-        if not same or (is_apart and spec.stacked):
-            found.append((mine, own))
-    return found
+        if not is_shared or (has_layers_apart and spec.stacked):
+            copies.append((mine, own))
+    return copies
 
 
 # ---- what programs need
@@ -234,40 +228,44 @@ def key_bytes(a: Architecture, role: Role, dtype: Any) -> int:
 
 
 def activation_bytes(a: Architecture, tokens: float, dtype: Any, remat: str = "dots") -> int:
-    """Bytes that the backward pass of `tokens` tokens finds stored, besides each layer's input,
-    with a `model.remat` that computes anything again; wherever they are."""
-    heads = (a.num_heads + 2 * a.num_kv_heads) * a.head_dim
-    attention = a.hidden_size + heads + a.num_heads * a.head_dim
-    a_token = {
+    """Bytes of activations that are saved for the backward pass of `tokens` tokens, without layer
+    inputs, with a `model.remat` that computes anything again. Counts host memory too."""
+    queries = a.num_heads * a.head_dim
+    queries_and_keys = (a.num_heads + 2 * a.num_kv_heads) * a.head_dim
+    saved_by_attention = a.hidden_size + queries_and_keys + queries
+    elements_of_a_token = {
         "full": 0,
-        "attention": attention,
-        "offload": attention,
-        "dots": 3 * a.hidden_size + heads + 2 * a.intermediate_size,
-    }[remat]
-    return int(a_token * a.num_layers * tokens * jnp.dtype(dtype).itemsize)
+        "attention": saved_by_attention,
+        "offload": saved_by_attention,
+        "dots": 3 * a.hidden_size + queries_and_keys + 2 * a.intermediate_size,
+    }
+    return int(elements_of_a_token[remat] * a.num_layers * tokens * jnp.dtype(dtype).itemsize)
 
 
 def input_bytes(a: Architecture, tokens: float, dtype: Any) -> int:
-    """Bytes of each layer's input, which the backward pass finds stored whatever `model.remat`
+    """Bytes of each layer's input, which are saved for the backward pass whatever `model.remat`
     is."""
     return round(a.num_layers * a.hidden_size * tokens * jnp.dtype(dtype).itemsize)
 
 
 def update_bytes(a: Architecture, role: Role, dtype: Any, tokens: int) -> int:
-    """Bytes that an update of so many tokens takes besides what roles hold and `activation_bytes`:
-    the weights in the type of the computation, a layer of them whole with its gradient, each
-    layer's input, a few arrays of logits; where rows are split, the keys, values and hidden states
-    of whole ones."""
-    size = jnp.dtype(dtype).itemsize
+    """Bytes that an update of so many tokens on a device takes, without what roles hold and
+    `activation_bytes`."""
+    itemsize = jnp.dtype(dtype).itemsize
+    # The weights in the type of the computation, and a layer of them whole with its gradient.
+    weights = bytes_per_device(param_shapes(trained_specs(a), role, dtype))
     layer = parameter_count(replace(a, num_layers=2)) - parameter_count(replace(a, num_layers=1))
     trained = sum(
         math.prod(spec.shape[1:]) for spec in jax.tree.leaves(trained_specs(a)) if spec.stacked
     )
-    whole = layer // role.tensor * 2 * size + trained // role.tensor * 4
+    whole_layer = layer // role.tensor * 2 * itemsize + trained // role.tensor * 4
+    # A few arrays of logits in float32.
     logits = 3 * 4 * min(CHUNK_ELEMENTS[role.platform], tokens * a.vocab_size)
-    cast = bytes_per_device(param_shapes(trained_specs(a), role, dtype))
-    rows = tokens * role.context * 2 * (a.hidden_size + 2 * a.num_kv_heads * a.head_dim) * size
-    return cast + whole + input_bytes(a, tokens, dtype) + logits + rows * (role.context > 1)
+    total = weights + whole_layer + input_bytes(a, tokens, dtype) + logits
+    if role.context > 1:  # keys, values and hidden states of whole rows, whose tokens are split
+        width = a.hidden_size + 2 * a.num_kv_heads * a.head_dim
+        total += tokens * role.context * 2 * width * itemsize
+    return total
 
 
 # ---- what a device has
@@ -282,11 +280,21 @@ class AvailableMemory(NamedTuple):
     sharing: int = 1
 
 
+CONTROL_GROUP_FILES = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
+)
+"""Versions 2 and 1 of control groups: the files of the limit and of the use, and which line of
+`memory.stat` has the bytes of cached files."""
+
+
 def device_memory(device: Any) -> int:
     """Bytes of a device's memory, as its maker says, so that a plan and a run decide alike; 0 if it
     is not known."""
     known = accelerator_of(device.device_kind)
-    return known.usable_bytes if known else 0
+    if known is None:
+        return 0
+    return known.usable_bytes
 
 
 def available_memory(devices: Iterable[Any]) -> AvailableMemory:
@@ -295,12 +303,12 @@ def available_memory(devices: Iterable[Any]) -> AvailableMemory:
     if local[0].platform == "cpu":
         total, free = machine_memory()
         return AvailableMemory(total, free, "RAM of this machine", len(local))
-    stats = [memory_stats(device) for device in local]
-    limits = [
-        (s["bytes_limit"], s["bytes_limit"] - s.get("bytes_in_use", 0))
-        for s in stats
-        if "bytes_limit" in s
-    ]
+    limits = []
+    for device in local:
+        stats = memory_stats(device)
+        if "bytes_limit" in stats:
+            limit = stats["bytes_limit"]
+            limits.append((limit, limit - stats.get("bytes_in_use", 0)))
     total, free = min(limits, default=(0, 0))
     return AvailableMemory(total, free, local[0].device_kind)
 
@@ -312,23 +320,26 @@ def machine_memory(
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     free = total
     if (proc / "meminfo").is_file():
-        found = dict(
-            re.findall(r"^(\w+):\s+(\d+) kB", (proc / "meminfo").read_text(), re.MULTILINE)
-        )
-        total = int(found.get("MemTotal", total // 1024)) * 1024
-        free = int(found.get("MemAvailable", found.get("MemFree", free // 1024))) * 1024
-    for limit, used, cache in (
-        ("memory.max", "memory.current", "inactive_file"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
-    ):
-        most = _read_number(groups / limit)
-        if most is not None:
-            stat = (groups / limit).with_name("memory.stat")
-            dropped = re.search(
-                rf"^{cache} (\d+)$", stat.read_text() if stat.is_file() else "", re.MULTILINE
-            )
-            used_bytes = (_read_number(groups / used) or 0) - (int(dropped[1]) if dropped else 0)
-            total, free = min(total, most), min(free, max(0, most - used_bytes))
+        text = (proc / "meminfo").read_text()
+        kibibytes = {
+            name: int(number)
+            for name, number in re.findall(r"^(\w+):\s+(\d+) kB", text, re.MULTILINE)
+        }
+        total = kibibytes.get("MemTotal", total // 1024) * 1024
+        free = kibibytes.get("MemAvailable", kibibytes.get("MemFree", free // 1024)) * 1024
+    for limit_file, used_file, cache in CONTROL_GROUP_FILES:
+        limit = _read_number(groups / limit_file)
+        if limit is None:
+            continue
+        used = _read_number(groups / used_file) or 0
+        statistics = (groups / limit_file).with_name("memory.stat")
+        if statistics.is_file():
+            # What files are cached in is given back before a program runs out of memory.
+            cached = re.search(rf"^{cache} (\d+)$", statistics.read_text(), re.MULTILINE)
+            if cached:
+                used -= int(cached[1])
+        total = min(total, limit)
+        free = min(free, max(0, limit - used))
     return total, free
 
 
@@ -337,4 +348,6 @@ def _read_number(file: Path) -> int | None:
         text = file.read_text().strip()
     except OSError:
         return None
-    return int(text) if text.isdigit() else None
+    if not text.isdigit():
+        return None
+    return int(text)

@@ -31,26 +31,31 @@ def micro_batch_shapes(config: Config, row_shards: int) -> tuple[Shape, ...]:
 def group_rows(config: Config, row_shards: int) -> list[int]:
     """Tokens of a row on each device in which whole groups of the longest lengths fit, by the
     numbers of them that divide those of a device."""
-    b, s, context = config.batch, config.sampling, config.mesh.context
-    prompts = -(-b.prompts_per_step // config.algorithm.num_minibatches)
-    group = s.max_prompt_tokens + b.group_size * s.max_completion_tokens
-    groups = max(1, prompts * context // row_shards)
-    return [
-        _row_on_a_device(number * group, context)
-        for number in range(1, groups + 1)
-        if groups % number == 0
-    ]
+    batch = config.batch
+    sampling = config.sampling
+    context = config.mesh.context
+    prompts = -(-batch.prompts_per_step // config.algorithm.num_minibatches)
+    group_tokens = sampling.max_prompt_tokens + batch.group_size * sampling.max_completion_tokens
+    groups_of_a_device = max(1, prompts * context // row_shards)
+    rows = []
+    for number in _divisors(groups_of_a_device):
+        rows.append(_row_on_a_device(number * group_tokens, context))
+    return rows
 
 
 def completion_rows(config: Config) -> list[int]:
     """Tokens of a row on each device in which completions of the longest length fit with their
     prompt, by the numbers of them that divide a group."""
-    s, group_size = config.sampling, config.batch.group_size
-    return [
-        _row_on_a_device(s.max_prompt_tokens + held * s.max_completion_tokens, config.mesh.context)
-        for held in range(1, group_size + 1)
-        if group_size % held == 0
-    ]
+    sampling = config.sampling
+    rows = []
+    for number in _divisors(config.batch.group_size):
+        tokens = sampling.max_prompt_tokens + number * sampling.max_completion_tokens
+        rows.append(_row_on_a_device(tokens, config.mesh.context))
+    return rows
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
 def _row_on_a_device(tokens: int, context: int) -> int:
@@ -67,16 +72,12 @@ def packed_tokens(config: Config, shapes: Sequence[Shape], prompts: int) -> int:
     prompts; all have the longest prompts and completions."""
     from shoal.trainer.batch import in_batches
 
-    s = config.sampling
-    group = (
-        s.max_prompt_tokens,
-        dict.fromkeys(range(config.batch.group_size), s.max_completion_tokens),
-    )
-    return (
-        sum(shape.tokens for shape, _ in in_batches(dict.fromkeys(range(prompts), group), shapes))
-        if prompts
-        else 0
-    )
+    if not prompts:
+        return 0
+    sampling = config.sampling
+    completions = dict.fromkeys(range(config.batch.group_size), sampling.max_completion_tokens)
+    groups = dict.fromkeys(range(prompts), (sampling.max_prompt_tokens, completions))
+    return sum(shape.tokens for shape, _ in in_batches(groups, shapes))
 
 
 def computed_tokens(config: Config, row_shards: int, prompts: int, micro_tokens: int) -> int:

@@ -26,8 +26,8 @@ from shoal.text import count
 from shoal.weights.source import make_model
 
 QUEUED = 4
-"""Completions that a host has at once, for each of its places: a group counts until its longest has
-ended. With twice the places 19 to 40% of them were idle where lengths are long-tailed and the
+"""Completions that a host has at once, for each of its slots: a group counts until its longest has
+ended. With twice the slots 19 to 40% of them were idle where lengths are long-tailed and the
 sampler is slower than the trainer, with four times up to 8% (benchmarks/overlap.py)."""
 
 
@@ -47,24 +47,24 @@ class KVCacheBudget(NamedTuple):
         limit."""
         if not self.tokens:
             return most
-        each = self.tokens // self.replicas
-        rows = min(
-            each // (self.prompt + siblings * self.own),
-            (each - siblings * self.longest) // self.prompt,
-        )
-        return min(most, max(0, rows) * self.replicas * siblings)
+        tokens = self.tokens // self.replicas
+        rows_of_completions = tokens // (self.prompt + siblings * self.own)
+        # Besides all prompts there is room for one row at its limit.
+        rows_beside_the_longest = (tokens - siblings * self.longest) // self.prompt
+        rows = max(0, min(rows_of_completions, rows_beside_the_longest))
+        return min(most, rows * self.replicas * siblings)
 
     def pages(self, slots: int, siblings: int) -> int:
         """Pages of a replica's pool: what there is memory for, at most as many as all limits need,
         at least as a row's do. 0 where caches are not by pages."""
+        if not self.by_pages:
+            return 0
         rows = num_rows(slots, siblings, self.replicas) // self.replicas
-        keys = (
-            self.tokens // self.replicas - rows * self.prompt
-            if self.tokens
-            else rows * siblings * self.own
-        )
+        keys = rows * siblings * self.own
+        if self.tokens:
+            keys = self.tokens // self.replicas - rows * self.prompt
         most = rows * siblings * self.longest
-        return max(siblings * self.longest, min(keys, most)) // PAGE if self.by_pages else 0
+        return max(siblings * self.longest, min(keys, most)) // PAGE
 
 
 class SlotPlan(NamedTuple):
@@ -80,8 +80,9 @@ class SlotPlan(NamedTuple):
         """(slots, siblings a row) of the engine for groups of `size`: the same for all sizes that
         its rows can be filled with. `is_shared`: training uses the one with its rows, too; others
         are for evaluations alone."""
-        fits = size == group_size or size % self.siblings == 0
-        siblings = self.siblings if fits else math.gcd(self.siblings, size)
+        siblings = self.siblings
+        if size != group_size:
+            siblings = math.gcd(self.siblings, size)
         slots = self.room.slots(self.slots, siblings)
         trains = is_shared and siblings == self.siblings
         if self.evaluated and not trains:
@@ -101,57 +102,73 @@ def plan_slots(
     """At most `slots` of so many completions, as there are `free_tokens` for their keys and values;
     0 for no bound. ShoalError for a mean length of completions where caches are not by pages.
 
-    The siblings of a group share a row if all completions have places at once: no place that is
-    free early could be used. Else a row holds so few that their keys take most of it, not the
+    The siblings of a group share a row if all completions have slots at once: no slot that is free
+    early could be used. Else a row holds so few that their keys take most of it, not the
     prompt's.
     """
-    role, mean, paged = model.role, sampling.mean_completion_tokens, by_pages(model)
+    role = model.role
+    mean = sampling.mean_completion_tokens
+    paged = by_pages(model)
     if mean and not paged:
         raise ShoalError(
             f"sampling.mean_completion_tokens={mean}: only decoding by the kernel for TPUs has "
             f"caches by pages ({role.platform.upper()}, model.attention={model.attention}); use 0",
             "sampling.mean_completion_tokens",
         )
-    longest = sampling.max_completion_tokens
     prompt, own, longest = (
-        cache_size(size, role.platform, model.key_parts)
-        for size in (sampling.slot_prompt, mean or longest, longest)
+        cache_size(tokens, role.platform, model.key_parts)
+        for tokens in (
+            sampling.slot_prompt,
+            mean or sampling.max_completion_tokens,
+            sampling.max_completion_tokens,
+        )
     )
     room = KVCacheBudget(prompt, own, longest, free_tokens, role.row_shards, paged)
-    few = next(
-        size
-        for size in range(1, group_size + 1)
-        if not group_size % size and (prompt <= size * own or size == group_size)
-    )
-    siblings = (
-        group_size
-        if room.slots(slots, group_size) >= completions
-        else few
-        if room.slots(slots, few)
-        else 1
-    )
-    if turns == "environments" or (turns and room.slots(slots, group_size) < completions):
+    all_at_once = room.slots(slots, group_size) >= completions
+    if all_at_once:
+        siblings = group_size
+    else:
+        siblings = _fewest_siblings(group_size, prompt, own)
+        if not room.slots(slots, siblings):
+            siblings = 1
+    if turns == "environments" or (turns and not all_at_once):
         siblings = 1  # one that waits for a tool can then give up its row alone
     if role.platform == "tpu":
         siblings = largest_block(siblings, MOST_SIBLINGS)
     return SlotPlan(max(room.slots(slots, siblings), siblings), siblings, room)
 
 
+def _fewest_siblings(group_size: int, prompt: int, own: int) -> int:
+    """The fewest siblings of a row, as a divisor of the group, whose keys take most of it."""
+    for size in range(1, group_size + 1):
+        if group_size % size == 0 and prompt <= size * own:
+            return size
+    return group_size
+
+
 def training_slots(config: Config, roles: Roles, a: Architecture) -> SlotPlan:
-    """The places of a host of a training run's sampler."""
-    role, size = roles.hosts[0], config.batch.group_size
-    step = -(-config.batch.prompts_per_step // num_hosts(roles)) * size
-    slots = config.sampling.slots_per_device * role.mesh.size or step
-    model = make_model(config.model, a, role)
-    places = plan_slots(
-        config.sampling, model, slots, size, step, free_cache_tokens(config, roles, a), config.turns
+    """The slots of a host of a training run's sampler."""
+    role = roles.hosts[0]
+    group_size = config.batch.group_size
+    completions = -(-config.batch.prompts_per_step // num_hosts(roles)) * group_size
+    slots = config.sampling.slots_per_device * role.mesh.size or completions
+    plan = plan_slots(
+        config.sampling,
+        make_model(config.model, a, role),
+        slots,
+        group_size,
+        completions,
+        free_cache_tokens(config, roles, a),
+        config.turns,
     )
-    return places._replace(evaluated=config.sampling.evaluation_slots)
+    return plan._replace(evaluated=config.sampling.evaluation_slots)
 
 
 def all_slots(config: Config, roles: Roles, a: Architecture) -> int:
     """Completions that the hosts of this process's sampler, or its Ray workers, sample at once."""
-    hosts = config.num_workers if config.sampler.is_remote else len(roles.hosts)
+    hosts = len(roles.hosts)
+    if config.sampler.is_remote:
+        hosts = config.num_workers
     return training_slots(config, roles, a).slots * hosts
 
 
@@ -163,24 +180,23 @@ def num_hosts(roles: Roles) -> int:
 def slots_text(config: Config, roles: Roles, a: Architecture) -> str:
     """How many completions are sampled at once, where these are not all of a step, each group in a
     row; and of which prompts, where they are shorter than those that are allowed."""
-    places, size = training_slots(config, roles, a), config.batch.group_size
+    plan = training_slots(config, roles, a)
+    group_size = config.batch.group_size
     if config.sampler.kind == "vllm":
         return (
-            f"{count(config.num_workers, 'server')} of vLLM, {count(places.slots, 'completion')} "
+            f"{count(config.num_workers, 'server')} of vLLM, {count(plan.slots, 'completion')} "
             "at once at each"
         )
     parts = []
-    if (
-        places.siblings != size
-        or places.slots * num_hosts(roles) < config.batch.prompts_per_step * size
-    ):
-        shared = (
-            f"{places.siblings} of a prompt share a row"
-            if places.siblings > 1
-            else "each in a row of its own"
-        )
-        each = " at each host" if len(roles.hosts) > 1 else ""
-        parts.append(f"{count(places.slots, 'completion')} at once{each}, {shared}")
+    completions = config.batch.prompts_per_step * group_size
+    if plan.siblings != group_size or plan.slots * num_hosts(roles) < completions:
+        shared = "each in a row of its own"
+        if plan.siblings > 1:
+            shared = f"{plan.siblings} of a prompt share a row"
+        each = ""
+        if len(roles.hosts) > 1:
+            each = " at each host"
+        parts.append(f"{count(plan.slots, 'completion')} at once{each}, {shared}")
     room = config.sampling.slot_prompt
     if room < config.sampling.max_prompt_tokens:
         parts.append(
@@ -195,24 +211,19 @@ def engine_states(
 ) -> Iterator[tuple[str, DecodeState]]:
     """Name and shapes of what each of `run_engines` holds that a run uses; no engine is made. `a`:
     the model that memory is reckoned with."""
-    places, own = training_slots(config, roles, a), model.on(roles.hosts[0])
-    sizes = {} if config.algorithm.learns_from_data else {"training": config.batch.group_size}
+    plan = training_slots(config, roles, a)
+    own = model.on(roles.hosts[0])
+    group_sizes = {}
+    if not config.algorithm.learns_from_data:
+        group_sizes["training"] = config.batch.group_size
     if config.evaluate_every >= 0:
-        sizes |= {"evaluation": 1, "pass@k": config.pass_k}
-    for name, size in sizes.items():
-        if size:
-            is_shared = name == "training" or not max_support(config)
-            slots, siblings = places.rows_for(size, config.batch.group_size, is_shared)
-            rows, shards = num_rows(slots, siblings, own.role.row_shards), own.role.row_shards
-            room = places.room
-            yield (
-                name,
-                state_shapes(
-                    own,
-                    rows,
-                    siblings,
-                    room.prompt,
-                    room.longest,
-                    shards * room.pages(slots, siblings),
-                ),
-            )
+        group_sizes["evaluation"] = 1
+        if config.pass_k:
+            group_sizes["pass@k"] = config.pass_k
+    shards = own.role.row_shards
+    for name, size in group_sizes.items():
+        is_shared = name == "training" or not max_support(config)
+        slots, siblings = plan.rows_for(size, config.batch.group_size, is_shared)
+        rows = num_rows(slots, siblings, shards)
+        pages = shards * plan.room.pages(slots, siblings)
+        yield name, state_shapes(own, rows, siblings, plan.room.prompt, plan.room.longest, pages)

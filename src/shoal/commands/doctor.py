@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shoal.budget.budget import PHASES, Budget
+from shoal.budget.budget import Budget, held_phase
 from shoal.budget.memory import AvailableMemory, available_memory, parameter_count
 from shoal.checks.inputs import set_sizes
 from shoal.checks.reward import Sampled, probe, reward_findings, sampled_by, score_text
@@ -22,18 +22,20 @@ from shoal.checks.settings import check_size
 from shoal.config.commands import DoctorConfig
 from shoal.config.derived import evaluation_completions
 from shoal.findings import Finding, Findings
-from shoal.job.job import Job, judge_memory, memory_report
+from shoal.job.job import Job
+from shoal.job.memory import job_budget, judge_memory
 from shoal.job.out_of_memory import explain_out_of_memory
 from shoal.job.step_trial import (
     StepTrial,
     Times,
     best_advice,
     estimate_times,
-    trial_figures,
+    trial_budget,
     try_step,
 )
-from shoal.records import Params
+from shoal.records import Example, Params
 from shoal.report.console import Console
+from shoal.text import count
 
 LARGEST_DIFFERENCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.0125}
 """Of a token's log-probs, sampler against trainer: above it the two do not compute one policy."""
@@ -67,11 +69,10 @@ def doctor(
         scored = job.is_open("questions", "pool") and check_reward(job, result)
         if job.is_open("positions", "model", "teacher"):
             check_step(job, result, begins and scored)
-        wrong, warnings = len(findings.at("wrong")), len(findings.at("warning"))
-        console.heading(
-            f"{f'{wrong} wrong' if wrong else 'nothing is wrong'}, {warnings} "
-            f"warning{'s' * (warnings != 1)}"
-        )
+        wrong = len(findings.at("wrong"))
+        warnings = len(findings.at("warning"))
+        text = f"{wrong} wrong" if wrong else "nothing is wrong"
+        console.heading(f"{text}, {count(warnings, 'warning')}")
         return result | {"ok": not wrong, "findings": findings.records()}
 
 
@@ -95,10 +96,8 @@ def check_data(job: Job, result: dict[str, Any]) -> bool:
         return False
     if not job.findings.at("wrong"):
         used = job.requested.steps * job.prompts_per_step
-        check.ok(
-            f"{len(data.train):,} prompts of {job.lengths}, {used:,} are asked for; "
-            + ", ".join(f"{number:,} {name}" for name, number in set_sizes(data).items())
-        )
+        sets = ", ".join(f"{number:,} {name}" for name, number in set_sizes(data).items())
+        check.ok(f"{len(data.train):,} prompts of {job.lengths}, {used:,} are asked for; {sets}")
     text = job.tokenizer.decode(job.first_prompt.prompt_ids.tolist(), skip_special_tokens=False)
     job.console.passage(
         "first prompt", text, lines=16, characters=1200
@@ -114,27 +113,28 @@ def check_reward(job: Job, result: dict[str, Any]) -> bool:
     examples = [data.train[row] for row in range(min(2, len(data.train)))]
     if "prompts" in job.opened:
         examples = [job.first_prompt.example, *examples]
-    sample = (
-        sampled_by(job.tokenizer, job.encode)
-        if "tokenizer" in job.opened
-        else lambda _, text: Sampled(text, list(text.encode()))
-    )
+    sample = sampled_as_bytes
+    if "tokenizer" in job.opened:
+        sample = sampled_by(job.tokenizer, job.encode)
     tried = None
     with job.findings.of("reward", "reward.functions").errors():
         tried = probe(job.pool, examples, sample)
     if tried is None:
         return False
     result["rewards"] = tried.records()
-    head = (
-        f"reward of answers as {tried.form}" if tried.form else "reward",
-        "total",
-        *tried.functions,
-    )
-    job.console.table(
-        head, [(kind, *map(score_text, row.values())) for kind, row in tried.rows.items()]
-    )
+    title = f"reward of answers as {tried.form}" if tried.form else "reward"
+    rows = []
+    for answer, scores in tried.rows.items():
+        texts = [score_text(score) for score in scores.values()]
+        rows.append((answer, *texts))
+    job.console.table((title, "total", *tried.functions), rows)
     job.findings.extend(reward_findings(tried, has_calls=bool(data.tools or data.environments)))
     return True
+
+
+def sampled_as_bytes(_: Example, text: str) -> Sampled:
+    """An answer of a model whose tokenizer is missing: a token a byte."""
+    return Sampled(text, list(text.encode()))
 
 
 # ---- with weights
@@ -147,10 +147,10 @@ def check_step(job: Job, result: dict[str, Any], tries: bool) -> None:
     job.collect(through="engines")
     if not job.is_open("engines"):
         return
-    held, available = memory_report(job), available_memory(job.roles.trainer.mesh.devices.flat)
-    figures = Budget(job.config, held, {})
-    if tries and available.free and figures.peak * available.sharing > available.free:
-        report_memory(job, result, figures, available)
+    budget = job_budget(job)
+    available = available_memory(job.roles.trainer.mesh.devices.flat)
+    if tries and available.free and budget.peak() * available.sharing > available.free:
+        report_memory(job, result, budget, available)
         return
     trial = None
     try:
@@ -159,45 +159,49 @@ def check_step(job: Job, result: dict[str, Any], tries: bool) -> None:
             if check_weights(job, parameters) and tries:
                 trial = try_first_step(job, parameters)
     except Exception as error:  # memory may run out as any of several types
-        if (explained := explain_out_of_memory(error, job.config)) is None:
+        explained = explain_out_of_memory(error, job.config)
+        if explained is None:
             raise
         job.findings.of("memory", "batch.micro_tokens").wrong(explained)
         return
-    if trial is not None:
-        report_agreement(job, result, trial)
-        times = estimate_times(
-            job.config,
-            trial,
-            job.engines["training"].num_groups,
-            evaluation_completions(job.config, set_sizes(job.questions)),
-            job.roles.disaggregated,
-        )
-        figures = trial_figures(job.config, held, trial, job.engines)
-        report_memory(job, result, figures, available)
-        report_time(job, result, times, figures, available)
+    if trial is None:
+        return
+    report_agreement(job, result, trial)
+    times = estimate_times(
+        job.config,
+        trial,
+        job.engines["training"].num_groups,
+        evaluation_completions(job.config, set_sizes(job.questions)),
+        job.roles.disaggregated,
+    )
+    tried = trial_budget(budget, trial, job.engines)
+    report_memory(job, result, tried, available)
+    report_time(job, result, times, tried, available)
 
 
 def check_weights(job: Job, parameters: Params) -> bool:
     """True if every weight is finite."""
     check = job.findings.of("model", "model.path")
-    finite = jax.device_get(
-        jax.jit(lambda tree: jax.tree.map(lambda x: jnp.isfinite(x).all(), tree))(parameters)
-    )
-    bad = [
-        jax.tree_util.keystr(path, simple=True, separator=".")
-        for path, good in jax.tree_util.tree_leaves_with_path(finite)
-        if not good
-    ]
-    if bad:
+
+    def is_finite(array: jax.Array) -> jax.Array:
+        return jnp.isfinite(array).all()
+
+    def are_finite(arrays: Params) -> Any:
+        return jax.tree.map(is_finite, arrays)
+
+    finite = jax.device_get(jax.jit(are_finite)(parameters))
+    not_finite = []
+    for path, is_good in jax.tree_util.tree_leaves_with_path(finite):
+        if not is_good:
+            not_finite.append(jax.tree_util.keystr(path, simple=True, separator="."))
+    if not_finite:
         check.wrong(
-            f"NaN or infinity in the weights {', '.join(bad[:5])} of {job.config.model.path}: take "
-            "another checkpoint"
+            f"NaN or infinity in the weights {', '.join(not_finite[:5])} of "
+            f"{job.config.model.path}: take another checkpoint"
         )
         return False
-    check.ok(
-        f"{sum(leaf.size for leaf in jax.tree.leaves(parameters)) / 1e6:.1f}M parameters, all "
-        "finite"
-    )
+    size = sum(leaf.size for leaf in jax.tree.leaves(parameters))
+    check.ok(f"{size / 1e6:.1f}M parameters, all finite")
     return True
 
 
@@ -223,9 +227,12 @@ def try_first_step(job: Job, parameters: Params) -> StepTrial | None:
 
 def report_agreement(job: Job, result: dict[str, Any], trial: StepTrial) -> None:
     """Reports whether sampler and trainer agree, and whether the samples can train the model."""
-    agreement, samples = job.findings.of("agreement"), job.findings.of("samples")
-    limit, dtype = job.config.sampling.max_completion_tokens, jnp.dtype(job.model.dtype).name
-    mean, largest = float(trial.differences.mean()), float(trial.differences.max())
+    agreement = job.findings.of("agreement")
+    samples = job.findings.of("samples")
+    limit = job.config.sampling.max_completion_tokens
+    dtype = jnp.dtype(job.model.dtype).name
+    mean = float(trial.differences.mean())
+    largest = float(trial.differences.max())
     result["agreement"] = {
         "dtype": dtype,
         "tokens": int(trial.differences.size),
@@ -266,13 +273,16 @@ def report_agreement(job: Job, result: dict[str, Any], trial: StepTrial) -> None
             "sampling.max_completion_tokens",
         )
     if trial.nonzero_std == 0:
-        values = {round(float(r), 9) for group in trial.groups for r in group.rewards[group.valid]}
-        same = (
-            f"every completion scored {next(iter(values)):.3g}"
-            if len(values) == 1
-            else "within each group all completions scored the same"
-        )
-        first = "raise sampling.max_completion_tokens first, then " if trial.truncated > 0.5 else ""
+        scores = set()
+        for group in trial.groups:
+            for reward in group.rewards[group.valid]:
+                scores.add(round(float(reward), 9))
+        same = "within each group all completions scored the same"
+        if len(scores) == 1:
+            same = f"every completion scored {next(iter(scores)):.3g}"
+        first = ""
+        if trial.truncated > 0.5:
+            first = "raise sampling.max_completion_tokens first, then "
         samples.warning(
             f"{same}, so this step would teach nothing: {first}make the task easier or harder, or "
             f"raise batch.group_size={job.config.batch.group_size}",
@@ -281,38 +291,36 @@ def report_agreement(job: Job, result: dict[str, Any], trial: StepTrial) -> None
 
 
 def report_memory(
-    job: Job, result: dict[str, Any], figures: Budget, available: AvailableMemory
+    job: Job, result: dict[str, Any], budget: Budget, available: AvailableMemory
 ) -> None:
     """Reports the memory needed and free on each device, and if it is tight, the key that saves
     most."""
-    needed = figures.needed(figures.fullest)
+    parts = sorted(budget.needed(budget.fullest).items(), key=lambda part: -part[1])
+    devices = job.roles.trainer.mesh.devices.flat
     result["memory"] = {
-        "needed_bytes": figures.peak * available.sharing,
+        "needed_bytes": budget.peak() * available.sharing,
         "free_bytes": available.free,
         "total_bytes": available.total,
-        "phase": PHASES[figures.fullest][1],
-        "phases": figures.phase_bytes(),
-        "parts": dict(sorted(needed.items(), key=lambda item: -item[1])),
+        "phase": held_phase(budget.fullest),
+        "phases": {phase: budget.peak(phase) for phase in ("sampling", "update")},
+        "parts": dict(parts),
         "sharing_devices": available.sharing,
         "where": available.where,
-        "devices": [
-            {"device": str(device), "needed_bytes": figures.peak}
-            for device in job.roles.trainer.mesh.devices.flat
-        ],
+        "devices": [{"device": str(device), "needed_bytes": budget.peak()} for device in devices],
     }
-    found, advice = judge_memory(figures, available, job.described)
-    job.findings.extend([found])
-    if found.level == "wrong":
-        result["advice"] = {"text": advice, "key": found.key}
+    finding, advice = judge_memory(budget, available, job.described)
+    job.findings.extend([finding])
+    if finding.level == "wrong":
+        result["advice"] = {"text": advice, "key": finding.key}
 
 
 def report_time(
-    job: Job, result: dict[str, Any], times: Times, figures: Budget, available: AvailableMemory
+    job: Job, result: dict[str, Any], times: Times, budget: Budget, available: AvailableMemory
 ) -> None:
     """Reports the time of a step and of the run, and the key that saves most."""
     result["time"] = vars(times)
     job.findings.of("time").ok(times.describe())
     if not result["advice"]:
-        advice = best_advice(job.config, figures, job.described, times, available)
+        advice = best_advice(job.config, budget, job.described, times, available)
         result["advice"] = advice
         job.findings.extend([Finding("advice", "ok", advice["text"], advice["key"])])

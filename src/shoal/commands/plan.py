@@ -4,11 +4,18 @@ compiled programs."""
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
-from functools import partial
+from dataclasses import asdict
 from typing import Any
 
-from shoal.budget.budget import PHASES, Budget, host_text, verdict
+from shoal.budget.budget import (
+    PROGRAM_PHASES,
+    Budget,
+    PlannedStep,
+    ProgramCost,
+    host_text,
+    verdict,
+)
+from shoal.budget.memory import ROLES
 from shoal.checks.inputs import idle_text
 from shoal.checks.settings import check_trainable
 from shoal.config.commands import PlanConfig
@@ -22,328 +29,416 @@ from shoal.weights.source import known_architecture
 SHOWN = 5
 """Rows of a table of transfers or temporaries that are printed; the JSON has more."""
 
+Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
+"""(head, rows)"""
+
 
 def plan(config: PlanConfig, console: Console) -> dict[str, Any]:
     """Prints the plan, its verdict last, and returns it; `ok` is False where the job does not
     fit."""
     check_trainable(config)
+
+    def show_job(budget: Budget) -> None:
+        show(budget, console)
+
     with console, terminate_as_interrupt():
-        figures = make_plan(config, console.note, partial(show, console=console))
-        report(figures, console)
-        console.text(verdict(figures), "bold" if figures.fits else "bold red")
-    return record(figures)
+        budget = make_plan(config, console.note, show_job)
+        report(budget, console)
+        style = "bold" if budget.fits() else "bold red"
+        console.text(verdict(budget), style)
+    return record(budget)
 
 
 def estimate(config: PlanConfig) -> list[str]:
     """The lines of a plan for which nothing is compiled or downloaded."""
     stream = io.StringIO()
+
+    def say_nothing(_: str) -> None: ...
+
+    def show_job(budget: Budget) -> None:
+        show(budget, Console(stream))
+
     try:
         if known_architecture(config.model) is None:
             raise ShoalError(
                 f"{config.model.path} is not on this machine; `shoal plan` reads its config.json"
             )
-        figures = make_plan(
-            config, lambda _: None, partial(show, console=Console(stream)), compiles=False
-        )
+        budget = make_plan(config, say_nothing, show_job, compiles=False)
     except ShoalError as error:
         return [f"no estimate: {error}"]
-    return [*stream.getvalue().splitlines(), f"estimated: {verdict(figures)}"]
+    return [*stream.getvalue().splitlines(), f"estimated: {verdict(budget)}"]
 
 
-def show(figures: Budget, console: Console) -> None:
-    """A job before anything is compiled, or what was compiled before an interrupt."""
-    if figures.programs:
-        _show_memory(figures, console)
+def show(budget: Budget, console: Console) -> None:
+    """Prints a job before anything is compiled, or what was compiled before an interrupt."""
+    if budget.costs:
+        _show_memory(budget, console)
         console.heading("compiled before the interrupt; the same command keeps it")
-        console.table(*_program_table(figures, whole=False))
+        head, rows = _program_table(budget)
+        console.table(head, rows)
         return
-    for line in _head(figures):
+    for line in _head(budget):
         console.text(line)
-    used = {device for role in figures.job["roles"].values() for device in role["devices"]}
-    if idle := idle_text(figures.config.mesh, len(used), figures.job["num_devices"]):
+    idle = idle_text(budget.config.mesh, budget.num_used_devices, budget.num_devices)
+    if idle:
         console.warning(idle)
-    _show_memory(figures.estimated, console)
+    _show_memory(budget.estimated(), console)
     console.note(
         "exact: what is held; estimated: activations; temporary arrays are known when all is "
         "compiled"
     )
 
 
-def _show_memory(figures: Budget, console: Console) -> None:
-    for roles in _apart(figures):
-        console.heading(f"memory of a device ({', '.join(roles)}), of {gib(figures.memory)}")
-        console.table(*_memory_table(figures, roles))
-    if host := host_text(figures):
+def report(budget: Budget, console: Console) -> None:
+    """Prints what was compiled: memory, time, transfers, the largest temporaries, and what is not
+    known."""
+    if budget.costs:
+        _show_memory(budget, console)
+        _show_time(budget, console)
+        _show_transfers(budget, console)
+        _show_temporaries(budget, console)
+    for line in _unknown(budget):
+        console.note(line)
+    for advice in budget.advice[1:]:
+        console.note(f"another change: {advice.text}")
+
+
+def _head(budget: Budget) -> list[str]:
+    """The devices, the model, the roles' meshes, and the lengths that are assumed."""
+    config = budget.config
+    step = _planned(budget)
+    model = budget.model
+    parameters = f"{model.parameters:,}"
+    if model.parameters > 1e8:
+        parameters = f"{model.parameters / 1e9:.2f}e9"
+    lines = [
+        f"{step.devices}; {parameters} parameters in {model.layers} layers, {model.dtype}, "
+        f"model.remat={model.remat}",
+        _meshes_text(budget),
+    ]
+    if step.hosts > 1 and not config.mesh.pathways:
+        alternative = "or as a process on each"
+        if step.refusal:
+            alternative = f"not as a process on each: {step.refusal}"
+        lines.append(f"{step.hosts} hosts: runs with mesh.pathways=true, {alternative}")
+    lines.append(
+        f"assumed: every prompt has {config.sampling.max_prompt_tokens} tokens and every "
+        f"completion {config.sampling.max_completion_tokens}; {budget.prompts_per_step} x "
+        f"{config.batch.group_size} completions a step, {budget.slots} at once; a micro-batch is "
+        f"{count(budget.batch.rows, 'row')} of {budget.batch.length} tokens"
+    )
+    return lines
+
+
+def _planned(budget: Budget) -> PlannedStep:
+    assert budget.step is not None  # of every budget of a plan
+    return budget.step
+
+
+def _meshes_text(budget: Budget) -> str:
+    """The devices and the mesh of each role that holds anything, once where they are the same."""
+    meshes = {}
+    for name, placement in budget.roles.items():
+        if not _holds_anything(budget, name):
+            continue
+        text = count(len(placement.devices), "device")
+        if placement.mesh:
+            axes = [f"{axis} {size}" for axis, size in placement.mesh.items()]
+            text += f" ({', '.join(axes)})"
+        meshes[name] = text
+    if len(set(meshes.values())) == 1:
+        return "all roles: " + meshes["trainer"]
+    return ", ".join(f"{name}: {text}" for name, text in meshes.items())
+
+
+def _holds_anything(budget: Budget, role: str) -> bool:
+    return any(item.role == role for item in budget.items)
+
+
+def _show_memory(budget: Budget, console: Console) -> None:
+    shown = []
+    for role in budget.roles:
+        roles = [name for name in budget.colocated_roles(role) if _holds_anything(budget, name)]
+        if not roles or roles in shown:
+            continue
+        shown.append(roles)
+        console.heading(f"memory of a device ({', '.join(roles)}), of {gib(budget.memory)}")
+        head, rows = _memory_table(budget, roles)
+        console.table(head, rows)
+    on_host = host_text(budget)
+    if on_host:
         console.note(
-            f"for each device in the host's memory: {host}; how long it takes to move is not in "
+            f"for each device in the host's memory: {on_host}; how long it takes to move is not in "
             "the seconds"
         )
 
 
-def report(figures: Budget, console: Console) -> None:
-    if figures.programs:
-        _show_memory(figures, console)
-        console.heading("a step" if figures.is_timed else "programs")
-        console.table(*_program_table(figures))
-    if figures.is_timed:
-        console.note(
-            "seconds: floor, what its operations take at the peak rate, or its weights and caches "
-            "to be read; hidden, with all transfers between devices behind the computation; not "
-            "hidden, after it"
+def _memory_table(budget: Budget, roles: list[str]) -> Table:
+    """A row for each part, a column for each program that runs on these roles' devices, or for
+    those that need the same."""
+    columns: list[tuple[list[str], dict[str, int]]] = []  # (programs, part -> bytes)
+    for name, program in budget.programs.items():
+        if program.role not in roles:
+            continue
+        parts = budget.needed(name)
+        for names, other in columns:
+            if other == parts:
+                names.append(name)
+                break
+        else:
+            columns.append(([name], parts))
+    if not columns:
+        columns.append((["always"], budget.held(roles[0])))
+    head = [""]
+    totals = ["all"]
+    rows: dict[str, list[str]] = {}  # part -> cells
+    for names, parts in columns:
+        head.append(", ".join(names))
+        totals.append(gib(sum(parts.values())))
+        for part, size in parts.items():
+            if size:
+                rows[part] = [part]
+    for _, parts in columns:
+        for part, cells in rows.items():
+            size = parts.get(part, 0)
+            cells.append(gib(size) if size else "")
+    return tuple(head), [tuple(cells) for cells in [*rows.values(), totals]]
+
+
+def _show_time(budget: Budget, console: Console) -> None:
+    console.heading("a step" if budget.is_timed else "programs")
+    head, rows = _program_table(budget)
+    if not budget.is_timed:
+        console.table(head, rows)
+        return
+    console.table(head, [*rows, *_step_rows(budget)])
+    console.note(
+        "seconds: floor, what its operations take at the peak rate, or its weights and caches "
+        "to be read; hidden, with all transfers between devices behind the computation; not "
+        "hidden, after it"
+    )
+    longest = max(budget.costs, key=lambda name: budget.seconds(name)[1])
+    console.heading(f"where {longest} takes its time, without transfers")
+    runs = budget.programs[longest].runs
+    step_seconds = budget.step_seconds[1]
+    sources = list(budget.costs[longest].sources.items())
+    rows = []
+    for source, seconds in sources[:SHOWN]:
+        share = f"{100 * runs * seconds / step_seconds:.1f}%"
+        rows.append((source, seconds_text(runs * seconds), share))
+    console.table(("made by", "seconds", "share of a step"), rows)
+
+
+def _program_table(budget: Budget) -> Table:
+    """A row for each program: what it computes and moves in all its runs of a step, and how long
+    that takes."""
+    head = ["", "runs", "TFLOPs", "moved"]
+    if budget.is_timed:
+        head += ["floor", "hidden", "not hidden"]
+    rows = []
+    for name, cost in budget.costs.items():
+        runs = budget.programs[name].runs
+        moved = runs * sum(row.bytes for row in cost.collectives)
+        # One array's publication stands for all, by bytes: that is no number of runs.
+        runs_text = "" if name == "publish" else f"{runs:.3g}"
+        cells = [
+            f"{PROGRAM_PHASES[name]}: {name}",
+            runs_text,
+            f"{runs * cost.flops / 1e12:,.1f}",
+            gib(moved),
+        ]
+        if budget.is_timed:
+            cells += [seconds_text(seconds) for seconds in budget.seconds(name)]
+        rows.append(tuple(cells))
+    return tuple(head), rows
+
+
+def _step_rows(budget: Budget) -> list[tuple[str, ...]]:
+    """The sums of a step, and what follows from them; of a timed job."""
+    floor, low, high = budget.step_seconds
+    title = "a step, the next being sampled" if budget.overlaps else "all"
+    tokens = _planned(budget).sampled_tokens
+    blank = ("", "", "")
+    seconds = (seconds_text(floor), seconds_text(low), seconds_text(high))
+    rates = ("", f"{tokens / low:,.0f}", f"{tokens / high:,.0f}")
+    mfu = ("", f"{100 * budget.mfu(low):.1f}%", f"{100 * budget.mfu(high):.1f}%")
+    return [
+        (title, *blank, *seconds),
+        ("tokens sampled a second", *blank, *rates),
+        ("MFU", *blank, *mfu),
+    ]
+
+
+def _show_transfers(budget: Budget, console: Console) -> None:
+    rows = []
+    for seconds, program, transfers in budget.transfers()[:SHOWN]:
+        moved = budget.programs[program].runs * transfers.bytes
+        time = ""
+        share = ""
+        if budget.is_timed and budget.step_seconds[2]:
+            time = seconds_text(seconds)
+            share = f"{100 * seconds / budget.step_seconds[2]:.1f}%"
+        rows.append(
+            (transfers.kind, program, transfers.axis, gib(moved), time, share, transfers.source)
         )
-        longest = max(figures.programs, key=lambda name: figures.seconds(name)[1])
-        console.heading(f"where {longest} takes its time, without transfers")
-        runs, step = figures.job["programs"][longest]["runs"], figures.step_seconds[1]
-        console.table(
-            ("made by", "seconds", "share of a step"),
-            [
-                (source, seconds_text(runs * seconds), f"{100 * runs * seconds / step:.1f}%")
-                for source, seconds in list(figures.programs[longest]["sources"].items())[:SHOWN]
-            ],
-        )
-    if rows := _transfer_rows(figures):
+    if rows:
         console.heading("transfers between devices, a step")
         console.table(("kind", "program", "axis", "bytes", "seconds", "share", "made by"), rows)
-    if figures.programs:
-        fullest = figures.fullest
-        few = figures.programs[fullest].get("extrapolated")
-        console.heading(f"largest temporaries ({fullest}{f' of {few[1]} layers' if few else ''})")
-        console.table(
-            ("array", "bytes", "made by"),
-            [
-                (shape, gib(size), source)
-                for size, shape, source in figures.programs[fullest]["largest"][:SHOWN]
-            ],
-        )
-    for line in _unknown(figures):
-        console.note(line)
-    for one in figures.advice[1:]:
-        console.note(f"another change: {one['text']}")
 
 
-def _head(figures: Budget) -> Iterator[str]:
-    job, config = figures.job, figures.config
-    model, shape = job["model"], job["shape"]
-    size = model["parameters"]
-    parameters = f"{size / 1e9:.2f}e9" if size > 1e8 else f"{size:,}"
-    yield (
-        f"{job['devices']}; {parameters} parameters in {model['layers']} layers, "
-        f"{model['dtype']}, model.remat={model['remat']}"
-    )
-    meshes = {
-        name: count(len(one["devices"]), "device")
-        + (
-            f" ({', '.join(f'{axis} {size}' for axis, size in one['mesh'].items())})"
-            if one["mesh"]
-            else ""
-        )
-        for name, one in job["roles"].items()
-        if any(job["held"][name].values())
-    }
-    shared = len(set(meshes.values())) == 1
-    yield (
-        "all roles: " + meshes["trainer"]
-        if shared
-        else ", ".join(f"{name}: {text}" for name, text in meshes.items())
-    )
-    if job["hosts"] > 1 and not config.mesh.pathways:
-        yield f"{job['hosts']} hosts: runs with mesh.pathways=true, " + (
-            f"not as a process on each: {job['refusal']}"
-            if job["refusal"]
-            else "or as a process on each"
-        )
-    yield (
-        f"assumed: every prompt has {config.sampling.max_prompt_tokens} tokens and every "
-        f"completion {config.sampling.max_completion_tokens}; {job['prompts']} x "
-        f"{config.batch.group_size} completions a step, {job['slots']} at once; a micro-batch is "
-        f"{count(shape['rows'], 'row')} of {shape['length']} tokens"
-    )
+def _show_temporaries(budget: Budget, console: Console) -> None:
+    """Prints the largest temporaries of the program that runs when a device needs most."""
+    program = budget.fullest
+    cost = budget.costs[program]
+    title = program
+    if cost.extrapolated:
+        title += f" of {cost.extrapolated[1]} layers"
+    console.heading(f"largest temporaries ({title})")
+    rows = [(shape, gib(size), source) for size, shape, source in cost.largest[:SHOWN]]
+    console.table(("array", "bytes", "made by"), rows)
 
 
-def _apart(figures: Budget) -> list[list[str]]:
-    """The roles by the devices that they share."""
-    found: list[list[str]] = []
-    for role in figures.job["roles"]:
-        roles = [
-            name
-            for name in figures.sizes.colocated_roles(role)
-            if any(figures.job["held"][name].values())
-        ]
-        if roles and roles not in found:
-            found.append(roles)
-    return found
-
-
-def _memory_table(
-    figures: Budget, roles: list[str]
-) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """A row for each kind, a column for each program that runs on these roles' devices, or for
-    those that need the same."""
-    columns: dict[str, dict[str, int]] = {}
-    for program in (name for name, one in figures.job["programs"].items() if one["role"] in roles):
-        parts = figures.needed(program)
-        same = next((names for names, other in columns.items() if other == parts), "")
-        columns = {
-            f"{names}, {program}" if names == same else names: other
-            for names, other in columns.items()
-        }
-        columns |= {} if same else {program: parts}
-    needed = columns or {"always": figures.sizes.on(roles[0])}
-    kinds = dict.fromkeys(kind for parts in needed.values() for kind in parts if parts[kind])
-    rows = [
-        (kind, *(gib(parts[kind]) if parts.get(kind) else "" for parts in needed.values()))
-        for kind in kinds
-    ]
-    return ("", *needed), [*rows, ("all", *(gib(sum(parts.values())) for parts in needed.values()))]
-
-
-def _program_table(
-    figures: Budget, whole: bool = True
-) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """A row for each program: what it computes and moves in all its runs of a step, and how long
-    that takes; of a `whole` job with their sums."""
-    head = ("", "runs", "TFLOPs", "moved", *("floor", "hidden", "not hidden") * figures.is_timed)
-    rows = []
-    for name, one in figures.programs.items():
-        runs = figures.job["programs"][name]["runs"]
-        moved = runs * sum(row["bytes"] for row in one["collectives"])
-        times = (
-            [seconds_text(seconds) for seconds in figures.seconds(name)] if figures.is_timed else []
-        )
-        # One array's publication stands for all, by bytes: that is no number of runs.
-        rows.append(
-            (
-                f"{PHASES[name][0]}: {name}",
-                "" if name == "publish" else f"{runs:.3g}",
-                f"{runs * one['flops'] / 1e12:,.1f}",
-                gib(moved),
-                *times,
-            )
-        )
-    if figures.is_timed and whole:
-        title = "a step, the next being sampled" if figures.overlaps else "all"
-        rows.append(
-            (title, "", "", "", *(seconds_text(seconds) for seconds in figures.step_seconds))
-        )
-        tokens, (_, low, high) = figures.job["tokens"]["sampled"], figures.step_seconds
-        rows.append(
-            (
-                "tokens sampled a second",
-                "",
-                "",
-                "",
-                "",
-                f"{tokens / low:,.0f}",
-                f"{tokens / high:,.0f}",
-            )
-        )
-        rows.append(
-            (
-                "MFU",
-                "",
-                "",
-                "",
-                "",
-                f"{100 * figures.mfu(low):.1f}%",
-                f"{100 * figures.mfu(high):.1f}%",
-            )
-        )
-    return head, rows
-
-
-def _transfer_rows(figures: Budget) -> list[tuple[str, ...]]:
-    step = figures.step_seconds[2] if figures.is_timed else 0.0
-    found = []
-    for seconds, program, row in figures.transfers()[:SHOWN]:
-        runs = figures.job["programs"][program]["runs"]
-        share = f"{100 * seconds / step:.1f}%" if step else ""
-        found.append(
-            (
-                row["kind"],
-                program,
-                row["axis"],
-                gib(runs * row["bytes"]),
-                seconds_text(seconds) if step else "",
-                share,
-                row["source"],
-            )
-        )
-    return found
-
-
-def _unknown(figures: Budget) -> Iterator[str]:
+def _unknown(budget: Budget) -> list[str]:
     """What the figures do not hold."""
-    if not figures.programs:
-        yield "nothing was compiled: what the roles hold does not fit"
-        return
-    if copied := figures.job["published_bytes"]:
-        yield (
-            f"publication copies {gib(copied)} to each of the sampler's devices, counted at the "
-            "rate of one link"
+    if not budget.costs:
+        return ["nothing was compiled: what the roles hold does not fit"]
+    step = _planned(budget)
+    lines = []
+    if step.published_bytes:
+        lines.append(
+            f"publication copies {gib(step.published_bytes)} to each of the sampler's devices, "
+            "counted at the rate of one link"
         )
-    shallow = [name for name, one in figures.programs.items() if one.get("extrapolated")]
+    shallow = [name for name, cost in budget.costs.items() if cost.extrapolated]
     if shallow:
-        yield (
+        lines.append(
             f"extrapolated from 2 and 4 layers: {', '.join(shallow)}; layers=all compiles every "
             "layer"
         )
-    if one := figures.job.get("calibration"):
-        shown = ", ".join(
-            f"{name} {middle:.3g} ({least:.3g} to {most:.3g})"
-            for name, (middle, least, most) in one["figures"].items()
-        )
-        yield (
-            f"measured on {count(one['devices'], one['device'])} with JAX {one['jax']}, in place "
-            f"of what the maker says: {shown}, in bytes, operations and seconds"
-        )
-    if share := figures.job.get("kernels"):
-        yield (
-            f"assumed: attention's kernels reach {share:.0%} of the peak rate, or the memory's; a "
-            "transfer's first bytes take 1 us a chip on its way (TPU) or 10 (GPU), 30 over a "
-            "network"
-            + (
-                ""
-                if figures.job["is_tpu"]
-                else f"; an operation takes {1e6 * figures.job['launch']:.2g} us, to ask "
-                "whether a loop goes on 10"
-            )
-        )
-    if figures.job["peak_flops"] is None:
-        yield "seconds are not known: the table of accelerators does not hold these devices"
-    yield (
+    is_measured = False
+    if step.rates is not None:
+        if step.rates.calibration:
+            is_measured = True
+            lines.append(_calibration_text(step.rates.calibration))
+        if step.rates.kernels:
+            lines.append(_assumed_text(step.rates.kernels, step.rates.is_tpu, step.rates.launch))
+    if budget.peak_flops is None:
+        lines.append("seconds are not known: the table of accelerators does not hold these devices")
+    left_out = (
         "not in these figures: rewards, evaluation, checkpoints, the host's work, contention of "
         "links, and all that a compiler's estimate leaves out"
-        + "; nothing here was measured"
-        * (not figures.job.get("calibration"))
+    )
+    if not is_measured:
+        left_out += "; nothing here was measured"
+    lines.append(left_out)
+    return lines
+
+
+def _calibration_text(calibration: Any) -> str:
+    figures = []
+    for name, (middle, least, most) in calibration["figures"].items():
+        figures.append(f"{name} {middle:.3g} ({least:.3g} to {most:.3g})")
+    return (
+        f"measured on {count(calibration['devices'], calibration['device'])} with JAX "
+        f"{calibration['jax']}, in place of what the maker says: {', '.join(figures)}, in bytes, "
+        "operations and seconds"
     )
 
 
-def record(figures: Budget) -> dict[str, Any]:
+def _assumed_text(kernels: float, is_tpu: bool, launch: float) -> str:
+    text = (
+        f"assumed: attention's kernels reach {kernels:.0%} of the peak rate, or the memory's; a "
+        "transfer's first bytes take 1 us a chip on its way (TPU) or 10 (GPU), 30 over a network"
+    )
+    if not is_tpu:
+        text += f"; an operation takes {1e6 * launch:.2g} us, to ask whether a loop goes on 10"
+    return text
+
+
+# ---- as JSON
+
+BOUNDS = ("floor", "hidden", "not_hidden")
+"""Names of the three numbers of `Budget.seconds`."""
+
+
+def record(budget: Budget) -> dict[str, Any]:
     """The plan as JSON."""
-    timed = figures.is_timed
-    names = ("floor", "hidden", "not_hidden")
+    seconds = {}
+    mfu = []
+    if budget.is_timed:
+        phases = {}
+        for phase, of_phase in budget.phase_seconds().items():
+            phases[phase] = dict(zip(BOUNDS, of_phase, strict=True))
+        step_seconds = budget.step_seconds
+        seconds = {"step": dict(zip(BOUNDS, step_seconds, strict=True)), "phases": phases}
+        mfu = [budget.mfu(step_seconds[1]), budget.mfu(step_seconds[2])]
     return {
-        "ok": figures.fits,
-        "verdict": verdict(figures),
-        "advice": figures.advice,
-        "micro_tokens": figures.config.batch.micro_tokens,
+        "ok": budget.fits(),
+        "verdict": verdict(budget),
+        "advice": [asdict(advice) for advice in budget.advice],
+        "micro_tokens": budget.config.batch.micro_tokens,
         "memory": {
-            "bytes": figures.memory,
-            "peak_bytes": figures.peak,
-            "fullest": figures.fullest,
-            "host": figures.job["host"],
-            "programs": {name: figures.needed(name) for name in figures.job["programs"]},
+            "bytes": budget.memory,
+            "peak_bytes": budget.peak(),
+            "fullest": budget.fullest,
+            "host": budget.on_host(),
+            "programs": {name: budget.needed(name) for name in budget.programs},
         },
-        "seconds": {
-            "step": dict(zip(names, figures.step_seconds, strict=True)),
-            "phases": {
-                phase: dict(zip(names, each, strict=True))
-                for phase, each in figures.phase_seconds().items()
-            },
-        }
-        if timed
-        else {},
-        "mfu": [figures.mfu(seconds) for seconds in figures.step_seconds[1:]] if timed else [],
-        "job": dict(figures.job),
-        "programs": {name: dict(one) for name, one in figures.programs.items()},
+        "seconds": seconds,
+        "mfu": mfu,
+        "job": job_record(budget),
+        "programs": {name: cost_record(cost) for name, cost in budget.costs.items()},
     }
+
+
+def job_record(budget: Budget) -> dict[str, Any]:
+    """What is known of a planned job before anything is compiled."""
+    step = _planned(budget)
+    job = {
+        "model": asdict(budget.model),
+        "roles": {name: asdict(placement) for name, placement in budget.roles.items()},
+        "machines": budget.machines,
+        "num_devices": budget.num_devices,
+        "held": held_record(budget),
+        "memory_bytes": budget.memory,
+        "peak_flops": budget.peak_flops,
+        "published_bytes": step.published_bytes,
+        "activations": budget.activations,
+        "host": budget.on_host(),
+        "shape": asdict(budget.batch),
+        "slots": budget.slots,
+        "prompts": budget.prompts_per_step,
+        "programs": {name: asdict(program) for name, program in budget.programs.items()},
+    }
+    if step.rates is not None:
+        job |= asdict(step.rates)
+    return job | {
+        "devices": step.devices,
+        "tokens": {"sampled": step.sampled_tokens, "prompts": step.prompt_tokens},
+        "model_flops": step.model_flops,
+        "hosts": step.hosts,
+        "refusal": step.refusal,
+    }
+
+
+def held_record(budget: Budget) -> dict[str, dict[str, dict[str, int]]]:
+    """Role -> phase -> part -> bytes on each of the role's devices; of the trainer also what its
+    host always holds for each of them."""
+    held: dict[str, dict[str, dict[str, int]]] = {}
+    for role in ROLES:
+        held[role] = {"always": {}, "sampling": {}, "update": {}}
+    held["trainer"]["host"] = {}
+    for item in budget.items:
+        if not item.on_host:
+            held[item.role][item.phase][item.part] = item.bytes
+        elif item.phase == "always":
+            held[item.role]["host"][item.part] = item.bytes
+    return held
+
+
+def cost_record(cost: ProgramCost) -> dict[str, Any]:
+    """What a program costs; `extrapolated` is there only where few layers were compiled."""
+    costs = asdict(cost)
+    if not cost.extrapolated:
+        del costs["extrapolated"]
+    return costs

@@ -18,23 +18,10 @@ import jax
 import numpy as np
 
 from shoal.buckets import RUNS
-from shoal.budget.advice import TIGHT, Describe, suggest_fit
-from shoal.budget.auto import decided_micro_tokens, run_roles, teacher_architecture, trained_model
-from shoal.budget.budget import LARGEST, PHASES, Budget, parts_text
-from shoal.budget.memory import (
-    ROLES,
-    AvailableMemory,
-    activation_bytes,
-    available_memory,
-    device_memory,
-    input_bytes,
-    job_sizes,
-    parameter_count,
-    reference_architecture,
-    update_bytes,
-)
+from shoal.budget.auto import decided_micro_tokens, run_roles, trained_model
+from shoal.budget.budget import Budget
+from shoal.budget.memory import parameter_count, reference_architecture
 from shoal.budget.shapes import micro_batch_shapes
-from shoal.budget.slots import engine_states, num_hosts, training_slots
 from shoal.chat.tokenizer import Tokenizer
 from shoal.chat.tokenizer_files import read_date
 from shoal.checks.inputs import check_devices, check_prompts, check_tokenizer, open_prompts
@@ -79,6 +66,7 @@ from shoal.job.hosts import (
     training_engine_maker,
     training_fleet,
 )
+from shoal.job.memory import check_memory, job_budget
 from shoal.job.process import open_world
 from shoal.job.reward_model import reward_models
 from shoal.job.stages import Command, StagedJob, stage
@@ -113,7 +101,6 @@ from shoal.rollout.multi_process import MultiProcessSource
 from shoal.runs.layout import MODEL_FOLDER
 from shoal.runs.reader import read_decisions, read_requested
 from shoal.sampler.engine import Engine
-from shoal.sampler.scheduler import num_rows
 from shoal.stop import StopSignal
 from shoal.tasks.data import evaluating
 from shoal.tasks.task import OWN_DATA, Task
@@ -845,8 +832,8 @@ class Job(StagedJob):
             settings, "sampling.prompt_slot_tokens", room, {"longest prompt": needed}
         )
 
-    def described(self, config: Config) -> dict[str, Any]:
-        """The outline of the job with other settings, for the same model on the same devices.
+    def described(self, config: Config) -> Budget:
+        """The budget of the job with other settings, for the same model on the same devices.
         ShoalError for one that cannot be."""
         spec = self.spec
         if config.model.lora != self.config.model.lora:
@@ -856,7 +843,7 @@ class Job(StagedJob):
             if name in self.opened:
                 other.opened[name] = self.opened[name]
         with other:
-            return memory_report(other)
+            return job_budget(other)
 
     # ---- what trains
 
@@ -919,104 +906,3 @@ def _command_of(config: Any, spec: ModelSource | None) -> Command:
     if isinstance(config, DoctorConfig):
         return "doctor"
     return "train"
-
-
-# ---- memory
-
-
-def check_memory(job: Job) -> Finding:
-    """Whether what is known before compilation fits; ShoalError if it exceeds all of a device's
-    memory."""
-    figures = Budget(job.config, memory_report(job), {})
-    available = available_memory(job.roles.trainer.mesh.devices.flat)
-    finding, _ = judge_memory(figures, available, job.described, "at least")
-    if finding.level == "wrong" and figures.peak * available.sharing > available.total:
-        raise ShoalError(finding.text)
-    return finding
-
-
-def judge_memory(
-    figures: Budget, available: AvailableMemory, describe: Describe, bound: str = "at most"
-) -> tuple[Finding, str]:
-    """Whether a job fits: what each device needs and has, and, if that is tight, what to change,
-    besides as the text of its own. `bound`: `at least` where activations are unknown."""
-    shared = ""
-    if available.sharing > 1:
-        shared = f" on each of {available.sharing} devices that share it"
-    text = (
-        f"{bound} {gib(figures.peak)}{shared}, in the {PHASES[figures.fullest][0]} phase "
-        f"({parts_text(figures)})"
-    )
-    if not available.free:
-        return Finding("memory", "ok", f"{text}; the device does not report its memory"), ""
-    text += f"; {gib(available.free)} of {gib(available.total)} free ({available.where})"
-    free = available.free / available.sharing
-    if figures.peak <= TIGHT * free:
-        return Finding("memory", "ok", text), ""
-    advice = suggest_fit(figures, describe, TIGHT * free)
-    if figures.peak > free:
-        text = f"not enough memory: {text}. {advice['text']}"
-        finding = Finding("memory", "wrong", text, advice["key"])
-    else:
-        finding = Finding("memory", "warning", f"tight: {text}. {advice['text']}", advice["key"])
-    return finding, advice["text"]
-
-
-def memory_report(job: Job) -> dict[str, Any]:
-    """What is known of a job before anything is compiled, for JSON. `activations`: bytes that an
-    update is reckoned to need on a device besides what roles hold."""
-    config = job.config
-    model = job.model
-    roles = job.roles
-    a = model.architecture
-    role = roles.trainer
-    shape = micro_batch_shapes(config, role.row_shards)[0]
-    teacher = job.opened.get("teacher")
-    if teacher:
-        of_teacher = teacher.architecture
-    else:
-        of_teacher = teacher_architecture(config)
-    states = engine_states(config, model, roles, a)
-    sizes = job_sizes(config, a, roles, model.dtype, of_teacher, states)
-    devices = list(role.mesh.devices.flat)
-    memory = device_memory(devices[0])
-    plan = training_slots(config, roles, a)
-    if not memory:
-        available = available_memory(devices)
-        memory = available.total // available.sharing
-    rows = num_rows(plan.slots, plan.siblings, roles.hosts[0].row_shards)
-    tokens = shape.tokens // role.row_shards
-    remat = "dots" if model.remat == "none" else model.remat
-    kept = activation_bytes(a, tokens / role.tensor, model.dtype, remat)
-    on_host = sizes.bytes_by_role["trainer"]["host"]
-    if remat == "offload" and role.platform != "cpu":  # but for two layers', which are on their way
-        stored = kept + input_bytes(a, tokens, model.dtype)
-        kept -= stored * max(0, a.num_layers - 2) // a.num_layers
-        on_host = {**on_host, "stored for the backward pass": stored}
-    role_meshes = {}
-    for name, of_role in zip(ROLES, roles.all, strict=True):
-        role_meshes[name] = {
-            "mesh": {axis: size for axis, size in of_role.mesh.shape.items() if size > 1},
-            "devices": [device.id for device in of_role.mesh.devices.flat],
-        }
-    return {
-        "model": {
-            "parameters": parameter_count(a),
-            "layers": a.num_layers,
-            "dtype": model.dtype.name,
-            "remat": model.remat,
-        },
-        "roles": role_meshes,
-        "machines": 1,
-        "num_devices": len(job.devices),
-        "held": sizes.bytes_by_role,
-        "memory_bytes": memory,
-        "peak_flops": None,
-        "published_bytes": 0,
-        "activations": update_bytes(a, role, model.dtype, tokens) + kept,
-        "host": on_host,
-        "shape": {"rows": shape.rows, "length": shape.length, "tokens": shape.tokens},
-        "slots": rows * plan.siblings * num_hosts(roles),
-        "prompts": config.batch.prompts_per_step,
-        "programs": {name: {"runs": 1, "role": role} for name, role in LARGEST.items()},
-    }

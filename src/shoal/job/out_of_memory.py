@@ -5,15 +5,20 @@ from __future__ import annotations
 import contextlib
 import io
 import re
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from shoal.budget.advice import lossy_changes, memory_trials, plain_changes
-from shoal.budget.budget import Budget, parts_text
+from shoal.budget.advice import (
+    lossy_changes,
+    memory_saving_changes,
+    plain_changes,
+    saving_trials,
+)
+from shoal.budget.budget import Budget, ProgramCost, parts_text
 from shoal.config.train import Config
-from shoal.job.job import Job, memory_report
+from shoal.job.job import Job
+from shoal.job.memory import job_budget
 from shoal.records import ShoalError
 from shoal.report.console import Console
 from shoal.weights.source import ModelSource, planned_architecture
@@ -31,14 +36,17 @@ def explain_out_of_memory(error: BaseException, config: Any) -> ShoalError | Non
         r"(?:allocat\w*|Attempting to reserve)\s+((\d+(?:\.\d+)?) ?(?:bytes|([KMGT]?)i?B)?)",
         str(seen),
     )
-    what = f" ({asked[1].strip()} more were asked for)" if asked else ""
-    size = float(asked[2]) * 1024 ** " KMGT".index(asked[3] or " ") if asked else 0.0
-    plain = list(plain_changes(config))
-    held, advice, key = (
-        "",
-        "; ".join(change.words(config) for change in plain),
-        plain[0].key if plain else "",
-    )
+    what = ""
+    size = 0.0
+    if asked:
+        what = f" ({asked[1].strip()} more were asked for)"
+        size = float(asked[2]) * 1024 ** " KMGT".index(asked[3] or " ")
+    changes = plain_changes(config)
+    held = ""
+    advice = "; ".join(change.words(config) for change in changes)
+    key = ""
+    if changes:
+        key = changes[0].key
     if isinstance(config, Config):
         # No memory for the answer either, or devices of other processes: the keys alone.
         with contextlib.suppress(ShoalError, MemoryError, RuntimeError):
@@ -51,27 +59,43 @@ def _by_phase(config: Config, asked: int) -> tuple[str, str, str]:
     of them where so many bytes more are needed, and the first one's key."""
     spec = ModelSource(Path(), planned_architecture(config.model))
     with Job(config, Console(io.StringIO()), spec=spec) as job:
-        found = memory_report(job)
-        extra = {"accumulate": max(asked, found["activations"]), "decode": asked}
-        bare = {name: Budget(job.config, _alone(found, name), {}) for name in extra}
-        phases = {
-            name: replace(one, programs={name: {"error": "", "extra_bytes": extra[name]}})
-            for name, one in bare.items()
-        }
-        held = parts_text(max(bare.values(), key=lambda one: one.peak))
-        lines: dict[str, str] = {}
-        for kind in (memory_trials, lossy_changes):  # of all phases, before what changes results
-            for name, one in phases.items():
-                for trial in kind(one, lambda other, name=name: _alone(job.described(other), name)):
-                    lines.setdefault(trial.change.key, trial.text())
+        budget = job_budget(job)
+        update = _of_program(budget, "accumulate")
+        sampling = _of_program(budget, "decode")
+        held = parts_text(max(update, sampling, key=Budget.peak))
+        update = _with_extra(update, max(asked, budget.activations))
+        sampling = _with_extra(sampling, asked)
+
+        def describe_update(other: Config) -> Budget:
+            return _of_program(job.described(other), "accumulate")
+
+        def describe_sampling(other: Config) -> Budget:
+            return _of_program(job.described(other), "decode")
+
+        # The changes of no result of both phases come before those that change results.
+        trials = [
+            *saving_trials(update, describe_update, memory_saving_changes(update)),
+            *saving_trials(sampling, describe_sampling, memory_saving_changes(sampling)),
+            *saving_trials(update, describe_update, lossy_changes(update)),
+            *saving_trials(sampling, describe_sampling, lossy_changes(sampling)),
+        ]
+    lines: dict[str, str] = {}
+    for trial in trials:
+        lines.setdefault(trial.change.key, trial.text())
     if not lines:
         raise ShoalError("no key takes less")
     return f"; besides, a device holds {held}", "; ".join(lines.values()), next(iter(lines))
 
 
-def _alone(job: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """A job's outline with one of its programs alone."""
-    return {**job, "programs": {name: job["programs"][name]}}
+def _of_program(budget: Budget, program: str) -> Budget:
+    """A job's budget with one of its programs alone."""
+    return replace(budget, programs={program: budget.programs[program]})
+
+
+def _with_extra(budget: Budget, extra: int) -> Budget:
+    """The budget with so many bytes for each of its programs, besides what roles hold."""
+    costs = {program: ProgramCost(extra_bytes=extra) for program in budget.programs}
+    return replace(budget, costs=costs)
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

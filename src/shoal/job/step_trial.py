@@ -24,7 +24,7 @@ import numpy as np
 from shoal.algorithm.advantage import nonzero_std
 from shoal.algorithm.aggregation import token_weights
 from shoal.budget.advice import TIGHT, Describe, advise
-from shoal.budget.budget import LARGEST, Budget
+from shoal.budget.budget import LARGEST, Budget, ProgramCost
 from shoal.budget.memory import AvailableMemory
 from shoal.budget.shapes import micro_batch_shapes
 from shoal.chat.tokenizer import Tokenizer
@@ -72,9 +72,8 @@ class TimedProgram:
         self.compile_bytes, self.code_bytes = 0, 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        key = tuple(
-            (leaf.shape, str(np.dtype(leaf.dtype))) for leaf in jax.tree.leaves((args, kwargs))
-        )
+        leaves = jax.tree.leaves((args, kwargs))
+        key = tuple((leaf.shape, str(np.dtype(leaf.dtype))) for leaf in leaves)
         if key not in self.compiled:
             started = time.perf_counter()
             with ResidentPeak() as peak:
@@ -88,18 +87,13 @@ class TimedProgram:
     def extra_bytes(self) -> int:
         """The most memory that a call needs on a device besides its arguments: temporaries, and
         results that overwrite none. 0 if the compiler does not report it."""
-        found = [
-            analysis
-            for program in self.compiled.values()
-            if (analysis := program.memory_analysis())
-        ]
-        return max(
-            (
-                one.temp_size_in_bytes + max(0, one.output_size_in_bytes - one.alias_size_in_bytes)
-                for one in found
-            ),
-            default=0,
-        )
+        most = 0
+        for program in self.compiled.values():
+            report = program.memory_analysis()
+            if report:
+                results = max(0, report.output_size_in_bytes - report.alias_size_in_bytes)
+                most = max(most, report.temp_size_in_bytes + results)
+        return most
 
 
 @dataclass
@@ -125,16 +119,20 @@ class StepTrial:
 
     @property
     def lengths(self) -> np.ndarray:
-        return np.array([len(c) for group in self.groups for c in group.completions])
+        """Tokens of each completion."""
+        return np.array([len(completion) for completion in self._completions()])
+
+    def _completions(self) -> list[Completion]:
+        completions: list[Completion] = []
+        for group in self.groups:
+            completions.extend(group.completions)
+        return completions
 
     @property
     def truncated(self) -> float:
         """Share of completions that reached their limit."""
-        return float(
-            np.mean(
-                [c.stop_reason == StopReason.LENGTH for g in self.groups for c in g.completions]
-            )
-        )
+        reasons = [completion.stop_reason for completion in self._completions()]
+        return float(np.mean([reason == StopReason.LENGTH for reason in reasons]))
 
     @property
     def compile_seconds(self) -> float:
@@ -143,16 +141,19 @@ class StepTrial:
     @property
     def nonzero_std(self) -> float:
         """Share of groups whose rewards differ."""
-        return float(
-            np.mean(
-                [nonzero_std(group.rewards[None], group.valid[None])[0] for group in self.groups]
-            )
-        )
+        differs = []
+        for group in self.groups:
+            differs.append(nonzero_std(group.rewards[None], group.valid[None])[0])
+        return float(np.mean(differs))
 
     @property
     def mean_reward(self) -> float:
-        rewards = [float(r) for group in self.groups for r in group.rewards[group.valid]]
-        return sum(rewards) / len(rewards) if rewards else float("nan")
+        rewards: list[float] = []
+        for group in self.groups:
+            rewards.extend(float(reward) for reward in group.rewards[group.valid])
+        if not rewards:
+            return float("nan")
+        return sum(rewards) / len(rewards)
 
     @property
     def padding(self) -> float:
@@ -173,34 +174,43 @@ def try_step(
 ) -> StepTrial:
     """Samples the groups of the run's first step, as many as the engine holds at once, and makes
     part of an update on them. The weights that it gives are discarded."""
+    programs: dict[str, TimedProgram] = {}
     for owner in (engine, learner):
-        owner.programs = {name: TimedProgram(function) for name, function in owner.programs.items()}
-    programs: dict[str, TimedProgram] = {**engine.programs, **learner.programs}  # type: ignore
-    size, params = config.batch.group_size, config.sampling.params
-    requests = [
-        GroupRequest(Purpose.TRAIN, 0, 0, prompt.example, prompt.prompt_ids, size, params)
-        for prompt in prompts[: engine.num_groups]
-    ]
+        timed = {name: TimedProgram(function) for name, function in owner.programs.items()}
+        owner.programs = timed  # type: ignore
+        programs |= timed
+    requests = []
+    for prompt in prompts[: engine.num_groups]:
+        requests.append(
+            GroupRequest(
+                Purpose.TRAIN,
+                0,
+                0,
+                prompt.example,
+                prompt.prompt_ids,
+                config.batch.group_size,
+                config.sampling.params,
+            )
+        )
     engine.load(0, publish_to(engine.model, parameters))
     engine.submit([sample_request(request, id, config.seed) for id, request in enumerate(requests)])
     sampled, sample_seconds = _sample(engine, programs)
     engine.release_memory()
-    siblings = [sampled[id] for id in range(len(requests))]
-    texts = [
-        [tokenizer.decode(completion.token_ids.tolist()) for completion in group]
-        for group in siblings
-    ]
-    ids = [[completion.token_ids.tolist() for completion in group] for group in siblings]
+    token_ids: list[list[list[int]]] = []
+    texts: list[list[str]] = []
+    cancelled = 0
+    for id in range(len(requests)):
+        siblings = sampled[id]
+        of_group = [completion.token_ids.tolist() for completion in siblings]
+        token_ids.append(of_group)
+        texts.append([tokenizer.decode(tokens) for tokens in of_group])
+        cancelled += sum(completion.stop_reason == StopReason.CANCELLED for completion in siblings)
     started = time.perf_counter()
-    scores = score(pool, [request.example for request in requests], texts, ids)
+    scores = score(pool, [request.example for request in requests], texts, token_ids)
     reward_seconds = time.perf_counter() - started
-    groups = [
-        make_group(task, request, siblings[number], texts[number], scores, number)
-        for number, request in enumerate(requests)
-    ]
-    cancelled = sum(
-        completion.stop_reason == StopReason.CANCELLED for group in siblings for completion in group
-    )
+    groups = []
+    for number, request in enumerate(requests):
+        groups.append(make_group(task, request, sampled[number], texts[number], scores, number))
     shape = micro_batch_shapes(config, learner.model.role.row_shards)[0]
     trial = StepTrial(groups, cancelled, sample_seconds, reward_seconds, programs, shape)
     _update(trial, config, learner, parameters)
@@ -217,23 +227,24 @@ def _sample(
     def clock() -> float:
         return time.perf_counter() - sum(program.seconds for program in programs.values())
 
-    found: dict[int, list[Completion]] = {}
-    started, seconds = clock(), 0.0
+    completions: dict[int, list[Completion]] = {}
+    started = clock()
+    seconds = 0.0
     while engine.progress and seconds <= SAMPLING_SECONDS:
-        found |= engine.step()
+        completions |= engine.step()
         seconds = clock() - started
     for id in list(engine.progress):
         engine.cancel(id)
-    return found | dict(run_until_idle(engine)), seconds
+    completions |= dict(run_until_idle(engine))
+    return completions, seconds
 
 
 def _update(trial: StepTrial, config: Config, learner: Learner, parameters: Params) -> None:
     """Part of an update on the trial's groups, those without variance included: times, and the
     trainer's log-probs."""
     table = StepTable.of(trial.groups, config.algorithm)
-    groups = [
-        replace(group, valid=np.ones(group.size, bool)) for group in trial.groups
-    ]  # log-probs of each completion
+    # Invalid completions have log-probs to compare, too.
+    groups = [replace(group, valid=np.ones(group.size, bool)) for group in trial.groups]
     valid = np.ones_like(table.valid)
     weights = token_weights(
         AGGREGATIONS[config.algorithm.aggregation].load(),
@@ -242,11 +253,10 @@ def _update(trial: StepTrial, config: Config, learner: Learner, parameters: Para
         valid,
         config.algorithm.aggregation_tokens or config.sampling.max_completion_tokens,
     )
-    sampled = {
-        (p, g): c.logprobs
-        for p, group in enumerate(groups)
-        for g, c in enumerate(group.completions)
-    }
+    sampled = {}
+    for group_index, group in enumerate(groups):
+        for completion_index, completion in enumerate(group.completions):
+            sampled[group_index, completion_index] = completion.logprobs
     batches = pack(
         groups,
         range(len(groups)),
@@ -259,14 +269,18 @@ def _update(trial: StepTrial, config: Config, learner: Learner, parameters: Para
         max_support=max_support(config),
     )
     trial.num_batches = len(batches)
-    state, total, seconds, differences = learner.init(parameters), None, [], []
+    state = learner.init(parameters)
+    total = None
+    seconds = []
+    differences = []
     for number in range(max(2, min(NUM_MICRO_BATCHES, len(batches)))):
         batch = batches[number % len(batches)]
         started = time.perf_counter()
         total, logprobs = learner.accumulate(total, state, batch.arrays)
-        found = unpack([batch], [np.asarray(logprobs)])
+        trained = unpack([batch], [np.asarray(logprobs)])
         seconds.append(time.perf_counter() - started)
-        differences += [np.abs(values - sampled[key]) for key, values in found.items()]
+        for key, values in trained.items():
+            differences.append(np.abs(values - sampled[key]))
     assert total is not None
     trial.accumulate_seconds = min(seconds[1:])
     trial.differences = np.concatenate(differences)
@@ -322,14 +336,12 @@ def estimate_times(
     sample = trial.sample_seconds * longer * waves
     batches = trial.num_batches * scale
     has_teacher = bool(config.teacher.path)
-    trained = (
-        batches
-        if needs_all_groups(a, has_teacher)
-        else max(a.num_minibatches, batches * trial.nonzero_std)
-    )
-    update = (
-        trained * a.num_epochs + SCORING * num_scorings(a, has_teacher) * batches
-    ) * trial.accumulate_seconds + a.num_epochs * a.num_minibatches * trial.apply_seconds
+    trained = batches
+    if not needs_all_groups(a, has_teacher):
+        trained = max(a.num_minibatches, batches * trial.nonzero_std)
+    passes = trained * a.num_epochs + SCORING * num_scorings(a, has_teacher) * batches
+    updates = a.num_epochs * a.num_minibatches
+    update = passes * trial.accumulate_seconds + updates * trial.apply_seconds
     tokens = float(trial.lengths.sum()) * longer
     evaluation = (
         evaluated * (tokens / trial.lengths.size) * trial.sample_seconds * longer / max(tokens, 1.0)
@@ -352,40 +364,46 @@ def estimate_times(
     )
 
 
-def trial_figures(
-    config: Config, job: Mapping[str, Any], trial: StepTrial, engines: Mapping[str, Engine]
-) -> Budget:
-    """The figures of a job whose programs were tried. Their memory is scaled from the trial's
-    shapes to the longest allowed, and to the engine that prefills most prompts at once."""
-    programs, tokens = trial.programs, job["shape"]["tokens"]
-    bucket = prompt_bucket(config.sampling.slot_prompt)
-    used = max(prompt_bucket(len(group.prompt_ids)) for group in trial.groups)
+def trial_budget(budget: Budget, trial: StepTrial, engines: Mapping[str, Engine]) -> Budget:
+    """The budget of a job whose programs were tried. Their memory is scaled from the trial's shapes
+    to the longest allowed, and to the engine that prefills most prompts at once."""
+    training = engines["training"]
+    bucket = prompt_bucket(budget.config.sampling.slot_prompt)
     largest = max(engine.scheduler.batch_rows(bucket) for engine in engines.values()) * bucket
-    tried = engines["training"].scheduler.batch_rows(used) * used
-    scale = {"prefill": largest / tried, "accumulate": max(1.0, tokens / trial.shape.tokens)}
-    extra = {name: round(programs[name].extra_bytes * scale.get(name, 1.0)) for name in LARGEST}
-    if engines["training"].model.role.platform == "cpu":
-        job = {**job, "processes": cpu_processes(trial, engines)}
-        # A program is compiled beside all that is held, but before it takes memory itself.
-        extra = {name: max(size, programs[name].compile_bytes) for name, size in extra.items()}
-    return Budget(
-        config, job, {name: {"error": "", "extra_bytes": size} for name, size in extra.items()}
-    )
+    tried_bucket = max(prompt_bucket(len(group.prompt_ids)) for group in trial.groups)
+    tried = training.scheduler.batch_rows(tried_bucket) * tried_bucket
+    scale = {
+        "prefill": largest / tried,
+        "accumulate": max(1.0, budget.batch.tokens / trial.shape.tokens),
+    }
+    is_cpu = training.model.role.platform == "cpu"
+    costs = {}
+    for name in LARGEST:
+        program = trial.programs[name]
+        extra = round(program.extra_bytes * scale.get(name, 1.0))
+        if is_cpu:
+            # A program is compiled beside all that is held, but before it takes memory itself.
+            extra = max(extra, program.compile_bytes)
+        costs[name] = ProgramCost(extra_bytes=extra)
+    process_bytes = None
+    if is_cpu:
+        process_bytes = cpu_process_bytes(trial, engines)
+    return replace(budget, costs=costs, process_bytes=process_bytes)
 
 
-def cpu_processes(trial: StepTrial, engines: Mapping[str, Engine]) -> dict[str, int]:
+def cpu_process_bytes(trial: StepTrial, engines: Mapping[str, Engine]) -> dict[str, int]:
     """Bytes of RAM that a run on a CPU takes besides arrays, by part. Engines of evaluations
     compile programs of their own, as large as those of training, which were tried."""
     others = {id(engine) for engine in engines.values()} - {id(engines["training"])}
-    of_engine = sum(trial.programs[name].code_bytes for name in engines["training"].programs)
+    code_bytes = sum(trial.programs[name].code_bytes for name in engines["training"].programs)
     return {
-        "this process with its libraries": trial.process_bytes + len(others) * of_engine,
+        "this process with its libraries": trial.process_bytes + len(others) * code_bytes,
         "processes of rewards": trial.worker_bytes,
     }
 
 
 def best_advice(
-    config: Config, figures: Budget, describe: Describe, times: Times, available: AvailableMemory
+    config: Config, budget: Budget, describe: Describe, times: Times, available: AvailableMemory
 ) -> dict[str, Any]:
     """The key whose change would help the run's time most, as far as that is known; else what takes
     most."""
@@ -396,16 +414,17 @@ def best_advice(
             f"a quarter",
             "key": "task.num_eval_questions",
         }
-    for one in advise(figures, describe, TIGHT * available.free / available.sharing)[:1]:
-        return {"text": one["text"], "key": one["key"]}
+    advice = advise(budget, describe, TIGHT * available.free / available.sharing)
+    if advice:
+        return {"text": advice[0].text, "key": advice[0].key}
     seconds, name = max(
         (times.sample_seconds, "sampling"),
         (times.reward_seconds, "the reward"),
         (times.update_seconds, "the update"),
     )
+    share_of_step = seconds / max(times.step_seconds, 1e-9)
     return {
-        "text": f"no key stands out; {name} takes "
-        f"{100 * seconds / max(times.step_seconds, 1e-9):.0f}% of a step",
+        "text": f"no key stands out; {name} takes {100 * share_of_step:.0f}% of a step",
         "key": "",
     }
 
@@ -441,15 +460,17 @@ def process_bytes() -> int:
     gc.collect()
     return_freed_memory()
     resident = resident_bytes()
-    return max(0, resident - array_bytes()) if resident else 0
+    if not resident:
+        return 0
+    return max(0, resident - array_bytes())
 
 
 def children_bytes(pid: int = 0) -> int:
     """Bytes in RAM that the children of a process (0: of this one), and theirs, share with no
     other."""
-    of = PROC / str(pid or os.getpid())
+    process = PROC / str(pid or os.getpid())
     total = 0
-    for task in (of / "task").glob("*"):
+    for task in (process / "task").glob("*"):
         for child in _read(task / "children").split():
             text = _read(PROC / child / "smaps_rollup")
             private = re.findall(r"^Private_(?:Clean|Dirty): +(\d+) kB", text, re.MULTILINE)

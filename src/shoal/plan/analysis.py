@@ -15,7 +15,8 @@ import os
 import re
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +24,18 @@ import jax
 from jax.interpreters import partial_eval
 
 from shoal.buckets import cache_folder
+from shoal.budget.budget import ProgramCost
 from shoal.budget.memory import bytes_per_device
 from shoal.files import appearing
 from shoal.job.fingerprint import package_version
+from shoal.mesh.accelerators import Accelerator
 from shoal.plan.hlo import Costs, Module
 from shoal.plan.job import Planned, PlannedJob
 from shoal.plan.transfers import transfer_rows
 
 _COMPILERS = ("jaxlib", "libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin")
+_UNITS = {"K": 10, "M": 20, "G": 30, "T": 40}
+
 MOST_SHOWN = 12
 """Rows of a table of sources or temporaries that are kept."""
 
@@ -38,65 +43,58 @@ ANSWER_SECONDS = 1e-5
 """Of a GPU, assumed: until its host has read whether a loop goes on."""
 
 
-def analyse(job: PlannedJob, name: str) -> dict[str, Any]:
-    """What one program of the job costs on a device of its role, for JSON."""
+def analyse(job: PlannedJob, name: str) -> ProgramCost:
+    """What one program of the job costs on a device of its role."""
     planned = job.programs()[name]
     traced = planned.program.trace(*planned.args, **planned.kwargs)
     compiled = _compiled(job, planned, traced.lower())
-    flops, in_kernels, floor = traced_costs(job, planned, traced)
-    arguments = bytes_per_device((planned.args, dict(planned.kwargs)))
-    found: dict[str, Any] = {
-        "program": name,
-        "layers": job.model.architecture.num_layers,
-        "compiled_seconds": compiled["seconds"],
-        "error": compiled["error"],
-        "flops": flops,
-        "floor_seconds": floor,
-    }
-    if compiled["error"]:
-        return found | {
-            "extra_bytes": max(0, compiled["excess"] - arguments),
-            "largest": compiled["largest"],
-            "collectives": [],
-            "compute_seconds": 0.0,
-            "transfer_seconds": 0.0,
-            "sources": {},
-            "launches": 0.0,
-            "code_bytes": 0,
-            "kernel_flops": in_kernels,
-            "assumed": [],
-            "memory": {},
-        }
-    kind = job.accelerator
-    memory_rate = kind.hbm / kind.clock if kind and kind.is_tpu else 0.0
-    memory, costs = (
-        compiled["memory"],
-        Module(compiled["text"]).costs(planned.assumed_trips, memory_rate),
+    flops, kernel_flops, floor_seconds = traced_costs(job, planned, traced)
+    cost = ProgramCost(
+        program=name,
+        layers=job.model.architecture.num_layers,
+        compiled_seconds=compiled.seconds,
+        error=compiled.error,
+        flops=flops,
+        floor_seconds=floor_seconds,
+        kernel_flops=kernel_flops,
     )
-    rows = transfer_rows(costs.collectives, job.topology, kind, planned.role.mesh)
-    # Cycles (TPU) or bytes a second, for the seconds of a source.
-    rate = math.inf if kind is None else kind.clock if kind.is_tpu else kind.hbm
-    return found | {
-        # What a call needs besides its arguments: temporaries, and results that overwrite none.
-        "extra_bytes": memory["temp"]
-        + max(0, memory["output"] - memory["alias"])
-        + planned.batch_bytes,
-        "memory": memory,
-        "largest": costs.largest[:MOST_SHOWN],
-        "collectives": rows,
-        "code_bytes": memory["code"],
-        "compute_seconds": _compute_seconds(job, costs, in_kernels),
-        "transfer_seconds": sum(row["seconds"] for row in rows),
-        "launches": sum(times for times, *_ in costs.operations),
-        "kernel_flops": in_kernels,
-        "sources": dict(
-            sorted(
-                ((source, value / rate) for source, value in (costs.cycles or costs.bytes).items()),
-                key=lambda item: -item[1],
-            )[:MOST_SHOWN]
-        ),
-        "assumed": costs.assumed,
-    }
+    if compiled.error:
+        arguments = bytes_per_device((planned.args, dict(planned.kwargs)))
+        excess = max(0, compiled.excess - arguments)
+        return replace(cost, extra_bytes=excess, largest=compiled.largest)
+    kind = job.accelerator
+    memory_rate = 0.0
+    if kind and kind.is_tpu:
+        memory_rate = kind.hbm / kind.clock  # bytes a cycle
+    costs = Module(compiled.text).costs(planned.assumed_trips, memory_rate)
+    collectives = transfer_rows(costs.collectives, job.topology, kind, planned.role.mesh)
+    memory = compiled.memory
+    results = max(0, memory["output"] - memory["alias"])
+    return replace(
+        cost,
+        extra_bytes=memory["temp"] + results + planned.batch_bytes,
+        memory=memory,
+        largest=costs.largest[:MOST_SHOWN],
+        collectives=collectives,
+        code_bytes=memory["code"],
+        compute_seconds=_compute_seconds(job, costs, kernel_flops),
+        transfer_seconds=sum(row.seconds for row in collectives),
+        launches=sum(operation.times for operation in costs.operations),
+        sources=_longest_sources(costs, kind),
+        assumed=costs.assumed,
+    )
+
+
+def _longest_sources(costs: Costs, kind: Accelerator | None) -> dict[str, float]:
+    """Line of code -> seconds that its operations take, the longest first: by a TPU's cycles, or by
+    what they read and write."""
+    rate = math.inf  # of cycles or bytes a second
+    if kind is not None:
+        rate = kind.clock if kind.is_tpu else kind.hbm
+    by_source = costs.cycles or costs.bytes
+    seconds = {source: amount / rate for source, amount in by_source.items()}
+    longest = sorted(seconds.items(), key=lambda item: -item[1])
+    return dict(longest[:MOST_SHOWN])
 
 
 def traced_costs(job: PlannedJob, planned: Planned, traced: Any) -> tuple[float, float, float]:
@@ -105,113 +103,125 @@ def traced_costs(job: PlannedJob, planned: Planned, traced: Any) -> tuple[float,
     reads at the memory's)."""
     # As a compiler does it: recomputation by a rule of our own (`gated_product`) traces a product
     # that nobody reads.
-    jaxpr, _ = partial_eval.dce_jaxpr(
-        traced.jaxpr.jaxpr, [True] * len(traced.jaxpr.jaxpr.outvars), instantiate=True
-    )
-    flops, in_kernels = (
-        jaxpr_flops(jaxpr, planned.assumed_trips, of_kernels) / planned.role.mesh.size
-        for of_kernels in (False, True)
-    )
-    weights = planned.weights_read * (bytes_per_device(planned.args) - planned.looked_up)
-    read = weights + (planned.keys_read or bytes_per_device(dict(planned.kwargs)))
+    whole = traced.jaxpr.jaxpr
+    jaxpr, _ = partial_eval.dce_jaxpr(whole, [True] * len(whole.outvars), instantiate=True)
+    devices = planned.role.mesh.size
+    flops = jaxpr_flops(jaxpr, planned.assumed_trips) / devices
+    kernel_flops = jaxpr_flops(jaxpr, planned.assumed_trips, of_kernels=True) / devices
     kind = job.accelerator
     if kind is None:
-        return flops, in_kernels, 0.0
-    return (
-        flops,
-        in_kernels,
-        max(flops / kind.peaks.get(job.model.dtype.name, math.inf), read / kind.hbm),
-    )
+        return flops, kernel_flops, 0.0
+    weights = planned.weights_read * (bytes_per_device(planned.args) - planned.looked_up)
+    keys = planned.keys_read or bytes_per_device(dict(planned.kwargs))
+    peak = kind.peaks.get(job.model.dtype.name, math.inf)
+    return flops, kernel_flops, max(flops / peak, (weights + keys) / kind.hbm)
 
 
-def _compute_seconds(job: PlannedJob, costs: Costs, in_kernels: float) -> float:
-    """Without transfers between devices. TPU: the compiler's estimate of cycles, and the waits for
-    copies; GPU, and where a TPU's compiler has none: for each operation the longest of its memory
-    traffic, its products and (GPU) its launch; both: of kernels, into which no compiler's account
-    looks, the operations at a share of the peak rate, if that is longer than their memory traffic.
-    0 where the device is not known."""
+def _compute_seconds(job: PlannedJob, costs: Costs, kernel_flops: float) -> float:
+    """Seconds of a program without transfers between devices; 0 where the device is not known.
+
+    TPU: the compiler's estimate of cycles, and the waits for copies. GPU, and operations without
+    such an estimate: the longest of an operation's memory traffic, its products and (GPU) its
+    launch. Both: of kernels, into which no compiler's account looks, the operations at a share of
+    the peak rate, as far as that is longer than their memory traffic."""
     kind = job.accelerator
     if kind is None:
         return 0.0
     peak = kind.peaks.get(job.model.dtype.name, math.inf)
-    operations, least = (costs.unknown, 0.0) if kind.is_tpu else (costs.operations, kind.launch)
-    compiled = sum(
-        times * max(size / kind.hbm, flops / peak, least) for times, size, flops in operations
-    )
-    beside = (
-        sum(costs.cycles.values()) / kind.clock if kind.is_tpu else costs.awaited * ANSWER_SECONDS
-    )
-    return (
-        compiled
-        + beside
-        + max(0.0, in_kernels / (kind.kernels * peak) - costs.in_kernels / kind.hbm)
-    )
+    if kind.is_tpu:
+        operations = costs.unknown
+        least = 0.0
+        rest = sum(costs.cycles.values()) / kind.clock
+    else:
+        operations = costs.operations
+        least = kind.launch
+        rest = costs.awaited * ANSWER_SECONDS
+    of_operations = 0.0
+    for operation in operations:
+        seconds = max(operation.bytes / kind.hbm, operation.flops / peak, least)
+        of_operations += operation.times * seconds
+    of_kernels = kernel_flops / (kind.kernels * peak) - costs.in_kernels / kind.hbm
+    return of_operations + rest + max(0.0, of_kernels)
 
 
 # ---- what the compiler said
 
 
-def _compiled(job: PlannedJob, planned: Planned, lowered: Any) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Compiled:
+    """What a compiler made of a program, or why it made nothing; kept on disk as JSON."""
+
+    error: str = ""
+    excess: int = 0  # bytes that a refused program needs
+    largest: Sequence[Any] = ()  # [bytes, shape, operator] of what these are for
+    text: str = ""  # optimised HLO
+    memory: Mapping[str, int] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+def _compiled(job: PlannedJob, planned: Planned, lowered: Any) -> Compiled:
     """The compiled program's text and memory, from the disk if it was compiled before."""
     file = _folder() / f"{_key(job, planned, lowered.as_text())}.json.gz"
     stored = _read_compiled(file)
     if stored is not None:
         return stored
-    started, found = (
-        time.perf_counter(),
-        {"error": "", "excess": 0, "largest": [], "text": "", "memory": {}},
-    )
+    started = time.perf_counter()
     try:
-        compiled = planned.program.compile(*planned.args, **planned.kwargs)
-        m = compiled.memory_analysis()
-        found |= {
-            "text": compiled.as_text(),
-            "memory": {
-                "arguments": m.argument_size_in_bytes,
-                "output": m.output_size_in_bytes,
-                "alias": m.alias_size_in_bytes,
-                "temp": m.temp_size_in_bytes,
-                "code": m.generated_code_size_in_bytes,
+        program = planned.program.compile(*planned.args, **planned.kwargs)
+        analysis = program.memory_analysis()
+        compiled = Compiled(
+            text=program.as_text(),
+            memory={
+                "arguments": analysis.argument_size_in_bytes,
+                "output": analysis.output_size_in_bytes,
+                "alias": analysis.alias_size_in_bytes,
+                "temp": analysis.temp_size_in_bytes,
+                "code": analysis.generated_code_size_in_bytes,
             },
-        }
+        )
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        found |= _exhausted(str(error))
-    found["seconds"] = time.perf_counter() - started
+        compiled = _exhausted(str(error))
+    compiled = replace(compiled, seconds=time.perf_counter() - started)
     file.parent.mkdir(parents=True, exist_ok=True)
     with appearing(file) as temporary:
-        temporary.write_bytes(gzip.compress(json.dumps(found).encode(), 6))
-    return found
+        temporary.write_bytes(gzip.compress(json.dumps(asdict(compiled)).encode(), 6))
+    return compiled
 
 
-def _read_compiled(file: Path) -> dict[str, Any] | None:
+def _read_compiled(file: Path) -> Compiled | None:
     """What was kept of a compiled program; None where nothing was, or the file is damaged: it is
     then compiled again, and the file replaced."""
     try:
-        found = json.loads(gzip.decompress(file.read_bytes()))
+        stored = json.loads(gzip.decompress(file.read_bytes()))
     except (OSError, EOFError, ValueError, zlib.error):
         return None
-    return (
-        found
-        if isinstance(found, dict) and {"error", "text", "memory", "seconds"} <= found.keys()
-        else None
-    )
+    names = {field.name for field in fields(Compiled)}
+    if not isinstance(stored, dict) or stored.keys() != names:
+        return None
+    return Compiled(**stored)
 
 
-def _exhausted(text: str) -> dict[str, Any]:
+def _exhausted(text: str) -> Compiled:
     """What the compiler says of a program that needs more memory than the device has: how much, and
     for what."""
     asked = re.search(r"(?:Used|requires?d?[^(]*\() ?([\d.]+)([KMGT])", text)
-    units = {"K": 10, "M": 20, "G": 30, "T": 40}
-    size = int(float(asked[1]) * (1 << units[asked[2]])) if asked else 0
-    largest = [
-        [int(float(n) * (1 << units[unit])), shape, operator]
-        for n, unit, operator, shape in re.findall(
-            r"Size: ([\d.]+)([KMGT])\s+(?:Operator: ([^\n]*)\s+)?Shape: (\S+)", text
-        )
-    ]
-    return {"error": text.splitlines()[0][:300], "excess": size, "largest": largest[:MOST_SHOWN]}
+    excess = 0
+    if asked:
+        excess = _bytes(asked[1], asked[2])
+    largest = []
+    for number, unit, operator, shape in re.findall(
+        r"Size: ([\d.]+)([KMGT])\s+(?:Operator: ([^\n]*)\s+)?Shape: (\S+)", text
+    ):
+        largest.append([_bytes(number, unit), shape, operator])
+    first_line = text.splitlines()[0]
+    return Compiled(error=first_line[:300], excess=excess, largest=largest[:MOST_SHOWN])
+
+
+def _bytes(number: str, unit: str) -> int:
+    """Bytes of `1.5` and `G`."""
+    return int(float(number) * (1 << _UNITS[unit]))
 
 
 def _folder() -> Path:
@@ -219,18 +229,19 @@ def _folder() -> Path:
 
 
 def _key(job: PlannedJob, planned: Planned, text: str) -> str:
-    versions = [
-        "with code",
-        *(f"{name} {package_version(name)}" for name in _COMPILERS),
-    ]  # what is kept, and by whom
+    """What a compiled program depends on: its text, the devices, the compiler and its options."""
     device = planned.role.mesh.devices.flat[0]
-    target = [
+    numbers = [device.id for device in planned.role.mesh.devices.flat]
+    parts = [
+        text,
         str(job.topology or device.client.platform_version),
         device.device_kind,
-        str([device.id for device in planned.role.mesh.devices.flat]),
+        str(numbers),
+        "with code",  # what is kept
     ]
-    options = sorted(planned.program.compiler_options.items())
-    return hashlib.sha256("\n".join([text, *target, *versions, str(options)]).encode()).hexdigest()
+    parts += [f"{name} {package_version(name)}" for name in _COMPILERS]
+    parts.append(str(sorted(planned.program.compiler_options.items())))
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
 # ---- operations
@@ -242,40 +253,50 @@ def jaxpr_flops(jaxpr: Any, assumed_trips: Sequence[float] = (), of_kernels: boo
     say, the outermost first."""
     total = 0.0
     for equation in jaxpr.eqns:
-        if equation.primitive.name == "dot_general":
-            (contracted, _), _ = equation.params["dimension_numbers"]
-            shape = equation.invars[0].aval.shape
-            size = math.prod(equation.outvars[0].aval.shape) * math.prod(
-                shape[n] for n in contracted
-            )
-            total += 0.0 if of_kernels else 2.0 * size
+        primitive = equation.primitive.name
+        if primitive == "dot_general":
+            if not of_kernels:
+                total += _product_flops(equation)
             continue
-        times, trips = 1.0, assumed_trips
-        if equation.primitive.name == "scan":
+        if primitive == "pallas_call":
+            # It says the cost of all blocks of keys, of which a share is read.
+            share = assumed_trips[0] if assumed_trips else 0.5
+            total += equation.params["cost_estimate"].flops * share
+            continue
+        times = 1.0
+        trips = assumed_trips
+        if primitive == "scan":
             times = float(equation.params["length"])
-        elif equation.primitive.name == "while":
-            times, trips = (assumed_trips[0], assumed_trips[1:]) if assumed_trips else (1.0, ())
-        elif (
-            equation.primitive.name == "pallas_call"
-        ):  # says the cost of all blocks of keys, of which a share is read
-            total += equation.params["cost_estimate"].flops * (assumed_trips or [0.5])[0]
-            continue
-        elif equation.primitive.name == "shard_map":  # its body is of one device
+        elif primitive == "while" and assumed_trips:
+            times = assumed_trips[0]
+            trips = assumed_trips[1:]
+        elif primitive == "shard_map":  # its body is of one device
             mesh = equation.params["mesh"].shape
             times = float(math.prod(mesh[axis] for axis in equation.params["newly_manual_axes"]))
         inside = [jaxpr_flops(inner, trips, of_kernels) for inner in inner_jaxprs(equation.params)]
-        total += times * (
-            max(inside, default=0.0) if equation.primitive.name == "cond" else sum(inside)
-        )
+        if primitive == "cond":  # one of its branches runs
+            total += times * max(inside, default=0.0)
+        else:
+            total += times * sum(inside)
     return total
 
 
+def _product_flops(equation: Any) -> float:
+    (contracted, _), _ = equation.params["dimension_numbers"]
+    shape = equation.invars[0].aval.shape
+    size = math.prod(equation.outvars[0].aval.shape) * math.prod(shape[dim] for dim in contracted)
+    return 2.0 * size
+
+
 def inner_jaxprs(params: dict[str, Any]) -> list[Any]:
-    found = []
+    """The jaxprs among an equation's parameters, as the body of a loop or the branches of a
+    condition."""
+    jaxprs = []
     for value in params.values():
-        for one in value if isinstance(value, tuple | list) else (value,):
-            if hasattr(one, "eqns"):
-                found.append(one)
-            elif hasattr(one, "jaxpr") and hasattr(one.jaxpr, "eqns"):
-                found.append(one.jaxpr)
-    return found
+        candidates = value if isinstance(value, tuple | list) else (value,)
+        for candidate in candidates:
+            if hasattr(candidate, "eqns"):
+                jaxprs.append(candidate)
+            elif hasattr(candidate, "jaxpr") and hasattr(candidate.jaxpr, "eqns"):
+                jaxprs.append(candidate.jaxpr)
+    return jaxprs

@@ -99,13 +99,22 @@ def arrays_of(shape: str) -> list[int]:
     >>> arrays_of("(bf16[2,4]{1,0}, f32[])")
     [16, 4]
     """
-    return [
-        _SIZES[kind] * math.prod(int(size) for size in sizes.split(",") if size)
-        for kind, sizes in _ARRAY.findall(shape)
-    ]
+    return [_array_bytes(kind, sizes) for kind, sizes in _ARRAY.findall(shape)]
+
+
+def _array_bytes(kind: str, sizes: str) -> int:
+    """Bytes of an array of a type, whose sizes are `2,4`."""
+    return _SIZES[kind] * math.prod(_numbers(sizes))
+
+
+def _numbers(text: str) -> list[int]:
+    """The whole numbers of `2,4`; none of an empty text."""
+    return [int(number) for number in text.split(",") if number]
 
 
 class Instruction(NamedTuple):
+    """A line of a computation: `%name = shape op(operands), attributes`."""
+
     name: str
     shape: str
     op: str
@@ -119,13 +128,36 @@ class Instruction(NamedTuple):
 
     def named(self, attribute: str) -> str:
         """The computation that an attribute such as `body` names; empty without."""
-        found = re.search(rf"\b{attribute}=%?([\w.\-]+)", self.attributes)
-        return found[1] if found else ""
+        match = re.search(rf"\b{attribute}=%?([\w.\-]+)", self.attributes)
+        if match is None:
+            return ""
+        return match[1]
+
+    @property
+    def collective(self) -> str:
+        """The collective that it is or starts, as `all-gather`; empty for others."""
+        kind = self.op.removesuffix("-start")
+        if kind not in COLLECTIVES:
+            return ""
+        return kind
+
+    @property
+    def is_free(self) -> bool:
+        """True if it reads and writes nothing itself."""
+        return self.op in _FREE or self.op.endswith("-done")
+
+    @property
+    def is_decoding_kernel(self) -> bool:
+        return self.op == "custom-call" and "/decode_kernel/" in self.attributes
+
+    @property
+    def is_gpu_kernel(self) -> bool:
+        return f'"{_KERNEL}"' in self.attributes
 
 
 @dataclass(frozen=True)
 class Collective:
-    """One transfer at one place of a program. `bytes` are those of the whole array, as a device
+    """A transfer of a program. `bytes` are those of the whole array, as a device
     holds it after a gather or before a scatter."""
 
     kind: str
@@ -139,51 +171,57 @@ class Collective:
         return self.bytes * self.times
 
 
+class Operation(NamedTuple):
+    """An operation: how often it runs, the bytes that it reads and writes, and the FLOPs of its
+    products, each time."""
+
+    times: float
+    bytes: float
+    flops: float
+
+
 @dataclass
 class Costs:
     """What one run of a program does on a device."""
 
     collectives: list[Collective] = field(default_factory=list)
-    cycles: dict[str, float] = field(
-        default_factory=dict
-    )  # by source; TPU: the compiler's estimate
-    bytes: dict[str, float] = field(default_factory=dict)  # by source: read and written
-    operations: list[tuple[float, float, float]] = field(
-        default_factory=list
-    )  # (times, bytes, FLOPs), no collectives
-    unknown: list[tuple[float, float, float]] = field(
-        default_factory=list
-    )  # those whose cycles the compiler lacks
+    cycles: dict[str, float] = field(default_factory=dict)
+    """Source -> cycles. TPU: the compiler's estimate, with the waits for copies."""
+    bytes: dict[str, float] = field(default_factory=dict)  # source -> read and written
+    operations: list[Operation] = field(default_factory=list)  # without collectives
+    unknown: list[Operation] = field(default_factory=list)  # whose cycles the compiler lacks
     in_kernels: float = 0.0  # bytes of operations that are kernels for GPUs, or decoding's for TPUs
-    # bytes that operations read from a device's memory and write to it, without copies beside them
     memory: float = 0.0
+    """Bytes that operations read from a device's memory and write to it, without copies that run
+    beside them."""
     largest: list[tuple[int, str, str]] = field(default_factory=list)  # (bytes, shape, source)
-    assumed: list[str] = field(default_factory=list)  # loops whose trip count was assumed,
-    awaited: float = 0.0  # and how often these are asked whether they go on: of a GPU, by its host
+    assumed: list[str] = field(default_factory=list)  # loops whose trip count was assumed
+    awaited: float = 0.0  # how often a GPU's host is asked whether such a loop goes on
 
 
 class _Copies:
-    """The copies of one computation that run beside its operations."""
+    """The copies of a computation that run beside its operations. `rate`: bytes a cycle of the
+    device's memory."""
 
     def __init__(self, rate: float) -> None:
-        self.rate, self.left = (
-            rate,
-            dict[str, float](),
-        )  # bytes a cycle of the memory; name -> bytes, in their order
+        self.rate = rate
+        self.left: dict[str, float] = {}  # name -> bytes that are not copied yet, in their order
 
-    def beside(self, cycles: float, size: float) -> None:
+    def advance(self, cycles: float, size: float) -> None:
         """Copies while an operation of so many cycles leaves the memory free, which reads or writes
         `size` bytes."""
         free = cycles * self.rate - size
         for name, left in self.left.items():
-            free -= (moved := max(0.0, min(left, free)))
+            moved = max(0.0, min(left, free))
+            free -= moved
             self.left[name] -= moved
 
     def wait(self, name: str) -> float:
         """Cycles until a copy is done, and with it those before it."""
         waited = 0.0
         while name in self.left:
-            waited += self.left.pop(next(iter(self.left))) / self.rate
+            first = next(iter(self.left))
+            waited += self.left.pop(first) / self.rate
         return waited
 
 
@@ -200,373 +238,446 @@ class Module:
         current = ""
         for line in text.splitlines():
             if line.startswith((" ", "\t")):
-                if current and (one := _instruction(line)):
-                    self.computations[current].append(one)
+                instruction = _instruction(line)
+                if current and instruction:
+                    self.computations[current].append(instruction)
             elif line.rstrip().endswith("{") and "->" in line:
-                found = re.match(r"(ENTRY )?%?([\w.\-]+)", line)
-                assert found is not None
-                current = found[2]
+                head = re.match(r"(ENTRY )?%?([\w.\-]+)", line)
+                assert head is not None
+                current = head[2]
                 self.computations[current] = []
-                self.entry = current if found[1] else self.entry
-            elif re.match(
-                r"\}(,|$)", line
-            ):  # not `}}`: what a kernel says of itself has lines of its own
+                if head[1]:
+                    self.entry = current
+            elif re.match(r"\}(,|$)", line):
+                # Not `}}`: what a kernel says of itself has lines of its own.
                 current = ""
-
-    @cached_property
-    def _by_name(self) -> dict[str, Instruction]:
-        return {one.name: one for some in self.computations.values() for one in some}
-
-    @cached_property
-    def _frames(self) -> dict[int, tuple[int, int]]:
-        """Stack frame -> (its location, its parent, 0 for none)."""
-        return {
-            int(a): (int(b), int(c) - 1)
-            for a, b, c in re.findall(
-                r"^(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))\}",
-                self.text,
-                re.MULTILINE,
-            )
-        }
-
-    @cached_property
-    def _locations(self) -> dict[int, str]:
-        """Location -> `model/linear.py:29`."""
-        head = self.text.partition("\n%")[0]
-        names = dict(
-            re.findall(
-                r'^(\d+) "([^"]*)"$',
-                head.partition("FileNames")[2].partition("FunctionNames")[0],
-                re.MULTILINE,
-            )
-        )
-        return {
-            int(a): _place(names.get(b, ""), line)
-            for a, b, line in re.findall(
-                r"^(\d+) \{file_name_id=(\d+) function_name_id=\d+ line=(\d+)", head, re.MULTILINE
-            )
-        }
-
-    def source(self, one: Instruction) -> str:
-        """The line of code that made an operation, with the one that called it, and the operation's
-        name."""
-        name = re.search(r'op_name="([^"]*)"', one.attributes)
-        if name is None and one.op == "fusion":  # nameless, as of several: the last that has a name
-            inside = [
-                i
-                for i in self.computations.get(one.named("calls"), [])
-                if "op_name=" in i.attributes
-            ]
-            return self.source(inside[-1]) if inside else one.op
-        lines: list[str] = []
-        if frame := re.search(r"stack_frame_id=(\d+)", one.attributes):
-            number, seen = int(frame[1]), set()
-            while number in self._frames and number not in seen and len(lines) < 2:
-                seen.add(number)
-                location, number = self._frames[number]
-                place = self._locations.get(location, "")
-                lines += [place] if place and place not in lines else []
-        elif line := re.search(r'source_file="([^"]*)" source_line=(\d+)', one.attributes):
-            lines = [place] if (place := _place(line[1], line[2])) else []
-        last = name[1].rpartition("/")[2] if name else one.op
-        return f"{' < '.join(lines)} {last}" if lines else last
 
     def costs(self, assumed_trips: Sequence[float] = (), memory_rate: float = 0.0) -> Costs:
         """The costs of one run. `assumed_trips`: of loops without a known trip count, the outermost
         first. `memory_rate`: bytes a cycle of a TPU's memory; `cycles` then hold what waits for
         copies."""
-        found = Costs()
-        self._rate = memory_rate
-        self._visit(self.entry, 1.0, tuple(assumed_trips), found, set())
-        largest: dict[tuple[str, str], int] = {}
-        for bytes_, shape, source in found.largest:
-            largest[shape, source] = bytes_
-        found.largest = sorted(((size, *key) for key, size in largest.items()), reverse=True)[:20]
-        return found
+        visit = _Visit(self, memory_rate)
+        visit.computation(self.entry, 1.0, tuple(assumed_trips))
+        costs = visit.costs
+        bytes_by_array: dict[tuple[str, str], int] = {}
+        for size, shape, source in costs.largest:
+            bytes_by_array[shape, source] = size
+        largest = [(size, shape, source) for (shape, source), size in bytes_by_array.items()]
+        costs.largest = sorted(largest, reverse=True)[:20]
+        return costs
 
-    def _visit(
-        self, name: str, times: float, trips: tuple[float, ...], found: Costs, channels: set[str]
-    ) -> None:
-        instructions = self.computations.get(name, [])
-        shapes, copies = {one.name: one.shape for one in instructions}, _Copies(self._rate)
-        for one in instructions:
-            before = sum(found.cycles.values()), found.memory
-            self._visit_one(one, shapes, name, times, trips, found, channels)
-            copies.beside(
-                (sum(found.cycles.values()) - before[0]) / times, (found.memory - before[1]) / times
-            )
-            if one.op in _COPIES and self._rate:
-                copies.left[one.name] = (size := _copied_bytes(one))
-                found.memory += times * size
-            elif one.op.endswith("-done") and (waited := copies.wait(one.operands[0])):
-                source = f"waits for {self.source(one)}"
-                found.cycles[source] = found.cycles.get(source, 0) + times * waited
+    def inside(self, computation: str) -> Iterator[Instruction]:
+        """The instructions of a fused computation, and of those that it calls."""
+        for instruction in self.computations.get(computation, []):
+            yield instruction
+            if instruction.op in ("fusion", "call", "async-start"):
+                for called in self.called(instruction):
+                    yield from self.inside(called)
 
-    def _visit_one(
-        self,
-        one: Instruction,
-        shapes: Mapping[str, str],
-        name: str,
-        times: float,
-        trips: tuple[float, ...],
-        found: Costs,
-        channels: set[str],
-    ) -> None:
-        if one.op == "while":
-            self._visit_loop(one, times, trips, found, channels)
-            return
-        self._collective(one, one, name, times, found, channels)
-        cycles = re.search(r'"estimated_cycles":"(\d+)"', one.attributes)
-        # The largest integer stands where the compiler has no estimate, as of products with 8-bit
-        # weights on v6e.
-        is_known = cycles and int(cycles[1]) < 2**62
-        if cycles and is_known:
-            found.cycles[self.source(one)] = found.cycles.get(self.source(one), 0) + times * int(
-                cycles[1]
-            )
-        if one.op in ("call", "conditional", "async-start"):
-            called = [*self._called(one)]
-            if one.op == "conditional":  # one of its branches runs: that which makes most
-                called = [
-                    max(
-                        called,
-                        key=lambda name: sum(inner.bytes for inner in self.computations[name]),
-                    )
-                ]
-            for inside in called:
-                self._visit(inside, times, trips, found, channels)
-        elif one.op in ("fusion", "call-start"):  # TPU: the second is run by a SparseCore
-            where = one.named("calls") or one.named("to_apply")
-            for inner in self._inside(where):
-                self._collective(inner, one, where, times, found, channels)
-        if one.op not in _FREE and not one.op.endswith("-done"):
-            operation = self._operation(one, shapes, times, found, trips)
-            if one.op.removesuffix("-start") not in COLLECTIVES:
-                found.operations.append(operation)
-                found.unknown += [operation] * bool(cycles and not is_known)
+    def called(self, instruction: Instruction) -> list[str]:
+        """The computations that an instruction calls, or of which it chooses one."""
+        computations = []
+        for attribute in ("to_apply", "calls", "called_computations"):
+            name = instruction.named(attribute)
+            if name:
+                computations.append(name)
+        branches = re.search(r"branch_computations=\{([^}]*)\}", instruction.attributes)
+        if branches:
+            computations += [name.strip().lstrip("%") for name in branches[1].split(",")]
+        return computations
 
-    def _visit_loop(
-        self,
-        one: Instruction,
-        times: float,
-        trips: tuple[float, ...],
-        found: Costs,
-        channels: set[str],
-    ) -> None:
-        count = self.trip_count(one)
-        if count is None:
-            count, trips = (trips[0], trips[1:]) if trips else (1, ())
-            found.assumed.append(f"{self.source(one)}: {count:g} times")
-            found.awaited += times * count
-        for part in ("condition", "body"):
-            self._visit(one.named(part), times * count, trips, found, channels)
+    # ---- where an operation comes from
+
+    def source(self, instruction: Instruction) -> str:
+        """The line of code that made an operation, with the one that called it, and the operation's
+        name."""
+        name = re.search(r'op_name="([^"]*)"', instruction.attributes)
+        if name is None and instruction.op == "fusion":
+            # Nameless, as of several operations: the last that has a name.
+            parts = self.computations.get(instruction.named("calls"), [])
+            named = [part for part in parts if "op_name=" in part.attributes]
+            if not named:
+                return instruction.op
+            return self.source(named[-1])
+        last = instruction.op
+        if name:
+            last = name[1].rpartition("/")[2]
+        lines = self._lines_of(instruction)
+        if not lines:
+            return last
+        return f"{' < '.join(lines)} {last}"
+
+    def _lines_of(self, instruction: Instruction) -> list[str]:
+        """The innermost two lines of this package that made an operation."""
+        frame = re.search(r"stack_frame_id=(\d+)", instruction.attributes)
+        if frame is None:
+            line = re.search(r'source_file="([^"]*)" source_line=(\d+)', instruction.attributes)
+            if line is None:
+                return []
+            text = _line_of_package(line[1], line[2])
+            return [text] if text else []
+        lines: list[str] = []
+        number = int(frame[1])
+        seen = set()
+        while number in self._frames and number not in seen and len(lines) < 2:
+            seen.add(number)
+            location, number = self._frames[number]
+            text = self._locations.get(location, "")
+            if text and text not in lines:
+                lines.append(text)
+        return lines
+
+    @cached_property
+    def _frames(self) -> dict[int, tuple[int, int]]:
+        """Stack frame -> (its location, its parent, 0 for none)."""
+        frames = {}
+        for number, location, parent in re.findall(
+            r"^(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))\}", self.text, re.MULTILINE
+        ):
+            frames[int(number)] = (int(location), int(parent) - 1)
+        return frames
+
+    @cached_property
+    def _locations(self) -> dict[int, str]:
+        """Location -> `model/linear.py:29`."""
+        head = self.text.partition("\n%")[0]
+        names_table = head.partition("FileNames")[2].partition("FunctionNames")[0]
+        names = dict(re.findall(r'^(\d+) "([^"]*)"$', names_table, re.MULTILINE))
+        locations = {}
+        for number, name, line in re.findall(
+            r"^(\d+) \{file_name_id=(\d+) function_name_id=\d+ line=(\d+)", head, re.MULTILINE
+        ):
+            locations[int(number)] = _line_of_package(names.get(name, ""), line)
+        return locations
+
+    # ---- loops
 
     def trip_count(self, loop: Instruction) -> int | None:
         """How often a loop runs, where the program says it."""
-        if known := re.search(r'known_trip_count":\{"n":"(\d+)"', loop.attributes):
+        known = re.search(r'known_trip_count":\{"n":"(\d+)"', loop.attributes)
+        if known:
             return int(known[1])
         condition = self.computations.get(loop.named("condition"), [])
-        by_name = {one.name: one for one in condition}
-        root = next((one for one in condition if one.root), None)
+        root = _root(condition)
         # `i < constant` from 0, as JAX and XLA make counted loops.
         if root is None or root.op != "compare" or "direction=LT" not in root.attributes:
             return None
+        by_name = {instruction.name: instruction for instruction in condition}
         counter, bound = (by_name.get(operand) for operand in root.operands)
         number = _constant(bound)
-        return None if number is None else -(-number // self._step(loop, counter))
+        if number is None:
+            return None
+        return -(-number // self._step(loop, counter))
 
     def _step(self, loop: Instruction, counter: Instruction | None) -> int:
         """What a loop adds to its counter: 2 where XLA has unrolled a product with the exchange of
         its parts."""
-        body = {one.name: one for one in self.computations.get(loop.named("body"), [])}
-        root = next((one for one in body.values() if one.root), None)
-        index = re.search(r"index=(\d+)", counter.attributes) if counter else None
+        if counter is None:
+            return 1
+        index = re.search(r"index=(\d+)", counter.attributes)
+        body = self.computations.get(loop.named("body"), [])
+        root = _root(body)
         if root is None or root.op != "tuple" or index is None:
             return 1
-        last = body.get(root.operands[int(index[1])])
-        steps = (
-            [_constant(body.get(name)) for name in last.operands]
-            if last and last.op == "add"
-            else []
-        )
-        return next(filter(None, steps), 1)
+        by_name = {instruction.name: instruction for instruction in body}
+        last = by_name.get(root.operands[int(index[1])])
+        if last is None or last.op != "add":
+            return 1
+        for operand in last.operands:
+            step = _constant(by_name.get(operand))
+            if step:
+                return step
+        return 1
 
-    def _called(self, one: Instruction) -> Iterator[str]:
-        for attribute in ("to_apply", "calls", "called_computations"):
-            if name := one.named(attribute):
-                yield name
-        if branches := re.search(r"branch_computations=\{([^}]*)\}", one.attributes):
-            yield from (name.strip().lstrip("%") for name in branches[1].split(","))
+    # ---- bytes
 
-    def _inside(self, name: str) -> Iterator[Instruction]:
-        """The instructions of a fused computation, and of those that it calls."""
-        for one in self.computations.get(name, []):
-            yield one
-            if one.op in ("fusion", "call", "async-start"):
-                yield from (inner for called in self._called(one) for inner in self._inside(called))
+    @cached_property
+    def by_name(self) -> dict[str, Instruction]:
+        instructions = {}
+        for computation in self.computations.values():
+            for instruction in computation:
+                instructions[instruction.name] = instruction
+        return instructions
 
-    def _collective(
-        self,
-        one: Instruction,
-        around: Instruction,
-        where: str,
-        times: float,
-        found: Costs,
-        channels: set[str],
-    ) -> None:
-        """Adds one if it is a collective, of the computation `where`, inside of the fusion
-        `around`."""
-        kind = one.op.removesuffix("-start")
-        if kind not in COLLECTIVES:
-            return
-        # TPU: one gather may be split over several fusions that compute meanwhile; all its parts
-        # have one channel.
-        channel = re.search(r"channel_id=(\d+)", one.attributes)
-        key = f"{channel[1]} {one.op} {times}" if channel else ""
-        if key and key in channels:
-            return
-        channels.add(key)
-        groups = groups_text(one.attributes)
-        size = _whole_bytes(one, kind, max(1, group_size(groups)))
-        if kind == "all-reduce" and where.startswith("all-reduce-scatter"):
-            kind = "reduce-scatter"  # TPU: a fusion that keeps a part of the sum
-        # The parts of a fusion may be unnamed, and a sum that the compiler made: what it sums is
-        # not.
-        made = self._by_name.get(around.operands[0], around) if around.operands else around
-        sources = [self.source(other) for other in (one, around, made)]
-        source = next((text for text in sources if " " in text), sources[0])
-        found.collectives.append(Collective(kind, size, times, groups, source))
-
-    def _operation(
-        self,
-        one: Instruction,
-        shapes: Mapping[str, str],
-        times: float,
-        found: Costs,
-        trips: tuple[float, ...],
-    ) -> tuple[float, float, float]:
-        """(times, bytes that one operation reads and writes, FLOPs of its products). Of decoding's
-        kernel the first of `trips` is the share that it reads of its caches."""
-        is_decoding = one.op == "custom-call" and "/decode_kernel/" in one.attributes
-        share = (*trips, 1.0)[0] if is_decoding else 1.0
-        flops, size, source = 0.0, share * self._bytes(one, shapes), self.source(one)
-        if one.op == "fusion":
-            flops = sum(
-                self._dot_flops(inner, one.named("calls"))
-                for inner in self._inside(one.named("calls"))
-            )
-        elif one.op in ("dot", "convolution", "custom-call"):
-            flops = _product_flops(one, shapes)
-        if f'"{_KERNEL}"' in one.attributes:
-            found.in_kernels += times * size
-        if self._rate and one.op not in _COPIES:
-            off_chip = {name: _ON_CHIP.sub("", shapes.get(name, "")) for name in one.operands}
-            moved = (
-                times
-                * share
-                * self._bytes(one._replace(shape=_ON_CHIP.sub("", one.shape)), off_chip)
-            )
-            found.memory += moved
-            if is_decoding:  # which has no cycles: as long as it reads
-                found.in_kernels += moved
-                found.cycles[source] = found.cycles.get(source, 0) + moved / self._rate
-        found.bytes[source] = found.bytes.get(source, 0) + times * size
-        if arrays := _ARRAY.findall(one.shape):
-            kind, sizes = max(arrays, key=lambda array: sum(arrays_of(f"{array[0]}[{array[1]}]")))
-            shape = f"{kind}[{sizes}]"
-            found.largest.append((sum(arrays_of(shape)), shape, source))
-        return times, size, flops
-
-    def _bytes(self, one: Instruction, shapes: Mapping[str, str]) -> int:
+    def moved_bytes(self, instruction: Instruction, shapes: Mapping[str, str]) -> int:
         """Bytes that an operation reads and writes, of arrays of these shapes."""
-        written, read = one.bytes, [sum(arrays_of(shapes.get(name, ""))) for name in one.operands]
-        if one.op == "fusion":
-            written, read = self._fused_bytes(one, read)
-        elif one.op in _SLICES:
+        op = instruction.op
+        written = instruction.bytes
+        read = [sum(arrays_of(shapes.get(name, ""))) for name in instruction.operands]
+        if op == "fusion":
+            written, read = self._fused_bytes(instruction, read)
+        elif op in _SLICES:
             read = [written]
-        elif one.op in _UPDATES:
-            written = read[_UPDATES[one.op]]
+        elif op in _UPDATES:
+            written = read[_UPDATES[op]]
             read = [written]
-        elif one.op == "copy-start":
+        elif op == "copy-start":
             written = sum(read)
-        elif one.op == "custom-call" and f'"{_KERNEL}"' in one.attributes:
-            written -= sum(read[number] for number in _aliased(one))
-        elif one.op.endswith("-start"):  # its shape holds what it reads, too
-            written = sum(arrays_of(_results(one)))
+        elif op == "custom-call" and instruction.is_gpu_kernel:
+            written -= sum(read[number] for number in _aliased(instruction))
+        elif op.endswith("-start"):  # its shape holds what it reads, too
+            written = sum(arrays_of(_results(instruction)))
         return written + sum(read)
 
-    def _fused_bytes(self, one: Instruction, read: list[int]) -> tuple[int, list[int]]:
-        """(written, read) of a fusion: of an operand that it only slices, the slices; of a result
-        that it updates in place, the update."""
+    def _fused_bytes(self, fusion: Instruction, operands: list[int]) -> tuple[int, list[int]]:
+        """(written, read by operand) of a fusion, from the bytes of its operands: of an operand
+        that it only slices, the slices; of a result that it updates in place, the update."""
+        inside = self.computations.get(fusion.named("calls"), [])
         users: dict[str, list[Instruction]] = {}
-        for inner in (inside := self.computations.get(one.named("calls"), [])):
-            for operand in inner.operands:
-                users.setdefault(operand, []).append(inner)
-        written, read = one.bytes, list(read)
-        for inner in inside:
-            if inner.op != "parameter" or not inner.operands or not inner.operands[0].isdigit():
+        for instruction in inside:
+            for operand in instruction.operands:
+                users.setdefault(operand, []).append(instruction)
+        written = fusion.bytes
+        read = list(operands)
+        for parameter in inside:
+            if parameter.op != "parameter" or not parameter.operands:
                 continue
-            number, uses = int(inner.operands[0]), _through(inner.name, users)
-            if number < len(read) and uses and all(use.op in _UPDATES for use in uses):
-                update = sum(self._by_name[use.operands[_UPDATES[use.op]]].bytes for use in uses)
-                written, read[number] = max(0, written - read[number]) + update, 0
-            elif number < len(read) and (sliced := _through(inner.name, users, _ELEMENTWISE)):
-                read[number] = min(read[number], sum(self._needed(use, inner) for use in sliced))
+            if not parameter.operands[0].isdigit() or int(parameter.operands[0]) >= len(read):
+                continue
+            number = int(parameter.operands[0])
+            uses = _through(parameter.name, users)
+            if uses and all(use.op in _UPDATES for use in uses):
+                updates = [self.by_name[use.operands[_UPDATES[use.op]]].bytes for use in uses]
+                written = max(0, written - read[number]) + sum(updates)
+                read[number] = 0
+                continue
+            readers = _through(parameter.name, users, _ELEMENTWISE)
+            if readers:
+                needed = sum(self._needed(reader, parameter) for reader in readers)
+                read[number] = min(read[number], needed)
         return written, read
 
     def _needed(self, use: Instruction, operand: Instruction) -> int:
         """Bytes of an operand that an operation of a fusion reads, which may be a fusion itself."""
-        if use.op != "fusion" or operand.name not in use.operands:
-            return use.bytes if use.op in _SLICES else operand.bytes
-        return sum(
-            self._fused_bytes(
-                use, [operand.bytes * (name == operand.name) for name in use.operands]
-            )[1]
-        )
+        if use.op == "fusion" and operand.name in use.operands:
+            alone = [operand.bytes if name == operand.name else 0 for name in use.operands]
+            _, read = self._fused_bytes(use, alone)
+            return sum(read)
+        if use.op in _SLICES:
+            return use.bytes
+        return operand.bytes
 
-    def _dot_flops(self, inner: Instruction, computation: str) -> float:
-        return (
-            _product_flops(inner, {one.name: one.shape for one in self._inside(computation)})
-            if inner.op in ("dot", "convolution")
-            else 0.0
-        )
+    def product_flops(self, instruction: Instruction, shapes: Mapping[str, str]) -> float:
+        """Operations of the matrix products of an instruction, or in its fusion."""
+        if instruction.op != "fusion":
+            if instruction.op in ("dot", "convolution", "custom-call"):
+                return _product_flops(instruction, shapes)
+            return 0.0
+        inside = list(self.inside(instruction.named("calls")))
+        inner_shapes = {inner.name: inner.shape for inner in inside}
+        products = [inner for inner in inside if inner.op in ("dot", "convolution")]
+        return sum(_product_flops(product, inner_shapes) for product in products)
 
 
-def _aliased(one: Instruction) -> list[int]:
+class _Visit:
+    """The costs of a program as they are added up, instruction by instruction."""
+
+    def __init__(self, module: Module, memory_rate: float) -> None:
+        self.module = module
+        self.memory_rate = memory_rate
+        self.costs = Costs()
+        self.channels: set[str] = set()  # of collectives that were counted
+
+    def computation(self, name: str, times: float, trips: tuple[float, ...]) -> None:
+        """Adds a computation that runs so many times. `trips`: of loops in it without a known trip
+        count, the outermost first."""
+        instructions = self.module.computations.get(name, [])
+        shapes = {instruction.name: instruction.shape for instruction in instructions}
+        copies = _Copies(self.memory_rate)
+        costs = self.costs
+        for instruction in instructions:
+            cycles_before = sum(costs.cycles.values())
+            memory_before = costs.memory
+            self.instruction(instruction, shapes, name, times, trips)
+            cycles = (sum(costs.cycles.values()) - cycles_before) / times
+            copies.advance(cycles, (costs.memory - memory_before) / times)
+            if instruction.op in _COPIES and self.memory_rate:
+                size = _copied_bytes(instruction)
+                copies.left[instruction.name] = size
+                costs.memory += times * size
+            elif instruction.op.endswith("-done"):
+                waited = copies.wait(instruction.operands[0])
+                if waited:
+                    self.add_cycles(f"waits for {self.module.source(instruction)}", times * waited)
+
+    def add_cycles(self, source: str, cycles: float) -> None:
+        self.costs.cycles[source] = self.costs.cycles.get(source, 0) + cycles
+
+    def instruction(
+        self,
+        instruction: Instruction,
+        shapes: Mapping[str, str],
+        computation: str,
+        times: float,
+        trips: tuple[float, ...],
+    ) -> None:
+        op = instruction.op
+        if op == "while":
+            self.loop(instruction, times, trips)
+            return
+        self.collective(instruction, instruction, computation, times)
+        estimate = re.search(r'"estimated_cycles":"(\d+)"', instruction.attributes)
+        # The largest integer stands where the compiler has no estimate, as of products with 8-bit
+        # weights on v6e.
+        lacks_cycles = estimate is not None and int(estimate[1]) >= 2**62
+        if estimate is not None and not lacks_cycles:
+            self.add_cycles(self.module.source(instruction), times * int(estimate[1]))
+        if op in ("call", "async-start"):
+            for called in self.module.called(instruction):
+                self.computation(called, times, trips)
+        elif op == "conditional":  # one of its branches runs: that which makes most
+            branches = self.module.called(instruction)
+            self.computation(max(branches, key=self._made_bytes), times, trips)
+        elif op in ("fusion", "call-start"):  # TPU: the second is run by a SparseCore
+            fused = instruction.named("calls") or instruction.named("to_apply")
+            for inner in self.module.inside(fused):
+                self.collective(inner, instruction, fused, times)
+        if instruction.is_free:
+            return
+        operation = self.operation(instruction, shapes, times, trips)
+        if not instruction.collective:
+            self.costs.operations.append(operation)
+            if lacks_cycles:
+                self.costs.unknown.append(operation)
+
+    def _made_bytes(self, computation: str) -> int:
+        return sum(instruction.bytes for instruction in self.module.computations[computation])
+
+    def loop(self, loop: Instruction, times: float, trips: tuple[float, ...]) -> None:
+        count: float | None = self.module.trip_count(loop)
+        if count is None:
+            count = 1
+            if trips:
+                count = trips[0]
+                trips = trips[1:]
+            self.costs.assumed.append(f"{self.module.source(loop)}: {count:g} times")
+            self.costs.awaited += times * count
+        self.computation(loop.named("condition"), times * count, trips)
+        self.computation(loop.named("body"), times * count, trips)
+
+    def collective(
+        self, instruction: Instruction, around: Instruction, computation: str, times: float
+    ) -> None:
+        """Adds an instruction of a computation if it is a collective, inside of the fusion
+        `around`."""
+        kind = instruction.collective
+        if not kind:
+            return
+        # TPU: one gather may be split over several fusions that compute meanwhile; all its parts
+        # have one channel.
+        channel = re.search(r"channel_id=(\d+)", instruction.attributes)
+        key = ""
+        if channel:
+            key = f"{channel[1]} {instruction.op} {times}"
+        if key and key in self.channels:
+            return
+        self.channels.add(key)
+        groups = groups_text(instruction.attributes)
+        size = _whole_bytes(instruction, kind, max(1, group_size(groups)))
+        if kind == "all-reduce" and computation.startswith("all-reduce-scatter"):
+            kind = "reduce-scatter"  # TPU: a fusion that keeps a part of the sum
+        source = self._collective_source(instruction, around)
+        self.costs.collectives.append(Collective(kind, size, times, groups, source))
+
+    def _collective_source(self, instruction: Instruction, around: Instruction) -> str:
+        """The first source with a line of code, of a collective, its fusion, and what it sends: the
+        parts of a fusion may be unnamed, and a sum that the compiler made; what it sums is not."""
+        sent = around
+        if around.operands:
+            sent = self.module.by_name.get(around.operands[0], around)
+        sources = [self.module.source(made) for made in (instruction, around, sent)]
+        for source in sources:
+            if " " in source:
+                return source
+        return sources[0]
+
+    def operation(
+        self,
+        instruction: Instruction,
+        shapes: Mapping[str, str],
+        times: float,
+        trips: tuple[float, ...],
+    ) -> Operation:
+        """What one operation does each time. Of decoding's kernel the first of `trips` is the share
+        that it reads of its caches."""
+        costs = self.costs
+        source = self.module.source(instruction)
+        share = 1.0
+        if instruction.is_decoding_kernel and trips:
+            share = trips[0]
+        size = share * self.module.moved_bytes(instruction, shapes)
+        flops = self.module.product_flops(instruction, shapes)
+        if instruction.is_gpu_kernel:
+            costs.in_kernels += times * size
+        if self.memory_rate and instruction.op not in _COPIES:
+            off_chip = {
+                name: _ON_CHIP.sub("", shapes.get(name, "")) for name in instruction.operands
+            }
+            result = instruction._replace(shape=_ON_CHIP.sub("", instruction.shape))
+            moved = times * share * self.module.moved_bytes(result, off_chip)
+            costs.memory += moved
+            if instruction.is_decoding_kernel:  # which has no cycles: as long as it reads
+                costs.in_kernels += moved
+                self.add_cycles(source, moved / self.memory_rate)
+        costs.bytes[source] = costs.bytes.get(source, 0) + times * size
+        arrays = _ARRAY.findall(instruction.shape)
+        if arrays:
+            kind, sizes = max(arrays, key=lambda array: _array_bytes(array[0], array[1]))
+            costs.largest.append((_array_bytes(kind, sizes), f"{kind}[{sizes}]", source))
+        return Operation(times, size, flops)
+
+
+def _root(computation: Sequence[Instruction]) -> Instruction | None:
+    for instruction in computation:
+        if instruction.root:
+            return instruction
+    return None
+
+
+def _aliased(instruction: Instruction) -> list[int]:
     """The operands that a custom call writes in place."""
-    found = re.search(r"output_to_operand_aliasing=\{(.*?)\}, \w+=", one.attributes)
-    return [int(number) for number in re.findall(r"\((\d+),", found[1])] if found else []
+    aliases = re.search(r"output_to_operand_aliasing=\{(.*?)\}, \w+=", instruction.attributes)
+    if aliases is None:
+        return []
+    return [int(number) for number in re.findall(r"\((\d+),", aliases[1])]
 
 
-def _whole_bytes(one: Instruction, kind: str, devices: int) -> int:
+def _whole_bytes(instruction: Instruction, kind: str, devices: int) -> int:
     """Bytes of the whole arrays of a collective: what a gather makes, what a reduce-scatter
     takes."""
     if kind != "reduce-scatter":
-        return sum(arrays_of(_results(one)))
+        return sum(arrays_of(_results(instruction)))
     # Its start shows the operands, whole; else only the part that each of the group keeps is shown.
-    if one.op.endswith("-start") and (parts := _parts(one.shape)):
+    parts = _parts(instruction.shape)
+    if instruction.op.endswith("-start") and parts:
         return sum(arrays_of(parts[0]))
-    return devices * sum(arrays_of(one.shape))
+    return devices * sum(arrays_of(instruction.shape))
 
 
-def _results(one: Instruction) -> str:
+def _results(instruction: Instruction) -> str:
     """The shape of what an operation makes. That of a `-start` is `(operands, results, ...)`, each
     one array or several in parentheses, and of an `all-reduce-start` the results alone."""
-    if (
-        one.op.endswith("-start")
-        and one.op != "all-reduce-start"
-        and len(parts := _parts(one.shape)) > 1
-    ):
-        return parts[1]
-    return one.shape
+    if instruction.op.endswith("-start") and instruction.op != "all-reduce-start":
+        parts = _parts(instruction.shape)
+        if len(parts) > 1:
+            return parts[1]
+    return instruction.shape
 
 
-def _copied_bytes(one: Instruction) -> int:
+def _copied_bytes(instruction: Instruction) -> int:
     """Bytes that a copy moves through the device's memory: in, out, or both where neither side is
     on the chip."""
-    first, second, *_ = _parts(one.shape)
-    moved = sum(arrays_of(first if one.op == "copy-start" else second))
-    return moved if "S(1)" in first + second else 2 * moved
+    parts = _parts(instruction.shape)
+    first, second = parts[0], parts[1]
+    moved = sum(arrays_of(second))
+    if instruction.op == "copy-start":
+        moved = sum(arrays_of(first))
+    if "S(1)" in first + second:
+        return moved
+    return 2 * moved
+
+
+_DEPTHS = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}
 
 
 def _parts(shape: str) -> list[str]:
@@ -575,9 +686,12 @@ def _parts(shape: str) -> list[str]:
     >>> _parts("((f32[8]{0}, f32[16]{0}), (f32[2]{0}, f32[4]{0}))")
     ['(f32[8]{0}, f32[16]{0})', '(f32[2]{0}, f32[4]{0})']
     """
-    parts, depth = [""], 0
-    for letter in shape[1:-1] if shape.startswith("(") else "":
-        depth += {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}.get(letter, 0)
+    if not shape.startswith("("):
+        return []
+    parts = [""]
+    depth = 0
+    for letter in shape[1:-1]:
+        depth += _DEPTHS.get(letter, 0)
         if letter == "," and depth == 0:
             parts.append("")
         else:
@@ -589,73 +703,87 @@ def _through(
     name: str, users: Mapping[str, list[Instruction]], more: frozenset[str] = frozenset()
 ) -> list[Instruction]:
     """The users of a value, seen through bitcasts and operations of `more` kinds."""
-    found: list[Instruction] = []
+    seen_through = _BITCASTS | more
+    uses: list[Instruction] = []
     for use in users.get(name, []):
-        is_seen_through = use.op in _BITCASTS | more and use.name in users
-        found += _through(use.name, users, more) if is_seen_through else [use]
-    return found
+        if use.op in seen_through and use.name in users:
+            uses += _through(use.name, users, more)
+        else:
+            uses.append(use)
+    return uses
 
 
-def _constant(one: Instruction | None) -> int | None:
+def _constant(instruction: Instruction | None) -> int | None:
     """The value of a constant whole number."""
-    return (
-        int(one.operands[0]) if one and one.op == "constant" and one.operands[0].isdigit() else None
-    )
+    if instruction is None or instruction.op != "constant":
+        return None
+    if not instruction.operands[0].isdigit():
+        return None
+    return int(instruction.operands[0])
 
 
-def _product_flops(one: Instruction, shapes: Mapping[str, str]) -> float:
+def _product_flops(instruction: Instruction, shapes: Mapping[str, str]) -> float:
     """Operations of a matrix product: two for each element of the result and of the contracted
     dimensions."""
-    sizes = (
-        [
-            [int(n) for n in dims.split(",") if n]
-            for _, dims in _ARRAY.findall(shapes.get(one.operands[0], ""))
-        ]
-        if one.operands
-        else []
-    )
+    if not instruction.operands:
+        return 0.0
     contracted = re.search(
-        r'lhs_contracting_dim(?:ension)?s"?[=:][{\[]([\d,"]*)[}\]]', one.attributes
+        r'lhs_contracting_dim(?:ension)?s"?[=:][{\[]([\d,"]*)[}\]]', instruction.attributes
     )
-    results = _ARRAY.findall(one.shape)
-    if contracted and sizes and results:
-        inner = math.prod(
-            sizes[0][int(n)] for n in re.findall(r"\d+", contracted[1]) if int(n) < len(sizes[0])
-        )
-        return 2.0 * inner * math.prod(int(n) for n in results[0][1].split(",") if n)
-    return 0.0
+    left = _ARRAY.search(shapes.get(instruction.operands[0], ""))
+    result = _ARRAY.search(instruction.shape)
+    if contracted is None or left is None or result is None:
+        return 0.0
+    left_sizes = _numbers(left[2])
+    inner = 1
+    for text in re.findall(r"\d+", contracted[1]):
+        if int(text) < len(left_sizes):
+            inner *= left_sizes[int(text)]
+    return 2.0 * inner * math.prod(_numbers(result[2]))
 
 
 def _instruction(line: str) -> Instruction | None:
-    found = re.match(r"\s+(ROOT )?%?([\w.\-]+) = ", line)
-    if found is None:
+    head = re.match(r"\s+(ROOT )?%?([\w.\-]+) = ", line)
+    if head is None:
         return None
-    rest = line[found.end() :]
-    end = _closing(rest, 0) if rest.startswith("(") else rest.find(" ")
+    rest = line[head.end() :]
     if rest.startswith("("):
-        shape, rest = rest[: end + 1], rest[end + 1 :].lstrip()
+        end = _closing(rest, 0) + 1
+        shape = rest[:end]
+        rest = rest[end:].lstrip()
     else:
-        shape, rest = rest[:end], rest[end + 1 :]
+        end = rest.find(" ")
+        shape = rest[:end]
+        rest = rest[end + 1 :]
     op, _, _ = rest.partition("(")
     end = _closing(rest, len(op))
     inside = rest[len(op) + 1 : end]
-    operands = tuple(re.findall(r"%([\w.\-]+)", inside)) or tuple(
-        filter(None, (part.strip() for part in inside.split(",")))
-    )
-    return Instruction(found[2], shape, op.strip(), operands, rest[end + 1 :], bool(found[1]))
+    operands = re.findall(r"%([\w.\-]+)", inside)
+    if not operands:  # of a constant its value, of a parameter its number
+        parts = [part.strip() for part in inside.split(",")]
+        operands = [part for part in parts if part]
+    attributes = rest[end + 1 :]
+    return Instruction(head[2], shape, op.strip(), tuple(operands), attributes, bool(head[1]))
 
 
 def _closing(text: str, start: int) -> int:
-    """The place of the parenthesis that closes the one at `start`."""
+    """The position of the parenthesis that closes the one at `start`."""
     depth = 0
-    for place in range(start, len(text)):
-        depth += {"(": 1, ")": -1}.get(text[place], 0)
+    for position in range(start, len(text)):
+        if text[position] == "(":
+            depth += 1
+        elif text[position] == ")":
+            depth -= 1
         if depth == 0:
-            return place
+            return position
     return len(text)
 
 
-def _place(file: str, line: str) -> str:
+def _line_of_package(file: str, line: str) -> str:
     """`model/linear.py:29`; empty outside of the package, and for what calls programs."""
-    name = file.rpartition("/shoal/")[2] if "/shoal/" in file else ""
-    return f"{name}:{line}" if name and not name.startswith(("mesh/", "run/")) else ""
+    if "/shoal/" not in file:
+        return ""
+    name = file.rpartition("/shoal/")[2]
+    if name.startswith(("mesh/", "run/")):
+        return ""
+    return f"{name}:{line}"

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from shoal.algorithm.loss import Objective
-from shoal.budget.budget import Budget
+from shoal.budget.budget import Budget, DeviceRates, PlannedStep, StepProgram
 from shoal.budget.memory import bytes_per_device, copied_shapes, reference_architecture
 from shoal.budget.shapes import micro_batch_shapes, packed_tokens
 from shoal.budget.slots import num_hosts
@@ -30,7 +30,8 @@ from shoal.config.derived import max_support
 from shoal.config.sections.model import ModelSection
 from shoal.config.train import Config
 from shoal.job.hosts import run_engines
-from shoal.job.job import Job, memory_report
+from shoal.job.job import Job
+from shoal.job.memory import job_budget
 from shoal.mesh import Program, Role, available_devices
 from shoal.mesh.accelerators import Accelerator, accelerator_of, calibrated, read_calibration
 from shoal.mesh.reshard import in_order_of
@@ -77,8 +78,12 @@ def planned_job(
 ) -> Iterator[PlannedJob]:
     """A training job on a topology (empty: the devices here). `layers`: fewer than the model has, 0
     for all. Where nothing `compiles` no compiler need be installed."""
-    where = parse_topology(topology) if topology else None
-    devices = _devices(topology, compiles) if where else available_devices(config.mesh)
+    parsed = None
+    if topology:
+        parsed = parse_topology(topology)
+        devices = _devices(topology, compiles)
+    else:
+        devices = available_devices(config.mesh)
     spec = ModelSource(Path(), planned_architecture(config.model))
     with Job(config, Console(io.StringIO()), devices=devices, spec=spec) as job:
         job.open("positions")
@@ -86,13 +91,15 @@ def planned_job(
             teacher = planned_architecture(ModelSection(path=config.teacher.path))
             check_positions(teacher, config.sampling, f"teacher.path={config.teacher.path}")
             job.opened["teacher"] = ModelSource(Path(), teacher)
-        yield PlannedJob(job, where, layers)
+        yield PlannedJob(job, parsed, layers)
 
 
 @lru_cache
 def _devices(topology: str, compiles: bool) -> Sequence[Any]:
-    where = parse_topology(topology)
-    return topology_devices(where) if compiles else placeholder_devices(where)
+    parsed = parse_topology(topology)
+    if compiles:
+        return topology_devices(parsed)
+    return placeholder_devices(parsed)
 
 
 class PlannedJob:
@@ -100,46 +107,51 @@ class PlannedJob:
     it."""
 
     def __init__(self, job: Job, topology: Topology | None, layers: int) -> None:
-        self.job, self.topology = job, topology
-        self.roles, self.config, self.architecture = job.roles, job.config, job.spec.architecture
-        if (
-            layers
-        ):  # of the job's model: with fewer layers model.remat=auto would choose another program
-            job.opened["model"] = replace(
-                job.model, architecture=replace(self.architecture, num_layers=layers)
-            )
-        self.model, self.learner = job.model, job.learner
-        self.shapes = micro_batch_shapes(
-            self.config, self.roles.trainer.row_shards
-        )  # the whole one first
+        self.job = job
+        self.topology = topology
+        self.roles = job.roles
+        self.config = job.config
+        self.architecture = job.spec.architecture
+        if layers:
+            # Of the job's model: with fewer layers model.remat=auto would choose another program.
+            shallow = replace(self.architecture, num_layers=layers)
+            job.opened["model"] = replace(job.model, architecture=shallow)
+        self.model = job.model
+        self.learner = job.learner
+        # The whole shape comes first.
+        self.shapes = micro_batch_shapes(self.config, self.roles.trainer.row_shards)
         self.shape = self.shapes[0]
 
     @property
     def known(self) -> Accelerator | None:
         """What the makers say of its devices."""
-        return (
-            accelerator_of(self.roles.trainer.device_kind)
-            if self.topology is None
-            else self.topology.accelerator
-        )
+        if self.topology is None:
+            return accelerator_of(self.roles.trainer.device_kind)
+        return self.topology.accelerator
 
     @cached_property
     def calibration(self) -> Mapping[str, Any] | None:
         """What was measured on such a device."""
-        file = self.config.calibration if isinstance(self.config, PlanConfig) else ""
-        return read_calibration(file, self.roles.trainer.device_kind, self.known) if file else None
+        if not isinstance(self.config, PlanConfig) or not self.config.calibration:
+            return None
+        return read_calibration(self.config.calibration, self.roles.trainer.device_kind, self.known)
 
     @property
     def accelerator(self) -> Accelerator | None:
-        return calibrated(self.known, self.calibration) if self.calibration else self.known
+        """What is assumed of its devices: what was measured, else what the makers say."""
+        if self.calibration:
+            return calibrated(self.known, self.calibration)
+        return self.known
 
     @cached_property
     def engines(self) -> dict[str, Engine]:
+        """The engines of the run by name, for training and evaluations."""
         return dict(
             run_engines(self.config, self.model, self.roles, _NO_TOKENIZER, self.architecture)
         )
 
     def _copied(self) -> list[tuple[Any, Any]]:
+        """(trainer's shapes, sampler's shapes) of the arrays that publication copies."""
         return copied_shapes(
             self.learner.shapes().trainable,
             trained_specs(self.model.architecture),
@@ -150,13 +162,15 @@ class PlannedJob:
 
     def _scorers(self) -> dict[str, Model]:
         """The models whose weights are only scored with, on the reference's devices."""
-        found, model = {}, self.model.on(self.roles.reference)
+        models = {}
+        model = self.model.on(self.roles.reference)
         if self.config.algorithm.scores_reference:
             a = reference_architecture(self.config, model.architecture)
-            found["reference"] = replace(model, architecture=a)
-        if teacher := self.job.opened.get("teacher"):
-            found["teacher"] = replace(model, architecture=teacher.architecture)
-        return found
+            models["reference"] = replace(model, architecture=a)
+        teacher = self.job.opened.get("teacher")
+        if teacher:
+            models["teacher"] = replace(model, architecture=teacher.architecture)
+        return models
 
     # ---- what they run
 
@@ -165,151 +179,183 @@ class PlannedJob:
         return {**self._sampling(), **self._learning(), **self._publishing()}
 
     def _sampling(self) -> dict[str, Planned]:
-        c, role, engine = self.config, self.roles.sampler, self.engines["training"]
-        prompts, parameters = (
-            -(-c.batch.prompts_per_step // num_hosts(self.roles)),
-            published_shapes(engine.model),
-        )
-        rows = engine.scheduler.batch_rows(prompt_bucket(c.sampling.max_prompt_tokens))
-        joins = (
-            prompts * (-(-c.batch.group_size // engine.siblings) - 1) / engine.scheduler.join_rows
-        )
+        """The programs of the training engine: prefilling of all prompts, joining of further rows,
+        decoding of all tokens."""
+        config = self.config
+        role = self.roles.sampler
+        engine = self.engines["training"]
+        scheduler = engine.scheduler
+        prompt_tokens = config.sampling.max_prompt_tokens
+        prompts = -(-config.batch.prompts_per_step // num_hosts(self.roles))
+        rows = scheduler.batch_rows(prompt_bucket(prompt_tokens))
+        rows_of_a_group = -(-config.batch.group_size // engine.siblings)
         waves = -(-prompts // engine.num_groups)
-        tokens = c.sampling.max_completion_tokens - 1
-        # Over a completion's tokens its own keys grow from one block to all. Keys in one block need
-        # no loop.
-        lengths = (
-            -(-size // engine.model.key_parts)
-            for size in (c.sampling.max_prompt_tokens, c.sampling.max_completion_tokens)
-        )
-        prompt, own = (-(-size // keys_at_once(role.platform, size)) for size in lengths)
-        turns = [turns for turns, most in ((prompt, prompt), ((own + 1) / 2, own)) if most > 1]
-        blocks = sum(turns) / max(1, len(turns))
-        dispatches = max(1, -(-tokens // CHUNK))
-        chunk = min(CHUNK, max(1, tokens / dispatches))
-        runs = {"prefill": -(-prompts // rows), "join": joins, "decode": waves * dispatches}
-        trips = {"decode": (chunk, blocks)}
-        if decodes_by_kernel(engine.model):  # of all keys, those in its blocks that are live
-            read = self._live_keys(engine, PAGE if by_pages(engine.model) else KEY_BLOCK)
-            trips["decode"] = chunk, read / bytes_per_device(engine.state_shapes().caches)
-        piece = engine.scheduler.whole
-        if (pieces := -(-c.sampling.max_prompt_tokens // piece)) > 1:
-            # Of the blocks of keys, each block of queries reads those before it.
-            trips["prefill"] = pieces, (pieces * piece // block_size(piece, role.platform) + 1) / 2
+        decoded = config.sampling.max_completion_tokens - 1  # prefilling samples the first
+        dispatches = max(1, -(-decoded // CHUNK))
+        chunk = min(CHUNK, max(1, decoded / dispatches))
+        runs = {
+            "prefill": -(-prompts // rows),
+            "join": prompts * (rows_of_a_group - 1) / scheduler.join_rows,
+            "decode": waves * dispatches,
+        }
+        trips = {
+            "prefill": self._prefill_trips(engine),
+            "decode": self._decode_trips(engine, chunk),
+        }
+        parameters = published_shapes(engine.model)
         # An embedding that is no head is read in single rows.
-        table = bytes_per_device(parameters.embed_tokens)
-        looked_up = {
-            "embed": table,
-            **dict.fromkeys(("decode", "enter"), parameters.lm_head is not None and table),
-        }
-        found = {
-            part: Planned(
-                engine.programs[part],
-                role,
-                args,
-                arrays,
-                count * times,
-                trips.get(part, ()),
-                looked_up=looked_up.get(part, 0),
-            )
-            for name, count in runs.items()
-            if count
-            for part, (times, args, arrays) in engine.calls(name, parameters).items()
-        }
-        found["decode"] = replace(
-            found["decode"], weights_read=chunk, keys_read=chunk * self._live_keys(engine)
+        embedding = bytes_per_device(parameters.embed_tokens)
+        looked_up = {"embed": embedding}
+        if parameters.lm_head is not None:
+            looked_up |= {"decode": embedding, "enter": embedding}
+        planned = {}
+        for name, calls in runs.items():
+            if not calls:
+                continue
+            for part, (times, args, arrays) in engine.calls(name, parameters).items():
+                planned[part] = Planned(
+                    engine.programs[part],
+                    role,
+                    args,
+                    arrays,
+                    runs=calls * times,
+                    assumed_trips=trips.get(part, ()),
+                    looked_up=looked_up.get(part, 0),
+                )
+        planned["decode"] = replace(
+            planned["decode"], weights_read=chunk, keys_read=chunk * self._live_keys(engine)
         )
-        return found
+        return planned
+
+    def _decode_trips(self, engine: Engine, chunk: float) -> tuple[float, float]:
+        """Rounds of decoding's loops: over the tokens of a dispatch, and over blocks of keys; of a
+        kernel, which says what all keys would cost, the share of them that it reads."""
+        sampling = self.config.sampling
+        if decodes_by_kernel(engine.model):  # of all keys, those in its blocks that are live
+            block = PAGE if by_pages(engine.model) else KEY_BLOCK
+            all_keys = bytes_per_device(engine.state_shapes().caches)
+            return chunk, self._live_keys(engine, block) / all_keys
+        platform = self.roles.sampler.platform
+        prompt, own = (
+            -(-tokens // engine.model.key_parts)
+            for tokens in (sampling.max_prompt_tokens, sampling.max_completion_tokens)
+        )
+        prompt_blocks = -(-prompt // keys_at_once(platform, prompt))
+        own_blocks = -(-own // keys_at_once(platform, own))
+        # Keys in one block need no loop. Over a completion's tokens its own keys grow from one
+        # block to all.
+        loops = []
+        if prompt_blocks > 1:
+            loops.append(prompt_blocks)
+        if own_blocks > 1:
+            loops.append((own_blocks + 1) / 2)
+        return chunk, sum(loops) / max(1, len(loops))
+
+    def _prefill_trips(self, engine: Engine) -> tuple[float, ...]:
+        """Rounds of prefilling's loops: over the pieces of a long prompt, and over blocks of keys;
+        none where a prompt is one piece."""
+        piece = engine.scheduler.whole
+        pieces = -(-self.config.sampling.max_prompt_tokens // piece)
+        if pieces == 1:
+            return ()
+        blocks = pieces * piece // block_size(piece, self.roles.sampler.platform)
+        # Each block of queries reads the blocks of keys before it.
+        return pieces, (blocks + 1) / 2
 
     def _live_keys(self, engine: Engine, block: int = 1) -> float:
         """Bytes on a device of the keys and values that one token of every slot reads, in whole
         blocks: of the longest prompts, and half of completions, as these grow, of the mean length
         where it is set, or of the longest."""
-        s, parts, total = self.config.sampling, engine.model.key_parts, 0.0
-        prompt, mean = (
-            block * -(-s.max_prompt_tokens // block),
-            s.mean_completion_tokens or s.max_completion_tokens,
-        )
+        sampling = self.config.sampling
+        parts = engine.model.key_parts
+        prompt = block * -(-sampling.max_prompt_tokens // block)
+        mean = sampling.mean_completion_tokens or sampling.max_completion_tokens
+        own = (mean + block - 1) / 2
+        total = 0.0
         for cache in engine.state_shapes().caches:
-            # Of a slot, or its share of a pool.
-            own = (
-                math.prod(cache.own_k.shape[2:-1]) // engine.model.key_heads
-                if cache.own_k.ndim == 5
-                else cache.own_k.shape[0]
-                * cache.own_k.shape[2]
-                / (engine.num_rows * engine.siblings)
-            )
-            for arrays, tokens, held in (
-                ((cache.prefix_k, cache.prefix_v), prompt, cache.prefix_k.shape[-2]),
-                ((cache.own_k, cache.own_v), (mean + block - 1) / 2, own),
-            ):
-                total += bytes_per_device(arrays) * tokens / (parts * held)
+            if cache.own_k.ndim == 5:
+                room = math.prod(cache.own_k.shape[2:-1]) // engine.model.key_heads
+            else:  # a slot's share of a pool
+                tokens = cache.own_k.shape[0] * cache.own_k.shape[2]
+                room = tokens / (engine.num_rows * engine.siblings)
+            prompt_bytes = bytes_per_device((cache.prefix_k, cache.prefix_v))
+            own_bytes = bytes_per_device((cache.own_k, cache.own_v))
+            total += prompt_bytes * prompt / (parts * cache.prefix_k.shape[-2])
+            total += own_bytes * own / (parts * room)
         return total
 
     def _learning(self) -> dict[str, Planned]:
-        c, role, state = self.config, self.roles.trainer, self.learner.shapes()
+        """The programs of the learner and of what scores for it."""
+        config = self.config
+        algorithm = config.algorithm
+        role = self.roles.trainer
+        state = self.learner.shapes()
         batch = self._batch(role)
-        a, size = c.algorithm, bytes_per_device(batch)
-        prompts, parts = c.batch.prompts_per_step, a.num_minibatches
-        smaller, larger = (
-            prompts // parts,
-            prompts % parts,
-        )  # so many mini-batches have a prompt more
-        trained = a.num_epochs * (
-            (parts - larger) * self._runs(smaller) + larger * self._runs(smaller + 1)
-        )
-        programs: dict[str, Any] = self.learner.programs
-        total, found = programs["zero"].eval_shape(), {}
+        batch_bytes = bytes_per_device(batch)
+        prompts = config.batch.prompts_per_step
         scored = self._runs(prompts)  # whole steps, whatever the mini-batches
-        if needs_old_logprobs(a, bool(c.teacher.path)):
-            found["score"] = Planned(
+        programs: dict[str, Any] = self.learner.programs
+        planned = {}
+        if needs_old_logprobs(algorithm, bool(config.teacher.path)):
+            planned["score"] = Planned(
                 programs["score"],
                 role,
                 (state.parameters, batch),
                 runs=scored,
                 assumed_trips=self._blocks_read(self.model),
-                batch_bytes=size,
+                batch_bytes=batch_bytes,
             )
         for name, model in self._scorers().items():
             own = self._batch(model.role)
             weights = param_shapes(param_specs(model.architecture), model.role, model.dtype)
-            program = score_program(model, Objective.chunk_elements)
-            found[name] = Planned(
-                program,
+            planned[name] = Planned(
+                score_program(model, Objective.chunk_elements),
                 model.role,
                 (weights, own),
                 runs=scored,
                 assumed_trips=self._blocks_read(model),
                 batch_bytes=bytes_per_device(own),
             )
-        found["accumulate"] = Planned(
+        total = programs["zero"].eval_shape()
+        minibatches = algorithm.num_minibatches
+        larger = prompts % minibatches  # so many mini-batches have a prompt more
+        smaller = minibatches - larger
+        runs_of_smaller = self._runs(prompts // minibatches)
+        runs_of_larger = self._runs(prompts // minibatches + 1)
+        planned["accumulate"] = Planned(
             programs["accumulate"],
             role,
             (total, state.trainable, state.frozen, batch, state.loss_scale),
-            runs=trained,
+            runs=algorithm.num_epochs * (smaller * runs_of_smaller + larger * runs_of_larger),
             assumed_trips=self._blocks_read(self.model),
-            batch_bytes=size,
+            batch_bytes=batch_bytes,
         )
-        found["apply"] = Planned(
+        moments_in_flight = 0
+        if role.platform == "gpu":
+            moments_in_flight = self._moments_in_flight(state.trainable)
+        planned["apply"] = Planned(
             programs["apply"],
             role,
             (total.loss, state.trainable, state.updates, state.loss_scale),
             {"gradient": total.gradient, "moments": state.optimizer},
-            a.num_epochs * parts,
-            batch_bytes=self._moments_in_flight(state.trainable) if role.platform == "gpu" else 0,
+            runs=algorithm.num_epochs * minibatches,
+            batch_bytes=moments_in_flight,
         )
-        return found
+        return planned
 
     def _moments_in_flight(self, trainable: Parameters) -> int:
         """Bytes that an update with `optimizer.offload` brings to a device at a time. Of a GPU that
         is only described JAX knows no memory of the host, and compiles the update as if the moments
         stayed on it."""
         section = self.config.optimizer
+        if not section.offload:
+            return 0
         layer = bytes_per_device(trainable.blocks) // self.model.architecture.num_layers
-        once = 2 * (
-            bytes_per_device(replace(trainable, blocks=None)) + layer
-        )  # two moments, in and out
-        return section.offload * once * (1 if section.moments == "bfloat16" else 2)
+        masters = bytes_per_device(replace(trainable, blocks=None)) + layer
+        of_a_moment = masters
+        if section.moments == "bfloat16":
+            of_a_moment = masters // 2
+        return 2 * 2 * of_a_moment  # two moments, in and out
 
     def _runs(self, prompts: int) -> float:
         """Runs over the groups of so many prompts. A micro-batch in a shorter shape is a part of
@@ -320,28 +366,28 @@ class PlannedJob:
         """Blocks of keys that attention goes through for one of queries, at the longest prompt and
         completion; of kernels, which say what all would cost, the share of them; empty where it
         computes all scores."""
-        size, s = self.shape.length, self.config.sampling
+        size = self.shape.length
+        context = model.role.context
+        platform = model.role.platform
+        prompt = self.config.sampling.max_prompt_tokens
+        completion = self.config.sampling.max_completion_tokens
         kind = attention_kind(model, self.shape.rows, size)
         if kind == "reference":
             return ()
         if kind == "pallas":  # each as many as it needs
-            from shoal.model.attention import gpu as gpu_attention
-            from shoal.model.attention import tpu as tpu_attention
+            if platform == "tpu":
+                from shoal.model.attention.tpu import block_size as tpu_block_size
 
-            block = (
-                tpu_attention.block_size(size)
-                if model.role.platform == "tpu"
-                else gpu_attention.block_size(model.architecture.head_dim, model.dtype)
-            )
+                block = tpu_block_size(size)
+            else:
+                from shoal.model.attention.gpu import block_size as gpu_block_size
+
+                block = gpu_block_size(model.architecture.head_dim, model.dtype)
             # Of a row's parts the last reads most, and the others wait for it.
-            share = 1 - 0.5 / model.role.context
-            return (
-                min(1.0, (s.max_prompt_tokens + s.max_completion_tokens * share + block) / size),
-            )
-        block = block_size(
-            size // model.role.context, model.role.platform
-        )  # all as many as any needs
-        return (min(size / block, (s.max_prompt_tokens + s.max_completion_tokens) / block + 2),)
+            share = 1 - 0.5 / context
+            return (min(1.0, (prompt + completion * share + block) / size),)
+        block = block_size(size // context, platform)  # all as many as any needs
+        return (min(size / block, (prompt + completion) / block + 2),)
 
     def _publishing(self) -> dict[str, Planned]:
         """The largest array's program, as often as all arrays together are larger: there is one for
@@ -376,7 +422,12 @@ class PlannedJob:
             sharding = role.sharding(("batch", *(None,) * (len(sizes) - 1)), sizes)
             return jax.ShapeDtypeStruct(sizes, dtype, sharding=sharding)
 
-        whole, real, support = rows(jnp.int32), rows(jnp.float32), max_support(self.config)
+        whole = rows(jnp.int32)
+        real = rows(jnp.float32)
+        support = max_support(self.config)
+        support_ids = None
+        if support:
+            support_ids = rows(jnp.int32, (*grid, support))
         return LearnerBatch(
             tokens=whole,
             position=whole,
@@ -390,65 +441,78 @@ class PlannedJob:
             old_logprobs=real,
             ref_logprobs=real,
             temperature=jax.ShapeDtypeStruct((), jnp.float32, sharding=role.replicated),
-            support_ids=rows(jnp.int32, (*grid, support)) if support else None,
+            support_ids=support_ids,
         )
 
     # ---- in figures
 
-    def describe(self) -> Budget:
+    def budget(self) -> Budget:
         """What is known before anything is compiled."""
-        c, a, kind = self.config, self.architecture, self.accelerator
-        hosts = (
-            self.topology.hosts(self.job.devices)
-            if self.topology
-            else dict.fromkeys(self.job.devices, 0)
+        budget = job_budget(self.job)
+        memory = budget.memory
+        if self.accelerator and self.accelerator.usable_bytes:
+            memory = self.accelerator.usable_bytes
+        programs = {}
+        for name, planned in self.programs().items():
+            programs[name] = StepProgram(planned.role.name, planned.runs)
+        machines = 1
+        if self.topology:
+            machines = self.topology.machines
+        return replace(
+            budget,
+            config=self.config,
+            memory=memory,
+            machines=machines,
+            programs=programs,
+            step=self._planned_step(),
         )
-        group = (
-            c.sampling.max_prompt_tokens,
-            [c.sampling.max_completion_tokens] * c.batch.group_size,
-        )
-        groups = [group] * c.batch.prompts_per_step
-        found = memory_report(self.job)
-        if kind:
-            found |= {
-                "memory_bytes": kind.usable_bytes or found["memory_bytes"],
-                "link": kind.link,
-                "hbm": kind.hbm,
-                "peak_flops": (self.known or kind).peaks.get(self.model.dtype.name),
-                "kernels": kind.kernels,
-                "launch": kind.launch,
-                "is_tpu": kind.is_tpu,
-                "calibration": self.calibration,
-            }
+
+    def _planned_step(self) -> PlannedStep:
+        config = self.config
+        if self.topology:
+            devices = self.topology.describe()
+            hosts = self.topology.hosts(self.job.devices)
+        else:
+            devices = f"the {count(len(self.job.devices), 'device')} here"
+            hosts = dict.fromkeys(self.job.devices, 0)
+        prompts = config.batch.prompts_per_step
+        prompt_tokens = config.sampling.max_prompt_tokens
+        completions = [config.sampling.max_completion_tokens] * config.batch.group_size
+        groups = [(prompt_tokens, completions)] * prompts
+        published_bytes = 0
         if self.roles.disaggregated:
-            found["published_bytes"] = bytes_per_device([own for _, own in self._copied()])
-        return Budget(
-            c,
-            found
-            | {
-                "devices": self.topology.describe()
-                if self.topology
-                else f"the {count(len(hosts), 'device')} here",
-                "machines": self.topology.machines if self.topology else 1,
-                "programs": {
-                    name: {"runs": one.runs, "role": one.role.name}
-                    for name, one in self.programs().items()
-                },
-                "tokens": {
-                    "sampled": c.batch.prompts_per_step * sum(group[1]),
-                    "prompts": c.batch.prompts_per_step * group[0],
-                },
-                "model_flops": model_flops(
-                    a,
-                    groups,
-                    groups,
-                    c.algorithm.num_epochs,
-                    num_scorings(c.algorithm, bool(c.teacher.path)),
-                ),
-                "hosts": len(set(hosts.values())),
-                "refusal": refusal(c.mesh, self.roles, hosts),
-            },
-            {},
+            published_bytes = bytes_per_device([own for _, own in self._copied()])
+        return PlannedStep(
+            devices=devices,
+            hosts=len(set(hosts.values())),
+            refusal=refusal(config.mesh, self.roles, hosts),
+            sampled_tokens=prompts * sum(completions),
+            prompt_tokens=prompts * prompt_tokens,
+            model_flops=model_flops(
+                self.architecture,
+                groups,
+                groups,
+                config.algorithm.num_epochs,
+                num_scorings(config.algorithm, bool(config.teacher.path)),
+            ),
+            published_bytes=published_bytes,
+            rates=self._rates(),
+        )
+
+    def _rates(self) -> DeviceRates | None:
+        device = self.accelerator
+        if device is None:
+            return None
+        # What was measured on a device is no peak rate.
+        maker = self.known or device
+        return DeviceRates(
+            peak_flops=maker.peaks.get(self.model.dtype.name),
+            link=device.link,
+            hbm=device.hbm,
+            kernels=device.kernels,
+            launch=device.launch,
+            is_tpu=device.is_tpu,
+            calibration=self.calibration,
         )
 
 

@@ -1,7 +1,7 @@
 """Makes the plan of a job: describes it, compiles its programs side by side, and joins their
 figures.
 
-config, topology -> PlannedJob.describe (a process) -> prints what is held, and what is impossible
+config, topology -> PlannedJob.budget (a process) -> prints what is held, and what is impossible
                  -> each program compiled, a deep model's decoding with 2 and 4 layers -> Budget
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 from shoal.budget.advice import advise
-from shoal.budget.budget import Budget
+from shoal.budget.budget import Advice, Budget, ProgramCost
 from shoal.budget.memory import machine_memory, parameter_count
 from shoal.config.commands import PlanConfig
 from shoal.config.train import Config
@@ -31,7 +31,7 @@ from shoal.weights.source import planned_architecture
 from shoal.workers.process import KILL_WITH_PARENT, limit_memory, num_cores, prctl
 
 Call = tuple[Any, ...]
-"""`describe`, `cost` or `advice`, and what it is called with."""
+"""`describe`, `cost` or `advise_plan`, and what it is called with."""
 Answers = Callable[..., list[Any]]
 Done = Callable[[Call, Any], None]
 
@@ -66,125 +66,133 @@ _LONGEST_FIRST = (
 def make_plan(
     config: PlanConfig,
     say: Callable[[str], None],
-    show: Callable[[Budget], None] = lambda _: None,
+    show: Callable[[Budget], None] | None = None,
     compiles: bool = True,
 ) -> Budget:
-    """The figures of a job, with advice; those estimated where nothing `compiles`. `show` is given
-    the job before anything is compiled, and at an interrupt what was compiled by then."""
-    each = COMPILER_BYTES + LARGE_BYTES * parameter_count(planned_architecture(config.model)) / 70e9
-    count = max(1, min(num_cores(), int(machine_memory()[1] / each)))
+    """The budget of a job with the costs of its programs, and advice; that estimated where nothing
+    `compiles`. `show` is given the job before anything is compiled, and at an interrupt what was
+    compiled by then."""
+    size = parameter_count(planned_architecture(config.model))
+    bytes_of_a_compiler = COMPILER_BYTES + LARGE_BYTES * size / 70e9
+    _, available = machine_memory()
+    count = max(1, min(num_cores(), int(available / bytes_of_a_compiler)))
     with compilers(count, config.topology) as answers:
-        (figures,) = answers([(describe, config, config.topology, compiles)])
-        show(figures)
+        budget = answers([(describe, config, config.topology, compiles)])[0]
+        if show:
+            show(budget)
         if not compiles:
-            figures = figures.estimated
-        elif figures.fits:  # by what is held alone
-            say(f"{figures.job['devices']}: compiling its programs, {count} at once")
-            programs: dict[str, Mapping[str, Any]] = {}
+            budget = budget.estimated()
+        elif budget.fits():  # by what is held alone
+            assert budget.step is not None
+            say(f"{budget.step.devices}: compiling its programs, {count} at once")
+            costs: dict[str, ProgramCost] = {}
             try:
-                _compile(config, figures.job, answers, say, programs)
+                _compile(config, budget, answers, say, costs)
             except KeyboardInterrupt:
-                if programs:
-                    kept = {name: figures.job["programs"][name] for name in programs}
-                    show(replace(figures, job={**figures.job, "programs": kept}, programs=programs))
+                if costs and show:
+                    compiled = {name: budget.programs[name] for name in costs}
+                    show(replace(budget, programs=compiled, costs=costs))
                 raise
-            figures = replace(
-                figures, programs={name: programs[name] for name in figures.job["programs"]}
-            )
-        (found,) = answers([(advice, figures, config.topology, compiles)])
-        return replace(figures, advice=found)
+            in_order = {name: costs[name] for name in budget.programs}
+            budget = replace(budget, costs=in_order)
+        advice = answers([(advise_plan, budget, config.topology, compiles)])[0]
+        return replace(budget, advice=advice)
 
 
 def _compile(
     config: PlanConfig,
-    job: Mapping[str, Any],
+    budget: Budget,
     answers: Answers,
     say: Callable[[str], None],
-    programs: dict[str, Mapping[str, Any]],
+    costs: dict[str, ProgramCost],
 ) -> None:
-    """Puts what each program costs into `programs`, as it is compiled."""
-    layers, calls = job["model"]["layers"], {}
-    for name in sorted(job["programs"], key=_LONGEST_FIRST.index):
+    """Puts what each program costs into `costs`, as it is compiled."""
+    layers = budget.model.layers
+    calls: dict[tuple[str, int], Call] = {}  # (program, layers: 0 for all)
+    for name in sorted(budget.programs, key=_LONGEST_FIRST.index):
+        depths = (0,)
+        if _is_shallow(config, name, layers):
+            depths = tuple(reversed(SHALLOW))
+        for depth in depths:
+            calls[name, depth] = (cost, config, config.topology, name, depth)
+    done: dict[tuple[str, int], ProgramCost] = {}
+
+    def title(name: str, depth: int) -> str:
+        if not depth:
+            return name
+        return f"{name} ({depth} layers)"
+
+    def take(call: Call, answer: ProgramCost) -> None:
+        name, depth = call[-2:]
+        done[name, depth] = answer
+        if not depth:
+            costs[name] = answer
+        elif all((name, each) in done for each in SHALLOW):
+            first, second = SHALLOW
+            costs[name] = extrapolate(done[name, first], done[name, second], layers)
+        left = [title(*other) for other in calls if other not in done]
+        text = f"{len(done)} of {len(calls)} compiled: {title(name, depth)}, "
+        text += seconds_text(answer.compiled_seconds)
+        if left:
+            text += f"; left: {', '.join(left)}"
+        say(text)
+
+    answers(list(calls.values()), take)
+
+
+def _is_shallow(config: PlanConfig, program: str, layers: int) -> bool:
+    """True for a program that is compiled with few layers instead of all of them."""
+    if layers <= DEEP or program == "publish":
         # Publication goes by arrays, and which is the largest depends on the layers.
-        shallow = (
-            layers > DEEP
-            and name != "publish"
-            and (config.layers == "shallow" or (config.layers == "auto" and name == "decode"))
-        )
-        for number in reversed(SHALLOW) if shallow else (0,):
-            calls[name, number] = (cost, config, config.topology, name, number)
-    found: dict[tuple[str, int], dict[str, Any]] = {}
-
-    def title(name: str, number: int) -> str:
-        return f"{name} ({number} layers)" if number else name
-
-    def done(call: Call, answer: dict[str, Any]) -> None:
-        *_, name, number = call
-        found[name, number] = answer
-        if not number:
-            programs[name] = answer
-        elif all((name, each) in found for each in SHALLOW):
-            programs[name] = extrapolate(found[name, SHALLOW[0]], found[name, SHALLOW[1]], layers)
-        left = ", ".join(title(*one) for one in calls if one not in found)
-        say(
-            f"{len(found)} of {len(calls)} compiled: {title(name, number)}, "
-            f"{seconds_text(answer['compiled_seconds'])}{f'; left: {left}' * bool(left)}"
-        )
-
-    answers(list(calls.values()), done)
+        return False
+    if config.layers == "auto":
+        return program == "decode"
+    return config.layers == "shallow"
 
 
-def extrapolate(
-    shallow: Mapping[str, Any], deeper: Mapping[str, Any], layers: int
-) -> dict[str, Any]:
-    """The figures of a program with `layers` layers, from those with two smaller numbers of them:
-    each further layer costs what those between the two did."""
-    first, second = shallow["layers"], deeper["layers"]
+def extrapolate(shallow: ProgramCost, deeper: ProgramCost, layers: int) -> ProgramCost:
+    """The cost of a program with `layers` layers, from those with two smaller numbers of them: each
+    further layer costs what those between the two did."""
+    first, second = shallow.layers, deeper.layers
 
-    def line(a: float, b: float) -> float:
-        return max(0.0, a + (b - a) / (second - first) * (layers - first))
+    def line(at_first: float, at_second: float) -> float:
+        of_a_layer = (at_second - at_first) / (second - first)
+        return max(0.0, at_first + of_a_layer * (layers - first))
 
-    numbers = {
-        name: line(shallow[name], deeper[name])
-        for name in (
-            "flops",
-            "floor_seconds",
-            "extra_bytes",
-            "compute_seconds",
-            "transfer_seconds",
-            "launches",
-            "kernel_flops",
-            "code_bytes",
-        )
-    }
-    sources = {
-        source: line(shallow["sources"].get(source, 0.0), value)
-        for source, value in deeper["sources"].items()
-    }
-    sources = dict(sorted(sources.items(), key=lambda item: -item[1]))
-    rows = {(row["kind"], row["axis"], row["source"]): row for row in shallow["collectives"]}
+    sources = {}
+    for source, seconds in deeper.sources.items():
+        sources[source] = line(shallow.sources.get(source, 0.0), seconds)
+    rows = {(row.kind, row.axis, row.source): row for row in shallow.collectives}
     collectives = []
-    for row in deeper["collectives"]:
-        before = rows.get((row["kind"], row["axis"], row["source"]), {})
+    for row in deeper.collectives:
+        before = rows.get((row.kind, row.axis, row.source))
+        if before is None:
+            before = replace(row, times=0.0, bytes=0.0, seconds=0.0)
         collectives.append(
-            row
-            | {
-                name: line(before.get(name, 0.0), row[name])
-                for name in ("times", "bytes", "seconds")
-            }
+            replace(
+                row,
+                times=line(before.times, row.times),
+                bytes=line(before.bytes, row.bytes),
+                seconds=line(before.seconds, row.seconds),
+            )
         )
-    whole = {name: round(numbers[name]) for name in ("extra_bytes", "code_bytes")}
-    return {
-        **deeper,
-        **numbers,
-        **whole,
-        "sources": sources,
-        "error": shallow["error"] or deeper["error"],
-        "layers": layers,
-        "extrapolated": [first, second],
-        "collectives": sorted(collectives, key=lambda row: -row["bytes"]),
-        "compiled_seconds": shallow["compiled_seconds"] + deeper["compiled_seconds"],
-    }
+    return replace(
+        deeper,
+        layers=layers,
+        extrapolated=(first, second),
+        compiled_seconds=shallow.compiled_seconds + deeper.compiled_seconds,
+        error=shallow.error or deeper.error,
+        flops=line(shallow.flops, deeper.flops),
+        floor_seconds=line(shallow.floor_seconds, deeper.floor_seconds),
+        extra_bytes=round(line(shallow.extra_bytes, deeper.extra_bytes)),
+        code_bytes=round(line(shallow.code_bytes, deeper.code_bytes)),
+        compute_seconds=line(shallow.compute_seconds, deeper.compute_seconds),
+        transfer_seconds=line(shallow.transfer_seconds, deeper.transfer_seconds),
+        launches=line(shallow.launches, deeper.launches),
+        kernel_flops=line(shallow.kernel_flops, deeper.kernel_flops),
+        sources=dict(sorted(sources.items(), key=lambda item: -item[1])),
+        collectives=sorted(collectives, key=lambda row: -row.bytes),
+    )
 
 
 # ---- in processes of their own
@@ -193,18 +201,19 @@ def extrapolate(
 def describe(config: Config, topology: str, compiles: bool = True) -> Budget:
     """What is known of a job before anything is compiled."""
     with planned_job(config, topology, compiles=compiles) as job:
-        return job.describe()
+        return job.budget()
 
 
-def cost(config: Config, topology: str, program: str, layers: int) -> dict[str, Any]:
+def cost(config: Config, topology: str, program: str, layers: int) -> ProgramCost:
     """What one program of a job costs, with fewer layers than the model has, or 0 for all."""
     with planned_job(config, topology, layers) as job:
         return analyse(job, program)
 
 
-def advice(figures: Budget, topology: str, compiles: bool = True) -> list[dict[str, Any]]:
-    with planned_job(figures.config, topology, compiles=compiles) as job:
-        return advise(figures, job.job.described)
+def advise_plan(budget: Budget, topology: str, compiles: bool = True) -> list[Advice]:
+    """Keys to change, each tried on the devices of the plan."""
+    with planned_job(budget.config, topology, compiles=compiles) as job:
+        return advise(budget, job.job.described)
 
 
 @contextmanager
@@ -214,7 +223,7 @@ def compilers(count: int, topology: str) -> Iterator[Answers]:
     for its own devices.
 
         with compilers(4, "v5p-8") as answers:
-            one, other = answers(
+            decode, apply = answers(
                 [(cost, config, "v5p-8", "decode", 2), (cost, config, "v5p-8", "apply", 0)]
             )
 
@@ -227,12 +236,15 @@ def compilers(count: int, topology: str) -> Iterator[Answers]:
     before = dict(os.environ)
     os.environ.update(ENVIRONMENT)  # a process takes it over when it starts
     pool = ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), _start)
+
+    def answers(calls: Sequence[Call], done: Done | None = None) -> list[Any]:
+        return _answers(pool, calls, done)
+
     try:
-        yield lambda calls, done=None: _answers(pool, calls, done)
+        yield answers
     finally:
-        for process in list(
-            (pool._processes or {}).values()
-        ):  # a compiler does not hear that it is to stop
+        # A compiler does not hear that it is to stop.
+        for process in list((pool._processes or {}).values()):
             process.kill()
         pool.shutdown(cancel_futures=True)
         os.environ.clear()
@@ -241,10 +253,11 @@ def compilers(count: int, topology: str) -> Iterator[Answers]:
 
 def _answers_here(calls: Sequence[Call], done: Done | None = None) -> list[Any]:
     answers = []
-    for function, *words in calls:
-        answers.append(function(*words))
+    for call in calls:
+        answer = call[0](*call[1:])
+        answers.append(answer)
         if done:
-            done((function, *words), answers[-1])
+            done(call, answer)
     return answers
 
 

@@ -6,12 +6,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from operator import itemgetter
+from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from shoal.budget.budget import Transfers
 from shoal.mesh.accelerators import Accelerator
 from shoal.mesh.topology import Topology
 
@@ -29,10 +30,10 @@ def transfer_rows(
     topology: Topology | None,
     kind: Accelerator | None,
     mesh: Any,
-) -> list[dict[str, Any]]:
+) -> list[Transfers]:
     """Collectives by kind, mesh axes and source, with bytes of the whole arrays, and seconds by the
     links."""
-    rows: dict[tuple[str, str, str], dict[str, Any]] = {}
+    rows: dict[tuple[str, str, str], Transfers] = {}
     links: dict[tuple[str, bool], GroupLink] = {}
     for collective in collectives:
         # Of an array that all of a group get or sum up, a machine's devices take a part each from
@@ -44,22 +45,21 @@ def transfer_rows(
         link = links[key]
         row_key = (collective.kind, link.axes, collective.source)
         if row_key not in rows:
-            rows[row_key] = {
-                "kind": collective.kind,
-                "axis": link.axes,
-                "source": collective.source,
-                "times": 0.0,
-                "bytes": 0.0,
-                "seconds": 0.0,
-            }
+            rows[row_key] = Transfers(
+                collective.kind, link.axes, collective.source, times=0.0, bytes=0.0, seconds=0.0
+            )
         row = rows[row_key]
-        row["times"] += collective.times
-        row["bytes"] += collective.total
-        row["seconds"] += _moved(collective.kind, collective.total, link.size) / link.rate
+        moving = _moved(collective.kind, collective.total, link.size) / link.rate
         # An all-reduce scatters, then gathers.
         rounds = 2 if collective.kind == "all-reduce" else 1
-        row["seconds"] += collective.times * link.latency * rounds
-    return sorted(rows.values(), key=itemgetter("bytes"), reverse=True)
+        waiting = collective.times * link.latency * rounds
+        rows[row_key] = replace(
+            row,
+            times=row.times + collective.times,
+            bytes=row.bytes + collective.total,
+            seconds=row.seconds + moving + waiting,
+        )
+    return sorted(rows.values(), key=attrgetter("bytes"), reverse=True)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,129 @@
+"""The memory of a job, before anything is compiled: its budget, and whether it fits its devices."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from shoal.budget.advice import TIGHT, Describe, suggest_fit
+from shoal.budget.auto import teacher_architecture
+from shoal.budget.budget import (
+    LARGEST,
+    PROGRAM_PHASES,
+    BatchSize,
+    Budget,
+    Item,
+    ModelSize,
+    StepProgram,
+    parts_text,
+)
+from shoal.budget.memory import (
+    AvailableMemory,
+    activation_bytes,
+    available_memory,
+    cache_items,
+    input_bytes,
+    parameter_count,
+    update_bytes,
+    weight_budget,
+)
+from shoal.budget.shapes import micro_batch_shapes
+from shoal.budget.slots import engine_states, num_hosts, training_slots
+from shoal.findings import Finding
+from shoal.records import ShoalError
+from shoal.sampler.scheduler import num_rows
+from shoal.text import gib
+
+if TYPE_CHECKING:
+    from shoal.job.job import Job
+
+
+def job_budget(job: Job) -> Budget:
+    """The budget of a job before anything is compiled: no costs of programs."""
+    config = job.config
+    model = job.model
+    roles = job.roles
+    a = model.architecture
+    teacher = job.opened.get("teacher")
+    if teacher:
+        of_teacher = teacher.architecture
+    else:
+        of_teacher = teacher_architecture(config)
+    weights = weight_budget(config, a, roles, model.dtype, of_teacher)
+    caches = cache_items(engine_states(config, model, roles, a))
+    shape = micro_batch_shapes(config, roles.trainer.row_shards)[0]
+    activations, stored = update_memory(job, shape.tokens // roles.trainer.row_shards)
+    memory = weights.memory
+    if not memory:
+        available = available_memory(roles.trainer.mesh.devices.flat)
+        memory = available.total // available.sharing
+    plan = training_slots(config, roles, a)
+    rows = num_rows(plan.slots, plan.siblings, roles.hosts[0].row_shards)
+    return replace(
+        weights,
+        memory=memory,
+        items=[*weights.items, *caches, *stored],
+        num_devices=len(job.devices),
+        model=ModelSize(parameter_count(a), a.num_layers, model.dtype.name, model.remat),
+        batch=BatchSize(shape.rows, shape.length, shape.tokens),
+        slots=rows * plan.siblings * num_hosts(roles),
+        prompts_per_step=config.batch.prompts_per_step,
+        activations=activations,
+        programs={name: StepProgram(role) for name, role in LARGEST.items()},
+    )
+
+
+def update_memory(job: Job, tokens: int) -> tuple[int, list[Item]]:
+    """(bytes that an update of so many tokens is reckoned to need on a device besides what roles
+    hold, what it stores on the host)."""
+    model = job.model
+    role = job.roles.trainer
+    a = model.architecture
+    remat = model.remat
+    if remat == "none":
+        remat = "dots"
+    needed = update_bytes(a, role, model.dtype, tokens)
+    needed += activation_bytes(a, tokens / role.tensor, model.dtype, remat)
+    if remat != "offload" or role.platform == "cpu":
+        return needed, []
+    # On the device are two layers' alone, which are on their way.
+    kept = activation_bytes(a, tokens / role.tensor, model.dtype, remat)
+    stored = kept + input_bytes(a, tokens, model.dtype)
+    needed -= stored * max(0, a.num_layers - 2) // a.num_layers
+    return needed, [Item("stored for the backward pass", "trainer", "update", stored, on_host=True)]
+
+
+def check_memory(job: Job) -> Finding:
+    """Whether what is known before compilation fits; ShoalError if it exceeds all of a device's
+    memory."""
+    budget = job_budget(job)
+    available = available_memory(job.roles.trainer.mesh.devices.flat)
+    finding, _ = judge_memory(budget, available, job.described, "at least")
+    if finding.level == "wrong" and budget.peak() * available.sharing > available.total:
+        raise ShoalError(finding.text)
+    return finding
+
+
+def judge_memory(
+    budget: Budget, available: AvailableMemory, describe: Describe, bound: str = "at most"
+) -> tuple[Finding, str]:
+    """(whether a job fits: what each device needs and has; if that is tight, what to change, which
+    the finding says too). `bound`: `at least` where activations are unknown."""
+    shared = ""
+    if available.sharing > 1:
+        shared = f" on each of {available.sharing} devices that share it"
+    text = (
+        f"{bound} {gib(budget.peak())}{shared}, in the {PROGRAM_PHASES[budget.fullest]} phase "
+        f"({parts_text(budget)})"
+    )
+    if not available.free:
+        return Finding("memory", "ok", f"{text}; the device does not report its memory"), ""
+    text += f"; {gib(available.free)} of {gib(available.total)} free ({available.where})"
+    free = available.free / available.sharing
+    if budget.peak() <= TIGHT * free:
+        return Finding("memory", "ok", text), ""
+    advice = suggest_fit(budget, describe, TIGHT * free)
+    if budget.peak() > free:
+        text = f"not enough memory: {text}. {advice.text}"
+        return Finding("memory", "wrong", text, advice.key), advice.text
+    return Finding("memory", "warning", f"tight: {text}. {advice.text}", advice.key), advice.text

@@ -17,7 +17,6 @@ from shoal.budget.memory import AvailableMemory
 from shoal.commands import doctor as doctor_module
 from shoal.config.derived import for_devices, staleness_text
 from shoal.config.merge import compose
-from shoal.job import job as job_module
 from shoal.job import memory as memory_module
 from shoal.job.head import data_lines, print_head
 from shoal.job.job import Job
@@ -235,7 +234,7 @@ def test_a_further_set_whose_prompts_are_all_too_long_is_left_out(workshop):
 @pytest.mark.slow
 def test_a_job_that_cannot_fit_ends_before_weights_are_read(workshop, monkeypatch):
     monkeypatch.setattr(
-        job_module,
+        memory_module,
         "available_memory",
         lambda _: AvailableMemory(1 << 16, 1 << 16, "a small machine"),
     )
@@ -244,7 +243,7 @@ def test_a_job_that_cannot_fit_ends_before_weights_are_read(workshop, monkeypatc
     ):
         head_of(workshop)
     monkeypatch.setattr(
-        job_module,
+        memory_module,
         "available_memory",
         lambda _: AvailableMemory(1 << 40, 1 << 16, "a busy machine"),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,8 +37,8 @@ def check_dry_run(config: Any) -> list[Finding]:
     """What a job would warn of, and what is not checked; ShoalError for what it would refuse. The
     job opens the stages that it would open before it reads weights (`Job.check`), without those
     that need a download."""
-    findings, command = Findings(), command_of(type(config))
-    command = "train" if command == "sft" else command
+    findings = Findings()
+    command = command_of(type(config))
     check_before_weights(config)
     check_files(config, findings)
     if command == "plan":  # it reads neither data nor a tokenizer
@@ -45,31 +46,37 @@ def check_dry_run(config: Any) -> list[Finding]:
         check_run_folder(config)
         if config.mesh != MeshSection() or config.topology or _needs_memory(config):
             check_placement(config, findings)
-    elif command in ("train", "sft", "doctor", "generate", "serve") or (
-        command == "eval" and not config.responses
-    ):
+    elif command == "eval":
+        if not config.responses:
+            _check_job(config, findings, command)
+    elif command in ("train", "sft", "doctor", "generate", "serve"):
         _check_job(config, findings, command)
     elif command in ("export", "convert"):
         from shoal.mesh import available_devices
 
         available_devices()
         _check_source(config.source)
-    not_here = [found for found in findings.at("ok") if found.check == NOT_HERE]
-    return [*findings.at("wrong", "warning"), *dict.fromkeys(not_here)]
+    shown = findings.at("wrong", "warning")
+    for finding in findings.at("ok"):
+        if finding.check == NOT_HERE and finding not in shown:
+            shown.append(finding)
+    return shown
 
 
 def _check_job(config: Any, findings: Findings, command: str) -> None:
+    """Checks the stages of a job. `shoal train` leaves a run that has all its steps as it is."""
     resumed = None
     meets_others = False
     if command in ("train", "sft"):
         from shoal.job.resume import resolve_run
 
         plan = resolve_run(config, findings.of("configuration"))
-        config, resumed = plan.config, plan.run
-        if (
-            resumed and (read_summary(resumed) or {}).get("steps") == config.steps
-        ):  # `shoal train` leaves it as it is
-            return
+        config = plan.config
+        resumed = plan.run
+        if resumed:
+            summary = read_summary(resumed) or {}
+            if summary.get("steps") == config.steps:
+                return
         meets_others = _has_processes(config, findings)
     # A doctor's job is judged as that of its run.
     as_command = "train" if isinstance(config, Config) else None
@@ -100,7 +107,9 @@ def _check_roles(job: Job, roles: Roles) -> None:
     from shoal.checks.inputs import check_idle
     from shoal.model.attention.selector import platform_fault
 
-    if fault := platform_fault(attention := job.requested.model.attention, roles.trainer.platform):
+    attention = job.requested.model.attention
+    fault = platform_fault(attention, roles.trainer.platform)
+    if fault:
         raise ShoalError(f"model.attention={attention}: {fault}; leave it out", "model.attention")
     check_idle(job.requested.mesh, roles, len(job.devices), job.findings)
     for_devices(job.requested, roles.trainer.mesh.size, roles.trainer.platform)
@@ -109,10 +118,9 @@ def _check_roles(job: Job, roles: Roles) -> None:
 def _needs_memory(config: Config) -> bool:
     """True where a step is so large, or has so few prompts a device, that its devices decide
     whether it can be."""
-    return (
-        _tokens(config) > LARGE_STEP
-        or 0 < config.batch.prompts_per_device < config.algorithm.num_minibatches
-    )
+    if _tokens(config) > LARGE_STEP:
+        return True
+    return 0 < config.batch.prompts_per_device < config.algorithm.num_minibatches
 
 
 def _has_processes(config: Config, findings: Findings) -> bool:
@@ -123,7 +131,8 @@ def _has_processes(config: Config, findings: Findings) -> bool:
         return False
     from shoal.mesh.processes import find_processes
 
-    if (processes := find_processes(mesh).processes) > 1:
+    processes = find_processes(mesh).processes
+    if processes > 1:
         findings.of("mesh").warning(
             f"mesh.processes={processes}: the devices of the others are not known here; mesh "
             "and memory are judged when all have met, before weights are read"
@@ -138,13 +147,15 @@ def check_placement(config: PlanConfig, findings: Findings) -> None:
     from shoal.mesh.topology import parse_topology, placeholder_devices
     from shoal.weights.source import ModelSource, known_architecture
 
-    if (
-        config.topology
-    ):  # the compilers for other devices would look for theirs, in vain, and print pages about it
+    devices: Sequence[Any] = ()
+    if config.topology:
+        # The compilers for other devices would look for theirs, in vain, and print pages about it.
         jax.config.update("jax_platforms", "cpu")
-    devices = placeholder_devices(parse_topology(config.topology)) if config.topology else ()
+        devices = placeholder_devices(parse_topology(config.topology))
     known = known_architecture(config.model)
-    spec = ModelSource(Path(), known) if known else None
+    spec = None
+    if known:
+        spec = ModelSource(Path(), known)
     with _quiet_job(config, findings, devices=devices, spec=spec) as job:
         if known:
             job.open("positions")
@@ -186,11 +197,13 @@ def adapter_lines(config: Any) -> list[str]:
 def check_files(config: Any, findings: Findings) -> None:
     """ShoalError for a file to read that is missing, and for one to write that is there. A warning
     for what looks like a folder and would be looked for on the hub."""
-    known, command = keys_of(type(config)), command_of(type(config))
-    for key in (*INPUTS, "to", "output"):
-        if (
-            value := getattr(config, key, "")
-        ) and command != "compat":  # it writes into folders that are there
+    known = keys_of(type(config))
+    command = command_of(type(config))
+    if command != "compat":  # it writes into folders that are there
+        for key in (*INPUTS, "to", "output"):
+            value = getattr(config, key, "")
+            if not value:
+                continue
             if key in INPUTS:
                 check_input(value, key)
             elif key == "to" and command != "view":  # which writes its page to a file
@@ -200,7 +213,9 @@ def check_files(config: Any, findings: Findings) -> None:
     if command == "export" and config.source:
         check_model(ModelSection(path=config.source), key="from")
     for key in ("model.path", "teacher.path", "task.path"):
-        path = Path(get_value(config, key)).expanduser() if key in known else Path()
+        if key not in known:
+            continue
+        path = Path(get_value(config, key)).expanduser()
         if len(path.parts) == 2 and path.parent.is_dir() and not path.exists():
             findings.of("configuration").warning(
                 f"{key}={path}: {path.parent}/ holds nothing of that name; the run would look for "

@@ -30,33 +30,35 @@ def print_head(job: Job) -> None:
     with train.on_warning=stop for what would be warned of."""
     config, roles, model, console = job.config, job.roles, job.model, job.console
     shape = micro_batch_shapes(config, model.role.row_shards)[0]
-    lengths, rewards, memory = job.lengths, job.reward_findings, job.sizes
-    text = job.tokenizer.decode(job.first_prompt.prompt_ids.tolist(), skip_special_tokens=False)
+    lengths = job.lengths
+    rewards = [finding.text for finding in job.reward_findings if finding.level == "ok"]
+    memory = job.sizes
+    first_prompt = job.first_prompt.prompt_ids.tolist()
+    text = job.tokenizer.decode(first_prompt, skip_special_tokens=False)
+    evaluations = [f"{len(questions):,} {name}" for name, questions in job.sets.items()]
     lines = {
         "devices": devices_text(config, roles),
         "model": model_text(config.model, job.spec, model),
         "reference": reference_note(config, model),
         "attention": attention_kind(model, shape.rows, shape.length),
         **data_lines(job.task),
-        "evaluation": ", ".join(
-            f"{len(questions):,} {name}" for name, questions in job.sets.items()
-        )
-        or "none",
+        "evaluation": ", ".join(evaluations) or "none",
         "prompts": f"{lengths}, each answered by at most {config.sampling.max_completion_tokens:,} "
         f"tokens",
         "sampler": slots_text(config, roles, model.architecture),
         "samples": staleness_text(config, roles.disaggregated or config.sampler.is_remote),
         "first prompt": shorten(text.replace("\n", "\\n"), FIRST_PROMPT),
-        "rewards of known answers": next(
-            (found.text for found in rewards if found.level == "ok"), ""
-        ),
-        "memory": memory.text if memory.level == "ok" else "",  # else it is among the warnings
     }
+    if rewards:
+        lines["rewards of known answers"] = rewards[0]
+    if memory.level == "ok":  # else it is among the warnings
+        lines["memory"] = memory.text
     for name, line in lines.items():
         if line:
             console.note(f"{name}: {line}")
     console.note(step_text(config))
-    if theirs := their_sizes(config):
+    theirs = their_sizes(config)
+    if theirs:
         console.note(theirs)
     stop_on_warnings(config, job.findings)
     Findings(console).extend(job.findings.at("wrong", "warning"))
@@ -66,13 +68,13 @@ def model_text(section: ModelSection, loaded: ModelSource, model: Model) -> str:
     """`tiny (llama), 859,392 parameters, float32, from .../assets/tiny`, and what an adapter
     changes of them"""
     family = (loaded.config or read_config(loaded.folder)).get("model_type")
-    place = "" if str(loaded.folder) == section.path else f", from {loaded.folder}"
-    text = (
-        f"{section.path} ({family}), {parameter_count(model.architecture.base):,} parameters, "
-        f"{model.dtype.name}{place}"
-    )
-    if adapter := model.architecture.adapter:
-        trained = parameter_count(model.architecture) - parameter_count(model.architecture.base)
+    base = parameter_count(model.architecture.base)
+    text = f"{section.path} ({family}), {base:,} parameters, {model.dtype.name}"
+    if str(loaded.folder) != section.path:
+        text += f", from {loaded.folder}"
+    adapter = model.architecture.adapter
+    if adapter:
+        trained = parameter_count(model.architecture) - base
         text += (
             f"; LoRA of rank {adapter.rank} trains {trained:,} more, and wants 5 to 10 times the "
             "learning rate of full training"
@@ -93,18 +95,21 @@ def reference_note(config: Config, model: Model) -> str:
 def data_lines(task: Task) -> dict[str, str]:
     """The files that were read, with their rows; the training rows that are kept, and why others
     are not."""
-    report, count = task.data, len(task.train)
+    report = task.data
+    count = len(task.train)
     if not (report.train_files or report.held_out_files):
         return {"data": f"{task.name}, {count:,} training prompts"}
     read = sum(report.train_files.values())
-    kept = f"{count:,} of {read:,} rows" if read else "none"
+    kept = "none"
+    if read:
+        kept = f"{count:,} of {read:,} rows"
     if report.dropped:
-        kept += "; dropped: " + ", ".join(
-            f"{number:,} ({reason})" for reason, number in report.dropped.items()
-        )
+        dropped = [f"{number:,} ({reason})" for reason, number in report.dropped.items()]
+        kept += f"; dropped: {', '.join(dropped)}"
+    trained_on = files_text(report.train_files) or "nothing"
+    held_out = files_text(report.held_out_files) or "nothing"
     return {
-        "data": f"trains on {files_text(report.train_files) or 'nothing'}; holds out "
-        f"{files_text(report.held_out_files) or 'nothing'}",
+        "data": f"trains on {trained_on}; holds out {held_out}",
         "training prompts": kept,
     }
 
@@ -113,5 +118,9 @@ def files_text(files: Mapping[str, int]) -> str:
     """`data/train-0.parquet and 3 more files (7,473 rows)`"""
     if not files:
         return ""
-    more = f" and {len(files) - 1} more file{'s' * (len(files) > 2)}" if len(files) > 1 else ""
-    return f"{next(iter(files))}{more} ({sum(files.values()):,} rows)"
+    text = next(iter(files))
+    if len(files) > 1:
+        others = len(files) - 1
+        noun = "file" if others == 1 else "files"
+        text += f" and {others} more {noun}"
+    return f"{text} ({sum(files.values()):,} rows)"

@@ -73,12 +73,10 @@ def _by_phase(config: Config, asked: int) -> tuple[str, str, str]:
             return _of_program(job.described(other), "decode")
 
         # The changes of no result of both phases come before those that change results.
-        trials = [
-            *saving_trials(update, describe_update, memory_saving_changes(update)),
-            *saving_trials(sampling, describe_sampling, memory_saving_changes(sampling)),
-            *saving_trials(update, describe_update, lossy_changes(update)),
-            *saving_trials(sampling, describe_sampling, lossy_changes(sampling)),
-        ]
+        trials = saving_trials(update, describe_update, memory_saving_changes(update))
+        trials += saving_trials(sampling, describe_sampling, memory_saving_changes(sampling))
+        trials += saving_trials(update, describe_update, lossy_changes(update))
+        trials += saving_trials(sampling, describe_sampling, lossy_changes(sampling))
     lines: dict[str, str] = {}
     for trial in trials:
         lines.setdefault(trial.change.key, trial.text())

@@ -109,7 +109,7 @@ def _array_bytes(kind: str, sizes: str) -> int:
 
 def _numbers(text: str) -> list[int]:
     """The whole numbers of `2,4`; none of an empty text."""
-    return [int(number) for number in text.split(",") if number]
+    return [int(number) for number in re.findall(r"\d+", text)]
 
 
 class Instruction(NamedTuple):
@@ -294,11 +294,10 @@ class Module:
         name = re.search(r'op_name="([^"]*)"', instruction.attributes)
         if name is None and instruction.op == "fusion":
             # Nameless, as of several operations: the last that has a name.
-            parts = self.computations.get(instruction.named("calls"), [])
-            named = [part for part in parts if "op_name=" in part.attributes]
-            if not named:
-                return instruction.op
-            return self.source(named[-1])
+            for part in reversed(self.computations.get(instruction.named("calls"), [])):
+                if "op_name=" in part.attributes:
+                    return self.source(part)
+            return instruction.op
         last = instruction.op
         if name:
             last = name[1].rpartition("/")[2]
@@ -362,8 +361,7 @@ class Module:
         # `i < constant` from 0, as JAX and XLA make counted loops.
         if root is None or root.op != "compare" or "direction=LT" not in root.attributes:
             return None
-        by_name = {instruction.name: instruction for instruction in condition}
-        counter, bound = (by_name.get(operand) for operand in root.operands)
+        counter, bound = (_named(condition, operand) for operand in root.operands)
         number = _constant(bound)
         if number is None:
             return None
@@ -379,12 +377,11 @@ class Module:
         root = _root(body)
         if root is None or root.op != "tuple" or index is None:
             return 1
-        by_name = {instruction.name: instruction for instruction in body}
-        last = by_name.get(root.operands[int(index[1])])
+        last = _named(body, root.operands[int(index[1])])
         if last is None or last.op != "add":
             return 1
         for operand in last.operands:
-            step = _constant(by_name.get(operand))
+            step = _constant(_named(body, operand))
             if step:
                 return step
         return 1
@@ -465,8 +462,11 @@ class Module:
             return 0.0
         inside = list(self.inside(instruction.named("calls")))
         inner_shapes = {inner.name: inner.shape for inner in inside}
-        products = [inner for inner in inside if inner.op in ("dot", "convolution")]
-        return sum(_product_flops(product, inner_shapes) for product in products)
+        flops = 0.0
+        for inner in inside:
+            if inner.op in ("dot", "convolution"):
+                flops += _product_flops(inner, inner_shapes)
+        return flops
 
 
 class _Visit:
@@ -585,11 +585,11 @@ class _Visit:
         sent = around
         if around.operands:
             sent = self.module.by_name.get(around.operands[0], around)
-        sources = [self.module.source(made) for made in (instruction, around, sent)]
-        for source in sources:
+        for made in (instruction, around, sent):
+            source = self.module.source(made)
             if " " in source:
                 return source
-        return sources[0]
+        return self.module.source(instruction)
 
     def operation(
         self,
@@ -625,6 +625,13 @@ class _Visit:
             kind, sizes = max(arrays, key=lambda array: _array_bytes(array[0], array[1]))
             costs.largest.append((_array_bytes(kind, sizes), f"{kind}[{sizes}]", source))
         return Operation(times, size, flops)
+
+
+def _named(computation: Sequence[Instruction], name: str) -> Instruction | None:
+    for instruction in computation:
+        if instruction.name == name:
+            return instruction
+    return None
 
 
 def _root(computation: Sequence[Instruction]) -> Instruction | None:
@@ -760,8 +767,7 @@ def _instruction(line: str) -> Instruction | None:
     inside = rest[len(op) + 1 : end]
     operands = re.findall(r"%([\w.\-]+)", inside)
     if not operands:  # of a constant its value, of a parameter its number
-        parts = [part.strip() for part in inside.split(",")]
-        operands = [part for part in parts if part]
+        operands = [part.strip() for part in inside.split(",") if part.strip()]
     attributes = rest[end + 1 :]
     return Instruction(head[2], shape, op.strip(), tuple(operands), attributes, bool(head[1]))
 

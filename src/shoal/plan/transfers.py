@@ -81,11 +81,13 @@ def _group_link(
     in_parts: bool,
 ) -> GroupLink:
     groups = device_groups(collective.groups) or [[]]
-    numbers = [number for group in groups for number in group]
-    if any(number >= mesh.size for number in numbers):
+    highest = max((max(group) for group in groups if group), default=0)
+    if highest >= mesh.size:
         groups = [[]]
     # Of pairs the farthest are waited for; groups are alike.
-    measured = groups if collective.kind == "collective-permute" else groups[:1]
+    measured = groups[:1]
+    if collective.kind == "collective-permute":
+        measured = groups
     rates = []
     latencies = []
     for group in measured:
@@ -135,8 +137,10 @@ def device_groups(text: str) -> list[list[int]]:
     ([[0, 2], [1, 3]], [[0, 1], [2, 3]])
     """
     if text.startswith("{{"):
-        groups = re.findall(r"\{([\d,]*)\}", text[1:-1])
-        return [_numbers(group) for group in groups]
+        groups = []
+        for group in re.findall(r"\{([\d,]*)\}", text[1:-1]):
+            groups.append(_numbers(group))
+        return groups
     iota = re.fullmatch(r"\[([\d,]*)\]<=(\[[\d,]*\](?:T\([\d,]*\))?)", text)
     if iota:
         return _order(iota[2]).reshape(_numbers(iota[1])).tolist()
@@ -165,7 +169,9 @@ def _mesh_groups(text: str) -> list[list[int]]:
     if match is None:
         return []
     mesh_text, ids_text, axes_text = match.groups()
-    sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", mesh_text)}
+    sizes = {}
+    for name, size in re.findall(r"'([^']*)'=(\d+)", mesh_text):
+        sizes[name] = int(size)
     parts = {}  # axis -> (devices before the part, devices of the part)
     for name, before, size in re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", axes_text):
         if name in sizes:
@@ -194,9 +200,12 @@ def group_size(text: str) -> int:
     groups = device_groups(text)
     if not groups:
         return 1
-    if text.startswith("{{") and all(len(group) == 2 for group in groups):
-        devices = {number for pair in groups for number in pair}
-        are_a_ring = len(devices) < 2 * len(groups)  # pairs of sender and receiver
+    are_pairs = all(len(group) == 2 for group in groups)  # of a sender and a receiver
+    if text.startswith("{{") and are_pairs:
+        devices: set[int] = set()
+        for pair in groups:
+            devices.update(pair)
+        are_a_ring = len(devices) < 2 * len(groups)
         if are_a_ring:
             return len(groups)
     return len(groups[0])
@@ -235,12 +244,18 @@ def link_of(
     coordinates = np.array(
         [getattr(device, "coords", None) or (0, 0, device.id) for device in devices]
     )
-    sizes = {axis: len(set(coordinates[:, axis])) for axis in range(coordinates.shape[1])}
-    num_parts = len(slices) if kind.is_tpu or not topology else sizes[0]
+    sizes = {}
+    for axis in range(coordinates.shape[1]):
+        sizes[axis] = len(set(coordinates[:, axis]))
+    num_parts = len(slices)
+    if topology and not kind.is_tpu:
+        num_parts = sizes[0]
     within, latency = _within(topology, kind, sizes, len(group))
     if num_parts == 1:
         return within, latency
-    receivers = len(group) // num_parts if in_parts else 1
+    receivers = 1
+    if in_parts:
+        receivers = len(group) // num_parts
     return min(within, kind.dcn * receivers), NETWORK_SECONDS
 
 

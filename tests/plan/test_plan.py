@@ -267,6 +267,17 @@ def test_a_dry_run_estimates_without_compiling(model, monkeypatch, capsys):
 
 
 @pytest.mark.slow
+def test_a_dry_run_estimates_jobs_that_do_not_fit_devices_without_a_compiler(capsys):
+    words = ["plan", "topology=v6e-8", "model.name=llama3.1-8b", "mesh.trainer=1", "--dry-run"]
+    assert cli.main(words) == 0
+    printed = " ".join(capsys.readouterr().out.replace("#", "").split())
+    assert "estimated: does not fit: " in printed and "mesh.fsdp=8" in printed
+    assert cli.main([*words, "optimizer.offload=true"]) == 0
+    printed = " ".join(capsys.readouterr().out.replace("#", "").split())
+    assert "no estimate: optimizer.offload=true: only a compiler knows the host memory" in printed
+
+
+@pytest.mark.slow
 def test_where_layers_are_apart_a_prefill_is_a_call_for_each(model, planned, monkeypatch):
     monkeypatch.setattr(Model, "ffn_chunks", 1)
     sampling = replace(

@@ -323,6 +323,10 @@ class PlaceholderDevice:
     def memory_stats(self) -> None:
         """As of a compiler's device: nothing is in its memory."""
 
+    def addressable_memories(self) -> list[Any]:
+        """As of a described GPU: none is known."""
+        return []
+
 
 def placeholder_devices(topology: Topology) -> list[PlaceholderDevice]:
     """Devices in the number of a topology's, for estimates and for a check of meshes, which need no

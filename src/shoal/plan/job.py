@@ -44,6 +44,7 @@ from shoal.model.flops import model_flops
 from shoal.model.linear import Quantised
 from shoal.model.parameters import Parameters, param_shapes, param_specs, trained_specs
 from shoal.model.transformer import Model
+from shoal.records import ShoalError
 from shoal.report.console import Console
 from shoal.sampler.engine import Engine
 from shoal.sampler.programs import CHUNK
@@ -80,6 +81,12 @@ def planned_job(
     for all. Where nothing `compiles` no compiler need be installed."""
     parsed = None
     if topology:
+        if config.optimizer.offload and not compiles:
+            raise ShoalError(
+                "optimizer.offload=true: only a compiler knows the host memory of devices that are "
+                "not here; plan without --dry-run",
+                "optimizer.offload",
+            )
         parsed = parse_topology(topology)
         devices = _devices(topology, compiles)
     else:

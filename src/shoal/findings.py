@@ -54,13 +54,14 @@ class Findings:
     def extend(self, findings: Iterable[Finding]) -> None:
         for finding in findings:
             self.found.append(finding)
-            if self.console:
-                show = {
-                    "ok": self.console.note,
-                    "warning": self.console.warning,
-                    "wrong": self.console.wrong,
-                }
-                show[finding.level](str(finding))
+            if self.console is None:
+                continue
+            if finding.level == "ok":
+                self.console.note(str(finding))
+            elif finding.level == "warning":
+                self.console.warning(str(finding), finding.key)
+            else:
+                self.console.wrong(str(finding), finding.key)
 
     def ok(self, text: str) -> None:
         self.extend([Finding(self.check, "ok", one_line(text))])

@@ -372,27 +372,35 @@ def test_a_run_under_way_has_its_progress_and_is_read_as_it_grows(tmp_path):
         viewer.close()
 
 
-def test_what_a_process_notes_is_dated_by_where_it_goes_on(tmp_path):
+def test_warnings_and_resumptions_stand_at_their_steps(tmp_path):
     path = write_run(tmp_path / "killed", steps=9, finished=False, settings=["steps=60"])
-    start = "devices: 1 of 1 x cpu (cpu)\nwarning: data: short\n"
-    begun = "the run has no checkpoint: it starts from its beginning\nstep 1/60\n"
-    on = "resumed from the checkpoint of step 6\nstep 7/60\nwarning: late\n"
-    (path / "log.txt").write_text(f"{start}step 9/60\n{start}{begun}{start}{on}")
+    (path / "events.jsonl").unlink()
+    with RunWriter(path) as folder:
+        folder.write_event("warning", "data: short", "task.path")
+        folder.begin("evaluation", 0)
+        folder.write_event("phase", "evaluation before training")
+        folder.begin("training", 9)
+        folder.write_event("warning", "lost with its step")
+    with RunWriter(path) as folder:
+        folder.begin("start", 6)
+        folder.write_event("wrong", "WRONG data: shorter")
+        folder.rewind(6)
+        folder.begin("training", 7)
+        folder.write_event("warning", "late")
     viewer = opened(path)
     try:
         happened = viewer.answer("overview", {"run": "killed"})["events"]
     finally:
         viewer.close()
     assert [
-        (event["step"], event["text"])
+        (event["step"], event["level"], event["text"])
         for event in happened
-        if event["level"] in ("warning", "note")
+        if event["level"] in ("warning", "note", "error")
     ] == [
-        (0, "data: short"),
-        (0, "data: short"),
-        (6, "data: short"),
-        (6, "resumed from the checkpoint of step 6"),
-        (7, "late"),
+        (0, "warning", "data: short"),
+        (6, "error", "WRONG data: shorter"),
+        (6, "note", "resumed from the checkpoint of step 6"),
+        (7, "warning", "late"),
     ]
 
 
@@ -501,9 +509,18 @@ def test_a_run_that_was_killed_is_stopped_at_once(tmp_path):
         progress = viewer.answer("runs", {})["runs"][0]["progress"]
         assert progress["state"] == "killed" and progress["seconds_left"] is None
         assert progress["resume"] == f"shoal train resume={path}" and progress["saved"] == 0
-        log = (path / "log.txt").read_text()
-        (path / "log.txt").write_text(f"{log}step 3/60\nerror: no grader; stopped after step 3\n")
-        progress = viewer.answer("runs", {})["runs"][0]["progress"]
+        before = (path / "events.jsonl").read_text()
+
+        def progress_after(*events: tuple[str, str]) -> dict[str, Any]:
+            lines = [
+                {"time": 1.0, "step": 3, "phase": "training", "level": level, "text": text}
+                for level, text in events
+            ]
+            write_lines(path / "new.jsonl", lines)
+            (path / "events.jsonl").write_text(before + (path / "new.jsonl").read_text())
+            return viewer.answer("runs", {})["runs"][0]["progress"]
+
+        progress = progress_after(("error", "no grader; stopped after step 3"))
         assert (progress["state"], progress["cause"]) == (
             "failed",
             "no grader; stopped after step 3",
@@ -512,11 +529,11 @@ def test_a_run_that_was_killed_is_stopped_at_once(tmp_path):
         happened = viewer.answer("overview", {"run": "killed"})["events"]
         (failure,) = [event for event in happened if event["level"] == "error"]
         assert failure["step"] == 3 and failure["text"].startswith("no grader; ")
-        (path / "log.txt").write_text(f"{log}error: tired\nwarning: W&B is switched off\n")
-        assert viewer.answer("runs", {})["runs"][0]["progress"]["cause"] == "tired"
-        (path / "log.txt").write_text(f"{log}error: tired\nresumed after step 3\n")
-        assert viewer.answer("runs", {})["runs"][0]["progress"]["state"] == "killed"
-        (path / "log.txt").write_text(log)
+        progress = progress_after(("error", "tired"), ("warning", "W&B is switched off"))
+        assert progress["cause"] == "tired"
+        progress = progress_after(("error", "tired"), ("note", "resumed after step 3"))
+        assert progress["state"] == "killed"
+        (path / "events.jsonl").write_text(before)
         (path / "checkpoints" / "3").mkdir(parents=True)  # nothing is lost: it was stopped
         progress = viewer.answer("home", {})["rows"][0]["progress"]
         assert progress["state"] == "stopped" and progress["saved"] == 3
@@ -690,10 +707,12 @@ def test_after_a_resume_with_another_reward_the_rewards_are_not_compared(tmp_pat
         assert found["table"][1][0] == "held_out mean reward (another reward since step 3)"
         assert found["drivers"] == [] and "reward" not in found["verdict"]["text"]  # of 3 steps
         evaluations = viewer.runs["changed"].evaluations
-        for row in evaluations.rows:
-            del row["accuracy"]
+        evaluations.lines = [
+            replace(line, figures={"mean_reward": line.figures["mean_reward"]})
+            for line in evaluations.lines
+        ]
         assert evaluations.main_curve(3)[1]["x"] == [6] and evaluations.main_curve()[1]["x"][0] == 0
-        del evaluations.rows[2:]  # no evaluation since the resume: both are of the first reward
+        del evaluations.lines[2:]  # no evaluation since the resume: both are of the first reward
         assert viewer.runs["changed"].run.before_after(evaluations, {})[0][3] == "+0.3"
     finally:
         viewer.close()
@@ -883,7 +902,7 @@ def test_links_out_of_a_run_are_not_followed(tmp_path, run):
     for name, target in (
         ("metrics.jsonl", secret),
         ("summary.json", secret),
-        ("log.txt", secret),
+        ("events.jsonl", secret),
         ("groups/step_000009.parquet", run / "groups" / "step_000001.parquet"),
     ):
         (path / name).unlink(missing_ok=True)

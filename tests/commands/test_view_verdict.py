@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from shoal.commands.view.run import accuracy_change, drivers, reward_change, verdict
+from shoal.runs.lines import EvaluationLine
 from shoal.runs.metrics import wilson_interval
 from shoal.runs.reader import Evaluations
 
@@ -16,17 +17,12 @@ STEPS = 80
 
 def curve(*points: tuple[int, float, int]) -> dict[str, Any]:
     """Of evaluations: step, accuracy, number of questions."""
-    rows = [
-        {
-            "step": step,
-            "name": "held_out",
-            "accuracy": share,
-            "num_questions": n,
-            "accuracy_interval": list(wilson_interval(share * n, n)),
-        }
-        for step, share, n in points
-    ]
-    return Evaluations(rows).main_curve()[1]
+    lines = []
+    for step, share, n in points:
+        interval = list(wilson_interval(share * n, n))
+        figures = {"accuracy": share, "num_questions": n, "accuracy_interval": interval}
+        lines.append(EvaluationLine(step, "held_out", figures))
+    return Evaluations(lines).main_curve()[1]
 
 
 class Columns:

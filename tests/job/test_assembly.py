@@ -97,6 +97,7 @@ def test_a_run_leaves_its_settings(family):
         "decided.yaml",
         "metrics.jsonl",
         "evaluations.jsonl",
+        "events.jsonl",
         "groups",
         "checkpoints",
         "summary.json",

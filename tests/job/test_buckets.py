@@ -517,7 +517,7 @@ class Work:
         self.mirror = Mirror(place(url, RUNS), most_unsaved, cast(Any, self))
         self.folder = self.mirror.folder
 
-    def warning(self, text: str) -> None:
+    def warning(self, text: str, key: str = "") -> None:
         self.said.append(text)
 
     note = warning

@@ -135,6 +135,7 @@ def assert_equal_ends(a: Path, b: Path) -> None:
     assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
     assert without_clocks(rows) == without_clocks(metrics(a))
     assert read_lines(b / "evaluations.jsonl") == read_lines(a / "evaluations.jsonl")
+    assert warnings_of_steps(b) == warnings_of_steps(a)
     names = [sorted(file.name for file in (run / "groups").iterdir()) for run in (a, b)]
     assert names[0] == names[1]
     for name in names[0]:
@@ -142,6 +143,15 @@ def assert_equal_ends(a: Path, b: Path) -> None:
     assert saved(a, max(checkpoints(a)))["checksums"] == saved(b, max(checkpoints(b)))["checksums"]
     ends = [json.loads((run / "summary.json").read_text()) for run in (a, b)]
     assert ends[0]["before"] == ends[1]["before"] and ends[0]["after"] == ends[1]["after"]
+
+
+def warnings_of_steps(run: Path) -> list[tuple[int, str, str]]:
+    """What a run warned of after its start."""
+    return [
+        (event.step, event.phase, event.text)
+        for event in StoredRun(run).events()
+        if event.level == "warning" and event.phase != "start"
+    ]
 
 
 def saved(run: Path, version: int) -> dict:

@@ -25,7 +25,7 @@ from shoal.report.console import Console, Pace, printable
 from shoal.report.recorder import Recorder, StepRecord
 from shoal.runs.groups import group_record, read_file
 from shoal.runs.layout import decided_file, parts_of
-from shoal.runs.lines import JsonlSink, json_line, json_ready
+from shoal.runs.lines import JsonlSink, StepLine, json_line, json_ready
 from shoal.runs.metrics import (
     _TABLE,
     METRICS,
@@ -35,6 +35,7 @@ from shoal.runs.metrics import (
     pass_at_k,
     wilson_interval,
 )
+from shoal.runs.reader import StoredRun
 from shoal.runs.summary import (
     account_text,
     curve_text,
@@ -284,11 +285,11 @@ def test_float32_comes_back_bit_for_bit(values):
 def test_jsonl_flushes_each_line_and_writes_any_text(tmp_path):
     path = tmp_path / "m.jsonl"
     sink_ = JsonlSink(path)
-    sink_.write(1, {"reward/mean": np.float32(0.25), "loss": math.nan, "step": 99})
+    sink_.write(StepLine(1, {"reward/mean": np.float32(0.25), "loss": math.nan, "step": 99}))
     assert [strict(line) for line in path.read_text("utf-8").splitlines()] == [
         {"step": 1, "reward/mean": 0.25, "loss": None}
     ]
-    sink_.write(2, {"text": "é\u2028\ud83d\x00\n"})
+    sink_.write(StepLine(2, {"text": "é\u2028\ud83d\x00\n"}))
     sink_.close()
     lines = path.read_text("utf-8").splitlines()
     assert len(lines) == 2
@@ -428,6 +429,71 @@ def test_an_evaluation_that_is_asked_for_again_is_recorded_once(tmp_path):
             folder.write_evaluation(step, "held_out", {"accuracy": 0.5})
         folder.rewind(6, again=[5])
         assert list(folder.read_evaluations()) == [0]
+
+
+def events_of(path: Path) -> list[tuple[int, str, str]]:
+    return [(event.step, event.phase, event.text) for event in StoredRun(path).events()]
+
+
+def test_events_of_kept_steps_are_there_once_after_each_resumption(tmp_path):
+    path = tmp_path / "run"
+    with RunWriter.create(tmp_path, "run") as folder:
+        folder.write_event("warning", "short data", "task.path")
+        with folder.during("evaluation", 0):
+            folder.write_event("phase", "evaluation before training")
+        for step in range(1, 6):
+            folder.begin("training", step)
+            folder.write_event("warning", f"of step {step}")
+            with folder.during("evaluation", step):
+                folder.write_event("warning", f"of version {step}")
+    with (path / "events.jsonl").open("a") as file:
+        file.write('{"step": 5, "tex')  # killed while it wrote
+    for _ in range(2):  # killed again before its first step
+        with RunWriter(path) as folder:
+            folder.begin("start", 3)
+            folder.write_event("warning", "short data", "task.path")
+            folder.rewind(3, evaluated=False, again=[2])
+    assert events_of(path) == [
+        (0, "start", "short data"),
+        (0, "evaluation", "evaluation before training"),
+        (1, "training", "of step 1"),
+        (1, "evaluation", "of version 1"),
+        (2, "training", "of step 2"),
+        (3, "training", "of step 3"),
+        (3, "start", "short data"),
+        (3, "start", "resumed from the checkpoint of step 3"),
+    ]
+    with RunWriter(path) as folder:
+        folder.begin("end", 6)
+        folder.write_event("warning", "a reward failed")
+    with RunWriter(path) as folder:
+        folder.rewind(-1)
+    assert events_of(path) == [
+        (0, "start", "the run has no checkpoint: it starts from its beginning")
+    ]
+
+
+def test_a_damaged_event_is_named_and_ends_no_reading_of_a_page(tmp_path):
+    with RunWriter.create(tmp_path, "run") as folder:
+        folder.write_event("warning", "one\ntwo")
+    file = tmp_path / "run" / "events.jsonl"
+    good = file.read_text()
+    file.write_text(f'{good}{{"time": 1, "step": 0, "phase": "noon"}}\n{good}')
+    with pytest.raises(ShoalError, match=r"events.jsonl, line 2 is damaged \(it has no phase\)"):
+        StoredRun(tmp_path / "run").events()
+    run = StoredRun(tmp_path / "run", lenient=True)
+    assert [event.text for event in run.events()] == ["one two"] * 2
+    assert list(run.problems) == ["events.jsonl"]
+
+
+def test_no_run_ends_for_an_event_that_cannot_be_written(tmp_path):
+    with RunWriter.create(tmp_path, "run") as folder:
+        pass
+    (tmp_path / "run" / "events.jsonl").unlink()
+    with RunWriter(tmp_path / "run") as folder:
+        folder.events._file.close()
+        with Path("/dev/full").open("a") as folder.events._file:
+            folder.write_event("warning", "a full disk")
 
 
 def test_settings_of_a_part_that_was_lost_hold_from_where_the_run_goes_on(tmp_path):

@@ -4,7 +4,7 @@ remembers."""
 from __future__ import annotations
 
 import json
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -132,8 +132,8 @@ def test_the_loop_sees_the_first_failure_of_a_function():
     and no more."""
     shown: list[str] = []
     failure = Failure("checker", 17, 2, "raised", "checker raised ValueError")
-    folder = SimpleNamespace(write_groups=None, path="r")
-    console = SimpleNamespace(warning=shown.append)
+    folder = SimpleNamespace(write_groups=None, path="r", during=lambda *_: nullcontext())
+    console = SimpleNamespace(warning=lambda text, key: shown.append(text))
     recorder = Recorder(
         folder,
         console,

@@ -27,6 +27,7 @@ from shoal.report import sinks
 from shoal.report.sinks import MOST_PENDING, GroupWriter
 from shoal.runs.group_table import GroupTable
 from shoal.runs.groups import from_table, group_record, to_table, write_file
+from shoal.runs.lines import StepLine
 from shoal.runs.reader import StoredRun
 from shoal.runs.writer import RunWriter
 from shoal.text import ranges
@@ -344,11 +345,12 @@ def test_steps_that_are_not_there_are_named_with_those_that_are(tmp_path):
 def test_a_torn_last_line_of_metrics_is_left_out(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "loss": 0.5}\n{"step": 2, "lo')
-    assert StoredRun(tmp_path).metrics() == {1: {"step": 1, "loss": 0.5}}
+    assert StoredRun(tmp_path).metrics() == {1: {"loss": 0.5}}
+    assert StoredRun(tmp_path).steps() == [StepLine(1, {"loss": 0.5})]
     path.write_text('{"step": 1, "loss": 0.5}\n{"step": 2, "loss": 0.4}\n')
     assert list(StoredRun(tmp_path).metrics()) == [1, 2]
     path.write_text('{"step": 1, "lo\n{"step": 2, "loss": 0.4}\n')
-    with pytest.raises(ShoalError, match=r"metrics\.jsonl, line 1: this is no JSON"):
+    with pytest.raises(ShoalError, match=r"metrics\.jsonl, line 1 is damaged \(it is no JSON\)"):
         StoredRun(tmp_path).metrics()
 
 

@@ -157,9 +157,8 @@ def write_run(
             }
             folder.write_groups(step + 1, made, advantages, trained)
             folder.write_metrics(step + 1, metrics(step + 1, steps, spike))
-        (path / "log.txt").write_text(
-            "step 2/6  reward 0.3\nwarning: something to look at <b>here</b>\n"
-        )
+        folder.begin("training", 2)
+        folder.write_event("warning", "something to look at <b>here</b>")
         if finished:
             folder.write_summary(
                 {

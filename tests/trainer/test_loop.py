@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 import weakref
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -190,6 +191,8 @@ class Diary:
         return {}
 
     def begin_training(self, first) -> None: ...
+
+    def begin_step(self, number) -> None: ...
     def next_steps(self, has_weights) -> None: ...
     def spent(self, *args) -> None: ...
 
@@ -605,7 +608,8 @@ def test_only_the_first_evaluation_of_a_process_compiles():
         _evaluation_rate=None,
         _compiled_before=-1,
         compilations=lambda: 3,
-        console=SimpleNamespace(heading=said.append),
+        folder=SimpleNamespace(during=lambda *_: nullcontext()),
+        _begin_phase=said.append,
     )
     for version in (0, 5):
         Recorder.begin_evaluation(recorder, version, 8)  # type: ignore[arg-type]

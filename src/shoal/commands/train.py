@@ -61,7 +61,7 @@ def train(
                 raise
             except Exception as error:
                 kind = "" if isinstance(error, ShoalError) else f"{type(error).__name__}: "
-                console.keep(f"error: {kind}{one_line(error)}")
+                console.failed(f"{kind}{one_line(error)}")
                 raise
 
 

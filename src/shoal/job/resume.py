@@ -22,8 +22,7 @@ from shoal.job.fingerprint import compare_facts
 from shoal.records import Params, ShoalError
 from shoal.report.console import Console
 from shoal.runs.layout import CONFIG, find_named, find_run, is_run
-from shoal.runs.lines import read_lines
-from shoal.runs.reader import read_decisions, read_requested, read_summary
+from shoal.runs.reader import StoredRun, read_decisions, read_requested, read_summary
 from shoal.runs.writer import RunWriter
 from shoal.text import count
 
@@ -186,8 +185,7 @@ def _check_steps(run: Path, stored: Config, config: Config, report: Console | Fi
             f"steps={config.steps}: the run {run} has made {made} already; give as many or more"
         )
     if not saved and ended < config.steps:
-        recorded_steps = [line["step"] for line in read_lines(run / "metrics.jsonl")]
-        recorded = max(recorded_steps, default=0)
+        recorded = max(StoredRun(run).metrics(), default=0)
         # A run ends with a checkpoint. One that is under way has written its first before the
         # second is due.
         if ended or 0 < 2 * stored.checkpoint.every < recorded:

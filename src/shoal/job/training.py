@@ -107,6 +107,9 @@ def open_run(job: Job) -> Run:
                 folder.write_hydra(to_yaml(config), overrides)
         write_head(folder, spec, config, resumed=job.resumed is not None)
         job.console.keep_log(folder.log_path)
+        folder.begin("start", first)
+        job.console.keep_events(folder.write_event)
+        job.stack.callback(job.console.keep_events, None)
     utilisation = Utilisation.on(
         roles.trainer.mesh.devices.flat,
         job.model.architecture,

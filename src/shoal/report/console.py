@@ -12,9 +12,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeAlias
 
 from shoal.records import Group, Prompt
+from shoal.runs.lines import EventLevel
 from shoal.runs.summary import evaluation_text, step_figures, summary_rows
 from shoal.text import duration, one_line, text_table
 
@@ -24,7 +25,10 @@ minute."""
 FIRST_ANSWERS_SECONDS, ANSWERS_SECONDS = 2.0, 10.0
 """When an evaluation first prints how long it will take, and how often it does from then on."""
 _MOST_UNKEPT = 1000
-"""Lines that wait for a file to be kept in."""
+"""Lines, and events, that wait for a file to be kept in."""
+
+WriteEvent: TypeAlias = "Callable[[EventLevel, str, str], None]"
+"""Level, text, key -> a line of events.jsonl: `RunWriter.write_event`."""
 
 
 class Console:
@@ -61,6 +65,8 @@ class Console:
         self._once: set[str] = set()
         self._log: Path | None = None
         self._unkept: deque[str] = deque(maxlen=_MOST_UNKEPT)
+        self._write_event: WriteEvent | None = None
+        self._unwritten: deque[tuple[EventLevel, str, str]] = deque(maxlen=_MOST_UNKEPT)
         self._pace, self._programs, self._printed_at = Pace(clock()), 0.0, -math.inf
         self._answers, self._due = Pace(clock()), 0.0
         self.in_their_names: Callable[[str], str] = (
@@ -82,6 +88,19 @@ class Console:
         with contextlib.suppress(OSError), self._log.open("a", encoding="utf-8") as file:
             file.write(printable(text) + "\n")
 
+    def keep_events(self, write: WriteEvent | None) -> None:
+        """Hands the warnings and errors so far, and all further ones, to `write` too; None: from
+        now on they wait for the next."""
+        self._write_event = write
+        while write and self._unwritten:
+            write(*self._unwritten.popleft())
+
+    def _event(self, level: EventLevel, text: str, key: str = "") -> None:
+        if self._write_event is None:
+            self._unwritten.append((level, text, key))
+        else:
+            self._write_event(level, text, key)
+
     # ---- lines
 
     def heading(self, text: str) -> None:
@@ -92,13 +111,24 @@ class Console:
         """One fact in one line, said once."""
         self._write_once(one_line(text), "dim")
 
-    def wrong(self, text: str) -> None:
-        """One line about what makes a run fail or learn nothing, said once."""
-        self._write_once(one_line(self.in_their_names(text)), "bold red")
+    def wrong(self, text: str, key: str = "") -> None:
+        """One line about what makes a run fail or learn nothing, said once; `key`: of the
+        configuration, what helps."""
+        line = one_line(self.in_their_names(text))
+        if self._write_once(line, "bold red"):
+            self._event("wrong", line, key)
 
-    def warning(self, text: str) -> None:
-        """One line that asks for attention, said once."""
-        self._write_once(f"warning: {one_line(self.in_their_names(text))}", "yellow")
+    def warning(self, text: str, key: str = "") -> None:
+        """One line that asks for attention, said once; `key`: of the configuration, what helps."""
+        line = one_line(self.in_their_names(text))
+        if self._write_once(f"warning: {line}", "yellow"):
+            self._event("warning", line, key)
+
+    def failed(self, text: str) -> None:
+        """Keeps the error that ends a run in its log and its events; the command prints it."""
+        line = one_line(text)
+        self.keep(f"error: {line}")
+        self._event("error", line)
 
     def text(self, text: str, style: str = "") -> None:
         """A paragraph as it stands."""
@@ -233,10 +263,13 @@ class Console:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _write_once(self, text: str, style: str) -> None:
-        if text not in self._once:
-            self._once.add(text)
-            self._write(text, style)
+    def _write_once(self, text: str, style: str) -> bool:
+        """Writes a line unless it was written before; True if it was not."""
+        if text in self._once:
+            return False
+        self._once.add(text)
+        self._write(text, style)
+        return True
 
     def _write(self, text: str, style: str = "") -> None:
         self.keep(text)

@@ -98,11 +98,20 @@ class Recorder:
     # -- steps
 
     def begin_training(self, first: int) -> None:
+        self.begin_step(first + 1)
         if self.steps > first:
             begin = f", from step {first + 1} on" if first else ""
-            self.console.heading(
+            self._begin_phase(
                 f"training, {count(self.steps, 'step')}{begin}; the first ones compile programs"
             )
+
+    def begin_step(self, number: int) -> None:
+        """Step `number` (from 1) begins: what happens from now on is lost with it."""
+        self.folder.begin("training", number)
+
+    def _begin_phase(self, text: str) -> None:
+        self.console.heading(text)
+        self.folder.write_event("phase", text)
 
     def step(self, record: StepRecord) -> dict[str, float]:
         """Records a step under `step + 1`, the number of steps made, and returns its metrics."""
@@ -208,7 +217,7 @@ class Recorder:
     def _print(self, findings: Sequence[Finding]) -> None:
         for finding in findings:
             if finding.level == "warning":  # what is wrong becomes the run's error
-                self.console.warning(finding.text)
+                self.console.warning(finding.text, finding.key)
 
     def spent(self, phase: str, seconds: float) -> None:
         self.seconds[phase] += seconds
@@ -226,9 +235,10 @@ class Recorder:
         elif self._compiled_before < 0:
             about = "; programs are compiled first"
         self._compiled_before = self.compilations()
-        self.console.heading(
-            f"evaluation {version_text(version)}, {count(num_completions, 'completion')}{about}"
-        )
+        with self.folder.during("evaluation", version):
+            self._begin_phase(
+                f"evaluation {version_text(version)}, {count(num_completions, 'completion')}{about}"
+            )
 
     def evaluation(
         self,
@@ -244,7 +254,8 @@ class Recorder:
             self._evaluation_rate = seconds / num_completions
         stats = self.read_stats(Purpose.EVALUATE)
         self._add_tokens(stats, evaluated=stats.tokens)
-        self._count_failures(stats.failures)
+        with self.folder.during("evaluation", version):
+            self._count_failures(stats.failures)
         for subset, values in figures.items():
             self.console.evaluation(subset, values)
             self.folder.write_evaluation(version, subset, values)
@@ -255,7 +266,8 @@ class Recorder:
         self.evaluations[version] = figures
         main = next(iter(figures), "")
         before = self.evaluations.get(0, {}).get(main, {})
-        self._warn(self.watch.evaluation(version, before, figures.get(main, {})))
+        with self.folder.during("evaluation", version):
+            self._warn(self.watch.evaluation(version, before, figures.get(main, {})))
 
     def scores(self) -> dict[int, float]:
         """Accuracy on the main set, else mean reward, by version, of the evaluations with the most
@@ -331,6 +343,7 @@ class Recorder:
 
     def finish(self, last: int) -> dict[str, Any]:
         """The summary of a run that ended after step `last`, written and shown."""
+        self.folder.begin("end", last)
         self._groups.flush()
         self._add_tokens(self.read_stats(Purpose.TRAIN))  # since the last step
         if self.warnings_stop:  # those of the last evaluation, which ends nothing

@@ -106,7 +106,7 @@ MODEL_FOLDER = "model"
 source."""
 
 
-EMPTY = ("metrics.jsonl", "evaluations.jsonl", WORKER_PROOF)
+EMPTY = ("metrics.jsonl", "evaluations.jsonl", "events.jsonl", WORKER_PROOF)
 """What a run folder holds before its configuration is written, apart from hidden files."""
 
 

@@ -1,5 +1,6 @@
-"""Strict JSON, where NaN and infinities are `null`; files that are written atomically, or grow by a
-line a step; and reading within bounds what somebody else may have written."""
+"""The lines of a run's files, typed: of a step, an evaluation, an event. Strict JSON, where NaN and
+infinities are `null`; files that are written atomically, or grow by a line; and reading within
+bounds what somebody else may have written."""
 
 from __future__ import annotations
 
@@ -8,9 +9,11 @@ import enum
 import json
 import math
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, SupportsFloat
+from typing import Any, ClassVar, Literal, SupportsFloat, cast, get_args
 
 import numpy as np
 import yaml
@@ -63,6 +66,118 @@ def json_line(record: Any) -> str:
     return json.dumps(json_ready(record), ensure_ascii=False, allow_nan=False).translate(_LINE_ENDS)
 
 
+# ---- the records
+
+
+@dataclass(frozen=True)
+class StepLine:
+    """A line of metrics.jsonl: the metrics of one step, by name.
+
+    >>> StepLine.parse({"step": 3, "loss": 0.5})
+    StepLine(step=3, metrics={'loss': 0.5})
+    """
+
+    FILE: ClassVar[str] = "metrics.jsonl"
+    step: int  # from 1
+    metrics: Mapping[str, Any]
+
+    @classmethod
+    def parse(cls, record: Mapping[str, Any]) -> StepLine:
+        """ValueError for the record of something else."""
+        metrics = {name: value for name, value in record.items() if name != "step"}
+        return cls(_step_of(record), metrics)
+
+    def record(self) -> dict[str, Any]:
+        """The line as JSON; a metric that is called `step` is left out."""
+        metrics = {name: value for name, value in self.metrics.items() if name != "step"}
+        return {"step": int(self.step), **metrics}
+
+
+@dataclass(frozen=True)
+class EvaluationLine:
+    """A line of evaluations.jsonl: the figures of one version of the weights on one data set.
+
+    >>> EvaluationLine.parse({"step": 0, "name": "held_out", "accuracy": 0.5})
+    EvaluationLine(step=0, name='held_out', figures={'accuracy': 0.5})
+    """
+
+    FILE: ClassVar[str] = "evaluations.jsonl"
+    step: int  # the version: steps made before it
+    name: str  # of the data set
+    figures: Mapping[str, Any]
+
+    @classmethod
+    def parse(cls, record: Mapping[str, Any]) -> EvaluationLine:
+        """ValueError for the record of something else."""
+        step = _step_of(record)
+        name = record.get("name")
+        if not isinstance(name, str):
+            raise ValueError("it has no name")
+        figures = {key: value for key, value in record.items() if key not in ("step", "name")}
+        return cls(step, name, figures)
+
+    def record(self) -> dict[str, Any]:
+        return {"step": int(self.step), "name": self.name, **self.figures}
+
+
+EventLevel = Literal["phase", "note", "warning", "wrong", "error"]
+"""phase: a part of the run begins. note: a fact, such as that the run was resumed. wrong: a finding
+because of which the run fails or learns nothing. error: what ended the run."""
+
+Phase = Literal["start", "training", "evaluation", "end"]
+
+
+@dataclass(frozen=True)
+class EventLine:
+    """A line of events.jsonl: what happened at a time of the run, in a sentence.
+
+    >>> EventLine.parse(
+    ...     {"time": 1e9, "step": 3, "phase": "training", "level": "warning", "text": "cut off"}
+    ... )
+    EventLine(time=1000000000.0, step=3, phase='training', level='warning', text='cut off', key='')
+    """
+
+    FILE: ClassVar[str] = "events.jsonl"
+    time: float  # seconds since the epoch
+    step: int  # the step under way, from 1; of an evaluation the version; at the start steps made
+    phase: Phase
+    level: EventLevel
+    text: str  # one line
+    key: str = ""  # of the configuration: what helps
+
+    @classmethod
+    def parse(cls, record: Mapping[str, Any]) -> EventLine:
+        """ValueError for the record of something else."""
+        step = _step_of(record)
+        time = record.get("time")
+        if not isinstance(time, int | float) or isinstance(time, bool) or not abs(time) < 1e15:
+            raise ValueError("it has no time")
+        phase = record.get("phase")
+        if phase not in get_args(Phase):
+            raise ValueError("it has no phase")
+        level = record.get("level")
+        if level not in get_args(EventLevel):
+            raise ValueError("it has no level")
+        text = record.get("text")
+        if not isinstance(text, str):
+            raise ValueError("it has no text")
+        key = str(record.get("key", ""))
+        return cls(float(time), step, cast(Phase, phase), cast(EventLevel, level), text, key)
+
+    def record(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def _step_of(record: Mapping[str, Any]) -> int:
+    step = record.get("step")
+    if not isinstance(step, int) or isinstance(step, bool) or not abs(step) <= 10**15:
+        raise ValueError("it has no step")
+    return step
+
+
+# ---- writing
+
+
 def open_text(path: Path, mode: str) -> Any:
     # a lone surrogate, which UTF-8 cannot hold, becomes \udcxx: JSON's own escape for it
     return path.open(mode, encoding="utf-8", errors="backslashreplace", newline="\n")
@@ -82,45 +197,47 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     Empty without the file; ShoalError for any other line that is no JSON."""
     if not path.is_file():
         return []
-    found, lines = [], path.read_bytes().split(b"\n")
-    for number, line in enumerate(lines):
+    records = []
+    lines = path.read_bytes().split(b"\n")
+    for number, line in enumerate(lines, 1):
+        if not line:
+            continue
         try:
-            if line:
-                found.append(json.loads(line))
+            records.append(json.loads(line))
         except ValueError as error:
-            if number < len(lines) - 1:
+            if number < len(lines):
                 raise ShoalError(
-                    f"{path}, line {number + 1}: this is no JSON; remove the line"
+                    f"{path}, line {number}: this is no JSON; remove the line"
                 ) from error
-    return found
+    return records
 
 
 class JsonlSink:
-    """Appends a line a step, `step` first, and flushes it: what was written survives a killed
-    process."""
+    """Appends lines and flushes each: what was written survives a killed process. Threads may share
+    it."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
+        self._lock = threading.Lock()
         with writing(self.path):
             self._file = open_text(self.path, "a")
 
-    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        line = json_line(
-            {
-                "step": int(step),
-                **{name: value for name, value in metrics.items() if name != "step"},
-            }
-        )
-        with writing(self.path):
-            self._file.write(line + "\n")
+    def write(self, line: StepLine | EvaluationLine | EventLine) -> None:
+        text = json_line(line.record())
+        with self._lock, writing(self.path):
+            self._file.write(text + "\n")
             self._file.flush()
 
-    def keep(self, is_kept: Callable[[int], bool]) -> None:
-        """Removes the lines whose `step` is not kept."""
+    def keep(self, is_kept: Callable[[dict[str, Any]], bool], of_first: int | None = None) -> None:
+        """Removes lines that are not kept, and a torn last line; `of_first`: among so many at the
+        beginning of the file, while those after them stay."""
         self.close()
-        write_atomically(
-            self.path, [json_line(line) for line in read_lines(self.path) if is_kept(line["step"])]
-        )
+        lines = []
+        for number, line in enumerate(read_lines(self.path)):
+            is_own = of_first is not None and number >= of_first
+            if is_own or is_kept(line):
+                lines.append(json_line(line))
+        write_atomically(self.path, lines)
         self._file = open_text(self.path, "a")
 
     def sync(self) -> None:
@@ -132,6 +249,8 @@ class JsonlSink:
         with contextlib.suppress(OSError):  # `write` has raised it before
             self._file.close()
 
+
+# ---- reading within bounds
 
 MAX_NESTING, MAX_DIGITS, MAX_VALUES = 40, 40, 10_000
 

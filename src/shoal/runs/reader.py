@@ -1,16 +1,17 @@
 """A run on disk: every file of its folder is read here, and nothing is written.
 
     config.yaml, config_40.yaml    config, segments, config_at(version); settings() as plain data
-    metrics.jsonl                  metrics()
+    metrics.jsonl                  steps(), metrics()
     evaluations.jsonl              evaluations()
+    events.jsonl                   events()
     groups/step_000012.parquet     group_files(), groups(step)
     checkpoints/12                 checkpoints(), checkpoint_records()
-    summary.json, log.txt          summary(), text("log.txt", ...)
+    summary.json                   summary()
 
 A command reads strictly: a damaged file raises ShoalError. The page reads leniently, since its runs
 may be under way, damaged or hostile: what cannot be read becomes one line in `problems`, and no
-link out of the run is followed. What grows while it is read is read by `GrowingLines` here and by
-`group_table`.
+link out of the run is followed. Lines are read by `LineReader`, which can read on where a file
+grows; groups that grow by `group_table`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import compress
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from shoal.buckets import address
 from shoal.config.commands import stages_of
@@ -52,20 +53,22 @@ from shoal.runs.layout import (
     process_start,
 )
 from shoal.runs.lines import (
+    EvaluationLine,
+    EventLine,
+    StepLine,
     bounded_json,
     bounded_line,
     bounded_yaml,
     evaluation_scalars,
     flat_yaml,
     json_ready,
-    read_lines,
     reason,
     rounded,
 )
 from shoal.runs.summary import summary_rows
 from shoal.text import count, ranges
 
-MAX_CONFIG_BYTES, MAX_SUMMARY_BYTES, MAX_LOG_BYTES = 128 << 10, 4 << 20, 8 << 20
+MAX_CONFIG_BYTES, MAX_SUMMARY_BYTES, MAX_EVENT_BYTES = 128 << 10, 4 << 20, 8 << 20
 
 
 MAX_PROBLEMS, MAX_PARTS = 100, 50
@@ -119,6 +122,16 @@ class StoredRun:
         with self.lock:
             if about in self.problems or len(self.problems) < MAX_PROBLEMS:
                 self.problems[about] = bounded_line(f"{about}: {text}")
+
+    def damaged_line(self, name: str, number: int, cause: str) -> None:
+        """Notes that a line of a file, counted from 1, cannot be read; ShoalError in a strict
+        reading."""
+        if not self.lenient:
+            raise ShoalError(
+                f"{self.where}/{name}, line {number} is damaged ({cause}): restore the file from a "
+                "backup, or remove the line"
+            )
+        self.problem(name, f"line {number} is damaged ({cause}); it is passed over")
 
     def text(self, name: str, most: int) -> str:
         """A file as text, bytes that are no UTF-8 as escapes; empty without it. Of a larger one the
@@ -248,37 +261,32 @@ class StoredRun:
         parts = sorted(parts_of(self.root).items())[:MAX_PARTS]
         return reward_changed_at({number: self.requested(path.name) for number, path in parts})
 
-    def metrics(self) -> dict[int, dict[str, Any]]:
-        """The metrics of every step; ShoalError, naming the line, if any but the last is
+    def steps(self) -> list[StepLine]:
+        """The lines of all steps, in order; ShoalError, naming the line, if any but the last is
         damaged."""
-        return {row["step"]: row for row in self._rows("metrics.jsonl", {"step": int})}
+        return LineReader(self, StepLine).read_all()
+
+    def metrics(self) -> dict[int, Mapping[str, Any]]:
+        """The metrics of every step, by step; errors as of `steps`."""
+        return {line.step: line.metrics for line in self.steps()}
+
+    def evaluations(self) -> Evaluations:
+        """The evaluations so far, in order; errors as of `steps`."""
+        return Evaluations(LineReader(self, EvaluationLine).read_all())
+
+    def events(self) -> list[EventLine]:
+        """Warnings, errors and phases so far, in order; errors as of `steps`."""
+        return LineReader(self, EventLine, MAX_EVENT_BYTES).read_all()
 
     def before_after(
         self, evaluations: Evaluations, summary: Mapping[str, Any]
     ) -> list[tuple[str, str, str, str]]:
         """The table that a run prints at its end; of an unfinished one, up to its newest
         evaluation."""
-        since, newest = self.reward_since, max((row["step"] for row in evaluations.rows), default=0)
-        return summary_rows(*evaluations.before_after(summary), since if newest > since else 0)
-
-    def evaluations(self) -> Evaluations:
-        """The evaluations so far, in order; ShoalError, naming the line, if any but the last is
-        damaged."""
-        return Evaluations(self._rows("evaluations.jsonl", {"step": int, "name": str}))
-
-    def _rows(self, name: str, needed: Mapping[str, type]) -> list[dict[str, Any]]:
-        rows = read_lines(self.path / name)
-        for number, row in enumerate(rows, 1):
-            if missing := [
-                key
-                for key, kind in needed.items()
-                if not (isinstance(row, dict) and isinstance(row.get(key), kind))
-            ]:
-                raise ShoalError(
-                    f"{self.where}/{name}, line {number} is damaged (it has no {missing[0]}): "
-                    "restore the file from a backup, or remove the line"
-                )
-        return rows
+        since = self.reward_since
+        newest = max((line.step for line in evaluations.lines), default=0)
+        before, after = evaluations.before_after(summary)
+        return summary_rows(before, after, since if newest > since else 0)
 
     # ---- groups
 
@@ -361,31 +369,22 @@ MAX_ROWS = 5000
 
 
 class Evaluations:
-    """Rows of evaluations.jsonl: `step` (the version), `name` (of the data set) and the figures."""
+    """The evaluations of a run, in order."""
 
-    def __init__(self, rows: Sequence[dict[str, Any]] = ()) -> None:
-        self.rows = list(rows)
+    def __init__(self, lines: Sequence[EvaluationLine] = ()) -> None:
+        self.lines = list(lines)
 
-    def read(self, lines: GrowingLines, seconds: float) -> None:
+    def read(self, reader: LineReader[EvaluationLine], seconds: float) -> None:
         """Adds what is new in a file that a run may be writing."""
-        restarted, rows = lines.new(seconds)
+        restarted, lines = reader.new(seconds)
         if restarted:
-            self.rows = []
-        self.rows += [
-            row
-            for row in rows
-            if isinstance(row.get("step"), int) and isinstance(row.get("name"), str)
-        ]
-        del self.rows[MAX_ROWS:]
+            self.lines = []
+        self.lines += lines
+        del self.lines[MAX_ROWS:]
 
-    def by_version(self) -> dict[tuple[int, str], dict[str, Any]]:
+    def by_version(self) -> dict[tuple[int, str], Mapping[str, Any]]:
         """(version, data set) -> figures."""
-        return {
-            (row["step"], row["name"]): {
-                name: value for name, value in row.items() if name not in ("step", "name")
-            }
-            for row in self.rows
-        }
+        return {(line.step, line.name): line.figures for line in self.lines}
 
     def before_after(
         self, summary: Mapping[str, Any]
@@ -395,98 +394,136 @@ class Evaluations:
         before, after = summary.get("before"), summary.get("after")
         if isinstance(before, Mapping) and isinstance(after, Mapping):
             return before, after
-        found = self.by_version()
-        steps = sorted({step for step, _ in found})
-        first, last = (
-            (
-                {name: figures for (step, name), figures in found.items() if step == wanted}
-                for wanted in (steps[0], steps[-1])
-            )
-            if steps
-            else ({}, {})
-        )
-        return first, last if len(steps) > 1 else {}
+        by_step: dict[int, dict[str, Mapping[str, Any]]] = {}
+        for (step, name), figures in self.by_version().items():
+            by_step.setdefault(step, {})[name] = figures
+        if not by_step:
+            return {}, {}
+        first = by_step[min(by_step)]
+        if len(by_step) == 1:
+            return first, {}
+        return first, by_step[max(by_step)]
 
     def curves(self) -> dict[str, dict[str, list[Any]]]:
         """evaluate/<set>/<figure> -> its steps `x`, values `y`, their 95% interval `low`, `high`
         (None where unknown) and the number of questions `n`."""
-        found: dict[str, dict[str, list[Any]]] = {}
+        curves: dict[str, dict[str, list[Any]]] = {}
         for (step, data_set), figures in sorted(self.by_version().items()):
             values = evaluation_scalars(data_set, figures)
             questions = values.get(f"evaluate/{data_set}/num_questions")
             for name, value in values.items():
-                if math.isfinite(value) and not name.endswith(
-                    ("_error", "num_questions", "num_responses")
-                ):
-                    half, low, high = 1.96 * values.get(f"{name}_error", math.nan), None, None
-                    if name.endswith("/accuracy") and isinstance(
-                        stored := figures.get("accuracy_interval"), list
-                    ):
-                        low, high = (
-                            end if isinstance(end, int | float) else None
-                            for end in (*stored, None, None)[:2]
-                        )
-                    elif not math.isnan(half):
-                        low, high = value - half, value + half
-                    point = {"x": step, "y": value, "low": low, "high": high, "n": questions}
-                    for key, number in point.items():
-                        found.setdefault(name, {}).setdefault(key, []).append(
-                            rounded(number) if isinstance(number, float) else number
-                        )
-        return found
+                if not math.isfinite(value) or name.endswith(_NO_CURVES):
+                    continue
+                standard_error = values.get(f"{name}_error", math.nan)
+                low, high = _interval(name, value, standard_error, figures)
+                curve = curves.setdefault(name, {"x": [], "y": [], "low": [], "high": [], "n": []})
+                curve["x"].append(step)
+                curve["y"].append(rounded(value))
+                curve["low"].append(_rounded_float(low))
+                curve["high"].append(_rounded_float(high))
+                curve["n"].append(_rounded_float(questions))
+        return curves
 
     def main_curve(self, reward_since: int = 0) -> tuple[str, dict[str, list[Any]]]:
         """Name and curve of the accuracy on the first data set; of its mean reward if the task
         defines no accuracy, of versions after `reward_changed_at` if that is not 0."""
         curves = self.curves()
-        names = [
-            name for end in ("/accuracy", "/mean_reward") for name in curves if name.endswith(end)
-        ]
-        name = next(iter(names), "")
-        kept = [
-            not reward_since or name.endswith("/accuracy") or step > reward_since
-            for step in curves.get(name, {}).get("x", ())
-        ]
-        return name, {
-            key: list(compress(values, kept)) for key, values in curves.get(name, {}).items()
-        }
+        names = [name for name in curves if name.endswith("/accuracy")]
+        names += [name for name in curves if name.endswith("/mean_reward")]
+        if not names:
+            return "", {}
+        name = names[0]
+        curve = curves[name]
+        if name.endswith("/accuracy") or not reward_since:
+            return name, curve
+        kept = [step > reward_since for step in curve["x"]]
+        return name, {key: list(compress(values, kept)) for key, values in curve.items()}
 
 
-# ---- files that grow
+_NO_CURVES = ("_error", "num_questions", "num_responses")
+"""Ends of the names of figures that say something of another figure."""
+
+
+def _interval(
+    name: str, value: float, standard_error: float, figures: Mapping[str, Any]
+) -> tuple[Any, Any]:
+    """Both ends of a figure's 95% interval, None where unknown: of an accuracy as it was stored,
+    else by the standard error."""
+    stored = figures.get("accuracy_interval")
+    if name.endswith("/accuracy") and isinstance(stored, list):
+        ends: list[Any] = [None, None]
+        for place, end in enumerate(stored[:2]):
+            if isinstance(end, int | float):
+                ends[place] = end
+        return ends[0], ends[1]
+    if math.isnan(standard_error):
+        return None, None
+    half = 1.96 * standard_error
+    return value - half, value + half
+
+
+def _rounded_float(number: Any) -> Any:
+    return rounded(number) if isinstance(number, float) else number
+
+
+# ---- lines
 
 PIECE_BYTES, MAX_LINE_BYTES, MAX_FILE_BYTES = 4 << 20, 1 << 20, 2 << 30
 
+Line = TypeVar("Line", StepLine, EvaluationLine, EventLine)
 
-class GrowingLines:
-    """The objects of one file in order. A torn last line is left for the next reading; one that is
-    no JSON object is passed over and reported. A file that was replaced by another, as a resumed
-    run does, is read anew."""
 
-    def __init__(self, run: StoredRun, name: str) -> None:
-        self._run, self._name = run, name
-        self._inode, self._offset, self._rest, self._skipping = -1, 0, b"", False
+class LineReader(Generic[Line]):
+    """The lines of one of a run's files, in order; `new` gives those that were added since it was
+    called last.
+
+    A torn last line is left for the next reading. One that is damaged is passed over and becomes a
+    problem of the run, which a strict reading raises. A file that was replaced by another, as a
+    resumed run does, is read anew."""
+
+    def __init__(
+        self, run: StoredRun, line_type: type[Line], most_bytes: int = MAX_FILE_BYTES
+    ) -> None:
+        self._run, self._type, self._most_bytes = run, line_type, most_bytes
+        self._name = line_type.FILE
+        self._inode = -1  # of the file that was read last; -1: there was none
+        self._restart()
         self.complete = False  # everything that was there at the last reading has been read
 
-    def new(self, seconds: float) -> tuple[bool, Iterator[dict[str, Any]]]:
-        """Whether the file is another than before, and its new objects, as many as can be read in
-        so many seconds."""
+    def _restart(self) -> None:
+        self._offset = 0
+        self._num_lines = 0
+        self._rest = b""  # of the last line, whose end has not been read
+        self._is_skipping = False  # until the end of a line that is too long
+
+    def read_all(self) -> list[Line]:
+        """All lines that the file has now."""
+        _, lines = self.new(math.inf)
+        return list(lines)
+
+    def new(self, seconds: float) -> tuple[bool, Iterator[Line]]:
+        """Whether the file is another than before, and its new lines, as many as can be read in so
+        many seconds."""
         path = self._run.file(self._name)
         if path is None:
-            restarted, self._inode, self._offset = self._inode >= 0, -1, 0
+            restarted = self._inode >= 0
+            self._inode = -1
+            self._restart()
             self.complete = True
             return restarted, iter(())
         stat = path.stat()
         restarted = stat.st_ino != self._inode or stat.st_size < self._offset
         if restarted:
-            self._inode, self._offset, self._rest, self._skipping = stat.st_ino, 0, b"", False
-        return restarted, self._objects(path, time.monotonic() + seconds)
+            self._inode = stat.st_ino
+            self._restart()
+        return restarted, self._lines(path, time.monotonic() + seconds)
 
-    def _objects(self, path: Any, until: float) -> Iterator[dict[str, Any]]:
+    def _lines(self, path: Path, until: float) -> Iterator[Line]:
         try:
             with path.open("rb") as file:
                 file.seek(self._offset)
-                while self._offset < MAX_FILE_BYTES:
-                    piece = file.read(PIECE_BYTES)
+                while self._offset < self._most_bytes:
+                    piece = file.read(min(PIECE_BYTES, self._most_bytes))
                     self._offset += len(piece)
                     self.complete = len(piece) < PIECE_BYTES
                     *lines, self._rest = (self._rest + piece).split(b"\n")
@@ -495,34 +532,39 @@ class GrowingLines:
                         self._run.problem(
                             self._name, "has a line of more than 1 MiB, which is passed over"
                         )
-                        self._rest, self._skipping = b"", True
+                        self._rest = b""
+                        self._is_skipping = True
                     if self.complete or time.monotonic() > until:
                         return
                 self.complete = True
-                if os.stat(path).st_size > MAX_FILE_BYTES:
-                    gigabytes = MAX_FILE_BYTES >> 30
+                if os.stat(path).st_size > self._most_bytes:
+                    megabytes = self._most_bytes >> 20
                     self._run.problem(
-                        self._name, f"has more than {gigabytes} GiB: only its beginning is shown"
+                        self._name, f"has more than {megabytes:,} MiB: only its beginning is shown"
                     )
         except OSError as error:
             self.complete = True
             self._run.problem(self._name, f"cannot be read ({error.strerror})")
 
-    def _parsed(self, lines: list[bytes]) -> Iterator[dict[str, Any]]:
-        for line in lines:
-            if self._skipping or not line.strip():  # the end of a line that was too long
-                self._skipping = False
+    def _parsed(self, lines: list[bytes]) -> Iterator[Line]:
+        for text in lines:
+            self._num_lines += 1
+            if self._is_skipping:  # the end of a line that was too long
+                self._is_skipping = False
+                continue
+            if not text.strip():
                 continue
             try:
-                found = bounded_json(line)
-            except ValueError:
-                found = None
-            if isinstance(found, dict):
-                yield found
+                record = bounded_json(text)
+                if not isinstance(record, dict):
+                    raise ValueError("it is no JSON object")
+                line = self._type.parse(record)
+            except json.JSONDecodeError:
+                self._run.damaged_line(self._name, self._num_lines, "it is no JSON")
+            except ValueError as error:
+                self._run.damaged_line(self._name, self._num_lines, reason(error))
             else:
-                self._run.problem(
-                    self._name, "has a line that is no JSON object; it is passed over"
-                )
+                yield line
 
 
 # ---- finding runs

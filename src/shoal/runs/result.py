@@ -15,7 +15,7 @@ from shoal.files import writing
 from shoal.records import ShoalError
 from shoal.runs.groups import StoredGroup
 from shoal.runs.layout import find_run
-from shoal.runs.reader import Evaluations, StoredRun, read_config
+from shoal.runs.reader import StoredRun, read_config
 from shoal.text import count, duration, figure_text, nearest, text_table
 
 
@@ -114,9 +114,10 @@ class Result(Mapping[str, Any]):
         self._run = StoredRun(self.folder)
         self.summary: dict[str, Any] = dict(self._run.summary() if summary is None else summary)
         """The content of summary.json; empty until the run has finished."""
-        self.metrics = Table(list(self._run.metrics().values()))
+        self.metrics = Table([line.record() for line in self._run.steps()])
         """A row a step."""
-        self.evaluations: list[dict[str, Any]] = self._run.evaluations().rows
+        self._evaluations = self._run.evaluations()
+        self.evaluations: list[dict[str, Any]] = [line.record() for line in self._evaluations.lines]
         """An entry for each evaluation and data set: `step`, `name` and the figures."""
 
     @property
@@ -136,13 +137,13 @@ class Result(Mapping[str, Any]):
     @property
     def before(self) -> dict[str, dict[str, Any]]:
         """Data set -> figures before the first step."""
-        return dict(Evaluations(self.evaluations).before_after(self.summary)[0])
+        return dict(self._evaluations.before_after(self.summary)[0])
 
     @property
     def after(self) -> dict[str, dict[str, Any]]:
         """Data set -> figures after the last step; of an unfinished run, those of its newest
         evaluation."""
-        return dict(Evaluations(self.evaluations).before_after(self.summary)[1])
+        return dict(self._evaluations.before_after(self.summary)[1])
 
     # ---- the summary
 
@@ -166,7 +167,7 @@ class Result(Mapping[str, Any]):
     # ---- for reading
 
     def __repr__(self) -> str:
-        rows = self._run.before_after(Evaluations(self.evaluations), self.summary)
+        rows = self._run.before_after(self._evaluations, self.summary)
         steps = count(len(self.metrics), "step")
         head = (
             f"{steps} in {duration(float(self.summary['seconds_total']))}"

@@ -4,11 +4,12 @@ config.yaml  decided.yaml                the settings as requested, and what the
                                          they leave a key open
 config_40.yaml  decided_40.yaml          both from step 40 on, if the run was resumed with others
 metrics.jsonl                            a line a step
-evaluations.jsonl                        a line an evaluation
+evaluations.jsonl                        a line for each evaluation and data set
+events.jsonl                             a line for each warning, error and phase
 groups/step_000012.parquet               a row a completion
 checkpoints/                             written by the trainer
 pass_rates.jsonl                         a line a prompt: how often its completions passed
-log.txt                                  the lines that were printed
+log.txt                                  the lines that were printed, for people; nothing reads it
 summary.json                             written at the end
 worker_proof.json                        what Ray's workers must sample of known weights, see
                                          rollout/worker_facts.py
@@ -21,7 +22,8 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -40,8 +42,21 @@ from shoal.runs.layout import (
     make_run_folder,
     parts_of,
 )
-from shoal.runs.lines import JsonlSink, json_line, json_ready, read_lines, write_atomically
+from shoal.runs.lines import (
+    EvaluationLine,
+    EventLevel,
+    EventLine,
+    JsonlSink,
+    Phase,
+    StepLine,
+    json_line,
+    json_ready,
+    read_lines,
+    write_atomically,
+)
 from shoal.runs.mirror import Mirror
+from shoal.runs.reader import StoredRun
+from shoal.text import one_line
 
 
 class RunWriter:
@@ -61,10 +76,19 @@ class RunWriter:
         self.summary_path = self.path / SUMMARY
         self._open()
 
+    phase: Phase = "start"
+    step = 0
+    """The phase and the step under way, with which events are written."""
+
     def _open(self) -> None:
         self._lock = Lock(self.path)
-        self.metrics = JsonlSink(self.path / "metrics.jsonl")
-        self.evaluations = JsonlSink(self.path / "evaluations.jsonl")
+        self.metrics = JsonlSink(self.path / StepLine.FILE)
+        self.evaluations = JsonlSink(self.path / EvaluationLine.FILE)
+        self.events = JsonlSink(self.path / EventLine.FILE)
+        # Unlike the others, events are written before what was lost is removed: `rewind` keeps
+        # those of this process. A torn last line, which they would follow, goes at once.
+        self.events.keep(lambda line: True)
+        self._events_before = len(read_lines(self.events.path))
 
     @classmethod
     def create(
@@ -93,13 +117,24 @@ class RunWriter:
 
     def rewind(self, version: int, evaluated: bool = True, again: Collection[int] = ()) -> None:
         """Removes what was written of the steps after `version`, its evaluation unless that was
-        complete (`evaluated`), and those that are asked for `again`; torn lines too."""
+        complete (`evaluated`), and those that are asked for `again`; torn lines too. Says so as an
+        event."""
 
         def is_kept(number: int) -> bool:
             return number not in again and number <= version - (not evaluated)
 
-        self.metrics.keep(lambda step: step <= version)
-        self.evaluations.keep(is_kept)
+        def is_kept_event(line: Mapping[str, Any]) -> bool:
+            event = EventLine.parse(line)
+            if event.phase == "evaluation":
+                return is_kept(event.step)
+            if event.phase == "training":
+                return event.step <= version
+            # A start from which no step was kept is repeated; the end is another.
+            return event.phase == "start" and event.step < version
+
+        self.metrics.keep(lambda line: line["step"] <= version)
+        self.evaluations.keep(lambda line: is_kept(line["step"]))
+        self.events.keep(is_kept_event, self._events_before)
         with writing(self.groups_path):
             for file in self.groups_path.iterdir() if self.groups_path.is_dir() else ():
                 name, _, number = file.stem.rpartition("_")
@@ -114,18 +149,22 @@ class RunWriter:
                     file.unlink()
                     decided_file(file).unlink(missing_ok=True)
 
+        if version >= 0:
+            self.write_event("note", f"resumed from the checkpoint of step {version}")
+        else:
+            self.write_event("note", "the run has no checkpoint: it starts from its beginning")
+
     def missing_steps(self, version: int) -> list[int]:
         """Steps up to `version` that have no line in metrics.jsonl."""
-        found = {line["step"] for line in read_lines(self.metrics.path)}
-        return [step for step in range(1, version + 1) if step not in found]
+        written = StoredRun(self.path).metrics()
+        return [step for step in range(1, version + 1) if step not in written]
 
-    def read_evaluations(self) -> dict[int, dict[str, dict[str, Any]]]:
+    def read_evaluations(self) -> dict[int, dict[str, Mapping[str, Any]]]:
         """version -> data set -> figures."""
-        found: dict[int, dict[str, dict[str, Any]]] = {}
-        for line in read_lines(self.path / "evaluations.jsonl"):
-            figures = {name: value for name, value in line.items() if name not in ("step", "name")}
-            found.setdefault(line["step"], {})[line["name"]] = figures
-        return found
+        evaluations: dict[int, dict[str, Mapping[str, Any]]] = {}
+        for line in StoredRun(self.path).evaluations().lines:
+            evaluations.setdefault(line.step, {})[line.name] = line.figures
+        return evaluations
 
     def write_config(self, config: str, decided: str, version: int = 0) -> None:
         """Writes the settings as requested and what the run decided, both as YAML text. If a run is
@@ -175,13 +214,35 @@ class RunWriter:
             write_atomically(place / f"{name}.yaml", [text])
 
     def write_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
-        self.metrics.write(step, metrics)
+        self.metrics.write(StepLine(step, metrics))
         if self.mirror:
             self.mirror.check()
 
     def write_evaluation(self, step: int, name: str, figures: Mapping[str, Any]) -> None:
         """One line of evaluations.jsonl: `step`, `name` (of the questions), the figures."""
-        self.evaluations.write(step, {"name": name, **figures})
+        self.evaluations.write(EvaluationLine(step, name, figures))
+
+    def begin(self, phase: Phase, step: int) -> None:
+        """Events from now on belong to this phase, and to `step` (see `EventLine`)."""
+        self.phase = phase
+        self.step = step
+
+    @contextlib.contextmanager
+    def during(self, phase: Phase, step: int) -> Iterator[None]:
+        """Events within the block belong to another phase than those before and after it."""
+        before = self.phase, self.step
+        self.begin(phase, step)
+        try:
+            yield
+        finally:
+            self.begin(*before)
+
+    def write_event(self, level: EventLevel, text: str, key: str = "") -> None:
+        """One line of events.jsonl, at the step under way. No run ends for an event that cannot be
+        written: a full disk is met where something is written that a run needs."""
+        event = EventLine(time.time(), self.step, self.phase, level, one_line(text), key)
+        with contextlib.suppress(ShoalError):
+            self.events.write(event)
 
     def write_groups(
         self,
@@ -240,12 +301,14 @@ class RunWriter:
     def close(self) -> None:
         self.metrics.close()
         self.evaluations.close()
+        self.events.close()
         self._lock.release()
 
     def sync(self) -> None:
         """Returns when the lines written so far would survive a power cut."""
         self.metrics.sync()
         self.evaluations.sync()
+        self.events.sync()
 
     def __enter__(self) -> RunWriter:
         return self
@@ -268,7 +331,7 @@ class NullRunWriter(RunWriter):
     def missing_steps(self, version: int) -> list[int]:
         return []
 
-    def read_evaluations(self) -> dict[int, dict[str, dict[str, Any]]]:
+    def read_evaluations(self) -> dict[int, dict[str, Mapping[str, Any]]]:
         # As they will be when process 0 has removed the later ones.
         return {
             version: figures
@@ -279,5 +342,5 @@ class NullRunWriter(RunWriter):
     def _nothing(self, *_: Any, **__: Any) -> Any:
         pass
 
-    remember = write_config = write_metrics = write_evaluation = _nothing
+    remember = write_config = write_metrics = write_evaluation = write_event = _nothing
     write_groups = write_pass_rates = write_summary = close = sync = _nothing

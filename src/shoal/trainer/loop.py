@@ -103,6 +103,7 @@ class Run:
         last = self.config.steps
         for step in range(first, self.config.steps):
             started = time.perf_counter()
+            self.recorder.begin_step(step + 1)
             with self.saved_if_given_up(step, state):
                 self.stop.check()
             self.request_published(step)  # those of the first step; of the others nothing is left

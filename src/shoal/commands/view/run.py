@@ -7,7 +7,6 @@ from __future__ import annotations
 import bisect
 import contextlib
 import math
-import re
 import shlex
 import statistics
 import threading
@@ -27,9 +26,9 @@ from shoal.report.watch import RARE
 from shoal.runs.compare import automatic_keys, incomparable, settings_difference
 from shoal.runs.group_table import GroupFile, GroupTable, column_sql
 from shoal.runs.layout import parts_of
-from shoal.runs.lines import bounded_line, json_ready, rounded
+from shoal.runs.lines import EventLine, StepLine, bounded_line, json_ready, rounded
 from shoal.runs.metrics import known_mean, metric
-from shoal.runs.reader import MAX_LOG_BYTES, Evaluations, GrowingLines, StoredRun
+from shoal.runs.reader import Evaluations, LineReader, StoredRun
 from shoal.runs.summary import version_text
 from shoal.tasks.graders.answer import extract_answer
 from shoal.text import count, number_text
@@ -62,7 +61,7 @@ class Curves:
     kept."""
 
     def __init__(self, run: StoredRun) -> None:
-        self.run, self._lines = run, GrowingLines(run, "metrics.jsonl")
+        self.run, self._lines = run, LineReader(run, StepLine)
         self._forget()
 
     def _forget(self) -> None:
@@ -78,27 +77,21 @@ class Curves:
 
     def read(self, seconds: float = 0.3) -> None:
         """Reads what is new, for at most so long."""
-        restarted, rows = self._lines.new(seconds)
+        restarted, lines = self._lines.new(seconds)
         if restarted:
             self._forget()
-        for row in rows:
-            self._add(row)
+        for line in lines:
+            self._add(line)
 
-    def _add(self, row: Mapping[str, Any]) -> None:
-        step = row.get("step")
-        if not isinstance(step, int | float) or isinstance(step, bool) or not abs(step) <= 1e15:
-            self.run.problem("metrics.jsonl", "has a line without a step; it is passed over")
-            return
-        values = {
-            name: float(value)
-            for name, value in row.items()
-            if name != "step" and isinstance(value, int | float) and abs(value) < 1e300
-        }
-        self.last, self.revision, self._seen = (
-            {"step": float(step), **values},
-            self.revision + 1,
-            self._seen + 1,
-        )
+    def _add(self, line: StepLine) -> None:
+        step = float(line.step)
+        values = {}
+        for name, value in line.metrics.items():
+            if isinstance(value, int | float) and abs(value) < 1e300:
+                values[name] = float(value)
+        self.last = {"step": step, **values}
+        self.revision += 1
+        self._seen += 1
         for total, name in (("time", "time/step_seconds"), ("tokens", "tokens/sampled")):
             self.totals[total] += values.get(name, 0.0)
         if self._seen % self.stride:
@@ -110,7 +103,7 @@ class Curves:
                 )
                 break
             self.columns[name] = array("d", [math.nan]) * len(self.steps)
-        self.steps.append(float(step))
+        self.steps.append(step)
         for total, axis in self.axes.items():
             axis.append(self.totals[total])
         for name, column in self.columns.items():
@@ -227,6 +220,7 @@ def overview(
     run: StoredRun,
     curves: Curves,
     evaluations: Evaluations,
+    events: Sequence[EventLine],
     weights: Mapping[str, float],
     settings: Mapping[str, Any],
 ) -> dict[str, Any]:
@@ -234,10 +228,10 @@ def overview(
     was given."""
     evaluated, (main, curve) = evaluations.curves(), evaluations.main_curve(run.reward_since)
     names = [*curves.columns, *evaluated]
-    happened = sorted(events(run, curves, evaluations), key=lambda event: event["step"])[
-        :MAX_EVENTS
-    ]
-    said, functions = judged(curves, curve, run.reward_since, weights, happened, settings)
+    shown_events = sorted(
+        happened(run, events, curves, evaluations), key=lambda event: event["step"]
+    )[:MAX_EVENTS]
+    said, functions = judged(curves, curve, run.reward_since, weights, shown_events, settings)
     return {
         "name": run.name,
         "path": str(run.path),
@@ -246,7 +240,7 @@ def overview(
         "table": before_after(run, evaluations),
         "topics": by_topic(names),
         "about": about(names),
-        "events": happened,
+        "events": shown_events,
         "settings": settings_rows(settings, run.decided_keys),
         "drivers": functions,
         "problems": sorted(run.problems.values()),
@@ -260,7 +254,7 @@ def judged(
     curve: Mapping[str, Sequence[Any]],
     since: int,
     weights: Mapping[str, float],
-    happened: Sequence[Mapping[str, Any]],
+    shown_events: Sequence[Mapping[str, Any]],
     settings: Mapping[str, Any],
 ) -> tuple[dict[str, str], list[Any]]:
     """The verdict, and what moves the reward; `since`: the version after which rewards are
@@ -274,7 +268,7 @@ def judged(
         curve,
         columns,
         functions,
-        happened,
+        shown_events,
         int(curves.last.get("step", 0)),
         total if isinstance(total, int) else None,
     ), functions
@@ -311,14 +305,14 @@ def home_row(
     }
 
 
-_FAILURE = re.compile(r"^error: (.*)\n(?:warning: .*\n)*\Z", re.MULTILINE)
-"""The error that ended a run; a file of metrics that cannot be closed warns after it."""
-
-
-def failure(run: StoredRun) -> str:
-    """The error with which the run's log ends, in one line; empty where it ends otherwise."""
-    found = _FAILURE.search(run.text("log.txt", MAX_LOG_BYTES))
-    return bounded_line(found[1]) if found else ""
+def failure(events: Sequence[EventLine]) -> str:
+    """The error that ended a run, in one line; empty where it ended otherwise, or goes on."""
+    for event in reversed(events):
+        if event.level == "error":
+            return bounded_line(event.text)
+        if event.level != "warning":  # a file of metrics that cannot be closed warns after it
+            break
+    return ""
 
 
 def progress(
@@ -385,49 +379,26 @@ def before_after(run: StoredRun, evaluations: Evaluations) -> list[list[Any]]:
 
 # ---- what happened, and when
 
-_STEP = re.compile(r"step (\d{1,9})/\d")
+_SHOWN_LEVELS = {"note": "note", "warning": "warning", "wrong": "error", "error": "error"}
+"""Level of an event -> how the page shows it; phases are not shown, but for evaluations."""
 
 
-_BEGIN = re.compile(r"resumed from the checkpoint of step (\d{1,9})|the run has no checkpoint")
-
-
-def events(run: StoredRun, curves: Curves, evaluations: Evaluations) -> Iterator[dict[str, Any]]:
-    """Warnings and failures of log.txt, at the step that was printed before them, or from which
-    their process goes on; spikes; resumptions."""
-    step, logged, own = 0, list[dict[str, Any]](), 0
-    for line in run.text("log.txt", MAX_LOG_BYTES).splitlines():
-        if line.startswith("devices: "):  # of another process than the lines before
-            own = len(logged)
-        if found := _STEP.match(line):
-            step = int(found[1])
-        level = next(
-            (
-                level
-                for start, level in (
-                    ("warning:", "warning"),
-                    ("WRONG", "error"),
-                    ("error:", "error"),
-                    ("resumed", "note"),
-                )
-                if line.startswith(start)
-            ),
-            "",
-        )
-        if level:
-            text = line.removeprefix("warning: ").removeprefix("error: ")
-            logged.append({"step": step, "level": level, "text": bounded_line(text)})
-        if found := _BEGIN.match(line):
-            step = int(found[1] or 0)
-            logged[own:] = [event | {"step": step} for event in logged[own:]]
-    yield from logged
+def happened(
+    run: StoredRun, events: Sequence[EventLine], curves: Curves, evaluations: Evaluations
+) -> Iterator[dict[str, Any]]:
+    """Warnings, errors and resumptions, each at its step; spikes; evaluations."""
+    for event in events:
+        if event.level in _SHOWN_LEVELS:
+            level = _SHOWN_LEVELS[event.level]
+            yield {"step": event.step, "level": level, "text": bounded_line(event.text)}
     yield from spikes(curves)
-    for at in sorted(filter(None, parts_of(run.root)))[:50]:
+    for version in sorted(filter(None, parts_of(run.root)))[:50]:
         yield {
-            "step": at,
+            "step": version,
             "level": "note",
-            "text": f"resumed with other settings (config_{at}.yaml)",
+            "text": f"resumed with other settings (config_{version}.yaml)",
         }
-    for step in sorted({row["step"] for row in evaluations.rows}):
+    for step in sorted({line.step for line in evaluations.lines}):
         yield {"step": step, "level": "evaluation", "text": f"evaluated {version_text(step)}"}
 
 

@@ -2,7 +2,8 @@
 so that the served page and the page in one file show the same.
 
     metrics.jsonl, evaluations.jsonl -> Curves, Evaluations  \\
-    groups/*.parquet                 -> GroupTable            > answer(view, parameters) -> record
+    events.jsonl                     -> EventLine             \\ answer(view, parameters) -> record
+    groups/*.parquet                 -> GroupTable            /
     one groups file                  -> detail               /
 
 A thread takes up what runs write while they go on, a piece at a time, and runs that begin.
@@ -36,7 +37,8 @@ from shoal.files import check_local
 from shoal.records import ShoalError
 from shoal.runs.group_table import Database, GroupTable
 from shoal.runs.layout import CONFIG, DECIDED, LAST, SUMMARY, is_run
-from shoal.runs.reader import Evaluations, GrowingLines, StoredRun, open_runs
+from shoal.runs.lines import EvaluationLine, EventLine
+from shoal.runs.reader import Evaluations, LineReader, StoredRun, open_runs
 from shoal.tasks.task import ROWS
 from shoal.text import did_you_mean
 
@@ -54,10 +56,8 @@ class OpenRun:
 
     def __init__(self, run: StoredRun, database: Database, number: int) -> None:
         self.run, self.index, self.curves = run, GroupTable(run, database, number), Curves(run)
-        self.evaluations, self._evaluation_lines = (
-            Evaluations(),
-            GrowingLines(run, "evaluations.jsonl"),
-        )
+        self.evaluations = Evaluations()
+        self._evaluation_lines = LineReader(run, EvaluationLine)
         self.pieces = groups.Pieces(run)
         self.is_opened = False  # somebody asked for it: its groups are read
         self.all_read = threading.Event()  # all of them were, at some time
@@ -106,9 +106,13 @@ class OpenRun:
     def home_row(self) -> dict[str, Any]:
         return self.kept(
             "home",
-            (self.curves.revision, len(self.evaluations.rows)),
+            (self.curves.revision, len(self.evaluations.lines)),
             lambda: home_row(self.run, self.curves, self.evaluations, self.settings),
         )
+
+    @property
+    def events(self) -> list[EventLine]:
+        return self._stored(EventLine.FILE, self.run.events)
 
     @property
     def progress(self) -> dict[str, Any]:
@@ -117,7 +121,7 @@ class OpenRun:
             self.curves,
             self.settings,
             bool(self._stored(SUMMARY, self.run.summary)),
-            self._stored("log.txt", lambda: failure(self.run)),
+            failure(self.events),
         )
 
 
@@ -361,18 +365,22 @@ def _compare(viewer: Viewer, asked: Query) -> dict[str, Any]:
 
 
 def _overview(one: OpenRun, asked: Query, viewer: Viewer) -> dict[str, Any]:
-    progress = one.progress  # with a run's end its log has new lines
+    progress = one.progress
+    events = one.events
     revision = (
         one.curves.revision,
-        len(one.evaluations.rows),
+        len(one.evaluations.lines),
+        len(events),
         len(one.run.problems),
         progress["state"],
     )
-    record = one.kept(
-        "overview",
-        revision,
-        lambda: overview(one.run, one.curves, one.evaluations, one.index.weights, one.settings),
-    )
+
+    def make() -> dict[str, Any]:
+        return overview(
+            one.run, one.curves, one.evaluations, events, one.index.weights, one.settings
+        )
+
+    record = one.kept("overview", revision, make)
     return record | {"progress": progress, "waiting": one.index.waiting}
 
 

@@ -38,8 +38,8 @@ pytest.importorskip("starlette")
 from starlette.testclient import TestClient
 
 from shoal import cli
+from shoal.commands.view import lint as lint_view
 from shoal.commands.view import one_file, view
-from shoal.commands.view import run as run_view
 from shoal.commands.view import views as views_module
 from shoal.commands.view.run import MAX_POINTS, Curves, comparison, settings_rows, spikes
 from shoal.commands.view.server import make_app, page_files
@@ -771,7 +771,7 @@ def findings(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def test_a_short_text_that_is_one_loop_repeats_itself(tmp_path):
-    assert run_view.repeats("2." * 32) and not run_view.repeats(
+    assert lint_view.repeats("2." * 32) and not lint_view.repeats(
         "16 - 3 - 4 = 9 eggs, 9 * 2 = 18. <answer>18</answer>"
     )
     found = findings(

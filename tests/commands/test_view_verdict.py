@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shoal.commands.view.run import accuracy_change, drivers, reward_change, verdict
+from shoal.commands.view.verdict import accuracy_change, drivers, reward_change, verdict
 from shoal.runs.lines import EvaluationLine
 from shoal.runs.metrics import wilson_interval
 from shoal.runs.reader import Evaluations

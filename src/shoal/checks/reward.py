@@ -21,6 +21,7 @@ from shoal.findings import Finding, Level
 from shoal.records import Example, ShoalError, ground_truth
 from shoal.rewards.pool import RewardPool
 from shoal.rewards.scores import Policy, Scores
+from shoal.runs.diagnosis import Figure, diagnose
 from shoal.tasks.graders.answer import extract_answer
 from shoal.tasks.graders.numbers import parse_number
 from shoal.text import shorten
@@ -389,52 +390,43 @@ def reward_findings(probe: Probe, has_calls: bool = False) -> list[Finding]:
 def _faults_of_totals(probe: Probe) -> list[tuple[Level, str]]:
     """What is wrong with the weighted scores of the known answers."""
     faults: list[tuple[Level, str]] = []
+    for diagnosis in diagnose(_figures_of_totals(probe)):
+        level: Level = "wrong" if diagnosis.row.level == "wrong" else "warning"
+        faults.append((level, diagnosis.text))
+    return faults
+
+
+def _figures_of_totals(probe: Probe) -> list[Figure]:
+    """The weighted scores of the known answers, compared with each other."""
     totals = {kind: probe.total(kind) for kind in probe.rows}
     scored = {kind: round(total, 9) for kind, total in totals.items() if not np.isnan(total)}
-    different = set(scored.values())
+    num_different = len(set(scored.values()))
     all_have_one = len(scored) == len(totals)
-    if len(different) == 1 and (probe.form or all_have_one):
-        kinds = "all" if all_have_one else f"only {', '.join(scored)}"
-        text = (
-            f"of the answers tried {kinds} score {score_text(next(iter(scored.values())))}: if the "
-            "model's do too, nothing is learned; set reward.functions to one that scores them "
-            "differently"
-        )
-        faults.append(("wrong" if probe.form else "warning", text))
-    if len(different) < 2:
-        return faults
-    if totals["empty"] > 0:
-        text = (
-            f"an empty answer scores {totals['empty']:.3g}: the model may learn to say nothing; "
-            "give it 0 or less"
-        )
-        faults.append(("warning", text))
+    if num_different == 1 and (probe.form or all_have_one):
+        words = {
+            "kinds": "all" if all_have_one else f"only {', '.join(scored)}",
+            "score": score_text(next(iter(scored.values()))),
+        }
+        name = "distinct_scores" if probe.form else "distinct_scores_without_gold"
+        return [Figure(name, num_different, words=words)]
+    if num_different < 2:
+        return []
+    figures = [Figure("empty_answer", totals["empty"])]
     if not probe.form:
-        return faults
+        return figures
     right = totals.get("right", np.nan)
     wrong = totals.get("wrong", np.nan)
-    if not right > wrong:
-        text = (
-            f"the right answer scores {score_text(right)}, a wrong one {score_text(wrong)} "
-            f"(written as {probe.form}): make sure that the reward wants what the data calls right"
-        )
-        faults.append(("warning", text))
-        return faults
-    if totals["repeated"] > right:
-        text = (
-            f"the right answer written {REPEATS} times scores {totals['repeated']:.3g}, more than "
-            f"once ({right:.3g}): the model will repeat itself; count one answer only"
-        )
-        faults.append(("warning", text))
-    # The same is enough: who gives them all is never wrong.
-    if totals["many at once"] >= right:
-        text = (
-            f"many answers at once, right and wrong, score {totals['many at once']:.3g}, no less "
-            f"than the right answer alone ({right:.3g}): the model will guess; count one answer "
-            "only"
-        )
-        faults.append(("warning", text))
-    return faults
+    if not right > wrong:  # also where one of them is no number
+        words = {"right": score_text(right), "wrong": score_text(wrong), "form": probe.form}
+        figures.append(Figure("right_over_wrong", min(0.0, right - wrong), words=words))
+        return figures
+    repeated = totals["repeated"]
+    words = {"repeats": REPEATS, "score": repeated, "right": right}
+    figures.append(Figure("repeated_over_right", repeated - right, words=words))
+    many = totals["many at once"]
+    words = {"score": many, "right": right}
+    figures.append(Figure("many_over_right", many - right, words=words))
+    return figures
 
 
 def check_first_prompt(

@@ -35,6 +35,7 @@ from shoal.job.step_trial import (
 )
 from shoal.records import Example, Params
 from shoal.report.console import Console
+from shoal.runs.diagnosis import row_named
 from shoal.text import count
 
 LARGEST_DIFFERENCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.0125}
@@ -266,13 +267,15 @@ def report_agreement(job: Job, result: dict[str, Any], trial: StepTrial) -> None
         f"{100 * trial.truncated:.0f}% truncated at {limit} tokens, {100 * trial.nonzero_std:.0f}% "
         f"of {len(trial.groups)} groups with variance, mean reward {trial.mean_reward:.3g}"
     )
-    if trial.truncated > 0.5:
+    # One step is all the evidence that there is: bounds alone are asked for.
+    is_truncated = row_named("truncated").is_passed(trial.truncated)
+    if is_truncated:
         samples.warning(
             f"{100 * trial.truncated:.0f}% of completions are truncated at "
             f"sampling.max_completion_tokens={limit}: raise it",
             "sampling.max_completion_tokens",
         )
-    if trial.nonzero_std == 0:
+    if row_named("no variance").is_passed(trial.nonzero_std):
         scores = set()
         for group in trial.groups:
             for reward in group.rewards[group.valid]:
@@ -281,7 +284,7 @@ def report_agreement(job: Job, result: dict[str, Any], trial: StepTrial) -> None
         if len(scores) == 1:
             same = f"every completion scored {next(iter(scores)):.3g}"
         first = ""
-        if trial.truncated > 0.5:
+        if is_truncated:
             first = "raise sampling.max_completion_tokens first, then "
         samples.warning(
             f"{same}, so this step would teach nothing: {first}make the task easier or harder, or "

@@ -13,7 +13,7 @@ import json
 import time
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import closing
 from dataclasses import dataclass, replace
 from operator import itemgetter
@@ -34,6 +34,7 @@ from shoal.report.console import Console
 from shoal.rewards.functions import name_functions
 from shoal.rewards.pool import RewardPool
 from shoal.rewards.scores import Scores
+from shoal.runs.diagnosis import Figure, diagnose
 from shoal.runs.groups import read_file
 from shoal.runs.layout import MODEL_FOLDER
 from shoal.runs.lines import json_ready
@@ -47,10 +48,6 @@ from shoal.trainer.step_table import StepTable
 
 NUM_SHOWN = 5
 """Completions that are shown in full."""
-
-
-MANY_CONSTANT_GROUPS, STRONG_LENGTH_CORRELATION, SLOW_SECONDS = 0.5, 0.5, 1.0
-"""A share of groups, a rank correlation and seconds a completion, each warned of when exceeded."""
 
 
 def score_again(run: StoredRun, reward: RewardSection, step: int = 0) -> dict[str, Any]:
@@ -293,37 +290,30 @@ def lint_reward(steps: Sequence[RescoredStep], skips_failures: bool) -> dict[str
         "first_failure": first_failure,
         "unscorable": unscorable,
     }
-    return figures | {"warnings": list(_warnings(figures))}
+    diagnoses = diagnose(_diagnosed_figures(figures, len(is_constant)))
+    return figures | {"warnings": [diagnosis.text for diagnosis in diagnoses]}
 
 
-def _warnings(found: dict[str, Any]) -> Iterator[str]:
-    if found["num_distinct"] <= 1:
-        yield "every completion has the same reward: it gives no training signal"
-    elif found["share_of_constant_groups"] > MANY_CONSTANT_GROUPS:
-        yield (
-            f"{found['share_of_constant_groups']:.0%} of the groups have one reward for all their "
-            "completions: they give no training signal"
-        )
-    length = found["correlation_with_length"]
-    if length is not None and abs(length) > STRONG_LENGTH_CORRELATION:
-        yield (
-            f"it correlates with length (rank correlation {length:+.2f}): training may yield "
-            f"{'longer' if length > 0 else 'shorter'} completions, and little else"
-        )
-    if found["seconds_per_completion"] > SLOW_SECONDS:
-        yield (
-            f"it takes {found['seconds_per_completion']:.1f} s a completion: sampling will wait "
-            "for it"
-        )
-    for name, number in found["none"].items():
-        if number:
-            yield (
-                f"{name} returned None for {count(number, 'completion')}: the other functions "
-                "alone score them, or they are left out"
-            )
-    if found["failed"]:
-        kinds = ", ".join(f"{what}: {number}" for what, number in found["failed"].items())
-        yield f"it failed ({kinds}): {found['first_failure']}"
+def _diagnosed_figures(lint: Mapping[str, Any], num_groups: int) -> list[Figure]:
+    """What `lint_reward` measured, for the table of findings."""
+    diagnosed = [Figure("distinct_rewards", lint["num_distinct"])]
+    if lint["num_distinct"] > 1:
+        words = {"number": "the groups"}
+        share = lint["share_of_constant_groups"]
+        diagnosed.append(Figure("constant_groups", share, groups=num_groups, words=words))
+    correlation = lint["correlation_with_length"]
+    if correlation is not None:
+        words = {"correlation": correlation, "longer": "longer" if correlation > 0 else "shorter"}
+        diagnosed.append(Figure("length_rank_correlation", abs(correlation), words=words))
+    diagnosed.append(Figure("seconds_per_completion", lint["seconds_per_completion"]))
+    for name, number in lint["none"].items():
+        words = {"number": count(number, "completion")}
+        diagnosed.append(Figure("function_without_score", number, subject=name, words=words))
+    if lint["failed"]:
+        kinds = ", ".join(f"{what}: {number}" for what, number in lint["failed"].items())
+        words = {"kinds": kinds, "first_failure": lint["first_failure"]}
+        diagnosed.append(Figure("failed_completions", sum(lint["failed"].values()), words=words))
+    return diagnosed
 
 
 def rank_correlation(a: np.ndarray, b: np.ndarray) -> float | None:

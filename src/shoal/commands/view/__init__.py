@@ -1,9 +1,9 @@
 """`shoal view`: a page on one or several runs, served to this machine or written to one file.
 
-    viewer    opens runs; a view's name -> its record      overview         the Run view
-    server    records and page over HTTP                   search, detail   Groups, Group, Tokens
-    static    both in one file                             lint             what looks wrong
-    page/     HTML, CSS and ES modules
+    views      opens runs; a view's name -> its record     run       the Run view, several runs
+    server     records and page over HTTP                  verdict   the run in a sentence
+    one_file   both in one file                            groups    Groups, Group, Tokens
+    page/      HTML, CSS and ES modules                    lint      what looks wrong
 
 It reads only. A run may write while it is read; no lock is taken.
 """

@@ -1,0 +1,346 @@
+"""The verdict on a run in one sentence, and what moves its reward.
+
+    drivers(columns, weights)     what each reward function adds to the change of the reward
+    accuracy_change, reward_change   changes with their intervals
+    verdict(...)                  learns, learns nothing, looks hacked, or too early to say
+
+Its figures are means of the first and the last steps, and intervals of their differences. Where it
+reports what `runs/diagnosis.py` has a row for, the bound is that of the row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from shoal.runs.diagnosis import Figure, row_named
+from shoal.runs.lines import rounded
+from shoal.runs.metrics import known_mean
+from shoal.text import count, number_text
+
+PART_STEPS, STUDENT = 5, 3.36
+"""At least so many steps at each end are compared. Student's t of two such parts, at 99% and not
+95: a page that is open looks again at every step, and would otherwise find a change in noise sooner
+or later."""
+
+LITTLE = 0.1
+"""A gain of accuracy that the interval must exclude for the verdict that there is hardly any."""
+
+GONE, STUCK = 0.1, 0.9
+"""A function that falls to less than this part of what it was; at the end so many completions are
+cut off, or so many groups have one reward for all."""
+
+
+# ---- changes and their intervals
+
+
+@dataclass(frozen=True)
+class Change:
+    """A figure at two times and the interval of the difference."""
+
+    before: float
+    after: float
+    low: float
+    high: float
+
+    @property
+    def sign(self) -> int:
+        """1 if it has risen, -1 if it has fallen, 0 if that cannot be said."""
+        return int(self.low > 0) - int(self.high < 0)
+
+    @property
+    def shares(self) -> str:
+        return f"{number_text(100 * self.before)}% → {number_text(100 * self.after)}%"
+
+    @property
+    def numbers(self) -> str:
+        return f"{number_text(self.before, 2)} → {number_text(self.after, 2)}"
+
+
+def ends(size: int) -> int:
+    """Steps at either end of so many that are compared: a tenth, PART_STEPS at least, half at
+    most."""
+    return max(1, min(size // 2, max(PART_STEPS, size // 10)))
+
+
+def accuracy_change(
+    curve: Mapping[str, Sequence[Any]], first: int = 0, last: int = -1
+) -> Change | None:
+    """Of two evaluations; the interval of a difference of shares by Newcombe (1998), method 10,
+    from those of both.
+
+    None without two evaluations that have intervals."""
+    if len(curve.get("x", ())) < 2:
+        return None
+    if curve["low"][first] is None or curve["low"][last] is None:
+        return None
+    p, p_low, p_high = (curve[key][first] for key in ("y", "low", "high"))
+    q, q_low, q_high = (curve[key][last] for key in ("y", "low", "high"))
+    difference = q - p
+    low = difference - math.hypot(q - q_low, p_high - p)
+    high = difference + math.hypot(q_high - q, p - p_low)
+    return Change(p, q, low, high)
+
+
+def reward_change(values: Sequence[float]) -> Change | None:
+    """Of the means of the first and the last steps (Welch); None if they are fewer than
+    PART_STEPS."""
+    known = np.array(values)
+    known = known[~np.isnan(known)]
+    part = ends(len(known))
+    if part < PART_STEPS:
+        return None
+    first = known[:part]
+    last = known[-part:]
+    half = STUDENT * math.sqrt((first.var(ddof=1) + last.var(ddof=1)) / part)
+    before = float(first.mean())
+    after = float(last.mean())
+    difference = float(last.mean() - first.mean())
+    # Equal rewards differ by rounding alone.
+    return Change(before, after, difference - half - 1e-6, difference + half + 1e-6)
+
+
+# ---- what moves the reward
+
+
+def drivers(
+    columns: Mapping[str, Sequence[float]], weights: Mapping[str, float]
+) -> list[dict[str, Any]]:
+    """For each reward function its mean over the first and the last tenth of the steps (5 at
+    least), and what the change adds to the reward by the function's weight, as groups have it. The
+    reward itself comes first."""
+    size = len(columns.get("reward/mean", ()))
+    names = []
+    for name in columns:
+        is_function = name.startswith("rewards/")
+        if is_function and not name.startswith(("rewards/failed", "rewards/logged")):
+            names.append(name)
+    if size < 4 or not names:
+        return []
+    rows = []
+    for name in names:
+        function = name.removeprefix("rewards/")
+        rows.append(_driver(function, columns[name], weights.get(function), ends(size)))
+    rows.sort(key=lambda row: -abs(row["adds"] or 0))
+    return [_driver("reward", columns["reward/mean"], 1.0, ends(size)), *rows]
+
+
+def _driver(
+    function: str, values: Sequence[float], weight: float | None, part: int
+) -> dict[str, Any]:
+    first = _rounded_mean(values[:part])
+    last = _rounded_mean(values[-part:])
+    change = None
+    if first is not None and last is not None:
+        change = last - first
+    adds = None
+    if change is not None and weight is not None:
+        adds = rounded(weight * change)
+    interval = reward_change(values)
+    sign = 0
+    if interval and change:
+        sign = interval.sign
+    return {
+        "function": function,
+        "first": first,
+        "last": last,
+        "weight": weight,
+        "over": part,
+        "sign": sign,
+        "adds": adds,
+    }
+
+
+def _rounded_mean(values: Sequence[float]) -> float | None:
+    mean = known_mean(values)
+    return rounded(mean) if mean else mean
+
+
+# ---- the verdict
+
+
+def verdict(
+    curve: Mapping[str, Sequence[Any]],
+    columns: Mapping[str, Sequence[float]],
+    drivers: Sequence[Mapping[str, Any]],
+    events: Sequence[Mapping[str, Any]],
+    steps: int,
+    total: int | None,
+) -> dict[str, str]:
+    """`level` (good, note, warning, bad or none), `text`, and `detail` with the intervals.
+
+    `curve`: the main curve of the evaluations; `columns`: metrics by step; `drivers`: functions and
+    what each adds; `steps`: made so far, of `total`."""
+    accuracy = accuracy_change(curve)
+    reward = reward_change(columns.get("reward/mean", ()))
+    # Where accuracy was measured before training, the next evaluation says more than rewards do.
+    is_awaited = len(curve.get("x", ())) == 1 and curve["low"][0] is not None
+    # Few steps may lie in both parts that are compared, or a jump within one of them.
+    is_early = steps <= (total or 0) / (2 if is_awaited else 4)
+    if accuracy is None and steps < 4 * PART_STEPS:
+        is_early = True
+    lost = _lost(columns, drivers)
+    made = count(steps, "step")
+    level, text = _sentence(curve, accuracy, reward, drivers, lost, made, is_early)
+    if level == "bad":
+        text += _collapse(events)
+    if text.startswith(("does not learn", "too early")):
+        text += _few_mixed_groups(columns)
+    if level != "good":
+        unrewarded = _unrewarded(columns, drivers)
+        if unrewarded:
+            level = "bad" if level == "bad" else "warning"
+            text += f"; {unrewarded}"
+    intervals = []
+    if accuracy:
+        intervals.append(f"accuracy {100 * accuracy.low:+.1f} to {100 * accuracy.high:+.1f} points")
+    if reward:
+        intervals.append(f"reward {reward.low:+.2g} to {reward.high:+.2g} (99%)")
+    detail = ""
+    if intervals:
+        detail = f"Intervals of the change: {', '.join(intervals)}."
+    return {"level": level, "text": text, "detail": detail}
+
+
+def _sentence(
+    curve: Mapping[str, Sequence[Any]],
+    accuracy: Change | None,
+    reward: Change | None,
+    drivers: Sequence[Mapping[str, Any]],
+    lost: str,
+    made: str,
+    is_early: bool,
+) -> tuple[str, str]:
+    """Level and text. `lost`: the function that is all but gone; `made`: the steps so far, as
+    text."""
+    name = _strongest_driver(drivers)
+    driven = f", driven by {name}" if name else ""
+    rise = f"reward {reward.after - reward.before:+.2f}" if reward else ""
+    if accuracy and accuracy.sign > 0:
+        measured = count(curve["x"][-1], "step")
+        best = max(range(len(curve["x"])), key=lambda position: curve["low"][position] or 0)
+        if (curve["low"][best] or 0) > curve["high"][-1]:
+            return "warning", (
+                f"learned and lost again: accuracy {accuracy.shares} in {measured}, but "
+                f"{curve['y'][best]:.0%} at step {curve['x'][best]}"
+            )
+        return "good", f"learns: accuracy {accuracy.shares} in {measured}{driven}"
+    if accuracy and accuracy.sign < 0:
+        if reward and reward.sign > 0:
+            points = f"{100 * (accuracy.after - accuracy.before):+.1f} points"
+            by_driver = f" by {name}" if name else ""
+            return "bad", f"{rise}, accuracy {points}: looks hacked{by_driver}"
+        measured = count(curve["x"][-1], "step")
+        return "bad", f"gets worse: accuracy {accuracy.shares} in {measured}"
+    if reward and reward.sign > 0:
+        if lost and name:
+            return "bad", f"{rise} in {made}, {lost}: looks hacked by {name}"
+        if accuracy and accuracy.high < LITTLE:
+            return "warning", (
+                f"{rise} in {made}{driven}, but hardly more right answers: accuracy "
+                f"{accuracy.shares} is within noise"
+            )
+        if accuracy:
+            known = f"accuracy {accuracy.shares} is too few questions to say"
+        else:
+            known = "accuracy is not measured"
+        return "note", f"the reward rises: {reward.numbers} in {made}{driven}; {known}"
+    if reward and reward.sign < 0:
+        return "bad", f"gets worse: reward {reward.numbers} in {made}"
+    return _without_a_change(accuracy, reward, made, is_early)
+
+
+def _without_a_change(
+    accuracy: Change | None, reward: Change | None, made: str, is_early: bool
+) -> tuple[str, str]:
+    """Level and text where neither accuracy nor reward has changed beyond noise."""
+    figures = []
+    if accuracy:
+        figures.append(f"accuracy {accuracy.shares}")
+    # An interval that excludes no gain that matters: of accuracy; where it is not measured of the
+    # reward, by half.
+    is_wide = False
+    if accuracy:
+        is_wide = accuracy.high >= LITTLE
+    elif reward:
+        is_wide = reward.high > max(abs(reward.before) / 2, abs(reward.after) / 2, 1e-5)
+    if reward is None or is_early or is_wide:
+        return "none", f"too early to say: {', '.join([made, *figures])}"
+    figures.append(f"reward {reward.numbers}")
+    return "warning", f"does not learn: {', '.join(figures)} in {made}, within noise"
+
+
+def _strongest_driver(drivers: Sequence[Mapping[str, Any]]) -> str:
+    """The function that adds most to the reward, quoted; empty where none adds to it."""
+    name = ""
+    most = 0.0
+    for row in drivers[1:]:
+        if (row["adds"] or 0) > most:
+            name = f"`{row['function']}`"
+            most = row["adds"]
+    return name
+
+
+def _collapse(events: Sequence[Mapping[str, Any]]) -> str:
+    """Where a collapse begins, as the end of a sentence; empty without one."""
+    for event in events:
+        if event["level"] == "collapse":
+            return f"; from step {event['step']} on, `{event['metrics'][0]}` first"
+    return ""
+
+
+def _few_mixed_groups(columns: Mapping[str, Sequence[float]]) -> str:
+    """How few groups have rewards that differ, where that is why nothing is learned, as the end of
+    a sentence; else empty."""
+    shares = [share for share in columns.get("groups/nonzero_std", ()) if not math.isnan(share)]
+    if not shares:
+        return ""
+    mixed = sum(shares) / len(shares)
+    if not row_named("constant groups").holds(Figure("constant_groups", 1 - mixed)):
+        return ""
+    have = f"only {mixed:.0%} of the groups have" if mixed else "no group has"
+    return f"; {have} rewards that differ"
+
+
+def _lost(columns: Mapping[str, Sequence[float]], drivers: Sequence[Mapping[str, Any]]) -> str:
+    """The reward function that is all but gone while all completions are cut off, or groups no
+    longer differ, in words; empty where none is: one function may well give way to another as long
+    as groups teach something."""
+    size = ends(len(columns.get("reward/mean", ())))
+    cut = float(np.mean(columns.get("completions/truncated", (0,))[-size:]))
+    mixed = float(np.mean(columns.get("groups/nonzero_std", (1,))[-size:]))
+    if not (cut > STUCK or mixed < 1 - STUCK):
+        return ""
+    for row in drivers[1:]:
+        is_falling = row["sign"] * (row["weight"] or 0) < 0
+        if is_falling and row["first"] > 0 and row["last"] < GONE * row["first"]:
+            first = number_text(row["first"], 2)
+            last = number_text(row["last"], 2)
+            return f"`{row['function']}` {first} → {last}"
+    return ""
+
+
+def _unrewarded(
+    columns: Mapping[str, Sequence[float]], drivers: Sequence[Mapping[str, Any]]
+) -> str:
+    """That a heaviest one of several reward functions is above 0 on hardly a completion of the
+    run; else empty."""
+    functions = drivers[1:]
+    if len(functions) < 2:
+        return ""
+    heaviest = max(row["weight"] or 0 for row in functions)
+    rule = row_named("unrewarded")
+    for row in functions:
+        known = np.array(columns[f"rewards/{row['function']}"])
+        known = known[~np.isnan(known)]
+        if row["weight"] != heaviest or not len(known) or known.min() < 0:
+            continue
+        mean = float(known.mean())
+        figure = Figure("function_mean_by_step", mean, steps=len(known), subject=row["function"])
+        if rule.holds(figure):
+            return rule.sentence(figure)
+    return ""

@@ -1,0 +1,455 @@
+"""What may be wrong with how a run learns: one table of findings over named figures.
+
+    training       figures of each step, and of each reward function     report/watch.py
+    rescoring      of the stored groups under another reward             job/rescore.py
+    the page       of all groups and curves: its lint, its verdict       commands/view/run.py
+    before a run   scores of known answers                               checks/reward.py
+    the doctor     a step on trial                                       commands/doctor.py
+
+Each of them fills in the figures that it has and says how much evidence each rests on; `diagnose`
+returns what the table says of them. A row is all that a new warning needs: one on a metric of a
+step is given while training goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Level = Literal["note", "warning", "wrong"]
+"""note: worth knowing. wrong: training cannot recover, or learns nothing."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A named number, and what it rests on: the steps (in training: in a row), groups and
+    completions that it was taken from. `words` fill the placeholders of a row's texts.
+
+    >>> Figure("function/range", 0.0, steps=12, completions=192, subject="format", words={"low": 1})
+    """
+
+    name: str
+    value: float
+    steps: float = 1
+    groups: int = 0
+    completions: int = 0
+    subject: str = ""  # the reward function that it is of
+    words: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Card:
+    """How the page shows a row: its title, the title where nothing is wrong (empty: it is not shown
+    then), and the groups that a link leads to. Of rows of one `kind` the first that holds is
+    shown."""
+
+    kind: str
+    title: str
+    fine: str = ""
+    filter: str = ""
+    sort: str = ""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A finding: the figure that shows it, the bound that the figure passes, and the least evidence
+    that it must rest on.
+
+    `text` says what is wrong and `cure` what helps; both are templates over the figure's `words`,
+    and `value`, `subject`, `steps`, `groups`, `completions`."""
+
+    name: str
+    figure: str
+    passes: Literal[">", ">=", "<=", "=="]
+    bound: float
+    text: str
+    cure: str = ""
+    key: str = ""
+    level: Level = "warning"
+    steps: int = 1
+    groups: int = 0
+    completions: int = 0
+    card: Card | None = None
+
+    def is_passed(self, value: float) -> bool:
+        """True if a value is beyond the bound; False for NaN."""
+        if self.passes == ">":
+            return value > self.bound
+        if self.passes == ">=":
+            return value >= self.bound
+        if self.passes == "<=":
+            return value <= self.bound
+        return value == self.bound
+
+    def has_evidence(self, figure: Figure) -> bool:
+        return (
+            figure.steps >= self.steps
+            and figure.groups >= self.groups
+            and figure.completions >= self.completions
+        )
+
+    def holds(self, figure: Figure) -> bool:
+        return self.is_passed(figure.value) and self.has_evidence(figure)
+
+    def fill(self, template: str, figure: Figure) -> str:
+        """A template of the row with the figure's words."""
+        words = {
+            "value": figure.value,
+            "subject": figure.subject,
+            "steps": figure.steps,
+            "least_steps": self.steps,
+            "groups": figure.groups,
+            "completions": figure.completions,
+        }
+        return template.format(**{**words, **figure.words})
+
+    def sentence(self, figure: Figure) -> str:
+        """What is wrong, and what helps."""
+        text = self.fill(self.text, figure)
+        if self.cure:
+            text += f": {self.fill(self.cure, figure)}"
+        return text
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """A row that holds, with the figure that shows it."""
+
+    row: Row
+    figure: Figure
+
+    @property
+    def text(self) -> str:
+        return self.row.sentence(self.figure)
+
+
+RARE = 0.01
+"""A reward function above 0 on at most this share of the completions teaches next to nothing."""
+
+MOST = 0.5
+"""More than half of the completions, or of the groups, is most of them."""
+
+_OF_FUNCTION = "check it (shoal rescore), or leave it out of reward.functions"
+
+ROWS = (
+    # ---- of a step: its metrics, in so many steps in a row
+    Row(
+        "no variance",
+        "groups/nonzero_std",
+        "==",
+        0,
+        "for {least_steps} steps no group has had completions of different reward, so nothing has "
+        "been learned",
+        "take easier or harder questions, a larger batch.group_size, a higher "
+        "sampling.temperature, or a reward with more levels",
+        "batch.group_size",
+        steps=5,
+    ),
+    Row(
+        "truncated",
+        "truncated_where_updated",
+        ">",
+        MOST,
+        "for {least_steps} steps more than half of the completions have been cut off at "
+        "sampling.max_completion_tokens, or at an agent's max_tokens for its last turn",
+        "raise it, or ask for shorter answers",
+        "sampling.max_completion_tokens",
+        steps=3,
+    ),
+    Row(  # of which each update counts as a step
+        "skipped",
+        "skipped_without_an_update",
+        ">",
+        0,
+        "{least_steps} updates in a row have been skipped, since their gradients were not finite",
+        "lower optimizer.lr",
+        "optimizer.lr",
+        "wrong",
+        steps=3,
+    ),
+    Row(
+        "old weights",
+        "unchanged_after_an_update",
+        ">",
+        0,
+        "an update was made, but the weights of before it were published (metric "
+        "version/unchanged): completions are sampled from old weights, which is a fault of the "
+        "program",
+        level="wrong",
+    ),
+    Row(
+        "one skipped",
+        "skipped_not_finite",
+        ">",
+        0,
+        "an update was skipped: its gradient was not finite (metric update/skipped)",
+        key="optimizer.lr",
+    ),
+    Row(
+        "unscorable",
+        "groups/unscorable",
+        ">",
+        0,
+        "some groups have fewer than two scorable completions (metric groups/unscorable)",
+        key="reward.functions",
+    ),
+    # ---- of an evaluation
+    Row(
+        "worse",
+        "accuracy_below_first_while_reward_rises",
+        ">",
+        0,
+        "after step {version} accuracy is {accuracy:.1%}, below the interval of before training "
+        "({low:.1%} or more)",
+        "the reward rose, so it is for something else: read completions, change reward.functions",
+        "reward.functions",
+    ),
+    Row(
+        "worse",
+        "accuracy_below_first",
+        ">",
+        0,
+        "after step {version} accuracy is {accuracy:.1%}, below the interval of before training "
+        "({low:.1%} or more)",
+        "lower optimizer.lr, or set algorithm.kl_coef",
+        "optimizer.lr",
+    ),
+    # ---- of a reward function, over all steps so far
+    Row(
+        "constant",
+        "function_range",
+        "==",
+        0,
+        "reward function {subject} has given {low:g} to each of {completions:,.0f} completions, so "
+        "nothing is learned from it",
+        _OF_FUNCTION,
+        "reward.functions",
+        steps=10,
+        completions=64,
+        card=Card("unvarying", "{subject} never varies", filter="set=train"),
+    ),
+    Row(
+        "constant",
+        "function_share_above_0",
+        "<=",
+        RARE,
+        "reward function {subject} has given 0 to {zeros:,.0f} of {completions:,.0f} completions, "
+        "so next to nothing is learned from it",
+        _OF_FUNCTION,
+        "reward.functions",
+        steps=10,
+        completions=1000,
+    ),
+    Row(  # curves say no number of completions
+        "unrewarded",
+        "function_mean_by_step",
+        "<=",
+        RARE,
+        "`{subject}` is 0 on nearly all completions",
+        steps=5,
+    ),
+    # ---- of all groups of a run
+    Row(
+        "same reward",
+        "distinct_rewards",
+        "<=",
+        1,
+        "every completion has the same reward: it gives no training signal",
+        key="reward.functions",
+    ),
+    Row(
+        "constant groups",
+        "constant_groups",
+        ">",
+        MOST,
+        "{value:.0%} of {number} have one reward for all their completions, so they give no "
+        "training signal",
+        "take easier or harder questions, or a larger batch.group_size",
+        "batch.group_size",
+        card=Card(
+            "constant",
+            "Most groups teach nothing",
+            "Most groups have rewards that differ.",
+            "set=train spread=0",
+        ),
+    ),
+    Row(
+        "mostly truncated",
+        "truncated",
+        ">",
+        MOST,
+        "they reached the token limit.{compared}",
+        key="sampling.max_completion_tokens",
+        card=Card(
+            "truncated",
+            "{value:.1%} of completions are cut off",
+            filter="set=train truncated>0",
+            sort="truncated",
+        ),
+    ),
+    Row(
+        "partly truncated",
+        "truncated",
+        ">=",
+        0.01,
+        "they reached the token limit.{compared}",
+        key="sampling.max_completion_tokens",
+        level="note",
+        card=Card(
+            "truncated",
+            "{value:.1%} of completions are cut off",
+            filter="set=train truncated>0",
+            sort="truncated",
+        ),
+    ),
+    Row(  # within groups: what an update acts on
+        "length within groups",
+        "length_effect",
+        ">=",
+        0.3,
+        "within groups whose rewards and lengths differ, they correlate by {effect:+.2f} on "
+        "average, over {number} (over all completions: {overall})",
+        "training then makes completions {longer}, whatever else it does",
+        groups=10,
+        card=Card(
+            "length",
+            "Within a group {longer} completions score better",
+            "Reward hardly follows length.",
+            "set=train {length_filter}",
+            "length_effect",
+        ),
+    ),
+    Row(  # over all completions, where harder questions may have longer answers
+        "length",
+        "length_rank_correlation",
+        ">",
+        0.5,
+        "it correlates with length (rank correlation {correlation:+.2f})",
+        "training may yield {longer} completions, and little else",
+        "reward.functions",
+    ),
+    Row(
+        "hacking",
+        "reward_rise_without_answers",
+        ">",
+        0,
+        "{change}",
+        "{driver} is what rises; read groups with high reward and none solved",
+        key="reward.functions",
+        card=Card(
+            "hacking",
+            "The reward rises, the share of right answers does not",
+            "Reward and right answers move together.",
+            "set=train pass=0",
+            "{sort}",
+        ),
+    ),
+    Row(
+        "slow",
+        "seconds_per_completion",
+        ">",
+        1.0,
+        "it takes {value:.1f} s a completion",
+        "sampling will wait for it",
+        "reward.workers",
+    ),
+    Row(
+        "none",
+        "function_without_score",
+        ">",
+        0,
+        "{subject} returned None for {number}",
+        "the other functions alone score them, or they are left out",
+        "reward.functions",
+    ),
+    Row(
+        "failed",
+        "failed_completions",
+        ">",
+        0,
+        "it failed ({kinds})",
+        "{first_failure}",
+        "reward.functions",
+    ),
+    # ---- of the scores of known answers, before a run
+    Row(
+        "same score",
+        "distinct_scores",
+        "<=",
+        1,
+        "of the answers tried {kinds} score {score}",
+        "if the model's do too, nothing is learned; set reward.functions to one that scores them "
+        "differently",
+        "reward.functions",
+        "wrong",
+    ),
+    Row(
+        "same score",
+        "distinct_scores_without_gold",
+        "<=",
+        1,
+        "of the answers tried {kinds} score {score}",
+        "if the model's do too, nothing is learned; set reward.functions to one that scores them "
+        "differently",
+        "reward.functions",
+    ),
+    Row(
+        "empty answer",
+        "empty_answer",
+        ">",
+        0,
+        "an empty answer scores {value:.3g}",
+        "the model may learn to say nothing; give it 0 or less",
+        "reward.functions",
+    ),
+    Row(
+        "wrong answer",
+        "right_over_wrong",
+        "<=",
+        0,
+        "the right answer scores {right}, a wrong one {wrong} (written as {form})",
+        "make sure that the reward wants what the data calls right",
+        "reward.functions",
+    ),
+    Row(
+        "repeated answer",
+        "repeated_over_right",
+        ">",
+        0,
+        "the right answer written {repeats} times scores {score:.3g}, more than once ({right:.3g})",
+        "the model will repeat itself; count one answer only",
+        "reward.functions",
+    ),
+    Row(  # the same is enough: who gives them all is never wrong
+        "many answers",
+        "many_over_right",
+        ">=",
+        0,
+        "many answers at once, right and wrong, score {score:.3g}, no less than the right answer "
+        "alone ({right:.3g})",
+        "the model will guess; count one answer only",
+        "reward.functions",
+    ),
+)
+
+
+def diagnose(figures: Iterable[Figure]) -> list[Diagnosis]:
+    """The rows that hold for these figures, in the order of the table."""
+    by_name: dict[str, list[Figure]] = {}
+    for figure in figures:
+        by_name.setdefault(figure.name, []).append(figure)
+    diagnoses = []
+    for row in ROWS:
+        for figure in by_name.get(row.figure, ()):
+            if row.holds(figure):
+                diagnoses.append(Diagnosis(row, figure))
+    return diagnoses
+
+
+def row_named(name: str) -> Row:
+    """The first row of this name."""
+    for row in ROWS:
+        if row.name == name:
+            return row
+    raise KeyError(name)

@@ -41,7 +41,8 @@ from shoal import cli
 from shoal.commands.view import lint as lint_view
 from shoal.commands.view import one_file, view
 from shoal.commands.view import views as views_module
-from shoal.commands.view.run import MAX_POINTS, Curves, comparison, settings_rows, spikes
+from shoal.commands.view.curves import MAX_POINTS, Curves, spikes
+from shoal.commands.view.run import comparison, settings_rows
 from shoal.commands.view.server import make_app, page_files
 from shoal.commands.view.views import Viewer
 from shoal.config.commands import ViewConfig

@@ -486,14 +486,13 @@ def test_a_damaged_event_is_named_and_ends_no_reading_of_a_page(tmp_path):
     assert list(run.problems) == ["events.jsonl"]
 
 
-def test_no_run_ends_for_an_event_that_cannot_be_written(tmp_path):
+def test_no_run_ends_for_an_event_that_cannot_be_written(tmp_path, monkeypatch):
+    def write(*_: Any) -> None:
+        raise ShoalError("cannot write: no space left")
+
     with RunWriter.create(tmp_path, "run") as folder:
-        pass
-    (tmp_path / "run" / "events.jsonl").unlink()
-    with RunWriter(tmp_path / "run") as folder:
-        folder.events._file.close()
-        with Path("/dev/full").open("a") as folder.events._file:
-            folder.write_event("warning", "a full disk")
+        monkeypatch.setattr(folder.events, "write", write)
+        folder.write_event("warning", "a full disk")
 
 
 def test_settings_of_a_part_that_was_lost_hold_from_where_the_run_goes_on(tmp_path):

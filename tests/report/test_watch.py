@@ -13,8 +13,10 @@ import pytest
 
 from shoal.protocols import RolloutStats
 from shoal.records import Failure
+from shoal.report import watch
 from shoal.report.recorder import Recorder
 from shoal.report.watch import Watch
+from shoal.runs.diagnosis import Row
 
 FINE = {
     "groups/nonzero_std": 0.5,
@@ -70,6 +72,16 @@ def test_a_rule_warns_once_after_so_many_steps_in_a_row(metrics, limit, words, l
     assert [len(step) for step in found] == [0] * (limit - 1) + [1] + [int(level == "wrong")] * 4
     text = found[limit - 1][0].text
     assert words in text and "{" not in text and found[limit - 1][0].level == level
+
+
+def test_a_warning_on_a_metric_of_a_step_is_one_row(monkeypatch):
+    row = Row("kl", "kl", ">", 10, "the KL is {value:.0f}", "lower optimizer.lr", "optimizer.lr")
+    monkeypatch.setattr(watch, "ROWS", (*watch.ROWS, replace(row, steps=2)))
+    found = [finding for step in steps(Watch(), 4, kl=20.0) for finding in step]
+    assert [(finding.text, finding.key) for finding in found] == [
+        ("the KL is 20: lower optimizer.lr", "optimizer.lr")
+    ]
+    assert not any(steps(Watch(), 4, kl=None)) and not any(steps(Watch(), 4, kl=9.0))
 
 
 def test_a_good_run_is_not_warned_of():
@@ -165,6 +177,10 @@ def test_an_accuracy_below_the_interval_of_before_training_is_warned_of():
     )
     assert "change reward.functions" in finding.text and "optimizer.lr" not in finding.text
     assert not Watch().evaluation(20, {"mean_reward": 0.5}, {"mean_reward": 0.1})
+    [finding] = Watch().evaluation(  # a reward that never judges
+        20, before | {"mean_reward": None}, {"accuracy": 0.39, "mean_reward": None}
+    )
+    assert "lower optimizer.lr" in finding.text
 
 
 def test_of_fewer_questions_the_whole_interval_must_be_below():

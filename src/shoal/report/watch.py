@@ -8,7 +8,6 @@ table: one whose figure is a metric of a step needs nothing here.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +22,10 @@ from shoal.runs.metrics import ENVIRONMENT
 
 def step_figures(metrics: Mapping[str, float]) -> dict[str, Figure]:
     """A step's metrics as figures by name, and those that say more than one metric does."""
-    figures = {name: Figure(name, value) for name, value in metrics.items()}
+    figures = {}
+    for name, value in metrics.items():
+        if value is not None:  # nothing was measured: no reward judged, for one
+            figures[name] = Figure(name, value)
     skipped = metrics.get("update/skipped", 0)
     # A smaller loss scale is to solve these: float16 begins with a few.
     not_finite = skipped - metrics.get("update/overflows", 0)
@@ -125,7 +127,10 @@ class Watch:
         if low_before is None or accuracy is None or highest is None:
             return []
         name = "accuracy_below_first"
-        if now.get("mean_reward", 0) > first.get("mean_reward", math.inf):
+        reward_before = first.get("mean_reward")
+        reward = now.get("mean_reward")
+        # None: no reward judged.
+        if reward is not None and reward_before is not None and reward > reward_before:
             name = "accuracy_below_first_while_reward_rises"
         words = {"version": version, "accuracy": accuracy, "low": low_before}
         return self._findings([Figure(name, low_before - highest, words=words)])

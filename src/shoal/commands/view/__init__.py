@@ -1,9 +1,10 @@
 """`shoal view`: a page on one or several runs, served to this machine or written to one file.
 
     views      opens runs; a view's name -> its record     run       the Run view, several runs
-    server     records and page over HTTP                  verdict   the run in a sentence
-    one_file   both in one file                            groups    Groups, Group, Tokens
-    page/      HTML, CSS and ES modules                    lint      what looks wrong
+    server     records and page over HTTP                  curves    metrics by step, spikes
+    one_file   both in one file                            verdict   the run in a sentence
+    page/      HTML, CSS and ES modules                    groups    Groups, Group, Tokens
+                                                           lint      what looks wrong
 
 It reads only. A run may write while it is read; no lock is taken.
 """

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from shoal.commands.view.run import Curves
+from shoal.commands.view.curves import Curves
 from shoal.records import ShoalError, ground_truth
 from shoal.runs.compare import acting_keys, likely_keys
 from shoal.runs.group_table import Database, GroupFile, GroupTable, column_sql, reason

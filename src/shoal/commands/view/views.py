@@ -20,10 +20,10 @@ from typing import Any
 
 from shoal.buckets import COPIES, address, area_of, fetch
 from shoal.commands.view import groups
+from shoal.commands.view.curves import Curves
 from shoal.commands.view.groups import MAX_TEXT, Searches
 from shoal.commands.view.lint import TextLint, lint, number_findings
 from shoal.commands.view.run import (
-    Curves,
     comparison,
     differing_settings,
     failure,

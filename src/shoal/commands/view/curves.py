@@ -1,0 +1,328 @@
+"""The curves of a run: metrics by step, thinned to what a screen can show, by topic; the steps at
+which they leave what they were."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from shoal.runs.lines import StepLine, rounded
+from shoal.runs.metrics import metric
+from shoal.runs.reader import LineReader, StoredRun
+
+MAX_ROWS, MAX_NAMES, MAX_POINTS = 100_000, 400, 1500
+"""Most steps and metrics that are kept, and points of a curve that are sent."""
+
+AXES = {"time": "time/step_seconds", "tokens": "tokens/sampled"}
+"""What curves can be drawn over besides the step -> the metric that is summed for it."""
+
+
+class Curves:
+    """The metrics of one run, a column a name. Of a very long run every 2nd, 4th, ... step is
+    kept."""
+
+    def __init__(self, run: StoredRun) -> None:
+        self.run = run
+        self._lines = LineReader(run, StepLine)
+        self._forget()
+
+    def _forget(self) -> None:
+        self.steps = array("d")
+        self.columns: dict[str, array[float]] = {}
+        self.stride = 1
+        self.revision = 0  # steps that were read
+        self.last: dict[str, float] = {}  # the newest row, whole
+        # Sums over all steps so far, and what they were at each of `steps`.
+        self.totals = dict.fromkeys(AXES, 0.0)
+        self.axes = {name: array("d") for name in AXES}
+
+    @property
+    def complete(self) -> bool:
+        return self._lines.complete
+
+    def read(self, seconds: float = 0.3) -> None:
+        """Reads what is new, for at most so long."""
+        restarted, lines = self._lines.new(seconds)
+        if restarted:
+            self._forget()
+        for line in lines:
+            self._add(line)
+
+    def _add(self, line: StepLine) -> None:
+        step = float(line.step)
+        values = {}
+        for name, value in line.metrics.items():
+            if isinstance(value, int | float) and abs(value) < 1e300:
+                values[name] = float(value)
+        self.last = {"step": step, **values}
+        self.revision += 1
+        for axis, name in AXES.items():
+            self.totals[axis] += values.get(name, 0.0)
+        if self.revision % self.stride:
+            return
+        for name in values.keys() - self.columns.keys():
+            if len(self.columns) >= MAX_NAMES:
+                self.run.problem(
+                    StepLine.FILE, f"has more than {MAX_NAMES} names: the others are not shown"
+                )
+                break
+            self.columns[name] = array("d", [math.nan]) * len(self.steps)
+        self.steps.append(step)
+        for axis, totals in self.axes.items():
+            totals.append(self.totals[axis])
+        for name, column in self.columns.items():
+            column.append(values.get(name, math.nan))
+        if len(self.steps) >= MAX_ROWS:
+            self._halve()
+
+    def _halve(self) -> None:
+        """Leaves out every second step."""
+        self.stride *= 2
+        self.steps = self.steps[::2]
+        self.columns = {name: column[::2] for name, column in self.columns.items()}
+        self.axes = {name: totals[::2] for name, totals in self.axes.items()}
+
+    def thinned(self, first: float = -math.inf, last: float = math.inf) -> dict[str, Any]:
+        """Steps `x`, `time` in seconds and `tokens` up to each, and columns `y` within a range, at
+        most MAX_POINTS of them. Of each stretch its smallest and its largest value are kept, so
+        that a spike of one step is never lost."""
+        rows = [row for row, step in enumerate(self.steps) if first <= step <= last]
+        stretches = []
+        if len(rows) > MAX_POINTS:
+            size = math.ceil(2 * len(rows) / MAX_POINTS)
+            stretches = [rows[start : start + size] for start in range(0, len(rows), size)]
+            rows = []
+            for stretch in stretches:
+                rows += [stretch[0], stretch[-1]]
+        columns = {}
+        for name, column in self.columns.items():
+            values = []
+            for stretch in stretches:
+                values += _extremes(column, stretch)
+            if not stretches:
+                values = [column[row] for row in rows]
+            columns[name] = [rounded(value) for value in values]
+        thinned: dict[str, Any] = {"x": [self.steps[row] for row in rows]}
+        for name, totals in self.axes.items():
+            if self.totals[name]:
+                thinned[name] = [rounded(totals[row]) for row in rows]
+        thinned["y"] = columns
+        return thinned
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Seconds of a step lately: the median of 20 that compiled nothing; None where all of them
+        did."""
+        seconds = self.columns.get("time/step_seconds", ())[-20:]
+        known = []
+        for value, has_compiled in zip(seconds, self.compiled[-20:], strict=False):
+            if not has_compiled and not math.isnan(value):
+                known.append(value)
+        return statistics.median(known) if known else None
+
+    @property
+    def compiled(self) -> np.ndarray:
+        """True for each step that compiled a program: their number has risen, or began anew with a
+        process."""
+        numbers = self.columns.get("compilations", np.zeros(len(self.steps)))
+        return np.diff(numbers, prepend=0) != 0
+
+
+def _extremes(column: Sequence[float], rows: Sequence[int]) -> tuple[float, float]:
+    """The smallest and the largest value of some rows, in the order of the rows; NaN where there
+    is none."""
+    known = [(column[row], row) for row in rows if not math.isnan(column[row])]
+    if not known:
+        return math.nan, math.nan
+    low, low_row = min(known)
+    high, high_row = max(known)
+    return (low, high) if low_row <= high_row else (high, low)
+
+
+# ---- topics
+
+TOPICS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("Reward", ("reward/mean", "reward/std", "reward/min", "reward/max", "rewards/", "advantage/")),
+    ("Evaluation", ("evaluate/",)),
+    ("Groups", ("groups/",)),
+    ("Length and truncation", ("completions/", "prompts/")),
+    (
+        "Policy",
+        ("kl", "teacher/kl", "entropy", "clip/", "ratio/", "loss", "grad_norm", "lr", "update/"),
+    ),
+    ("Sampler and trainer", ("sampler_gap/", "correction/", "staleness", "version")),
+    (
+        "Speed and memory",
+        ("throughput/", "time/", "mfu", "memory/", "tokens/", "sampler/", "compilations"),
+    ),
+)
+"""Topic -> metrics, or their beginnings, in the order in which they are shown."""
+
+
+def by_topic(names: Sequence[str]) -> list[dict[str, Any]]:
+    """Topics with the metrics of each, in the table's order; names that no topic has come last."""
+    rest = list(names)
+    topics = []
+    for title, beginnings in TOPICS:
+        own: list[str] = []
+        for beginning in beginnings:
+            folder = f"{beginning.rstrip('/')}/"
+            for name in rest:
+                if (name == beginning or name.startswith(folder)) and name not in own:
+                    own.append(name)
+        rest = [name for name in rest if name not in own]
+        if own:
+            topics.append({"title": title, "metrics": own})
+    if rest:
+        topics.append({"title": "Others", "metrics": rest})
+    return topics
+
+
+_EVALUATED = {
+    "/accuracy": ("share", "questions answered right, and the 95% interval of that"),
+    "/mean_reward": ("reward", "mean reward of the answers, and the 95% interval of that"),
+}
+
+
+def about(names: Sequence[str]) -> dict[str, dict[str, str]]:
+    """Unit and meaning of each metric that the table has."""
+    meanings = {}
+    for name in names:
+        unit, meaning = _unit_and_meaning(name)
+        if meaning:
+            meanings[name] = {"unit": unit, "meaning": meaning}
+    return meanings
+
+
+def _unit_and_meaning(name: str) -> tuple[str, str]:
+    """Both empty for a metric that is not known."""
+    try:
+        row = metric(name)
+    except ValueError:
+        for end, known in _EVALUATED.items():
+            if name.endswith(end):
+                return known
+        return "", ""
+    return row.unit, row.meaning
+
+
+# ---- spikes
+
+_WATCHED = (
+    "grad_norm",
+    "kl",
+    "entropy",
+    "reward/mean",
+    "completions/length_mean",
+    "sampler_gap/logprob_mean",
+    "clip/fraction",
+    "time/step_seconds",
+)
+
+SPIKE_DEVIATIONS, SPIKE_BEFORE, MOST_SPIKES, MOST_STEPS = 10.0, 20, 12, 20_000
+
+SPIKE_GAP, COLLAPSE_STEPS = 3, 3
+
+
+@dataclass(frozen=True)
+class Move:
+    """A metric that is, at one step, far from what it was before."""
+
+    row: int  # of the curves
+    deviations: float
+    metric: str
+    text: str
+    has_fallen: bool
+
+
+def spikes(curves: Curves) -> list[dict[str, Any]]:
+    """Steps at which metrics leave what they were in the SPIKE_BEFORE steps before by far: by 10
+    median deviations. Metrics that do so at the same step are named together, since one explains
+    another; steps with fewer than SPIKE_GAP between them are one event, of the metrics in the order
+    in which they moved."""
+    moves: list[Move] = []
+    for name in _WATCHED:
+        moves += _moves(curves, name)
+    moves.sort(key=lambda move: (move.row, -move.deviations))
+    events: list[list[Move]] = []
+    for move in moves:
+        if events and move.row - events[-1][-1].row <= SPIKE_GAP:
+            events[-1].append(move)
+        else:
+            events.append([move])
+    events.sort(key=_largest_deviation, reverse=True)
+    strongest = sorted(events[:MOST_SPIKES], key=_first_row)
+    return [_spike(event, curves.steps) for event in strongest]
+
+
+def _largest_deviation(event: Sequence[Move]) -> float:
+    return max(move.deviations for move in event)
+
+
+def _first_row(event: Sequence[Move]) -> int:
+    return event[0].row
+
+
+def _moves(curves: Curves, name: str) -> list[Move]:
+    """The steps at which a metric leaves what it was; none of one that not every step has."""
+    all_values = np.array(curves.columns.get(name, ())[-MOST_STEPS:])
+    if len(all_values) <= SPIKE_BEFORE or np.isnan(all_values).any():
+        return []
+    before = np.lib.stride_tricks.sliding_window_view(all_values[:-1], SPIKE_BEFORE)
+    middle = np.median(before, axis=1)
+    values = all_values[SPIKE_BEFORE:]
+    deviation = np.median(np.abs(before - middle[:, None]), axis=1)
+    least_deviation = np.maximum(0.03 * abs(middle), 1e-9)
+    deviations = np.abs(values - middle) / np.maximum(deviation, least_deviation)
+    first_row = len(curves.steps) - len(values)
+    compiled = curves.compiled[-len(values) :]
+    moves = []
+    for index in np.flatnonzero(deviations > SPIKE_DEVIATIONS).tolist():
+        if name == "time/step_seconds" and compiled[index]:
+            continue
+        moves.append(
+            Move(
+                first_row + index,
+                float(deviations[index]),
+                name,
+                f"{name} {values[index]:.3g} after {middle[index]:.3g}",
+                bool(values[index] < middle[index]),
+            )
+        )
+    return moves
+
+
+def _spike(moves: Sequence[Move], steps: Sequence[float]) -> dict[str, Any]:
+    """The record of one event."""
+    first = moves[0].row
+    last = moves[-1].row
+    text = "; ".join(move.text for move in moves if move.row == first)
+    first_rows: dict[str, int] = {}  # of each metric, in the order in which they moved
+    for move in moves:
+        first_rows.setdefault(move.metric, move.row)
+    later = []
+    for name, row in first_rows.items():
+        if row > first:
+            later.append(f"{name} from step {steps[row]:.0f}")
+    if later:
+        text += f"; then {', '.join(later)}"
+    if last > first:
+        text += f"; so until step {steps[last]:.0f}"
+    has_fallen = False
+    for move in moves:
+        if move.has_fallen and move.metric in ("reward/mean", "entropy"):
+            has_fallen = True
+    is_collapse = has_fallen and last - first >= COLLAPSE_STEPS - 1
+    return {
+        "step": int(steps[first]),
+        "last_step": int(steps[last]),
+        "metrics": list(first_rows),
+        "text": text,
+        "level": "collapse" if is_collapse else "spike",
+    }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shoal.config.commands import GroupsConfig
@@ -19,24 +19,21 @@ TABLE = ("step", "group", "set", "reward", "spread", "pass", "length", "truncate
 
 def groups(config: GroupsConfig, console: Console | None = None) -> dict[str, Any]:
     """Prints the table that `shoal view` shows; with `step` every group of a step, or the one at
-    place `group` in the step's file. The records are returned."""
+    position `group` in the step's file. The records are returned."""
     with console or Console() as console:
         run = StoredRun(find_run(config.run))
         if not config.step and config.group < 0:
             return _table(run, config, console)
-        config = replace(config, step=config.step or 1)
-        found = (
-            {config.group: run.group(config.step, config.group)}
-            if config.group >= 0
-            else dict(enumerate(run.groups(config.step)))
-        )
-        for number, stored in () if config.json else found.items():
-            _show(f"step {config.step}, group {number}", stored, console)
-    return {
-        "run": str(run.path),
-        "step": config.step,
-        "groups": list(map(group_record, found.values())),
-    }
+        step = config.step or 1
+        if config.group >= 0:
+            stored = {config.group: run.group(step, config.group)}
+        else:
+            stored = dict(enumerate(run.groups(step)))
+        if not config.json:
+            for number, group in stored.items():
+                _show(f"step {step}, group {number}", group, console)
+    records = [group_record(group) for group in stored.values()]
+    return {"run": str(run.path), "step": step, "groups": records}
 
 
 def _table(run: StoredRun, config: GroupsConfig, console: Console) -> dict[str, Any]:
@@ -52,8 +49,9 @@ def _table(run: StoredRun, config: GroupsConfig, console: Console) -> dict[str, 
         raise ShoalError(f"{error}; step=1 prints the groups of a step without it") from error
     table = GroupTable(lenient, database)
     try:
-        while table.refresh():
-            pass
+        has_more = True
+        while has_more:
+            has_more = table.refresh()
         rows, total = table.rows(
             config.filter, config.sort, descending=not config.ascending, limit=config.limit
         )
@@ -64,48 +62,50 @@ def _table(run: StoredRun, config: GroupsConfig, console: Console) -> dict[str, 
         ) from error
     for text in lenient.problems.values():
         console.warning(text)
-    names = {**{name: name for name in TABLE}, **{f"mean/{one}": one for one in table.functions}}
-    if not config.json and rows:
-        console.table(
-            (*names.values(), "prompt"),
-            [
-                (*(figure(row[name]) for name in names), shorten(one_line(row["prompt"]), 60))
-                for row in rows
-            ],
-        )
     if not config.json:
+        if rows:
+            _print_rows(rows, table.functions, console)
         console.note(f"{count(len(rows), 'group')} of {total:,}; step=1 group=0 prints one in full")
     return {"run": str(run.path), "total": total, "groups": rows}
 
 
-def _show(place: str, stored: StoredGroup, console: Console) -> None:
+def _print_rows(
+    rows: Sequence[Mapping[str, Any]], functions: Sequence[str], console: Console
+) -> None:
+    columns = list(TABLE)
+    columns += [f"mean/{function}" for function in functions]
+    shown = []
+    for row in rows:
+        cells = [figure(row[column]) for column in columns]
+        cells.append(shorten(one_line(row["prompt"]), 60))
+        shown.append(tuple(cells))
+    console.table((*TABLE, *functions, "prompt"), shown)
+
+
+def _show(title: str, stored: StoredGroup, console: Console) -> None:
     group = stored.group
     console.heading(
-        f"{place}: row {group.example.row}, {len(group.prompt_ids)} prompt tokens, sampled by the "
+        f"{title}: row {group.example.row}, {len(group.prompt_ids)} prompt tokens, sampled by the "
         f"weights {version_text(group.version)}"
     )
     console.passage("prompt", prompt_text(group.example.prompt))
-    for i, completion in enumerate(group.completions):
-        facts = [f"reward {figure(float(group.rewards[i]))}"]
-        facts += [
-            f"{name} {figure(float(values[i]))}" for name, values in group.reward_components.items()
-        ]
+    for index, completion in enumerate(group.completions):
+        facts = [f"reward {figure(float(group.rewards[index]))}"]
+        for name, values in group.reward_components.items():
+            facts.append(f"{name} {figure(float(values[index]))}")
         if stored.advantages is not None:
-            facts.append(f"advantage {figure(float(stored.advantages[i]))}")
+            facts.append(f"advantage {figure(float(stored.advantages[index]))}")
         if group.correct is not None and "correct" not in group.reward_components:
-            facts.append("correct" if group.correct[i] else "not correct")
-        if not group.valid[i]:
+            facts.append("correct" if group.correct[index] else "not correct")
+        if not group.valid[index]:
             facts.append("unscorable")
-        context = (
-            f" and {len(completion) - completion.num_sampled} of context"
-            if completion.messages
-            else ""
-        )
-        facts.append(
-            f"{completion.num_sampled} tokens{context}, ended by {completion.stop_reason.value}"
-        )
+        tokens = f"{completion.num_sampled} tokens"
+        if completion.messages:
+            tokens += f" and {len(completion) - completion.num_sampled} of context"
+        facts.append(f"{tokens}, ended by {completion.stop_reason.value}")
         if completion.branches:
             facts.append(count(len(completion.branches), "branch", "branches"))
         if completion.prompt_ids is not None:
             facts.append(f"{len(completion.prompt_ids)} prompt tokens of its own")
-        console.passage(f"completion {i}: {', '.join(facts)}", completion_text(group, i))
+        title_text = f"completion {index}: {', '.join(facts)}"
+        console.passage(title_text, completion_text(group, index))

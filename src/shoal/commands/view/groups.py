@@ -50,20 +50,14 @@ class Search:
         come."""
         until = time.monotonic() + SEARCH_SECONDS
         with self._lock:
-            waiting = sorted(
-                (
-                    file
-                    for file in list(self._index.files.values())
-                    if file.number not in self._seen
-                ),
-                key=lambda file: file.number,
-            )
+            files = list(self._index.files.values())
+            waiting = [file for file in files if file.number not in self._seen]
+            waiting.sort(key=lambda file: file.number)
             while waiting and self._hits < MAX_HITS and time.monotonic() < until:
                 file = waiting.pop()
                 self._seen.add(file.number)
-                with contextlib.suppress(
-                    self._index.database.error
-                ):  # replaced or damaged: the table names it
+                # Replaced or damaged: the table names it.
+                with contextlib.suppress(self._index.database.error):
                     self._read(file)
             return {
                 "done": not waiting or self._hits >= MAX_HITS,
@@ -73,20 +67,18 @@ class Search:
 
     def _read(self, file: GroupFile) -> None:
         database = self._index.database
-        found = database.rows(
-            'SELECT TRY_CAST("group" AS INTEGER) AS place, count(*) AS hits FROM read_parquet(?) '
-            "WHERE (contains("
-            "lower(prompt), ?) OR contains(lower(text), ?)) AND place IS NOT NULL GROUP BY place",
+        groups = database.rows(
+            'SELECT TRY_CAST("group" AS INTEGER) AS number, count(*) AS hits FROM read_parquet(?) '
+            "WHERE (contains(lower(prompt), ?) OR contains(lower(text), ?)) "
+            "AND number IS NOT NULL GROUP BY number",
             str(file.path),
             self._text,
             self._text,
         )
-        if found:
-            values = ", ".join(
-                f"({file.number}, {int(row['place'])}, {row['hits']})" for row in found
-            )
-            database.run(f"INSERT INTO {self.table} VALUES {values}")
-        self._hits += len(found)
+        values = [f"({file.number}, {int(row['number'])}, {row['hits']})" for row in groups]
+        if values:
+            database.run(f"INSERT INTO {self.table} VALUES {', '.join(values)}")
+        self._hits += len(values)
 
     def drop(self) -> None:
         with self._lock:
@@ -98,7 +90,8 @@ class Searches:
 
     def __init__(self) -> None:
         self._kept: dict[Any, Search] = {}
-        self._number, self._lock = 0, threading.Lock()
+        self._number = 0
+        self._lock = threading.Lock()
 
     def get(self, index: GroupTable, text: str) -> Search:
         """The search for a text."""
@@ -135,33 +128,34 @@ _LISTS = (
 )
 
 
-def group_detail(index: GroupTable, stem: str, place: int) -> dict[str, Any]:
-    """A group's prompt and completions with their rewards, without what is stored by token."""
+def group_detail(index: GroupTable, stem: str, number: int) -> dict[str, Any]:
+    """A group's prompt and completions with their rewards, without what is stored by token.
+
+    `stem`: the name of its file; `number`: of the group in it."""
     file = _file(index, stem)
     columns, as_json = _columns(index, file)
-    plain = [column for column in columns if column not in _LISTS]
-    chosen = ", ".join(
-        f"left({column_sql(column)}, {MAX_TEXT_CHARS}) AS {column_sql(column)}"
-        if columns[column] == "VARCHAR"
-        else column_sql(column)
-        for column in plain
-    )
-    rows = _read(
-        index,
-        file,
-        f"{chosen}, len(token_ids) AS num_tokens, len(prompt_ids) AS num_prompt_tokens, "
+    chosen = []
+    for column, column_type in columns.items():
+        if column in _LISTS:
+            continue
+        name = column_sql(column)
+        if column_type == "VARCHAR":
+            name = f"left({name}, {MAX_TEXT_CHARS}) AS {name}"
+        chosen.append(name)
+    chosen += [
+        "len(token_ids) AS num_tokens",
+        "len(prompt_ids) AS num_prompt_tokens",
         "coalesce(list_sum(CAST(loss_mask AS INTEGER[])), len(token_ids)) AS num_trained",
-        place,
-    )
+    ]
+    rows = _read(index, file, ", ".join(chosen), number)
     first = rows[0]
-    data = {
-        column.removeprefix("column/"): _value(first[column], column in as_json)
-        for column in plain
-        if column.startswith("column/")
-    }
-    return {
+    data = {}
+    for column in columns:
+        if column.startswith("column/"):
+            data[column.removeprefix("column/")] = _value(first[column], column in as_json)
+    detail = {
         "file": stem,
-        "group": place,
+        "group": number,
         "step": first["step"],
         "version": first["version"],
         "row": first["row"],
@@ -172,40 +166,42 @@ def group_detail(index: GroupTable, stem: str, place: int) -> dict[str, Any]:
         "right_answer": ground_truth(data),
         "weights": _under(first, "weight/"),
         "completions": [_completion(row, as_json) for row in rows],
-        **_neighbours(index, file, place),
     }
+    return detail | _neighbours(index, file, number)
+
+
+_OF_COMPLETION = (
+    "completion",
+    "text",
+    "reward",
+    "valid",
+    "correct",
+    "advantage",
+    "stop_reason",
+    "num_tokens",
+    "num_trained",
+)
 
 
 def _completion(row: Mapping[str, Any], as_json: frozenset[str]) -> dict[str, Any]:
-    kept = (
-        "completion",
-        "text",
-        "reward",
-        "valid",
-        "correct",
-        "advantage",
-        "stop_reason",
-        "num_tokens",
-        "num_trained",
-    )
-    return {
-        **{column: row[column] for column in kept},
-        "components": _under(row, "component/"),
-        "messages": _value(row.get("messages"), "messages" in as_json) or None,
-        "extra": {
-            column.removeprefix("extra/"): _value(row[column], column in as_json)
-            for column in row
-            if column.startswith("extra/") and row[column] is not None
-        },
-    }
+    extra = {}
+    for name, value in _under(row, "extra/").items():
+        extra[name] = _value(value, f"extra/{name}" in as_json)
+    record = {column: row[column] for column in _OF_COMPLETION}
+    record["components"] = _under(row, "component/")
+    record["messages"] = _value(row.get("messages"), "messages" in as_json) or None
+    record["extra"] = extra
+    return record
 
 
 def _under(row: Mapping[str, Any], head: str) -> dict[str, Any]:
-    return {
-        column.removeprefix(head): value
-        for column, value in row.items()
-        if column.startswith(head) and value is not None
-    }
+    """The values that are there of the columns whose names begin with `head`, by the rest of their
+    names."""
+    below = {}
+    for column, value in row.items():
+        if column.startswith(head) and value is not None:
+            below[column.removeprefix(head)] = value
+    return below
 
 
 def _value(value: Any, is_json: bool) -> Any:
@@ -217,37 +213,44 @@ def _value(value: Any, is_json: bool) -> Any:
         return value
 
 
-def _neighbours(index: GroupTable, file: GroupFile, place: int) -> dict[str, Any]:
+def _neighbours(index: GroupTable, file: GroupFile, number: int) -> dict[str, Any]:
     """The groups before and after this one in its file, and the files of the same kind before and
     after."""
-    groups = [
-        row["g"]
-        for row in index.database.rows(
-            f'SELECT "group" AS g FROM {index.table} WHERE file = ? ORDER BY g', file.number
-        )
-    ]
+    rows = index.database.rows(
+        f'SELECT "group" AS number FROM {index.table} WHERE file = ? ORDER BY number', file.number
+    )
+    groups = [row["number"] for row in rows]
+    previous_group, next_group = _before_and_after(groups, number)
     kind = file.stem.rpartition("_")[0]
     stems = sorted(stem for stem in index.files if stem.rpartition("_")[0] == kind)
-    at, own = stems.index(file.stem), groups.index(place) if place in groups else 0
+    previous_file, next_file = _before_and_after(stems, file.stem)
     return {
-        "previous_group": groups[own - 1] if own > 0 else None,
-        "next_group": groups[own + 1] if own + 1 < len(groups) else None,
-        "previous_file": stems[at - 1] if at else None,
-        "next_file": stems[at + 1] if at + 1 < len(stems) else None,
+        "previous_group": previous_group,
+        "next_group": next_group,
+        "previous_file": previous_file,
+        "next_file": next_file,
     }
+
+
+def _before_and_after(items: Sequence[Any], item: Any) -> tuple[Any, Any]:
+    """The items before and after one of them, None at an end; of an item that is not among them the
+    first counts."""
+    position = items.index(item) if item in items else 0
+    before = items[position - 1] if position > 0 else None
+    after = items[position + 1] if position + 1 < len(items) else None
+    return before, after
 
 
 def _file(index: GroupTable, stem: str) -> GroupFile:
     file = index.files.get(stem)
     if file is None:
-        raise ShoalError(
-            f"{stem[:80]}: the run has no such groups file"
-            + (" yet: it is still being read" if index.waiting else "")
-        )
+        still = " yet: it is still being read" if index.waiting else ""
+        raise ShoalError(f"{stem[:80]}: the run has no such groups file{still}")
     return file
 
 
 def _columns(index: GroupTable, file: GroupFile) -> tuple[dict[str, str], frozenset[str]]:
+    """The types of a file's columns by name, and the names of those that hold JSON."""
     try:
         return index.database.columns([file.path]), index.database.json_columns(file.path)
     except index.database.error as error:
@@ -255,24 +258,26 @@ def _columns(index: GroupTable, file: GroupFile) -> tuple[dict[str, str], frozen
 
 
 def _read(
-    index: GroupTable, file: GroupFile, columns: str, place: int, completion: int | None = None
+    index: GroupTable, file: GroupFile, columns: str, number: int, completion: int | None = None
 ) -> list[dict]:
-    where = '"group" = ?' + (" AND completion = ?" if completion is not None else "")
-    values = [place] if completion is None else [place, completion]
+    """The rows of a group, or of one completion of it; ShoalError if there are none."""
+    where = '"group" = ?'
+    values = [number]
+    asked = f"group {number}"
+    if completion is not None:
+        where += " AND completion = ?"
+        values.append(completion)
+        asked = f"completion {completion} in group {number}"
+    query = (
+        f"SELECT {columns} FROM read_parquet(?) WHERE {where} ORDER BY completion "
+        f"LIMIT {MAX_SIBLINGS}"
+    )
     try:
-        rows = index.database.rows(
-            f"SELECT {columns} FROM read_parquet(?) WHERE {where} ORDER BY completion "
-            f"LIMIT {MAX_SIBLINGS}",
-            str(file.path),
-            *values,
-        )
+        rows = index.database.rows(query, str(file.path), *values)
     except index.database.error as error:
         raise ShoalError(f"{file.stem}: {reason(error)}") from error
     if not rows:
-        what = (
-            f"group {place}" if completion is None else f"completion {completion} in group {place}"
-        )
-        raise ShoalError(f"{file.stem} has no {what}")
+        raise ShoalError(f"{file.stem} has no {asked}")
     return rows
 
 
@@ -318,19 +323,23 @@ class Pieces:
             return None
 
     def _pieces(self, ids: list[int]) -> list[str]:
-        found, start, read = [], 0, 0
-        for place in range(len(ids)):
-            before, whole = self._decode(ids[start:read]), self._decode(ids[start : place + 1])
-            if whole.endswith("\ufffd") and place - read < MAX_PENDING and place + 1 < len(ids):
-                found.append("")
+        pieces = []
+        start = 0  # of the tokens that are decoded together, so that spaces between them are kept
+        read = 0  # tokens whose text is among the pieces
+        for position in range(len(ids)):
+            before = self._decode(ids[start:read])
+            whole = self._decode(ids[start : position + 1])
+            is_last = position + 1 == len(ids)
+            if whole.endswith("\ufffd") and position - read < MAX_PENDING and not is_last:
+                pieces.append("")  # a part of a character
                 continue
-            found.append(
-                whole[len(before) :]
-                if whole.startswith(before)
-                else self._decode(ids[place : place + 1])
-            )
-            start, read = read, place + 1
-        return found
+            if whole.startswith(before):
+                pieces.append(whole[len(before) :])
+            else:
+                pieces.append(self._decode(ids[position : position + 1]))
+            start = read
+            read = position + 1
+        return pieces
 
     def _decode(self, ids: list[int]) -> str:
         if not ids:
@@ -344,7 +353,7 @@ class Pieces:
 def token_detail(
     index: GroupTable,
     stem: str,
-    place: int,
+    number: int,
     completion: int,
     pieces: Any,
     settings: Mapping[str, Any],
@@ -352,45 +361,39 @@ def token_detail(
     """Everything that is stored by token of one completion, one list a quantity; null where it was
     not recorded.
 
-    `pieces(ids)` gives each token's text. `ratio` is the trainer's probability before the update by
-    the sampler's."""
+    `stem`: the name of its file; `number`: of the group in it. `pieces(ids)` gives each token's
+    text. `ratio` is the trainer's probability before the update by the sampler's."""
     file = _file(index, stem)
-    own = (
-        "coalesce(own_prompt_ids, prompt_ids)"
-        if "own_prompt_ids" in _columns(index, file)[0]
-        else "prompt_ids"
+    columns, _ = _columns(index, file)
+    prompt = "prompt_ids"
+    if "own_prompt_ids" in columns:
+        prompt = "coalesce(own_prompt_ids, prompt_ids)"
+    query = (
+        f"version, advantage, reward, {prompt} AS prompt_ids, token_ids, logprobs, "
+        "trainer_logprobs, loss_mask, versions, support_ids"
     )
-    rows = _read(
-        index,
-        file,
-        f"version, advantage, reward, {own} AS prompt_ids, token_ids, logprobs, "
-        "trainer_logprobs, loss_mask, versions, support_ids",
-        place,
-        completion,
-    )
-    row = rows[0]
+    row = _read(index, file, query, number, completion)[0]
     ids = (row["token_ids"] or [])[:MAX_TOKENS]
     size = len(ids)
-    sampler, trainer = (_floats(row[column], size) for column in ("logprobs", "trainer_logprobs"))
+    sampler = _floats(row["logprobs"], size)
+    trainer = _floats(row["trainer_logprobs"], size)
     ratio = np.exp(np.clip(trainer - sampler, -50, 50))
-    advantage = row["advantage"] if row["advantage"] is not None else math.nan
-    mask = (
-        np.ones(size, bool)
-        if row["loss_mask"] is None
-        else np.array([bool(one) for one in row["loss_mask"]][:size])
-    )
-    low, high = (
-        1 - _number(settings, "algorithm.clip_low", 0.2),
-        1 + _number(settings, "algorithm.clip_high", 0.2),
-    )
-    clipped = (
-        np.where(advantage > 0, ratio > high, ratio < low) & np.isfinite(ratio) & (advantage != 0)
-    )
+    advantage = math.nan if row["advantage"] is None else row["advantage"]
+    mask = [True] * size
+    if row["loss_mask"] is not None:
+        mask = [bool(is_trained) for is_trained in row["loss_mask"]][:size]
+    low = 1 - _number(settings, "algorithm.clip_low", 0.2)
+    high = 1 + _number(settings, "algorithm.clip_high", 0.2)
+    is_beyond = np.where(advantage > 0, ratio > high, ratio < low)
+    clipped = is_beyond & np.isfinite(ratio) & (advantage != 0)
     versions = row["versions"] or [row["version"]] * size
-    entropy, likeliest = _replayed(index.run, f"replays/{stem}_{place}.json", completion, ids)
+    support = None
+    if row["support_ids"]:
+        support = [len(token_ids) for token_ids in row["support_ids"]][:size]
+    entropy, likeliest = _replayed(index.run, f"replays/{stem}_{number}.json", completion, ids)
     return {
         "file": stem,
-        "group": place,
+        "group": number,
         "completion": completion,
         "advantage": row["advantage"],
         "reward": row["reward"],
@@ -403,10 +406,10 @@ def token_detail(
         "ratio": _listed(ratio),
         "gap": _listed(trainer - sampler),
         "weighted": _listed(advantage * ratio),
-        "clipped": [bool(one) for one in clipped],
-        "mask": [bool(one) for one in mask],
+        "clipped": clipped.tolist(),
+        "mask": mask,
         "versions": versions[:size],
-        "support": [len(one) for one in row["support_ids"]][:size] if row["support_ids"] else None,
+        "support": support,
         "entropy": entropy,
         "likeliest": likeliest,
     }
@@ -418,31 +421,38 @@ def _replayed(
     """By token the entropy, and the likeliest tokens with their log-probs, as `shoal replay
     likeliest=` stored them; None where it did not."""
     text = run.text(name, MAX_REPLAY_BYTES)
+    if not text:
+        return None, None
     try:
-        tokens = bounded_json(text)["completions"][completion]["tokens"] if text else None
-        if tokens is None or [token["id"] for token in tokens] != list(
-            ids
-        ):  # a resumed run sampled others since
-            return None, None
-        return (
-            [float(token["entropy"]) for token in tokens],
-            [
-                [[str(one["text"]), float(one["logprob"])] for one in token["likeliest"]]
-                for token in tokens
-            ],
-        )
+        tokens = bounded_json(text)["completions"][completion]["tokens"]
+        if tokens is None or [token["id"] for token in tokens] != list(ids):
+            return None, None  # a resumed run has sampled others since
+        entropies = [float(token["entropy"]) for token in tokens]
+        likeliest = []
+        for token in tokens:
+            others = [[str(other["text"]), float(other["logprob"])] for other in token["likeliest"]]
+            likeliest.append(others)
     except (ValueError, LookupError, TypeError, OverflowError) as error:
         run.problem(name, f"is damaged ({type(error).__name__})")
         return None, None
+    return entropies, likeliest
 
 
 def _floats(values: Sequence[float | None] | None, size: int) -> np.ndarray:
-    known = [math.nan if value is None else value for value in values or ()][:size]
-    return np.array(known + [math.nan] * (size - len(known)))
+    """float64[size], NaN for None and where there are fewer values."""
+    floats = np.full(size, math.nan)
+    for position, value in enumerate((values or ())[:size]):
+        if value is not None:
+            floats[position] = value
+    return floats
 
 
 def _listed(values: np.ndarray) -> list[float | None]:
-    return [float(f"{value:.5g}") if math.isfinite(value) else None for value in values.tolist()]
+    """Five digits, which is more than a screen shows; None for what is not finite."""
+    listed = []
+    for value in values.tolist():
+        listed.append(float(f"{value:.5g}") if math.isfinite(value) else None)
+    return listed
 
 
 def _number(settings: Mapping[str, Any], key: str, default: float) -> float:
@@ -452,12 +462,8 @@ def _number(settings: Mapping[str, Any], key: str, default: float) -> float:
 
 # ---- two runs
 
-STAGES = (
-    "data",
-    "sampling",
-    "rewards",
-    "update",
-)  # of a step: a difference in one causes others after it
+STAGES = ("data", "sampling", "rewards", "update")
+"""Of a step: a difference in one causes others after it."""
 
 
 def first_difference(
@@ -469,31 +475,34 @@ def first_difference(
     `step` is None where nothing differs, `num_shared` the number of steps in both; `stage` is None
     where the step's groups cannot be compared; `causes` are those of `keys`, the settings that
     differ, that act on the stage."""
-    steps, at_a, at_b = np.intersect1d(a.steps, b.steps, return_indices=True)
-    firsts: list[int] = []
+    steps, rows_a, rows_b = np.intersect1d(a.steps, b.steps, return_indices=True)
+    first = len(steps)
     for metric in a.columns.keys() & b.columns.keys():
-        x, y = np.array(a.columns[metric])[at_a], np.array(b.columns[metric])[at_b]
-        differs = np.flatnonzero((x != y) & ~(np.isnan(x) & np.isnan(y)))
-        if len(differs) and not is_clock(metric):
-            firsts.append(int(differs[0]))
-    if not firsts:
+        if is_clock(metric):
+            continue
+        values_a = np.array(a.columns[metric])[rows_a]
+        values_b = np.array(b.columns[metric])[rows_b]
+        both_missing = np.isnan(values_a) & np.isnan(values_b)
+        differing = np.flatnonzero((values_a != values_b) & ~both_missing)
+        if len(differing):
+            first = min(first, int(differing[0]))
+    if first == len(steps):
         return {"num_shared": len(steps), "step": None, "causes": []}
-    step = int(steps[min(firsts)])
-    found = _first_completion(database, [a.run, b.run], f"step_{step:06d}")
-    # Other weights sample other texts, and other rewards make other weights.
-    stages = {"sampling": ("sampling", "rewards", "update"), None: ()}.get(
-        found["stage"], (found["stage"],)
-    )
-    acting = acting_keys(
-        keys, (number for one in (a, b) for number in one.columns.get("prompts/dropped", ()))
-    )
-    return {"num_shared": len(steps), "step": step, "causes": likely_keys(stages, acting), **found}
+    step = int(steps[first])
+    completion = _first_completion(database, [a.run, b.run], f"step_{step:06d}")
+    stage = completion["stage"]
+    stages = (stage,) if stage else ()
+    if stage == "sampling":  # other weights sample other texts, other rewards make other weights
+        stages = ("sampling", "rewards", "update")
+    dropped = [*a.columns.get("prompts/dropped", ()), *b.columns.get("prompts/dropped", ())]
+    causes = likely_keys(stages, acting_keys(keys, dropped))
+    return {"num_shared": len(steps), "step": step, "causes": causes, **completion}
 
 
 def _first_completion(database: Database, runs: Sequence[StoredRun], stem: str) -> dict[str, Any]:
     """The first completion of a step that has another data row, else another text, else another
     reward."""
-    files = [run.file("groups", f"{stem}.parquet") for run in runs]
+    files = [str(run.file("groups", f"{stem}.parquet")) for run in runs]
     try:
         rows = database.rows(
             """SELECT "group", completion, CASE WHEN a."row" IS DISTINCT FROM b."row" THEN 0
@@ -501,8 +510,10 @@ def _first_completion(database: Database, runs: Sequence[StoredRun], stem: str) 
                 WHEN a.reward IS DISTINCT FROM b.reward THEN 2 ELSE 3 END AS stage
             FROM read_parquet(?) AS a JOIN read_parquet(?) AS b USING ("group", completion)
             ORDER BY stage, "group", completion LIMIT 1""",
-            *map(str, files),
+            *files,
         )
     except database.error:  # the step is not in both, or a file is damaged, which the table names
-        rows = []
-    return {**rows[0], "file": stem, "stage": STAGES[rows[0]["stage"]]} if rows else {"stage": None}
+        return {"stage": None}
+    if not rows:
+        return {"stage": None}
+    return {**rows[0], "file": stem, "stage": STAGES[rows[0]["stage"]]}

@@ -16,6 +16,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from shoal.buckets import COPIES, address, area_of, fetch
@@ -53,7 +54,9 @@ class OpenRun:
     """A run with what has been read of it."""
 
     def __init__(self, run: StoredRun, database: Database, number: int) -> None:
-        self.run, self.index, self.curves = run, GroupTable(run, database, number), Curves(run)
+        self.run = run
+        self.index = GroupTable(run, database, number)
+        self.curves = Curves(run)
         self.evaluations = Evaluations()
         self._evaluation_lines = LineReader(run, EvaluationLine)
         self.pieces = groups.Pieces(run)
@@ -75,38 +78,43 @@ class OpenRun:
     def open(self) -> None:
         """From now on its groups are read too."""
         if not self.is_opened:
-            self.is_opened, self.index.waiting = True, len(self.run.group_files())
+            self.is_opened = True
+            self.index.waiting = len(self.run.group_files())
 
     def kept(self, name: str, revision: Any, make: Callable[[], Any]) -> Any:
         """What `make` gives, made again only when the revision is another."""
-        held = self._kept.get(name)
-        if held is None or held[0] != revision:
-            self._kept[name] = held = (revision, make())
-        return held[1]
+        if name not in self._kept or self._kept[name][0] != revision:
+            self._kept[name] = (revision, make())
+        return self._kept[name][1]
 
     def _stored(self, file: str, read: Callable[[], Any]) -> Any:
         """What `read` gives of a file, read again only when the file has changed."""
+        return self.kept(file, self._written(file), read)
+
+    def _written(self, file: str) -> int | None:
+        """When a file was written; None without it."""
         path = self.run.file(file)
-        return self.kept(file, path and path.stat().st_mtime_ns, read)
+        return path.stat().st_mtime_ns if path else None
 
     @property
     def settings(self) -> dict[str, Any]:
         # A run writes what it decided after what was requested.
-        files = [self.run.file(name) for name in (CONFIG, DECIDED)]
-        revision = [path and path.stat().st_mtime_ns for path in files]
+        revision = (self._written(CONFIG), self._written(DECIDED))
         return self.kept(CONFIG, revision, self.run.settings)
 
     @property
     def decided_keys(self) -> frozenset[str]:
-        return self._stored(DECIDED, lambda: self.run.decided_keys)
+        def read() -> frozenset[str]:
+            return self.run.decided_keys
+
+        return self.kept("decided keys", self._written(DECIDED), read)
 
     @property
     def home_row(self) -> dict[str, Any]:
-        return self.kept(
-            "home",
-            (self.curves.revision, len(self.evaluations.lines)),
-            lambda: home_row(self.run, self.curves, self.evaluations, self.settings),
-        )
+        def make() -> dict[str, Any]:
+            return home_row(self.run, self.curves, self.evaluations, self.settings)
+
+        return self.kept("home", (self.curves.revision, len(self.evaluations.lines)), make)
 
     @property
     def events(self) -> list[EventLine]:
@@ -114,13 +122,9 @@ class OpenRun:
 
     @property
     def progress(self) -> dict[str, Any]:
-        return progress(
-            self.run,
-            self.curves,
-            self.settings,
-            bool(self._stored(SUMMARY, self.run.summary)),
-            failure(self.events),
-        )
+        is_finished = bool(self._stored(SUMMARY, self.run.summary))
+        cause = failure(self.events)
+        return progress(self.run, self.curves, self.settings, is_finished, cause)
 
 
 class Viewer:
@@ -129,11 +133,15 @@ class Viewer:
 
     def __init__(self, words: Sequence[str]) -> None:
         runs = open_runs(words)
-        paths = [check_local(word, "runs", COPIES) for word in words if word != LAST]
-        self._folders = [path for path in paths if not is_run(path)]  # where runs may begin
-        self.database = Database(
-            [*(path.resolve() for path in self._folders), *(run.root for run in runs)]
-        )
+        self._folders: list[Path] = []  # where runs may begin
+        for word in words:
+            if word == LAST:
+                continue
+            path = check_local(word, "runs", COPIES)
+            if not is_run(path):
+                self._folders.append(path)
+        folders = [path.resolve() for path in self._folders]
+        self.database = Database(folders + [run.root for run in runs])
         self.runs: dict[str, OpenRun] = {}
         self.notice = ""  # why runs are not shown
         self._numbers = itertools.count()
@@ -148,43 +156,41 @@ class Viewer:
     def has_home(self) -> bool:
         """False where the page begins with a run: the only one, or a few that were named one by
         one."""
-        return not 1 <= len(self.runs) <= (1 if self._folders else MOST_COMPARED)
+        most = 1 if self._folders else MOST_COMPARED
+        return not 1 <= len(self.runs) <= most
 
     # ---- reading
 
     def _open(self, runs: Sequence[StoredRun]) -> None:
         """Opens further runs; of more than fit on a page the newest stay."""
-        found = [*(one.run for one in self.runs.values()), *runs]
-        self.notice = (
-            ""
-            if found
-            else (
-                f"{', '.join(map(str, self._folders))}: no folder in there is a run yet; those "
-                "that begin appear here"
-            )
-        )
-        if len(found) > MAX_RUNS:
+        shown = [opened.run for opened in self.runs.values()]
+        shown += runs
+        self.notice = ""
+        if not shown:
+            folders = ", ".join(map(str, self._folders))
             self.notice = (
-                f"{len(found)} runs found: the newest {MAX_RUNS} are shown; name others to see them"
+                f"{folders}: no folder in there is a run yet; those that begin appear here"
             )
-            found.sort(key=lambda run: -run.began)
-        # Replaced, not changed: a request may be going over it.
-        self.runs = {
-            run.name: self.runs.get(run.name) or OpenRun(run, self.database, next(self._numbers))
-            for run in found[:MAX_RUNS]
-        }
+        if len(shown) > MAX_RUNS:
+            self.notice = (
+                f"{len(shown)} runs found: the newest {MAX_RUNS} are shown; name others to see them"
+            )
+            shown.sort(key=lambda run: -run.began)
+        opened_runs = {}
+        for run in shown[:MAX_RUNS]:
+            opened = self.runs.get(run.name)
+            if opened is None:
+                opened = OpenRun(run, self.database, next(self._numbers))
+            opened_runs[run.name] = opened
+        self.runs = opened_runs  # replaced, not changed: a request may be going over it
 
     def look(self) -> None:
         """Opens runs that have begun below the folders that were named."""
         self._looked_last = time.monotonic()
         try:
             if self._folders:
-                self._open(
-                    open_runs(
-                        list(map(address, self._folders)),
-                        known=[one.run for one in self.runs.values()],
-                    )
-                )
+                known = [opened.run for opened in self.runs.values()]
+                self._open(open_runs([address(path) for path in self._folders], known=known))
         except ShoalError as error:
             self.notice = str(error)
 
@@ -192,25 +198,25 @@ class Viewer:
         """Reads a piece of what is new in each run, its groups if it was opened; True if more is
         waiting."""
         more = False
-        for one in self.runs.values():
+        for opened in self.runs.values():
             try:
-                more |= one.read(seconds)
-                if groups and one.is_opened:
+                more |= opened.read(seconds)
+                if groups and opened.is_opened:
                     self.database.give_way()
-                    more |= one.index.refresh()
-                    if not one.index.waiting:
-                        one.all_read.set()
-            except (
-                Exception
-            ) as error:  # a folder that was removed, whatever a hostile file brings about
-                one.run.problem("reading", f"{type(error).__name__}: {error}")
+                    more |= opened.index.refresh()
+                    if not opened.index.waiting:
+                        opened.all_read.set()
+            # A folder that was removed, whatever a hostile file brings about.
+            except Exception as error:
+                opened.run.problem("reading", f"{type(error).__name__}: {error}")
         return more
 
     def read_all(self) -> None:
-        for one in self.runs.values():
-            one.open()
-        while self.refresh():
-            pass
+        for opened in self.runs.values():
+            opened.open()
+        more = True
+        while more:
+            more = self.refresh()
 
     def start(self) -> None:
         # The first page needs curves alone.
@@ -224,8 +230,12 @@ class Viewer:
             if time.monotonic() - self._looked_last > LOOK_SECONDS:
                 self.look()
             more = self.refresh()
-            idle = time.monotonic() - self._asked_last > IDLE_AFTER
-            self._wake.wait(0.002 if more else IDLE_POLL_SECONDS if idle else POLL_SECONDS)
+            pause = POLL_SECONDS
+            if more:
+                pause = 0.002
+            elif time.monotonic() - self._asked_last > IDLE_AFTER:
+                pause = IDLE_POLL_SECONDS
+            self._wake.wait(pause)
             self._wake.clear()
 
     def close(self) -> None:
@@ -240,37 +250,40 @@ class Viewer:
         """The record of a view; ShoalError for a view, a run or a value that there is none of."""
         if view not in VIEWS:
             raise ShoalError(f"there is no view {view[:40]!r}{did_you_mean(view, VIEWS) or ''}")
-        asked, self._asked_last = Query(parameters), time.monotonic()
-        if (one := self.runs.get(asked.text("run"))) and self._thread:
-            self._await_groups(one, view)
+        query = Query(parameters)
+        self._asked_last = time.monotonic()
+        name = query.text("run")
+        if name in self.runs and self._thread:
+            self._await_groups(self.runs[name], view)
         with self.database.asked():
             if view in ("runs", "home", "compare"):
-                return VIEWS[view](self, asked)
-            name = asked.text("run")
+                return VIEWS[view](self, query)
             if name not in self.runs:
                 raise ShoalError(
                     f"there is no run {name[:80]!r} here: {', '.join(list(self.runs)[:8])}"
                 )
-            return VIEWS[view](self.runs[name], asked, self)
+            return VIEWS[view](self.runs[name], query, self)
 
-    def _await_groups(self, one: OpenRun, view: str) -> None:
+    def _await_groups(self, opened: OpenRun, view: str) -> None:
         """Has the groups of a run read from now on, and waits a little for them."""
-        is_new = not one.is_opened
-        one.open()
+        is_new = not opened.is_opened
+        opened.open()
         if is_new:
             self._wake.set()
         if view != "overview" and (is_new or view in ("group", "tokens")):
-            one.all_read.wait(GROUP_SECONDS)
+            opened.all_read.wait(GROUP_SECONDS)
 
-    def text_lint(self, one: OpenRun) -> TextLint:
+    def text_lint(self, opened: OpenRun) -> TextLint:
         """The lint of a run's texts; begun again once a live run has written more."""
         with self._lint_lock:
-            if one.lint is None or (
-                one.lint.num_read == one.lint.num_files and one.lint_revision != one.index.revision
-            ):
-                is_own = one.settings.get("task.name") not in ("custom", ROWS)
-                one.lint, one.lint_revision = TextLint(one.index, is_own), one.index.revision
-            texts = one.lint
+            texts = opened.lint
+            is_outdated = False
+            if texts is not None and texts.num_read == texts.num_files:
+                is_outdated = opened.lint_revision != opened.index.revision
+            if texts is None or is_outdated:
+                is_own_task = opened.settings.get("task.name") not in ("custom", ROWS)
+                texts = opened.lint = TextLint(opened.index, is_own_task)
+                opened.lint_revision = opened.index.revision
         texts.read_on()
         return texts
 
@@ -309,128 +322,143 @@ class Query:
         return self.text(name) in ("1", "true")
 
 
-def _runs(viewer: Viewer, _: Query) -> dict[str, Any]:
+def _runs(viewer: Viewer, query: Query) -> dict[str, Any]:
     """Each run, how far it is, and the numbers that change when its curves or its groups do.
     `home`: whether the page begins with the list of runs."""
-    return {
-        "notice": viewer.notice,
-        "home": viewer.has_home,
-        "runs": [
+    runs = []
+    for name, opened in viewer.runs.items():
+        runs.append(
             {
                 "name": name,
-                "path": str(one.run.path),
-                "progress": one.progress,
-                "problems": len(one.run.problems),
-                "revision": one.curves.revision,
-                "index": one.index.revision,
-                "waiting": one.index.waiting,
-                "measured": one.index.is_measured,
+                "path": str(opened.run.path),
+                "progress": opened.progress,
+                "problems": len(opened.run.problems),
+                "revision": opened.curves.revision,
+                "index": opened.index.revision,
+                "waiting": opened.index.waiting,
+                "measured": opened.index.is_measured,
             }
-            for name, one in viewer.runs.items()
-        ],
-    }
+        )
+    return {"notice": viewer.notice, "home": viewer.has_home, "runs": runs}
 
 
-def _home(viewer: Viewer, _: Query) -> dict[str, Any]:
+def _home(viewer: Viewer, query: Query) -> dict[str, Any]:
     """The list of runs, the newest first."""
     runs = viewer.runs
-    settings = [one.settings for one in runs.values()]
-    decided = [one.decided_keys for one in runs.values()]
-    rows = [
-        {
+    settings = [opened.settings for opened in runs.values()]
+    decided = [opened.decided_keys for opened in runs.values()]
+    differing = differing_settings(settings, decided)
+    rows = []
+    for (name, opened), own in zip(runs.items(), differing, strict=True):
+        row = {
             "name": name,
-            "path": str(one.run.path),
-            "progress": one.progress,
+            "path": str(opened.run.path),
+            "progress": opened.progress,
             "chips": own,
-            **one.home_row,
         }
-        for (name, one), own in zip(
-            runs.items(), differing_settings(settings, decided), strict=True
-        )
-    ]
-    return {"rows": sorted(rows, key=lambda row: -row["began"])}
+        rows.append(row | opened.home_row)
+    rows.sort(key=lambda row: -row["began"])
+    return {"rows": rows}
 
 
-def _compare(viewer: Viewer, asked: Query) -> dict[str, Any]:
-    names = [name for name in asked.text("runs").split(",") if name in viewer.runs]
+def _compare(viewer: Viewer, query: Query) -> dict[str, Any]:
+    names = [name for name in query.text("runs").split(",") if name in viewer.runs]
     runs = [viewer.runs[name] for name in names]
-    found = comparison([one.settings for one in runs], [one.decided_keys for one in runs])
-    if len(names) == 2:
-        keys = [row["key"] for row in found["differing"]]
-        a, b = (viewer.runs[name].curves for name in names)
-        found["first"] = groups.first_difference(a, b, viewer.database, keys)
-    return found
+    settings = [opened.settings for opened in runs]
+    record = comparison(settings, [opened.decided_keys for opened in runs])
+    if len(runs) == 2:
+        keys = [row["key"] for row in record["differing"]]
+        record["first"] = groups.first_difference(
+            runs[0].curves, runs[1].curves, viewer.database, keys
+        )
+    return record
 
 
-def _overview(one: OpenRun, asked: Query, viewer: Viewer) -> dict[str, Any]:
-    progress = one.progress
-    events = one.events
+def _overview(opened: OpenRun, query: Query, viewer: Viewer) -> dict[str, Any]:
+    progress = opened.progress
+    events = opened.events
     revision = (
-        one.curves.revision,
-        len(one.evaluations.lines),
+        opened.curves.revision,
+        len(opened.evaluations.lines),
         len(events),
-        len(one.run.problems),
+        len(opened.run.problems),
         progress["state"],
     )
 
     def make() -> dict[str, Any]:
         return overview(
-            one.run, one.curves, one.evaluations, events, one.index.weights, one.settings
+            opened.run,
+            opened.curves,
+            opened.evaluations,
+            events,
+            opened.index.weights,
+            opened.settings,
         )
 
-    record = one.kept("overview", revision, make)
-    return record | {"progress": progress, "waiting": one.index.waiting}
+    record = opened.kept("overview", revision, make)
+    return record | {"progress": progress, "waiting": opened.index.waiting}
 
 
-def _curves(one: OpenRun, asked: Query, viewer: Viewer) -> dict[str, Any]:
-    limits = asked.real("first", -math.inf), asked.real("last", math.inf)
-    return one.kept("curves", (one.curves.revision, limits), lambda: one.curves.thinned(*limits))
+def _curves(opened: OpenRun, query: Query, viewer: Viewer) -> dict[str, Any]:
+    first = query.real("first", -math.inf)
+    last = query.real("last", math.inf)
+
+    def make() -> dict[str, Any]:
+        return opened.curves.thinned(first, last)
+
+    return opened.kept("curves", (opened.curves.revision, first, last), make)
 
 
-def _groups(one: OpenRun, asked: Query, viewer: Viewer) -> dict[str, Any]:
+def _groups(opened: OpenRun, query: Query, viewer: Viewer) -> dict[str, Any]:
     """A page of rows, how many there are in all, and how far a search has come."""
-    state, hits = None, ""
-    if text := asked.text("text", MAX_TEXT):
-        search = viewer.searches.get(one.index, text)
-        state, hits = search.read_on(), search.table
-    rows, total = one.index.rows(
-        asked.text("filter", 2000),
-        asked.text("sort") or "step",
-        asked.flag("desc"),
-        asked.number("offset", 0),
-        asked.number("limit", 100, 1, 500),
+    state = None
+    hits = ""
+    text = query.text("text", MAX_TEXT)
+    if text:
+        search = viewer.searches.get(opened.index, text)
+        state = search.read_on()
+        hits = search.table
+    rows, total = opened.index.rows(
+        query.text("filter", 2000),
+        query.text("sort") or "step",
+        query.flag("desc"),
+        query.number("offset", 0),
+        query.number("limit", 100, 1, 500),
         hits,
-        asked.flag("prompts"),
+        query.flag("prompts"),
     )
     return {
         "rows": rows,
         "total": total,
-        "functions": one.index.functions,
-        "waiting": one.index.waiting,
+        "functions": opened.index.functions,
+        "waiting": opened.index.waiting,
         "search": state,
     }
 
 
-def _group(one: OpenRun, asked: Query, viewer: Viewer) -> dict[str, Any]:
-    return groups.group_detail(one.index, asked.text("file"), asked.number("group")) | {
-        "path": str(one.run.path)
-    }
+def _group(opened: OpenRun, query: Query, viewer: Viewer) -> dict[str, Any]:
+    detail = groups.group_detail(opened.index, query.text("file"), query.number("group"))
+    return detail | {"path": str(opened.run.path)}
 
 
-def _tokens(one: OpenRun, asked: Query, viewer: Viewer) -> dict[str, Any]:
+def _tokens(opened: OpenRun, query: Query, viewer: Viewer) -> dict[str, Any]:
     return groups.token_detail(
-        one.index,
-        asked.text("file"),
-        asked.number("group"),
-        asked.number("completion", 0),
-        one.pieces,
-        one.settings,
+        opened.index,
+        query.text("file"),
+        query.number("group"),
+        query.number("completion", 0),
+        opened.pieces,
+        opened.settings,
     )
 
 
-def _lint(one: OpenRun, asked: Query, viewer: Viewer) -> dict[str, Any]:
-    numbers = one.kept("lint", one.index.revision, lambda: number_findings(one.index))
-    return lint(one.index, numbers, viewer.text_lint(one)) | {"waiting": one.index.waiting}
+def _lint(opened: OpenRun, query: Query, viewer: Viewer) -> dict[str, Any]:
+    def make() -> list[dict[str, Any]]:
+        return number_findings(opened.index)
+
+    numbers = opened.kept("lint", opened.index.revision, make)
+    record = lint(opened.index, numbers, viewer.text_lint(opened))
+    return record | {"waiting": opened.index.waiting}
 
 
 VIEWS: Mapping[str, Callable[..., dict[str, Any]]] = {

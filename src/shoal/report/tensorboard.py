@@ -23,7 +23,9 @@ class TensorboardSink:
 
     def __init__(self, folder: Path, resumed_at: int | None = None) -> None:
         events, summaries, text, writer = load()
-        self._event, self._summary, self._text = events.Event, summaries.Summary, text
+        self._event = events.Event
+        self._summary = summaries.Summary
+        self._text = text
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
             self._file = (folder / _next_name(folder)).open("xb")
@@ -35,16 +37,18 @@ class TensorboardSink:
                 self._add(step=resumed_at + 1 if resumed_at else 0, session_log=start)
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        values = [
-            self._summary.Value(tag=name, simple_value=value)
-            for name, value in scalars(metrics).items()
-        ]
+        values = []
+        for name, value in scalars(metrics).items():
+            values.append(self._summary.Value(tag=name, simple_value=value))
         self._add(step=step, summary=self._summary(value=values))
 
     def write_completions(self, step: int, rows: Rows) -> None:
-        if rows:
-            cells = [list(rows[0]), *([str(value) for value in row.values()] for row in rows)]
-            self._add(step=step, summary=self._text("completions", cells))
+        if not rows:
+            return
+        cells = [list(rows[0])]  # the names of the columns
+        for row in rows:
+            cells.append([str(value) for value in row.values()])
+        self._add(step=step, summary=self._text("completions", cells))
 
     def close(self) -> None:
         self._file.close()
@@ -72,5 +76,8 @@ def load() -> tuple[Any, Any, Any, Any]:
 def _next_name(folder: Path) -> str:
     """TensorBoard reads a run's files in the order of their names: the time, but always after
     existing files."""
-    numbers = [int(path.name[len(_PREFIX) :][:10]) for path in folder.glob(f"{_PREFIX}[0-9]*")]
-    return f"{_PREFIX}{max([int(time.time()), *(number + 1 for number in numbers)]):010d}.shoal"
+    number = int(time.time())
+    for path in folder.glob(f"{_PREFIX}[0-9]*"):
+        existing = int(path.name.removeprefix(_PREFIX)[:10])
+        number = max(number, existing + 1)
+    return f"{_PREFIX}{number:010d}.shoal"

@@ -82,8 +82,10 @@ def groups_file(purpose: Purpose, subset: str, step: int) -> str:
     set>_000012.parquet`."""
     name = "step"
     if purpose is not Purpose.TRAIN:
-        characters = f"{purpose.value}_{subset}"
-        name = "".join(c if c.isalnum() or c in "-_" else "_" for c in characters)
+        name = ""
+        for character in f"{purpose.value}_{subset}":
+            is_plain = character.isalnum() or character in "-_"
+            name += character if is_plain else "_"
     return f"{name}_{step:06d}.parquet"
 
 
@@ -108,15 +110,17 @@ def write_file(
     import pyarrow.parquet as pq
 
     table = to_table(groups, advantages, logprobs)
-    floats = ("logprobs", "trainer_logprobs")
-    dictionaries = [name for name in table.column_names if name not in (*floats, "text")]
-    dictionaries += [f"{name}.list.element" for name in ("token_ids", "prompt_ids")]
+    # Log-probs hardly repeat: a dictionary of them takes twice the time. Split by byte the file is
+    # 7% smaller.
+    dictionaries = set(table.column_names) - {"logprobs", "trainer_logprobs", "text"}
+    dictionaries |= {"token_ids.list.element", "prompt_ids.list.element"}
     with appearing(path) as temporary, writing(path), temporary.open("wb") as file:
-        # Log-probs hardly repeat: a dictionary of them takes twice the time. Split by byte the file
-        # is 7% smaller.
         options: dict[str, Any] = {
-            "use_dictionary": dictionaries,
-            "use_byte_stream_split": [f"{name}.list.element" for name in floats],
+            "use_dictionary": sorted(dictionaries),
+            "use_byte_stream_split": [
+                "logprobs.list.element",
+                "trainer_logprobs.list.element",
+            ],
         }
         pq.write_table(table, file, compression="zstd", write_page_checksum=True, **options)
         file.flush()
@@ -134,45 +138,47 @@ def to_table(
         advantages = [None] * len(groups)
     logprobs = logprobs or {}
     _check_lengths(groups, advantages, logprobs)
-    group_of: list[int] = []  # by row, the number of its group
-    index_of: list[int] = []  # and of its completion in it
+    group_rows: list[int] = []  # by row, the number of its group
     completions: list[Completion] = []
-    texts: list[str] = []
-    valid: list[bool] = []
-    correct: list[bool | None] = []
-    versions: list[np.ndarray | None] = []
+    columns: dict[str, list[Any]] = {name: [] for name in _OF_COMPLETION}
     for number, group in enumerate(groups):
         for index, completion in enumerate(group.completions):
-            group_of.append(number)
-            index_of.append(index)
+            has_mask = not np.all(completion.loss_mask)
+            has_versions = bool(np.any(completion.versions != group.version))
+            correct = None if group.correct is None else bool(group.correct[index])
+            group_rows.append(number)
             completions.append(completion)
-            texts.append(encodable(group.texts[index]))
-            valid.append(bool(group.valid[index]))
-            correct.append(None if group.correct is None else bool(group.correct[index]))
-            has_others = bool(np.any(completion.versions != group.version))
-            versions.append(completion.versions if has_others else None)
-    masks = [None if np.all(c.loss_mask) else c.loss_mask for c in completions]
-    group_rows = pa.array(group_of, pa.int64())
+            columns["completion"].append(index)
+            columns["text"].append(encodable(group.texts[index]))
+            columns["token_ids"].append(completion.token_ids)
+            columns["logprobs"].append(completion.logprobs)
+            columns["stop_reason"].append(completion.stop_reason.value)
+            columns["valid"].append(bool(group.valid[index]))
+            columns["correct"].append(correct)
+            columns["loss_mask"].append(completion.loss_mask if has_mask else None)
+            columns["versions"].append(completion.versions if has_versions else None)
+            columns["trainer_logprobs"].append(logprobs.get((number, index)))
+            columns["support_ids"].append(completion.extra.get("support_ids"))
 
-    table = {name: column.take(group_rows) for name, column in _group_columns(groups).items()}
-    table["group"] = group_rows
-    table["completion"] = pa.array(index_of, pa.int64())
-    table["text"] = pa.array(texts, pa.string())
-    table["token_ids"] = _lists([c.token_ids for c in completions], np.int32)
-    table["logprobs"] = _lists([c.logprobs for c in completions], np.float32)
-    table["stop_reason"] = pa.array([c.stop_reason.value for c in completions], pa.string())
+    group_of = pa.array(group_rows, pa.int64())
+    table = {name: column.take(group_of) for name, column in _group_columns(groups).items()}
+    table["group"] = group_of
+    table["completion"] = pa.array(columns["completion"], pa.int64())
+    table["text"] = pa.array(columns["text"], pa.string())
+    table["token_ids"] = _lists(columns["token_ids"], np.int32)
+    table["logprobs"] = _lists(columns["logprobs"], np.float32)
+    table["stop_reason"] = pa.array(columns["stop_reason"], pa.string())
     table["reward"] = _numbers([group.rewards for group in groups], groups)
     for name in _names([group.reward_components for group in groups]):
         values = [group.reward_components.get(name) for group in groups]
         table[f"component/{name}"] = _numbers(values, groups)
-    table["valid"] = pa.array(valid, pa.bool_())
-    table["correct"] = pa.array(correct, pa.bool_())
+    table["valid"] = pa.array(columns["valid"], pa.bool_())
+    table["correct"] = pa.array(columns["correct"], pa.bool_())
     table["advantage"] = _numbers(advantages, groups)
-    table["loss_mask"] = _lists(masks, bool)
-    table["versions"] = _lists(versions, np.int32)
-    rows = zip(group_of, index_of, strict=True)
-    table["trainer_logprobs"] = _lists([logprobs.get(row) for row in rows], np.float32)
-    table["support_ids"] = _nested_lists([c.extra.get("support_ids") for c in completions])
+    table["loss_mask"] = _lists(columns["loss_mask"], bool)
+    table["versions"] = _lists(columns["versions"], np.int32)
+    table["trainer_logprobs"] = _lists(columns["trainer_logprobs"], np.float32)
+    table["support_ids"] = _nested_lists(columns["support_ids"])
 
     as_json = []
     extras = {}
@@ -181,37 +187,79 @@ def to_table(
         for group in groups:
             column.extend(group.extra.get(name, [None] * group.size))
     as_json += _add_free_columns(table, extras)
-    if any(c.messages for c in completions):
-        messages = [list(c.messages) for c in completions]
-        as_json += _add_free_columns(table, {"messages": messages})
-    if any(c.prompt_ids is not None for c in completions):
-        table["own_prompt_ids"] = _lists([c.prompt_ids for c in completions], np.int32)
-    if any(c.branches for c in completions):
-        branches = [list(map(_branch, c.branches)) for c in completions]
-        as_json += _add_free_columns(table, {"branches": branches})
-    shared: dict[str, list[Any]] = {"prompt": [group.example.prompt for group in groups]}
+    as_json += _add_turns(table, completions)
+    shared: dict[str, list[Any]] = {"prompt": []}
+    for group in groups:
+        shared["prompt"].append(group.example.prompt)
     for name in _names([group.example.columns for group in groups]):
         shared[f"column/{name}"] = [group.example.columns.get(name) for group in groups]
-    as_json += _add_free_columns(table, shared, group_rows)
+    as_json += _add_free_columns(table, shared, group_of)
     return pa.table(table, metadata={_NOTES: json.dumps({"json": as_json})})
+
+
+_OF_COMPLETION = (
+    "completion",
+    "text",
+    "token_ids",
+    "logprobs",
+    "stop_reason",
+    "valid",
+    "correct",
+    "loss_mask",
+    "versions",
+    "trainer_logprobs",
+    "support_ids",
+)
+
+
+def _add_turns(table: dict[str, pa.Array], completions: Sequence[Completion]) -> list[str]:
+    """Adds the columns of rollouts with turns where there are some; returns the names of those that
+    hold JSON text."""
+    messages = []
+    own_prompts = []
+    branches = []
+    for completion in completions:
+        messages.append(list(completion.messages))
+        own_prompts.append(completion.prompt_ids)
+        branches.append(list(map(_branch, completion.branches)))
+    as_json = []
+    if any(messages):
+        as_json += _add_free_columns(table, {"messages": messages})
+    if any(prompt_ids is not None for prompt_ids in own_prompts):
+        table["own_prompt_ids"] = _lists(own_prompts, np.int32)
+    if any(branches):
+        as_json += _add_free_columns(table, {"branches": branches})
+    return as_json
 
 
 def _group_columns(groups: Sequence[Group]) -> dict[str, pa.Array]:
     """What the completions of a group share and has one type in every file, a value a group."""
     import pyarrow as pa
 
-    steps = [stored_step(group.purpose, group.step) for group in groups]
+    steps = []
+    versions = []
+    rows = []
+    purposes = []
+    subsets = []
+    prompts = []
+    for group in groups:
+        steps.append(stored_step(group.purpose, group.step))
+        versions.append(group.version)
+        rows.append(group.example.row)
+        purposes.append(group.purpose.value)
+        subsets.append(encodable(group.subset))
+        prompts.append(group.prompt_ids)
     columns = {
         "step": pa.array(steps, pa.int64()),
-        "version": pa.array([group.version for group in groups], pa.int64()),
-        "row": pa.array([group.example.row for group in groups], pa.int64()),
-        "purpose": pa.array([group.purpose.value for group in groups], pa.string()),
-        "subset": pa.array([encodable(group.subset) for group in groups], pa.string()),
+        "version": pa.array(versions, pa.int64()),
+        "row": pa.array(rows, pa.int64()),
+        "purpose": pa.array(purposes, pa.string()),
+        "subset": pa.array(subsets, pa.string()),
     }
     for name in _names([group.reward_weights for group in groups]):
         weights = [group.reward_weights.get(name) for group in groups]
         columns[f"weight/{name}"] = pa.array(weights, pa.float64())
-    columns["prompt_ids"] = _lists([group.prompt_ids for group in groups], np.int32)
+    columns["prompt_ids"] = _lists(prompts, np.int32)
     return columns
 
 
@@ -311,15 +359,23 @@ def free_column(values: Sequence[Any]) -> tuple[pa.Array, bool]:
 
     arrow_types = {str: pa.string(), bool: pa.bool_(), int: pa.int64(), float: pa.float64()}
     ready = [json_ready(value) for value in values]
-    present = [value for value in ready if value is not None]
-    types = {type(value) for value in present} or {str}
+    types = {type(value) for value in ready} - {type(None)}
+    if not types:
+        types = {str}
     is_json = len(types) > 1 or not types <= arrow_types.keys()
-    if types == {int} and any(not -(2**63) <= value < 2**63 for value in present):
+    if types == {int} and not _fit_int64(ready):
         is_json = True
     if is_json:
         types = {str}
         ready = [None if value is None else _json_text(value) for value in ready]
     return pa.array([encodable(value) for value in ready], arrow_types[types.pop()]), is_json
+
+
+def _fit_int64(values: Sequence[int | None]) -> bool:
+    for value in values:
+        if value is not None and not -(2**63) <= value < 2**63:
+            return False
+    return True
 
 
 def _json_text(value: Any) -> str:
@@ -376,25 +432,29 @@ def from_table(table: pa.Table) -> list[StoredGroup]:
         if name in as_json:
             values = [None if value is None else json.loads(value) for value in values]
         columns[name] = values
-    borders = [row for row, index in enumerate(columns["completion"]) if index == 0]
+    borders = np.flatnonzero(np.array(columns["completion"]) == 0).tolist()
     borders.append(table.num_rows)
     groups = []
-    for number, (start, stop) in enumerate(itertools.pairwise(borders)):
-        rows = {name: values[start:stop] for name, values in columns.items()}
+    for number, (start, end) in enumerate(itertools.pairwise(borders)):
+        rows = {name: values[start:end] for name, values in columns.items()}
         groups.append(_stored_group(number, rows))
     return groups
 
 
 def _stored_group(number: int, rows: Mapping[str, list[Any]]) -> StoredGroup:
     """One group from its rows, by column."""
-    first = {name: values[0] for name, values in rows.items()}
     completions = []
     for index in range(len(rows["group"])):
-        row = {name: values[index] for name, values in rows.items()}
-        completions.append(_completion(number, row))
+        completions.append(_completion(number, _row(rows, index)))
+    first = _row(rows, 0)
     purpose = Purpose(first["purpose"])
-    components = _under(rows, "component/")
-    weights = _under(first, "weight/")
+    components = {}
+    for name, values in _under(rows, "component/").items():
+        components[name] = _floats(values)
+    weights = {}
+    for name, weight in _under(first, "weight/").items():
+        if weight is not None:
+            weights[name] = weight
     correct = None
     if None not in rows["correct"]:
         correct = np.array(rows["correct"], bool)
@@ -407,12 +467,12 @@ def _stored_group(number: int, rows: Mapping[str, list[Any]]) -> StoredGroup:
         completions=tuple(completions),
         texts=tuple(rows["text"]),
         rewards=_floats(rows["reward"]),
-        reward_components={name: _floats(values) for name, values in components.items()},
+        reward_components=components,
         valid=np.array(rows["valid"], bool),
         correct=correct,
         subset=first["subset"],
         extra=_under(rows, "extra/"),
-        reward_weights={name: weight for name, weight in weights.items() if weight is not None},
+        reward_weights=weights,
     )
     advantages = None
     if None not in rows["advantage"]:
@@ -421,6 +481,10 @@ def _stored_group(number: int, rows: Mapping[str, list[Any]]) -> StoredGroup:
     for logprobs in rows["trainer_logprobs"]:
         token_arrays.append({} if logprobs is None else {"trainer_logprobs": logprobs})
     return StoredGroup(group, advantages, tuple(token_arrays))
+
+
+def _row(rows: Mapping[str, list[Any]], index: int) -> dict[str, Any]:
+    return {name: values[index] for name, values in rows.items()}
 
 
 def _completion(number: int, row: Mapping[str, Any]) -> Completion:
@@ -496,46 +560,14 @@ def _padded(rows: Sequence[Sequence[int]]) -> np.ndarray:
 
 def _floats(values: Sequence[float | None]) -> np.ndarray:
     """float64, NaN for None."""
-    return np.array([np.nan if value is None else value for value in values], np.float64)
+    return np.array(values, np.float64)
 
 
 def group_record(stored: StoredGroup) -> dict[str, Any]:
     """A stored group as JSON: the prompt once, then its completions. Fields that hold for every
     token are left out."""
     group = stored.group
-    completions = []
-    for i, completion in enumerate(group.completions):
-        record: dict[str, Any] = {
-            "text": group.texts[i],
-            "token_ids": completion.token_ids,
-            "logprobs": completion.logprobs,
-            "stop_reason": completion.stop_reason,
-            "reward": group.rewards[i],
-            "components": {name: values[i] for name, values in group.reward_components.items()},
-            "valid": group.valid[i],
-        }
-        if group.correct is not None:
-            record["correct"] = group.correct[i]
-        if stored.advantages is not None:
-            record["advantage"] = stored.advantages[i]
-        if not np.all(completion.loss_mask):
-            record["loss_mask"] = completion.loss_mask
-        if np.any(completion.versions != group.version):
-            record["versions"] = completion.versions
-        if completion.messages:
-            record["messages"] = list(completion.messages)
-        if completion.prompt_ids is not None:
-            record["own_prompt_ids"] = completion.prompt_ids
-        if completion.branches:
-            record["branches"] = list(map(_branch, completion.branches))
-        if group.extra:
-            record["extra"] = {name: values[i] for name, values in group.extra.items()}
-        support_ids = completion.extra.get("support_ids")
-        if support_ids is not None:
-            record["support_ids"] = [row[row >= 0] for row in support_ids]
-        record |= stored.token_arrays[i]
-        completions.append(record)
-    record = {
+    record: dict[str, Any] = {
         "purpose": group.purpose,
         "step": stored_step(group.purpose, group.step),
         "version": group.version,
@@ -547,5 +579,47 @@ def group_record(stored: StoredGroup) -> dict[str, Any]:
     }
     if group.reward_weights:
         record["reward_weights"] = group.reward_weights
+    completions = []
+    for index in range(group.size):
+        completions.append(_completion_record(stored, index))
     record["completions"] = completions
     return json_ready(record)
+
+
+def _completion_record(stored: StoredGroup, index: int) -> dict[str, Any]:
+    group = stored.group
+    completion = group.completions[index]
+    record: dict[str, Any] = {
+        "text": group.texts[index],
+        "token_ids": completion.token_ids,
+        "logprobs": completion.logprobs,
+        "stop_reason": completion.stop_reason,
+        "reward": group.rewards[index],
+        "components": _of_index(group.reward_components, index),
+        "valid": group.valid[index],
+    }
+    if group.correct is not None:
+        record["correct"] = group.correct[index]
+    if stored.advantages is not None:
+        record["advantage"] = stored.advantages[index]
+    if not np.all(completion.loss_mask):
+        record["loss_mask"] = completion.loss_mask
+    if np.any(completion.versions != group.version):
+        record["versions"] = completion.versions
+    if completion.messages:
+        record["messages"] = list(completion.messages)
+    if completion.prompt_ids is not None:
+        record["own_prompt_ids"] = completion.prompt_ids
+    if completion.branches:
+        record["branches"] = list(map(_branch, completion.branches))
+    if group.extra:
+        record["extra"] = _of_index(group.extra, index)
+    support_ids = completion.extra.get("support_ids")
+    if support_ids is not None:
+        record["support_ids"] = [token_ids[token_ids >= 0] for token_ids in support_ids]
+    record.update(stored.token_arrays[index])
+    return record
+
+
+def _of_index(by_name: Mapping[str, Any], index: int) -> dict[str, Any]:
+    return {name: values[index] for name, values in by_name.items()}

@@ -47,13 +47,13 @@ def view(config: ViewConfig, console: Console | None = None) -> dict[str, Any]:
             )
         viewer = Viewer(config.runs)
         listening = listen(config.host, config.port)
-        link = f"{base_url(config.host, listening)}/" + (
-            f"?token={urllib.parse.quote(token)}" if token else ""
-        )
+        link = f"{base_url(config.host, listening)}/"
+        if token:
+            link += f"?token={urllib.parse.quote(token)}"
         with contextlib.suppress(OSError, AttributeError):
             os.nice(NICENESS)
         viewer.start()
-        runs = [one.run for one in viewer.runs.values()]
+        runs = [opened.run for opened in viewer.runs.values()]
         if viewer.notice:
             console.note(viewer.notice)
         for run in runs:

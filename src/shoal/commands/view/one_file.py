@@ -64,12 +64,13 @@ def write_page(config: ViewConfig, to: Path) -> tuple[list[StoredRun], int]:
     data = page_text({"records": records, "note": note}).encode("utf-8", "backslashreplace")
     with appearing(to) as temporary, writing(to):
         temporary.write_bytes(data)
-    return [one.run for one in viewer.runs.values()], len(data)
+    return [opened.run for opened in viewer.runs.values()], len(data)
 
 
 def page_text(content: Mapping[str, Any]) -> str:
     files = {name: data.decode() for name, data in page_files().items()}
-    script, style = script_of(files), files["page.css"]
+    script = script_of(files)
+    style = files["page.css"]
     policy = (
         f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; img-src data:; "
         "base-uri 'none'; form-action 'none'"
@@ -85,7 +86,11 @@ def page_text(content: Mapping[str, Any]) -> str:
         f'<script type="application/json" id="data">{data}</script>'
     )
     page = re.sub(r"<link rel=\"stylesheet\"[^>]*>\n", "", page)
-    page = re.sub(r"<script type=\"module\"[^>]*></script>", lambda _: head, page)
+
+    def head_of_page(_: re.Match[str]) -> str:  # in a template a backslash would be an escape
+        return head
+
+    page = re.sub(r"<script type=\"module\"[^>]*></script>", head_of_page, page)
     # After the elements that it works on: an inline module is run only when the page has been read,
     # yet not everywhere.
     return page.replace("</body>", f'<script type="module">{script}</script>\n</body>')
@@ -100,12 +105,12 @@ def script_of(files: Mapping[str, str]) -> str:
     parts = []
     for name in MODULES:
         text = re.sub(r"^import\b[^;]*;\n", "", files[name], flags=re.MULTILINE)
-        parts.append(
-            re.sub(
-                r"^export (?=async function|function|const|let|class)", "", text, flags=re.MULTILINE
-            )
-        )
+        text = re.sub(_EXPORT, "", text, flags=re.MULTILINE)
+        parts.append(text)
     return "\n".join(parts).replace("</script", "<\\/script")
+
+
+_EXPORT = r"^export (?=async function|function|const|let|class)"
 
 
 # ---- the records
@@ -113,85 +118,98 @@ def script_of(files: Mapping[str, str]) -> str:
 
 def record_key(view: str, parameters: Mapping[str, Any]) -> str:
     """As `recordKey` of data.js has it."""
-    pairs = [
-        f"{name}={value}" for name, value in sorted(parameters.items()) if value not in ("", None)
-    ]
-    return "&".join([view, *pairs])
+    pairs = [view]
+    for name, value in sorted(parameters.items()):
+        if value not in ("", None):
+            pairs.append(f"{name}={value}")
+    return "&".join(pairs)
 
 
 def _records(viewer: Viewer, specs: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """The key and the record of each view that the page can show."""
+
     def record(view: str, **parameters: Any) -> tuple[str, Any]:
         texts = {name: str(value) for name, value in parameters.items()}
         return record_key(view, parameters), viewer.answer(view, texts)
 
-    differing: dict[str, set[str]] = {
-        name: set() for name in viewer.runs
-    }  # where pairs of runs first differ
+    # Run -> filters of the groups in which pairs of runs first differ.
+    differing: dict[str, set[str]] = {name: set() for name in viewer.runs}
     yield record("runs")
     if len(viewer.runs) > 1:
         yield record("home")
-        for some in (viewer.runs, *itertools.permutations(list(viewer.runs)[:MAX_PAIRED], 2)):
-            key, found = record("compare", runs=",".join(some))
-            yield key, found
-            if (first := found.get("first", {})).get("stage"):
-                for name in some:
+        compared = [tuple(viewer.runs)]
+        compared += itertools.permutations(list(viewer.runs)[:MAX_PAIRED], 2)
+        for names in compared:
+            key, comparison = record("compare", runs=",".join(names))
+            yield key, comparison
+            first = comparison.get("first", {})
+            if first.get("stage"):
+                for name in names:
                     differing[name].add(f"set=train step={first['step']} group={first['group']}")
-    for name, one in viewer.runs.items():
-        for view in ("overview", "curves"):
-            yield record(view, run=name)
+    for name, opened in viewer.runs.items():
+        yield record("overview", run=name)
+        yield record("curves", run=name)
         lint = _whole_lint(viewer, name)
         yield record_key("lint", {"run": name}), lint
-        rows = _chosen(one, specs, lint, differing[name])
+        rows = _chosen(opened, specs, lint, differing[name])
         page = viewer.answer("groups", {"run": name, "limit": "1"})
         yield record_key("groups", {"run": name}), page | {"rows": rows, "total": len(rows)}
         for row in rows:
-            key, group = record("group", run=name, file=row["file"], group=row["group"])
+            of_group = {"run": name, "file": row["file"], "group": row["group"]}
+            key, group = record("group", **of_group)
             yield key, group
-            for one_of in group["completions"]:
-                yield record(
-                    "tokens",
-                    run=name,
-                    file=row["file"],
-                    group=row["group"],
-                    completion=one_of["completion"],
-                )
+            for completion in group["completions"]:
+                yield record("tokens", **of_group, completion=completion["completion"])
 
 
 def _whole_lint(viewer: Viewer, name: str) -> dict[str, Any]:
+    """The lint of a run when all was read, or LINT_SECONDS are over."""
     until = time.monotonic() + LINT_SECONDS
-    while not (found := viewer.answer("lint", {"run": name}))["done"] and time.monotonic() < until:
-        pass
-    return found | {"done": True}
+    lint = viewer.answer("lint", {"run": name})
+    while not lint["done"] and time.monotonic() < until:
+        lint = viewer.answer("lint", {"run": name})
+    return lint | {"done": True}
 
 
 def _chosen(
-    one: OpenRun, specs: Sequence[str], lint: Mapping[str, Any], also: Iterable[str]
+    opened: OpenRun, specs: Sequence[str], lint: Mapping[str, Any], also: Iterable[str]
 ) -> list[dict[str, Any]]:
     """Rows of the Groups view for the groups that were asked for; by default the newest step's and
     lint's examples. `also`: filters of further groups."""
-    filters = [_filter(spec) for spec in specs]
-    limit = MAX_GROUPS
-    if not specs:
-        steps = [
-            int(stem.removeprefix("step_")) for stem in one.index.files if stem.startswith("step_")
-        ]
-        filters, limit = [f"set=train step={max(steps)}"] if steps else [], DEFAULT_GROUPS
-        filters += [
-            f"set=train step={int(example['file'].removeprefix('step_'))} group={example['group']}"
-            for found in lint["findings"]
-            for example in found["examples"][:3]
-        ]
+    if specs:
+        filters = [_filter(spec) for spec in specs]
+        limit = MAX_GROUPS
+    else:
+        filters = _default_filters(opened, lint)
+        limit = DEFAULT_GROUPS
     rows: dict[tuple[str, int], dict[str, Any]] = {}
-    for text in [*filters, *also]:
-        found, _ = one.index.rows(text, "group", False, 0, limit)
+    for text in (*filters, *also):
+        found, _ = opened.index.rows(text, "group", False, 0, limit)
         if specs and not found and text in filters:
-            raise ShoalError(f"groups: {one.run.name} has none with {text}")
-        rows |= {(row["file"], row["group"]): row for row in found}
+            raise ShoalError(f"groups: {opened.run.name} has none with {text}")
+        for row in found:
+            rows[row["file"], row["group"]] = row
     if len(rows) > MAX_GROUPS:
         raise ShoalError(
             f"groups: {len(rows):,} groups make too large a file; choose {MAX_GROUPS:,} or fewer"
         )
     return sorted(rows.values(), key=lambda row: (row["step"], row["group"]))
+
+
+def _default_filters(opened: OpenRun, lint: Mapping[str, Any]) -> list[str]:
+    """Of the newest step, and of the first examples of each finding."""
+    filters = []
+    steps = []
+    for stem in opened.index.files:
+        if stem.startswith("step_"):
+            steps.append(int(stem.removeprefix("step_")))
+    if steps:
+        filters.append(f"set=train step={max(steps)}")
+    for finding in lint["findings"]:
+        for example in finding["examples"][:3]:
+            step = int(example["file"].removeprefix("step_"))
+            filters.append(f"set=train step={step} group={example['group']}")
+    return filters
 
 
 def _filter(spec: str) -> str:
@@ -202,4 +220,7 @@ def _filter(spec: str) -> str:
             f"groups={spec}: expected a step (12), a group of it (12:3) or several (12:0-7)"
         )
     step, first, last = matched.groups()
-    return f"set=train step={step}" + ("" if first is None else f" group={first}..{last or first}")
+    text = f"set=train step={step}"
+    if first is not None:
+        text += f" group={first}..{last or first}"
+    return text

@@ -132,10 +132,10 @@ class Guard:
 
         async def send_with_headers(message: Any) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [
-                    *message["headers"],
-                    *((name.lower().encode(), value.encode()) for name, value in HEADERS.items()),
-                ]
+                headers = list(message["headers"])
+                for name, value in HEADERS.items():
+                    headers.append((name.lower().encode(), value.encode()))
+                message["headers"] = headers
             await send(message)
 
         refused = self._refusal(Request(scope))
@@ -149,7 +149,8 @@ class Guard:
             return 405, "this page only reads: GET is the one method"
         if len(request.scope.get("raw_path") or b"") + len(request.scope["query_string"]) > MAX_URL:
             return 414, "the address is too long"
-        if refused := foreign(request.headers, bool(self._token)):
+        refused = foreign(request.headers, bool(self._token))
+        if refused:
             return 403, refused
         if request.headers.get("sec-fetch-site", "none") not in (
             "none",

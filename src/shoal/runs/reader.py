@@ -86,9 +86,8 @@ class StoredRun:
     path: Path
     name: str = ""
     lenient: bool = False
-    problems: dict[str, str] = field(
-        default_factory=dict
-    )  # what it is about -> one line; of a lenient reading
+    # What it is about -> one line; of a lenient reading.
+    problems: dict[str, str] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
@@ -100,20 +99,17 @@ class StoredRun:
         """A file of the run; None without it. A lenient reading gives none where a link leads out
         of the run."""
         try:
-            found = self.root.joinpath(*parts).resolve(strict=True)
+            path = self.root.joinpath(*parts).resolve(strict=True)
         except FileNotFoundError:
             return None
-        except (
-            OSError,
-            RuntimeError,
-            ValueError,
-        ) as error:  # a cycle of links, a name with a zero byte
+        # A cycle of links, a name with a zero byte.
+        except (OSError, RuntimeError, ValueError) as error:
             self.problem("/".join(parts), f"cannot be opened ({reason(error)})")
             return None
-        if self.lenient and not found.is_relative_to(self.root):
+        if self.lenient and not path.is_relative_to(self.root):
             self.problem("/".join(parts), "is a link that leads out of the run: it is not read")
             return None
-        return found if found.is_file() else None
+        return path if path.is_file() else None
 
     def problem(self, about: str, text: str) -> None:
         """Notes that a file cannot be read; ShoalError in a strict reading."""
@@ -161,11 +157,10 @@ class StoredRun:
     def segments(self) -> dict[int, Config]:
         """The settings of each segment, by the version that it started at: one segment, with those
         of config.yaml, if the run was never resumed with others."""
-        found = {
-            number: read_config(self.path, file.name)
-            for number, file in parts_of(self.path).items()
-        }
-        return dict(sorted(({0: self.config} | found).items()))
+        segments = {0: self.config}
+        for number, file in sorted(parts_of(self.path).items()):
+            segments[number] = read_config(self.path, file.name)
+        return segments
 
     def config_at(self, version: int) -> Config:
         """The settings of the step from `version` to the next."""
@@ -212,7 +207,8 @@ class StoredRun:
     def began(self) -> float:
         """When it began, in seconds since the epoch: by its folder's name, which a copy keeps, else
         when its settings were written; 0 without them."""
-        if named := _DATE_AND_TIME.search(self.path.absolute().as_posix()):
+        named = _DATE_AND_TIME.search(self.path.absolute().as_posix())
+        if named:
             with contextlib.suppress(ValueError, OverflowError):
                 return time.mktime(time.strptime(named[1], "%Y-%m-%d/%H-%M-%S"))
         path = self.path / CONFIG
@@ -229,30 +225,35 @@ class StoredRun:
     def summary(self) -> dict[str, Any]:
         """summary.json; empty until the run has finished."""
         text = self.text(SUMMARY, MAX_SUMMARY_BYTES)
+        if not text:
+            return {}
         try:
-            found = bounded_json(text) if text else {}
-            return found if isinstance(found, dict) else {}
+            summary = bounded_json(text)
         except ValueError as error:
             self.problem(SUMMARY, f"is damaged ({reason(error)})")
             return {}
+        return summary if isinstance(summary, dict) else {}
 
     @property
     def process_has_ended(self) -> bool:
         """True if the process that last worked in this folder ran on this machine and is gone,
         however it ended."""
         holder = re.fullmatch(r"process (\d{1,9}) on (\S+)\s+(\d*)\s*", self.text(LOCK, 400))
-        if not holder or holder[2] != socket.gethostname():
+        if not holder:
+            return False
+        pid, machine, start_of_holder = holder.groups()
+        if machine != socket.gethostname():
             return False
         try:
-            os.kill(int(holder[1]), 0)  # signal 0 asks whether the process exists
+            os.kill(int(pid), 0)  # signal 0 asks whether the process exists
         except ProcessLookupError:
             return True
         except (PermissionError, OverflowError):
             pass
-        started = process_start(int(holder[1]))
-        return (
-            bool(holder[3] and started) and holder[3] != started
-        )  # another process has this id now
+        start = process_start(int(pid))
+        if not start or not start_of_holder:
+            return False
+        return start != start_of_holder  # another process has this id now
 
     @property
     def reward_since(self) -> int:
@@ -292,15 +293,17 @@ class StoredRun:
 
     def group_files(self, name: str = "step") -> dict[int, Path]:
         """The files `groups/<name>_<step>.parquet`, by step."""
-        found = {}
+        files = {}
         for path in (self.path / "groups").glob(f"{name}_*.parquet"):
-            if matched := re.fullmatch(rf"{re.escape(name)}_(\d+)", path.stem):
-                found[int(matched[1])] = path
-        return dict(sorted(found.items()))
+            matched = re.fullmatch(rf"{re.escape(name)}_(\d+)", path.stem)
+            if matched:
+                files[int(matched[1])] = path
+        return dict(sorted(files.items()))
 
     def require_groups(self, name: str = "step") -> dict[int, Path]:
         """`group_files`; ShoalError if there are none, with the reason."""
-        if files := self.group_files(name):
+        files = self.group_files(name)
+        if files:
             return files
         if not self.config.report.groups:
             raise ShoalError(
@@ -326,41 +329,36 @@ class StoredRun:
 
     def group(self, step: int, number: int, name: str = "step") -> StoredGroup:
         """One group of a step; ShoalError where the step has fewer."""
-        found = self.groups(step, name)
-        if number >= len(found):
+        groups = self.groups(step, name)
+        if number >= len(groups):
             raise ShoalError(
-                f"group={number}: step {step} of {self.where} has {count(len(found), 'group')}, 0 "
-                f"to {len(found) - 1}"
+                f"group={number}: step {step} of {self.where} has {count(len(groups), 'group')}, 0 "
+                f"to {len(groups) - 1}"
             )
-        return found[number]
+        return groups[number]
 
     # ---- checkpoints
 
     def checkpoints(self) -> list[int]:
         """The versions that are saved, in order."""
         try:
-            return sorted(
-                int(entry.name)
-                for entry in (self.root / "checkpoints").iterdir()
-                if entry.name.isdecimal() and len(entry.name) < 10
-            )
+            names = os.listdir(self.root / "checkpoints")
         except OSError:
             return []
+        return sorted(int(name) for name in names if name.isdecimal() and len(name) < 10)
 
     def checkpoint_records(self) -> dict[int, dict[str, Any]]:
         """The record that each readable checkpoint keeps beside its arrays, by version."""
-        found = {}
+        records = {}
         for version in self.checkpoints():
+            path = self.root / "checkpoints" / str(version) / "extra" / "metadata"
             try:
-                path = self.root / "checkpoints" / str(version) / "extra" / "metadata"
-                found[version] = bounded_json(path.read_bytes())
+                record = bounded_json(path.read_bytes())
             except (OSError, ValueError):
                 continue
-        return {
-            version: record
-            for version, record in found.items()
-            if isinstance(record, dict) and "facts" in record
-        }
+            if isinstance(record, dict) and "facts" in record:
+                records[version] = record
+        return records
 
 
 # ---- evaluations
@@ -523,7 +521,7 @@ class LineReader(Generic[Line]):
             with path.open("rb") as file:
                 file.seek(self._offset)
                 while self._offset < self._most_bytes:
-                    piece = file.read(min(PIECE_BYTES, self._most_bytes))
+                    piece = file.read(PIECE_BYTES)
                     self._offset += len(piece)
                     self.complete = len(piece) < PIECE_BYTES
                     *lines, self._rest = (self._rest + piece).split(b"\n")
@@ -580,29 +578,34 @@ def open_runs(
     without words the newest. They are read leniently.
 
     ShoalError for a word that names none, with what it is instead."""
-    paths: dict[Path, Path] = {}
+    paths: dict[Path, Path] = {}  # resolved -> as it was named
     names: dict[Path, str] = {}  # of runs below a folder
     for word in words or [_newest(base)]:
-        path = Path(word) if word == LAST else find_input(word, "runs")
-        is_folder = word != LAST and path.is_dir() and not is_run(path)
-        below = list(_runs_below(path)) if is_folder else [find_run(word, base, groups=False)]
-        for run in below:
+        if word == LAST:
+            run = find_run(word, base, groups=False)
             paths[run.resolve()] = run
-            if is_folder and not _NO_NAME.fullmatch(name := str(run.relative_to(path))):
-                names[run.resolve()] = name.encode("utf-8", "backslashreplace").decode()
-    known_roots, known_names = [run.root for run in known], [run.name for run in known]
+            continue
+        folder = find_input(word, "runs")
+        if not folder.is_dir() or is_run(folder):
+            run = find_run(word, base, groups=False)
+            paths[run.resolve()] = run
+            continue
+        for run in _runs_below(folder):
+            paths[run.resolve()] = run
+            name = str(run.relative_to(folder))
+            if not _NO_NAME.fullmatch(name):
+                names[run.resolve()] = _encodable(name)
+    known_roots = [run.root for run in known]
     new = {root: path for root, path in paths.items() if root not in known_roots}
-    taken = Counter([*known_names, *(names[root] for root in new if root in names)])
-    return [
-        StoredRun(
-            path,
-            names[root]
-            if taken[names.get(root, "")] == 1
-            else short_name(root, [*known_roots, *new]),
-            lenient=True,
-        )
-        for root, path in new.items()
-    ]
+    uses = Counter(run.name for run in known)
+    uses.update(names[root] for root in new if root in names)
+    runs = []
+    for root, path in new.items():
+        name = names.get(root, "")
+        if uses[name] != 1:
+            name = short_name(root, [*known_roots, *new])
+        runs.append(StoredRun(path, name, lenient=True))
+    return runs
 
 
 _NO_NAME = re.compile(r"\d+|\d\d-\d\d-\d\d(-\d+)?")
@@ -620,13 +623,15 @@ def short_name(run: Path, others: Sequence[Path]) -> str:
     """
     for length in range(1, len(run.parts)):
         end = run.parts[-length:]
-        if not _NO_NAME.fullmatch(end[0]) and all(
-            other == run or other.parts[-length:] != end for other in others
-        ):
-            break
-    else:
-        end = run.parts
-    return "/".join(end).encode("utf-8", "backslashreplace").decode()
+        is_taken = any(other != run and other.parts[-length:] == end for other in others)
+        if not is_taken and not _NO_NAME.fullmatch(end[0]):
+            return _encodable("/".join(end))
+    return _encodable("/".join(run.parts))
+
+
+def _encodable(name: str) -> str:
+    """A name of a file as UTF-8 holds it, other bytes as escapes."""
+    return name.encode("utf-8", "backslashreplace").decode()
 
 
 _DATE_AND_TIME = re.compile(r"/(\d{4}-\d\d-\d\d/\d\d-\d\d-\d\d)[^/]*$")
@@ -635,7 +640,9 @@ _DATE_AND_TIME = re.compile(r"/(\d{4}-\d\d-\d\d/\d\d-\d\d-\d\d)[^/]*$")
 def _newest(base: str) -> str:
     if (Path(base) / LAST).is_file():
         return LAST
-    runs = list(_runs_below(Path(base))) if Path(base).is_dir() else []
+    runs = []
+    if Path(base).is_dir():
+        runs = list(_runs_below(Path(base)))
     if not runs:
         raise ShoalError(
             f"there is no run under {base}: name a run, or the folder that runs are in (their "
@@ -647,12 +654,12 @@ def _newest(base: str) -> str:
 def _runs_below(folder: Path) -> Iterator[Path]:
     """Run folders within a folder, by name; links are not followed, and runs are not searched for
     runs."""
-    for seen, (place, names, files) in enumerate(os.walk(folder)):
-        path = Path(place)
+    for num_seen, (walked, names, files) in enumerate(os.walk(folder)):
+        path = Path(walked)
         if CONFIG in files:
             names.clear()
             yield path
-        elif len(path.relative_to(folder).parts) >= MAX_DEPTH or seen > MAX_FOLDERS:
+        elif len(path.relative_to(folder).parts) >= MAX_DEPTH or num_seen > MAX_FOLDERS:
             names.clear()
         names.sort()
 
@@ -661,13 +668,15 @@ def reward_changed_at(parts: Mapping[int, Mapping[str, Any]]) -> int:
     """The version from which on a run has the reward of its last part; 0 if that never changed.
 
     `parts`: the settings of each file of `parts_of`, as dotted key -> value, by its number."""
-    keys = {
-        name: key.default for name, key in keys_of(Config).items() if "rewards" in stages_of(name)
-    }
-    since, before = 0, None
+    defaults = {}
+    for name, key in keys_of(Config).items():
+        if "rewards" in stages_of(name):
+            defaults[name] = key.default
+    since = 0
+    before = None
     for number, settings in sorted(parts.items()):
-        # JSON's types: a list of a file is a tuple in the schema.
-        reward = json_ready({name: settings.get(name, default) for name, default in keys.items()})
+        reward = {name: settings.get(name, default) for name, default in defaults.items()}
+        reward = json_ready(reward)  # a list of a file is a tuple in the schema
         if before is not None and reward != before:
             since = number
         before = reward
@@ -715,11 +724,8 @@ def read_config(run: Path, file: str = CONFIG) -> Config:
 def read_summary(run: Path) -> dict[str, Any] | None:
     """The summary of a finished run, else None."""
     try:
-        found = json.loads((run / SUMMARY).read_text(encoding="utf-8"))
-    except (
-        FileNotFoundError,
-        ValueError,
-        RecursionError,
-    ):  # truncated by a power cut: it is written again
+        summary = json.loads((run / SUMMARY).read_text(encoding="utf-8"))
+    # Truncated by a power cut: it is written again.
+    except (FileNotFoundError, ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+    return summary if isinstance(summary, dict) else None

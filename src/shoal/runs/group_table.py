@@ -46,7 +46,8 @@ class Database:
         self.error = duckdb.Error
         self._connection = duckdb.connect(config={"threads": THREADS, "memory_limit": MEMORY})
         self._local = threading.local()
-        self._asked, self._lock = 0, threading.Lock()
+        self._asked = 0
+        self._lock = threading.Lock()
         allowed = ", ".join(quoted(f"{folder}/") for folder in folders)
         # After these no statement reaches a file elsewhere, nor can it change that.
         for setting in (
@@ -85,20 +86,19 @@ class Database:
 
     def rows(self, query: str, *values: Any) -> list[dict[str, Any]]:
         """The rows of a query as dicts. duckdb.Error for what DuckDB refuses."""
-        found = self.cursor.execute(query, values)
-        names = [column[0] for column in found.description]
-        return [dict(zip(names, row, strict=True)) for row in found.fetchall()]
+        result = self.cursor.execute(query, values)
+        names = [column[0] for column in result.description]
+        return [dict(zip(names, row, strict=True)) for row in result.fetchall()]
 
     def run(self, query: str, *values: Any) -> None:
         self.cursor.execute(query, values)
 
     def columns(self, files: Sequence[Path]) -> dict[str, str]:
         """Name -> type of the columns of these files together."""
-        found = self.cursor.execute(
-            "DESCRIBE SELECT * FROM read_parquet(?, union_by_name = true)",
-            [[str(file) for file in files]],
-        )
-        return {row[0]: row[1] for row in found.fetchall()}
+        paths = [str(file) for file in files]
+        query = "DESCRIBE SELECT * FROM read_parquet(?, union_by_name = true)"
+        rows = self.cursor.execute(query, [paths]).fetchall()
+        return {row[0]: row[1] for row in rows}
 
     def json_columns(self, file: Path) -> frozenset[str]:
         """Columns of a groups file that hold JSON text, by the note in the file."""
@@ -166,17 +166,24 @@ def condition(text: str, functions: Iterable[str]) -> tuple[str, list[Any]]:
 
     `column=low..high` is a range; `none` stands for a missing value. `functions`: the reward
     functions."""
-    parts, values, rest = [], [], text[:MAX_CHARS]
-    for place, term in enumerate(_TERM.finditer(text[:MAX_CHARS])):
-        if place >= MAX_TERMS:
+    text = text[:MAX_CHARS]
+    parts = []
+    values = []
+    rest = text
+    for number, term in enumerate(_TERM.finditer(text)):
+        if number >= MAX_TERMS:
             raise ShoalError(f"filter: at most {MAX_TERMS} conditions")
         rest = rest.replace(term[0], "", 1)
-        sql, own = _condition(
-            column_of(term[1], functions), term[1], term[2].replace("==", "="), term[3].strip('"')
+        column, operator, value = term.groups()
+        column_name = column_of(column, functions)
+        sql, own_values = _condition(
+            column_name, column, operator.replace("==", "="), value.strip('"')
         )
         parts.append(sql)
-        values += own
-    if rest := " ".join(word for word in rest.replace(",", " ").split() if word.lower() != "and"):
+        values += own_values
+    words = [word for word in rest.replace(",", " ").split() if word.lower() != "and"]
+    if words:
+        rest = " ".join(words)
         raise ShoalError(
             f"filter: {rest[:60]!r} is no condition; write column, operator and value: reward>0.5"
         )
@@ -184,6 +191,7 @@ def condition(text: str, functions: Iterable[str]) -> tuple[str, list[Any]]:
 
 
 def _condition(sql: str, column: str, operator: str, value: str) -> tuple[str, list[Any]]:
+    """SQL and its values for one condition; `sql`: the column."""
     if value == "none" and operator in ("=", "!="):
         return f"{sql} IS {'NOT ' if operator == '!=' else ''}NULL", []
     if COLUMNS.get(column) == "VARCHAR":
@@ -230,33 +238,27 @@ Stamp = tuple[int, int]
 
 NUMBER, TEXT, LIST = ("INT", "DOUBLE", "FLOAT", "BOOLEAN"), ("VARCHAR",), ("[]",)
 NEEDED = {
-    **dict.fromkeys(
-        (
-            "step",
-            "group",
-            "completion",
-            "row",
-            "version",
-            "reward",
-            "valid",
-            "correct",
-            "advantage",
-        ),
-        NUMBER,
-    ),
-    **dict.fromkeys(("purpose", "subset", "prompt", "text", "stop_reason"), TEXT),
-    **dict.fromkeys(
-        (
-            "prompt_ids",
-            "token_ids",
-            "logprobs",
-            "trainer_logprobs",
-            "loss_mask",
-            "versions",
-            "support_ids",
-        ),
-        LIST,
-    ),
+    "step": NUMBER,
+    "group": NUMBER,
+    "completion": NUMBER,
+    "row": NUMBER,
+    "version": NUMBER,
+    "reward": NUMBER,
+    "valid": NUMBER,
+    "correct": NUMBER,
+    "advantage": NUMBER,
+    "purpose": TEXT,
+    "subset": TEXT,
+    "prompt": TEXT,
+    "text": TEXT,
+    "stop_reason": TEXT,
+    "prompt_ids": LIST,
+    "token_ids": LIST,
+    "logprobs": LIST,
+    "trainer_logprobs": LIST,
+    "loss_mask": LIST,
+    "versions": LIST,
+    "support_ids": LIST,
 }
 """Columns of every groups file -> what the name of its type contains."""
 
@@ -276,11 +278,12 @@ class GroupTable:
     any."""
 
     def __init__(self, run: StoredRun, database: Database, number: int = 0) -> None:
-        self.run, self.database = run, database
-        self.table, self.prompts, self.sums = (
-            f"{kind}_{number}" for kind in ("groups", "prompts", "sums")
-        )
-        columns = ", ".join(f"{column_sql(column)} {kind}" for column, kind in COLUMNS.items())
+        self.run = run
+        self.database = database
+        self.table = f"groups_{number}"
+        self.prompts = f"prompts_{number}"
+        self.sums = f"sums_{number}"
+        columns = ", ".join(f"{column_sql(name)} {sql_type}" for name, sql_type in COLUMNS.items())
         database.run(f"CREATE TABLE {self.table} (file INTEGER, {columns})")
         database.run(f'CREATE TABLE {self.prompts} ("set" VARCHAR, "row" BIGINT, prompt VARCHAR)')
         database.run(
@@ -304,18 +307,17 @@ class GroupTable:
         there = self._there()
         for gone in self.files.keys() - there.keys():
             self._remove(gone)
-        new = [
-            stem
-            for stem, (_, stamp) in there.items()
-            if (stem not in self.files or self.files[stem].stamp != stamp)
-            and self._failed.get(stem) != stamp
-        ]
+        new = []
+        for stem, (_, stamp) in there.items():
+            is_indexed = stem in self.files and self.files[stem].stamp == stamp
+            if not is_indexed and self._failed.get(stem) != stamp:
+                new.append(stem)
         self.waiting = len(new)
         if not new:
             return False
         family = new[0].rpartition("_")[0]  # files of one kind have the same columns, or nearly
         batch = [stem for stem in new if stem.rpartition("_")[0] == family][:FILES_AT_ONCE]
-        self._add([(stem, *there[stem]) for stem in batch])
+        self._add([(stem, there[stem][0], there[stem][1]) for stem in batch])
         self.waiting = len(new) - len(batch)
         self.revision += 1
         return self.waiting > 0
@@ -342,7 +344,7 @@ class GroupTable:
         return self._listed[1]
 
     def _list(self, folder: Path) -> dict[str, tuple[Path, Stamp]]:
-        found: dict[str, tuple[Path, Stamp]] = {}
+        files: dict[str, tuple[Path, Stamp]] = {}
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
         if len(entries) > MAX_FILES:
             self.run.problem(
@@ -352,13 +354,13 @@ class GroupTable:
             stem, _, ending = entry.name.rpartition(".")
             if ending != "parquet" or not _FILE.fullmatch(stem):
                 continue
-            path = (
-                self.run.file("groups", entry.name) if entry.is_symlink() else folder / entry.name
-            )
+            path = folder / entry.name
+            if entry.is_symlink():
+                path = self.run.file("groups", entry.name)
             if path is not None and path.is_file():
                 stat = path.stat()
-                found[stem] = path, (stat.st_mtime_ns, stat.st_size)
-        return found
+                files[stem] = path, (stat.st_mtime_ns, stat.st_size)
+        return files
 
     def _remove(self, stem: str) -> None:
         with self.lock:
@@ -370,13 +372,13 @@ class GroupTable:
     def _add(self, batch: Sequence[tuple[str, Path, Stamp]]) -> None:
         """Indexes files together; where DuckDB refuses, each half by itself: one damaged file costs
         no other."""
-        for stem in self.files.keys() & {stem for stem, _, _ in batch}:
-            self._remove(stem)
-        first = max(self.by_number, default=-1) + 1
-        files = [
-            GroupFile(first + place, path, stem, stamp)
-            for place, (stem, path, stamp) in enumerate(batch)
-        ]
+        number = max(self.by_number, default=-1) + 1
+        files = []
+        for stem, path, stamp in batch:
+            if stem in self.files:
+                self._remove(stem)
+            files.append(GroupFile(number, path, stem, stamp))
+            number += 1
         try:
             self._insert(files)
         except (self.database.error, ShoalError) as error:
@@ -398,54 +400,34 @@ class GroupTable:
         for column, kinds in NEEDED.items():
             if not any(kind in columns.get(column, "") for kind in kinds):
                 raise ShoalError(f"it lacks the column {column}, or another program wrote it")
-        functions = [
-            column.removeprefix("component/")
-            for column in columns
-            if column.startswith("component/")
-        ]
-        functions = functions[:MAX_FUNCTIONS]
-        for function in functions:
+        functions = []
+        for column in columns:
+            if column.startswith("component/") and len(functions) < MAX_FUNCTIONS:
+                functions.append(column.removeprefix("component/"))
+        function_columns = ""  # c0, c1, ... of each completion
+        means = ""  # of each group
+        sums = [("reward", "reward")]  # name of a function, and its column
+        for number, function in enumerate(functions):
+            mean = column_sql(f"mean/{function}")
+            component = column_sql(f"component/{function}")
             if function not in self.functions:
-                database.run(
-                    f"ALTER TABLE {self.table} ADD COLUMN {column_sql(f'mean/{function}')} FLOAT"
-                )
+                database.run(f"ALTER TABLE {self.table} ADD COLUMN {mean} FLOAT")
                 self.functions.append(function)
-        # Within JSON text a quote is escaped, so that no content holds a role like this.
-        turns = "".join(
-            ", "
-            + (
-                f"(length(messages) - length(replace(messages, {quoted(role)}, ''))) / {len(role)}"
-                if "messages" in columns
-                else "NULL"
-            )
-            + f" AS {column}"
-            for column, role in (("turns", '"role": "assistant"'), ("calls", '"role": "tool"'))
-        )
-        source = _SOURCE.format(
-            first=files[0].number,
-            turns=turns,
-            functions="".join(
-                f", TRY_CAST({column_sql(f'component/{function}')} AS DOUBLE) AS c{place}"
-                for place, function in enumerate(functions)
-            ),
-        )
-        database.run(
-            f"CREATE OR REPLACE TEMP TABLE read_now AS {source}", [str(file.path) for file in files]
-        )
-        means = "".join(
-            f", avg(c{place}) AS {column_sql(f'mean/{function}')}"
-            for place, function in enumerate(functions)
-        )
-        columns_of = [
-            ("reward", "reward"),
-            *((one, f"c{place}") for place, one in enumerate(functions)),
-        ]
+            function_columns += f", TRY_CAST({component} AS DOUBLE) AS c{number}"
+            means += f", avg(c{number}) AS {mean}"
+            sums.append((function, f"c{number}"))
+        turns = ", NULL AS turns, NULL AS calls"
+        if "messages" in columns:
+            turns = f", {_count_of_role('assistant')} AS turns, {_count_of_role('tool')} AS calls"
+        source = _SOURCE.format(first=files[0].number, turns=turns, functions=function_columns)
+        paths = [str(file.path) for file in files]
+        database.run(f"CREATE OR REPLACE TEMP TABLE read_now AS {source}", paths)
         with self.lock:
             database.run("BEGIN")
             try:
                 database.run(f"INSERT INTO {self.table} BY NAME {_GROUPS.format(means=means)}")
                 database.run(_PROMPTS.format(prompts=self.prompts, chars=PROMPT_CHARS))
-                for function, column in columns_of:
+                for function, column in sums:
                     database.run(
                         _SUMS.format(sums=self.sums, function=quoted(function), column=column)
                     )
@@ -453,9 +435,8 @@ class GroupTable:
                 database.run("ROLLBACK")
                 raise
             database.run("COMMIT")
-        self.is_measured |= database.rows("SELECT count(correct) > 0 AS known FROM read_now")[0][
-            "known"
-        ]
+        known = database.rows("SELECT count(correct) > 0 AS known FROM read_now")
+        self.is_measured |= known[0]["known"]
         database.run("DROP TABLE read_now")
 
     # ---- what it knows
@@ -465,26 +446,26 @@ class GroupTable:
         """Weight of each reward function as the newest step's file has it, else that of an
         evaluation; read at once, whatever of the table is there."""
         there = self._there()
-        try:
-            path = there[max(there, key=lambda stem: (stem.startswith("step_"), stem), default="")][
-                0
-            ]
-            known = [
-                column for column in self.database.columns([path]) if column.startswith("weight/")
-            ]
-            chosen = ", ".join(
-                f"TRY_CAST({column_sql(one)} AS DOUBLE) AS {column_sql(one)}"
-                for one in known[:MAX_FUNCTIONS]
-            )
-            rows = self.database.rows(f"SELECT {chosen} FROM read_parquet(?) LIMIT 1", str(path))
-        except (self.database.error, KeyError):  # damaged: the table names it
+        if not there:
             return {}
-        return {
-            one.removeprefix("weight/"): value
-            for row in rows
-            for one, value in row.items()
-            if value is not None
-        }
+        newest = max(there, key=lambda stem: (stem.startswith("step_"), stem))
+        path, _ = there[newest]
+        try:
+            chosen = []
+            for column in self.database.columns([path]):
+                if column.startswith("weight/") and len(chosen) < MAX_FUNCTIONS:
+                    name = column_sql(column)
+                    chosen.append(f"TRY_CAST({name} AS DOUBLE) AS {name}")
+            query = f"SELECT {', '.join(chosen)} FROM read_parquet(?) LIMIT 1"
+            rows = self.database.rows(query, str(path))
+        except self.database.error:  # damaged: the table names it
+            return {}
+        weights = {}
+        for row in rows:
+            for column, value in row.items():
+                if value is not None:
+                    weights[column.removeprefix("weight/")] = value
+        return weights
 
     def rows(
         self,
@@ -509,9 +490,10 @@ class GroupTable:
         order = f"{column} {'DESC' if descending else 'ASC'} NULLS LAST"
         chosen = f"WITH chosen AS (SELECT * FROM {self.table} WHERE {where}) "
         source = _BY_PROMPT if by_prompt else "chosen"
-        columns = ", ".join(
-            map(column_sql, ["file", *COLUMNS, *(f"mean/{one}" for one in self.functions), *extra])
-        )
+        names = ["file", *COLUMNS]
+        names += [f"mean/{function}" for function in self.functions]
+        names += extra
+        columns = ", ".join(map(column_sql, names))
         with self.database.asked(), self.lock:
             rows = self.database.rows(
                 f"{chosen} SELECT {columns} FROM {source} "
@@ -520,33 +502,34 @@ class GroupTable:
                 limit,
                 offset,
             )
-            total = self.database.rows(f"{chosen} SELECT count(*) AS n FROM {source}", *values)[0][
-                "n"
-            ]
+            counted = self.database.rows(f"{chosen} SELECT count(*) AS n FROM {source}", *values)
             files = {number: file.stem for number, file in self.by_number.items()}
         prompts = self.prompt_texts(rows)
         for row in rows:
-            row |= {
-                "prompt": prompts.get((row["set"], row["row"]), ""),
-                "file": files.get(row["file"], ""),
-            }
-            row |= {
-                column: rounded(value) for column, value in row.items() if isinstance(value, float)
-            }
-        return rows, total
+            row["prompt"] = prompts.get((row["set"], row["row"]), "")
+            row["file"] = files.get(row["file"], "")
+            for name, value in row.items():
+                if isinstance(value, float):
+                    row[name] = rounded(value)
+        return rows, counted[0]["n"]
 
     def prompt_texts(self, rows: Iterable[Mapping[str, Any]]) -> dict[tuple[str, int], str]:
         """(set, row of the data) -> the beginning of its prompt, for the `row` of each of these."""
         wanted = {int(row["row"]) for row in rows if row["row"] is not None}
-        found = (
-            self.database.rows(
-                f'SELECT "set", "row", prompt FROM {self.prompts} WHERE "row" IN '
-                f"({', '.join(map(str, sorted(wanted)))})"
-            )
-            if wanted
-            else []
+        if not wanted:
+            return {}
+        numbers = ", ".join(map(str, sorted(wanted)))
+        prompts = self.database.rows(
+            f'SELECT "set", "row", prompt FROM {self.prompts} WHERE "row" IN ({numbers})'
         )
-        return {(row["set"], row["row"]): row["prompt"] for row in found}
+        return {(row["set"], row["row"]): row["prompt"] for row in prompts}
+
+
+def _count_of_role(role: str) -> str:
+    """SQL for the number of messages with a role. Within JSON text a quote is escaped, so that no
+    content holds a role like this."""
+    text = f'"role": "{role}"'
+    return f"(length(messages) - length(replace(messages, {quoted(text)}, ''))) / {len(text)}"
 
 
 _SOURCE = """

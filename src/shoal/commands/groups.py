@@ -72,14 +72,18 @@ def _table(run: StoredRun, config: GroupsConfig, console: Console) -> dict[str, 
 def _print_rows(
     rows: Sequence[Mapping[str, Any]], functions: Sequence[str], console: Console
 ) -> None:
-    columns = list(TABLE)
-    columns += [f"mean/{function}" for function in functions]
+    columns: list[str] = list(TABLE)
+    titles: list[str] = list(TABLE)
+    for function in functions:
+        columns.append(f"mean/{function}")
+        titles.append(function)
+    titles.append("prompt")
     shown = []
     for row in rows:
         cells = [figure(row[column]) for column in columns]
         cells.append(shorten(one_line(row["prompt"]), 60))
         shown.append(tuple(cells))
-    console.table((*TABLE, *functions, "prompt"), shown)
+    console.table(tuple(titles), shown)
 
 
 def _show(title: str, stored: StoredGroup, console: Console) -> None:

@@ -93,7 +93,8 @@ class Console:
         now on they wait for the next."""
         self._write_event = write
         while write and self._unwritten:
-            write(*self._unwritten.popleft())
+            level, text, key = self._unwritten.popleft()
+            write(level, text, key)
 
     def _event(self, level: EventLevel, text: str, key: str = "") -> None:
         if self._write_event is None:
@@ -139,12 +140,11 @@ class Console:
         """A text under its title, indented; of one with more lines or characters its beginning and
         its end."""
         rows = text.split("\n")
-        head, tail = (
-            "\n".join(rows[: lines // 2])[: characters // 2],
-            "\n".join(rows[-lines // 2 :])[-characters // 2 :],
-        )
-        if (left := len(text) - len(head) - len(tail)) > 0:
-            rows = f"{head}\n... {left:,} more characters ...\n{tail}".split("\n")
+        head = "\n".join(rows[: lines // 2])[: characters // 2]
+        tail = "\n".join(rows[-lines // 2 :])[-characters // 2 :]
+        num_left_out = len(text) - len(head) - len(tail)
+        if num_left_out > 0:
+            rows = f"{head}\n... {num_left_out:,} more characters ...\n{tail}".split("\n")
         self._write(f"{one_line(title)}:", "dim")
         self._write("\n".join(f"    {row}".rstrip() for row in rows))
 
@@ -164,7 +164,7 @@ class Console:
         times, left = f"{duration(now - self._pace.start)} elapsed", self._pace.left(steps - step)
         if left is not None:
             times += f", {duration(left)} left"
-        figures = step_figures(metrics, compiled)
+        line = "  ".join([times, *step_figures(metrics, compiled)])
         every = max(1, math.ceil(steps / LINES_A_RUN))
         if (
             step <= FIRST_STEPS
@@ -173,9 +173,9 @@ class Console:
             or now - self._printed_at >= QUIET_SECONDS
         ):
             self._printed_at = now
-            self._write("  ".join([f"step {step}/{steps}", times, *figures]))
+            self._write(f"step {step}/{steps}  {line}")
         if self._rich is not None and step < steps:
-            self._show_bar(step, steps, "  ".join([f"{step}/{steps}", times, *figures]))
+            self._show_bar(step, steps, f"{step}/{steps}  {line}")
         elif step >= steps:
             self.close()
 
@@ -239,17 +239,18 @@ class Console:
 
         `before`, `after`: name of the set -> its figures, as given to `evaluation`; `reward_since`:
         see `summary_rows`."""
-        if rows := summary_rows(before, after, reward_since):
+        rows = summary_rows(before, after, reward_since)
+        if rows:
             self.table(("", "before", "after", "change"), rows)
-        for fact in filter(None, facts):
-            self.text(one_line(fact))
+        for fact in facts:
+            if fact:
+                self.text(one_line(fact))
         if solved is not None:
             self._write("a question that was answered wrong before and right after:", "bold")
-            for title, text in (
-                ("prompt", prompt_text(solved[0].example.prompt)),
-                *zip(("before", "after"), (completion_text(one, 0) for one in solved), strict=True),
-            ):
-                self.passage(title, text)
+            group_before, group_after = solved
+            self.passage("prompt", prompt_text(group_before.example.prompt))
+            self.passage("before", completion_text(group_before, 0))
+            self.passage("after", completion_text(group_after, 0))
 
     def close(self) -> None:
         """Ends the progress bar and gives the terminal back."""
@@ -308,21 +309,26 @@ class Pace:
         usual = [step for step in self._steps if not step[2]]
         if not usual and len(self._steps) > 5:  # every step compiles: that is this run's pace
             usual = list(self._steps)
-        done = sum(step[1] for step in usual)
-        return sum(step[0] for step in usual) / done * number if done else None
+        total_seconds = 0
+        num_steps = 0
+        for seconds, steps, _ in usual:
+            total_seconds += seconds
+            num_steps += steps
+        return total_seconds / num_steps * number if num_steps else None
 
 
 def printable(text: str, encoding: str = "utf-8") -> str:
     """The text with control characters (but line ends and tabs) and what `encoding` lacks written
     as escapes."""
-    shown = "".join(
-        c if c in "\n\t" or not _CONTROL.match(c) else c.encode("unicode_escape").decode()
-        for c in text
-    )
-    return shown.encode(encoding, "backslashreplace").decode(encoding)
+
+    def escaped(control: re.Match[str]) -> str:
+        return control[0].encode("unicode_escape").decode()
+
+    return _CONTROL.sub(escaped, text).encode(encoding, "backslashreplace").decode(encoding)
 
 
-_CONTROL = re.compile("[\\x00-\\x1f\\x7f-\\x9f\\u202a-\\u202e\\u2066-\\u2069]")
+_CONTROL = re.compile("[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\u202a-\\u202e\\u2066-\\u2069]")
+"""Control characters, but tab and line end, and those that turn the direction of text."""
 
 
 def prompt_text(prompt: Prompt) -> str:
@@ -331,20 +337,22 @@ def prompt_text(prompt: Prompt) -> str:
         return prompt
     lines = []
     for message in prompt:
-        name = f" {message['name']}" if message.get("name") else ""
-        paid = (
-            f" (reward {message['reward']:g})"
-            if isinstance(message.get("reward"), int | float)
-            else ""
-        )
-        lines.append(f"{message.get('role', '?')}{name}{paid}: {message.get('content') or ''}")
-        for called in (call.get("function") or {} for call in message.get("tool_calls") or ()):
-            arguments = json.dumps(called.get("arguments"), ensure_ascii=False)
-            lines.append(f"  calls {called.get('name')}({arguments})")
+        speaker = str(message.get("role", "?"))
+        if message.get("name"):
+            speaker += f" {message['name']}"
+        if isinstance(message.get("reward"), int | float):
+            speaker += f" (reward {message['reward']:g})"
+        lines.append(f"{speaker}: {message.get('content') or ''}")
+        for call in message.get("tool_calls") or ():
+            function = call.get("function") or {}
+            arguments = json.dumps(function.get("arguments"), ensure_ascii=False)
+            lines.append(f"  calls {function.get('name')}({arguments})")
     return "\n".join(lines)
 
 
 def completion_text(group: Group, number: int) -> str:
     """A completion for reading: its text, or the messages of a rollout with turns."""
     messages = group.completions[number].messages
-    return prompt_text([dict(one) for one in messages]) if messages else group.texts[number]
+    if not messages:
+        return group.texts[number]
+    return prompt_text([dict(message) for message in messages])

@@ -294,7 +294,9 @@ class Recorder:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint must hold, as JSON."""
-        failures = [[*key, count] for key, count in self.failures.items()]
+        failures = []
+        for (function, kind), number in self.failures.items():
+            failures.append([function, kind, number])
         return {
             "dropped": self.prompts_dropped,
             "failures": failures,

@@ -92,9 +92,11 @@ class Background:
 
     def _work(self) -> None:
         try:
-            while (item := self._pending.get()) is not None:
+            item = self._pending.get()
+            while item is not None:
                 write, step, content = item
                 write(step, content)
+                item = self._pending.get()
             self._sink.close()
         except Exception as error:
             lines = str(error).strip().splitlines()
@@ -109,17 +111,16 @@ def completion_rows(groups: Sequence[Group], advantages: np.ndarray) -> list[dic
     rows = []
     for group, of_group in zip(groups[:GROUPS_SHOWN], advantages, strict=False):
         order = np.argsort(group.rewards)  # NaN last
-        for i in dict.fromkeys((int(order[0]), int(order[-1]))):
-            rewards = {name: float(values[i]) for name, values in group.reward_components.items()}
-            rows.append(
-                {
-                    "prompt": prompt_text(group.example.prompt),
-                    "completion": completion_text(group, i),
-                    "reward": float(group.rewards[i]),
-                    **rewards,
-                    "advantage": float(of_group[i]),
-                }
-            )
+        for index in dict.fromkeys((int(order[0]), int(order[-1]))):
+            row: dict[str, Any] = {
+                "prompt": prompt_text(group.example.prompt),
+                "completion": completion_text(group, index),
+                "reward": float(group.rewards[index]),
+            }
+            for name, values in group.reward_components.items():
+                row[name] = float(values[index])
+            row["advantage"] = float(of_group[index])
+            rows.append(row)
     return rows
 
 
@@ -238,17 +239,19 @@ class GroupWriter:
     def _raise_failure(self) -> None:
         # Read once: the thread may set it between a read and a store, and that failure would be
         # lost.
-        if (failure := self._failure) is not None:
+        failure = self._failure
+        if failure is not None:
             self._failure = None
             raise failure
 
     def _work(self) -> None:
-        while (item := self._pending.get()) is not None:
+        item = self._pending.get()
+        while item is not None:
             if isinstance(item, threading.Event):
                 item.set()
-                continue
-            try:
-                if self._failure is None:
+            elif self._failure is None:
+                try:
                     self._write(*item)
-            except BaseException as error:  # raised again where the run can end
-                self._failure = error
+                except BaseException as error:  # raised again where the run can end
+                    self._failure = error
+            item = self._pending.get()

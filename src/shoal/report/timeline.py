@@ -79,9 +79,9 @@ class Timeline:
             )
             try:
                 for event in events:
-                    self._file.write(
-                        json.dumps({**event, "pid": 0, "tid": self._lanes[lane]}) + ",\n"
-                    )
+                    event["pid"] = 0
+                    event["tid"] = self._lanes[lane]
+                    self._file.write(json.dumps(event) + ",\n")
             except OSError as error:  # a run does not end for want of its timeline
                 self._close()
                 self._warn(f"report.timeline: {error.strerror or error}; the timeline ends here")

@@ -69,15 +69,15 @@ class WandbSink:
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         values = scalars(metrics)
         if all(name.startswith("evaluate/") for name in values):
-            self._run.log({"evaluate/step": step, **values}, commit=False)
+            self._run.log({"evaluate/step": step} | values, commit=False)
         elif step >= self._run.step:
             self._run.log(values, step=step, commit=True)
 
     def write_completions(self, step: int, rows: Rows) -> None:
         if rows and step >= self._run.step:
-            table = self._table(
-                columns=["step", *rows[0]], data=[[step, *row.values()] for row in rows]
-            )
+            steps_first: list[dict[str, Any]] = [{"step": step, **row} for row in rows]
+            cells = [list(row.values()) for row in steps_first]
+            table = self._table(columns=list(steps_first[0]), data=cells)
             self._run.log({"completions": table}, step=step, commit=False)
 
     def close(self) -> None:

@@ -32,7 +32,7 @@ class Metric:
     unit: str
     reduction: Reduction
     meaning: str
-    place: int  # in the table
+    position: int  # in the table
 
 
 _TABLE = """
@@ -167,11 +167,11 @@ compilations | programs | last | programs compiled since the process started
 
 
 def _read_table(text: str) -> dict[str, Metric]:
-    rows = (tuple(cell.strip() for cell in line.split(" | ")) for line in text.strip().splitlines())
-    return {
-        name: Metric(name, unit, Reduction(reduction), meaning, place)
-        for place, (name, unit, reduction, meaning) in enumerate(rows)
-    }
+    metrics = {}
+    for position, line in enumerate(text.strip().splitlines()):
+        name, unit, reduction, meaning = (cell.strip() for cell in line.split(" | "))
+        metrics[name] = Metric(name, unit, Reduction(reduction), meaning, position)
+    return metrics
 
 
 METRICS: Mapping[str, Metric] = _read_table(_TABLE)
@@ -207,19 +207,21 @@ def logged_name(name: object) -> str:
     >>> logged_name("length (tokens)")
     'rewards/logged/length__tokens_'
     """
-    kept = "".join(
-        c if c.isascii() and (c.isalnum() or c in "_.-/@") else "_" for c in str(name)[:200]
-    )
+    kept = ""
+    for character in str(name)[:200]:
+        is_kept = character.isascii() and (character.isalnum() or character in "_.-/@")
+        kept += character if is_kept else "_"
     return f"rewards/logged/{kept.strip('/') or 'unnamed'}"
 
 
 @lru_cache(4096)
 def metric(name: str) -> Metric:
     """The table's row for a name; ValueError for a name that the table lacks."""
-    if row := METRICS.get(name):
-        return row
+    if name in METRICS:
+        return METRICS[name]
     for family in FAMILIES:
-        if name.startswith(prefix := family[: family.index("{")]) and name != prefix:
+        prefix = family[: family.index("{")]
+        if name.startswith(prefix) and name != prefix:
             return replace(METRICS[family], name=name)
     raise ValueError(f"unknown metric {name!r}: it has no row in the table")
 
@@ -248,19 +250,21 @@ class MetricSet:
             raise ValueError(f"metric {name!r}: count must be 0 or more, got {weight}")
         if weight == 0:
             return
-        held, before = self._pairs.get(name, (None, 0.0))
-        self._pairs[name] = (
-            amount if held is None else _join(reduction, held, amount),
-            before + weight,
-        )
+        if name in self._pairs:
+            amount_before, weight_before = self._pairs[name]
+            amount = _join(reduction, amount_before, amount)
+            weight = weight_before + weight
+        self._pairs[name] = (amount, weight)
 
     def result(self) -> dict[str, float]:
         """Name -> figure, in the table's order. A name to which nothing was added is absent."""
-        pairs = sorted(self._pairs.items(), key=lambda pair: (metric(pair[0]).place, pair[0]))
-        return {
-            name: value / denominator if metric(name).reduction is Reduction.MEAN else value
-            for name, (value, denominator) in pairs
-        }
+        figures = {}
+        for name in sorted(self._pairs, key=lambda name: (metric(name).position, name)):
+            value, denominator = self._pairs[name]
+            if metric(name).reduction is Reduction.MEAN:
+                value /= denominator
+            figures[name] = value
+        return figures
 
 
 def _join(reduction: Reduction, held: float, new: float) -> float:

@@ -153,8 +153,9 @@ class Lease:
 
     def check(self) -> None:
         """Raises `Fenced` where another process has taken over."""
-        if (newest := self.numbers()[-1:]) and newest[0] > self.number:
-            name = self._holder(newest[0]).get("name", "another process")
+        newest = max(self.numbers(), default=0)
+        if newest > self.number:
+            name = self._holder(newest).get("name", "another process")
             raise Fenced(
                 f"{self.url} was taken over by {name}, since this process had not renewed "
                 f"its lease for {LEASE_SECONDS:.0f} s: it stops, and the run continues there"
@@ -178,7 +179,10 @@ class Lease:
             return {}
         except (ValueError, RecursionError):
             found = None
-        return {"name": UNKNOWN_HOLDER, **(found if isinstance(found, dict) else {})}
+        holder = {"name": UNKNOWN_HOLDER}
+        if isinstance(found, dict):
+            holder.update(found)
+        return holder
 
     def _record(self, lives: bool = True) -> bytes:
         pid = os.getpid()
@@ -271,7 +275,8 @@ class Mirror:
         self.whole = {int(Path(name).stem) for name in found if name.startswith(f"{MANIFESTS}/")}
         known = self._plain()
         for name, one in found.items():
-            if matched := buckets.CHECKPOINT.fullmatch(name):
+            matched = buckets.CHECKPOINT.fullmatch(name)
+            if matched:
                 if int(matched["version"]) not in self.whole:  # of a process that was killed
                     attempt(partial(buckets.remove, self.fs, one.path), self.url)
             elif name in known or (

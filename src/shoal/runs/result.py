@@ -29,21 +29,21 @@ class Table:
     """
 
     def __init__(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        names = dict.fromkeys(name for row in rows for name in row)
-        self.columns: dict[str, list[Any]] = {
-            name: [row.get(name) for row in rows] for name in names
-        }
-        """Name -> values, one a row, as pandas and polars take them."""
         self.rows: list[dict[str, Any]] = [dict(row) for row in rows]
+        names: dict[str, None] = {}  # in their order, each once
+        for row in self.rows:
+            names.update(dict.fromkeys(row))
+        self.columns: dict[str, list[Any]] = {}
+        """Name -> values, one a row, as pandas and polars take them."""
+        for name in names:
+            self.columns[name] = [row.get(name) for row in self.rows]
 
     def __getitem__(self, name: str) -> list[Any]:
         """A column; ShoalError with the nearest name if there is none."""
         if name not in self.columns:
-            hint = (
-                f"; did you mean {nearest(str(name), self.columns)!r}?"
-                if self.columns
-                else ": the table is empty"
-            )
+            hint = ": the table is empty"
+            if self.columns:
+                hint = f"; did you mean {nearest(str(name), self.columns)!r}?"
             raise ShoalError(f"there is no column {name!r}{hint}")
         return self.columns[name]
 
@@ -67,19 +67,24 @@ class Table:
         return pandas.DataFrame(self.columns)
 
     def __repr__(self) -> str:
-        names = [name for name in _SHOWN if name in self.columns] or list(self.columns)[:8]
-        rows = [
-            ["" if row.get(name) is None else figure_text(name, row[name]) for name in names]
-            for row in self.rows
-        ]
+        names = [name for name in _SHOWN if name in self.columns]
+        if not names:
+            names = list(self.columns)[:8]
+        rows = []
+        for row in self.rows:
+            cells = []
+            for name in names:
+                value = row.get(name)
+                cells.append("" if value is None else figure_text(name, value))
+            rows.append(cells)
         if len(rows) > 2 * _SHOWN_ROWS:
             rows[_SHOWN_ROWS:-_SHOWN_ROWS] = [["..."] * len(names)]
-        return "\n".join(
-            [
-                *(text_table(names, rows) if rows else []),
-                f"Table of {count(len(self), 'row')}: {', '.join(self.columns) or 'no columns'}",
-            ]
-        )
+        lines = []
+        if rows:
+            lines += text_table(names, rows)
+        columns = ", ".join(self.columns) or "no columns"
+        lines.append(f"Table of {count(len(self), 'row')}: {columns}")
+        return "\n".join(lines)
 
 
 _SHOWN = (
@@ -169,17 +174,14 @@ class Result(Mapping[str, Any]):
     def __repr__(self) -> str:
         rows = self._run.before_after(self._evaluations, self.summary)
         steps = count(len(self.metrics), "step")
-        head = (
-            f"{steps} in {duration(float(self.summary['seconds_total']))}"
-            if self.finished
-            else f"not finished, {steps} done"
-        )
-        return "\n".join(
-            [
-                f"Run in {self.folder}: {head}",
-                *(text_table(("", "before", "after", "change"), rows) if rows else []),
-            ]
-        )
+        if self.finished:
+            head = f"{steps} in {duration(float(self.summary['seconds_total']))}"
+        else:
+            head = f"not finished, {steps} done"
+        lines = [f"Run in {self.folder}: {head}"]
+        if rows:
+            lines += text_table(("", "before", "after", "change"), rows)
+        return "\n".join(lines)
 
     def view(self, groups: Sequence[str] = (), height: int = 800) -> Page:
         """The page of `shoal view` on this run, which a notebook shows inline; `.save(path)` keeps
@@ -207,41 +209,55 @@ class Result(Mapping[str, Any]):
                 f"{self.folder} holds no step and no evaluation yet: there is nothing to plot"
             )
         has_accuracy = not self.evaluations or any("accuracy" in row for row in self.evaluations)
-        evaluated = {
-            name: [row for row in self.evaluations if row["name"] == name]
-            for name in dict.fromkeys(row["name"] for row in self.evaluations)
-        }
+        evaluated: dict[str, list[dict[str, Any]]] = {}  # by data set
+        for row in self.evaluations:
+            evaluated.setdefault(row["name"], []).append(row)
+        if has_accuracy:
+            score, score_title = "accuracy", "accuracy"
+        else:
+            score, score_title = "mean_reward", "mean reward of the answers"
         steps = self.metrics.rows
-        panels = {
-            "reward": {"reward/mean": steps},
-            "accuracy" if has_accuracy else "mean reward of the answers": evaluated,
-            "entropy and KL, nats": {"entropy": steps, "kl": steps},
-            "length, tokens": {"completions/length_mean": steps, "completions/length_max": steps},
-        }
         figure, axes = pyplot.subplots(2, 2, figsize=(9, 6), layout="constrained")
-        for axis, (title, lines) in zip(axes.flat, panels.items(), strict=True):
-            for label, rows in lines.items():
-                column = label if rows is steps else "accuracy" if has_accuracy else "mean_reward"
-                if bars := [
-                    (row["step"], *row["accuracy_interval"])
-                    for row in rows
-                    if row.get("accuracy_interval")
-                ]:
-                    axis.fill_between(*zip(*bars, strict=True), alpha=0.15)
-                points = [(row["step"], row[column]) for row in rows if row.get(column) is not None]
-                if points:
-                    axis.plot(
-                        *zip(*points, strict=True),
-                        label=label,
-                        marker="o" if len(points) < _FEW_POINTS else "",
-                        markersize=3,
-                    )
+        rewards, scores, policy, lengths = axes.flat
+        _draw(rewards, steps, "reward/mean", "reward/mean")
+        for name, rows in evaluated.items():
+            _draw_interval(scores, rows)
+            _draw(scores, rows, score, name)
+        for name in ("entropy", "kl"):
+            _draw(policy, steps, name, name)
+        for name in ("completions/length_mean", "completions/length_max"):
+            _draw(lengths, steps, name, name)
+        titles = ("reward", score_title, "entropy and KL, nats", "length, tokens")
+        for axis, title in zip(axes.flat, titles, strict=True):
             axis.set(title=title, xlabel="step")
             axis.grid(alpha=0.3)
-            if len(axis.lines) > 1 or lines is evaluated:
+            if len(axis.lines) > 1 or axis is scores:
                 axis.legend()
         pyplot.close(figure)  # returned, not held: a notebook would show it twice
         return figure
+
+
+def _draw(axis: Any, rows: Sequence[Mapping[str, Any]], column: str, label: str) -> None:
+    """A column over the steps, with a mark at each point where these are few; nothing where no row
+    has it."""
+    known = [row for row in rows if row.get(column) is not None]
+    if not known:
+        return
+    steps = [row["step"] for row in known]
+    values = [row[column] for row in known]
+    marker = "o" if len(known) < _FEW_POINTS else ""
+    axis.plot(steps, values, label=label, marker=marker, markersize=3)
+
+
+def _draw_interval(axis: Any, rows: Sequence[Mapping[str, Any]]) -> None:
+    """The 95% intervals of the accuracy."""
+    known = [row for row in rows if row.get("accuracy_interval")]
+    if not known:
+        return
+    steps = [row["step"] for row in known]
+    low = [row["accuracy_interval"][0] for row in known]
+    high = [row["accuracy_interval"][1] for row in known]
+    axis.fill_between(steps, low, high, alpha=0.15)
 
 
 _FEW_POINTS = 30
@@ -280,14 +296,12 @@ class Page:
 def make_page(folder: Path, groups: Sequence[str]) -> str:
     """The page that `shoal view` writes, made by a process of its own: it reads a run of any size,
     and ends."""
-    with tempfile.TemporaryDirectory() as place:
-        to = Path(place) / "page.html"
-        chosen = [f"groups=[{','.join(groups)}]"] if groups else []
-        done = subprocess.run(
-            [sys.executable, "-m", "shoal", "view", str(folder), f"to={to}", *chosen],
-            capture_output=True,
-            text=True,
-        )
+    with tempfile.TemporaryDirectory() as temporary:
+        to = Path(temporary) / "page.html"
+        command = [sys.executable, "-m", "shoal", "view", str(folder), f"to={to}"]
+        if groups:
+            command.append(f"groups=[{','.join(groups)}]")
+        done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode or not to.is_file():
             lines = done.stderr.strip().splitlines() or ["it ended without a message"]
             raise ShoalError(lines[-1].removeprefix("error: "))

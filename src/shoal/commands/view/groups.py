@@ -494,9 +494,11 @@ def first_difference(
     stages = (stage,) if stage else ()
     if stage == "sampling":  # other weights sample other texts, other rewards make other weights
         stages = ("sampling", "rewards", "update")
-    dropped = [*a.columns.get("prompts/dropped", ()), *b.columns.get("prompts/dropped", ())]
+    dropped: list[float] = []
+    for run in (a, b):
+        dropped += run.columns.get("prompts/dropped", ())
     causes = likely_keys(stages, acting_keys(keys, dropped))
-    return {"num_shared": len(steps), "step": step, "causes": causes, **completion}
+    return {"num_shared": len(steps), "step": step, "causes": causes} | completion
 
 
 def _first_completion(database: Database, runs: Sequence[StoredRun], stem: str) -> dict[str, Any]:

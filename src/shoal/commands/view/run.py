@@ -38,7 +38,7 @@ def overview(
     since = run.reward_since
     evaluated = evaluations.curves()
     main_figure, main_curve = evaluations.main_curve(since)
-    names = [*curves.columns, *evaluated]
+    names = list(curves.columns) + list(evaluated)
     shown_events = list(happened(run, events, curves, evaluations))
     shown_events.sort(key=lambda event: event["step"])
     del shown_events[MAX_EVENTS:]
@@ -200,7 +200,9 @@ def before_after(run: StoredRun, evaluations: Evaluations) -> list[list[Any]]:
         for row in run.before_after(evaluations, run.summary()):
             data_set, figure, *_ = row[0].replace("mean reward", "mean_reward").split()
             change = accuracy_change(curves.get(f"evaluate/{data_set}/{figure}", {}))
-            rows.append([*row, change.sign if change else 0])
+            cells: list[Any] = list(row)
+            cells.append(change.sign if change else 0)
+            rows.append(cells)
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
         run.problem("evaluations", f"cannot be shown as a table ({error})")
         return []

@@ -114,7 +114,7 @@ class Faults:
 PART = r"""
 import json, re, sys, time
 from pathlib import Path
-from shoal.buckets import RUNS, complete, connect, place
+from shoal.buckets import RUNS, complete, connect, cache_path
 what, folder = sys.argv[1], Path(sys.argv[2])
 files = list((folder / "made").iterdir())
 
@@ -145,7 +145,7 @@ elif what == "shoal up":
     (folder / "made").rename(folder / "run" / "checkpoints" / "1")
     mirror.flush()
 else:
-    complete(place("s3://bucket/run/checkpoints/1", RUNS))
+    complete(cache_path("s3://bucket/run/checkpoints/1", RUNS))
 seconds = time.perf_counter() - began
 print(json.dumps([seconds, memory("VmHWM") - before]))
 if what == "shoal up":

@@ -131,9 +131,9 @@ class Machines:
 
     def folder(self, name: str) -> Path:
         """Of the run, where it works now."""
-        from shoal.buckets import RUNS, place
+        from shoal.buckets import RUNS, cache_path
 
-        return place(f"{self.url}/{name}", RUNS)
+        return cache_path(f"{self.url}/{name}", RUNS)
 
     def fetched(self, name: str) -> Path:
         """What the bucket holds of the run, on one more machine."""

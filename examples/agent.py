@@ -15,24 +15,18 @@ ASK = "Solve this step by step. End with one line: #### and the answer as a numb
 
 def number(text: str) -> str:
     """The number behind ####, without commas; empty where there is none."""
-    found = re.search(r"####\s*(-?[\d,]*\d)", text)
-    return found[1].replace(",", "") if found else ""
+    match = re.search(r"####\s*(-?[\d,]*\d)", text)
+    return match[1].replace(",", "") if match else ""
 
 
 if __name__ == "__main__":
-    row, client = (
-        json.load(sys.stdin),
-        openai.OpenAI(),
-    )  # OPENAI_BASE_URL and OPENAI_API_KEY are this rollout's
+    row = json.load(sys.stdin)
+    client = openai.OpenAI()  # OPENAI_BASE_URL and OPENAI_API_KEY are this rollout's
     messages = [{"role": "system", "content": ASK}, *row["prompt"]]
     text = ""
     for _ in range(3):
-        text = (
-            client.chat.completions.create(model="any", messages=messages)
-            .choices[0]
-            .message.content
-            or ""
-        )
+        reply = client.chat.completions.create(model="any", messages=messages)
+        text = reply.choices[0].message.content or ""
         if number(text):
             break
         # What is added to the conversation goes on from its tokens; anything else would begin a

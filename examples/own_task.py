@@ -14,10 +14,8 @@ def row(number):
     """One sum in words. The packaged model knows such sentences, but has only seen problems of
     three steps."""
     rng = random.Random(number)
-    name, things = (
-        rng.choice(["Amy", "Ben", "Clara", "Dan"]),
-        rng.choice(["apples", "coins", "books", "keys"]),
-    )
+    name = rng.choice(["Amy", "Ben", "Clara", "Dan"])
+    things = rng.choice(["apples", "coins", "books", "keys"])
     a, b = rng.randint(10, 60), rng.randint(2, 30)
     question = (
         f"{name} has {a} {things}. {name} finds {b} more {things}. How many {things} does {name} "

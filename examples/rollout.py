@@ -24,8 +24,8 @@ def think_twice(prompts, trainer):
 
 
 def number(text):
-    found = re.search(r"####\s*(-?[\d,]+)", text or "")
-    return found and found[1].replace(",", "")
+    match = re.search(r"####\s*(-?[\d,]+)", text or "")
+    return match and match[1].replace(",", "")
 
 
 def right(completions, second, answer, **columns):
@@ -35,7 +35,8 @@ def right(completions, second, answer, **columns):
 
 def better(completions, first, second, **columns):
     """A tenth for changing the answer: models tend to repeat themselves."""
-    return [
-        0.1 * (text is not None and number(text) != number(old))
-        for old, text in zip(first, second, strict=True)
-    ]
+    rewards = []
+    for old, new in zip(first, second, strict=True):
+        is_changed = new is not None and number(new) != number(old)
+        rewards.append(0.1 * is_changed)
+    return rewards

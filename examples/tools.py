@@ -1,7 +1,7 @@
 """A tool for arithmetic, and a reward for answers that used it.
 
-shoal train task=gsm8k model=Qwen/Qwen2.5-1.5B-Instruct tools=tools.py:calculate
-reward=tools.py:right,tools.py:called
+shoal train task=gsm8k model=Qwen/Qwen2.5-1.5B-Instruct tools=tools.py:calculate \\
+    reward=tools.py:right,tools.py:called
 """
 
 import ast
@@ -30,26 +30,30 @@ def calculate(expression: str) -> float:
     def value(node):
         if isinstance(node, ast.Constant) and isinstance(node.value, int | float):
             return node.value
-        return OPERATORS[type(node.op)](
-            *(value(one) for one in ast.iter_child_nodes(node) if hasattr(one, "lineno"))
-        )
+        if isinstance(node, ast.UnaryOp):
+            return OPERATORS[type(node.op)](value(node.operand))
+        if isinstance(node, ast.BinOp):
+            return OPERATORS[type(node.op)](value(node.left), value(node.right))
+        raise ValueError(f"{ast.unparse(node)!r} is no number and no operation of numbers")
 
     return value(ast.parse(expression, mode="eval").body)
 
 
 def right(completions, answer, **columns):
     """1 where the last number of the last turn is the gold one."""
-    last = [re.findall(r"-?[\d,]*\d", str(messages[-1]["content"])) for messages in completions]
-    return [
-        float(found[-1:] == [gold.rpartition("#### ")[2]])
-        for found, gold in zip(last, answer, strict=True)
-    ]
+    rewards = []
+    for messages, solution in zip(completions, answer, strict=True):
+        numbers = re.findall(r"-?[\d,]*\d", str(messages[-1]["content"]))
+        gold = solution.rpartition("#### ")[2]
+        rewards.append(float(numbers[-1:] == [gold]))
+    return rewards
 
 
 def called(completions, **columns):
     """A tenth for a call that was answered without an error."""
-    good = [
-        [one for one in turns if one["role"] == "tool" and "error" not in one["content"]]
-        for turns in completions
-    ]
-    return [0.1 * bool(answered) for answered in good]
+    rewards = []
+    for messages in completions:
+        answers = [message["content"] for message in messages if message["role"] == "tool"]
+        is_answered = any("error" not in answer for answer in answers)
+        rewards.append(0.1 * is_answered)
+    return rewards

@@ -1,7 +1,8 @@
 """An agent of verifiers 0.4: plays its tasksets, with the Python that has it.
 
-VENV/bin/python verifiers_agent.py TASKSET > tasks.jsonl shoal train model=Qwen/Qwen3-0.6B
-task=custom task.path=tasks.jsonl agent="VENV/bin/python verifiers_agent.py TASKSET"
+VENV/bin/python verifiers_agent.py TASKSET > tasks.jsonl
+shoal train model=Qwen/Qwen3-0.6B task=custom task.path=tasks.jsonl \\
+    agent="VENV/bin/python verifiers_agent.py TASKSET"
 """
 
 # pyright: reportMissingImports=false
@@ -19,17 +20,16 @@ AGENT = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
 
 
 async def play(env, row, url):
-    kind = type(env.taskset).task_type()
-    task = kind(kind.data_type().model_validate(row["task"]), env.config.taskset.task)
+    task_type = type(env.taskset).task_type()
+    data = task_type.data_type().model_validate(row["task"])
+    task = task_type(data, env.config.taskset.task)
     client = EvalClientConfig(base_url=url, api_key_var="OPENAI_API_KEY")
+    context = ModelContext(client=client, model="shoal", sampling=SamplingConfig())
     async with env.serving():
-        episode = await env.run_episode(
-            task, ModelContext(client=client, model="shoal", sampling=SamplingConfig())
-        )
+        episode = await env.run_episode(task, context)
     if not episode.ok:
-        sys.exit(
-            f"the episode failed: {[*episode.errors, *(trace.errors for trace in episode.traces)]}"
-        )
+        errors = list(episode.errors) + [trace.errors for trace in episode.traces]
+        sys.exit(f"the episode failed: {errors}")
     return episode.traces[0].reward
 
 
@@ -40,8 +40,5 @@ if __name__ == "__main__":
     else:
         for task in env.taskset:
             data = task.data.model_dump(mode="json")
-            print(
-                json.dumps(
-                    {"prompt": [{"role": "user", "content": str(data["prompt"])}], "task": data}
-                )
-            )
+            prompt = [{"role": "user", "content": str(data["prompt"])}]
+            print(json.dumps({"prompt": prompt, "task": data}))

@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
@@ -63,6 +64,13 @@ WAITED_CODES = (
     "XAmzContentSHA256Mismatch",
 )
 """S3's codes for a request that was damaged or cut on its way, which have the status 400, too."""
+CONNECTION_FAULTS = (
+    "HTTPClientError",
+    "ConnectionError",
+    "IncompleteReadError",
+    "FlexibleChecksumError",
+)
+"""Errors of boto after which the same request may succeed."""
 FRESH_SECONDS = 10.0
 """How long a copy counts as the bucket's newest within one process."""
 FILES_AT_ONCE, PART_BYTES = 4, 16 << 20
@@ -90,7 +98,7 @@ def is_bucket(path: str | os.PathLike[str]) -> bool:
     return "://" in str(path)
 
 
-def place(url: str, area: str, key: str = "") -> Path:
+def cache_path(url: str, area: str, key: str = "") -> Path:
     """Where a bucket's file or folder lies in an area of the cache. ShoalError for an address that
     names none."""
     scheme, _, rest = url.partition("://")
@@ -115,8 +123,12 @@ def address(path: str | os.PathLike[str]) -> str:
     """The address that a path of the cache stands for; any other path as it is."""
     if not area_of(path):
         return str(path)
-    _, scheme, *parts = Path(path).absolute().relative_to(cache_folder("buckets").resolve()).parts
-    return f"{scheme}://{'/' if scheme in ('file', 'local') else ''}{'/'.join(parts)}"
+    parts = Path(path).absolute().relative_to(cache_folder("buckets").resolve()).parts
+    scheme = parts[1]  # behind the area
+    name = "/".join(parts[2:])
+    if scheme in ("file", "local"):
+        name = f"/{name}"
+    return f"{scheme}://{name}"
 
 
 def _named(key: str, url: str) -> str:
@@ -134,9 +146,8 @@ def connect(url: str, key: str = "") -> tuple[Any, str]:
     scheme = check_scheme(url, key)
     options: dict[str, Any] = {"use_listings_cache": False}
     if EXTRAS.get(scheme) == "s3":
-        options["max_concurrency"] = (
-            1  # by parts a download is slower, and holds all that are under way
-        )
+        # By parts a download is slower, and holds all that are under way.
+        options["max_concurrency"] = 1
     if EXTRAS.get(scheme) == "gcs" and os.environ.get("STORAGE_EMULATOR_HOST"):
         options["token"] = "anon"  # else it looks for Google's metadata server
     if scheme in ("file", "local"):
@@ -154,17 +165,14 @@ def check_scheme(url: str, key: str = "") -> str:
 
     scheme = url.partition("://")[0].lower()
     if os.environ.get("STORAGE_EMULATOR_HOST"):
-        os.environ.setdefault(
-            "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false"
-        )  # it would ask Google itself, by gRPC
+        # It would ask Google itself, by gRPC.
+        os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
     try:
         fsspec.get_filesystem_class(scheme)
     except ImportError as error:
-        cure = (
-            f"pip install '.[{EXTRAS[scheme]}]' in the clone of Shoal"
-            if scheme in EXTRAS
-            else str(error)
-        )
+        cure = str(error)
+        if scheme in EXTRAS:
+            cure = f"pip install '.[{EXTRAS[scheme]}]' in the clone of Shoal"
         raise ShoalError(
             f"{_named(key, url)}: a package that reads {scheme}:// is not installed: {cure}"
         ) from error
@@ -179,7 +187,9 @@ def check_scheme(url: str, key: str = "") -> str:
 def cause(error: BaseException) -> str:
     """What a client library raised, as one line: the reason often stands in its second."""
     text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= CAUSE_LENGTH else f"{text[:CAUSE_LENGTH]}..."
+    if len(text) > CAUSE_LENGTH:
+        return f"{text[:CAUSE_LENGTH]}..."
+    return text
 
 
 def lasting_fault(error: BaseException) -> str:
@@ -212,38 +222,32 @@ def lasting_fault(error: BaseException) -> str:
 def _status(error: BaseException) -> int:
     """The HTTP status that an error carries; 0 for none."""
     code = getattr(error, "code", None)
-    return int(code) if isinstance(code, int | str) and str(code).isdecimal() else 0
+    if isinstance(code, int | str) and str(code).isdecimal():
+        return int(code)
+    return 0
 
 
 def _is_refused(error: BaseException) -> bool:
     """True for what the client or the bucket will refuse again: the request itself is wrong."""
     if isinstance(error, LookupError | AttributeError):
         return True
-    if isinstance(
-        error, ValueError
-    ):  # but for an answer that could not be read: a proxy's page, for one
+    if isinstance(error, ValueError):
+        # But for an answer that could not be read: a proxy's page, for one.
         return not isinstance(error, json.JSONDecodeError | UnicodeError)
     if 400 <= _status(error) < 500:
         return _status(error) not in WAITED_STATUSES
-    kinds = {kind.__name__ for kind in type(error).__mro__}
-    if (
-        "BotoCoreError" in kinds
-    ):  # what boto says without having asked, but for the trouble of a connection
-        return not kinds & {
-            "HTTPClientError",
-            "ConnectionError",
-            "IncompleteReadError",
-            "FlexibleChecksumError",
-        }
+    type_names = {error_type.__name__ for error_type in type(error).__mro__}
+    if "BotoCoreError" in type_names:
+        # What boto says without having asked, but for the trouble of a connection.
+        return type_names.isdisjoint(CONNECTION_FAULTS)
     # s3fs makes an OSError of S3's own code, which is then in its cause.
     answer = getattr(error.__cause__, "response", None)
     if not isinstance(answer, dict):
         return False
     code = str(answer.get("Error", {}).get("Code", ""))
     status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-    is_refusal = (
-        300 <= status < 500 and status not in WAITED_STATUSES
-    )  # 301: the bucket is in another region
+    # 301: the bucket is in another region.
+    is_refusal = 300 <= status < 500 and status not in WAITED_STATUSES
     return (is_refusal or code.startswith("Invalid")) and code not in WAITED_CODES
 
 
@@ -251,7 +255,8 @@ def attempt(do: Callable[[], T], url: str, key: str = "") -> T:
     """What `do` returns, repeated with growing pauses where the bucket does not answer. ShoalError
     where it is missing or refuses, `Unreachable` after WAIT_SECONDS. FileExistsError is the
     caller's."""
-    began, pause = time.monotonic(), FIRST_PAUSE
+    began = time.monotonic()
+    pause = FIRST_PAUSE
     while True:
         try:
             return do()
@@ -264,7 +269,8 @@ def attempt(do: Callable[[], T], url: str, key: str = "") -> T:
         except ShoalError:
             raise
         except Exception as error:  # each library has its own
-            if fault := lasting_fault(error):
+            fault = lasting_fault(error)
+            if fault:
                 raise ShoalError(f"{_named(key, url)}: {fault}") from error
             if time.monotonic() + pause - began > WAIT_SECONDS:
                 raise Unreachable(
@@ -302,7 +308,7 @@ def objects(fs: Any, path: str) -> dict[str, Object]:
     """The files below a path by their names from there, the one at the path itself under the empty
     name. ShoalError for a name that leads out of the path, and for one that is also the folder of
     another."""
-    found = {}
+    by_name: dict[str, Object] = {}
     top = path.strip("/")
     for key, info in fs.find(path, detail=True).items():
         # A key that ends with a slash marks a folder: consoles make such objects, without content.
@@ -310,21 +316,20 @@ def objects(fs: Any, path: str) -> dict[str, Object]:
             continue
         full_name = key.removeprefix("/")
         if full_name == top:
-            found[""] = _object(info)
+            by_name[""] = _object(info)
             continue
         name = full_name[len(top) + 1 :]
-        path_within(
-            Path(), name, f"the bucket's folder {path}"
-        )  # every name that is read or written passes here
-        found[name] = _object(info)
-    for name in found:
+        # Every name that is read or written passes here.
+        path_within(Path(), name, f"the bucket's folder {path}")
+        by_name[name] = _object(info)
+    for name in by_name:
         for parent in PurePosixPath(name).parents:
-            if name and str(parent) in found:
+            if name and str(parent) in by_name:
                 raise ShoalError(
                     f"the bucket's folder {path} holds {parent} and {name}: one name cannot be a "
                     "file and a folder here; remove or rename one of them there"
                 )
-    return found
+    return by_name
 
 
 MODIFIED = ("LastModified", "last_modified", "updated", "mtime", "modified", "created")
@@ -338,13 +343,17 @@ def _object(info: Mapping[str, Any]) -> Object:
         import base64
 
         md5 = base64.b64decode(tag).hex()
-    when = next((info[name] for name in MODIFIED if info.get(name)), 0.0)
-    when = datetime.fromisoformat(when) if isinstance(when, str) else when
-    seconds = when.timestamp() if isinstance(when, datetime) else float(when)
-    below = (
-        int.from_bytes(hashlib.blake2b(f"{tag} {seconds}".encode(), digest_size=4).digest()) % 10**9
-    )
-    return Object(info["name"], int(info["size"]), int(seconds) * 10**9 + below, md5)
+    modified: Any = 0.0
+    for name in MODIFIED:
+        if info.get(name):
+            modified = info[name]
+            break
+    if isinstance(modified, str):
+        modified = datetime.fromisoformat(modified)
+    seconds = modified.timestamp() if isinstance(modified, datetime) else float(modified)
+    digest = hashlib.blake2b(f"{tag} {seconds}".encode(), digest_size=4).digest()
+    nanoseconds = int.from_bytes(digest) % 10**9
+    return Object(info["name"], int(info["size"]), int(seconds) * 10**9 + nanoseconds, md5)
 
 
 def checksum(file: Path, kind: str = "blake2b") -> str:
@@ -352,19 +361,23 @@ def checksum(file: Path, kind: str = "blake2b") -> str:
         return hashlib.file_digest(opened, kind).hexdigest()
 
 
-def is_same(one: Object, file: Path) -> bool:
+def is_same(remote: Object, file: Path) -> bool:
     """True if a file is a copy of the object, or has its content."""
-    if not file.is_file() or file.stat().st_size != one.size:
+    if not file.is_file() or file.stat().st_size != remote.size:
         return False
-    if file.stat().st_mtime_ns == one.stamp:
+    if file.stat().st_mtime_ns == remote.stamp:
         return True
-    if same := bool(one.md5) and checksum(file, "md5") == one.md5:
-        os.utime(file, ns=(one.stamp, one.stamp))
-    return same
+    if not remote.md5 or checksum(file, "md5") != remote.md5:
+        return False
+    os.utime(file, ns=(remote.stamp, remote.stamp))
+    return True
 
 
 def put(fs: Any, file: Path, path: str) -> None:
-    fs.put_file(str(file), path, **({"chunksize": PART_BYTES} if "s3" in fs.protocol else {}))
+    if "s3" in fs.protocol:
+        fs.put_file(str(file), path, chunksize=PART_BYTES)
+    else:
+        fs.put_file(str(file), path)
 
 
 def remove(fs: Any, path: str) -> None:
@@ -383,7 +396,7 @@ def _arriving(fs: Any, source: str, file: Path, key: str = "") -> Iterator[Path]
     temporary = file.with_name(f".{secrets.token_hex(8)}.part")
     file.parent.mkdir(parents=True, exist_ok=True)
     try:
-        attempt(lambda: fs.get_file(source, str(temporary)), address(file), key)
+        attempt(partial(fs.get_file, source, str(temporary)), address(file), key)
         yield temporary
         os.replace(temporary, file)
     finally:
@@ -394,15 +407,16 @@ def download(fs: Any, wanted: Mapping[Path, Object], key: str = "") -> list[Path
     """Copies objects to files, each whole or not at all; those that are the same already stay. The
     files copied."""
 
-    def copy(file: Path, one: Object) -> bool:
-        if is_same(one, file):
+    def is_copied(file: Path) -> bool:
+        remote = wanted[file]
+        if is_same(remote, file):
             return False
-        with _arriving(fs, one.path, file, key) as copied_file:
-            os.utime(copied_file, ns=(one.stamp, one.stamp))
+        with _arriving(fs, remote.path, file, key) as copied_file:
+            os.utime(copied_file, ns=(remote.stamp, remote.stamp))
         return True
 
     with ThreadPoolExecutor(FILES_AT_ONCE) as threads:
-        copied = list(threads.map(lambda pair: copy(*pair), wanted.items()))
+        copied = list(threads.map(is_copied, wanted))
     return [file for file, is_new in zip(wanted, copied, strict=True) if is_new]
 
 
@@ -420,24 +434,28 @@ def fetch(
     it cannot be read, or is not whole."""
     seen = (url, weights, groups, str(cache_folder("buckets")))
     if time.monotonic() - _fetched.get(seen, -FRESH_SECONDS) > FRESH_SECONDS:
-        root, (fs, path) = url, connect(url, key)
-        if run := re.fullmatch(
-            r"(.+)/checkpoints(?:/\d+)?/*", path
-        ):  # read by what its run holds, too
-            is_of_run = attempt(lambda: fs.exists(f"{run[1]}/config.yaml"), url, key)
-            root = re.sub(r"/checkpoints(/\d+)?/*$", "", url) if is_of_run else url
-        fetch_into(place(root, COPIES, key), key, weights, groups, may_be_empty)
+        root = url
+        fs, path = connect(url, key)
+        checkpoint = re.fullmatch(r"(.+)/checkpoints(?:/\d+)?/*", path)
+        if checkpoint:  # read by what its run holds, too
+            config_file = f"{checkpoint[1]}/config.yaml"
+            if attempt(partial(fs.exists, config_file), url, key):
+                root = re.sub(r"/checkpoints(/\d+)?/*$", "", url)
+        fetch_into(cache_path(root, COPIES, key), key, weights, groups, may_be_empty)
         _fetched[seen] = time.monotonic()
-    return place(url, COPIES, key)
+    return cache_path(url, COPIES, key)
 
 
 def fetch_matching(pattern: str, key: str) -> list[Path]:
     """The copies of what a pattern names in a bucket, in order; ShoalError where that is
     nothing."""
-    (fs, path), scheme = connect(pattern, key), pattern.partition("://")[0]
-    names = attempt(lambda: fs.glob(path), pattern, key) if re.search(r"[*?[]", path) else [path]
+    fs, path = connect(pattern, key)
+    names = [path]
+    if re.search(r"[*?[]", path):
+        names = attempt(partial(fs.glob, path), pattern, key)
     if not names:
         raise ShoalError(f"{_named(key, pattern)}: the bucket holds nothing of that name")
+    scheme = pattern.partition("://")[0]
     return [fetch(f"{scheme}://{name}", key) for name in sorted(names)]
 
 
@@ -448,42 +466,48 @@ def fetch_into(
     removed."""
     url = address(to)
     fs, path = connect(url, key)
-    found = attempt(lambda: objects(fs, path), url, key)
-    if not found and not may_be_empty:
+    in_bucket = attempt(partial(objects, fs, path), url, key)
+    if not in_bucket and not may_be_empty:
         raise ShoalError(f"{_named(key, url)}: the bucket holds nothing of that name")
-    if INCOMPLETE in found:
+    if INCOMPLETE in in_bucket:
         raise ShoalError(f"{_named(key, url)} was not written to its end: write it again")
-    if to.is_file() and "" not in found:
-        to.unlink()
-    if "" in found:
-        download(fs, {to: found[""]}, key)
+    if "" in in_bucket:
+        download(fs, {to: in_bucket[""]}, key)
         return
-    held = {name: one for name, one in found.items() if not is_partial(name, found)}
-    trees = {
-        str(PurePosixPath(name).parent) for name in held if PurePosixPath(name).name == "_METADATA"
-    }
-    wanted = {
-        to / name: one
-        for name, one in held.items()
-        if (weights or not _is_array(name, trees))
-        and (groups or not re.search(r"(^|/)groups/[^/]*$", name))
-        and not (CHECKPOINT.fullmatch(name) and _is_array(name, trees))
-    }
+    if to.is_file():
+        to.unlink()
+
+    whole: dict[str, Object] = {}
+    trees: set[str] = set()  # folders that Orbax wrote
+    for name, remote in in_bucket.items():
+        if not is_partial(name, in_bucket):
+            whole[name] = remote
+            if PurePosixPath(name).name == "_METADATA":
+                trees.add(str(PurePosixPath(name).parent))
+    wanted: dict[Path, Object] = {}
+    for name, remote in whole.items():
+        is_array = _is_array(name, trees)
+        if is_array and (not weights or CHECKPOINT.fullmatch(name)):
+            continue
+        if not groups and re.search(r"(^|/)groups/[^/]*$", name):
+            continue
+        wanted[to / name] = remote
     copied = download(fs, wanted, key)
-    _remove_others(to, held)
-    if any(LOCKS in PurePosixPath(name).parts for name in found) or not copied:
-        return  # a run may go on while it is read
-    now = attempt(lambda: objects(fs, path), url, key)
-    if changed := [
-        name for name, one in held.items() if to / name in wanted and now.get(name) != one
-    ]:
-        raise ShoalError(
-            f"{_named(key, url)}: {changed[0]} changed while it was fetched: give the same command "
-            "again when nobody writes there"
-        )
+    _remove_others(to, whole)
+
+    a_run_may_write = any(LOCKS in PurePosixPath(name).parts for name in in_bucket)
+    if a_run_may_write or not copied:
+        return
+    now = attempt(partial(objects, fs, path), url, key)
+    for name, remote in whole.items():
+        if to / name in wanted and now.get(name) != remote:
+            raise ShoalError(
+                f"{_named(key, url)}: {name} changed while it was fetched: give the same command "
+                "again when nobody writes there"
+            )
 
 
-def is_partial(name: str, found: Iterable[str]) -> bool:
+def is_partial(name: str, in_bucket: Iterable[str]) -> bool:
     """True for a lock, and for a file of a checkpoint without manifest in a run that a mirror
     writes."""
     parts = PurePosixPath(name).parts
@@ -493,47 +517,49 @@ def is_partial(name: str, found: Iterable[str]) -> bool:
     if not matched:
         return False
     run = f"{matched['run']}/" if matched["run"] else ""
-    return f"{run}{MANIFESTS}/{matched['version']}.json" not in found and any(
-        other.startswith(f"{run}{LOCKS}/") for other in found
-    )
+    if f"{run}{MANIFESTS}/{matched['version']}.json" in in_bucket:
+        return False
+    return any(other.startswith(f"{run}{LOCKS}/") for other in in_bucket)
 
 
 def _is_array(name: str, trees: Iterable[str]) -> bool:
     """True for weights, and for what lies deeper in a tree of Orbax's than its description."""
+    if name.endswith(".safetensors"):
+        return True
     parents = [str(parent) for parent in PurePosixPath(name).parents]
-    return name.endswith(".safetensors") or any(tree in parents[1:] for tree in trees)
+    return any(tree in parents[1:] for tree in trees)
 
 
-def _remove_others(folder: Path, held: Mapping[str, Object]) -> None:
-    for place_, _, files in os.walk(folder, topdown=False):
+def _remove_others(folder: Path, kept: Mapping[str, Object]) -> None:
+    for parent, _, files in os.walk(folder, topdown=False):
         for file in files:
-            path = Path(place_, file)
-            if path.relative_to(folder).as_posix() not in held and not file.endswith(".part"):
+            path = Path(parent, file)
+            if path.relative_to(folder).as_posix() not in kept and not file.endswith(".part"):
                 path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # it holds something
-            os.rmdir(place_)
+            os.rmdir(parent)
 
 
 def complete(path: Path) -> None:
     """Fetches what was left out below a path of the cache. ShoalError for a checkpoint's file that
     is missing or is not the one that its manifest names."""
-    url, matched = address(path), CHECKPOINT.fullmatch(path.as_posix())
     if area_of(path) not in (COPIES, RUNS):
         return
-    manifest = (
-        Path(matched["run"] or "/", MANIFESTS, f"{matched['version']}.json") if matched else None
-    )
+    url = address(path)
     fs, root = connect(url)
+    manifest = None
+    matched = CHECKPOINT.fullmatch(path.as_posix())
+    if matched:
+        manifest = Path(matched["run"] or "/", MANIFESTS, f"{matched['version']}.json")
     if manifest is None or not manifest.is_file():
         if area_of(path) == COPIES:  # in RUNS it was written here
-            download(
-                fs,
-                {path / name: one for name, one in attempt(lambda: objects(fs, root), url).items()},
-            )
+            in_bucket = attempt(partial(objects, fs, root), url)
+            download(fs, {path / name: remote for name, remote in in_bucket.items()})
         return
+    entries = _read_manifest(manifest, path)
 
-    def bring(entry: tuple[Path, tuple[int, str]]) -> None:
-        file, (size, digest) = entry
+    def bring(file: Path) -> None:
+        size, digest = entries[file]
         if file.is_file() and file.stat().st_size == size and checksum(file) == digest:
             return
         name = file.relative_to(path).as_posix()
@@ -544,15 +570,16 @@ def complete(path: Path) -> None:
                 )
 
     with ThreadPoolExecutor(FILES_AT_ONCE) as threads:
-        list(threads.map(bring, _read_manifest(manifest, path).items()))
+        list(threads.map(bring, entries))
 
 
 def _read_manifest(manifest: Path, checkpoint: Path) -> dict[Path, tuple[int, str]]:
     """The files of a checkpoint with size and checksum; ShoalError for a manifest that is damaged
     or names others."""
     try:
-        entries = json.loads(manifest.read_text("utf-8"))
-        named = {str(name): (int(size), str(digest)) for name, (size, digest) in entries.items()}
+        named = {}
+        for name, (size, digest) in json.loads(manifest.read_text("utf-8")).items():
+            named[str(name)] = (int(size), str(digest))
     except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ShoalError(
             f"{address(manifest)} is damaged ({cause(error)}): choose another checkpoint"
@@ -569,11 +596,11 @@ def check_new(url: str, key: str) -> Path:
     where the bucket holds something under it, but for what was not written to its end, or cannot be
     written."""
     fs, path = connect(url, key)
-    found = attempt(lambda: objects(fs, path), url, key)
-    if found and INCOMPLETE not in found:
+    in_bucket = attempt(partial(objects, fs, path), url, key)
+    if in_bucket and INCOMPLETE not in in_bucket:
         raise ShoalError(f"{key}={url} exists and is not empty: choose another name, or remove it")
     check_writable(url, key)
-    to = place(url, OUTPUTS, key)
+    to = cache_path(url, OUTPUTS, key)
     shutil.rmtree(to, ignore_errors=True)
     to.unlink(missing_ok=True)
     return to
@@ -586,8 +613,8 @@ def check_writable(url: str, key: str) -> None:
     if "/" not in beside.strip("/"):  # a bucket's root: an object beside it would be in no bucket
         beside += "/"
     probe = f"{beside}.shoal-{os.getpid()}-{time.time_ns()}"
-    attempt(lambda: fs.pipe_file(probe, b"-"), url, key)
-    attempt(lambda: remove(fs, probe), url, key)
+    attempt(partial(fs.pipe_file, probe, b"-"), url, key)
+    attempt(partial(remove, fs, probe), url, key)
 
 
 def send(file: Path) -> None:
@@ -595,7 +622,7 @@ def send(file: Path) -> None:
     if area_of(file):
         url = address(file)
         fs, path = connect(url)
-        attempt(lambda: put(fs, file, path), url)
+        attempt(partial(put, fs, file, path), url)
 
 
 def deliver(path: Path) -> None:
@@ -610,12 +637,16 @@ def deliver(path: Path) -> None:
         return
     url = address(path)
     fs, root = connect(url)
-    attempt(lambda: fs.pipe_file(f"{root}/{INCOMPLETE}", b"-"), url)
-    old = attempt(lambda: objects(fs, root), url)
-    files = {file.relative_to(path).as_posix(): file for file in path.rglob("*") if file.is_file()}
+    marker = f"{root}/{INCOMPLETE}"
+    attempt(partial(fs.pipe_file, marker, b"-"), url)
+    old = attempt(partial(objects, fs, root), url)
+    files: dict[str, Path] = {}
+    for file in path.rglob("*"):
+        if file.is_file():
+            files[file.relative_to(path).as_posix()] = file
     for name in sorted(files, key=lambda name: (name == "config.json", name)):
-        attempt(lambda name=name: put(fs, files[name], f"{root}/{name}"), f"{url}/{name}")
+        attempt(partial(put, fs, files[name], f"{root}/{name}"), f"{url}/{name}")
     for name in old.keys() - files.keys() - {INCOMPLETE}:
-        attempt(lambda name=name: remove(fs, f"{root}/{name}"), f"{url}/{name}")
-    attempt(lambda: remove(fs, f"{root}/{INCOMPLETE}"), url)
+        attempt(partial(remove, fs, f"{root}/{name}"), f"{url}/{name}")
+    attempt(partial(remove, fs, marker), url)
     shutil.rmtree(path)

@@ -75,14 +75,11 @@ def from_hub(name: str, **options: Any) -> Path:
     from huggingface_hub import get_session, snapshot_download
 
     hooks = get_session().event_hooks["request"]
-    if (
-        _limit_wait not in hooks
-    ):  # huggingface_hub asks for no limit in each request, whatever its client's is
+    # huggingface_hub asks for no limit in each request, whatever its client's is.
+    if _limit_wait not in hooks:
         hooks.append(_limit_wait)
-    text = (
-        f"waiting for {name} of the Hugging Face hub (it may take {HUB_SECONDS:.0f} s to answer) "
-        "..."
-    )
+    limit = f"{HUB_SECONDS:.0f} s"
+    text = f"waiting for {name} of the Hugging Face hub (it may take {limit} to answer) ..."
     note = threading.Timer(SILENT_SECONDS, print, (text,), {"file": sys.stderr, "flush": True})
     note.start()
     try:
@@ -93,9 +90,10 @@ def from_hub(name: str, **options: Any) -> Path:
 
 def _limit_wait(request: Any) -> None:
     limits = request.extensions.get("timeout", {})
-    request.extensions["timeout"] = {
-        phase: limits.get(phase) or HUB_SECONDS for phase in ("connect", "read", "write")
-    }
+    timeouts = {}
+    for phase in ("connect", "read", "write"):
+        timeouts[phase] = limits.get(phase) or HUB_SECONDS
+    request.extensions["timeout"] = timeouts
 
 
 @contextlib.contextmanager
@@ -187,13 +185,15 @@ def check_local(path: str | Path, key: str, area: str = "") -> Path:
     """The path, the value of `key`, with `~` expanded; that of a bucket's file in an `area` of the
     cache, as it is there. ShoalError for buckets without an area, of unknown kinds, and for `gs:/`,
     which would become a folder."""
-    if wrong := _ONE_SLASH.fullmatch(str(path)):
-        raise ShoalError(f"{key}={path} has one slash too few: give {wrong[1]}://{wrong[2]}")
+    one_slash = _ONE_SLASH.fullmatch(str(path))
+    if one_slash:
+        scheme, rest = one_slash.groups()
+        raise ShoalError(f"{key}={path} has one slash too few: give {scheme}://{rest}")
     if is_bucket(path):
         if not area:
             raise ShoalError(f"{key}={path}: no bucket can be used here; give a local folder")
         buckets.check_scheme(str(path), key)
-        return buckets.place(str(path), area, key)
+        return buckets.cache_path(str(path), area, key)
     try:
         return Path(path).expanduser()
     except RuntimeError as error:
@@ -206,7 +206,9 @@ def find_input(path: str | Path, key: str, weights: bool = False, groups: bool =
     """Where what `key` names can be read on this machine, if it exists: a bucket's is fetched, see
     `fetch`."""
     local = check_local(path, key, COPIES)
-    return buckets.fetch(str(path), key, weights, groups) if is_bucket(path) else local
+    if is_bucket(path):
+        return buckets.fetch(str(path), key, weights, groups)
+    return local
 
 
 TABLES = (".csv", ".tsv", ".parquet", ".arrow", ".xlsx")
@@ -283,10 +285,8 @@ def check_place(path: Path, key: str, within: bool = False) -> None:
         raise ShoalError(
             f"{key}={path} cannot be written: no permission in {above}; choose another place"
         )
-    with (
-        writing(path, key),
-        tempfile.TemporaryFile(dir=above),
-    ):  # some folders take none, whatever their mode says
+    # Some folders take no files, whatever their mode says.
+    with writing(path, key), tempfile.TemporaryFile(dir=above):
         pass
 
 
@@ -299,12 +299,17 @@ def sample_of(file: Path, start: int = 0, size: int | None = None) -> bytes:
     """Bytes from all over `size` bytes of a file (None: all of it): a short part whole, of a longer
     one SAMPLES pieces, with the first and the last. OSError where the file cannot be read."""
     with open(file, "rb", buffering=0) as stream:
-        total = os.fstat(stream.fileno()).st_size - start if size is None else size
+        total = size
+        if total is None:
+            total = os.fstat(stream.fileno()).st_size - start
         if total <= SAMPLES * SAMPLE_BYTES:
             return os.pread(stream.fileno(), total, start)
         last = total - SAMPLE_BYTES
-        places = [start + last * number // (SAMPLES - 1) for number in range(SAMPLES)]
-        return b"".join(os.pread(stream.fileno(), SAMPLE_BYTES, place) for place in places)
+        samples = b""
+        for number in range(SAMPLES):
+            position = start + last * number // (SAMPLES - 1)
+            samples += os.pread(stream.fileno(), SAMPLE_BYTES, position)
+        return samples
 
 
 def read_json(file: Path) -> dict[str, Any]:

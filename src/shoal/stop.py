@@ -41,19 +41,17 @@ class StopSignal:
 
     def check(self, patience_seconds: float = 0.0) -> None:
         """Raises StopRequested once a request is so many seconds old."""
-        if (
-            self.requested_at is not None
-            and time.monotonic() - self.requested_at >= patience_seconds
-        ):
+        if self.requested_at is None:
+            return
+        if time.monotonic() - self.requested_at >= patience_seconds:
             raise StopRequested
 
     @contextlib.contextmanager
     def raising_at_once(self) -> Iterator[None]:
         """Around a wait, or a call of a user's code, that may hang: a signal raises StopRequested
         out of it."""
-        self.raises_at_once = (
-            True  # before the check: a request between the two would only be recorded
-        )
+        # Before the check: a request between the two would only be recorded.
+        self.raises_at_once = True
         try:
             self.check()
             yield

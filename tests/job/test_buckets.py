@@ -37,10 +37,10 @@ from shoal.buckets import (
     RUNS,
     address,
     area_of,
+    cache_path,
     complete,
     fetch,
     fetch_into,
-    place,
 )
 from shoal.config.sections.reward import RewardSection
 from shoal.config.sections.task import TaskSection
@@ -124,8 +124,10 @@ def names(fs: Any, operation: str) -> list[str]:
 
 def test_a_path_of_the_cache_says_its_address(tmp_path):
     for url in ("s3://bucket/a folder/model", "gs://b/runs/first", "memory://x/y", "file:///tmp/x"):
-        assert address(place(url, COPIES)) == address(place(url, RUNS)) == url
-        assert area_of(place(url, RUNS)) == "runs" and place(url + "/", RUNS) == place(url, RUNS)
+        assert address(cache_path(url, COPIES)) == address(cache_path(url, RUNS)) == url
+        assert area_of(cache_path(url, RUNS)) == "runs" and cache_path(
+            url + "/", RUNS
+        ) == cache_path(url, RUNS)
     assert (
         address(tmp_path / "s3:" / "x") == str(tmp_path / "s3:" / "x") and area_of(tmp_path) == ""
     )
@@ -253,7 +255,7 @@ def test_a_key_that_leads_out_of_its_folder_is_refused(s3, tmp_path, key):
         client.put_object(Bucket="bucket", Key=f"{folder}/m/{each}", Body=b"{}")
     for read in (
         fetch,
-        lambda url: complete(place(url, COPIES)),
+        lambda url: complete(cache_path(url, COPIES)),
         lambda url: check_new_folder(url, "to"),
     ):
         with pytest.raises(
@@ -514,7 +516,7 @@ class Work:
 
     def __init__(self, url: str = "memory://b/run", most_unsaved: int = 1) -> None:
         self.said: list[str] = []
-        self.mirror = Mirror(place(url, RUNS), most_unsaved, cast(Any, self))
+        self.mirror = Mirror(cache_path(url, RUNS), most_unsaved, cast(Any, self))
         self.folder = self.mirror.folder
 
     def warning(self, text: str, key: str = "") -> None:
@@ -938,7 +940,9 @@ def test_a_bucket_that_is_not_there(s3, capsys, tmp_path):
 @pytest.mark.slow
 def test_the_root_of_a_bucket_is_a_place_like_any_other(s3, capsys, tmp_path, machine):
     boto3.client("s3").create_bucket(Bucket="rooted")
-    assert check_base("s3://rooted") == check_base("s3://rooted/") == place("s3://rooted", RUNS)
+    assert (
+        check_base("s3://rooted") == check_base("s3://rooted/") == cache_path("s3://rooted", RUNS)
+    )
     work = Work("s3://rooted")
     work.write("config.yaml", "steps: 9\n")
     work.save(2)
@@ -1082,10 +1086,10 @@ def test_gs_is_read_and_written_as_well(monkeypatch, machine, tmp_path):
         work.save(2)
         work.mirror.close()
         machine("second")
-        fetch_into(place("gs://there/my run", RUNS), weights=False)
-        complete(place("gs://there/my run/checkpoints/2", RUNS))
+        fetch_into(cache_path("gs://there/my run", RUNS), weights=False)
+        complete(cache_path("gs://there/my run/checkpoints/2", RUNS))
         assert (
-            contents(place("gs://there/my run", RUNS))["checkpoints/2/state/d/array"]
+            contents(cache_path("gs://there/my run", RUNS))["checkpoints/2/state/d/array"]
             == b"weights 2" * 100
         )
         data = write_data(tmp_path / "data")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import jax
 
-from shoal.buckets import RUNS, address, area_of, place
+from shoal.buckets import RUNS, address, area_of, cache_path
 from shoal.chat.tokenizer_files import read_date, write_date
 from shoal.config.key import shown
 from shoal.config.keywords import FROM_PYTHON
@@ -194,7 +194,7 @@ def open_folder(
     path = run or make_run_folder(config.base_output_directory, config.run_name)
     mirror = None
     if area_of(path):
-        path = place(address(path), RUNS)
+        path = cache_path(address(path), RUNS)
         console.note(f"{address(path)} is mirrored from {path}")
         mirror = stack.enter_context(closing(Mirror(path, config.checkpoint.most_unsaved, console)))
         if not run:

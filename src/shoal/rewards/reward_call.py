@@ -214,32 +214,32 @@ class Batch:
 # ---- calling
 
 
-def call(one: RewardFunction, batch: Batch, wait: Callable[[Awaitable[Any]], Any]) -> CallResult:
+def call(reward: RewardFunction, batch: Batch, wait: Callable[[Awaitable[Any]], Any]) -> CallResult:
     """Calls a function for a batch; `wait` runs what it returns where that must be awaited."""
     journal = _Journal(len(batch))
     try:
         with ends_copies():
-            result = one.function(**_arguments(one, batch, journal))
+            result = reward.function(**_arguments(reward, batch, journal))
             result = wait(result) if inspect.isawaitable(result) else result
-        return _read(one, result, batch, journal)
+        return _read(reward, result, batch, journal)
     except (Exception, SystemExit, asyncio.CancelledError) as error:
-        return _failed(one, batch, error)
+        return _failed(reward, batch, error)
 
 
 async def call_async(
-    one: RewardFunction, batch: Batch, limit_seconds: float | None = None
+    reward: RewardFunction, batch: Batch, limit_seconds: float | None = None
 ) -> CallResult:
     """`call` for an `async` function, on the running event loop."""
     journal = _Journal(len(batch))
     scope = asyncio.timeout(limit_seconds)
     try:
         async with scope:
-            result = await one.function(**_arguments(one, batch, journal))
-        return _read(one, result, batch, journal)
+            result = await reward.function(**_arguments(reward, batch, journal))
+        return _read(reward, result, batch, journal)
     # Ctrl-C is raised in the main thread, where no event loop runs: a KeyboardInterrupt here is the
     # function's own.
     except (Exception, SystemExit, KeyboardInterrupt, asyncio.CancelledError) as error:
-        return CallResult(kind="timed out") if scope.expired() else _failed(one, batch, error)
+        return CallResult(kind="timed out") if scope.expired() else _failed(reward, batch, error)
 
 
 class _BrokenConvention(Exception):
@@ -265,7 +265,7 @@ class _Journal:
         self.metrics.setdefault(str(name), []).append(float(value))
 
 
-def _failed(one: RewardFunction, batch: Batch, error: BaseException) -> CallResult:
+def _failed(reward: RewardFunction, batch: Batch, error: BaseException) -> CallResult:
     if isinstance(error, _BrokenConvention):
         return CallResult(kind=WRONG, text=str(error), cause=error.__cause__)
     if isinstance(error, ShoalError):  # the user's to fix, and the same for every completion
@@ -279,7 +279,7 @@ def _failed(one: RewardFunction, batch: Batch, error: BaseException) -> CallResu
             " (completions are strings here, because the prompts are text; give messages as "
             "prompts to get lists of messages)"
         )
-    where = _line_of_function(one.function, error)
+    where = _line_of_function(reward.function, error)
     return CallResult(kind="raised", text=text, where=where, cause=error)
 
 
@@ -301,11 +301,11 @@ def _line_of_function(function: Any, error: BaseException) -> str:
 # ---- arguments
 
 
-def _arguments(one: RewardFunction, batch: Batch, journal: _Journal) -> dict[str, Any]:
+def _arguments(reward: RewardFunction, batch: Batch, journal: _Journal) -> dict[str, Any]:
     """Fresh lists for each call, so that a function that changes them in place harms no other."""
-    if one.per_completion:
+    if reward.per_completion:
         columns = {name: values[0] for name, values in batch.columns.items()}
-        return _accepted(one.function, _verl_arguments(batch, columns))
+        return _accepted(reward.function, _verl_arguments(batch, columns))
     arguments: dict[str, Any] = {}
     for name, values in batch.columns.items():
         arguments[name] = list(values)
@@ -334,7 +334,7 @@ def _arguments(one: RewardFunction, batch: Batch, journal: _Journal) -> dict[str
     # What no rollout function of a group came to return; of one that failed nothing else is known.
     kinds = {vars(environment)["_kind"] for environment in batch.environments}
     num_rollouts = len(returned) if kinds <= {ROLLOUT, ""} else 0
-    return _accepted(one.function, arguments, num_rollouts)
+    return _accepted(reward.function, arguments, num_rollouts)
 
 
 def _verl_arguments(batch: Batch, columns: Mapping[str, Any]) -> dict[str, Any]:
@@ -394,8 +394,8 @@ def _accepted(
 # ---- results
 
 
-def _read(one: RewardFunction, result: Any, batch: Batch, journal: _Journal) -> CallResult:
-    if one.per_completion:
+def _read(reward: RewardFunction, result: Any, batch: Batch, journal: _Journal) -> CallResult:
+    if reward.per_completion:
         returned = [_verl_score(result, journal)]
     else:
         returned = _listed(result, batch)

@@ -101,13 +101,17 @@ def same(gold: str, answer: str) -> bool | None:
 
 def same_all(pairs: Sequence[tuple[str, str]]) -> list[bool | None]:
     """`same` for pairs (gold, answer), several at a time."""
-    found: list[bool | None] = [at_a_glance(gold, answer) for gold, answer in pairs]
-    asked = [i for i, pair in enumerate(pairs) if found[i] is None and all(map(_is_readable, pair))]
-    if asked:
-        checked = checker().ask([_in_latex(*pairs[i]) for i in asked])
-        for i, one in zip(asked, checked, strict=True):
-            found[i] = one
-    return found
+    verdicts: list[bool | None] = [at_a_glance(gold, answer) for gold, answer in pairs]
+    undecided: list[int] = []
+    to_check: list[Pair] = []
+    for i, (gold, answer) in enumerate(pairs):
+        if verdicts[i] is None and _is_readable(gold) and _is_readable(answer):
+            undecided.append(i)
+            to_check.append(_in_latex(gold, answer))
+    if undecided:
+        for i, is_same in zip(undecided, checker().ask(to_check), strict=True):
+            verdicts[i] = is_same
+    return verdicts
 
 
 def _in_latex(gold: str, answer: str) -> tuple[str, str]:
@@ -129,7 +133,9 @@ def _last_variable(answer: str) -> set[str]:
     letter stand behind numbers, or in words' wrapping."""
     expression = _unwrapped(answer.rpartition("=")[2])
     last = _LAST_LETTER.search(answer)
-    return {last[1]} if last is not None and variables_of(expression) else set()
+    if last is None or not variables_of(expression):
+        return set()
+    return {last[1]}
 
 
 def ends_with(gold: str, text: str) -> bool | None:
@@ -182,7 +188,8 @@ def at_a_glance(gold: str, answer: str) -> bool | None:
     if ("%" in gold) != ("%" in answer):
         percentage, number = (first, second) if "%" in gold else (second, first)
         return percentage == 100 * number
-    return False if first.denominator == second.denominator == 1 else None
+    are_whole = first.denominator == second.denominator == 1
+    return False if are_whole else None
 
 
 def _congruence(text: str) -> str:
@@ -193,7 +200,10 @@ def _congruence(text: str) -> str:
 def _is_readable(answer: str) -> bool:
     depth = most = 0
     for character in answer[: MAX_CHARS + 1]:
-        depth += (character in "([{") - (character in ")]}")
+        if character in "([{":
+            depth += 1
+        elif character in ")]}":
+            depth -= 1
         most = max(most, depth)
     return len(answer) <= MAX_CHARS and most <= MAX_DEPTH
 
@@ -203,7 +213,10 @@ def is_whole(gold: str) -> bool:
     large data set math-verify would take minutes."""
     depth = 0
     for brace in _BRACE.findall(gold[: MAX_CHARS + 1]):
-        depth += {"{": 1, "}": -1}.get(brace, 0)
+        if brace == "{":
+            depth += 1
+        elif brace == "}":
+            depth -= 1
         if depth < 0:
             return False
     return depth == 0 and len(gold) <= MAX_CHARS
@@ -216,15 +229,18 @@ def latex(answer: str, variables: Collection[str] = ()) -> str:
     answer = _exponentials(_PI.sub(r"\\pi ", _spelled_out(answer)))
     for signs, sign in _TWO_SIGNS.items():
         answer = re.sub(signs, sign, answer)
-    more = 1
-    while more:  # the inner roots first
-        answer, more = _ROOT.subn(
-            lambda match: f"\\sqrt{{{match[1] or match[2] or match[3]}}}", answer
-        )
+    num_roots = 1
+    while num_roots > 0:  # the inner roots first
+        answer, num_roots = _ROOT.subn(_root_in_latex, answer)
     last = _LAST_LETTER.search(answer)
     if last is not None and last[1] in variables:
         answer = f"{answer[: last.start()]}{{{last[1]}}}"
     return _LETTERS.sub(r"(\1\2)", _ROOT_ALONE.sub(r"\\sqrt ", answer))
+
+
+def _root_in_latex(match: re.Match[str]) -> str:
+    inside = match[1] or match[2] or match[3]
+    return f"\\sqrt{{{inside}}}"
 
 
 def _unwrapped(answer: str) -> str:
@@ -250,10 +266,11 @@ def _spelled_out(answer: str) -> str:
 
 def _in_radians(answer: str) -> str:
     """Degrees within sin, cos, ... in radians: elsewhere their sign is left out."""
-    parts, place = [], 0
+    parts = []
+    done = 0  # so many characters are in the parts
     for match in _TRIGONOMETRIC.finditer(answer):
         start = match.end()
-        if match.start() < place:
+        if match.start() < done:
             continue
         rest = answer[start:]
         opening = re.match(r"(?:\\left\s*)?[({\[]", rest)
@@ -265,11 +282,11 @@ def _in_radians(answer: str) -> str:
             end = start + alone.end()
         elif not match[0].startswith("\\"):  # `5 sec`
             continue
-        parts.append(f"{answer[place : match.start()]}\\{match[1]}")
+        parts.append(f"{answer[done : match.start()]}\\{match[1]}")
         argument = _DEGREES.sub(r"{(\\frac{\1\\pi}{180})}", answer[start:end])
         parts.append(argument or " ")
-        place = end
-    return "".join(parts) + answer[place:]
+        done = end
+    return "".join(parts) + answer[done:]
 
 
 def _closing(text: str, start: int) -> int:
@@ -278,7 +295,10 @@ def _closing(text: str, start: int) -> int:
     closing = {"(": ")", "[": "]", "{": "}"}[opening]
     depth = 0
     for end in range(start, len(text)):
-        depth += (text[end] == opening) - (text[end] == closing)
+        if text[end] == opening:
+            depth += 1
+        elif text[end] == closing:
+            depth -= 1
         if depth == 0:
             return end + 1
     return start
@@ -390,7 +410,8 @@ class Checker:
             self._workers = WorkerPool(
                 _Handler(self.cpu_seconds).check, limits, prepare=_import_math_verify
             )
-        first, self._next_call = self._next_call, self._next_call + len(keys)
+        first = self._next_call
+        self._next_call += len(keys)
         left = set(range(len(keys)))
         deadline = time.monotonic() + limits.most_seconds(len(keys))
         try:
@@ -399,19 +420,21 @@ class Checker:
                 self._workers.submit(first + i, {"texts": key})
             while left and self._workers is not None and time.monotonic() < deadline:
                 for call, reply in self._workers.wait(1.0):
-                    if call - first in left:  # not of a check that an interrupt ended
-                        left.discard(call - first)
-                        if "unusable" in reply:
-                            raise ShoalError(
-                                f"math-verify cannot be used ({reply['unusable']}): pip install "
-                                "'.[math]' in the clone of Shoal"
-                            )
-                        results[call - first] = reply.get("same", results[call - first])
+                    number = call - first
+                    if number not in left:  # of a check that an interrupt ended
+                        continue
+                    left.discard(number)
+                    if "unusable" in reply:
+                        raise ShoalError(
+                            f"math-verify cannot be used ({reply['unusable']}): pip install "
+                            "'.[math]' in the clone of Shoal"
+                        )
+                    if "same" in reply:
+                        results[number] = reply["same"]
         except WorkersLost:
             pass
-        except (
-            BaseException
-        ):  # a stop may fall between two halves of a frame: other runs of this process start anew
+        except BaseException:
+            # A stop may fall between two halves of a frame: the next check starts other workers.
             self.close()
             raise
         if left:
@@ -458,19 +481,20 @@ class _Handler:
             return {"unusable": _unusable}
         how, gold, answer = header["texts"]
         self.num_checks += 1
-        signal.setitimer(
-            signal.ITIMER_PROF, self.cpu_seconds
-        )  # at its end the system ends the process
+        reply: Header = {"spent": self.num_checks >= CHECKS_A_WORKER}
+        # At its end the system ends the process.
+        signal.setitimer(signal.ITIMER_PROF, self.cpu_seconds)
         try:
-            reply: Header = {
-                "same": _same_as_trl(gold, answer)
-                if how == "trl"
-                else _same(gold, answer if how == "text" else f"\\boxed{{{answer}}}")
-            }
-        except (Exception, RecursionError):
-            reply = {}
+            if how == "trl":
+                reply["same"] = _same_as_trl(gold, answer)
+            elif how == "text":
+                reply["same"] = _same(gold, answer)
+            else:
+                reply["same"] = _same(gold, f"\\boxed{{{answer}}}")
+        except (Exception, RecursionError):  # the reply has no verdict
+            pass
         signal.setitimer(signal.ITIMER_PROF, 0)
-        return {**reply, "spent": self.num_checks >= CHECKS_A_WORKER}
+        return reply
 
 
 def _same(gold: str, answer: str) -> bool:
@@ -537,22 +561,21 @@ def _our_comparison() -> Iterator[None]:
     from math_verify import grader  # pyright: ignore[reportMissingImports]
     from sympy import Tuple  # pyright: ignore[reportMissingImports]
 
-    read_set, compare_elements = (
-        _Latex2Sympy.convert_finite_set,
-        grader.sympy_deep_compare_set_and_tuple,
-    )
+    read_set = _Latex2Sympy.convert_finite_set
+    compare_elements = grader.sympy_deep_compare_set_and_tuple
     compare_numbers = grader.sympy_numeric_eq
 
     def read_noted_set(self: Any, expr: Any) -> Any:
-        found = read_set(self, expr)
-        if isinstance(found, FiniteSet) and not expr.BOXED_CMD():
-            vars(found)[_IN_BRACES] = True
-        return found
+        elements = read_set(self, expr)
+        if isinstance(elements, FiniteSet) and not expr.BOXED_CMD():
+            vars(elements)[_IN_BRACES] = True
+        return elements
 
     def compare_noted(first: Any, second: Any, *rest: Any) -> bool:
-        for one, other in ((first, second), (second, first)):
-            if isinstance(one, Tuple) and getattr(other, _IN_BRACES, False):
-                return False
+        if isinstance(first, Tuple) and getattr(second, _IN_BRACES, False):
+            return False
+        if isinstance(second, Tuple) and getattr(first, _IN_BRACES, False):
+            return False
         return compare_elements(first, second, *rest)
 
     _Latex2Sympy.convert_finite_set = read_noted_set

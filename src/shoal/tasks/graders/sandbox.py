@@ -59,9 +59,11 @@ def command() -> list[str]:
         "--hostname",
         "sandbox",
     ]
-    for folder in dict.fromkeys(
-        ("/usr", "/lib", "/lib64", "/bin", os.path.realpath(sys.base_prefix))
-    ):
+    folders = ["/usr", "/lib", "/lib64", "/bin"]
+    home_of_python = os.path.realpath(sys.base_prefix)
+    if home_of_python not in folders:
+        folders.append(home_of_python)
+    for folder in folders:
         words += ["--ro-bind-try", folder, folder]
     words += [
         "--proc",
@@ -79,7 +81,9 @@ def command() -> list[str]:
     ]
     # -I and -S: neither the environment nor installed packages reach it.
     source = Path(__file__).with_name("sandbox_main.py").read_text(encoding="utf-8")
-    return [*words, python, "-ISBc", source, *map(str, (CPU_SECONDS, WALL_SECONDS, MEMORY_BYTES))]
+    words += [python, "-ISBc", source]
+    words += [str(CPU_SECONDS), str(WALL_SECONDS), str(MEMORY_BYTES)]
+    return words
 
 
 @functools.cache
@@ -113,11 +117,9 @@ def run(case: Mapping[str, Any]) -> str:
 async def run_all(cases: Sequence[Mapping[str, Any]]) -> list[str]:
     """The outcomes of several cases, as many at once as there are cores."""
     loop = asyncio.get_running_loop()
-    return list(
-        await asyncio.gather(
-            *(loop.run_in_executor(_threads(os.getpid()), run, case) for case in cases)
-        )
-    )
+    threads = _threads(os.getpid())
+    running = [loop.run_in_executor(threads, run, case) for case in cases]
+    return list(await asyncio.gather(*running))
 
 
 @functools.cache
@@ -130,7 +132,7 @@ def _threads(process: int) -> ThreadPoolExecutor:
 def _run(text: str) -> str:
     seal = secrets.token_hex(16)  # the tester alone reads it, so nothing else can write a verdict
     try:
-        made = subprocess.run(
+        tester = subprocess.run(
             command(),
             input=_sealed(text, seal).encode(),
             stdout=subprocess.PIPE,
@@ -141,21 +143,19 @@ def _run(text: str) -> str:
         )
     except subprocess.TimeoutExpired:  # bwrap was killed, and with it everything in its namespace
         return "timed out"
-    outcome, _, found = made.stdout.decode(errors="replace").rpartition(" ")
-    return outcome if found == seal and outcome in OUTCOMES else "crashed"
+    outcome, _, its_seal = tester.stdout.decode(errors="replace").rpartition(" ")
+    if its_seal != seal or outcome not in OUTCOMES:
+        return "crashed"
+    return outcome
 
 
 def _sealed(text: str, seal: str) -> str:
     """A case as the tester reads it."""
     case = json.loads(text)
     tested = tested_names(case)
-    return json.dumps(
-        {
-            **case,
-            "given": tested.given,
-            "names": tested.names,
-            "spare": tested.spare,
-            "imports": tested.imports,
-            "seal": seal,
-        }
-    )
+    case["given"] = tested.given
+    case["names"] = tested.names
+    case["spare"] = tested.spare
+    case["imports"] = tested.imports
+    case["seal"] = seal
+    return json.dumps(case)

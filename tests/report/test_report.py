@@ -824,13 +824,13 @@ def test_the_summary_compares_before_and_after():
         (make_group(texts=("6",)), make_group(texts=("2 + 3 = 5\n5",))),
         [
             summary_facts(
-                {
-                    "steps_made": 1,
-                    "seconds_total": 93.25,
-                    "sample_tokens_per_second": 1500.0,
-                    "train_tokens_per_second": None,
-                    "num_compilations": 1200,
-                }
+                SimpleNamespace(
+                    steps_made=1,
+                    seconds_total=93.25,
+                    sample_tokens_per_second=1500.0,
+                    train_tokens_per_second=None,
+                    num_compilations=1200,
+                )  # type: ignore[arg-type]
             ),
             account_text({"sampled": 4321, "trained": 4000, "lost": 0, "unused": 321}),
         ],

@@ -21,7 +21,7 @@ from shoal.report.sinks import Background, GroupWriter, completion_rows
 from shoal.report.watch import Watch
 from shoal.runs.groups import TokenLogprobs
 from shoal.runs.layout import parts_of
-from shoal.runs.lines import evaluation_scalars
+from shoal.runs.lines import Summary, evaluation_scalars
 from shoal.runs.metrics import ENVIRONMENT, MetricSet, logged_name
 from shoal.runs.reader import reward_changed_at
 from shoal.runs.summary import account_text, curve_text, summary_facts, version_text
@@ -352,26 +352,26 @@ class Recorder:
             self._print(self.warned)
         summary = self._summary(last)
         solved = None
-        if summary["after"]:
+        if summary.after:
             self.console.heading("before and after")
             if self.keep_groups:
-                solved = self.folder.solved_question(next(iter(summary["after"])), last)
+                solved = self.folder.solved_question(next(iter(summary.after)), last)
         facts = [
             curve_text(self.evaluations),
             summary_facts(summary),
-            account_text(summary["tokens"]),
+            account_text(summary.tokens),
         ]
         configs = {number: flat_values(file) for number, file in parts_of(self.folder.path).items()}
         self.console.summary(
-            summary["before"], summary["after"], solved, facts, reward_changed_at(configs)
+            summary.before, summary.after, solved, facts, reward_changed_at(configs)
         )
-        for failed, number in summary["reward_failures"].items():
+        for failed, number in summary.reward_failures.items():
             what = "" if failed.startswith(f"{ENVIRONMENT}: ") else "reward function "
             self.console.warning(f"{what}{failed} for {count(number, 'completion')}")
-        self.folder.write_summary(summary)
+        self.folder.write_summary(summary.record())
         self.folder.flush()
         self.next_steps(has_weights=True)
-        return summary
+        return summary.record()
 
     def next_steps(self, has_weights: bool) -> None:
         """Says where the run is, how to look at it, and, where it has a checkpoint, what to do with
@@ -383,7 +383,7 @@ class Recorder:
                 f"`shoal export from={where} to=FOLDER` writes the weights in Hugging Face's format"
             )
 
-    def _summary(self, last: int) -> dict[str, Any]:
+    def _summary(self, last: int) -> Summary:
         """What summary.json holds of a run that ended after step `last`."""
         before = self.evaluations.get(0, {})
         after = self.evaluations.get(last, {})
@@ -400,28 +400,28 @@ class Recorder:
         reward_failures = {}
         for (name, kind), number in sorted(self.failures.items()):
             reward_failures[f"{name}: {kind}"] = number
-        return {
-            "accuracy_before": main_before.get("accuracy"),
-            "accuracy_after": main_after.get("accuracy"),
-            "mean_reward_before": main_before.get("mean_reward"),
-            "mean_reward_after": main_after.get("mean_reward"),
-            "num_questions": main_after.get("num_questions", 0),
-            "protocol": main_after.get("protocol"),
-            "before": before,
-            "after": after,
-            "seconds_total": time.perf_counter() - self.started,
-            "seconds_by_phase": phases,
-            "seconds_training": self.seconds.get("training", 0.0),
-            "sample_tokens_per_second": speed("tokens/sampled", "sample"),
-            "train_tokens_per_second": speed("tokens/trained", "update"),
-            "steps": self.steps,
-            "steps_made": last,
-            "tokens": token_account(self.account),
-            "num_compilations": self.compilations(),
-            "prompts_dropped": self.prompts_dropped,
-            "reward_failures": reward_failures,
-            "run_folder": address(self.folder.path),
-        }
+        return Summary(
+            accuracy_before=main_before.get("accuracy"),
+            accuracy_after=main_after.get("accuracy"),
+            mean_reward_before=main_before.get("mean_reward"),
+            mean_reward_after=main_after.get("mean_reward"),
+            num_questions=main_after.get("num_questions", 0),
+            protocol=main_after.get("protocol"),
+            before=before,
+            after=after,
+            seconds_total=time.perf_counter() - self.started,
+            seconds_by_phase=phases,
+            seconds_training=self.seconds.get("training", 0.0),
+            sample_tokens_per_second=speed("tokens/sampled", "sample"),
+            train_tokens_per_second=speed("tokens/trained", "update"),
+            steps=self.steps,
+            steps_made=last,
+            tokens=token_account(self.account),
+            num_compilations=self.compilations(),
+            prompts_dropped=self.prompts_dropped,
+            reward_failures=reward_failures,
+            run_folder=address(self.folder.path),
+        )
 
     def close(self) -> None:
         self._groups.close()

@@ -11,7 +11,7 @@ import math
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Literal, SupportsFloat, cast, get_args
 
@@ -166,6 +166,35 @@ class EventLine:
 
     def record(self) -> dict[str, Any]:
         return asdict(self)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """summary.json: what a run that has made all its steps reached, and what it took."""
+
+    accuracy_before: float | None  # on the first data set; None where the task defines none
+    accuracy_after: float | None
+    mean_reward_before: float | None
+    mean_reward_after: float | None
+    num_questions: int  # of the last evaluation
+    protocol: str | None
+    before: Mapping[str, Mapping[str, Any]]  # data set -> figure -> value
+    after: Mapping[str, Mapping[str, Any]]
+    seconds_total: float
+    seconds_by_phase: Mapping[str, float]
+    seconds_training: float
+    sample_tokens_per_second: float | None
+    train_tokens_per_second: float | None
+    steps: int  # that the settings say
+    steps_made: int  # fewer where the data was exhausted
+    tokens: Mapping[str, int]  # that were sampled, and what became of them
+    num_compilations: int
+    prompts_dropped: int
+    reward_failures: Mapping[str, int]  # by function and kind
+    run_folder: str
+
+    def record(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
 def _step_of(record: Mapping[str, Any]) -> int:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from shoal.runs.lines import Summary
 from shoal.text import (
     count,
     duration,
@@ -254,14 +255,14 @@ def curve_text(evaluations: Mapping[int, Mapping[str, Mapping[str, Any]]]) -> st
     return f"{main_set} {name.replace('_', ' ')} by step{note}: {', '.join(values)}"
 
 
-def summary_facts(summary: Mapping[str, Any]) -> str:
+def summary_facts(summary: Summary) -> str:
     """What a finished run took."""
-    steps = count(summary["steps_made"], "step")
-    sampling = speed_text(summary["sample_tokens_per_second"])
-    training = speed_text(summary["train_tokens_per_second"])
-    programs = count(summary["num_compilations"], "program")
+    steps = count(summary.steps_made, "step")
+    sampling = speed_text(summary.sample_tokens_per_second)
+    training = speed_text(summary.train_tokens_per_second)
+    programs = count(summary.num_compilations, "program")
     return (
-        f"{steps} in {duration(summary['seconds_total'])}: sampling {sampling}, training "
+        f"{steps} in {duration(summary.seconds_total)}: sampling {sampling}, training "
         f"{training}, with the compilation of {programs}"
     )
 

@@ -120,8 +120,10 @@ class RunWriter:
         complete (`evaluated`), and those that are asked for `again`; torn lines too. Says so as an
         event."""
 
-        def is_kept(number: int) -> bool:
-            return number not in again and number <= version - (not evaluated)
+        last_evaluation = version if evaluated else version - 1
+
+        def is_kept(number: int) -> bool:  # the evaluation of a version
+            return number not in again and number <= last_evaluation
 
         def is_kept_event(line: Mapping[str, Any]) -> bool:
             event = EventLine.parse(line)
@@ -136,11 +138,15 @@ class RunWriter:
         self.evaluations.keep(lambda line: is_kept(line["step"]))
         self.events.keep(is_kept_event, self._events_before)
         with writing(self.groups_path):
-            for file in self.groups_path.iterdir() if self.groups_path.is_dir() else ():
-                name, _, number = file.stem.rpartition("_")
-                kept = not number.isdigit() or (
-                    is_kept(int(number)) if name.startswith("evaluate") else int(number) <= version
-                )
+            files = list(self.groups_path.iterdir()) if self.groups_path.is_dir() else []
+            for file in files:
+                name, _, digits = file.stem.rpartition("_")
+                if not digits.isdigit():
+                    kept = True
+                elif name.startswith("evaluate"):
+                    kept = is_kept(int(digits))
+                else:
+                    kept = int(digits) <= version
                 if file.name.startswith(".") or not kept:
                     file.unlink()
             self.summary_path.unlink(missing_ok=True)
@@ -148,7 +154,6 @@ class RunWriter:
                 if number > max(version, 0):
                     file.unlink()
                     decided_file(file).unlink(missing_ok=True)
-
         if version >= 0:
             self.write_event("note", f"resumed from the checkpoint of step {version}")
         else:
@@ -197,21 +202,18 @@ class RunWriter:
     def write_hydra(self, config: str, overrides: Sequence[str]) -> None:
         """The files that Hydra writes, as those who come from it look for them; nothing here reads
         them."""
-        place, cwd = self.path / ".hydra", str(Path.cwd())
         job = {
             "hydra": {
                 "job": {"name": self.path.name},
                 "mode": "RUN",
                 "overrides": {"task": list(overrides)},
-                "runtime": {"cwd": cwd, "output_dir": str(self.path.absolute())},
+                "runtime": {"cwd": str(Path.cwd()), "output_dir": str(self.path.absolute())},
             }
         }
-        for name, text in (
-            ("config", config.rstrip("\n")),
-            ("overrides", json.dumps([*overrides], indent=0)),
-            ("hydra", json.dumps(job, indent=2)),
-        ):
-            write_atomically(place / f"{name}.yaml", [text])
+        folder = self.path / ".hydra"
+        write_atomically(folder / "config.yaml", [config.rstrip("\n")])
+        write_atomically(folder / "overrides.yaml", [json.dumps(list(overrides), indent=0)])
+        write_atomically(folder / "hydra.yaml", [json.dumps(job, indent=2)])
 
     def write_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
         self.metrics.write(StepLine(step, metrics))
@@ -262,20 +264,18 @@ class RunWriter:
     def solved_question(self, subset: str, last: int) -> tuple[Group, Group] | None:
         """The first question of a data set that was answered wrong before training and is answered
         right after step `last`, with both answers; None without one, or without the files."""
-        with contextlib.suppress(ShoalError):
-            before, after = (
-                read_file(self.groups_path / groups_file(Purpose.EVALUATE, subset, step))
-                for step in (0, last)
-            )
-            for old, new in (
-                (old.group, new.group) for old, new in zip(before, after, strict=False)
-            ):
-                if (
-                    old.correct is not None
-                    and new.correct is not None
-                    and new.correct[0] > old.correct[0]
-                ):
-                    return old, new
+        try:
+            before = read_file(self.groups_path / groups_file(Purpose.EVALUATE, subset, 0))
+            after = read_file(self.groups_path / groups_file(Purpose.EVALUATE, subset, last))
+        except ShoalError:
+            return None
+        for stored_before, stored_after in zip(before, after, strict=False):
+            old = stored_before.group
+            new = stored_after.group
+            if old.correct is None or new.correct is None:
+                continue
+            if new.correct[0] > old.correct[0]:
+                return old, new
         return None
 
     def write_pass_rates(self, record: Iterable[Mapping[str, Any]]) -> None:
@@ -332,12 +332,12 @@ class NullRunWriter(RunWriter):
         return []
 
     def read_evaluations(self) -> dict[int, dict[str, Mapping[str, Any]]]:
+        evaluations = super().read_evaluations()
         # As they will be when process 0 has removed the later ones.
-        return {
-            version: figures
-            for version, figures in super().read_evaluations().items()
-            if version <= self.last_evaluation
-        }
+        for version in list(evaluations):
+            if version > self.last_evaluation:
+                del evaluations[version]
+        return evaluations
 
     def _nothing(self, *_: Any, **__: Any) -> Any:
         pass

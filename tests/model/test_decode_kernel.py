@@ -22,11 +22,10 @@ from shoal.model.attention import decode_gpu, decode_tpu, selector
 from shoal.model.attention import tpu as tpu_attention
 from shoal.model.attention import trials as kernel_trials
 from shoal.model.attention.caches import PAGE, LayerCache, in_pages
-from shoal.model.attention.decode import decode_attention
+from shoal.model.attention.decode import Keys, decode_attention, online_softmax
 from shoal.model.attention.decode_gpu import attend_slots, block_keys, slots_at_once
 from shoal.model.attention.decode_tpu import Tiles, attend_pages
 from shoal.model.attention.selector import decodes_by_kernel
-from shoal.model.attention.softmax import Keys, online_softmax
 from shoal.model.rotary import rotary, rotate
 from shoal.model.transformer import Model
 from shoal.records import ShoalError

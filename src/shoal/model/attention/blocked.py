@@ -11,14 +11,22 @@ computes again from the log-sum-exp (FlashAttention-2, Dao 2023, arXiv 2307.0869
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from shoal.model.attention import softmax
 from shoal.model.attention.rule import Blocks, BlockTokens, reads
-from shoal.model.attention.softmax import LOWEST, by_key_head, einsum32, largest_block
+from shoal.model.attention.softmax import (
+    NO_KEY,
+    RunningSoftmax,
+    by_key_head,
+    einsum32,
+    largest_block,
+    masked,
+)
 
 BLOCK = {"cpu": 64, "gpu": 256, "tpu": 512}
 """Queries, and keys, of a block. On CPU 32 and 128 take longer (docs/LOG.md)."""
@@ -43,10 +51,13 @@ def attend_by_blocks(
     segment 0, padding, none: its result is 0, and so is its gradient. Scores and sums are float32.
     `at_once` blocks of queries are computed together (0: all).
     """
-    heads, (count, block) = k.shape[-2], blocks.own.segment.shape
-    grouped = by_key_head(q, heads).reshape(count, block, heads, -1, q.shape[-1])
-    keys, values = (x.reshape(-1, block, heads, q.shape[-1]) for x in (k, v))
-    out: Any = _attend(largest_block(count, at_once or count), grouped, keys, values, blocks)
+    key_heads, head_dim = k.shape[-2:]
+    count, block = blocks.own.segment.shape
+    queries = by_key_head(q, key_heads).reshape(count, block, key_heads, -1, head_dim)
+    keys = k.reshape(-1, block, key_heads, head_dim)
+    values = v.reshape(-1, block, key_heads, head_dim)
+    blocks_at_once = largest_block(count, at_once or count)
+    out: Any = _attend(blocks_at_once, queries, keys, values, blocks)
     return out.reshape(q.shape)
 
 
@@ -61,28 +72,30 @@ def _forward(
     """Output, and what the backward pass reads: output and log-sum-exp of each query beside the
     inputs."""
 
-    def some(inputs: tuple[jax.Array, tuple]) -> tuple[jax.Array, jax.Array]:
-        q, mine = inputs
+    def attend_some(inputs: tuple[jax.Array, KeyLists]) -> tuple[jax.Array, jax.Array]:
+        q, key_lists = inputs  # n blocks of queries: [n, c, K, g, A]
 
-        def add(turn: jax.Array, carry: tuple) -> tuple:
-            top, total, out = carry
-            number, mask = _turn(blocks.other, mine, turn)
-            scores = jnp.where(mask, einsum32("nckga,ntka->nkgct", q, k[number]), LOWEST)
-            new_top = jnp.maximum(top, scores.max(-1))
-            shrink = jnp.exp(top - new_top)
-            p = jnp.where(mask, jnp.exp(scores - new_top[..., None]), 0.0)
-            part = einsum32("nkgct,ntka->nkgca", p.astype(v.dtype), v[number])
-            return new_top, total * shrink + p.sum(-1), out * shrink[..., None] + part
+        def add(turn: jax.Array, running: RunningSoftmax) -> RunningSoftmax:
+            number, mask = _keys_of_turn(blocks.other, key_lists, turn)
+            scores = masked(einsum32("nckga,ntka->nkgct", q, k[number]), mask)
+            values = v[number]
 
-        zeros = jnp.zeros((*q.shape[:1], *q.shape[2:4], q.shape[1]), jnp.float32)  # [n, K, g, c]
-        start = zeros + LOWEST, zeros, jnp.zeros((*zeros.shape, q.shape[-1]), jnp.float32)
-        top, total, out = jax.lax.fori_loop(0, mine[-1].max(), add, start)
-        # A query without keys: 0, and a log-sum-exp that makes no NaN.
-        known = jnp.where(total == 0.0, 1.0, total)
-        return jnp.moveaxis(out / known[..., None], 3, 1).astype(q.dtype), top + jnp.log(known)
+            def weigh_values(weights: jax.Array) -> jax.Array:
+                return einsum32("nkgct,ntka->nkgca", weights.astype(v.dtype), values)
 
-    out, lse = _joined(jax.lax.map(some, _parts((q, _own(blocks)), at_once)))
-    out, lse = (checkpoint_name(x, "kernel") for x in (out, lse))  # see REMAT
+            return softmax.add_block(running, scores, weigh_values, jnp.exp)
+
+        count, block, key_heads, share, head_dim = q.shape
+        by_query = count, key_heads, share, block
+        start = softmax.start(by_query, (count, key_heads, share, block, head_dim), NO_KEY)
+        running = jax.lax.fori_loop(0, key_lists.counts.max(), add, start)
+        out, lse = softmax.finish(running, jnp.log)
+        return jnp.moveaxis(out, 3, 1).astype(q.dtype), lse
+
+    parts = _split_blocks((q, _key_lists(blocks)), at_once)
+    out, lse = _join_blocks(jax.lax.map(attend_some, parts))
+    out = checkpoint_name(out, "kernel")  # see REMAT
+    lse = checkpoint_name(lse, "kernel")
     return out, (q, k, v, blocks, out, lse)
 
 
@@ -93,57 +106,75 @@ def _backward(at_once: int, residuals: Any, d_out: jax.Array) -> tuple:
     # dimensions.
     delta = jnp.moveaxis(einsum32("nckga,nckga->nckg", out, d_out), 1, 3)
 
-    def some(d_keys: tuple, inputs: tuple) -> tuple[tuple, jax.Array]:
-        q, d_out, lse, delta, mine = inputs
+    def add_some(d_keys: tuple, inputs: tuple) -> tuple[tuple, jax.Array]:
+        q, d_out, lse, delta, key_lists = inputs
+        d_k, d_v = d_keys
 
         def add(turn: jax.Array, carry: tuple) -> tuple:
             d_q, d_k, d_v = carry
-            number, mask = _turn(blocks.other, mine, turn)
-            keys, values = k[number], v[number]
-            p = jnp.where(
-                mask, jnp.exp(einsum32("nckga,ntka->nkgct", q, keys) - lse[..., None]), 0.0
-            )
+            number, mask = _keys_of_turn(blocks.other, key_lists, turn)
+            keys = k[number]
+            values = v[number]
+            scores = einsum32("nckga,ntka->nkgct", q, keys)
+            p = jnp.where(mask, jnp.exp(scores - lse[..., None]), 0.0)
             d_p = einsum32("nckga,ntka->nkgct", d_out, values)
             d_scores = (p * (d_p - delta[..., None])).astype(q.dtype)
             d_q += einsum32("nkgct,ntka->nckga", d_scores, keys)
             # Several blocks of queries read one block of keys.
             d_k = d_k.at[number].add(einsum32("nkgct,nckga->ntka", d_scores, q))
-            return (
-                d_q,
-                d_k,
-                d_v.at[number].add(einsum32("nkgct,nckga->ntka", p.astype(q.dtype), d_out)),
-            )
+            d_v = d_v.at[number].add(einsum32("nkgct,nckga->ntka", p.astype(q.dtype), d_out))
+            return d_q, d_k, d_v
 
-        start = jnp.zeros(q.shape, jnp.float32), *d_keys
-        d_q, d_k, d_v = jax.lax.fori_loop(0, mine[-1].max(), add, start)
+        start = jnp.zeros(q.shape, jnp.float32), d_k, d_v
+        d_q, d_k, d_v = jax.lax.fori_loop(0, key_lists.counts.max(), add, start)
         return (d_k, d_v), d_q.astype(q.dtype)
 
     zeros = jnp.zeros(k.shape, jnp.float32)
-    (d_k, d_v), d_q = jax.lax.scan(
-        some, (zeros, zeros), _parts((q, d_out, lse, delta, _own(blocks)), at_once)
-    )
-    return _joined(d_q), d_k.astype(k.dtype), d_v.astype(v.dtype), None
+    parts = _split_blocks((q, d_out, lse, delta, _key_lists(blocks)), at_once)
+    (d_k, d_v), d_q = jax.lax.scan(add_some, (zeros, zeros), parts)
+    return _join_blocks(d_q), d_k.astype(k.dtype), d_v.astype(v.dtype), None
 
 
 _attend.defvjp(_forward, _backward)
 
 
-def _own(blocks: Blocks) -> tuple[BlockTokens, jax.Array, jax.Array]:
-    return blocks.own, blocks.lists, blocks.counts
+class KeyLists(NamedTuple):
+    """Blocks of queries, and the blocks of keys that each reads: `Blocks` without the keys."""
+
+    own: BlockTokens
+    lists: jax.Array
+    counts: jax.Array
 
 
-def _turn(keys: BlockTokens, mine: tuple, turn: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _key_lists(blocks: Blocks) -> KeyLists:
+    return KeyLists(blocks.own, blocks.lists, blocks.counts)
+
+
+def _keys_of_turn(
+    keys: BlockTokens, key_lists: KeyLists, turn: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """The blocks of keys that some blocks of queries read in this turn [n], and which of their keys
     [n, 1, 1, c, t]."""
-    own, lists, counts = mine
-    number = lists[:, turn]
-    mask = reads(own.tokens.to_meet(2), BlockTokens(*(x[number] for x in keys)).tokens.to_meet(1))
-    return number, (mask & (turn < counts)[:, None, None])[:, None, None]
+    number = key_lists.lists[:, turn]
+    read = BlockTokens(keys.segment[number], keys.prompt[number], keys.first[number])
+    mask = reads(key_lists.own.tokens.to_meet(2), read.tokens.to_meet(1))
+    has_turn = turn < key_lists.counts  # other blocks of queries may have more
+    return number, (mask & has_turn[:, None, None])[:, None, None]
 
 
-def _parts(tree: Any, at_once: int) -> Any:
-    return jax.tree.map(lambda x: x.reshape(-1, at_once, *x.shape[1:]), tree)
+def _split_blocks(tree: Any, at_once: int) -> Any:
+    """[N, ...] -> [N / at_once, at_once, ...]"""
+
+    def split(x: jax.Array) -> jax.Array:
+        return x.reshape((-1, at_once, *x.shape[1:]))
+
+    return jax.tree.map(split, tree)
 
 
-def _joined(tree: Any) -> Any:
-    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), tree)
+def _join_blocks(tree: Any) -> Any:
+    """The way back."""
+
+    def join(x: jax.Array) -> jax.Array:
+        return jax.lax.collapse(x, 0, 2)
+
+    return jax.tree.map(join, tree)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ from shoal.model.attention.selector import by_pages
 from shoal.model.transformer import Model
 
 KEY_BLOCK = 64
-"""The sizes of caches are multiples of it."""
+"""Keys of which the sizes of caches are multiples."""
 
 
 PAGE = 128
@@ -24,11 +25,11 @@ multiples of it."""
 
 
 NO_PAGE = 2**31 - 1
-"""In a table: past the end of any pool, so nothing is written."""
+"""Page number in a table that is past the end of any pool: nothing is written there."""
 
 
 MOST_SIBLINGS = 32
-"""Slots of a row on TPUs: of all the kernel holds a page at once in on-chip memory."""
+"""Most slots of a row on TPUs: the kernel holds a page of each in on-chip memory at once."""
 
 
 def keys_at_once(platform: str, keys: int) -> int:
@@ -55,9 +56,10 @@ def cache_size(tokens: int, platform: str, parts: int = 1) -> int:
     """
     if platform == "tpu" and parts == 1:
         return PAGE * -(-tokens // PAGE)
-    tokens = -(-tokens // parts)
-    blocks = -(-tokens // keys_at_once(platform, tokens))
-    return parts * blocks * KEY_BLOCK * -(-tokens // (blocks * KEY_BLOCK))
+    tokens_of_part = -(-tokens // parts)
+    blocks = -(-tokens_of_part // keys_at_once(platform, tokens_of_part))
+    block = KEY_BLOCK * -(-tokens_of_part // (blocks * KEY_BLOCK))
+    return parts * blocks * block
 
 
 @jax.tree_util.register_dataclass
@@ -87,27 +89,37 @@ def empty(
 ) -> tuple[LayerCache, ...]:
     """One cache of zeros for each layer, in the type of the computation. `prefix` and `own`: of all
     parts. Own keys are by pages: so many, or with 0 each slot's own."""
-    a, dtype = model.architecture, model.dtype
-    heads, parts = model.key_heads, model.key_parts
+    if by_pages(model):
+        pool = (pages,) if pages else (rows, siblings, own // PAGE)
+        make_layer = partial(_empty_of_pages, model, rows, prefix, pool)
+    else:
+        parts = model.key_parts
+        make_layer = partial(_empty_of_slots, model, rows, siblings, prefix // parts, own // parts)
+    return tuple(make_layer() for _ in range(model.architecture.num_layers))
 
-    def layer() -> LayerCache:
-        if by_pages(model):
-            count = (pages,) if pages else (rows, siblings, own // PAGE)
-            return LayerCache(
-                jnp.zeros((rows, heads, prefix, 2 * a.head_dim), dtype),
-                None,
-                jnp.zeros((*count, heads, PAGE, 2 * a.head_dim), dtype),
-                None,
-            )
-        of_row, of_slot = (
-            (rows, heads, prefix // parts, a.head_dim),
-            (rows, siblings, heads, own // parts, a.head_dim),
-        )
-        return LayerCache(
-            *(jnp.zeros(shape, dtype) for shape in (of_row, of_row, of_slot, of_slot))
-        )
 
-    return tuple(layer() for _ in range(a.num_layers))
+def _empty_of_slots(model: Model, rows: int, siblings: int, prefix: int, own: int) -> LayerCache:
+    heads = model.key_heads
+    head_dim = model.architecture.head_dim
+    of_row = (rows, heads, prefix, head_dim)
+    of_slot = (rows, siblings, heads, own, head_dim)
+    return LayerCache(
+        prefix_k=jnp.zeros(of_row, model.dtype),
+        prefix_v=jnp.zeros(of_row, model.dtype),
+        own_k=jnp.zeros(of_slot, model.dtype),
+        own_v=jnp.zeros(of_slot, model.dtype),
+    )
+
+
+def _empty_of_pages(model: Model, rows: int, prefix: int, pool: tuple[int, ...]) -> LayerCache:
+    heads = model.key_heads
+    width = 2 * model.architecture.head_dim  # keys and values
+    return LayerCache(
+        prefix_k=jnp.zeros((rows, heads, prefix, width), model.dtype),
+        prefix_v=None,
+        own_k=jnp.zeros((*pool, heads, PAGE, width), model.dtype),
+        own_v=None,
+    )
 
 
 def write_prefixes(
@@ -121,35 +133,39 @@ def write_prefixes(
 
     T may be padded beyond the size of the caches; what is beyond is padding and not written.
     """
-    parts = model.key_parts
-
-    def of_part(new: jax.Array, part: jax.Array) -> jax.Array:
-        filled = jnp.pad(new, ((0, 0), (0, -new.shape[1] % parts), (0, 0), (0, 0)))
-        apart = filled.reshape(len(new), -1, parts, *new.shape[2:])
-        return jax.lax.dynamic_index_in_dim(apart, part[0], 2, keepdims=False)
-
-    if parts > 1:
+    if model.key_parts > 1:
         heads = PartitionSpec(None, None, "tensor")
-        keys = on_parts(
-            model,
-            lambda keys, part: jax.tree.map(lambda new: of_part(new, part), keys),
-            (heads,),
-            heads,
-            keys,
-        )
+        keys = on_parts(model, partial(_parts_of, model.key_parts), (heads,), heads, keys)
     # The buckets of prompts are 64 x 2^n and may exceed the caches, which are sized by
     # max_prompt_tokens.
-    size = min(keys[0][0].shape[1], caches[0].prefix_k.shape[2])
+    first_k, _ = keys[0]
+    size = min(first_k.shape[1], caches[0].prefix_k.shape[2])
 
     def write(cache: jax.Array, new: jax.Array) -> jax.Array:
         return cache.at[rows, :, :size].set(new[:, :size].swapaxes(1, 2), mode="drop")
 
-    return tuple(
-        replace(cache, prefix_k=write(cache.prefix_k, jnp.concatenate([k, v], -1)))
-        if cache.prefix_v is None
-        else replace(cache, prefix_k=write(cache.prefix_k, k), prefix_v=write(cache.prefix_v, v))
-        for cache, (k, v) in zip(caches, keys, strict=True)
-    )
+    written = []
+    for cache, (k, v) in zip(caches, keys, strict=True):
+        if cache.prefix_v is None:  # beside each other
+            prefix_k = write(cache.prefix_k, jnp.concatenate([k, v], -1))
+            written.append(replace(cache, prefix_k=prefix_k))
+        else:
+            prefix_k = write(cache.prefix_k, k)
+            prefix_v = write(cache.prefix_v, v)
+            written.append(replace(cache, prefix_k=prefix_k, prefix_v=prefix_v))
+    return tuple(written)
+
+
+def _parts_of(parts: int, keys: Any, part: jax.Array) -> Any:
+    """The positions that part[1] of several holds, of a tree of keys or values [R, T, K, A]."""
+
+    def positions_of_part(new: jax.Array) -> jax.Array:
+        filled = jnp.pad(new, ((0, 0), (0, -new.shape[1] % parts), (0, 0), (0, 0)))
+        rows, _, heads, head_dim = new.shape
+        by_part = filled.reshape(rows, -1, parts, heads, head_dim)
+        return jax.lax.dynamic_index_in_dim(by_part, part[0], 2, keepdims=False)
+
+    return jax.tree.map(positions_of_part, keys)
 
 
 def copy_prefixes(
@@ -160,26 +176,31 @@ def copy_prefixes(
     def copy(cache: jax.Array) -> jax.Array:
         return cache.at[rows].set(cache[sources], mode="drop")
 
-    copied = (jax.tree.map(copy, (cache.prefix_k, cache.prefix_v)) for cache in caches)
-    return tuple(
-        replace(cache, prefix_k=k, prefix_v=v) for cache, (k, v) in zip(caches, copied, strict=True)
-    )
+    copied = []
+    for cache in caches:
+        prefix_k, prefix_v = jax.tree.map(copy, (cache.prefix_k, cache.prefix_v))
+        copied.append(replace(cache, prefix_k=prefix_k, prefix_v=prefix_v))
+    return tuple(copied)
 
 
 def read_pages(pool: jax.Array, pages: jax.Array) -> jax.Array:
     """The pages[..] of a pool [P, K, PAGE, 2 A], [.., K, PAGE, 2 A]; one past the end means the
     last."""
+
+    def read_page(page: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_index_in_dim(pool, page, keepdims=False)
+
     # One after another: XLA for TPU reads all of a pool where it gathers pages of it.
-    found = jax.lax.map(
-        lambda page: jax.lax.dynamic_index_in_dim(pool, page, keepdims=False), pages.reshape(-1)
-    )
-    return found.reshape(*pages.shape, *pool.shape[1:])
+    read = jax.lax.map(read_page, pages.reshape(-1))
+    return read.reshape(pages.shape + pool.shape[1:])
 
 
 def in_pages(k: jax.Array, v: jax.Array) -> jax.Array:
     """Keys and values [.., K, C, A] of slots as pages [.., C / PAGE, K, PAGE, 2 A]."""
     both = jnp.concatenate([k, v], -1)
-    return both.reshape(*both.shape[:-2], -1, PAGE, both.shape[-1]).swapaxes(-4, -3)
+    width = both.shape[-1]
+    by_page = both.reshape((*both.shape[:-2], -1, PAGE, width))
+    return by_page.swapaxes(-4, -3)
 
 
 def out_of_pages(cache: LayerCache) -> LayerCache:
@@ -187,24 +208,27 @@ def out_of_pages(cache: LayerCache) -> LayerCache:
     if cache.own_v is not None:
         return cache
     own = cache.own_k.swapaxes(-4, -3)
-    own = own.reshape(*own.shape[:-3], -1, own.shape[-1])
-    return LayerCache(*jnp.split(cache.prefix_k, 2, -1), *jnp.split(own, 2, -1))
+    own = jax.lax.collapse(own, own.ndim - 3, own.ndim - 1)
+    prefix_k, prefix_v = jnp.split(cache.prefix_k, 2, -1)
+    own_k, own_v = jnp.split(own, 2, -1)
+    return LayerCache(prefix_k, prefix_v, own_k, own_v)
 
 
 def on_parts(model: Model, function: Callable, specs: tuple, out: Any, *args: Any) -> Any:
-    """A function of arrays on each device of `tensor`, and of the part of its head's positions that
-    it holds, where that is not all."""
-    mesh, part = (
-        model.role.mesh,
-        [jnp.arange(model.key_heads) % model.key_parts] * (model.key_parts > 1),
-    )
+    """A function of arrays on each device of `tensor`; where a head is on several of them, with the
+    number of the device's part, int32[1], as last argument."""
+    mesh = model.role.mesh
+    if model.key_parts > 1:
+        part = jnp.arange(model.key_heads) % model.key_parts
+        specs += (PartitionSpec("tensor"),)
+        args += (part,)
     # All axes that are not split by rows already: kernels for TPUs may not have any that XLA could
     # split.
     return jax.shard_map(
         function,
         mesh=mesh,
-        in_specs=(*specs, *[PartitionSpec("tensor")] * len(part)),
+        in_specs=specs,
         out_specs=out,
-        axis_names={*mesh.axis_names} - {*mesh.manual_axes},
+        axis_names=set(mesh.axis_names) - set(mesh.manual_axes),
         check_vma=False,
-    )(*args, *part)
+    )(*args)

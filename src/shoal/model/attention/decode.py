@@ -1,101 +1,224 @@
 """Attention of sampling over caches: of a token a slot in decoding, and of a piece of a long prompt
-in prefill."""
+in prefill.
+
+`online_softmax` is the form without a kernel: one sum over two sets of keys, the prompt's and the
+completion's own, gathered over fixed blocks of keys in order, so that a row's result does not
+depend, to the bit, on how far the caches are padded or on who else is in the batch.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from shoal.model.attention import softmax
 from shoal.model.attention.caches import PAGE, LayerCache, keys_at_once, on_parts
 from shoal.model.attention.selector import by_pages, decodes_by_kernel
-from shoal.model.attention.softmax import Keys, online_softmax
+from shoal.model.attention.softmax import (
+    LOWEST,
+    RunningSoftmax,
+    by_key_head,
+    einsum32,
+    largest_block,
+    masked,
+)
 from shoal.model.block import AttentionFn
 from shoal.model.transformer import Model
 
 
+class Keys(NamedTuple):
+    """A cache's keys and values, and which of them are read.
+
+    `k, v` are [R, K, T, A], shared by all slots of a row, or [R, S, K, T, A]; `mask` is bool, [R,
+    T] or [R, S, T].
+    """
+
+    k: jax.Array
+    v: jax.Array
+    mask: jax.Array
+
+
+Merge = Callable[[RunningSoftmax], RunningSoftmax]
+"""Joins the sums [R, S, K, g] of devices that share a key head, before the division."""
+
+
+def online_softmax(
+    q: jax.Array,
+    prefix: Keys,
+    own: Keys,
+    num_prefix: jax.Array,
+    num_own: jax.Array,
+    blocks: tuple[int, int],
+    merge: Merge | None = None,
+) -> jax.Array:
+    """`attend` for one token a slot: q[R, S, 1, H, A], an online softmax over fixed blocks of keys,
+    prompt first.
+
+    Keys and values are [R, K, T, A] and [R, S, K, T, A]. Of each set only the first `num_*` keys
+    (int32 scalars) are read, rounded up to blocks; the others must be masked. A wholly masked block
+    changes no bit of a row that already has a key, so neither the padding of a row nor the other
+    rows of the batch show in its result. A block has the most keys, at most the prompt's and the
+    own of `blocks`, that divide T. No gradient.
+    """
+    prefix_block, own_block = blocks
+    q = by_key_head(q, own.k.shape[-3])[:, :, 0]  # [R, S, K, g, A]
+    rows, slots, key_heads, share, head_dim = q.shape
+    # The slots of a row are queries of one product each with its prompt's keys and values.
+    of_row = jax.lax.collapse(q.swapaxes(1, 2), 2, 4)  # [R, K, S * g, A]
+    running = softmax.start(of_row.shape[:-1], of_row.shape, LOWEST)
+    running = _add_keys(running, of_row, prefix, num_prefix, prefix_block)
+
+    def by_slot(x: jax.Array) -> jax.Array:
+        """[R, K, S * g, ...] -> [R, S, K, g, ...]"""
+        by_query = x.reshape((rows, key_heads, slots, share, *x.shape[3:]))
+        return by_query.swapaxes(1, 2)
+
+    running = RunningSoftmax(by_slot(running.top), by_slot(running.total), by_slot(running.out))
+    running = _add_keys(running, q, own, num_own, own_block)
+    if merge is not None:
+        running = merge(running)
+    out = softmax.attention_of(running)
+    return out.reshape(rows, slots, 1, -1, head_dim).astype(q.dtype)
+
+
+def _add_keys(
+    running: RunningSoftmax, q: jax.Array, keys: Keys, num_keys: jax.Array, most: int
+) -> RunningSoftmax:
+    """Adds the first `num_keys` of keys[..., K, T, A], for queries [..., K, M, A]."""
+    count = keys.k.shape[-2]
+    size = largest_block(count, most)
+
+    def add(k: jax.Array, v: jax.Array, mask: jax.Array, running: RunningSoftmax) -> RunningSoftmax:
+        scores = masked(einsum32("...ma,...ta->...mt", q, k), mask[..., None, None, :])
+
+        def weigh_values(weights: jax.Array) -> jax.Array:
+            return einsum32("...mt,...ta->...ma", weights.astype(v.dtype), v)
+
+        return softmax.add_block(running, scores, weigh_values, jnp.exp)
+
+    if size == count:
+        # A slice even of all keys would be copied before its product.
+        return add(keys.k, keys.v, keys.mask, running)
+
+    def add_block(number: jax.Array, running: RunningSoftmax) -> RunningSoftmax:
+        def block(x: jax.Array, axis: int) -> jax.Array:
+            return jax.lax.dynamic_slice_in_dim(x, number * size, size, x.ndim + axis)
+
+        return add(block(keys.k, -2), block(keys.v, -2), block(keys.mask, -1), running)
+
+    num_blocks = -(-num_keys // size)
+    return jax.lax.fori_loop(0, num_blocks, add_block, running)
+
+
 @dataclass(frozen=True)
-class KernelAttention:
-    """The `AttentionFn` of `decode_attention` by a kernel. That for GPUs also rotates and writes
-    the new keys."""
+class SlotKernel:
+    """Decoding by the kernel for GPUs, an `AttentionFn`: it also rotates and writes the new
+    keys."""
+
+    model: Model
+    prefix_len: jax.Array
+    position: jax.Array
+    rotates = True
+
+    def __call__(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerCache, rope: Any
+    ) -> tuple[jax.Array, LayerCache]:
+        cos, sin = rope
+        slots = cos[:, :, 0], sin[:, :, 0], self.prefix_len, self.position
+        if self.model.role.mesh.size == 1:
+            return self._attend(q, k, v, cache, slots)
+        return _by_heads(self.model, self._attend, q, k, v, cache, slots)
+
+    @staticmethod
+    def _attend(
+        q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerCache, slots: tuple
+    ) -> tuple[jax.Array, LayerCache]:
+        from shoal.model.attention.decode_gpu import attend_slots  # Pallas takes a second to import
+
+        cos, sin, prefix_len, position = slots
+        keys = cache.prefix_k, cache.prefix_v, cache.own_k, cache.own_v
+        # Of one product, these are slices that XLA sees are beside each other.
+        heads = jnp.concatenate([q, k, v], -2)
+        out, own_k, own_v = attend_slots(heads, cos, sin, keys, prefix_len, position)
+        return out, replace(cache, own_k=own_k, own_v=own_v)
+
+
+@dataclass(frozen=True)
+class PageKernel:
+    """Decoding by the kernel for TPUs, an `AttentionFn`."""
 
     model: Model
     prefix_len: jax.Array
     position: jax.Array
     live: jax.Array
     pages: jax.Array | None
-
-    @property
-    def rotates(self) -> bool:
-        return not by_pages(self.model)
+    rotates = False
 
     def __call__(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerCache, rope: Any = None
+        self, q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerCache
     ) -> tuple[jax.Array, LayerCache]:
-        attend, slots = _attend_pages, (self.live, self.prefix_len, self.position, self.pages)
-        if self.rotates:
-            attend, slots = (
-                _attend_slots,
-                (*(x[:, :, 0] for x in rope), self.prefix_len, self.position),
-            )
+        slots = self.live, self.prefix_len, self.position, self.pages
         if self.model.role.mesh.size == 1:
-            return attend(q, k, v, cache, slots)
-        return _by_heads(self.model, attend, q, k, v, cache, slots)
+            return self._attend(q, k, v, cache, slots)
+        return _by_heads(self.model, self._attend, q, k, v, cache, slots)
+
+    @staticmethod
+    def _attend(
+        q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerCache, slots: tuple
+    ) -> tuple[jax.Array, LayerCache]:
+        from shoal.model.attention.decode_tpu import attend_pages  # Pallas takes a second to import
+
+        live, prefix_len, position, pages = slots
+        # Slots that sample nothing write past the end, each elsewhere: a scatter whose places might
+        # coincide is a loop.
+        num_pages = len(cache.own_k)
+        past_end = num_pages + jnp.arange(live.size, dtype=jnp.int32).reshape(live.shape)
+        page = jnp.take_along_axis(pages, position[..., None] // PAGE, 2)
+        page = jnp.where(live[..., None], page, past_end[..., None])
+        new = jnp.concatenate([k, v], -1)
+        own = cache.own_k.at[page, jnp.arange(k.shape[2]), position[..., None] % PAGE].set(
+            new, unique_indices=True, mode="drop"
+        )
+        num_prefix = jnp.where(live.any(1), prefix_len, 0)
+        num_own = jnp.where(live, position + 1, 0)
+        out = attend_pages(q, cache.prefix_k, own, num_prefix, num_own, pages)
+        return out, replace(cache, own_k=own)
 
 
-def _attend_slots(
-    q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerCache, slots: tuple
-) -> tuple:
-    from shoal.model.attention.decode_gpu import attend_slots  # Pallas takes a second to import
-
-    keys = cache.prefix_k, cache.prefix_v, cache.own_k, cache.own_v
-    cos, sin, prefix_len, position = slots
-    # Of one product, these are slices that XLA sees are beside each other.
-    out, own_k, own_v = attend_slots(
-        jnp.concatenate([q, k, v], -2), cos, sin, keys, prefix_len, position
-    )
-    return out, replace(cache, own_k=own_k, own_v=own_v)
-
-
-def _attend_pages(
-    q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerCache, slots: tuple
-) -> tuple:
-    from shoal.model.attention.decode_tpu import attend_pages  # Pallas takes a second to import
-
-    live, prefix_len, position, pages = slots
-    # Slots that sample nothing write past the end, each elsewhere: a scatter whose places might
-    # coincide is a loop.
-    nowhere = len(cache.own_k) + jnp.arange(live.size, dtype=jnp.int32).reshape(live.shape)
-    page = jnp.take_along_axis(pages, position[..., None] // PAGE, 2)
-    page = jnp.where(live[..., None], page, nowhere[..., None])
-    own = cache.own_k.at[page, jnp.arange(k.shape[2]), position[..., None] % PAGE].set(
-        jnp.concatenate([k, v], -1), unique_indices=True, mode="drop"
-    )
-    out = attend_pages(
-        q,
-        cache.prefix_k,
-        own,
-        jnp.where(live.any(1), prefix_len, 0),
-        jnp.where(live, position + 1, 0),
-        pages,
-    )
-    return out, replace(cache, own_k=own)
-
-
-def _by_heads(model: Model, function: Callable, *args: Any) -> Any:
+def _by_heads(
+    model: Model,
+    attend: Callable,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    cache: LayerCache,
+    slots: tuple,
+) -> Any:
     """An attention of q, k, v [N, W, heads, A], a layer's cache and arrays by slot, on each device
     of its own heads."""
-    heads, cache = (
-        PartitionSpec(None, None, "tensor"),
-        jax.tree.map(lambda keys: PartitionSpec(*(None,) * (keys.ndim - 3), "tensor"), args[3]),
-    )
+    heads = PartitionSpec(None, None, "tensor")
+
+    def by_head(keys: jax.Array) -> PartitionSpec:
+        """The split of a cache [.., heads, positions, A]."""
+        return PartitionSpec(*(None,) * (keys.ndim - 3), "tensor")
+
+    of_cache = jax.tree.map(by_head, cache)
     return on_parts(
-        model, function, (heads, heads, heads, cache, PartitionSpec()), (heads, cache), *args
+        model,
+        attend,
+        (heads, heads, heads, of_cache, PartitionSpec()),
+        (heads, of_cache),
+        q,
+        k,
+        v,
+        cache,
+        slots,
     )
 
 
@@ -115,105 +238,111 @@ def decode_attention(
     slot has. Of slots that are not live[N, W] the results mean nothing, and the kernel for TPUs
     reads and writes no keys. `pages`: its table of them.
     """
+    if by_pages(model):
+        return PageKernel(model, prefix_len, position, live, pages)
     if decodes_by_kernel(model):
-        return KernelAttention(model, prefix_len, position, live, pages)
-    parts, platform, slots = (
-        model.key_parts,
-        model.role.platform,
-        (prefix_len, position, num_prefix, num_own),
-    )
-
-    def read(
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        cache: LayerCache,
-        slots: tuple[jax.Array, ...],
-        part: Any = 0,
-        merge: Callable[[tuple], tuple] = lambda parts: parts,
-    ) -> tuple[jax.Array, LayerCache]:
-        prefix_len, position, num_prefix, num_own = slots
-        row, slot, head = jnp.indices(k.shape[:3], sparse=True)
-        index = position[..., None]
-        if parts > 1:  # the other parts write past the end
-            index = jnp.where(index % parts == part, index // parts, cache.own_k.shape[3])
-
-        def write(keys: jax.Array, new: jax.Array) -> jax.Array:
-            # XLA for TPU compiles a scatter to a loop over slots where two of them might coincide.
-            # Written with all heads at once, it transposes the whole cache at both ends of every
-            # dispatch.
-            return keys.at[row, slot, head, index].set(
-                new,
-                unique_indices=True,
-                indices_are_sorted=True,
-                mode="drop" if parts > 1 else "promise_in_bounds",
-            )
-
-        def positions(keys: jax.Array) -> jax.Array:
-            return parts * jnp.arange(keys.shape[-2]) + part
-
-        cache = LayerCache(
-            cache.prefix_k, cache.prefix_v, write(cache.own_k, k), write(cache.own_v, v)
-        )
-        prefix_mask = positions(cache.prefix_k) < prefix_len[:, None]
-        blocks = (
-            keys_at_once(platform, cache.prefix_k.shape[2]),
-            keys_at_once(platform, cache.own_k.shape[3]),
-        )
-        # Up to and with the token itself; what an earlier completion left behind lies beyond and
-        # stays masked.
-        own_mask = positions(cache.own_k) <= position[..., None]
-        out = online_softmax(
-            q[:, :, None],
-            Keys(cache.prefix_k, cache.prefix_v, prefix_mask),
-            Keys(cache.own_k, cache.own_v, own_mask),
-            num_prefix,
-            num_own,
-            blocks,
-            merge,
-        )
-        return out[:, :, 0], cache
-
+        return SlotKernel(model, prefix_len, position)
+    slots = prefix_len, position, num_prefix, num_own
+    platform = model.role.platform
     if model.role.tensor == 1:
-        return partial(read, slots=slots)
-    groups = [list(range(first, first + parts)) for first in range(0, model.key_heads, parts)]
+        return partial(_attend_caches, slots=slots, platform=platform)
+    # Where key heads are not split either: else the partitioner gathers for each device what all of
+    # a replica write.
+    attend = partial(_attend_caches, platform=platform)
+    if model.key_parts > 1:
+        attend = partial(_attend_part, model.key_parts, model.key_heads, platform)
 
-    def of_part(
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        cache: LayerCache,
-        slots: tuple[jax.Array, ...],
-        part: Any = 0,
+    def on_each_device(
+        q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerCache
     ) -> tuple[jax.Array, LayerCache]:
-        """Each device computes all queries of its key head against its part, and merges those of
-        its own."""
-        if (
-            parts == 1
-        ):  # here too: else the partitioner gathers for each what all devices of a replica write
-            return read(q, k, v, cache, slots)
-        q = jax.lax.all_gather(q, "tensor", axis=2, axis_index_groups=groups, tiled=True)
-        prefix_len, position, num_prefix, num_own = slots
-        slots = prefix_len, position, -(-num_prefix // parts), -(-num_own // parts)
-        return read(q, k, v, cache, slots, part, partial(_merge_parts, parts, groups))
+        return _by_heads(model, attend, q, k, v, cache, slots)
 
-    return lambda *args: _by_heads(model, of_part, *args, slots)
+    return on_each_device
 
 
-def _merge_parts(parts: int, groups: list[list[int]], found: tuple) -> tuple:
-    """The maxima, sums and outputs of a device's own queries, from those that each part of their
-    keys gave."""
-    top, total, out = found
-    packed = jnp.concatenate([top[..., None], total[..., None], out], -1)[
-        :, :, 0
-    ]  # [N, W, g, 2 + A]
+def _attend_caches(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    cache: LayerCache,
+    slots: tuple[jax.Array, ...],
+    platform: str,
+    parts: int = 1,
+    part: Any = 0,
+    merge: Merge | None = None,
+) -> tuple[jax.Array, LayerCache]:
+    """Writes a token of each slot, and attends to the keys of a cache, of which this device may
+    have one part of several."""
+    prefix_len, position, num_prefix, num_own = slots
+    row, slot, head = jnp.indices(k.shape[:3], sparse=True)
+    index = position[..., None]
+    mode = "promise_in_bounds"
+    if parts > 1:  # the other parts write past the end
+        index = jnp.where(index % parts == part, index // parts, cache.own_k.shape[3])
+        mode = "drop"
+
+    def write(keys: jax.Array, new: jax.Array) -> jax.Array:
+        # XLA for TPU compiles a scatter to a loop over slots where two of them might coincide.
+        # Written with all heads at once, it transposes the whole cache at both ends of every
+        # dispatch.
+        return keys.at[row, slot, head, index].set(
+            new, unique_indices=True, indices_are_sorted=True, mode=mode
+        )
+
+    def positions(keys: jax.Array) -> jax.Array:
+        return parts * jnp.arange(keys.shape[-2]) + part
+
+    own_k = write(cache.own_k, k)
+    own_v = write(cache.own_v, v)
+    cache = LayerCache(cache.prefix_k, cache.prefix_v, own_k, own_v)
+    prefix_mask = positions(cache.prefix_k) < prefix_len[:, None]
+    blocks = (
+        keys_at_once(platform, cache.prefix_k.shape[2]),
+        keys_at_once(platform, cache.own_k.shape[3]),
+    )
+    # Up to and with the token itself; what an earlier completion left behind lies beyond and
+    # stays masked.
+    own_mask = positions(cache.own_k) <= position[..., None]
+    prefix = Keys(cache.prefix_k, cache.prefix_v, prefix_mask)
+    own = Keys(cache.own_k, cache.own_v, own_mask)
+    out = online_softmax(q[:, :, None], prefix, own, num_prefix, num_own, blocks, merge)
+    return out[:, :, 0], cache
+
+
+def _attend_part(
+    parts: int,
+    key_heads: int,
+    platform: str,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    cache: LayerCache,
+    slots: tuple[jax.Array, ...],
+    part: jax.Array,
+) -> tuple[jax.Array, LayerCache]:
+    """Each device computes all queries of its key head against its part, and merges those of its
+    own."""
+    groups = [list(range(first, first + parts)) for first in range(0, key_heads, parts)]
+    q = jax.lax.all_gather(q, "tensor", axis=2, axis_index_groups=groups, tiled=True)
+    prefix_len, position, num_prefix, num_own = slots
+    slots = prefix_len, position, -(-num_prefix // parts), -(-num_own // parts)
+    merge = partial(_merge_parts, parts, groups)
+    return _attend_caches(q, k, v, cache, slots, platform, parts, part, merge)
+
+
+def _merge_parts(parts: int, groups: list[list[int]], running: RunningSoftmax) -> RunningSoftmax:
+    """The sums of a device's own queries, from those that each part of their keys gave."""
+    packed = jnp.concatenate([running.top[..., None], running.total[..., None], running.out], -1)
+    packed = packed[:, :, 0]  # [N, W, g, 2 + A]
     packed = jax.lax.all_to_all(packed, "tensor", 2, 2, axis_index_groups=groups, tiled=True)
-    packed = packed.reshape(*packed.shape[:2], 1, parts, -1, packed.shape[-1])
+    rows, slots, _, width = packed.shape
+    packed = packed.reshape(rows, slots, 1, parts, -1, width)
     top = packed[..., 0]
-    most = top.max(3, keepdims=True)
-    share = jnp.exp(top - most)  # 0 of a part that holds no key: its maximum is LOWEST
-    total, out = ((x * share[..., None]).sum(3) for x in (packed[..., 1:2], packed[..., 2:]))
-    return most, total[..., 0], out
+    largest = top.max(3, keepdims=True)
+    share = jnp.exp(top - largest)  # 0 of a part that holds no key: its maximum is LOWEST
+    total = (packed[..., 1:2] * share[..., None]).sum(3)
+    out = (packed[..., 2:] * share[..., None]).sum(3)
+    return RunningSoftmax(largest, total[..., 0], out)
 
 
 def piece_attention(start: jax.Array, longest: jax.Array, block: int) -> AttentionFn:
@@ -227,36 +356,32 @@ def piece_attention(start: jax.Array, longest: jax.Array, block: int) -> Attenti
     def attention(
         q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerCache
     ) -> tuple[jax.Array, LayerCache]:
-        prefix_k, prefix_v = (
-            jax.lax.dynamic_update_slice_in_dim(before, new.swapaxes(1, 2), start, 2)
-            for before, new in ((cache.prefix_k, k), (cache.prefix_v, v))
-        )
-        keys = replace(cache, prefix_k=prefix_k, prefix_v=prefix_v)
+        def write(before: jax.Array, new: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_update_slice_in_dim(before, new.swapaxes(1, 2), start, 2)
 
-        def read(queries: tuple[jax.Array, jax.Array]) -> jax.Array:
-            q, first = queries  # [R, b, H, A], and the place of the first
-            own_k, own_v = (
-                jax.lax.dynamic_slice_in_dim(x, first, block, 2)[:, None]
-                for x in (keys.prefix_k, keys.prefix_v)
-            )
-            before = Keys(
-                keys.prefix_k, keys.prefix_v, jnp.ones((len(q), keys.prefix_k.shape[2]), bool)
-            )
-            among = jnp.broadcast_to(jnp.tri(block, dtype=bool), (len(q), block, block))
+        prefix_k = write(cache.prefix_k, k)
+        prefix_v = write(cache.prefix_v, v)
+
+        def attend_block(queries: tuple[jax.Array, jax.Array]) -> jax.Array:
+            q, first = queries  # [R, b, H, A], and the position of the first
+            rows = len(q)
+            own_k = jax.lax.dynamic_slice_in_dim(prefix_k, first, block, 2)[:, None]
+            own_v = jax.lax.dynamic_slice_in_dim(prefix_v, first, block, 2)[:, None]
+            before = Keys(prefix_k, prefix_v, jnp.ones((rows, prefix_k.shape[2]), bool))
+            up_to_itself = jnp.broadcast_to(jnp.tri(block, dtype=bool), (rows, block, block))
+            own = Keys(own_k, own_v, up_to_itself)
             num_before = jnp.where(first < longest, first, 0)  # padding reads its own block alone
-            return online_softmax(
-                q[:, :, None],
-                before,
-                Keys(own_k, own_v, among),
-                num_before,
-                jnp.int32(block),
-                (block, block),
-            )[:, :, 0]
+            num_own = jnp.int32(block)
+            out = online_softmax(q[:, :, None], before, own, num_before, num_own, (block, block))
+            return out[:, :, 0]
 
         # By blocks of queries, none of which reads keys beyond its own: half of all pairs, and few
         # scores at once.
-        queries = jnp.moveaxis(q.reshape(len(q), -1, block, *q.shape[2:]), 1, 0)
-        out = jax.lax.map(read, (queries, start + block * jnp.arange(len(queries))))
+        rows, _, heads, head_dim = q.shape
+        queries = jnp.moveaxis(q.reshape(rows, -1, block, heads, head_dim), 1, 0)
+        first = start + block * jnp.arange(len(queries))
+        out = jax.lax.map(attend_block, (queries, first))
+        keys = replace(cache, prefix_k=prefix_k, prefix_v=prefix_v)
         return jnp.moveaxis(out, 0, 1).reshape(q.shape), keys
 
     return attention
@@ -275,19 +400,16 @@ def context_attention(platform: str, prefix_len: jax.Array, start: jax.Array) ->
         q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerCache
     ) -> tuple[jax.Array, tuple]:
         append = jax.vmap(partial(jax.lax.dynamic_update_slice_in_dim, axis=1))
-        own_k, own_v = (
-            append(before, new.swapaxes(1, 2), start)
-            for before, new in ((cache.own_k, k), (cache.own_v, v))
-        )
-        place = start[:, None] + jnp.arange(q.shape[1])
-        prompt = Keys(
-            cache.prefix_k,
-            cache.prefix_v,
-            jnp.arange(cache.prefix_k.shape[2]) < prefix_len[:, None],
-        )
-        own = Keys(own_k[:, None], own_v[:, None], jnp.arange(own_k.shape[2]) <= place[..., None])
+        own_k = append(cache.own_k, k.swapaxes(1, 2), start)
+        own_v = append(cache.own_v, v.swapaxes(1, 2), start)
+        position = start[:, None] + jnp.arange(q.shape[1])
+        prompt_mask = jnp.arange(cache.prefix_k.shape[2]) < prefix_len[:, None]
+        own_mask = jnp.arange(own_k.shape[2]) <= position[..., None]
+        prompt = Keys(cache.prefix_k, cache.prefix_v, prompt_mask)
+        own = Keys(own_k[:, None], own_v[:, None], own_mask)
         blocks = keys_at_once(platform, prompt.k.shape[2]), keys_at_once(platform, own_k.shape[2])
-        out = online_softmax(q[:, :, None], prompt, own, prefix_len.max(), place.max() + 1, blocks)
+        num_own = position.max() + 1
+        out = online_softmax(q[:, :, None], prompt, own, prefix_len.max(), num_own, blocks)
         return out[:, :, 0], (own_k, own_v)
 
     return attention

@@ -1,10 +1,10 @@
 """Attention of decoding by one kernel a layer on GPU, in Pallas for Triton.
 
 It goes through the keys of a row's prompt, once for all of its slots, then through each slot's own:
-no block is read beyond its row's length, and one softmax is gathered over all (Milakov and
-Gimelshein 2018, arXiv 1805.02867). What a slot computes depends on no other, to the bit. A program
-has one key head of some slots of a row; it also turns their queries and their new key by rotary
-positions, and writes that key and its value into the cache.
+no block is read beyond its row's length, and one softmax is gathered over all. What a slot computes
+depends on no other, to the bit. A program has one key head of some slots of a row; it also turns
+their queries and their new key by rotary positions, and writes that key and its value into the
+cache.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from shoal.model.attention.softmax import LOG2E, LOWEST, product32
+from shoal.model.attention import softmax
+from shoal.model.attention.softmax import LOG2E, RunningSoftmax, masked, product32
 
 HEADS = (32, 64, 128, 256)
 """Dimensions of a head that the kernel takes: powers of two, whose halves it rotates."""
@@ -36,25 +37,22 @@ shared memory."""
 
 def block_keys(head_dim: int, dtype: Any) -> int:
     """Keys of a block, whose sizes divide all caches."""
-    return (64 if head_dim <= 128 else 32) // (2 if dtype == jnp.float32 else 1)
+    keys = 64 if head_dim <= 128 else 32
+    return keys // 2 if dtype == jnp.float32 else keys
 
 
 def slots_at_once(
     rows: int, siblings: int, heads: int, share: int, width: int, programs: int = PROGRAMS
 ) -> int:
     """Slots of a row that one program takes, of `share` query heads to a key head."""
-    return next(
-        slots
-        for slots in range(siblings, 0, -1)
-        if siblings % slots == 0
-        and (
-            slots == 1
-            or (
-                rows * heads * (siblings // slots) >= programs
-                and slots * share * width <= MOST_RESULTS
-            )
-        )
-    )
+    for slots in range(siblings, 1, -1):
+        if siblings % slots:
+            continue
+        keeps_gpu_busy = rows * heads * (siblings // slots) >= programs
+        fits_registers = slots * share * width <= MOST_RESULTS
+        if keeps_gpu_busy and fits_registers:
+            return slots
+    return 1
 
 
 def attend_slots(
@@ -75,49 +73,30 @@ def attend_slots(
     ones are written, in place. A is a power of two from 32 on; Tp and C are multiples of 64. Scores
     and sums are float32.
     """
-    rows, siblings, key_heads, size, width = keys[2].shape
+    prefix_k, prefix_v, own_k, own_v = keys
+    rows, siblings, key_heads, size, width = own_k.shape
     num_heads = heads.shape[2] - 2 * key_heads
-    slots = slots_at_once(
-        rows,
-        siblings,
-        key_heads,
-        num_heads // key_heads,
-        width * heads.dtype.itemsize // 2,
-        programs,
-    )
-    out = jax.ShapeDtypeStruct((rows, siblings, num_heads, width), heads.dtype)
-    read = rows * siblings * num_heads * (keys[0].shape[2] + size)
+    share = num_heads // key_heads
+    width_of_16_bits = width * heads.dtype.itemsize // 2
+    slots = slots_at_once(rows, siblings, key_heads, share, width_of_16_bits, programs)
+    num_scores = rows * siblings * num_heads * (prefix_k.shape[2] + size)  # if every key were read
     results = pl.pallas_call(
         partial(_kernel, slots, block_keys(width, heads.dtype)),
-        [out, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in keys[2:])],
+        [
+            jax.ShapeDtypeStruct((rows, siblings, num_heads, width), heads.dtype),
+            jax.ShapeDtypeStruct(own_k.shape, own_k.dtype),
+            jax.ShapeDtypeStruct(own_v.shape, own_v.dtype),
+        ],
         grid=(rows, siblings // slots, key_heads),
         interpret=interpret,
         name="decode_kernel",
-        input_output_aliases={5: 1, 6: 2},
+        input_output_aliases={5: 1, 6: 2},  # the slots' own keys and values
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=3),
-        # If every key were read.
         cost_estimate=pl.CostEstimate(
-            flops=4 * read * width, transcendentals=read, bytes_accessed=0
+            flops=4 * num_scores * width, transcendentals=num_scores, bytes_accessed=0
         ),
-    )(heads, cos, sin, *keys, prefix_len, position)
+    )(heads, cos, sin, prefix_k, prefix_v, own_k, own_v, prefix_len, position)
     return tuple(results)
-
-
-def add_block(
-    scores: jax.Array, mask: jax.Array, values: jax.Array, carry: tuple, product: Callable
-) -> tuple:
-    """Adds a block of keys to the maxima and sums [.., M, 1] and outputs [.., M, A] of queries,
-    from their products with it [.., M, T]. What is masked changes no bit of a query that has a
-    key."""
-    top, total, out = carry
-    scores = jnp.where(mask, scores * LOG2E, LOWEST)
-    new_top = jnp.maximum(top, scores.max(-1, keepdims=True))
-    shrink, p = jnp.exp2(top - new_top), jnp.exp2(scores - new_top)  # 0 where masked
-    return (
-        new_top,
-        total * shrink + p.sum(-1, keepdims=True),
-        out * shrink + product(p.astype(values.dtype), values),
-    )
 
 
 def _kernel(
@@ -136,78 +115,99 @@ def _kernel(
     new_k: Any,
     new_v: Any,
 ) -> None:
-    row, part, head = (pl.program_id(axis) for axis in range(3))
-    key_heads, width, num_heads = prefix_k.shape[1], heads_ref.shape[3], out_ref.shape[2]
-    share, half = num_heads // key_heads, heads_ref.shape[3] // 2
+    row = pl.program_id(0)
+    part = pl.program_id(1)
+    head = pl.program_id(2)
+    key_heads = prefix_k.shape[1]
+    width = heads_ref.shape[3]
+    num_heads = out_ref.shape[2]
+    share = num_heads // key_heads
+    half = width // 2
     # Triton's arrays have sizes of powers of two, and its products at least 16: what is beyond
     # repeats the last slot, and writes the same again.
     index = jnp.arange(max(16, pl.next_power_of_2(slots * share)), dtype=jnp.int32)
     within = jnp.minimum(jax.lax.div(index, share), slots - 1)
-    slot, query = part * slots + within, jax.lax.rem(index, share)
-    cos, sin, position = cos_ref[row, slot], sin_ref[row, slot], position_ref[row, slot]
+    slot = part * slots + within
+    query = jax.lax.rem(index, share)
+    cos = cos_ref[row, slot]
+    sin = sin_ref[row, slot]
+    position = position_ref[row, slot]
 
-    def turned(place: Any) -> tuple[jax.Array, jax.Array]:
-        first, second = (
-            heads_ref[row, slot, place, pl.ds(start, half)].astype(jnp.float32)
-            for start in (0, half)
-        )
-        return tuple(
-            x.astype(heads_ref.dtype)
-            for x in (first * cos - second * sin, second * cos + first * sin)
-        )
+    def rotated(number: Any) -> tuple[jax.Array, jax.Array]:
+        """The halves of the heads of these numbers, turned by the slots' positions."""
+        first = heads_ref[row, slot, number, pl.ds(0, half)].astype(jnp.float32)
+        second = heads_ref[row, slot, number, pl.ds(half, half)].astype(jnp.float32)
+        turned_first = first * cos - second * sin
+        turned_second = second * cos + first * sin
+        return turned_first.astype(heads_ref.dtype), turned_second.astype(heads_ref.dtype)
 
     scale = jnp.asarray(width**-0.5, heads_ref.dtype)
-    q = tuple(x * scale for x in turned(head * share + query))
-    k, v = (
-        turned(num_heads + head + 0 * query),
-        heads_ref[row, slot, num_heads + key_heads + head + 0 * query],
+    q_first, q_second = rotated(head * share + query)
+    q_first = q_first * scale
+    q_second = q_second * scale
+    k_first, k_second = rotated(num_heads + head + 0 * query)
+    v = heads_ref[row, slot, num_heads + key_heads + head + 0 * query]
+    new_k[row, slot, head, position, pl.ds(0, half)] = k_first
+    new_k[row, slot, head, position, pl.ds(half, half)] = k_second
+    new_v[row, slot, head, position, pl.ds(0, width)] = v
+
+    def product_of_rows(a: jax.Array, b: jax.Array) -> jax.Array:
+        return (a.astype(jnp.float32) * b.astype(jnp.float32)).sum(1, keepdims=True)
+
+    # The slot's new key, as if it had been read first: its weight is 1.
+    own_score = (product_of_rows(q_first, k_first) + product_of_rows(q_second, k_second)) * LOG2E
+    running = RunningSoftmax(
+        top=own_score, total=jnp.ones(own_score.shape, jnp.float32), out=v.astype(jnp.float32)
     )
-    for ref, new, start in ((new_k, k[0], 0), (new_k, k[1], half), (new_v, v, 0)):
-        ref[row, slot, head, position, pl.ds(start, new.shape[1])] = new
-    # The slot's new key, as if it had been read first.
-    first, second = (
-        (a.astype(jnp.float32) * b.astype(jnp.float32)).sum(1, keepdims=True)
-        for a, b in zip(q, k, strict=True)
-    )
-    scores = (first + second) * LOG2E
-    carry = scores, jnp.ones(scores.shape, jnp.float32), v.astype(jnp.float32)
 
     def add(
         k_ref: Any,
         v_ref: Any,
-        place: tuple,
-        mask_of: Callable[[jax.Array], jax.Array],
+        read: Callable[..., jax.Array],
+        length: jax.Array,
+        is_reader: jax.Array | None,
         turn: jax.Array,
-        carry: tuple,
-    ) -> tuple:
-        at = *place, pl.ds(turn * block, block)
-        mask = mask_of(turn * block + jnp.arange(block, dtype=jnp.int32)[None])
-        first, second = (
-            product32(part, k_ref[*at, pl.ds(start, half)].T)
-            for part, start in zip(q, (0, half), strict=True)
-        )
-        return add_block(first + second, mask, v_ref[at], carry, product32)
+        running: RunningSoftmax,
+    ) -> RunningSoftmax:
+        """Adds a block of a cache of `length` keys, for the queries that read it (None: all).
+        `read(cache, keys, dimensions)` is of the head."""
+        keys = pl.ds(turn * block, block)
+        key = turn * block + jnp.arange(block, dtype=jnp.int32)[None]
+        mask = key < length
+        if is_reader is not None:
+            mask = is_reader & mask
+        scores_first = product32(q_first, read(k_ref, keys, pl.ds(0, half)).T)
+        scores_second = product32(q_second, read(k_ref, keys, pl.ds(half, half)).T)
+        scores = scores_first + scores_second
+        values = read(v_ref, keys, slice(None))
+        scores = masked(scores * LOG2E, mask)
 
-    def blocks(count: jax.Array) -> jax.Array:
-        return jax.lax.div(count + block - 1, block)
+        def weigh_values(weights: jax.Array) -> jax.Array:
+            return product32(weights.astype(values.dtype), values)
 
-    length = prefix_len[row]
-    carry = jax.lax.fori_loop(
-        0,
-        blocks(length),
-        partial(add, prefix_k, prefix_v, (row, head), lambda key: key < length),
-        carry,
-    )
+        return softmax.add_block(running, scores, weigh_values, jnp.exp2)
 
-    def of_slot(number: jax.Array, carry: tuple) -> tuple:
-        at = part * slots + number
-        before, mine = position_ref[row, at], (within == number)[:, None]
-        return jax.lax.fori_loop(
-            0,
-            blocks(before),
-            partial(add, own_k, own_v, (row, at, head), lambda key: mine & (key < before)),
-            carry,
-        )
+    def num_blocks(num_keys: jax.Array) -> jax.Array:
+        return jax.lax.div(num_keys + block - 1, block)
 
-    _, total, out = jax.lax.fori_loop(0, slots, of_slot, carry)
-    out_ref[row, slot, head * share + query] = (out / total).astype(out_ref.dtype)
+    def read_prefix(cache: Any, keys: Any, dimensions: Any) -> jax.Array:
+        return cache[row, head, keys, dimensions]
+
+    num_prefix = prefix_len[row]
+    add_prefix = partial(add, prefix_k, prefix_v, read_prefix, num_prefix, None)
+    running = jax.lax.fori_loop(0, num_blocks(num_prefix), add_prefix, running)
+
+    def add_slot(number: jax.Array, running: RunningSoftmax) -> RunningSoftmax:
+        slot = part * slots + number
+        num_own = position_ref[row, slot]
+        is_reader = (within == number)[:, None]
+
+        def read_own(cache: Any, keys: Any, dimensions: Any) -> jax.Array:
+            return cache[row, slot, head, keys, dimensions]
+
+        add_own = partial(add, own_k, own_v, read_own, num_own, is_reader)
+        return jax.lax.fori_loop(0, num_blocks(num_own), add_own, running)
+
+    running = jax.lax.fori_loop(0, slots, add_slot, running)
+    out = softmax.attention_of(running)
+    out_ref[row, slot, head * share + query] = out.astype(out_ref.dtype)

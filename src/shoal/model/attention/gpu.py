@@ -19,21 +19,22 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
+from shoal.model.attention import softmax
 from shoal.model.attention.rule import Blocks, Tokens, blocks_of, reads
-from shoal.model.attention.softmax import LOG2E, LOWEST, product32
+from shoal.model.attention.softmax import LOG2E, NO_KEY, RunningSoftmax, masked, product32
 
 
 class BlockLists(NamedTuple):
-    """What the queries of rows read, both rounded up to whole blocks."""
+    """Which blocks of keys the queries of rows read, and the other way round; rows are rounded up
+    to whole blocks."""
 
-    queries: (
-        Blocks  # with lists of the blocks of keys that each reads, those that it reads whole first
-    )
+    # with lists of the blocks of keys that each reads, those that it reads whole first
+    queries: Blocks
     keys: Blocks  # with lists of the blocks of queries that read each
 
 
 def block_lists(query: Tokens, key: Tokens, block: int) -> BlockLists:
-    """Of rows' queries, or a part of each row's, and of all their keys."""
+    """The lists for rows' queries, or a part of each row's, and all their keys."""
     return BlockLists(
         blocks_of(query, key, block, whole_first=True), blocks_of(query, key, block, of_keys=True)
     )
@@ -48,11 +49,15 @@ head."""
 
 def block_size(head_dim: int, dtype: Any) -> int:
     """Tokens of a block."""
-    return _tiles(head_dim)[0] // (2 if dtype == jnp.float32 else 1)
+    tokens, _heads = _tiles(head_dim)
+    return tokens // 2 if dtype == jnp.float32 else tokens
 
 
 def _tiles(head_dim: int) -> tuple[int, int]:
-    return next(tiles for most, tiles in TILES.items() if head_dim <= most)
+    for most, tiles in TILES.items():
+        if head_dim <= most:
+            return tiles
+    raise ValueError(f"heads of {head_dim} dimensions have no tiles")
 
 
 def attend_rows(
@@ -66,12 +71,13 @@ def attend_rows(
     width = max(16, pl.next_power_of_2(head_dim))
 
     def by_block(x: jax.Array) -> jax.Array:
+        heads = x.shape[2]
         x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % block), (0, 0), (0, width - head_dim)))
-        return x.reshape(-1, block, *x.shape[2:])
+        return x.reshape(-1, block, heads, width)
 
     q = q * jnp.asarray(head_dim**-0.5, q.dtype)
     out: Any = _attend(interpret, by_block(q), by_block(k), by_block(v), lists)
-    return out.reshape(rows, -1, *out.shape[2:])[:, :size, :, :head_dim]
+    return out.reshape(rows, -1, q.shape[2], width)[:, :size, :, :head_dim]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -85,8 +91,9 @@ def _forward(
     interpret: bool, q: jax.Array, k: jax.Array, v: jax.Array, lists: BlockLists
 ) -> tuple[jax.Array, Any]:
     lse = jax.ShapeDtypeStruct((len(q), q.shape[2], q.shape[1]), jnp.float32)  # [N, H, b]
-    out, lse = _call(_forward_kernel, interpret, (q, lse), 2, q, k, v, lists.queries)
-    out, lse = (checkpoint_name(x, "kernel") for x in (out, lse))  # see REMAT
+    out, lse = _call(_forward_kernel, interpret, (q, lse), 2, (q, k, v), lists.queries)
+    out = checkpoint_name(out, "kernel")  # see REMAT
+    lse = checkpoint_name(lse, "kernel")
     return out, (q, k, v, lists, out, lse)
 
 
@@ -94,30 +101,25 @@ def _backward(interpret: bool, residuals: Any, d_out: jax.Array) -> tuple:
     q, k, v, lists, out, lse = residuals
     delta = jnp.einsum("nbha,nbha->nhb", out, d_out, preferred_element_type=jnp.float32)
     inputs = q, k, v, d_out, lse, delta
-    (d_q,) = _call(_query_kernel, interpret, (q,), 3, *inputs, lists.queries)
-    return d_q, *_call(_key_kernel, interpret, (k, v), 4, *inputs, lists.keys), None
+    (d_q,) = _call(_query_kernel, interpret, (q,), 3, inputs, lists.queries)
+    d_k, d_v = _call(_key_kernel, interpret, (k, v), 4, inputs, lists.keys)
+    return d_q, d_k, d_v, None
 
 
 _attend.defvjp(_forward, _backward)
 
 
 def _call(
-    kernel: Any,
-    interpret: bool,
-    results: tuple,
-    products: int,
-    q: jax.Array,
-    k: jax.Array,
-    *rest: Any,
+    kernel: Any, interpret: bool, results: tuple, products: int, inputs: tuple, blocks: Blocks
 ) -> Any:
     """A kernel of so many products a pair of blocks: a program for each block of a key head, or of
-    some query heads."""
-    (_, block, num_heads, width), key_heads, (count, each) = (
-        q.shape,
-        k.shape[2],
-        rest[-1].lists.shape,
-    )
-    pairs, of_queries = count * each * num_heads * block**2, results[0].shape == q.shape
+    some query heads. `inputs` begin with q and k."""
+    q, k = inputs[:2]
+    _, block, num_heads, width = q.shape
+    key_heads = k.shape[2]
+    count, each = blocks.lists.shape
+    pairs = count * each * num_heads * block**2  # if every block read every one of its row
+    of_queries = results[0].shape == q.shape
     heads, parts = _heads(q, k) if of_queries else (1, 1)
     return pl.pallas_call(
         partial(kernel, jnp.exp2 if interpret else _exp2),
@@ -128,17 +130,17 @@ def _call(
         compiler_params=triton.CompilerParams(
             num_warps=8 if q.dtype == jnp.float32 else 4 * heads, num_stages=2
         ),
-        # If every block read every one of its row.
         cost_estimate=pl.CostEstimate(
             flops=2 * products * pairs * width, transcendentals=pairs, bytes_accessed=0
         ),
-    )(q, k, *rest)
+    )(*inputs, blocks)
 
 
 def _heads(q: Any, k: Any) -> tuple[int, int]:
     """Query heads of a program, and the programs of a key head."""
     share = q.shape[2] // k.shape[2]
-    heads = 1 if q.dtype == jnp.float32 else min(_tiles(q.shape[3])[1], share)
+    _tokens, most_heads = _tiles(q.shape[3])
+    heads = 1 if q.dtype == jnp.float32 else min(most_heads, share)
     return heads, -(-share // heads)
 
 
@@ -154,72 +156,87 @@ def _exp2(x: jax.Array) -> jax.Array:
     )[0]
 
 
-def _queries(q_ref: Any, k_ref: Any, blocks: Any) -> tuple:
-    """A program's block and key head; of its queries places in the block, heads (the last,
-    repeated) and tokens."""
-    number, part, share = pl.program_id(0), pl.program_id(1), q_ref.shape[2] // k_ref.shape[2]
-    (heads, parts), block = _heads(q_ref, k_ref), q_ref.shape[1]
-    key_head, index = jax.lax.div(part, parts), jnp.arange(heads * block, dtype=jnp.int32)
-    within = jnp.minimum(jax.lax.rem(part, parts) * heads + jax.lax.div(index, block), share - 1)
-    place, own = jax.lax.rem(index, block), blocks.own
-    return (
-        number,
-        key_head,
-        place,
-        key_head * share + within,
-        Tokens(own.segment[number, place], own.prompt[number, place], own.first[number] + place),
-    )
+class Queries(NamedTuple):
+    """The queries of one program: a block of them, of some query heads of a key head."""
+
+    number: jax.Array  # of its block
+    key_head: jax.Array
+    offset: jax.Array  # of each query in the block
+    head: jax.Array  # of each query; beyond the last head it is repeated
+    tokens: Tokens
+
+    @classmethod
+    def of_program(cls, q_ref: Any, k_ref: Any, blocks: Any) -> Queries:
+        number = pl.program_id(0)
+        part = pl.program_id(1)
+        share = q_ref.shape[2] // k_ref.shape[2]
+        heads, parts = _heads(q_ref, k_ref)
+        block = q_ref.shape[1]
+        key_head = jax.lax.div(part, parts)
+        index = jnp.arange(heads * block, dtype=jnp.int32)
+        head_of_key_head = jax.lax.rem(part, parts) * heads + jax.lax.div(index, block)
+        within = jnp.minimum(head_of_key_head, share - 1)
+        offset = jax.lax.rem(index, block)
+        own = blocks.own
+        return cls(
+            number=number,
+            key_head=key_head,
+            offset=offset,
+            head=key_head * share + within,
+            tokens=Tokens(
+                own.segment[number, offset], own.prompt[number, offset], own.first[number] + offset
+            ),
+        )
 
 
 def _over(blocks: Any, number: jax.Array, query: Tokens, add: Callable, carry: Any) -> Any:
-    """`add(masked, other, carry)` for each block of keys that a block reads; `masked` changes the
-    scores of keys that a query does not read. Blocks that are read whole have none, and a loop of
-    their own."""
+    """`add(mask_scores, other, carry)` for each block of keys that a block reads; `mask_scores`
+    changes the scores of keys that a query does not read. Blocks that are read whole have none
+    such, and a loop of their own."""
 
-    def turn(is_whole: bool, turn: jax.Array, carry: Any) -> Any:
+    def add_whole(turn: jax.Array, carry: Any) -> Any:
         other = blocks.lists[number, turn]
-        return add(
-            lambda scores: (
-                scores
-                if is_whole
-                else jnp.where(_reads(query, _tokens(blocks.other, other)), scores, LOWEST)
-            ),
-            other,
-            carry,
-        )
 
-    whole = blocks.whole[number]
-    carry = jax.lax.fori_loop(0, whole, partial(turn, True), carry)
-    return jax.lax.fori_loop(whole, blocks.counts[number], partial(turn, False), carry)
+        def unchanged(scores: jax.Array) -> jax.Array:
+            return scores
+
+        return add(unchanged, other, carry)
+
+    def add_masked(turn: jax.Array, carry: Any) -> Any:
+        other = blocks.lists[number, turn]
+
+        def mask_scores(scores: jax.Array) -> jax.Array:
+            return masked(scores, _reads(query, _tokens(blocks.other, other)))
+
+        return add(mask_scores, other, carry)
+
+    count_whole = blocks.whole[number]
+    carry = jax.lax.fori_loop(0, count_whole, add_whole, carry)
+    return jax.lax.fori_loop(count_whole, blocks.counts[number], add_masked, carry)
 
 
 def _forward_kernel(
     exp2: Callable, q_ref: Any, k_ref: Any, v_ref: Any, blocks: Any, out_ref: Any, lse_ref: Any
 ) -> None:
     """Output and log-sum-exp of one block of queries of some heads."""
-    number, key_head, place, head, query = _queries(q_ref, k_ref, blocks)
-    q = q_ref[number, place, head]
+    number, key_head, offset, head, query = Queries.of_program(q_ref, k_ref, blocks)
+    q = q_ref[number, offset, head]
 
-    def add(masked: Callable, other: jax.Array, carry: tuple) -> tuple:
-        top, total, out = carry
-        k, v = k_ref[other, :, key_head], v_ref[other, :, key_head]
-        scores = masked(product32(q, k.T) * LOG2E)
-        new_top = jnp.maximum(top, scores.max(1))
-        shrink, p = exp2(top - new_top), exp2(scores - new_top[:, None])
-        return (
-            new_top,
-            total * shrink + p.sum(1),
-            out * shrink[:, None] + product32(p.astype(v.dtype), v),
-        )
+    def add(mask_scores: Callable, other: jax.Array, running: RunningSoftmax) -> RunningSoftmax:
+        k = k_ref[other, :, key_head]
+        v = v_ref[other, :, key_head]
+        scores = mask_scores(product32(q, k.T) * LOG2E)
 
-    zeros = jnp.zeros(q.shape[:1], jnp.float32)
-    # So far above what is masked that this weighs 0 in a query without keys, too.
-    start = zeros + LOWEST / 2, zeros, jnp.zeros(q.shape, jnp.float32)
-    top, total, out = _over(blocks, number, query, add, start)
-    # A query without keys: 0, and a log-sum-exp that makes no NaN.
-    known = jnp.where(total == 0.0, 1.0, total)
-    out_ref[number, place, head] = (out / known[:, None]).astype(q.dtype)
-    lse_ref[number, head, place] = top + jnp.log2(known)
+        def weigh_values(weights: jax.Array) -> jax.Array:
+            return product32(weights.astype(v.dtype), v)
+
+        return softmax.add_block(running, scores, weigh_values, exp2)
+
+    start = softmax.start(q.shape[:1], q.shape, NO_KEY)
+    running = _over(blocks, number, query, add, start)
+    out, lse = softmax.finish(running, jnp.log2)
+    out_ref[number, offset, head] = out.astype(q.dtype)
+    lse_ref[number, head, offset] = lse
 
 
 def _query_kernel(
@@ -235,18 +252,21 @@ def _query_kernel(
 ) -> None:
     """The gradient of one block of queries of some heads. Softmax's, of scores, is p * (dp -
     delta), with delta the sum of out * d_out over a head's dimensions."""
-    number, key_head, place, head, query = _queries(q_ref, k_ref, blocks)
-    q, d_out = q_ref[number, place, head], d_out_ref[number, place, head]
-    lse, delta = lse_ref[number, head, place], delta_ref[number, head, place]
+    number, key_head, offset, head, query = Queries.of_program(q_ref, k_ref, blocks)
+    q = q_ref[number, offset, head]
+    d_out = d_out_ref[number, offset, head]
+    lse = lse_ref[number, head, offset]
+    delta = delta_ref[number, head, offset]
 
-    def add(masked: Callable, other: jax.Array, d_q: jax.Array) -> jax.Array:
-        k, v = k_ref[other, :, key_head], v_ref[other, :, key_head]
-        p = exp2(masked(product32(q, k.T) * LOG2E - lse[:, None]))
+    def add(mask_scores: Callable, other: jax.Array, d_q: jax.Array) -> jax.Array:
+        k = k_ref[other, :, key_head]
+        v = v_ref[other, :, key_head]
+        p = exp2(mask_scores(product32(q, k.T) * LOG2E - lse[:, None]))
         d_scores = p * (product32(d_out, v.T) - delta[:, None])
         return d_q + product32(d_scores.astype(q.dtype), k)
 
     d_q = _over(blocks, number, query, add, jnp.zeros(q.shape, jnp.float32))
-    d_q_ref[number, place, head] = d_q.astype(q.dtype)
+    d_q_ref[number, offset, head] = d_q.astype(q.dtype)
 
 
 def _key_kernel(
@@ -262,45 +282,45 @@ def _key_kernel(
     d_v_ref: Any,
 ) -> None:
     """The gradients of one block of keys and values of a key head."""
-    number, key_head = pl.program_id(0), pl.program_id(1)
+    number = pl.program_id(0)
+    key_head = pl.program_id(1)
     share = q_ref.shape[2] // k_ref.shape[2]
-    k, v, key = k_ref[number, :, key_head], v_ref[number, :, key_head], _tokens(blocks.own, number)
+    k = k_ref[number, :, key_head]
+    v = v_ref[number, :, key_head]
+    key = _tokens(blocks.own, number)
 
     def add(turn: jax.Array, carry: tuple) -> tuple:
+        d_k, d_v = carry
         # One loop over blocks and heads: Triton loads ahead in innermost loops alone.
-        other, head = (
-            blocks.lists[number, jax.lax.div(turn, share)],
-            key_head * share + jax.lax.rem(turn, share),
-        )
-        q, d_out, mask = (
-            q_ref[other, :, head],
-            d_out_ref[other, :, head],
-            _reads(_tokens(blocks.other, other), key).T,
-        )
+        other = blocks.lists[number, jax.lax.div(turn, share)]
+        head = key_head * share + jax.lax.rem(turn, share)
+        q = q_ref[other, :, head]
+        d_out = d_out_ref[other, :, head]
+        mask = _reads(_tokens(blocks.other, other), key).T
         # Scores as [keys, queries], an operand of both sums, stay in registers. All are masked:
         # with a second loop for two sums each of Hopper's products waits for the one before
         # (docs/LOG.md).
-        p = exp2(jnp.where(mask, product32(k, q.T) * LOG2E - lse_ref[other, head], LOWEST))
-        d_v = carry[1] + product32(
-            p.astype(q.dtype), d_out
-        )  # first, so that fewer registers are held
+        scores = product32(k, q.T) * LOG2E
+        p = exp2(masked(scores - lse_ref[other, head], mask))
+        # d_v first, so that fewer registers are held.
+        d_v = d_v + product32(p.astype(q.dtype), d_out)
         d_scores = p * (product32(v, d_out.T) - delta_ref[other, head])
-        return carry[0] + product32(d_scores.astype(q.dtype), q), d_v
+        d_k = d_k + product32(d_scores.astype(q.dtype), q)
+        return d_k, d_v
 
     zeros = jnp.zeros(k.shape, jnp.float32)
     d_k, d_v = jax.lax.fori_loop(0, blocks.counts[number] * share, add, (zeros, zeros))
-    d_k_ref[number, :, key_head], d_v_ref[number, :, key_head] = (
-        d_k.astype(k.dtype),
-        d_v.astype(v.dtype),
-    )
+    d_k_ref[number, :, key_head] = d_k.astype(k.dtype)
+    d_v_ref[number, :, key_head] = d_v.astype(v.dtype)
 
 
-def _tokens(of: Any, number: jax.Array) -> Tokens:
-    """Of a block. Positions follow from the first, so that none has to be held beside the
-    others."""
-    return Tokens(
-        of.segment[number], of.prompt[number], of.first[number] + jnp.arange(of.segment.shape[1])
-    )
+def _tokens(blocks: Any, number: jax.Array) -> Tokens:
+    """The tokens of a block. Positions follow from the first, so that none has to be held beside
+    the others."""
+    segment = blocks.segment[number]
+    prompt = blocks.prompt[number]
+    position = blocks.first[number] + jnp.arange(blocks.segment.shape[1])
+    return Tokens(segment, prompt, position)
 
 
 def _reads(query: Tokens, key: Tokens) -> jax.Array:

@@ -27,7 +27,8 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Arr
     total = jnp.where(total == 0.0, 1.0, total)
     # Divided after the product, in float32: normalised weights would be rounded in bfloat16.
     out = einsum32("rkgct,rtka->rckga", p.astype(v.dtype), v) / jnp.moveaxis(total, 3, 1)[..., None]
-    return out.reshape(*out.shape[:2], -1, out.shape[-1]).astype(q.dtype)
+    rows, queries, _, _, head_dim = out.shape
+    return out.reshape(rows, queries, -1, head_dim).astype(q.dtype)
 
 
 def attend_at_once(

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 
 class Tokens(NamedTuple):
-    """What the tokens of rows, or of a part of each, say about who reads whom: int32[R, T] each."""
+    """Tokens of rows, or of a part of each, as `reads` sees them: int32[R, T] each."""
 
     segment: jax.Array
     prompt: jax.Array
@@ -18,7 +18,7 @@ class Tokens(NamedTuple):
 
     @classmethod
     def of(cls, segment: jax.Array, prompt: jax.Array) -> Tokens:
-        """Of whole rows."""
+        """The tokens of whole rows."""
         return cls(
             segment,
             prompt,
@@ -34,7 +34,8 @@ def reads(query: tuple[jax.Array, ...], key: tuple[jax.Array, ...]) -> jax.Array
     """Which queries of a row read which keys, from (segment, prompt, position) of both, ready to
     meet: the tokens at or before them of their own segment and of their prompt's. Padding, segment
     0, reads nothing."""
-    (own, prompt, position), (segment, _, key_position) = query, key
+    own, prompt, position = query
+    segment, _, key_position = key
     return ((segment == own) | (segment == prompt)) & (own > 0) & (key_position <= position)
 
 
@@ -47,17 +48,17 @@ class BlockTokens(NamedTuple):
 
     @classmethod
     def of(cls, tokens: Tokens, block: int) -> BlockTokens:
-        """Of [R, T], filled up to whole blocks."""
-        segment, prompt = (
-            _filled(x, block).reshape(-1, block) for x in (tokens.segment, tokens.prompt)
+        """Tokens [R, T] by blocks, filled up to whole ones."""
+        return cls(
+            segment=_filled(tokens.segment, block).reshape(-1, block),
+            prompt=_filled(tokens.prompt, block).reshape(-1, block),
+            first=tokens.position[:, ::block].reshape(-1),
         )
-        return cls(segment, prompt, tokens.position[:, ::block].reshape(-1))
 
     @property
     def tokens(self) -> Tokens:
-        return Tokens(
-            self.segment, self.prompt, self.first[:, None] + jnp.arange(self.segment.shape[1])
-        )
+        position = self.first[:, None] + jnp.arange(self.segment.shape[1])
+        return Tokens(self.segment, self.prompt, position)
 
 
 class Blocks(NamedTuple):
@@ -66,13 +67,11 @@ class Blocks(NamedTuple):
 
     own: BlockTokens  # N of them
     other: BlockTokens
-    lists: (
-        jax.Array
-    )  # int32[N, others of a row]: numbers of other blocks, the first `counts` of them to be read
+    # int32[N, others of a row]: numbers of other blocks, the first `counts` of them to be read
+    lists: jax.Array
     counts: jax.Array  # int32[N]
-    whole: jax.Array | None = (
-        None  # int32[N]: how many of them are read whole, and come first; None: not asked for
-    )
+    # int32[N]: how many of them are read whole, and come first; None: not asked for
+    whole: jax.Array | None = None
 
 
 def blocks_of(
@@ -81,24 +80,25 @@ def blocks_of(
     """The blocks of rows' queries or of their keys. Queries may be a part of each row.
     `whole_first` is for queries."""
     is_needed = needed_blocks(query, key, block)
-    is_needed = is_needed.mT if of_keys else is_needed
+    if of_keys:
+        is_needed = is_needed.mT
     rows, _, others = is_needed.shape
-    whole = whole_blocks(query, key, block) if whole_first else None
     # Those that are needed first, in order.
-    rank = ~is_needed if whole is None else jnp.where(whole, -1, ~is_needed)
-    order = (
-        jnp.argsort(rank, axis=-1, stable=True).astype(jnp.int32)
-        + others * jnp.arange(rows)[:, None, None]
-    )
-    own, other = (
-        BlockTokens.of(tokens, block) for tokens in ((key, query) if of_keys else (query, key))
-    )
+    rank = ~is_needed
+    count_whole = None
+    if whole_first:
+        is_whole = whole_blocks(query, key, block)
+        rank = jnp.where(is_whole, -1, rank)
+        count_whole = is_whole.sum(-1).reshape(-1)
+    order_in_row = jnp.argsort(rank, axis=-1, stable=True).astype(jnp.int32)
+    order = order_in_row + others * jnp.arange(rows)[:, None, None]
+    own, other = (key, query) if of_keys else (query, key)
     return Blocks(
-        own,
-        other,
-        order.reshape(-1, others),
-        is_needed.sum(-1).reshape(-1),
-        None if whole is None else whole.sum(-1).reshape(-1),
+        own=BlockTokens.of(own, block),
+        other=BlockTokens.of(other, block),
+        lists=order.reshape(-1, others),
+        counts=is_needed.sum(-1).reshape(-1),
+        whole=count_whole,
     )
 
 
@@ -110,19 +110,21 @@ def needed_blocks(query: Tokens, key: Tokens, block: int) -> jax.Array:
     def span(numbers: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The first and the last of each block; 0, padding, is nobody's."""
         numbers = _filled(numbers, block).reshape(len(numbers), -1, block)
-        return jnp.where(numbers > 0, numbers, jnp.iinfo(jnp.int32).max).min(-1), numbers.max(-1)
+        first = jnp.where(numbers > 0, numbers, jnp.iinfo(jnp.int32).max).min(-1)
+        return first, numbers.max(-1)
 
-    (first, last), (key_first, key_last) = span(query.segment), span(key.segment)
-    prompt, position, key_position = (
-        x[:, ::block] for x in (query.prompt, query.position, key.position)
-    )
+    first, last = span(query.segment)
+    key_first, key_last = span(key.segment)
+    prompt = query.prompt[:, ::block]
+    position = query.position[:, ::block]
+    key_position = key.position[:, ::block]
 
     def meets(first: jax.Array, last: jax.Array) -> jax.Array:
         return (key_first[:, None] <= last[..., None]) & (key_last[:, None] >= first[..., None])
 
     # Of the prompts of a block's tokens, the first token's alone may stand before the block.
-    found = meets(first, last) | (meets(prompt, prompt) & (prompt > 0)[..., None])
-    return found & (key_position[:, None] < position[..., None] + block)
+    has_keys = meets(first, last) | (meets(prompt, prompt) & (prompt > 0)[..., None])
+    return has_keys & (key_position[:, None] < position[..., None] + block)
 
 
 def whole_blocks(query: Tokens, key: Tokens, block: int) -> jax.Array:
@@ -134,15 +136,16 @@ def whole_blocks(query: Tokens, key: Tokens, block: int) -> jax.Array:
         numbers = _filled(numbers, block).reshape(len(numbers), -1, block)
         return jnp.where(numbers.min(-1) == numbers.max(-1), numbers[..., 0], 0)
 
-    own, prompt, read = (
-        only(x) for x in (query.segment, jnp.where(query.segment > 0, query.prompt, 0), key.segment)
-    )
-    found = (read[:, None] > 0) & (
-        (own[..., None] == read[:, None]) | (prompt[..., None] == read[:, None])
-    )
-    return found & (key.position[:, None, ::block] + block <= query.position[:, ::block, None])
+    prompt_of_query = jnp.where(query.segment > 0, query.prompt, 0)
+    own = only(query.segment)[..., None]
+    prompt = only(prompt_of_query)[..., None]
+    read = only(key.segment)[:, None]
+    is_read = (read > 0) & ((own == read) | (prompt == read))
+    return is_read & (key.position[:, None, ::block] + block <= query.position[:, ::block, None])
 
 
 def _filled(x: jax.Array, block: int) -> jax.Array:
     """[R, T, ...], filled up to whole blocks."""
-    return jnp.pad(x, ((0, 0), (0, -x.shape[1] % block), *((0, 0),) * (x.ndim - 2)))
+    padding = [(0, 0)] * x.ndim
+    padding[1] = (0, -x.shape[1] % block)
+    return jnp.pad(x, padding)

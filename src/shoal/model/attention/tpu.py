@@ -21,9 +21,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu
 
+from shoal.model.attention import softmax
 from shoal.model.attention.decode_tpu import LANES
 from shoal.model.attention.rule import Tokens, needed_blocks, reads
-from shoal.model.attention.softmax import LOG2E, LOWEST, largest_block
+from shoal.model.attention.softmax import LOG2E, LOWEST, NO_KEY, RunningSoftmax, largest_block
 
 
 class Pairs(NamedTuple):
@@ -36,8 +37,8 @@ class Pairs(NamedTuple):
 
 
 class RowPairs(NamedTuple):
-    """What queries [R, T] read of keys [R, S], both rounded up to whole blocks; in whole rows S is
-    T."""
+    """The pairs of blocks in which queries [R, T] read keys [R, S], both rounded up to whole
+    blocks; in whole rows S is T."""
 
     by_query: Pairs
     by_key: Pairs
@@ -49,8 +50,8 @@ BLOCK = 256
 """Tokens of a block, of queries and of keys: prompts and completions are often not much longer."""
 
 MOST_LANES = 8 * LANES
-"""Of query heads in a step: one head a step would cost as much again for itself, and its products
-be waited for."""
+"""Most lanes of query heads in a step: one head a step would cost as much again for itself, and its
+products be waited for."""
 
 LONG = 2**15
 """Tokens of a row from which blocks are twice as long, as the list of pairs is in the scalar core's
@@ -59,44 +60,56 @@ memory."""
 
 def block_size(size: int) -> int:
     """Tokens of a block of rows of `size` tokens, which are rounded up to whole ones."""
-    return LANES if size <= LANES else BLOCK if size <= LONG else 2 * BLOCK
+    if size <= LANES:
+        return LANES
+    if size <= LONG:
+        return BLOCK
+    return 2 * BLOCK
 
 
 def row_pairs(query: Tokens, key: Tokens) -> RowPairs:
-    """Of rows' queries, or a part of each row's, and of all their keys."""
+    """The pairs for rows' queries, or a part of each row's, and all their keys."""
     block = block_size(key.segment.shape[1])
     needed = needed_blocks(query, key, block)
 
-    def tokens(of: Tokens) -> jax.Array:
-        return jnp.stack(
-            [jnp.pad(x, ((0, 0), (0, -x.shape[1] % block))).reshape(-1) for x in of], -1
-        )
+    def in_columns(tokens: Tokens) -> jax.Array:
+        """int32[R * T, 3], filled up to whole blocks."""
+        columns = []
+        for numbers in tokens:
+            filled = jnp.pad(numbers, ((0, 0), (0, -numbers.shape[1] % block)))
+            columns.append(filled.reshape(-1))
+        return jnp.stack(columns, -1)
 
     return RowPairs(
-        _pairs(needed),
-        _pairs(needed, of_keys=True),
-        tokens(query).reshape(-1, block, 3).mT,
-        tokens(key),
+        by_query=_pairs(needed),
+        by_key=_pairs(needed, of_keys=True),
+        query=in_columns(query).reshape(-1, block, 3).mT,
+        key=in_columns(key),
     )
 
 
 def _pairs(needed: jax.Array, of_keys: bool = False) -> Pairs:
-    """Of needed[R, n, m], in the order of queries or of keys."""
+    """The pairs where needed[R, n, m] is True, in the order of queries or of keys."""
     needed = needed.mT if of_keys else needed
     # Each block is in a pair, one that is masked if need be: its results would not be written.
     needed = needed.at[..., 0].set(needed[..., 0] | ~needed.any(-1))
     rows, count, others = needed.shape
     # No query reads a key behind it.
-    most = rows * (count * (count + 1) // 2 if count == others else count * others)
-    order, total = (
-        jnp.argsort(~needed.reshape(-1), stable=True)[:most].astype(jnp.int32),
-        needed.sum()[None],
-    )
-    own, other = (
-        jnp.pad(jnp.where(jnp.arange(most) < total, x, -1), (0, 1), constant_values=-1)
-        for x in (order // others, order // (count * others) * others + order % others)
-    )
-    return Pairs(other, own, total) if of_keys else Pairs(own, other, total)
+    most_of_row = count * (count + 1) // 2 if count == others else count * others
+    most = rows * most_of_row
+    order = jnp.argsort(~needed.reshape(-1), stable=True)[:most].astype(jnp.int32)
+    total = needed.sum()[None]
+    is_pair = jnp.arange(most) < total
+
+    def ended(numbers: jax.Array) -> jax.Array:
+        """Numbers of blocks, -1 after the last pair."""
+        return jnp.pad(jnp.where(is_pair, numbers, -1), (0, 1), constant_values=-1)
+
+    own = ended(order // others)
+    other = ended(order // (count * others) * others + order % others)
+    if of_keys:
+        return Pairs(query=other, key=own, size=total)
+    return Pairs(query=own, key=other, size=total)
 
 
 def attend_rows(
@@ -110,27 +123,34 @@ def attend_rows(
     """Softmax attention of q[R, T, H * A] to k, v[R, S, K * A] -> [R, T, H * A]; padding gives 0.
     Scores and sums are float32. Before it q and k are rotated by `angles`, float32[R, T, A] and [R,
     S, A] (`side_by_side`)."""
-    (rows, size, _), block, head_dim = q.shape, block_size(k.shape[1]), angles[0].shape[-1]
+    rows, size, _ = q.shape
+    q_angles, k_angles = angles
+    block = block_size(k.shape[1])
+    head_dim = q_angles.shape[-1]
     static = Static(
-        rows, q.shape[2] // k.shape[2], k.shape[2] // head_dim, block, head_dim, interpret
+        rows=rows,
+        share=q.shape[2] // k.shape[2],
+        heads=k.shape[2] // head_dim,
+        block=block,
+        head_dim=head_dim,
+        interpret=interpret,
     )
     width = static.width
 
     def flat(x: jax.Array) -> jax.Array:
         """Tokens of all rows, each half of a head filled up to half of its lanes."""
         if width != head_dim:
-            x = x.reshape(*x.shape[:2], -1, 2, head_dim // 2)
-            x = jnp.pad(x, ((0, 0),) * 4 + ((0, (width - head_dim) // 2),)).reshape(
-                *x.shape[:2], -1
-            )
+            rows, size, _ = x.shape
+            halves = x.reshape(rows, size, -1, 2, head_dim // 2)
+            halves = jnp.pad(halves, ((0, 0),) * 4 + ((0, (width - head_dim) // 2),))
+            x = halves.reshape(rows, size, -1)
         return jnp.pad(x, ((0, 0), (0, -x.shape[1] % block), (0, 0))).reshape(-1, x.shape[2])
 
-    out: Any = _attend(static, *map(flat, (q, k, v, *angles)), pairs)
+    out: Any = _attend(static, flat(q), flat(k), flat(v), flat(q_angles), flat(k_angles), pairs)
     if width == head_dim:
         return out.reshape(rows, -1, q.shape[2])[:, :size]
-    return out.reshape(rows, out.shape[0] // rows, -1, 2, width // 2)[
-        :, :size, ..., : head_dim // 2
-    ].reshape(q.shape)
+    halves = out.reshape(rows, out.shape[0] // rows, -1, 2, width // 2)
+    return halves[:, :size, ..., : head_dim // 2].reshape(q.shape)
 
 
 def side_by_side(rope: tuple[jax.Array, jax.Array]) -> jax.Array:
@@ -140,13 +160,12 @@ def side_by_side(rope: tuple[jax.Array, jax.Array]) -> jax.Array:
 
 def unrotated(angles: jax.Array) -> jax.Array:
     """The angles of keys that are rotated already."""
-    return side_by_side(
-        (jnp.ones_like(half := angles[..., None, : angles.shape[-1] // 2]), jnp.zeros_like(half))
-    )
+    half = angles[..., None, : angles.shape[-1] // 2]
+    return side_by_side((jnp.ones_like(half), jnp.zeros_like(half)))
 
 
 class Static(NamedTuple):
-    """What a kernel is compiled for."""
+    """Sizes that a kernel is compiled for."""
 
     rows: int
     share: int  # query heads to a key head
@@ -161,11 +180,19 @@ class Static(NamedTuple):
         return LANES * -(-self.head_dim // LANES)
 
     @property
-    def at_once(self) -> int:
+    def key_heads_at_once(self) -> int:
         """Key heads of a step; at least two steps a pair, for devices of two cores."""
-        return largest_block(
-            self.heads, max(1, min(MOST_LANES // (self.share * self.width), self.heads // 2))
-        )
+        most = min(MOST_LANES // (self.share * self.width), self.heads // 2)
+        return largest_block(self.heads, max(1, most))
+
+    @property
+    def heads_at_once(self) -> int:
+        """Query heads of a step."""
+        return self.share * self.key_heads_at_once
+
+    def lanes(self, head: int) -> Any:
+        """Where a head of a step is."""
+        return pl.ds(head * self.width, self.width)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -190,30 +217,42 @@ def _forward(
     k_angles: jax.Array,
     pairs: RowPairs,
 ) -> tuple[jax.Array, Any]:
-    lse = jax.ShapeDtypeStruct(
-        (static.heads // static.at_once, static.share * static.at_once, len(q)), jnp.float32
-    )
-    shared = q, k, v, q_angles, k_angles
+    steps = static.heads // static.key_heads_at_once
+    lse = jax.ShapeDtypeStruct((steps, static.heads_at_once, len(q)), jnp.float32)
+    shared = [
+        (q, "queries"),
+        (k, "keys"),
+        (v, "keys"),
+        (q_angles, "query angles"),
+        (k_angles, "key angles"),
+    ]
     out, lse = _call(
-        _forward_kernel,
-        2,
-        static,
-        pairs,
-        [*zip(shared, "qkkac", strict=True)],
-        [(q, "q"), (lse, "s")],
+        _forward_kernel, 2, static, pairs, shared, [(q, "queries"), (lse, "sums of queries")]
     )
-    out, lse = (checkpoint_name(x, "kernel") for x in (out, lse))  # see REMAT
-    return out, (shared, pairs, out, lse)
+    out = checkpoint_name(out, "kernel")  # see REMAT
+    lse = checkpoint_name(lse, "kernel")
+    return out, (q, k, v, q_angles, k_angles, pairs, out, lse)
 
 
 def _backward(static: Static, residuals: Any, d_out: jax.Array) -> tuple:
-    shared, pairs, out, lse = residuals
-    q, k, v, *_ = shared
-    inputs = [*zip((*shared, d_out, lse), "qkkacqs", strict=True)]
-    d_q, delta = _call(
-        _query_kernel, 3, static, pairs, [*inputs, (out, "q")], [(q, "q"), (lse, "s")]
-    )
-    d_k, d_v = _call(_key_kernel, 4, static, pairs, [*inputs, (delta, "s")], [(k, "k"), (v, "k")])
+    q, k, v, q_angles, k_angles, pairs, out, lse = residuals
+    inputs = [
+        (q, "queries"),
+        (k, "keys"),
+        (v, "keys"),
+        (q_angles, "query angles"),
+        (k_angles, "key angles"),
+        (d_out, "queries"),
+        (lse, "sums of queries"),
+    ]
+    inputs_of_queries = inputs.copy()
+    inputs_of_queries.append((out, "queries"))
+    results = [(q, "queries"), (lse, "sums of queries")]
+    d_q, delta = _call(_query_kernel, 3, static, pairs, inputs_of_queries, results)
+    inputs_of_keys = inputs.copy()
+    inputs_of_keys.append((delta, "sums of queries"))
+    results = [(k, "keys"), (v, "keys")]
+    d_k, d_v = _call(_key_kernel, 4, static, pairs, inputs_of_keys, results)
     return d_q, d_k, d_v, None, None, None
 
 
@@ -223,55 +262,75 @@ _attend.defvjp(_forward, _backward)
 def _call(
     kernel: Callable, products: int, static: Static, pairs: RowPairs, inputs: list, results: list
 ) -> Any:
-    """A kernel of so many products a pair. Inputs and results are named by what a block of theirs
-    is, of h query heads: of q [b, h x A], of k [b, key heads x A], of queries' and keys' angles (a,
-    c) [b, A], or of sums (s) [1, h, b]."""
-    rows, share, heads, block, _, interpret = static
-    few, some = static.at_once, share * static.at_once
-    (q, _), (k, _) = inputs[:2]
-    width, f32 = static.width, jnp.float32
+    """A kernel of so many products a pair. Each of inputs and results is (array, what a step has of
+    it): see `block_specs`."""
+    block = static.block
+    width = static.width
+    key_heads = static.key_heads_at_once
+    heads = static.heads_at_once
     of_queries = kernel is not _key_kernel
     order = pairs.by_query if of_queries else pairs.by_key
-    specs = {
-        "q": pl.BlockSpec(
-            (block, some * width), lambda head, pair, query, key: (query[pair], head)
-        ),
-        "k": pl.BlockSpec((block, few * width), lambda head, pair, query, key: (key[pair], head)),
-        "a": pl.BlockSpec((block, width), lambda head, pair, query, key: (query[pair], 0)),
-        "c": pl.BlockSpec((block, width), lambda head, pair, query, key: (key[pair], 0)),
-        "s": pl.BlockSpec((1, some, block), lambda head, pair, query, key: (head, 0, query[pair])),
+
+    def heads_of_queries(head: Any, pair: Any, query: Any, key: Any) -> tuple:
+        return query[pair], head
+
+    def heads_of_keys(head: Any, pair: Any, query: Any, key: Any) -> tuple:
+        return key[pair], head
+
+    def queries_of_pair(head: Any, pair: Any, query: Any, key: Any) -> tuple:
+        return query[pair], 0
+
+    def keys_of_pair(head: Any, pair: Any, query: Any, key: Any) -> tuple:
+        return key[pair], 0
+
+    def sums_of_queries(head: Any, pair: Any, query: Any, key: Any) -> tuple:
+        return head, 0, query[pair]
+
+    def query_tokens_of_pair(head: Any, pair: Any, query: Any, key: Any) -> tuple:
+        return query[pair], 0, 0
+
+    block_specs = {
+        "queries": pl.BlockSpec((block, heads * width), heads_of_queries),
+        "keys": pl.BlockSpec((block, key_heads * width), heads_of_keys),
+        "query angles": pl.BlockSpec((block, width), queries_of_pair),
+        "key angles": pl.BlockSpec((block, width), keys_of_pair),
+        "sums of queries": pl.BlockSpec((1, heads, block), sums_of_queries),
     }
     # Scores are [keys, queries]: what is known of a query, or summed for it, has a lane.
-    tokens = [
-        (
-            pairs.query,
-            pl.BlockSpec((1, 3, block), lambda head, pair, query, key: (query[pair], 0, 0)),
-        ),
-        (pairs.key, pl.BlockSpec((block, 3), lambda head, pair, query, key: (key[pair], 0))),
-    ]
-    kept = [((block, few * width), q.dtype), *[((block, few * width), f32)] * 2]
-    if of_queries:
-        kept = [((block, some * width), q.dtype), ((some * width, block), f32)]
-        kept += [((some, 1, block), f32)] * (2 if kernel is _forward_kernel else 0)
-    scores = len(q) * len(k) // rows * share * heads
+    query_tokens = pl.BlockSpec((1, 3, block), query_tokens_of_pair)
+    key_tokens = pl.BlockSpec((block, 3), keys_of_pair)
+    q, _ = inputs[0]
+    k, _ = inputs[1]
+    by_token = (block, heads * width)
+    by_dimension = (heads * width, block)
+    by_key = (block, key_heads * width)
+    by_query = (heads, 1, block)
+    if kernel is _key_kernel:
+        scratch = [(by_key, q.dtype), (by_key, jnp.float32), (by_key, jnp.float32)]
+    else:
+        scratch = [(by_token, q.dtype), (by_dimension, jnp.float32)]
+    if kernel is _forward_kernel:
+        scratch += [(by_query, jnp.float32), (by_query, jnp.float32)]
+    arrays = [x for x, _ in inputs]
+    # If every block read every one of its row.
+    num_scores = len(q) * len(k) // static.rows * static.share * static.heads
     return pl.pallas_call(
         partial(kernel, static),
         [jax.ShapeDtypeStruct(x.shape, x.dtype) for x, _ in results],
         grid_spec=tpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
-            grid=(heads // few, order.size[0]),
-            out_specs=[specs[name] for _, name in results],
-            in_specs=[spec for _, spec in tokens] + [specs[name] for _, name in inputs],
-            scratch_shapes=[tpu.VMEM(shape, dtype) for shape, dtype in kept],
+            grid=(static.heads // key_heads, order.size[0]),
+            out_specs=[block_specs[name] for _, name in results],
+            in_specs=[query_tokens, key_tokens] + [block_specs[name] for _, name in inputs],
+            scratch_shapes=[tpu.VMEM(shape, dtype) for shape, dtype in scratch],
         ),
         compiler_params=tpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
-        # If every block read every one of its row.
         cost_estimate=pl.CostEstimate(
-            flops=2 * products * scores * width, transcendentals=scores, bytes_accessed=0
+            flops=2 * products * num_scores * width, transcendentals=num_scores, bytes_accessed=0
         ),
-        interpret=interpret,
+        interpret=static.interpret,
         name=kernel.__name__.removeprefix("_"),
-    )(order.query, order.key, *(x for x, _ in tokens), *(x for x, _ in inputs))
+    )(order.query, order.key, pairs.query, pairs.key, *arrays)
 
 
 def _forward_kernel(
@@ -287,46 +346,57 @@ def _forward_kernel(
     k_angles: Any,
     out: Any,
     lse: Any,
-    turned: Any,
+    rotated_q: Any,
     sums: Any,
     top: Any,
     total: Any,
 ) -> None:
     """Output and log-sum-exp of the query heads of some key heads."""
     is_first, is_last = _ends(query)
+    heads = range(static.heads_at_once)
 
     @pl.when(is_first)
     def _() -> None:
-        turned[...] = jnp.concatenate(_turned_heads(static, q, q_angles), 1)
-        # So far above what is masked that this weighs 0 in a query without keys, too.
-        top[...] = jnp.full(top.shape, LOWEST / 2, jnp.float32)
-        total[...], sums[...] = (jnp.zeros(sums.shape, jnp.float32) for sums in (total, sums))
+        rotated_q[...] = jnp.concatenate(_rotated_queries(static, q, q_angles), 1)
+        top[...] = jnp.full(top.shape, NO_KEY, jnp.float32)
+        total[...] = jnp.zeros(total.shape, jnp.float32)
+        sums[...] = jnp.zeros(sums.shape, jnp.float32)
 
-    heads, mask = _heads(static), _mask(q_tokens, k_tokens)
-    keys = [_turned(k[:, lanes], k_angles).astype(k.dtype) for lanes in _key_heads(static)]
-    values = [_transposed(v[:, lanes]) for lanes in _key_heads(static)]
-    scores = [
-        jnp.where(mask, _product(keys[head // static.share], turned[:, lanes], 1) * LOG2E, LOWEST)
-        for head, lanes in heads
-    ]
-    tops = [
-        jnp.maximum(top[head], one.max(0, keepdims=True))
-        for (head, _), one in zip(heads, scores, strict=True)
-    ]
-    ps = [jnp.exp2(one - new_top) for one, new_top in zip(scores, tops, strict=True)]
-    parts = [_product(values[head // static.share], p.astype(v.dtype)) for head, p in enumerate(ps)]
-    for (head, lanes), new_top, p, part in zip(heads, tops, ps, parts, strict=True):
-        shrink = jnp.exp2(top[head] - new_top)
-        top[head], total[head] = new_top, total[head] * shrink + p.sum(0, keepdims=True)
-        sums[lanes] = sums[lanes] * shrink + part
+    mask = _mask(q_tokens, k_tokens)
+    keys = []
+    for key_head in range(static.key_heads_at_once):
+        keys.append(_rotated(k[:, static.lanes(key_head)], k_angles).astype(k.dtype))
+    values = []
+    for key_head in range(static.key_heads_at_once):
+        values.append(_transposed(v[:, static.lanes(key_head)]))
+    # Stage by stage, not head by head: products of several heads follow each other.
+    scores = []
+    for head in heads:
+        products = _product(keys[head // static.share], rotated_q[:, static.lanes(head)], 1)
+        scores.append(jnp.where(mask, products * LOG2E, LOWEST))
+    tops = [softmax.raise_top(top[head], scores[head], 0) for head in heads]
+    weights = [jnp.exp2(scores[head] - tops[head]) for head in heads]
+    weighted_values = []
+    for head in heads:
+        weighted_values.append(
+            _product(values[head // static.share], weights[head].astype(v.dtype))
+        )
+    for head in heads:
+        lanes = static.lanes(head)
+        running = RunningSoftmax(top[head], total[head], sums[lanes])
+        running = softmax.accumulate(
+            running, tops[head], weights[head], weighted_values[head], jnp.exp2, 0
+        )
+        top[head], total[head], sums[lanes] = running
 
     @pl.when(is_last)
     def _() -> None:
-        for head, lanes in _heads(static):
-            # A query without keys: 0, and a log-sum-exp that makes no NaN.
-            known = jnp.where(total[head] == 0.0, 1.0, total[head])
-            out[:, lanes] = (sums[lanes] / known).T.astype(out.dtype)
-            lse[0, pl.ds(head, 1)] = top[head] + jnp.log2(known)
+        for head in heads:
+            lanes = static.lanes(head)
+            running = RunningSoftmax(top[head], total[head], sums[lanes])
+            mean, log_sum = softmax.finish(running, jnp.log2)
+            out[:, lanes] = mean.T.astype(out.dtype)
+            lse[0, pl.ds(head, 1)] = log_sum
 
 
 def _query_kernel(
@@ -345,45 +415,51 @@ def _query_kernel(
     out: Any,
     d_q: Any,
     delta: Any,
-    turned: Any,
+    rotated_q: Any,
     sums: Any,
 ) -> None:
     """The gradient of q. Softmax's, of scores, is p * (dp - delta), with delta the sum of out *
     d_out over a head's dimensions."""
     is_first, is_last = _ends(query)
+    heads = range(static.heads_at_once)
 
     @pl.when(is_first)
     def _() -> None:
-        turned[...] = jnp.concatenate(_turned_heads(static, q, q_angles), 1)
+        rotated_q[...] = jnp.concatenate(_rotated_queries(static, q, q_angles), 1)
         sums[...] = jnp.zeros(sums.shape, jnp.float32)
-        for head, lanes in _heads(static):
+        for head in heads:
+            lanes = static.lanes(head)
             products = out[:, lanes].astype(jnp.float32) * d_out[:, lanes].astype(jnp.float32)
             delta[0, pl.ds(head, 1)] = products.T.sum(0, keepdims=True)
 
-    heads, mask = _heads(static), _mask(q_tokens, k_tokens)
-    wide, values = zip(
-        *((_turned(k[:, lanes], k_angles), v[:, lanes]) for lanes in _key_heads(static)),
-        strict=True,
-    )
-    keys, of_dimension = ([x.astype(k.dtype) for x in some] for some in (wide, [x.T for x in wide]))
-    ps = [
-        _weights(keys[head // static.share], turned[:, lanes], mask, lse, head)
-        for head, lanes in heads
-    ]
-    d_ps = [_product(values[head // static.share], d_out[:, lanes], 1) for head, lanes in heads]
-    d_scores = [
-        p * (d_p - delta[0, pl.ds(head, 1)])
-        for (head, _), p, d_p in zip(heads, ps, d_ps, strict=True)
-    ]
-    for (head, lanes), d_score in zip(heads, d_scores, strict=True):
-        sums[lanes] += _product(of_dimension[head // static.share], d_score.astype(k.dtype))
+    mask = _mask(q_tokens, k_tokens)
+    wide_keys = []
+    values = []
+    for key_head in range(static.key_heads_at_once):
+        lanes = static.lanes(key_head)
+        wide_keys.append(_rotated(k[:, lanes], k_angles))
+        values.append(v[:, lanes])
+    transposed_keys = [x.T for x in wide_keys]
+    keys = [x.astype(k.dtype) for x in wide_keys]
+    keys_by_dimension = [x.astype(k.dtype) for x in transposed_keys]
+    ps = []
+    for head in heads:
+        queries = rotated_q[:, static.lanes(head)]
+        ps.append(_weights(keys[head // static.share], queries, mask, lse, head))
+    d_ps = []
+    for head in heads:
+        d_ps.append(_product(values[head // static.share], d_out[:, static.lanes(head)], 1))
+    d_scores = [ps[head] * (d_ps[head] - delta[0, pl.ds(head, 1)]) for head in heads]
+    for head in heads:
+        of_dimension = keys_by_dimension[head // static.share]
+        sums[static.lanes(head)] += _product(of_dimension, d_scores[head].astype(k.dtype))
 
     @pl.when(is_last)
     def _() -> None:
-        for _head, lanes in heads:
-            d_q[:, lanes] = _turned(sums[lanes].T * _scale(static, q), q_angles, back=True).astype(
-                d_q.dtype
-            )
+        for head in heads:
+            lanes = static.lanes(head)
+            gradient = _rotated(sums[lanes].T * _scale(static, q), q_angles, back=True)
+            d_q[:, lanes] = gradient.astype(d_q.dtype)
 
 
 def _key_kernel(
@@ -402,105 +478,95 @@ def _key_kernel(
     delta: Any,
     d_k: Any,
     d_v: Any,
-    turned: Any,
+    rotated_k: Any,
     sum_k: Any,
     sum_v: Any,
 ) -> None:
     """The gradients of keys and values of some key heads, summed over the query heads of each."""
     is_first, is_last = _ends(key)
+    heads = range(static.heads_at_once)
+    key_heads = range(static.key_heads_at_once)
 
     @pl.when(is_first)
     def _() -> None:
-        for lanes in _key_heads(static):
-            turned[:, lanes] = _turned(k[:, lanes], k_angles).astype(k.dtype)
-        sum_k[...], sum_v[...] = (jnp.zeros(sums.shape, jnp.float32) for sums in (sum_k, sum_v))
+        for key_head in key_heads:
+            lanes = static.lanes(key_head)
+            rotated_k[:, lanes] = _rotated(k[:, lanes], k_angles).astype(k.dtype)
+        sum_k[...] = jnp.zeros(sum_k.shape, jnp.float32)
+        sum_v[...] = jnp.zeros(sum_v.shape, jnp.float32)
 
-    heads, of_keys, mask = _heads(static), _key_heads(static), _mask(q_tokens, k_tokens)
-    queries, d_heads = _turned_heads(static, q, q_angles), [d_out[:, lanes] for _, lanes in heads]
-    ps = [
-        _weights(turned[:, of_keys[head // static.share]], one, mask, lse, head)
-        for head, one in enumerate(queries)
-    ]
-    d_ps = [
-        _product(v[:, of_keys[head // static.share]], d_head, 1)
-        for head, d_head in enumerate(d_heads)
-    ]
-    d_scores = [
-        p * (d_p - delta[0, pl.ds(head, 1)])
-        for (head, _), p, d_p in zip(heads, ps, d_ps, strict=True)
-    ]
-    for number, lanes in enumerate(of_keys):
-        mine = slice(number * static.share, (number + 1) * static.share)
-        sum_v[:, lanes] += _product_of(ps[mine], d_heads[mine])
-        sum_k[:, lanes] += _product_of(d_scores[mine], queries[mine])
+    mask = _mask(q_tokens, k_tokens)
+    queries = _rotated_queries(static, q, q_angles)
+    d_outs = [d_out[:, static.lanes(head)] for head in heads]
+    ps = []
+    for head in heads:
+        keys = rotated_k[:, static.lanes(head // static.share)]
+        ps.append(_weights(keys, queries[head], mask, lse, head))
+    d_ps = []
+    for head in heads:
+        d_ps.append(_product(v[:, static.lanes(head // static.share)], d_outs[head], 1))
+    d_scores = [ps[head] * (d_ps[head] - delta[0, pl.ds(head, 1)]) for head in heads]
+    for key_head in key_heads:
+        lanes = static.lanes(key_head)
+        readers = slice(key_head * static.share, (key_head + 1) * static.share)
+        sum_v[:, lanes] += _sum_of_products(ps[readers], d_outs[readers])
+        sum_k[:, lanes] += _sum_of_products(d_scores[readers], queries[readers])
 
     @pl.when(is_last)
     def _() -> None:
-        for lanes in _key_heads(static):
-            d_k[:, lanes] = _turned(sum_k[:, lanes], k_angles, back=True).astype(d_k.dtype)
+        for key_head in key_heads:
+            lanes = static.lanes(key_head)
+            gradient = _rotated(sum_k[:, lanes], k_angles, back=True)
+            d_k[:, lanes] = gradient.astype(d_k.dtype)
         d_v[...] = sum_v[...].astype(d_v.dtype)
 
 
 def _ends(order: Any) -> tuple[jax.Array, jax.Array]:
     """Whether a step's pair is the first of its block, and the last."""
     pair = pl.program_id(1)
-    return (pair == 0) | (order[jnp.maximum(pair - 1, 0)] != order[pair]), order[pair + 1] != order[
-        pair
-    ]
+    is_first = (pair == 0) | (order[jnp.maximum(pair - 1, 0)] != order[pair])
+    is_last = order[pair + 1] != order[pair]
+    return is_first, is_last
 
 
-def _heads(static: Static) -> list[tuple[int, Any]]:
-    """The query heads of a step, and where each is."""
-    return [
-        (head, pl.ds(head * static.width, static.width))
-        for head in range(static.share * static.at_once)
-    ]
-
-
-def _key_heads(static: Static) -> list[Any]:
-    """Where each key head of a step is."""
-    return [pl.ds(head * static.width, static.width) for head in range(static.at_once)]
-
-
-def _turned_heads(static: Static, q: Any, angles: Any) -> list[jax.Array]:
+def _rotated_queries(static: Static, q: Any, angles: Any) -> list[jax.Array]:
     """Queries by head, rotated and scaled; rounded in between, as elsewhere (`by_key_head`)."""
-    turned = (
-        _turned(q[:, lanes], angles).astype(q.dtype).astype(jnp.float32)
-        for _, lanes in _heads(static)
-    )
-    return [(x * _scale(static, q)).astype(q.dtype) for x in turned]
+    queries = []
+    for head in range(static.heads_at_once):
+        rotated = _rotated(q[:, static.lanes(head)], angles).astype(q.dtype).astype(jnp.float32)
+        queries.append((rotated * _scale(static, q)).astype(q.dtype))
+    return queries
 
 
 def _scale(static: Static, like: Any) -> jax.Array:
     return jnp.asarray(static.head_dim**-0.5, like.dtype).astype(jnp.float32)
 
 
-def _turned(x: jax.Array, angles_ref: Any, back: bool = False) -> jax.Array:
+def _rotated(x: jax.Array, angles_ref: Any, back: bool = False) -> jax.Array:
     """x[b, A] rotated by the angles of its tokens (`rotary.rotate`), or back; float32."""
-    x, angles, half = x.astype(jnp.float32), angles_ref[...], x.shape[1] // 2
-    exchanged, is_first = (
-        tpu.roll(angles, half, 1),
-        jax.lax.broadcasted_iota(jnp.int32, x.shape, 1) < half,
-    )
-    cos, sin = jnp.where(is_first, angles, exchanged), jnp.where(is_first, exchanged, angles)
-    return x * cos + tpu.roll(x, half, 1) * jnp.where(is_first == back, sin, -sin)
+    x = x.astype(jnp.float32)
+    angles = angles_ref[...]
+    half = x.shape[1] // 2
+    exchanged = tpu.roll(angles, half, 1)
+    is_first_half = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1) < half
+    cos = jnp.where(is_first_half, angles, exchanged)
+    sin = jnp.where(is_first_half, exchanged, angles)
+    return x * cos + tpu.roll(x, half, 1) * jnp.where(is_first_half == back, sin, -sin)
 
 
 def _mask(q_tokens: Any, k_tokens: Any) -> jax.Array:
     """bool[keys, queries]"""
-    return reads(
-        tuple(q_tokens[0, pl.ds(number, 1)] for number in range(3)),
-        tuple(k_tokens[:, pl.ds(number, 1)] for number in range(3)),
-    )
+    query = tuple(q_tokens[0, pl.ds(number, 1)] for number in range(3))
+    key = tuple(k_tokens[:, pl.ds(number, 1)] for number in range(3))
+    return reads(query, key)
 
 
 def _weights(
     keys: jax.Array, queries: jax.Array, mask: jax.Array, lse: Any, head: int
 ) -> jax.Array:
     """Softmax's, [keys, queries], from its log-sum-exp."""
-    return jnp.exp2(
-        jnp.where(mask, _product(keys, queries, 1) * LOG2E - lse[0, pl.ds(head, 1)], LOWEST)
-    )
+    scores = _product(keys, queries, 1) * LOG2E
+    return jnp.exp2(jnp.where(mask, scores - lse[0, pl.ds(head, 1)], LOWEST))
 
 
 def _transposed(x: jax.Array) -> jax.Array:
@@ -509,12 +575,11 @@ def _transposed(x: jax.Array) -> jax.Array:
 
 def _product(a: jax.Array, b: jax.Array, contracted: int = 0) -> jax.Array:
     """a[M, X] with b, of which X is this dimension, in float32."""
-    precision = (
-        None if b.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
-    )  # Mosaic has no other of 16 bits
+    precision = None if b.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+    # Mosaic has no other precision of 16 bits.
     return jax.lax.dot_general(a, b, (((1,), (contracted,)), ((), ())), precision, jnp.float32)
 
 
-def _product_of(a: list[jax.Array], b: list[jax.Array]) -> jax.Array:
+def _sum_of_products(a: list[jax.Array], b: list[jax.Array]) -> jax.Array:
     """The sum of products of matrices [M, X] and [X, N], as one."""
     return _product(jnp.concatenate(a, 1).astype(b[0].dtype), jnp.concatenate(b, 0))

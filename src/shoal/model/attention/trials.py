@@ -20,63 +20,69 @@ from shoal.model.attention.reference import attend, attend_at_once
 from shoal.model.attention.rule import Tokens
 from shoal.model.rotary import rotate
 
+MOST_DIFFERENCE = {"bfloat16": 2e-2, "float16": 2e-2, "float32": 1e-3}
+"""Between the kernels and the reference in `fault_on`, as a share of the values' norm."""
+
+
+Draw = Callable[..., jax.Array]
+"""(*shape) -> normal random numbers on the device."""
+
+
+def _drawing(rng: np.random.Generator, dtype: str, device: Any) -> Draw:
+    def draw(*shape: int) -> jax.Array:
+        return jax.device_put(jnp.asarray(rng.standard_normal(shape), dtype), device)
+
+    return draw
+
 
 def trial(
     device: Any, share: int, head_dim: int, dtype: str, interpret: bool
 ) -> tuple[tuple, tuple]:
-    """What the kernel gives on a device for a few slots of random numbers, and what the reference
-    does: results, own keys, own values."""
-    rng, prefix_len, position = (
-        np.random.default_rng(0),
-        np.array([70, 1]),
-        np.array([[0, 63], [40, 5]]),
-    )
+    """What the kernel for GPUs gives on a device for a few slots of random numbers, and what the
+    reference does: results, own keys, own values."""
+    rng = np.random.default_rng(0)
+    prefix_len = np.array([70, 1])
+    position = np.array([[0, 63], [40, 5]])
+    angles = jnp.asarray(rng.uniform(0, 6, (2, 2, head_dim // 2)), jnp.float32)
+    angles = jax.device_put(angles, device)
+    draw = _drawing(rng, dtype, device)
+    heads = draw(2, 2, share + 2, head_dim)
+    prefix_k = draw(2, 1, 128, head_dim)
+    prefix_v = draw(2, 1, 128, head_dim)
+    own_k = draw(2, 2, 1, 64, head_dim)
+    own_v = draw(2, 2, 1, 64, head_dim)
+    keys = prefix_k, prefix_v, own_k, own_v
 
-    def draw(*shape: int) -> jax.Array:
-        return jax.device_put(jnp.asarray(rng.standard_normal(shape), dtype), device)
-
-    heads, prompt, own = (2, 2, share + 2, head_dim), (2, 1, 128, head_dim), (2, 2, 1, 64, head_dim)
-    angles = jax.device_put(
-        jnp.asarray(rng.uniform(0, 6, (2, 2, head_dim // 2)), jnp.float32), device
-    )
-
-    def exact(heads: jax.Array, cos: jax.Array, sin: jax.Array, keys: tuple) -> tuple:
+    def by_reference(heads: jax.Array, cos: jax.Array, sin: jax.Array, keys: tuple) -> tuple:
+        prefix_k, prefix_v, own_k, own_v = keys
         q, k, v = jnp.split(heads, (share, share + 1), axis=2)
-        q, k = (rotate(x, cos[:, :, None], sin[:, :, None]) for x in (q, k))
+        q = rotate(q, cos[:, :, None], sin[:, :, None])
+        k = rotate(k, cos[:, :, None], sin[:, :, None])
         row, slot = jnp.indices(position.shape)
-        own = tuple(
-            old.at[row, slot, 0, position].set(new[:, :, 0])
-            for old, new in zip(keys[2:], (k, v), strict=True)
-        )
-        k, v = (
-            jnp.concatenate(
-                [jnp.repeat(prompt, 2, 0), mine.reshape(4, 1, *mine.shape[3:])], 2
-            ).swapaxes(1, 2)
-            for prompt, mine in zip(keys, own, strict=False)
-        )
-        mask = jnp.concatenate(
-            [
-                jnp.repeat(jnp.arange(128) < prefix_len[:, None], 2, 0),
-                jnp.arange(64) <= position.reshape(4, 1),
-            ],
-            1,
-        )
-        return attend(q.reshape(4, 1, share, head_dim), k, v, mask[:, None]).reshape(q.shape), *own
+        own_k = own_k.at[row, slot, 0, position].set(k[:, :, 0])
+        own_v = own_v.at[row, slot, 0, position].set(v[:, :, 0])
 
-    lengths, places = jnp.asarray(prefix_len, jnp.int32), jnp.asarray(position, jnp.int32)
-    inputs: Any = (
-        draw(*heads),
-        jnp.cos(angles),
-        jnp.sin(angles),
-        tuple(draw(*shape) for shape in (prompt, prompt, own, own)),
-    )
-    # All slots of a row in one program.
-    ours = jax.jit(
-        lambda heads, cos, sin, keys: attend_slots(
-            heads, cos, sin, keys, lengths, places, interpret, 1
-        )
-    )
-    return ours(*inputs), jax.jit(exact)(*inputs)
+        def by_slot(prefix: jax.Array, own: jax.Array) -> jax.Array:
+            """The prompt's and the slot's own, [slots, T, 1, A]."""
+            own = own.reshape(4, 1, 64, head_dim)
+            return jnp.concatenate([jnp.repeat(prefix, 2, 0), own], 2).swapaxes(1, 2)
+
+        prefix_mask = jnp.repeat(jnp.arange(128) < prefix_len[:, None], 2, 0)
+        own_mask = jnp.arange(64) <= position.reshape(4, 1)
+        mask = jnp.concatenate([prefix_mask, own_mask], 1)
+        by_query = q.reshape(4, 1, share, head_dim)
+        out = attend(by_query, by_slot(prefix_k, own_k), by_slot(prefix_v, own_v), mask[:, None])
+        return out.reshape(q.shape), own_k, own_v
+
+    def by_kernel(heads: jax.Array, cos: jax.Array, sin: jax.Array, keys: tuple) -> tuple:
+        num_prefix = jnp.asarray(prefix_len, jnp.int32)
+        positions = jnp.asarray(position, jnp.int32)
+        # All slots of a row in one program.
+        return attend_slots(heads, cos, sin, keys, num_prefix, positions, interpret, programs=1)
+
+    cos = jnp.cos(angles)
+    sin = jnp.sin(angles)
+    return jax.jit(by_kernel)(heads, cos, sin, keys), jax.jit(by_reference)(heads, cos, sin, keys)
 
 
 def trial_of_pages(
@@ -84,39 +90,33 @@ def trial_of_pages(
 ) -> tuple[tuple, tuple]:
     """What the kernel for TPUs gives for a few slots of random numbers on scattered pages, in two
     turns and two steps, and what the reference does."""
-    rng, pages = np.random.default_rng(0), np.random.default_rng(1).permutation(24).reshape(2, 2, 6)
-    prefix_len, length = np.array([70, 128]), np.array([[1, 128], [700, 385]])
+    pages = np.random.default_rng(1).permutation(24).reshape(2, 2, 6)
+    prefix_len = np.array([70, 128])
+    length = np.array([[1, 128], [700, 385]])
+    draw = _drawing(np.random.default_rng(0), dtype, device)
+    q = draw(2, 2, 2 * share, head_dim)
+    prompts = draw(2, 2, 128, 2 * head_dim)
+    own = draw(24, 2, 128, 2 * head_dim)
 
-    def draw(*shape: int) -> jax.Array:
-        return jax.device_put(jnp.asarray(rng.standard_normal(shape), dtype), device)
-
-    def exact(q: jax.Array, prompts: jax.Array, own: jax.Array) -> jax.Array:
-        mine = own[pages].swapaxes(2, 3).reshape(4, 2, -1, 2 * head_dim)
-        k, v = jnp.split(
-            jnp.concatenate([jnp.repeat(prompts, 2, 0), mine], 2).swapaxes(1, 2), 2, -1
-        )
-        mask = jnp.concatenate(
-            [
-                jnp.repeat(np.arange(128) < prefix_len[:, None], 2, 0),
-                np.arange(6 * 128) < length.reshape(4, 1),
-            ],
-            1,
-        )
+    def by_reference(q: jax.Array, prompts: jax.Array, own: jax.Array) -> jax.Array:
+        by_slot = own[pages].swapaxes(2, 3).reshape(4, 2, -1, 2 * head_dim)
+        keys = jnp.concatenate([jnp.repeat(prompts, 2, 0), by_slot], 2).swapaxes(1, 2)
+        k, v = jnp.split(keys, 2, -1)
+        prompt_mask = jnp.repeat(np.arange(128) < prefix_len[:, None], 2, 0)
+        own_mask = np.arange(6 * 128) < length.reshape(4, 1)
+        mask = jnp.concatenate([prompt_mask, own_mask], 1)
         return attend(q.reshape(4, 1, -1, head_dim), k, v, mask[:, None]).reshape(q.shape)
 
-    inputs = (
-        draw(2, 2, 2 * share, head_dim),
-        draw(2, 2, 128, 2 * head_dim),
-        draw(24, 2, 128, 2 * head_dim),
+    by_kernel = jax.jit(partial(attend_pages, interpret=interpret))
+    ours = by_kernel(
+        q,
+        prompts,
+        own,
+        jnp.asarray(prefix_len, jnp.int32),
+        jnp.asarray(length, jnp.int32),
+        jnp.asarray(pages, jnp.int32),
     )
-    numbers = (jnp.asarray(x, jnp.int32) for x in (prefix_len, length, pages))
-    return (jax.jit(partial(attend_pages, interpret=interpret))(*inputs, *numbers),), (
-        jax.jit(exact)(*inputs),
-    )
-
-
-MOST_DIFFERENCE = {"bfloat16": 2e-2, "float16": 2e-2, "float32": 1e-3}
-"""Between the kernels and the reference in `fault_on`, as a share of the values' norm."""
+    return (ours,), (jax.jit(by_reference)(q, prompts, own),)
 
 
 def fault_on(device: Any, share: int, head_dim: int, dtype: str, interpret: bool = False) -> str:
@@ -125,106 +125,125 @@ def fault_on(device: Any, share: int, head_dim: int, dtype: str, interpret: bool
     the reference's; empty if nothing is. Found once a process."""
     try:
         return _fault_on(device, share, head_dim, dtype, interpret)
-    except (
-        jax.errors.JaxRuntimeError
-    ) as error:  # not kept: other programs' memory may be free the next time
+    except jax.errors.JaxRuntimeError as error:
+        # Not kept: other programs' memory may be free the next time.
         return _first_line(error)
 
 
 def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error) or 'no message').splitlines()[0][:200]}"
+    text = str(error) or "no message"
+    return f"{type(error).__name__}: {text.splitlines()[0][:200]}"
 
 
 @lru_cache
 def _fault_on(device: Any, share: int, head_dim: int, dtype: str, interpret: bool) -> str:
     """JaxRuntimeError where memory ends."""
     on_tpu = device.platform == "tpu"
-    block = tpu_attention.BLOCK if on_tpu else block_size(head_dim, jnp.dtype(dtype))
-    sizes = (
-        block // 2 + 3,
-        block,
-        block // 2,
-        block // 4,
-        block // 2,
-    )  # a prompt, two completions, a prompt, padding
-    tokens = Tokens.of(
-        *(
-            jnp.asarray(np.repeat([numbers], sizes, axis=1), jnp.int32)
-            for numbers in ((1, 2, 3, 4, 0), (1, 1, 1, 4, 0))
-        )
-    )
-    rng = np.random.default_rng(0)
-    q, k, v, weight = (
-        rng.standard_normal((1, sum(sizes), heads, head_dim)) for heads in (share, 1, 1, share)
-    )
-
-    def results(attention: Callable[..., jax.Array]) -> list[np.ndarray]:
-        def value(*arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
-            out = attention(*arrays).astype(jnp.float32)
-            return (out * weight).sum(), out
-
-        arrays = (jax.device_put(jnp.asarray(x, dtype), device) for x in (q, k, v))
-        (_, out), gradient = jax.jit(jax.value_and_grad(value, (0, 1, 2), has_aux=True))(*arrays)
-        return [np.asarray(x, np.float64) for x in (out, *gradient)]
-
-    names = (
-        "values",
-        "dq",
-        "dk",
-        "dv",
-        "results in decoding",
-        "keys in decoding",
-        "values in decoding",
-    )
     try:
         # As the model multiplies; the reference in float32 has nothing that a kernel's faults could
         # hide behind.
         with jax.default_matmul_precision("highest" if dtype == "float32" else "default"):
-            exactly = partial(attend_at_once, query=tokens, key=tokens)
             if on_tpu:
-                angles = jnp.asarray(
-                    rng.uniform(0, 6, (1, sum(sizes), 1, head_dim // 2)), jnp.float32
-                )
-                cos, sin, pairs = (
-                    jnp.cos(angles),
-                    jnp.sin(angles),
-                    tpu_attention.row_pairs(tokens, tokens),
-                )
-                turns, flat = (
-                    tpu_attention.side_by_side((cos, sin)),
-                    partial(jax.lax.collapse, start_dimension=2),
-                )
-                ours = results(
-                    lambda q, k, v: tpu_attention.attend_rows(
-                        flat(q), flat(k), flat(v), (turns, turns), pairs, interpret
-                    ).reshape(q.shape)
-                )
-                exact = results(
-                    lambda q, k, v: exactly(rotate(q, cos, sin), rotate(k, cos, sin), v)
-                )
-                try_kernel = None if head_dim % 64 else trial_of_pages
+                pairs = _row_trial_on_tpu(device, share, head_dim, dtype, interpret)
+                if head_dim % 64 == 0:
+                    ours, exact = trial_of_pages(device, share, head_dim, dtype, interpret)
+                    pairs += _named(("results in decoding",), ours, exact)
             else:
-                ours = results(
-                    lambda q, k, v: attend_rows(
-                        q, k, v, block_lists(tokens, tokens, block), interpret
-                    )
-                )
-                exact = results(exactly)
-                try_kernel = trial if head_dim in decode_gpu.HEADS else None
-            if try_kernel:
-                both = try_kernel(device, share, head_dim, dtype, interpret)
-                ours, exact = (
-                    [*found, *(np.asarray(x, np.float64) for x in more)]
-                    for found, more in zip((ours, exact), both, strict=True)
-                )
-    except (
-        Exception
-    ) as error:  # whatever a compiler or a device may raise: the model goes on without the kernels
+                pairs = _row_trial_on_gpu(device, share, head_dim, dtype, interpret)
+                if head_dim in decode_gpu.HEADS:
+                    ours, exact = trial(device, share, head_dim, dtype, interpret)
+                    names = "results in decoding", "keys in decoding", "values in decoding"
+                    pairs += _named(names, ours, exact)
+    except Exception as error:
+        # Whatever a compiler or a device may raise: the model goes on without the kernels.
         if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
             raise
         return _first_line(error)
-    for name, one, other in zip(names, ours, exact, strict=False):
-        difference = float(np.linalg.norm(one - other) / np.linalg.norm(other))
+    for name, ours, exact in pairs:
+        difference = float(np.linalg.norm(ours - exact) / np.linalg.norm(exact))
         if not difference <= MOST_DIFFERENCE[dtype]:  # also where it is no number
             return f"their {name} differ by {difference:.2g} of their norm from the reference"
     return ""
+
+
+Pairs = list[tuple[str, np.ndarray, np.ndarray]]
+"""Results by name: of the kernels, and of the reference."""
+
+
+def _named(names: tuple[str, ...], ours: tuple, exact: tuple) -> Pairs:
+    pairs = []
+    for name, of_kernel, of_reference in zip(names, ours, exact, strict=True):
+        pairs.append(
+            (name, np.asarray(of_kernel, np.float64), np.asarray(of_reference, np.float64))
+        )
+    return pairs
+
+
+class _RowInputs:
+    """A packed row of three blocks: its tokens, and random q, k and v."""
+
+    def __init__(self, device: Any, block: int, share: int, head_dim: int, dtype: str) -> None:
+        # A prompt, two completions, a prompt, padding.
+        sizes = block // 2 + 3, block, block // 2, block // 4, block // 2
+        segment = jnp.asarray(np.repeat([(1, 2, 3, 4, 0)], sizes, axis=1), jnp.int32)
+        prompt = jnp.asarray(np.repeat([(1, 1, 1, 4, 0)], sizes, axis=1), jnp.int32)
+        self.tokens = Tokens.of(segment, prompt)
+        self.size = sum(sizes)
+        self.rng = np.random.default_rng(0)
+        self._device = device
+        self._dtype = dtype
+        self._q = self.rng.standard_normal((1, self.size, share, head_dim))
+        self._k = self.rng.standard_normal((1, self.size, 1, head_dim))
+        self._v = self.rng.standard_normal((1, self.size, 1, head_dim))
+        self._weight = self.rng.standard_normal((1, self.size, share, head_dim))
+
+    def results(self, attention: Callable[..., jax.Array]) -> tuple[np.ndarray, ...]:
+        """Values of an attention of q, k and v, and the gradients of a sum of them by weight."""
+
+        def weighted_sum(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+            out = attention(q, k, v).astype(jnp.float32)
+            return (out * self._weight).sum(), out
+
+        def put(x: np.ndarray) -> jax.Array:
+            return jax.device_put(jnp.asarray(x, self._dtype), self._device)
+
+        value_and_gradient = jax.jit(jax.value_and_grad(weighted_sum, (0, 1, 2), has_aux=True))
+        (_, out), (d_q, d_k, d_v) = value_and_gradient(put(self._q), put(self._k), put(self._v))
+        return out, d_q, d_k, d_v
+
+
+_ROW_RESULTS = ("values", "dq", "dk", "dv")
+
+
+def _row_trial_on_gpu(device: Any, share: int, head_dim: int, dtype: str, interpret: bool) -> Pairs:
+    block = block_size(head_dim, jnp.dtype(dtype))
+    row = _RowInputs(device, block, share, head_dim, dtype)
+
+    def by_kernel(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return attend_rows(q, k, v, block_lists(row.tokens, row.tokens, block), interpret)
+
+    ours = row.results(by_kernel)
+    exact = row.results(partial(attend_at_once, query=row.tokens, key=row.tokens))
+    return _named(_ROW_RESULTS, ours, exact)
+
+
+def _row_trial_on_tpu(device: Any, share: int, head_dim: int, dtype: str, interpret: bool) -> Pairs:
+    row = _RowInputs(device, tpu_attention.BLOCK, share, head_dim, dtype)
+    angles = jnp.asarray(row.rng.uniform(0, 6, (1, row.size, 1, head_dim // 2)), jnp.float32)
+    cos = jnp.cos(angles)
+    sin = jnp.sin(angles)
+    pairs = tpu_attention.row_pairs(row.tokens, row.tokens)
+    side_by_side = tpu_attention.side_by_side((cos, sin))
+
+    def by_kernel(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        flat_q = jax.lax.collapse(q, 2)
+        flat_k = jax.lax.collapse(k, 2)
+        flat_v = jax.lax.collapse(v, 2)
+        angles = side_by_side, side_by_side
+        out = tpu_attention.attend_rows(flat_q, flat_k, flat_v, angles, pairs, interpret)
+        return out.reshape(q.shape)
+
+    def by_reference(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return attend_at_once(rotate(q, cos, sin), rotate(k, cos, sin), v, row.tokens, row.tokens)
+
+    return _named(_ROW_RESULTS, row.results(by_kernel), row.results(by_reference))

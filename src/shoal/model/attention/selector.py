@@ -4,9 +4,9 @@ of training, scoring and prefill, and whether a kernel decodes."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -44,34 +44,37 @@ registers."""
 
 
 MOST_TPU_TOKENS = 2**16
-"""Of a row in the kernels for TPUs: the list of its pairs of blocks is in the memory of the scalar
-core."""
+"""Most tokens of a row in the kernels for TPUs: the list of its pairs of blocks is in the memory of
+the scalar core."""
 
 
 def attention_kind(model: Model, rows: int, size: int) -> str:
     """How attention is computed for rows of so many tokens: `model.attention`; for `auto` by device
     and shape."""
-    kind, platform = model.attention, model.role.platform
-    if kind == "pallas" and (reason := _kernel_refusal(model, size)):
-        instead = attention_kind(replace(model, attention="auto"), rows, size)
-        raise ShoalError(
-            f"model.attention={kind}: {reason}; model.attention=auto uses {instead} here"
-        )
-    if kind != "auto":
-        return kind
-    if platform == "cpu":
+    if model.attention == "auto":
+        return _fitting_kind(model, rows, size)
+    if model.attention == "pallas":
+        refusal = _kernel_refusal(model, size)
+        if refusal:
+            raise ShoalError(
+                f"model.attention=pallas: {refusal}; model.attention=auto uses "
+                f"{_fitting_kind(model, rows, size)} here"
+            )
+    return model.attention
+
+
+def _fitting_kind(model: Model, rows: int, size: int) -> str:
+    """The kind that `auto` takes."""
+    role = model.role
+    if role.platform == "cpu":
         return "reference" if size <= SHORT else "blocked"
     if size >= KERNEL_TOKENS and not _kernel_refusal(model, size):
         return "pallas"
-    layers = model.architecture.num_layers if model.remat == "none" else 1
-    scores = (
-        rows
-        * size**2
-        * model.architecture.num_heads
-        * layers
-        // (model.role.row_shards * model.role.tensor)
-    )
-    return "reference" if 4 * scores <= SCORE_BYTES else "blocked"
+    a = model.architecture
+    layers = a.num_layers if model.remat == "none" else 1
+    scores = rows * size**2 * a.num_heads * layers // (role.row_shards * role.tensor)
+    score_bytes = 4 * scores
+    return "reference" if score_bytes <= SCORE_BYTES else "blocked"
 
 
 def kernel_fault(model: Model) -> str:
@@ -82,18 +85,14 @@ def kernel_fault(model: Model) -> str:
     Never inside of a compiled function: a model is made with `blocked` where there is a fault."""
     if model.attention != "auto" or _kernel_refusal(model, KERNEL_TOKENS):
         return ""
-    own = set(model.role.mesh.devices.flat) & set(jax.local_devices())
-    if not own:  # the devices of a plan are not here
+    devices = set(model.role.mesh.devices.flat) & set(jax.local_devices())
+    if not devices:  # the devices of a plan are not here
         return ""
     from shoal.model.attention.trials import fault_on  # Pallas takes a second to import
 
+    device = min(devices, key=lambda device: device.id)
     a = model.architecture
-    return fault_on(
-        min(own, key=lambda device: device.id),
-        a.num_heads // a.num_kv_heads,
-        a.head_dim,
-        model.dtype.name,
-    )
+    return fault_on(device, a.num_heads // a.num_kv_heads, a.head_dim, model.dtype.name)
 
 
 def platform_fault(attention: str, platform: str) -> str:
@@ -105,7 +104,8 @@ def platform_fault(attention: str, platform: str) -> str:
 
 def _kernel_refusal(model: Model, size: int) -> str:
     """Why the kernels cannot compute a model's rows of so many tokens; empty if they can."""
-    if fault := platform_fault("pallas", model.role.platform):
+    fault = platform_fault("pallas", model.role.platform)
+    if fault:
         return fault
     if model.architecture.head_dim > MOST_PALLAS_HEAD:
         return (
@@ -117,139 +117,202 @@ def _kernel_refusal(model: Model, size: int) -> str:
     return ""
 
 
-def segment_attention(model: Model, segment: jax.Array, prompt: jax.Array) -> AttentionFn:
-    """Of rows segment[R, T], prompt[R, T]."""
-    return _over_rows(model, segment, prompt)[0]
+class RowForm(NamedTuple):
+    """One way to compute the attention of whole rows, on arrays of one device."""
+
+    # (tokens of queries, tokens of keys) -> what each token reads, a tree of arrays by row
+    find_reads: Callable[[Tokens, Tokens], Any]
+    # (q[R, T, H, A], k[R, S, K, A], v, what find_reads gave) -> [R, T, H, A]; of a form that
+    # rotates, with heads beside each other, and with the angles of queries and keys after v
+    attend: Callable[..., jax.Array]
+    rotates: bool = False
+
+
+def _row_form(model: Model, rows: int, size: int) -> RowForm:
+    """The form for rows that are split into parts of `size` tokens."""
+    role = model.role
+    kind = attention_kind(model, rows // role.context, size * role.context)
+    if kind == "reference":
+        return _reference_form()
+    if kind == "blocked":
+        return _blocked_form(model, size)
+    if role.platform == "tpu":
+        return _tpu_form()
+    return _gpu_form(model)
+
+
+def _reference_form() -> RowForm:
+    def find_reads(query: Tokens, key: Tokens) -> tuple[Tokens, Tokens]:
+        return query, key
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, reads: Any) -> jax.Array:
+        query, key = reads
+        return attend_at_once(q, k, v, query, key)
+
+    return RowForm(find_reads, attend)
+
+
+def _blocked_form(model: Model, size: int) -> RowForm:
+    role = model.role
+    block = block_size(size, role.platform)
+    at_once = 0
+    if role.platform == "cpu":
+        scores = block**2 * model.architecture.num_heads // role.tensor
+        at_once = max(1, SCORES_AT_ONCE // scores)
+    return RowForm(partial(blocks_of, block=block), partial(attend_by_blocks, at_once=at_once))
+
+
+def _gpu_form(model: Model) -> RowForm:
+    from shoal.model.attention import gpu  # Pallas takes a second to import
+
+    block = gpu.block_size(model.architecture.head_dim, model.dtype)
+    return RowForm(partial(gpu.block_lists, block=block), gpu.attend_rows)
+
+
+def _tpu_form() -> RowForm:
+    from shoal.model.attention import tpu  # Pallas takes a second to import
+
+    return RowForm(tpu.row_pairs, tpu.attend_rows, rotates=True)
 
 
 @dataclass(frozen=True)
 class RowAttention:
-    """The `AttentionFn` of whole rows. Kernels for TPUs rotate what they read."""
+    """The `AttentionFn` of whole rows, or of the parts that they are split into, by one form."""
 
-    over_rows: Callable
-    rotates: bool
+    role: Role
+    form: RowForm
+    reads: Any  # what each token reads: found once, not in every layer
     is_prefill: bool = False  # its keys and values are the new cache
+
+    @property
+    def rotates(self) -> bool:
+        return self.form.rotates
 
     def __call__(
         self, q: jax.Array, k: jax.Array, v: jax.Array, _: None, rope: Any = None
     ) -> tuple[jax.Array, Any]:
-        if not self.rotates:
-            return self.over_rows(q, k, v), (k, v) if self.is_prefill else None
+        if self.rotates:
+            out, k = self._rotate_and_attend(q, k, v, rope)
+        else:
+            out = _on_each_device(self.role, self._attend, (q, k, v), self.reads)
+        return out, (k, v) if self.is_prefill else None
+
+    def _attend(self, heads: tuple[jax.Array, ...], reads: Any) -> jax.Array:
+        q, k, v = heads
+        # Queries stay where they are. Keys and values of a row are gathered, those of few heads: a
+        # layer's alone, as the backward pass gathers them again.
+        return self.form.attend(q, _whole(self.role, k), _whole(self.role, v), reads)
+
+    def _rotate_and_attend(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, rope: Any
+    ) -> tuple[jax.Array, jax.Array]:
+        """(out, k), k as it is kept: of a prefill rotated."""
         from shoal.model.attention.tpu import (  # Pallas takes a second to import
             side_by_side,
             unrotated,
         )
 
-        own = of_keys = side_by_side(rope)
+        q_angles = side_by_side(rope)
+        k_angles = q_angles
         if self.is_prefill:  # whose keys are kept as they are read
-            k, of_keys = rotate_by_product(k, *rope), unrotated(own)
+            cos, sin = rope
+            k = rotate_by_product(k, cos, sin)
+            k_angles = unrotated(q_angles)
+
+        def attend(heads: tuple[jax.Array, ...], by_row: tuple) -> jax.Array:
+            q, k, v = heads
+            (q_angles, k_angles), reads = by_row
+            k = _whole(self.role, k)
+            v = _whole(self.role, v)
+            angles = q_angles, _whole(self.role, k_angles)
+            return self.form.attend(q, k, v, angles, reads)
+
         # As products take and give them, for each device: with heads as a dimension XLA would
         # divide them in products.
-        out = self.over_rows(*(jax.lax.collapse(x, 2) for x in (q, k, v)), own, of_keys)
-        return out.reshape(q.shape), (k, v) if self.is_prefill else None
+        flat = jax.lax.collapse(q, 2), jax.lax.collapse(k, 2), jax.lax.collapse(v, 2)
+        by_row = (q_angles, k_angles), self.reads
+        out = _on_each_device(self.role, attend, flat, by_row)
+        return out.reshape(q.shape), k
 
 
-def prefill_attention(model: Model, length: jax.Array, size: int, reads: tuple = ()) -> AttentionFn:
+def segment_attention(model: Model, segment: jax.Array, prompt: jax.Array) -> AttentionFn:
+    """The `AttentionFn` of training and scoring: rows of several sequences, segment[R, T] and
+    prompt[R, T]."""
+    rows, size = segment.shape
+    form = _row_form(model, rows, size)
+    return RowAttention(model.role, form, _reads_of(model.role, form, segment, prompt))
+
+
+def prefill_attention(model: Model, length: jax.Array, size: int, reads: Any = ()) -> AttentionFn:
     """Prompts [R, T] of length[R] attend to themselves; their keys and values are the new cache.
     `reads`: of `prompt_reads`, where a program before has found them."""
-    segment = (jnp.arange(size) < length[:, None]).astype(jnp.int32)
-    return replace(_over_rows(model, segment, segment, reads)[0], is_prefill=True)
+    form = _row_form(model, len(length), size)
+    if not reads:
+        segment = _prompt_segment(length, size)
+        reads = _reads_of(model.role, form, segment, segment)
+    return RowAttention(model.role, form, reads, is_prefill=True)
 
 
-def prompt_reads(model: Model, length: jax.Array, size: int) -> tuple:
-    """What the tokens of prompts read, in the form that the kind of attention takes: arrays by
-    row."""
-    segment = (jnp.arange(size) < length[:, None]).astype(jnp.int32)
-    return _over_rows(model, segment, segment)[1]
+def prompt_reads(model: Model, length: jax.Array, size: int) -> Any:
+    """Which keys the tokens of prompts read, as the form of attention takes it: arrays by row."""
+    form = _row_form(model, len(length), size)
+    segment = _prompt_segment(length, size)
+    return _reads_of(model.role, form, segment, segment)
 
 
-def _over_rows(
-    model: Model, segment: jax.Array, prompt: jax.Array, reads: tuple = ()
-) -> tuple[RowAttention, tuple]:
-    """Attention of whole rows, or of the parts that they are split into: q[R, T, H, A], k and v[R,
-    T, K, A] -> [R, T, H, A]; for `tpu_attention` all with heads beside each other, and with angles.
-    With what each token reads, if that is not known."""
-    role, (parts, size) = model.role, segment.shape
-    kind = attention_kind(model, parts // role.context, size * role.context)
-
-    def whole(x: jax.Array) -> jax.Array:
-        return x if role.context == 1 else jax.lax.all_gather(x, "context", axis=1, tiled=True)
-
-    def over_rows(
-        attend: Callable, known_of: Callable, rotates: bool = False
-    ) -> tuple[RowAttention, tuple]:
-        def find(segment: jax.Array, prompt: jax.Array) -> Any:
-            query = key = Tokens.of(whole(segment), whole(prompt))
-            if role.context > 1:
-                first = jax.lax.axis_index("context") * size
-                query = Tokens(*(jax.lax.dynamic_slice_in_dim(x, first, size, 1) for x in key))
-            return known_of(query, key)
-
-        # Queries stay where they are. Keys and values of a row are gathered, those of few heads: a
-        # layer's alone, as the backward pass gathers them again.
-        known = reads or _on_each_device(role, find)(segment, prompt)
-        return RowAttention(
-            lambda q, k, v, *angles: _on_each_device(
-                role, lambda q, k, v, *rest: attend(q, whole(k), whole(v), *rest), *angles, *known
-            )(q, k, v),
-            rotates,
-        ), known
-
-    if kind == "reference":
-        return over_rows(attend_at_once, lambda query, key: (query, key))
-    # What each token reads is found once, not in every layer.
-    if kind == "pallas" and role.platform == "tpu":
-        from shoal.model.attention.tpu import (  # Pallas takes a second to import
-            attend_rows,
-            row_pairs,
-        )
-
-        return over_rows(
-            lambda q, k, v, own, of_keys, pairs: attend_rows(q, k, v, (own, whole(of_keys)), pairs),
-            lambda query, key: (row_pairs(query, key),),
-            rotates=True,
-        )
-    if kind == "pallas":
-        from shoal.model.attention import gpu as gpu_attention
-
-        block = gpu_attention.block_size(model.architecture.head_dim, model.dtype)
-        return over_rows(
-            gpu_attention.attend_rows,
-            lambda query, key: (gpu_attention.block_lists(query, key, block),),
-        )
-    block = block_size(size, role.platform)
-    scores = block**2 * model.architecture.num_heads // role.tensor
-    at_once = max(1, SCORES_AT_ONCE // scores) if role.platform == "cpu" else 0
-    return over_rows(
-        partial(attend_by_blocks, at_once=at_once),
-        lambda query, key: (blocks_of(query, key, block),),
-    )
+def _prompt_segment(length: jax.Array, size: int) -> jax.Array:
+    """1 at the tokens of prompts of length[R], 0 at padding: int32[R, T]."""
+    return (jnp.arange(size) < length[:, None]).astype(jnp.int32)
 
 
-def _on_each_device(role: Role, function: Callable, *known: jax.Array) -> Callable:
-    """Each device computes its own rows, and its heads of [R, T, heads, ...]: the partitioner
-    cannot split a kernel, nor skip by device. `known`, by row, follows the arguments of a call."""
+def _reads_of(role: Role, form: RowForm, segment: jax.Array, prompt: jax.Array) -> Any:
+    """Which keys each token of rows, or of their parts, reads: arrays by row."""
+    size = segment.shape[1]
+
+    def find(tokens: tuple[jax.Array, jax.Array], _: None) -> Any:
+        segment, prompt = tokens
+        key = Tokens.of(_whole(role, segment), _whole(role, prompt))
+        query = key
+        if role.context > 1:
+            first = jax.lax.axis_index("context") * size
+
+            def part_of_row(x: jax.Array) -> jax.Array:
+                return jax.lax.dynamic_slice_in_dim(x, first, size, 1)
+
+            query = jax.tree.map(part_of_row, key)
+        return form.find_reads(query, key)
+
+    return _on_each_device(role, find, (segment, prompt), None)
+
+
+def _whole(role: Role, x: jax.Array) -> jax.Array:
+    """Whole rows, from the parts that the devices of `context` have."""
+    return x if role.context == 1 else jax.lax.all_gather(x, "context", axis=1, tiled=True)
+
+
+def _on_each_device(role: Role, function: Callable, own: tuple[jax.Array, ...], by_row: Any) -> Any:
+    """function(own, by_row) on each device, of its own rows, and of its heads where the arrays of
+    `own` have them, [R, T, heads, ...]: the partitioner cannot split a kernel, nor skip by
+    device."""
     if role.mesh.size == 1:
-        return lambda *args: function(*args, *known)
-    by_row = PartitionSpec(role.row_axes or None)
-
-    def local(*args: jax.Array) -> jax.Array:
-        own = PartitionSpec(*by_row, None, "tensor") if args[0].ndim > 2 else by_row
-        return jax.shard_map(
-            function,
-            mesh=role.mesh,
-            in_specs=(own,) * len(args) + (by_row,) * len(known),
-            out_specs=own,
-            axis_names={*role.row_axes, "tensor"},
-            check_vma=False,
-        )(*args, *known)
-
-    return local
+        return function(own, by_row)
+    row_axes = role.row_axes or None
+    rows = PartitionSpec(row_axes)
+    rows_and_heads = PartitionSpec(row_axes, None, "tensor")
+    spec = rows_and_heads if own[0].ndim > 2 else rows
+    return jax.shard_map(
+        function,
+        mesh=role.mesh,
+        in_specs=(spec, rows),
+        out_specs=spec,
+        axis_names=set(role.row_axes) | {"tensor"},
+        check_vma=False,
+    )(own, by_row)
 
 
 def kernel_refusal(model: Model) -> str:
     """Why decoding's kernel cannot compute a model; empty if it can."""
-    platform, width = model.role.platform, model.architecture.head_dim
+    platform = model.role.platform
     if platform == "cpu":
         return f"it is for GPUs and TPUs, and this is a {platform.upper()}"
     if model.key_parts > 1:
@@ -257,17 +320,16 @@ def kernel_refusal(model: Model) -> str:
             f"a key head would be on {model.key_parts} devices: it needs mesh.sampler_tensor of at "
             f"most {model.architecture.num_kv_heads}, the model's key/value heads"
         )
+    head_dim = model.architecture.head_dim
     if platform == "tpu":
-        return (
-            f"it needs heads of a multiple of 64, and the model's head_dim is {width}"
-            if width % 64
-            else ""
-        )
+        if head_dim % 64 == 0:
+            return ""
+        return f"it needs heads of a multiple of 64, and the model's head_dim is {head_dim}"
     from shoal.model.attention.decode_gpu import HEADS  # Pallas takes a second to import
 
-    if width in HEADS:
+    if head_dim in HEADS:
         return ""
-    return f"it needs heads of {listed(HEADS)} dimensions, and the model's head_dim is {width}"
+    return f"it needs heads of {listed(HEADS)} dimensions, and the model's head_dim is {head_dim}"
 
 
 def decodes_by_kernel(model: Model) -> bool:

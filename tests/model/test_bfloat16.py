@@ -10,7 +10,7 @@ import pytest
 from small import QWEN3, batches, learner, random_groups, random_parameters, relative, roles, whole
 from small_engine import play, request
 
-from shoal.model.block import gated_product
+from shoal.model.compiler_habits import gated_product
 from shoal.model.linear import linear
 from shoal.model.rotary import rotary, rotate, rotate_by_product
 from shoal.model.transformer import Model

@@ -41,7 +41,7 @@ from shoal.mesh import Role
 from shoal.model import adapters
 from shoal.model.architecture import PRODUCTS, Adapter, Architecture
 from shoal.model.attention import selector
-from shoal.model.block import gated_product
+from shoal.model.compiler_habits import gated_product, products_joined
 from shoal.model.families import architecture_of
 from shoal.model.flops import model_flops
 from shoal.model.layers import by_layer
@@ -52,7 +52,6 @@ from shoal.model.parameters import (
     joined,
     param_shapes,
     param_specs,
-    products_joined,
     quantiser,
     select,
     shardings,

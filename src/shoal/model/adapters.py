@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from shoal.mesh import Role
 from shoal.model.architecture import PRODUCTS, Adapter, Architecture
 from shoal.model.linear import Adapted
-from shoal.model.parameters import Parameters, param_specs, without_adapter
+from shoal.model.parameters import Parameters, ParamSpec, param_specs, without_adapter
 from shoal.records import ShoalError
 from shoal.text import did_you_mean
 
@@ -30,27 +30,24 @@ def make_adapter(
     expression over whole paths (`.*_attn\\.(q|v)_proj`), or `all-linear`.
     """
     paths = _paths(a)
-    covered: list[set[str]] = [
-        set() for _ in range(a.num_layers)
-    ]  # of each layer, the products with an adapter
+    covered: list[set[str]] = []  # of each layer, the products with an adapter
+    for _ in range(a.num_layers):
+        covered.append(set())
     named_by: dict[str, str] = {}  # product -> a target that names it
     for target in targets:
-        layers = [
-            {
-                name
-                for name, path in paths.items()
-                if _matches(target, name, path.replace(".0.", f".{layer}."))
-            }
-            for layer in range(a.num_layers)
-        ]
-        if not any(layers):
+        is_known = False
+        for layer in range(a.num_layers):
+            names = _products_of(target, paths, layer)
+            if names:
+                is_known = True
+            covered[layer] |= names
+            for name in names:
+                named_by[name] = target
+        if not is_known:
             raise ShoalError(
                 f"model.lora.targets={target}: no product of the model is called so; it has "
                 f"{', '.join(PRODUCTS)}, and {ALL} for all of them{did_you_mean(target, PRODUCTS)}"
             )
-        for products, found in zip(covered, layers, strict=True):
-            products |= found
-            named_by |= dict.fromkeys(found, target)
     # PEFT writes the product of each layer in full where an adapter has fewer than 20: together
     # they may be all layers.
     for name, target in named_by.items():
@@ -60,29 +57,43 @@ def make_adapter(
                 "layers"
             )
     chosen = tuple(name for name in paths if name in named_by)
-    sizes = {
-        spec.name: min(spec.shape[1:])
-        for spec in jax.tree.leaves(param_specs(a))
-        if len(spec.shape) == 3
-    }
-    least, name = min(
-        (sizes[f"{paths[name]}.weight".replace(".0.", ".{layer}.")], name) for name in chosen
-    )
-    if not 1 <= rank <= least:
+    most_ranks = {}
+    for name, spec in _kernels(a).items():
+        most_ranks[name] = min(spec.layer_shape)
+    smallest = min(chosen, key=lambda name: (most_ranks[name], name))
+    if not 1 <= rank <= most_ranks[smallest]:
         raise ShoalError(
-            f"model.lora.rank={rank}: expected 1 to {least}, the smaller dimension of {name}"
+            f"model.lora.rank={rank}: expected 1 to {most_ranks[smallest]}, the smaller dimension "
+            f"of {smallest}"
         )
     return Adapter(rank, alpha, chosen, rslora)
 
 
+def _kernels(a: Architecture) -> dict[str, ParamSpec]:
+    """The kernel of each product of the base, of all layers, by the product's name."""
+    kernels: dict[str, ParamSpec] = {}
+    for spec in jax.tree.leaves(param_specs(a.base).blocks):
+        if not spec.is_vector:
+            _, _, name = spec.name.removesuffix(".weight").rpartition(".")
+            kernels[name] = spec
+    return kernels
+
+
 def _paths(a: Architecture) -> dict[str, str]:
     """Name -> path of each product of the first layer."""
-    paths = [
-        spec.tensor_names[0].removesuffix(".weight")
-        for spec in jax.tree.leaves(param_specs(a.base))
-        if len(spec.shape) == 3
-    ]
-    return {path.rpartition(".")[2]: path for path in paths}
+    paths: dict[str, str] = {}
+    for name, spec in _kernels(a).items():
+        paths[name] = spec.tensor_names[0].removesuffix(".weight")
+    return paths
+
+
+def _products_of(target: str, paths: Mapping[str, str], layer: int) -> set[str]:
+    """The products of a layer that a target names; `paths` are the first layer's."""
+    names = set()
+    for name, path in paths.items():
+        if _matches(target, name, path.replace(".0.", f".{layer}.")):
+            names.add(name)
+    return names
 
 
 def _matches(target: str, name: str, path: str) -> bool:
@@ -96,21 +107,23 @@ def _matches(target: str, name: str, path: str) -> bool:
 
 def merge(a: Architecture, parameters: Parameters, role: Role) -> Parameters:
     """The parameters of the base with the adapter's change added to each kernel, in float32."""
+    if a.adapter is None:
+        return parameters
 
-    def add(weight: Any) -> Any:
-        if not isinstance(weight, Adapted):
+    def is_adapted(weight: Any) -> bool:
+        return isinstance(weight, Adapted)
+
+    def merged_weight(weight: Any) -> Any:
+        if not is_adapted(weight):
             return weight
         change = jnp.matmul(
             weight.a.astype(jnp.float32), weight.b.astype(jnp.float32), precision="highest"
         )
         return weight.kernel.astype(jnp.float32) + change * weight.scale
 
-    def is_adapted(weight: Any) -> bool:
-        return isinstance(weight, Adapted)
+    def merged_weights(weights: Parameters) -> Any:
+        return jax.tree.map(merged_weight, weights, is_leaf=is_adapted)
 
-    if a.adapter is None:
-        return parameters
-    merged = role.jit(lambda weights: jax.tree.map(add, weights, is_leaf=is_adapted))(parameters)
-    return jax.tree.unflatten(
-        jax.tree.structure(without_adapter(a, parameters)), jax.tree.leaves(merged)
-    )
+    merged = role.jit(merged_weights)(parameters)
+    base_structure = jax.tree.structure(without_adapter(a, parameters))
+    return jax.tree.unflatten(base_structure, jax.tree.leaves(merged))

@@ -10,12 +10,17 @@ forward passes; of frozen weights' products, one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
+
+import jax
 
 from shoal.mesh import peak_flops
 from shoal.model.architecture import Architecture
+from shoal.model.parameters import param_specs
 from shoal.records import Group
 
 GroupLengths = tuple[int, Sequence[int]]
@@ -31,20 +36,29 @@ def forward_flops(a: Architecture, prompt: int, completions: Sequence[int]) -> f
 
     since a prompt's tokens need no logits and a completion's tokens attend to the prompt too.
     """
-    pairs = prompt * (prompt + 1) / 2 + sum(n * prompt + n * (n + 1) / 2 for n in completions)
-    return (
-        _product_flops(a, prompt, completions)
-        + 4.0 * a.num_layers * a.num_heads * a.head_dim * pairs
-    )
+    pairs = prompt * (prompt + 1) / 2
+    for length in completions:
+        pairs += length * prompt + length * (length + 1) / 2
+    attention = 4.0 * a.num_layers * a.num_heads * a.head_dim * pairs
+    return _product_flops(a, prompt, completions) + attention
 
 
 def _product_flops(a: Architecture, prompt: int, completions: Sequence[int]) -> float:
     """The products with weights in one forward pass; those of an adapter, some hundredths of them,
     are left out."""
-    queries, keys = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
-    blocks = a.num_layers * a.hidden_size * (2 * queries + 2 * keys + 3 * a.intermediate_size)
     tokens = sum(completions)
-    return 2.0 * (blocks * (prompt + tokens) + a.hidden_size * a.vocab_size * tokens)
+    head = a.hidden_size * a.vocab_size
+    return 2.0 * (_block_weights(a) * (prompt + tokens) + head * tokens)
+
+
+@lru_cache
+def _block_weights(a: Architecture) -> int:
+    """Elements of all matrices of all layers, as they are declared."""
+    weights = 0
+    for spec in jax.tree.leaves(param_specs(replace(a, adapter=None, quantised="")).blocks):
+        if not spec.is_vector:
+            weights += math.prod(spec.shape)
+    return weights
 
 
 def model_flops(
@@ -57,13 +71,19 @@ def model_flops(
     """A whole step: a forward pass over what was sampled; over what was trained on, a forward and a
     backward pass an epoch and a forward pass for each scoring (the reference's, and the one before
     the first of several updates)."""
-    trained, passes = list(trained), 3 * num_epochs + num_scorings
-    saved = num_epochs * sum(_product_flops(a, *group) for group in trained) if a.adapter else 0.0
-    return (
-        sum(forward_flops(a, *group) for group in sampled)
-        + passes * sum(forward_flops(a, *group) for group in trained)
-        - saved
-    )
+    forward_of_sampled = 0.0
+    for prompt, completions in sampled:
+        forward_of_sampled += forward_flops(a, prompt, completions)
+    forward_of_trained = 0.0
+    products_of_trained = 0.0
+    for prompt, completions in trained:
+        forward_of_trained += forward_flops(a, prompt, completions)
+        products_of_trained += _product_flops(a, prompt, completions)
+    passes = 3 * num_epochs + num_scorings
+    flops = forward_of_sampled + passes * forward_of_trained
+    if a.adapter:  # no gradients of frozen weights
+        flops -= num_epochs * products_of_trained
+    return flops
 
 
 @dataclass(frozen=True)
@@ -73,9 +93,8 @@ class Utilisation:
     architecture: Architecture
     peak: float
     num_epochs: int
-    num_scorings: (
-        int  # forward passes over the trained tokens besides the updates: old, reference, teacher
-    )
+    # forward passes over the trained tokens besides the updates: old, reference, teacher
+    num_scorings: int
 
     @classmethod
     def on(
@@ -87,25 +106,34 @@ class Utilisation:
         num_scorings: int = 0,
     ) -> Utilisation | None:
         """None if the peak rate of a device is unknown, as that of any CPU."""
-        rates = [peak_flops(device.device_kind, dtype) for device in devices]
-        known = [rate for rate in rates if rate is not None]
-        if not rates or len(known) < len(rates):
+        peak = 0.0
+        for device in devices:
+            rate = peak_flops(device.device_kind, dtype)
+            if rate is None:
+                return None
+            peak += rate
+        if not peak:
             return None
-        return cls(architecture, sum(known), num_epochs, num_scorings)
+        return cls(architecture, peak, num_epochs, num_scorings)
 
     def share(
         self, groups: Sequence[Group], entered: Container[tuple[int, int]], seconds: float
     ) -> float:
         """MFU of a step of so many seconds; `entered` holds the (group, completion) pairs that
         entered the update."""
-        sampled, trained = [], []
+        sampled: list[GroupLengths] = []
+        trained: list[GroupLengths] = []
         for number, group in enumerate(groups):
             for prompt, members in group.by_prompt():
-                sampled.append((len(prompt), [tokens.stop - tokens.start for _, tokens in members]))
-                inside = [
-                    tokens.stop - tokens.start for i, tokens in members if (number, i) in entered
-                ]
-                if inside:  # else the prompt was not computed either
-                    trained.append((len(prompt), inside))
+                sampled_lengths = []
+                trained_lengths = []
+                for index, tokens in members:
+                    length = tokens.stop - tokens.start
+                    sampled_lengths.append(length)
+                    if (number, index) in entered:
+                        trained_lengths.append(length)
+                sampled.append((len(prompt), sampled_lengths))
+                if trained_lengths:  # else the prompt was not computed either
+                    trained.append((len(prompt), trained_lengths))
         flops = model_flops(self.architecture, sampled, trained, self.num_epochs, self.num_scorings)
         return flops / (self.peak * seconds)

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from shoal.mesh import PINNED_HOST, Role
 from shoal.model.architecture import Architecture
 from shoal.model.block import AttentionFn, block, cast_weight, rms_norm
+from shoal.model.compiler_habits import computed_once
 from shoal.model.layers import by_layer, ffn_chunks, unstacked
 from shoal.model.parameters import Block, Parameters, check_mesh, param_specs
 from shoal.model.rotary import rotary
@@ -67,28 +68,30 @@ class Model:
 
     @property
     def ffn_chunks(self) -> int:
-        """Of a sampler: see `layers.ffn_chunks`."""
+        """`layers.ffn_chunks` of a sampler."""
         return ffn_chunks(self.architecture, self.role, self.dtype)
 
     def on(self, role: Role) -> Model:
+        """The model on the devices of another role; of a sampler with its own type of weights."""
         architecture = self.architecture
         if role.name == "sampler" and self.sampler_type:
             architecture = replace(architecture, quantised=self.sampler_type)
         return replace(self, role=role, architecture=architecture)
 
 
+def _all_kept(layer: Callable) -> Callable:
+    return layer
+
+
 _KEPT = jax.checkpoint_policies
-_DOTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+_DOTS = _KEPT.save_from_both_policies(
+    _KEPT.dots_with_no_batch_dims_saveable, _KEPT.save_only_these_names("kernel", "product")
+)
 
 
 REMAT: dict[str, Callable[[Callable], Callable]] = {
-    "none": lambda layer: layer,
-    "dots": partial(
-        jax.checkpoint,
-        policy=_KEPT.save_from_both_policies(
-            _DOTS, _KEPT.save_only_these_names("kernel", "product")
-        ),
-    ),
+    "none": _all_kept,
+    "dots": partial(jax.checkpoint, policy=_DOTS),
     "attention": partial(jax.checkpoint, policy=_KEPT.save_only_these_names("attention", "kernel")),
     "full": jax.checkpoint,
     "offload": partial(
@@ -125,7 +128,7 @@ def forward(
     rope = rotary(model.architecture, positions)
     if caches is not None:
         # Else XLA for CPU computes each cosine again for each head and layer.
-        rope = jax.lax.optimization_barrier(rope)
+        rope = computed_once(rope)
     layer = partial(block, model, rope=rope, attention=attention)
     x, aux = through_layers(model, parameters.blocks, x, layer, caches)
     return rms_norm(x, parameters.final_norm, model.architecture.norm_eps), aux
@@ -144,20 +147,35 @@ def through_layers(
     # rows and 256 keys on two CPU cores take 67 ms a token with the caches as the scan's input and
     # output, 44 as its carry, 29 unrolled.
     if isinstance(blocks, Block) and caches is None:
-        specs = param_specs(model.architecture).blocks
+        return _scanned(model, blocks, x, layer)
+    return _unrolled(by_layer(model, blocks), x, layer, caches)
 
-        def cast(weight: jax.Array, spec: Any) -> Any:
-            axes = spec.axes_on(model.role)[1:]  # without the layers'
-            return cast_weight(model, weight, axes, spec.trained and not spec.dtype)
 
-        @REMAT[model.remat]
-        def step(x: jax.Array, weights: Block) -> tuple[jax.Array, Any]:
-            return layer(jax.tree.map(cast, weights, specs), x, cache=None)
+def _scanned(
+    model: Model, blocks: Block, x: jax.Array, layer: Callable[..., tuple[jax.Array, Any]]
+) -> tuple[jax.Array, tuple]:
+    """Through stacked layers: compiled once, and computed again as `model.remat` has it."""
+    specs = param_specs(model.architecture).blocks
 
-        x, aux = jax.lax.scan(step, x, blocks)
-        return x, unstacked(aux, model.architecture.num_layers)
+    def cast(weight: jax.Array, spec: Any) -> Any:
+        axes = spec.axes_on(model.role)[1:]  # without the layers'
+        return cast_weight(model, weight, axes, spec.trained and not spec.dtype)
+
+    @REMAT[model.remat]
+    def step(x: jax.Array, weights: Block) -> tuple[jax.Array, Any]:
+        return layer(jax.tree.map(cast, weights, specs), x, cache=None)
+
+    x, aux = jax.lax.scan(step, x, blocks)
+    return x, unstacked(aux, model.architecture.num_layers)
+
+
+def _unrolled(
+    layers: tuple[Block, ...],
+    x: jax.Array,
+    layer: Callable[..., tuple[jax.Array, Any]],
+    caches: Any,
+) -> tuple[jax.Array, tuple]:
     aux = ()
-    layers = by_layer(model, blocks)
     caches = caches or (None,) * len(layers)
     for weights, cache in zip(layers, caches, strict=True):
         x, new = layer(weights, x, cache=cache)

@@ -28,9 +28,10 @@ from shoal.model.attention.blocked import block_size
 from shoal.model.attention.caches import LayerCache
 from shoal.model.attention.selector import attention_kind, prefill_attention, prompt_reads
 from shoal.model.block import block, rms_norm
+from shoal.model.compiler_habits import products_joined
 from shoal.model.head import logits
 from shoal.model.layers import by_layer
-from shoal.model.parameters import Block, products_joined
+from shoal.model.parameters import Block
 from shoal.model.rotary import rotary
 from shoal.model.transformer import Model, embed, forward, through_layers
 from shoal.records import Params

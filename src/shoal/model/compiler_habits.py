@@ -1,0 +1,153 @@
+"""What is written around a layer's maths because of the habits of one compiler.
+
+Barriers against fusion, gradients that are arrays of their own, other forms of the same product:
+each changes a program's time or memory, never what it computes. `block` asks for the `Habits` of
+its model and has no branch by platform of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from shoal.model.linear import Adapted, Biased, Weight, linear
+from shoal.model.parameters import Block
+from shoal.model.rotary import rotate, rotate_by_product
+
+if TYPE_CHECKING:
+    from shoal.model.transformer import Model
+
+
+def unchanged(x: jax.Array) -> jax.Array:
+    return x
+
+
+def computed_once(arrays: Any) -> Any:
+    """A tree of arrays that are computed before what reads them, not within each of its readers
+    again."""
+    return jax.lax.optimization_barrier(arrays)
+
+
+@jax.custom_vjp
+def separate_gradient(x: jax.Array) -> jax.Array:
+    """x, whose gradient is an array of its own: fused with the products that give it, a norm's
+    backward pass halves their rate on TPU."""
+    return x
+
+
+def _separate_gradient_forward(x: jax.Array) -> tuple[jax.Array, None]:
+    return x, None
+
+
+def _separate_gradient_backward(_: None, gradient: jax.Array) -> tuple[jax.Array]:
+    return (computed_once(gradient),)
+
+
+separate_gradient.defvjp(_separate_gradient_forward, _separate_gradient_backward)
+
+
+def gated(model: Model, gate: jax.Array, up: jax.Array) -> jax.Array:
+    """What the feed-forward part computes between its products."""
+    return model.role.constrain(jax.nn.silu(gate) * up, "rows", None, "mlp")
+
+
+def plain_gated_product(model: Model, gate: jax.Array, up: jax.Array, down: Weight) -> jax.Array:
+    return linear(down, gated(model, gate, up))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def gated_product(model: Model, gate: jax.Array, up: jax.Array, down: Weight) -> jax.Array:
+    """`plain_gated_product` for TPU: XLA would compute silu and its gradient within products, for
+    each of their blocks again."""
+    return linear(down, computed_once(gated(model, gate, up)))
+
+
+def _gated_product_forward(
+    model: Model, gate: jax.Array, up: jax.Array, down: Weight
+) -> tuple[jax.Array, tuple]:
+    return gated_product(model, gate, up, down), (gate, up, down)
+
+
+def _gated_product_backward(model: Model, kept: tuple, gradient: jax.Array) -> tuple:
+    gate, up, down = kept
+    gate, up = computed_once((gate, up))
+    inner, backward_of_gated = jax.vjp(partial(gated, model), gate, up)
+    _, backward_of_down = jax.vjp(linear, down, computed_once(inner))
+    d_down, d_inner = backward_of_down(gradient)
+    d_gate, d_up = computed_once(backward_of_gated(computed_once(d_inner)))
+    return d_gate, d_up, d_down
+
+
+gated_product.defvjp(_gated_product_forward, _gated_product_backward)
+
+
+@dataclass(frozen=True)
+class Habits:
+    """How one layer is written for a compiler: a function for each place where it matters."""
+
+    normed: Callable[[jax.Array], jax.Array] = unchanged  # of a norm's result
+    # Of the product of q, before its heads are made.
+    queries: Callable[[jax.Array], jax.Array] = unchanged
+    # (q or k, cos, sin), as `rotary.rotate`
+    rotate: Callable[..., Any] = rotate
+    # (model, gate, up, down), as `plain_gated_product`
+    gated_product: Callable[..., Any] = plain_gated_product
+    # Of what is between the products of a chunk of the feed-forward part.
+    inner_of_chunk: Callable[[jax.Array], jax.Array] = unchanged
+
+
+PLAIN = Habits()
+
+# Decoding has few rows, whose elementwise operations are better done within the products. But XLA
+# for TPU would make the heads of q inside the product, for which it copies the weight in another
+# order.
+DECODING = Habits(queries=computed_once)
+
+TPU = Habits(
+    normed=separate_gradient,
+    rotate=rotate_by_product,
+    gated_product=gated_product,
+    inner_of_chunk=computed_once,
+)
+
+TPU_PREFILL = replace(TPU, queries=computed_once)
+
+
+def habits_of(model: Model, is_decoding: bool) -> Habits:
+    """The habits for a layer that decodes, or for one that computes whole rows."""
+    if is_decoding:
+        return DECODING
+    if model.role.platform != "tpu":
+        return PLAIN
+    return TPU_PREFILL if model.role.name == "sampler" else TPU
+
+
+def products_joined(block: Block) -> Block:
+    """A layer's block with the weights of k and v beside those of q, for one product in place of
+    three, and None in their places; itself where they are no such weights (an adapter's are
+    products of two)."""
+    kernel = block.q.kernel if isinstance(block.q, Biased) else block.q
+    weights = block.q, block.k, block.v
+    kinds = {jax.tree.structure(weight) for weight in weights}
+    if isinstance(kernel, Adapted) or len(kinds) > 1:
+        return block
+
+    def side_by_side(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return jnp.concatenate([q, k, v], -1)
+
+    joined = jax.tree.map(side_by_side, block.q, block.k, block.v)
+    return replace(block, q=joined, k=None, v=None)
+
+
+def split_product(model: Model, heads: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """q, k and v by head, of the one product of `products_joined`."""
+    a = model.architecture
+    rows, size, _ = heads.shape
+    by_head = heads.reshape(rows, size, -1, a.head_dim)
+    q, k, v = jnp.split(by_head, (a.num_heads, a.num_heads + a.num_kv_heads), axis=-2)
+    return q, k, v

@@ -102,14 +102,9 @@ def reinforce_pp(
 ) -> Rewards:
     """(r - mean) / (std + std_eps) over all valid rewards of the step, whatever their group.
     REINFORCE++, arXiv 2501.03262."""
-    return _whitened(
-        rewards,
-        valid,
-        lengths if whiten_over == "tokens" else None,
-        std_ddof,
-        std_eps,
-        std_eps_mode,
-    )
+    if whiten_over != "tokens":
+        lengths = None
+    return _whitened(rewards, valid, lengths, std_ddof, std_eps, std_eps_mode)
 
 
 def reinforce_pp_baseline(
@@ -125,14 +120,10 @@ def reinforce_pp_baseline(
 ) -> Rewards:
     """r - mean of the group, then whitened over the step. REINFORCE++-baseline, arXiv
     2501.03262."""
-    return _whitened_groups(
-        _centred(rewards, valid),
-        valid,
-        lengths if whiten_over == "tokens" else None,
-        std_ddof,
-        std_eps,
-        std_eps_mode,
-    )
+    centred = _centred(rewards, valid)
+    if whiten_over != "tokens":
+        lengths = None
+    return _whitened_groups(centred, valid, lengths, std_ddof, std_eps, std_eps_mode)
 
 
 def maxrl(rewards: Rewards, valid: Valid, **unread: object) -> Rewards:
@@ -173,9 +164,9 @@ def gdpo(
         total += weight * grpo(
             part, judged, std_ddof=std_ddof, std_eps=std_eps, std_eps_mode=std_eps_mode
         )
-    return _whitened_groups(
-        total, valid, lengths if whiten_over == "tokens" else None, std_ddof, std_eps, std_eps_mode
-    )
+    if whiten_over != "tokens":
+        lengths = None
+    return _whitened_groups(total, valid, lengths, std_ddof, std_eps, std_eps_mode)
 
 
 def none(rewards: Rewards, valid: Valid, **unread: object) -> Rewards:
@@ -198,17 +189,15 @@ def _centred_over(values: np.ndarray, counts: np.ndarray, axis: int | None) -> n
     """x - mean, where each x counts `counts` times; 0 where it counts nothing."""
     # Masked before the product: 0 times the NaN of an invalid sibling is NaN.
     kept = np.where(counts, values, 0.0).astype(np.float64)
-    mean = (counts * kept).sum(axis=axis, keepdims=True) / np.maximum(
-        counts.sum(axis=axis, keepdims=True), 1
-    )
+    total = (counts * kept).sum(axis=axis, keepdims=True)
+    mean = total / np.maximum(counts.sum(axis=axis, keepdims=True), 1)
     return np.where(counts, kept - mean, 0.0)
 
 
 def _std(centred: np.ndarray, counts: np.ndarray, ddof: int, axis: int | None) -> np.ndarray:
     number = counts.sum(axis=axis, keepdims=True)
-    return np.sqrt(
-        (counts * centred**2).sum(axis=axis, keepdims=True) / np.maximum(number - ddof, 1)
-    )
+    total = (counts * centred**2).sum(axis=axis, keepdims=True)
+    return np.sqrt(total / np.maximum(number - ddof, 1))
 
 
 def _divisor(std: np.ndarray, eps: float, eps_mode: str) -> np.ndarray:
@@ -252,6 +241,5 @@ def _whitened_groups(
     """
     if lengths is not None:
         return _whitened(values, valid, lengths, ddof, eps, eps_mode)
-    return values / _divisor(
-        _std(_centred_over(values, valid, axis=None), valid, ddof, axis=None), eps, eps_mode
-    )
+    spread = _std(_centred_over(values, valid, axis=None), valid, ddof, axis=None)
+    return values / _divisor(spread, eps, eps_mode)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from operator import itemgetter
 
 import jax
 import jax.numpy as jnp
@@ -47,41 +48,52 @@ def token_logprobs(
     """
     rows, size, _ = hidden.shape
     count = -(-size // chunk)
+    target_score = _picked if dense else _taken
 
-    def chunks(x: jax.Array) -> jax.Array:
+    def by_chunk(x: jax.Array) -> jax.Array:
         """[R, T, ...] -> [count, R, chunk, ...]"""
-        padded = jnp.pad(x, ((0, 0), (0, count * chunk - size), *((0, 0),) * (x.ndim - 2)))
+        padding = [(0, 0)] * x.ndim
+        padding[1] = (0, count * chunk - size)
+        padded = jnp.pad(x, padding)
         return padded.reshape(rows, count, chunk, *x.shape[2:]).swapaxes(0, 1)
 
-    def of_chunk(inputs: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
-        states, ids, *support = inputs
+    def of_chunk(
+        inputs: tuple[jax.Array, jax.Array, jax.Array | None],
+    ) -> tuple[jax.Array, jax.Array]:
+        states, ids, support = inputs
         scores = project(states) / temperature
-        target = (_picked if dense else _taken)(scores, ids)
+        target = target_score(scores, ids)
         # One normaliser serves the log-prob and the entropy: both are of the same logits, which
         # exist only here.
         normaliser = jax.nn.logsumexp(scores, axis=-1)
         entropy = _entropy(scores - normaliser[..., None], entropy_gradient, guarded=not dense)
-        if support:
-            kept = jnp.take_along_axis(scores, jnp.maximum(support[0], 0), axis=-1)
+        if support is not None:
+            kept = jnp.take_along_axis(scores, jnp.maximum(support, 0), axis=-1)
             normaliser, entropy = _over_support(
-                kept, support[0], normaliser, entropy, entropy_gradient
+                kept, support, normaliser, entropy, entropy_gradient
             )
         return target - normaliser, entropy
 
-    parts = tuple(
-        map(chunks, (hidden, targets) if support_ids is None else (hidden, targets, support_ids))
-    )
+    support_chunks = None if support_ids is None else by_chunk(support_ids)
+    chunks = by_chunk(hidden), by_chunk(targets), support_chunks
     # lax.map of one chunk would still compile a loop, and pad what needs no padding. The one
     # chunk's logits are kept: the backward pass begins with them, so they are in memory then
     # anyway.
     if count == 1:
-        logprob, entropy = (x[None] for x in of_chunk(tuple(part[0] for part in parts)))
+        only_chunk = jax.tree.map(itemgetter(0), chunks)
+        logprob, entropy = of_chunk(only_chunk)
+        logprob = logprob[None]
+        entropy = entropy[None]
     else:
         # Else the backward pass would keep every chunk's logits, all of [tokens, V]. A loop needs
         # no barrier against common subexpressions, which would hold what `project` never reads.
-        logprob, entropy = jax.lax.map(jax.checkpoint(of_chunk, prevent_cse=False), parts)
-    both = (x.swapaxes(0, 1).reshape(rows, -1)[:, :size] for x in (logprob, entropy))
-    return tuple(both)  # type: ignore[return-value]
+        logprob, entropy = jax.lax.map(jax.checkpoint(of_chunk, prevent_cse=False), chunks)
+
+    def by_row(x: jax.Array) -> jax.Array:
+        """[count, R, chunk] -> [R, T]"""
+        return x.swapaxes(0, 1).reshape(rows, -1)[:, :size]
+
+    return by_row(logprob), by_row(entropy)
 
 
 def _taken(scores: jax.Array, ids: jax.Array) -> jax.Array:
@@ -90,16 +102,21 @@ def _taken(scores: jax.Array, ids: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def _picked(scores: jax.Array, ids: jax.Array) -> jax.Array:
+    """`_taken`, with a gradient of all scores in place of a scatter."""
     return _taken(scores, ids)
+
+
+def _picked_forward(scores: jax.Array, ids: jax.Array) -> tuple[jax.Array, tuple]:
+    return _taken(scores, ids), (scores, ids)
 
 
 def _picked_backward(kept: tuple, gradient: jax.Array) -> tuple:
     scores, ids = kept
-    place = jax.lax.broadcasted_iota(ids.dtype, scores.shape, scores.ndim - 1)
-    return jnp.where(place == ids[..., None], gradient[..., None], 0.0), None
+    token = jax.lax.broadcasted_iota(ids.dtype, scores.shape, scores.ndim - 1)
+    return jnp.where(token == ids[..., None], gradient[..., None], 0.0), None
 
 
-_picked.defvjp(lambda scores, ids: (_taken(scores, ids), (scores, ids)), _picked_backward)
+_picked.defvjp(_picked_forward, _picked_backward)
 
 
 def sliced_logprobs(
@@ -119,11 +136,9 @@ def sliced_logprobs(
     on are padding.
     """
     width = slices.shape[-1]
-    ids = (
-        targets[..., None]
-        if support_ids is None
-        else jnp.concatenate([targets[..., None], support_ids], -1)
-    )
+    ids = targets[..., None]  # the tokens whose scores are picked: the targets come first
+    if support_ids is not None:
+        ids = jnp.concatenate([ids, support_ids], -1)
     states = hidden.astype(jnp.float32)  # in which the slices' gradients are summed
 
     @partial(jax.checkpoint, prevent_cse=False)
@@ -132,24 +147,28 @@ def sliced_logprobs(
         weights, start = inputs
         scores = project(weights, states.astype(hidden.dtype)) / temperature
         scores = jnp.where(start + jnp.arange(width) < vocabulary, scores, -jnp.inf)
-        place = ids - start
-        found = jnp.take_along_axis(scores, jnp.clip(place, 0, width - 1), axis=-1)
-        picked = jnp.where((place >= 0) & (place < width), found, picked)
+        index = ids - start  # in the slice
+        in_slice = jnp.take_along_axis(scores, jnp.clip(index, 0, width - 1), axis=-1)
+        picked = jnp.where((index >= 0) & (index < width), in_slice, picked)
         # Sums of exp(score) and of exp(score) * score, both over exp(peak).
-        new = jnp.maximum(peak, jax.lax.stop_gradient(scores.max(-1)))
-        scale, weight = jnp.exp(peak - new), jnp.exp(scores - new[..., None])
+        new_peak = jnp.maximum(peak, jax.lax.stop_gradient(scores.max(-1)))
+        scale = jnp.exp(peak - new_peak)
+        weight = jnp.exp(scores - new_peak[..., None])
         moment = jnp.where(scores > -jnp.inf, weight * scores, 0.0)
-        moment = moment if entropy_gradient else jax.lax.stop_gradient(moment)
-        return (new, total * scale + weight.sum(-1), mean * scale + moment.sum(-1), picked), None
+        if not entropy_gradient:
+            moment = jax.lax.stop_gradient(moment)
+        total = total * scale + weight.sum(-1)
+        mean = mean * scale + moment.sum(-1)
+        return (new_peak, total, mean, picked), None
 
-    nothing = jnp.zeros(targets.shape, jnp.float32)
-    begin = (nothing - jnp.inf, nothing, nothing, jnp.full(ids.shape, -jnp.inf, jnp.float32))
-    (peak, total, mean, picked), _ = jax.lax.scan(
-        add_slice, begin, (slices, jnp.arange(len(slices)) * width)
-    )
+    zeros = jnp.zeros(targets.shape, jnp.float32)
+    begin = (zeros - jnp.inf, zeros, zeros, jnp.full(ids.shape, -jnp.inf, jnp.float32))
+    starts = jnp.arange(len(slices)) * width
+    (peak, total, mean, picked), _ = jax.lax.scan(add_slice, begin, (slices, starts))
     normaliser = peak + jnp.log(total)
     entropy = normaliser - mean / total
-    entropy = entropy if entropy_gradient else jax.lax.stop_gradient(entropy)
+    if not entropy_gradient:
+        entropy = jax.lax.stop_gradient(entropy)
     target = picked[..., 0]
     if support_ids is not None:
         normaliser, entropy = _over_support(
@@ -168,14 +187,14 @@ def _over_support(
     kept = jnp.where(used | ~truncated[..., None], kept, -jnp.inf)
     over_kept = jax.nn.logsumexp(kept, axis=-1)
     normaliser = jnp.where(truncated, over_kept, normaliser)
-    return normaliser, jnp.where(
-        truncated, _entropy(kept - over_kept[..., None], gradient), entropy
-    )
+    entropy_of_kept = _entropy(kept - over_kept[..., None], gradient)
+    return normaliser, jnp.where(truncated, entropy_of_kept, entropy)
 
 
 def _entropy(logs: jax.Array, gradient: bool, guarded: bool = True) -> jax.Array:
     """The entropy of log-probs[..., V], of which some may be -inf where it is `guarded`."""
-    logs = logs if gradient else jax.lax.stop_gradient(logs)
+    if not gradient:
+        logs = jax.lax.stop_gradient(logs)
     if not guarded:
         return -(jnp.exp(logs) * logs).sum(-1)
     finite = logs > -jnp.inf

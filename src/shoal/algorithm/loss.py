@@ -48,16 +48,15 @@ Segments = Int[Array, "R T"]
 
 @dataclass(frozen=True)
 class Objective:
-    """What an update minimises: static, a key of the compiled programs."""
+    """Terms and settings of what an update minimises: static, a key of the compiled programs."""
 
     loss: Callable[..., Any]  # `clipped`, ...
     kl: Callable[..., Any]  # `k3`, ...
     settings: tuple[tuple[str, Any], ...] = ()  # of the loss, by name
     ratio: str = "token"  # the level of the loss's ratio
     kl_metric: bool = False  # the batch holds ref_logprobs
-    kl_coef: float = (
-        0.0  # of the term in the loss; a KL that is subtracted from the reward is not part of it
-    )
+    # of the term in the loss; a KL that is subtracted from the reward is not part of it
+    kl_coef: float = 0.0
     kl_sampler_coef: float = 0.0
     to_sampler: bool = False  # the ratio is to the log-probs that the tokens were sampled with
     # the batch holds old_logprobs; else they are this update's own, and clipping never acts
@@ -96,12 +95,16 @@ def token_losses(
     batch at all.
     """
     # Weight 0 is not enough: a NaN of a masked token would survive the product with 0.
-    sampled = mask = loss_mask & (weight > 0)
+    sampled = loss_mask & (weight > 0)
+    mask = sampled
     # With one update a batch `old` equals lp to the bit: a forward pass of its own would compute
     # nothing new.
-    old_logprobs = old_logprobs if o.use_old else jax.lax.stop_gradient(lp)
-    sampler_logprobs = old_logprobs if o.given else sampler_logprobs
+    if not o.use_old:
+        old_logprobs = jax.lax.stop_gradient(lp)
+    if o.given:
+        sampler_logprobs = old_logprobs
     if o.rejection:
+        least, most = o.rejection_bounds
         mask = kept_tokens(
             o.rejection,
             o.rejection_level,
@@ -109,17 +112,18 @@ def token_losses(
             sampler_logprobs,
             sampled,
             segment,
-            *o.rejection_bounds,
+            least,
+            most,
         )
     count = mask.sum(dtype=jnp.float32)
-    log_ratio = policy_log_ratio(
-        o.ratio, lp, sampler_logprobs if o.to_sampler else old_logprobs, mask, segment
-    )
+    ratio_to = sampler_logprobs if o.to_sampler else old_logprobs
+    log_ratio = policy_log_ratio(o.ratio, lp, ratio_to, mask, segment)
     token_loss, sums = policy_loss(
         o.loss, log_ratio, lp, advantage, mask, segment, **dict(o.settings)
     )
     sums["entropy"] = (jax.lax.stop_gradient(jnp.where(mask, entropy, 0.0)).sum(), count)
     if o.correction:
+        cap, floor = o.correction_bounds
         w = correction_weights(
             o.correction,
             o.correction_level,
@@ -127,7 +131,8 @@ def token_losses(
             sampler_logprobs,
             sampled,
             segment,
-            *o.correction_bounds,
+            cap,
+            floor,
         )
         w = jnp.where(mask, w, 0)
         # The correction multiplies the policy term alone: KL and entropy are of the trainer's own
@@ -143,10 +148,13 @@ def token_losses(
     # Its count is no number of tokens: the sums of an update's micro-batches are its value.
     sums["objective"] = (jax.lax.stop_gradient(weight * token_loss).sum(), count)
     if o.kl_coef or o.kl_metric:
-        kl = token_kl(o.kl, lp, ref_logprobs, mask, *o.kl_clamps)
+        clamp_input, clamp_value = o.kl_clamps
+        kl = token_kl(o.kl, lp, ref_logprobs, mask, clamp_input, clamp_value)
         sums["kl"] = (kl.sum(), count)
         if o.kl_coef:
-            token_loss += o.kl_coef * (kl * jnp.exp(log_ratio) if o.kl_weighted else kl)
+            if o.kl_weighted:
+                kl = kl * jnp.exp(log_ratio)
+            token_loss += o.kl_coef * kl
     if o.kl_sampler_coef:
         kl = token_kl(k3, lp, sampler_logprobs, mask)
         sums["sampler_gap/kl"] = (kl.sum(), count)
@@ -171,15 +179,14 @@ def policy_log_ratio(
     own: sg(mean) + lp - sg(lp), GSPO-token, eqs. 13 and 14.
     """
     # Before the maths, not only after: the derivative of exp at infinity times 0 would be NaN.
-    lp, old_logprobs = jnp.where(mask, lp, 0), jnp.where(mask, old_logprobs, 0)
+    lp = jnp.where(mask, lp, 0)
+    old_logprobs = jnp.where(mask, old_logprobs, 0)
     if level == "token":
         return lp - old_logprobs
     mean = segment_mean(lp - old_logprobs, segment, mask)
-    return (
-        mean
-        if level == "sequence"
-        else lp - jax.lax.stop_gradient(lp) + jax.lax.stop_gradient(mean)
-    )
+    if level == "sequence":
+        return mean
+    return lp - jax.lax.stop_gradient(lp) + jax.lax.stop_gradient(mean)
 
 
 def policy_loss(
@@ -197,19 +204,23 @@ def policy_loss(
     losses, True where the lower bound is active, True where the upper one is); outside the mask,
     `lp` and `advantage` are 0 there and what it gives is dropped.
     """
-    lp, advantage = jnp.where(mask, lp, 0), jnp.where(mask, advantage, 0)
+    lp = jnp.where(mask, lp, 0)
+    advantage = jnp.where(mask, advantage, 0)
     token_loss, low, high = loss(log_ratio, lp, advantage, mask, segment, **settings)
-    low, high, ratio = mask & low, mask & high, jnp.exp(jax.lax.stop_gradient(log_ratio))
+    low = mask & low
+    high = mask & high
+    ratio = jnp.exp(jax.lax.stop_gradient(log_ratio))
     count = mask.sum(dtype=ratio.dtype)
-    metrics = {
+    values = {
         "clip/fraction": low | high,
         "clip/low": low,
         "clip/high": high,
         "ratio/mean": jnp.where(mask, ratio, 0),
     }
-    return jnp.where(mask, token_loss, 0), {
-        name: (value.sum(dtype=ratio.dtype), count) for name, value in metrics.items()
-    }
+    metrics: Metrics = {}
+    for name, value in values.items():
+        metrics[name] = (value.sum(dtype=ratio.dtype), count)
+    return jnp.where(mask, token_loss, 0), metrics
 
 
 def clipped(
@@ -238,15 +249,16 @@ def clipped(
     # Not jnp.minimum and jnp.clip: at a tie, the common case of ratio 1, both would halve the
     # gradient.
     ratio = jax.lax.stop_gradient(jnp.exp(log_ratio))
-    constant, unclipped = (
-        -jnp.clip(ratio, 1 - clip_low, 1 + clip_high) * advantage,
-        -ratio * advantage,
-    )
+    constant = -jnp.clip(ratio, 1 - clip_low, 1 + clip_high) * advantage
+    unclipped = -ratio * advantage
     active = constant > unclipped
-    high, low = active & (ratio > 1), active & (ratio < 1)
+    high = active & (ratio > 1)
+    low = active & (ratio < 1)
     if clip_dual:
-        capped = (advantage < 0) & (jnp.where(active, constant, unclipped) > -clip_dual * advantage)
-        constant, active = jnp.where(capped, -clip_dual * advantage, constant), active | capped
+        loss = jnp.where(active, constant, unclipped)
+        capped = (advantage < 0) & (loss > -clip_dual * advantage)
+        constant = jnp.where(capped, -clip_dual * advantage, constant)
+        active = active | capped
         high = high | capped
     # Where a bound is active the exponent is 0, so that a ratio of inf leaves no NaN in the
     # gradient.
@@ -274,8 +286,9 @@ def cispo(
     # Without the stop-gradient the bounded tokens would have none at all: the fault of a port that
     # clips the ratio and forgets the log-prob.
     ratio = jax.lax.stop_gradient(jnp.exp(log_ratio))
-    top = clip_high if cispo_bound == "absolute" else 1 + clip_high
-    weight = jnp.clip(ratio, 1 - clip_low if cispo_bound == "both" else None, top)
+    upper = clip_high if cispo_bound == "absolute" else 1 + clip_high
+    lower = 1 - clip_low if cispo_bound == "both" else None
+    weight = jnp.clip(ratio, lower, upper)
     return -weight * advantage * lp, weight > ratio, weight < ratio
 
 
@@ -308,7 +321,8 @@ def gmpo(
     # The bounds are decided by the value: a comparison has no gradient, but a clipped term must not
     # carry one either.
     value = jax.lax.stop_gradient(log_ratio)
-    above, below = (advantage > 0) & (value > clip_high), (advantage < 0) & (value < -clip_low)
+    above = (advantage > 0) & (value > clip_high)
+    below = (advantage < 0) & (value < -clip_low)
     clipped = jnp.where(above, clip_high, jnp.where(below, -clip_low, log_ratio))
     return -advantage * jnp.exp(segment_mean(clipped, segment, mask)), below, above
 
@@ -436,9 +450,8 @@ def kept_tokens(
     if level == "seq_mean":
         value = segment_mean(value, segment, mask)
     elif level != "token":  # k2 and k3 are 0 or more: a token outside the mask is no maximum
-        value = segment_sum(
-            value, segment, jax.ops.segment_max if level == "seq_max" else jax.ops.segment_sum
-        )
+        reduce = jax.ops.segment_max if level == "seq_max" else jax.ops.segment_sum
+        value = segment_sum(value, segment, reduce)
     # An estimate that is not a number is outside of nothing, and shows in the loss.
     return mask & ~((value < least) | (value > most))
 
@@ -498,7 +511,8 @@ def sampler_gap(
     """(sums, maxima): how far the trainer's log-probs are from the sampler's, over all sampled
     tokens."""
     log_ratio = jnp.where(loss_mask, old_logprobs - sampler_logprobs, 0.0)
-    difference, w = jnp.abs(log_ratio), jnp.where(loss_mask, jnp.exp(log_ratio), 0.0)
+    difference = jnp.abs(log_ratio)
+    w = jnp.where(loss_mask, jnp.exp(log_ratio), 0.0)
     count = loss_mask.sum(dtype=jnp.float32)
     sums = {
         "sampler_gap/logprob_mean": (difference.sum(), count),
@@ -511,18 +525,17 @@ def sampler_gap(
 def metric_shapes(o: Objective) -> tuple[Any, Any]:
     """Names and shapes of the sums and maxima that `token_losses` returns: they are named there
     alone."""
-    real, whole, truth = (
-        jax.ShapeDtypeStruct((1, 1), dtype) for dtype in (jnp.float32, jnp.int32, jnp.bool_)
-    )
-    return jax.eval_shape(
+    real = jax.ShapeDtypeStruct((1, 1), jnp.float32)
+    _, sums, maxima = jax.eval_shape(
         partial(token_losses, o),
-        real,
-        real,
+        lp=real,
+        entropy=real,
         advantage=real,
         weight=real,
-        loss_mask=truth,
-        segment=whole,
+        loss_mask=jax.ShapeDtypeStruct((1, 1), jnp.bool_),
+        segment=jax.ShapeDtypeStruct((1, 1), jnp.int32),
         old_logprobs=real,
         sampler_logprobs=real,
         ref_logprobs=real,
-    )[1:]
+    )
+    return sums, maxima

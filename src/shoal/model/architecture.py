@@ -62,9 +62,8 @@ class Architecture:
     mlp_bias: bool = False
     qk_norm: bool = False
     adapter: Adapter | None = None  # where there is one, it alone is trained
-    quantised: Literal["", "int8", "float8_e4m3fn"] = (
-        ""  # the type of frozen products' weights; empty: as the others'
-    )
+    # the type of frozen products' weights; empty: as the others'
+    quantised: Literal["", "int8", "float8_e4m3fn"] = ""
     # Tokens of the longest sequence that its positions are made for; 0: not known. No other model
     # without it.
     max_positions: int = field(default=0, compare=False)
@@ -76,5 +75,5 @@ class Architecture:
 
     @property
     def base(self) -> Architecture:
-        """The same without its adapter."""
+        """The architecture without its adapter."""
         return replace(self, adapter=None)

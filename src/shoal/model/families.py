@@ -32,12 +32,12 @@ class Family:
 
     def has(self, a: Architecture) -> bool:
         """True if a model of the family may have these switches."""
-        biases = [(self.qkv_bias, False)] + [(True, True)] * ("attention_bias" in self.biases)
-        return (
-            (a.qkv_bias, a.output_bias) in biases
-            and a.qk_norm == self.qk_norm
-            and (not a.mlp_bias or "mlp_bias" in self.biases)
-        )
+        possible = [(self.qkv_bias, False)]
+        if "attention_bias" in self.biases:
+            possible.append((True, True))
+        has_attention_biases = (a.qkv_bias, a.output_bias) in possible
+        has_mlp_bias = not a.mlp_bias or "mlp_bias" in self.biases
+        return has_attention_biases and has_mlp_bias and a.qk_norm == self.qk_norm
 
 
 FAMILIES: Mapping[str, Family] = {
@@ -62,6 +62,54 @@ COMPUTED: Mapping[str, Sequence[Any]] = {
 Any other is an error, which is better than wrong logits."""
 
 
+class _Entries:
+    """The entries of a folder's config.json, checked as they are read."""
+
+    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
+        self.folder = folder
+        self.config = config
+
+    def is_set(self, key: str) -> bool:
+        return bool(self.config.get(key))
+
+    def check_type(self, key: str, expected: type, words: str) -> None:
+        """ShoalError for an entry that is neither empty nor of this type."""
+        value = self.config.get(key)
+        if value and not isinstance(value, expected):
+            raise ShoalError(
+                f"{self.folder}/config.json: {key} is {value!r:.60}; expected {words}."
+            )
+
+    def check_value(self, key: str, supported: Sequence[Any]) -> None:
+        """ShoalError for an entry that is neither empty nor one of these values."""
+        value = self.config.get(key)
+        if value and value not in supported:
+            raise ShoalError(
+                f"{self.folder}/config.json: {key} is {value!r:.60}, which is not supported; "
+                f"expected {' or '.join(map(str, supported)) or 'none'}."
+            )
+
+    def number(self, key: str, least: float = 0.0, whole: bool = False) -> Any:
+        value: Any = self.config.get(key)
+        accepted = int if whole else (int, float)
+        is_number = isinstance(value, accepted) and not isinstance(value, bool)
+        if not is_number or not least <= value < MOST_OF_A_NUMBER:
+            text = "missing" if value is None else repr(value)
+            raise ShoalError(
+                f"{self.folder}/config.json: {key} is {text}; expected a "
+                f"{'whole ' * whole}number of {least:g} or more."
+            )
+        return value
+
+    def size(self, key: str, most: int = MOST_OF_A_SIZE) -> int:
+        value = self.number(key, least=1, whole=True)
+        if value > most:
+            raise ShoalError(
+                f"{self.folder}/config.json: {key} is {value}; expected {most:,} at most."
+            )
+        return value
+
+
 def architecture_of(folder: str | Path) -> Architecture:
     """Reads config.json, as transformers 4 or 5 writes it. ShoalError for a model that is not
     supported."""
@@ -73,100 +121,77 @@ def architecture_of(folder: str | Path) -> Architecture:
             f"{folder}: model_type is {config.get('model_type')!r}; supported are "
             f"{', '.join(FAMILIES)}."
         )
-    for key, kind in (
-        ("rope_scaling", dict),
-        ("rope_parameters", dict),
-        ("quantization_config", dict),
-        ("layer_types", list),
-    ):
-        if not isinstance(config.get(key) or kind(), kind):
-            raise ShoalError(
-                f"{folder}/config.json: {key} is {config[key]!r:.60}; expected "
-                f"{'a mapping' if kind is dict else 'a list'}."
-            )
-    rope = (
-        config.get("rope_scaling") or config.get("rope_parameters") or {}
-    )  # of transformers 4; of 5
-    rope = rope.get("full_attention", rope)  # transformers 5 may write one a kind of layer
-    config |= {
-        "rope_type": rope.get("type"),
-        **{key: value for key, value in rope.items() if value is not None},
-    }
-
-    def number(key: str, least: float = 0.0, whole: bool = False) -> Any:
-        value: Any = config.get(key)
-        is_number = isinstance(value, int if whole else (int, float)) and not isinstance(
-            value, bool
-        )
-        if not is_number or not least <= value < MOST_OF_A_NUMBER:
-            raise ShoalError(
-                f"{folder}/config.json: {key} is {'missing' if value is None else repr(value)}; "
-                f"expected a {'whole ' * whole}number of {least:g} or more."
-            )
-        return value
-
-    def size(key: str, most: int = MOST_OF_A_SIZE) -> int:
-        value = number(key, least=1, whole=True)
-        if value > most:
-            raise ShoalError(f"{folder}/config.json: {key} is {value}; expected {most:,} at most.")
-        return value
-
-    for entry, values in {**COMPUTED, **family.computed}.items():
-        if (value := config.get(entry)) and value not in values:
-            raise ShoalError(
-                f"{folder}/config.json: {entry} is {value!r:.60}, which is not supported; expected "
-                f"{' or '.join(map(str, values)) or 'none'}."
-            )
-    layers, heads = size("num_hidden_layers", MOST_LAYERS), size("num_attention_heads", MOST_HEADS)
+    entries = _Entries(folder, config)
+    entries.check_type("rope_scaling", dict, "a mapping")
+    entries.check_type("rope_parameters", dict, "a mapping")
+    entries.check_type("quantization_config", dict, "a mapping")
+    entries.check_type("layer_types", list, "a list")
+    # rope_scaling of transformers 4, rope_parameters of 5, which may write one a kind of layer.
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    rope = rope.get("full_attention", rope)
+    config["rope_type"] = rope.get("type")
+    for key, value in rope.items():
+        if value is not None:
+            config[key] = value
+    computed = dict(COMPUTED) | dict(family.computed)
+    for entry, values in computed.items():
+        entries.check_value(entry, values)
+    layers = entries.size("num_hidden_layers", MOST_LAYERS)
+    heads = entries.size("num_attention_heads", MOST_HEADS)
     _refuse_windows(config, layers, folder)
     weight_block(folder)
-    key_heads = (
-        size("num_key_value_heads", MOST_HEADS) if config.get("num_key_value_heads") else heads
-    )
+    key_heads = heads
+    if entries.is_set("num_key_value_heads"):
+        key_heads = entries.size("num_key_value_heads", MOST_HEADS)
     if heads % key_heads:
         raise ShoalError(
             f"{folder}: num_attention_heads={heads} is no multiple of "
             f"num_key_value_heads={key_heads}."
         )
-    scaling = None
-    if config["rope_type"] == "linear":
-        scaling = RopeScaling("linear", float(number("factor")))
-    elif config["rope_type"] == "llama3":
-        is_given = bool(config.get("original_max_position_embeddings"))
-        original = number(
-            "original_max_position_embeddings" if is_given else "max_position_embeddings", least=1
-        )
-        scaling = RopeScaling(
-            "llama3",
-            float(number("factor")),
-            float(number("low_freq_factor")),
-            float(number("high_freq_factor")),
-            int(original),
-        )
-    attention_bias, mlp_bias = (
-        entry in family.biases and bool(config.get(entry, False))
-        for entry in ("attention_bias", "mlp_bias")
-    )
-    head_dim = size("head_dim", MOST_HEADS) if config.get("head_dim") else family.head_dim
-    rope_theta = number("rope_theta") if config.get("rope_theta") else 10000.0
-    norm_eps = number("rms_norm_eps") if "rms_norm_eps" in config else 1e-6
+    scaling = _rope_scaling(entries)
+    attention_bias = "attention_bias" in family.biases and entries.is_set("attention_bias")
+    mlp_bias = "mlp_bias" in family.biases and entries.is_set("mlp_bias")
+    head_dim = family.head_dim
+    if entries.is_set("head_dim"):
+        head_dim = entries.size("head_dim", MOST_HEADS)
+    rope_theta = entries.number("rope_theta") if entries.is_set("rope_theta") else 10000.0
+    norm_eps = entries.number("rms_norm_eps") if "rms_norm_eps" in config else 1e-6
     return Architecture(
-        vocab_size=size("vocab_size"),
-        hidden_size=size("hidden_size"),
-        intermediate_size=size("intermediate_size"),
+        vocab_size=entries.size("vocab_size"),
+        hidden_size=entries.size("hidden_size"),
+        intermediate_size=entries.size("intermediate_size"),
         num_layers=layers,
         num_heads=heads,
         num_kv_heads=key_heads,
-        head_dim=head_dim or size("hidden_size") // heads,
+        head_dim=head_dim or entries.size("hidden_size") // heads,
         rope_theta=float(rope_theta),
         rope_scaling=scaling,
         norm_eps=float(norm_eps),
-        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+        tie_embeddings=entries.is_set("tie_word_embeddings"),
         qkv_bias=family.qkv_bias or attention_bias,
         output_bias=attention_bias,
         mlp_bias=mlp_bias,
         qk_norm=family.qk_norm,
         max_positions=_max_positions(config, scaling),
+    )
+
+
+def _rope_scaling(entries: _Entries) -> RopeScaling | None:
+    kind = entries.config["rope_type"]
+    if kind == "linear":
+        return RopeScaling("linear", float(entries.number("factor")))
+    if kind != "llama3":
+        return None
+    original = "max_position_embeddings"
+    if entries.is_set("original_max_position_embeddings"):
+        original = "original_max_position_embeddings"
+    original_max_position = entries.number(original, least=1)
+    return RopeScaling(
+        "llama3",
+        float(entries.number("factor")),
+        float(entries.number("low_freq_factor")),
+        float(entries.number("high_freq_factor")),
+        int(original_max_position),
     )
 
 
@@ -176,33 +201,35 @@ def _max_positions(config: Mapping[str, Any], scaling: RopeScaling | None) -> in
     positions = config.get("max_position_embeddings")
     if not isinstance(positions, int) or isinstance(positions, bool) or positions < 1:
         return 0
-    return int(positions * scaling.factor) if scaling and scaling.kind == "linear" else positions
+    if scaling and scaling.kind == "linear":
+        return int(positions * scaling.factor)
+    return positions
 
 
 def weight_block(folder: Path) -> tuple[int, int] | None:
     """Rows and columns of a block of 8-bit floats with one scale, where a folder's weights are
     stored so, as DeepSeek's and Qwen3's are; None where they are not quantised. ShoalError where
     they are in another way."""
-    found = read_config(folder).get("quantization_config") or {}
-    method, block = found.get("quant_method"), found.get("weight_block_size")
+    quantisation = read_config(folder).get("quantization_config") or {}
+    method = quantisation.get("quant_method")
     is_known = (
         method == "fp8"
-        and found.get("fmt", "e4m3") == "e4m3"
-        and found.get("activation_scheme", "dynamic") == "dynamic"
+        and quantisation.get("fmt", "e4m3") == "e4m3"
+        and quantisation.get("activation_scheme", "dynamic") == "dynamic"
     )
-    match block:
+    match quantisation.get("weight_block_size"):
         case [int(rows), int(columns)] if is_known and min(rows, columns) > 0:
             return rows, columns
-    if not found:
+    if not quantisation:
         return None
-    entries = ", ".join(
-        f"{name} {found[name]}"
-        for name in ("fmt", "activation_scheme", "weight_block_size")
-        if name in found
-    )
+    entries = []
+    for name in ("fmt", "activation_scheme", "weight_block_size"):
+        if name in quantisation:
+            entries.append(f"{name} {quantisation[name]}")
+    in_brackets = f" ({', '.join(entries)})" if entries else ""
     raise ShoalError(
         f"{folder}/config.json: the weights are quantised by quant_method "
-        f"{method}{f' ({entries})' * bool(entries)}; expected fp8 (e4m3) with a weight_block_size, "
+        f"{method}{in_brackets}; expected fp8 (e4m3) with a weight_block_size, "
         "or none: give the model's folder with weights in bfloat16; model.quantise=int8 makes "
         "frozen ones small"
     )
@@ -215,7 +242,8 @@ def _refuse_windows(config: Mapping[str, Any], layers: int, folder: Path) -> Non
     if not kinds and config.get("use_sliding_window") and config.get("sliding_window"):
         first = config.get("max_window_layers", 28)
         kinds = ["use_sliding_window"] if first < layers else []
-    if others := sorted({*(kinds or ())} - {"full_attention"}):
+    others = sorted(set(kinds or ()) - {"full_attention"})
+    if others:
         raise ShoalError(
             f"{folder}/config.json: {', '.join(others)}, which is not supported; expected full "
             "attention in all layers."
@@ -234,11 +262,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def config_of(a: Architecture) -> dict[str, Any]:
     """A config.json for an architecture; ShoalError if no family of transformers has it."""
-    name, family = next(
-        ((name, family) for name, family in FAMILIES.items() if family.has(a)), ("", None)
-    )
-    if family is None:
-        raise ShoalError(f"No model of transformers has this mixture of biases and norms: {a}.")
+    name, family = _family_of(a)
     positions = a.max_positions or 32768
     if a.rope_scaling and a.rope_scaling.kind == "linear":  # of which the file has those before it
         positions = round(positions / a.rope_scaling.factor)
@@ -262,14 +286,14 @@ def config_of(a: Architecture) -> dict[str, Any]:
         "eos_token_id": None,
         "pad_token_id": None,
     }
-    config |= {
-        entry: value
-        for entry, value in (("attention_bias", a.qkv_bias), ("mlp_bias", a.mlp_bias))
-        if entry in family.biases
-    }
+    if "attention_bias" in family.biases:
+        config["attention_bias"] = a.qkv_bias
+    if "mlp_bias" in family.biases:
+        config["mlp_bias"] = a.mlp_bias
     if family.windows:
         config["use_sliding_window"] = False
-    if scaling := a.rope_scaling:
+    scaling = a.rope_scaling
+    if scaling:
         config["rope_scaling"] = {"rope_type": scaling.kind, "factor": scaling.factor}
         if scaling.kind == "llama3":
             config["rope_scaling"] |= {
@@ -278,6 +302,13 @@ def config_of(a: Architecture) -> dict[str, Any]:
                 "original_max_position_embeddings": scaling.original_max_position,
             }
     return config
+
+
+def _family_of(a: Architecture) -> tuple[str, Family]:
+    for name, family in FAMILIES.items():
+        if family.has(a):
+            return name, family
+    raise ShoalError(f"No model of transformers has this mixture of biases and norms: {a}.")
 
 
 def config_to_save(
@@ -291,9 +322,11 @@ def config_to_save(
                 f"{source}/config.json describes another architecture than these parameters have."
             )
         config = read_config(source)
-    config = {**(config or make_config(a, source))}
-    config.pop("quantization_config", None)  # of the source's files: what is written is widened
-    return {**config, "dtype" if "dtype" in config else "torch_dtype": dtype.name}
+    saved = dict(config or make_config(a, source))
+    saved.pop("quantization_config", None)  # of the source's files: what is written is widened
+    dtype_key = "dtype" if "dtype" in saved else "torch_dtype"
+    saved[dtype_key] = dtype.name
+    return saved
 
 
 def make_config(
@@ -304,8 +337,9 @@ def make_config(
     made = dict(config or config_of(a))
     for name in ("config.json", "generation_config.json"):
         if tokenizer and (tokenizer / name).is_file():
-            ids = read_json(tokenizer / name)
-            made.update({key: value for key, value in ids.items() if key in _TOKEN_IDS})
+            for key, value in read_json(tokenizer / name).items():
+                if key in _TOKEN_IDS:
+                    made[key] = value
     return made
 
 

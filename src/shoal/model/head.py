@@ -61,9 +61,9 @@ def head_projection(model: Model, head: jax.Array) -> Callable[[jax.Array], jax.
     def project(hidden: jax.Array) -> jax.Array:
         flat = role.constrain(hidden.reshape(shards, -1, hidden.shape[-1]), "rows", None, None)
         product: jax.Array = cast_product(flat, kernel, master, jnp.float32, jnp.float32)
-        return role.constrain(
-            product.reshape(*hidden.shape[:-1], -1), "rows", None, model.vocab_axis
-        )
+        rows, size, _ = hidden.shape
+        scores = product.reshape(rows, size, -1)
+        return role.constrain(scores, "rows", None, model.vocab_axis)
 
     return project
 
@@ -72,8 +72,13 @@ def head_projection(model: Model, head: jax.Array) -> Callable[[jax.Array], jax.
 def _copies(model: Model, reduce_dtype: Any, head: jax.Array) -> jax.Array:
     """[D, V] -> a copy for each part of the rows, on its devices; the gradient is summed over them
     in `reduce_dtype`."""
-    copies = jnp.broadcast_to(head, (model.role.row_shards, *head.shape))
+    hidden_size, vocab_size = head.shape
+    copies = jnp.broadcast_to(head, (model.role.row_shards, hidden_size, vocab_size))
     return model.role.constrain(copies, "rows", None, model.vocab_axis)
+
+
+def _copies_forward(model: Model, reduce_dtype: Any, head: jax.Array) -> tuple[jax.Array, None]:
+    return _copies(model, reduce_dtype, head), None
 
 
 def _copies_backward(
@@ -87,4 +92,4 @@ def _copies_backward(
     return (role.constrain(total, "embed", vocab).astype(jnp.float32),)
 
 
-_copies.defvjp(lambda *arguments: (_copies(*arguments), None), _copies_backward)
+_copies.defvjp(_copies_forward, _copies_backward)

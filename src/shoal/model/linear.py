@@ -89,7 +89,7 @@ def linear(weight: Weight, x: jax.Array, out_dtype: Any = None) -> jax.Array:
         product = jnp.matmul(flat, weight.astype(x.dtype))
     else:
         product = cast_product(flat, weight.astype(x.dtype), None, out_dtype, None)
-    return product.reshape(*x.shape[:-1], -1)
+    return product.reshape((*x.shape[:-1], -1))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
@@ -120,11 +120,9 @@ def _cast_product_backward(
     # reduction.
     of_kernel = jnp.matmul(x.mT, gradient, preferred_element_type=reduce_dtype)
     of_x = jnp.matmul(gradient, kernel.mT)
-    return (
-        (of_x, of_kernel, None)
-        if reduce_dtype is None
-        else (of_x, None, of_kernel.astype(jnp.float32))
-    )
+    if reduce_dtype is None:  # without a master
+        return of_x, of_kernel, None
+    return of_x, None, of_kernel.astype(jnp.float32)
 
 
 cast_product.defvjp(_cast_product_forward, _cast_product_backward)
@@ -134,7 +132,9 @@ def _adapted(
     scale: float, out_dtype: Any, x: jax.Array, kernel: Weight, pair: tuple[Weight, Weight]
 ) -> jax.Array:
     # Never merged into the kernel, whose type would round an update's change away.
-    return linear(kernel, x, out_dtype) + linear(pair[1], linear(pair[0], x) * scale, out_dtype)
+    a, b = pair
+    product = linear(kernel, x, out_dtype)
+    return product + linear(b, linear(a, x) * scale, out_dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -148,37 +148,52 @@ def adapted_product(
     return _adapted(scale, out_dtype, x, kernel, pair)
 
 
+def _adapted_product_forward(
+    scale: float, out_dtype: Any, x: jax.Array, kernel: Weight, pair: tuple[Weight, Weight]
+) -> tuple[jax.Array, Any]:
+    return adapted_product(scale, out_dtype, x, kernel, pair), (x, kernel, pair)
+
+
 def _adapted_product_backward(
     scale: float, out_dtype: Any, kept: Any, gradient: jax.Array
 ) -> tuple:
     x, kernel, pair = kept
-    _, backward = jax.vjp(lambda x, pair: _adapted(scale, out_dtype, x, kernel, pair), x, pair)
+
+    def of_trained(x: jax.Array, pair: tuple[Weight, Weight]) -> jax.Array:
+        return _adapted(scale, out_dtype, x, kernel, pair)
+
+    _, backward = jax.vjp(of_trained, x, pair)
     of_x, (of_a, of_b) = backward(gradient)
+
     # Computed as [rank, in], four times as fast on CPU; without a barrier XLA exchanges the
     # product's factors again.
-    of_a = jax.tree.map(lambda leaf: jax.lax.optimization_barrier(leaf.mT).mT, of_a)
-    return of_x, None, (of_a, of_b)
+    def transposed_first(gradient: jax.Array) -> jax.Array:
+        return jax.lax.optimization_barrier(gradient.mT).mT
+
+    return of_x, None, (jax.tree.map(transposed_first, of_a), of_b)
 
 
-adapted_product.defvjp(
-    lambda *inputs: (adapted_product(*inputs), inputs[2:]), _adapted_product_backward
-)
+adapted_product.defvjp(_adapted_product_forward, _adapted_product_backward)
 
 
 def quantise(kernel: jax.Array, dtype: Any) -> Quantised:
     """kernel[..., in, out] in one byte an element, int8 or a float of 8 bits: the nearest of them
     by output channel."""
-    wide, dtype = kernel.astype(jnp.float32), jnp.dtype(dtype)
-    most = float((jnp.iinfo if dtype.kind == "i" else jnp.finfo)(dtype).max)
+    wide = kernel.astype(jnp.float32)
+    dtype = jnp.dtype(dtype)
+    is_integer = dtype.kind == "i"
+    limits = jnp.iinfo(dtype) if is_integer else jnp.finfo(dtype)
+    most = float(limits.max)
     scale = jnp.abs(wide).max(axis=-2) / most
     # Up to the next bfloat16, whose upper 16 bits are float32's: no value may pass the type's
     # largest.
-    bits = (jax.lax.bitcast_convert_type(scale, jnp.uint32) + jnp.uint32(0xFFFF)) & jnp.uint32(
-        0xFFFF0000
-    )
+    bits = jax.lax.bitcast_convert_type(scale, jnp.uint32) + jnp.uint32(0xFFFF)
+    bits = bits & jnp.uint32(0xFFFF0000)
     scale = jnp.where(scale > 0, jax.lax.bitcast_convert_type(bits, jnp.float32), 1.0)
     values = wide / scale[..., None, :]
-    return Quantised((jnp.round(values) if dtype.kind == "i" else values).astype(dtype), scale)
+    if is_integer:
+        values = jnp.round(values)
+    return Quantised(values.astype(dtype), scale)
 
 
 def broadcast(vector: jax.Array, like: jax.Array) -> jax.Array:
@@ -194,6 +209,12 @@ def _broadcast(vector: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Arr
     return jnp.broadcast_to(vector.astype(dtype), shape)
 
 
+def _broadcast_forward(
+    vector: jax.Array, shape: tuple[int, ...], dtype: Any
+) -> tuple[jax.Array, None]:
+    return _broadcast(vector, shape, dtype), None
+
+
 def _broadcast_backward(
     shape: tuple[int, ...], dtype: Any, _: None, gradient: jax.Array
 ) -> tuple[jax.Array]:
@@ -205,6 +226,4 @@ def _broadcast_backward(
     return (rows.astype(jnp.float32).sum(0),)
 
 
-_broadcast.defvjp(
-    lambda vector, shape, dtype: (_broadcast(vector, shape, dtype), None), _broadcast_backward
-)
+_broadcast.defvjp(_broadcast_forward, _broadcast_backward)

@@ -38,9 +38,8 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """Rotates the pairs (i, i + A/2) of x[R, T, heads, A]: the layout of Hugging Face
     checkpoints."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate(
-        [first * cos - second * sin, second * cos + first * sin], axis=-1
-    ).astype(x.dtype)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.astype(x.dtype)
 
 
 @jax.custom_vjp
@@ -49,13 +48,21 @@ def rotate_by_product(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array
     for TPU would copy halves of a register's 128 lanes."""
     half = x.shape[-1] // 2
     exchange = jnp.roll(jnp.eye(2 * half, dtype=x.dtype), half, axis=1)
-    cos, sin = jnp.concatenate([cos, cos], -1), jnp.concatenate([-sin, sin], -1)
-    return (x.astype(jnp.float32) * cos + jnp.matmul(x, exchange).astype(jnp.float32) * sin).astype(
-        x.dtype
-    )
+    cos = jnp.concatenate([cos, cos], -1)
+    sin = jnp.concatenate([-sin, sin], -1)
+    rotated = x.astype(jnp.float32) * cos + jnp.matmul(x, exchange).astype(jnp.float32) * sin
+    return rotated.astype(x.dtype)
 
 
-rotate_by_product.defvjp(
-    lambda x, cos, sin: (rotate_by_product(x, cos, sin), (cos, sin)),
-    lambda kept, gradient: (rotate_by_product(gradient, kept[0], -kept[1]), None, None),
-)
+def _rotate_forward(
+    x: jax.Array, cos: jax.Array, sin: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return rotate_by_product(x, cos, sin), (cos, sin)
+
+
+def _rotate_backward(kept: tuple[jax.Array, jax.Array], gradient: jax.Array) -> tuple:
+    cos, sin = kept
+    return rotate_by_product(gradient, cos, -sin), None, None
+
+
+rotate_by_product.defvjp(_rotate_forward, _rotate_backward)

@@ -44,11 +44,9 @@ def weight_budget(
 ) -> Budget:
     """The budget of a job's weights, from the sizes of the models and the meshes alone. `dtype`: of
     the computation."""
-    items = [
-        *trainer_items(config, a, roles, dtype),
-        *sampler_items(config, a, roles, dtype),
-        *reference_items(config, a, roles, dtype, teacher),
-    ]
+    items = trainer_items(config, a, roles, dtype)
+    items += sampler_items(config, a, roles, dtype)
+    items += reference_items(config, a, roles, dtype, teacher)
     return Budget(
         config=config,
         memory=device_memory(roles.trainer.mesh.devices.flat[0]),
@@ -131,11 +129,11 @@ def reference_items(
 def cache_items(states: Iterable[tuple[str, Any]]) -> list[Item]:
     """The KV caches of the largest of the sampler's engines, which take turns; none where nothing
     is sampled. `states`: their shapes by name."""
-    by_engine = {name: bytes_per_device(state) for name, state in states}
-    if not by_engine:
+    by_size = sorted((bytes_per_device(state), name) for name, state in states)
+    if not by_size:
         return []
-    largest = max(by_engine, key=lambda name: (by_engine[name], name))
-    return [Item(f"KV caches ({largest})", "sampler", "sampling", by_engine[largest])]
+    size, name = by_size[-1]
+    return [Item(f"KV caches ({name})", "sampler", "sampling", size)]
 
 
 def bytes_per_device(shapes: Any) -> int:
@@ -321,10 +319,9 @@ def machine_memory(
     free = total
     if (proc / "meminfo").is_file():
         text = (proc / "meminfo").read_text()
-        kibibytes = {
-            name: int(number)
-            for name, number in re.findall(r"^(\w+):\s+(\d+) kB", text, re.MULTILINE)
-        }
+        kibibytes = {}
+        for name, number in re.findall(r"^(\w+):\s+(\d+) kB", text, re.MULTILINE):
+            kibibytes[name] = int(number)
         total = kibibytes.get("MemTotal", total // 1024) * 1024
         free = kibibytes.get("MemAvailable", kibibytes.get("MemFree", free // 1024)) * 1024
     for limit_file, used_file, cache in CONTROL_GROUP_FILES:

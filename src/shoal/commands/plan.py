@@ -66,7 +66,9 @@ def estimate(config: PlanConfig) -> list[str]:
         budget = make_plan(config, say_nothing, show_job, compiles=False)
     except ShoalError as error:
         return [f"no estimate: {error}"]
-    return [*stream.getvalue().splitlines(), f"estimated: {verdict(budget)}"]
+    lines = stream.getvalue().splitlines()
+    lines.append(f"estimated: {verdict(budget)}")
+    return lines
 
 
 def show(budget: Budget, console: Console) -> None:
@@ -202,7 +204,8 @@ def _memory_table(budget: Budget, roles: list[str]) -> Table:
         for part, cells in rows.items():
             size = parts.get(part, 0)
             cells.append(gib(size) if size else "")
-    return tuple(head), [tuple(cells) for cells in [*rows.values(), totals]]
+    rows["all"] = totals
+    return tuple(head), [tuple(cells) for cells in rows.values()]
 
 
 def _show_time(budget: Budget, console: Console) -> None:
@@ -211,7 +214,7 @@ def _show_time(budget: Budget, console: Console) -> None:
     if not budget.is_timed:
         console.table(head, rows)
         return
-    console.table(head, [*rows, *_step_rows(budget)])
+    console.table(head, rows + _step_rows(budget))
     console.note(
         "seconds: floor, what its operations take at the peak rate, or its weights and caches "
         "to be read; hidden, with all transfers between devices behind the computation; not "
@@ -258,14 +261,13 @@ def _step_rows(budget: Budget) -> list[tuple[str, ...]]:
     floor, low, high = budget.step_seconds
     title = "a step, the next being sampled" if budget.overlaps else "all"
     tokens = _planned(budget).sampled_tokens
-    blank = ("", "", "")
-    seconds = (seconds_text(floor), seconds_text(low), seconds_text(high))
-    rates = ("", f"{tokens / low:,.0f}", f"{tokens / high:,.0f}")
-    mfu = ("", f"{100 * budget.mfu(low):.1f}%", f"{100 * budget.mfu(high):.1f}%")
+    fastest = f"{tokens / low:,.0f}"
+    slowest = f"{tokens / high:,.0f}"
+    step_mfu = [f"{100 * budget.mfu(seconds):.1f}%" for seconds in (low, high)]
     return [
-        (title, *blank, *seconds),
-        ("tokens sampled a second", *blank, *rates),
-        ("MFU", *blank, *mfu),
+        (title, "", "", "", seconds_text(floor), seconds_text(low), seconds_text(high)),
+        ("tokens sampled a second", "", "", "", "", fastest, slowest),
+        ("MFU", "", "", "", "", step_mfu[0], step_mfu[1]),
     ]
 
 

@@ -62,7 +62,7 @@ def job_budget(job: Job) -> Budget:
     return replace(
         weights,
         memory=memory,
-        items=[*weights.items, *caches, *stored],
+        items=list(weights.items) + caches + stored,
         num_devices=len(job.devices),
         model=ModelSize(parameter_count(a), a.num_layers, model.dtype.name, model.remat),
         batch=BatchSize(shape.rows, shape.length, shape.tokens),

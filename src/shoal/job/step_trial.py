@@ -131,8 +131,10 @@ class StepTrial:
     @property
     def truncated(self) -> float:
         """Share of completions that reached their limit."""
-        reasons = [completion.stop_reason for completion in self._completions()]
-        return float(np.mean([reason == StopReason.LENGTH for reason in reasons]))
+        reached = []
+        for completion in self._completions():
+            reached.append(completion.stop_reason == StopReason.LENGTH)
+        return float(np.mean(reached))
 
     @property
     def compile_seconds(self) -> float:
@@ -193,7 +195,10 @@ def try_step(
             )
         )
     engine.load(0, publish_to(engine.model, parameters))
-    engine.submit([sample_request(request, id, config.seed) for id, request in enumerate(requests)])
+    sample_requests = []
+    for id, request in enumerate(requests):
+        sample_requests.append(sample_request(request, id, config.seed))
+    engine.submit(sample_requests)
     sampled, sample_seconds = _sample(engine, programs)
     engine.release_memory()
     token_ids: list[list[list[int]]] = []
@@ -204,7 +209,9 @@ def try_step(
         of_group = [completion.token_ids.tolist() for completion in siblings]
         token_ids.append(of_group)
         texts.append([tokenizer.decode(tokens) for tokens in of_group])
-        cancelled += sum(completion.stop_reason == StopReason.CANCELLED for completion in siblings)
+        for completion in siblings:
+            if completion.stop_reason == StopReason.CANCELLED:
+                cancelled += 1
     started = time.perf_counter()
     scores = score(pool, [request.example for request in requests], texts, token_ids)
     reward_seconds = time.perf_counter() - started

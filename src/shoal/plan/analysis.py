@@ -92,9 +92,8 @@ def _longest_sources(costs: Costs, kind: Accelerator | None) -> dict[str, float]
     if kind is not None:
         rate = kind.clock if kind.is_tpu else kind.hbm
     by_source = costs.cycles or costs.bytes
-    seconds = {source: amount / rate for source, amount in by_source.items()}
-    longest = sorted(seconds.items(), key=lambda item: -item[1])
-    return dict(longest[:MOST_SHOWN])
+    longest = sorted(by_source.items(), key=lambda item: -item[1] / rate)
+    return {source: amount / rate for source, amount in longest[:MOST_SHOWN]}
 
 
 def traced_costs(job: PlannedJob, planned: Planned, traced: Any) -> tuple[float, float, float]:
@@ -239,7 +238,8 @@ def _key(job: PlannedJob, planned: Planned, text: str) -> str:
         str(numbers),
         "with code",  # what is kept
     ]
-    parts += [f"{name} {package_version(name)}" for name in _COMPILERS]
+    for compiler in _COMPILERS:
+        parts.append(f"{compiler} {package_version(compiler)}")
     parts.append(str(sorted(planned.program.compiler_options.items())))
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
@@ -273,7 +273,9 @@ def jaxpr_flops(jaxpr: Any, assumed_trips: Sequence[float] = (), of_kernels: boo
         elif primitive == "shard_map":  # its body is of one device
             mesh = equation.params["mesh"].shape
             times = float(math.prod(mesh[axis] for axis in equation.params["newly_manual_axes"]))
-        inside = [jaxpr_flops(inner, trips, of_kernels) for inner in inner_jaxprs(equation.params)]
+        inside = []
+        for inner in inner_jaxprs(equation.params):
+            inside.append(jaxpr_flops(inner, trips, of_kernels))
         if primitive == "cond":  # one of its branches runs
             total += times * max(inside, default=0.0)
         else:

@@ -68,9 +68,9 @@ class Planned:
     runs: float = 1.0  # a step
     assumed_trips: tuple[float, ...] = ()  # of loops whose rounds no compiler knows
     batch_bytes: int = 0  # of its arguments on a device that are nothing that a role holds
-    weights_read: float = 1.0  # how often a run reads its weights,
-    looked_up: int = 0  # the bytes of them on a device of which it reads single rows, and
-    keys_read: float = 0.0  # the bytes of keys and values that it reads on a device
+    weights_read: float = 1.0  # how often a run reads its weights
+    looked_up: int = 0  # bytes of the weights on a device of which it reads single rows
+    keys_read: float = 0.0  # bytes of keys and values that it reads on a device
 
 
 @contextmanager

@@ -130,7 +130,10 @@ def _compile(
         elif all((name, each) in done for each in SHALLOW):
             first, second = SHALLOW
             costs[name] = extrapolate(done[name, first], done[name, second], layers)
-        left = [title(*other) for other in calls if other not in done]
+        left = []
+        for other, other_depth in calls:
+            if (other, other_depth) not in done:
+                left.append(title(other, other_depth))
         text = f"{len(done)} of {len(calls)} compiled: {title(name, depth)}, "
         text += seconds_text(answer.compiled_seconds)
         if left:
@@ -254,7 +257,8 @@ def compilers(count: int, topology: str) -> Iterator[Answers]:
 def _answers_here(calls: Sequence[Call], done: Done | None = None) -> list[Any]:
     answers = []
     for call in calls:
-        answer = call[0](*call[1:])
+        function, *arguments = call
+        answer = function(*arguments)
         answers.append(answer)
         if done:
             done(call, answer)

@@ -51,8 +51,9 @@ def transfer_rows(
         row = rows[row_key]
         moving = _moved(collective.kind, collective.total, link.size) / link.rate
         # An all-reduce scatters, then gathers.
-        rounds = 2 if collective.kind == "all-reduce" else 1
-        waiting = collective.times * link.latency * rounds
+        waiting = collective.times * link.latency
+        if collective.kind == "all-reduce":
+            waiting *= 2
         rows[row_key] = replace(
             row,
             times=row.times + collective.times,
@@ -183,7 +184,7 @@ def _mesh_groups(text: str) -> list[list[int]]:
         before, part = parts.get(name, (size, 1))
         shape += [before, part, size // before // part]
         inside.append(len(shape) - 2)
-    outside = [dim for dim in range(len(shape)) if dim not in inside]
+    outside = sorted(set(range(len(shape))) - set(inside))
     if not ids_text:
         numbers = np.arange(math.prod(shape))
     elif ids_text.startswith("["):

@@ -25,9 +25,6 @@ Describe = Callable[[Config], Budget]
 """A configuration -> the budget of its job, before anything is compiled. ShoalError or ValueError
 for one that cannot be."""
 
-TIGHT = 0.9
-"""Share of the free memory above which a job is tight."""
-
 WORTH_SAVING = 0.02
 """Share of an update's tokens for which longer rows are advised."""
 

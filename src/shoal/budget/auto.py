@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shoal.budget.budget import Budget, StepProgram
+from shoal.budget.budget import PLAN_FOR, TIGHT, Budget, StepProgram
 from shoal.budget.memory import (
     activation_bytes,
     device_memory,
@@ -39,16 +39,6 @@ from shoal.weights.source import (
     reward_architectures,
     section_of,
 )
-
-WEIGHT_SHARE = 0.75
-"""Of a device's memory that weights may take while sampling, where `mesh.sampler_tensor` is
-open."""
-
-UPDATE_SHARE = 0.9
-"""Of a device's memory that an update may take, where `model.remat` is open."""
-
-MICRO_TOKENS_SHARE = 0.75
-"""Of a device's memory that an update may take, where `batch.micro_tokens` is open."""
 
 MOST_MICRO_TOKENS = 2**15
 """Tokens of a device at most, where `batch.micro_tokens` is open. By the compiler's account the
@@ -94,7 +84,7 @@ def run_roles(config: Config, a: Architecture, devices: Sequence[Any]) -> Roles:
     memory = device_memory(devices[0])
     if config.mesh.sampler_tensor or not memory:
         return roles
-    tensor = replica_size(config, a, roles, WEIGHT_SHARE * memory)
+    tensor = replica_size(config, a, roles, PLAN_FOR * memory)
     if tensor == roles.sampler.tensor:
         return roles
     return make_roles(replace(config.mesh, sampler_tensor=tensor), devices, hidden_size)
@@ -207,7 +197,7 @@ def decided_micro_tokens(config: Config, roles: Roles, a: Architecture) -> int:
         if not chosen < size <= MOST_MICRO_TOKENS:
             continue
         budget = with_update(weights, a, role, dtype, size, remat)
-        if budget.fits(MICRO_TOKENS_SHARE):
+        if budget.fits(PLAN_FOR):
             chosen = size
     return chosen
 
@@ -250,6 +240,6 @@ def decided_remat(config: Config, roles: Roles, a: Architecture) -> str:
     tokens = max(tokens, -(-longest_sequence(config) // role.context))
     weights = open_budget(config, roles, a)
     for remat in ("dots", "attention"):
-        if with_update(weights, a, role, dtype, tokens, remat).fits(UPDATE_SHARE):
+        if with_update(weights, a, role, dtype, tokens, remat).fits(TIGHT):
             return remat
     return "full"

@@ -42,9 +42,17 @@ LARGEST: Mapping[str, str] = {
 }
 """The programs that need most memory, and the roles that run them."""
 
+PLAN_FOR = 0.75
+"""Share of a device's memory that a replica of the sampler and the rows of a micro-batch are chosen
+to fill: before anything is compiled, and while a smaller choice costs little time."""
+
+TIGHT = 0.9
+"""Share of the memory, or of what of it is free, above which a job is tight as far as it is known
+before its programs are compiled for their devices. `model.remat` is chosen by it."""
+
 FULL = 0.97
-"""Share of a device's memory above which a job is tight: what the compiler cannot see (the batch,
-fragments)."""
+"""Share of a device's memory above which a compiled job is tight: what the compiler cannot see (the
+batch, fragments)."""
 
 FRAGMENTS = 0.14
 """On a CPU, of all that a process holds: what its allocator may keep of freed memory for later. It

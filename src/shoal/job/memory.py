@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from shoal.budget.advice import TIGHT, Describe, suggest_fit
+from shoal.budget.advice import Describe, suggest_fit
 from shoal.budget.auto import teacher_architecture
 from shoal.budget.budget import (
     LARGEST,
     PROGRAM_PHASES,
+    TIGHT,
     BatchSize,
     Budget,
     Item,

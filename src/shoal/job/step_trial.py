@@ -23,8 +23,8 @@ import numpy as np
 
 from shoal.algorithm.advantage import nonzero_std
 from shoal.algorithm.aggregation import token_weights
-from shoal.budget.advice import TIGHT, Describe, advise
-from shoal.budget.budget import LARGEST, Budget, ProgramCost
+from shoal.budget.advice import Describe, advise
+from shoal.budget.budget import LARGEST, TIGHT, Budget, ProgramCost
 from shoal.budget.memory import AvailableMemory
 from shoal.budget.shapes import micro_batch_shapes
 from shoal.chat.tokenizer import Tokenizer

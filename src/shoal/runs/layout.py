@@ -182,12 +182,12 @@ def find_run(name: str, base: str | os.PathLike[str] = "outputs", groups: bool =
 def parts_of(run: Path) -> dict[int, Path]:
     """The files config_40.yaml by their number: what was requested of each part of a run that was
     resumed with other settings. What the part decided is in decided_40.yaml (`decided_file`)."""
-    found = {file.stem.removeprefix("config_"): file for file in run.glob("config_*.yaml")}
-    return {
-        int(number): file
-        for number, file in found.items()
-        if number.isdecimal() and len(number) < 10
-    }
+    parts = {}
+    for file in run.glob("config_*.yaml"):
+        digits = file.stem.removeprefix("config_")
+        if digits.isdecimal() and len(digits) < 10:
+            parts[int(digits)] = file
+    return parts
 
 
 def decided_file(config_file: Path) -> Path:

@@ -313,51 +313,52 @@ def flat_yaml(text: str) -> dict[str, Any]:
 def bounded_yaml(text: str) -> Mapping[str, Any]:
     """YAML of nested mappings; ValueError for anything else, for what is deeper or larger than the
     bounds, and for aliases, with which a small file can stand for billions of values."""
-    depth = values = 0
+    depth = 0
+    num_values = 0
     try:
         for event in yaml.parse(text, _BoundedLoader):
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(
-                event, yaml.CollectionEndEvent
-            )
-            values += isinstance(event, yaml.NodeEvent)
-            if isinstance(event, yaml.AliasEvent):
+            if isinstance(event, yaml.CollectionStartEvent):
+                depth += 1
+            elif isinstance(event, yaml.CollectionEndEvent):
+                depth -= 1
+            elif isinstance(event, yaml.AliasEvent):
                 raise ValueError("it has aliases")
-            if depth > MAX_NESTING or values > MAX_VALUES:
+            if isinstance(event, yaml.NodeEvent):
+                num_values += 1
+            if depth > MAX_NESTING or num_values > MAX_VALUES:
                 raise ValueError(
                     f"it is nested more than {MAX_NESTING} deep, or has more than {MAX_VALUES:,} "
                     "values"
                 )
-        found = yaml.load(text, _BoundedLoader)
+        settings = yaml.load(text, _BoundedLoader)
     except yaml.YAMLError as error:
         raise ValueError(bounded_line(str(error))[:200]) from error
-    except (
-        LookupError,
-        AttributeError,
-        TypeError,
-    ) as error:  # PyYAML's, of `!!int ""` or `!!bool foo`
+    # PyYAML's, of `!!int ""` or `!!bool foo`.
+    except (LookupError, AttributeError, TypeError) as error:
         raise ValueError("a value is not what its tag says") from error
-    if not isinstance(found, Mapping):
+    if not isinstance(settings, Mapping):
         raise ValueError("it holds no settings")
-    return found
+    return settings
 
 
 def bounded_json(text: str | bytes) -> Any:
     """JSON of another program; ValueError for what is none, is nested too deep or has an integer of
     too many digits, which neither a float nor a database holds."""
     try:
-        found = json.loads(text, parse_int=_bounded_int)
+        value = json.loads(text, parse_int=_bounded_int)
     except RecursionError as error:
         raise ValueError("it is nested too deep") from error
-    level = [found]
+    level = [value]
     for _ in range(MAX_NESTING):
-        level = [
-            inner
-            for value in level
-            if isinstance(value, dict | list)
-            for inner in (value.values() if isinstance(value, dict) else value)
-        ]
-        if not level:
-            return found
+        next_level: list[Any] = []
+        for item in level:
+            if isinstance(item, dict):
+                next_level += item.values()
+            elif isinstance(item, list):
+                next_level += item
+        if not next_level:
+            return value
+        level = next_level
     raise ValueError(f"it is nested more than {MAX_NESTING} deep")
 
 

@@ -132,24 +132,26 @@ class Lease:
         path = f"{self.folder}/{clock}"
         self.fs.pipe_file(path, b"-")
         try:
-            found = buckets.objects(self.fs, self.folder)
+            objects = buckets.objects(self.fs, self.folder)
         finally:
             buckets.remove(self.fs, path)
-        if clock not in found:
+        if clock not in objects:
             raise ConnectionError("an object that was just written is not listed yet")
-        now = found[clock].modified
+        now = objects[clock].modified
         if not now:
             raise ShoalError(
                 f"{self.url}: this kind of storage does not say when an object was written, so "
                 "that two processes could write to one run: give gs://, s3:// or a local folder"
             )
-        # What a process left that ended within these few milliseconds.
-        for name, one in found.items():
-            if name.startswith(CLOCK) and now - one.modified > LEASE_SECONDS:
+        ages = {}
+        for name, stored in objects.items():
+            age = float(now - stored.modified)
+            if name.isdecimal():
+                ages[int(name)] = age
+            # What a process left that ended within these few milliseconds.
+            elif name.startswith(CLOCK) and age > LEASE_SECONDS:
                 buckets.remove(self.fs, f"{self.folder}/{name}")
-        return {
-            int(name): float(now - one.modified) for name, one in found.items() if name.isdecimal()
-        }
+        return ages
 
     def check(self) -> None:
         """Raises `Fenced` where another process has taken over."""
@@ -174,14 +176,14 @@ class Lease:
         One that cannot be read, as a write that was cut off leaves it, counts as any other
         process's: it ends by its age."""
         try:
-            found = json.loads(self.fs.cat_file(self._path(number)))
+            record = json.loads(self.fs.cat_file(self._path(number)))
         except FileNotFoundError:
             return {}
         except (ValueError, RecursionError):
-            found = None
+            record = None
         holder = {"name": UNKNOWN_HOLDER}
-        if isinstance(found, dict):
-            holder.update(found)
+        if isinstance(record, dict):
+            holder.update(record)
         return holder
 
     def _record(self, lives: bool = True) -> bytes:
@@ -257,13 +259,11 @@ class Mirror:
 
     def _begin(self) -> None:
         """Makes the folder equal to the bucket, and notes what each has."""
-        marker, found = (
-            self.folder / MARKER,
-            attempt(partial(buckets.objects, self.fs, self.root), self.url),
-        )
-        wrote_last = (
-            marker.is_file() and marker.read_text() == self.lease.before and "config.yaml" in found
-        )
+        marker = self.folder / MARKER
+        objects = attempt(partial(buckets.objects, self.fs, self.root), self.url)
+        wrote_last = False
+        if marker.is_file() and "config.yaml" in objects:
+            wrote_last = marker.read_text() == self.lease.before
         if not wrote_last:
             marker.unlink(missing_ok=True)
             buckets.fetch_into(self.folder, weights=False, may_be_empty=True)
@@ -272,19 +272,18 @@ class Mirror:
         for left in self.folder.glob(".upload-*"):
             shutil.rmtree(left)
         self.staging = Path(tempfile.mkdtemp(prefix=".upload-", dir=self.folder))
-        self.whole = {int(Path(name).stem) for name in found if name.startswith(f"{MANIFESTS}/")}
+        self.whole = {int(Path(name).stem) for name in objects if name.startswith(f"{MANIFESTS}/")}
         known = self._plain()
-        for name, one in found.items():
+        for name, stored in objects.items():
             matched = buckets.CHECKPOINT.fullmatch(name)
             if matched:
                 if int(matched["version"]) not in self.whole:  # of a process that was killed
-                    attempt(partial(buckets.remove, self.fs, one.path), self.url)
-            elif name in known or (
-                wrote_last and name[0] != "." and not name.startswith("checkpoints_damaged/")
-            ):
-                self.sent[name] = (
-                    known[name] if buckets.is_same(one, self.folder / name) else (-1, 0)
-                )
+                    attempt(partial(buckets.remove, self.fs, stored.path), self.url)
+                continue
+            is_gone_here = name[0] != "." and not name.startswith("checkpoints_damaged/")
+            if name in known or (wrote_last and is_gone_here):
+                is_same = buckets.is_same(stored, self.folder / name)
+                self.sent[name] = known[name] if is_same else (-1, 0)
 
     # ---- called by the run
 
@@ -308,10 +307,14 @@ class Mirror:
         """A checkpoint was saved here: where too many are here alone, waits until a newer one is in
         the bucket."""
         self.pending.append(version)
+
+        def are_few_unsaved() -> bool:
+            newest_whole = max(self.whole, default=-1)
+            unsaved = [version for version in self.pending if version > newest_whole]
+            return len(unsaved) <= self.most_unsaved
+
         self._await(
-            lambda: (
-                self.most_unsaved >= sum(one > max(self.whole, default=-1) for one in self.pending)
-            ),
+            are_few_unsaved,
             f"more than checkpoint.most_unsaved={self.most_unsaved} checkpoints are in "
             f"{self.folder} alone",
         )
@@ -387,13 +390,12 @@ class Mirror:
 
     def _upload(self) -> None:
         while not self._closed.is_set():
-            asked, versions = (
-                self._asked,
-                self._versions(),
-            )  # first: what these need is among the files of now
-            self._upload_plain(
-                {name: version for name, version in self._plain().items() if name != "summary.json"}
-            )
+            # First: what these need is among the files of now.
+            asked = self._asked
+            versions = self._versions()
+            files = self._plain()
+            files.pop("summary.json", None)
+            self._upload_plain(files)
             for version in sorted(versions - self.whole, reverse=True):
                 self._upload_checkpoint(version)
             self._upload_plain(self._plain())
@@ -408,15 +410,14 @@ class Mirror:
         pause = FIRST_PAUSE
         while not (self._closed.is_set() or self.fault):
             try:
-                result, self._silent_since = do(), 0.0
+                result = do()
+                self._silent_since = 0.0
                 return result
             except ShoalError:
                 raise
             except Exception as error:  # each library has its own
-                self._cause, self._silent_since = (
-                    buckets.cause(error),
-                    self._silent_since or time.monotonic(),
-                )
+                self._cause = buckets.cause(error)
+                self._silent_since = self._silent_since or time.monotonic()
             self._closed.wait(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
         raise _Closed
@@ -428,26 +429,23 @@ class Mirror:
     def _plain(self) -> dict[str, tuple[int, int]]:
         """The files that are uploaded as they are, in this order: the settings first, by which a
         folder is a run, and those of its parts before them."""
-        found = {}
-        for place, folders, files in os.walk(self.folder):
-            folders[:] = [
-                name for name in folders if name[0] != "." and Path(place, name) != self.checkpoints
-            ]
-            for path in (Path(place, file) for file in files if file[0] != "."):
+        sizes_and_times = {}
+        for walked, folders, names in os.walk(self.folder):
+            folder = Path(walked)
+            kept = []
+            for name in folders:
+                if name[0] != "." and folder / name != self.checkpoints:
+                    kept.append(name)
+            folders[:] = kept
+            for name in names:
+                path = folder / name
+                if name[0] == ".":
+                    continue
                 with contextlib.suppress(FileNotFoundError):
                     stat = path.stat()
-                    found[path.relative_to(self.folder).as_posix()] = stat.st_size, stat.st_mtime_ns
-        return {
-            name: found[name]
-            for name in sorted(
-                found,
-                key=lambda name: (
-                    not re.fullmatch(r"(config|decided)_\d+\.yaml", name),
-                    name != "config.yaml",
-                    name,
-                ),
-            )
-        }
+                    relative = path.relative_to(self.folder).as_posix()
+                    sizes_and_times[relative] = stat.st_size, stat.st_mtime_ns
+        return {name: sizes_and_times[name] for name in sorted(sizes_and_times, key=_upload_order)}
 
     def _upload_plain(self, files: dict[str, tuple[int, int]]) -> None:
         copy = (
@@ -503,3 +501,12 @@ class Mirror:
 
     def _remove_object(self, name: str) -> None:
         self._do(partial(buckets.remove, self.fs, f"{self.root}/{name}"))
+
+
+def _upload_order(name: str) -> tuple[int, str]:
+    """The settings of a run's parts come first, then those by which the folder is a run."""
+    if re.fullmatch(r"(config|decided)_\d+\.yaml", name):
+        return 0, name
+    if name == "config.yaml":
+        return 1, name
+    return 2, name

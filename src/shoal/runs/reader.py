@@ -450,9 +450,9 @@ def _interval(
     stored = figures.get("accuracy_interval")
     if name.endswith("/accuracy") and isinstance(stored, list):
         ends: list[Any] = [None, None]
-        for place, end in enumerate(stored[:2]):
+        for position, end in enumerate(stored[:2]):
             if isinstance(end, int | float):
-                ends[place] = end
+                ends[position] = end
         return ends[0], ends[1]
     if math.isnan(standard_error):
         return None, None

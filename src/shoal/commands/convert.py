@@ -58,29 +58,29 @@ def convert(config: ConvertConfig, console: Console | None = None) -> dict[str, 
             "model of that name"
         )
     source = config.source or model_path(ModelSection(name=config.model_name))
-    target, started = _target(config), time.perf_counter()
-    found = maxtext.find_tree(find_input(source, "from"))
+    target = _target(config)
+    started = time.perf_counter()
+    tree = maxtext.find_tree(find_input(source, "from"))
     if config.format == "maxtext":
         check_model(ModelSection(path=source), key="from")
     if _name(config):
-        model_named(_name(config))
-    if config.format == "maxtext" and found:
+        model_named(_name(config))  # ShoalError for a name that MaxText does not have
+    if config.format == "maxtext" and tree:
         raise ShoalError(
             f"from={source} is a MaxText checkpoint already: give format=huggingface, or another "
             "checkpoint"
         )
-    if config.format != "maxtext" and not found:
+    if config.format != "maxtext" and not tree:
         raise ShoalError(
             f"from={source} is no MaxText checkpoint (.../0/items): give one, or use `shoal "
             "export`, which writes a run's weights in Hugging Face's format"
         )
     make_roles(MeshSection(fsdp=1))  # ShoalError where JAX finds no devices
     with console or Console() as console, orbax_silenced():
-        written = (
-            _to_hugging_face(config, found, target, console)
-            if found
-            else _to_maxtext(config, source, target, console)
-        )
+        if tree:
+            written = _to_hugging_face(config, tree, target, console)
+        else:
+            written = _to_maxtext(config, source, target, console)
         console.note(
             f"wrote {address(target)}: {count(written['tensors'], 'tensor')}, "
             f"{gib(written['bytes'])} in {time.perf_counter() - started:.1f} s"
@@ -105,13 +105,15 @@ def _target(config: ConvertConfig) -> Path:
     if config.run_name:
         named_folder(target, config.run_name)  # ShoalError for one that leads elsewhere
         target = f"{target}/{config.run_name}"
-    inner = f"/{maxtext.INNER}" if config.format == "maxtext" else ""
-    return check_new_folder(target + inner, "base_output_directory")
+    if config.format == "maxtext":
+        target = f"{target}/{maxtext.INNER}"
+    return check_new_folder(target, "base_output_directory")
 
 
 def _name(config: ConvertConfig) -> str:
     """MaxText's name of the model; empty for a hub id."""
-    return "" if "/" in config.model_name else config.model_name
+    is_hub_id = "/" in config.model_name
+    return "" if is_hub_id else config.model_name
 
 
 def _target_key(config: ConvertConfig) -> str:
@@ -126,12 +128,15 @@ def _to_maxtext(
             f"tokenizer={config.tokenizer} is not used: MaxText's layout holds no tokenizer"
         )
     a, read = open_source(source)
-    name, dtype = _name(config), np.dtype(jnp.dtype(config.dtype))
+    name = _name(config)
+    dtype = np.dtype(jnp.dtype(config.dtype))
     if name and config.source:
         check_name(name, a, source, "model_name")
     pairs = maxtext.name_in_pairs(name, a)
     stored = maxtext.arrays_of(a, config.scan_layers, pairs)
-    if dtype.name == "bfloat16" and any(math.frexp(one.factor)[0] != 0.5 for one in stored):
+    # Times a power of two nothing is rounded.
+    rounds = any(math.frexp(array.factor)[0] != 0.5 for array in stored)
+    if dtype.name == "bfloat16" and rounds:
         console.warning(
             "dtype=bfloat16: MaxText's queries are divided by the square root of "
             f"head_dim={a.head_dim}, which rounds them once more; dtype=float32 keeps bfloat16 "
@@ -143,10 +148,12 @@ def _to_maxtext(
         f"reads {source}; writes {len(arrays)} tensors as {config.dtype}, {gib(size)}, "
         f"{maxtext.layout_text(config.scan_layers, pairs)}"
     )
-    inner, metadata = maxtext.INNER, {"scan_layers": config.scan_layers, "rope_in_pairs": pairs}
+    inner = maxtext.INNER
+    metadata = {"scan_layers": config.scan_layers, "rope_in_pairs": pairs}
     with writing(target, _target_key(config)), scratch_folder(target) as scratch:
         maxtext.write_tree(scratch, target, arrays, metadata, _progress(size, console))
-        if target.parts[-2:] == inner.parts and not target.parent.exists():
+        is_folder_of_step = target.parts[-2:] == inner.parts
+        if is_folder_of_step and not target.parent.exists():
             move_folder(scratch / inner.parent, target.parent)  # with Orbax's own files of the step
         else:
             move_folder(scratch / inner, target)
@@ -164,36 +171,48 @@ def open_source(source: str) -> tuple[Architecture, maxtext.ReadPart]:
             f"from={source} is an adapter on {peft.read_base(folder)}: write a whole model of it "
             f"(shoal export from={source} to=FOLDER merge=true), and convert that"
         )
-    a = families.architecture_of(folder) if checkpoint else huggingface.stored_architecture(folder)
     if checkpoint:
-        leaves = jax.tree.leaves(
-            load_parameters(*checkpoint, a, make_roles(MeshSection(fsdp=1)).trainer)
-        )
-        arrays = {
-            spec.name: leaf
-            for spec, leaf in zip(jax.tree.leaves(param_specs(a)), leaves, strict=True)
-        }
-        return a, lambda spec, index: np.asarray(arrays[spec.name])[index]
+        a = families.architecture_of(folder)
+        return a, _read_from_checkpoint(checkpoint, a)
+    a = huggingface.stored_architecture(folder)
     tensors = huggingface.open_tensors(folder, a)
 
     def read(spec: ParamSpec, index: tuple[slice, ...]) -> np.ndarray:
-        rows = index[-1] if spec.transposed else index[int(spec.stacked)]
-        values = tensors[spec.name].read(index[0] if spec.stacked else slice(0, 1), rows)
+        layers = index[0] if spec.stacked else slice(0, 1)
         if spec.transposed:
-            values = np.stack([maxtext.transpose(one) for one in values])
-        values = values[..., 0] if len(spec.tensor_shape) == 1 else values
+            rows = index[-1]
+        else:
+            rows = index[int(spec.stacked)]
+        values = tensors[spec.name].read(layers, rows)
+        if spec.transposed:
+            values = np.stack([maxtext.transpose(matrix) for matrix in values])
+        if len(spec.tensor_shape) == 1:
+            values = values[..., 0]
         return values if spec.stacked else values[0]
 
     return a, read
 
 
+def _read_from_checkpoint(checkpoint: tuple[Path, int], a: Architecture) -> maxtext.ReadPart:
+    """Reads parts of the parameters of a run's checkpoint, which is loaded whole."""
+    role = make_roles(MeshSection(fsdp=1)).trainer
+    leaves = jax.tree.leaves(load_parameters(*checkpoint, a, role))
+    specs = jax.tree.leaves(param_specs(a))
+    arrays = {spec.name: leaf for spec, leaf in zip(specs, leaves, strict=True)}
+
+    def read(spec: ParamSpec, index: tuple[slice, ...]) -> np.ndarray:
+        return np.asarray(arrays[spec.name])[index]
+
+    return read
+
+
 def _to_hugging_face(
-    config: ConvertConfig, found: Path, target: Path, console: Console
+    config: ConvertConfig, tree: Path, target: Path, console: Console
 ) -> dict[str, Any]:
     check_local(config.tokenizer, "tokenizer", COPIES)
     tokenizer = locate(config.tokenizer, weights=False) if config.tokenizer else None
     checkpoint = maxtext.open_checkpoint(
-        found, config.model_name, tokenizer, config.scan_layers, ("model_name", "tokenizer")
+        tree, config.model_name, tokenizer, config.scan_layers, ("model_name", "tokenizer")
     )
     console.note(checkpoint.describe())
     if tokenizer is None:
@@ -201,12 +220,10 @@ def _to_hugging_face(
             "no tokenizer was given: the folder will hold none; copy the tokenizer's files into "
             "it, or give tokenizer=FOLDER or a hub id"
         )
-    a, dtype = checkpoint.architecture, np.dtype(jnp.dtype(config.dtype))
-    made = (
-        None
-        if tokenizer and families.describes(tokenizer, a)
-        else families.make_config(a, tokenizer)
-    )
+    a = checkpoint.architecture
+    dtype = np.dtype(jnp.dtype(config.dtype))
+    has_config = tokenizer is not None and families.describes(tokenizer, a)
+    made = None if has_config else families.make_config(a, tokenizer)
     specs = jax.tree.leaves(param_specs(a))
     with writing(target, _target_key(config)):
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -222,12 +239,15 @@ def _to_hugging_face(
 
 def _progress(size: int, console: Console) -> Callable[[int], None]:
     """A function that counts the bytes written and prints each tenth of `size`."""
-    done, started = 0, time.perf_counter()
+    done = 0
+    started = time.perf_counter()
 
     def written(count: int) -> None:
         nonlocal done
-        before, done = done, done + count
-        if size >= PROGRESS_BYTES and done * 10 // size > before * 10 // size:
+        before = done
+        done += count
+        reached_next_tenth = size and done * 10 // size > before * 10 // size
+        if size >= PROGRESS_BYTES and reached_next_tenth:
             console.note(
                 f"{gib(done)} of {gib(size)} written, {time.perf_counter() - started:.0f} s"
             )

@@ -102,14 +102,14 @@ def launch(config: LaunchConfig, console: Console) -> None:
             f"target={config.target}: {client} is not on PATH, so nothing was started; what it is "
             f"to be given is printed. It needs {needed}; --dry-run only prints"
         )
-    as_word = argv[0] == "bash"
-    code = subprocess.run(
-        [*argv, text] if as_word else argv, input=None if as_word else text, text=True
-    ).returncode
-    if code:
+    if argv[0] == "bash":  # reads the script as its last word, the others read it as their input
+        ended = subprocess.run([*argv, text], text=True)
+    else:
+        ended = subprocess.run(argv, input=text, text=True)
+    if ended.returncode:
         raise ShoalError(
-            f"target={config.target}: {client} ended with exit code {code}; what it was given is "
-            "printed"
+            f"target={config.target}: {client} ended with exit code {ended.returncode}; what it "
+            "was given is printed"
         )
 
 
@@ -128,61 +128,71 @@ class Workload:
         """The configuration of a job `train ...`; None for another command. ShoalError for wrong
         keys."""
         job = self.config.job
-        is_training = job[:1] == ("train",) and not {"-h", "--help"} & {*job}
-        return configuration(job[1:]) if is_training else None
+        asks_for_help = "-h" in job or "--help" in job
+        if job[:1] != ("train",) or asks_for_help:
+            return None
+        return configuration(job[1:])
 
     @cached_property
     def pathways(self) -> bool:
         """True if the job asks for Pathways: by its keys, or, another command, by the words of its
         line."""
-        asked = {"use_pathways", "use_pathways=true", PROXY[0]}
-        return (
-            self.training.mesh.pathways
-            if self.training
-            else any(word.lstrip("-") in asked for line in self.config.job for word in line.split())
-        )
+        if self.training:
+            return self.training.mesh.pathways
+        words = " ".join(self.config.job).split()
+        requests = ("use_pathways", "use_pathways=true", PROXY[0])
+        return any(word.lstrip("-") in requests for word in words)
 
     @property
     def name(self) -> str:
         """The job's name, as Kubernetes allows it: at most 40 of a-z, 0-9 and -, first a letter,
         not - at the end."""
-        given = self.config.name or (self.training.run_name if self.training else "")
-        name = re.sub(r"[^a-z0-9]+", "-", given.lower()).strip("-")
+        name = self.config.name
+        if not name and self.training:
+            name = self.training.run_name
+        name = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
         if name[:1].isdigit():
             name = f"run-{name}"
         return name[:40].rstrip("-") or "shoal"
 
     @property
     def hosts(self) -> int:
-        return self.topology.num_hosts if self.topology else 1
+        if self.topology is None:
+            return 1
+        return self.topology.num_hosts
 
     @property
     def chips(self) -> int:
         """Accelerators of a host; 0 without any."""
-        return self.topology.num_chips // self.hosts if self.topology else 0
+        if self.topology is None:
+            return 0
+        return self.topology.num_chips // self.hosts
 
     @cached_property
     def words(self) -> list[str]:
         """The words of the job, with what it needs to resume, to use all devices, and to sample in
         Ray's cluster."""
-        job, train, topology = list(self.config.job), self.training, self.topology
+        job = list(self.config.job)
+        train = self.training
+        topology = self.topology
         if not job:
             raise ShoalError(
                 "there is no job: give one after --, as shoal launch target=slurm topology=h100:8 "
                 "-- train task=gsm8k"
             )
         if train is None:
-            return ["shoal", *job] if job[0] in COMMANDS else job
+            is_of_shoal = job[0] in COMMANDS
+            return ["shoal", *job] if is_of_shoal else job
         if not (train.run_name or train.resume):
             job.append(f"run_name={self.name}")
         if self.config.target == "ray" and not train.sampler.is_remote:
             job.append("sampler.kind=ray")
         elif topology and not train.sampler.is_remote:
-            if topology.num_devices > 1 and replace(train.mesh, pathways=False) == MeshSection():
-                job += [
-                    "mesh.fsdp=-1",
-                    *[f"mesh.dcn_data={topology.slices}"] * (topology.slices > 1),
-                ]
+            has_default_mesh = replace(train.mesh, pathways=False) == MeshSection()
+            if topology.num_devices > 1 and has_default_mesh:
+                job.append("mesh.fsdp=-1")
+                if topology.slices > 1:
+                    job.append(f"mesh.dcn_data={topology.slices}")
             self.check_roles(job, topology)
         return ["shoal", *job]
 
@@ -193,11 +203,15 @@ class Workload:
         from shoal.mesh.roles import make_roles, refusal
 
         jax.config.update("jax_platforms", "cpu")
-        devices, mesh = placeholder_devices(topology), configuration(job[1:]).mesh
-        roles, each = make_roles(mesh, devices), len(devices) // self.hosts
-        if not self.pathways and (
-            reason := refusal(mesh, roles, {one: one.id // each for one in devices})
-        ):
+        devices = placeholder_devices(topology)
+        mesh = configuration(job[1:]).mesh
+        roles = make_roles(mesh, devices)
+        if self.pathways:  # one process uses the devices of all hosts
+            return
+        devices_per_host = len(devices) // self.hosts
+        host_of = {device: device.id // devices_per_host for device in devices}
+        reason = refusal(mesh, roles, host_of)
+        if reason:
             raise ShoalError(
                 f"topology={topology}: {reason}; or use Pathways: target=xpk with "
                 "mesh.pathways=true"
@@ -224,7 +238,7 @@ def configuration(words: Sequence[str]) -> Config:
     return compose("train", keys)[0]
 
 
-def script(*lines: str) -> str:
+def script(lines: Sequence[str]) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
@@ -238,52 +252,50 @@ def shell_part(name: str) -> str:
 
 def docker_script(work: Workload) -> str:
     """Builds the image, pushes it, or runs the job in it on this machine."""
-    c, steps, root = work.config, [], Path(__file__).parents[3]
+    c = work.config
+    root = Path(__file__).parents[3]
+    steps = []
     if c.mode:
         if not (root / "deploy" / "Dockerfile").is_file():
             raise ShoalError(
                 f"mode={c.mode}: an image is built from a clone of Shoal; install it with pip "
                 "install -e in its folder"
             )
-        steps.append(
-            shlex.join(
-                [
-                    "docker",
-                    "build",
-                    f"--file={root}/deploy/Dockerfile",
-                    f"--build-arg=MODE={c.mode}",
-                    f"--tag={c.image}",
-                    str(root),
-                ]
-            )
-        )
+        build = ["docker", "build", f"--file={root}/deploy/Dockerfile"]
+        build += [f"--build-arg=MODE={c.mode}", f"--tag={c.image}", str(root)]
+        steps.append(shlex.join(build))
     if c.push:
-        address = c.push if ":" in c.push.rpartition("/")[2] else f"{c.push}:latest"
-        steps += [
-            shlex.join(["docker", "tag", c.image, address]),
-            shlex.join(["docker", "push", address]),
-        ]
+        address = c.push
+        image_name = address.rpartition("/")[2]
+        if ":" not in image_name:
+            address = f"{address}:latest"
+        steps.append(shlex.join(["docker", "tag", c.image, address]))
+        steps.append(shlex.join(["docker", "push", address]))
     if c.job or not steps:
         options = ["--init", "--rm", f"--name={work.name}", f"--stop-timeout={c.grace_seconds}"]
-        if work.topology:
-            is_tpu = work.topology.accelerator.is_tpu
-            options += ["--privileged", "--net=host"] if is_tpu else ["--gpus=all"]
-        options += [f"--env={name}" for name in SECRETS]
+        if work.topology and work.topology.accelerator.is_tpu:
+            options += ["--privileged", "--net=host"]
+        elif work.topology:
+            options.append("--gpus=all")
+        for name in SECRETS:
+            options.append(f"--env={name}")
         here = '--volume="$PWD":/work'  # for the shell to fill in
-        steps.append(
-            f"docker run {shlex.join(options)} {here} {shlex.join([c.image, *work.words])}"
-        )
-    return script(f"# {work.summary}", *steps)
+        image_and_command = shlex.join([c.image, *work.words])
+        steps.append(f"docker run {shlex.join(options)} {here} {image_and_command}")
+    return script([f"# {work.summary}", *steps])
 
 
 def ray_script(work: Workload) -> str:
-    words = ["ray", "job", "submit", *work.config.options, "--", *map(ray_word, work.words)]
-    return script(
+    words = ["ray", "job", "submit", *work.config.options, "--"]
+    for word in work.words:
+        words.append(ray_word(word))
+    lines = [
         "#!/bin/bash",
         f"# {work.summary}; RAY_API_SERVER_ADDRESS is the address of the cluster's dashboard.",
         shell_part("ray.sh").rstrip("\n"),
         shlex.join(words),
-    )
+    ]
+    return script(lines)
 
 
 def ray_word(word: str) -> str:
@@ -297,8 +309,11 @@ def ray_word(word: str) -> str:
     if " " in word or "\t" in word or not word:  # it comes to stand in double quotes
         # A backslash before a double quote, or at the end, is doubled there already.
         return re.sub(r'\\(?!\\*("|\Z))|[$`]', r"\\\g<0>", word)
-    quoted = [part.replace("'", "'\\''") for part in word.split('"')]
-    return '"'.join(f"'{part}'" if part else "" for part in quoted)
+    quoted = []
+    for part in word.split('"'):
+        escaped = part.replace("'", "'\\''")
+        quoted.append(f"'{escaped}'" if part else "")
+    return '"'.join(quoted)
 
 
 def slurm_script(work: Workload) -> str:
@@ -321,22 +336,20 @@ def slurm_script(work: Workload) -> str:
     if work.chips:
         options.append(f"--gpus-per-node={work.chips}")
     options += work.config.options
-    return script(
-        "#!/bin/bash",
-        f"# {work.summary}",
-        "#   sbatch FILE",
-        *[f"#SBATCH {option}" for option in options],
-        f"set -- {work.command}",
-        shell_part("slurm.sh").rstrip("\n"),
-    )
+    lines = ["#!/bin/bash", f"# {work.summary}", "#   sbatch FILE"]
+    for option in options:
+        lines.append(f"#SBATCH {option}")
+    lines.append(f"set -- {work.command}")
+    lines.append(shell_part("slurm.sh").rstrip("\n"))
+    return script(lines)
 
 
 def xpk_command(work: Workload) -> str:
-    c, topology, words = work.config, work.topology, work.command
-    for key, value in (("topology", topology), ("cluster", c.cluster)):
-        if not value:
-            raise ShoalError(f"target=xpk needs {key}=..., such as topology=v5p-256 cluster=NAME")
-    assert topology
+    c = work.config
+    topology = work.topology
+    if topology is None or not c.cluster:
+        missing = "cluster" if topology else "topology"
+        raise ShoalError(f"target=xpk needs {missing}=..., such as topology=v5p-256 cluster=NAME")
     first = NAMES[topology.kind][1]
     if topology.accelerator.is_tpu:
         cores = topology.num_chips // topology.slices * topology.accelerator.cores
@@ -344,29 +357,30 @@ def xpk_command(work: Workload) -> str:
     else:
         devices = [f"--device-type={first}-{work.chips}", f"--num-nodes={work.hosts}"]
     options = list(c.options)
+    command = work.command
+    verb = "create"
     if work.pathways:
-        words = " ".join([*(one for one in PROXY if one not in words), words])
-    elif (
-        work.hosts > 1
-    ):  # xpk starts again after 42 and 127 to 255; 2 is also a process whose neighbour has ended
+        verb = "create-pathways"
+        missing = [variable for variable in PROXY if variable not in command]
+        command = " ".join([*missing, command])
+    elif work.hosts > 1:
+        # xpk starts again after 42 and 127 to 255; 2 is also a process whose neighbour has ended.
         options.append("--restart-on-exit-codes=2")
-    verb = "create-pathways" if work.pathways else "create"
-    lines = [
-        shlex.join(each)
-        for each in (
-            ["xpk", "workload", verb, f"--workload={work.name}", f"--cluster={c.cluster}"],
-            [*devices, f"--docker-image={c.image}"],
-            [
-                f"--max-restarts={c.restarts}",
-                f"--termination-grace-period-seconds={c.grace_seconds}",
-            ],
-            options,
-        )
+    restarts = [
+        f"--max-restarts={c.restarts}",
+        f"--termination-grace-period-seconds={c.grace_seconds}",
     ]
+    parts = [
+        f"xpk workload {verb} " + shlex.join([f"--workload={work.name}", f"--cluster={c.cluster}"]),
+        shlex.join([*devices, f"--docker-image={c.image}"]),
+        shlex.join(restarts),
+    ]
+    if options:
+        parts.append(shlex.join(options))
     # For the shell to fill in: what is secret is not printed.
-    secrets = " ".join(f'${{{name}:+--env {name}="${name}"}}' for name in SECRETS)
-    lines += [secrets, f"--command={shlex.quote(words)}"]
-    return script(f"# {work.summary}", " \\\n    ".join(line for line in lines if line))
+    parts.append(" ".join(f'${{{name}:+--env {name}="${name}"}}' for name in SECRETS))
+    parts.append(f"--command={shlex.quote(command)}")
+    return script([f"# {work.summary}", " \\\n    ".join(parts)])
 
 
 # ---- Kubernetes
@@ -378,15 +392,15 @@ DISRUPTED = {"type": "DisruptionTarget", "status": "True"}
 def manifest(work: Workload) -> str:
     """Of Kubernetes: a Job on one host, a JobSet on several, a RayJob where samplers are in a Ray
     cluster."""
-    train, topology = work.training, work.topology
+    train = work.training
     if train and train.sampler.kind == "ray":
-        found = ray_job(work, train)
-    elif topology is None or work.hosts == 1:
-        found = job(work)
+        resource = ray_job(work, train)
+    elif work.topology is None or work.hosts == 1:
+        resource = job(work)
     else:
-        found = job_set(work, topology)
-    text = yaml.safe_dump(found, sort_keys=False, allow_unicode=True, width=10**9)
-    return script(f"# {work.summary}", "#   kubectl apply -f FILE") + text
+        resource = job_set(work, work.topology)
+    text = yaml.safe_dump(resource, sort_keys=False, allow_unicode=True, width=10**9)
+    return script([f"# {work.summary}", "#   kubectl apply -f FILE"]) + text
 
 
 def job(work: Workload) -> dict[str, Any]:
@@ -483,7 +497,7 @@ def ray_job(work: Workload, train: Config) -> dict[str, Any]:
         "kind": "RayJob",
         "metadata": {"name": work.name},
         "spec": {
-            "entrypoint": shlex.join(map(ray_word, work.words)),
+            "entrypoint": shlex.join([ray_word(word) for word in work.words]),
             "backoffLimit": work.config.restarts,
             "shutdownAfterJobFinishes": True,
             "rayClusterSpec": {
@@ -505,11 +519,13 @@ def container_command(work: Workload) -> str:
 def pod(work: Workload, chips: int, command: str = "") -> dict[str, Any]:
     """The specification of a pod with so many accelerators; without a command of one that Ray
     starts."""
-    topology, limits, selector = work.topology, {}, {}
+    topology = work.topology
+    limits = {}
+    selector = {}
     if topology and topology.accelerator.is_tpu:
         selector = {
             "cloud.google.com/gke-tpu-accelerator": NAMES[topology.kind][0],
-            "cloud.google.com/gke-tpu-topology": "x".join(map(str, topology.shape)),
+            "cloud.google.com/gke-tpu-topology": "x".join(str(size) for size in topology.shape),
         }
         limits = {"google.com/tpu": str(chips)}
     elif topology:
@@ -526,7 +542,9 @@ def pod(work: Workload, chips: int, command: str = "") -> dict[str, Any]:
             {"name": "memory", "mountPath": "/dev/shm"},
         ],
     }
-    spec: dict[str, Any] = {"restartPolicy": "Never"} if command else {}
+    spec: dict[str, Any] = {}
+    if command:
+        spec["restartPolicy"] = "Never"
     spec["terminationGracePeriodSeconds"] = work.config.grace_seconds
     if selector:
         spec["nodeSelector"] = selector

@@ -69,47 +69,49 @@ def sample_again(
     `shoal view` finds them."""
     stored = run.group(step, number, name)
     group = stored.group
-    with Replayer(run, group, mesh, console) as player:
-        params, origin = player.weights(group.version)
-        sampled = player.sample(params)
-        kept = tokens_of_first_version(group)
-        if kept != list(map(len, group.completions)):
+    with Replayer(run, group, mesh, console) as replayer:
+        params, origin = replayer.weights(group.version)
+        sampled = replayer.sample(params)
+        compared = tokens_of_first_version(group)
+        lengths = [len(completion) for completion in group.completions]
+        if compared != lengths:
             console.warning(
                 "the weights changed while this group was sampled (train.versions=newest): "
-                f"{sum(kept)} of {sum(map(len, group.completions))} tokens are of version "
+                f"{sum(compared)} of {sum(lengths)} tokens are of version "
                 f"{group.version} and compared, the others are of newer ones"
             )
-        differences = [
-            describe_completion_difference(one, other, player.tokenizer, size)
-            for one, other, size in zip(group.completions, sampled, kept, strict=True)
-        ]
-        difference = next(filter(None, differences), None)
+        first_difference = None
+        completions = []
+        for index, completion in enumerate(group.completions):
+            difference = describe_completion_difference(
+                completion, sampled[index], replayer.tokenizer, compared[index]
+            )
+            if first_difference is None:
+                first_difference = difference
+            is_identical = difference is None
+            completions.append(
+                _completion_record(stored, index, sampled[index], is_identical, replayer.tokenizer)
+            )
         result = json_ready(
             {
                 "run": str(run.path),
                 "step": step,
                 "group": number,
                 "version": group.version,
-                "identical": difference is None,
-                "difference": difference,
+                "identical": first_difference is None,
+                "difference": first_difference,
                 "weights": asdict(origin),
                 "row": group.example.row,
                 "prompt": group.example.prompt,
                 "columns": group.example.columns,
-                "completions": [
-                    _completion_record(
-                        stored, i, sampled[i], differences[i] is None, player.tokenizer
-                    )
-                    for i in range(group.size)
-                ],
+                "completions": completions,
             }
         )
         if likeliest:
-            for record, tokens in zip(
-                result["completions"], player.likeliest(params, likeliest), strict=True
-            ):
-                for token, alternatives in zip(record["tokens"], tokens, strict=True):
-                    token |= alternatives
+            alternatives = replayer.likeliest(params, likeliest)
+            for record, of_tokens in zip(result["completions"], alternatives, strict=True):
+                for token, of_token in zip(record["tokens"], of_tokens, strict=True):
+                    token.update(of_token)
             path = run.path / "replays" / f"{name}_{step:06d}_{number}.json"
             write_atomically(path, [json_line(result)])
     return result
@@ -118,9 +120,14 @@ def sample_again(
 def tokens_of_first_version(group: Group) -> list[int]:
     """By completion, the tokens that were sampled from the group's version before any from a newer
     one."""
-    if len(set(np.concatenate([one.versions for one in group.completions]).tolist())) == 1:
-        return list(map(len, group.completions))
-    return [int((one.versions == group.version).cumprod().sum()) for one in group.completions]
+    versions = np.concatenate([completion.versions for completion in group.completions])
+    if np.unique(versions).size == 1:
+        return [len(completion) for completion in group.completions]
+    numbers = []
+    for completion in group.completions:
+        is_first = completion.versions == group.version
+        numbers.append(int(is_first.cumprod().sum()))
+    return numbers
 
 
 def describe_completion_difference(
@@ -128,31 +135,55 @@ def describe_completion_difference(
 ) -> dict[str, Any] | None:
     """The first difference of two completions, of the first `size` tokens of `stored` (None: all,
     and how it ends), as a record; None where they are equal bit for bit."""
-    found = completion_difference(stored, sampled)
-    if found is None or (size is not None and size < len(stored) and found[1] >= size):
+    difference = completion_difference(stored, sampled)
+    if difference is None:
         return None
-    kind, at = found
-    tokens = {
-        name: {
-            "id": int(one.token_ids[at]),
-            "text": tokenizer.token_text(int(one.token_ids[at])),
-            "logprob": one.logprobs[at],
+    kind, at = difference
+    if size is not None and size < len(stored) and at >= size:
+        return None
+
+    def token_of(completion: Completion) -> dict[str, Any] | None:
+        if at >= len(completion):
+            return None
+        token_id = int(completion.token_ids[at])
+        return {
+            "id": token_id,
+            "text": tokenizer.token_text(token_id),
+            "logprob": completion.logprobs[at],
         }
-        if at < len(one)
-        else None
-        for name, one in (("stored", stored), ("sampled", sampled))
+
+    record: dict[str, Any] = {
+        "completion": stored.index,
+        "token": at,
+        "kind": kind,
+        "stored": token_of(stored),
+        "sampled": token_of(sampled),
     }
-    record: dict[str, Any] = {"completion": stored.index, "token": at, "kind": kind, **tokens}
     if at < min(len(stored), len(sampled)):
         record["logprob_difference"] = float(sampled.logprobs[at]) - float(stored.logprobs[at])
-    return json_ready(record | {"stop_reasons": [stored.stop_reason, sampled.stop_reason]})
+    record["stop_reasons"] = [stored.stop_reason, sampled.stop_reason]
+    return json_ready(record)
 
 
 def _completion_record(
     stored: StoredGroup, i: int, sampled: Completion, identical: bool, tokenizer: Tokenizer
 ) -> dict[str, Any]:
-    group, completion = stored.group, stored.group.completions[i]
-    trainer = stored.token_arrays[i].get("trainer_logprobs")
+    group = stored.group
+    completion = group.completions[i]
+    trainer_logprobs = stored.token_arrays[i].get("trainer_logprobs")
+    tokens = []
+    for position, token_id in enumerate(completion.token_ids.tolist()):
+        token: dict[str, Any] = {
+            "id": token_id,
+            "text": tokenizer.token_text(token_id),
+            "logprob": None,
+            "trainer_logprob": None,
+        }
+        if completion.loss_mask[position]:  # else nobody sampled it: it is context
+            token["logprob"] = completion.logprobs[position]
+            if trainer_logprobs is not None:
+                token["trainer_logprob"] = trainer_logprobs[position]
+        tokens.append(token)
     return {
         "index": i,
         "identical": identical,
@@ -164,22 +195,7 @@ def _completion_record(
         "valid": group.valid[i],
         "correct": None if group.correct is None else group.correct[i],
         "advantage": None if stored.advantages is None else stored.advantages[i],
-        "tokens": [
-            {
-                "id": int(id),
-                "text": tokenizer.token_text(int(id)),
-                "logprob": completion.logprobs[t],
-                "trainer_logprob": None if trainer is None else trainer[t],
-            }
-            if completion.loss_mask[t]
-            else {
-                "id": int(id),
-                "text": tokenizer.token_text(int(id)),
-                "logprob": None,
-                "trainer_logprob": None,
-            }
-            for t, id in enumerate(completion.token_ids)
-        ],
+        "tokens": tokens,
     }
 
 
@@ -195,9 +211,8 @@ class WeightsOrigin:
     machine: dict[str, list[str]]  # what has changed since the checkpoint: name -> [then, now]
     updates_retrained: int = 0
     diverged_at: int | None = None  # the first step whose log-probs differ from the stored ones
-    verified: bool | None = (
-        None  # by the stored log-probs of the step after them; None where there are none
-    )
+    # By the stored log-probs of the step after them; None where there are none.
+    verified: bool | None = None
 
 
 class Replayer:
@@ -208,12 +223,14 @@ class Replayer:
     with its jobs."""
 
     def __init__(self, run: StoredRun, group: Group, mesh: MeshSection, console: Console) -> None:
-        self.run, self.group, self.console = run, group, console
+        self.run = run
+        self.group = group
+        self.console = console
         self._jobs: dict[int, Job] = {}
         self._stack = ExitStack()
-        self.config = run.config_at(
-            group.step if group.purpose is Purpose.TRAIN else group.step - 1
-        )
+        # An evaluation after a step is of that step's segment.
+        is_training = group.purpose is Purpose.TRAIN
+        self.config = run.config_at(group.step if is_training else group.step - 1)
         if self.config.sampler.kind == "vllm":
             raise ShoalError(
                 "vLLM sampled this group, and samples other tokens when it is asked again: there "
@@ -225,10 +242,10 @@ class Replayer:
         )
         self._mesh = self.config.mesh if mesh == MeshSection() else mesh
         self.job = self._job_of(self.config)
-        self.roles, self.tokenizer = self.job.roles, self._spec.tokenizer
-        self._updater_of: tuple[Config, Updater] | None = (
-            None  # of one segment: each compiles its own
-        )
+        self.roles = self.job.roles
+        self.tokenizer = self._spec.tokenizer
+        # Of one segment: each compiles its own.
+        self._updater_of: tuple[Config, Updater] | None = None
 
     def __enter__(self) -> Replayer:
         self._stack.enter_context(orbax_silenced())
@@ -239,45 +256,42 @@ class Replayer:
 
     def _job_of(self, config: Config) -> Job:
         """The job of a segment's settings."""
-        if id(config) not in self._jobs:
-            # A run's settings have all that it decided; its prompts do not follow from the devices
-            # of this machine.
-            batch = replace(config.batch, prompts_per_device=0)
-            settings = replace(config, mesh=self._mesh, batch=batch)
-            job = Job(settings, self.console, spec=self._spec)
-            # One for all jobs: what they set for all of JAX is reset in the reverse of the order in
-            # which it was set.
-            job.stack, self._jobs[id(config)] = self._stack, job
-        return self._jobs[id(config)]
+        known = self._jobs.get(id(config))
+        if known is not None:
+            return known
+        # A run's settings have all that it decided; its prompts do not follow from the devices of
+        # this machine.
+        batch = replace(config.batch, prompts_per_device=0)
+        settings = replace(config, mesh=self._mesh, batch=batch)
+        job = Job(settings, self.console, spec=self._spec)
+        # One for all jobs: what they set for all of JAX is reset in the reverse of the order in
+        # which it was set.
+        job.stack = self._stack
+        self._jobs[id(config)] = job
+        return job
 
     # ---- weights
 
     def weights(self, version: int) -> tuple[Params, WeightsOrigin]:
         """The sampler's parameters of any version, from the nearest checkpoint before it."""
-        found = self._nearest(version)
-        start, state = (found.version, found.state) if found else (0, None)
-        origin = WeightsOrigin(
-            f"checkpoint {start}" if start else f"first weights ({self.config.model.path})",
-            version - start,
-            self._machine_changes(start),
-        )
+        state = None
+        start = 0
+        source = f"first weights ({self.config.model.path})"
+        checkpoint = self._nearest(version)
+        if checkpoint:
+            start = checkpoint.version
+            state = checkpoint.state
+            if start:
+                source = f"checkpoint {start}"
+        origin = WeightsOrigin(source, version - start, self._machine_changes(start))
         retrains = version > start
-        kl = any(
-            self.run.config_at(step).algorithm.scores_reference
-            for step in range(start, version + 1)
-        )
-        first, a = None, self._spec.architecture
-        if state is None or (kl and retrains) or a.adapter:  # a KL term refers to the first weights
-            began = open_model(self.config.model, self.console)
-            first = self.job.load_weights(
-                replace(began, read=self._spec.read) if a.adapter else began
-            )
+        first = self._first_weights(state is None, retrains, range(start, version + 1))
         updater = self._updater(start, first, retrains)
-        state = (
-            replace(state, frozen=select(frozen_specs(a), first))
-            if state
-            else updater.learner.init(first)
-        )
+        if state is None:
+            state = updater.learner.init(first)
+        else:
+            frozen = select(frozen_specs(self._spec.architecture), first)
+            state = replace(state, frozen=frozen)
         if retrains:
             steps = "steps" if version > start + 1 else "step"
             self.console.note(
@@ -286,20 +300,37 @@ class Replayer:
             )
             before = int(state.updates)
             for step in range(start, version):
-                state = self._retrain(
-                    self._updater(step, first), state, self.run.groups(step + 1), step, origin
-                )
-            origin.updates_retrained, origin.verified = int(state.updates) - before, None
+                updater = self._updater(step, first)
+                state = self._retrain(updater, state, self.run.groups(step + 1), step, origin)
+            origin.updates_retrained = int(state.updates) - before
+            origin.verified = None
         params = publish_to(self.job.model.on(self.roles.hosts[0]), state.parameters)
-        if retrains and (
-            file := self.run.group_files().get(version + 1)
-        ):  # its log-probs are those before its update
-            self._retrain(self._updater(version, first), state, read_file(file), version, origin)
+        next_file = self.run.group_files().get(version + 1)
+        if retrains and next_file:  # its log-probs are those before its update
+            updater = self._updater(version, first)
+            self._retrain(updater, state, read_file(next_file), version, origin)
         return params, origin
+
+    def _first_weights(self, is_start: bool, retrains: bool, versions: range) -> Params | None:
+        """The weights that the run began with, where it is retrained from them (`is_start`), where
+        a KL term of `versions` refers to them, and where an adapter leaves some as they were."""
+        has_adapter = bool(self._spec.architecture.adapter)
+        has_kl = False
+        for step in versions:
+            has_kl = has_kl or self.run.config_at(step).algorithm.scores_reference
+        needs_reference = has_kl and retrains
+        if not (is_start or needs_reference or has_adapter):
+            return None
+        began = open_model(self.config.model, self.console)
+        if has_adapter:
+            began = replace(began, read=self._spec.read)
+        return self.job.load_weights(began)
 
     def _nearest(self, version: int) -> Restored | None:
         """The newest readable checkpoint up to `version`."""
-        for saved in sorted((v for v in self.run.checkpoints() if v <= version), reverse=True):
+        for saved in sorted(self.run.checkpoints(), reverse=True):
+            if saved > version:
+                continue
             try:
                 learner = self._job_of(self.run.config_at(saved)).learner
                 return restore(self.run.path, saved, learner.shapes())
@@ -310,16 +341,18 @@ class Replayer:
     def _updater(self, version: int, first: Params | None, with_teacher: bool = True) -> Updater:
         """The updater of the step from `version` to the next."""
         config = self.run.config_at(version)
-        if self._updater_of is None or self._updater_of[0] is not config:
-            job, role = self._job_of(config), self.roles.reference
-            teacher = (
-                load_scorer(config.model, job.teacher, role)
-                if with_teacher and job.teacher
-                else None
-            )
-            reference = None if first is None else job.open_reference(first)
-            self._updater_of = config, job.make_updater(reference, teacher)
-        return self._updater_of[1]
+        if self._updater_of is not None and self._updater_of[0] is config:
+            return self._updater_of[1]
+        job = self._job_of(config)
+        teacher = None
+        if with_teacher and job.teacher:
+            teacher = load_scorer(config.model, job.teacher, self.roles.reference)
+        reference = None
+        if first is not None:
+            reference = job.open_reference(first)
+        updater = job.make_updater(reference, teacher)
+        self._updater_of = (config, updater)
+        return updater
 
     def _retrain(
         self,
@@ -348,12 +381,13 @@ class Replayer:
         records = self.run.checkpoint_records()
         if not records:
             return {}
-        saved = records.get(start, next(iter(records.values())))["facts"]["machine"]
-        return {
-            name: [saved.get(name, "unknown"), value]
-            for name, value in machine().items()
-            if saved.get(name) != value
-        }
+        oldest = next(iter(records.values()))
+        saved = records.get(start, oldest)["facts"]["machine"]
+        changes = {}
+        for name, value in machine().items():
+            if saved.get(name) != value:
+                changes[name] = [saved.get(name, "unknown"), value]
+        return changes
 
     # ---- sampling
 
@@ -361,11 +395,9 @@ class Replayer:
     def params(self) -> SamplingParams:
         """How the group was sampled: the one answer of an evaluation greedily."""
         params = self.config.sampling.params
-        return (
-            params.as_greedy()
-            if self.group.purpose is Purpose.EVALUATE and self.group.size == 1
-            else params
-        )
+        if self.group.purpose is Purpose.EVALUATE and self.group.size == 1:
+            return params.as_greedy()
+        return params
 
     def sample(self, params: Params) -> list[Completion]:
         """The group's completions from its address, by a sampler compiled as the run's own was."""
@@ -382,130 +414,137 @@ class Replayer:
             group.subset,
         )
         engine.load(group.version, params)
-        asked = sample_request(request, 0, self.config.seed)
-        if any(_has_turns(one, self.params.max_tokens) for one in group.completions):
-            return sample_turns(engine, asked, group)
-        engine.submit([asked])
+        sampled_as = sample_request(request, 0, self.config.seed)
+        max_tokens = self.params.max_tokens
+        if any(_has_turns(completion, max_tokens) for completion in group.completions):
+            return sample_turns(engine, sampled_as, group)
+        engine.submit([sampled_as])
         sampled = drain(engine)
         return [sampled[0, index] for index in range(group.size)]
 
     def likeliest(self, params: Params, most: int) -> list[list[dict[str, Any]]]:
         """For each token of each stored completion the `entropy` there, and the `likeliest` tokens
         with log-probs: of the whole vocabulary, at the temperature that sampled."""
-        model, group = self.job.model.on(self.roles.sampler), self.group
-        longest = max(
-            len(prompt) + tokens.stop - tokens.start
-            for i in range(group.size)
-            for prompt, tokens in group.branches_of(i)
-        )
-        size, most = -(-longest // 64) * 64, min(most, model.architecture.vocab_size)
-        temperature = self.params.temperature or 1.0
+        model = self.job.model.on(self.roles.sampler)
+        group = self.group
+        most = min(most, model.architecture.vocab_size)
+        longest = 0
+        for index in range(group.size):
+            for prompt, tokens in group.branches_of(index):
+                longest = max(longest, len(prompt) + tokens.stop - tokens.start)
+        size = -(-longest // 64) * 64
         by_completion = []
-        for number, completion in enumerate(group.completions):
-            records = []
-            for prompt, tokens in group.branches_of(number):
+        for index, completion in enumerate(group.completions):
+            records: list[dict[str, Any]] = []
+            for prompt, tokens in group.branches_of(index):
                 ids = np.concatenate([prompt, completion.token_ids[tokens]]).astype(np.int32)
-                hidden = _states(
-                    model, params, jnp.asarray(np.pad(ids, (0, size - len(ids)))[None]), len(ids)
-                )
+                padded = jnp.asarray(np.pad(ids, (0, size - len(ids)))[None])
+                hidden = _states(model, params, padded, len(ids))
                 # The state before a token gives its distribution; a completion's first one follows
                 # the prompt.
                 before = np.arange(len(prompt) - 1, len(ids) - 1)
                 for start in range(0, len(before), CHUNK):
-                    places = np.resize(before[start : start + CHUNK], CHUNK)
-                    arrays = jax.device_get(
-                        _distributions(model, most, params, hidden[:, places], temperature)
-                    )
-                    records += [
-                        {
-                            "entropy": float(entropy),
-                            "likeliest": [
-                                {
-                                    "id": int(id),
-                                    "text": self.tokenizer.token_text(int(id)),
-                                    "logprob": float(logprob),
-                                }
-                                for id, logprob in zip(chosen, logprobs, strict=True)
-                            ],
-                        }
-                        for entropy, chosen, logprobs in zip(
-                            *(array[0] for array in arrays), strict=True
-                        )
-                    ][: len(before) - start]
+                    positions = before[start : start + CHUNK]
+                    states = hidden[:, np.resize(positions, CHUNK)]
+                    of_chunk = self._distribution_records(model, most, params, states)
+                    records.extend(of_chunk[: len(positions)])
             by_completion.append(records)
         return by_completion
 
+    def _distribution_records(
+        self, model: Model, most: int, params: Params, hidden: jax.Array
+    ) -> list[dict[str, Any]]:
+        """`entropy` and `likeliest` of the tokens after each of these states [1, T, D]."""
+        temperature = self.params.temperature or 1.0
+        arrays = jax.device_get(_distributions(model, most, params, hidden, temperature))
+        entropies, ids, logprobs = arrays
+        records = []
+        for position in range(hidden.shape[1]):
+            likeliest = []
+            for rank in range(most):
+                token_id = int(ids[0, position, rank])
+                likeliest.append(
+                    {
+                        "id": token_id,
+                        "text": self.tokenizer.token_text(token_id),
+                        "logprob": float(logprobs[0, position, rank]),
+                    }
+                )
+            records.append({"entropy": float(entropies[0, position]), "likeliest": likeliest})
+        return records
+
 
 def _has_turns(stored: Completion, max_tokens: int) -> bool:
-    """Whether a completion was a rollout of several turns, or of one that was cut before all of its
+    """True if a completion was a rollout of several turns, or of one that was cut before all of its
     `max_tokens`."""
     is_cut = stored.stop_reason is StopReason.LENGTH and len(stored) < max_tokens
     has_context = not stored.loss_mask.all() or stored.prompt_ids is not None
     return is_cut or has_context or bool(stored.messages or stored.branches)
 
 
-def sample_turns(engine: Engine, asked: SampleRequest, group: Group) -> list[Completion]:
+def sample_turns(engine: Engine, sampled_as: SampleRequest, group: Group) -> list[Completion]:
     """Samples the turns of a stored group again: what tools and environments said, and the prompts
     of branches, come from the record, as far as the turns before them have the record's tokens."""
     new_id = count(1).__next__
     prompts = [group.prompt_of(index) for index in range(group.size)]
-    turn_limits = [_turn_limit(one, 0, engine.eos_ids) for one in group.completions]
-    engine.submit(rollout_requests(asked, prompts, new_id, turn_limits))
-    branches: list[list[Completion]] = [[] for _ in range(group.size)]
-    sampled: dict[int, Completion] = {}
+    turn_limits = []
+    for completion in group.completions:
+        turn_limits.append(_turn_limit(completion, 0, engine.eos_ids))
+    engine.submit(rollout_requests(sampled_as, prompts, new_id, turn_limits))
+    # By completion: the branches that have ended, and the last that has not.
+    ended_branches: list[list[Completion]] = [[] for _ in range(group.size)]
+    last_branch: dict[int, Completion] = {}
     while not engine.idle:
-        for one in chain.from_iterable(engine.step().values()):
-            stored, ended = group.completions[one.index], branches[one.index]
-            start = sum(map(len, ended))
-            stop = start + len(one)
-            is_equal, rest = (
-                np.array_equal(stored.token_ids[start:stop], one.token_ids),
-                stored.loss_mask[stop:],
-            )
-            prompt = next(
-                (branch.prompt_ids for branch in stored.branches if branch.start == stop), None
-            )
-            sampled[one.index] = one
-            if one.waits and is_equal and prompt is None and len(rest):
+        for sampled in chain.from_iterable(engine.step().values()):
+            index = sampled.index
+            stored = group.completions[index]
+            ended = ended_branches[index]
+            last_branch[index] = sampled
+            start = sum(len(branch) for branch in ended)
+            stop = start + len(sampled)
+            is_equal = np.array_equal(stored.token_ids[start:stop], sampled.token_ids)
+            next_prompt = None
+            for branch in stored.branches:
+                if branch.start == stop:
+                    next_prompt = branch.prompt_ids
+                    break
+            rest = stored.loss_mask[stop:]
+            if sampled.waits and is_equal and next_prompt is None and len(rest):
+                # The record goes on with what was said to the model.
                 context = stored.token_ids[stop : stop + int((~rest).cumprod().sum())]
                 turn_limit = _turn_limit(stored, stop + len(context), engine.eos_ids)
-                engine.extend(one.request_id, one.index, context.tolist(), turn_limit)
+                engine.extend(sampled.request_id, index, context.tolist(), turn_limit)
                 continue
-            if one.waits:
-                engine.end(one.request_id, one.index)
-            if is_equal and prompt is not None:
-                ended.append(one)
+            if sampled.waits:
+                engine.end(sampled.request_id, index)
+            if is_equal and next_prompt is not None:
+                ended.append(sampled)
                 turn_limit = _turn_limit(stored, stop, engine.eos_ids)
-                engine.submit(
-                    [
-                        branch_request(
-                            asked, new_id(), one.index, prompt, len(ended), stop, turn_limit
-                        )
-                    ]
+                request = branch_request(
+                    sampled_as, new_id(), index, next_prompt, len(ended), stop, turn_limit
                 )
-            elif one.waits:
-                sampled[one.index] = replace(
-                    one,
-                    waits=False,
-                    stop_reason=stored.stop_reason if is_equal else one.stop_reason,
-                )
-    return [
-        joined(
-            [ids for ids, _ in group.branches_of(index)][: len(ended) + 1], [*ended, sampled[index]]
-        )
-        for index, ended in enumerate(branches)
-    ]
+                engine.submit([request])
+            elif sampled.waits:
+                stop_reason = stored.stop_reason if is_equal else sampled.stop_reason
+                last_branch[index] = replace(sampled, waits=False, stop_reason=stop_reason)
+    completions = []
+    for index, ended in enumerate(ended_branches):
+        branch_prompts = [prompt_ids for prompt_ids, _ in group.branches_of(index)]
+        branches = [*ended, last_branch[index]]
+        completions.append(joined(branch_prompts[: len(branches)], branches))
+    return completions
 
 
 def _turn_limit(stored: Completion, start: int, eos_ids: Sequence[int]) -> int:
-    """After how many tokens the stored turn that begins at `start` may have been cut: it has so
-    many, and no end of sequence. 0 for a turn that has one.
+    """Tokens after which the stored turn that begins at `start` may have been cut: it has so many,
+    and no end of sequence. 0 for a turn that has one.
 
     An agent's limit of a turn is not stored; a turn that it cut, and was not, has the same
     tokens."""
-    stop = min(
-        [branch.start for branch in stored.branches if branch.start > start], default=len(stored)
-    )
+    stop = len(stored)
+    for branch in stored.branches:
+        if branch.start > start:
+            stop = min(stop, branch.start)
     size = int(stored.loss_mask[start:stop].cumprod().sum())
     is_ended = size > 0 and int(stored.token_ids[start + size - 1]) in eos_ids
     return 0 if is_ended else size
@@ -517,12 +556,15 @@ def equal_logprobs(stored: Sequence[StoredGroup], outcome: UpdateResult) -> bool
     compared = 0
     for number, entry in enumerate(stored):
         for index, arrays in enumerate(entry.token_arrays):
-            before, now = arrays.get("trainer_logprobs"), outcome.logprobs.get((number, index))
+            before = arrays.get("trainer_logprobs")
+            now = outcome.logprobs.get((number, index))
             if (before is None) != (now is None):
                 return False
-            if before is not None and np.asarray(now, np.float32).tobytes() != before.tobytes():
+            if before is None:
+                continue
+            if np.asarray(now, np.float32).tobytes() != before.tobytes():
                 return False
-            compared += before is not None
+            compared += 1
     return True if compared else None
 
 
@@ -544,7 +586,8 @@ def _distributions(
 ) -> Any:
     """(entropy[1, T], ids[1, T, most], log-probs[1, T, most]) of the tokens after these states[1,
     T, D]."""
-    logprobs = jax.nn.log_softmax(head_projection(model, output_head(params))(hidden) / temperature)
+    logits = head_projection(model, output_head(params))(hidden)
+    logprobs = jax.nn.log_softmax(logits / temperature)
     entropy = -jnp.sum(
         jnp.exp(logprobs) * jnp.where(jnp.isneginf(logprobs), 0.0, logprobs), axis=-1
     )

@@ -55,11 +55,12 @@ def check_devices(config: Config, roles: Roles, findings: Findings) -> None:
             "mesh.pathways",
         )
     if jax.devices()[0].platform == "cpu" and not os.environ.get("JAX_PLATFORMS"):
-        unused = {file: extra for file, extra in ACCELERATORS.items() if Path(file).exists()}
-        for file, extra in list(unused.items())[:1]:
-            check.warning(
-                f"JAX runs on the CPU, though this machine has {file}: install '.[{extra}]'"
-            )
+        for file, extra in ACCELERATORS.items():
+            if Path(file).exists():
+                check.warning(
+                    f"JAX runs on the CPU, though this machine has {file}: install '.[{extra}]'"
+                )
+                break
 
 
 def check_idle(mesh: MeshSection, roles: Roles, available: int, findings: Findings) -> None:
@@ -278,19 +279,22 @@ def check_written(config: Config, task: Task, tokenizer: Tokenizer, check: Findi
     """Warns of what the messages of training rows hold and the chat template does not write, and of
     answers to learn that nothing ends."""
     learns = config.algorithm.learns_from_data
-    rows = (
-        np.linspace(0, len(task.train) - 1, min(NUM_PROMPTS, len(task.train))).astype(int).tolist()
-    )
-    left_out, checked, unended, learned = Counter[str](), 0, 0, 0
+    num_rows = min(NUM_PROMPTS, len(task.train))
+    rows = np.linspace(0, len(task.train) - 1, num_rows).astype(int).tolist()
+    left_out: Counter[str] = Counter()
+    checked = 0
+    learned = 0
+    unended = 0
     for row in rows:
         example = task.train[row]
-        try:
-            messages, tools, _ = dialogue_of(example) if learns else (example.prompt, None, 0)
-        except (
-            ShoalError,
-            ValueError,
-        ):  # a row of text, or one that is refused where it is learned
-            continue
+        messages: Any = example.prompt
+        tools = None
+        if learns:
+            # Not for a row of text, nor for one that is refused where it is learned.
+            try:
+                messages, tools, _ = dialogue_of(example)
+            except (ShoalError, ValueError):
+                continue
         if isinstance(messages, str):
             continue
         checked += 1
@@ -298,11 +302,12 @@ def check_written(config: Config, task: Task, tokenizer: Tokenizer, check: Findi
             left_out.update(unwritten(tokenizer, messages, tools))
         if learns and learned < NUM_ANSWERS:
             with suppress(ShoalError):
-                ends = [
-                    int(stream.token_ids[-1]) in tokenizer.eos_ids
-                    for stream in streams(tokenizer, example)
-                ]
-                unended, learned = unended + (not all(ends)), learned + 1
+                is_ended = True
+                for stream in streams(tokenizer, example):
+                    is_ended = is_ended and int(stream.token_ids[-1]) in tokenizer.eos_ids
+                learned += 1
+                if not is_ended:
+                    unended += 1
     for name, number in left_out.items():
         what = name if name.startswith("what ") else f"`{name}`"
         check.warning(
@@ -312,9 +317,8 @@ def check_written(config: Config, task: Task, tokenizer: Tokenizer, check: Findi
             "model.template",
         )
     end = tokenizer.turn_end
-    is_noted = (
-        end is not None and end.id is not None and not end.is_eos
-    )  # among the tokenizer's notes
+    # Then it is among the tokenizer's notes.
+    is_noted = end is not None and end.id is not None and not end.is_eos
     if unended and not is_noted:
         check.warning(
             f"{unended} of {count(learned, 'answer')} checked end without an end-of-sequence "
@@ -332,30 +336,36 @@ def set_sizes(task: Task) -> dict[str, int]:
 def _check_answers(config: Config, task: Task, tokenizer: Tokenizer, check: Findings) -> None:
     """Reports right answers in the data that the model cannot give: too long, or truncated by a
     stop string."""
-    s, grave = config.sampling, check.warning if config.reward.functions else check.wrong
-    known = [
-        write_answer(example, gold, gold)
-        for example in map(task.train.__getitem__, range(min(NUM_ANSWERS, len(task.train))))
-        if (gold := gold_of(example)) is not None
-    ]
+    # Functions that were given may look for other answers.
+    report_grave = check.warning if config.reward.functions else check.wrong
+    known = []
+    lengths = []
+    for row in range(min(NUM_ANSWERS, len(task.train))):
+        example = task.train[row]
+        gold = gold_of(example)
+        if gold is not None:
+            text = write_answer(example, gold, gold)
+            known.append(text)
+            lengths.append(len(tokenizer.encode_prompt(text)) + 1)  # and the end of the sequence
     if not known:
         return
-    lengths = np.array(
-        [len(tokenizer.encode_prompt(text)) + 1 for text in known]
-    )  # and the end of the sequence
-    if (share := float((lengths > s.max_completion_tokens).mean())) > 0.02:
-        (grave if share > 0.5 else check.warning)(
+    limit = config.sampling.max_completion_tokens
+    num_too_long = sum(length > limit for length in lengths)
+    share = num_too_long / len(known)
+    if share > 0.02:
+        report = report_grave if share > 0.5 else check.warning
+        report(
             f"{100 * share:.0f}% of the data's own right answers take more than "
-            f"sampling.max_completion_tokens={s.max_completion_tokens} tokens (up to "
-            f"{lengths.max():,}): raise it",
+            f"sampling.max_completion_tokens={limit} tokens (up to {max(lengths):,}): raise it",
             "sampling.max_completion_tokens",
         )
-    for stop in s.stop:
-        cut = sum(
-            stop in text and text.index(stop) + len(stop) < len(text.rstrip()) for text in known
-        )
-        if 2 * cut > len(known):
-            grave(
+    for stop in config.sampling.stop:
+        num_cut = 0
+        for text in known:
+            if stop in text and text.index(stop) + len(stop) < len(text.rstrip()):
+                num_cut += 1
+        if 2 * num_cut > len(known):
+            report_grave(
                 f"the stop string {stop!r} ends right answers before their end: remove it from "
                 "sampling.stop",
                 "sampling.stop",
@@ -388,11 +398,10 @@ EXPECTED_COLUMNS = (
 
 def dialogue_messages(example: Example) -> Any:
     """The column `messages`, where that is what is learned; else nothing."""
-    return (
-        checked_prompt(messages, example.place)
-        if (messages := example.columns.get("messages")) and "completion" not in example.columns
-        else []
-    )
+    messages = example.columns.get("messages")
+    if not messages or "completion" in example.columns:
+        return []
+    return checked_prompt(messages, example.place)
 
 
 def streams(tokenizer: Tokenizer, example: Example) -> list[Stream]:
@@ -400,33 +409,41 @@ def streams(tokenizer: Tokenizer, example: Example) -> list[Stream]:
     solution, written as a completion; with the schemas of its `tools`. ShoalError, with the row's
     place, for one without any of them."""
     try:
-        prompt, answer = example.prompt, answer_to_learn(example)
+        prompt = example.prompt
+        answer = answer_to_learn(example)
         if isinstance(prompt, str) and isinstance(answer, str) and not dialogue_messages(example):
             return [text_stream(tokenizer, prompt, answer)]
         messages, tools, first = dialogue_of(example)
         return streams_of(tokenizer, messages, tools, first)
     except (ShoalError, ValueError) as error:
-        raise ShoalError(
-            f"{example.place or f'data row {example.row}'}: {error}", getattr(error, "key", "")
-        ) from error
+        row = example.place or f"data row {example.row}"
+        raise ShoalError(f"{row}: {error}", getattr(error, "key", "")) from error
 
 
 def dialogue_of(example: Example) -> tuple[Messages, Any, int]:
     """The messages of a row that is learned, the schemas of its tools, and the first message that
     may be learned. ShoalError for one that has no messages."""
     tools = example.columns.get("tools")
-    tools = without_none(loads(tools) if isinstance(tools, str) and tools else tools)
-    if messages := dialogue_messages(example):
+    if isinstance(tools, str) and tools:
+        tools = loads(tools)
+    tools = without_none(tools)
+    messages = dialogue_messages(example)
+    if messages:
         return messages, tools, 0
-    prompt, answer = example.prompt, answer_to_learn(example)
+    prompt = example.prompt
+    answer = answer_to_learn(example)
     if isinstance(prompt, str) or not answer:
         raise ShoalError(EXPECTED_COLUMNS)
-    said = [{"role": ASSISTANT, "content": answer}] if isinstance(answer, str) else answer
-    answers: Any = checked_prompt(said, example.place)
+    if isinstance(answer, str):
+        answer = [{"role": ASSISTANT, "content": answer}]
+    answers: Any = checked_prompt(answer, example.place)
     return [*prompt, *answers], tools, len(prompt)
 
 
 def answer_to_learn(example: Example) -> Any:
     """The column `completion`, else the worked solution written as one; None without both."""
-    answer, gold = example.columns.get("completion"), gold_of(example)
-    return write_answer(example, gold, gold) if answer is None and gold is not None else answer
+    answer = example.columns.get("completion")
+    gold = gold_of(example)
+    if answer is None and gold is not None:
+        return write_answer(example, gold, gold)
+    return answer

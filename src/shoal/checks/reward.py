@@ -120,10 +120,13 @@ def sampled(tokenizer: Tokenizer, prompt: str, text: str) -> Sampled:
             opened = tag
             text = text.removeprefix(tag).removeprefix(space)
     ids = list(tokenizer.encode(text))
-    ends = [at for at, id in enumerate(ids) if id in tokenizer.eos_ids]
-    if ends:
-        ids = ids[: ends[0] + 1]
-    else:
+    is_ended = False
+    for position, token_id in enumerate(ids):
+        if token_id in tokenizer.eos_ids:
+            ids = ids[: position + 1]
+            is_ended = True
+            break
+    if not is_ended:
         ids += tokenizer.eos_ids[:1]
     skipped = []
     for token, is_special in tokenizer.added_tokens().values():
@@ -233,9 +236,12 @@ def probe(
     texts = []
     ids = []
     for example, texts_of_example in zip(examples, known, strict=True):
-        completions = [sample(example, texts_of_example[key]) for key in keys]
-        texts.append([completion.text for completion in completions])
-        ids.append([completion.ids for completion in completions])
+        texts.append([])
+        ids.append([])
+        for key in keys:
+            completion = sample(example, texts_of_example[key])
+            texts[-1].append(completion.text)
+            ids[-1].append(completion.ids)
     names = [answer_name(form, kind) for form, kind in keys]
     scores = score(pool, examples, texts, ids, on_error, trial=names)
 
@@ -261,7 +267,10 @@ def probe(
         if form == best:
             rows[kind] = means[form, kind]
             first_texts[kind] = known[0][form, kind]
-    rights = [number for number, (form, kind) in enumerate(keys) if not form or kind == "right"]
+    rights = []
+    for number, (form, kind) in enumerate(keys):
+        if kind == "right" or not form:
+            rights.append(number)
     first_failures: dict[str, str] = {}
     for failure in reversed(scores.failures):
         first_failures[failure.function] = failure.text

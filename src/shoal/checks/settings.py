@@ -43,6 +43,22 @@ HIGH_RANK = 64
 XGZHI14m8P)."""
 
 
+_ACCELERATORS = {"cuda", "tpu", "proxy"}
+"""Platforms of JAX that may be named where they are not."""
+
+_PATHS = (
+    "base_output_directory",
+    "output",
+    "to",
+    "model.path",
+    "model.tokenizer",
+    "teacher.path",
+    "task.path",
+    "publish.folder",
+)
+"""Keys whose value may be an address in a bucket."""
+
+
 # ---- errors
 
 
@@ -52,58 +68,41 @@ def check_before_weights(config: Any, functions_given: bool = False, resumed: bo
     `functions_given`: reward functions come from Python. `resumed`: the run has the model's files
     in its own folder. Models and data on the hub are not checked."""
     known = keys_of(type(config))
-    asked = {*os.environ.get("JAX_PLATFORMS", "").split(",")} & {"cuda", "tpu", "proxy"}
-    if (
-        "mesh.pathways" in known
-        and not getattr(config, "topology", "")
-        and (asked or config.mesh.pathways)
-    ):
-        from shoal.mesh.devices import (
-            check_platforms,
-        )  # imports JAX, which other dry runs do without
+    named_platforms = os.environ.get("JAX_PLATFORMS", "").split(",")
+    has_devices_here = "mesh.pathways" in known and not getattr(config, "topology", "")
+    if has_devices_here and (_ACCELERATORS & set(named_platforms) or config.mesh.pathways):
+        from shoal.mesh.devices import check_platforms  # with JAX, which other dry runs do without
 
         check_platforms(config.mesh)
     faults = []
-    for key in (
-        "base_output_directory",
-        "output",
-        "to",
-        "model.path",
-        "model.tokenizer",
-        "teacher.path",
-        "task.path",
-        "publish.folder",
-    ):
+    for key in _PATHS:
+        if key not in known:
+            continue
+        # Weights are published to a folder alone: those in buckets have no copy here.
+        copies = "" if key == "publish.folder" else COPIES
         try:
-            check_local(
-                get_value(config, key) if key in known else "",
-                key,
-                COPIES if key != "publish.folder" else "",
-            )
+            check_local(get_value(config, key), key, copies)
         except ShoalError as error:
             faults.append(str(error))
     if faults:
         raise ShoalError("; ".join(faults))
     if isinstance(config, Config):
-        if (folder := config.publish.folder) and not Path(
-            folder
-        ).expanduser().absolute().parent.is_dir():
+        folder = Path(config.publish.folder).expanduser()
+        if config.publish.folder and not folder.absolute().parent.is_dir():
             raise ShoalError(
-                f"publish.folder={folder}: there is no folder {Path(folder).expanduser().parent}; "
+                f"publish.folder={config.publish.folder}: there is no folder {folder.parent}; "
                 "make it, or mount what trainer and samplers share"
             )
-        needs_reward = (
-            config.task.name in ("custom", "environment") and config.algorithm.uses_rewards
-        )
-        if needs_reward and not (
-            config.reward.functions
-            or functions_given
-            or config.environment.factory
-            or config.environment.agent
-        ):
+        has_no_own_reward = config.task.name in ("custom", "environment")
+        environment_rewards = config.environment.factory or config.environment.agent
+        has_reward = config.reward.functions or functions_given or environment_rewards
+        if has_no_own_reward and config.algorithm.uses_rewards and not has_reward:
             raise no_reward(config.task)
-        named = config.run_name and find_named(config.base_output_directory, config.run_name)
-        resumed = resumed or bool(config.resume or (named and is_run(named)))
+        if config.run_name:
+            run = find_named(config.base_output_directory, config.run_name)
+            resumed = resumed or is_run(run)
+        if config.resume:
+            resumed = True
     if "model.path" in known and not resumed:
         check_model(config.model)
     if "teacher.path" in known and config.teacher.path:
@@ -175,35 +174,26 @@ def check_model(section: ModelSection, key: str = "model.path") -> None:
             "known name (in MaxText model_name)",
             key,
         )
-    local, tokenizer = (
-        find_input(section.path, key),
-        find_input(section.tokenizer, "model.tokenizer"),
-    )
-    beside = (
-        sorted(one.name for one in local.parent.iterdir() if is_run(one) or one.name.isdigit())
-        if local.parent.is_dir()
-        else []
-    )
-    is_hub_id = (
-        HUB_ID.fullmatch(section.path)
-        and not beside
-        and local.parent.name != Config.base_output_directory
-    )
-    if not (section.path in ("", *PACKAGED) or local.exists() or is_hub_id):
+    local = find_input(section.path, key)
+    tokenizer = find_input(section.tokenizer, "model.tokenizer")
+    # Runs, or checkpoints of one, in the folder where the model was to be.
+    neighbours = []
+    if local.parent.is_dir():
+        for path in local.parent.iterdir():
+            if is_run(path) or path.name.isdigit():
+                neighbours.append(path.name)
+        neighbours.sort()
+    is_packaged = section.path in ("", *PACKAGED)
+    is_among_runs = bool(neighbours) or local.parent.name == Config.base_output_directory
+    is_hub_id = HUB_ID.fullmatch(section.path) and not is_among_runs
+    if not (is_packaged or local.exists() or is_hub_id):
         shown = local if section.path.startswith("~") else section.path
-        raise ShoalError(
-            f"{key}={section.path}: there is no model folder {shown}. "
-            + (
-                f"{local.parent} holds {', '.join(beside[-5:])}."
-                if beside
-                else "Give a folder, a hub id (org/name), or `tiny`."
-            )
-        )
-    if not (
-        tokenizer.exists()
-        or section.tokenizer == ModelSection.path
-        or HUB_ID.fullmatch(section.tokenizer)
-    ):
+        hint = "Give a folder, a hub id (org/name), or `tiny`."
+        if neighbours:
+            hint = f"{local.parent} holds {', '.join(neighbours[-5:])}."
+        raise ShoalError(f"{key}={section.path}: there is no model folder {shown}. {hint}")
+    is_packaged_tokenizer = section.tokenizer == ModelSection.path
+    if not (tokenizer.exists() or is_packaged_tokenizer or HUB_ID.fullmatch(section.tokenizer)):
         raise ShoalError(
             f"model.tokenizer={section.tokenizer}: there is no such folder; give a folder with a "
             "tokenizer.json, or a hub id (org/name)"
@@ -232,12 +222,12 @@ def check_task(section: TaskSection) -> None:
 
 def algorithm_warnings(config: Config) -> Iterator[tuple[str, str]]:
     """Key and warning for each combination of settings that is allowed but probably a mistake."""
-    a, s, oldest = config.algorithm, config.sampling, oldest_samples(config)
-    loss, kl, truncated = (
-        POLICY_LOSSES[a.loss],
-        KL_ESTIMATORS[a.kl],
-        config.sampling.params.truncated,
-    )
+    a = config.algorithm
+    s = config.sampling
+    oldest = oldest_samples(config)
+    loss = POLICY_LOSSES[a.loss]
+    kl = KL_ESTIMATORS[a.kl]
+    truncated = config.sampling.params.truncated
     kl_in_reward = a.kl_coef and a.kl_placement == "reward"
     has_own_check = config.task.name in TASKS and config.task.name != "custom"
     below_zero = (
@@ -314,7 +304,9 @@ def algorithm_warnings(config: Config) -> Iterator[tuple[str, str]]:
             "below 0 (a penalty, a KL term, a weight below 0) has no effect",
         ),
     ]
-    yield from ((key, text) for holds, key, text in rows if holds)
+    for holds, key, text in rows:
+        if holds:
+            yield key, text
     yield from unread_parts(config)
 
 
@@ -322,32 +314,32 @@ def unread_parts(config: Config) -> Iterator[tuple[str, str]]:
     """Key and warning for each key that the chosen loss, advantage or aggregation does not read,
     and for bounds that have no effect because every ratio is 1; except those set by a recipe or an
     algorithm's preset."""
-    a, defaults, preset = config.algorithm, AlgorithmSection(), packaged_values(config)
-    changed = {
-        name: f"algorithm.{name}={exact(value)}"
-        if isinstance(value, float)
-        else f"algorithm.{name}={value}"
-        for name, value in vars(a).items()
-        if value not in (getattr(defaults, name), preset.get(f"algorithm.{name}"))
-    }
+    a = config.algorithm
+    defaults = AlgorithmSection()
+    preset = packaged_values(config)
+    changed: dict[str, str] = {}
+    for name, value in vars(a).items():
+        if value in (getattr(defaults, name), preset.get(f"algorithm.{name}")):
+            continue
+        text = exact(value) if isinstance(value, float) else str(value)
+        changed[name] = f"algorithm.{name}={text}"
     parts = {"loss": POLICY_LOSSES, "advantage": ADVANTAGES, "aggregation": AGGREGATIONS}
     for part, registry in parts.items():
         chosen = getattr(a, part)
         for name in changed:
-            users = [user for user, row in registry.items() if name in row.reads]
+            users = [choice for choice, row in registry.items() if name in row.reads]
             if users and chosen not in users:
                 yield (
                     f"algorithm.{name}",
                     f"{changed[name]} has no effect on algorithm.{part}={chosen}: it is for "
                     f"{', '.join(users)}",
                 )
-    bounds = [
-        name for name in RATIO_BOUNDS if name in changed and name in POLICY_LOSSES[a.loss].reads
-    ]
+    keys_of_loss = POLICY_LOSSES[a.loss].reads
+    bounds = [name for name in RATIO_BOUNDS if name in changed and name in keys_of_loss]
     if bounds and a.num_epochs * a.num_minibatches == 1 and a.correction != "direct":
         yield (
             f"algorithm.{bounds[0]}",
-            f"{', '.join(changed[name] for name in bounds)} cannot act: with one update a step "
+            f"{', '.join([changed[name] for name in bounds])} cannot act: with one update a step "
             "every ratio is 1 and nothing is clipped; set algorithm.num_minibatches or "
             "algorithm.num_epochs above 1",
         )
@@ -378,9 +370,14 @@ def adapter_warnings(lora: LoraSection) -> Iterator[tuple[str, str]]:
 def check_settings(config: Config, findings: Findings) -> None:
     """Reports settings that are probably mistakes; ShoalError for those that the run would
     refuse."""
-    check, before = findings.of("configuration"), len(findings.found)
-    s, o, updates = config.sampling, config.optimizer, num_updates(config)
-    for key, text in (*algorithm_warnings(config), *adapter_warnings(config.model.lora)):
+    check = findings.of("configuration")
+    before = len(findings.found)
+    s = config.sampling
+    o = config.optimizer
+    updates = num_updates(config)
+    for key, text in algorithm_warnings(config):
+        check.warning(text, key)
+    for key, text in adapter_warnings(config.model.lora):
         check.warning(text, key)
     usual = "1e-6 for a large model, 1e-4 for a tiny one"
     rows = [
@@ -450,9 +447,10 @@ def stop_on_warnings(config: Config, findings: Findings) -> None:
     """ShoalError, with train.on_warning=stop, for what would be warned of."""
     faults = findings.at("wrong", "warning")
     if faults and config.train.on_warning == "stop":
+        texts = [str(fault) for fault in faults]
         raise ShoalError(
             "stopped before the first step by train.on_warning=stop: "
-            f"{'; '.join(map(str, faults))}; set train.on_warning=continue to train nevertheless"
+            f"{'; '.join(texts)}; set train.on_warning=continue to train nevertheless"
         )
 
 
@@ -460,29 +458,24 @@ def check_run_folder(config: Config) -> str:
     """A note if the run is there already. ShoalError if its folder cannot be made."""
     if config.resume:
         return ""
-    place = check_base(config.base_output_directory)
-    if config.run_name:
-        check_place(
-            named_folder(config.base_output_directory, config.run_name),
-            "base_output_directory",
-            within=True,
-        )
-        place = find_named(config.base_output_directory, config.run_name)
-    if config.run_name and is_run(place):
-        return f"{address(place)} is a run already, which `shoal train` would resume"
-    if config.run_name and place.is_dir():
-        refuse_foreign(place)
+    check_base(config.base_output_directory)
+    if not config.run_name:
+        return ""
+    folder = named_folder(config.base_output_directory, config.run_name)
+    check_place(folder, "base_output_directory", within=True)
+    run = find_named(config.base_output_directory, config.run_name)
+    if is_run(run):
+        return f"{address(run)} is a run already, which `shoal train` would resume"
+    if run.is_dir():
+        refuse_foreign(run)
     return ""
 
 
 def check_size(config: Config, parameters: int, findings: Findings) -> None:
     """Reports settings that do not suit the model's size."""
     is_adapter = bool(config.model.lora.rank or config.model.lora.path)  # which wants more
-    if (
-        parameters >= LARGE
-        and not is_adapter
-        and HIGHEST_USUAL_LR < config.optimizer.lr <= HIGHEST_LR
-    ):
+    is_high = HIGHEST_USUAL_LR < config.optimizer.lr <= HIGHEST_LR
+    if parameters >= LARGE and is_high and not is_adapter:
         findings.of("configuration").warning(
             f"optimizer.lr={exact(config.optimizer.lr)} is high for {parameters / 1e9:.1f}B "
             "parameters: 1e-6 to 1e-5 is usual",

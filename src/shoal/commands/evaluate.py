@@ -47,7 +47,8 @@ def evaluate(
         job.check()
         Findings(console).extend(job.findings.at("warning"))
         task = job.task
-        if output and (taken := sorted(set(OUTPUT_FIELDS) & set(task.evaluations))):
+        taken = sorted(set(OUTPUT_FIELDS) & set(task.evaluations))
+        if output and taken:
             raise ShoalError(
                 f"output={output}: a set of questions is called {taken[0]!r}, the name of a field "
                 "of this file; rename the set"
@@ -58,38 +59,34 @@ def evaluate(
                 "sampling.temperature=0: greedy answers alone; pass@k and maj@k need samples that "
                 "differ"
             )
-        source, sets, tokenizer = job.source, job.sets, job.tokenizer
+        source = job.source
         source.publish(0, job.load_weights())
-        evaluator = Evaluator(sets, params, config.pass_k, task)
+        evaluator = Evaluator(job.sets, params, config.pass_k, task)
         answers = evaluator.answers(source, 0, 0, full=True)
         failures = source.read_stats(Purpose.EVALUATE).failures
-        # A question in several sets belongs to the first.
-        owner = {
-            group.example.row: name
-            for name in reversed(list(answers))
-            for group in answers[name].greedy
-        }
-        failed = {
-            subset: [one for one in failures if owner.get(one.row) == subset] for subset in answers
-        }
-        data = describe_data(config.task, task, tokenizer, bool(config.model.template))
-        figures = {
-            subset: evaluator.figures(own)
-            | read_in_any_form(own, task)
-            | failed_figures(failed[subset])
-            | {"data": data}
-            for subset, own in answers.items()
-        }
+        set_of_row: dict[int, str] = {}
+        for name, of_set in answers.items():
+            for group in of_set.greedy:  # a question in several sets belongs to the first
+                set_of_row.setdefault(group.example.row, name)
+        data = describe_data(config.task, task, job.tokenizer, bool(config.model.template))
+        figures = {}
+        shares = []
+        for name, of_set in answers.items():
+            failed = [failure for failure in failures if set_of_row.get(failure.row) == name]
+            of_name: dict[str, Any] = dict(evaluator.figures(of_set))
+            of_name |= read_in_any_form(of_set, task)
+            of_name |= failed_figures(failed)
+            of_name["data"] = data
+            figures[name] = of_name
+            if "well_formed" in of_name:
+                shares.append(float(of_name["well_formed"]))
         report_evaluation(figures, failures, console)
-        shares = [
-            float(str(values["well_formed"]))
-            for values in figures.values()
-            if "well_formed" in values
-        ]
         if shares and max(shares) < FEW_WELL_FORMED:
             console.note(well_formed_advice(task))
     if output:
-        rows = [row for subset, own in answers.items() for row in answer_rows(subset, own, task)]
+        rows = []
+        for name, of_set in answers.items():
+            rows.extend(answer_rows(name, of_set, task))
         write_answers(
             output,
             {
@@ -109,19 +106,18 @@ def read_in_any_form(answers: Answers, task: Task) -> dict[str, float]:
     as the rows of the output have it; empty where the task reads answers in one way."""
     if task.verdict is None or task.extract is None or not answers.greedy:
         return {}
-    verdicts = [task.verdict(group.answers[0], group.example) for group in answers.greedy]
-    return {
-        "accuracy_any_form": sum(bool(verdict["correct"]) for verdict in verdicts) / len(verdicts)
-    }
+    num_correct = 0
+    for group in answers.greedy:
+        verdict = task.verdict(group.answers[0], group.example)
+        num_correct += bool(verdict["correct"])
+    return {"accuracy_any_form": num_correct / len(answers.greedy)}
 
 
 def well_formed_advice(task: Task) -> str:
     """How a model comes to write answers in the form that the task asks for."""
-    data = (
-        f"task={task.name}"
-        if task.name in HAS_SOLUTIONS
-        else "task.path=DIALOGUES.jsonl with answers in that form"
-    )
+    data = "task.path=DIALOGUES.jsonl with answers in that form"
+    if task.name in HAS_SOLUTIONS:
+        data = f"task={task.name}"
     return (
         "hardly any answer has the form that the prompt asks for, so a run would get few rewards: "
         f"have the model learn the form first, shoal sft {data}, or take an instruct model that "
@@ -138,10 +134,17 @@ def describe_data(
         source = "rows from Python"
     elif section.path:
         source = f"{section.name} of {section.path}, split {section.eval_split}"
+    elif task.of_row:
+        source = f"{section.name}, split {section.eval_split}"
     else:
-        source = f"{section.name}, split {section.eval_split}" if task.of_row else section.name
-    model_template = "the model's chat template" if tokenizer.has_template else "no template"
-    return f"{source}, {'model.template' if template_given else model_template}"
+        source = section.name
+    if template_given:
+        template = "model.template"
+    elif tokenizer.has_template:
+        template = "the model's chat template"
+    else:
+        template = "no template"
+    return f"{source}, {template}"
 
 
 def answer_rows(subset: str, answers: Answers, task: Task) -> Iterator[dict[str, Any]]:

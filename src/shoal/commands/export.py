@@ -31,7 +31,8 @@ from shoal.weights.source import open_model
 def export(config: ExportConfig, console: Console | None = None) -> dict[str, Any]:
     """Writes the folder whole or not at all, and returns its path."""
     require_given(config, "source", "to")
-    to, source = check_new_folder(config.to, "to"), find_input(config.source, "from")
+    to = check_new_folder(config.to, "to")
+    source = find_input(config.source, "from")
     check_model(ModelSection(path=config.source), key="from")
     if find_tree(source):
         raise ShoalError(
@@ -40,42 +41,34 @@ def export(config: ExportConfig, console: Console | None = None) -> dict[str, An
         )
     with console or Console() as console, orbax_silenced():
         model = open_model(ModelSection(path=config.source), console, as_stored=True)
-        role, a = make_roles(MeshSection()).trainer, model.architecture
+        role = make_roles(MeshSection()).trainer
+        a = model.architecture
         if config.merge and not a.adapter:
             raise ShoalError(f"merge=true: {config.source} has no adapter; leave merge out")
         adapter_alone = a.adapter is not None and not config.merge
-        count = (
-            parameter_count(a) - parameter_count(a.base)
-            if adapter_alone
-            else parameter_count(a.base)
-        )
-        text = f"{gib(count * np.dtype(jnp.dtype(config.dtype)).itemsize)} as {config.dtype}"
-        console.note(
-            f"reads {config.source}; writes {text}"
-            + (
-                f": the adapter on {model.base} alone; merge=true writes a whole model"
-                if adapter_alone
-                else ""
+        itemsize = np.dtype(jnp.dtype(config.dtype)).itemsize
+        if adapter_alone:
+            num_bytes = (parameter_count(a) - parameter_count(a.base)) * itemsize
+            console.note(
+                f"reads {config.source}; writes {gib(num_bytes)} as {config.dtype}: the adapter on "
+                f"{model.base} alone; merge=true writes a whole model"
             )
-        )
-        params = (
-            model.read_adapter(role, np.float32, 0)
-            if adapter_alone
-            else adapters.merge(a, model.load(role, np.float32), role)
-        )
-        with writing(to, "to"):
-            if adapter_alone:
-                peft.save(to, params, a, model.base, model.folder, config.dtype)
-            else:
+            adapter = model.read_adapter(role, np.float32, 0)
+            with writing(to, "to"):
+                peft.save(to, adapter, a, model.base, model.folder, config.dtype)
+        else:
+            num_bytes = parameter_count(a.base) * itemsize
+            console.note(f"reads {config.source}; writes {gib(num_bytes)} as {config.dtype}")
+            params = adapters.merge(a, model.load(role, np.float32), role)
+            with writing(to, "to"):
                 huggingface.save(
                     to, params, a.base, model.folder, config.dtype, config=model.config
                 )
         console.note(f"wrote {config.to}")
         base = Path(model.base).expanduser()
-        is_unknown = model.base == ModelSection.path or (
-            base.is_dir() and not (base / "config.json").is_file()
-        )
-        if adapter_alone and is_unknown:
+        is_packaged = model.base == ModelSection.path
+        is_of_other_format = base.is_dir() and not (base / "config.json").is_file()
+        if adapter_alone and (is_packaged or is_of_other_format):
             console.note(
                 "PEFT wants base_model_name_or_path to be a folder or hub id in Hugging Face "
                 f"format: export from={model.base} too, and write that folder into "

@@ -47,7 +47,8 @@ def generate(config: GenerateConfig, console: Console | None = None) -> dict[str
     check_model(config.model)
     with console or Console() as console, Job(config, console) as job:
         job.check()
-        examples = read_prompts(file := check_input(config.prompts, "prompts"))
+        file = check_input(config.prompts, "prompts")
+        examples = read_prompts(file)
         roles = UnknownRoles()
         for example in examples:
             roles.add(example)
@@ -55,26 +56,21 @@ def generate(config: GenerateConfig, console: Console | None = None) -> dict[str
             console.warning(f"{file.name}: {note}")
         named = "" if config.model != ModelSection() else "; model=... names another"
         console.note(f"model: {model_text(config.model, job.spec, job.model)}{named}")
-        tokenizer, size, params = job.tokenizer, config.num_generations, config.sampling.params
+        tokenizer = job.tokenizer
+        size = config.num_generations
         prompts = encode_all(file.name, examples, job.encode, config.sampling, console.warning)
         console.note(f"prompts: {encoding_text(prompts, tokenizer, bool(config.model.template))}")
         engine = job.make_engine()(Purpose.GENERATE, size)
         engine.load(0, publish_to(job.model, job.load_weights(), delete_source=True))
-        engine.submit(
-            [
-                SampleRequest(
-                    row,
-                    one.prompt_ids,
-                    size,
-                    NoiseKey(config.seed, Purpose.GENERATE.value, 0, row),
-                    params,
-                )
-                for one in prompts
-                for row in [one.example.row]
-            ]
-        )
+        requests = []
+        for prompt in prompts:
+            row = prompt.example.row
+            noise = NoiseKey(config.seed, Purpose.GENERATE.value, 0, row)
+            params = config.sampling.params
+            requests.append(SampleRequest(row, prompt.prompt_ids, size, noise, params))
+        engine.submit(requests)
         lines = list(completion_rows(prompts, drain(engine), tokenizer.decode, size))
-        write_text(output, "".join(line + "\n" for line in lines))
+        write_text(output, "".join(f"{line}\n" for line in lines))
         console.note(f"wrote {count(len(lines), 'completion')} to {output}")
     return {"completions": len(lines), "output": str(output)}
 
@@ -82,28 +78,32 @@ def generate(config: GenerateConfig, console: Console | None = None) -> dict[str
 def read_prompts(path: Path) -> list[Example]:
     """The example of every row; its `prompt` is text or messages, or its `messages` are. ShoalError
     with the first row that has none."""
-    found = [example_of(number, place, row) for number, (place, row) in enumerate(read_file(path))]
-    if not found:
+    examples = []
+    for number, (line, row) in enumerate(read_file(path)):
+        examples.append(example_of(number, line, row))
+    if not examples:
         raise ShoalError(f'{path} holds no prompt: write one JSON object a line, {{"prompt": ...}}')
-    return found
+    return examples
 
 
 def encoding_text(
     prompts: Sequence[TokenizedExample], tokenizer: Tokenizer, template_given: bool
 ) -> str:
     """`2 of messages, through the model's chat template; 3 of text, as it is, past any template`"""
-    texts = sum(isinstance(one.example.prompt, str) for one in prompts)
-    template = "model.template" if template_given else "the model's chat template"
-    how = (
-        f"through {template}"
-        if tokenizer.has_template
-        else "as plain `User: ...` lines, for want of a chat template"
-    )
-    kinds = [
-        (len(prompts) - texts, f"of messages, {how}"),
-        (texts, "of text, as it is, past any chat template"),
-    ]
-    return "; ".join(f"{number:,} {kind}" for number, kind in kinds if number)
+    num_texts = sum(isinstance(prompt.example.prompt, str) for prompt in prompts)
+    num_messages = len(prompts) - num_texts
+    if not tokenizer.has_template:
+        how = "as plain `User: ...` lines, for want of a chat template"
+    elif template_given:
+        how = "through model.template"
+    else:
+        how = "through the model's chat template"
+    parts = []
+    if num_messages:
+        parts.append(f"{num_messages:,} of messages, {how}")
+    if num_texts:
+        parts.append(f"{num_texts:,} of text, as it is, past any chat template")
+    return "; ".join(parts)
 
 
 def completion_rows(
@@ -113,19 +113,24 @@ def completion_rows(
     count: int,
 ) -> Iterator[str]:
     """A line a completion, in the order of the prompts; `completions` by (row, index)."""
-    names = given_names((name for one in prompts for name in one.example.columns), WRITTEN)
-    for one in prompts:
-        columns = {names[name]: value for name, value in one.example.columns.items()}
+    column_names: set[str] = set()
+    for prompt in prompts:
+        column_names.update(prompt.example.columns)
+    names = given_names(column_names, WRITTEN)
+    for prompt in prompts:
+        example = prompt.example
+        columns = {names[name]: value for name, value in example.columns.items()}
         for index in range(count):
-            completion = completions[one.example.row, index]
+            completion = completions[example.row, index]
             tokens = completion.token_ids.tolist()
-            values = (
-                one.example.row,
-                one.example.prompt,
-                one.prompt_ids.tolist(),
-                tokens,
-                [float(value) for value in completion.logprobs],
-                decode(tokens),
-                completion.stop_reason.value,
-            )
-            yield json_line(columns | dict(zip(WRITTEN, values, strict=True)))
+            written = {
+                "index": example.row,
+                "prompt": example.prompt,
+                "prompt_ids": prompt.prompt_ids.tolist(),
+                "completion_ids": tokens,
+                "logprobs": [float(value) for value in completion.logprobs],
+                "completion": decode(tokens),
+                "stop_reason": completion.stop_reason.value,
+            }
+            assert tuple(written) == WRITTEN
+            yield json_line(columns | written)

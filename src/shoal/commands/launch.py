@@ -346,6 +346,7 @@ def slurm_script(work: Workload) -> str:
 
 def xpk_command(work: Workload) -> str:
     c = work.config
+    command = work.command  # ShoalError without a job
     topology = work.topology
     if topology is None or not c.cluster:
         missing = "cluster" if topology else "topology"
@@ -357,7 +358,6 @@ def xpk_command(work: Workload) -> str:
     else:
         devices = [f"--device-type={first}-{work.chips}", f"--num-nodes={work.hosts}"]
     options = list(c.options)
-    command = work.command
     verb = "create"
     if work.pathways:
         verb = "create-pathways"

@@ -29,34 +29,29 @@ def replay(
 
 def report_replay(result: dict[str, Any], console: Console) -> None:
     """Prints the group with each token's log-probs, and whether it was reproduced."""
-    weights, completions = result["weights"], result["completions"]
+    weights = result["weights"]
+    completions = result["completions"]
     console.heading(
         f"step {result['step']}, group {result['group']}: data row {result['row']}, version "
         f"{result['version']} from {weights['source']}"
     )
     names = list(completions[0]["components"])
-    console.table(
-        ("completion", "tokens", "end", *names, "reward", "advantage", "identical"),
-        [
-            (
-                str(c["index"]),
-                str(len(c["tokens"])),
-                c["stop_reason"],
-                *(figure(c["components"][name]) for name in names),
-                figure(c["reward"]),
-                figure(c["advantage"]),
-                "yes" if c["identical"] else "no",
-            )
-            for c in completions
-        ],
-    )
-    same: dict[str, list[int]] = {}  # a group may hold one completion many times
-    for c in completions:
-        same.setdefault(" ".join(map(_token_text, c["tokens"])), []).append(c["index"])
-    for text, places in same.items():
-        noun = f"completion {places[0]}"
-        if places[1:]:
-            noun = f"completions {ranges(places)} (the same {len(places)} times)"
+    rows = []
+    indices_of_text: dict[str, list[int]] = {}  # a group may hold one completion many times
+    for completion in completions:
+        row = [str(completion["index"]), str(len(completion["tokens"])), completion["stop_reason"]]
+        row += [figure(completion["components"][name]) for name in names]
+        row += [figure(completion["reward"]), figure(completion["advantage"])]
+        row.append("yes" if completion["identical"] else "no")
+        rows.append(tuple(row))
+        text = " ".join([_token_text(token) for token in completion["tokens"]])
+        indices_of_text.setdefault(text, []).append(completion["index"])
+    head = ("completion", "tokens", "end", *names, "reward", "advantage", "identical")
+    console.table(head, rows)
+    for text, indices in indices_of_text.items():
+        noun = f"completion {indices[0]}"
+        if len(indices) > 1:
+            noun = f"completions {ranges(indices)} (the same {len(indices)} times)"
         console.text(
             f"{noun}, each token with its log-prob (the sampler's, and the trainer's where it "
             "differs):"
@@ -72,42 +67,44 @@ def report_replay(result: dict[str, Any], console: Console) -> None:
 
 
 def _token_text(token: dict[str, Any]) -> str:
-    sampler, trainer = (
-        "-" if value is None else f"{round(value, 3) + 0.0:.3f}"
-        for value in (token["logprob"], token["trainer_logprob"])
-    )
-    return (
-        f"{token['text']!r}({sampler}"
-        + (f"|{trainer}" if trainer not in ("-", sampler) else "")
-        + ")"
-    )
+    sampler = _logprob_text(token["logprob"])
+    trainer = _logprob_text(token["trainer_logprob"])
+    if trainer in ("-", sampler):
+        return f"{token['text']!r}({sampler})"
+    return f"{token['text']!r}({sampler}|{trainer})"
+
+
+def _logprob_text(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{round(value, 3) + 0.0:.3f}"  # + 0.0: no -0.000
 
 
 def describe_replay(result: dict[str, Any]) -> str:
     """The result in a sentence."""
-    d, weights = result["difference"], result["weights"]
+    d = result["difference"]
+    weights = result["weights"]
     if d is None:
-        updates = weights["updates_retrained"]
-        retrained = f", its weights retrained in {count(updates, 'update')}" if updates else ""
-        return f"identical: sampled again bit for bit{retrained}"
-    unknown = (
-        " (weights not verified: no later log-probs are stored)"
-        if weights["steps_retrained"] and weights["verified"] is None
-        else ""
-    )
-    place = f"not identical{unknown}: completion {d['completion']}, token {d['token']}: "
+        text = "identical: sampled again bit for bit"
+        if weights["updates_retrained"]:
+            text += f", its weights retrained in {count(weights['updates_retrained'], 'update')}"
+        return text
+    text = "not identical"
+    if weights["steps_retrained"] and weights["verified"] is None:
+        text += " (weights not verified: no later log-probs are stored)"
+    text += f": completion {d['completion']}, token {d['token']}: "
     if d["kind"] == "token":
-        return place + (
+        return text + (
             f"{d['stored']['text']!r} ({d['stored']['id']}) was stored, {d['sampled']['text']!r} "
             f"({d['sampled']['id']}) is sampled now"
         )
     if d["kind"] == "log-prob":
         return (
-            place
+            text
             + f"the same token, its log-prob differs by {d['logprob_difference']:+.3g} from the "
             f"stored one"
         )
     return (
-        place + f"the stored completion ends by {d['stop_reasons'][0]}, the new one by "
+        text + f"the stored completion ends by {d['stop_reasons'][0]}, the new one by "
         f"{d['stop_reasons'][1]}"
     )

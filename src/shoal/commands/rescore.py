@@ -12,6 +12,18 @@ from shoal.runs.layout import find_run
 from shoal.runs.reader import StoredRun
 from shoal.text import count, figure
 
+SHOWN_FIGURES = (
+    "min",
+    "max",
+    "std",
+    "num_distinct",
+    "share_of_constant_groups",
+    "seconds_per_completion",
+    "correlation_with_length",
+    "unscorable",
+)
+"""Figures of the new reward that are printed."""
+
 
 def rescore(config: RescoreConfig, console: Console | None = None) -> dict[str, Any]:
     """Scores stored groups again and prints how many advantages flip, and what is suspicious about
@@ -36,42 +48,34 @@ def rescore(config: RescoreConfig, console: Console | None = None) -> dict[str, 
 
 
 def _report(result: dict[str, Any], console: Console) -> None:
-    c, lint = result["comparison"], result["lint"]
-    console.heading(
+    c = result["comparison"]
+    lint = result["lint"]
+    heading = (
         f"{', '.join(result['functions'])} on {count(result['num_groups'], 'group')} of "
         f"{count(len(result['steps']), 'step')}"
-        + ("" if result["finished"] else " (the run has not finished)")
     )
-    console.table(
-        ("", "stored", "new"),
-        [
-            ("mean reward", *(figure(value, 3) for value in c["reward_mean"])),
-            ("mixed groups", *map(str, c["nonzero_std_groups"])),
-        ],
-    )
+    if not result["finished"]:
+        heading += " (the run has not finished)"
+    console.heading(heading)
+    old_mean, new_mean = c["reward_mean"]
+    old_mixed, new_mixed = c["nonzero_std_groups"]
+    rows = [
+        ("mean reward", figure(old_mean, 3), figure(new_mean, 3)),
+        ("mixed groups", str(old_mixed), str(new_mixed)),
+    ]
+    console.table(("", "stored", "new"), rows)
     console.text(
         f"{c['advantages_flipped']} of {count(c['completions_compared'], 'advantage')} change "
         "their sign"
     )
-    console.table(
-        ("the new reward", ""),
-        [
-            (name.replace("_", " "), figure(lint[name], 3))
-            for name in (
-                "min",
-                "max",
-                "std",
-                "num_distinct",
-                "share_of_constant_groups",
-                "seconds_per_completion",
-                "correlation_with_length",
-                "unscorable",
-            )
-        ],
-    )
+    rows = []
+    for name in SHOWN_FIGURES:
+        rows.append((name.replace("_", " "), figure(lint[name], 3)))
+    console.table(("the new reward", ""), rows)
     for warning in lint["warnings"]:
         console.warning(warning)
-    if number := result["advantages_not_stored"]:
+    number = result["advantages_not_stored"]
+    if number:
         verb = "was" if number == 1 else "were"
         console.note(
             f"{count(number, 'group')} {verb} stored without advantages: their old ones follow the "

@@ -44,7 +44,8 @@ def score_responses(
     Reward functions (`config.reward.functions`, and `functions` from Python) are called if any are
     given, the task's own if weights or a preset are. `python_task`: a task whose data came from
     Python."""
-    file, output = check_input(config.responses, "responses"), None
+    file = check_input(config.responses, "responses")
+    output = None
     if config.output:
         output = check_local(config.output, "output", OUTPUTS)
         if output.resolve() == file.resolve():
@@ -55,40 +56,34 @@ def score_responses(
         check_new_file(config.output, "output")
     with console or Console() as console:
         _report_unused_keys(config, console)
-        module = (
-            importlib.import_module(TASKS[config.task.name]) if config.task.name in TASKS else None
-        )
+        module = None
+        if config.task.name in TASKS:
+            module = importlib.import_module(TASKS[config.task.name])
         if python_task:
-            task, with_data, rewarded = python_task, python_task, bool(python_task.rewards)
+            task = with_data = python_task
+            rewarded = bool(python_task.rewards)
         else:
             task, with_data, rewarded = _load_scoring_task(config, module, functions, console)
         responses = read_responses(file, task.question, console)
         examples = match_examples(responses, task, with_data, module, config.task, console)
         num_unscored = report_unscored(responses, examples, task, console)
         verdicts = give_verdicts(responses, examples, task, rewarded, console)
-        failures = (
-            add_rewards(responses, examples, verdicts, task, config.reward, console)
-            if rewarded
-            else []
-        )
-        protocol = f"answers of {config.responses}" + (
-            f", {num_unscored} of {len(responses)} not judged" if num_unscored else ""
-        )
-        figures = (
-            response_figures(responses, verdicts, task)
-            | failed_figures(failures)
-            | {"protocol": protocol}
-        )
+        failures = []
+        if rewarded:
+            failures = add_rewards(responses, examples, verdicts, task, config.reward, console)
+        protocol = f"answers of {config.responses}"
+        if num_unscored:
+            protocol += f", {num_unscored} of {len(responses)} not judged"
+        figures = response_figures(responses, verdicts, task)
+        figures |= failed_figures(failures)
+        figures["protocol"] = protocol
         shown = {name: value for name, value in figures.items() if name != "num_unjudged"}
         report_evaluation({task.name: shown}, failures, console)
     if output:
-        rows = output_rows(
-            responses,
-            [
-                {"correct": None, "unjudged": reason} if verdict is None else dict(verdict)
-                for verdict, reason in zip(verdicts, examples, strict=True)
-            ],
-        )
+        columns: list[Mapping[str, Any]] = []
+        for verdict, reason in zip(verdicts, examples, strict=True):
+            columns.append({"correct": None, "unjudged": reason} if verdict is None else verdict)
+        rows = output_rows(responses, columns)
         write_answers(output, {"task": task.name, **figures, "rows": rows})
     return {"task": task.name, **figures}
 
@@ -110,7 +105,9 @@ def _load_scoring_task(
 ) -> tuple[Task, Task | None, bool]:
     """The task, itself again if its data had to be read for it, and whether rewards are asked
     for."""
-    with_data = None if hasattr(module, "blank") else load_with_data(config.task, console)
+    with_data = None
+    if not hasattr(module, "blank"):
+        with_data = load_with_data(config.task, console)
     has_preset = config.reward.preset != RewardSection.preset
     takes_preset = with_data is None and "reward" in inspect.signature(module.blank).parameters
     if has_preset and (functions or config.reward.functions or not takes_preset):
@@ -119,15 +116,16 @@ def _load_scoring_task(
             "task=gsm8k"
         )
         has_preset = False
-    task = with_data or (
-        module.blank(config.task, config.reward) if takes_preset else module.blank(config.task)
-    )
+    if with_data is not None:
+        task = with_data
+    elif takes_preset:
+        task = module.blank(config.task, config.reward)
+    else:
+        task = module.blank(config.task)
     rewarded = bool(functions or config.reward.functions or config.reward.weights or has_preset)
-    return (
-        with_rewards(task, config.task, config.reward, functions) if rewarded else task,
-        with_data,
-        rewarded,
-    )
+    if rewarded:
+        task = with_rewards(task, config.task, config.reward, functions)
+    return task, with_data, rewarded
 
 
 def output_rows(
@@ -135,20 +133,26 @@ def output_rows(
 ) -> list[dict[str, Any]]:
     """Each row as given, with its verdict; a column that any verdict has too is renamed `given_...`
     in all rows."""
-    names = given_names(
-        (name for response in responses for name in response.row),
-        {name for verdict in verdicts for name in verdict},
-    )
-    return [
-        {**{names[name]: value for name, value in response.row.items()}, **verdict}
-        for response, verdict in zip(responses, verdicts, strict=True)
-    ]
+    given: set[str] = set()
+    taken: set[str] = set()
+    for response in responses:
+        given.update(response.row)
+    for verdict in verdicts:
+        taken.update(verdict)
+    names = given_names(given, taken)
+    rows = []
+    for response, verdict in zip(responses, verdicts, strict=True):
+        row = {names[name]: value for name, value in response.row.items()}
+        row.update(verdict)
+        rows.append(row)
+    return rows
 
 
 def given_names(given: Iterable[str], taken: Collection[str]) -> dict[str, str]:
     """The names of an input's columns in the output; one that the output has itself is `given_...`
     there."""
-    given, names = set(given), {}
+    given = set(given)
+    names = {}
     for name in sorted(given):
         new = name
         while new in taken or (new != name and new in given):

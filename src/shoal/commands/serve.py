@@ -23,19 +23,21 @@ def serve(config: ServeConfig, console: Console | None = None) -> dict[str, Any]
     from shoal.serve.app import Api
 
     check_model(config.model)
-    token = secrets.token_urlsafe(16) if config.token == "auto" else config.token
+    token = config.token
+    if token == "auto":
+        token = secrets.token_urlsafe(16)
     check_host(config.host, token, "use the model", 8000)
     with console or Console() as console, Job(config, console) as job:
         job.check()
-        listening = job.stack.enter_context(
-            listen(config.host, config.port, 8000)
-        )  # before weights are read
+        # Before weights are read: a port in use is said at once.
+        listening = job.stack.enter_context(listen(config.host, config.port, 8000))
         console.note(f"model: {model_text(config.model, job.spec, job.model)}")
         sampler = job.stack.enter_context(contextlib.closing(open_sampler(job)))
         url = f"{base_url(config.host, listening)}/v1"
         console.text(f"OPENAI_BASE_URL={url} OPENAI_API_KEY={token or 'any'} (Ctrl-C ends it)")
         sys.stdout.flush()
-        api = Api(sampler, token, config.timeout_seconds, sampler if config.publication else None)
+        publisher = sampler if config.publication else None
+        api = Api(sampler, token, config.timeout_seconds, publisher)
         with contextlib.suppress(KeyboardInterrupt):
             make_server(api.app()).run(sockets=[listening])
     return {"url": url}

@@ -31,7 +31,8 @@ def train(
     with console or Console() as console:
         plan = resolve_run(config, console)
         summary = read_summary(plan.run) if plan.run else None
-        if not plan.run and (left := unfinished(config)):
+        left = None if plan.run else unfinished(config)
+        if left:
             console.note(
                 f"an unfinished run with these settings is in {left}: resume={left} continues it"
             )
@@ -60,8 +61,10 @@ def train(
                 console.keep(one_line(stop))  # the command prints it
                 raise
             except Exception as error:
-                kind = "" if isinstance(error, ShoalError) else f"{type(error).__name__}: "
-                console.failed(f"{kind}{one_line(error)}")
+                text = one_line(error)
+                if not isinstance(error, ShoalError):
+                    text = f"{type(error).__name__}: {text}"
+                console.failed(text)
                 raise
 
 
@@ -73,6 +76,8 @@ def unfinished(config: Config) -> Path | None:
     try:
         run = StoredRun(find_run(LAST, config.base_output_directory))
         is_left = not run.is_finished and run.process_has_ended and run.checkpoints()
-        return run.path if is_left and not changed_keys(run.config, config) else None
+        if is_left and not changed_keys(run.config, config):
+            return run.path
     except (ShoalError, OSError):
         return None
+    return None

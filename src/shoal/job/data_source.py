@@ -7,7 +7,6 @@ completion
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -30,11 +29,16 @@ def for_training(task: Task, config: Config) -> Task:
     assistant's first turn."""
 
     def example_of(row: int) -> Example:
-        messages = dialogue_messages(example := task.train[row])
-        first = next((at for at, one in enumerate(messages) if one["role"] == ASSISTANT), 0)
-        return replace(example, prompt=messages[:first]) if first else example
+        example = task.train[row]
+        messages = dialogue_messages(example)
+        for position, message in enumerate(messages):
+            if message["role"] == ASSISTANT:
+                return replace(example, prompt=messages[:position]) if position else example
+        return example
 
-    changed = task if config.evaluate_every >= 0 else replace(task, evaluations={})
+    changed = task
+    if config.evaluate_every < 0:
+        changed = replace(task, evaluations={})
     if not config.algorithm.learns_from_data:
         return changed
     if not changed.evaluations:  # what notes say of them has no effect
@@ -53,8 +57,10 @@ def _notes_of_answers(task: Task) -> list[str]:
     for example in task.train:
         place = example.place or f"data row {example.row}"
         with suppress(ShoalError, ValueError):  # raised where the row is learned
-            turns = [one for one in dialogue_messages(example) if one["role"] == ASSISTANT]
-            answer = turns or answer_to_learn(example)
+            messages = dialogue_messages(example)
+            answer = [message for message in messages if message["role"] == ASSISTANT]
+            if not answer:
+                answer = answer_to_learn(example)
             if answer is None:
                 lacking.append(place)
             elif _is_empty(answer):
@@ -78,11 +84,15 @@ def _is_empty(answer: Any) -> bool:
     """True for a text without a word, and for turns of which one holds nothing but its role."""
     if isinstance(answer, str):
         return not answer.strip()
-    held = [[value for key, value in turn.items() if key != "role"] for turn in answer]
-    return any(
-        not any(value.strip() if isinstance(value, str) else value for value in values)
-        for values in held
-    )
+    for turn in answer:
+        has_content = False
+        for key, value in turn.items():
+            content = value.strip() if isinstance(value, str) else value
+            if key != "role" and content:
+                has_content = True
+        if not has_content:
+            return True
+    return False
 
 
 @dataclass
@@ -93,30 +103,24 @@ class DataSource:
     sampler: RolloutSource
     tokenizer: Tokenizer
     config: Config
-    asked: dict[int, list[GroupRequest]] = field(
-        default_factory=lambda: defaultdict(list)
-    )  # by step
+    requested: dict[int, list[GroupRequest]] = field(default_factory=dict)  # by step
 
     def __post_init__(self) -> None:
-        own = self.sampler
-        self.publish, self.publish_frozen, self.published = (
-            own.publish,
-            own.publish_frozen,
-            own.published,
-        )
-        self.published_shapes, self.read_stats, self.close = (
-            own.published_shapes,
-            own.read_stats,
-            own.close,
-        )
-        self.check_logprobs = own.check_logprobs
+        sampler = self.sampler
+        self.publish = sampler.publish
+        self.publish_frozen = sampler.publish_frozen
+        self.published = sampler.published
+        self.published_shapes = sampler.published_shapes
+        self.read_stats = sampler.read_stats
+        self.close = sampler.close
+        self.check_logprobs = sampler.check_logprobs
 
     def request(self, requests: Sequence[GroupRequest]) -> None:
-        for one in requests:
-            if one.purpose is Purpose.TRAIN:
-                self.asked[one.step].append(one)
+        for request in requests:
+            if request.purpose is Purpose.TRAIN:
+                self.requested.setdefault(request.step, []).append(request)
             else:
-                self.sampler.request([one])
+                self.sampler.request([request])
 
     def is_ready(self, purpose: Purpose, step: int) -> bool:
         return purpose is Purpose.TRAIN or self.sampler.is_ready(purpose, step)
@@ -124,20 +128,23 @@ class DataSource:
     def take(self, purpose: Purpose, step: int) -> list[Group]:
         if purpose is not Purpose.TRAIN:
             return self.sampler.take(purpose, step)
-        return [
-            self._group(one, stream)
-            for one in self.asked.pop(step)
-            for stream in streams(self.tokenizer, one.example)
-        ]
+        groups = []
+        for request in self.requested.pop(step):
+            for stream in streams(self.tokenizer, request.example):
+                groups.append(self._group(request, stream))
+        return groups
 
     def _group(self, request: GroupRequest, stream: Stream) -> Group:
         """The group of one stream, cut at the longest completion as a sample is."""
         most = self.config.sampling.max_completion_tokens
-        ids, mask = stream.token_ids[:most], stream.loss_mask[:most]
+        ids = stream.token_ids[:most]
+        mask = stream.loss_mask[:most]
         if len(ids) < len(stream.token_ids):
             reason = StopReason.LENGTH
+        elif int(ids[-1]) in self.tokenizer.eos_ids:
+            reason = StopReason.EOS
         else:
-            reason = StopReason.EOS if int(ids[-1]) in self.tokenizer.eos_ids else StopReason.DATA
+            reason = StopReason.DATA
         completion = Completion(
             request.step,
             0,

@@ -47,29 +47,41 @@ def section_of(given: Any) -> EnvironmentSection:
 def with_environment(task: Task, given: Any) -> Task:
     """The task with the tools and the environments that a configuration names, in place of its own.
     ShoalError for what a file does not have."""
-    section, file, specs = section_of(given), "", []
-    for spec in section.tools:  # file.py:f,g
-        file = spec.rpartition(":")[0] or file
-        specs.append(spec if ":" in spec else f"{file}:{spec}")
-    task = replace(task, tools=tuple(load_functions(specs, "tool", "")) or task.tools)
-    if spec := section.factory:
-        if is_server := spec.startswith(PREFIX):
+    section = section_of(given)
+    if section.tools:
+        specs = []
+        file = ""
+        for spec in section.tools:  # [file.py:f,g]: g is of the file before it
+            file = spec.rpartition(":")[0] or file
+            if ":" in spec:
+                specs.append(spec)
+            else:
+                specs.append(f"{file}:{spec}")
+        task = replace(task, tools=tuple(load_functions(specs, "tool", "")))
+    if section.factory:
+        if section.factory.startswith(PREFIX):
             require_packages("openenv", "websockets")
-        made = openenv(spec) if is_server else load_named([spec], "environment")[0]
-        task = replace(
-            task, environments=made if isinstance(made, Mapping) else {name_of(made): made}
-        )
+            made = openenv(section.factory)
+        else:
+            made = load_named([section.factory], "environment")[0]
+        environments = made if isinstance(made, Mapping) else {name_of(made): made}
+        task = replace(task, environments=environments)
     if section.rollout:
-        (function,) = load_functions([section.rollout], "rollout", "")
+        [function] = load_functions([section.rollout], "rollout", "")
         task = replace(task, tools=(), environments={ROLLOUT: partial(RolloutCall, function)})
     if section.agent:
-        is_function = (
-            section.agent.startswith(FROM_PYTHON) or ".py:" in section.agent.partition(" ")[0]
-        )
-        named = load_functions([section.agent], "agent", "")[0] if is_function else section.agent
-        agent = AgentProgram(named, given.sampling, given.model.path)
+        first_word = section.agent.partition(" ")[0]
+        is_function = section.agent.startswith(FROM_PYTHON) or ".py:" in first_word
+        program = section.agent
+        if is_function:
+            [program] = load_functions([section.agent], "agent", "")
+        agent = AgentProgram(program, given.sampling, given.model.path)
         task = replace(task, tools=(), environments={ROLLOUT: partial(Agent, agent)})
     return task
+
+
+def _no_note(line: str) -> None:
+    """In place of `TurnFormats.note`."""
 
 
 @dataclass
@@ -80,54 +92,62 @@ class TurnFormats:
     tokenizer: Tokenizer
     sessions: Sessions
     section: EnvironmentSection
-    note: Callable[[str], None] = lambda line: None
+    note: Callable[[str], None] = _no_note
     limit: int = 1 << 30  # sampling.max_completion_tokens
     _made: dict[EnvironmentKind | None, TurnFormat] = field(default_factory=dict)
 
     def of(self, columns: Mapping[str, Any]) -> TurnFormat:
         """Of a row with these columns. ShoalError where no answer fits a completion."""
         kind = self.sessions.kind_of(columns)
-        if kind not in self._made:
-            functions = self.sessions.functions(columns)
-            known = {line for made in self._made.values() for line in made.notes}
-            form = TurnFormat(
-                self.tokenizer,
-                list(map(schema, functions.values())),
-                self.section.call_format,
-                self.section.special_tokens,
+        if kind in self._made:
+            return self._made[kind]
+        functions = self.sessions.functions(columns)
+        turn_format = TurnFormat(
+            self.tokenizer,
+            [schema(function) for function in functions.values()],
+            self.section.call_format,
+            self.section.special_tokens,
+        )
+        if functions:
+            shortest_answer = {"role": "tool", "name": next(iter(functions)), "content": "1"}
+        else:
+            shortest_answer = {"role": "user", "content": "1"}
+        # With a token before it, and one after.
+        least = 2 + len(turn_format.encode_context([shortest_answer]))
+        if self.limit < least:
+            raise ShoalError(
+                f"sampling.max_completion_tokens={self.limit}: all tokens of a rollout count, "
+                f"and one answer takes at least {least}: raise it",
+                "sampling.max_completion_tokens",
             )
-            answer = (
-                {"role": "tool", "name": name, "content": "1"}
-                if (name := next(iter(functions), ""))
-                else {"role": "user", "content": "1"}
-            )
-            if self.limit < (
-                least := 2 + len(form.encode_context([answer]))
-            ):  # a token before it, and one after
-                raise ShoalError(
-                    f"sampling.max_completion_tokens={self.limit}: all tokens of a rollout count, "
-                    f"and one answer takes at least {least}: raise it",
-                    "sampling.max_completion_tokens",
-                )
-            self._made[kind] = form
-            for line in form.notes if self.section.history == "keep" else ():
-                if line not in known:
+        noted: set[str] = set()
+        for made in self._made.values():
+            noted.update(made.notes)
+        self._made[kind] = turn_format
+        if self.section.history == "keep":
+            for line in turn_format.notes:
+                if line not in noted:
                     self.note(line)
-        return self._made[kind]
+        return turn_format
 
     def encode(self, example: Example) -> np.ndarray:
         """Token ids of an example's prompt, int32[T], with its tools."""
         kind = self.sessions.kind_of(example.columns)
-        return (self.tokenizer if kind and kind.asks else self.of(example.columns)).encode_prompt(
-            example.prompt
-        )
+        if kind and kind.asks:  # a program that writes its own prompts
+            return self.tokenizer.encode_prompt(example.prompt)
+        return self.of(example.columns).encode_prompt(example.prompt)
 
 
-def make_player(turns: TurnFormats, places: int, sampling: SamplingSection) -> TurnDriver:
-    """What plays rollouts of several turns on a sampler of so many places."""
-    most = turns.section.rollouts or places
+def make_player(turns: TurnFormats, num_slots: int, sampling: SamplingSection) -> TurnDriver:
+    """The driver of rollouts with several turns, on a sampler with so many slots."""
+    num_rollouts = turns.section.rollouts or num_slots
     return TurnDriver(
-        turns.sessions, turns.of, turns.section, sampling.max_prompt_tokens, most, turns.tokenizer
+        turns.sessions,
+        turns.of,
+        turns.section,
+        sampling.max_prompt_tokens,
+        num_rollouts,
+        turns.tokenizer,
     )
 
 
@@ -138,14 +158,12 @@ def open_sessions(task: Task, given: Any) -> Sessions | None:
     if not (task.tools or task.environments):
         return None
     section = section_of(given)
-    sessions = Sessions(
-        task.tools,
-        task.environments,
-        section,
-        enter_sandbox(task, section) if section.sandbox == "bwrap" else None,
-    )
+    enter = None
+    if section.sandbox == "bwrap":
+        enter = enter_sandbox(task, section)
+    sessions = Sessions(task.tools, task.environments, section, enter)
     try:
-        for rows in (task.train, *task.evaluations.values()):
+        for rows in [task.train, *task.evaluations.values()]:
             if rows:
                 _try(sessions, rows[0])
     except BaseException:
@@ -162,29 +180,34 @@ def _try(sessions: Sessions, example: Example) -> None:
     replies: list[Reply] = []
     while not any(reply.fatal or reply.what == "end" for reply in replies):
         replies += sessions.collect(1.0)
-    for reply in filter(lambda one: one.kind, replies):
-        kind, row = sessions.kind_of(example.columns), example.place or f"data row {example.row}"
-        if kind and kind.asks:
-            what = (
-                ("agent", "environment.agent")
-                if kind.type is Agent
-                else ("rollout function", "environment.rollout")
-            )
-            raise ShoalError(f"the {what[0]} failed for {row}: {reply.error}", what[1])
-        method, cure = (
-            ("get_reward", "a number or None")
-            if reply.what == "end"
-            else (
-                "reset",
-                f"a text or None, of the columns {', '.join(example.columns)}; **columns takes "
-                "what has no name",
-            )
+    for reply in replies:
+        if reply.kind:  # of fault
+            raise _fault_of(reply, sessions.kind_of(example.columns), example)
+
+
+def _fault_of(reply: Reply, kind: EnvironmentKind | None, example: Example) -> ShoalError:
+    """The error of an environment that failed on a row."""
+    row = example.place or f"data row {example.row}"
+    if kind and kind.asks and kind.type is Agent:
+        return ShoalError(f"the agent failed for {row}: {reply.error}", "environment.agent")
+    if kind and kind.asks:
+        return ShoalError(
+            f"the rollout function failed for {row}: {reply.error}", "environment.rollout"
         )
-        raise ShoalError(
-            f"environment {kind and kind.type.__name__}: {method} failed for {row}: {reply.error}; "
-            f"it must return {cure}",
-            "environment.factory",
+    if reply.what == "end":
+        method = "get_reward"
+        returned = "a number or None"
+    else:
+        method = "reset"
+        returned = (
+            f"a text or None, of the columns {', '.join(example.columns)}; **columns takes what "
+            "has no name"
         )
+    return ShoalError(
+        f"environment {kind and kind.type.__name__}: {method} failed for {row}: {reply.error}; "
+        f"it must return {returned}",
+        "environment.factory",
+    )
 
 
 SOCKET_FOLDERS = ("/run", "/var/run", "/tmp", "/var/tmp")
@@ -197,47 +220,32 @@ _ESCAPED = re.compile(r"\\([0-7]{3})")
 
 
 def enter_sandbox(task: Task, section: EnvironmentSection) -> Callable[[socket.socket], Any]:
-    """What has a process become the supervisor in the sandbox. ShoalError where there can be
-    none."""
-    for one in (*task.tools, *task.environments.values()):
-        if "<" in getattr(one, "__qualname__", "<"):
+    """A function by which a process becomes the supervisor in the sandbox. ShoalError where there
+    can be none."""
+    loaded = [*task.tools, *task.environments.values()]
+    files = []
+    for function in loaded:
+        # `<lambda>`, `f.<locals>.g`, or an object without a name.
+        if "<" in getattr(function, "__qualname__", "<"):
             raise ShoalError(
-                f"environment.sandbox=bwrap: {name_of(one)!r} is no function or class that a file "
-                "names",
+                f"environment.sandbox=bwrap: {name_of(function)!r} is no function or class that a "
+                "file names",
                 "environment.sandbox",
             )
-    files = [str(inspect.getsourcefile(one)) for one in (*task.tools, *task.environments.values())]
+        files.append(str(inspect.getsourcefile(function)))
     paths = [os.path.abspath(path) for path in sys.path]
-    words = [
-        shutil.which("bwrap") or "bwrap",
-        "--unshare-all",
-        "--die-with-parent",
-        "--cap-drop",
-        "ALL",
-        "--clearenv",
-        "--ro-bind",
-        "/",
-        "/",
-        "--proc",
-        "/proc",
-        "--dev",
-        "/dev",
-        *_without_sockets([os.getcwd(), sys.prefix, sys.base_prefix, *paths], files),
-        "--chdir",
-        os.getcwd(),
-        "--setenv",
-        "HOME",
-        "/dev/shm",
-        "--setenv",
-        "TMPDIR",
-        "/dev/shm",
-        "--setenv",
-        "PYTHONPATH",
-        os.pathsep.join(paths),
-    ]
+    words = [shutil.which("bwrap") or "bwrap", "--unshare-all", "--die-with-parent"]
+    words += ["--cap-drop", "ALL", "--clearenv"]
+    words += ["--ro-bind", "/", "/", "--proc", "/proc", "--dev", "/dev"]
+    words += _without_sockets([os.getcwd(), sys.prefix, sys.base_prefix, *paths], files)
+    words += ["--chdir", os.getcwd()]
+    words += ["--setenv", "HOME", "/dev/shm", "--setenv", "TMPDIR", "/dev/shm"]
+    words += ["--setenv", "PYTHONPATH", os.pathsep.join(paths)]
     require_bubblewrap("environment.sandbox=bwrap", words, "environment.sandbox")
-    made = {name: _spec(one) for name, one in task.environments.items()}
-    text = json.dumps([[_spec(one) for one in task.tools], made, asdict(section)])
+    tools = [_spec(tool) for tool in task.tools]
+    environments = {name: _spec(made) for name, made in task.environments.items()}
+    text = json.dumps([tools, environments, asdict(section)])
+    program = f"from {__name__} import serve; serve()"
 
     def enter(end: socket.socket) -> None:
         os.set_inheritable(end.fileno(), True)
@@ -245,18 +253,8 @@ def enter_sandbox(task: Task, section: EnvironmentSection) -> Callable[[socket.s
         os.closerange(end.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
         # An empty environment: that of the sandbox's first process can be read in it, in
         # /proc/1/environ.
-        os.execve(
-            words[0],
-            [
-                *words,
-                sys.executable,
-                "-c",
-                f"from {__name__} import serve; serve()",
-                str(end.fileno()),
-                text,
-            ],
-            {},
-        )
+        command = [*words, sys.executable, "-c", program, str(end.fileno()), text]
+        os.execve(words[0], command, {})
 
     return enter
 
@@ -268,11 +266,14 @@ def _without_sockets(folders: Iterable[str], files: Iterable[str]) -> list[str]:
     words: list[str] = []
     for path in sorted(hidden):
         words += ["--tmpfs", path]
+    named = list(folders)
+    for file in files:
+        named.append(os.path.dirname(os.path.abspath(file)))
     shown: list[str] = []
-    for folder in dict.fromkeys([*folders, *map(os.path.dirname, map(os.path.abspath, files))]):
+    for folder in dict.fromkeys(named):
         real = os.path.realpath(folder)
         if real in hidden:  # its files alone: tools may import each other
-            shown += [str(one) for one in Path(real).glob("*.py")]
+            shown += [str(path) for path in Path(real).glob("*.py")]
         elif _is_below(real, hidden) and os.path.exists(real):
             shown.append(real)
     for path in sorted(set(shown), key=len):
@@ -302,9 +303,10 @@ def _sockets() -> Iterator[str]:
             relative[f"socket:[{fields[6]}]"] = fields[7]
     if relative:
         listed += _absolute(relative)
-    mounts = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
-    mounted = [_ESCAPED.sub(lambda match: chr(int(match[1], 8)), mount) for mount in mounts]
-    for path in (*listed, *mounted):
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        mount = line.split()[4]
+        listed.append(_ESCAPED.sub(lambda match: chr(int(match[1], 8)), mount))
+    for path in listed:
         try:
             is_socket = path.startswith("/") and stat.S_ISSOCK(os.stat(path).st_mode)
         except OSError:  # of another root folder, or of another user
@@ -339,20 +341,24 @@ def _absolute(relative: Mapping[str, str]) -> Iterator[str]:
                     yield os.path.join(folder, relative[target])
 
 
-def _spec(one: Callable[..., Any]) -> str:
-    return f"{inspect.getsourcefile(one)}:{one.__qualname__}"
+def _spec(function: Callable[..., Any]) -> str:
+    return f"{inspect.getsourcefile(function)}:{function.__qualname__}"
 
 
 def serve() -> None:
     """The life of the supervisor in the sandbox."""
-    tools, environments, section = json.loads(sys.argv[2])
-    found = load_named([*tools, *environments.values()], "tool")
-    kinds = {
-        name: EnvironmentKind.of(name, one)
-        for name, one in zip(environments, found[len(tools) :], strict=True)
-    }
-    handle, limits, handle_async = supervised(
-        {name_of(one): one for one in found[: len(tools)]}, kinds, EnvironmentSection(**section)
-    )
-    end, trainer = socket.socket(fileno=int(sys.argv[1])), os.getppid()
-    live(lambda: Supervisor(end, handle, handle_async, limits, trainer).run())
+    tool_specs, environment_specs, section = json.loads(sys.argv[2])
+    # Together: what is of one file is of one module.
+    loaded = load_named([*tool_specs, *environment_specs.values()], "tool")
+    tools = {name_of(tool): tool for tool in loaded[: len(tool_specs)]}
+    kinds = {}
+    for name, environment in zip(environment_specs, loaded[len(tool_specs) :], strict=True):
+        kinds[name] = EnvironmentKind.of(name, environment)
+    handle, limits, handle_async = supervised(tools, kinds, EnvironmentSection(**section))
+    end = socket.socket(fileno=int(sys.argv[1]))
+    trainer = os.getppid()
+
+    def supervise() -> None:
+        Supervisor(end, handle, handle_async, limits, trainer).run()
+
+    live(supervise)

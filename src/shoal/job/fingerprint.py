@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
-import itertools
 import modulefinder
 import os
 import platform
@@ -14,7 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.records import NoiseKey, Params, RewardFunction, ShoalError
+from shoal.records import Example, NoiseKey, Params, RewardFunction, ShoalError
 from shoal.report.console import Console
 from shoal.runs.lines import json_line
 from shoal.workers.environments import name_of
@@ -41,27 +40,25 @@ def fingerprint(
     adapter."""
     from shoal.weights.checksum import types_text, weights_text
 
-    acts = [
-        *((f"tool {name_of(one)}", one) for one in task.tools),
-        *((f"environment {name}", one) for name, one in task.environments.items()),
-    ]
-    found = {
+    # What scores answers, and what gives the model answers of its own.
+    functions = list(task.rewards)
+    for tool in task.tools:
+        functions.append(RewardFunction(f"tool {name_of(tool)}", tool))
+    for name, environment in task.environments.items():
+        functions.append(RewardFunction(f"environment {name}", environment))
+    facts: dict[str, Any] = {
         "machine": machine(),
         "data": data_digest(task, seed),
-        "rewards": {
-            one.name: _source_digest(one)
-            for one in (*task.rewards, *itertools.starmap(RewardFunction, acts))
-        },
+        "rewards": {function.name: _source_digest(function) for function in functions},
     }
-    weights = {
-        "base": base,
-        "reference": reference and reference.parameters,
-        "teacher": teacher and teacher.parameters,
-    }
-    found |= {} if base is None else {"base_types": types_text(base)}
-    return found | {
-        name: weights_text(params) for name, params in weights.items() if params is not None
-    }
+    if base is not None:
+        facts["base_types"] = types_text(base)
+        facts["base"] = weights_text(base)
+    if reference is not None:
+        facts["reference"] = weights_text(reference.parameters)
+    if teacher is not None:
+        facts["teacher"] = weights_text(teacher.parameters)
+    return facts
 
 
 def machine() -> dict[str, str]:
@@ -69,8 +66,7 @@ def machine() -> dict[str, str]:
     bit."""
     import jax
 
-    packages = ("shoal", "jax", "jaxlib", "numpy", "optax", "orbax-checkpoint", "tokenizers")
-    return {
+    facts = {
         "platform": platform.machine(),
         "processor": _processor(),
         "python": platform.python_version(),
@@ -78,8 +74,10 @@ def machine() -> dict[str, str]:
         "devices": str(jax.device_count()),
         "threads": str(num_cores()),
         "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
-        **{name: package_version(name) for name in packages},
     }
+    for name in ("shoal", "jax", "jaxlib", "numpy", "optax", "orbax-checkpoint", "tokenizers"):
+        facts[name] = package_version(name)
+    return facts
 
 
 def _processor() -> str:
@@ -88,9 +86,10 @@ def _processor() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor()
-    return next(
-        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), ""
-    )
+    for line in lines:
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return ""
 
 
 def package_version(package: str) -> str:
@@ -104,44 +103,46 @@ def package_version(package: str) -> str:
 def data_digest(task: Task, seed: int) -> str:
     """The number of training rows, and a hash of them and of the evaluation sets; of more than
     MOST_ROWS rows a sample is hashed, chosen by the seed."""
-    count, rows = len(task.train), range(len(task.train))
+    count = len(task.train)
+    rows = list(range(count))
     if count > MOST_ROWS:
-        rows = sorted(
-            {
-                int.from_bytes(NoiseKey(seed, "data", number, 0).key(0).tobytes()) % count
-                for number in range(SAMPLE_ROWS)
-            }
-        )
+        sample = set()
+        for number in range(SAMPLE_ROWS):
+            noise = NoiseKey(seed, "data", number, 0).key(0)
+            sample.add(int.from_bytes(noise.tobytes()) % count)
+        rows = sorted(sample)
     hashed = hashlib.blake2b(digest_size=8)
-    for example in itertools.chain((task.train[row] for row in rows), *task.evaluations.values()):
-        hashed.update(
-            json_line([example.row, example.prompt, example.columns]).encode(
-                "utf-8", "backslashreplace"
-            )
-        )
+
+    def add(example: Example) -> None:
+        line = json_line([example.row, example.prompt, example.columns])
+        hashed.update(line.encode("utf-8", "backslashreplace"))
+
+    for row in rows:
+        add(task.train[row])
+    for examples in task.evaluations.values():
+        for example in examples:
+            add(example)
     return f"{count} rows, {hashed.hexdigest()}"
 
 
-def _source_digest(one: RewardFunction) -> str:
+def _source_digest(reward: RewardFunction) -> str:
     """A hash of the source of a function's module and, unless it is packaged, of the modules beside
     it that this imports; empty if it is not available."""
-    function = one.function
-    if digest := getattr(function, "digest", None):  # of a reward model or a judge
+    function: Any = reward.function
+    digest = getattr(function, "digest", None)
+    if digest:  # of a reward model or a judge
         return digest()
     while isinstance(function, functools.partial):
         function = function.func
     try:
         module = inspect.getmodule(function) or function
-        hashed = hashlib.blake2b(
-            inspect.getsource(module).encode("utf-8", "backslashreplace"), digest_size=8
-        )
+        source = inspect.getsource(module)
     except (OSError, TypeError):
         return ""
-    if (
-        not one.runs_in_process
-        and (file := getattr(module, "__file__", None))
-        and "site-packages" not in file
-    ):
+    hashed = hashlib.blake2b(source.encode("utf-8", "backslashreplace"), digest_size=8)
+    file = getattr(module, "__file__", None)
+    is_packaged = reward.runs_in_process or (file and "site-packages" in file)
+    if file and not is_packaged:
         for path in _local_imports(Path(file)):
             hashed.update(path.read_bytes())
     return hashed.hexdigest()
@@ -150,20 +151,21 @@ def _source_digest(one: RewardFunction) -> str:
 def _local_imports(file: Path) -> list[Path]:
     """The modules of a file's folder or package that it imports, or that these import, also inside
     functions."""
-    root = next(folder for folder in file.parents if not (folder / "__init__.py").exists())
-    finder = modulefinder.ModuleFinder(
-        [str(file.parent), str(root)]
-    )  # what is installed is not found there
+    root = file.parent
+    while (root / "__init__.py").exists():
+        root = root.parent
+    # In these folders alone, where nothing is that is installed.
+    finder = modulefinder.ModuleFinder([str(file.parent), str(root)])
     try:
         finder.import_hook(".".join(file.relative_to(root).with_suffix("").parts))
     except (ImportError, SyntaxError, ValueError):
         return []
-    found = {
-        Path(path)
-        for module in finder.modules.values()
-        if (path := getattr(module, "__file__", None))
-    }
-    return sorted(path for path in found - {file} if path.is_file())
+    paths: set[Path] = set()
+    for module in finder.modules.values():
+        path = getattr(module, "__file__", None)
+        if path:
+            paths.add(Path(path))
+    return sorted(path for path in paths - {file} if path.is_file())
 
 
 def compare_facts(saved: Mapping[str, Any], now: Mapping[str, Any], console: Console) -> None:
@@ -187,24 +189,24 @@ def compare_facts(saved: Mapping[str, Any], now: Mapping[str, Any], console: Con
         "teacher": ("the teacher's weights (teacher.path)", "restore them, or start a new run"),
     }
     for name, (what, cure) in cures.items():
-        if name in now and now[name] != saved.get(
-            name, now[name]
-        ):  # with algorithm.kl_coef=0 there is none any more
+        # With algorithm.kl_coef=0 there is no reference any more.
+        is_in_both = name in now and name in saved
+        if is_in_both and now[name] != saved[name]:
             raise ShoalError(
                 f"{what} are not those that this run was started with (checksum {saved[name]}, now "
                 f"{now[name]}): {cure}"
             )
     for name, value in now["machine"].items():
-        if (before := saved["machine"].get(name, "unknown")) != value:
+        before = saved["machine"].get(name, "unknown")
+        if before != value:
             console.warning(
                 f"{name} is {value or 'not set'}, it was {before or 'not set'} when the checkpoint "
                 "was saved: numbers may differ in their last bits"
             )
     files: dict[tuple[str, str], list[str]] = {}  # functions of one file have its digest
     for name, digest in now["rewards"].items():
-        if digest != (
-            before := saved["rewards"].get(name, digest)
-        ):  # another function is another setting
+        before = saved["rewards"].get(name, digest)  # another function is another setting
+        if before != digest:
             files.setdefault((digest, before), []).append(name)
     for names in files.values():
         console.warning(

@@ -14,7 +14,6 @@ from types import FrameType
 from shoal.stop import StopSignal
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-KEPT = "the newest checkpoint stands, what came after it is lost"
 
 
 class EarlyInterrupt:
@@ -37,14 +36,17 @@ def is_command() -> bool:
     """True in a process that `shoal` or `python -m shoal` started, also before Python has found the
     module: until then `sys.argv` begins with `-m`, as it does for every package that is run so and
     imports this one."""
-    program = sys.argv[0] if sys.argv else ""
+    program = ""
+    if sys.argv:
+        program = sys.argv[0]
     if program != "-m":
         return program.endswith("/shoal")
     if len(sys.argv) > len(sys.orig_argv):  # another program has set it
         return False
     typed = sys.orig_argv[-len(sys.argv)]  # the module; `-mshoal` and `-Imshoal` are one word
-    module = typed.partition("m")[2] if typed.startswith("-") else typed
-    return module == "shoal"
+    if typed.startswith("-"):
+        typed = typed.partition("m")[2]
+    return typed == "shoal"
 
 
 def end_on_interrupt() -> None:
@@ -77,9 +79,13 @@ def terminate_as_interrupt() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+def _kept_text() -> str:
+    return "the newest checkpoint stands, what came after it is lost"
+
+
 @contextlib.contextmanager
 def stop_on_signals(
-    stop: StopSignal | None = None, kept: Callable[[], str] = lambda: KEPT
+    stop: StopSignal | None = None, kept: Callable[[], str] = _kept_text
 ) -> Iterator[StopSignal]:
     """SIGINT and SIGTERM request `stop` while this is entered; a second one raises
     KeyboardInterrupt anywhere, with what is `kept` in its text.

@@ -35,7 +35,8 @@ def open_console(config: Config) -> tuple[Config, Console]:
     """The configuration with the processes that the environment names, and the console: process 0
     prints."""
     config = replace(config, mesh=find_processes(config.mesh))
-    return config, Console(open(os.devnull, "w") if config.mesh.process > 0 else None)
+    is_main = config.mesh.process <= 0
+    return config, Console(None if is_main else open(os.devnull, "w"))
 
 
 def open_world(config: Config, run: Path | None) -> tuple[World, Config]:
@@ -45,24 +46,19 @@ def open_world(config: Config, run: Path | None) -> tuple[World, Config]:
     ShoalError, the same in all, where configuration, versions, devices or the run folder are not
     the same.
     """
-    world, config = join(config.mesh), replace(config, mesh=replace(config.mesh, **NO_SECTION))
-    if world.count > 1:
-        devices = jax.local_devices()
-        check_same(
-            world,
-            "versions",
-            {name: version for name, version in machine().items() if name in SAME},
-        )
-        check_same(
-            world,
-            "devices",
-            {"number of devices": len(devices), "kind of devices": devices[0].device_kind},
-        )
-        check_same(
-            world, "configuration", {key: repr(get_value(config, key)) for key in keys_of(Config)}
-        )
-        base = check_local(config.base_output_directory, "base_output_directory", RUNS)
-        check_shared(world, run or base, run is not None)
+    world = join(config.mesh)
+    config = replace(config, mesh=replace(config.mesh, **NO_SECTION))
+    if world.count == 1:
+        return world, config
+    facts = machine()
+    check_same(world, "versions", {name: facts[name] for name in SAME})
+    devices = jax.local_devices()
+    device_facts = {"number of devices": len(devices), "kind of devices": devices[0].device_kind}
+    check_same(world, "devices", device_facts)
+    values = {key: repr(get_value(config, key)) for key in keys_of(Config)}
+    check_same(world, "configuration", values)
+    base = check_local(config.base_output_directory, "base_output_directory", RUNS)
+    check_shared(world, run or base, run is not None)
     return world, config
 
 
@@ -73,15 +69,22 @@ def check_same(
     values."""
     if world.count == 1:
         return
-    first, *others = world.exchange_json(what, mine)
-    for number, other in enumerate(others, start=1):
-        if different := [name for name in {**first, **other} if first.get(name) != other.get(name)]:
-            name = different[0]
-            more = f" ({len(different) - 1} more differ)" if len(different) > 1 else ""
-            raise ShoalError(
-                f"processes differ in {what}: {world.names[number]} has {name} {other.get(name)}, "
-                f"{world.names[0]} has {first.get(name)}{more}; {cure}"
-            )
+    of_processes = world.exchange_json(what, mine)
+    first = of_processes[0]
+    for process in range(1, world.count):
+        other = of_processes[process]
+        different = []
+        for name in {**first, **other}:
+            if first.get(name) != other.get(name):
+                different.append(name)
+        if not different:
+            continue
+        name = different[0]
+        more = f" ({len(different) - 1} more differ)" if len(different) > 1 else ""
+        raise ShoalError(
+            f"processes differ in {what}: {world.names[process]} has {name} {other.get(name)}, "
+            f"{world.names[0]} has {first.get(name)}{more}; {cure}"
+        )
 
 
 def check_same_model(world: World, what: str, key: str, spec: ModelSource) -> None:
@@ -90,48 +93,57 @@ def check_same_model(world: World, what: str, key: str, spec: ModelSource) -> No
     if world.count == 1:
         return
     cure = f"give every host the same files at {key}"
-    tokenizer = _found_everywhere(world, f"the tokenizer of {what}", lambda: spec.tokenizer.facts())
+
+    def tokenizer_facts() -> Mapping[str, Any]:
+        return spec.tokenizer.facts()
+
+    tokenizer = _read_everywhere(world, f"the tokenizer of {what}", tokenizer_facts)
     check_same(world, f"the tokenizer of {what}", tokenizer, cure)
-    weights = _found_everywhere(world, f"the weights of {what}", spec.digests)
+    weights = _read_everywhere(world, f"the weights of {what}", spec.digests)
     check_same(world, f"the weights of {what}", weights, cure)
 
 
-def _found_everywhere(
-    world: World, what: str, find: Callable[[], Mapping[str, Any]]
+def _read_everywhere(
+    world: World, what: str, read: Callable[[], Mapping[str, Any]]
 ) -> Mapping[str, Any]:
-    """What `find` returns; the ShoalError of one process in all of them, which would wait for
+    """What `read` returns; the ShoalError of one process in all of them, which would wait for
     it."""
-    found, fault = {}, ""
+    facts: Mapping[str, Any] = {}
+    fault = ""
     try:
-        found = find()
+        facts = read()
     except ShoalError as error:
         fault = str(error)
-    for number, text in enumerate(world.exchange_json(f"whether {what} can be read", fault)):
+    faults = world.exchange_json(f"whether {what} can be read", fault)
+    for process, text in enumerate(faults):
         if text:
-            raise ShoalError(f"{world.names[number]}: {text}")
-    return found
+            raise ShoalError(f"{world.names[process]}: {text}")
+    return facts
 
 
 def check_shared(world: World, folder: Path, resumed: bool) -> None:
     """ShoalError unless all processes see what process 0 writes in a folder."""
     folder = nearest_folder(folder / "any")
-    token = world.exchange_json(
-        "the run folder", {"name": f".shoal-{secrets.token_hex(8)}", "resumed": resumed}
-    )
-    probe = folder / token[0]["name"]
+    mine = {"name": f".shoal-{secrets.token_hex(8)}", "resumed": resumed}
+    first = world.exchange_json("the run folder", mine)[0]
+    probe = folder / first["name"]
     try:
         if world.is_main:
             with writing(folder):
                 probe.touch()
         world.exchange("a file in the run folder", b"")
         deadline = time.monotonic() + SHARED_SECONDS
-        while not (seen := probe.exists()) and time.monotonic() < deadline:
+        is_seen = probe.exists()
+        while not is_seen and time.monotonic() < deadline:
             time.sleep(0.5)
-        found = world.exchange_json("what is seen of it", seen and resumed == token[0]["resumed"])
+            is_seen = probe.exists()
+        does_the_same = resumed == first["resumed"]
+        sees = world.exchange_json("what is seen of it", is_seen and does_the_same)
     finally:
         if world.is_main:
             probe.unlink(missing_ok=True)
-    if blind := [world.names[number] for number, sees in enumerate(found) if not sees]:
+    blind = [name for process, name in enumerate(world.names) if not sees[process]]
+    if blind:
         raise ShoalError(
             f"{folder} is not shared: {', '.join(blind)} does not see what {world.names[0]} writes "
             f"there; set {'XDG_CACHE_HOME' if area_of(folder) else 'base_output_directory'} to a "

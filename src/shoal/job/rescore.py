@@ -71,10 +71,22 @@ def score_again(run: StoredRun, reward: RewardSection, step: int = 0) -> dict[st
         for number in chosen:
             algorithm = run.config_at(number - 1).algorithm
             steps.append(rescore_step(number, files[number], pool, algorithm))
-    old = np.concatenate([rescored.old.rewards[rescored.both] for rescored in steps])
-    new = np.concatenate([rescored.new.rewards[rescored.both] for rescored in steps])
-    old_signal = sum(int(rescored.old.nonzero_std.sum()) for rescored in steps)
-    new_signal = sum(int(rescored.new.nonzero_std.sum()) for rescored in steps)
+    old_rewards = []
+    new_rewards = []
+    old_signal = new_signal = 0
+    num_groups = num_completions = 0
+    num_flipped = num_not_stored = 0
+    for rescored in steps:
+        old_rewards.append(rescored.old.rewards[rescored.both])
+        new_rewards.append(rescored.new.rewards[rescored.both])
+        old_signal += int(rescored.old.nonzero_std.sum())
+        new_signal += int(rescored.new.nonzero_std.sum())
+        num_groups += len(rescored.rows)
+        num_completions += rescored.new.valid.size
+        num_flipped += int(rescored.flipped.sum())
+        num_not_stored += rescored.not_stored
+    old = np.concatenate(old_rewards)
+    new = np.concatenate(new_rewards)
     groups = None
     if step:
         groups = [steps[0].record(number) for number in range(len(steps[0].rows))]
@@ -83,18 +95,18 @@ def score_again(run: StoredRun, reward: RewardSection, step: int = 0) -> dict[st
             "run": address(run.path),
             "finished": run.is_finished,
             "steps": chosen,
-            "num_groups": sum(len(rescored.rows) for rescored in steps),
-            "num_completions": sum(rescored.new.valid.size for rescored in steps),
+            "num_groups": num_groups,
+            "num_completions": num_completions,
             "functions": {function.name: function.weight for function in functions},
             "comparison": {
                 "completions_compared": len(old),
                 "reward_mean": [known_mean(old), known_mean(new)],
                 "nonzero_std_groups": [old_signal, new_signal],
-                "advantages_flipped": sum(int(rescored.flipped.sum()) for rescored in steps),
+                "advantages_flipped": num_flipped,
             },
             "lint": lint_reward(steps, reward.on_error == "skip"),
             "hacks": find_hacks(steps, files, old, new),
-            "advantages_not_stored": sum(rescored.not_stored for rescored in steps),
+            "advantages_not_stored": num_not_stored,
             "groups": groups,
         }
     )
@@ -104,11 +116,11 @@ def reward_functions(reward: RewardSection, run: Config) -> tuple[RewardFunction
     """The functions given, else the task's own; with the run's overlong penalty, unless another is
     given."""
     if reward.functions:
-        found = name_functions(find_functions(reward, reward.functions), reward.weights)
+        functions = name_functions(find_functions(reward, reward.functions), reward.weights)
     else:
-        found = load_task(run.task, reward).rewards
+        functions = load_task(run.task, reward).rewards
     penalty = reward if reward.overlong_buffer_tokens else run.reward
-    return with_overlong(found, penalty, run.sampling.max_completion_tokens)
+    return with_overlong(functions, penalty, run.sampling.max_completion_tokens)
 
 
 @dataclass(frozen=True)
@@ -158,11 +170,16 @@ def rescore_step(
     stored = read_file(file)
     groups = [entry.group for entry in stored]
     started = time.perf_counter()
-    ids = []
+    ids: list[list[list[int]]] = []
     messages = []
     for group in groups:
-        ids.append([c.token_ids[c.loss_mask].tolist() for c in group.completions])
-        messages.append([c.messages for c in group.completions])
+        ids_of_group = []
+        messages_of_group = []
+        for completion in group.completions:
+            ids_of_group.append(completion.token_ids[completion.loss_mask].tolist())
+            messages_of_group.append(completion.messages)
+        ids.append(ids_of_group)
+        messages.append(messages_of_group)
     scores_of_groups = score_texts(
         pool,
         [group.example for group in groups],
@@ -173,10 +190,16 @@ def rescore_step(
     )
     seconds = time.perf_counter() - started
     weights = {function.name: function.weight for function in pool.functions}
-    failures = []
+    failed: Counter[str] = Counter()
+    failed_completions: Counter[str] = Counter()
+    first_failure = None
     rescored = []
     for group, scores in zip(groups, scores_of_groups, strict=True):
-        failures += scores.failures
+        for failure in scores.failures:
+            first_failure = first_failure or failure.text
+            failed[f"{failure.function}: {failure.kind}"] += 1
+            if failure.completion is not None:
+                failed_completions[failure.function] += 1
         components = {name: values[0] for name, values in scores.components.items()}
         rescored.append(
             replace(
@@ -206,11 +229,9 @@ def rescore_step(
         old_advantages=np.stack(old_advantages),
         not_stored=not_stored,
         seconds=seconds,
-        failed=Counter(f"{failure.function}: {failure.kind}" for failure in failures),
-        failed_completions=Counter(
-            failure.function for failure in failures if failure.completion is not None
-        ),
-        first_failure=failures[0].text if failures else None,
+        failed=failed,
+        failed_completions=failed_completions,
+        first_failure=first_failure,
     )
 
 
@@ -253,9 +274,9 @@ def find_hacks(
 
 def lint_reward(steps: Sequence[RescoredStep], skips_failures: bool) -> dict[str, Any]:
     """The new reward's distribution, cost and failures, and `warnings` about them."""
-    rewards = np.concatenate([rescored.new.rewards[rescored.new.valid] for rescored in steps])
-    lengths = np.concatenate([rescored.new.lengths[rescored.new.valid] for rescored in steps])
-    is_constant = np.concatenate([~rescored.new.nonzero_std for rescored in steps])
+    valid_rewards = []
+    valid_lengths = []
+    constant_groups = []
     failed: Counter[str] = Counter()
     failed_completions: Counter[str] = Counter()
     without_score: Counter[str] = Counter()
@@ -264,6 +285,9 @@ def lint_reward(steps: Sequence[RescoredStep], skips_failures: bool) -> dict[str
     num_completions = 0
     unscorable = 0
     for rescored in steps:
+        valid_rewards.append(rescored.new.rewards[rescored.new.valid])
+        valid_lengths.append(rescored.new.lengths[rescored.new.valid])
+        constant_groups.append(~rescored.new.nonzero_std)
         failed += rescored.failed
         failed_completions += rescored.failed_completions
         for components in rescored.components:
@@ -275,12 +299,19 @@ def lint_reward(steps: Sequence[RescoredStep], skips_failures: bool) -> dict[str
         unscorable += int((~rescored.new.valid).sum())
     if skips_failures:  # a failed completion's score is NaN, as that of a None
         without_score.subtract(failed_completions)
-    has_rewards = len(rewards) > 0
+    rewards = np.concatenate(valid_rewards)
+    lengths = np.concatenate(valid_lengths)
+    is_constant = np.concatenate(constant_groups)
+    std = smallest = largest = None
+    if len(rewards):
+        std = float(rewards.std())
+        smallest = float(rewards.min())
+        largest = float(rewards.max())
     figures = {
         "mean": known_mean(rewards),
-        "std": float(rewards.std()) if has_rewards else None,
-        "min": float(rewards.min()) if has_rewards else None,
-        "max": float(rewards.max()) if has_rewards else None,
+        "std": std,
+        "min": smallest,
+        "max": largest,
         "num_distinct": len(np.unique(rewards)),
         "share_of_constant_groups": float(np.mean(is_constant)),
         "seconds_per_completion": seconds / num_completions,
@@ -324,11 +355,16 @@ def rank_correlation(a: np.ndarray, b: np.ndarray) -> float | None:
 
 
 def _ranks(values: np.ndarray) -> np.ndarray:
-    _, place, count = np.unique(values, return_inverse=True, return_counts=True)
-    return (np.cumsum(count) - (count - 1) / 2)[place]
+    _, value_index, counts = np.unique(values, return_inverse=True, return_counts=True)
+    mean_rank = np.cumsum(counts) - (counts - 1) / 2
+    return mean_rank[value_index]
 
 
 # ---- scores
+
+
+def _no_progress(done: int, total: int) -> None:
+    """In place of a report of progress."""
 
 
 def score_texts(
@@ -337,7 +373,7 @@ def score_texts(
     texts: Sequence[Sequence[str]],
     token_ids: Sequence[Sequence[Sequence[int]]],
     step: int = 0,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Callable[[int, int], None] = _no_progress,
     messages: Sequence[Sequence[Sequence[Mapping[str, Any]]]] = (),
 ) -> list[Scores]:
     """The scores of each group, arrays [1, G]; `progress` is called with the groups done and their
@@ -345,14 +381,15 @@ def score_texts(
     scores: dict[Any, Scores] = {}
 
     def take(wait: bool) -> None:
-        for number, found in pool.collect(wait=wait):
-            scores[number] = found
+        for number, scores_of_group in pool.collect(wait=wait):
+            scores[number] = scores_of_group
             progress(len(scores), len(examples))
 
-    for number, example in enumerate(
-        examples
-    ):  # all before the first wait: remote rewards get many at once
-        turns = [messages[number]] if messages and any(messages[number]) else ()
+    # All before the first wait: remote rewards get many at once.
+    for number, example in enumerate(examples):
+        turns: Sequence[Any] = ()
+        if messages and any(messages[number]):
+            turns = [messages[number]]
         pool.submit(number, [example], [texts[number]], [token_ids[number]], step, messages=turns)
         take(wait=False)
     while len(scores) < len(examples):
@@ -379,10 +416,10 @@ last of several messages."""
 
 @dataclass(frozen=True)
 class Response:
-    """A row of the file; `place` is `FILE, line N`, `keys` are what its question is looked up by,
+    """A row of the file; `line` is `FILE, line N`, `keys` are what its question is looked up by,
     in order."""
 
-    place: str
+    line: str
     row: Mapping[str, Any]
     question: str  # of a conversation the last message
     keys: tuple[Key, ...]
@@ -412,55 +449,67 @@ def read_responses(path: Path, question: str, console: Console) -> list[Response
         ) from error
     except OSError as error:
         raise ShoalError(f"responses={path} cannot be read: {error.strerror or error}") from error
-    responses = [
-        _response(line, f"{path}, line {number}", question)
-        for number, line in enumerate(lines, 1)
-        if line.strip()
-    ]
+    responses = []
+    num_no_text = 0
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        response = _response(line, f"{path}, line {number}", question)
+        responses.append(response)
+        if not isinstance(response.row[TEXT], str):
+            num_no_text += 1
     if not responses:
         raise ShoalError(
             f"responses={path} holds no row: expected a JSON object on each line, with "
             f"`{question}` and `{TEXT}`"
         )
-    if others := sum(not isinstance(response.row[TEXT], str) for response in responses):
+    if num_no_text:
         console.warning(
-            f"{others} of {len(responses)} responses are no text: numbers are scored as text, null "
-            "as empty"
+            f"{num_no_text} of {len(responses)} responses are no text: numbers are scored as text, "
+            "null as empty"
         )
     return responses
 
 
-def _response(line: str, place: str, question: str) -> Response:
+def _response(text: str, line: str, question: str) -> Response:
+    """The row of a line's text."""
     try:
-        row = json.loads(line)
-        if "\\u" in line:  # half of a surrogate pair, which UTF-8 files cannot hold, becomes ?
+        row = json.loads(text)
+        if "\\u" in text:  # half of a surrogate pair, which UTF-8 files cannot hold, becomes ?
             row = json.loads(json.dumps(row, ensure_ascii=False).encode("utf-8", "replace"))
     except (ValueError, RecursionError) as error:
         raise ShoalError(
-            f"{place} is no JSON object ({error}): expected one on each line"
+            f"{line} is no JSON object ({error}): expected one on each line"
         ) from error
     if not isinstance(row, dict):
         raise ShoalError(
-            f"{place} is a {type(row).__name__}: expected an object with `{question}` and `{TEXT}`"
+            f"{line} is a {type(row).__name__}: expected an object with `{question}` and `{TEXT}`"
         )
-    column = next((name for name in (question, *QUESTIONS) if row.get(name) is not None), question)
-    asked: Any = row.get(column)
-    text = row.get(TEXT)
-    messages = (
-        asked
-        if isinstance(asked, list) and asked and all(isinstance(one, dict) for one in asked)
-        else []
+    column = question
+    for name in (question, *QUESTIONS):
+        if row.get(name) is not None:
+            column = name
+            break
+    value: Any = row.get(column)
+    is_conversation = (
+        isinstance(value, list) and bool(value) and all(isinstance(item, dict) for item in value)
     )
-    last: Any = messages[-1].get("content") if messages else asked
-    for name, is_text in (
-        (column, isinstance(last, str)),
-        (TEXT, TEXT in row and not isinstance(text, bool | list | dict)),
-    ):
-        if not is_text:
-            given = f"is {json.dumps(row[name]):.60}" if name in row else "is missing"
-            raise ShoalError(f"{place}: `{name}` {given}; expected text")
-    keys = (_conversation(messages), _alone(last)) if messages else (_alone(last), _last(last))
-    return Response(place, row, last, keys, "" if text is None else str(text))
+    last_message: Any = value[-1].get("content") if is_conversation else value
+    answer = row.get(TEXT)
+    if not isinstance(last_message, str):
+        raise _no_text(line, row, column)
+    if TEXT not in row or isinstance(answer, bool | list | dict):
+        raise _no_text(line, row, TEXT)
+    if is_conversation:
+        keys = (_conversation(value), _alone(last_message))
+    else:
+        keys = (_alone(last_message), _last(last_message))
+    return Response(line, row, last_message, keys, "" if answer is None else str(answer))
+
+
+def _no_text(line: str, row: Mapping[str, Any], column: str) -> ShoalError:
+    given = f"is {json.dumps(row[column]):.60}" if column in row else "is missing"
+    return ShoalError(f"{line}: `{column}` {given}; expected text")
 
 
 # ---- the example that each response answers
@@ -477,10 +526,13 @@ def match_examples(
     """The example of each response: from its own columns, else from the task's data; a reason where
     there is none."""
     published = set(getattr(getattr(module, "PUBLISHED", None), "columns", ())) - {task.question}
-    examples = [
-        _own_example(number, response, task, published) for number, response in enumerate(responses)
-    ]
-    lost = [number for number, example in enumerate(examples) if isinstance(example, str)]
+    examples = []
+    lost: dict[int, Response] = {}  # those without an example of their own
+    for number, response in enumerate(responses):
+        example = _own_example(number, response, task, published)
+        examples.append(example)
+        if isinstance(example, str):
+            lost[number] = response
     if lost:
         try:
             with_data = with_data or load_with_data(section, console)
@@ -492,9 +544,8 @@ def match_examples(
             splits = dict(with_data.evaluations)
             if not isinstance(with_data.train, MadeRows):  # generated rows have no end
                 splits["training"] = with_data.train
-            for number, example in find_examples(
-                {number: responses[number] for number in lost}, splits, task.question, console
-            ).items():
+            matches = find_examples(lost, splits, task.question, console)
+            for number, example in matches.items():
                 examples[number] = example
     if len(lost) < len(responses):
         console.note(
@@ -507,10 +558,12 @@ def match_examples(
 def _own_example(number: int, response: Response, task: Task, published: Set[str]) -> Example | str:
     """The example in a row's own columns: the published ones, or for a task without these any of
     GOLD_COLUMNS."""
-    given = {column for column, value in response.row.items() if value is not None and value != ""}
-    if task.of_row is None or not (
-        published <= given if published else given.intersection(GOLD_COLUMNS)
-    ):
+    filled = {column for column, value in response.row.items() if value is not None and value != ""}
+    if published:
+        has_own = published <= filled
+    else:
+        has_own = bool(filled.intersection(GOLD_COLUMNS))
+    if task.of_row is None or not has_own:
         return NOT_FOUND
     try:
         return task.of_row(number, {**response.row, task.question: response.question})
@@ -528,35 +581,51 @@ def find_examples(
 
     Warns of questions that match several examples with different ground truth; the first is
     taken."""
-    found: dict[int, Example] = {}
+    matched: dict[int, Example] = {}
     ambiguous: list[str] = []
     for split, examples in splits.items():
-        left = {number: response for number, response in responses.items() if number not in found}
-        wanted = {key for response in left.values() for key in response.keys}
+        left: dict[int, Response] = {}
+        wanted: set[Key] = set()
+        for number, response in responses.items():
+            if number not in matched:
+                left[number] = response
+                wanted.update(response.keys)
+        if not left:
+            break
         index: dict[Key, list[Example]] = {}
-        for example in examples if wanted else ():
+        for example in examples:
             for key in example_keys(example, column):
                 if key in wanted:
                     index.setdefault(key, []).append(example)
+        answered_rows = set()
         for number, response in left.items():
-            if matching := next((index[key] for key in response.keys if key in index), []):
-                found[number] = matching[0]
-                if len(set(map(_gold_text, matching))) > 1:
-                    ambiguous.append(response.place)
-        if answered := {found[number].row for number in left.keys() & found.keys()}:
-            console.note(f"{len(answered)} of {len(examples)} {split} questions are answered")
+            matching: list[Example] = []
+            for key in response.keys:
+                if key in index:
+                    matching = index[key]
+                    break
+            if not matching:
+                continue
+            matched[number] = matching[0]
+            answered_rows.add(matching[0].row)
+            gold_texts = {_gold_text(example) for example in matching}
+            if len(gold_texts) > 1:
+                ambiguous.append(response.line)
+        if answered_rows:
+            console.note(f"{len(answered_rows)} of {len(examples)} {split} questions are answered")
     if ambiguous:
         console.warning(
             f"{len(ambiguous)} of {len(responses)} responses match several rows of the data with "
             "different ground truth, and the first row is used; the first such response, "
             f"{ambiguous[0]}"
         )
-    return found
+    return matched
 
 
 def example_keys(example: Example, column: str) -> list[Key]:
-    """The keys that an example is found by."""
-    own, prompt = example.columns.get(column), example.prompt
+    """The keys that an example is looked up by."""
+    own = example.columns.get(column)
+    prompt = example.prompt
     if isinstance(own, str):
         return [_alone(own)]
     if isinstance(prompt, str):
@@ -567,10 +636,12 @@ def example_keys(example: Example, column: str) -> list[Key]:
 
 
 def _conversation(messages: Sequence[Mapping[str, Any]]) -> Key:
-    return "conversation", *(
-        (str(message.get("role", "")), normalized(str(message.get("content") or "")))
-        for message in messages
-    )
+    parts: list[Any] = ["conversation"]
+    for message in messages:
+        role = str(message.get("role", ""))
+        text = str(message.get("content") or "")
+        parts.append((role, normalized(text)))
+    return tuple(parts)
 
 
 def _alone(text: str) -> Key:
@@ -604,22 +675,19 @@ def question_text(example: Example, column: str) -> str:
     own = example.columns.get(column)
     if isinstance(own, str):
         return own
-    return (
-        example.prompt
-        if isinstance(example.prompt, str)
-        else str(example.prompt[-1].get("content", ""))
-    )
+    if isinstance(example.prompt, str):
+        return example.prompt
+    return str(example.prompt[-1].get("content", ""))
 
 
 def report_unscored(
     responses: Sequence[Response], examples: Sequence[Example | str], task: Task, console: Console
 ) -> int:
     """The number of responses without an example, with a warning; ShoalError if all are."""
-    lost = [
-        f"{response.place}: {reason}"
-        for response, reason in zip(responses, examples, strict=True)
-        if isinstance(reason, str)
-    ]
+    lost = []
+    for response, reason in zip(responses, examples, strict=True):
+        if isinstance(reason, str):
+            lost.append(f"{response.line}: {reason}")
     if lost and len(lost) == len(responses):
         raise ShoalError(
             f"none of the {len(lost)} responses can be scored by task {task.name}; the first, "
@@ -644,8 +712,7 @@ def give_verdicts(
     console: Console,
 ) -> list[dict[str, Any] | None]:
     """The task's verdict on each response; None where there is no example."""
-    verdict, correct = task.verdict, task.correct
-    if verdict is None and correct is None and not rewarded:
+    if task.verdict is None and task.correct is None and not rewarded:
         raise ShoalError(
             f"task {task.name} does not define what is correct, so answers made elsewhere cannot "
             "be scored: give a function that scores them, reward=file.py:function"
@@ -654,12 +721,12 @@ def give_verdicts(
     for response, example in zip(responses, examples, strict=True):
         if isinstance(example, str):
             verdicts.append(None)
-        elif verdict is not None:
-            verdicts.append(dict(verdict(response.text, example)))
+        elif task.verdict is not None:
+            verdicts.append(dict(task.verdict(response.text, example)))
+        elif task.correct is not None:
+            verdicts.append({"correct": bool(task.correct(response.text, example))})
         else:
-            verdicts.append(
-                {"correct": bool(correct(response.text, example))} if correct is not None else {}
-            )
+            verdicts.append({})
         console.answered("responses", len(verdicts), len(responses))
     return verdicts
 
@@ -674,24 +741,29 @@ def add_rewards(
 ) -> list[Failure]:
     """Adds each response's rewards to its verdict, every response a group of one; returns the
     failures."""
-    scorable = [
-        (response.text, example, verdict)
-        for response, example, verdict in zip(responses, examples, verdicts, strict=True)
-        if isinstance(example, Example) and verdict is not None
-    ]
-    texts, asked, scored = zip(*scorable, strict=True)
+    texts = []
+    questions = []
+    scored = []
+    for response, example, verdict in zip(responses, examples, verdicts, strict=True):
+        if isinstance(example, Example) and verdict is not None:
+            texts.append([response.text])
+            questions.append(example)
+            scored.append(verdict)
+    no_ids: list[list[list[int]]] = [[[]]] * len(texts)  # of answers made elsewhere none are known
+
+    def report(done: int, total: int) -> None:
+        console.answered("rewards", done, total)
+
     with RewardPool(task.rewards, section) as pool:
-        found = score_texts(
-            pool,
-            asked,
-            [[text] for text in texts],
-            [[[]] for _ in texts],
-            progress=lambda done, total: console.answered("rewards", done, total),
-        )
-    for verdict, one in zip(scored, found, strict=True):
-        verdict["reward"] = float(one.rewards[0, 0])
-        verdict["rewards"] = {name: float(values[0, 0]) for name, values in one.components.items()}
-    return [failure for one in found for failure in one.failures]
+        all_scores = score_texts(pool, questions, texts, no_ids, progress=report)
+    failures: list[Failure] = []
+    for verdict, scores in zip(scored, all_scores, strict=True):
+        verdict["reward"] = float(scores.rewards[0, 0])
+        verdict["rewards"] = {
+            name: float(values[0, 0]) for name, values in scores.components.items()
+        }
+        failures.extend(scores.failures)
+    return failures
 
 
 def response_figures(
@@ -699,16 +771,15 @@ def response_figures(
 ) -> dict[str, Any]:
     """Accuracy over the scored responses, its interval, the task's own figures, mean rewards, and
     their numbers."""
-    scored = [verdict for verdict in verdicts if verdict is not None]
+    scored = []
+    questions = set()
+    for response, verdict in zip(responses, verdicts, strict=True):
+        if verdict is not None:
+            scored.append(verdict)
+            questions.add(response.keys[0])
     figures: dict[str, Any] = {
         "num_responses": len(scored),
-        "num_questions": len(
-            {
-                response.keys[0]
-                for response, verdict in zip(responses, verdicts, strict=True)
-                if verdict is not None
-            }
-        ),
+        "num_questions": len(questions),
         "num_unjudged": len(responses) - len(scored),
     }
     if "correct" in scored[0]:
@@ -722,7 +793,6 @@ def response_figures(
     if "reward" in scored[0]:
         figures["mean_reward"] = known_mean([verdict["reward"] for verdict in scored])
         for name in scored[0]["rewards"]:
-            figures[f"rewards/{name}"] = known_mean(
-                [verdict["rewards"][name] for verdict in scored]
-            )
+            values = [verdict["rewards"][name] for verdict in scored]
+            figures[f"rewards/{name}"] = known_mean(values)
     return figures

@@ -7,7 +7,6 @@ that all begin with stand once -> `forward` -> the head's value at each completi
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -66,10 +65,11 @@ class Classifier:
                 "reward.functions",
             )
         # transformers writes the labels' names, and has two labels where config.json names none.
-        if (labels := len(config.get("id2label") or ()) or config.get("num_labels", 2)) != 1:
+        num_labels = len(config.get("id2label") or ()) or config.get("num_labels", 2)
+        if num_labels != 1:
             raise ShoalError(
-                f"reward={PREFIX}{path}: it has {labels} labels, and none of them is the reward; "
-                "expected a classifier with one (num_labels=1)",
+                f"reward={PREFIX}{path}: it has {num_labels} labels, and none of them is the "
+                "reward; expected a classifier with one (num_labels=1)",
                 "reward.functions",
             )
         tokenizer = Tokenizer.load(folder)
@@ -87,11 +87,12 @@ class RewardModel:
     """
 
     def __init__(self, path: str) -> None:
-        self.path, self.__name__ = path, Path(path).name
-        self.date: datetime | None = (
-            None  # that its chat template writes, of the run; None for the present one
-        )
-        self._section, self._find_role = ModelSection(), lambda: make_roles(MeshSection()).reference
+        self.path = path
+        self.__name__ = Path(path).name
+        # That its chat template writes, of the run; None for the present one.
+        self.date: datetime | None = None
+        self._section = ModelSection()
+        self._find_role = _default_role
         if cached_folder(path):
             self.classifier  # noqa: B018
 
@@ -106,7 +107,8 @@ class RewardModel:
     ) -> None:
         """Says where and how it computes. ShoalError where completions may be longer than it
         reads."""
-        self._section, self._find_role = section, find_role
+        self._section = section
+        self._find_role = find_role
         c = self.classifier
         check_positions(c.architecture, sampling, f"reward={PREFIX}{self.path}")
         if Path(self.path).expanduser().is_dir():
@@ -115,11 +117,9 @@ class RewardModel:
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """The classifier's tokenizer, on the date of the run."""
-        return (
-            Tokenizer.load(self.classifier.folder, date=self.date)
-            if self.date
-            else self.classifier.tokenizer
-        )
+        if self.date is None:
+            return self.classifier.tokenizer
+        return Tokenizer.load(self.classifier.folder, date=self.date)
 
     @cached_property
     def loaded(self) -> tuple[Model, Params]:
@@ -129,11 +129,11 @@ class RewardModel:
                 f"{jax.process_count()}; leave one of the two out",
                 "reward.functions",
             )
-        a, role = self.classifier.architecture, self._find_role()
+        a = self.classifier.architecture
+        role = self._find_role()
         model = make_model(self._section, a, role)
-        return model, huggingface.load(
-            locate(self.path), a, role, model.dtype, specs=classifier_specs(a)
-        )
+        specs = classifier_specs(a)
+        return model, huggingface.load(locate(self.path), a, role, model.dtype, specs=specs)
 
     def digest(self) -> str:
         """A checksum of the weights."""
@@ -143,9 +143,16 @@ class RewardModel:
         self, prompts: Sequence[Prompt], completions: Sequence[Any], **kwargs: Any
     ) -> list[float]:
         scores: list[float] = []
-        pairs = zip(prompts, map(completion_text, completions), strict=True)
-        for prompt, group in itertools.groupby(pairs, key=lambda pair: pair[0]):
-            scores += self._score([self._encode(prompt, text) for _, text in group])
+        sequences: list[list[int]] = []  # of the prompt at hand
+        last_prompt: Prompt | None = None
+        for prompt, completion in zip(prompts, completions, strict=True):
+            if sequences and prompt != last_prompt:
+                scores += self._score(sequences)
+                sequences = []
+            last_prompt = prompt
+            sequences.append(self._encode(prompt, completion_text(completion)))
+        if sequences:
+            scores += self._score(sequences)
         return scores
 
     def _encode(self, prompt: Prompt, text: str) -> list[int]:
@@ -170,32 +177,45 @@ class RewardModel:
     def _score(self, sequences: Sequence[Sequence[int]]) -> list[float]:
         """Scores of sequences that begin alike."""
         model, parameters = self.loaded
-        least = min(map(len, sequences)) - 1
-        shared = next((at for at in range(least) if len({ids[at] for ids in sequences}) > 1), least)
+        lengths = [len(ids) for ids in sequences]
+        # The tokens that all begin with, short of the last of the shortest, whose score counts.
+        shared = 0
+        while shared < min(lengths) - 1 and _have_equal_token(sequences, shared):
+            shared += 1
         prompt = np.array(sequences[0][:shared], np.int32)
         ends = [np.array(ids[shared:], np.int32) for ids in sequences]
-        longest, total = max(map(len, sequences)), shared + sum(map(len, ends))
+        end_lengths = {index: len(end) for index, end in enumerate(ends)}
+        total = shared + sum(end_lengths.values())
         # Powers of two: groups of many lengths share few programs, and a group always has the same
         # one.
         shapes = row_shapes(
-            _round_up(longest),
+            _round_up(max(lengths)),
             _round_up(total),
             BatchSection.micro_tokens,
             model.role.row_shards,
             context=model.role.context,
         )
-        batches, found = [], []
-        for shape, rows in in_batches(
-            {0: (shared, {i: len(ids) for i, ids in enumerate(ends)})}, shapes
-        ):
+        batches = []
+        values = []
+        for shape, rows in in_batches({0: (shared, end_lengths)}, shapes):
             batch = MicroBatch.empty(shape, 1.0)
             for row, content in enumerate(rows):
                 for _, members in content.parts:
-                    batch.add(row, prompt, {(0, i, 0): ends[i] for i in members})
+                    batch.add(row, prompt, {(0, index, 0): ends[index] for index in members})
             batches.append(batch)
-            found.append(np.asarray(_program(model)(parameters, put_batch(model, batch.arrays))))
-        scores = unpack(batches, found)
-        return [float(scores[0, i][-1]) for i in range(len(sequences))]
+            arrays = put_batch(model, batch.arrays)
+            values.append(np.asarray(_program(model)(parameters, arrays)))
+        scores = unpack(batches, values)
+        return [float(scores[0, index][-1]) for index in range(len(sequences))]
+
+
+def _default_role() -> Role:
+    return make_roles(MeshSection()).reference
+
+
+def _have_equal_token(sequences: Sequence[Sequence[int]], position: int) -> bool:
+    first = sequences[0][position]
+    return all(ids[position] == first for ids in sequences)
 
 
 def _round_up(count: int) -> int:
@@ -210,15 +230,19 @@ def _program(model: Model) -> Program:
 def _head_values(model: Model, parameters: Params, batch: LearnerBatch) -> jax.Array:
     """The head's value at each token, float32[R, T]."""
     role = model.role
-    tokens, position, segment, prompt = map(
-        role.split_rows, (batch.tokens, batch.position, batch.segment, batch.prompt)
-    )
-    hidden, _ = forward(
-        model, parameters, tokens, position, segment_attention(model, segment, prompt)
-    )
+    tokens = role.split_rows(batch.tokens)
+    position = role.split_rows(batch.position)
+    segment = role.split_rows(batch.segment)
+    prompt = role.split_rows(batch.prompt)
+    attention = segment_attention(model, segment, prompt)
+    hidden, _ = forward(model, parameters, tokens, position, attention)
     return role.join_rows(logits(model, parameters, hidden)[..., 0])
 
 
 def reward_models(functions: Iterable[Any]) -> list[RewardModel]:
     """The reward models among reward functions."""
-    return [one.function for one in functions if isinstance(one.function, RewardModel)]
+    models = []
+    for function in functions:
+        if isinstance(function.function, RewardModel):
+            models.append(function.function)
+    return models

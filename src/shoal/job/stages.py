@@ -52,7 +52,7 @@ class Stage(Generic[T]):
 
     def __set_name__(self, owner: type[StagedJob], name: str) -> None:
         self.name = name
-        owner.stages = {**owner.stages, name: self}
+        owner.stages = owner.stages | {name: self}
 
     @overload
     def __get__(self, job: None, owner: type) -> Stage[T]: ...
@@ -125,7 +125,7 @@ class StagedJob:
         ShoalError of a stage that failed, or of the need that did."""
         if self._opening:
             reader = self._opening[-1]
-            if name not in (*reader.needs, *reader.after):
+            if name not in reader.needs and name not in reader.after:
                 raise RuntimeError(f"stage {reader.name} reads {name}, which it does not need")
         if name in self.failed:
             raise self.failed[name]
@@ -213,4 +213,4 @@ class StagedJob:
                 return
 
     def is_open(self, *names: str) -> bool:
-        return self.opened.keys() >= {*names}
+        return all(name in self.opened for name in names)

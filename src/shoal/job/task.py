@@ -72,14 +72,16 @@ def own_rewards(
     if reward.weights and len(reward.weights) != len(rewards):
         raise ShoalError(
             f"reward.weights: expected {count(len(rewards), 'number')}, one for each of the task's "
-            f"own functions ({', '.join(one.name for one in rewards)}), got {len(reward.weights)}",
+            f"own functions ({', '.join(function.name for function in rewards)}), got "
+            f"{len(reward.weights)}",
             "reward.weights",
         )
-    return (
-        tuple(replace(one, weight=float(w)) for one, w in zip(rewards, reward.weights, strict=True))
-        if reward.weights
-        else rewards
-    )
+    if not reward.weights:
+        return rewards
+    weighted = []
+    for function, weight in zip(rewards, reward.weights, strict=True):
+        weighted.append(replace(function, weight=float(weight)))
+    return tuple(weighted)
 
 
 def find_functions(
@@ -87,23 +89,26 @@ def find_functions(
 ) -> list[Callable[..., Any] | RewardFunction]:
     """The functions that are named: ready ones, `model:PATH`, `judge:URL`, or
     `file.py:function`."""
-    ready = {
-        spec: one for spec in specs if (one := _find_model(spec, reward) or find_builtin(spec))
-    }
+    ready = {}
+    for spec in specs:
+        function = _find_model(spec, reward) or find_builtin(spec)
+        if function:
+            ready[spec] = function
+    # Together: functions of one file are of one module.
     loaded = iter(load_functions([spec for spec in specs if spec not in ready]))
     return [ready.get(spec) or next(loaded) for spec in specs]
 
 
 def _find_model(spec: str, reward: RewardSection) -> Any:
     """A reward model or a judge; None for other functions."""
-    kind, _, place = spec.partition(":")
+    kind, _, address = spec.partition(":")
     if kind == "judge":
-        return JudgeFunction(place, reward)
+        return JudgeFunction(address, reward)
     if kind != "model":
         return None
     from shoal.job.reward_model import RewardModel  # imports JAX
 
-    model = RewardModel(place)
+    model = RewardModel(address)
     return RewardFunction(model.__name__, model, runs_in_process=True)
 
 
@@ -134,7 +139,9 @@ def given_rewards(
             "reward=file.py:function"
         )
     given = [*find_functions(reward, files), *functions]
-    return name_functions(given, reward.weights) if given else ()
+    if not given:
+        return ()
+    return name_functions(given, reward.weights)
 
 
 def with_fewer_questions(loaded: Task, task: TaskSection) -> Task:
@@ -181,27 +188,31 @@ def task_of_data(
 def check_truths(task: Task, rewards: Sequence[RewardFunction]) -> None:
     """ShoalError, with the first row, where a function in verl's convention would get no right
     answer from a row."""
-    for one in rewards:
-        if not (one.per_completion or one.function is verl_reward):
+    if not task.data.train_files:  # what is generated has its answers
+        return
+    for reward in rewards:
+        is_verls_own = reward.function is verl_reward
+        if not (reward.per_completion or is_verls_own):
             continue
-        if not task.data.train_files:  # what is generated has its answers
-            return
-        # verl's own function reads this column alone; where it is missing, that is said of any
-        # argument.
-        only = "reward_model" if one.function is verl_reward else ""
         for name, examples in {"training": task.train, **task.evaluations}.items():
-            faults = []
+            first = ""
+            num_lacking = 0
             for example in examples:
-                columns = (
-                    {only: example.columns[only]} if only in example.columns else example.columns
-                )
-                if fault := truth_fault(columns):
-                    faults.append((example.place or f"data row {example.row}", fault))
-            if faults:
-                place, fault = faults[0]
+                columns = example.columns
+                # verl's own function reads this column alone; where it is missing, the fault names
+                # every argument.
+                if is_verls_own and "reward_model" in columns:
+                    columns = {"reward_model": columns["reward_model"]}
+                fault = truth_fault(columns)
+                if not fault:
+                    continue
+                num_lacking += 1
+                if not first:
+                    first = f"{example.place or f'data row {example.row}'}: {fault}"
+            if num_lacking:
                 raise ShoalError(
-                    f"reward function {one.name!r} wants a ground truth, which {len(faults):,} of "
-                    f"{len(examples):,} {name} rows lack; the first is {place}: {fault}",
+                    f"reward function {reward.name!r} wants a ground truth, which "
+                    f"{num_lacking:,} of {len(examples):,} {name} rows lack; the first is {first}",
                     "task.path",
                 )
 
@@ -211,11 +222,9 @@ def with_overlong(
 ) -> tuple[RewardFunction, ...]:
     """The reward functions with the penalty on long completions as a further one, where
     `reward.overlong_buffer_tokens` is set."""
-    buffer = (
-        max(1, max_tokens // 5)
-        if reward.overlong_buffer_tokens == -1
-        else reward.overlong_buffer_tokens
-    )
+    buffer = reward.overlong_buffer_tokens
+    if buffer == -1:
+        buffer = max(1, max_tokens // 5)
     if not buffer:
         return rewards
     if buffer > max_tokens:
@@ -224,21 +233,19 @@ def with_overlong(
             f"sampling.max_completion_tokens ({max_tokens}): it is the last part of a completion",
             "reward.overlong_buffer_tokens",
         )
-    if any(one.name == PENALTY for one in rewards):
+    if any(function.name == PENALTY for function in rewards):
         raise ShoalError(
             "reward function 'overlong': reward.overlong_buffer_tokens adds one of this name; give "
             "yours another, or leave that key at 0",
             "reward.overlong_buffer_tokens",
         )
-    return (
-        *rewards,
-        RewardFunction(
-            PENALTY,
-            overlong_punishment(max_tokens, buffer),
-            reward.overlong_penalty,
-            runs_in_process=True,
-        ),
+    penalty = RewardFunction(
+        PENALTY,
+        overlong_punishment(max_tokens, buffer),
+        reward.overlong_penalty,
+        runs_in_process=True,
     )
+    return (*rewards, penalty)
 
 
 def longest_prompt(
@@ -251,12 +258,16 @@ def longest_prompt(
     the longest that is allowed where there are too many rows to read all of them first."""
     if len(train) > MOST_MEASURED:
         return sampling.max_prompt_tokens
-    lengths = [len(question.prompt_ids) for questions in sets.values() for question in questions]
+    longest = 0
+    for questions in sets.values():
+        for question in questions:
+            longest = max(longest, len(question.prompt_ids))
+    refused: list[str] = []  # the check of prompts warns of these
     for example in train:
-        prompt = prepare(example, encode, sampling.max_prompt_tokens, "drop", lambda reason: None)
+        prompt = prepare(example, encode, sampling.max_prompt_tokens, "drop", refused.append)
         if prompt is not None:
-            lengths.append(len(prompt.prompt_ids))
-    return max(lengths, default=0)
+            longest = max(longest, len(prompt.prompt_ids))
+    return longest
 
 
 def encode_all(
@@ -269,22 +280,22 @@ def encode_all(
     """The prompts of a set with their tokens. Those too long or refused are dropped with a warning;
     ShoalError where there are no others: the set would have no figures."""
     refused: list[str] = []
-    prepared = [
-        prepare(example, encode, sampling.max_prompt_tokens, sampling.long_prompts, refused.append)
-        for example in examples
-    ]
-    found, all_of = (
-        [one for one in prepared if one is not None],
-        f"{count(len(prepared), 'prompt')} of {name}",
-    )
-    if dropped := len(prepared) - len(found) - len(refused):
+    limit = sampling.max_prompt_tokens
+    prepared = []
+    for example in examples:
+        prompt = prepare(example, encode, limit, sampling.long_prompts, refused.append)
+        if prompt is not None:
+            prepared.append(prompt)
+    all_of = f"{count(len(examples), 'prompt')} of {name}"
+    dropped = len(examples) - len(prepared) - len(refused)
+    if dropped:
         warn(
             f"{dropped} of {all_of} have more than "
             f"sampling.max_prompt_tokens={sampling.max_prompt_tokens} tokens and are dropped"
         )
-    if refused and found:
+    if refused and prepared:
         warn(f"{len(refused)} of {all_of} are dropped; the last: {refused[-1]}")
-    if not found:
+    if not prepared:
         if refused:
             raise ShoalError(refused[-1])
         longest = max(len(encode(example)) for example in examples)
@@ -293,4 +304,4 @@ def encode_all(
             f"sampling.max_prompt_tokens to {longest}, its longest",
             "sampling.max_prompt_tokens",
         )
-    return found
+    return prepared

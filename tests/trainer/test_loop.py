@@ -144,7 +144,7 @@ class Diary:
     def num_completions(self, full) -> int:
         return 7
 
-    def ask(self, source, step, version, full) -> None:
+    def request_answers(self, source, step, version, full) -> None:
         assert source is self and step == version and version in self.available
         self.events.append(("evaluate", version, full))
 

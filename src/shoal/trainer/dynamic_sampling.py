@@ -19,21 +19,22 @@ MOST_AHEAD = 3
 
 def num_extra(wanted: int, useful_share: float) -> int:
     """Groups to request beyond `wanted` where that is done before the step's turn: as many as the
-    newest known share of useful groups asks for. A further round would have to be waited for."""
+    newest known share of useful groups makes likely to be needed. A further round would have to be
+    waited for."""
     expected = -int(-wanted // max(useful_share, 1e-9))  # rounded up
     return min(MOST_AHEAD * wanted, expected) - wanted
 
 
-def missing(groups: Sequence[Group], wanted: int, is_useful: Callable[[Group], bool]) -> int:
-    """Further groups to request, 0 once there are enough: as many as the share of useful groups so
-    far asks for, so that one more round mostly suffices."""
+def num_missing(groups: Sequence[Group], wanted: int, is_useful: Callable[[Group], bool]) -> int:
+    """Further groups to request, 0 once there are enough useful ones: as many as the share of
+    useful groups so far makes likely to be needed, so that one more round mostly suffices."""
     num_useful = sum(map(is_useful, groups))
     num_lacking = max(0, wanted - num_useful)
     expected = -(-num_lacking * len(groups) // max(num_useful, 1))  # rounded up
     return min(wanted, expected)
 
 
-def divide(
+def select(
     groups: Sequence[Group], wanted: int, is_useful: Callable[[Group], bool]
 ) -> tuple[list[Group], list[Group]]:
     """(the groups of the step, those that are discarded): useful ones first, in the order of the
@@ -45,10 +46,15 @@ def divide(
             useful.append(number)
         else:
             others.append(number)
-    useful_first = useful + others
-    of_the_step = sorted(useful_first[:wanted])
-    discarded = sorted(useful_first[wanted:])
-    return [groups[number] for number in of_the_step], [groups[number] for number in discarded]
+    chosen = set((useful + others)[:wanted])
+    of_the_step = []
+    discarded = []
+    for number, group in enumerate(groups):
+        if number in chosen:
+            of_the_step.append(group)
+        else:
+            discarded.append(group)
+    return of_the_step, discarded
 
 
 def has_signal(group: Group, a: AlgorithmSection, penalty: str = "") -> bool:
@@ -57,17 +63,20 @@ def has_signal(group: Group, a: AlgorithmSection, penalty: str = "") -> bool:
 
     That is the task's verdict of right or wrong; without a verdict the reward less the function
     called `penalty`; or the whole reward. Where the advantage normalises each function separately,
-    a single one that has a weight is enough.
+    a difference in a single function that has a weight is enough.
     """
     left_out = ""
     if a.dynamic_sampling_by == "correct":
         if group.correct is not None:
             return has_variance(group.valid, group.correct[None].astype(float))
         left_out = penalty
-    names = [name for name in group.reward_components if name != left_out]
-    weights = [group.reward_weights.get(name, 1.0) for name in names]
-    values = np.array([group.reward_components[name] for name in names])
-    values = values.reshape(len(names), len(group.rewards))  # also of no function
+    weights = []
+    rows = []
+    for name, component in group.reward_components.items():
+        if name != left_out:
+            weights.append(group.reward_weights.get(name, 1.0))
+            rows.append(component)
+    values = np.array(rows).reshape(len(rows), len(group.rewards))  # also of no function
     reward = weighted_sum(weights, values) if left_out else group.rewards
     compared = [reward]
     if ADVANTAGES[a.advantage].by_function:

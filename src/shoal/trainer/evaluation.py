@@ -29,10 +29,10 @@ class Answers:
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Evaluates one version. A full evaluation asks a greedy completion for each question of each
-    data set, and `pass_k` sampled ones for the first `quick_questions` (0: all) of the main set,
-    the first; a quick one asks greedy ones alone, for these questions of each set. `task` decides
-    what is counted of them."""
+    """Evaluates one version. A full evaluation requests a greedy completion for each question of
+    each data set, and `pass_k` sampled ones for the first `quick_questions` (0: all) of the main
+    set, the first; a quick evaluation requests greedy completions alone, for these questions of
+    each set. `task` decides what is counted of them."""
 
     sets: Mapping[str, Sequence[TokenizedExample]]
     params: SamplingParams
@@ -47,8 +47,8 @@ class Evaluator:
         greedy one, and in a full evaluation of the main set a sampled one."""
         questions = self.sets[subset]
         quick_questions = questions[: self.quick_questions or None]
-        asked = questions if full else quick_questions
-        passes = [(asked, 1, self.params.as_greedy())]
+        greedy_questions = questions if full else quick_questions
+        passes = [(greedy_questions, 1, self.params.as_greedy())]
         is_main = subset == next(iter(self.sets))
         # At temperature 0 every sample would be the greedy answer: pass@k would say nothing and
         # cost k times as much.
@@ -65,7 +65,7 @@ class Evaluator:
                 total += len(questions) * count
         return total
 
-    def ask(self, source: RolloutSource, step: int, version: int, full: bool) -> None:
+    def request_answers(self, source: RolloutSource, step: int, version: int, full: bool) -> None:
         """Requests the answers of one version; `collect` takes them."""
         for subset in self.sets:
             for questions, count, params in self.passes(subset, full):
@@ -103,7 +103,7 @@ class Evaluator:
         self, source: RolloutSource, step: int, version: int, full: bool
     ) -> dict[str, Answers]:
         """The answers by data set, requested and waited for."""
-        self.ask(source, step, version, full)
+        self.request_answers(source, step, version, full)
         return self.collect(source, step, full)
 
     def figures(self, answers: Answers) -> dict[str, Any]:
@@ -125,7 +125,8 @@ class Evaluator:
 
 def score_greedy(groups: Sequence[Group], task: Task) -> dict[str, Any]:
     """Accuracy and its interval where the task defines `correct`, the task's own figures, the share
-    of answers in the asked form where it asks for one, the mean of each reward, lengths."""
+    of answers in the form that the task requires, if it requires one, the mean of each reward,
+    lengths."""
     total = len(groups)
     rewards = [group.rewards[0] for group in groups]
     figures: dict[str, Any] = {"num_questions": total, "protocol": "greedy"}

@@ -188,7 +188,7 @@ class Run:
             if number in self.restored.published:
                 self.evaluating[number] = time.perf_counter()
         for number in self.evaluating:
-            self.evaluator.ask(self.source, number, number, full=False)
+            self.evaluator.request_answers(self.source, number, number, full=False)
         for number, params in self.restored.published.items():
             self.publish(number, params, version)
         # By the settings of now: `train.evaluate_every` may have changed, and with it what must be
@@ -339,7 +339,7 @@ class Run:
         if not a.dynamic_sampling:
             return groups, []
         for _ in range(a.max_sampling_rounds):
-            num_missing = dynamic_sampling.missing(groups, prompts_per_step, self.is_useful)
+            num_missing = dynamic_sampling.num_missing(groups, prompts_per_step, self.is_useful)
             if not num_missing:
                 break
             taken_rows = {group.example.row for group in groups}
@@ -348,7 +348,7 @@ class Run:
                 break
             self.source.request(self.group_requests(step, prompts))
             groups += self.source.take(Purpose.TRAIN, step)
-        return dynamic_sampling.divide(groups, prompts_per_step, self.is_useful)
+        return dynamic_sampling.select(groups, prompts_per_step, self.is_useful)
 
     def is_useful(self, group: Group) -> bool:
         penalty = PENALTY if self.config.reward.overlong_buffer_tokens else ""
@@ -402,13 +402,13 @@ class Run:
 
     @timed("trainer", "evaluate")
     def evaluate(self, version: int, state: TrainState, ends: bool = False) -> None:
-        """Asks for the figures of one version by data set: in full at the run's ends, which wait
+        """Requests the figures of one version by data set: in full at the run's ends, which wait
         for them."""
         with self.saved_if_given_up(version, state):
             self.stop.check()
             self.stop.begin(f"the evaluation {version_text(version)}")
             self.recorder.begin_evaluation(version, self.evaluator.num_completions(full=ends))
-            self.evaluator.ask(self.source, version, version, full=ends)
+            self.evaluator.request_answers(self.source, version, version, full=ends)
         self.evaluating[version] = time.perf_counter()
         self.file_evaluations(version, state, ends)
 

@@ -33,14 +33,13 @@ class StepTable:
         ignores it, since it reads the functions' own values."""
         rewards = np.stack([group.rewards for group in groups])
         valid = np.stack([group.valid for group in groups])
-        length_rows = []
-        truncated_rows = []
-        for group in groups:
-            length_rows.append([int(c.loss_mask.sum()) for c in group.completions])
-            truncated_rows.append([c.stop_reason == StopReason.LENGTH for c in group.completions])
-        lengths = np.array(length_rows)
-        truncated = np.array(truncated_rows)
         components = [group.reward_components for group in groups]
+        lengths = np.zeros(rewards.shape, np.int64)
+        truncated = np.zeros(rewards.shape, bool)
+        for row, group in enumerate(groups):
+            for column, completion in enumerate(group.completions):
+                lengths[row, column] = completion.loss_mask.sum()
+                truncated[row, column] = completion.stop_reason == StopReason.LENGTH
         weights = groups[0].reward_weights
         penalised = rewards
         if penalty is not None:
